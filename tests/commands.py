@@ -1,6 +1,6 @@
 """Run Python commands in processes forked from one that has imported the libraries: `subprocess` for tests, without the
-seconds that imports take in a new interpreter. A test of the interpreter's start itself, such as the import path or
-variables read by an import, uses `subprocess`."""
+seconds of imports in a new interpreter. Tests of the start of an interpreter, such as the import path or variables
+read by an import, use `subprocess`."""
 
 import atexit
 import os

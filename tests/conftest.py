@@ -18,8 +18,8 @@ from torchtitan.tools.logging import logger
 # Tiny models gain nothing from threads, and on a busy machine threads wait for each other.
 torch.set_num_threads(1)
 
-# At its start, a run measures the machine's peak speed for half a second, longer than a tiny run takes otherwise: here
-# briefly, also in the processes that are forked from `tests.preloaded`.
+# A run first measures the machine's peak speed for half a second, longer than a tiny run takes. Tests measure only
+# briefly, also in processes forked from `tests.preloaded`.
 device._MEASURING_SECONDS, device._CPU_SIZES = 0.005, (512,)
 
 PROJECT = Path(__file__).resolve().parent.parent
@@ -73,7 +73,6 @@ def file_size_limit(size: int) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def own_log() -> None:
-    """Commands that an earlier test called in this process have directed the package's messages to its captured output,
-    which is closed, and away from `caplog`."""
+    """Undo the logging setup of commands that earlier tests called in this process, which bypasses `caplog`."""
     logger.handlers[:], logger.propagate = [], True
     logger.setLevel(logging.NOTSET)

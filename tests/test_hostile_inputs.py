@@ -34,10 +34,10 @@ def folder(tmp_path: Path) -> Path:
     return folder
 
 
-def judge(folder: Path, act, subject: Subject = SUBJECT, wanted: float | None = None) -> Verdict:
+def judge(folder: Path, act, subject: Subject = SUBJECT, expected: float | None = None) -> Verdict:
     """Return the verdict on a command that runs `act` on a file of zeros."""
     code, printed = run(["train"], folder, act)
-    return verdict_of(Case(subject, "file", zeroed, ["train"], 0), folder, code, printed, wanted)
+    return verdict_of(Case(subject, "file", zeroed, ["train"], 0), folder, code, printed, expected)
 
 
 def refuses(words: Sequence[str]) -> int:
@@ -107,8 +107,8 @@ def test_endless_command_is_a_hang(folder: Path, monkeypatch: pytest.MonkeyPatch
 def test_different_result_is_silent_damage(folder: Path) -> None:
     subject = dataclasses.replace(SUBJECT, result="metrics.jsonl")
     (folder / "metrics.jsonl").write_text(RECORD)
-    assert judge(folder, accepts, subject, wanted=1.5) == "accepted"
-    assert judge(folder, accepts, subject, wanted=1.25) == "silent"
+    assert judge(folder, accepts, subject, expected=1.5) == "accepted"
+    assert judge(folder, accepts, subject, expected=1.25) == "silent"
 
 
 @pytest.mark.parametrize("mutator", dict.fromkeys(mutator for subject in SUBJECTS for mutator in subject.mutators))

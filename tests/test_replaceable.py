@@ -1,5 +1,5 @@
-"""Users replace parts from outside the package: each part by a subclass that the configuration function names, single
-methods of the Trainer, and a model's modules by a converter. Each with an option of its own, and an effect."""
+"""Parts replaced from outside the package: components by subclasses in a configuration function, single methods of the
+Trainer, and a model's layers by a converter, each with an option and an effect."""
 
 import json
 import math

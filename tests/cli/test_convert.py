@@ -119,16 +119,15 @@ def test_scaled_rope_survives(tmp_path):
     assert torch.equal(logits_of(tmp_path / "back"), logits_of(tmp_path / "hf"))
 
 
-def test_real_model(assets, tmp_path, capsys):
-    source = assets / "stories260K/hf-converted"
-    assert convert("--to", "dcp", source, tmp_path / "dcp") == 0
+def test_real_model(stories, tmp_path, capsys):
+    assert convert("--to", "dcp", stories, tmp_path / "dcp") == 0
     captured = capsys.readouterr()
     assert captured.out.startswith(f"wrote {tmp_path / 'dcp'} (dcp): llama3 pretrained, 47 tensors")
     assert convert("--to", "meta", tmp_path / "dcp", tmp_path / "meta") == 0
     assert convert("--to", "hf", tmp_path / "meta", tmp_path / "back") == 0
-    assert_identical(tmp_path / "back", source)
+    assert_identical(tmp_path / "back", stories)
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        assert (tmp_path / "back" / name).read_bytes() == (source / name).read_bytes()
+        assert (tmp_path / "back" / name).read_bytes() == (stories / name).read_bytes()
     # Only the tokenizer's files and the first config.json have the ids.
     generation = json.loads((tmp_path / "back/generation_config.json").read_text())
     assert generation == {"bos_token_id": 1, "eos_token_id": 2}
@@ -139,8 +138,8 @@ def test_real_model(assets, tmp_path, capsys):
     assert text.strip().startswith("Once upon a time")
 
 
-def test_token_ids_default_to_the_tokenizer(assets, tmp_path):
-    shutil.copytree(assets / "stories260K/hf-converted", tmp_path / "hf")
+def test_token_ids_default_to_the_tokenizer(stories, tmp_path):
+    shutil.copytree(stories, tmp_path / "hf")
     path = tmp_path / "hf/config.json"
     document = json.loads(path.read_text())
     path.write_text(json.dumps({k: v for k, v in document.items() if not k.endswith("token_id")}))

@@ -42,7 +42,7 @@ def chats(folder) -> Path:
     """Sixty conversations with one or two questions and about 30 to 90 tokens; one is too long for a window."""
     rows = []
     for i in range(60):
-        turns = [("user", f"What is {i} plus {i}?"), ("assistant", f"It is {2 * i}. " + "Well done! " * (i % 4))]
+        turns = [("user", f"How much is {i} plus {i}?"), ("assistant", f"It is {2 * i}. " + "Well done! " * (i % 4))]
         rows.append({"messages": [{"role": role, "content": text} for role, text in turns * (1 + i % 2)]})
     rows[7]["messages"][1]["content"] = "A very long answer. " * 40
     return write(folder / "chats.jsonl", rows)
@@ -58,7 +58,7 @@ def options(**more) -> list[str]:
     return flags({**tiny, **{key.replace("__", "."): value for key, value in more.items()}})
 
 
-def of_chats(chats: Path, **more) -> list[str]:
+def chat_options(chats: Path, **more) -> list[str]:
     return [*SFT, *options(dataloader__dataset=[chats.name], dataloader__too_long="drop", **more)]
 
 
@@ -135,7 +135,7 @@ def failure(capsys, *words: str) -> str:
 
 @pytest.mark.parametrize("train_on", ["assistant", "last_assistant", "all"])
 def test_marked_text_is_the_trained_text(chats, train_on, capsys):
-    words = of_chats(chats, dataloader__train_on=train_on)
+    words = chat_options(chats, dataloader__train_on=train_on)
     page = inspect(*words, "--samples", "3")
     loader, tokenizer = build_loader(words, 3)
     batch = next(loader)
@@ -154,7 +154,7 @@ def test_marked_text_is_the_trained_text(chats, train_on, capsys):
 
 def test_colors_match_the_marks(chats, monkeypatch):
     monkeypatch.delenv("NO_COLOR", raising=False)
-    loader, tokenizer = build_loader(of_chats(chats), 1)
+    loader, tokenizer = build_loader(chat_options(chats), 1)
     batch = next(loader)
     written = io.StringIO()
     console = Console(file=written, force_terminal=True, color_system="standard", markup=False, highlight=False)
@@ -170,7 +170,7 @@ def test_colors_match_the_marks(chats, monkeypatch):
 
 
 def test_documents_are_complete_and_named(chats):
-    loader, tokenizer = build_loader(of_chats(chats), 4)
+    loader, tokenizer = build_loader(chat_options(chats), 4)
     batch = next(loader)
     for sample, numbers in zip(samples_of(batch, loader, tokenizer), batch["documents"], strict=True):
         [row] = sample.rows
@@ -309,7 +309,7 @@ def test_unused_columns_are_reported(folder, capsys):
 
 
 def test_histogram_adds_up(chats):
-    page = inspect(*of_chats(chats))
+    page = inspect(*chat_options(chats))
     counts = [int(cells[1].replace(",", "")) for cells in page.cells if re.fullmatch(r"[\d,]+(-[\d,]+)?", cells[0])]
     assert sum(counts) == 60  # including the one that is too long
     assert counts[-1] == 1
@@ -322,15 +322,15 @@ def test_each_length_is_in_its_bin(seed):
     lengths = random.lognormal(random.uniform(0, 8), 1.5, 500).astype(np.int64) + 1
     max_length = int(random.choice([1, 16, 65, int(np.median(lengths)), 10**6]))
     bins = histogram(lengths, max_length)
-    assert [of_bin.n_samples for of_bin in bins] == [
-        int(((of_bin.low <= lengths) & (lengths <= of_bin.high)).sum()) for of_bin in bins
+    assert [length_bin.n_samples for length_bin in bins] == [
+        int(((length_bin.low <= lengths) & (lengths <= length_bin.high)).sum()) for length_bin in bins
     ]
-    assert sum(of_bin.n_samples for of_bin in bins) == 500
-    assert sum(of_bin.n_samples for of_bin in bins if of_bin.beyond) == (lengths > max_length).sum()
+    assert sum(length_bin.n_samples for length_bin in bins) == 500
+    assert sum(length_bin.n_samples for length_bin in bins if length_bin.beyond) == (lengths > max_length).sum()
 
 
 def test_windows_steps_and_epochs(chats):
-    words = of_chats(chats, training__steps=7, training__global_batch_size=4)
+    words = chat_options(chats, training__steps=7, training__global_batch_size=4)
     page = inspect(*words)
     loader, _ = build_loader([*words, "--training.epochs", "1"], 1)
     windows = int(page.row("windows per epoch")[1])
@@ -351,7 +351,7 @@ def test_invalid_training_options_are_rejected(chats, folder, capsys):
 
 def test_skipped_steps_are_included(chats):
     """Skipped steps add data to a run of N steps, and shorten a run of N epochs."""
-    words = of_chats(chats, training__steps=4, training__global_batch_size=2)
+    words = chat_options(chats, training__steps=4, training__global_batch_size=2)
     skipping = [*words, "--training.skip_data", "2-3", "5", "900"]
     straight, longer = inspect(*words, "--training.steps", "7"), inspect(*skipping)
     assert longer.row("chats.jsonl")[9] == straight.row("chats.jsonl")[9]
@@ -432,7 +432,7 @@ def test_pairs_side_by_side(module, folder, capsys):
 
 
 def test_prompts_with_their_answers(module, folder):
-    write(folder / "prompts.jsonl", [{"question": f"What is {i}?", "answer": f"Number {i}"} for i in range(5)])
+    write(folder / "prompts.jsonl", [{"question": f"Which number is {i}?", "answer": f"Number {i}"} for i in range(5)])
     page = inspect(*module, "--config", "prompts", *options(), "--samples", "5")
     assert len(page.tokens) == 5
     assert not any(marked for shown in page.tokens for _, _, marked in shown)
@@ -469,7 +469,7 @@ def train_here(words: list[str]) -> None:
 
 
 def test_step_from_ledger_equals_plan(chats, capsys):
-    words = of_chats(chats, training__steps=4, training__global_batch_size=4, training__skip_data=["2", "4-5"])
+    words = chat_options(chats, training__steps=4, training__global_batch_size=4, training__skip_data=["2", "4-5"])
     planned = [shown_step(capsys, step, words) for step in (1, 2, 3, 4)]
     assert shown_step(capsys, 4, [*words, "--dataloader.num_workers", "2"]) == planned[3]
     train_here([*words, "--debug.ledger"])
@@ -493,8 +493,8 @@ def test_skipped_step(chats, capsys):
     Path("run").mkdir()
     lines = [json.dumps({"step": step, "data_step": step, "documents": []}) for step in (1, 3)]
     Path("run/ledger.jsonl").write_text("\n".join(lines))
-    assert "step 2 was not taken" in failure(capsys, "show", "--step", "2", *of_chats(chats))
-    assert "has the steps 1 to 3" in failure(capsys, "show", "--step", "4", *of_chats(chats))
+    assert "step 2 was not taken" in failure(capsys, "show", "--step", "2", *chat_options(chats))
+    assert "has the steps 1 to 3" in failure(capsys, "show", "--step", "4", *chat_options(chats))
 
 
 @pytest.mark.parametrize(
@@ -508,7 +508,7 @@ def test_damaged_ledger(chats, capsys, damage):
     content = "\n".join([lines[0], damage, lines[1]])
     Path("run/ledger.jsonl").write_bytes(content.encode(errors="surrogateescape"))
     expected = "there is no step 2: 'run/ledger.jsonl' has the steps 1 to 3, and line 2 of it is damaged"
-    assert expected in failure(capsys, "show", "--step", "2", *of_chats(chats))
+    assert expected in failure(capsys, "show", "--step", "2", *chat_options(chats))
 
 
 def test_pretraining_step_from_ledger(folder, capsys):
@@ -529,7 +529,7 @@ def test_pretraining_step_from_ledger(folder, capsys):
 
 
 def test_order_decided_in_training_needs_the_ledger(chats, capsys):
-    words = of_chats(chats, training__steps=3)[2:]
+    words = chat_options(chats, training__steps=3)[2:]
     words = ["--module", "loss_sampling", "--config", "loss_sampling_debugmodel", *words]
     assert "the documents of step 2 depend on training; run with --debug.ledger" in failure(
         capsys, "show", "--step", "2", *words
@@ -544,12 +544,14 @@ def test_ledger_of_other_data(chats, folder, capsys):
     (folder / "run").mkdir()
     line = {"step": 1, "data_step": 1, "documents": ["other.jsonl:3"]}
     (folder / "run" / "ledger.jsonl").write_text(json.dumps(line))
-    assert "'other.jsonl:3' is not a sample of this data" in failure(capsys, "show", "--step", "1", *of_chats(chats))
-    assert "has the steps 1 to 1" in failure(capsys, "show", "--step", "9", *of_chats(chats))
+    assert "'other.jsonl:3' is not a sample of this data" in failure(
+        capsys, "show", "--step", "1", *chat_options(chats)
+    )
+    assert "has the steps 1 to 1" in failure(capsys, "show", "--step", "9", *chat_options(chats))
 
 
 def test_run_is_selected_by_its_configuration_file(chats, capsys):
-    words = of_chats(chats)
+    words = chat_options(chats)
     Path("run").mkdir()
     ConfigManager().parse_args(words).save(Path("run/config.yaml"))
     assert shown_step(capsys, 2, ["--config_file", "run/config.yaml"]) == shown_step(capsys, 2, words)
@@ -568,7 +570,7 @@ def test_page_is_written_atomically(chats, capsys, monkeypatch):
 
     with monkeypatch.context() as patched:
         patched.setattr(Path, "open", fill_up)
-        error = failure(capsys, "inspect", "--html", "page.html", *of_chats(chats))
+        error = failure(capsys, "inspect", "--html", "page.html", *chat_options(chats))
     assert error.endswith("--html page.html cannot be written: No space left on device")
     assert Path("page.html").read_text() == "the page before" and not list(Path().glob("page.html?*"))
 
@@ -577,7 +579,7 @@ def test_page_is_written_atomically(chats, capsys, monkeypatch):
 
 
 def test_mistakes_are_one_line(chats, capsys):
-    words = of_chats(chats)
+    words = chat_options(chats)
     assert "the run has 4" in failure(capsys, "show", "--step", "5", *words)
     assert "set --step to the number of a step" in failure(capsys, "show", *words)
     assert "--step must be the number of a step, from 1, not 0" in failure(capsys, "show", "--step", "0", *words)
@@ -607,6 +609,6 @@ def test_help_has_both_kinds_of_options(command, capsys):
 
 def test_order_follows_the_seed(chats):
     first, again, other = (
-        inspect(*of_chats(chats), "--seed", seed, "--samples", "2").tokens for seed in ("1", "1", "2")
+        inspect(*chat_options(chats), "--seed", seed, "--samples", "2").tokens for seed in ("1", "1", "2")
     )
     assert first == again != other

@@ -1,5 +1,4 @@
-"""`torchtitan download`: which files are asked for, which are kept, and the messages when the hub does not give
-them."""
+"""`torchtitan download`: the requested files, the kept files, and messages for errors of the hub."""
 
 import hashlib
 import json
@@ -238,8 +237,8 @@ POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:12\nsize 9\n"
     ids=["damaged", "pointer"],
 )
 def test_corrupt_download_is_deleted(fake_hub, tmp_path, capsys, name, wrong, message):
-    """The server's headers fit what it sends, so that only the list tells. Nothing is in place then, and the next call
-    fetches that file alone."""
+    """The server's headers match the wrong content, so only the file list shows the error. No file is kept, and the
+    next call downloads only that file."""
     fake_hub.sent[name] = wrong(fake_hub.files[name])
     words = ["download", "a/b", "--dest", str(tmp_path / "model")]
     assert main(words) == 2

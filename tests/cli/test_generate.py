@@ -17,7 +17,7 @@ from torchtitan.components.tokenizer import PretrainedTokenizer
 from torchtitan.tools.errors import UserError
 
 TURNS = [
-    {"role": "user", "content": "What is 2 < 3 & 'é'?"},
+    {"role": "user", "content": "Is it true that 2 < 3 & 'é'?"},
     {"role": "assistant", "content": 'True, I "think".'},
     {"role": "user", "content": "  Why?\n"},
 ]

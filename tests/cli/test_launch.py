@@ -22,12 +22,12 @@ from tests.conftest import PROJECT
 from tests.training import TINY, flags
 
 _TIMEOUT = 300  # seconds until a command counts as hung; on an idle machine, each takes less than 15
-_FOREVER = {"training.steps": 1_000_000, "metrics.log_freq": 10}
+_ENDLESS = {"training.steps": 1_000_000, "metrics.log_freq": 10}
 
 
 class Command:
-    """A running command, in a process group of its own; `printed` is what it has written to standard error. Python is
-    forked (`tests.commands`), unless it is to be `fresh`, an interpreter for the command and for each rank."""
+    """A running command in its own process group; `printed` is its standard error. It is forked (`tests.commands`)
+    unless `fresh`, which starts a new interpreter for the command and each rank."""
 
     def __init__(self, words: list[str], folder: Path, *, fresh: bool = False, **variables: str):
         environment = {name: value for name, value in os.environ.items() if name not in ("NGPU", "LOG_RANK")}
@@ -201,7 +201,7 @@ class TestFailures:
 class TestStopping:
     @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
     def test_one_process_without_checkpoints(self, start: Callable[..., Command], number: signal.Signals) -> None:
-        command = start(1, **_FOREVER)
+        command = start(1, **_ENDLESS)
         command.wait_for_text(r"step +10/")
         command.signal(number)
         assert command.wait() == 0
@@ -211,7 +211,7 @@ class TestStopping:
 
     def test_printed_command_resumes(self, start: Callable[..., Command], workplace: Path) -> None:
         variables = {"TORCHTITAN_PROGRAM": "./run train.sh"}  # with a space, which must be quoted
-        command = start(1, "--checkpoint.enable", "--dump_folder", "it's", variables=variables, **_FOREVER)
+        command = start(1, "--checkpoint.enable", "--dump_folder", "it's", variables=variables, **_ENDLESS)
         command.wait_for_text(r"step +10/")
         command.signal(signal.SIGINT)
         assert command.wait() == 0
@@ -235,7 +235,7 @@ class TestStopping:
         self, start: Callable[..., Command], workplace: Path, number: signal.Signals, group: bool
     ) -> None:
         folder = f"two-{group}"
-        command = start(2, "--checkpoint.enable", "--dump_folder", folder, **_FOREVER)
+        command = start(2, "--checkpoint.enable", "--dump_folder", folder, **_ENDLESS)
         command.wait_for_text(r"step +10/")
         if sys.platform == "linux":  # 127.0.0.1: other hosts can reach neither the store nor gloo
             assert command.listening() == {"0100007F"}
@@ -272,7 +272,7 @@ class TestStopping:
         code = textwrap.dedent(self.SLOW_SAVE).replace("SECONDS", str(seconds))
         write_module(module, f"import sys\n{code}")
         words = ["--module", module.name, "--config", "debug", "--dump_folder", f"{module.name}_run"]
-        command = start(2, *words, **_FOREVER)
+        command = start(2, *words, **_ENDLESS)
         command.wait_for_text(r"step +10/")
         command.signal(signal.SIGINT, group=True)  # as a terminal does
         command.wait_for_text("saving")
@@ -327,7 +327,7 @@ class TestStopping:
     def test_stop_during_startup(
         self, start: Callable[..., Command], workplace: Path, processes: int, number: signal.Signals, code: int
     ) -> None:
-        """The run has not begun, so it exits without waiting."""
+        """The run has not started, so it exits without waiting."""
         name = f"starting_{processes}_{number.name}"
         registry = f"""
             import os
@@ -337,13 +337,13 @@ class TestStopping:
 
             def debug():
                 if ("RANK" in os.environ) == {processes > 1}:
-                    Path("{name}.begun").touch()
+                    Path("{name}.started").touch()
                     time.sleep(1000)
                 return llama3_debugmodel()
         """
         write_module(workplace / name, textwrap.dedent(registry))
         command = start(processes, "--module", name, "--config", "debug")
-        command.wait_for((workplace / f"{name}.begun").exists)
+        command.wait_for((workplace / f"{name}.started").exists)
         command.signal(number, group=True)
         assert command.wait() == code
         assert_quiet(command.printed)
@@ -357,9 +357,9 @@ class TestStopping:
         command = start(processes, "--module", name, "--config", "debug", "--checkpoint.enable", dump_folder=name)
         command.wait_for_text("parameters")
         command.signal(signal.SIGTERM)
-        begun = time.monotonic()
+        started = time.monotonic()
         assert command.wait() == (-signal.SIGTERM if processes == 1 else 128 + signal.SIGTERM)
-        assert time.monotonic() - begun < 10
+        assert time.monotonic() - started < 10
         assert_quiet(command.printed)
 
     def test_stop_while_workers_start(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -383,7 +383,7 @@ class TestStopping:
         assert len(started) == 2 and all(worker.process.poll() is not None for worker in started)
 
     def test_no_process_outlives_its_launcher(self, start: Callable[..., Command]) -> None:
-        command = start(2, **_FOREVER)
+        command = start(2, **_ENDLESS)
         command.wait_for_text(r"step +10/")
         command.signal(signal.SIGKILL)
         assert command.wait() == -signal.SIGKILL

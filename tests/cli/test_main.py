@@ -420,7 +420,7 @@ class TestSignals:
         assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
 
 
-@pytest.mark.parametrize("args", [["ls"], ["train", "--help"]], ids=" ".join)
+@pytest.mark.parametrize("args", [["ls"], pytest.param(["train", "--help"], marks=pytest.mark.slow)], ids=" ".join)
 def test_closed_pipe_ends_quietly(args: list[str]) -> None:
     """`torchtitan ls | head -0`."""
     reader, writer = os.pipe()

@@ -84,13 +84,13 @@ def try_cases(subjects: Sequence[Subject], cases: int, seed: int, verbose: bool 
     workplace = Path(tempfile.mkdtemp(prefix="hostile-inputs-", dir=MEMORY if MEMORY.is_dir() else None))
     try:
         base = make_world(workplace)
-        wanted = {subject.name: _undamaged(base, workplace, subject) for subject in subjects}
+        expected = {subject.name: _undamaged(base, workplace, subject) for subject in subjects}
         drawn = [
             draw(subjects[number % len(subjects)], base, seed + number // len(subjects)) for number in range(cases)
         ]
         # Workers are forked, and fork their cases in turn: neither has threads that a fork would lose.
         with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("fork")) as workers:
-            tried = [workers.submit(attempt, case, base, workplace, wanted[case.subject.name]) for case in drawn]
+            tried = [workers.submit(attempt, case, base, workplace, expected[case.subject.name]) for case in drawn]
             for case, result in zip(drawn, (future.result() for future in tried), strict=True):
                 counts[case.subject.name][result.verdict] += 1
                 if verbose or result.verdict in DEFECTS:

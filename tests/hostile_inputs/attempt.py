@@ -91,11 +91,11 @@ def last_loss(world: Path, subject: Subject) -> float | None:
     return losses[-1] if losses else None
 
 
-def attempt(case: Case, world: Path, workplace: Path, wanted: float | None) -> Result:
+def attempt(case: Case, world: Path, workplace: Path, expected: float | None) -> Result:
     """Try a case on a copy of the world, which is removed.
 
     Args:
-        wanted: the right last loss of the subject's result.
+        expected: the correct last loss of the subject's result.
     """
     place = workplace / str(os.getpid())
     copy = place / "case"
@@ -104,7 +104,7 @@ def attempt(case: Case, world: Path, workplace: Path, wanted: float | None) -> R
         with contextlib.chdir(copy):
             case.apply(copy)
         code, printed = run(case.command, copy)
-        return Result(verdict_of(case, copy, code, printed, wanted), printed)
+        return Result(verdict_of(case, copy, code, printed, expected), printed)
     finally:
         shutil.rmtree(place)
 
@@ -159,7 +159,7 @@ def _address_space() -> int:
     return pages * resource.getpagesize()
 
 
-def verdict_of(case: Case, copy: Path, code: int | None, printed: str, wanted: float | None) -> Verdict:
+def verdict_of(case: Case, copy: Path, code: int | None, printed: str, expected: float | None) -> Verdict:
     """Return the verdict on a case from what its command left in the folder, its exit code, and its output."""
     if (copy / CANARY).exists():
         return "executed"
@@ -175,7 +175,7 @@ def verdict_of(case: Case, copy: Path, code: int | None, printed: str, wanted: f
         return "refused"
     is_destroyed = case.change.__name__ in DESTRUCTIVE and case.subject.noticed
     if case.subject.result:
-        return "accepted" if last_loss(copy, case.subject) == wanted else "silent"
+        return "accepted" if last_loss(copy, case.subject) == expected else "silent"
     return "silent" if is_destroyed else "accepted"
 
 

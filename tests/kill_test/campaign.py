@@ -124,11 +124,11 @@ class Campaign:
         """Return the uninterrupted run with the mode's smallest number of processes, run once."""
         if mode.processes not in self._references:
             folder = self.workplace / _REFERENCE_FOLDER / str(len(self._references))
-            begun = time.monotonic()
+            started = time.monotonic()
             options = {**mode.options, **self._options, "dump_folder": folder}
             with Attempt(self.workplace, options, mode.processes[0]) as run:
                 run.wait_for(Moment("step", step=1, delay=0))
-                start_seconds = time.monotonic() - begun
+                start_seconds = time.monotonic() - started
                 run.check_success()
             lines, state = read_lines(folder), read_state(folder / "checkpoint" / f"step-{self.steps}")
             assert len(lines) == self.steps, "a run that was left alone has a line for each step"

@@ -72,14 +72,14 @@ class Disk:
         ballast = self.path / "ballast"
         with ballast.open("wb") as file:
             stat = os.statvfs(self.path)
-            wanted = max(0, stat.f_bavail * stat.f_frsize - spared)
-            while wanted >= stat.f_frsize:
+            remaining = max(0, stat.f_bavail * stat.f_frsize - spared)
+            while remaining >= stat.f_frsize:
                 try:
-                    os.posix_fallocate(file.fileno(), file.seek(0, os.SEEK_END), wanted)
+                    os.posix_fallocate(file.fileno(), file.seek(0, os.SEEK_END), remaining)
                 except OSError:  # the run has written in the meantime
-                    wanted //= 2
+                    remaining //= 2
                 else:
-                    wanted = 0 if spared else wanted
+                    remaining = 0 if spared else remaining
         try:
             yield
         finally:

@@ -55,8 +55,8 @@ def read_state(checkpoint: Path) -> State:
 
 def without_ranks(state: State) -> State:
     """Return the entries that do not belong to a rank, and rank 0's position in the data."""
-    of_others = re.compile(r"(?!dataloader\.rank0)\w+\.rank\d+\.")
-    return {name: value for name, value in state.items() if not of_others.match(name)}
+    other_ranks = re.compile(r"(?!dataloader\.rank0)\w+\.rank\d+\.")
+    return {name: value for name, value in state.items() if not other_ranks.match(name)}
 
 
 @dataclass(frozen=True, order=True)

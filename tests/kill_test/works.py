@@ -60,13 +60,13 @@ class Materials:
 def make_materials(dataset: Path, folder: Path) -> Materials:
     """Train one step in `folder`."""
     materials = Materials(dataset, folder / "checkpoint" / "step-1")
-    _run(Work("run", lambda given, folder: _train(given, folder), ""), materials, folder, None)
+    _run(Work("run", lambda materials, folder: _train(materials, folder), ""), materials, folder, None)
     return materials
 
 
-def _train(given: Materials, folder: Path, **options: object) -> list[str]:
+def _train(materials: Materials, folder: Path, **options: object) -> list[str]:
     """Train and save one step."""
-    settings: Options = {**RUN, "dataloader.dataset": given.dataset, "dump_folder": folder, "training.steps": 1}
+    settings: Options = {**RUN, "dataloader.dataset": materials.dataset, "dump_folder": folder, "training.steps": 1}
     module = ["--module", "tests.kill_test", "--config", "noisy_debugmodel"]
     return ["-m", "torchtitan.cli.main", "train", *module, *flags({**settings, **options})]
 
@@ -74,20 +74,20 @@ def _train(given: Materials, folder: Path, **options: object) -> list[str]:
 WORKS = (
     Work(
         "conversion",
-        lambda given, folder: [
-            *("-m", "torchtitan.cli.main", "convert", str(given.checkpoint), str(folder / "out"), "--to", "hf"),
+        lambda materials, folder: [
+            *("-m", "torchtitan.cli.main", "convert", str(materials.checkpoint), str(folder / "out"), "--to", "hf"),
             *("--max_shard_size", "0.01"),
         ],
         "out",
     ),
     Work(
         "export of a run",
-        lambda given, folder: _train(given, folder / "run", **{"checkpoint.last_save_in_hf": True}),
+        lambda materials, folder: _train(materials, folder / "run", **{"checkpoint.last_save_in_hf": True}),
         "run/checkpoint/step-1",
     ),
     Work(
         "token cache",
-        lambda given, folder: ["-c", _BUILD_CACHE, str(given.dataset), str(folder / "cache")],
+        lambda materials, folder: ["-c", _BUILD_CACHE, str(materials.dataset), str(folder / "cache")],
         "cache/tokens/*[!k]",  # not .lock
     ),
 )
@@ -155,14 +155,14 @@ def _run(work: Work, materials: Materials, folder: Path, ending: _Ending | None)
     try:
         while process.poll() is None and _inodes(folder) <= before:
             time.sleep(_POLL_SECONDS)
-        begun = time.monotonic()
+        started = time.monotonic()
         try:
             process.wait(ending.delay if ending else _SECONDS)
         except subprocess.TimeoutExpired:
             if ending is None:
                 raise
             _end(process, ending)
-        seconds = time.monotonic() - begun
+        seconds = time.monotonic() - started
         assert process.stderr
         printed = process.stderr.read()
         if process.returncode not in (0, -(ending.signal or signal.SIGKILL) if ending else 0):

@@ -74,9 +74,9 @@ class TestConfigJson:
         assert config.rope.theta == theirs.rope_parameters["rope_theta"]
         assert config.resolved_head_dim == theirs.head_dim
 
-    @pytest.mark.parametrize(("given", "kept"), [(None, None), (8, None), (10, 10)])
-    def test_head_width(self, given, kept):
-        assert from_hf(head_dim=given).head_dim == kept
+    @pytest.mark.parametrize(("value", "kept"), [(None, None), (8, None), (10, 10)])
+    def test_head_width(self, value, kept):
+        assert from_hf(head_dim=value).head_dim == kept
 
     @pytest.mark.parametrize(
         "rope",

@@ -1,5 +1,5 @@
-"""A family of models outside of the package, and converters of its own, in every command: found where `--module` or an
-installed package names them, and never imported because a checkpoint does."""
+"""A model family outside the package, with its converters, in every command: it is selected by `--module` or an
+installed package, and never imported because a checkpoint names it."""
 
 import io
 import json

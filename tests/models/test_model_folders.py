@@ -54,8 +54,7 @@ class TestPickled:
         assert main(["inspect", str(tmp_path / "bin")]) == 0
         assert f"{len(reference.state_dict())} tensors" in capsys.readouterr().out
 
-    def test_run_starts_from_it(self, assets, tmp_path):
-        stories = assets / "stories260K/hf-converted"
+    def test_run_starts_from_it(self, stories, tmp_path):
         save_pickled(transformers.AutoModelForCausalLM.from_pretrained(stories), tmp_path / "bin")
         shutil.copy(stories / "tokenizer.json", tmp_path / "bin")
         words = [

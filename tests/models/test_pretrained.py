@@ -170,12 +170,11 @@ def test_requested_dtype(tmp_path):
     assert_same_logits(loaded.model, transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32))
 
 
-def test_real_model(assets):
-    folder = assets / "stories260K/hf-converted"
-    loaded = load_model(folder, device="cpu")
-    assert loaded.tokenizer_path == folder
-    assert_same_logits(loaded.model, transformers.AutoModelForCausalLM.from_pretrained(folder))
-    assert_identical(external_tensors(folder, "hf"), load_file(folder / "model.safetensors"))
+def test_real_model(stories):
+    loaded = load_model(stories, device="cpu")
+    assert loaded.tokenizer_path == stories
+    assert_same_logits(loaded.model, transformers.AutoModelForCausalLM.from_pretrained(stories))
+    assert_identical(external_tensors(stories, "hf"), load_file(stories / "model.safetensors"))
 
 
 class TestTies:

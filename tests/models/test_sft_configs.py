@@ -175,14 +175,13 @@ class TestFromHuggingFace:
 class TestDebugModel:
     """`CONFIG=debugmodel_sft`, offline."""
 
-    SMALL = {"model__dim": 64, "model__ffn_dim": 128, "model__n_layers": 2, "training__steps": 10}
-
     def test_export_has_the_chatml_template(self, tmp_path):
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         options = {"checkpoint__enable": True, "checkpoint__last_save_in_hf": True, "validator__enable": False}
-        trainer = run_named("debugmodel_sft", tmp_path, **self.SMALL, **options)
-        exported = tmp_path / "checkpoint" / "step-10"
+        options |= {"model__dim": 64, "model__ffn_dim": 128, "model__n_layers": 2, "training__steps": 2}
+        trainer = run_named("debugmodel_sft", tmp_path, **options)
+        exported = tmp_path / "checkpoint" / "step-2"
         tokenizer = AutoTokenizer.from_pretrained(exported)
         ids = tokenizer.apply_chat_template(CHATS[0], return_dict=False)
         assert ids == tokenizer(trainer.dataloader.template.render(CHATS[0], add_generation_prompt=False)).input_ids[1:]

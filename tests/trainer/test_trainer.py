@@ -146,6 +146,7 @@ def copy_checkpoint(source: Path, target: Path, step: int) -> None:
     shutil.copytree(source / "checkpoint" / f"step-{step}", target / "checkpoint" / f"step-{step}")
 
 
+@pytest.mark.slow
 def test_resume_with_two_processes_is_exact(tmp_path):
     options = {**RESUMABLE, "training__local_batch_size": 1}
     launch(tmp_path / "straight", 2, **options)
@@ -154,7 +155,7 @@ def test_resume_with_two_processes_is_exact(tmp_path):
     assert read_metrics(tmp_path / "resumed", *EXACT) == read_metrics(tmp_path / "straight", *EXACT)[5:]
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
+@pytest.mark.parametrize(("before", "after"), [pytest.param(1, 2, marks=pytest.mark.slow), (2, 1)])
 def test_resume_with_another_number_of_processes(tmp_path, before, after):
     """The data continues at its position, and the metrics are equal up to rounding."""
     options = {**RESUMABLE, "training__local_batch_size": 2, "training__mixed_precision_param": "float32"}
