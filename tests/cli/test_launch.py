@@ -435,7 +435,7 @@ def free_port() -> int:
 
 
 FAKE_PYTHON = """#!/bin/sh
-# Does what a Python would be asked for: `-P` looks for packages, `-c` for its version, `-m venv` and `-m pip` set up.
+# A fake Python: `-P` looks for packages, `-c` prints the version, `-m venv` and `-m pip` set up the environment.
 echo "$*" >> "$CALLS"
 case "$1 $2" in
     -P*) exit "$LACKS_PACKAGE" ;;

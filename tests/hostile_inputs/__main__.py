@@ -48,11 +48,15 @@ Counts = Mapping[str, Counter[Verdict]]
 def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m tests.hostile_inputs", description=__doc__)
-    parser.add_argument("--cases", type=int, default=2000, help="of all kinds of files together (default: 2000)")
-    parser.add_argument("--seed", type=int, default=0, help="of the first case of each kind (default: 0)")
-    parser.add_argument("--only", metavar="PATTERN", default="", help="kinds whose name this regular expression finds")
-    parser.add_argument("--list", action="store_true", help="name the kinds, and try none")
-    parser.add_argument("--verbose", action="store_true", help="print each case, and what the command printed")
+    parser.add_argument(
+        "--cases", type=int, default=2000, help="number of cases over all kinds of files (default: 2000)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first case of each kind (default: 0)")
+    parser.add_argument(
+        "--only", metavar="PATTERN", default="", help="only kinds whose name matches this regular expression"
+    )
+    parser.add_argument("--list", action="store_true", help="list the kinds and exit")
+    parser.add_argument("--verbose", action="store_true", help="print each case and the output of its command")
     parser.add_argument("--write-docs", action="store_true", help=f"replace the table in {PAGE.relative_to(PROJECT)}")
     return parser.parse_args(words)
 

@@ -25,11 +25,13 @@ COLUMNS = ("mode", "kills", "inside a save", "resumed after step", "logged numbe
 def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m tests.kill_test", description=__doc__)
-    parser.add_argument("--kills", type=int, default=20, help="per mode (default: 20)")
-    parser.add_argument("--seed", type=int, default=0, help="decides when they come (default: 0)")
-    parser.add_argument("--only", metavar="PATTERN", default="", help="modes whose name this regular expression finds")
-    parser.add_argument("--list", action="store_true", help="name the modes, and run none")
-    parser.add_argument("--dataset", type=Path, help="train on this text file instead of one that is made up")
+    parser.add_argument("--kills", type=int, default=20, help="kills per mode (default: 20)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the times of kills (default: 0)")
+    parser.add_argument(
+        "--only", metavar="PATTERN", default="", help="only modes whose name matches this regular expression"
+    )
+    parser.add_argument("--list", action="store_true", help="list the modes and exit")
+    parser.add_argument("--dataset", type=Path, help="text file for training (default: a generated one)")
     parser.add_argument("--write-docs", action="store_true", help=f"replace the table in {PAGE.relative_to(PROJECT)}")
     return parser.parse_args(words)
 

@@ -11,12 +11,15 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from tests.conftest import PROJECT
 from tests.kill_test.disks import Disk
 from tests.kill_test.modes import INTERVAL, Options, Victim
 from tests.training import flags
+
+start_process: Any = subprocess.Popen
+"""Starts the processes of an attempt; `RunningCommand` in the quick test."""
 
 _TIMEOUT_SECONDS = 600
 """Seconds after which an attempt without progress counts as hung."""
@@ -93,7 +96,7 @@ class Attempt:
             "TORCHTITAN_CACHE": str(workplace / "cache"),
         }
         module = ["--module", "tests.kill_test", "--config", "noisy_debugmodel"]
-        self._process = subprocess.Popen(
+        self._process = start_process(
             [sys.executable, "-m", "torchtitan.cli.main", "train", *module, *flags(dict(options))],
             cwd=workplace,
             env=environment,

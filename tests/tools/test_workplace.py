@@ -102,7 +102,7 @@ def abandoned(target: Path, mark: str, *, age: float, locked: bool | None = None
 
 
 def test_killed_before_naming_its_lock(target: Path) -> None:
-    gone = [abandoned(target, "0", age=61), abandoned(target, "1", age=61, locked=False)]
+    removed = [abandoned(target, "0", age=61), abandoned(target, "1", age=61, locked=False)]
     others = [
         *(abandoned(target, "2", age=0), abandoned(target, "3", age=0, locked=False)),
         *(abandoned(target, "4", age=61, locked=True), abandoned(target, "5", age=61)),
@@ -112,7 +112,7 @@ def test_killed_before_naming_its_lock(target: Path) -> None:
     with open(others[2] / "new.lock") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with workplace(target):
-            assert not any(folder.exists() for folder in gone)
+            assert not any(folder.exists() for folder in removed)
     assert sorted(target.parent.iterdir()) == sorted(others)
 
 
@@ -133,14 +133,14 @@ def test_another_thread_leaves_nothing(target: Path) -> None:
 
 @pytest.mark.parametrize("moment", ["mkdir", "flock"])
 def test_signal_right_after_creation(target: Path, moment: str) -> None:
-    made = "os.mkdir" if moment == "mkdir" else "fcntl.flock"
+    call = "os.mkdir" if moment == "mkdir" else "fcntl.flock"
     before = f"""
 import fcntl, os, signal
-real = {made}
+real = {call}
 def interrupted(*args, **options):
     real(*args, **options)
     os.kill(os.getpid(), signal.SIGTERM)
-{made} = interrupted
+{call} = interrupted
 """
     assert Holder(target, before=before).process.wait(60) == -signal.SIGTERM
     assert list(target.parent.iterdir()) == []

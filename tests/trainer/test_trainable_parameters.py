@@ -119,7 +119,7 @@ def test_group_of_frozen_parameters_warns(caplog):
     assert caplog.messages == [message] * 2
 
 
-# --- data that end ----------------------------------------------------------------------------------------------------
+# --- end of data -----------------------------------------------------------------------------------------------------
 
 
 class Short(PretrainDataLoader):
@@ -131,7 +131,7 @@ class Short(PretrainDataLoader):
 
     @dataclass(kw_only=True, slots=True)
     class Config(PretrainDataLoader.Config):
-        """State of the loader."""
+        """Same options as `PretrainDataLoader`."""
 
     @property
     def exhausted(self) -> bool:
@@ -151,10 +151,10 @@ class Simulation(ModelConverter):
 
     @dataclass(kw_only=True, slots=True)
     class Config(ModelConverter.Config):
-        """From when."""
+        """Start of the change."""
 
         start_step: int = 2
-        """Steps before."""
+        """Number of steps without the change."""
 
     config: Config
 
@@ -185,7 +185,7 @@ def test_data_ends_on_one_rank_in_the_first_step(tmp_path):
 
 
 @pytest.mark.parametrize("start_step", [1, 2])
-def test_last_validation_uses_the_precision_of_training(tmp_path, start_step):
+def test_last_validation_uses_the_model_of_the_last_step(tmp_path, start_step):
     """The data ends after two steps; changes for a third step have not begun."""
     validated = {}
     for name, converters in {"plain": [], "simulated": [Simulation.Config(start_step=start_step)]}.items():
