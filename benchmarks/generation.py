@@ -4,8 +4,8 @@
 
 Both continue the same random prompts with the same random Llama (dim 512, 8 layers, 8 heads, 4 key/value heads,
 ffn 1,536, vocabulary 8,192) in float32, with their key/value caches, and must give the same tokens. They take turns, so
-that a change in the machine's load hits both; the fastest round counts. Speed is that of all rows together, the
-prompts' own pass included.
+that a change in the machine's load hits both; the fastest round counts. Speed is the total
+over all rows, including the pass over the prompts.
 """
 
 import argparse
@@ -24,7 +24,7 @@ BATCH_SIZES = (1, 8)
 
 
 def make_model(folder: str) -> transformers.LlamaForCausalLM:
-    """A random model, which it also saves for the other project to load."""
+    """Return a random model, and save it for the other project."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=8192,
@@ -43,7 +43,7 @@ def make_model(folder: str) -> transformers.LlamaForCausalLM:
 
 
 def seconds_and_ids(continue_prompts: Callable[[], list[list[int]]]) -> tuple[float, list[list[int]]]:
-    """How long it took, and the new tokens."""
+    """Return the seconds and the new tokens."""
     started = time.perf_counter()
     ids = continue_prompts()
     return time.perf_counter() - started, ids

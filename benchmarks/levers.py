@@ -1,14 +1,14 @@
-"""What each lever on a fine-tune costs and gives: memory, speed and held-out loss, in one run on one machine.
+"""Memory, speed and held-out loss of each option for fine-tuning, in one run on one machine.
 
     python benchmarks/levers.py [--steps 40] [--base_steps 80] [--only lora qlora]
 
 A Llama (dim 512, 8 layers, 8 heads, 4 key/value heads, ffn 1,536, vocabulary 2,050) is trained on the built-in stories
-first; what is measured starts from it, on the built-in conversations: batches of 4 windows of 512 tokens, in bfloat16
-unless the lever says otherwise. Each measurement is a process of its own, one after the other. Speed is the median over
-steps after the first two; memory is the process's peak resident set (on CUDA: peak reserved); `state` is what the run
-holds between steps: weights and optimizer state; the loss is that of held-out conversations after the last step.
+first; the measured runs start from it, on the built-in conversations: batches of 4 windows of 512 tokens, in bfloat16
+unless the option changes it. Each measurement is a separate process, one after the other. Speed is the median over
+steps after the first two; memory is the process's peak resident set (on CUDA: peak reserved); `state` is
+the memory between steps, for weights and optimizer state; the loss is on held-out conversations after the last step.
 
-Then what one GPU would hold of Llama 3.1 8B: the peak of a step with full activation checkpointing, by a dry run
+Then the memory of one GPU for Llama 3.1 8B: the peak of a step with full activation checkpointing, by a dry run
 (docs/dry_run.md).
 """
 
@@ -30,7 +30,7 @@ GIB = 2**30
 
 
 def full(config: Any) -> None:
-    """All weights are trained."""
+    """Train all weights."""
 
 
 def float32(config: Any) -> None:
@@ -54,7 +54,7 @@ def qat(config: Any) -> None:
 
 
 def adapters(converter: Any) -> Callable[[Any], None]:
-    """Only adapters are trained, at a rate for them."""
+    """Train only adapters, at their own learning rate."""
 
     def apply(config: Any) -> None:
         config.model_converters = [converter()]
@@ -92,7 +92,7 @@ LEVERS: dict[str, Callable[[Any], None]] = {
 
 
 def sized(config: Any) -> Any:
-    """`config` with the model that is measured."""
+    """Return `config` with the measured model."""
     spec = config.model_spec
     return dataclasses.replace(
         config, model_spec=dataclasses.replace(spec, model=dataclasses.replace(spec.model, **SIZES))
@@ -100,7 +100,7 @@ def sized(config: Any) -> Any:
 
 
 def train_base(folder: Path, steps: int) -> None:
-    """Train what the measurements start from, and save it in `folder`."""
+    """Train the model that the measurements start from, and save it in `folder`."""
     from torchtitan.components.checkpoint import CheckpointManager
     from torchtitan.models.llama3.config_registry import llama3_debugmodel
 
@@ -115,7 +115,7 @@ def train_base(folder: Path, steps: int) -> None:
 
 
 def measure(lever: str, base: str, steps: int) -> dict[str, float]:
-    """Fine-tune with a lever in this process; what it took."""
+    """Fine-tune with an option in this process; return the measurements."""
     import torch
 
     from torchtitan.models.llama3.config_registry import llama3_debugmodel_sft
@@ -131,7 +131,7 @@ def measure(lever: str, base: str, steps: int) -> dict[str, float]:
     LEVERS[lever](config)
 
     class TimedTrainer(config._owner):  # type: ignore[name-defined,misc]
-        """Notes when each step begins."""
+        """Records the start time of each step."""
 
         def train_step(self, batches):
             marks.append(time.perf_counter())
@@ -159,20 +159,20 @@ def measure(lever: str, base: str, steps: int) -> dict[str, float]:
 
 
 def dry_run_8b(name: str) -> dict[str, float]:
-    """What a step of a configuration of Llama 3.1 8B holds on one GPU."""
+    """Return the memory of one GPU for a step of a configuration of Llama 3.1 8B."""
     import torchtitan.models.llama3.config_registry as configurations
     from torchtitan.dry_run import dry_run
 
     config = getattr(configurations, f"llama3_8b_{name}")()
     config.model_spec.model.vocab_size = 128256
-    config.dataloader.dataset = ["chats"]  # a name of some data; none is read
+    config.dataloader.dataset = ["chats"]  # a placeholder; no data is read
     config.training.local_batch_size, config.activation_checkpoint.mode = 1, "full"
     (rank,) = dry_run(config, world_size=1)
     return {"weights": rank.parameter_bytes / GIB, "peak": rank.peak_bytes / GIB}
 
 
 def in_process(*words: str) -> Any:
-    """What this script prints as JSON on its last line when it is called with `words`."""
+    """Call this script with `words`; return the JSON of its last line."""
     command = [sys.executable, __file__, *words]
     return json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()[-1])
 

@@ -1,12 +1,12 @@
-"""What packing saves: trained tokens per second of packed windows against padded ones, in one run on one machine.
+"""Trained tokens per second of packed windows against padded ones, in one run on one machine.
 
     python benchmarks/packing.py [--rounds 2] [--windows 8] [--million]
 
 The samples have the lengths of GSM8K's (question and answer, GPT-2's tokens; from sft/gsm8k_train.jsonl of the test
-assets, or a log-normal distribution like it where they are absent) and random ids. A small Llama (dim 256, 2 layers,
+assets, or a similar log-normal distribution without them) and random ids. A small Llama (dim 256, 2 layers,
 8 heads, 4 key/value heads, ffn 768, vocabulary 2,048) computes loss and gradients in float32 over windows of 1,024:
 
-- none: one sample per window, padded; and, as many trainers do it, padded to the longest of 8 samples only,
+- none: one sample per window, padded; also padded only to the longest of 8 samples, which is common in trainers,
 - ffd and multipack: packed windows, attention per document,
 - ffd, full square: the same windows with a mask over the whole square of the window.
 
@@ -45,7 +45,7 @@ Batch = dict[str, torch.Tensor]
 
 
 def lengths_of_samples() -> tuple[Array, Array]:
-    """Tokens of each sample, and how many of these at its end are trained."""
+    """Return the tokens of each sample, and the number of trained tokens at its end."""
     file = ASSETS / "sft" / "gsm8k_train.jsonl"
     if not file.is_file():
         trained = np.exp(np.random.default_rng(0).normal(4.7, 0.45, 7473)).astype(np.int64).clip(20, 600)
@@ -60,7 +60,7 @@ def lengths_of_samples() -> tuple[Array, Array]:
 
 
 def make_windows(lengths: Array, trained: Array, packing: Packing, n: int, seed: int = 0) -> list[dict[str, Array]]:
-    """The first windows of an epoch, of random ids."""
+    """Return the first windows of an epoch, with random ids."""
     rng = np.random.default_rng(seed)
     sampler = ShuffleSampler.Config().build(n_samples=len(lengths), seed=seed)
     planner = Planner([lengths - 1], SEQ_LEN, [sampler], packing=packing)
@@ -73,18 +73,18 @@ def make_windows(lengths: Array, trained: Array, packing: Packing, n: int, seed:
 
 
 def batches_of(windows: Sequence[dict[str, Array]], batch_size: int, *, to_longest: bool = False) -> list[Batch]:
-    """Windows as batches; `to_longest`: without the padding that all windows of a batch have."""
+    """Return windows as batches; `to_longest` removes the padding that all windows of a batch share."""
     batches = []
     for start in range(0, len(windows), batch_size):
         part = windows[start : start + batch_size]
-        # The second document of a window with one sample is its padding.
+        # The padding of a window with one sample is its second document.
         ends = [int(np.flatnonzero(window["positions"] == 0)[1]) for window in part] if to_longest else [SEQ_LEN]
         batches.append({name: torch.tensor(np.stack([w[name] for w in part]))[:, : max(ends)] for name in part[0]})
     return batches
 
 
 def seconds_of(model: Llama3Model, batches: Sequence[Batch], *, dense: bool) -> float:
-    """Time for loss and gradients of all batches."""
+    """Return the seconds for loss and gradients of all batches."""
     model.mask.dense = dense
     started = time.perf_counter()
     for batch in batches:

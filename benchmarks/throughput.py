@@ -4,7 +4,7 @@
 
 Both train the same Llama (dim 512, 8 layers, 8 heads, 4 key/value heads, ffn 1,536, vocabulary 8,192, sequence 512,
 batch 4) with AdamW (fused), gradient clipping and, for bfloat16, autocast over float32 weights. Each measurement is a
-process of its own, and the two projects take turns, so that a change in the machine's load hits both. Speed is the
+separate process, and the two projects take turns, so that a change in the machine's load hits both. Speed is the
 median over steps after the first two; memory is the process's peak resident set (on CUDA: peak reserved).
 """
 
@@ -22,7 +22,7 @@ PROJECTS = ("torchtitan", "transformers")
 
 
 def train_torchtitan(precision: str, steps: int, folder: str) -> list[float]:
-    """Seconds of each step in this project."""
+    """Return the seconds of each step in this project."""
     from torchtitan.components.data.dataloader import PretrainDataLoader
     from torchtitan.config import TrainingConfig
     from torchtitan.models.common.rope import RoPEConfig
@@ -42,7 +42,7 @@ def train_torchtitan(precision: str, steps: int, folder: str) -> list[float]:
     trainer = TimedTrainer.Config(
         model_spec=spec,
         dump_folder=folder,
-        # One running text, as in the other project: attention over whole windows.
+        # One document, as in the other project: attention over whole windows.
         dataloader=PretrainDataLoader.Config(document_mask=False),
         training=TrainingConfig(
             steps=steps, seq_len=SEQ_LEN, local_batch_size=BATCH_SIZE, mixed_precision_param=precision
@@ -54,7 +54,7 @@ def train_torchtitan(precision: str, steps: int, folder: str) -> list[float]:
 
 
 def train_transformers(precision: str, steps: int, folder: str) -> list[float]:
-    """Seconds of each step in transformers' Trainer."""
+    """Return the seconds of each step in transformers' Trainer."""
     import torch
     import transformers
 

@@ -1,6 +1,6 @@
 """Run Python commands in processes forked from one that has imported the libraries: `subprocess` for tests, without the
-seconds that imports take in a new interpreter. A test of the interpreter's start itself, such as the import path or
-variables read by an import, uses `subprocess`."""
+seconds of imports in a new interpreter. Tests of the start of an interpreter, such as the import path or variables
+read by an import, use `subprocess`."""
 
 import atexit
 import os
@@ -167,7 +167,7 @@ class _Start:
         os.chdir(self.folder)
         import torchtitan.cli.launch as launcher
 
-        # Its ranks are forked from this process.
+        # Ranks are forked from this process.
         launcher.subprocess = types.SimpleNamespace(Popen=_Rank)  # type: ignore[assignment]
         _become(self.words, self.environment, PATH)
 
@@ -185,7 +185,7 @@ class _Rank:
         if not self.pid:
             try:
                 os.dup2(stdin, 0)
-                # The launcher's connections to the ranks among them: it holds only its own ends of them.
+                # Including the launcher's connections to the ranks, of which it holds only one end.
                 os.closerange(3, os.sysconf("SC_OPEN_MAX"))
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
                 if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
@@ -218,7 +218,7 @@ class _Rank:
 
 
 def _become(words: list[str], environment: Mapping[str, str], path: Sequence[str]) -> NoReturn:
-    """Do as a new interpreter with these words and environment variables, and end as it would."""
+    """Act as a new interpreter with these words and environment variables, and exit as it would."""
     os.environ.clear()
     os.environ.update(environment)
     sys.stdin = open(0, closefd=False)
@@ -231,7 +231,7 @@ def _become(words: list[str], environment: Mapping[str, str], path: Sequence[str
         name, *words = words
         sys.argv = ["-m", *words]
         if not hasattr(sys.modules.get(name), "__path__"):
-            sys.modules.pop(name, None)  # `runpy` warns of a module that is there
+            sys.modules.pop(name, None)  # `runpy` warns about a module that is already imported
         first, begin = os.getcwd(), lambda: runpy.run_module(name, run_name="__main__", alter_sys=True)
     elif kind == "-c":
         text, *words = words

@@ -1,4 +1,4 @@
-"""What all tests share."""
+"""Fixtures of all tests."""
 
 import contextlib
 import logging
@@ -15,11 +15,11 @@ from torchtitan.components.tokenizer import PretrainedTokenizer, Tokenizer
 from torchtitan.tools import device
 from torchtitan.tools.logging import logger
 
-# Tiny models gain nothing from threads, and lose much to waiting for each other where the machine is busy.
+# Tiny models gain nothing from threads, and on a busy machine threads wait for each other.
 torch.set_num_threads(1)
 
-# At its start, a run measures the machine's peak speed for half a second, longer than a tiny run takes otherwise: here
-# briefly, also in the processes that are forked from `tests.preloaded`.
+# A run first measures the machine's peak speed for half a second, longer than a tiny run takes. Tests measure only
+# briefly, also in processes forked from `tests.preloaded`.
 device._MEASURING_SECONDS, device._CPU_SIZES = 0.005, (512,)
 
 PROJECT = Path(__file__).resolve().parent.parent
@@ -27,7 +27,7 @@ PROJECT = Path(__file__).resolve().parent.parent
 
 @pytest.fixture(scope="session")
 def assets() -> Path:
-    """The folder with real data for tests; skips where it is absent."""
+    """The folder with real data for tests; skips the test if it is missing."""
     folder = Path(os.environ.get("TORCHTITAN_TEST_ASSETS", PROJECT.parent / "shared" / "assets"))
     if not folder.is_dir():
         pytest.skip(f"no test assets in {folder} (set TORCHTITAN_TEST_ASSETS)")
@@ -48,21 +48,21 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture
 def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    """The package's log messages, from INFO."""
+    """Log messages of the package, from level INFO."""
     caplog.set_level(logging.INFO, logger="torchtitan")
     return caplog
 
 
 @pytest.fixture(scope="module")
 def workers() -> Iterator[Workers]:
-    """Two processes that run a module's functions in one process group."""
+    """Two processes with one process group, which run functions of a module."""
     with Workers(2) as workers:
         yield workers
 
 
 @contextlib.contextmanager
 def file_size_limit(size: int) -> Iterator[None]:
-    """Writing beyond `size` bytes in a file fails with OSError, as on a full disk (Python ignores SIGXFSZ)."""
+    """Make writes beyond `size` bytes of a file raise OSError, as on a full disk (Python ignores SIGXFSZ)."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
@@ -73,7 +73,6 @@ def file_size_limit(size: int) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def own_log() -> None:
-    """Commands that an earlier test called in this process have directed the package's messages to its captured output,
-    which is closed, and away from `caplog`."""
+    """Undo the logging setup of commands that earlier tests called in this process, which bypasses `caplog`."""
     logger.handlers[:], logger.propagate = [], True
     logger.setLevel(logging.NOTSET)

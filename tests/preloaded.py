@@ -1,5 +1,5 @@
 """The imports of the fork server of `tests.processes`: processes forked from it start in tens of milliseconds. Nothing
-here may start a thread or compute: only the thread that forks exists in the new process."""
+here may start a thread or compute, since only the forking thread exists in the new process."""
 
 import gc
 import sys
@@ -22,6 +22,6 @@ import torchtitan.models.llama3  # noqa: F401
 import torchtitan.models.qwen3  # noqa: F401
 
 PATH = [folder for folder in sys.path if folder not in ("", str(Path(__file__).resolve().parent.parent))]
-"""The import path of an interpreter, without the folders that depend on how it is started."""
+"""The import path of an interpreter, without folders that depend on the way it is started."""
 
-gc.freeze()  # a collection in a forked process neither scans nor copies them
+gc.freeze()  # collections in forked processes neither scan nor copy these objects

@@ -48,7 +48,7 @@ def run_processes(function: Callable[..., None], world_size: int, *args: Any) ->
 
 
 class Surroundings:
-    """The environment variables and standard output and error of this process, to send to one that is being started."""
+    """Environment variables and standard output and error of this process, to send to a new process."""
 
     def __init__(self) -> None:
         self._environment = dict(os.environ)
@@ -58,7 +58,7 @@ class Surroundings:
         return self.__dict__ | {"_output": [multiprocessing.reduction.DupFd(number) for number in (1, 2)]}
 
     def take(self) -> None:
-        """Take them over in this process."""
+        """Apply them to this process."""
         os.environ.clear()
         os.environ |= self._environment
         for number, sent in enumerate(self._output, start=1):
@@ -85,9 +85,9 @@ def _run(
     try:
         function(*args)
     except BaseException:
-        # Another rank's complaint about the lost connection may reach the parent first.
+        # Another rank's error about the lost connection may reach the parent first.
         traceback.print_exc()
         raise
-    # Leaving together: a rank that tears down early can abort one that is still communicating.
+    # All ranks leave together: a rank that tears down early can abort one that is still communicating.
     dist.barrier()
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Tables of the tools in this folder: on the terminal, and in the documentation between two markers."""
+"""Tables of the tools in this folder, for the terminal and the documentation."""
 
 import argparse
 import datetime
@@ -23,7 +23,7 @@ class Row(NamedTuple):
 
 
 def markers(name: str) -> tuple[str, str]:
-    """Return the lines of a page between which the table `name` stands."""
+    """Return the lines of a page before and after the table `name`."""
     return f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
 
 
@@ -52,11 +52,11 @@ def write_docs(page: Path, name: str, text: str) -> None:
 
 
 def describe(tool: str, arguments: argparse.Namespace, *options: str) -> str:
-    """Say which command made a table, when, and where; `options` are those that it names where they are given."""
-    given = {option: getattr(arguments, option) for option in options}
+    """Describe the command, date and machine of a table; `options` are named if they have a value."""
+    values = {option: getattr(arguments, option) for option in options}
     words = [
         word
-        for option, value in given.items()
+        for option, value in values.items()
         if value not in (None, "")
         for word in (f"--{option}", value.name if isinstance(value, Path) else str(value))
     ]

@@ -1,4 +1,4 @@
-"""The layout of the package: who may import whom, who may use PyTorch's private names, and what importing costs."""
+"""Rules of the package: layers of imports, private names of PyTorch, and the cost of imports."""
 
 import ast
 import importlib.util
@@ -42,18 +42,18 @@ COMPONENTS = [
     "generation",
     "evaluation",
 ]
-"""The packages inside `components`, lowest first; modules beside them have no place, and are in no cycle either."""
+"""Packages inside `components`, lowest first. Single modules have no layer, but must not be in a cycle."""
 
 PACKAGE = PROJECT / "torchtitan"
 
 
 def name_of(path: Path) -> str:
-    """The import path of a file of the package, `__init__` included."""
+    """Import path of a file of the package, with `__init__`."""
     return path.relative_to(PROJECT).with_suffix("").as_posix().replace("/", ".")
 
 
 def sources() -> dict[str, ast.Module]:
-    """The library's modules by name, without the files that users copy."""
+    """Modules of the library by name, without files that users copy."""
     paths = [path for path in PACKAGE.rglob("*.py") if not {"assets", "templates"} & set(path.parts)]
     return {name_of(path): ast.parse(path.read_text()) for path in paths}
 
@@ -75,7 +75,7 @@ def imports_of(tree: ast.AST, package: str) -> list[str]:
 
 
 def module_of(imported: str, modules: Iterable[str]) -> str:
-    """The module that an imported name is, or is in."""
+    """The module that an imported name refers to or is in."""
     packages = {name.removesuffix(".__init__"): name for name in modules}
     while imported not in packages:
         imported = imported.rpartition(".")[0]
@@ -83,14 +83,14 @@ def module_of(imported: str, modules: Iterable[str]) -> str:
 
 
 def node_of(module: str) -> str:
-    """The layer of a module, or its package or module inside `components`."""
+    """Layer of a module, or its package or module inside `components`."""
     _, *parts = module.removesuffix(".__init__").split(".")
     return ".".join(parts[:2] if parts[0] == "components" else parts[:1])
 
 
 def import_graph(sources: Mapping[str, ast.AST]) -> dict[str, set[str]]:
-    """Module → the modules that it imports. The `__init__` of a package above a module does not count, where it is not
-    named: it may show what the module has."""
+    """Module → the modules that it imports. The `__init__` of a package above a module does not count unless it is
+    named: it may re-export names of the module."""
     graph = {}
     for name, tree in sources.items():
         imported = {module_of(one, sources) for one in imports_of(tree, name.rpartition(".")[0])}
@@ -99,7 +99,7 @@ def import_graph(sources: Mapping[str, ast.AST]) -> dict[str, set[str]]:
 
 
 def package_graph(graph: Mapping[str, set[str]]) -> dict[str, set[str]]:
-    """The same between layers, and between what is inside `components`."""
+    """Imports between layers, and between packages inside `components`."""
     packages: dict[str, set[str]] = {}
     for name, imported in graph.items():
         if name != "torchtitan.__init__":
@@ -108,7 +108,7 @@ def package_graph(graph: Mapping[str, set[str]]) -> dict[str, set[str]]:
 
 
 def cycles(graph: Mapping[str, set[str]]) -> list[list[str]]:
-    """A cycle, if there is one."""
+    """Return a cycle, if there is one."""
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
@@ -129,7 +129,7 @@ def cycles(graph: Mapping[str, set[str]]) -> list[list[str]]:
         ("if TYPE_CHECKING:\n    from torchtitan.trainer import Trainer", ["torchtitan.trainer.Trainer"]),
     ],
 )
-def test_every_kind_of_import_is_seen(line, found):
+def test_every_kind_of_import_is_detected(line, found):
     assert imports_of(ast.parse(line), "torchtitan.config") == found
 
 
@@ -155,13 +155,13 @@ def test_every_package_is_in_a_layer():
     assert {path.parent.name for path in PACKAGE.glob("components/*/__init__.py")} == set(COMPONENTS)
 
 
-def test_nothing_imports_itself_in_the_end():
+def test_imports_have_no_cycles():
     graph = import_graph(SOURCES)
     assert cycles(graph) == []
     assert cycles(package_graph(graph)) == []
 
 
-def test_cycles_are_seen():
+def test_cycles_are_detected():
     modules = {
         "torchtitan.tools.a": "def f():\n    from torchtitan.tools import b",
         "torchtitan.tools.b": "if TYPE_CHECKING:\n    from torchtitan.tools.a import f",
@@ -183,7 +183,7 @@ OTHERS = {
     "named tuples": {"_replace", "_asdict", "_fields"},
     "torchao": {"_tensor"},
 }
-"""Private names that are not PyTorch's, where they come from."""
+"""Modules whose private names are not PyTorch's."""
 
 
 def is_private(name: str) -> bool:
@@ -191,7 +191,7 @@ def is_private(name: str) -> bool:
 
 
 def own_names(trees: Iterable[ast.AST]) -> set[str]:
-    """Private names that this library gives to something: functions, classes, variables, attributes of `self`."""
+    """Private names defined in this library: functions, classes, variables, attributes of `self`."""
     names = set()
     for tree in trees:
         for node in ast.walk(tree):
@@ -255,18 +255,18 @@ def private_names_of_torch(tree: ast.AST, allowed: set[str]) -> Iterator[str]:
         ("import torch\nself._own = x._own + torch.tensor(1).__len__()", None),
     ],
 )
-def test_every_private_name_is_seen(code, found):
+def test_every_private_name_is_detected(code, found):
     assert list(private_names_of_torch(ast.parse(code), {"_own"})) == ([found] if found else [])
 
 
-def test_one_module_alone_has_private_names_of_torch():
+def test_only_one_module_uses_private_names_of_torch():
     allowed = own_names(SOURCES.values()).union(*OTHERS.values())
     found = {name: list(private_names_of_torch(tree, allowed)) for name, tree in SOURCES.items()}
     assert len(found.pop("torchtitan.tools.torch_private")) > 10
     assert {name: names for name, names in found.items() if names} == {}
 
 
-def test_every_private_name_of_torch_is_there_and_used():
+def test_private_names_of_torch_exist_and_are_used():
     from torchtitan.tools import torch_private
 
     own = "torchtitan.tools.torch_private"
@@ -280,8 +280,8 @@ def test_every_private_name_of_torch_is_there_and_used():
         _ = torch_private.other
 
 
-def test_importing_the_trainer_stays_cheap():
-    """Heavy libraries are imported by the feature that needs them, when it is used."""
+def test_importing_the_trainer_is_cheap():
+    """Heavy libraries are imported on first use of the feature that needs them."""
     heavy = ["datasets", "pandas", "pyarrow", "tensorboard", "wandb", "transformers", "torch.distributed.checkpoint"]
     code = f"import sys, torchtitan.trainer; print([name for name in {heavy} if name in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -289,8 +289,8 @@ def test_importing_the_trainer_stays_cheap():
 
 
 @pytest.mark.parametrize("files", [["__init__.py"], ["__init__.py", "cli/__init__.py"]])
-def test_another_distribution_of_our_name_is_not_our_environment(tmp_path: Path, files: list[str]):
-    """It has the package's name and not our command."""
+def test_other_distribution_with_our_name_is_ignored(tmp_path: Path, files: list[str]):
+    """It has our package's name but not our command."""
 
     def suffices() -> bool:
         code = f"source {PROJECT}/scripts/environment.sh; active_environment_suffices ''"
@@ -304,7 +304,7 @@ def test_another_distribution_of_our_name_is_not_our_environment(tmp_path: Path,
             (tmp_path / "site/torchtitan" / name).touch()
 
     (tmp_path / "bin").mkdir()
-    (tmp_path / "bin/python").write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')  # only what is installed here
+    (tmp_path / "bin/python").write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')  # only installed packages
     (tmp_path / "bin/python").chmod(0o755)
     assert not suffices()
     (tmp_path / "site/torchtitan-1.0.dist-info").mkdir(parents=True)
@@ -322,12 +322,12 @@ WALKS = {
     "A save": 8,
     "A new family": 3,
 }
-"""Most files of each walk in docs/architecture.md."""
+"""Maximum number of files in each walkthrough of docs/architecture.md."""
 
 
 def walks() -> dict[str, list[tuple[Path, list[str]]]]:
-    """The walks of docs/architecture.md: heading → files, and names in them. A second list under one heading is that
-    of a conversation."""
+    """Walkthroughs in docs/architecture.md: heading → files, and names in them. A second list below a heading is for
+    conversations."""
     found: dict[str, list[tuple[Path, list[str]]]] = {}
     heading = ""
     for line in (PROJECT / "docs/architecture.md").read_text().splitlines():
@@ -341,7 +341,7 @@ def walks() -> dict[str, list[tuple[Path, list[str]]]]:
     return found
 
 
-def test_the_walks_lead_through_files_and_names_that_exist():
+def test_walkthroughs_name_existing_files_and_names():
     found = walks()
     assert {heading: len(files) for heading, files in found.items()} == WALKS
     for path, names in [pair for files in found.values() for pair in files]:

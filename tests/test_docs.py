@@ -1,4 +1,4 @@
-"""Runs the code in the documentation: what does not run is wrong."""
+"""Code, links and options in the documentation."""
 
 import ast
 import re
@@ -16,7 +16,7 @@ def blocks(page, language):
 
 
 def documented_class(page, name):
-    """A class that a page's code defines, made from its own lines and the page's imports alone."""
+    """Execute a class of a page with only its own lines and the page's imports; return the class."""
     body = [node for code in blocks(page, "python") for node in ast.parse(code).body]
     imports = [node for node in body if isinstance(node, ast.Import | ast.ImportFrom)]
     (definition,) = [node for node in body if isinstance(node, ast.ClassDef) and node.name == name]
@@ -27,7 +27,7 @@ def documented_class(page, name):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_python_blocks_run(page, tmp_path, monkeypatch):
-    """All blocks of a page, in order, in one namespace, in an empty folder."""
+    """Run all blocks of a page in order, in one namespace and an empty folder."""
     monkeypatch.chdir(tmp_path)
     namespace = {"__name__": "__main__"}
     for index, code in enumerate(blocks(page, "python")):
@@ -35,7 +35,7 @@ def test_python_blocks_run(page, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere(page):
+def test_links_resolve(page):
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
         if not target.startswith("http"):
             assert (page.parent / target).exists(), target

@@ -1,4 +1,4 @@
-"""The commands take hostile and damaged files, and the tool that tries these tells when they do not."""
+"""Commands handle hostile and damaged files, and the tool that tries them detects defects."""
 
 import dataclasses
 import os
@@ -34,10 +34,10 @@ def folder(tmp_path: Path) -> Path:
     return folder
 
 
-def judge(folder: Path, act, subject: Subject = SUBJECT, wanted: float | None = None) -> Verdict:
-    """The verdict on a command that does `act` to a file of zeros."""
+def judge(folder: Path, act, subject: Subject = SUBJECT, expected: float | None = None) -> Verdict:
+    """Return the verdict on a command that runs `act` on a file of zeros."""
     code, printed = run(["train"], folder, act)
-    return verdict_of(Case(subject, "file", zeroed, ["train"], 0), folder, code, printed, wanted)
+    return verdict_of(Case(subject, "file", zeroed, ["train"], 0), folder, code, printed, expected)
 
 
 def refuses(words: Sequence[str]) -> int:
@@ -46,7 +46,7 @@ def refuses(words: Sequence[str]) -> int:
 
 
 def raises(words: Sequence[str]) -> int:
-    raise ValueError("of ours")
+    raise ValueError("a bug")
 
 
 def dies(words: Sequence[str]) -> int:
@@ -95,20 +95,20 @@ def fills_memory(words: Sequence[str]) -> int:
         (fills_memory, "traceback"),
     ],
 )
-def test_planted_defects_are_found(folder: Path, act, verdict: Verdict) -> None:
+def test_injected_defects_are_found(folder: Path, act, verdict: Verdict) -> None:
     assert judge(folder, act) == verdict
 
 
-def test_a_command_that_does_not_end_hangs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endless_command_is_a_hang(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attempts, "HANG_SECONDS", 0.2)
     assert judge(folder, hangs) == "hang"
 
 
-def test_a_result_that_differs_is_silent_damage(folder: Path) -> None:
+def test_different_result_is_silent_damage(folder: Path) -> None:
     subject = dataclasses.replace(SUBJECT, result="metrics.jsonl")
     (folder / "metrics.jsonl").write_text(RECORD)
-    assert judge(folder, accepts, subject, wanted=1.5) == "accepted"
-    assert judge(folder, accepts, subject, wanted=1.25) == "silent"
+    assert judge(folder, accepts, subject, expected=1.5) == "accepted"
+    assert judge(folder, accepts, subject, expected=1.25) == "silent"
 
 
 @pytest.mark.parametrize("mutator", dict.fromkeys(mutator for subject in SUBJECTS for mutator in subject.mutators))

@@ -1,4 +1,4 @@
-"""The wheel: its files, and its use away from the checkout. Versions and pins that several files repeat."""
+"""The wheel's files and its use outside the checkout; versions and pins that several files repeat."""
 
 import os
 import re
@@ -22,14 +22,14 @@ METADATA = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
 
 
 def pins() -> dict[str, str]:
-    """Package → version, as constraints.txt pins them."""
+    """Package → version in constraints.txt."""
     lines = (PROJECT / "constraints.txt").read_text().splitlines()
     return dict(line.split("==") for line in lines if "==" in line)
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel of a clean copy: folders left by earlier builds in the checkout would hide missing files."""
+    """The wheel of a clean copy; folders of earlier builds in the checkout would hide missing files."""
     pytest.importorskip("pip")
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
@@ -45,7 +45,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
-    """Run a program of a new environment, which has the wheel and this environment's other packages."""
+    """Run a program in a new environment with the wheel and the other packages of this environment."""
     home = tmp_path_factory.mktemp("installed")
     venv.create(home / "venv", with_pip=False)
     (packages,) = (home / "venv").glob("lib/python*/site-packages")
@@ -68,7 +68,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable
     return run
 
 
-def test_the_wheel_holds_every_file_of_the_package(wheel: Path):
+def test_wheel_contains_every_file(wheel: Path):
     wanted = {
         path.relative_to(PROJECT).as_posix()
         for path in (PROJECT / "torchtitan").rglob("*")
@@ -81,7 +81,7 @@ def test_the_wheel_holds_every_file_of_the_package(wheel: Path):
 
 
 @pytest.mark.slow
-def test_the_installed_command_works_in_another_folder(installed: Callable[..., str]):
+def test_installed_command_works_in_another_folder(installed: Callable[..., str]):
     assert installed("torchtitan", "--version") == f"torchtitan {torchtitan.__version__}\n"
     assert "usage: torchtitan COMMAND" in installed("torchtitan", "--help")
     assert "llama3_debugmodel" in installed("torchtitan", "ls")
@@ -97,7 +97,7 @@ def test_the_installed_command_works_in_another_folder(installed: Callable[..., 
     assert [step for (step,) in read_metrics(home / "sft")] == [1, 2]
 
 
-def test_the_version_is_one():
+def test_version_is_consistent():
     assert METADATA["dynamic"] == ["version"]
     assert yaml.safe_load((PROJECT / "CITATION.cff").read_text())["version"] == torchtitan.__version__
 
@@ -108,7 +108,7 @@ def test_every_development_dependency_is_pinned():
     assert wanted - {"torchtitan"} <= set(pins())
 
 
-def test_commit_hooks_have_the_pinned_versions():
+def test_commit_hooks_use_the_pinned_versions():
     repositories = yaml.safe_load((PROJECT / ".pre-commit-config.yaml").read_text())["repos"]
     hooks = {one["hooks"][0]["id"].partition("-")[0]: one.get("rev") for one in repositories}
     assert (hooks["ruff"], hooks["codespell"]) == (f"v{pins()['ruff']}", f"v{pins()['codespell']}")

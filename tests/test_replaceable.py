@@ -1,5 +1,5 @@
-"""Users replace parts from outside the package: each part by a subclass that the configuration function names, single
-methods of the Trainer, and a model's modules by a converter. Each with an option of its own, and an effect."""
+"""Parts replaced from outside the package: components by subclasses in a configuration function, single methods of the
+Trainer, and a model's layers by a converter, each with an option and an effect."""
 
 import json
 import math
@@ -40,7 +40,7 @@ from torchtitan.models.llama3.config_registry import llama3_debugmodel
 
 @pytest.fixture(autouse=True)
 def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A folder outside the package to work in, whose modules are forgotten afterwards; one process of one thread."""
+    """Run in a folder outside the package with one process and thread, and unload its modules after the test."""
     assert not tmp_path.is_relative_to(PROJECT / "torchtitan")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("NGPU", "1")
@@ -56,7 +56,7 @@ def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def write_module(code: str) -> list[str]:
-    """Words of the command line that select the configuration `own_debugmodel` of `code`."""
+    """Command-line words that select the configuration `own_debugmodel` of `code`."""
     folder = Path("own")
     folder.mkdir()
     (folder / "config_registry.py").write_text(IMPORTS + code)
@@ -64,7 +64,7 @@ def write_module(code: str) -> list[str]:
 
 
 def train(folder: str, *selection: str, **options) -> Path:
-    """A tiny run through the command line (options with `__` for `.`); its folder."""
+    """Train a tiny run through the command line (options with `__` for `.`); return its folder."""
     overrides = {key.replace("__", "."): value for key, value in options.items()}
     words = flags({**TINY, "dump_folder": folder, **overrides})
     assert main(["train", *selection, *words]) == 0
@@ -125,7 +125,7 @@ def own_debugmodel():
 ''')
     run = train("own_run", *own, optimizer__lr=0.01, lr_scheduler__every=2, training__steps=5)
     assert read_metrics(run, "lr") == [(1, 0.01), (2, 0.01), (3, 0.005), (4, 0.005), (5, 0.0025)]
-    # The optimizer had these rates, and did not only report them.
+    # The optimizer really had these rates.
     constant = train("constant", optimizer__lr=0.01, lr_scheduler__decay_ratio=0.0, training__steps=5)
     assert losses(run)[:3] == losses(constant)[:3]
     assert losses(run)[3] != losses(constant)[3]
@@ -154,13 +154,13 @@ def own_debugmodel():
         losses(train(f"smoothed_{smoothing}", *own, loss__smoothing=smoothing))[0] for smoothing in (0.0, 0.5, 1.0)
     )
     assert none == losses(train("built_in"))[0]
-    # Linear in the smoothing, with the same weights; float32 sums over 64 tokens.
+    # Linear in the smoothing for equal weights; float32 sums over 64 tokens.
     assert half == pytest.approx((none + full) / 2, rel=1e-6)
     assert full != none
 
 
 def test_dataloader():
-    """From the base class, so that the trainer can rely on no more than that."""
+    """The loader inherits only the base class, so the trainer cannot rely on more."""
     own = write_module('''
 from torchtitan.components.data.base import BaseDataLoader
 
@@ -170,7 +170,7 @@ class Counting(BaseDataLoader):
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
         period: int = 1000
-        """How many numbers there are."""
+        """Number of rows."""
 
     def __init__(self, config, *, seq_len, local_batch_size, **_):
         super().__init__(config)
@@ -200,7 +200,7 @@ def own_debugmodel():
     easy = train("easy", *own, dataloader__period=3, training__steps=8, **options)
     hard = train("hard", *own, dataloader__period=1000, training__steps=8, **options)
     assert losses(easy)[-1] < 1 < losses(hard)[-1]
-    # Its position is part of the checkpoint.
+    # The checkpoint contains its position.
     train("resumed", *own, dataloader__period=3, training__steps=4, **options)
     resumed = train("resumed", *own, dataloader__period=3, training__steps=8, **options)
     assert losses(resumed) == losses(easy)
@@ -241,7 +241,7 @@ def own_debugmodel():
     options = {"dataloader__dataset": "abab.txt", "dataloader__cache_dir": "cache"}
     run = train("own_run", *own, tokenizer__alphabet="abcdef", training__steps=8, optimizer__lr=0.01, **options)
     assert yaml.safe_load((run / "config.yaml").read_text())["model"]["vocab_size"] == 8
-    # The first loss is that of guessing among 8 (initial logits differ by a quarter), and "b follows a" is soon learnt.
+    # The first loss is close to guessing among 8 characters; the model soon learns that b follows a.
     assert losses(run)[0] == pytest.approx(math.log(8), abs=0.3)
     assert losses(run)[-1] < 0.3
 
@@ -311,8 +311,8 @@ def own_debugmodel():
 # --- the Trainer ------------------------------------------------------------------------------------------------------
 
 
-def test_the_experiment_of_a_user_s_own_repository(capsys):
-    """A section of one's own is an option, is described by --help, and is saved with the run."""
+def test_experiment_in_another_repository(capsys):
+    """A custom section has options, appears in --help, and is saved with the run."""
     own = write_module('''
 from torchtitan.config import TrainingConfig
 from torchtitan.models.llama3 import model_registry
@@ -321,7 +321,7 @@ from torchtitan.trainer import Trainer
 @dataclass
 class CustomConfig:
     how_is_your_day: str = "good"
-    """How it is going."""
+    """Answer to the question."""
 
 class MyTrainer(Trainer):
     @dataclass(kw_only=True, slots=True)
@@ -355,7 +355,7 @@ def own_debugmodel() -> MyTrainer.Config:
 
 
 def own_trainer(methods: str) -> list[str]:
-    """The debug model with a Trainer that has an option `--knob` and overrides `methods`."""
+    """Return code of the debug model with a Trainer that has an option `--knob` and overrides `methods`."""
     return write_module(f"""
 from dataclasses import fields
 from pathlib import Path
@@ -375,7 +375,7 @@ def own_debugmodel():
 
 
 def test_override_forward():
-    """One definition of the loss, in training and in validation."""
+    """Training and validation use the same definition of the loss."""
     own = own_trainer("""
     def forward(self, batch):
         return self.config.knob * super().forward(batch)
@@ -405,7 +405,7 @@ def test_override_post_dataloading_process():
 """)
     run = train("own_run", *own, knob=7.0, training__steps=8, optimizer__lr=0.01)
     built_in = train("built_in", training__steps=8, optimizer__lr=0.01)
-    assert losses(run)[-1] < 3 < losses(built_in)[-1]  # the same answer everywhere is soon learnt
+    assert losses(run)[-1] < 3 < losses(built_in)[-1]  # a constant answer is learned quickly
 
 
 def test_override_train_step():
@@ -433,12 +433,12 @@ def test_override_init_weights():
         super().init_weights()
         torch.nn.init.constant_(self.model_parts[0].output.weight, self.config.knob)
 """)
-    # Equal logits: the loss of guessing among the 2,048 tokens.
+    # Equal logits give the loss of guessing among 2,048 tokens.
     assert losses(train("own_run", *own, knob=0.0))[0] == pytest.approx(math.log(2048), rel=1e-6)
 
 
 def test_override_state_dict():
-    """What a subclass adds to the state is there when the run resumes."""
+    """State added by a subclass is restored on resume."""
     own = own_trainer("""
     first_loss = None
 
@@ -533,8 +533,8 @@ def headless():
 '''
 
 
-def test_converters_are_called_in_order_before_sharding_and_after_each_step():
-    """On two processes, where there is something to shard."""
+def test_converters_are_called_in_order():
+    """With two processes, so that weights are sharded."""
     own = write_module(CONVERTERS)
     words = flags({**TINY, "dump_folder": "run", "training.steps": 2, "model_converters.second.log": "hooks.jsonl"})
     command = [sys.executable, "-m", "torchtitan.cli.main", "train", *own, *words]
@@ -551,20 +551,20 @@ def test_converters_are_called_in_order_before_sharding_and_after_each_step():
         assert line["devices"] == ["meta"] if before_sharding else "meta" not in line["devices"]
         assert line["sharded"] is not before_sharding
     _, initial, first, second = (line["output"] for line in lines[::2])
-    assert len({initial, first, second}) == 3  # weights exist at post_init, and each step has changed them
+    assert len({initial, first, second}) == 3  # weights exist at post_init, and each step changes them
 
 
-def test_a_converter_s_option_is_set_by_its_name():
+def test_converter_option_is_set_by_name():
     own = [*write_module(CONVERTERS)[:2], "--config", "headless"]
     shrinking = train("shrinking", *own, model_converters__headless__keep=0.0)
-    # After the first step all logits are equal, and the output weights are not trained back.
+    # After the first step, all logits are equal, and the output weights stay zero.
     assert losses(shrinking)[1:] == pytest.approx([math.log(2048)] * 2, rel=1e-6)
     assert losses(train("fixed", *own))[1] != losses(shrinking)[1]
     saved = yaml.safe_load((shrinking / "config.yaml").read_text())
     assert saved["model_converters"] == {"headless": {"keep": 0.0}}
 
 
-def test_an_unknown_option_of_a_converter_is_refused(capsys):
+def test_unknown_converter_option_is_rejected(capsys):
     own = [*write_module(CONVERTERS)[:2], "--config", "headless"]
     with pytest.raises(SystemExit) as ended:
         main(["train", *own, "--model_converters.headless.keeep", "0.5"])

@@ -1,4 +1,4 @@
-"""Single parts in a loop of one's own, with torch's optimizers and schedules beside them."""
+"""Single components in a custom loop, with torch's optimizers and schedules."""
 
 from pathlib import Path
 
@@ -36,7 +36,7 @@ def torch_schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler
 
 
 def train(make_optimizer, make_schedule, folder: Path | None, last_step: int) -> tuple[int, list[tuple[float, float]]]:
-    """As a script does it that is run, stopped and run again: where it began, and rate and loss of each step."""
+    """Run, stop and rerun as a script does; return the first step, and rate and loss of each step."""
     model = make_model()
     optimizer = make_optimizer(model)
     schedule = make_schedule(optimizer)
@@ -79,14 +79,14 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def nadam(model: nn.Module) -> torch.optim.Optimizer:
-    """Has a state that a step without a gradient changes."""
+    """Has state that changes in a step without gradients."""
     return torch.optim.NAdam(model.parameters(), lr=LR)
 
 
 @pytest.mark.parametrize("make_optimizer", [adamw, sgd, nadam])
 @pytest.mark.parametrize("make_schedule", [titan_schedule, torch_schedule])
-def test_a_torch_optimizer_resumes_exactly(make_optimizer, make_schedule, tmp_path):
-    """Bit for bit what an uninterrupted loop without any of our checkpoints does."""
+def test_torch_optimizer_resumes_exactly(make_optimizer, make_schedule, tmp_path):
+    """Equals an uninterrupted loop without our checkpoints, bit for bit."""
     _, expected = train(make_optimizer, make_schedule, None, STEPS)
     begin, before = train(make_optimizer, make_schedule, tmp_path, STOP)
     assert (begin, before) == (0, expected[:STOP])
@@ -95,8 +95,8 @@ def test_a_torch_optimizer_resumes_exactly(make_optimizer, make_schedule, tmp_pa
     assert len({rate for rate, _ in expected}) > 3
 
 
-def test_parameters_without_a_gradient_so_far_have_zero_moments():
-    """Frozen ones have none; those that are there stay, and so do gradients."""
+def test_parameters_without_gradient_have_zero_moments():
+    """Frozen parameters have no moments; existing moments and gradients are kept."""
     layers = nn.ModuleDict({name: nn.Linear(2, 2, bias=False) for name in ("used", "unused", "frozen")})
     layers["frozen"].requires_grad_(False)
     optimizer = torch.optim.AdamW(layers.parameters(), lr=LR)
@@ -115,14 +115,14 @@ def test_parameters_without_a_gradient_so_far_have_zero_moments():
     assert optimizer.param_groups[0]["lr"] == LR
 
 
-def test_an_optimizer_of_another_model_is_refused_by_name(tmp_path):
+def test_optimizer_of_another_model_is_rejected(tmp_path):
     states = {"model": ModelState([make_model()]), "optimizer": adamw(make_model())}
     message = r"state 'optimizer' is a torch\.optim\.AdamW, but no ModelState among the states has its parameters"
     with pytest.raises(UserError, match=message):
         CheckpointManager.Config(enable=True).build(dump_folder=str(tmp_path), states=states)
 
 
-def test_a_schedule_of_a_torch_optimizer_keeps_the_ratio_of_its_groups():
+def test_schedule_keeps_the_ratio_of_groups():
     parameters = [nn.Parameter(torch.zeros(1)) for _ in range(2)]
     groups = [{"params": [parameters[0]], "lr": LR}, {"params": [parameters[1]], "lr": LR / 4}]
     optimizer = torch.optim.SGD(groups)
@@ -133,12 +133,12 @@ def test_a_schedule_of_a_torch_optimizer_keeps_the_ratio_of_its_groups():
         schedule.step()
 
 
-def test_the_configuration_manager_gives_the_parts():
+def test_configuration_manager_builds_the_parts():
     config = ConfigManager().parse_args(["--config", "debugmodel", "--model.n_layers", "3"]).config
     config.model_spec.model.vocab_size = 40
     assert len(config.model_spec.model.build().layers) == 3
 
 
-def test_a_model_without_a_vocabulary_says_how_to_set_it():
+def test_missing_vocabulary_size_is_reported():
     with pytest.raises(UserError, match=r"vocab_size is None.*config\.vocab_size = tokenizer\.vocab_size"):
         model_registry("debugmodel").model.build()

@@ -1,4 +1,4 @@
-"""Hooks of the documentation site: links and lists, as GitHub shows them, on the site."""
+"""Hooks of the documentation site, which show links and lists as GitHub does."""
 
 import importlib.util
 import posixpath
@@ -21,7 +21,7 @@ def hooks() -> ModuleType:
 
 
 def rendered(hooks: ModuleType, page: str, markdown: str) -> str:
-    """A page's Markdown as mkdocs gets it."""
+    """Return the Markdown of a page as mkdocs receives it."""
     ours = {path.relative_to(PROJECT / "docs").as_posix() for path in (PROJECT / "docs").rglob("*.md")}
     pages = ours | {f"project/{name}" for name in hooks.PROJECT_PAGES}
     files = SimpleNamespace(get_file_from_path=lambda path: path if posixpath.normpath(path) in pages else None)
@@ -45,11 +45,11 @@ def rendered(hooks: ModuleType, page: str, markdown: str) -> str:
         ("project/benchmarks/README.md", "[a](../docs/data.md#x)", "[a](../../data.md#x)"),
     ],
 )
-def test_links_lead_to_pages_of_the_site(hooks: ModuleType, page: str, link: str, on_site: str | None):
+def test_links_point_to_pages_of_the_site(hooks: ModuleType, page: str, link: str, on_site: str | None):
     assert rendered(hooks, page, link) == (on_site or "[a](../architecture.md), [b](SECURITY.md)")
 
 
-def test_lists_need_no_blank_line_and_code_is_left_alone(hooks: ModuleType):
+def test_lists_without_blank_line_and_unchanged_code(hooks: ModuleType):
     assert rendered(hooks, "data.md", "Text\n- a\n- b") == "Text\n\n- a\n- b"
     nested = "- a\n  - b\n\n  ```toml\n  [x](../README.md)\n\n    y\n  ```\n- c"
     assert (
@@ -60,6 +60,6 @@ def test_lists_need_no_blank_line_and_code_is_left_alone(hooks: ModuleType):
     assert rendered(hooks, "data.md", code) == code
 
 
-def test_folded_parts_hold_markdown(hooks: ModuleType):
+def test_folded_sections_render_markdown(hooks: ModuleType):
     folded = "<details>\n<summary>All</summary>\n\n| a |\n|---|\n\n</details>"
     assert rendered(hooks, "data.md", folded) == folded.replace("<details>", '<details markdown="1">')

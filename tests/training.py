@@ -26,11 +26,11 @@ TINY = {
     "lr_scheduler.warmup_steps": 2,
     "validator.enable": False,
 }
-"""A run of well under a second: half a million parameters on 64 tokens per step."""
+"""A run of less than a second: half a million parameters, 64 tokens per step."""
 
 
 class RaggedDataLoader(PretrainDataLoader):
-    """Hides a different number of labels in every sample, so that a mean of means is wrong."""
+    """Hides a different number of labels in every window, so that a mean of means is wrong."""
 
     def __next__(self) -> Batch:
         batch = super().__next__()
@@ -46,7 +46,7 @@ def llama_config(**options: Any) -> Llama3Model.Config:
 
 
 def flags(options: dict[str, Any]) -> list[str]:
-    """Options as words of the command line; a boolean becomes its switch, a list several words."""
+    """Return options as words of the command line; a boolean becomes its switch, a list several words."""
     words = []
     for key, value in options.items():
         section, _, name = key.rpartition(".")
@@ -60,13 +60,13 @@ def flags(options: dict[str, Any]) -> list[str]:
 
 
 def tiny_config(folder: Path, **options: Any) -> Any:
-    """Configuration of a tiny run in `folder`; options with `__` for `.`."""
+    """Return the configuration of a tiny run in `folder`; write options with `__` for `.`."""
     overrides = {key.replace("__", "."): value for key, value in options.items()}
     return ConfigManager().parse_args(flags({**TINY, "dump_folder": folder, **overrides})).config
 
 
 def run(config: Any, trainer_class: type[Trainer] | None = None) -> Trainer:
-    """Train to the end as a configuration says, by its own trainer or another; the trainer as it was left."""
+    """Train a configuration to its end, with its own trainer or another; return the trainer."""
     trainer = trainer_class(config) if trainer_class else config.build()
     try:
         trainer.train()
@@ -85,7 +85,7 @@ def train(folder: Path, *converters: Any, trainer_class: type[Trainer] | None = 
 
 
 def launch(folder: Path, processes: int, **options: Any) -> str:
-    """Train through the command line in some processes; what it printed."""
+    """Train through the command line in `processes` processes; return standard error."""
     overrides = {key.replace("__", "."): value for key, value in options.items()}
     words = flags({**TINY, "dump_folder": folder, **overrides})
     environment = {**os.environ, "NGPU": str(processes), "OMP_NUM_THREADS": "1"}
@@ -96,12 +96,12 @@ def launch(folder: Path, processes: int, **options: Any) -> str:
 
 
 def read_metrics(folder: Path, *keys: str) -> list[tuple[Any, ...]]:
-    """The training lines of a run's metrics.jsonl, reduced to `step` and `keys`."""
+    """Return `step` and `keys` of the training lines of metrics.jsonl."""
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     return [(line["step"], *(line[key] for key in keys)) for line in lines if "loss" in line]
 
 
 def read_validation(folder: Path) -> list[tuple[int, float]]:
-    """The validation lines of a run's metrics.jsonl."""
+    """Return step and loss of the validation lines of metrics.jsonl."""
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     return [(line["step"], line["validation_loss"]) for line in lines if "validation_loss" in line]

@@ -1,4 +1,4 @@
-"""`Chats`: determinism, splits, well-formed turns, answers that are right, and how much there is to learn."""
+"""`Chats`: determinism, splits, well-formed turns, correct answers, and learnability."""
 
 import math
 import os
@@ -29,7 +29,7 @@ def validation() -> list[Chat]:
 
 
 def exchanges(chat: Chat) -> list[tuple[str, str, str]]:
-    """Each question and answer, with all that was said before the answer."""
+    """Each question and answer, with all text before the answer."""
     turns = [message["content"] for message in chat]
     return [(turns[i - 1], turns[i], " ".join(turns[:i])) for i in range(len(chat)) if chat[i]["role"] == "assistant"]
 
@@ -43,11 +43,11 @@ def test_default_sizes(train, validation):
     assert len(validation) == len(Chats("validation")) == 200
 
 
-def test_no_chat_is_repeated_or_in_both_splits(train, validation):
+def test_chats_are_distinct_across_splits(train, validation):
     assert len(set(map(str, train)) | set(map(str, validation))) == len(train) + len(validation)
 
 
-def test_a_pair_of_children_belongs_to_one_split(train, validation):
+def test_pair_of_children_is_in_one_split(train, validation):
     names = {name for name, _ in CHILDREN}
 
     def pairs(chats: list[Chat]) -> set[frozenset[str]]:
@@ -58,7 +58,7 @@ def test_a_pair_of_children_belongs_to_one_split(train, validation):
     assert not pairs(train) & pairs(validation)
 
 
-def test_chat_depends_on_split_and_index_only(train):
+def test_chat_depends_only_on_split_and_index(train):
     chats = Chats("train", n=100_000)
     assert [chats[i] for i in (1_999, 7, 0)] == [train[i] for i in (1_999, 7, 0)]
     assert Chats("validation")[7] != train[7]
@@ -102,7 +102,7 @@ def test_lengths_vary(train):
     assert 0.3 < sum(chat[0]["role"] == "system" for chat in train) / len(train) < 0.5
 
 
-def test_sums_are_right(train, validation):
+def test_sums_are_correct(train, validation):
     n_sums = 0
     for chat in train + validation:
         total = None
@@ -120,8 +120,8 @@ def test_sums_are_right(train, validation):
     assert n_sums > 500
 
 
-def test_answers_about_a_tale_follow_from_it(train, validation):
-    """Each word of such an answer, beside those that all answers to this question have, was said before."""
+def test_answers_follow_from_the_tale(train, validation):
+    """Each word of such an answer appears before it, except words that all answers to the question share."""
     asked = [*TABLES["first_questions"], *(question for event in TABLES["events"] for question in event["questions"])]
     patterns = [(re.sub(r"\\\{\w+\\\}", ".+", re.escape(question)), full) for question, _, full in asked]
     n_checked: Counter[str] = Counter()
@@ -135,8 +135,8 @@ def test_answers_about_a_tale_follow_from_it(train, validation):
     assert len(n_checked) == len(asked) and min(n_checked.values()) > 50
 
 
-def test_facts_are_those_of_the_table(train):
-    """What is said about an animal is what the table has, in the length that the system message asks for."""
+def test_facts_match_the_table(train):
+    """Statements about an animal match the table, in the length that the system message asks for."""
     answers: dict[str, dict[bool, set[str]]] = {}
     for chat in train:
         for question, answer, _ in exchanges(chat):
@@ -151,7 +151,7 @@ def test_facts_are_those_of_the_table(train):
     assert answers["What does a dog say?"] == {True: {"Woof."}, False: {"A dog says woof."}}
 
 
-def test_short_answers_where_they_are_asked_for(train):
+def test_requested_short_answers_are_short(train):
     def mean(chats: list[Chat]) -> float:
         answers = [
             answer
@@ -166,9 +166,9 @@ def test_short_answers_where_they_are_asked_for(train):
     assert mean(short) < 2.5 < 5 < mean(full)
 
 
-def test_there_is_something_to_learn_and_to_be_uncertain_about(train, validation):
-    """A model of word triples, trained on the answers of one split, predicts those of the other far better than by
-    frequency, and not exactly. The bounds are wide: a language model that reads the question does better."""
+def test_text_is_learnable_but_not_certain(train, validation):
+    """A model of word triples, trained on the answers of one split, predicts the answers of the other far better
+    than by frequency, but not exactly. The bounds are wide: a language model that reads the question does better."""
 
     def words(chats: list[Chat]) -> list[list[str]]:
         return [

@@ -1,4 +1,4 @@
-"""`Stories`: determinism, splits, grammar and how much there is to learn."""
+"""`Stories`: determinism, splits, grammar and learnability."""
 
 import math
 import os
@@ -31,15 +31,15 @@ def test_default_sizes(train: list[str], validation: list[str]) -> None:
     assert len(validation) == len(Stories("validation")) == 500
 
 
-def test_no_story_is_repeated_or_in_both_splits(train: list[str], validation: list[str]) -> None:
+def test_stories_are_distinct_across_splits(train: list[str], validation: list[str]) -> None:
     assert len(set(train) | set(validation)) == len(train) + len(validation)
 
 
-def test_a_pair_of_hero_and_friend_belongs_to_one_split(train: list[str], validation: list[str]) -> None:
+def test_pair_of_hero_and_friend_is_in_one_split(train: list[str], validation: list[str]) -> None:
     assert not set(map(_pair, train)) & set(map(_pair, validation))
 
 
-def test_story_depends_on_split_and_index_only(train: list[str]) -> None:
+def test_story_depends_only_on_split_and_index(train: list[str]) -> None:
     stories = Stories("train", n=100_000)
     assert [stories[i] for i in (11_999, 7, 0)] == [train[i] for i in (11_999, 7, 0)]
     assert Stories("validation")[7] != train[7]
@@ -90,8 +90,8 @@ def test_sentences_are_well_formed(train: list[str], validation: list[str]) -> N
             assert re.fullmatch(r'["A-Z].*[.!?]"?', paragraph), story
 
 
-def test_tables_fit_together() -> None:
-    """Every name in a frame has a value, every word and every beat is used."""
+def test_tables_are_consistent() -> None:
+    """Every name in a frame has a value, and every word and beat is used."""
     beats = {
         beat.rstrip("?") for plot in [*grammar.PLOTS, [grammar.OPENING, grammar.ENDING]] for p in plot for beat in p
     }
@@ -105,10 +105,10 @@ def test_tables_fit_together() -> None:
     assert tables <= used
 
 
-def test_there_is_something_to_learn_and_to_be_uncertain_about(train: list[str], validation: list[str]) -> None:
+def test_text_is_learnable_but_not_certain(train: list[str], validation: list[str]) -> None:
     """A model of word triples, trained on one split, predicts the other far better than by frequency, not exactly.
 
-    The bounds are wide: what a word triple cannot know (who the hero is) a language model can.
+    The bounds are wide: a language model knows more than a word triple, such as the hero.
     """
     words = [re.findall(r"\w+|[^\w\s]", story) for story in train]
     held_out = [re.findall(r"\w+|[^\w\s]", story) for story in validation]

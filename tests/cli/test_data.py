@@ -1,4 +1,4 @@
-"""`torchtitan data`: what is shown is what is trained on."""
+"""`torchtitan data` shows exactly the training data."""
 
 import errno
 import io
@@ -39,10 +39,10 @@ def folder(tmp_path, monkeypatch) -> Path:
 
 @pytest.fixture
 def chats(folder) -> Path:
-    """Sixty conversations of one or two questions, of some 30 to 90 tokens; one is too long for a window."""
+    """Sixty conversations with one or two questions and about 30 to 90 tokens; one is too long for a window."""
     rows = []
     for i in range(60):
-        turns = [("user", f"What is {i} plus {i}?"), ("assistant", f"It is {2 * i}. " + "Well done! " * (i % 4))]
+        turns = [("user", f"How much is {i} plus {i}?"), ("assistant", f"It is {2 * i}. " + "Well done! " * (i % 4))]
         rows.append({"messages": [{"role": role, "content": text} for role, text in turns * (1 + i % 2)]})
     rows[7]["messages"][1]["content"] = "A very long answer. " * 40
     return write(folder / "chats.jsonl", rows)
@@ -58,12 +58,12 @@ def options(**more) -> list[str]:
     return flags({**tiny, **{key.replace("__", "."): value for key, value in more.items()}})
 
 
-def of_chats(chats: Path, **more) -> list[str]:
+def chat_options(chats: Path, **more) -> list[str]:
     return [*SFT, *options(dataloader__dataset=[chats.name], dataloader__too_long="drop", **more)]
 
 
 class Page(HTMLParser):
-    """The tokens of a page, sample by sample, and which tags it has."""
+    """Tokens of a page by sample, and its tags."""
 
     def __init__(self, text: str):
         super().__init__()
@@ -99,7 +99,7 @@ class Page(HTMLParser):
             self.cells[-1][-1] += data
 
     def row(self, first: str) -> list[str]:
-        """The first line of a table that begins with a cell."""
+        """Return the first table line that begins with a cell."""
         return next(cells for cells in self.cells if cells[0] == first)
 
 
@@ -109,7 +109,7 @@ def inspect(*words: str) -> Page:
 
 
 def build_loader(words: list[str], batch: int) -> tuple[BaseDataLoader, PretrainedTokenizer]:
-    """The loader that a configuration gives to a rank that takes `batch` windows at a time."""
+    """Return the loader of a configuration for a rank with `batch` windows per batch."""
     config = ConfigManager().parse_args(words).config
     tokenizer = config.tokenizer.build(path=config.hf_assets_path)
     loader = config.dataloader.build(
@@ -123,7 +123,7 @@ def build_loader(words: list[str], batch: int) -> tuple[BaseDataLoader, Pretrain
 
 
 def failure(capsys, *words: str) -> str:
-    """The one line that a wrong command ends with."""
+    """Return the single error line of a wrong command."""
     capsys.readouterr()
     assert main(["data", *words]) == 2
     [line] = [line for line in capsys.readouterr().err.splitlines() if not re.search(" (INFO|WARNING) ", line)]
@@ -134,8 +134,8 @@ def failure(capsys, *words: str) -> str:
 
 
 @pytest.mark.parametrize("train_on", ["assistant", "last_assistant", "all"])
-def test_what_is_marked_is_what_is_trained(chats, train_on, capsys):
-    words = of_chats(chats, dataloader__train_on=train_on)
+def test_marked_text_is_the_trained_text(chats, train_on, capsys):
+    words = chat_options(chats, dataloader__train_on=train_on)
     page = inspect(*words, "--samples", "3")
     loader, tokenizer = build_loader(words, 3)
     batch = next(loader)
@@ -146,15 +146,15 @@ def test_what_is_marked_is_what_is_trained(chats, train_on, capsys):
         assert [token for token, _, marked in shown if marked] == predicted.tolist()
         assert any(not marked for _, _, marked in shown)
         texts.append(tokenizer.decode(predicted.tolist()))
-    # The terminal has the same, between brackets where it has no colors.
+    # The terminal shows the same, in brackets if it has no colors.
     printed = capsys.readouterr().out.partition("\nWindows:")[2]
     marked = "".join(re.findall(r"⟦(.*?)⟧", printed.partition("\n")[2], re.DOTALL))
     assert marked == "".join(texts)
 
 
-def test_colors_say_the_same(chats, monkeypatch):
+def test_colors_match_the_marks(chats, monkeypatch):
     monkeypatch.delenv("NO_COLOR", raising=False)
-    loader, tokenizer = build_loader(of_chats(chats), 1)
+    loader, tokenizer = build_loader(chat_options(chats), 1)
     batch = next(loader)
     written = io.StringIO()
     console = Console(file=written, force_terminal=True, color_system="standard", markup=False, highlight=False)
@@ -163,21 +163,21 @@ def test_colors_say_the_same(chats, monkeypatch):
     spans = [(text.plain[span.start : span.end], span.style) for span in text.spans]
     trained = "".join(part for part, style in spans if style.color is not None and style.color.number == 2)
     labels = batch["labels"][batch["labels"] != -100].tolist()
-    assert trained == "trained" + tokenizer.decode(labels)  # the first one is the key to the colors
+    assert trained == "trained" + tokenizer.decode(labels)  # the first one is the color key
     special = "".join(part for part, style in spans if style.reverse)
     assert special.startswith("special<|begin_of_text|><|im_start|><|im_end|>")
     assert "⟦" not in text.plain
 
 
-def test_documents_are_whole_and_named(chats):
-    loader, tokenizer = build_loader(of_chats(chats), 4)
+def test_documents_are_complete_and_named(chats):
+    loader, tokenizer = build_loader(chat_options(chats), 4)
     batch = next(loader)
     for sample, numbers in zip(samples_of(batch, loader, tokenizer), batch["documents"], strict=True):
         [row] = sample.rows
         taken = 0
         for document, number in zip(row.documents, numbers[numbers >= 0].tolist(), strict=True):
             encoded = loader.samples.sample(number)
-            n_shown = len(encoded.ids) - (not encoded.trained[-1])  # what is neither input nor label is not there
+            n_shown = len(encoded.ids) - (not encoded.trained[-1])  # tokens that are neither input nor label are absent
             assert [token.id for token in document.tokens] == encoded.ids[:n_shown].tolist()
             assert [token.trained for token in document.tokens] == encoded.trained[:n_shown].tolist()
             assert [token.position for token in document.tokens] == list(range(n_shown))
@@ -188,7 +188,7 @@ def test_documents_are_whole_and_named(chats):
         assert row.n_positions == SEQ_LEN == taken + row.n_padding
 
 
-def test_running_text(folder):
+def test_pretraining_text(folder):
     (folder / "a.txt").write_text("Once upon a time there was a lion. " * 30)
     words = [*options(dataloader__dataset="a.txt")]
     page = inspect(*words, "--samples", "2")
@@ -200,7 +200,7 @@ def test_running_text(folder):
     assert page.row("a.txt")[1:4] == ["text", "1", "1"]
 
 
-def test_characters_that_are_split_over_tokens(assets):
+def test_characters_split_across_tokens(assets):
     text = "Grüße, 世界! 🦊🦊 ﷽ \ufffd end 👨‍👩‍👧"
     folders = ["", assets / "gpt2-tokenizer", assets / "mistral-v0.3-tokenizer", assets / "llama3-tokenizer"]
     for path in folders:
@@ -210,12 +210,12 @@ def test_characters_that_are_split_over_tokens(assets):
         assert len(texts) == len(ids)
         assert "".join(texts) == tokenizer.decode(ids)
         assert "🦊" in "".join(texts)
-        # A fox of several tokens stands at one of them as a whole.
+        # A character of several tokens is shown whole at one of them.
         assert all(part.count("\ufffd") == 0 or "\ufffd" in text for part in texts)
         assert "".join(texts).count("\ufffd") == 1
 
 
-def test_bytes_that_are_no_text(assets):
+def test_invalid_utf8_bytes(assets):
     tokenizer = PretrainedTokenizer.Config().build(path=str(assets / "gpt2-tokenizer"))
     fox = tokenizer.encode("🦊")
     assert len(fox) > 1
@@ -223,10 +223,10 @@ def test_bytes_that_are_no_text(assets):
     assert token_texts(ids, tokenizer) == ["a", "\ufffd", "b"]
 
 
-# --- what comes from the data does no harm ---------------------------------------------------------------------------
+# --- hostile data ---------------------------------------------------------------------------------------------------
 
 
-def test_nothing_of_the_data_is_markup(folder, capsys):
+def test_data_is_escaped(folder, capsys):
     rows = [{"messages": [{"role": "user", "content": NASTY}, {"role": "assistant", "content": f"[bold]{NASTY}"}]}] * 3
     rows.append({"messages": [{"role": "<b>boss</b>", "content": "x"}]})
     write(folder / "<i>.jsonl", rows)
@@ -243,8 +243,8 @@ def test_nothing_of_the_data_is_markup(folder, capsys):
     assert "[bold]<script>" in printed
 
 
-def test_a_page_fits_a_phone(folder):
-    """What is wider than the screen wraps, or scrolls within its own box; checked by eye in a browser at 390 px."""
+def test_page_fits_a_phone(folder):
+    """Wide content wraps, or scrolls in its own box. Checked by eye in a browser at 390 px."""
     inspect(*SFT)
     page = Path("page.html").read_text(encoding="utf-8")
     assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in page
@@ -276,7 +276,7 @@ def test_padding_is_counted(with_positions):
 # --- counts ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_report(folder):
+def test_report(folder):
     good = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "A lion."}]
     long = [good[0], {"role": "assistant", "content": "A lion. " * 200}]
     rows = [{"messages": good}] * 20 + [{"messages": long}] * 2 + [{"messages": []}] + [{"messages": "?"}]
@@ -299,38 +299,38 @@ def test_the_report(folder):
     assert page.row("the run")[1] == f"1 step, 2 windows of {SEQ_LEN} tokens in each"
 
 
-def test_columns_that_are_not_read(folder, capsys):
+def test_unused_columns_are_reported(folder, capsys):
     turns = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "A lion."}]
     write(folder / "rows.jsonl", [{"messages": turns, "score": 1}, {"messages": turns, "images": ["x.png"]}])
     page = inspect(*SFT, *options(dataloader__dataset=["rows.jsonl"], training__steps=2, training__local_batch_size=1))
     assert page.row("the run")[1] == f"2 steps, 1 window of {SEQ_LEN} tokens in each"
     assert ["rows.jsonl", "columns not read", "", "score, images"] in page.cells
-    assert capsys.readouterr().err.count("the columns score, images are not read") == 1
+    assert capsys.readouterr().err.count("the columns score, images are ignored (format ") == 1
 
 
-def test_the_histogram_adds_up(chats):
-    page = inspect(*of_chats(chats))
+def test_histogram_adds_up(chats):
+    page = inspect(*chat_options(chats))
     counts = [int(cells[1].replace(",", "")) for cells in page.cells if re.fullmatch(r"[\d,]+(-[\d,]+)?", cells[0])]
-    assert sum(counts) == 60  # with the one that is too long
+    assert sum(counts) == 60  # including the one that is too long
     assert counts[-1] == 1
     assert f"{1 / 60:.1%} have more than the {SEQ_LEN + 1} tokens" in page.text
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_every_length_is_in_its_bin(seed):
+def test_each_length_is_in_its_bin(seed):
     random = np.random.default_rng(seed)
     lengths = random.lognormal(random.uniform(0, 8), 1.5, 500).astype(np.int64) + 1
     max_length = int(random.choice([1, 16, 65, int(np.median(lengths)), 10**6]))
     bins = histogram(lengths, max_length)
-    assert [of_bin.n_samples for of_bin in bins] == [
-        int(((of_bin.low <= lengths) & (lengths <= of_bin.high)).sum()) for of_bin in bins
+    assert [length_bin.n_samples for length_bin in bins] == [
+        int(((length_bin.low <= lengths) & (lengths <= length_bin.high)).sum()) for length_bin in bins
     ]
-    assert sum(of_bin.n_samples for of_bin in bins) == 500
-    assert sum(of_bin.n_samples for of_bin in bins if of_bin.beyond) == (lengths > max_length).sum()
+    assert sum(length_bin.n_samples for length_bin in bins) == 500
+    assert sum(length_bin.n_samples for length_bin in bins if length_bin.beyond) == (lengths > max_length).sum()
 
 
 def test_windows_steps_and_epochs(chats):
-    words = of_chats(chats, training__steps=7, training__global_batch_size=4)
+    words = chat_options(chats, training__steps=7, training__global_batch_size=4)
     page = inspect(*words)
     loader, _ = build_loader([*words, "--training.epochs", "1"], 1)
     windows = int(page.row("windows per epoch")[1])
@@ -341,7 +341,7 @@ def test_windows_steps_and_epochs(chats):
     assert float(page.row("chats.jsonl")[9]) == pytest.approx(28 / windows, abs=1 / windows + 0.005)
 
 
-def test_what_training_would_refuse(chats, folder, capsys):
+def test_invalid_training_options_are_rejected(chats, folder, capsys):
     write(folder / "few.jsonl", [json.loads(chats.read_text().splitlines()[0])])
     words = [*SFT, *options(dataloader__dataset=["chats.jsonl", "few.jsonl"], dataloader__weights=[1, 1])]
     page = inspect(*words, "--training.steps", "50")
@@ -349,9 +349,9 @@ def test_what_training_would_refuse(chats, folder, capsys):
     assert float(page.row("few.jsonl")[9]) > 1
 
 
-def test_what_is_left_out_is_read_too(chats):
-    """With steps it is more data, and with epochs it is fewer steps."""
-    words = of_chats(chats, training__steps=4, training__global_batch_size=2)
+def test_skipped_steps_are_included(chats):
+    """Skipped steps add data to a run of N steps, and shorten a run of N epochs."""
+    words = chat_options(chats, training__steps=4, training__global_batch_size=2)
     skipping = [*words, "--training.skip_data", "2-3", "5", "900"]
     straight, longer = inspect(*words, "--training.steps", "7"), inspect(*skipping)
     assert longer.row("chats.jsonl")[9] == straight.row("chats.jsonl")[9]
@@ -407,7 +407,7 @@ def counting():
 
 @pytest.fixture
 def module(folder) -> list[str]:
-    """Selects a module with configurations of other loaders."""
+    """Select a module with configurations of other loaders."""
     name = f"own_{folder.name}".replace("-", "_")
     (folder / name).mkdir()
     (folder / name / "config_registry.py").write_text(_OWN_MODULE)
@@ -432,14 +432,14 @@ def test_pairs_side_by_side(module, folder, capsys):
 
 
 def test_prompts_with_their_answers(module, folder):
-    write(folder / "prompts.jsonl", [{"question": f"What is {i}?", "answer": f"Number {i}"} for i in range(5)])
+    write(folder / "prompts.jsonl", [{"question": f"Which number is {i}?", "answer": f"Number {i}"} for i in range(5)])
     page = inspect(*module, "--config", "prompts", *options(), "--samples", "5")
     assert len(page.tokens) == 5
     assert not any(marked for shown in page.tokens for _, _, marked in shown)
     assert all(f"Number {i}" in page.text for i in range(5))
 
 
-def test_a_loader_that_tells_nothing(module, capsys):
+def test_loader_without_statistics(module, capsys):
     page = inspect(*module, "--config", "counting", *options(), "--samples", "1")
     [shown] = page.tokens
     assert [token for token, _, _ in shown] == list(range(300, 300 + SEQ_LEN + 1))
@@ -452,7 +452,7 @@ def test_a_loader_that_tells_nothing(module, capsys):
 
 
 def shown_step(capsys, step: int, words: list[str]) -> tuple[str, list[str]]:
-    """Where the documents come from, and the documents with their marks, in order."""
+    """Return the source of the documents, and the documents with their marks, in order."""
     capsys.readouterr()
     assert main(["data", "show", "--step", str(step), *words]) == 0
     printed = capsys.readouterr().out
@@ -468,15 +468,15 @@ def train_here(words: list[str]) -> None:
         trainer.close()
 
 
-def test_a_step_by_its_ledger_and_by_its_plan(chats, capsys):
-    words = of_chats(chats, training__steps=4, training__global_batch_size=4, training__skip_data=["2", "4-5"])
+def test_step_from_ledger_equals_plan(chats, capsys):
+    words = chat_options(chats, training__steps=4, training__global_batch_size=4, training__skip_data=["2", "4-5"])
     planned = [shown_step(capsys, step, words) for step in (1, 2, 3, 4)]
     assert shown_step(capsys, 4, [*words, "--dataloader.num_workers", "2"]) == planned[3]
     train_here([*words, "--debug.ledger"])
     named = [shown_step(capsys, step, words) for step in (1, 2, 3, 4)]
     assert [documents for _, documents in named] == [documents for _, documents in planned]
-    assert all("as configuration and seed decide" in line for line, _ in planned)
-    assert all("ledger.jsonl names it" in line for line, _ in named)
+    assert all("according to the configuration and its seed" in line for line, _ in planned)
+    assert all("according to run/ledger.jsonl" in line for line, _ in named)
     lines = [json.loads(line) for line in Path("run/ledger.jsonl").read_text().splitlines()]
     names = [[text.splitlines()[0] for text in documents] for _, documents in named]
     assert names == [line["documents"] for line in lines]
@@ -489,12 +489,12 @@ def test_a_step_by_its_ledger_and_by_its_plan(chats, capsys):
     assert re.search(rf"documents +{len(names[3])}\n +tokens +\d+\n +trained +\d+", printed)
 
 
-def test_a_step_that_was_not_taken(chats, capsys):
+def test_skipped_step(chats, capsys):
     Path("run").mkdir()
     lines = [json.dumps({"step": step, "data_step": step, "documents": []}) for step in (1, 3)]
     Path("run/ledger.jsonl").write_text("\n".join(lines))
-    assert "step 2 was not taken" in failure(capsys, "show", "--step", "2", *of_chats(chats))
-    assert "has the steps 1 to 3" in failure(capsys, "show", "--step", "4", *of_chats(chats))
+    assert "step 2 was not taken" in failure(capsys, "show", "--step", "2", *chat_options(chats))
+    assert "has the steps 1 to 3" in failure(capsys, "show", "--step", "4", *chat_options(chats))
 
 
 @pytest.mark.parametrize(
@@ -502,16 +502,16 @@ def test_a_step_that_was_not_taken(chats, capsys):
     ["null", "5", "{}", "[" * 100_000, '{"step": 2}', '{"step": 2, "data_step": "x", "documents": []}', "\udcff"]
     + [f'{{"step": 2, "data_step": {data_step}, "documents": {names}}}' for data_step, names in ((0, []), (1, [5]))],
 )
-def test_a_damaged_ledger(chats, capsys, damage):
+def test_damaged_ledger(chats, capsys, damage):
     Path("run").mkdir()
     lines = [json.dumps({"step": step, "data_step": step, "documents": []}) for step in (1, 3)]
     content = "\n".join([lines[0], damage, lines[1]])
     Path("run/ledger.jsonl").write_bytes(content.encode(errors="surrogateescape"))
     expected = "there is no step 2: 'run/ledger.jsonl' has the steps 1 to 3, and line 2 of it is damaged"
-    assert expected in failure(capsys, "show", "--step", "2", *of_chats(chats))
+    assert expected in failure(capsys, "show", "--step", "2", *chat_options(chats))
 
 
-def test_a_step_of_running_text_by_its_ledger(folder, capsys):
+def test_pretraining_step_from_ledger(folder, capsys):
     (folder / "a.txt").write_text("Once upon a time there was a lion. " * 60)
     words = [*options(dataloader__dataset="a.txt", training__steps=2)]
     assert main(["data", "show", "--step", "2", *words]) == 0
@@ -520,40 +520,44 @@ def test_a_step_of_running_text_by_its_ledger(folder, capsys):
     capsys.readouterr()
     assert main(["data", "show", "--step", "2", *words]) == 0
     first, _, named = capsys.readouterr().out.partition("\n")
-    assert first.endswith("ledger.jsonl names it:")
-    # Names that the configuration does not give are all that is known.
+    assert first.endswith("step 2, according to run/ledger.jsonl:")
+    # Only the names are known, since the configuration has other data.
     Path("run/ledger.jsonl").write_text(json.dumps({"step": 2, "data_step": 2, "documents": ["b.txt, document 3"]}))
     assert main(["data", "show", "--step", "2", *words]) == 0
     assert capsys.readouterr().out.splitlines()[1:] == ["b.txt, document 3"]
     assert named == planned
 
 
-def test_an_order_that_training_decides_is_in_the_ledger_alone(chats, capsys):
-    words = of_chats(chats, training__steps=3)[2:]
+def test_order_decided_in_training_needs_the_ledger(chats, capsys):
+    words = chat_options(chats, training__steps=3)[2:]
     words = ["--module", "loss_sampling", "--config", "loss_sampling_debugmodel", *words]
-    assert "is not decided before it" in failure(capsys, "show", "--step", "2", *words)
+    assert "the documents of step 2 depend on training; run with --debug.ledger" in failure(
+        capsys, "show", "--step", "2", *words
+    )
     train_here([*words, "--debug.ledger"])
     _, documents = shown_step(capsys, 3, words)
     line = json.loads(Path("run/ledger.jsonl").read_text().splitlines()[2])
     assert [text.splitlines()[0] for text in documents] == line["documents"]
 
 
-def test_a_ledger_of_other_data(chats, folder, capsys):
+def test_ledger_of_other_data(chats, folder, capsys):
     (folder / "run").mkdir()
     line = {"step": 1, "data_step": 1, "documents": ["other.jsonl:3"]}
     (folder / "run" / "ledger.jsonl").write_text(json.dumps(line))
-    assert "'other.jsonl:3' is not a sample of this data" in failure(capsys, "show", "--step", "1", *of_chats(chats))
-    assert "has the steps 1 to 1" in failure(capsys, "show", "--step", "9", *of_chats(chats))
+    assert "'other.jsonl:3' is not a sample of this data" in failure(
+        capsys, "show", "--step", "1", *chat_options(chats)
+    )
+    assert "has the steps 1 to 1" in failure(capsys, "show", "--step", "9", *chat_options(chats))
 
 
-def test_a_run_is_named_by_its_configuration_file(chats, capsys):
-    words = of_chats(chats)
+def test_run_is_selected_by_its_configuration_file(chats, capsys):
+    words = chat_options(chats)
     Path("run").mkdir()
     ConfigManager().parse_args(words).save(Path("run/config.yaml"))
     assert shown_step(capsys, 2, ["--config_file", "run/config.yaml"]) == shown_step(capsys, 2, words)
 
 
-def test_a_page_is_written_whole_or_not_at_all(chats, capsys, monkeypatch):
+def test_page_is_written_atomically(chats, capsys, monkeypatch):
     Path("page.html").write_text("the page before")
 
     written = Path.open
@@ -566,7 +570,7 @@ def test_a_page_is_written_whole_or_not_at_all(chats, capsys, monkeypatch):
 
     with monkeypatch.context() as patched:
         patched.setattr(Path, "open", fill_up)
-        error = failure(capsys, "inspect", "--html", "page.html", *of_chats(chats))
+        error = failure(capsys, "inspect", "--html", "page.html", *chat_options(chats))
     assert error.endswith("--html page.html cannot be written: No space left on device")
     assert Path("page.html").read_text() == "the page before" and not list(Path().glob("page.html?*"))
 
@@ -574,11 +578,11 @@ def test_a_page_is_written_whole_or_not_at_all(chats, capsys, monkeypatch):
 # --- mistakes --------------------------------------------------------------------------------------------------------
 
 
-def test_mistakes_end_with_one_line(chats, capsys):
-    words = of_chats(chats)
+def test_mistakes_are_one_line(chats, capsys):
+    words = chat_options(chats)
     assert "the run has 4" in failure(capsys, "show", "--step", "5", *words)
-    assert "--step says which" in failure(capsys, "show", *words)
-    assert "number from 1, not 0" in failure(capsys, "show", "--step", "0", *words)
+    assert "set --step to the number of a step" in failure(capsys, "show", *words)
+    assert "--step must be the number of a step, from 1, not 0" in failure(capsys, "show", "--step", "0", *words)
     assert "--samples must be at least 1" in failure(capsys, "inspect", "--samples", "0", *words)
     assert "there is no folder" in failure(capsys, "inspect", "--html", "no/where/page.html", *words)
     os.mkfifo("pipe")
@@ -587,7 +591,7 @@ def test_mistakes_end_with_one_line(chats, capsys):
     assert "unknown command 'shw'" in failure(capsys, "shw")
 
 
-def test_unknown_options_are_refused(capsys):
+def test_unknown_options_are_rejected(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["data", "inspect", "--dataloader.datset", "x"])  # codespell:ignore
     assert ended.value.code == 2
@@ -603,8 +607,8 @@ def test_help_has_both_kinds_of_options(command, capsys):
     assert "--dataloader.dataset" in printed
 
 
-def test_the_order_follows_the_seed(chats):
+def test_order_follows_the_seed(chats):
     first, again, other = (
-        inspect(*of_chats(chats), "--seed", seed, "--samples", "2").tokens for seed in ("1", "1", "2")
+        inspect(*chat_options(chats), "--seed", seed, "--samples", "2").tokens for seed in ("1", "1", "2")
     )
     assert first == again != other

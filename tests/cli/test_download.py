@@ -1,5 +1,4 @@
-"""`torchtitan download`: which files are asked for, which are kept, and the messages when the hub does not give
-them."""
+"""`torchtitan download`: the requested files, the kept files, and messages for errors of the hub."""
 
 import hashlib
 import json
@@ -33,7 +32,7 @@ def git_digest(content: bytes) -> str:
 
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
-    """A hub with one repository, whose files hold their names; remembers what was asked of it."""
+    """A hub with one repository, whose files contain their names; records the requests."""
     monkeypatch.chdir(tmp_path)
     asked = SimpleNamespace(error=None, download=None, files=FILES)
 
@@ -69,7 +68,7 @@ def http_error(kind: type, message: str = "Client Error\nmore") -> Exception:
         (["--original"], {*SMALL, "original/consolidated.00.pth", "original/params.json"}),
     ],
 )
-def test_the_files_that_are_needed(hub, capsys, flag, files):
+def test_only_needed_files_are_downloaded(hub, capsys, flag, files):
     assert main(["download", "someone/Model-8B", "--revision", "v2", *flag]) == 0
     repo_id, options = hub.download
     assert repo_id == "someone/Model-8B"
@@ -80,7 +79,7 @@ def test_the_files_that_are_needed(hub, capsys, flag, files):
     assert capsys.readouterr().out == "downloaded someone/Model-8B to assets/hf/Model-8B\n"
 
 
-def test_pickled_weights_where_there_are_no_others(hub):
+def test_pickled_weights_as_fallback(hub):
     shards = ["pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin", "pytorch_model.bin.index.json"]
     for files in (["pytorch_model.bin"], shards):
         hub.files = [*SMALL, *files, "training_args.bin", "README.md"]
@@ -102,7 +101,7 @@ def test_pickled_weights_where_there_are_no_others(hub):
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_what_the_hub_refuses_is_one_line(hub, capsys, error, message):
+def test_error_of_the_hub_is_one_line(hub, capsys, error, message):
     hub.error = error
     assert main(["download", "a/b", "--revision", "x"]) == 2
     output = capsys.readouterr().err
@@ -111,8 +110,8 @@ def test_what_the_hub_refuses_is_one_line(hub, capsys, error, message):
     assert output.count("\n") == 1
 
 
-def test_without_a_network_a_folder_with_files_is_not_taken_for_the_model(monkeypatch, tmp_path, capsys):
-    """A closed port stands for the hub."""
+def test_offline_folder_with_files_is_not_accepted_as_the_model(monkeypatch, tmp_path, capsys):
+    """A closed port replaces the hub."""
     (tmp_path / "some.file").touch()
     api = huggingface_hub.HfApi
     monkeypatch.setattr(huggingface_hub, "HfApi", lambda: api(endpoint="http://127.0.0.1:9"))
@@ -122,7 +121,7 @@ def test_without_a_network_a_folder_with_files_is_not_taken_for_the_model(monkey
     assert "check the network" in output
 
 
-def test_a_folder_that_cannot_be_written(hub, monkeypatch, tmp_path, capsys):
+def test_unwritable_folder(hub, monkeypatch, tmp_path, capsys):
     def fails(self, repo_id, **options):
         raise PermissionError(13, "Permission denied")
 
@@ -132,7 +131,7 @@ def test_a_folder_that_cannot_be_written(hub, monkeypatch, tmp_path, capsys):
 
 
 class FakeHub(ThreadingHTTPServer):
-    """Serves a repository as the Hugging Face hub does: `model.safetensors` from LFS, all else from git."""
+    """Serves a repository like the Hugging Face hub: `model.safetensors` from LFS, other files from git."""
 
     sha = "0123456789abcdef0123456789abcdef01234567"
 
@@ -140,11 +139,11 @@ class FakeHub(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), FakeHubHandler)
         self.files = {name: name.encode() * 9 for name in ("config.json", "tokenizer.json", "model.safetensors")}
         self.sent: dict[str, bytes] = {}
-        """Contents that the server sends in place of the listed ones."""
+        """Contents that the server sends instead of the listed ones."""
         self.torn: set[str] = set()
-        """Files that arrive without their second half."""
+        """Files of which only the first half is sent."""
         self.answers: dict[str, bytes] = {}
-        """What is answered, with status 200, where a part of the address is asked for."""
+        """Part of an address → response to it, with status 200."""
         self.fetched: Counter[str] = Counter()
 
     @property
@@ -197,7 +196,7 @@ class FakeHubHandler(BaseHTTPRequestHandler):
 @pytest.fixture
 def fake_hub(monkeypatch, tmp_path):
     api = huggingface_hub.HfApi
-    monkeypatch.setattr("huggingface_hub.file_download.time.sleep", lambda seconds: None)  # before it tries again
+    monkeypatch.setattr("huggingface_hub.file_download.time.sleep", lambda seconds: None)  # before the next attempt
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     with FakeHub() as server:
         endpoint = f"http://127.0.0.1:{server.server_port}"
@@ -217,7 +216,7 @@ def visible(folder: Path) -> list[str]:
     return [name for name in os.listdir(folder) if name != ".download"]
 
 
-def test_a_download_is_what_the_hub_has_and_is_not_fetched_twice(fake_hub, tmp_path):
+def test_download_equals_the_hub_and_is_not_repeated(fake_hub, tmp_path):
     words = ["download", "a/b", "--dest", str(tmp_path / "model")]
     assert main(words) == 0 and main(words) == 0
     assert content_of(tmp_path / "model") == fake_hub.files
@@ -237,9 +236,9 @@ POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:12\nsize 9\n"
     [(lambda content: content[:-1] + b"?", "is damaged: its digest is"), (lambda _: POINTER, "a Git LFS pointer")],
     ids=["damaged", "pointer"],
 )
-def test_a_file_that_is_not_the_hub_s_is_not_kept(fake_hub, tmp_path, capsys, name, wrong, message):
-    """The server's headers fit what it sends, so that only the list tells. Nothing is in place then, and the next call
-    fetches that file alone."""
+def test_corrupt_download_is_deleted(fake_hub, tmp_path, capsys, name, wrong, message):
+    """The server's headers match the wrong content, so only the file list shows the error. No file is kept, and the
+    next call downloads only that file."""
     fake_hub.sent[name] = wrong(fake_hub.files[name])
     words = ["download", "a/b", "--dest", str(tmp_path / "model")]
     assert main(words) == 2
@@ -253,7 +252,7 @@ def test_a_file_that_is_not_the_hub_s_is_not_kept(fake_hub, tmp_path, capsys, na
     assert {fetched for fetched, times in fake_hub.fetched.items() if times == 2} == {name}
 
 
-def test_an_interrupted_download_goes_on(fake_hub, tmp_path, capsys):
+def test_interrupted_download_resumes(fake_hub, tmp_path, capsys):
     fake_hub.torn.add("model.safetensors")
     words = ["download", "a/b", "--dest", str(tmp_path / "model")]
     assert main(words) == 2
@@ -273,7 +272,7 @@ def test_two_downloads_into_one_folder(fake_hub, tmp_path, capsys):
     assert "another `torchtitan download` writes to" in capsys.readouterr().err
 
 
-def test_a_hub_without_digests(hub, monkeypatch, capsys):
+def test_hub_without_digests(hub, monkeypatch, capsys):
     info = SimpleNamespace(sha="abc", siblings=[RepoSibling("config.json")])
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: info)
     assert main(["download", "a/b"]) == 2
@@ -287,7 +286,7 @@ def test_a_hub_without_digests(hub, monkeypatch, capsys):
         *("a\0b", "a\x1b[2J", "a//b", "./a", "a/", ""),
     ],
 )
-def test_names_that_lead_out_of_the_folder_are_refused(hub, capsys, name):
+def test_file_names_outside_the_folder_are_rejected(hub, capsys, name):
     hub.files = [*FILES, name]
     assert main(["download", "a/b", "--original"]) == 2
     assert f"a/b has a file called {name!r}, which may lead out of the folder" in capsys.readouterr().err
@@ -295,13 +294,13 @@ def test_names_that_lead_out_of_the_folder_are_refused(hub, capsys, name):
 
 
 @pytest.mark.parametrize("repo_id", ["..", "a/..", "../a", "a/b/../c", "/etc/passwd", "a/b\0"])
-def test_repository_names_that_lead_out_of_the_folder_are_refused(hub, capsys, repo_id):
+def test_repository_names_outside_the_folder_are_rejected(hub, capsys, repo_id):
     assert main(["download", repo_id]) == 2
     assert f"{repo_id!r} is not the name of a repository (OWNER/NAME)" in capsys.readouterr().err
     assert hub.download is None and os.listdir() == []
 
 
-def test_names_with_marks_of_patterns_are_names(fake_hub, tmp_path):
+def test_wildcards_in_file_names_are_literal(fake_hub, tmp_path):
     fake_hub.files = {"model[1].safetensors": b"weights", "model1.safetensors": b"others"}
     assert main(["download", "a/b", "--dest", str(tmp_path / "model")]) == 0
     assert content_of(tmp_path / "model") == fake_hub.files
@@ -321,7 +320,7 @@ INFO = b'{"id": "a/b", "siblings": %s}'
         *(("/tree/", answer) for answer in (b"", b"null", b"[3]")),
     ],
 )
-def test_an_answer_that_is_not_the_hub_s_is_one_line(fake_hub, tmp_path, capsys, part, answer):
+def test_invalid_response_is_one_line(fake_hub, tmp_path, capsys, part, answer):
     fake_hub.answers = {part: answer}
     assert main(["download", "a/b", "--dest", str(tmp_path / "model")]) == 2
     output = capsys.readouterr().err

@@ -17,7 +17,7 @@ from torchtitan.components.tokenizer import PretrainedTokenizer
 from torchtitan.tools.errors import UserError
 
 TURNS = [
-    {"role": "user", "content": "What is 2 < 3 & 'é'?"},
+    {"role": "user", "content": "Is it true that 2 < 3 & 'é'?"},
     {"role": "assistant", "content": 'True, I "think".'},
     {"role": "user", "content": "  Why?\n"},
 ]
@@ -68,14 +68,14 @@ def reference(assets):
 @pytest.mark.parametrize("name", ["mistral-v0.3-tokenizer", "qwen3-chat-template"])
 @pytest.mark.parametrize("conversation", CONVERSATIONS)
 @pytest.mark.parametrize("prompted", [True, False])
-def test_templates_render_as_in_transformers(assets, reference, name, conversation, prompted):
+def test_templates_match_transformers(assets, reference, name, conversation, prompted):
     messages, options = CONVERSATIONS[conversation]
     expected = reference(name).apply_chat_template(messages, tokenize=False, add_generation_prompt=prompted, **options)
     template = load_chat_template(assets / name)
     assert template.render(messages, add_generation_prompt=prompted, **options) == expected
 
 
-def test_a_template_reads_its_options(assets, reference):
+def test_template_reads_its_options(assets, reference):
     template = load_chat_template(assets / "qwen3-chat-template")
     for thinking in (True, False):
         expected = reference("qwen3-chat-template").apply_chat_template(
@@ -92,7 +92,7 @@ def test_token_ids_equal_transformers(assets, reference):
     assert ids == expected
 
 
-def test_a_refusing_template_is_a_message(assets):
+def test_exception_raised_by_a_template_is_reported(assets):
     template = load_chat_template(assets / "mistral-v0.3-tokenizer")
     with pytest.raises(UserError, match="alternate"):
         template.render([TURNS[0], TURNS[0]], add_generation_prompt=True)
@@ -100,7 +100,7 @@ def test_a_refusing_template_is_a_message(assets):
 
 def test_templates_run_in_a_sandbox():
     template = ChatTemplate("{{ messages.append(1) }}")
-    with pytest.raises(UserError, match="refuses"):
+    with pytest.raises(UserError, match="rejects.*append"):
         template.render(TURNS, add_generation_prompt=False)
     with pytest.raises(UserError, match="line 2"):
         ChatTemplate("\n{% if %}")
@@ -110,21 +110,21 @@ def test_templates_run_in_a_sandbox():
     "source",
     ["{{ 1 / 0 }}", "{% for i in range(10**9) %}{% endfor %}", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"],
 )
-def test_a_template_that_fails_is_a_message(tmp_path, source):
+def test_failing_template_is_reported(tmp_path, source):
     (tmp_path / "chat_template.jinja").write_text(source)
     template = load_chat_template(tmp_path)
-    with pytest.raises(UserError, match="chat_template.jinja' fails"):
+    with pytest.raises(UserError, match="chat_template.jinja' failed"):
         template.render(TURNS, add_generation_prompt=False)
 
 
 @pytest.mark.parametrize("declared", [5, [{"template": "x"}], ["x"], [{"name": "default", "template": 5}], "{% if %}"])
-def test_what_is_no_template_is_a_message(tmp_path, declared):
+def test_invalid_template_is_rejected(tmp_path, declared):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": declared}))
     with pytest.raises(UserError, match="tokenizer_config.json"):
         load_chat_template(tmp_path)
 
 
-def test_files_that_cannot_be_read_are_messages(tmp_path):
+def test_unreadable_files_are_reported(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "x", "bos_token": 5}))
     with pytest.raises(UserError, match="tokenizer_config.json.* bos_token 5"):
         load_chat_template(tmp_path)
@@ -142,7 +142,7 @@ def test_files_that_cannot_be_read_are_messages(tmp_path):
         ({"bos_token": "</s>", "eos_token": "<s>", "added_tokens_decoder": {}}, "</s>|<s>||"),
     ],
 )
-def test_special_tokens_are_those_of_transformers(stories, tmp_path, settings, expected):
+def test_special_tokens_match_transformers(stories, tmp_path, settings, expected):
     transformers = pytest.importorskip("transformers")
     names = ("bos_token", "eos_token", "unk_token", "pad_token")
     template = "|".join("{{ " + name + " }}" for name in names)
@@ -156,7 +156,7 @@ def test_special_tokens_are_those_of_transformers(stories, tmp_path, settings, e
     assert load_chat_template(tmp_path).render(TURNS, add_generation_prompt=False) == theirs == expected
 
 
-def test_where_a_template_is_found(tmp_path):
+def test_template_search_order(tmp_path):
     def rendered():
         return load_chat_template(tmp_path).render([], add_generation_prompt=False)
 
@@ -169,7 +169,7 @@ def test_where_a_template_is_found(tmp_path):
     assert rendered() == "named"
     (tmp_path / "chat_template.jinja").write_text("{% generation %}file{% endgeneration %}{{ strftime_now('%%') }}")
     assert rendered() == "file%"
-    # A model's own folder, and that of another tokenizer.
+    # The model's folder, and the folder of another tokenizer.
     model = tmp_path / "model"
     model.mkdir()
     assert load_chat_template(model) is None
@@ -180,7 +180,7 @@ def test_where_a_template_is_found(tmp_path):
     assert load_chat_template(model, tmp_path).render([], add_generation_prompt=False) == "<bos></s>"
 
 
-# The commands.
+# Commands
 
 
 def run(capsys, command, *args):
@@ -189,7 +189,7 @@ def run(capsys, command, *args):
     return code, captured.out, captured.err
 
 
-def test_generate_prints_the_text_alone(stories, assets, capsys):
+def test_generate_prints_only_the_text(stories, assets, capsys):
     expected = (assets / "stories260K" / "expected_greedy_200steps.txt").read_text()
     code, out, err = run(capsys, generate, "--checkpoint", stories, "--temperature", 0, "--device", "cpu")
     assert (code, out) == (0, expected + "\n")
@@ -212,7 +212,7 @@ def test_several_prompts_and_stop_strings(stories, capsys, tmp_path):
     assert lines[0]["text"].startswith(line["text"] + "e, t")
 
 
-def test_seeds_decide_what_is_drawn(stories, capsys):
+def test_sampling_depends_on_the_seed(stories, capsys):
     args = ["--checkpoint", stories, "--device", "cpu", "--max_new_tokens", 30, "--temperature", 1, "--top_p", 0.9]
     texts = [run(capsys, generate, *args, "--top_k", 40, "--seed", seed)[1] for seed in (1, 1, 2)]
     assert texts[0] == texts[1] != texts[2]
@@ -228,12 +228,12 @@ def test_seeds_decide_what_is_drawn(stories, capsys):
         (["--prompt_file", "/nowhere"], "/nowhere cannot be read"),
     ],
 )
-def test_mistakes_are_messages(stories, capsys, args, message):
+def test_mistakes_are_reported(stories, capsys, args, message):
     code, out, err = run(capsys, generate, "--checkpoint", stories, "--device", "cpu", "--prompt", "a", *args)
     assert code == 2 and out == "" and message in err and "Traceback" not in err
 
 
-def test_a_runs_checkpoint_continues_text(tmp_path, capsys):
+def test_generation_from_a_checkpoint_of_a_run(tmp_path, capsys):
     trainer = train(tmp_path, checkpoint__enable=True, training__steps=2)
     step = tmp_path / "checkpoint" / "step-2"
     args = ["--device", "cpu", "--max_new_tokens", 12, "--prompt", "Once", "--json"]
@@ -245,12 +245,12 @@ def test_a_runs_checkpoint_continues_text(tmp_path, capsys):
         assert code == 2 and out == "" and str(step) in err
 
 
-def test_another_models_tokenizer_is_refused(stories, assets, capsys):
+def test_tokenizer_of_another_model_is_rejected(stories, assets, capsys):
     code, _, err = run(capsys, generate, "--checkpoint", stories, "--tokenizer", assets / "gpt2-tokenizer")
     assert code == 2 and "50257" in err and "512" in err
 
 
-def test_a_reader_that_leaves_ends_it_silently(stories):
+def test_closed_pipe_ends_generation_quietly(stories):
     code = (
         "import sys\nfrom torchtitan.cli.generate import generate\n"
         "from torchtitan.tools.process import default_signals\nwith default_signals(): generate(sys.argv[1:])"
@@ -278,7 +278,7 @@ def talk(capsys, monkeypatch, lines, *args):
     return run(capsys, chat, "--device", "cpu", "--max_new_tokens", 30, "--stop", "\n", "--stop", ".", *args)
 
 
-def test_chat_answers_each_line_and_remembers(chat_model, capsys, monkeypatch):
+def test_chat_remembers_earlier_turns(chat_model, capsys, monkeypatch):
     lines = ["Tell me a story", "", "Tell me a story", "/reset", "Tell me a story", "/exit", "more"]
     code, out, _ = talk(capsys, monkeypatch, lines, "--checkpoint", chat_model)
     first, second, third = out.splitlines()
@@ -289,13 +289,13 @@ def test_chat_answers_each_line_and_remembers(chat_model, capsys, monkeypatch):
     assert run(capsys, generate, *args, "--prompt", prompt)[1] == prompt + second + "\n"
 
 
-def test_a_conversation_beyond_the_context_is_a_message(chat_model, capsys, monkeypatch):
+def test_conversation_longer_than_the_context_is_reported(chat_model, capsys, monkeypatch):
     code, out, err = talk(capsys, monkeypatch, ["word " * 600, "Hello"], "--checkpoint", chat_model)
     assert code == 0 and len(out.splitlines()) == 1
-    assert "context 512" in err and "/reset" in err
+    assert "context has only 512" in err and "/reset" in err
 
 
-def test_another_tokenizer_leaves_template_and_stop_tokens(chat_model, stories, capsys, monkeypatch):
+def test_tokenizer_option_keeps_template_and_stop_tokens(chat_model, stories, capsys, monkeypatch):
     args = ["--checkpoint", chat_model, "--device", "cpu", "--max_new_tokens", 8, "--prompt", "Once", "--json"]
     free = json.loads(run(capsys, generate, *args)[1])["tokens"]
     (chat_model / "generation_config.json").write_text(json.dumps({"eos_token_id": free[4]}))
@@ -308,16 +308,18 @@ def test_another_tokenizer_leaves_template_and_stop_tokens(chat_model, stories, 
     assert own == others and own[0] == 0
 
 
-def test_without_a_template_chat_is_refused(stories, capsys, monkeypatch):
+def test_chat_requires_a_template(stories, capsys, monkeypatch):
     code, out, err = talk(capsys, monkeypatch, ["Hello"], "--checkpoint", stories)
-    assert code == 2 and out == "" and "no chat template" in err and "--template chatml" in err
+    assert (
+        code == 2 and out == "" and "no chat template" in err and "set --template to a file or one of: chatml," in err
+    )
     code, out, _ = talk(capsys, monkeypatch, ["Hello"], "--checkpoint", stories, "--template", "chatml")
     assert code == 0 and len(out.splitlines()) == 1
     code, out, err = talk(capsys, monkeypatch, ["Hello"], "--checkpoint", stories, "--template", "chatlm")
     assert code == 2 and out == "" and "--template chatlm" in err and "alpaca" in err
 
 
-def test_chat_in_another_format_stops_where_that_ends_a_turn(stories, tmp_path, capsys, monkeypatch):
+def test_chat_stops_at_the_end_of_turn_of_its_template(stories, tmp_path, capsys, monkeypatch):
     tokenizer = PretrainedTokenizer.Config().build(path=stories)
     args = ["--checkpoint", stories, "--device", "cpu", "--max_new_tokens", 8, "--json"]
     template = resolve_chat_template("alpaca", [], tokenizer)

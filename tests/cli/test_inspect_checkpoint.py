@@ -1,4 +1,4 @@
-"""`torchtitan inspect`: what it says of checkpoints that are whole, damaged, incomplete or several."""
+"""`torchtitan inspect` on checkpoints that are complete, damaged, incomplete or several."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ FORMS = {name: TensorSpec.of(tensor) for name, tensor in TENSORS.items()}
 
 
 def save_step(folder: Path, step: int, **marker) -> Path:
-    """A checkpoint as a run saves it, of a model alone."""
+    """Save a checkpoint of a model only, as a run does."""
     partial = catalog.start_partial(folder, step)
     write_dcp(Path(str(partial)), FORMS, TENSORS.__getitem__)
     return Path(str(catalog.commit(partial, catalog.Marker(step=step, kind="model_only", world_size=1, **marker))))
@@ -32,12 +32,12 @@ def inspect(capsys, *words: object) -> tuple[int, str, str]:
 
 
 def facts(output: str) -> dict[str, str]:
-    """The lines of the spec `name   value`."""
+    """Return the lines `name   value` of the output."""
     lines = (line.strip().partition("  ") for line in output.splitlines() if line.startswith("  "))
     return {name: value.strip() for name, _, value in lines}
 
 
-def test_a_checkpoint_of_a_run(tmp_path, capsys):
+def test_checkpoint_of_a_run(tmp_path, capsys):
     trainer = train(tmp_path, checkpoint__enable=True, checkpoint__interval=2)
     code, output, error = inspect(capsys, tmp_path / "checkpoint/step-4")
     found = facts(output)
@@ -75,7 +75,7 @@ def test_every_format_and_its_tensors(tmp_path, capsys):
         ]
 
 
-def test_a_hugging_face_model_that_a_run_saved(tmp_path, capsys):
+def test_hugging_face_model_saved_by_a_run(tmp_path, capsys):
     partial = catalog.start_partial(tmp_path, 3)
     write_huggingface(Path(str(partial)), FORMS, TENSORS.__getitem__)
     partial.write("config.json", b"{}")
@@ -89,14 +89,14 @@ def test_a_hugging_face_model_that_a_run_saved(tmp_path, capsys):
     assert "model.safetensors is missing" in error
 
 
-def test_names_are_not_cut_where_the_output_is_no_terminal(tmp_path, capsys):
+def test_names_are_not_truncated_without_a_terminal(tmp_path, capsys):
     name = "a" * 200
     save_file({name: torch.zeros(1)}, tmp_path / "model.safetensors")
     assert name in inspect(capsys, "--tensors", tmp_path)[1]
 
 
 @pytest.mark.parametrize("damage", ["flipped", "truncated", "missing", "marker", "metadata", "no metadata"])
-def test_damage_is_found_and_named(tmp_path, capsys, damage):
+def test_damage_is_reported(tmp_path, capsys, damage):
     step = save_step(tmp_path, 7)
     data = max(step.glob("*.distcp"), key=lambda file: file.stat().st_size)
     file = {"marker": step / "complete.json"}.get(damage, step / ".metadata" if "metadata" in damage else data)
@@ -115,21 +115,21 @@ def test_damage_is_found_and_named(tmp_path, capsys, damage):
     if damage == "flipped":
         assert facts(output)["digests"] == f"wrong: {file.name} is damaged (its digest differs)"
         code, output, _ = inspect(capsys, "--no_verify", step)
-        assert (code, facts(output)["digests"]) == (0, "not compared")
+        assert (code, facts(output)["digests"]) == (0, "not verified")
 
 
-def test_there_is_no_option_without_effect(tmp_path, capsys):
+def test_option_without_effect_is_rejected(tmp_path, capsys):
     with pytest.raises(SystemExit):
         inspect(capsys, "--verify", save_step(tmp_path, 7))
 
 
-def test_a_save_that_was_cut_short(tmp_path, capsys):
+def test_interrupted_save(tmp_path, capsys):
     step = save_step(tmp_path, 7)
     (step / "complete.json").unlink()
     code, output, error = inspect(capsys, step)
     assert (code, facts(output)["complete"]) == (3, "no")
-    assert "its save was cut short" in error
-    (step / ".metadata").unlink()  # written last of all
+    assert "the save did not finish" in error
+    (step / ".metadata").unlink()  # written last
     code, output, _ = inspect(capsys, step)
     assert code == 3
     assert "incomplete" in output
@@ -168,7 +168,7 @@ def test_several_checkpoints(tmp_path, capsys):
     assert facts(output)["validation loss"] == "1.25"
 
 
-def test_what_is_no_checkpoint(tmp_path, capsys):
+def test_folder_without_a_checkpoint(tmp_path, capsys):
     code, _, error = inspect(capsys, tmp_path / "nowhere")
     assert (code, error.count("\n")) == (2, 1)
     assert error.startswith(f"torchtitan inspect: {tmp_path / 'nowhere'} is not a folder")
@@ -177,7 +177,7 @@ def test_what_is_no_checkpoint(tmp_path, capsys):
     assert "holds no checkpoint" in error
 
 
-def test_damaged_metadata_is_named_and_not_opened(tmp_path, capsys):
+def test_damaged_metadata_is_reported(tmp_path, capsys):
     """Reading a damaged pickle can raise anything."""
     step = save_step(tmp_path, 1)
     whole = (step / ".metadata").read_bytes()
@@ -189,7 +189,7 @@ def test_damaged_metadata_is_named_and_not_opened(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("content", ["{", None])
-def test_a_description_that_is_damaged_or_missing(tmp_path, capsys, content):
+def test_damaged_or_missing_model_json(tmp_path, capsys, content):
     write_huggingface(tmp_path, FORMS, TENSORS.__getitem__)
     (tmp_path / "config.json").write_text("{}")
     assert inspect(capsys, tmp_path)[0] == 0

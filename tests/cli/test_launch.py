@@ -1,4 +1,4 @@
-"""Several processes, signals and the two scripts: commands started as a user starts them, and how they end."""
+"""Commands with several processes, signals and the two scripts, started as a user starts them."""
 
 import os
 import re
@@ -21,13 +21,13 @@ from tests.commands import RunningCommand
 from tests.conftest import PROJECT
 from tests.training import TINY, flags
 
-_TIMEOUT = 300  # seconds after which a command hangs; it takes less than 15 where the machine is not busy
-_FOREVER = {"training.steps": 1_000_000, "metrics.log_freq": 10}
+_TIMEOUT = 300  # seconds until a command counts as hung; on an idle machine, each takes less than 15
+_ENDLESS = {"training.steps": 1_000_000, "metrics.log_freq": 10}
 
 
 class Command:
-    """A running command, in a process group of its own; `printed` is what it has written to standard error. Python is
-    forked (`tests.commands`), unless it is to be `fresh`, an interpreter for the command and for each rank."""
+    """A running command in its own process group; `printed` is its standard error. It is forked (`tests.commands`)
+    unless `fresh`, which starts a new interpreter for the command and each rank."""
 
     def __init__(self, words: list[str], folder: Path, *, fresh: bool = False, **variables: str):
         environment = {name: value for name, value in os.environ.items() if name not in ("NGPU", "LOG_RANK")}
@@ -63,7 +63,7 @@ class Command:
         (os.killpg if group else os.kill)(self.process.pid, number)
 
     def listening(self) -> set[str]:
-        """The addresses that its processes listen at, in the hexadecimal form of /proc/net."""
+        """Addresses on which its processes listen, in hexadecimal as in /proc/net."""
         states = [line.split() for name in ("tcp", "tcp6") for line in Path("/proc/net", name).read_text().splitlines()]
         address_of = {words[9]: words[1].partition(":")[0] for words in states if words[3] == "0A"}
         listed = subprocess.run(["ps", "-A", "-o", "pgid=,pid="], capture_output=True, text=True, check=True).stdout
@@ -72,7 +72,7 @@ class Command:
         return {address_of[inode] for link in opened if (inode := link[len("socket:[") : -1]) in address_of}
 
     def wait(self) -> int:
-        """The exit code, when every process that writes to standard error has ended."""
+        """Return the exit code after all processes that write to standard error have ended."""
         code = self.process.wait(_TIMEOUT)
         self._reader.join(_TIMEOUT)
         assert not self._reader.is_alive(), "a process outlives the command"
@@ -88,7 +88,7 @@ class Command:
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder that the commands run in, with data and an earlier run's checkpoint."""
+    """The current folder of the commands, with data."""
     folder = tmp_path_factory.mktemp("workplace")
     (folder / "corpus.txt").write_text("".join(f"This is sentence {number}. " for number in range(400)))
     return folder
@@ -96,7 +96,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def start(workplace: Path) -> Iterator[Callable[..., Command]]:
-    """Starts `torchtitan train` with a tiny model; whatever still runs when the test ends is ended."""
+    """Start `torchtitan train` with a tiny model; running commands are killed after the test."""
     commands: list[Command] = []
 
     def start(
@@ -118,15 +118,15 @@ def start(workplace: Path) -> Iterator[Callable[..., Command]]:
 
 
 def assert_quiet(printed: str) -> None:
-    """No traceback, and nothing but lines of our logger: those of torch's own begin with [W, W1120, [rank0]."""
+    """Check that only our logger wrote, without a traceback; lines of torch's logger begin with [W, W1120, [rank0]."""
     assert "Traceback" not in printed
     for line in printed.splitlines():
         assert re.match(r"\d\d:\d\d:\d\d (INFO|WARNING|ERROR) ", line), line
 
 
 class TestFailures:
-    def test_a_checkpoint_that_does_not_fit(self, start: Callable[..., Command], workplace: Path) -> None:
-        """Every rank finds it; it is told once."""
+    def test_incompatible_checkpoint(self, start: Callable[..., Command], workplace: Path) -> None:
+        """Every rank finds the error; it is reported once."""
         assert start(1, "--checkpoint.enable", "--dump_folder", "earlier", training__steps=1).wait() == 0
         command = start(2, "--checkpoint.initial_load_path", "earlier/checkpoint/step-1", model__ffn_dim=96)
         assert command.wait() == 2
@@ -139,15 +139,16 @@ class TestFailures:
         ("words", "message"),
         [(["--training.stepz", "3"], "--training.stepz"), (["--dataloader.dataset", "nowhere.txt"], "'nowhere.txt'")],
     )
-    def test_a_mistake_is_told_once(self, start: Callable[..., Command], words: list[str], message: str) -> None:
-        """`tests/cli/test_main.py` has the others."""
+    def test_mistake_is_reported_once(self, start: Callable[..., Command], words: list[str], message: str) -> None:
+        """`tests/cli/test_main.py` tests other mistakes."""
         command = start(2, *words)
         assert command.wait() == 2
         assert command.printed.count(message) == 1
         assert "Traceback" not in command.printed
 
+    @pytest.mark.slow
     def test_one_rank_crashes(self, start: Callable[..., Command], workplace: Path) -> None:
-        """One traceback, that of the rank that crashed; another one, stuck where it does not notice, is ended."""
+        """Only the crashed rank's traceback is printed; a rank that hangs is killed."""
         code = """
             import time
 
@@ -174,7 +175,7 @@ class TestFailures:
 
     @pytest.mark.slow
     def test_one_rank_is_killed(self, start: Callable[..., Command], workplace: Path) -> None:
-        """The rank that a signal ended is named, and not those that lost it."""
+        """The error names the killed rank, not the ranks that lost their connection to it."""
         code = """
             import os
             import signal
@@ -200,7 +201,7 @@ class TestFailures:
 class TestStopping:
     @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
     def test_one_process_without_checkpoints(self, start: Callable[..., Command], number: signal.Signals) -> None:
-        command = start(1, **_FOREVER)
+        command = start(1, **_ENDLESS)
         command.wait_for_text(r"step +10/")
         command.signal(number)
         assert command.wait() == 0
@@ -208,9 +209,9 @@ class TestStopping:
         assert re.search(r"stopped after step \d+; nothing is saved .*--checkpoint.enable", command.printed)
         assert_quiet(command.printed)
 
-    def test_the_command_that_is_printed_resumes(self, start: Callable[..., Command], workplace: Path) -> None:
-        variables = {"TORCHTITAN_PROGRAM": "./run train.sh"}  # with a space: it has to be quoted
-        command = start(1, "--checkpoint.enable", "--dump_folder", "it's", variables=variables, **_FOREVER)
+    def test_printed_command_resumes(self, start: Callable[..., Command], workplace: Path) -> None:
+        variables = {"TORCHTITAN_PROGRAM": "./run train.sh"}  # with a space, which must be quoted
+        command = start(1, "--checkpoint.enable", "--dump_folder", "it's", variables=variables, **_ENDLESS)
         command.wait_for_text(r"step +10/")
         command.signal(signal.SIGINT)
         assert command.wait() == 0
@@ -234,9 +235,9 @@ class TestStopping:
         self, start: Callable[..., Command], workplace: Path, number: signal.Signals, group: bool
     ) -> None:
         folder = f"two-{group}"
-        command = start(2, "--checkpoint.enable", "--dump_folder", folder, **_FOREVER)
+        command = start(2, "--checkpoint.enable", "--dump_folder", folder, **_ENDLESS)
         command.wait_for_text(r"step +10/")
-        if sys.platform == "linux":  # 127.0.0.1; neither the store nor gloo can be reached from another host
+        if sys.platform == "linux":  # 127.0.0.1: other hosts can reach neither the store nor gloo
             assert command.listening() == {"0100007F"}
         command.signal(number, group=group)
         assert command.wait() == 0
@@ -267,32 +268,32 @@ class TestStopping:
     """
 
     def slow_save(self, start: Callable[..., Command], module: Path, seconds: int) -> Command:
-        """Two processes that have been asked to stop, and save for some seconds."""
+        """Start two processes and request a stop; their save takes some seconds."""
         code = textwrap.dedent(self.SLOW_SAVE).replace("SECONDS", str(seconds))
         write_module(module, f"import sys\n{code}")
         words = ["--module", module.name, "--config", "debug", "--dump_folder", f"{module.name}_run"]
-        command = start(2, *words, **_FOREVER)
+        command = start(2, *words, **_ENDLESS)
         command.wait_for_text(r"step +10/")
         command.signal(signal.SIGINT, group=True)  # as a terminal does
         command.wait_for_text("saving")
         return command
 
     @pytest.mark.slow
-    def test_a_slow_save_is_waited_for(self, start: Callable[..., Command], workplace: Path) -> None:
-        """Longer than the 30 seconds after which launchers commonly kill."""
+    def test_stop_waits_for_a_slow_save(self, start: Callable[..., Command], workplace: Path) -> None:
+        """The save takes longer than the 30 seconds after which launchers commonly kill."""
         command = self.slow_save(start, workplace / "slow", 40)
         assert command.wait() == 0
         match = re.search(r"stopped after step (\d+)", command.printed)
         assert match and (workplace / "slow_run" / "checkpoint" / f"step-{match[1]}" / "complete.json").exists()
 
-    def test_a_second_signal_ends_at_once(self, start: Callable[..., Command], workplace: Path) -> None:
+    def test_second_signal_exits_immediately(self, start: Callable[..., Command], workplace: Path) -> None:
         command = self.slow_save(start, workplace / "endless", 1000)
-        time.sleep(1.2)  # sooner, it would count as the first one again
+        time.sleep(1.2)  # earlier, it would count as a repetition of the first one
         command.signal(signal.SIGINT, group=True)
         assert command.wait() == 128 + signal.SIGINT
         assert "Traceback" not in command.printed
 
-    def test_a_second_signal_ends_one_process(self, start: Callable[..., Command], workplace: Path) -> None:
+    def test_second_signal_ends_one_process(self, start: Callable[..., Command], workplace: Path) -> None:
         code = """
             import time
 
@@ -323,10 +324,10 @@ class TestStopping:
             pytest.param(2, signal.SIGTERM, 143, marks=pytest.mark.slow),
         ],
     )
-    def test_a_stop_during_start_up(
+    def test_stop_during_startup(
         self, start: Callable[..., Command], workplace: Path, processes: int, number: signal.Signals, code: int
     ) -> None:
-        """Nothing has begun, so nothing is waited for."""
+        """The run has not started, so it exits without waiting."""
         name = f"starting_{processes}_{number.name}"
         registry = f"""
             import os
@@ -336,33 +337,33 @@ class TestStopping:
 
             def debug():
                 if ("RANK" in os.environ) == {processes > 1}:
-                    Path("{name}.begun").touch()
+                    Path("{name}.started").touch()
                     time.sleep(1000)
                 return llama3_debugmodel()
         """
         write_module(workplace / name, textwrap.dedent(registry))
         command = start(processes, "--module", name, "--config", "debug")
-        command.wait_for((workplace / f"{name}.begun").exists)
+        command.wait_for((workplace / f"{name}.started").exists)
         command.signal(number, group=True)
         assert command.wait() == code
         assert_quiet(command.printed)
 
     @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
-    def test_a_stop_in_the_first_step(self, start: Callable[..., Command], workplace: Path, processes: int) -> None:
-        """It may compile for minutes, or wait for a rank that never comes; there is nothing to save."""
+    def test_stop_in_the_first_step(self, start: Callable[..., Command], workplace: Path, processes: int) -> None:
+        """The step may compile for minutes or wait for a missing rank, and there is nothing to save."""
         name = f"first_step_{processes}"
         code = "import time\n\n\nclass Stuck(Trainer):\n    def train_step(self, batches):\n        time.sleep(1000)\n"
         write_module(workplace / name, f"{code}\n\ndef debug():\n    return config_of(Stuck)\n")
         command = start(processes, "--module", name, "--config", "debug", "--checkpoint.enable", dump_folder=name)
         command.wait_for_text("parameters")
         command.signal(signal.SIGTERM)
-        begun = time.monotonic()
+        started = time.monotonic()
         assert command.wait() == (-signal.SIGTERM if processes == 1 else 128 + signal.SIGTERM)
-        assert time.monotonic() - begun < 10
+        assert time.monotonic() - started < 10
         assert_quiet(command.printed)
 
-    def test_a_stop_while_workers_are_being_started(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The rest of them is not started: thousands would take longer than anybody waits."""
+    def test_stop_while_workers_start(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The remaining workers are not started: thousands would take too long."""
         from torchtitan.cli import launch
 
         started = []
@@ -382,14 +383,14 @@ class TestStopping:
         assert len(started) == 2 and all(worker.process.poll() is not None for worker in started)
 
     def test_no_process_outlives_its_launcher(self, start: Callable[..., Command]) -> None:
-        command = start(2, **_FOREVER)
+        command = start(2, **_ENDLESS)
         command.wait_for_text(r"step +10/")
         command.signal(signal.SIGKILL)
         assert command.wait() == -signal.SIGKILL
 
 
 class TestRanks:
-    def test_ranks_that_print(self, start: Callable[..., Command]) -> None:
+    def test_output_of_ranks_is_prefixed(self, start: Callable[..., Command]) -> None:
         command = start(2, training__steps=1, variables={"LOG_RANK": "1"})
         assert command.wait() == 0
         assert "INFO rank 1: step 1/1" in command.printed
@@ -398,7 +399,7 @@ class TestRanks:
 
     @pytest.mark.slow
     def test_two_hosts(self, start: Callable[..., Command], workplace: Path) -> None:
-        """Two launchers with one process each are the same run as one launcher with two; and each gets its threads."""
+        """Two launchers with one process each equal one launcher with two, including the threads of each process."""
         code = """
             import os
             from pathlib import Path
@@ -434,7 +435,7 @@ def free_port() -> int:
 
 
 FAKE_PYTHON = """#!/bin/sh
-# Does what a Python would be asked for: `-P` looks for packages, `-c` for its version, `-m venv` and `-m pip` set up.
+# A fake Python: `-P` looks for packages, `-c` prints the version, `-m venv` and `-m pip` set up the environment.
 echo "$*" >> "$CALLS"
 case "$1 $2" in
     -P*) exit "$LACKS_PACKAGE" ;;
@@ -447,7 +448,7 @@ esac
 
 
 class TestScripts:
-    """With a fake Python, in a copy of the checkout: what is set up when, and what is run in the end."""
+    """The scripts in a copy of the checkout, with a fake Python that records its calls."""
 
     @pytest.fixture
     def checkout(self, tmp_path: Path) -> Path:
@@ -465,7 +466,7 @@ class TestScripts:
         return folder
 
     def run(self, checkout: Path, script: str, *words: str, **variables: str) -> tuple[int, list[str], str]:
-        """From another current folder; the exit code, how Python was called, and what was printed."""
+        """Run a script from another folder; return the exit code, the calls of Python and the output."""
         calls = checkout.parent / "calls"
         calls.write_text("")
         defaults = {"CALLS": str(calls), "LACKS_PACKAGE": "1", "OLD": "0", "PIP_FAILS": "0"}
@@ -480,7 +481,7 @@ class TestScripts:
         lines = [line for line in calls.read_text().splitlines() if not line.startswith(("-P", "-c"))]
         return result.returncode, lines, result.stderr
 
-    def test_first_use_sets_up_and_later_ones_do_not(self, checkout: Path) -> None:
+    def test_environment_is_set_up_once(self, checkout: Path) -> None:
         train = [
             "train --module llama3 --training.steps 3",
             f"../check out/run_train.sh in {checkout.parent / 'elsewhere'}",
@@ -495,7 +496,7 @@ class TestScripts:
         ]
         assert self.run(checkout, "run_train.sh", "--training.steps", "3", MODULE="llama3") == (0, train, "")
 
-    def test_an_interrupted_set_up_is_repeated(self, checkout: Path) -> None:
+    def test_interrupted_setup_is_repeated(self, checkout: Path) -> None:
         code, calls, _ = self.run(checkout, "run_train.sh", PIP_FAILS="1")
         assert code != 0 and not any(call.startswith("train") for call in calls)
         code, calls, _ = self.run(checkout, "run_train.sh")
@@ -507,34 +508,34 @@ class TestScripts:
         _, calls, _ = self.run(checkout, "run_train.sh")
         assert "-m pip install --quiet torch==2.14.0" in calls
 
-    def test_the_tests_need_more_than_training(self, checkout: Path) -> None:
+    def test_test_script_installs_development_packages(self, checkout: Path) -> None:
         self.run(checkout, "run_train.sh")
         code, calls, _ = self.run(checkout, "run_tests.sh", "-k", "name")
         assert code == 0 and calls[-2].endswith(f"--editable {checkout}[dev]")
         assert calls[-1] == "-m pytest -n 2 --dist worksteal --durations=15 -m not slow and not long -k name"
-        assert self.run(checkout, "run_train.sh")[1][0] == "train"  # and bring what it needs
+        assert self.run(checkout, "run_train.sh")[1][0] == "train"  # and brings its own dependencies
 
-    def test_optional_packages_are_set_up_when_they_are_asked_for(self, checkout: Path) -> None:
+    def test_optional_packages_are_installed_on_request(self, checkout: Path) -> None:
         self.run(checkout, "run_train.sh")
         code, calls, _ = self.run(checkout, "run_train.sh", EXTRA="quantization")
         assert code == 0 and calls[-3].endswith(f"--editable {checkout}[quantization]") and calls[-2] == "train"
         assert self.run(checkout, "run_train.sh", EXTRA="quantization")[1][0] == "train"
 
-    def test_an_unknown_group_of_packages_is_refused(self, checkout: Path) -> None:
+    def test_unknown_package_group_is_rejected(self, checkout: Path) -> None:
         code, calls, printed = self.run(checkout, "run_train.sh", EXTRA="torchao")
         assert (code, calls) == (2, [])
         assert printed == "EXTRA is 'torchao', and must be one of dev, docs, eval, quantization, wandb\n"
 
-    def test_the_groups_of_packages_are_those_of_the_package(self, checkout: Path) -> None:
+    def test_package_groups_match_pyproject(self, checkout: Path) -> None:
         for extra in tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]["optional-dependencies"]:
             assert self.run(checkout, "run_train.sh", EXTRA=extra)[0] == 0
 
-    def test_an_environment_with_the_package_is_used(self, checkout: Path) -> None:
+    def test_environment_with_the_package_is_used(self, checkout: Path) -> None:
         code, calls, printed = self.run(checkout, "run_train.sh", "--help", LACKS_PACKAGE="0")
         assert (code, calls[0], printed) == (0, "train --help", "")
         assert not (checkout / ".venv").exists()
 
-    def test_an_old_python_is_refused(self, checkout: Path) -> None:
+    def test_old_python_is_rejected(self, checkout: Path) -> None:
         code, calls, printed = self.run(checkout, "run_train.sh", OLD="1")
         assert (code, calls) == (1, ["--version"]) and "Python 3.11" in printed
 

@@ -1,4 +1,4 @@
-"""Runs that fail on the way and are started again: the losses are those of a run that was never interrupted."""
+"""Runs that fail and restart: the losses equal the losses of an uninterrupted run."""
 
 import json
 import signal
@@ -47,7 +47,7 @@ FAILING = """
 
 
     class Stopping(Trainer):
-        # Crashes on the way to its end, once it was asked to stop.
+        # Crashes while it ends after a stop request.
         def finish(self, ending):
             raise KeyError("while stopping")
 
@@ -71,7 +71,7 @@ OPTIONS = {
     "comm.step_timeout_seconds": 10,
 }
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--monitor-interval", "0.1", "--max-restarts", "3"]
-OWN = [sys.executable, "-m", "torchtitan.cli.main", "train"]
+LAUNCHER = [sys.executable, "-m", "torchtitan.cli.main", "train"]
 MODULE = ["--module", "failing", "--config", "debug"]
 
 
@@ -85,7 +85,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def start(workplace: Path) -> Iterator[Callable[..., Command]]:
-    """Starts a command in the workplace; whatever still runs when the test ends is ended."""
+    """Start a command in the workplace; running commands are killed after the test."""
     commands: list[Command] = []
 
     def start(*words: str, **variables: str) -> Command:
@@ -99,13 +99,13 @@ def start(workplace: Path) -> Iterator[Callable[..., Command]]:
 
 @pytest.fixture(scope="module")
 def expected(workplace: Path) -> Callable[[int], list[dict[str, Any]]]:
-    """The numbers of an uninterrupted run of our launcher, by the number of its processes."""
+    """Return the metrics of an uninterrupted run of our launcher with a number of processes."""
     known: dict[int, list[dict[str, Any]]] = {}
 
     def expected(processes: int) -> list[dict[str, Any]]:
         if processes not in known:
             folder = f"uninterrupted-{processes}"
-            command = Command([*OWN, *MODULE, *options(folder)], workplace, HOW="not", NGPU=str(processes))
+            command = Command([*LAUNCHER, *MODULE, *options(folder)], workplace, HOW="not", NGPU=str(processes))
             assert command.wait() == 0, command.printed
             known[processes] = numbers(workplace / folder)
         return known[processes]
@@ -118,7 +118,7 @@ def options(folder: str, **changes: object) -> list[str]:
 
 
 def numbers(folder: Path) -> list[dict[str, Any]]:
-    """All lines of metrics.jsonl, without what depends on the time they took."""
+    """All lines of metrics.jsonl, without timings."""
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     return [{key: line[key] for key in ("step", "loss", "grad_norm", "lr", "n_tokens_seen")} for line in lines]
 
@@ -127,18 +127,18 @@ class TestOurLauncher:
     @pytest.mark.parametrize(
         ("how", "processes"),
         [
-            ("kill", 2),
+            pytest.param("kill", 2, marks=pytest.mark.slow),
             ("crash", 1),
             pytest.param("hang", 2, marks=pytest.mark.slow),
             pytest.param("kill", 4, marks=pytest.mark.long),
         ],
     )
-    def test_the_loss_curve_continues(
+    def test_loss_curve_continues(
         self, start: Callable[..., Command], workplace: Path, expected: Any, how: str, processes: int
     ) -> None:
-        """Each step has one line, equal bit for bit to that of a run without the failure."""
+        """Each step has one line, bit-identical to an uninterrupted run."""
         folder = f"{how}-{processes}"
-        command = start(*OWN, *MODULE, *options(folder), HOW=how, NGPU=str(processes), MAX_RESTARTS="1")
+        command = start(*LAUNCHER, *MODULE, *options(folder), HOW=how, NGPU=str(processes), MAX_RESTARTS="1")
         assert command.wait() == 0, command.printed
         assert command.printed.count("restart 1 of 1") == 1
         assert f"loaded {folder}/checkpoint/step-3" in command.printed
@@ -146,21 +146,21 @@ class TestOurLauncher:
         assert [line["step"] for line in expected(processes)] == [*range(1, 9)]
 
     @pytest.mark.parametrize(("how", "code"), [("mistake", 2), ("failure", 3)])
-    def test_what_would_fail_again_is_not_repeated(self, start: Callable[..., Command], how: str, code: int) -> None:
-        command = start(*OWN, *MODULE, *options(f"{how}-1"), HOW=how, NGPU="1", MAX_RESTARTS="2")
+    def test_deterministic_failure_is_not_restarted(self, start: Callable[..., Command], how: str, code: int) -> None:
+        command = start(*LAUNCHER, *MODULE, *options(f"{how}-1"), HOW=how, NGPU="1", MAX_RESTARTS="2")
         assert command.wait() == code
         assert command.printed.count("ERROR as asked for") == 1 and "restart 1" not in command.printed
 
     def test_restarts_are_counted(self, start: Callable[..., Command]) -> None:
-        command = start(*OWN, *MODULE, *options("always"), HOW="crash", ALWAYS="1", NGPU="1", MAX_RESTARTS="2")
+        command = start(*LAUNCHER, *MODULE, *options("always"), HOW="crash", ALWAYS="1", NGPU="1", MAX_RESTARTS="2")
         assert command.wait() == 1
         assert command.printed.count("KeyError: 'as asked for'") == 3
         assert [f"restart {number} of 2" in command.printed for number in (1, 2, 3)] == [True, True, False]
 
-    def test_a_request_to_stop_is_not_answered_by_a_restart(self, start: Callable[..., Command]) -> None:
+    def test_stop_request_does_not_restart(self, start: Callable[..., Command]) -> None:
         words = ["--module", "failing", "--config", "stopping"]
         endless = options("stopping", **{"training.steps": 1_000_000, "checkpoint.enable": False})
-        command = start(*OWN, *words, *endless, NGPU="1", MAX_RESTARTS="2")
+        command = start(*LAUNCHER, *words, *endless, NGPU="1", MAX_RESTARTS="2")
         command.wait_for_text(r"step +\d+/")
         command.signal(signal.SIGTERM)
         assert command.wait() == 1
@@ -191,7 +191,7 @@ class TestTorchrun:
     @pytest.mark.parametrize(
         "processes", [pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.long)]
     )
-    def test_a_killed_worker_comes_back(
+    def test_killed_worker_restarts(
         self, start: Callable[..., Command], workplace: Path, expected: Any, processes: int
     ) -> None:
         folder = f"torchrun-{processes}"
@@ -205,10 +205,10 @@ class TestTorchrun:
     @pytest.mark.slow
     @pytest.mark.parametrize("how", ["not", "kill"])
     def test_two_agents(self, start: Callable[..., Command], workplace: Path, expected: Any, how: str) -> None:
-        """Two processes each, that meet by c10d rendezvous: the same run as four of one launcher; also after a kill."""
+        """Two agents with two processes each equal four processes of one launcher, also after a kill."""
         folder = f"agents-{how}"
-        meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{free_port()}", "--rdzv-id", folder]
-        words = [*TORCHRUN, "--nnodes", "2", "--nproc-per-node", "2", *meeting, "--local-addr", "127.0.0.1"]
+        rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{free_port()}", "--rdzv-id", folder]
+        words = [*TORCHRUN, "--nnodes", "2", "--nproc-per-node", "2", *rendezvous, "--local-addr", "127.0.0.1"]
         agents = [start(*words, "-m", "torchtitan.train", *MODULE, *options(folder), HOW=how) for _ in range(2)]
         assert [agent.wait() for agent in agents] == [0, 0], [agent.printed for agent in agents]
         assert any("loaded agents-kill/checkpoint/step-3" in agent.printed for agent in agents) == (how == "kill")
@@ -221,17 +221,17 @@ class TestTorchrun:
             pytest.param(["--training.stepz", "3"], "Unrecognized options: --training.stepz", marks=pytest.mark.slow),
         ],
     )
-    def test_a_mistake_is_told_once(self, start: Callable[..., Command], words: list[str], message: str) -> None:
+    def test_mistake_is_reported_once(self, start: Callable[..., Command], words: list[str], message: str) -> None:
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         command = start(*torchrun, "-m", "torchtitan.train", *words)
         assert command.wait() != 0
         assert command.printed.count(message) == 1
-        ours = command.printed.partition("Traceback")[0]  # then comes torchrun's own
+        ours = command.printed.partition("Traceback")[0]  # torchrun's own follows
         assert "Traceback" not in ours and message in ours
 
 
-def test_the_batch_script(tmp_path: Path) -> None:
-    """What `multinode.slurm` runs, by a fake Slurm: torchrun takes these arguments, and our command line the rest."""
+def test_batch_script(tmp_path: Path) -> None:
+    """With a fake Slurm, torchrun accepts its arguments in `multinode.slurm` and passes on ours."""
     for name, text in {"scontrol": 'printf "node-7\\nnode-9\\n"', "srun": 'printf "%s\\n" "$@"'}.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / name).chmod(0o755)

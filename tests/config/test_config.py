@@ -1,4 +1,4 @@
-"""Configurable, the registry, and what the command line and configuration files resolve to."""
+"""`Configurable`, the registry, and configurations from the command line and files."""
 
 import json
 import subprocess
@@ -25,7 +25,7 @@ class Scale(Configurable):
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
         factor: float = 2.0
-        """By how much."""
+        """Factor of the product."""
 
         def validate(self):
             if self.factor < 0:
@@ -45,13 +45,13 @@ class TestConfigurable:
         assert type(scale) is Scale
         assert scale(2.0) == 7.0
 
-    def test_build_finds_mistakes_before_it_constructs(self, monkeypatch):
+    def test_build_validates_before_construction(self, monkeypatch):
         monkeypatch.setattr(Scale, "__init__", lambda *_, **__: pytest.fail("constructed"))
         with pytest.raises(UserError, match=r"factor is -1\.0"):
             Scale.Config(factor=-1.0).build()
 
-    def test_a_component_does_not_share_its_configuration(self):
-        """What is changed in one, down to its lists, does not change the other."""
+    def test_component_copies_its_configuration(self):
+        """A change to one configuration, even inside a list, does not affect the other."""
 
         class Listing(Configurable):
             @dataclass(kw_only=True, slots=True)
@@ -65,7 +65,7 @@ class TestConfigurable:
         config.names.append("three")
         assert built.config.names == ["one", "two"]
 
-    def test_arguments_that_nobody_takes_are_refused(self):
+    def test_unknown_arguments_are_rejected(self):
         class Plain(Configurable):
             pass
 
@@ -76,7 +76,7 @@ class TestConfigurable:
             with pytest.raises(TypeError, match="nonsense"):
                 config.build(nonsense=1)
 
-    def test_a_subclass_without_config_gets_its_own(self):
+    def test_subclass_without_config_gets_its_own(self):
         class Twice(Scale):
             pass
 
@@ -96,7 +96,7 @@ class TestConfigurable:
         assert json.loads(json.dumps(document)) == document
         assert document == {"inner": {"factor": 2.0}, "where": "a/b", "names": ["x", "y"], "nothing": None}
 
-    def test_from_dict_takes_back_what_to_dict_gave(self):
+    def test_from_dict_inverts_to_dict(self):
         config = model_registry("1B").model
         assert type(config).from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
@@ -106,10 +106,10 @@ class TestConfigurable:
             ({"nonsense": 1}, "unknown keys nonsense"),
             ({"rope": {"theta": 1.0, "thta": 2.0}}, r"unknown keys rope\.thta"),  # codespell:ignore
             ({"rope": 3}, "'rope' is 3"),
-            ({"dim": None}, "missing keys dim"),  # the test's own: None takes the key away
+            ({"dim": None}, "missing keys dim"),  # in this test, None removes the key
         ],
     )
-    def test_from_dict_names_what_does_not_fit(self, change, message):
+    def test_from_dict_names_the_mismatch(self, change, message):
         config = model_registry("8B").model
         document = {
             key: value for key, value in (config.to_dict() | change).items() if key not in change or change[key]
@@ -117,7 +117,7 @@ class TestConfigurable:
         with pytest.raises(UserError, match=message):
             type(config).from_dict(document)
 
-    def test_from_dict_gives_a_younger_field_its_default(self):
+    def test_from_dict_uses_the_default_of_a_new_field(self):
         config = model_registry("8B").model
         document = config.to_dict()
         del document["head_dim"], document["rope"]["scaling"]
@@ -132,12 +132,12 @@ class TestConfigurable:
             (lambda cls: cls, Configurable.Config, "dataclass"),
         ],
     )
-    def test_another_kind_of_config_is_refused_at_class_definition(self, decorator, base, message):
+    def test_wrong_config_class_is_rejected_at_definition(self, decorator, base, message):
         config = decorator(type("Config", (base,), {"__annotations__": {"x": int}, "x": 1}))
         with pytest.raises(TypeError, match=message):
             type("Broken", (Configurable,), {"Config": config})
 
-    def test_a_config_must_inherit_from_the_parents(self):
+    def test_config_must_inherit_from_the_parents(self):
         config = dataclass(kw_only=True, slots=True)(type("Config", (Configurable.Config,), {}))
         with pytest.raises(TypeError, match=r"Scale\.Config"):
             type("Other", (Scale,), {"Config": config})
@@ -155,9 +155,9 @@ class TestPrecedence:
         config = parse(*args).config
         assert (config.training.steps, config.training.seq_len, config.optimizer.lr) == (7, 64, 1e-5)
         assert (config.model_spec.model.n_layers, config.model_spec.model.n_heads) == (2, 4)
-        assert config.training.local_batch_size == 8  # llama3_debugmodel's own
+        assert config.training.local_batch_size == 8  # from llama3_debugmodel
 
-    def test_the_saved_configuration_gives_the_same_run(self, tmp_path):
+    def test_saved_configuration_gives_the_same_run(self, tmp_path):
         args = ["--model.dim", "128", "--training.epochs", "2", "--checkpoint.enable", "--validator.no_enable"]
         args += ["--checkpoint.exclude_from_loading", "optimizer", "dataloader", "--loss.chunk_tokens", "7"]
         args += ["--optimizer.param_groups.no_decay.lr", "1e-4", "--dataloader.text_column", "None"]
@@ -168,35 +168,35 @@ class TestPrecedence:
         assert (again.module, again.config_name) == (resolved.module, resolved.config_name)
         assert again.config.checkpoint.exclude_from_loading == ["optimizer", "dataloader"]
 
-    def test_a_saved_vocabulary_can_follow_another_tokenizer(self, tmp_path):
+    def test_saved_vocabulary_follows_another_tokenizer(self, tmp_path):
         def resolve(config, vocab_size):
             return config.resolve(SimpleNamespace(vocab_size=vocab_size, n_added=0)).model_spec.model.vocab_size
 
-        resolved = parse("--model.vocab_size", "2048")  # as a run saves what it has taken from its tokenizer
+        resolved = parse("--model.vocab_size", "2048")  # a run saves the size from its tokenizer this way
         resolved.save(tmp_path / "config.yaml")
         args = ["--config_file", str(tmp_path / "config.yaml"), "--hf_assets_path", "other"]
         with pytest.raises(UserError, match=r"5000 tokens.*2048"):
             resolve(parse(*args).config, 5000)
         assert resolve(parse(*args, "--model.vocab_size", "None").config, 5000) == 5000
 
-    def test_lists_and_nothing_survive_the_round_trip(self, tmp_path):
+    def test_lists_and_none_survive_the_round_trip(self, tmp_path):
         resolved = parse("--checkpoint.exclude_from_loading")
         resolved.save(tmp_path / "config.yaml")
         assert parse("--config_file", str(tmp_path / "config.yaml")).config.checkpoint.exclude_from_loading == []
 
-    def test_a_file_s_word_stands_for_a_list_of_one(self, tmp_path):
+    def test_string_in_file_becomes_a_list(self, tmp_path):
         file = tmp_path / "run.yaml"
         file.write_text("checkpoint: {exclude_from_loading: optimizer}\ncompile: {components: loss}\n")
         config = parse("--config_file", str(file)).config
         assert (config.checkpoint.exclude_from_loading, config.compile.components) == (["optimizer"], ["loss"])
 
-    def test_a_file_s_list_takes_the_place_of_nothing(self, tmp_path):
+    def test_list_in_file_replaces_none(self, tmp_path):
         file = tmp_path / "run.yaml"
         file.write_text("parallelism: {module_fqns_per_model_part: ['tok_embeddings,layers.0', 'norm,output']}\n")
         parts = parse("--config_file", str(file)).config.parallelism.module_fqns_per_model_part
         assert parts == ["tok_embeddings,layers.0", "norm,output"]
 
-    def test_numbers_of_a_file_may_be_quoted(self, tmp_path):
+    def test_numbers_in_file_may_be_quoted(self, tmp_path):
         file = tmp_path / "run.yaml"
         file.write_text("training: {steps: '7', max_norm: 2, epochs: None}\noptimizer: {lr: 1e-5}\n")
         config = parse("--config_file", str(file)).config
@@ -217,17 +217,17 @@ class TestPrecedence:
     )
     @pytest.mark.parametrize("others", [[], ["--checkpoint.exclude_from_loading", "true", "optimizer"]])
     def test_switches(self, args, expected, others):
-        """Beside a list, which keeps its words."""
+        """A list before or after the switch keeps its words."""
         for words in (args + others, others + args):
             config = parse(*words).config.checkpoint
             assert config.enable is expected
             assert config.exclude_from_loading == others[1:]
 
-    def test_a_switch_may_be_written_with_hyphens(self):
+    def test_switch_accepts_hyphens(self):
         config = parse("--checkpoint.last-save-in-hf", "true", "--profiling.enable-profiling=true").config
         assert config.checkpoint.last_save_in_hf and config.profiling.enable_profiling
 
-    def test_every_key_has_its_type(self):
+    def test_every_value_is_checked_for_its_type(self):
         for name, folder in built_in_modules().items():
             for listed in list_module(name, folder).configs:
                 function = load_config_function(name, listed)
@@ -235,7 +235,7 @@ class TestPrecedence:
                     config = function()
                     assert set(leaves(config.to_dict())) <= set(types_by_key(config, type(config)))
 
-    def test_nothing_global_is_changed(self):
+    def test_global_state_is_unchanged(self):
         parse("--model.dim", "64")
         assert parse().config.model_spec.model.dim == 256
 
@@ -245,7 +245,7 @@ class TestMistakes:
         ("args", "message"),
         [
             (["--module", "lama3"], "unknown module 'lama3'; did you mean 'llama3'"),
-            (["--module", "./nowhere/at_all"], "the folder"),
+            (["--module", "./nowhere/at_all"], "'./nowhere/at_all': the folder does not exist"),
             (["--module", "no.such.package"], "no.such.package"),
             (["--config", "debugmodle"], "unknown configuration 'debugmodle'.*did you mean 'debugmodel'"),
             (["--config_file", "/no/such.yaml"], "/no/such.yaml"),
@@ -332,39 +332,39 @@ class TestModules:
             return None
     """
 
-    def test_a_folder_on_disk(self, tmp_path):
+    def test_folder_on_disk(self, tmp_path):
         folder = write_module(tmp_path / "on_disk", self.REGISTRY.format(name="on_disk"))
         assert parse("--module", str(folder), "--config", "tiny").config.training.steps == 100
         assert list_module("on_disk", folder).configs == ["on_disk_tiny"]
         with pytest.raises(UserError, match="_private"):
             parse("--module", str(folder), "--config", "_private")
 
-    def test_a_dotted_path(self, tmp_path, monkeypatch):
+    def test_dotted_path(self, tmp_path, monkeypatch):
         write_module(tmp_path / "dotted_outer", "")
         write_module(tmp_path / "dotted_outer" / "inner", self.REGISTRY.format(name="inner"))
         monkeypatch.syspath_prepend(str(tmp_path))
         assert load_config_function("dotted_outer.inner", "tiny").__name__ == "inner_tiny"
 
-    def test_an_import_error_is_shown_as_itself(self, tmp_path):
+    def test_import_error_propagates(self, tmp_path):
         folder = write_module(tmp_path / "broken_import", "import does_not_exist_anywhere")
         with pytest.raises(UserError, match="No module named 'does_not_exist_anywhere'.*config_registry.py, line 1"):
             parse("--module", str(folder), "--config", "tiny")
 
-    def test_a_syntax_error_is_shown_as_itself(self, tmp_path):
+    def test_syntax_error_propagates(self, tmp_path):
         folder = write_module(tmp_path / "broken_syntax", "def f(:")
         with pytest.raises(UserError, match="SyntaxError"):
             parse("--module", str(folder), "--config", "tiny")
 
-    def test_a_folder_without_registry(self, tmp_path):
+    def test_folder_without_registry(self, tmp_path):
         with pytest.raises(UserError, match=r"config_registry\.py"):
             parse("--module", str(tmp_path), "--config", "tiny")
 
-    def test_a_name_that_is_taken(self, tmp_path):
+    def test_module_name_conflict(self, tmp_path):
         folder = write_module(tmp_path / "yaml", self.REGISTRY.format(name="yaml"))
-        with pytest.raises(UserError, match="taken"):
+        with pytest.raises(UserError, match="'yaml' is the name of another package; rename the folder"):
             parse("--module", str(folder), "--config", "tiny")
 
-    def test_listing_reads_what_importing_gives(self):
+    def test_listing_matches_import(self):
         import importlib
 
         for name, folder in built_in_modules().items():
@@ -374,16 +374,16 @@ class TestModules:
             for function in (getattr(registry, config) for config in listing.configs):
                 assert needs_assets(function) or isinstance(function(), Configurable.Config)
 
-    def test_ls_needs_no_torch(self):
+    def test_ls_does_not_import_torch(self):
         code = "import sys; from torchtitan.cli.main import main; main(['ls']); assert 'torch' not in sys.modules"
-        begun = time.monotonic()
+        started = time.monotonic()
         result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PROJECT)
         assert result.returncode == 0, result.stderr
         assert "llama3_debugmodel" in result.stdout
-        assert time.monotonic() - begun < 10  # a hang, not a measurement: it takes 0.1 s
+        assert time.monotonic() - started < 10  # a hang, not a measurement: it takes 0.1 s
 
 
-def test_config_file_is_yaml_of_sections(tmp_path):
+def test_config_file_has_sections(tmp_path):
     parse().save(tmp_path / "config.yaml")
     document = yaml.safe_load((tmp_path / "config.yaml").read_text())
     assert document["module"] == "llama3"

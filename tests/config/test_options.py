@@ -16,7 +16,7 @@ from torchtitan.protocols import ExternalFormat
 
 
 class TestEveryOption:
-    """A field that nothing reads is a promise that is not kept, and one without a text cannot be understood."""
+    """Every field is read somewhere and has a description."""
 
     def test_is_documented_and_read(self):
         places = places_in_configurations()
@@ -27,8 +27,8 @@ class TestEveryOption:
         assert unread_fields(places, sources) == []
         assert [name for cls in places for name in undocumented_fields(cls)] == []
 
-    def test_is_not_read_by_its_own_check_nor_as_a_field_of_another_class(self):
-        """What the test above is to find: `steps` is checked here, and read of another section, and has no effect."""
+    def test_own_validation_and_other_classes_do_not_count(self):
+        """`steps` has no effect: it is validated here, and read only from another section."""
         places = {Careless.Config: {"careless"}}
         assert unread_fields(places, {__name__: Path(__file__).read_text()}) == ["Careless.Config.steps"]
         assert undocumented_fields(Careless.Config) == ["Careless.Config.rate"]
@@ -60,7 +60,7 @@ def module_of(path: Path) -> str:
 
 
 def places_in_configurations() -> dict[type, set[str]]:
-    """Every dataclass in the configurations that `torchtitan ls` lists → names of the fields it is found under."""
+    """Every dataclass in the configurations of `torchtitan ls` → names of the fields that hold it."""
     places: dict[type, set[str]] = {}
 
     def visit(value, name):
@@ -70,7 +70,7 @@ def places_in_configurations() -> dict[type, set[str]]:
         elif isinstance(value, dict):
             for item in value.values():
                 visit(item, name)
-        elif is_dataclass(value) and not isinstance(value, ExternalFormat):  # which holds functions, not options
+        elif is_dataclass(value) and not isinstance(value, ExternalFormat):  # it contains functions, not options
             for cls in type(value).__mro__:
                 if is_dataclass(cls):
                     places.setdefault(cls, set()).add(name)
@@ -80,7 +80,7 @@ def places_in_configurations() -> dict[type, set[str]]:
     for module, folder in built_in_modules().items():
         registry = importlib.import_module(f"torchtitan.{folder.parent.name}.{module}.config_registry")
         for function in (getattr(registry, name) for name in list_module(module, folder).configs):
-            if not needs_assets(function):  # those that do are made of the same classes
+            if not needs_assets(function):  # configurations that do have the same classes
                 visit(function(), "")
     return places
 
@@ -91,12 +91,12 @@ def own_fields(cls: type) -> list[str]:
 
 
 def unread_fields(places: dict[type, set[str]], sources: dict[str, str]) -> list[str]:
-    """Fields that no code reads.
+    """Return the fields that no code reads.
 
-    Reading is `self.<field>` in the class itself outside of `validate`; of a component's `Config`, `config.<field>` or
-    `self.config.<field>` in a module that defines it or a subclass; and `<place>.<field>` anywhere, where
-    the place is a field that holds such an object (`training.steps`, `group.lr` of `param_groups`) or a parameter that
-    is declared as one (`config: RoPEConfig`, `config: "CheckpointManager.Config"`).
+    A field is read by `self.<field>` in the class itself outside `validate`; for a component's `Config`, by
+    `config.<field>` or `self.config.<field>` in a module that defines it or a subclass; and by `<place>.<field>`
+    anywhere, if the place is a field that holds such an object (`training.steps`, `group.lr` of `param_groups`) or a
+    parameter declared as one (`config: RoPEConfig`, `config: "CheckpointManager.Config"`).
     """
     reads = {module: reads_in(ast.parse(text)) for module, text in sources.items()}
     everywhere = set().union(*reads.values())
@@ -106,7 +106,7 @@ def unread_fields(places: dict[type, set[str]], sources: dict[str, str]) -> list
         receivers = {name for place in places[cls] for name in (place, singular(place))} | {cls.__qualname__}
         for name in own_fields(cls):
             if any(name in own_fields(base) for base in cls.__mro__[1:] if base in places):
-                continue  # another default of a field that is that class's to read
+                continue  # another default of a field that the parent class reads
             by_place = any((receiver, name) in everywhere for receiver in receivers)
             by_itself = any((f"self of {sub.__qualname__}", name) in reads.get(sub.__module__, ()) for sub in family)
             by_owner = any(("config", name) in reads.get(sub.__module__, ()) for sub in family)
@@ -116,12 +116,12 @@ def unread_fields(places: dict[type, set[str]], sources: dict[str, str]) -> list
 
 
 def singular(place: str) -> str:
-    """Name of one of the things that a field holds: `param_groups` → `group`."""
+    """Name of one element of a field: `param_groups` → `group`."""
     return place.removesuffix("s").rpartition("_")[2]
 
 
 def reads_in(tree: ast.AST) -> set[tuple[str, str]]:
-    """(receiver, attribute) of every attribute that is read: the receiver's last name, seen through local names."""
+    """(receiver, attribute) of every attribute read: the last name of the receiver, with local names resolved."""
     reads = set()
 
     def visit(node, scope, aliases):
@@ -152,7 +152,7 @@ def receiver_of(value: ast.AST, owner: str, aliases: dict[str, str]) -> str:
 
 
 def local_names(function: ast.AST) -> dict[str, str]:
-    """Local name → what it stands for, of `a = self.config.training`, `a, b = x.c, x.d`, and a parameter `a: X`."""
+    """Local name → its value, in `a = self.config.training`, `a, b = x.c, x.d`, and a parameter `a: X`."""
     parameters = function.args.args if isinstance(function, ast.FunctionDef) else []
     declared = {p.arg: ast.unparse(p.annotation).strip("'") for p in parameters if p.annotation}
     names = {name: declaration for name, declaration in declared.items() if declaration != "Config"}
@@ -172,9 +172,9 @@ def local_names(function: ast.AST) -> dict[str, str]:
 
 
 def undocumented_fields(cls: type) -> list[str]:
-    """Fields without a string literal under them."""
+    """Fields without a string literal below them."""
     if not own_fields(cls):
-        return []  # one that was derived has no source either
+        return []  # derived classes have no source either
     tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
     body = tree.body[0].body
     documented = {

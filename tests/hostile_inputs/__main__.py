@@ -1,4 +1,4 @@
-"""`python -m tests.hostile_inputs`: tries hostile and damaged files, and prints a table of how torchtitan took them."""
+"""`python -m tests.hostile_inputs`: try hostile and damaged files, and print a table of the verdicts."""
 
 import argparse
 import importlib
@@ -27,7 +27,7 @@ from torchtitan.tools.device import peak_flops
 
 PAGE = PROJECT / "docs" / "security.md"
 MEMORY = Path("/dev/shm")
-"""A folder whose files need no disk, if the system has one."""
+"""A folder in memory, if the system has one."""
 
 IMPORTED = (
     "torchtitan.cli.convert",
@@ -38,7 +38,7 @@ IMPORTED = (
     "torchtitan.components.checkpoint.dcp",
     "datasets",
 )
-"""Modules that most commands import."""
+"""Modules imported by most commands."""
 
 VERDICTS: tuple[Verdict, ...] = ("refused", "accepted", *DEFECTS)
 COLUMNS = ("file", "cases", *VERDICTS)
@@ -48,17 +48,21 @@ Counts = Mapping[str, Counter[Verdict]]
 def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m tests.hostile_inputs", description=__doc__)
-    parser.add_argument("--cases", type=int, default=2000, help="of all kinds of files together (default: 2000)")
-    parser.add_argument("--seed", type=int, default=0, help="of the first case of each kind (default: 0)")
-    parser.add_argument("--only", metavar="PATTERN", default="", help="kinds whose name this regular expression finds")
-    parser.add_argument("--list", action="store_true", help="name the kinds, and try none")
-    parser.add_argument("--verbose", action="store_true", help="print each case, and what the command printed")
+    parser.add_argument(
+        "--cases", type=int, default=2000, help="number of cases over all kinds of files (default: 2000)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first case of each kind (default: 0)")
+    parser.add_argument(
+        "--only", metavar="PATTERN", default="", help="only kinds whose name matches this regular expression"
+    )
+    parser.add_argument("--list", action="store_true", help="list the kinds and exit")
+    parser.add_argument("--verbose", action="store_true", help="print each case and the output of its command")
     parser.add_argument("--write-docs", action="store_true", help=f"replace the table in {PAGE.relative_to(PROJECT)}")
     return parser.parse_args(words)
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Try the cases that the command line asks for: 0 without defects, 1 with, 2 for a mistake in the command line."""
+    """Try the cases of the command line; return 1 if there are defects, 2 for a mistake in the command line, else 0."""
     arguments = parse_arguments(words)
     subjects = [subject for subject in SUBJECTS if re.search(arguments.only, subject.name)]
     if not subjects or arguments.cases < len(subjects):
@@ -78,19 +82,19 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def try_cases(subjects: Sequence[Subject], cases: int, seed: int, verbose: bool = False) -> Counts:
-    """Try cases in turn for each kind of file; defects are printed with what led to them."""
+    """Try cases for each kind of file in turn; print defects with their cause."""
     prepare()
     counts: dict[str, Counter[Verdict]] = {subject.name: Counter() for subject in subjects}
     workplace = Path(tempfile.mkdtemp(prefix="hostile-inputs-", dir=MEMORY if MEMORY.is_dir() else None))
     try:
         base = make_world(workplace)
-        wanted = {subject.name: _undamaged(base, workplace, subject) for subject in subjects}
+        expected = {subject.name: _undamaged(base, workplace, subject) for subject in subjects}
         drawn = [
             draw(subjects[number % len(subjects)], base, seed + number // len(subjects)) for number in range(cases)
         ]
         # Workers are forked, and fork their cases in turn: neither has threads that a fork would lose.
         with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("fork")) as workers:
-            tried = [workers.submit(attempt, case, base, workplace, wanted[case.subject.name]) for case in drawn]
+            tried = [workers.submit(attempt, case, base, workplace, expected[case.subject.name]) for case in drawn]
             for case, result in zip(drawn, (future.result() for future in tried), strict=True):
                 counts[case.subject.name][result.verdict] += 1
                 if verbose or result.verdict in DEFECTS:

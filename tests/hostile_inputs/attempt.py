@@ -1,4 +1,4 @@
-"""One case: a copy of the world with one hostile file, one command on it in a process of its own, and the verdict."""
+"""One case: one command in a new process on a copy of the world with one hostile file, and the verdict."""
 
 import contextlib
 import json
@@ -31,8 +31,8 @@ _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 Verdict = Literal["accepted", "refused", "traceback", "hang", "executed", "silent", "leaked", "escape"]
 DEFECTS: tuple[Verdict, ...] = ("traceback", "hang", "executed", "silent", "leaked", "escape")
-"""An exception that is shown with its traceback, or a process that dies; no end within `HANG_SECONDS`; code of the file
-was run; damage was accepted, or changed a result, without a word; the content of a file outside the folder was copied;
+"""An exception with its traceback, or a process that dies; no end within `HANG_SECONDS`; code of the file was executed;
+damage was accepted, or changed a result, without a message; the content of a file outside the folder was copied;
 control characters were printed."""
 
 
@@ -48,7 +48,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """For the report."""
+        """Text for the report."""
         return f"{self.subject.name}: {self.file} {self.change.__name__}, seed {self.seed}"
 
     def apply(self, world: Path) -> None:
@@ -91,11 +91,11 @@ def last_loss(world: Path, subject: Subject) -> float | None:
     return losses[-1] if losses else None
 
 
-def attempt(case: Case, world: Path, workplace: Path, wanted: float | None) -> Result:
+def attempt(case: Case, world: Path, workplace: Path, expected: float | None) -> Result:
     """Try a case on a copy of the world, which is removed.
 
     Args:
-        wanted: the right last loss of the subject's result.
+        expected: the correct last loss of the subject's result.
     """
     place = workplace / str(os.getpid())
     copy = place / "case"
@@ -104,13 +104,13 @@ def attempt(case: Case, world: Path, workplace: Path, wanted: float | None) -> R
         with contextlib.chdir(copy):
             case.apply(copy)
         code, printed = run(case.command, copy)
-        return Result(verdict_of(case, copy, code, printed, wanted), printed)
+        return Result(verdict_of(case, copy, code, printed, expected), printed)
     finally:
         shutil.rmtree(place)
 
 
 def run(command: Command, folder: Path, function: Callable[[Sequence[str]], int] = main) -> tuple[int | None, str]:
-    """Run a command in a forked process, which spares it the imports; its exit code (None: it hung), and output."""
+    """Run a command in a forked process, without imports; return the exit code (None if it hung) and output."""
     output = folder.parent / "printed"
     child = os.fork()
     if child == 0:
@@ -159,7 +159,7 @@ def _address_space() -> int:
     return pages * resource.getpagesize()
 
 
-def verdict_of(case: Case, copy: Path, code: int | None, printed: str, wanted: float | None) -> Verdict:
+def verdict_of(case: Case, copy: Path, code: int | None, printed: str, expected: float | None) -> Verdict:
     """Return the verdict on a case from what its command left in the folder, its exit code, and its output."""
     if (copy / CANARY).exists():
         return "executed"
@@ -175,7 +175,7 @@ def verdict_of(case: Case, copy: Path, code: int | None, printed: str, wanted: f
         return "refused"
     is_destroyed = case.change.__name__ in DESTRUCTIVE and case.subject.noticed
     if case.subject.result:
-        return "accepted" if last_loss(copy, case.subject) == wanted else "silent"
+        return "accepted" if last_loss(copy, case.subject) == expected else "silent"
     return "silent" if is_destroyed else "accepted"
 
 

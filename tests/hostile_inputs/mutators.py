@@ -226,7 +226,7 @@ _YAML = (
 
 
 def hostile_yaml(content: bytes, generator: random.Random) -> bytes:
-    """A document made to mislead, hang, or overwhelm its reader, alone or after the right one."""
+    """A document that misleads, hangs, or overwhelms its reader, alone or after the original."""
     return (content if generator.random() < 0.3 else b"") + generator.choice(_YAML).encode()
 
 
@@ -273,7 +273,7 @@ _TEMPLATE = (
 
 
 def hostile_template(content: bytes, generator: random.Random) -> bytes:
-    """An expression that tries to run, hang, or overwhelm, alone or among the right ones."""
+    """An expression that tries to run code, hang, or overwhelm, alone or among the original ones."""
     hostile = generator.choice(_TEMPLATE).encode()
     place = generator.choice((0, len(content)))
     return hostile if generator.random() < 0.4 else content[:place] + hostile + content[place:]
@@ -313,7 +313,10 @@ def hostile_pickle(content: bytes, generator: random.Random) -> bytes:
 def hostile_archive(content: bytes, generator: random.Random) -> bytes:
     """A file of `torch.save` that runs code when it is unpickled."""
     buffer = io.BytesIO()
-    stranger = {"tok_embeddings.weight": _payload(generator), "x": [1, 2]}  # no tensor, whose name in it may change
+    stranger = {
+        "tok_embeddings.weight": _payload(generator),
+        "x": [1, 2],
+    }  # not a tensor, whose name in the file may change
     torch.save(stranger, buffer, _use_new_zipfile_serialization=generator.random() < 0.8)
     return buffer.getvalue()
 

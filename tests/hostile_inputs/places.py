@@ -1,4 +1,4 @@
-"""Ways to put something else in the place of a file."""
+"""Replacements of a file by something else."""
 
 import dataclasses
 import os
@@ -14,7 +14,7 @@ Replacement = Callable[[Path, random.Random], None]
 
 
 def link_to_secret(path: Path, generator: random.Random) -> None:
-    """A link to a file outside of its folder."""
+    """A link to a file outside the folder."""
     path.symlink_to(Path("secret.txt").absolute())
 
 
@@ -24,7 +24,7 @@ def dangling_link(path: Path, generator: random.Random) -> None:
 
 
 def link_to_itself(path: Path, generator: random.Random) -> None:
-    """A link that leads nowhere."""
+    """A link to itself."""
     path.symlink_to(path.name)
 
 

@@ -1,4 +1,4 @@
-"""Which files are damaged, and which command then reads them: the rows of the table."""
+"""The damaged files and the commands that read them: the rows of the table."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,13 +24,13 @@ class Subject:
     """One kind of file.
 
     Args:
-        name: as in the table.
+        name: name in the table.
         files: patterns relative to the world; a case damages one file.
         commands: a case runs one of these.
-        mutators: particular to the kind; all kinds get `DAMAGING` and `REPLACEMENTS`, too.
-        noticed: whether a file that was destroyed must not be accepted in silence.
-        result: a metrics.jsonl whose last loss must be the undamaged world's in all cases that end well, since
-            torchtitan has digests of the file, or makes it again; empty if other content is another right input.
+        mutators: mutators for this kind; all kinds also get `DAMAGING` and `REPLACEMENTS`.
+        noticed: whether a destroyed file must be reported.
+        result: a metrics.jsonl whose last loss must be the undamaged world's in all successful cases, since
+            torchtitan has digests of the file or rebuilds it; empty if other content is another valid input.
         forged: the checkpoint whose manifest and marker are made to agree with the hostile file.
     """
 

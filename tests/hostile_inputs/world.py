@@ -1,4 +1,4 @@
-"""One small example of every kind of file that torchtitan reads, made by torchtitan itself if it writes that kind."""
+"""A small example of every kind of file that torchtitan reads, written by torchtitan if it writes that kind."""
 
 import base64
 import csv
@@ -30,10 +30,10 @@ TINY = {
     "lr_scheduler.warmup_steps": 2,
     "validator.enable": False,
 }
-"""A run of tenths of a second."""
+"""A run that takes tenths of a second."""
 
 STEPS = 3
-"""Steps of the run whose checkpoints are damaged; the one that resumes it ends there, too."""
+"""Steps of the run whose checkpoints are damaged, also after a resume."""
 
 SECRET = "the-content-of-a-file-outside-of-the-folder"
 

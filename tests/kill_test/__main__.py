@@ -1,4 +1,4 @@
-"""`python -m tests.kill_test`: kills and resumes runs, prints a table of them, and writes it into the documentation."""
+"""`python -m tests.kill_test`: kill and resume runs, and print a table or write it to the documentation."""
 
 import argparse
 import random
@@ -25,11 +25,13 @@ COLUMNS = ("mode", "kills", "inside a save", "resumed after step", "logged numbe
 def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m tests.kill_test", description=__doc__)
-    parser.add_argument("--kills", type=int, default=20, help="per mode (default: 20)")
-    parser.add_argument("--seed", type=int, default=0, help="decides when they come (default: 0)")
-    parser.add_argument("--only", metavar="PATTERN", default="", help="modes whose name this regular expression finds")
-    parser.add_argument("--list", action="store_true", help="name the modes, and run none")
-    parser.add_argument("--dataset", type=Path, help="train on this text file instead of one that is made up")
+    parser.add_argument("--kills", type=int, default=20, help="kills per mode (default: 20)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the times of kills (default: 0)")
+    parser.add_argument(
+        "--only", metavar="PATTERN", default="", help="only modes whose name matches this regular expression"
+    )
+    parser.add_argument("--list", action="store_true", help="list the modes and exit")
+    parser.add_argument("--dataset", type=Path, help="text file for training (default: a generated one)")
     parser.add_argument("--write-docs", action="store_true", help=f"replace the table in {PAGE.relative_to(PROJECT)}")
     return parser.parse_args(words)
 
@@ -56,7 +58,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def find_mistake(arguments: argparse.Namespace, modes: Sequence[Mode]) -> str:
-    """Why the command line cannot be obeyed; empty where it can."""
+    """Return the reason why the command line cannot be run, or an empty string."""
     if not modes:
         return f"no mode is named like --only '{arguments.only}'; --list names them"
     if arguments.kills < 1:
@@ -67,7 +69,7 @@ def find_mistake(arguments: argparse.Namespace, modes: Sequence[Mode]) -> str:
 
 
 def run(modes: Sequence[Mode], arguments: argparse.Namespace) -> tuple[list[Outcome], bool]:
-    """The outcomes of all modes that came to their end, and whether some did not, or did not pass."""
+    """Return the outcomes of all completed modes, and whether a mode failed."""
     workplace = Path(tempfile.mkdtemp(prefix="kill-test-"))
     dataset = arguments.dataset.resolve() if arguments.dataset else write_text(workplace / "text.txt", arguments.seed)
     campaign = Campaign(workplace, dataset, arguments.kills, arguments.seed)
@@ -78,7 +80,7 @@ def run(modes: Sequence[Mode], arguments: argparse.Namespace) -> tuple[list[Outc
             continue
         try:
             outcomes.append(outcome := campaign.run(mode))
-        except Exception:  # the other modes are to be seen nevertheless
+        except Exception:  # the other modes still run
             failed = True
             tell(f"{mode.name}, seed {arguments.seed}: failed\n{traceback.format_exc()}")
         else:
@@ -92,12 +94,12 @@ def run(modes: Sequence[Mode], arguments: argparse.Namespace) -> tuple[list[Outc
 
 
 def tell(text: str) -> None:
-    """Print it at once, beside the table."""
+    """Print the outcome immediately, in addition to the table."""
     print(text, file=sys.stderr, flush=True)
 
 
 def write_text(path: Path, seed: int) -> Path:
-    """A text of some thousand sentences of made-up words."""
+    """Return a text with about a thousand sentences of made-up words."""
     generator = random.Random(seed)
     words = ["".join(generator.choices("aeioulnrstm", k=generator.randint(2, 7))) for _ in range(500)]
     sentences = (" ".join(generator.choices(words, k=generator.randint(4, 12))) for _ in range(3000))
@@ -106,7 +108,7 @@ def write_text(path: Path, seed: int) -> Path:
 
 
 def verdict(outcome: Outcome) -> str:
-    """In words."""
+    """Describe a duration."""
     if outcome.passed:
         return "equal"
     compared = {"logged numbers": outcome.lines, "last checkpoint": outcome.state}
@@ -115,14 +117,14 @@ def verdict(outcome: Outcome) -> str:
 
 
 def cells(outcome: Outcome) -> tuple[str, ...]:
-    """An outcome's text, by `COLUMNS`."""
+    """Return the cells of an outcome, by `COLUMNS`."""
     steps = ", ".join(map(str, outcome.resumed_steps))
     differences = [as_text(outcome, difference) for difference in (outcome.lines, outcome.state)]
     return (outcome.mode.name, str(outcome.kills), str(outcome.kills_in_save), steps, *differences)
 
 
 def as_text(outcome: Outcome, difference: Difference) -> str:
-    """For the table."""
+    """Format for the table."""
     if difference.value == 0:
         return "identical"
     return f"{'equal to' if difference.value <= outcome.mode.tolerance else 'DIFFERENT by'} {difference.value:.0e}"

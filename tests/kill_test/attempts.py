@@ -11,51 +11,54 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from tests.conftest import PROJECT
 from tests.kill_test.disks import Disk
 from tests.kill_test.modes import INTERVAL, Options, Victim
 from tests.training import flags
 
+start_process: Any = subprocess.Popen
+"""Starts the processes of an attempt; `RunningCommand` in the quick test."""
+
 _TIMEOUT_SECONDS = 600
-"""After this long, an attempt that neither ends nor comes to a moment hangs."""
+"""Seconds after which an attempt without progress counts as hung."""
 _POLL_SECONDS = 0.0005
 _LARGE_SAVE_BYTES = 64 << 20
-"""More than a checkpoint has."""
+"""More than the size of a checkpoint."""
 
 Event = Literal["start", "step", "save", "written", "renamed", "complete"]
-"""The processes are started; a step is done; `step-N.partial` is there; its tensors are in it; it is now `step-N`; it
-has its marker, and older ones are about to be removed."""
+"""Processes started; a step completed; `step-N.partial` exists; its tensors are written; renamed to `step-N`; marked
+complete, before older checkpoints are removed."""
 
 _EVENTS: tuple[Event, ...] = ("save", "complete", "written", "step", "start", "save", "renamed", "step")
-"""In turn, so that few kills have some of each."""
+"""Used in turn, so that a few kills cover several events."""
 
 
 class AttemptFailed(Exception):
-    """An attempt ended in another way than it should have, or not at all; the message has what it printed."""
+    """An attempt ended unexpectedly or hung; the message has its output."""
 
 
 @dataclass(frozen=True)
 class Moment:
-    """When to kill: some time after an event."""
+    """The time of a kill: a delay after an event."""
 
     event: Event
 
     step: int
-    """The first one whose event counts."""
+    """The first step whose event counts."""
 
     delay: float
     """Seconds."""
 
 
 def draw_moment(generator: random.Random, kill: int, saved: int, start_seconds: float) -> Moment:
-    """A moment for a kill, within the next two saves.
+    """Draw a moment for a kill, within the next two saves.
 
     Args:
-        kill: its number, from 0.
+        kill: the number of the kill, from 0.
         saved: the step of the newest checkpoint.
-        start_seconds: about how long it takes from the command to the first step.
+        start_seconds: approximate time from the command to the first step.
     """
     event = _EVENTS[kill % len(_EVENTS)]
     longest = {"start": start_seconds, "step": 0.2}.get(event, 0.02)
@@ -63,25 +66,25 @@ def draw_moment(generator: random.Random, kill: int, saved: int, start_seconds: 
 
 
 class Attempt:
-    """A run of `torchtitan train` in a process group of its own. Use it in a `with` statement: whatever still runs
-    behind it is ended.
+    """A run of `torchtitan train` in its own process group. Use it in a `with` statement: processes that still run at
+    the end are killed.
 
     Args:
         workplace: the current folder of the processes.
-        options: of the command line; the checkpoints' folder is the default one.
-        processes: how many.
+        options: options of the command line; checkpoints are in the default folder.
+        processes: the number of processes.
     """
 
     def __init__(self, workplace: Path, options: Options, processes: int):
         self._processes = processes
         self.printed = ""
-        """What the processes have written to standard error."""
+        """Output of the processes on standard error."""
         self.resumed_step: int | None = None
-        """0 where it began anew, None as long as it has not said."""
+        """Step from which the run resumed; 0 for a new run, None if not logged yet."""
         self.saved_step = 0
-        """The last step whose checkpoint it has called saved."""
+        """The last step logged as saved."""
         self.done_step = 0
-        """The last step that it has reported."""
+        """The last step logged."""
         self._workplace, self._options = workplace, options
         self._folder = workplace / options["dump_folder"]
         self._checkpoints = self._folder / "checkpoint"
@@ -93,7 +96,7 @@ class Attempt:
             "TORCHTITAN_CACHE": str(workplace / "cache"),
         }
         module = ["--module", "tests.kill_test", "--config", "noisy_debugmodel"]
-        self._process = subprocess.Popen(
+        self._process = start_process(
             [sys.executable, "-m", "torchtitan.cli.main", "train", *module, *flags(dict(options))],
             cwd=workplace,
             env=environment,
@@ -106,11 +109,11 @@ class Attempt:
 
     @property
     def is_running(self) -> bool:
-        """Whether the process that was started has not ended."""
+        """True until the launched process exits."""
         return self._process.poll() is None
 
     def wait_for(self, moment: Moment) -> None:
-        """Until it has come, or the attempt has ended.
+        """Wait until the moment, or the end of the attempt.
 
         Raises:
             AttemptFailed: if neither happens in time.
@@ -118,18 +121,16 @@ class Attempt:
         deadline = time.monotonic() + _TIMEOUT_SECONDS
         while self.is_running and not self._has_come(moment):
             if time.monotonic() > deadline:
-                raise AttemptFailed(f"{moment} does not come:\n{self.printed}")
+                raise AttemptFailed(f"{moment} was not reached:\n{self.printed}")
             time.sleep(_POLL_SECONDS)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(moment.delay)
 
     def kill_at(self, moment: Moment, victim: Victim, generator: random.Random, disk: Disk | None = None) -> bool:
-        """Take from the attempt at that moment what `victim` says; whether it ended by it, and not before. Then none of
-        its processes is left.
+        """Strike `victim` at the moment, and return whether this ended the attempt. No process is left afterwards.
 
         Raises:
-            AttemptFailed: if the moment does not come, some of its processes do not end, or it ends in another way than
-                it should.
+            AttemptFailed: if the moment is not reached, a process does not end, or the attempt ends unexpectedly.
         """
         ranks = self._ranks() if victim == "rank" else []
         self.wait_for(moment)
@@ -148,12 +149,12 @@ class Attempt:
             self._fill(disk, generator)
         elif victim == "folder":
             self._share_folder()
-        if self._process.returncode is None:  # and so it still has its number
+        if self._process.returncode is None:  # so its number is still valid
             os.killpg(self._process.pid, signal.SIGKILL)
         return (code := self._wait()) == -signal.SIGKILL or (victim == "space" and self._complains(code))
 
     def _fill(self, disk: Disk, generator: random.Random) -> None:
-        """Let the disk be full for a moment, and wait another moment if the attempt continues."""
+        """Fill the disk for a moment, and wait another moment if the attempt continues."""
         spared = generator.choice((0, 0, generator.randint(0, _LARGE_SAVE_BYTES)))
         with disk.full(spared), contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(generator.uniform(0, 1.5))
@@ -161,20 +162,20 @@ class Attempt:
             self._process.wait(generator.uniform(0, 0.5))
 
     def _complains(self, code: int) -> bool:
-        """Return whether the attempt ended by itself with a line that says why; raise if it crashed."""
+        """Return whether the attempt exited with an error message; raise if it crashed."""
         if code not in (0, 2, 3) or "Traceback" in self.printed:
             raise AttemptFailed(f"exit code {code} on a full disk:\n{self.printed}")
         return code != 0
 
     def _share_folder(self) -> None:
-        """Start the same run once more while this one stands still: it is refused, and changes nothing. Then wait for
-        a step of this one."""
-        while self.is_running and self.resumed_step is None:  # before that, it may not have taken the lock yet
+        """Suspend this run and start a second one, which must be rejected and change nothing. Then wait for a step of
+        this run."""
+        while self.is_running and self.resumed_step is None:  # earlier, it may not hold the lock yet
             time.sleep(_POLL_SECONDS)
         if not self.is_running:
             return
         os.killpg(self._process.pid, signal.SIGSTOP)
-        os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)  # all threads stand still then
+        os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)  # all threads are suspended then
         try:
             before = _content(self._folder)
             with Attempt(self._workplace, self._options, self._processes) as second:
@@ -188,7 +189,7 @@ class Attempt:
         self.wait_for(Moment("step", self.done_step + 1, delay=0))
 
     def check_success(self) -> None:
-        """Wait for its end.
+        """Wait for the end of the attempt.
 
         Raises:
             AttemptFailed: if the exit code is not 0.
@@ -197,14 +198,14 @@ class Attempt:
             raise AttemptFailed(f"exit code {code}:\n{self.printed}")
 
     def _wait(self) -> int:
-        """The exit code, when no process of the attempt is left."""
-        self._reader.join(_TIMEOUT_SECONDS)  # it ends when the last process that holds standard error does
+        """Return the exit code when no process of the attempt is left."""
+        self._reader.join(_TIMEOUT_SECONDS)  # ends with the last process that holds standard error
         if self._reader.is_alive():
             raise AttemptFailed(f"some of its processes do not end:\n{self.printed}")
         return self._process.wait()
 
     def _ranks(self) -> list[int]:
-        """Numbers of the processes that train, once the launcher has started all; none where it ends before."""
+        """Return the ids of the ranks when all are started; an empty list if the attempt ends earlier."""
         if self._processes == 1:
             return [self._process.pid]
         while self.is_running:
@@ -220,7 +221,7 @@ class Attempt:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._reader.is_alive():  # and so is a process of the group
+        if self._reader.is_alive():  # so it is a process of the group
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self._reader.join()
@@ -242,7 +243,7 @@ class Attempt:
             return True
         if moment.event == "step":
             return self.done_step >= moment.step
-        # Not before: what an earlier attempt left is still there.
+        # Not earlier: files of an earlier attempt still exist.
         return self.resumed_step is not None and furthest_save(self._checkpoints, moment.event) >= moment.step
 
 
@@ -252,7 +253,7 @@ def _content(folder: Path) -> dict[Path, tuple[int, int]]:
 
 
 def furthest_save(checkpoints: Path, event: Event) -> int:
-    """The highest step whose save has come as far as `event`; 0 where none has."""
+    """Return the highest step whose save has reached `event`, or 0."""
     file = {"written": ".metadata", "complete": "complete.json"}.get(event, "")
     steps = [0]
     for name in os.listdir(checkpoints) if checkpoints.exists() else ():

@@ -1,4 +1,4 @@
-"""Kills a run again and again, resumes it, and compares it with one that was left alone."""
+"""Kill and resume a run repeatedly, and compare it with an uninterrupted run."""
 
 import contextlib
 import random
@@ -29,41 +29,41 @@ _KILLED_FOLDER, _REFERENCE_FOLDER = "killed", "left-alone"
 
 @dataclass(frozen=True)
 class Reference:
-    """A run that was left alone."""
+    """An uninterrupted run."""
 
     lines: list[Line]
     state: State
     start_seconds: float
-    """From the command to the first step."""
+    """Seconds from the command to the first step."""
 
 
 @dataclass
 class Outcome:
-    """What became of a run that was killed."""
+    """The result of a run that was killed and resumed."""
 
     mode: Mode
 
     kills: int = 0
-    """Those that ended an attempt."""
+    """Kills that ended an attempt."""
 
     kills_in_save: int = 0
-    """Of these, those that left an unfinished checkpoint behind."""
+    """Kills that left an unfinished checkpoint."""
 
     resumed_steps: list[int] = field(default_factory=list)
-    """After which steps the attempts went on, where they got as far as to say so."""
+    """Steps from which attempts resumed, as far as they logged it."""
 
     lines: Difference = field(default_factory=Difference)
-    """Of all lines that were ever logged."""
+    """Difference of all logged lines."""
 
     state: Difference = field(default_factory=Difference)
-    """Of everything in the last checkpoint."""
+    """Difference of the last checkpoints."""
 
     faults: list[str] = field(default_factory=list)
-    """What else is not as it should be."""
+    """Other faults."""
 
     @property
     def passed(self) -> bool:
-        """Whether the kills left no trace."""
+        """True if the kills left no trace."""
         return not self.faults and max(self.lines.value, self.state.value) <= self.mode.tolerance
 
 
@@ -71,11 +71,11 @@ class Campaign:
     """The kill test, mode by mode.
 
     Args:
-        workplace: an empty folder; what a run leaves behind stays there if it did not pass.
+        workplace: an empty folder; files of failed modes are kept there.
         dataset: a text file.
-        kills: per mode.
-        seed: decides on the moments.
-        options: given to all runs besides.
+        kills: number of kills per mode.
+        seed: seed of the moments.
+        options: additional options for all runs.
     """
 
     def __init__(self, workplace: Path, dataset: Path, kills: int, seed: int, options: Options | None = None):
@@ -83,7 +83,7 @@ class Campaign:
         self.dataset = dataset
         self.kills = kills
         self.seed = seed
-        # No attempt gets further than two saves, give or take a step, so the run is not over before the last kill.
+        # An attempt gets about two saves far at most, so the run does not end before the last kill.
         self.steps = kills * 2 * INTERVAL
         self._options: Options = {"dataloader.dataset": dataset, "training.steps": self.steps, **(options or {})}
         self._references: dict[tuple[int, ...], Reference] = {}
@@ -121,14 +121,14 @@ class Campaign:
         return outcome
 
     def reference(self, mode: Mode) -> Reference:
-        """The run that is left alone, on the smallest of the mode's numbers of processes; made once."""
+        """Return the uninterrupted run with the mode's smallest number of processes, run once."""
         if mode.processes not in self._references:
             folder = self.workplace / _REFERENCE_FOLDER / str(len(self._references))
-            begun = time.monotonic()
+            started = time.monotonic()
             options = {**mode.options, **self._options, "dump_folder": folder}
             with Attempt(self.workplace, options, mode.processes[0]) as run:
                 run.wait_for(Moment("step", step=1, delay=0))
-                start_seconds = time.monotonic() - begun
+                start_seconds = time.monotonic() - started
                 run.check_success()
             lines, state = read_lines(folder), read_state(folder / "checkpoint" / f"step-{self.steps}")
             assert len(lines) == self.steps, "a run that was left alone has a line for each step"
@@ -139,7 +139,7 @@ class Campaign:
     def _make_attempt(
         self, outcome: Outcome, generator: random.Random, folder: Path, disk: Disk | None, reference: Reference
     ) -> bool:
-        """Whether it was killed before the end of the run."""
+        """Make one attempt, and return whether it was killed before the end of the run."""
         mode, before = outcome.mode, Checkpoints.read(folder)
         options = {**mode.options, **self._options, "dump_folder": folder, "checkpoint.async_mode": mode.async_mode}
         # The caches are on the run's disk too.
@@ -161,9 +161,9 @@ class Campaign:
         if attempt.resumed_step is not None:
             outcome.resumed_steps.append(attempt.resumed_step)
             if attempt.resumed_step != before.newest:
-                outcome.faults.append(f"went on after step {attempt.resumed_step}, and {before.newest} was saved")
+                outcome.faults.append(f"resumed from step {attempt.resumed_step}, but {before.newest} was saved")
         if after.newest < (saved := max(before.newest, attempt.saved_step)):
-            outcome.faults.append(f"the checkpoint of step {saved} is gone, and there is none of a later one")
+            outcome.faults.append(f"the checkpoint of step {saved} is gone, and there is no later one")
         return killed
 
     def _check_end(self, outcome: Outcome, folder: Path, reference: Reference) -> None:
@@ -176,7 +176,7 @@ class Campaign:
             outcome.faults.append(f"left behind: {', '.join(left)}")
         unmarked = [path.name for path in folder.glob("checkpoint/step-*") if not (path / "complete.json").exists()]
         if unmarked:
-            outcome.faults.append(f"without a marker, and never removed: {', '.join(sorted(unmarked))}")
+            outcome.faults.append(f"without a marker, but not removed: {', '.join(sorted(unmarked))}")
         last = folder / "checkpoint" / f"step-{self.steps}"
         if not (last / "complete.json").exists():
             outcome.faults.append(f"there is no complete checkpoint of step {self.steps}")
@@ -189,17 +189,17 @@ class Campaign:
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """What there is in a run's folder at a moment when none of its processes runs."""
+    """The checkpoints in a dump folder while no process of the run exists."""
 
     newest: int
-    """The step of the newest complete one; 0 where there is none."""
+    """Step of the newest complete checkpoint, or 0."""
 
     unfinished: frozenset[tuple[str, int]]
-    """Name and inode of what a save has begun and not ended, and so is newer than `newest`."""
+    """Name and inode of each checkpoint of an unfinished save, newer than `newest`."""
 
     @classmethod
     def read(cls, folder: Path) -> "Checkpoints":
-        """Of the run in `folder`."""
+        """Read the checkpoints of the run in `folder`."""
         found = [(path, int(re.split(r"\D", path.name[5:])[0])) for path in folder.glob("checkpoint/step-*")]
         newest = max((step for path, step in found if (path / "complete.json").exists()), default=0)
         return cls(newest, frozenset((path.name, path.stat().st_ino) for path, step in found if step > newest))

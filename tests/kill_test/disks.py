@@ -1,4 +1,4 @@
-"""A disk of its own for a run: one whose power is cut, or that is full for a while."""
+"""A separate disk for a run, to cut its power or fill it for a while."""
 
 import contextlib
 import fcntl
@@ -32,7 +32,7 @@ class Disk:
 
     @staticmethod
     def obstacle() -> str:
-        """Why there cannot be one here; empty where there can."""
+        """Return the reason why this system cannot have one, or an empty string."""
         if sys.platform != "linux":
             return f"it needs Linux, and this is {sys.platform}"
         if os.geteuid() != 0:
@@ -54,7 +54,7 @@ class Disk:
         self._image.unlink()
 
     def cut_power(self) -> None:
-        """Write nothing from now on, and lose all that has not been synced; `restart` brings back the rest."""
+        """Stop all writes and lose unsynced data; `restart` brings back the rest."""
         root = os.open(self.path, os.O_RDONLY)
         try:
             fcntl.ioctl(root, _SHUTDOWN, _WITHOUT_LOG)
@@ -68,18 +68,18 @@ class Disk:
 
     @contextlib.contextmanager
     def full(self, spared: int) -> Iterator[None]:
-        """Within, no more than about `spared` bytes are free."""
+        """Leave only about `spared` bytes free inside the `with` statement."""
         ballast = self.path / "ballast"
         with ballast.open("wb") as file:
             stat = os.statvfs(self.path)
-            wanted = max(0, stat.f_bavail * stat.f_frsize - spared)
-            while wanted >= stat.f_frsize:
+            remaining = max(0, stat.f_bavail * stat.f_frsize - spared)
+            while remaining >= stat.f_frsize:
                 try:
-                    os.posix_fallocate(file.fileno(), file.seek(0, os.SEEK_END), wanted)
-                except OSError:  # the run has written meanwhile
-                    wanted //= 2
+                    os.posix_fallocate(file.fileno(), file.seek(0, os.SEEK_END), remaining)
+                except OSError:  # the run has written in the meantime
+                    remaining //= 2
                 else:
-                    wanted = 0 if spared else wanted
+                    remaining = 0 if spared else remaining
         try:
             yield
         finally:
@@ -89,7 +89,7 @@ class Disk:
         _call("mount", "-o", "loop", str(self._image), str(self.path))
 
     def _unmount(self) -> None:
-        for _ in range(_UMOUNT_TRIES):  # a process that was killed may take a moment to let go
+        for _ in range(_UMOUNT_TRIES):  # a killed process may hold it for a moment
             if subprocess.run(["umount", str(self.path)], capture_output=True).returncode == 0:
                 return
             time.sleep(0.1)

@@ -1,4 +1,4 @@
-"""What is killed, how it saves, and what has to come out the same: the rows of the kill test's table."""
+"""The modes of the kill test, which are the rows of its table."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,15 +8,14 @@ Options = Mapping[str, Any]
 """Options of the command line, without the dashes."""
 
 Victim = Literal["all", "rank", "power", "space", "folder"]
-"""The target: all processes of the run get SIGKILL, or one that trains, whose end the others have to notice. Or the
-power of its disk is cut, and all that was not synced is lost; its disk is full for a while; a second run wants its
-folder, and has to be refused. After these, all processes are killed."""
+"""The target: SIGKILL for all processes or one rank, a power cut of the disk, which loses unsynced data, a full disk,
+or a second run in the same dump folder, which must be rejected. After the last three, all processes are killed."""
 
 INTERVAL = 3
-"""Steps from one save to the next."""
+"""Steps between saves."""
 
 ROUNDING = 1e-5
-"""Relative. What the order of float32 sums may change, where attempts have different numbers of processes."""
+"""Relative difference from the order of float32 sums if attempts have different numbers of processes."""
 
 RUN: Options = {
     "model.n_layers": 2,
@@ -46,24 +45,24 @@ class Mode:
     name: str
 
     processes: tuple[int, ...]
-    """Their number; of several, each attempt draws one."""
+    """Numbers of processes; each attempt draws one."""
 
     async_mode: str
-    """`checkpoint.async_mode` of the attempts. The run that is left alone always saves in the foreground."""
+    """`checkpoint.async_mode` of the attempts. The uninterrupted run always saves synchronously."""
 
     victim: Victim = "all"
 
     work: str = ""
-    """The name of one of `works.WORKS`, which is ended by signals and power cuts instead of a run."""
+    """Name of one of `works.WORKS`, a command that is interrupted instead of a run."""
 
     @property
     def needs_disk(self) -> bool:
-        """True if the run's folder is on a disk of its own."""
+        """True if the dump folder is on a separate disk."""
         return self.victim in ("power", "space")
 
     @property
     def may_lack_lines(self) -> bool:
-        """True if numbers may be missing in metrics.jsonl: on a full disk they are lost, and that ends no run."""
+        """True if metrics.jsonl may have gaps: metrics lost to a full disk do not end a run."""
         return self.victim == "space"
 
     @property
@@ -73,10 +72,10 @@ class Mode:
 
     @property
     def options(self) -> Options:
-        """What the attempts and the run that is left alone have in common.
+        """Options of the attempts and of the uninterrupted run.
 
-        Random numbers belong to a process, so a run that changes their number cannot depend on them. A ledger has no
-        gaps, or ends the run: without one, a run continues on a full disk.
+        Random state belongs to a process, so runs with different numbers of processes have no noise. A failed write of
+        the ledger ends a run, so modes with a full disk have no ledger.
         """
         return {**RUN, "noise": 0.1 if self.tolerance == 0 else 0.0, "debug.ledger": not self.may_lack_lines}
 

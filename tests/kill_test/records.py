@@ -1,4 +1,4 @@
-"""What a run leaves behind, and how that of two runs is compared."""
+"""Records and checkpoints of a run, and their comparison."""
 
 import json
 import math
@@ -13,34 +13,34 @@ from torch import Tensor
 
 _EXACT = ("step", "lr", "n_tokens_seen")
 _COMPUTED = ("loss", "grad_norm")
-"""What depends on the order of floating-point sums."""
+"""Metrics that depend on the order of floating-point sums."""
 
 Line = dict[str, Any]
-"""Of metrics.jsonl, without what depends on the time it took."""
+"""A line of metrics.jsonl, without timings."""
 
 State = dict[str, Tensor | str]
-"""Every entry of a checkpoint under its name in the file, such as "model.tok_embeddings.weight"; tensors whole, and all
-other values in strings of JSON, under names that are digests of them."""
+"""Entries of a checkpoint by name, such as "model.tok_embeddings.weight": full tensors, and other values as JSON
+strings, whose names are their digests."""
 
 
 def read_lines(folder: Path) -> list[Line]:
-    """The training lines of a run."""
+    """Return the training lines of a run."""
     return [{key: line[key] for key in (*_EXACT, *_COMPUTED)} for line in _read_json(folder / "metrics.jsonl")]
 
 
 def read_ledger(folder: Path) -> list[int]:
-    """The steps in the ledger of a run."""
+    """Return the steps in the ledger of a run."""
     return [line["step"] for line in _read_json(folder / "ledger.jsonl")]
 
 
 def _read_json(path: Path) -> list[dict[str, Any]]:
-    """The lines of a file, without a torn one at its end."""
+    """Return the lines of a file, without a partial last line."""
     whole = path.read_text().rpartition("\n")[0].splitlines() if path.exists() else []
     return list(map(json.loads, whole))
 
 
 def read_state(checkpoint: Path) -> State:
-    """Of the folder of a checkpoint."""
+    """Read the entries of a checkpoint."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -54,24 +54,24 @@ def read_state(checkpoint: Path) -> State:
 
 
 def without_ranks(state: State) -> State:
-    """What does not belong to one of the processes that saved it, and the first one's position in the data."""
-    of_others = re.compile(r"(?!dataloader\.rank0)\w+\.rank\d+\.")
-    return {name: value for name, value in state.items() if not of_others.match(name)}
+    """Return the entries that do not belong to a rank, and rank 0's position in the data."""
+    other_ranks = re.compile(r"(?!dataloader\.rank0)\w+\.rank\d+\.")
+    return {name: value for name, value in state.items() if not other_ranks.match(name)}
 
 
 @dataclass(frozen=True, order=True)
 class Difference:
-    """The largest difference between what two runs hold."""
+    """The largest difference between two runs."""
 
     value: float = 0.0
-    """Relative. 0: equal, bit for bit. Infinite: something is missing, or differs that must be equal everywhere."""
+    """Relative; 0 if bit-identical, infinite if an entry is missing or an exact value differs."""
 
     place: str = ""
-    """Where it is; empty where there is none."""
+    """Name of the entry or line; empty if there is no difference."""
 
 
 def compare_lines(lines: Sequence[Line], expected: Sequence[Line], *, with_gaps: bool = False) -> Difference:
-    """Of a run that got as far as `lines`, from the first lines of a whole one, or from the lines of the same steps."""
+    """Compare `lines` with the first lines of a full run or, with gaps, with its lines of the same steps."""
     if with_gaps:
         steps = {line["step"] for line in lines}
         expected = [line for line in expected if line["step"] in steps]
@@ -89,7 +89,7 @@ def _compare_line(line: Line, expected: Line, number: int) -> Difference:
 
 
 def compare_states(state: State, expected: State) -> Difference:
-    """Of two checkpoints; for a tensor it is ‖Δ‖ / ‖w‖."""
+    """Compare two checkpoints; the difference of tensors is ‖Δ‖ / ‖w‖."""
     names = sorted({*state, *expected})
     return _largest({name: _compare_entry(state.get(name), expected.get(name)) for name in names})
 
@@ -108,7 +108,7 @@ def _compare_entry(value: Tensor | str | None, expected: Tensor | str | None) ->
         return 0.0
     value, expected = value.double(), expected.double()
     difference = _relative((value - expected).norm().item(), expected.norm().item())
-    return max(difference, math.ulp(0.0))  # 0.0 equals -0.0, and has other bits
+    return max(difference, math.ulp(0.0))  # 0.0 equals -0.0, but its bits differ
 
 
 def _relative(difference: float, size: float) -> float:

@@ -1,4 +1,4 @@
-"""The training that the kill test kills: one whose numbers depend on the random generators of each process."""
+"""Trainer of the kill test, whose metrics depend on the random generators of each process."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,14 +13,14 @@ from torchtitan.trainer import Trainer
 
 
 class NoisyTrainer(Trainer):
-    """Hides some labels at random, so that the loss of a run that forgot its random numbers is another one."""
+    """Hides some labels at random, so that a run with lost random state has another loss."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Trainer.Config):
-        """The trainer's, and how much is hidden."""
+        """Options of the trainer, and the share of hidden labels."""
 
         noise: float = 0.0
-        """Share of the labels that torch's generator hides, and numpy's another time; Python's hides one column."""
+        """Share of labels hidden by torch's generator, and again by numpy's; Python's hides one column."""
 
     config: Config
 

@@ -1,5 +1,5 @@
-"""Commands that write conversions, exports and caches. Each is ended again and again, and a folder that has its final
-name must hold the same as after an undisturbed command."""
+"""Commands that write conversions, exports and caches. Each is interrupted repeatedly; a folder with its final name
+must equal the result of an uninterrupted command."""
 
 import hashlib
 import os
@@ -31,25 +31,25 @@ open_token_cache(resolve_source(sys.argv[1]), PretrainedTokenizer.Config().build
 """
 
 Content = Mapping[str, str]
-"""Digest of each file of a folder, by its name."""
+"""Return the digest of each file of a folder, by name."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """A command, and where it puts what it makes."""
+    """A command and the location of its output."""
 
     name: str
 
     command: Callable[["Materials", Path], list[str]]
-    """Its words, by the folder to work in."""
+    """Return its words for an output folder."""
 
     product: str
-    """The pattern of a complete product's name, in the folder."""
+    """Pattern of a complete output's name in the folder."""
 
 
 @dataclass(frozen=True)
 class Materials:
-    """The commands' input."""
+    """Inputs of the commands."""
 
     dataset: Path
 
@@ -58,15 +58,15 @@ class Materials:
 
 
 def make_materials(dataset: Path, folder: Path) -> Materials:
-    """Train for a step in `folder`."""
+    """Train one step in `folder`."""
     materials = Materials(dataset, folder / "checkpoint" / "step-1")
-    _run(Work("run", lambda given, folder: _train(given, folder), ""), materials, folder, None)
+    _run(Work("run", lambda materials, folder: _train(materials, folder), ""), materials, folder, None)
     return materials
 
 
-def _train(given: Materials, folder: Path, **options: object) -> list[str]:
-    """Train for a step, and save."""
-    settings: Options = {**RUN, "dataloader.dataset": given.dataset, "dump_folder": folder, "training.steps": 1}
+def _train(materials: Materials, folder: Path, **options: object) -> list[str]:
+    """Train and save one step."""
+    settings: Options = {**RUN, "dataloader.dataset": materials.dataset, "dump_folder": folder, "training.steps": 1}
     module = ["--module", "tests.kill_test", "--config", "noisy_debugmodel"]
     return ["-m", "torchtitan.cli.main", "train", *module, *flags({**settings, **options})]
 
@@ -74,20 +74,20 @@ def _train(given: Materials, folder: Path, **options: object) -> list[str]:
 WORKS = (
     Work(
         "conversion",
-        lambda given, folder: [
-            *("-m", "torchtitan.cli.main", "convert", str(given.checkpoint), str(folder / "out"), "--to", "hf"),
+        lambda materials, folder: [
+            *("-m", "torchtitan.cli.main", "convert", str(materials.checkpoint), str(folder / "out"), "--to", "hf"),
             *("--max_shard_size", "0.01"),
         ],
         "out",
     ),
     Work(
         "export of a run",
-        lambda given, folder: _train(given, folder / "run", **{"checkpoint.last_save_in_hf": True}),
+        lambda materials, folder: _train(materials, folder / "run", **{"checkpoint.last_save_in_hf": True}),
         "run/checkpoint/step-1",
     ),
     Work(
         "token cache",
-        lambda given, folder: ["-c", _BUILD_CACHE, str(given.dataset), str(folder / "cache")],
+        lambda materials, folder: ["-c", _BUILD_CACHE, str(materials.dataset), str(folder / "cache")],
         "cache/tokens/*[!k]",  # not .lock
     ),
 )
@@ -96,13 +96,13 @@ WORKS = (
 def end_repeatedly(
     work: Work, materials: Materials, disk: Disk, ends: int, generator: random.Random
 ) -> tuple[int, list[str]]:
-    """End the command `ends` times, by a signal or by cutting the power of `disk`; then let it work undisturbed.
+    """Interrupt the command `ends` times, by a signal or a power cut of `disk`; then let it finish.
 
     Returns:
-        How often it left something other than a product, and the faults that were found.
+        The number of interruptions that left an incomplete output, and the faults.
 
     Raises:
-        AttemptFailed: if the command ends in another way.
+        AttemptFailed: if the command ends unexpectedly.
     """
     folder = disk.path / "work"
     n_halfway, faults = 0, []
@@ -131,7 +131,7 @@ def end_repeatedly(
 
 @dataclass(frozen=True)
 class _Ending:
-    """An end some time after the first file, by a signal; None: the power of the disk is cut."""
+    """An interruption some time after the first file, by a signal or (None) a power cut."""
 
     delay: float
     signal: int | None
@@ -139,7 +139,7 @@ class _Ending:
 
 
 def _run(work: Work, materials: Materials, folder: Path, ending: _Ending | None) -> float:
-    """Run the command, to its end or to `ending`; how long it has worked since its first file."""
+    """Run the command to its end or to `ending`; return the seconds since its first file."""
     environment = {**os.environ, "NGPU": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(PROJECT)}
     environment["TORCHTITAN_CACHE"] = str(materials.dataset.parent / "cache")
     before = _inodes(folder)
@@ -155,14 +155,14 @@ def _run(work: Work, materials: Materials, folder: Path, ending: _Ending | None)
     try:
         while process.poll() is None and _inodes(folder) <= before:
             time.sleep(_POLL_SECONDS)
-        begun = time.monotonic()
+        started = time.monotonic()
         try:
             process.wait(ending.delay if ending else _SECONDS)
         except subprocess.TimeoutExpired:
             if ending is None:
                 raise
             _end(process, ending)
-        seconds = time.monotonic() - begun
+        seconds = time.monotonic() - started
         assert process.stderr
         printed = process.stderr.read()
         if process.returncode not in (0, -(ending.signal or signal.SIGKILL) if ending else 0):
@@ -190,12 +190,12 @@ def _inodes(folder: Path) -> set[int]:
 def _entries(folder: str) -> list["os.DirEntry[str]"]:
     try:
         return list(os.scandir(folder))
-    except FileNotFoundError:  # it has been removed meanwhile
+    except FileNotFoundError:  # it has been removed in the meantime
         return []
 
 
 def _products(work: Work, folder: Path) -> dict[str, Content]:
-    """The content of each folder that has its final name; of a checkpoint, if its last file is there."""
+    """Return the contents of each folder with a final name; checkpoints also need their last file."""
     found = [path for path in folder.glob(work.product) if path.suffix != ".partial"]
     return {path.name: _content(path) for path in found if path.name != "step-1" or (path / "complete.json").exists()}
 

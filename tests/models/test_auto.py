@@ -1,4 +1,4 @@
-"""`MODULE=auto`: a model and a training configuration from a folder's config.json; config.json and params.json."""
+"""`MODULE=auto`: model and training configuration from the config.json or params.json of a folder."""
 
 import json
 import logging
@@ -43,7 +43,7 @@ SMALL = {
 
 
 def from_hf(**changes: object) -> Llama3Model.Config:
-    """The model of `SMALL` with some keys changed, or left out where they are ... ."""
+    """Return the model of `SMALL` with changed keys; `...` removes a key."""
     document = {key: value for key, value in {**SMALL, **changes}.items() if value is not ...}
     return FORMATS["hf"].from_external(document)
 
@@ -63,7 +63,7 @@ class TestConfigJson:
             rope=RoPEConfig(theta=10_000.0),
         )
 
-    def test_what_is_left_out_has_transformers_defaults(self):
+    def test_missing_keys_have_transformers_defaults(self):
         transformers = pytest.importorskip("transformers")
         names = ("num_key_value_heads", "rms_norm_eps", "tie_word_embeddings", "rope_theta", "head_dim")
         config = from_hf(**dict.fromkeys(names, ...))
@@ -74,9 +74,9 @@ class TestConfigJson:
         assert config.rope.theta == theirs.rope_parameters["rope_theta"]
         assert config.resolved_head_dim == theirs.head_dim
 
-    @pytest.mark.parametrize(("given", "kept"), [(None, None), (8, None), (10, 10)])
-    def test_the_width_of_a_head(self, given, kept):
-        assert from_hf(head_dim=given).head_dim == kept
+    @pytest.mark.parametrize(("value", "kept"), [(None, None), (8, None), (10, 10)])
+    def test_head_width(self, value, kept):
+        assert from_hf(head_dim=value).head_dim == kept
 
     @pytest.mark.parametrize(
         "rope",
@@ -146,29 +146,29 @@ class TestConfigJson:
             ),
         ],
     )
-    def test_what_is_not_computed_is_refused_by_name(self, changes, message):
+    def test_unsupported_setting_is_rejected_by_name(self, changes, message):
         with pytest.raises(UserError, match=message):
             from_hf(**changes)
 
     @pytest.mark.parametrize("window", [None, 256, 4096])
-    def test_a_window_as_long_as_the_context_is_none(self, window):
+    def test_sliding_window_as_long_as_the_context_is_ignored(self, window):
         assert from_hf(model_type="mistral", sliding_window=window) == from_hf()
 
-    def test_a_shorter_window_bounds_the_sample(self, caplog):
+    def test_shorter_sliding_window_limits_the_sequence(self, caplog):
         assert from_hf(model_type="mistral", sliding_window=128) == from_hf(max_position_embeddings=128)
         assert "sliding_window is 128, below max_position_embeddings 256" in caplog.text
-        # One that does not say has the window of its class in transformers.
+        # Without the key, the window is the default of its class in transformers.
         assert from_hf(model_type="mistral", max_position_embeddings=8192).max_seq_len == 4096
         assert from_hf(sliding_window=128) == from_hf(), "transformers' llama looks at no window"
 
-    def test_heads_of_a_mistral_that_does_not_say(self):
+    def test_default_heads_of_mistral(self):
         transformers = pytest.importorskip("transformers")
         sizes = {"model_type": "mistral", "hidden_size": 64, "num_attention_heads": 16}
         theirs = transformers.MistralConfig(hidden_size=64, num_attention_heads=16)
         assert from_hf(**sizes, num_key_value_heads=...).n_kv_heads == theirs.num_key_value_heads == 8
         assert from_hf(**sizes, num_key_value_heads=None).n_kv_heads == 16
 
-    def test_the_context_before_scaling_may_stand_elsewhere(self):
+    def test_original_context_in_either_place(self):
         transformers = pytest.importorskip("transformers")
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -180,13 +180,13 @@ class TestConfigJson:
             torch.testing.assert_close(rope_frequencies(rope, 64, torch.device("cpu")), theirs)
             assert rope.original_max_seq_len == expected
 
-    def test_other_ways_to_say_the_same(self):
+    def test_equivalent_spellings(self):
         rope = {"rope_scaling": {"type": "linear", "factor": 2}, "rope_theta": 5e5}
         both = {**rope, "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}}
         assert from_hf(**both) == from_hf(**rope)
         assert from_hf(hidden_act="swish", partial_rotary_factor=None) == from_hf()
 
-    def test_what_is_ignored_is_told(self, caplog):
+    def test_ignored_keys_are_logged(self, caplog):
         with caplog.at_level(logging.WARNING):
             from_hf(pretraining_tp=2, use_cache=True, attention_dropout=0.0, is_causal=True)
             assert not caplog.records
@@ -194,7 +194,7 @@ class TestConfigJson:
         assert "residual_multiplier, z_norm" in caplog.text
         assert "attention_dropout is 0.1, and ignored" in caplog.text
 
-    def test_what_we_write_is_read_back(self):
+    def test_written_config_is_read_back(self):
         models = [from_hf(), from_hf(head_dim=10), from_hf(rope_scaling=LLAMA3_SCALING)]
         models += [from_hf(rope_scaling={"type": "linear", "factor": 2.0})]
         for model in models:
@@ -208,7 +208,7 @@ class TestConfigJson:
             ("meta-llama--Meta-Llama-3.1-405B", "405B"),
         ],
     )
-    def test_published_models_are_our_flavors(self, assets, name, flavor):
+    def test_published_models_equal_flavors(self, assets, name, flavor):
         document = json.loads((assets / "hf-configs" / f"{name}_config.json").read_text())
         assert FORMATS["hf"].from_external(document) == FLAVORS[flavor]
 
@@ -222,7 +222,7 @@ class TestConfigJson:
         mistral = read("mistralai--Mistral-7B-Instruct-v0.3")
         assert (mistral.vocab_size, mistral.rope.theta, mistral.max_seq_len) == (32768, 1e6, 32768)
 
-    def test_published_models_of_other_families_are_refused(self, assets):
+    def test_published_models_of_other_families_are_rejected(self, assets):
         refused = set()
         for path in (assets / "hf-configs").glob("*_config.json"):
             document = json.loads(path.read_text())
@@ -249,21 +249,21 @@ class TestParamsJson:
         }
     }
 
-    def test_the_published_file_is_our_flavor(self):
+    def test_published_file_equals_flavor(self):
         assert FORMATS["meta"].from_external(self.PUBLISHED["8B"]) == FLAVORS["8B"]
         assert FORMATS["meta"].to_external(FLAVORS["8B"]) == self.PUBLISHED["8B"]
 
     @pytest.mark.parametrize("flavor", sorted(FLAVORS.keys() - {"debugmodel"}))
-    def test_every_flavor_comes_back(self, flavor):
+    def test_every_flavor_round_trips(self, flavor):
         assert FORMATS["meta"].from_external(FORMATS["meta"].to_external(FLAVORS[flavor])) == FLAVORS[flavor]
 
-    def test_every_width_comes_out_exactly(self):
+    def test_every_width_is_exact(self):
         for dim in (64, 100, 4096):
             for ffn_dim in [*range(1, 200), 172, 1023, 1024, 1025, 14336, 53248, 99_991]:
                 assert _ffn_dim(dim, *_ffn_parameters(dim, ffn_dim)) == ffn_dim
 
     def test_llama_2(self, caplog):
-        """Its file says neither RoPE's base nor the vocabulary; 11008 is the width in Hugging Face's config.json."""
+        """The file has neither RoPE's base nor the vocabulary size; Hugging Face's config.json has width 11008."""
         document = {"dim": 4096, "multiple_of": 256, "n_heads": 32, "n_layers": 32, "norm_eps": 1e-5}
         with pytest.raises(UserError, match="vocab_size is -1.*rows of tok_embeddings.weight"):
             FORMATS["meta"].from_external(document | {"vocab_size": -1})
@@ -272,7 +272,7 @@ class TestParamsJson:
         assert config.max_seq_len == 4096
         assert "a context of 4096 are assumed" in caplog.text
 
-    def test_a_factor_that_is_not_said_is_told(self, caplog):
+    def test_default_factor_is_logged(self, caplog):
         read = FORMATS["meta"].from_external
         document = FORMATS["meta"].to_external(FLAVORS["1B"])
         caplog.clear()
@@ -300,7 +300,7 @@ class TestParamsJson:
             ({"use_scaled_rope": "no"}, "use_scaled_rope is 'no'"),
         ],
     )
-    def test_what_is_not_computed_is_refused_by_name(self, changes, message):
+    def test_unsupported_setting_is_rejected_by_name(self, changes, message):
         with pytest.raises(UserError, match=message):
             FORMATS["meta"].from_external(self.PUBLISHED["8B"] | changes)
 
@@ -312,7 +312,7 @@ class TestParamsJson:
             ({"rope_scaling": LLAMA3_SCALING}, "'original_max_seq_len': 64"),
         ],
     )
-    def test_what_metas_code_cannot_compute_is_not_written(self, changes, message):
+    def test_model_unsupported_by_meta_is_not_written(self, changes, message):
         with pytest.raises(UserError, match=message):
             FORMATS["meta"].to_external(from_hf(**changes))
 
@@ -331,19 +331,19 @@ def folder(tmp_path: Path) -> Path:
 
 class TestAuto:
     @pytest.mark.parametrize("flag", ["--hf_assets_path", "--hf-assets-path"])
-    def test_the_folder_gives_model_tokenizer_and_weights(self, folder, flag):
+    def test_folder_sets_model_tokenizer_and_weights(self, folder, flag):
         config = parse(flag, folder).config
         assert config.model_spec.model == from_hf()
         assert (config.hf_assets_path, config.checkpoint.initial_load_path) == (str(folder), str(folder))
         assert config.checkpoint.initial_load_in_hf
         assert config.training.seq_len == 256  # the model's context is shorter than 2048
 
-    def test_an_explicit_option_wins(self, folder):
+    def test_explicit_option_wins(self, folder):
         config = parse(f"--hf_assets_path={folder}", "--model.n_layers", 2, "--model.rope.theta", "5e5").config
         assert (config.model_spec.model.n_layers, config.model_spec.model.rope.theta) == (2, 5e5)
         assert config.model_spec.model.dim == 32
 
-    def test_a_saved_run_is_the_same_again(self, folder, tmp_path):
+    def test_saved_run_is_reproduced(self, folder, tmp_path):
         resolved = parse("--hf_assets_path", folder, "--model.norm_eps", "1e-4", "--optimizer.lr", "3e-5")
         resolved.save(tmp_path / "config.yaml")
         again = ConfigManager().parse_args(["--config_file", str(tmp_path / "config.yaml")])
@@ -353,15 +353,17 @@ class TestAuto:
         assert ConfigManager().parse_args(args).config.model_spec == resolved.config.model_spec
 
     @pytest.mark.parametrize("args", [(), ("--hf_assets_path=",)])
-    def test_without_a_folder(self, args):
+    def test_folder_is_required(self, args):
         with pytest.raises(UserError, match="configuration 'pretrain' needs --hf_assets_path"):
             parse(*args)
 
-    def test_help_without_a_folder_says_how_to_get_it(self, capsys):
+    def test_help_without_a_folder_explains_how(self, capsys):
         with pytest.raises(SystemExit) as ended:
             parse("--help")
         assert ended.value.code == 0
-        assert "'pretrain' follow from a folder: give --hf_assets_path DIR --help" in capsys.readouterr().out
+        assert (
+            "the options of 'pretrain' depend on a folder; use --hf_assets_path DIR --help" in capsys.readouterr().out
+        )
 
     @pytest.mark.parametrize(
         ("keys", "expected", "logged"),
@@ -372,7 +374,7 @@ class TestAuto:
             ({"torch_dtype": None}, "bfloat16", "no dtype: training.mixed_precision_param is bfloat16"),
         ],
     )
-    def test_it_computes_in_the_models_type(self, folder, caplog, keys, expected, logged):
+    def test_dtype_of_the_model_is_used(self, folder, caplog, keys, expected, logged):
         (folder / "config.json").write_text(json.dumps(SMALL | keys))
         with caplog.at_level(logging.INFO):
             training = parse("--hf_assets_path", folder).config.training
@@ -380,7 +382,7 @@ class TestAuto:
         assert logged in caplog.text
         assert bool(logged) == ("mixed_precision_param" in caplog.text)
 
-    def test_folders_that_cannot_be_used(self, folder):
+    def test_unusable_folders(self, folder):
         with pytest.raises(UserError, match="elsewhere is not a folder"):
             parse("--hf_assets_path", folder / "elsewhere")
         (folder / "config.json").write_text(json.dumps(SMALL | {"torch_dtype": 16}))
@@ -393,17 +395,17 @@ class TestAuto:
         with pytest.raises(UserError, match="model' has no config.json"):
             parse("--hf_assets_path", folder)
 
-    def test_it_is_listed(self):
+    def test_is_listed(self):
         assert list_module("auto", built_in_modules()["auto"]).configs == ["pretrain", "sft", "lora", "qlora"]
 
-    def test_help_shows_the_folders_values(self, folder, capsys):
+    def test_help_shows_values_of_the_folder(self, folder, capsys):
         with pytest.raises(SystemExit):
             parse("--hf_assets_path", folder, "--help")
         assert "2e-05" in capsys.readouterr().out
 
 
 class TestOwnConfigurations:
-    """A configuration function of the user's may take the folder too, and no other parameter."""
+    """A user's configuration function may take the folder, but no other parameter."""
 
     @pytest.fixture
     def module(self, tmp_path):
@@ -422,17 +424,17 @@ class TestOwnConfigurations:
         for name in [name for name in sys.modules if name.startswith("own_module")]:
             del sys.modules[name]
 
-    def test_it_is_called_with_the_folder(self, module):
+    def test_function_receives_the_folder(self, module):
         args = ["--module", str(module), "--config", "tuned", "--hf_assets_path", "there"]
         assert ConfigManager().parse_args(args).config.dump_folder == "there/out"
 
-    def test_another_parameter_makes_it_no_configuration(self, module):
+    def test_function_with_another_parameter_is_no_configuration(self, module):
         assert list_module("own_module", module).configs == ["tuned"]
         with pytest.raises(UserError, match="unknown configuration 'helper'"):
             ConfigManager().parse_args(["--module", str(module), "--config", "helper"])
 
 
-def test_the_command_ends_with_the_message(tmp_path):
+def test_command_ends_with_the_message(tmp_path):
     command = [sys.executable, "-m", "torchtitan.cli.main", "train", "--module", "auto", "--config", "pretrain"]
     result = run_command(command)
     assert result.returncode == 2
@@ -440,8 +442,8 @@ def test_the_command_ends_with_the_message(tmp_path):
     assert "Traceback" not in result.stderr
 
 
-def test_training_begins_at_the_models_own_loss(assets, tmp_path):
-    """The first loss of a run is that of transformers' model on the same tokens, not that of random weights."""
+def test_first_loss_equals_the_model_s_loss(assets, tmp_path):
+    """The first loss equals the loss of transformers' model on the same tokens."""
     transformers = pytest.importorskip("transformers")
     folder = assets / "stories260K/hf-converted"
     args = ["--dataloader.dataset", "stories", "--dataloader.num_workers", 0, "--dump_folder", tmp_path]
@@ -454,7 +456,7 @@ def test_training_begins_at_the_models_own_loss(assets, tmp_path):
     trainer.train()
     trainer.close()
     (batch,) = seen
-    assert batch["positions"].tolist() == [list(range(64))]  # the sample lies within one story
+    assert batch["positions"].tolist() == [list(range(64))]  # the sample is inside one story
     logits = transformers.AutoModelForCausalLM.from_pretrained(folder)(batch["input"]).logits
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
     (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()

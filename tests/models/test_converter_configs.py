@@ -1,4 +1,4 @@
-"""The configurations with converters, as a user runs them."""
+"""Configurations with converters, run as a user runs them."""
 
 import dataclasses
 import shutil
@@ -27,9 +27,16 @@ QUICK = {
 }
 
 
-@pytest.mark.parametrize("kind", ["lora", "dora", "qlora", "float8", "qat"])
-def test_the_small_model_learns(tmp_path, kind):
-    """Every configuration runs as it is, and its loss falls, also where all that is trained is adapters."""
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "lora",
+        "qlora",
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("dora", "float8", "qat")),
+    ],
+)
+def test_small_model_learns(tmp_path, kind):
+    """Every configuration runs unchanged, and its loss falls, even if only adapters are trained."""
     options = {"model_converters__qat__start_step": 4} if kind == "qat" else {}
     if kind.endswith("lora") or kind == "dora":
         options["dataloader__max_tokens"] = 64
@@ -41,8 +48,8 @@ def test_the_small_model_learns(tmp_path, kind):
 
 
 @pytest.mark.parametrize("size", ["8b_float8", "8b_lora", "8b_qlora"])
-def test_the_large_ones_convert_what_they_say(size, monkeypatch):
-    """On the meta device: the sizes of Llama 3.1 8B; float8 needs a GPU to run, and none to be looked at."""
+def test_large_configurations_convert_the_named_layers(size, monkeypatch):
+    """The sizes of Llama 3.1 8B on the meta device; float8 is checked without the GPU that it needs to run."""
     config = getattr(config_registry, f"llama3_{size}")()
     config.model_spec.model = dataclasses.replace(config.model_spec.model, vocab_size=128256)
     config.check_conversion()
@@ -52,8 +59,8 @@ def test_the_large_ones_convert_what_they_say(size, monkeypatch):
             config.model_converters[0].check_device()
 
 
-def test_added_tokens_whose_rows_are_frozen_are_a_warning(tmp_path, caplog):
-    """A model that cannot learn the end of a turn never stops."""
+def test_frozen_rows_of_added_tokens_warn(tmp_path, caplog):
+    """A model that cannot learn the end-of-turn token never stops."""
     words = [
         "--config",
         "llama3_debugmodel_lora",
@@ -73,8 +80,8 @@ def test_added_tokens_whose_rows_are_frozen_are_a_warning(tmp_path, caplog):
 class TestFromHuggingFace:
     """`MODULE=auto CONFIG=lora --hf_assets_path DIR --dataloader.dataset my.jsonl`."""
 
-    def test_adapter_and_merged_model_come_out(self, tmp_path, pretrained, chat_file):
-        """The merged model by transformers, and the adapter by peft on the model that it was trained for."""
+    def test_exports_adapter_and_merged_model(self, tmp_path, pretrained, chat_file):
+        """transformers opens the merged model, and peft opens the adapter on its base model."""
         from peft import PeftModel
         from transformers import AutoModelForCausalLM
 
@@ -91,7 +98,7 @@ class TestFromHuggingFace:
         )
         assert trainer.num_trained < 0.2 * trainer.num_parameters
         ((_, first), *_, (last_step, last)) = read_metrics(tmp_path / "run", "loss")
-        # Packed into a window of 2048, against one after the other: other sums of float32.
+        # One packed window against single conversations: float32 sums in another order.
         assert first == pytest.approx(loss_of_transformers(pretrained, CHATS), rel=1e-5)
         assert last < first
         folder = tmp_path / "run" / "checkpoint" / f"step-{last_step}"
@@ -101,14 +108,14 @@ class TestFromHuggingFace:
         tokens = torch.arange(40)[None]
         with torch.no_grad():
             logits = merged(tokens).logits
-            # Of the largest one: products of small matrices, added up in another order in float32.
+            # Relative to the largest: products of small matrices, summed in another order in float32.
             torch.testing.assert_close(adapted(tokens).logits, logits, atol=1e-5 * logits.abs().max().item(), rtol=0)
             with adapted.disable_adapter():
                 assert not torch.allclose(adapted(tokens).logits, logits, atol=1e-2)
         assert loss_of_transformers(folder, CHATS) < first
 
-    def test_it_goes_on_from_a_checkpoint_without_the_weights_of_the_model(self, tmp_path, pretrained, chat_file):
-        """As if it had never stopped, bit for bit."""
+    def test_resumes_without_the_base_weights(self, tmp_path, pretrained, chat_file):
+        """The losses equal an uninterrupted run, bit for bit."""
         options = {
             "module": "auto",
             "hf_assets_path": pretrained,
@@ -116,6 +123,7 @@ class TestFromHuggingFace:
             "checkpoint__interval": 1,
             "checkpoint__keep_latest_k": 0,
             "training__steps": 4,
+            "training__seq_len": 256,
             "metrics__log_freq": 1,
             "training__mixed_precision_param": "float32",
             "model_converters__lora__dropout": 0.1,

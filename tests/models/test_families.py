@@ -1,5 +1,5 @@
-"""A family of models outside of the package, and converters of its own, in every command: found where `--module` or an
-installed package names them, and never imported because a checkpoint does."""
+"""A model family outside the package, with its converters, in every command: it is selected by `--module` or an
+installed package, and never imported because a checkpoint names it."""
 
 import io
 import json
@@ -76,7 +76,7 @@ def run(*words: object) -> int:
 
 @pytest.fixture(autouse=True)
 def outside(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What is imported from outside of the package is forgotten afterwards."""
+    """Unload modules imported from outside the package after the test."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setenv("NGPU", "1")
     yield
@@ -90,7 +90,7 @@ def forget() -> None:
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the family, a checkpoint of it, its Hugging Face export, and a llama3 with its converter."""
+    """A folder with the family, its checkpoint and Hugging Face export, and a llama3 checkpoint with its converter."""
     place = tmp_path_factory.mktemp("workplace")
     (place / "homemade").mkdir()
     files = {"__init__.py": INIT, "config_registry.py": REGISTRY, "converters.py": CONVERTERS}
@@ -112,7 +112,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def in_workplace(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current folder, and one where Python looks for modules: a careless import would find the family."""
+    """Use the folder as current folder and on the import path, so that a careless import would find the family."""
     monkeypatch.chdir(workplace)
     sys.path.insert(0, str(workplace))
     return workplace
@@ -143,8 +143,8 @@ ADVICE = {
 
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("checkpoint", ADVICE)
-def test_what_a_checkpoint_names_is_advice(in_workplace, tmp_path, capsys, command, checkpoint):
-    """Every command says the same, and imports nothing, though the family lies in the current folder."""
+def test_checkpoint_does_not_import_its_family(in_workplace, tmp_path, capsys, command, checkpoint):
+    """Every command gives the same message and imports nothing, though the family is in the current folder."""
     code = run(*words_of(command, checkpoint, tmp_path))
     out, error = capsys.readouterr()
     assert (code, error.count(ADVICE[checkpoint])) == (0 if command == "inspect" else 2, 1), error
@@ -157,7 +157,7 @@ def test_what_a_checkpoint_names_is_advice(in_workplace, tmp_path, capsys, comma
 
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("checkpoint", ADVICE)
-def test_module_names_it(in_workplace, tmp_path, monkeypatch, capsys, command, checkpoint):
+def test_module_option_selects_the_family(in_workplace, tmp_path, monkeypatch, capsys, command, checkpoint):
     monkeypatch.setattr(sys, "stdin", io.StringIO())
     assert run(*words_of(command, checkpoint, tmp_path), "--module", "./homemade") == 0
     out, error = capsys.readouterr()
@@ -166,7 +166,7 @@ def test_module_names_it(in_workplace, tmp_path, monkeypatch, capsys, command, c
         assert out.startswith("Once")
 
 
-def test_the_exports_are_the_same_model(in_workplace):
+def test_exports_are_equal(in_workplace):
     sys.path.insert(0, str(in_workplace))
     import homemade  # type: ignore[import-not-found]
 
@@ -178,21 +178,21 @@ def test_the_exports_are_the_same_model(in_workplace):
 
 
 @pytest.mark.parametrize("config", ["pretrain", "sft", "lora", "qlora"])
-def test_module_gives_the_family_of_a_folder_to_train(in_workplace, config):
-    """The configurations of `auto`, found in the family: it goes before the others."""
+def test_module_option_trains_a_folder_of_its_family(in_workplace, config):
+    """The family provides configurations of `auto`, which override the built-in ones."""
     words = ["--module", "./homemade", "--config", config, "--hf_assets_path", "hf"]
     resolved = ConfigManager().parse_args(words).config
     assert (resolved.model_spec.module, resolved.registered_as) == ("homemade", f"auto.{config}")
     assert resolved.checkpoint.initial_load_path == "hf"
 
 
-def test_auto_does_not_import_a_family_that_is_not_named(in_workplace):
+def test_auto_does_not_import_an_unnamed_family(in_workplace):
     with pytest.raises(UserError, match="model_type is 'homemade'.*--module PATH names a family of your own"):
         ConfigManager().parse_args(["--module", "auto", "--config", "sft", "--hf_assets_path", "hf"])
     assert "homemade" not in sys.modules
 
 
-def test_a_configuration_of_ones_own_goes_before_that_of_auto(in_workplace, tmp_path):
+def test_configuration_of_the_family_overrides_auto(in_workplace, tmp_path):
     shutil.copytree("homemade", tmp_path / "homemade")
     file = tmp_path / "homemade/config_registry.py"
     own = "\n\ndef homemade_sft():\n    return llama3_debugmodel()\n"
@@ -201,19 +201,19 @@ def test_a_configuration_of_ones_own_goes_before_that_of_auto(in_workplace, tmp_
     assert resolved.config.registered_as == "homemade.homemade_sft"
 
 
-def test_another_module_is_named(in_workplace, capsys):
+def test_wrong_module_is_reported(in_workplace, capsys):
     assert run("generate", "--checkpoint", "native", "--module", "llama3") == 2
     assert "; --module now names 'torchtitan.models.llama3'" in capsys.readouterr().err
 
 
-def test_a_module_that_is_not_there(in_workplace, tmp_path, capsys):
+def test_missing_module(in_workplace, tmp_path, capsys):
     for command in COMMANDS:
         assert run(*words_of(command, "native", tmp_path), "--module", "./nowhere") == 2
-        assert "unknown module './nowhere': there is no such folder" in capsys.readouterr().err
+        assert "unknown module './nowhere': the folder does not exist" in capsys.readouterr().err
 
 
 class TestInstalled:
-    """A package of which an entry point says that it has a family."""
+    """A package whose entry point declares a family."""
 
     @pytest.fixture(autouse=True)
     def installed(self, in_workplace, tmp_path, monkeypatch):
@@ -227,16 +227,16 @@ class TestInstalled:
 
     @pytest.mark.parametrize("command", ["generate", "convert", "inspect"])
     @pytest.mark.parametrize("checkpoint", ADVICE)
-    def test_every_command_finds_it(self, tmp_path, capsys, command, checkpoint):
+    def test_every_command_finds_the_family(self, tmp_path, capsys, command, checkpoint):
         assert run(*words_of(command, checkpoint, tmp_path)) == 0
         assert "--module" not in capsys.readouterr().err
         assert Path(sys.modules["homemade"].__file__).is_relative_to(self.site)
 
-    def test_auto_finds_it(self):
+    def test_auto_finds_the_family(self):
         words = ["--module", "auto", "--config", "sft", "--hf_assets_path", "hf"]
         assert ConfigManager().parse_args(words).config.model_spec.module == "homemade"
 
-    def test_it_is_trained_and_listed_by_its_name(self, tmp_path, capsys):
+    def test_trained_and_listed_by_name(self, tmp_path, capsys):
         words = flags({**TINY, "training.steps": 1, "dump_folder": tmp_path})
         assert run("train", "--module", "ours", "--config", "homemade_debugmodel", *words) == 0
         forget()
@@ -245,12 +245,12 @@ class TestInstalled:
         assert "ours\n  configs: homemade_debugmodel, llama3_with_mine\n" in capsys.readouterr().out
         assert "homemade" not in sys.modules
 
-    def test_an_unknown_module_is_answered_with_it(self, capsys):
+    def test_unknown_module_lists_it(self, capsys):
         assert run("train", "--module", "our") == 2
         assert "did you mean 'ours'? (there are: auto, gradient_aggregation" in capsys.readouterr().err
 
 
-def test_a_built_in_family_that_is_gone(in_workplace, tmp_path):
+def test_removed_built_in_family(in_workplace, tmp_path):
     shutil.copytree("native", tmp_path / "native")
     file = tmp_path / "native/assets/model.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"module": "torchtitan.models.llama9"}))
@@ -260,7 +260,7 @@ def test_a_built_in_family_that_is_gone(in_workplace, tmp_path):
         spec_of(tmp_path / "native")
 
 
-def test_help_needs_no_torch():
+def test_help_does_not_import_torch():
     code = (
         "import sys\nfrom torchtitan.cli.main import main\n"
         f"for command in {COMMANDS}:\n"

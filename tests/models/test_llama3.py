@@ -29,7 +29,7 @@ def small_config(**overrides) -> Llama3Model.Config:
 def small_model(**overrides) -> Llama3Model:
     model = small_config(**overrides).build()
     initialize_weights(model, seed=1)
-    # At their initial size attention is nearly uniform, which would hide a wrong rotation or mask.
+    # With initial weights, attention is nearly uniform, which would hide a wrong rotation or mask.
     with torch.no_grad():
         for layer in model.layers.values():
             layer.attention.wq.weight *= 8
@@ -38,7 +38,7 @@ def small_model(**overrides) -> Llama3Model:
 
 
 def reference_of(model: Llama3Model):
-    """transformers' model with the same sizes and weights, and the map from our parameter names to its names."""
+    """Return transformers' model with the same sizes and weights, and the map from our parameter names to its names."""
     transformers = pytest.importorskip("transformers")
     config, rope = model.config, model.config.rope
     parameters = {"rope_type": "default", "rope_theta": rope.theta}
@@ -91,7 +91,7 @@ def test_logits_and_all_gradients_equal_transformers(variant):
     torch.manual_seed(0)
     tokens, labels = torch.randint(97, (2, 48)), torch.randint(97, (2, 48))
     logits, expected = model(tokens), reference(tokens).logits
-    # 1e-5: float32 rounding of sums in another order; logits are of order 1.
+    # 1e-5: float32 sums in another order; logits are of order 1.
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
     for output in (logits, expected):
         torch.nn.functional.cross_entropy(output.flatten(0, 1), labels.flatten()).backward()
@@ -101,8 +101,8 @@ def test_logits_and_all_gradients_equal_transformers(variant):
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-5, atol=1e-5 * gradient.abs().max().item())
 
 
-def test_a_wrong_rotation_is_caught_by_the_comparison():
-    """Interleaved instead of half-split pairs: what a wrong permutation of query and key rows amounts to."""
+def test_wrong_rotation_is_caught():
+    """Interleaved instead of half-split pairs have the effect of a wrong permutation of query and key rows."""
     model = small_model()
     reference, _ = reference_of(model)
     with torch.no_grad():
@@ -150,7 +150,7 @@ def test_published_sizes(flavor, assets):
 
 @pytest.mark.parametrize(
     ("flavor", "parameters"),
-    # As Meta's model cards give them (1.23B, 3.21B, 8.03B, 70.6B, 405B); exact by adding up the shapes.
+    # From Meta's model cards (1.23B, 3.21B, 8.03B, 70.6B, 405B), exact from the sum of the shapes.
     [
         ("1B", 1_235_814_400),
         ("3B", 3_212_749_824),
@@ -159,14 +159,14 @@ def test_published_sizes(flavor, assets):
         ("405B", 405_853_388_800),
     ],
 )
-def test_parameter_counts_are_the_published_ones(flavor, parameters):
+def test_parameter_counts_match_published(flavor, parameters):
     with torch.device("meta"):
         assert model_registry(flavor).model.build().num_parameters() == parameters
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_flops_count_every_matrix_product(tied):
-    """Against torch's own counter: forward and backward, an attention implementation it knows, and no norms."""
+    """Compare with torch's counter, with attention that it can count, and without norms."""
     from torch.utils.flop_counter import FlopCounterMode
 
     model, length = small_model(tie_embeddings=tied), 32
@@ -188,21 +188,21 @@ def test_flavors_are_fresh_and_listed():
 
 
 def test_packed_documents_do_not_see_each_other():
-    """A packed sample gives each document the logits that it has alone."""
+    """Each document of a packed window has the same logits as alone."""
     model, lengths = small_model(), [5, 1, 20, 6]
     torch.manual_seed(0)
     documents = [torch.randint(97, (1, n)) for n in lengths]
     positions = torch.cat([torch.arange(n) for n in lengths])[None]
     packed = model(torch.cat(documents, dim=1), positions)
     alone = torch.cat([model(document) for document in documents], dim=1)
-    # Float32 rounding: the same products in other shapes.
+    # Float32 rounding of the same products in other shapes.
     torch.testing.assert_close(packed, alone, rtol=1e-5, atol=1e-5)
     assert (model(torch.cat(documents, dim=1)) - alone).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("dense", [False, True])
 def test_document_attention_equals_a_dense_mask(dense):
-    """As a list of lengths, and as the boolean mask of compiled code, against products and a softmax written out."""
+    """A list of lengths, and the boolean mask of compiled code, equal explicit products and softmax."""
     torch.manual_seed(0)
     make_mask = CausalMask()
     make_mask.dense = dense
@@ -226,7 +226,7 @@ def test_document_attention_equals_a_dense_mask(dense):
         torch.testing.assert_close(grad, expected_grad, rtol=1e-10, atol=1e-10)
 
 
-def test_the_block_mask_of_gpus_means_the_same(monkeypatch):
+def test_block_mask_equals_dense_mask(monkeypatch):
     """FlexAttention's forward pass runs on a CPU too, uncompiled; its backward pass does not (torch 2.13)."""
     import torch.nn.attention.flex_attention as flex_attention
 
@@ -254,13 +254,13 @@ def test_packed_documents_on_cuda_equal_the_cpu():
         logits = copy(tokens.to(device), positions.to(device))
         logits.square().mean().backward()
         results.append((logits.cpu(), {name: p.grad.cpu() for name, p in copy.named_parameters()}))
-    # Float32 with another order of sums, and CUDA's own exponentials.
+    # Float32 sums in another order, and CUDA's exponentials.
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
     "overrides", [{"dim": 66}, {"n_kv_heads": 3}, {"n_layers": 0}, {"rope": RoPEConfig(low_freq_factor=4.0)}]
 )
-def test_sizes_that_do_not_fit_are_refused(overrides):
+def test_inconsistent_sizes_are_rejected(overrides):
     with pytest.raises(UserError, match="--model"):
         small_config(**overrides).validate()

@@ -1,4 +1,4 @@
-"""A folder with somebody's model: weights of torch.save, and one message in all commands where it cannot be used."""
+"""Models in `torch.save` files, and one message in all commands for unusable model folders."""
 
 import json
 import os
@@ -22,7 +22,7 @@ BIN = "pytorch_model.bin"
 
 
 def save_pickled(reference: "transformers.PreTrainedModel", folder: Path, *, shards: int = 1) -> None:
-    """As transformers 4 wrote it with `safe_serialization=False`: tied tensors share their storage."""
+    """Save like transformers 4 with `safe_serialization=False`: tied tensors share their storage."""
     folder.mkdir(exist_ok=True)
     reference.config.save_pretrained(folder)
     tensors = reference.state_dict()
@@ -41,7 +41,7 @@ def save_pickled(reference: "transformers.PreTrainedModel", folder: Path, *, sha
 class TestPickled:
     @pytest.mark.parametrize("shards", [1, 3])
     @pytest.mark.parametrize("shape", ["1B", "odd"], ids=["tied", "untied"])
-    def test_logits_and_tensors_are_transformers(self, tmp_path, capsys, shape, shards):
+    def test_logits_and_tensors_equal_transformers(self, tmp_path, capsys, shape, shards):
         reference = reference_of(SHAPES[shape])
         assert SHAPES[shape].tie_embeddings == (shape == "1B")
         save_pickled(reference, tmp_path / "bin", shards=shards)
@@ -54,8 +54,7 @@ class TestPickled:
         assert main(["inspect", str(tmp_path / "bin")]) == 0
         assert f"{len(reference.state_dict())} tensors" in capsys.readouterr().out
 
-    def test_a_run_begins_from_it(self, assets, tmp_path):
-        stories = assets / "stories260K/hf-converted"
+    def test_run_starts_from_it(self, stories, tmp_path):
         save_pickled(transformers.AutoModelForCausalLM.from_pretrained(stories), tmp_path / "bin")
         shutil.copy(stories / "tokenizer.json", tmp_path / "bin")
         words = [
@@ -77,13 +76,13 @@ class TestPickled:
         assert_identical(trainer.model_parts[0].state_dict(), expected)
         trainer.close()
 
-    def test_parts_are_read(self, tmp_path):
+    def test_only_requested_tensors_are_read(self, tmp_path):
         reference = reference_of(ODD)
         save_pickled(reference, tmp_path)
         part = open_source(tmp_path).read("lm_head.weight", (slice(7, 30), slice(3, 9)))
         assert torch.equal(part, reference.state_dict()["lm_head.weight"][7:30, 3:9])
 
-    def test_safetensors_go_before(self, tmp_path):
+    def test_safetensors_are_preferred(self, tmp_path):
         save_pickled(reference_of(ODD), tmp_path)
         save_file({"other": torch.zeros(3)}, tmp_path / "model.safetensors")
         assert list(open_source(tmp_path).specs) == ["other"]
@@ -105,15 +104,15 @@ class TestPickled:
         assert not (tmp_path / "done").exists()
 
     @pytest.mark.parametrize("place", [100, 0.5, 0.999])
-    def test_a_file_that_was_cut_short(self, tmp_path, place):
+    def test_truncated_file(self, tmp_path, place):
         save_pickled(reference_of(ODD), tmp_path)
         content = (tmp_path / BIN).read_bytes()
         (tmp_path / BIN).write_bytes(content[: place if place > 1 else int(place * len(content))])
         with pytest.raises(UserError, match=rf"{BIN} cannot be read, it is damaged or was cut short: .*again$"):
             load_model(tmp_path, device="cpu")
 
-    def test_damaged_bytes_are_a_message(self, tmp_path):
-        """Anywhere in what describes the tensors, or where these lie; a changed value is none that anyone can see."""
+    def test_damaged_bytes_are_reported(self, tmp_path):
+        """Damage anywhere in the descriptions or offsets of tensors. A changed value is undetectable."""
         save_pickled(reference_of(ODD), tmp_path)
         content = (tmp_path / BIN).read_bytes()
         generator = torch.Generator().manual_seed(0)
@@ -139,12 +138,12 @@ class TestPickled:
             ({"weight": torch.eye(2).to_sparse()}, "weight is not contiguous"),
         ],
     )
-    def test_other_content(self, tmp_path, content, message):
+    def test_unsupported_content(self, tmp_path, content, message):
         torch.save(content, tmp_path / BIN)
         with pytest.raises(UserError, match=message):
             open_source(tmp_path)
 
-    def test_shards_that_do_not_fit_their_index(self, tmp_path):
+    def test_shards_that_do_not_match_the_index(self, tmp_path):
         save_pickled(reference_of(ODD), tmp_path, shards=2)
         index = json.loads((tmp_path / f"{BIN}.index.json").read_text())
         index["weight_map"]["more"] = "pytorch_model-00001-of-00002.bin"
@@ -159,7 +158,7 @@ class TestPickled:
 
 
 def messages(folder: Path | str, out: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
-    """What train, generate, convert and inspect say of a folder that cannot be used, without the commands' names."""
+    """Return the messages of train, generate, convert and inspect for an unusable folder, without command names."""
     train = [
         "--module",
         "auto",
@@ -192,15 +191,15 @@ CONFIGS = [
 ]
 
 
-class TestOneMessage:
+class TestMessages:
     @pytest.fixture(autouse=True)
     def place(self, tmp_path, monkeypatch):
         monkeypatch.setenv("NGPU", "1")
         monkeypatch.chdir(tmp_path)
 
     @pytest.mark.parametrize("name", CONFIGS)
-    def test_of_a_real_description(self, assets, tmp_path, capsys, name):
-        """Before the weights have been fetched; and with weights, where it is the model that is not supported."""
+    def test_real_config_json(self, assets, tmp_path, capsys, name):
+        """An unsupported model, without weights and with weights."""
         (tmp_path / "model").mkdir()
         shutil.copy(assets / f"hf-configs/{name}_config.json", tmp_path / "model/config.json")
         model_type = json.loads((tmp_path / "model/config.json").read_text())["model_type"]
@@ -232,7 +231,7 @@ class TestOneMessage:
         ],
         ids=["quantized", "detail"],
     )
-    def test_of_a_description_with_several_faults(self, tmp_path, capsys, changes, expected, weights):
+    def test_config_json_with_several_faults(self, tmp_path, capsys, changes, expected, weights):
         reference = reference_of(ODD)
         save_pickled(reference, tmp_path / "model")
         if not weights:
@@ -246,29 +245,29 @@ class TestOneMessage:
         [
             (
                 "meta-llama/Llama-3.1-8B",
-                "meta-llama/Llama-3.1-8B is not a folder: if it is a model on the Hugging Face hub, fetch it: "
-                "torchtitan download meta-llama/Llama-3.1-8B, and give ./assets/hf/Llama-3.1-8B",
+                "meta-llama/Llama-3.1-8B is not a folder; if it is a model on the Hugging Face Hub, run "
+                "torchtitan download meta-llama/Llama-3.1-8B, and use ./assets/hf/Llama-3.1-8B",
             ),
             (
                 "someone/fetched",
-                "someone/fetched is not a folder but the name of a model, which has been downloaded: give "
-                "./assets/hf/fetched",
+                "someone/fetched is not a folder but the name of a downloaded model; use ./assets/hf/fetched",
             ),
             (
                 "./assets/hf/Llama-3.1-8B",
-                "assets/hf/Llama-3.1-8B is not a folder: fetch the model: torchtitan download meta-llama/Llama-3.1-8B",
+                "assets/hf/Llama-3.1-8B is not a folder; to download the model, run: "
+                "torchtitan download meta-llama/Llama-3.1-8B",
             ),
             (
                 "elsewhere/assets/hf/Model",
-                "elsewhere/assets/hf/Model is not a folder: fetch the model: torchtitan download OWNER/Model --dest "
-                "elsewhere/assets/hf/Model",
+                "elsewhere/assets/hf/Model is not a folder; to download the model, run: "
+                "torchtitan download OWNER/Model --dest elsewhere/assets/hf/Model",
             ),
-            ("here/model", "here/model is not a folder; name the folder that holds the model's files"),
-            ("no/such/place", "no/such/place is not a folder; name the folder that holds the model's files"),
-            ("here/file", "here/file is not a folder but a file; name the folder that it is in"),
+            ("here/model", "here/model is not a folder; use the folder that contains the model's files"),
+            ("no/such/place", "no/such/place is not a folder; use the folder that contains the model's files"),
+            ("here/file", "here/file is not a folder but a file; use the folder that contains it"),
         ],
     )
-    def test_of_a_folder_that_is_not_there(self, tmp_path, capsys, path, expected):
+    def test_missing_folder(self, tmp_path, capsys, path, expected):
         (tmp_path / "here").mkdir()
         (tmp_path / "here/file").touch()
         (tmp_path / "assets/hf/fetched").mkdir(parents=True)
@@ -276,11 +275,13 @@ class TestOneMessage:
 
     @pytest.mark.parametrize("config", ["8b", "8b_sft", "1b", "70b", "8b_lora"])
     @pytest.mark.parametrize("command", [["train"], ["data", "inspect"]])
-    def test_of_the_default_folder(self, tmp_path, capsys, config, command):
-        """`torchtitan download` of the name in the message would put it there."""
+    def test_default_folder(self, tmp_path, capsys, config, command):
+        """`torchtitan download` with the name in the message would create the folder."""
         words = ["--config", config, "--dump_folder", str(tmp_path), "--dataloader.dataset", "stories"]
         assert main([*command, *words]) == 2
         (line,) = capsys.readouterr().err.splitlines()
         name = {"1b": "Llama-3.2-1B", "70b": "Llama-3.1-70B", "8b": "Llama-3.1-8B"}.get(config, "Llama-3.1-8B-Instruct")
-        expected = f"assets/hf/{name} is not a folder: fetch the model: torchtitan download meta-llama/{name}"
+        expected = (
+            f"assets/hf/{name} is not a folder; to download the model, run: torchtitan download meta-llama/{name}"
+        )
         assert line.endswith(expected)

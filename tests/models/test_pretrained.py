@@ -1,4 +1,4 @@
-"""Checkpoints in other formats opened as our models: the same logits as transformers, and every byte back."""
+"""Checkpoints of other formats as our models: logits of transformers, and exact round trips."""
 
 import dataclasses
 import importlib
@@ -25,7 +25,7 @@ transformers = pytest.importorskip("transformers")
 
 
 def scaled_down(published: Llama3Model.Config) -> Llama3Model.Config:
-    """The same ratios, tying and RoPE scaling, in a size for tests; the original context shorter than their samples."""
+    """The same ratios, tying and RoPE scaling in a small size; samples are longer than the original context."""
     n_heads = 2 * published.n_heads // published.n_kv_heads
     dim = 16 * n_heads
     rope = dataclasses.replace(published.rope, original_max_seq_len=24)
@@ -48,13 +48,13 @@ ODD = Llama3Model.Config(
 )
 LINEAR = dataclasses.replace(ODD, n_kv_heads=5, rope=RoPEConfig(theta=50.0, scaling="linear", scaling_factor=3.0))
 UNEVEN = dataclasses.replace(LINEAR, dim=38)
-"""transformers' Llama does not take it; its Mistral, the same model otherwise, does."""
+"""transformers' Llama does not support it, but its Mistral, otherwise the same model, does."""
 SHAPES = {name: scaled_down(config) for name, config in FLAVORS.items()}
 SHAPES |= {"odd": ODD, "linear": LINEAR, "uneven": UNEVEN}
 
 
 def reference_of(config: Llama3Model.Config) -> "transformers.PreTrainedModel":
-    """transformers' model of those sizes with random weights."""
+    """Return transformers' model of these sizes with random weights."""
     rope = config.rope
     parameters = {"rope_type": "default", "rope_theta": rope.theta}
     if rope.scaling == "linear":
@@ -89,13 +89,13 @@ def reference_of(config: Llama3Model.Config) -> "transformers.PreTrainedModel":
             if "norm" in name:
                 parameter.normal_()
             if "q_proj" in name or "k_proj" in name:
-                # At their initial size attention is nearly uniform, which would hide a wrong rotation.
+                # With initial weights, attention is nearly uniform, which would hide a wrong rotation.
                 parameter.normal_(std=1.5 * config.dim**-0.5)
     return model
 
 
 def save_older_spelling(model: "transformers.PreTrainedModel", folder: Path) -> None:
-    """As transformers 4 wrote it."""
+    """Save like transformers 4."""
     model.save_pretrained(folder)
     document = json.loads((folder / "config.json").read_text())
     rope = document.pop("rope_parameters")
@@ -112,12 +112,12 @@ def tokens_for(config: Llama3Model.Config) -> torch.Tensor:
 @torch.no_grad()
 def assert_same_logits(ours: Llama3Model, theirs: "transformers.PreTrainedModel") -> None:
     tokens = tokens_for(ours.config)
-    # The tolerance that the project states; logits here are of size 1.
+    # The documented tolerance; logits here are of order 1.
     torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=1e-5, atol=1e-5)
 
 
 def external_tensors(path: Path, name: str) -> dict[str, torch.Tensor]:
-    """The weights in a checkpoint of any format as another format has them."""
+    """Return the weights of a checkpoint in another format."""
     spec, source = internal_source(path)
     view = ExternalView(source, spec.formats[name].adapter(spec.model))
     return {key: view.read(key) for key in view.specs}
@@ -138,7 +138,7 @@ class TestEveryShape:
         reference = reference_of(SHAPES[shape])
         save(reference, tmp_path)
         loaded = load_model(tmp_path, device="cpu")
-        # Where scaling is off, the fields that say how are not in the file.
+        # Without scaling, the file lacks its fields.
         unscaled = SHAPES[shape].rope.scaling_factor == 1.0
         rope = RoPEConfig(theta=SHAPES[shape].rope.theta) if unscaled else SHAPES[shape].rope
         assert loaded.spec.model == dataclasses.replace(SHAPES[shape], rope=rope)
@@ -146,12 +146,12 @@ class TestEveryShape:
         assert_same_logits(loaded.model, reference)
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    def test_every_byte_comes_back(self, shape, dtype, tmp_path):
+    def test_round_trip_keeps_every_byte(self, shape, dtype, tmp_path):
         reference_of(SHAPES[shape]).to(dtype).save_pretrained(tmp_path)
         assert {p.dtype for p in load_model(tmp_path, device="cpu").model.parameters()} == {dtype}
         assert_identical(external_tensors(tmp_path, "hf"), load_file(tmp_path / "model.safetensors"))
 
-    def test_transformers_opens_what_we_describe(self, shape, tmp_path):
+    def test_transformers_loads_our_config_json(self, shape, tmp_path):
         reference = reference_of(SHAPES[shape])
         reference.save_pretrained(tmp_path / "theirs")
         (tmp_path / "ours").mkdir()
@@ -164,22 +164,21 @@ class TestEveryShape:
         assert torch.equal(again(tokens).logits, reference(tokens).logits)
 
 
-def test_a_dtype_can_be_asked_for(tmp_path):
+def test_requested_dtype(tmp_path):
     reference_of(ODD).to(torch.bfloat16).save_pretrained(tmp_path)
     loaded = load_model(tmp_path, device="cpu", dtype=torch.float32)
     assert_same_logits(loaded.model, transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32))
 
 
-def test_the_real_model(assets):
-    folder = assets / "stories260K/hf-converted"
-    loaded = load_model(folder, device="cpu")
-    assert loaded.tokenizer_path == folder
-    assert_same_logits(loaded.model, transformers.AutoModelForCausalLM.from_pretrained(folder))
-    assert_identical(external_tensors(folder, "hf"), load_file(folder / "model.safetensors"))
+def test_real_model(stories):
+    loaded = load_model(stories, device="cpu")
+    assert loaded.tokenizer_path == stories
+    assert_same_logits(loaded.model, transformers.AutoModelForCausalLM.from_pretrained(stories))
+    assert_identical(external_tensors(stories, "hf"), load_file(stories / "model.safetensors"))
 
 
 class TestTies:
-    """A head in the file of a model that uses its embedding instead."""
+    """Files with an output weight, for a model with tied embeddings."""
 
     @pytest.fixture
     def folder(self, tmp_path):
@@ -191,22 +190,22 @@ class TestTies:
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + change
         save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
-    def test_a_pipeline_says_what_untying_is_for(self):
+    def test_untied_weights_in_a_pipeline(self):
         with pytest.raises(UserError, match=r"no_tie_embeddings unties them, for training from scratch\)"):
             SHAPES["1B"].pipeline_modules()
 
-    def test_an_equal_one_is_passed_over(self, folder):
+    def test_equal_output_weight_is_accepted(self, folder):
         self.add_head(folder, 0.0)
         assert load_model(folder, device="cpu").model.output is None
 
-    def test_another_one_is_refused(self, folder):
+    def test_different_output_weight_is_rejected(self, folder):
         self.add_head(folder, 1e-3)
         with pytest.raises(UserError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight"):
             load_model(folder, device="cpu")
 
 
 def metas_rows(weight: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """Row by row: what Hugging Face rotates as i and i + head_dim / 2, Meta rotates as 2i and 2i + 1."""
+    """Permute rows: Hugging Face rotates i with i + head_dim / 2, and Meta 2i with 2i + 1."""
     rows: list[torch.Tensor] = []
     for head in weight.split(head_dim):
         for i in range(head_dim // 2):
@@ -215,7 +214,7 @@ def metas_rows(weight: torch.Tensor, head_dim: int) -> torch.Tensor:
 
 
 def metas_weights(reference: "transformers.PreTrainedModel") -> dict[str, torch.Tensor]:
-    """The weights of transformers' model under Meta's names, without our table."""
+    """Return the weights of transformers' model under Meta's names, without our table."""
     theirs, head_dim = reference.state_dict(), reference.config.head_dim
     tensors = {"tok_embeddings.weight": theirs["model.embed_tokens.weight"], "norm.weight": theirs["model.norm.weight"]}
     tensors["output.weight"] = theirs["lm_head.weight"].clone()
@@ -231,7 +230,7 @@ def metas_weights(reference: "transformers.PreTrainedModel") -> dict[str, torch.
 
 
 def save_meta(reference: "transformers.PreTrainedModel", config: Llama3Model.Config, folder: Path) -> None:
-    """A folder in Meta's format."""
+    """Write a folder in Meta's format."""
     folder.mkdir()
     torch.save(metas_weights(reference), folder / "consolidated.00.pth")
     (folder / "params.json").write_text(json.dumps(FORMATS["meta"].to_external(config)))
@@ -242,12 +241,12 @@ METAS = {
     for name, scaled in SHAPES.items()
     if name in FLAVORS
 } | {"odd": dataclasses.replace(ODD, n_heads=4, head_dim=None)}
-"""Shapes that Meta's format has: its RoPE scaling knows one original context only, and head_dim is dim / n_heads."""
+"""Shapes that Meta's format supports: one original context of RoPE scaling, and head_dim = dim / n_heads."""
 
 
 class TestMeta:
     @pytest.mark.parametrize("shape", METAS)
-    def test_logits_equal_transformers_and_every_byte_comes_back(self, shape, tmp_path):
+    def test_logits_equal_transformers_and_round_trip_is_exact(self, shape, tmp_path):
         reference = reference_of(METAS[shape])
         save_meta(reference, METAS[shape], tmp_path / "meta")
         loaded = load_model(tmp_path / "meta", device="cpu")
@@ -256,15 +255,15 @@ class TestMeta:
         assert_identical(external_tensors(tmp_path / "meta", "meta"), metas_weights(reference))
 
     @pytest.mark.parametrize("said", [{"vocab_size": -1}, {}])
-    def test_the_vocabulary_is_that_of_the_weights(self, tmp_path, said):
-        """Llama 1 and 2 leave it to the tokenizer."""
+    def test_vocabulary_size_comes_from_the_weights(self, tmp_path, said):
+        """Llama 1 and 2 take it from the tokenizer."""
         save_meta(reference_of(METAS["odd"]), METAS["odd"], tmp_path / "meta")
         path = tmp_path / "meta/params.json"
         document = {key: value for key, value in json.loads(path.read_text()).items() if key != "vocab_size"}
         path.write_text(json.dumps(document | said))
         assert load_model(tmp_path / "meta", device="cpu").spec.model == METAS["odd"]
 
-    def test_a_missing_permutation_shows(self, tmp_path, monkeypatch):
+    def test_missing_permutation_is_caught(self, tmp_path, monkeypatch):
         reference = reference_of(METAS["odd"])
         save_meta(reference, METAS["odd"], tmp_path / "meta")
         monkeypatch.setattr(RopePermutation, "to_internal", lambda self, tensors, shapes: tensors)
@@ -272,8 +271,8 @@ class TestMeta:
             assert_same_logits(load_model(tmp_path / "meta", device="cpu").model, reference)
 
 
-def test_a_permutation_too_many_shows(tmp_path, monkeypatch):
-    """Rows permuted that are in our order already, the mistake made most often with this format."""
+def test_extra_permutation_is_caught(tmp_path, monkeypatch):
+    """Permuting rows that are already in our order, the most common mistake with this format."""
     reference = reference_of(SHAPES["8B"])
     reference.save_pretrained(tmp_path)
 
@@ -289,7 +288,7 @@ def test_a_permutation_too_many_shows(tmp_path, monkeypatch):
         assert_same_logits(load_model(tmp_path, device="cpu").model, reference)
 
 
-class TestWhatDoesNotFit:
+class TestMismatches:
     @pytest.fixture
     def folder(self, tmp_path):
         reference_of(ODD).save_pretrained(tmp_path)
@@ -300,7 +299,10 @@ class TestWhatDoesNotFit:
         [
             ({"model.norm.weight": None}, r"missing from the checkpoint: model\.norm\.weight"),
             ({"model.layers.0.self_attn.q_proj.bias": torch.zeros(70)}, r"not in the model: .*q_proj\.bias"),
-            ({"model.layers.2.mlp.up_proj.weight": torch.zeros(52, 40)}, r"up_proj\.weight is \[52, 40\].*\[53, 40\]"),
+            (
+                {"model.layers.2.mlp.up_proj.weight": torch.zeros(52, 40)},
+                r"up_proj\.weight has shape \[52, 40\] instead of \[53, 40\]",
+            ),
         ],
     )
     def test_tensors_are_named(self, folder, changes, message):
@@ -323,7 +325,7 @@ class TestWhatDoesNotFit:
         with pytest.raises(UserError, match=message):
             load_weights(source, [spec.model.build()])
 
-    def test_rope_frequencies_of_old_files_are_passed_over(self, folder):
+    def test_rope_frequencies_of_old_files_are_ignored(self, folder):
         tensors = load_file(folder / "model.safetensors")
         tensors["model.layers.1.self_attn.rotary_emb.inv_freq"] = torch.ones(7)
         expected = load_model(folder, device="cpu").model.state_dict()
@@ -332,13 +334,13 @@ class TestWhatDoesNotFit:
         assert loaded.keys() == expected.keys()
         assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
 
-    def test_another_family_is_named(self, folder):
+    def test_other_family_is_named(self, folder):
         document = json.loads((folder / "config.json").read_text()) | {"model_type": "gpt_neox"}
         (folder / "config.json").write_text(json.dumps(document))
         with pytest.raises(UserError, match="'gpt_neox'.* llama, mistral"):
             load_model(folder, device="cpu")
 
-    def test_a_quantized_model_is_named_in_few_words(self, folder):
+    def test_quantized_model_is_reported_briefly(self, folder):
         document = json.loads((folder / "config.json").read_text())
         document["quantization_config"] = {"quant_method": "torchao", "quant_type": {"default": list(range(1000))}}
         (folder / "config.json").write_text(json.dumps(document))
@@ -349,7 +351,7 @@ class TestWhatDoesNotFit:
     @pytest.mark.parametrize(
         ("text", "message"), [(None, "no config.json"), ("{", "not valid JSON"), ("[]", "object, not list")]
     )
-    def test_a_description_that_cannot_be_used(self, folder, text, message):
+    def test_invalid_config_json(self, folder, text, message):
         (folder / "config.json").unlink()
         if text is not None:
             (folder / "config.json").write_text(text)
@@ -361,7 +363,7 @@ class TestWhatDoesNotFit:
             load_model(tmp_path / "nowhere", device="cpu")
 
 
-class TestOurOwnFormat:
+class TestModelJson:
     @pytest.fixture
     def folder(self, tmp_path):
         from torchtitan.components.checkpoint.dcp import write_dcp
@@ -374,7 +376,7 @@ class TestOurOwnFormat:
         CheckpointAssets.of(spec, files_in(EMBEDDED_TOKENIZER)).write(path)
         return Path(str(catalog.commit(partial, catalog.Marker(step=3, kind="model_only", world_size=1))))
 
-    def test_a_damaged_one_is_not_opened(self, folder):
+    def test_damaged_file_is_rejected(self, folder):
         file = next(folder.glob("*.distcp"))
         content = bytearray(file.read_bytes())
         content[len(content) // 2] ^= 1
@@ -382,7 +384,7 @@ class TestOurOwnFormat:
         with pytest.raises(UserError, match=f"is damaged.*{file.name}"):
             load_model(folder, device="cpu")
 
-    def test_it_says_what_it_is_of(self, folder):
+    def test_names_its_model(self, folder):
         loaded = load_model(folder, device="cpu")
         assert loaded.spec.model == ODD
         assert (loaded.spec.module, loaded.spec.flavor) == ("torchtitan.models.llama3", "pretrained")
@@ -396,8 +398,8 @@ class TestOurOwnFormat:
         path = folder / "assets/model.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
-    def test_a_family_outside_the_package(self, folder, tmp_path, monkeypatch):
-        """It must have been imported: a checkpoint imports nothing of what Python may find."""
+    def test_family_outside_the_package(self, folder, tmp_path, monkeypatch):
+        """The family must have been imported; a checkpoint never imports it."""
         self.describe(folder, module="family_of_mine")
         (tmp_path / "family_of_mine.py").write_text("from torchtitan.models.llama3 import *\nFLAVORS, model_spec")
         monkeypatch.syspath_prepend(str(tmp_path))
@@ -418,24 +420,24 @@ class TestOurOwnFormat:
             ({"config": [3]}, r"config must be an object, not \[3\]"),
         ],
     )
-    def test_a_description_that_names_no_model(self, folder, changes, message):
+    def test_model_json_without_a_model(self, folder, changes, message):
         self.describe(folder, **changes)
         with pytest.raises(UserError, match=message):
             spec_of(folder)
 
-    def test_a_configuration_that_is_not_the_models(self, folder):
+    def test_configuration_of_another_model(self, folder):
         self.describe(folder, config={"dim": 3, "depth": 4})
         with pytest.raises(UserError, match="unknown keys depth"):
             spec_of(folder)
 
-    def test_without_its_description(self, folder):
+    def test_missing_model_json(self, folder):
         shutil.rmtree(folder / "assets")
         with pytest.raises(UserError, match=r"model\.json"):
             spec_of(folder)
 
 
-def test_files_are_read_in_parts(tmp_path, monkeypatch):
-    """What is the same in both formats is read by slices, straight from the file."""
+def test_files_are_read_in_blocks(tmp_path, monkeypatch):
+    """Tensors that are equal in both formats are read in slices, directly from the file."""
     reference_of(ODD).save_pretrained(tmp_path)
     asked = []
     read = HuggingFaceSource.read

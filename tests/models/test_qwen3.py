@@ -34,7 +34,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def small_model(**options: Any) -> Qwen3Model:
-    """A model whose attention is far from even, and whose norms' weights are not 1."""
+    """Return a model with far from uniform attention, and weights of norms other than 1."""
     model: Qwen3Model = Qwen3Model.Config(**{"rope": RoPEConfig(theta=1e4), **SIZES, **options}).build()
     initialize_weights(model, seed=1)
     torch.manual_seed(0)
@@ -46,7 +46,7 @@ def small_model(**options: Any) -> Qwen3Model:
 
 
 def reference_of(model: Qwen3Model) -> tuple[Any, dict[str, str]]:
-    """transformers' model of the config.json that we write, with the same weights, and our names → its names."""
+    """Return transformers' model of our config.json with the same weights, and our names → its names."""
     written = FORMATS["hf"].to_external(model.config)
     reference = transformers.Qwen3ForCausalLM(transformers.Qwen3Config.from_dict(written))
     adapter = FORMATS["hf"].adapter(model.config)
@@ -63,7 +63,7 @@ def test_logits_and_all_gradients_equal_transformers(variant: str) -> None:
     reference, names = reference_of(model)
     tokens, labels = torch.randint(97, (2, 48)), torch.randint(97, (2, 48))
     logits, expected = model(tokens), reference(tokens).logits
-    # 1e-5 of the largest: float32 rounding of sums in another order.
+    # 1e-5 of the largest: float32 sums in another order.
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
     for output in (logits, expected):
         torch.nn.functional.cross_entropy(output.flatten(0, 1), labels.flatten()).backward()
@@ -93,7 +93,7 @@ def _of_queries_alone(q: Tensor, k: Tensor, rope: Any, q_norm: Any, k_norm: Any)
 
 
 @pytest.mark.parametrize("mistake", [_after_rope, _over_all_heads, _exchanged, _of_queries_alone])
-def test_a_norm_in_another_place_is_caught_by_the_comparison(mistake: Callable[..., tuple[Tensor, Tensor]]) -> None:
+def test_misplaced_norm_is_caught(mistake: Callable[..., tuple[Tensor, Tensor]]) -> None:
     def forward(self: Any, x: Tensor, rope: Any, mask: Any) -> Tensor:
         q, k, v = (projection(x).unflatten(-1, (-1, self.head_dim)) for projection in (self.wq, self.wk, self.wv))
         return self.wo(self.attend(*mistake(q, k, rope, self.q_norm, self.k_norm), v, mask).flatten(-2))
@@ -108,7 +108,7 @@ def test_a_norm_in_another_place_is_caught_by_the_comparison(mistake: Callable[.
     assert difference > 1e-3  # a hundred times the tolerance above
 
 
-def test_cached_generation_is_that_of_transformers() -> None:
+def test_cached_generation_equals_transformers() -> None:
     model = small_model(head_dim=16)
     reference, _ = reference_of(model)
     prompt = [5, 17, 3]
@@ -124,7 +124,7 @@ def test_cached_generation_is_that_of_transformers() -> None:
 
 @pytest.mark.parametrize(
     ("flavor", "parameters"),
-    # As the published models' files have them, without the second copy of a tied matrix.
+    # From the files of the published models, without the second copy of a tied matrix.
     [
         ("0.6B", 596_049_920),
         ("1.7B", 1_720_574_976),
@@ -144,7 +144,7 @@ def test_published_sizes(flavor: str, parameters: int, assets: Path) -> None:
         assert read(json.loads(published.read_text())) == FLAVORS[flavor]
 
 
-def test_absent_keys_have_transformers_defaults() -> None:
+def test_missing_keys_have_transformers_defaults() -> None:
     names = ("num_key_value_heads", "head_dim", "rms_norm_eps", "tie_word_embeddings", "rope_theta", "rope_scaling")
     document = {key: value for key, value in FORMATS["hf"].to_external(FLAVORS["8B"]).items() if key not in names}
     config, theirs = FORMATS["hf"].from_external(document), transformers.Qwen3Config.from_dict(document)
@@ -164,13 +164,13 @@ def test_absent_keys_have_transformers_defaults() -> None:
         ({"model_type": "qwen3_moe"}, "model_type is 'qwen3_moe', and this family is qwen3"),
     ],
 )
-def test_models_that_it_does_not_compute_are_refused_by_name(change: dict[str, Any], message: str) -> None:
+def test_unsupported_models_are_rejected_by_name(change: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         FORMATS["hf"].from_external({**FORMATS["hf"].to_external(FLAVORS["8B"]), **change})
 
 
-def test_the_config_json_of_transformers_is_read_without_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    """In the spelling of version 5, and with a window that is not used."""
+def test_config_json_of_transformers_is_read_without_warning(caplog: pytest.LogCaptureFixture) -> None:
+    """Keys as in version 5, and a sliding window that is disabled."""
     config = small_model(head_dim=16).config
     written = transformers.Qwen3Config.from_dict(FORMATS["hf"].to_external(config)).to_diff_dict()
     assert FORMATS["hf"].from_external({**written, "sliding_window": 8, "max_window_layers": 1}) == config
@@ -182,7 +182,7 @@ def test_the_config_json_of_transformers_is_read_without_a_warning(caplog: pytes
 
 @pytest.fixture
 def pretrained(tmp_path: Path) -> Path:
-    """A tiny Qwen3 as transformers saves it, with the embedded tokenizer and a template of its own."""
+    """Tiny Qwen3, saved by transformers with the embedded tokenizer and a custom chat template."""
     reference, _ = reference_of(small_model(vocab_size=2048, head_dim=16, max_seq_len=2048))
     reference.generation_config.eos_token_id = 1
     reference.save_pretrained(tmp_path / "hf")
@@ -192,8 +192,8 @@ def pretrained(tmp_path: Path) -> Path:
     return tmp_path / "hf"
 
 
-def test_adapters_for_a_folder(tmp_path: Path, pretrained: Path, chat_file: Path) -> None:
-    """The merged model by transformers, and the adapter by peft on the model that it was trained for."""
+def test_adapters_for_a_hugging_face_folder(tmp_path: Path, pretrained: Path, chat_file: Path) -> None:
+    """transformers opens the merged model, and peft opens the adapter on its base model."""
     from peft import PeftModel
 
     trainer = run_named(
@@ -214,11 +214,11 @@ def test_adapters_for_a_folder(tmp_path: Path, pretrained: Path, chat_file: Path
     with torch.no_grad():
         expected = merged(tokens).logits
         adapted = PeftModel.from_pretrained(base, folder / "adapter")(tokens).logits
-    # Of the largest one: products of small matrices, added up in another order in float32.
+    # Relative to the largest: products of small matrices, summed in another order in float32.
     torch.testing.assert_close(adapted, expected, atol=1e-5 * expected.abs().max().item(), rtol=0)
 
 
-def test_conversion_there_and_back(tmp_path: Path, pretrained: Path) -> None:
+def test_conversion_round_trip(tmp_path: Path, pretrained: Path) -> None:
     assert main(["convert", "--to", "dcp", str(pretrained), str(tmp_path / "dcp")]) == 0
     assert main(["convert", "--to", "hf", str(tmp_path / "dcp"), str(tmp_path / "again")]) == 0
     tokens = torch.arange(30)[None]

@@ -1,4 +1,4 @@
-"""The configurations for fine-tuning on conversations, from a Hugging Face folder to one that transformers opens."""
+"""Fine-tuning on conversations, from a Hugging Face folder to an export that transformers opens."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ TEMPLATE = (
     "{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}{% else %}{{ message['content'] }}"
     "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|pad|>assistant: ' }}{% endif %}"
 )
-"""A model's own one: it marks what the assistant says."""
+"""A custom template that marks the assistant's text."""
 
 ROWS = [
     [("user", "What did Tim see?"), ("assistant", "Tim saw a big red ball.")],
@@ -37,7 +37,7 @@ CHATS = [[{"role": role, "content": text} for role, text in row] for row in ROWS
 
 
 def run_named(config_name: str, folder: Path, **options: Any) -> Trainer:
-    """Train to the end as `CONFIG=config_name` does, in this process; the trainer as it was left."""
+    """Train `CONFIG=config_name` to its end in this process; return the trainer."""
     cache = {} if "dataloader__cache_dir" in options else {"dataloader.cache_dir": folder / "cache"}
     words = flags({key.replace("__", "."): value for key, value in options.items()} | cache | {"dump_folder": folder})
     config = ConfigManager().parse_args(["--config", config_name, *words]).config
@@ -47,7 +47,7 @@ def run_named(config_name: str, folder: Path, **options: Any) -> Trainer:
 
 @pytest.fixture
 def pretrained(tmp_path) -> Path:
-    """A tiny Llama as transformers saves it, with the embedded tokenizer and a chat template of its own."""
+    """Tiny Llama, saved by transformers with the embedded tokenizer and a custom chat template."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(EMBEDDED_TOKENIZER)
@@ -64,7 +64,7 @@ def chat_file(tmp_path) -> Path:
 
 
 def loss_of_transformers(folder: Path, chats: list[list[dict[str, str]]]) -> float:
-    """Mean loss over the tokens that the folder's template marks, of the folder's model."""
+    """Mean loss of the folder's model over the tokens that its template marks."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
@@ -94,7 +94,7 @@ class TestFromHuggingFace:
         )
         ((_, first), *_, (last_step, last)) = read_metrics(tmp_path / "run", "loss")
         assert last_step == 3  # the rows fit into one window
-        # Packed into a window of 2048, against one after the other: other sums of float32.
+        # One packed window against single conversations: float32 sums in another order.
         assert first == pytest.approx(loss_of_transformers(pretrained, CHATS), rel=1e-5)
         assert last < first
         exported = tmp_path / "run" / "checkpoint" / "step-3"
@@ -103,7 +103,7 @@ class TestFromHuggingFace:
         assert tokenizer.apply_chat_template(CHATS[1]) == own.apply_chat_template(CHATS[1])
         assert GenerationConfig.from_pretrained(exported).eos_token_id == 1
 
-    def test_with_tokens_and_template_put_upon_it(self, tmp_path, pretrained, chat_file):
+    def test_with_added_tokens_and_template(self, tmp_path, pretrained, chat_file):
         from transformers import AutoTokenizer, GenerationConfig
 
         added = ["<|im_start|>", "<|im_end|>"]
@@ -119,13 +119,13 @@ class TestFromHuggingFace:
         )
         assert trainer.config.model_spec.model.vocab_size == 2050
         exported = tmp_path / "run" / "checkpoint" / "step-3"
-        loss_of_transformers(exported, CHATS)  # it opens the model, whose vocabulary holds all ids
+        loss_of_transformers(exported, CHATS)  # the vocabulary of the exported model contains all ids
         tokenizer = AutoTokenizer.from_pretrained(exported)
         assert tokenizer.convert_tokens_to_ids(added) == [2048, 2049]
         assert "<|im_start|>user\nSay yes.<|im_end|>" in tokenizer.apply_chat_template(CHATS[2], tokenize=False)
         assert GenerationConfig.from_pretrained(exported).eos_token_id == [1, 2049]
 
-    def test_tokens_that_the_vocabulary_lacks_are_named(self, tmp_path, pretrained, chat_file):
+    def test_tokens_missing_from_the_vocabulary_are_named(self, tmp_path, pretrained, chat_file):
         with pytest.raises(UserError, match=r"<\|im_end\|>.*--tokenizer\.added_tokens"):
             run_named(
                 "sft",
@@ -136,11 +136,11 @@ class TestFromHuggingFace:
                 dataloader__chat_template="chatml",
             )
 
-    def test_data_is_the_users_to_name(self, tmp_path, pretrained):
+    def test_dataset_is_required(self, tmp_path, pretrained):
         with pytest.raises(UserError, match=r"--dataloader\.dataset"):
             run_named("sft", tmp_path / "run", module="auto", hf_assets_path=pretrained)
 
-    def test_the_8b_model_too(self):
+    def test_8b_model(self):
         config = llama3_8b_sft()
         assert config.checkpoint.initial_load_path == config.hf_assets_path == "./assets/hf/Llama-3.1-8B-Instruct"
         assert config.checkpoint.initial_load_in_hf and config.checkpoint.last_save_in_hf
@@ -148,8 +148,8 @@ class TestFromHuggingFace:
         config.dataloader.validate()
 
     @pytest.mark.slow
-    def test_a_real_model_learns(self, tmp_path, assets):
-        """stories260K on the built-in conversations: the loss on those that it does not see falls."""
+    def test_real_model_learns(self, tmp_path, assets):
+        """stories260K on the built-in conversations: the validation loss falls."""
         folder = assets / "stories260K" / "hf-converted"
         run_named(
             "sft",
@@ -175,14 +175,13 @@ class TestFromHuggingFace:
 class TestDebugModel:
     """`CONFIG=debugmodel_sft`, offline."""
 
-    SMALL = {"model__dim": 64, "model__ffn_dim": 128, "model__n_layers": 2, "training__steps": 10}
-
-    def test_ends_in_a_model_of_chatml(self, tmp_path):
+    def test_export_has_the_chatml_template(self, tmp_path):
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         options = {"checkpoint__enable": True, "checkpoint__last_save_in_hf": True, "validator__enable": False}
-        trainer = run_named("debugmodel_sft", tmp_path, **self.SMALL, **options)
-        exported = tmp_path / "checkpoint" / "step-10"
+        options |= {"model__dim": 64, "model__ffn_dim": 128, "model__n_layers": 2, "training__steps": 2}
+        trainer = run_named("debugmodel_sft", tmp_path, **options)
+        exported = tmp_path / "checkpoint" / "step-2"
         tokenizer = AutoTokenizer.from_pretrained(exported)
         ids = tokenizer.apply_chat_template(CHATS[0], return_dict=False)
         assert ids == tokenizer(trainer.dataloader.template.render(CHATS[0], add_generation_prompt=False)).input_ids[1:]

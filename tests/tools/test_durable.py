@@ -1,4 +1,4 @@
-"""What is called complete outlasts a power failure: it is synced before it has its name, and the name after that."""
+"""Complete files survive a power failure: content is synced before the rename, and the folder after it."""
 
 import json
 import os
@@ -23,25 +23,25 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 @dataclass
 class Disk:
-    """A file layer that knows what was synced, by which it tells what a power failure would take away."""
+    """A file layer that tracks synced data, and so knows what a power failure would lose."""
 
     synced: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """Inode of a file or folder → its size and time of change when it was last synced."""
+    """Inode of a file or folder → its size and modification time at the last sync."""
 
     on_rename: list[Callable[[Path], object]] = field(default_factory=list)
-    """Called with the new name before something gets it."""
+    """Called with the new name before a rename."""
 
     def sync(self, descriptor: int) -> None:
         stat = os.fstat(descriptor)
         self.synced[stat.st_ino] = (stat.st_size, stat.st_mtime_ns)
 
     def loses(self, path: Path) -> bool:
-        """Whether the content of a file, or a name in a folder, is not on the disk."""
+        """Return whether a file's content or a folder's entries are not on the disk."""
         stat = path.stat()
         return self.synced.get(stat.st_ino) != (stat.st_size, stat.st_mtime_ns)
 
     def lost(self, folder: Path) -> list[str]:
-        """The files in a folder, and folders in it whose names, would be lost; "." is the folder itself."""
+        """Files and folders inside a folder that would be lost; "." is the folder itself."""
         return [str(path.relative_to(folder)) for path in (folder, *sorted(folder.rglob("*"))) if self.loses(path)]
 
 
@@ -67,12 +67,12 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
     return disk
 
 
-def synced_when_renamed(disk: Disk, wanted: Callable[[Path], bool]) -> list[Path]:
-    """From now on, make sure that what gets a name that is `wanted` is synced by then; the names, as they are given."""
+def synced_when_renamed(disk: Disk, matches: Callable[[Path], bool]) -> list[Path]:
+    """Check that every rename to a name that `matches` is of synced data; return these names, as they are added."""
     seen: list[Path] = []
 
     def look(source: Path, target: Path) -> None:
-        if wanted(target):
+        if matches(target):
             lost = disk.lost(source) if source.is_dir() else [source.name] if disk.loses(source) else []
             assert lost == [], f"{target} would be lost"
             seen.append(target)
@@ -81,7 +81,7 @@ def synced_when_renamed(disk: Disk, wanted: Callable[[Path], bool]) -> list[Path
     return seen
 
 
-def test_the_layer_sees_what_is_not_synced(tmp_path: Path, disk: Disk) -> None:
+def test_simulated_disk_loses_unsynced_data(tmp_path: Path, disk: Disk) -> None:
     file = tmp_path / "a"
     file.write_text("a")
     assert disk.lost(tmp_path) == [".", "a"]
@@ -95,7 +95,7 @@ def test_the_layer_sees_what_is_not_synced(tmp_path: Path, disk: Disk) -> None:
         file.rename(tmp_path / "b")
 
 
-def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     durable.write(tmp_path / "a", "before")
 
     def full(path: Path) -> None:
@@ -107,7 +107,7 @@ def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path: Path, monkeypatc
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("a", "before")]
 
 
-def test_a_token_cache(tmp_path: Path, disk: Disk) -> None:
+def test_token_cache(tmp_path: Path, disk: Disk) -> None:
     (tmp_path / "a.txt").write_text("some text")
     tokenizer = PretrainedTokenizer.Config().build(path="")
     named = synced_when_renamed(disk, lambda target: target.parent.name == "tokens")
@@ -115,13 +115,13 @@ def test_a_token_cache(tmp_path: Path, disk: Disk) -> None:
     assert named == [cache.folder] and disk.lost(cache.folder.parent) == [f"{cache.key}.lock"]
 
 
-def test_a_sample_cache(tmp_path: Path, disk: Disk) -> None:
+def test_sample_cache(tmp_path: Path, disk: Disk) -> None:
     named = synced_when_renamed(disk, lambda target: target.parent.name == "samples")
     folder = open_samples(Texts("aB"), tmp_path).folder
     assert named == [folder] and disk.lost(folder.parent) == [f"{folder.name}.lock"]
 
 
-def test_records_that_are_cut_short_for_a_resumed_run(tmp_path: Path, disk: Disk) -> None:
+def test_records_truncated_on_resume(tmp_path: Path, disk: Disk) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n')
     named = synced_when_renamed(disk, lambda target: target == path)
@@ -129,14 +129,14 @@ def test_records_that_are_cut_short_for_a_resumed_run(tmp_path: Path, disk: Disk
     assert named == [path] and disk.lost(tmp_path) == [] and path.read_text() == '{"step": 1}\n'
 
 
-def test_a_run_its_records_and_its_export(tmp_path: Path, disk: Disk) -> None:
-    """At each save, what the checkpoint counts on is on the disk; at the end, everything is."""
+def test_run_with_records_and_export(tmp_path: Path, disk: Disk) -> None:
+    """At each save, all files that the checkpoint relies on are synced; at the end, all files are."""
     records = [tmp_path / "run" / name for name in ("ledger.jsonl", "metrics.jsonl")]
     steps: list[int] = []
 
     def look(source: Path, target: Path) -> None:
         if target.name == "complete.json":
-            assert disk.lost(target.parent)[1:] == [], "but for the folder itself, whose names are synced next"
+            assert disk.lost(target.parent)[1:] == [], "only the folder itself may be unsynced, since it is synced next"
             assert not any(map(disk.loses, [*records, records[0].parent]))
             steps.append(json.loads(source.read_bytes())["step"])
             assert [json.loads(line)["step"] for line in records[0].read_text().splitlines()][-1] == steps[-1]
@@ -145,16 +145,16 @@ def test_a_run_its_records_and_its_export(tmp_path: Path, disk: Disk) -> None:
     options = {"debug__ledger": True, "checkpoint__enable": True, "checkpoint__interval": 2, "training__steps": 3}
     train(tmp_path / "run", **options, checkpoint__last_save_in_hf=True)
     assert steps == [2, 3] and (tmp_path / "run/checkpoint/step-3/config.json").exists()
-    # The folder that the export was made from may come back; the file of the lock means nothing by itself.
+    # The temporary folder of the export may reappear; the lock file has no content.
     assert disk.lost(tmp_path / "run") == ["checkpoint", "run.lock"]
 
 
-def test_a_run_without_checkpoints(tmp_path: Path, disk: Disk) -> None:
+def test_run_without_checkpoints(tmp_path: Path, disk: Disk) -> None:
     train(tmp_path / "run", training__steps=1, debug__ledger=True)
     assert disk.lost(tmp_path / "run") == ["run.lock"]
 
 
-def test_the_configuration(tmp_path: Path, disk: Disk) -> None:
+def test_configuration(tmp_path: Path, disk: Disk) -> None:
     from torchtitan.config.manager import ConfigManager
 
     resolved = ConfigManager().parse_args(flags({"dump_folder": tmp_path}))
@@ -171,9 +171,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("to", ["hf", "meta", "dcp"])
-def test_a_converted_checkpoint(tmp_path: Path, disk: Disk, checkpoint: Path, to: str) -> None:
+def test_converted_checkpoint(tmp_path: Path, disk: Disk, checkpoint: Path, to: str) -> None:
     named = synced_when_renamed(disk, lambda target: target == tmp_path / "out")
     assert main(["convert", "--to", to, str(checkpoint), str(tmp_path / "out")]) == 0
     assert len(list((tmp_path / "out").rglob("*"))) >= 4
-    # What has taken the workplace away again need not outlast anything.
+    # The removal of the temporary folder need not be synced.
     assert named == [tmp_path / "out"] and disk.lost(tmp_path / "out") == []

@@ -1,4 +1,4 @@
-"""The lock on a run's folder: a second run is told who is there, and a killed one never stands in the way."""
+"""The lock on a dump folder: a second run reports the first, and a killed run never blocks."""
 
 import os
 import signal
@@ -34,7 +34,7 @@ started = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"
 print(forked, started.pid, flush=True)
 time.sleep(600)
 """
-"""A process that takes the lock, and then has children that do not end with it."""
+"""Takes the lock and starts children that outlive it."""
 
 SAVING = """
 import os, sys, time
@@ -52,7 +52,7 @@ def hang(descriptor):
 os.fsync = hang
 main(["train", *sys.argv[1:]])
 """
-"""A run that never ends saving step 2."""
+"""A run whose save of step 2 never ends."""
 
 
 @pytest.fixture(autouse=True)
@@ -66,12 +66,12 @@ def words(folder: Path) -> list[str]:
 
 
 def killed_while_children_live(folder: Path) -> None:
-    """Take a lock right after the process that had it was killed."""
+    """Take the lock right after its holder was killed."""
     with RunningCommand([sys.executable, "-c", HOLDER, str(folder)], stdout=subprocess.PIPE) as holder:
         assert holder.stdout
         children = [int(word) for word in holder.stdout.readline().split()]
         try:
-            with pytest.raises(UserError, match=f"'{folder}' is .*, process {holder.pid} on {socket.gethostname()}: "):
+            with pytest.raises(UserError, match=f"'{folder}' is .*, process {holder.pid} on {socket.gethostname()}; "):
                 lock_folder(folder)
             holder.kill()
             holder.wait()
@@ -86,7 +86,7 @@ def killed_while_children_live(folder: Path) -> None:
                 os.kill(child, signal.SIGKILL)
 
 
-def test_a_killed_holder_never_blocks(tmp_path: Path) -> None:
+def test_killed_holder_never_blocks(tmp_path: Path) -> None:
     for _ in range(3):
         killed_while_children_live(tmp_path)
 
@@ -97,7 +97,7 @@ def test_a_hundred_killed_holders_never_block(tmp_path: Path) -> None:
         killed_while_children_live(tmp_path)
 
 
-def test_a_holder_that_takes_a_moment_to_end_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exiting_holder_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folder_lock, "_WAIT_SECONDS", 60.0)
     with RunningCommand([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE) as holder:
         assert holder.stdout
@@ -108,8 +108,8 @@ def test_a_holder_that_takes_a_moment_to_end_is_waited_for(tmp_path: Path, monke
             os.kill(child, signal.SIGKILL)
 
 
-def test_one_process_has_one_lock(tmp_path: Path) -> None:
-    """A notebook builds one trainer after another, and may forget to close them."""
+def test_process_holds_one_lock(tmp_path: Path) -> None:
+    """A notebook may build several trainers without closing them."""
     first, second = lock_folder(tmp_path), lock_folder(tmp_path)
     assert first is second
     command = "import sys; from pathlib import Path; from torchtitan.tools import folder_lock as module;"
@@ -122,7 +122,7 @@ def test_one_process_has_one_lock(tmp_path: Path) -> None:
     assert run_command(other).returncode == 0
 
 
-def test_a_file_system_without_locks(
+def test_file_system_without_locks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(descriptor: int, operation: int) -> None:
@@ -130,10 +130,10 @@ def test_a_file_system_without_locks(
 
     monkeypatch.setattr(folder_lock.fcntl, "flock", refuse)
     lock_folder(tmp_path)
-    assert "has no locks: let no other run use this folder" in caplog.text
+    assert "has no locks: do not use this folder for other runs" in caplog.text
 
 
-def test_a_link_in_the_lock_s_place_is_not_written_through(tmp_path: Path) -> None:
+def test_symbolic_link_as_lock_is_not_followed(tmp_path: Path) -> None:
     (precious := tmp_path / "precious").write_text("text")
     for target in (precious, tmp_path / "new"):
         (tmp_path / "run").mkdir(exist_ok=True)
@@ -144,22 +144,22 @@ def test_a_link_in_the_lock_s_place_is_not_written_through(tmp_path: Path) -> No
     assert precious.read_text() == "text" and not (tmp_path / "new").exists()
 
 
-def test_a_trainer_holds_the_lock_until_it_is_closed(tmp_path: Path) -> None:
+def test_trainer_holds_the_lock_until_closed(tmp_path: Path) -> None:
     trainer = train(tmp_path / "run", training__steps=1)
-    assert trainer.folder_lock is None and tmp_path / "run" not in folder_lock._held
+    assert trainer.folder_lock is None and tmp_path / "run" not in folder_lock._locks
     assert (tmp_path / "run" / FILE).read_text() == f"process {os.getpid()} on {socket.gethostname()}\n"
 
     class Held(Trainer):
         def complete_step(self, outcome):
             super().complete_step(outcome)
-            assert folder_lock._held[tmp_path / "run"] is self.folder_lock
+            assert folder_lock._locks[tmp_path / "run"] is self.folder_lock
 
     train(tmp_path / "run", trainer_class=Held, training__steps=1)
 
 
 @pytest.fixture
 def saving(tmp_path: Path) -> Iterator[RunningCommand]:
-    """A run in `tmp_path` that is in the middle of a save."""
+    """A run in `tmp_path` during a save."""
     command = [sys.executable, "-c", SAVING, *words(tmp_path)]
     with RunningCommand(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout and process.stdout.readline() == b"saving\n"
@@ -172,13 +172,13 @@ def content(folder: Path) -> dict[str, tuple[int, int]]:
     return {str(path): (stat.st_ino, stat.st_mtime_ns) for path, stat in found.items()}
 
 
-def test_a_second_run_leaves_the_first_one_s_save_alone(
+def test_second_run_does_not_disturb_the_first_save(
     tmp_path: Path, saving: RunningCommand, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = content(tmp_path)
     assert any("step-2.partial/" in name for name in before)
     assert main(["train", *words(tmp_path)]) == 2
-    assert f"in use by another run, process {saving.pid} on {socket.gethostname()}: " in capsys.readouterr().err
+    assert f"in use by another run, process {saving.pid} on {socket.gethostname()}; " in capsys.readouterr().err
     assert content(tmp_path) == before
 
     saving.kill()
@@ -188,12 +188,12 @@ def test_a_second_run_leaves_the_first_one_s_save_alone(
 
 
 @pytest.mark.slow
-def test_a_second_run_of_several_processes(tmp_path: Path, saving: RunningCommand) -> None:
+def test_second_run_with_several_processes(tmp_path: Path, saving: RunningCommand) -> None:
     before = content(tmp_path)
     command = [sys.executable, "-m", "torchtitan.cli.main", "train", *words(tmp_path)]
     environment = {**os.environ, "NGPU": "2", "OMP_NUM_THREADS": "1"}
     result = run_command(command, env=environment)
     assert result.returncode == 2, result.stderr
-    message = f"in use by another run, process {saving.pid} on {socket.gethostname()}: "
+    message = f"in use by another run, process {saving.pid} on {socket.gethostname()}; "
     assert result.stderr.count(message) == 1
     assert content(tmp_path) == before

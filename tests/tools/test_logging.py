@@ -1,4 +1,4 @@
-"""What goes to a terminal: nothing from a file or a model controls it."""
+"""Output to a terminal: text from files and models cannot control the terminal."""
 
 import logging
 import sys
@@ -23,7 +23,7 @@ def test_visible():
     assert visible("plain") == "plain"
 
 
-def test_errors_and_tables_show_a_file_s_escapes(tmp_path, capsys):
+def test_errors_and_tables_show_escapes(tmp_path, capsys):
     save_file({f"weight{RED}": torch.zeros(2)}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text('{"model_type": "' + "\\u001b[31m" + '"}')
     assert main(["inspect", str(tmp_path), "--tensors"]) == 0
@@ -36,7 +36,7 @@ def test_errors_and_tables_show_a_file_s_escapes(tmp_path, capsys):
     assert "\x1b" not in printed.out + printed.err + printed_too.out + printed_too.err
 
 
-def test_a_message_s_newlines_stay(capsys):
+def test_newlines_of_messages_are_kept(capsys):
     def fail() -> None:
         raise UserError(f"one\ntwo{RED}\r")
 
@@ -44,7 +44,7 @@ def test_a_message_s_newlines_stay(capsys):
     assert capsys.readouterr().err == "torchtitan x: one\ntwo␛[31m␍\n"
 
 
-def test_the_log_has_no_colors_but_our_own():
+def test_log_strips_foreign_colors():
     formatter = _Formatter(colored=True, rank="0")
 
     def line(message: str, **extra: bool) -> str:
@@ -57,7 +57,7 @@ def test_the_log_has_no_colors_but_our_own():
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
-def test_a_model_s_text_is_shown_on_a_terminal_and_kept_in_a_file(is_terminal, monkeypatch, capsys):
+def test_model_text_is_escaped_only_on_a_terminal(is_terminal, monkeypatch, capsys):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal)
     tokenizer = PretrainedTokenizer.Config().build()
     opened = OpenedModel(torch.nn.Module(), tokenizer, (), 8)

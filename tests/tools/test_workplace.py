@@ -1,4 +1,4 @@
-"""Folders in which something is prepared: none outlives its process for longer than until the next call."""
+"""Temporary folders for outputs in preparation: leftovers of a process are removed by the next call."""
 
 import errno
 import fcntl
@@ -28,7 +28,7 @@ with workplace(Path(sys.argv[1])) as folder:
 
 
 class Holder:
-    """A process in a workplace."""
+    """Starts a process with a temporary folder."""
 
     def __init__(self, target: Path, *, before: str = "") -> None:
         command = [sys.executable, "-c", before + HOLDER, str(target)]
@@ -44,19 +44,19 @@ class Holder:
 
 @pytest.fixture
 def target(tmp_path: Path) -> Iterator[Path]:
-    """A name that would find others if it were a pattern."""
+    """A name that would match other names if it were a pattern."""
     yield tmp_path / "ou[t]*"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_removes_it(target: Path, number: int) -> None:
+def test_signal_removes_it(target: Path, number: int) -> None:
     holder = Holder(target)
     assert (holder.folder / "model").exists() and holder.folder.parent == target.parent
     assert holder.end(number) == -number
     assert list(target.parent.iterdir()) == []
 
 
-def test_a_signal_that_is_ignored_stays_ignored(target: Path) -> None:
+def test_ignored_signal_stays_ignored(target: Path) -> None:
     holder = Holder(target, before="import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n")
     holder.process.send_signal(signal.SIGHUP)
     with pytest.raises(subprocess.TimeoutExpired):
@@ -65,7 +65,7 @@ def test_a_signal_that_is_ignored_stays_ignored(target: Path) -> None:
     holder.end(signal.SIGTERM)
 
 
-def test_the_next_one_removes_what_a_killed_process_left_and_nothing_else(target: Path) -> None:
+def test_leftovers_of_a_killed_process_are_removed(target: Path) -> None:
     killed, alive = Holder(target), Holder(target)
     assert killed.end(signal.SIGKILL) == -signal.SIGKILL
     others = [
@@ -85,14 +85,14 @@ def test_the_next_one_removes_what_a_killed_process_left_and_nothing_else(target
     alive.end(signal.SIGTERM)
 
 
-def test_it_goes_with_an_error(target: Path) -> None:
+def test_removed_after_an_error(target: Path) -> None:
     with pytest.raises(KeyError), workplace(target) as folder:
         raise KeyError
     assert not folder.exists() and list(target.parent.iterdir()) == []
 
 
 def abandoned(target: Path, mark: str, *, age: float, locked: bool | None = None) -> Path:
-    """The folder of a process that was killed before it had named its lock; without any lock, an empty folder."""
+    """Leave the folder of a process killed before it named its lock; an empty folder without any lock."""
     folder = target.parent / f"{target.name}.{mark * 16}.partial"
     folder.mkdir()
     if locked is not None:
@@ -101,8 +101,8 @@ def abandoned(target: Path, mark: str, *, age: float, locked: bool | None = None
     return folder
 
 
-def test_a_process_that_was_killed_before_it_named_its_lock(target: Path) -> None:
-    gone = [abandoned(target, "0", age=61), abandoned(target, "1", age=61, locked=False)]
+def test_killed_before_naming_its_lock(target: Path) -> None:
+    removed = [abandoned(target, "0", age=61), abandoned(target, "1", age=61, locked=False)]
     others = [
         *(abandoned(target, "2", age=0), abandoned(target, "3", age=0, locked=False)),
         *(abandoned(target, "4", age=61, locked=True), abandoned(target, "5", age=61)),
@@ -112,11 +112,11 @@ def test_a_process_that_was_killed_before_it_named_its_lock(target: Path) -> Non
     with open(others[2] / "new.lock") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with workplace(target):
-            assert not any(folder.exists() for folder in gone)
+            assert not any(folder.exists() for folder in removed)
     assert sorted(target.parent.iterdir()) == sorted(others)
 
 
-def test_another_thread_leaves_nothing_behind(target: Path) -> None:
+def test_another_thread_leaves_nothing(target: Path) -> None:
     errors = []
 
     def enter() -> None:
@@ -132,21 +132,21 @@ def test_another_thread_leaves_nothing_behind(target: Path) -> None:
 
 
 @pytest.mark.parametrize("moment", ["mkdir", "flock"])
-def test_a_signal_right_after_the_folder_was_made(target: Path, moment: str) -> None:
-    made = "os.mkdir" if moment == "mkdir" else "fcntl.flock"
+def test_signal_right_after_creation(target: Path, moment: str) -> None:
+    call = "os.mkdir" if moment == "mkdir" else "fcntl.flock"
     before = f"""
 import fcntl, os, signal
-real = {made}
+real = {call}
 def interrupted(*args, **options):
     real(*args, **options)
     os.kill(os.getpid(), signal.SIGTERM)
-{made} = interrupted
+{call} = interrupted
 """
     assert Holder(target, before=before).process.wait(60) == -signal.SIGTERM
     assert list(target.parent.iterdir()) == []
 
 
-def test_only_a_file_system_without_locks_goes_without_one(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lock_is_omitted_only_without_file_locks(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number, works in ((errno.ENOLCK, True), (errno.EIO, False)):
 
         def refuse(file: object, operation: int, number: int = number) -> None:

@@ -1,4 +1,4 @@
-"""Callbacks: what happens around a step, in which order; evaluation tasks during training."""
+"""Order of callbacks around a step, and evaluation tasks during training."""
 
 import dataclasses
 import json
@@ -16,12 +16,12 @@ from torchtitan.trainer.evaluation import Evaluation
 
 
 class Recorder(Callback):
-    """Notes what it is told, and raises the learning rate's log at a step of its own."""
+    """Records its calls, and logs the learning rate at a configured step."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Callback.Config):
         label: str = ""
-        """What the notes begin with."""
+        """Prefix of the records."""
 
     def __init__(self, config, *, trainer):
         super().__init__(config, trainer=trainer)
@@ -47,10 +47,10 @@ class Recorder(Callback):
 
 
 class Second(Recorder):
-    """Another one, since one of a name can be configured."""
+    """A second class, since names of callbacks are unique."""
 
 
-def test_moments_come_in_their_order(tmp_path):
+def test_hooks_are_called_in_order(tmp_path):
     config = tiny_config(
         tmp_path, training__steps=2, checkpoint__enable=True, checkpoint__interval=2, training__global_batch_size=4
     )
@@ -89,7 +89,7 @@ def _train(folder, files):
 
 
 def test_evaluation_during_training(tmp_path, files):
-    """Every third step and after the last, with the numbers of the evaluation itself; training is not disturbed."""
+    """Evaluates every third step and after the last; results equal a separate evaluation, and training is unchanged."""
     text, questions = files
     trainer = _train(tmp_path / "with", files)
     lines = evaluations(tmp_path / "with")
@@ -112,15 +112,15 @@ def test_evaluation_under_fsdp(tmp_path, files):
         assert line == pytest.approx(expected, rel=2e-2)  # bfloat16: one process keeps norms in float32
 
 
-def test_mistakes_are_told(tmp_path, files):
+def test_mistakes_are_reported(tmp_path, files):
     with pytest.raises(UserError, match=r"there is no file '/absent\.txt'"):
         tiny_config(tmp_path, callbacks__evaluation__files=["/absent.txt"]).check(world_size=1)
     with pytest.raises(UserError, match=r"'/etc/passwd' is not one of \.jsonl"):
         tiny_config(tmp_path, callbacks__evaluation__files=["/etc/passwd"]).check(world_size=1)
 
 
-def test_evaluation_where_the_data_ends(tmp_path, files):
-    """A stream ends before the last step: what was not evaluated in that step is at the end, once."""
+def test_evaluation_at_the_end_of_data(tmp_path, files):
+    """If a stream ends before the last step, the final evaluation runs once."""
 
     class Short(PretrainDataLoader):
         taken = 0
@@ -139,7 +139,7 @@ def test_evaluation_where_the_data_ends(tmp_path, files):
     assert [line["step"] for line in evaluations(tmp_path)] == [2, 3]
 
 
-def test_two_of_a_name_are_refused(tmp_path):
+def test_duplicate_names_are_rejected(tmp_path):
     config = tiny_config(tmp_path)
     config.callbacks = [Evaluation.Config(), Evaluation.Config(freq=3)]
     with pytest.raises(UserError, match="callbacks: evaluation is listed twice"):

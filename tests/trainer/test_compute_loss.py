@@ -1,4 +1,4 @@
-"""The seams of the loop: a loss of one's own from any batch, a loss chosen by the run, several models."""
+"""Custom losses in `compute_loss`, the loss of the configuration, and runs with several models."""
 
 import dataclasses
 import json
@@ -18,7 +18,7 @@ from torchtitan.trainer import Trainer
 
 
 class WithoutLabels(RaggedDataLoader):
-    """Calls the labels something else, so that nothing but `compute_loss` can know what counts."""
+    """Renames the labels, so that only `compute_loss` knows them."""
 
     def __next__(self):
         batch = super().__next__()
@@ -26,8 +26,8 @@ class WithoutLabels(RaggedDataLoader):
         return batch
 
 
-class OwnLoss(Trainer):
-    """Cross entropy over targets, from whole logits; half of a token weighs as much as a token."""
+class CustomLoss(Trainer):
+    """Cross entropy over targets from all logits, with loss and token count both halved."""
 
     measures_named = ("entropy",)
 
@@ -39,20 +39,20 @@ class OwnLoss(Trainer):
         return F.cross_entropy(logits, batch["targets"].flatten(), reduction="sum") / 2, n_tokens / 2
 
 
-def own_loss_config(folder, loader, **options):
+def custom_loss_config(folder, loader, **options):
     config = tiny_config(folder, training__mixed_precision_param="float32", training__global_batch_size=8, **options)
     fields = {f.name: getattr(config.dataloader, f.name) for f in dataclasses.fields(config.dataloader)}
     return dataclasses.replace(config, dataloader=loader.Config(**fields))
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 8])
-def test_a_batch_needs_no_labels(tmp_path, batch_size):
-    """A loss of one's own gives the numbers of the library's, however the global batch is cut: loss, gradient norm and
-    validation. 1e-5: the order of sums."""
+def test_batch_without_labels(tmp_path, batch_size):
+    """A custom loss computes the loss, gradient norm and validation loss of the built-in loss for any local batch size.
+    The tolerance of 1e-5 allows for the order of sums."""
     options = {"validator__enable": True, "validator__freq": 4, "validator__steps": 2}
-    run(own_loss_config(tmp_path / "ours", RaggedDataLoader, training__local_batch_size=8, **options))
-    config = own_loss_config(tmp_path / "own", WithoutLabels, training__local_batch_size=batch_size, **options)
-    run(config, OwnLoss)
+    run(custom_loss_config(tmp_path / "ours", RaggedDataLoader, training__local_batch_size=8, **options))
+    config = custom_loss_config(tmp_path / "own", WithoutLabels, training__local_batch_size=batch_size, **options)
+    run(config, CustomLoss)
     expected = read_metrics(tmp_path / "ours", "loss", "grad_norm")
     for row, reference in zip(read_metrics(tmp_path / "own", "loss", "grad_norm"), expected, strict=True):
         assert row == pytest.approx(reference, rel=1e-5)
@@ -63,32 +63,37 @@ def test_a_batch_needs_no_labels(tmp_path, batch_size):
     assert all(0 < entropy <= math.log(2048) + 1e-6 for entropy in entropies)
 
 
-def _own_loss(folder, options):
-    run(own_loss_config(folder, WithoutLabels, training__local_batch_size=1, **options), OwnLoss)
+def _train_custom_loss(folder, options):
+    run(custom_loss_config(folder, WithoutLabels, training__local_batch_size=1, **options), CustomLoss)
 
 
 @pytest.mark.parametrize(
-    "name", ["data_parallel_replicate_degree", "data_parallel_shard_degree", "tensor_parallel_degree"]
+    "name",
+    [
+        pytest.param("data_parallel_replicate_degree", marks=pytest.mark.slow),
+        "data_parallel_shard_degree",
+        pytest.param("tensor_parallel_degree", marks=pytest.mark.slow),
+    ],
 )
-def test_every_rank_s_part_of_an_own_loss_counts_once(tmp_path, name):
+def test_custom_loss_is_summed_over_ranks_once(tmp_path, name):
     options = {"parallelism__disable_loss_parallel": True}
-    _own_loss(tmp_path / "one", options)
-    run_processes(_own_loss, 2, tmp_path / "two", {**options, f"parallelism__{name}": 2})
+    _train_custom_loss(tmp_path / "one", options)
+    run_processes(_train_custom_loss, 2, tmp_path / "two", {**options, f"parallelism__{name}": 2})
     numbers = ("loss", "grad_norm", "entropy")
     expected = read_metrics(tmp_path / "one", *numbers)
     for row, reference in zip(read_metrics(tmp_path / "two", *numbers), expected, strict=True):
         assert row == pytest.approx(reference, rel=1e-4)
 
 
-def test_an_own_loss_does_not_step_in_the_backward_pass(tmp_path):
+def test_custom_loss_excludes_early_step(tmp_path):
     options = {"optimizer__early_step_in_backward": True, "training__max_norm": "inf"}
     config = tiny_config(tmp_path, **options)
-    with pytest.raises(UserError, match=r"--optimizer\.early_step_in_backward.*OwnLoss"):
-        run(config, OwnLoss)
+    with pytest.raises(UserError, match=r"--optimizer\.early_step_in_backward.*CustomLoss"):
+        run(config, CustomLoss)
 
 
 class Doubled(CrossEntropyLoss):
-    """Twice the cross entropy."""
+    """Doubles the cross entropy."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(CrossEntropyLoss.Config):
@@ -98,7 +103,7 @@ class Doubled(CrossEntropyLoss):
         return self.config.factor * super().from_logits(logits_NV, labels_N)
 
 
-def test_a_run_chooses_its_loss(tmp_path):
+def test_run_selects_its_loss(tmp_path):
     plain = tiny_config(tmp_path / "plain", training__steps=1)
     doubled = dataclasses.replace(plain, loss=Doubled.Config(), dump_folder=str(tmp_path / "doubled"))
     assert doubled.to_dict()["loss"] == {"chunk_tokens": 512, "factor": 2.0}
@@ -108,7 +113,7 @@ def test_a_run_chooses_its_loss(tmp_path):
     assert twice == pytest.approx(2 * loss, rel=1e-6)
 
 
-def test_the_command_line_sets_fields_of_the_chosen_loss(tmp_path):
+def test_command_line_sets_fields_of_the_loss(tmp_path):
     (tmp_path / "chosen").mkdir()
     (tmp_path / "chosen/config_registry.py").write_text(
         "from tests.trainer.test_compute_loss import Doubled\n"
@@ -125,7 +130,7 @@ def test_the_command_line_sets_fields_of_the_chosen_loss(tmp_path):
 
 
 class WithCritic(Trainer):
-    """Trains a second model on the same data in the same way, and has a frozen third one."""
+    """Trains a second model on the same data in the same way, and has a third, frozen one."""
 
     def build_models(self):
         spec = self.config.model_spec
@@ -143,7 +148,7 @@ def _weights(trainer, name):
     return {key: value.clone() for key, value in trainer.models[name].parts[0].state_dict().items()}
 
 
-def test_a_second_trained_model_learns_like_the_first_and_resumes(tmp_path):
+def test_second_model_trains_and_resumes(tmp_path):
     options = {"checkpoint__enable": True, "checkpoint__interval": 2, "training__mixed_precision_param": "float32"}
     options |= {"training__max_norm": "inf"}
     straight = train(tmp_path / "straight", trainer_class=WithCritic, **options)
@@ -151,7 +156,7 @@ def test_a_second_trained_model_learns_like_the_first_and_resumes(tmp_path):
     model, critic, frozen = (_weights(straight, name) for name in ("model", "critic", "frozen"))
     for name, value in _weights(alone, "model").items():
         assert torch.equal(model[name], critic[name])
-        assert torch.allclose(model[name], value, atol=1e-6)  # the division comes behind the backward pass
+        assert torch.allclose(model[name], value, atol=1e-6)  # `compute_loss` divides after the backward pass
     assert not torch.equal(model["tok_embeddings.weight"], frozen["tok_embeddings.weight"])
     train(tmp_path / "resumed", trainer_class=WithCritic, training__steps=2, lr_scheduler__total_steps=4, **options)
     resumed = train(tmp_path / "resumed", trainer_class=WithCritic, lr_scheduler__total_steps=4, **options)
@@ -162,23 +167,23 @@ def test_a_second_trained_model_learns_like_the_first_and_resumes(tmp_path):
             assert torch.equal(value, expected), f"{name} {key}"
 
 
-class OwnStep(TemplateTrainer):
-    """Has a step of its own, and a loss that the step does not use."""
+class CustomStep(TemplateTrainer):
+    """Overrides the training step, and the loss in a way that the step does not support."""
 
     def compute_loss(self, batch):
         loss, weight = super().compute_loss(batch)
         return 2 * loss, weight
 
 
-def test_a_step_that_does_not_divide_is_told(tmp_path):
-    with pytest.raises(UserError, match=r"OwnStep has a train_step and a compute_loss.*divide_by_weight"):
-        train(tmp_path, trainer_class=OwnStep)
+def test_step_without_gradient_scaling_is_reported(tmp_path):
+    with pytest.raises(UserError, match=r"CustomStep overrides train_step and compute_loss.*divide_by_weight"):
+        train(tmp_path, trainer_class=CustomStep)
 
 
-def test_names_of_other_states_are_not_for_models(tmp_path):
+def test_model_names_must_not_be_state_names(tmp_path):
     class Misnamed(Trainer):
         def build_models(self):
             return {**super().build_models(), "optimizer": self.build_other_model(self.config.model_spec)}
 
-    with pytest.raises(UserError, match=r"a model cannot be called optimizer"):
+    with pytest.raises(UserError, match=r"a model cannot be named optimizer"):
         train(tmp_path, trainer_class=Misnamed)

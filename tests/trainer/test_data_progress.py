@@ -1,4 +1,4 @@
-"""How much data a run reads and where it ends, against counting batch by batch."""
+"""Data progress and the end of a run, against a count batch by batch."""
 
 import json
 import math
@@ -16,19 +16,19 @@ def make(*, n_samples=None, batch=8, **config):
 
 
 def read_step(length):
-    """A step, as the trainer makes it."""
+    """Count one step as the trainer does."""
     while length.next_is_skipped:
         length.count_batch()
     length.count_batch()
 
 
 def random_skips(rng):
-    """Ranges that may overlap, touch, or lie behind the end."""
+    """Random ranges that may overlap, touch, or start after the end."""
     return [f"{first}-{first + rng.randint(0, 4)}" for first in rng.choices(range(1, 30), k=rng.randint(0, 5))]
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_what_is_foretold_is_what_happens(seed):
+def test_predicted_progress_matches_reading(seed):
     rng = random.Random(seed)
     skips, n_samples = random_skips(rng), rng.randint(1, 200)
     length = make(n_samples=n_samples, batch=8, skip_data=skips)
@@ -45,7 +45,7 @@ def test_what_is_foretold_is_what_happens(seed):
     assert length.n_samples_read == length.samples_read_at(last, last) == expected
 
 
-def test_steps_of_the_configuration():
+def test_steps_from_the_configuration():
     length = make(steps=7, skip_data=["2", "4-5", "9-10"])
     assert length.last_step(0) == 7
     assert [length.data_steps(n) for n in range(1, 8)] == [1, 3, 6, 7, 8, 11, 12]
@@ -54,7 +54,7 @@ def test_steps_of_the_configuration():
 
 
 @pytest.mark.parametrize(("before", "after"), [(8, 16), (16, 8), (8, 6)])
-def test_another_batch_size_loses_and_repeats_nothing(before, after):
+def test_new_batch_size_loses_and_repeats_nothing(before, after):
     first = make(n_samples=120, batch=before)
     for _ in range(5):
         read_step(first)
@@ -68,7 +68,7 @@ def test_another_batch_size_loses_and_repeats_nothing(before, after):
     assert resumed.n_samples_read >= 120
 
 
-def test_what_has_read_everything_is_complete():
+def test_complete_after_all_data():
     length = make(n_samples=10)
     for _ in range(4):
         read_step(length)

@@ -1,4 +1,4 @@
-"""The ledger: which documents each step was trained on."""
+"""The ledger: the documents of each training step."""
 
 import dataclasses
 import json
@@ -16,7 +16,7 @@ from torchtitan.trainer.ledger import Ledger, shortened
 
 @pytest.fixture
 def data(tmp_path) -> Path:
-    """Fifty documents that fill a few windows each."""
+    """Fifty documents, each of a few windows."""
     path = tmp_path / "many.jsonl"
     texts = [f"document {i} " + "has some words " * (3 + i % 7) for i in range(50)]
     path.write_text("\n".join(json.dumps({"text": text}) for text in texts))
@@ -28,7 +28,7 @@ def read(folder: Path) -> list[dict]:
 
 
 def expected(data: Path, n_samples: int) -> list[str]:
-    """The names of the first samples of the global order, from a loader of one rank that takes one at a time."""
+    """Names of the first samples in the global order, from a loader with one rank and batch size 1."""
     config = tiny_config(data.parent, dataloader__dataset=data).dataloader
     from torchtitan.components.tokenizer import PretrainedTokenizer
 
@@ -37,7 +37,7 @@ def expected(data: Path, n_samples: int) -> list[str]:
     return [loader.describe(next(loader)["documents"][0]) for _ in range(n_samples)]
 
 
-def test_every_step_s_documents_in_their_order(tmp_path, data):
+def test_documents_of_every_step_in_order(tmp_path, data):
     train(tmp_path / "run", dataloader__dataset=data, debug__ledger=True, training__global_batch_size=4)
     lines = read(tmp_path / "run")
     assert [(line["step"], line["data_step"]) for line in lines] == [(step, step) for step in range(1, 5)]
@@ -45,13 +45,13 @@ def test_every_step_s_documents_in_their_order(tmp_path, data):
     assert all("many.jsonl, document" in name for line in lines for name in line["documents"])
 
 
-def test_no_ledger_unless_asked_for(tmp_path):
+def test_no_ledger_by_default(tmp_path):
     train(tmp_path)
     assert not (tmp_path / "ledger.jsonl").exists()
 
 
 class Killed(Exception):
-    """Stands for the end of a process between two steps."""
+    """Simulates a kill between two steps."""
 
 
 class KilledAfterStepThree(Trainer):
@@ -61,7 +61,7 @@ class KilledAfterStepThree(Trainer):
             raise Killed
 
 
-def test_a_resumed_run_drops_what_is_done_again(tmp_path, data):
+def test_resumed_run_drops_repeated_steps(tmp_path, data):
     options = {"dataloader__dataset": data, "debug__ledger": True, "training__steps": 5}
     options |= {"checkpoint__enable": True, "checkpoint__interval": 2}
     train(tmp_path / "straight", **options)
@@ -74,8 +74,8 @@ def test_a_resumed_run_drops_what_is_done_again(tmp_path, data):
     assert read(tmp_path / "resumed") == read(tmp_path / "straight")
 
 
-def test_an_epoch_in_the_ledger_is_every_sample_once(tmp_path, data):
-    """Also where the last batch is filled up: what fills it has no name."""
+def test_epoch_has_every_sample_once(tmp_path, data):
+    """The padding of the last batch has no name."""
     trainer = train(
         tmp_path / "run", dataloader__dataset=data, debug__ledger=True, training__epochs=2, training__local_batch_size=5
     )
@@ -86,7 +86,7 @@ def test_an_epoch_in_the_ledger_is_every_sample_once(tmp_path, data):
     assert all(count % 2 == 0 for count in counts.values())
 
 
-def test_a_larger_batch_after_a_resume_reads_the_rest(tmp_path, data):
+def test_larger_batch_after_resume_reads_the_rest(tmp_path, data):
     options = {"dataloader__dataset": data, "debug__ledger": True, "training__epochs": 1}
     options |= {"checkpoint__enable": True, "checkpoint__interval": 3, "lr_scheduler__min_lr_factor": 0.0}
     with pytest.raises(Killed):
@@ -100,7 +100,7 @@ def test_a_larger_batch_after_a_resume_reads_the_rest(tmp_path, data):
     assert trainer.lr_scheduler.lr == 0
 
 
-def test_a_step_that_was_not_taken_has_no_line(tmp_path, data):
+def test_skipped_step_has_no_line(tmp_path, data):
     class Overflowing(Trainer):
         def read_result(self, *arguments):
             outcome = super().read_result(*arguments)
@@ -112,7 +112,7 @@ def test_a_step_that_was_not_taken_has_no_line(tmp_path, data):
     assert [(line["step"], line["data_step"]) for line in read(tmp_path)] == [(1, 1), (3, 3), (4, 4)]
 
 
-def test_a_line_is_there_before_its_checkpoint(tmp_path, data):
+def test_line_is_written_before_the_checkpoint(tmp_path, data):
     class Looking(Trainer):
         def report(self, outcome):
             assert read(tmp_path)[-1]["step"] == self.step
@@ -121,7 +121,7 @@ def test_a_line_is_there_before_its_checkpoint(tmp_path, data):
     train(tmp_path, trainer_class=Looking, dataloader__dataset=data, debug__ledger=True)
 
 
-def test_a_full_disk_ends_the_run(tmp_path, data, monkeypatch):
+def test_full_disk_ends_the_run(tmp_path, data, monkeypatch):
     class FullAfterOneStep(Trainer):
         def complete_step(self, outcome):
             super().complete_step(outcome)
@@ -138,6 +138,6 @@ def test_a_full_disk_ends_the_run(tmp_path, data, monkeypatch):
 
 
 def test_long_lists_are_shortened():
-    assert shortened([]) == "not known"
+    assert shortened([]) == "unknown"
     assert shortened(["a", "b"]) == "a; b"
     assert shortened([str(i) for i in range(11)], shown=3) == "0; 1; 2 and 8 more"

@@ -1,4 +1,4 @@
-"""Data that is left out: `--training.skip_data`."""
+"""Skipped data: `--training.skip_data`."""
 
 import json
 
@@ -22,14 +22,14 @@ def test_ranges():
 
 
 @pytest.mark.parametrize("word", ["", "x", "0", "-3", "5-3", "1-2-3", "1,2", "0-4", "2-", "１"])
-def test_what_is_no_range_is_refused(tmp_path, word):
+def test_invalid_range_is_rejected(tmp_path, word):
     config = tiny_config(tmp_path)
     config.training.skip_data = ["7", word]
     with pytest.raises(UserError, match="skip_data '.*' is neither a step from 1"):
         config.check(world_size=1)
 
 
-def test_a_step_trains_on_what_follows(tmp_path, caplog):
+def test_step_trains_on_the_following_data(tmp_path, caplog):
     options = {"debug__ledger": True, "training__global_batch_size": 4}
     train(tmp_path / "all", **options, training__steps=9)
     with caplog.at_level("INFO", logger="torchtitan"):
@@ -43,7 +43,7 @@ def test_a_step_trains_on_what_follows(tmp_path, caplog):
 
 
 class Killed(Exception):
-    """Stands for the end of a process between two steps."""
+    """Simulates a kill between two steps."""
 
 
 class KilledAfterStepFive(Trainer):
@@ -56,8 +56,8 @@ class KilledAfterStepFive(Trainer):
 SAVING = {"debug__ledger": True, "checkpoint__enable": True, "checkpoint__interval": 3, "training__steps": 7}
 
 
-def test_a_resumed_run_counts_what_was_left_out(tmp_path):
-    """Left out before and after the checkpoint of step 3: equal, bit by bit, to a run that was not killed."""
+def test_resumed_run_counts_skipped_data(tmp_path):
+    """Skips before and after the checkpoint of step 3 are bit-identical to an uninterrupted run."""
     options = {**SAVING, "training__skip_data": ["2", "5-6"]}
     train(tmp_path / "straight", **options)
     with pytest.raises(Killed):
@@ -69,15 +69,15 @@ def test_a_resumed_run_counts_what_was_left_out(tmp_path):
     assert documents(tmp_path / "resumed") == documents(tmp_path / "straight")
 
 
-def test_a_spike_is_left_out_on_resume(tmp_path):
-    """What it is for: back to a checkpoint, and past the data that did the damage; what lies before is ignored."""
+def test_spike_is_skipped_on_resume(tmp_path):
+    """Resume from a checkpoint and skip the harmful data; ranges before the checkpoint are ignored."""
     with pytest.raises(Killed):
         train(tmp_path, trainer_class=KilledAfterStepFive, **SAVING)
     train(tmp_path, **SAVING, training__skip_data=["1", "4-5"])
     assert list(documents(tmp_path)) == [1, 2, 3, 6, 7, 8, 9]
 
 
-def test_data_that_ends_while_it_is_left_out(tmp_path, caplog):
+def test_data_ends_inside_a_skipped_range(tmp_path, caplog):
     text = tmp_path / "small.txt"
     text.write_text(" ".join(f"word{i}" for i in range(200)))
     options = {"dataloader__dataset": text, "training__epochs": 1}

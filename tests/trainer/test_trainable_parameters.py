@@ -1,4 +1,4 @@
-"""What is trained, what that costs, and when it is trained: runs that train a part of a model, or whose data end."""
+"""Runs that train a part of a model, their FLOPs, and runs whose data ends."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,7 +45,7 @@ FROZEN = {
 
 
 def counted(model: Llama3Model) -> int:
-    """What torch counts of a forward and a backward pass over `LENGTH` tokens, with attention as plain products."""
+    """FLOPs of forward and backward over `LENGTH` tokens by torch's counter, with attention as plain products."""
     from torch.utils.flop_counter import FlopCounterMode
 
     with FlopCounterMode(display=False) as counter, torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
@@ -57,17 +57,17 @@ def counted(model: Llama3Model) -> int:
     ("name", "tied"),
     [*((name, False) for name in FROZEN), *((name, True) for name in FROZEN if "all" not in name)],
 )
-def test_the_backward_pass_ends_at_the_first_trained_parameter(name, tied):
-    """Against torch's counter. The formula counts norms as if they multiplied matrices: 7 of 64 elements."""
+def test_backward_pass_ends_at_the_first_trained_parameter(name, tied):
+    """Compare with torch's counter. The formula counts norms like matrix products: 7 of 64 elements."""
     model = make_model(tie_embeddings=tied)
     convert_model(model, [Freeze.Config(include=FROZEN[name]).build()] if FROZEN[name] else [])
     assert 0 <= model.flops_per_token(LENGTH) - counted(model) / LENGTH <= 6 * NORMS
 
 
 @pytest.mark.parametrize("lora", [LoRA.Config(), QLoRA.Config(), LoRA.Config(include=["wo"], rslora=True)])
-def test_adapters_count_beside_the_plain_weights(lora):
-    """Against torch's counter, but for the norms and the first layer: `wk` and `wv`, 64 x 32 each, are counted with a
-    gradient of their inputs, which nobody needs, and so are their adapters' first matrices; and scores come with the
+def test_flops_include_adapters(lora):
+    """Equals torch's counter except for norms and the first layer: the formula counts an unneeded gradient of the
+    inputs of `wk` and `wv`, 64 x 32 each, and of their adapters' first matrices, and attention scores from the
     layer of the first trained parameter."""
     model = make_model()
     convert_model(model, [lora.build()])
@@ -76,7 +76,7 @@ def test_adapters_count_beside_the_plain_weights(lora):
     assert 0 <= excess <= first_layer + 6 * NORMS
 
 
-def test_nothing_is_built_twice(tmp_path, monkeypatch):
+def test_model_is_built_once(tmp_path, monkeypatch):
     built: list[nn.Module] = []
     begin = Llama3Model.__init__
     monkeypatch.setattr(Llama3Model, "__init__", lambda self, config: (built.append(self), begin(self, config))[1])
@@ -84,8 +84,8 @@ def test_nothing_is_built_twice(tmp_path, monkeypatch):
     assert len(built) == 1
 
 
-def test_the_dry_run_executes_what_is_counted(tmp_path):
-    """But for the norms: 5 of 64 elements, of 200 thousand that multiply."""
+def test_dry_run_executes_the_counted_flops(tmp_path):
+    """Equal except for the norms: 5 of 64 elements, next to 200 thousand weights of matrices."""
     config = tiny_config(tmp_path)
     config.model_converters = [Freeze.Config(include=["tok_embeddings", r"^layers\.0\."])]
     (report,) = dry_run(config, world_size=1)
@@ -96,7 +96,7 @@ def test_the_dry_run_executes_what_is_counted(tmp_path):
 
 
 @pytest.mark.parametrize("early", [True, False])
-def test_a_parameter_that_nothing_uses_is_named(early, caplog):
+def test_unused_parameter_is_named(early, caplog):
     model = make_model()
     model.layers["1"].unused = nn.Parameter(torch.ones(3))
     optimizer = Optimizer.Config(early_step_in_backward=early).build(model_parts=[model])
@@ -107,8 +107,8 @@ def test_a_parameter_that_nothing_uses_is_named(early, caplog):
     assert caplog.messages == ["trained parameters without a gradient: layers.*.unused"]
 
 
-def test_a_group_that_takes_only_frozen_parameters_warns(caplog):
-    """But not the default group, which nobody has written for this model."""
+def test_group_of_frozen_parameters_warns(caplog):
+    """The default group does not warn: the user did not write it."""
     model = make_model()
     convert_model(model, [LoRA.Config().build()])
     caplog.clear()
@@ -119,11 +119,11 @@ def test_a_group_that_takes_only_frozen_parameters_warns(caplog):
     assert caplog.messages == [message] * 2
 
 
-# --- data that end ----------------------------------------------------------------------------------------------------
+# --- end of data -----------------------------------------------------------------------------------------------------
 
 
 class Short(PretrainDataLoader):
-    """A stream of which rank 0 has some batches, and no other rank has any: theirs predict nothing."""
+    """A stream with batches on rank 0 only; batches of other ranks have no labels."""
 
     n_batches: ClassVar[int] = 2
     n_read = 0
@@ -131,7 +131,7 @@ class Short(PretrainDataLoader):
 
     @dataclass(kw_only=True, slots=True)
     class Config(PretrainDataLoader.Config):
-        """As of any loader."""
+        """Same options as `PretrainDataLoader`."""
 
     @property
     def exhausted(self) -> bool:
@@ -147,14 +147,14 @@ class Short(PretrainDataLoader):
 
 
 class Simulation(ModelConverter):
-    """Makes the model another one from a step on."""
+    """Changes the model from a step on."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(ModelConverter.Config):
-        """From when."""
+        """Start of the change."""
 
         start_step: int = 2
-        """Steps before."""
+        """Number of steps without the change."""
 
     config: Config
 
@@ -164,7 +164,7 @@ class Simulation(ModelConverter):
 
 
 def train_on_ragged_data(folder: Path) -> None:
-    """On two processes, of which one has no data from the beginning: its gradients are 0, but there."""
+    """One of two processes has no data from the start: its gradients are 0, but exist."""
     for early in (False, True):
         config = tiny_config(
             folder / str(early), training__max_norm="inf", optimizer__early_step_in_backward=early, training__steps=9
@@ -179,14 +179,14 @@ def train_on_ragged_data(folder: Path) -> None:
     (folder / f"rank {dist.get_rank()} has ended").touch()
 
 
-def test_data_that_ends_on_one_rank_in_the_first_step(tmp_path):
+def test_data_ends_on_one_rank_in_the_first_step(tmp_path):
     run_processes(train_on_ragged_data, 2, tmp_path)
     assert len(list(tmp_path.glob("rank *"))) == 2
 
 
 @pytest.mark.parametrize("start_step", [1, 2])
-def test_the_last_validation_computes_as_the_last_step_did(tmp_path, start_step):
-    """Data end after two steps; what would begin with a third one has not begun."""
+def test_last_validation_uses_the_model_of_the_last_step(tmp_path, start_step):
+    """The data ends after two steps; changes for a third step have not begun."""
     validated = {}
     for name, converters in {"plain": [], "simulated": [Simulation.Config(start_step=start_step)]}.items():
         config = tiny_config(

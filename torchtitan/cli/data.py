@@ -214,7 +214,9 @@ def _show(options: argparse.Namespace, resolved: "ResolvedConfig") -> None:
     from torchtitan.cli.data_report import open_console, print_samples
     from torchtitan.cli.data_samples import samples_of
 
-    if options.step is None or options.step < 1:
+    if options.step is None:
+        raise UserError("no step is selected; set --step to the number of a step, from 1")
+    if options.step < 1:
         raise UserError(f"--step must be the number of a step, from 1, not {options.step}")
     path = Path(resolved.config.dump_folder) / "ledger.jsonl"
     line = _ledger_line(path, options.step) if path.is_file() else None

@@ -196,7 +196,7 @@ class _Conversation:
         context = self._opened.context
         if len(prompt) >= context:
             raise UserError(
-                f"the conversation has {len(prompt)} tokens, but the model's context only {context}; use /reset"
+                f"the conversation has {len(prompt)} tokens, but the model's context has only {context}; use /reset"
             )
         stream = TextStream(self._opened.tokenizer, prompt, self._stop)
 

@@ -205,10 +205,10 @@ def _import_folder(folder: Path, module: str) -> ModuleType:
         raise UserError(f"module '{module}': the folder's name '{folder.name}' is not a valid Python package name")
     if str(folder.parent) not in sys.path:
         sys.path.insert(0, str(folder.parent))
-    registry = _import(f"{folder.name}.config_registry", module)
-    if Path(inspect.getfile(registry)).resolve().parent != folder:
+    found = _folder_of(folder.name)
+    if found is None or found.resolve() != folder:
         raise UserError(f"module '{module}': '{folder.name}' is the name of another package; rename the folder")
-    return registry
+    return _import(f"{folder.name}.config_registry", module)
 
 
 def _is_importable(name: str) -> bool:
