@@ -340,7 +340,7 @@ def own_debugmodel() -> MyTrainer.Config:
         main(["train", *own, "--help"])
     assert ended.value.code == 0
     help_text = " ".join(capsys.readouterr().out.split())
-    assert "--custom_config.how_is_your_day" in help_text and "How it is going. (default: great)" in help_text
+    assert "--custom_config.how_is_your_day" in help_text and "Answer to the question. (default: great)" in help_text
 
     run = train("default", *own)
     assert "my day is great" in capsys.readouterr().out

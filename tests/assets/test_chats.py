@@ -76,7 +76,7 @@ def test_index_and_size_are_checked():
     for i in (10, -1):
         with pytest.raises(IndexError):
             Chats("train", 10)[i]
-    with pytest.raises(UserError, match="at least 1 of the Chats, not 0"):
+    with pytest.raises(UserError, match="Chats: n must be at least 1, not 0"):
         Chats("train", 0)
 
 

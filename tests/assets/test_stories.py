@@ -58,7 +58,7 @@ def test_index_and_size_are_checked() -> None:
         Stories("train", 10)[10]
     with pytest.raises(IndexError):
         Stories("train", 10)[-1]
-    with pytest.raises(UserError, match="at least 1 of the Stories, not 0"):
+    with pytest.raises(UserError, match="Stories: n must be at least 1, not 0"):
         Stories("train", 0)
 
 
