@@ -10,5 +10,6 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/scripts/environment.sh"
 use_environment dev
 cd "$root"
-# Two processes, each with half of the tests in their order, so that few fixtures of a module are made twice.
-exec python -m pytest -n 2 --dist worksteal --durations=15 -m "not slow and not long" "$@"
+# Three processes on two cores, since tests of several processes wait for each other. Each takes a third of the tests in
+# their order, so that few fixtures of a module are made twice.
+exec python -m pytest -n 3 --dist worksteal --durations=15 -m "not slow and not long" "$@"

@@ -280,6 +280,7 @@ def test_private_names_of_torch_exist_and_are_used():
         _ = torch_private.other
 
 
+@pytest.mark.slow
 def test_importing_the_trainer_is_cheap():
     """Heavy libraries are imported on first use of the feature that needs them."""
     heavy = ["datasets", "pandas", "pyarrow", "tensorboard", "wandb", "transformers", "torch.distributed.checkpoint"]

@@ -8,6 +8,7 @@ import pytest
 from tests.conftest import PROJECT
 
 PAGES = [PROJECT / "README.md", PROJECT / "CONTRIBUTING.md", *sorted((PROJECT / "docs").glob("*.md"))]
+SLOW_PAGES = ("configuration.md", "memory_and_speed.md", "extending.md")
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -25,7 +26,11 @@ def documented_class(page, name):
     return namespace[name]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=pytest.mark.slow) if page.name in SLOW_PAGES else page for page in PAGES],
+    ids=lambda page: page.name,
+)
 def test_python_blocks_run(page, tmp_path, monkeypatch):
     """Run all blocks of a page in order, in one namespace and an empty folder."""
     monkeypatch.chdir(tmp_path)

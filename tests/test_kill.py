@@ -41,6 +41,14 @@ MODE = {mode.name: mode for mode in MODES}
 # --- runs that are killed ---------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(params=["forked", pytest.param("new interpreter", marks=pytest.mark.long)])
+def start_process(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork the runs, without the imports of new interpreters; the long tests start interpreters, as users do."""
+    if request.param == "forked":
+        monkeypatch.setattr(attempts, "start_process", RunningCommand)
+
+
+@pytest.mark.usefixtures("start_process")
 @pytest.mark.parametrize(
     ("name", "kills"),
     [
@@ -48,13 +56,11 @@ MODE = {mode.name: mode for mode in MODES}
         pytest.param("1 process, async", 3, marks=pytest.mark.slow),
         pytest.param("1 process, async_with_pinned_mem, one rank killed", 3, marks=pytest.mark.slow),
         pytest.param("2 processes, async, one rank killed", 3, marks=pytest.mark.slow),
-        pytest.param("1, 2 or 4 processes, async", 3, marks=pytest.mark.slow),
+        pytest.param("1, 2 or 4 processes, async", 3, marks=pytest.mark.long),
     ],
 )
-def test_kills_leave_no_trace(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, kills: int) -> None:
+def test_kills_leave_no_trace(tmp_path: Path, name: str, kills: int) -> None:
     """The first and third kills are timed inside a save, the second after one."""
-    if kills == 1:  # the quick test, without the imports of new interpreters
-        monkeypatch.setattr(attempts, "start_process", RunningCommand)
     text = command.write_text(tmp_path / "text.txt", seed=0)
     outcome = Campaign(tmp_path, text, kills=kills, seed=0).run(MODE[name])
     assert outcome.passed, outcome
@@ -63,6 +69,7 @@ def test_kills_leave_no_trace(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, n
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("start_process")
 @pytest.mark.parametrize(
     ("name", "kills"),
     [
@@ -114,6 +121,7 @@ def test_modes_without_a_disk_are_skipped(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("start_process")
 def test_forgotten_state_is_caught(tmp_path: Path) -> None:
     text = command.write_text(tmp_path / "text.txt", seed=0)
     options = {"checkpoint.exclude_from_loading": ["optimizer"]}
@@ -176,6 +184,7 @@ def without(name: str) -> dict[str, Any]:
     return {"checkpoint.exclude_from_loading": [name]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("trainer_class", "options", "caught"),
     [

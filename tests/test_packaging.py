@@ -68,6 +68,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable
     return run
 
 
+@pytest.mark.slow
 def test_wheel_contains_every_file(wheel: Path):
     wanted = {
         path.relative_to(PROJECT).as_posix()

@@ -159,6 +159,7 @@ def own_debugmodel():
     assert full != none
 
 
+@pytest.mark.slow
 def test_dataloader():
     """The loader inherits only the base class, so the trainer cannot rely on more."""
     own = write_module('''
@@ -533,6 +534,7 @@ def headless():
 '''
 
 
+@pytest.mark.slow
 def test_converters_are_called_in_order():
     """With two processes, so that weights are sharded."""
     own = write_module(CONVERTERS)

@@ -26,6 +26,7 @@ def validation() -> list[str]:
     return list(Stories("validation"))
 
 
+@pytest.mark.slow
 def test_default_sizes(train: list[str], validation: list[str]) -> None:
     assert len(train) == len(Stories("train")) == 12_000
     assert len(validation) == len(Stories("validation")) == 500
@@ -82,6 +83,7 @@ def test_characters_are_consistent(train: list[str]) -> None:
             assert kind in people or not re.search(pronouns, story, re.IGNORECASE), story
 
 
+@pytest.mark.slow
 def test_sentences_are_well_formed(train: list[str], validation: list[str]) -> None:
     for story in train + validation:
         assert not re.search(r"[{}/]|[.?]\w|  |\b(\w+) \1\b", story), story
@@ -105,6 +107,7 @@ def test_tables_are_consistent() -> None:
     assert tables <= used
 
 
+@pytest.mark.slow
 def test_text_is_learnable_but_not_certain(train: list[str], validation: list[str]) -> None:
     """A model of word triples, trained on one split, predicts the other far better than by frequency, not exactly.
 

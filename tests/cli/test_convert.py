@@ -215,6 +215,7 @@ def reshard_and_export(checkpoint: str, saved: str, exported: str) -> None:
     export_checkpoint(Path(exported), "hf", spec, sharded, Path(checkpoint), max_file_bytes=20_000, ranks=ranks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_distributed_resharding_and_export(tmp_path, processes):
     save_reference(tmp_path / "hf", tied=processes == 2, dtype=torch.float32)
@@ -397,6 +398,7 @@ def large_model(tmp_path_factory) -> Callable[[str], Path]:
     return write
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("source", "target"),
     [

@@ -243,6 +243,7 @@ def test_data_is_escaped(folder, capsys):
     assert "[bold]<script>" in printed
 
 
+@pytest.mark.slow
 def test_page_fits_a_phone(folder):
     """Wide content wraps, or scrolls in its own box. Checked by eye in a browser at 390 px."""
     inspect(*SFT)
@@ -349,6 +350,7 @@ def test_invalid_training_options_are_rejected(chats, folder, capsys):
     assert float(page.row("few.jsonl")[9]) > 1
 
 
+@pytest.mark.slow
 def test_skipped_steps_are_included(chats):
     """Skipped steps add data to a run of N steps, and shorten a run of N epochs."""
     words = chat_options(chats, training__steps=4, training__global_batch_size=2)
@@ -468,6 +470,7 @@ def train_here(words: list[str]) -> None:
         trainer.close()
 
 
+@pytest.mark.slow
 def test_step_from_ledger_equals_plan(chats, capsys):
     words = chat_options(chats, training__steps=4, training__global_batch_size=4, training__skip_data=["2", "4-5"])
     planned = [shown_step(capsys, step, words) for step in (1, 2, 3, 4)]

@@ -189,6 +189,7 @@ def run(capsys, command, *args):
     return code, captured.out, captured.err
 
 
+@pytest.mark.slow
 def test_generate_prints_only_the_text(stories, assets, capsys):
     expected = (assets / "stories260K" / "expected_greedy_200steps.txt").read_text()
     code, out, err = run(capsys, generate, "--checkpoint", stories, "--temperature", 0, "--device", "cpu")

@@ -125,6 +125,7 @@ def assert_quiet(printed: str) -> None:
 
 
 class TestFailures:
+    @pytest.mark.slow
     def test_incompatible_checkpoint(self, start: Callable[..., Command], workplace: Path) -> None:
         """Every rank finds the error; it is reported once."""
         assert start(1, "--checkpoint.enable", "--dump_folder", "earlier", training__steps=1).wait() == 0
@@ -209,6 +210,7 @@ class TestStopping:
         assert re.search(r"stopped after step \d+; nothing is saved .*--checkpoint.enable", command.printed)
         assert_quiet(command.printed)
 
+    @pytest.mark.slow
     def test_printed_command_resumes(self, start: Callable[..., Command], workplace: Path) -> None:
         variables = {"TORCHTITAN_PROGRAM": "./run train.sh"}  # with a space, which must be quoted
         command = start(1, "--checkpoint.enable", "--dump_folder", "it's", variables=variables, **_ENDLESS)
@@ -286,6 +288,7 @@ class TestStopping:
         match = re.search(r"stopped after step (\d+)", command.printed)
         assert match and (workplace / "slow_run" / "checkpoint" / f"step-{match[1]}" / "complete.json").exists()
 
+    @pytest.mark.slow
     def test_second_signal_exits_immediately(self, start: Callable[..., Command], workplace: Path) -> None:
         command = self.slow_save(start, workplace / "endless", 1000)
         time.sleep(1.2)  # earlier, it would count as a repetition of the first one
@@ -293,6 +296,7 @@ class TestStopping:
         assert command.wait() == 128 + signal.SIGINT
         assert "Traceback" not in command.printed
 
+    @pytest.mark.slow
     def test_second_signal_ends_one_process(self, start: Callable[..., Command], workplace: Path) -> None:
         code = """
             import time
@@ -382,6 +386,7 @@ class TestStopping:
         assert launch.launch([], hosts=hosts, processes=1000) == 0
         assert len(started) == 2 and all(worker.process.poll() is not None for worker in started)
 
+    @pytest.mark.slow
     def test_no_process_outlives_its_launcher(self, start: Callable[..., Command]) -> None:
         command = start(2, **_ENDLESS)
         command.wait_for_text(r"step +10/")

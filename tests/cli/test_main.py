@@ -432,6 +432,7 @@ def test_closed_pipe_ends_quietly(args: list[str]) -> None:
     assert result.returncode == -signal.SIGPIPE
 
 
+@pytest.mark.slow
 def test_module_in_current_folder_does_not_hide_a_library(tmp_path: Path) -> None:
     for name in ("tyro", "torch", "dataclasses", "shlex"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('a stranger was here')")

@@ -147,6 +147,7 @@ def test_plain_loop_matches_the_built_in_run(monkeypatch):
     assert_same_numbers(Path("own"), train("built_in", training__steps=3), 3)
 
 
+@pytest.mark.slow
 def test_plain_loop_matches_the_whole_schedule(monkeypatch):
     run_plain_loop(new_plain_loop(shrunk), monkeypatch, "--steps", "20", "--folder", "own")
     settings = {"training__seq_len": 32, "training__local_batch_size": 2, "training__steps": 20}
@@ -155,6 +156,7 @@ def test_plain_loop_matches_the_whole_schedule(monkeypatch):
     assert len(read_validation(Path("own"))) == 2
 
 
+@pytest.mark.slow
 def test_plain_loop_resumes_exactly_after_a_kill(monkeypatch):
     path = new_plain_loop(shrunk)
     run_plain_loop(path, monkeypatch, "--steps", "40", "--folder", "straight")
@@ -183,6 +185,7 @@ def wait_for_step(folder: Path, step: int, process: RunningCommand) -> None:
     pytest.fail(f"step {step} was not reached within a minute")
 
 
+@pytest.mark.slow
 def test_plain_loop_on_local_text_with_traces(monkeypatch):
     """A text without a validation split; the trace is of step 10."""
     Path("my.txt").write_text("It was the best of times, it was the worst of times. " * 50)

@@ -124,12 +124,13 @@ def numbers(folder: Path) -> list[dict[str, Any]]:
 
 
 class TestOurLauncher:
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("how", "processes"),
         [
-            pytest.param("kill", 2, marks=pytest.mark.slow),
+            pytest.param("kill", 2, marks=pytest.mark.long),
             ("crash", 1),
-            pytest.param("hang", 2, marks=pytest.mark.slow),
+            ("hang", 2),
             pytest.param("kill", 4, marks=pytest.mark.long),
         ],
     )
@@ -145,6 +146,7 @@ class TestOurLauncher:
         assert numbers(workplace / folder) == expected(processes)
         assert [line["step"] for line in expected(processes)] == [*range(1, 9)]
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(("how", "code"), [("mistake", 2), ("failure", 3)])
     def test_deterministic_failure_is_not_restarted(self, start: Callable[..., Command], how: str, code: int) -> None:
         command = start(*LAUNCHER, *MODULE, *options(f"{how}-1"), HOW=how, NGPU="1", MAX_RESTARTS="2")
@@ -188,9 +190,8 @@ class TestOurLauncher:
 
 
 class TestTorchrun:
-    @pytest.mark.parametrize(
-        "processes", [pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.long)]
-    )
+    @pytest.mark.long
+    @pytest.mark.parametrize("processes", [2, 4])
     def test_killed_worker_restarts(
         self, start: Callable[..., Command], workplace: Path, expected: Any, processes: int
     ) -> None:
@@ -203,7 +204,7 @@ class TestTorchrun:
         assert numbers(workplace / folder) == expected(processes)
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("how", ["not", "kill"])
+    @pytest.mark.parametrize("how", [pytest.param("not", marks=pytest.mark.long), "kill"])
     def test_two_agents(self, start: Callable[..., Command], workplace: Path, expected: Any, how: str) -> None:
         """Two agents with two processes each equal four processes of one launcher, also after a kill."""
         folder = f"agents-{how}"
@@ -214,11 +215,12 @@ class TestTorchrun:
         assert any("loaded agents-kill/checkpoint/step-3" in agent.printed for agent in agents) == (how == "kill")
         assert numbers(workplace / folder) == expected(4)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("words", "message"),
         [
             (["--dataloader.dataset", "nowhere.txt"], "'nowhere.txt'"),
-            pytest.param(["--training.stepz", "3"], "Unrecognized options: --training.stepz", marks=pytest.mark.slow),
+            pytest.param(["--training.stepz", "3"], "Unrecognized options: --training.stepz", marks=pytest.mark.long),
         ],
     )
     def test_mistake_is_reported_once(self, start: Callable[..., Command], words: list[str], message: str) -> None:

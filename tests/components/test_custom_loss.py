@@ -58,6 +58,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     return numbers(folder / "with")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_documented_loss_matches_a_single_process(layout, workers, expected, tmp_path):
     workers.run(train_documented_loss, tmp_path, LAYOUTS[layout])

@@ -217,6 +217,7 @@ def compare_in_layouts(folder: Path, layouts: list[str], optimizer: str) -> None
     (folder / f"rank {dist.get_rank()} has compared").touch()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layouts", "optimizer"),
     [
@@ -259,6 +260,7 @@ def compare_offloaded(folder: Path) -> None:
     (folder / f"rank {dist.get_rank()} has compared").touch()
 
 
+@pytest.mark.slow
 def test_offloaded_weights_train_and_resume(tmp_path):
     run_processes(compare_offloaded, 2, tmp_path)
     assert len(list(tmp_path.iterdir())) == 2

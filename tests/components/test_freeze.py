@@ -105,6 +105,7 @@ def train_layouts(folder: Path) -> None:
             assert torch.equal(weight, trainer.initial[parameter]) == is_frozen(parameter), (name, parameter)
 
 
+@pytest.mark.slow
 def test_two_processes_match_one(tmp_path):
     """The tolerance of 1e-5 covers float32 sums in a different order. In bfloat16, frozen weights are stored in
     bfloat16; 1e-2 is a few of its rounding steps of 2^-8."""

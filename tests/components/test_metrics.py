@@ -349,6 +349,7 @@ class TestWandB:
         assert all(set(values) == KEYS - {"step"} for _, values in FakeRun.logged)
         assert FakeRun.finished == 3
 
+    @pytest.mark.slow
     def test_offline_mode_needs_no_network(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.importorskip("wandb", reason="requires wandb")
         for name, value in {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}.items():
@@ -558,6 +559,7 @@ class TestConfig:
         with pytest.raises(UserError, match=r"metrics\.log_freq is 0"):
             build_metrics(tmp_path, MetricsProcessor.Config(log_freq=0))
 
+    @pytest.mark.slow
     def test_importing_metrics_does_not_import_trackers(self) -> None:
         script = (
             "import sys, torchtitan.components.metrics, torchtitan.components.profiling\n"
@@ -614,6 +616,7 @@ class TestDevice:
         expected = (1024**2 * (1024 + 1024) / 0.002, "measured: 1024x1024 matrix product in bfloat16")
         assert peak_flops(CPU, torch.bfloat16) == expected
 
+    @pytest.mark.slow
     @pytest.mark.usefixtures("measuring")
     def test_the_peak_of_a_cpu_is_measured(self) -> None:
         random_state = torch.get_rng_state()
@@ -634,6 +637,7 @@ class TestDevice:
         # Within a factor of 8, since other processes may use the cores; a wrong unit is off by more.
         assert reference / 8 < peak.value < reference * 8
 
+    @pytest.mark.slow
     def test_memory_is_the_peak_of_this_process(self) -> None:
         before = memory_gib(CPU)
         block = torch.ones(2**28)  # 1 GiB, written

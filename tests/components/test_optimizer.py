@@ -444,6 +444,7 @@ def compare_sharded_with_whole(folder: Path) -> None:
     (folder / f"rank {dist.get_rank()} has compared").touch()
 
 
+@pytest.mark.slow
 def test_two_processes_match_one(tmp_path):
     run_processes(compare_sharded_with_whole, 2, tmp_path)
     assert len(list(tmp_path.iterdir())) == 2

@@ -158,6 +158,7 @@ class TestSets:
             config.validation_dataloaders()
 
 
+@pytest.mark.slow
 def test_validation_at_start(tmp_path, texts):
     """Validate the untrained model before the first step. Training is bitwise unchanged, and a resumed run does not
     validate at its start."""

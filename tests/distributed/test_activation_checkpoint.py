@@ -246,6 +246,7 @@ def test_a_memory_budget_sets_the_compiler_option(functorch_config):
     assert functorch_config.activation_memory_budget == 1.0
 
 
+@pytest.mark.slow
 def test_a_smaller_memory_budget_saves_memory(functorch_config):
     """The backend decides which tensors to save, but generates no code."""
 
@@ -324,6 +325,7 @@ def compare_layouts(folder: Path) -> None:
     (folder / f"rank {dist.get_rank()} has compared").touch()
 
 
+@pytest.mark.slow
 def test_two_processes_are_bitwise_equal(tmp_path):
     """Under FSDP, DDP, and tensor parallelism."""
     run_processes(compare_layouts, 2, tmp_path)

@@ -91,13 +91,16 @@ def compare_with_eager(config: CompileConfig, mode: str) -> None:
         assert_close(step(model, loss, seed), step(expected_model, expected_loss, seed))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_loss_and_gradients_match_eager(mode):
     compare_with_eager(EAGER_KERNELS, mode)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode", [mode if mode == "selective" else pytest.param(mode, marks=pytest.mark.long) for mode in MODES]
+)
 def test_inductor_matches_eager(mode):
     compare_with_eager(CompileConfig(enable=True), mode)
 
@@ -170,6 +173,7 @@ def count_graphs() -> int:
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_layers_share_compiled_code_and_new_documents_do_not_recompile(log, mode):
     model, loss = make_model(EAGER_KERNELS, mode), make_loss(EAGER_KERNELS)
@@ -181,6 +185,7 @@ def test_layers_share_compiled_code_and_new_documents_do_not_recompile(log, mode
     assert monitor.recompiles == 0
 
 
+@pytest.mark.slow
 def test_a_new_shape_is_recompiled_with_a_warning(log):
     model, loss = make_model(EAGER_KERNELS), make_loss()
     monitor = RecompileMonitor()
@@ -196,6 +201,7 @@ def test_a_new_shape_is_recompiled_with_a_warning(log):
     assert monitor.recompiles == 1  # the second graph accepts any length
 
 
+@pytest.mark.slow
 def test_validation_is_not_reported_as_recompilation(log):
     """Validation has no gradients, and so needs other compiled code."""
     model, loss = make_model(EAGER_KERNELS), make_loss()
@@ -217,6 +223,7 @@ def test_an_eager_step_reports_nothing(log):
     assert log.messages == []
 
 
+@pytest.mark.slow
 def test_the_trainer_reports_compilation(tmp_path, log):
     train(tmp_path, compile__enable=True, compile__backend="aot_eager")
     assert [message for message in log.messages if "compiled" in message] == ["compiled 2 graphs in step 1"]

@@ -81,11 +81,13 @@ def wait_for_timeouts(folder: Path) -> None:
     os._exit(0)  # a group that timed out cannot be destroyed cleanly
 
 
+@pytest.mark.slow
 def test_timeouts_take_effect(tmp_path: Path) -> None:
     run_processes(wait_for_timeouts, 3, tmp_path)
     assert len(list(tmp_path.iterdir())) == 3
 
 
+@pytest.mark.slow
 def test_each_attempt_has_a_separate_store(monkeypatch: pytest.MonkeyPatch) -> None:
     """The store of torchrun keeps the keys of earlier attempts, also of one whose process died during startup."""
     server = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)

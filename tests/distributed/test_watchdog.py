@@ -95,6 +95,7 @@ class TestLoops:
         assert "MainThread (most recent call last):\n" in printed and "time.sleep(1000)" not in printed.splitlines()[0]
         assert f'has not ended after {_LIMIT} seconds: the process is in step 2, phase "data"' in printed
 
+    @pytest.mark.slow
     def test_a_sleeping_rank_is_reported(self, ranks: list[Ranks], tmp_path: Path) -> None:
         ranks.append(Ranks(tmp_path, 2, data="if step == 2 and rank == 1: time.sleep(1000)"))
         codes, printed = ranks[0].wait()
@@ -107,6 +108,7 @@ class TestLoops:
         assert re.fullmatch(r'  rank 1: in step 2, phase "data", at <module> \(loop.py:\d+\)', findings[0])
         assert re.fullmatch(r'  rank 0: in step 2, phase "forward and backward", at .*', findings[1])
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("culprit", "how"),
         [
@@ -129,6 +131,7 @@ class TestLoops:
         assert "dist.barrier()" in printed[other]
         assert re.search(r'File ".*loop.py", line \d+ in (<module>|hold_the_gil)', printed[culprit])
 
+    @pytest.mark.slow
     def test_time_between_steps_does_not_count(self, ranks: list[Ranks], tmp_path: Path) -> None:
         """This holds also if one rank takes the time and the others wait for it in their next step, and at the end."""
         ranks.append(Ranks(tmp_path, 2, between=f"if rank == 1 and step > 1: time.sleep({2 * _LIMIT})"))
@@ -142,6 +145,7 @@ class TestLoops:
         codes, printed = ranks[0].wait()
         assert codes == [3, 3] and "rank 1 holds up the others" in "".join(printed)
 
+    @pytest.mark.slow
     def test_time_in_a_stopped_process_does_not_count(self, ranks: list[Ranks], tmp_path: Path) -> None:
         """A process is stopped by Ctrl-Z and continued by `fg`."""
         started = tmp_path / "started"
@@ -250,7 +254,8 @@ class TestRuns:
         finally:
             command.kill()
 
-    @pytest.mark.parametrize("torchrun", [False, pytest.param(True, marks=pytest.mark.slow)])
+    @pytest.mark.slow
+    @pytest.mark.parametrize("torchrun", [False, pytest.param(True, marks=pytest.mark.long)])
     def test_a_sleeping_rank_ends_the_run(self, folder: Path, torchrun: bool) -> None:
         code, printed = self.run(folder, "hanging", torchrun=torchrun, **{"comm.step_timeout_seconds": 3})
         assert code == (1 if torchrun else 3)  # torchrun returns its own code

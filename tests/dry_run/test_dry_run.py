@@ -62,6 +62,7 @@ DEFAULT = ("PP", "FSDP, full", "FSDP, selective")
 """Layouts of the default run; the others are slow."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout", [layout if layout in DEFAULT else pytest.param(layout, marks=pytest.mark.slow) for layout in LAYOUTS]
 )
@@ -86,6 +87,7 @@ def list_messages(report):
     return [traffic for traffic in report["communication"] if traffic["kind"] != "all-reduce"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "schedule",
     [
@@ -114,6 +116,7 @@ def test_replayed_micro_batches_match_computed_ones(schedule, tmp_path, monkeypa
             assert report.peak[kind] == pytest.approx(n_bytes, rel=0.05, abs=64), kind
 
 
+@pytest.mark.slow
 def test_operations_match_the_formula_without_recomputation(tmp_path):
     """The tolerance covers norms: the formula counts their 5 x 64 weights of half a million as matrix elements."""
     (report,) = dry_run(tiny_config(tmp_path), 1)
@@ -123,6 +126,7 @@ def test_operations_match_the_formula_without_recomputation(tmp_path):
     assert 1.05 < recomputed.executed_flops / report.executed_flops < 4 / 3
 
 
+@pytest.mark.slow
 def test_offloaded_weights_use_no_device_memory(tmp_path):
     (on_device,) = dry_run(tiny_config(tmp_path), 2)
     (offloaded,) = dry_run(tiny_config(tmp_path, training__enable_cpu_offload=True), 2)

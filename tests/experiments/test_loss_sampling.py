@@ -44,6 +44,7 @@ class TestSampler:
         weights = np.array([1, 1.75**2, 2.5**2, 1.75**2])
         assert sampler.chances() == pytest.approx(0.8 * weights / weights.sum() + 0.05)
 
+    @pytest.mark.slow
     def test_the_first_sample_is_drawn_by_its_chance(self):
         """Counts of 20,000 draws are within 4.5 standard deviations."""
         config = LossSampler.Config(explore=0.1)
@@ -57,6 +58,7 @@ class TestSampler:
         deviation = np.sqrt(draws * expected * (1 - expected))
         assert (np.abs(first - draws * expected) < 4.5 * deviation).all()
 
+    @pytest.mark.slow
     def test_the_second_sample_is_drawn_by_its_conditional_chance(self):
         """A draw has no repetitions, so the second sample is drawn from the others."""
         sampler = LossSampler.Config(explore=0.0).build(n_samples=3, seed=1)
@@ -164,6 +166,7 @@ class TestRun:
         assert shares[0.0] == pytest.approx(0.5, abs=0.2)
         assert shares[4.0] > 0.75
 
+    @pytest.mark.slow
     def test_runs_are_deterministic(self, tmp_path):
         for name in ("once", "again"):
             run(config_of(tmp_path / name, dataloader__sampler__power=8.0))
@@ -187,6 +190,7 @@ class TestRun:
         for statistics in observed:
             assert statistics.sample_losses.min() <= statistics.loss <= statistics.sample_losses.max()
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.slow)])
     def test_resume_is_exact(self, tmp_path, num_workers):
         """The checkpoint contains the observed losses, so a killed and resumed run draws the same samples."""

@@ -139,6 +139,7 @@ def train_with_trl(folder: Path, output: Path) -> list[dict[str, float]]:
     return [entry for entry in trainer.state.log_history if "loss" in entry]
 
 
+@pytest.mark.slow
 def test_metrics_do_not_depend_on_micro_batches_and_padding(folder, tmp_path):
     """Five pairs in an epoch, so that padding fills the last batch. The tolerance covers the order of sums."""
     options = {"dataloader__dataset": [folder / "odd.jsonl"], "training__epochs": 2}
@@ -151,6 +152,7 @@ def test_metrics_do_not_depend_on_micro_batches_and_padding(folder, tmp_path):
             assert row == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -224,6 +226,7 @@ def test_invalid_options_are_rejected(folder, tmp_path):
         train_dpo(folder, tmp_path, reference__offload=True)
 
 
+@pytest.mark.slow
 def test_a_dry_run_counts_both_models(folder, tmp_path):
     from torchtitan.dry_run.fake_trainer import fake_trainer, without_data
     from torchtitan.experiments.preference.config_registry import dpo as dpo_config
@@ -242,6 +245,7 @@ def test_a_dry_run_counts_both_models(folder, tmp_path):
     assert trainer.work.work.flops > 0
 
 
+@pytest.mark.slow
 def test_the_model_starts_equal_to_the_reference(folder, tmp_path):
     """This holds in bfloat16 too, with autocast (one process) and FSDP (two processes)."""
     options = {"training__steps": 1, "training__mixed_precision_param": "bfloat16"}

@@ -30,9 +30,8 @@ QUICK = {
 @pytest.mark.parametrize(
     "kind",
     [
-        "lora",
         "qlora",
-        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("dora", "float8", "qat")),
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("lora", "dora", "float8", "qat")),
     ],
 )
 def test_small_model_learns(tmp_path, kind):
@@ -59,6 +58,7 @@ def test_large_configurations_convert_the_named_layers(size, monkeypatch):
             config.model_converters[0].check_device()
 
 
+@pytest.mark.slow
 def test_frozen_rows_of_added_tokens_warn(tmp_path, caplog):
     """A model that cannot learn the end-of-turn token never stops."""
     words = [
@@ -80,6 +80,7 @@ def test_frozen_rows_of_added_tokens_warn(tmp_path, caplog):
 class TestFromHuggingFace:
     """`MODULE=auto CONFIG=lora --hf_assets_path DIR --dataloader.dataset my.jsonl`."""
 
+    @pytest.mark.slow
     def test_exports_adapter_and_merged_model(self, tmp_path, pretrained, chat_file):
         """transformers opens the merged model, and peft opens the adapter on its base model."""
         from peft import PeftModel
@@ -114,6 +115,7 @@ class TestFromHuggingFace:
                 assert not torch.allclose(adapted(tokens).logits, logits, atol=1e-2)
         assert loss_of_transformers(folder, CHATS) < first
 
+    @pytest.mark.slow
     def test_resumes_without_the_base_weights(self, tmp_path, pretrained, chat_file):
         """The losses equal an uninterrupted run, bit for bit."""
         options = {

@@ -122,6 +122,7 @@ def test_cached_generation_equals_transformers() -> None:
 # --- sizes and config.json --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flavor", "parameters"),
     # From the files of the published models, without the second copy of a tied matrix.
@@ -192,6 +193,7 @@ def pretrained(tmp_path: Path) -> Path:
     return tmp_path / "hf"
 
 
+@pytest.mark.slow
 def test_adapters_for_a_hugging_face_folder(tmp_path: Path, pretrained: Path, chat_file: Path) -> None:
     """transformers opens the merged model, and peft opens the adapter on its base model."""
     from peft import PeftModel

@@ -86,6 +86,7 @@ SHORT = {"training__epochs": 3, "training__mixed_precision_param": "float32", "m
 class TestFromHuggingFace:
     """`MODULE=auto CONFIG=sft --hf_assets_path DIR --dataloader.dataset my.jsonl`."""
 
+    @pytest.mark.slow
     def test_to_hugging_face(self, tmp_path, pretrained, chat_file):
         from transformers import AutoTokenizer, GenerationConfig
 
@@ -103,6 +104,7 @@ class TestFromHuggingFace:
         assert tokenizer.apply_chat_template(CHATS[1]) == own.apply_chat_template(CHATS[1])
         assert GenerationConfig.from_pretrained(exported).eos_token_id == 1
 
+    @pytest.mark.slow
     def test_with_added_tokens_and_template(self, tmp_path, pretrained, chat_file):
         from transformers import AutoTokenizer, GenerationConfig
 
@@ -147,7 +149,7 @@ class TestFromHuggingFace:
         config.dataloader.dataset = ["my.jsonl"]
         config.dataloader.validate()
 
-    @pytest.mark.slow
+    @pytest.mark.long
     def test_real_model_learns(self, tmp_path, assets):
         """stories260K on the built-in conversations: the validation loss falls."""
         folder = assets / "stories260K" / "hf-converted"
@@ -175,6 +177,7 @@ class TestFromHuggingFace:
 class TestDebugModel:
     """`CONFIG=debugmodel_sft`, offline."""
 
+    @pytest.mark.slow
     def test_export_has_the_chatml_template(self, tmp_path):
         from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -105,6 +105,7 @@ def test_evaluation_during_training(tmp_path, files):
     assert read_metrics(tmp_path / "with", "loss") == read_metrics(tmp_path / "without", "loss")
 
 
+@pytest.mark.slow
 def test_evaluation_under_fsdp(tmp_path, files):
     _train(tmp_path / "one", files)
     run_processes(_train, 2, tmp_path / "two", files)

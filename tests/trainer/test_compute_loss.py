@@ -148,6 +148,7 @@ def _weights(trainer, name):
     return {key: value.clone() for key, value in trainer.models[name].parts[0].state_dict().items()}
 
 
+@pytest.mark.slow
 def test_second_model_trains_and_resumes(tmp_path):
     options = {"checkpoint__enable": True, "checkpoint__interval": 2, "training__mixed_precision_param": "float32"}
     options |= {"training__max_norm": "inf"}

@@ -86,6 +86,7 @@ def test_epoch_has_every_sample_once(tmp_path, data):
     assert all(count % 2 == 0 for count in counts.values())
 
 
+@pytest.mark.slow
 def test_larger_batch_after_resume_reads_the_rest(tmp_path, data):
     options = {"dataloader__dataset": data, "debug__ledger": True, "training__epochs": 1}
     options |= {"checkpoint__enable": True, "checkpoint__interval": 3, "lr_scheduler__min_lr_factor": 0.0}

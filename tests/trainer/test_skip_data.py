@@ -56,6 +56,7 @@ class KilledAfterStepFive(Trainer):
 SAVING = {"debug__ledger": True, "checkpoint__enable": True, "checkpoint__interval": 3, "training__steps": 7}
 
 
+@pytest.mark.slow
 def test_resumed_run_counts_skipped_data(tmp_path):
     """Skips before and after the checkpoint of step 3 are bit-identical to an uninterrupted run."""
     options = {**SAVING, "training__skip_data": ["2", "5-6"]}

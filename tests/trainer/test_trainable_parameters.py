@@ -179,6 +179,7 @@ def train_on_ragged_data(folder: Path) -> None:
     (folder / f"rank {dist.get_rank()} has ended").touch()
 
 
+@pytest.mark.slow
 def test_data_ends_on_one_rank_in_the_first_step(tmp_path):
     run_processes(train_on_ragged_data, 2, tmp_path)
     assert len(list(tmp_path.glob("rank *"))) == 2

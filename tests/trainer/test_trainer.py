@@ -91,6 +91,7 @@ class TestLoss:
         assert read_metrics(tmp_path, "loss", "grad_norm") == [(step, 0.0, 0.0) for step in range(1, 5)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 def test_bfloat16_computes_close_to_float32(tmp_path, processes):
     launch(tmp_path, processes, training__mixed_precision_param="bfloat16", training__global_batch_size=8)
@@ -155,6 +156,7 @@ def test_resume_with_two_processes_is_exact(tmp_path):
     assert read_metrics(tmp_path / "resumed", *EXACT) == read_metrics(tmp_path / "straight", *EXACT)[5:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [pytest.param(1, 2, marks=pytest.mark.slow), (2, 1)])
 def test_resume_with_another_number_of_processes(tmp_path, before, after):
     """The data continues at its position, and the metrics are equal up to rounding."""
@@ -253,6 +255,7 @@ class TestEndOfData:
         assert trainer.step == trainer.lr_scheduler.total_steps == steps > 1
         assert len(read_metrics(tmp_path)) == steps
 
+    @pytest.mark.slow
     def test_infinite_data_repeats(self, tmp_path, small_text):
         trainer = train(tmp_path, dataloader__dataset=small_text, training__steps=40)
         assert trainer.step == 40
@@ -377,7 +380,7 @@ class TestCheck:
         assert BaseDataLoader.Config().for_validation("") is None
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_debug_model_learns(tmp_path):
     """In 100 steps, training and validation loss fall from about ln(2048) = 7.6 to well under half."""
     from torchtitan.models.llama3.config_registry import llama3_debugmodel

@@ -96,6 +96,7 @@ def test_nested_references_count_in_full(value, monkeypatch):
         rendered(growing("[1]", value))
 
 
+@pytest.mark.slow
 def test_comparison_costs_the_sizes_of_its_operands(monkeypatch):
     monkeypatch.setattr(sandbox, "_BUDGET", 2**24)
     double = "['', '']|map('default', {}, true)|list"

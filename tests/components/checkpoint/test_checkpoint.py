@@ -664,6 +664,7 @@ def test_random_state_of_the_accelerator(monkeypatch: pytest.MonkeyPatch) -> Non
     assert device.state.tolist() == [1, 2, 3]
 
 
+@pytest.mark.slow
 def test_import_does_not_load_dcp() -> None:
     code = "import sys, torchtitan.components.checkpoint; sys.exit('torch.distributed.checkpoint' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

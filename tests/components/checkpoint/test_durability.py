@@ -322,6 +322,7 @@ def test_two_ranks_divide_the_digesting(tmp_path: Path) -> None:
 # Saving in the background
 
 
+@pytest.mark.slow
 def test_the_writer_process_saves_the_values_of_the_step(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
     run = Run(tmp_path, async_mode="async_with_pinned_mem")
     run.train(1)
@@ -351,6 +352,7 @@ def test_the_writer_process_saves_the_values_of_the_step(tmp_path: Path, log: py
     assert_same(loaded.snapshot(), at_save)
 
 
+@pytest.mark.slow
 def test_the_writer_process_ignores_local_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "ctypes.py").write_text("raise ImportError('wrong module')")
     monkeypatch.chdir(tmp_path)
@@ -361,6 +363,7 @@ def test_the_writer_process_ignores_local_modules(tmp_path: Path, monkeypatch: p
     assert steps(tmp_path) == [1]
 
 
+@pytest.mark.slow
 def test_the_writer_process_is_killed_during_a_save(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
     run = Run(tmp_path, async_mode="async_with_pinned_mem")
     run.train(1)
@@ -416,6 +419,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.slow
 def test_a_killed_run_leaves_no_process(tmp_path: Path) -> None:
     rank = RunningCommand([sys.executable, "-c", KILLED_RANK, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert rank.stdout is not None
@@ -435,6 +439,7 @@ def _is_running(pid: int) -> bool:
     return False
 
 
+@pytest.mark.slow
 def test_all_kinds_of_state_pass_through_shared_memory(tmp_path: Path) -> None:
     tensors = {
         "scalar": torch.tensor(1.5),
@@ -923,6 +928,7 @@ def _resume_pair_sharded(folder: Path) -> None:
         torch.save(at_save, folder / "pair-of-two.pt")
 
 
+@pytest.mark.slow
 def test_two_models(tmp_path: Path) -> None:
     source = Run(tmp_path / "source", seed=4)
     source.train_and_save(3)

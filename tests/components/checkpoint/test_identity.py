@@ -72,6 +72,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.slow
 def test_two_methods_in_the_default_folder(torchtitan: Torchtitan, from_hf: dict[str, object], tmp_path: Path) -> None:
     """The second run does not overwrite the model of the first one; it needs its own folder."""
     chats = {"dataloader.dataset": "chats.jsonl", **from_hf}
@@ -92,6 +93,7 @@ def test_another_method_does_not_resume(torchtitan: Torchtitan, from_hf: dict[st
     assert code == 2 and "auto.pretrain and is auto.sft" in printed and "dataloader.dataset was" in printed, printed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("last", ["last_save_in_hf", "last_save_model_only", ""])
 def test_the_same_command_after_the_end(torchtitan: Torchtitan, tmp_path: Path, last: str) -> None:
     options = {**TINY, **SAVING, **({f"checkpoint.{last}": True} if last else {})}

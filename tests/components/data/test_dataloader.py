@@ -272,6 +272,7 @@ raise RuntimeError("boom")
 """
 
 
+@pytest.mark.slow
 def test_failing_program_exits_without_closing_the_loader(config):
     arguments = [sys.executable, "-c", UNCLOSED, config.dataset, config.cache_dir]
     result = run_command(arguments, timeout=60)

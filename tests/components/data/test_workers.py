@@ -29,6 +29,7 @@ def die_on_second_rank() -> None:
     dist.barrier()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("failing", "message"), [(fail_on_second_rank, "ValueError: what went wrong"), (die_on_second_rank, "died")]
 )

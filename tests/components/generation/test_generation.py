@@ -67,6 +67,7 @@ def test_stories_model_generates_the_published_text(stories_model, stories_token
     assert generation.finish_reason == "length"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("use_cache", [True, False])
 def test_a_batch_of_ragged_prompts_equals_transformers(stories_model, stories, story_prompts, use_cache):
     transformers = pytest.importorskip("transformers")
@@ -496,6 +497,7 @@ def sharded_generations(layout: str, expected: list[list[int]]) -> None:
         generate(model, [[1]], max_new_tokens=2, group=dist.group.WORLD)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["fsdp", "tp"])
 def test_sharded_models_generate_the_same(workers, layout):
     expected = ids_of(generate(small_model(), TINY_PROMPTS, max_new_tokens=12))

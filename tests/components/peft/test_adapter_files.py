@@ -426,6 +426,7 @@ def load_base_head(model: nn.Module, source: AdapterSource) -> None:
         weight.copy_(distribute_tensor(whole, weight.device_mesh, weight.placements) if is_sharded else whole)
 
 
+@pytest.mark.slow
 def test_each_process_reads_its_shard(base, tmp_path, ernie):
     save_peft_adapter(tmp_path, ernie, "dora", "head")
     run_processes(check_layouts, 2, base, tmp_path)
@@ -543,6 +544,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", OTHERS)
 def test_an_adapter_that_is_not_all_trained_weights_is_not_written(runs, tmp_path, capsys, caplog, case):
     """Exports have no separate adapter, and `--to peft` is rejected; both messages give the reason."""

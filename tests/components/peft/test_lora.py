@@ -343,6 +343,7 @@ def test_resuming_is_exact(tmp_path, adapter):
     assert parts == whole
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["full", "selective"])
 def test_recomputed_dropout_is_the_same(tmp_path, mode):
     """Activation checkpointing draws the same random numbers again."""
@@ -473,6 +474,7 @@ def start_in_bfloat16(folder: Path) -> None:
         run(config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, PROCESSES])
 def test_the_first_loss_in_bfloat16_equals_the_plain_run(workers, tmp_path, processes):
     """Exactly, with autocast and with FSDP: freezing does not change the type of any computation."""
@@ -489,6 +491,7 @@ def train_layout(folder: Path, name: str) -> None:
     run_and_keep_warnings(lora_config(folder, adapter, **options))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] if "everywhere" in name else []) for name in LAYOUTS]
 )
@@ -549,6 +552,7 @@ def train_with_idle_parameter(folder: Path) -> None:
     run_and_keep_warnings(idle_config(folder))
 
 
+@pytest.mark.slow
 def test_a_parameter_without_a_gradient_is_named(workers, tmp_path, caplog):
     message = "trained parameters without a gradient: norm.idle"
     with caplog.at_level("WARNING", "torchtitan"):

@@ -141,6 +141,7 @@ def test_learns_like_lora(tmp_path):
     assert qlora == [pytest.approx(loss, rel=2e-2) for loss in lora]
 
 
+@pytest.mark.slow
 def test_a_step_needs_less_memory(tmp_path):
     """Only the packed weights account for the difference: no unpacked weight is kept."""
     options = {"model__dim": 256, "model__ffn_dim": 1024, "model__n_layers": 4}
@@ -214,6 +215,7 @@ def check_dropout_on_sharded_layers() -> None:
         torch.testing.assert_close((x * inputs.grad.full_tensor()).sum(), total, rtol=1e-4, atol=1e-2)
 
 
+@pytest.mark.slow
 def test_dora_and_dropout_under_tensor_parallelism(workers):
     workers.run(check_dropout_on_sharded_layers)
 
@@ -253,6 +255,7 @@ def compare_with_one_process(workers: Workers, folder: Path, options: dict[str, 
     assert len(one) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["FSDP", pytest.param("TP", marks=pytest.mark.slow)])
 def test_two_processes_equal_one(workers, tmp_path, layout):
     compare_with_one_process(workers, tmp_path, *LAYOUTS[layout])

@@ -71,6 +71,7 @@ def products_by_hand(recipe: str, x_NI: Tensor, weight_OI: Tensor, gradient_NO: 
     return output, rowwise(1, gradient_NO) @ rowwise(None, weight_OI), gradient_NO.double().T @ x_NI.double()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_products_match_the_rounded_operands(recipe):
     """The tolerance of 1e-6, relative to the largest element, covers float32 sums of at most 48 terms."""
@@ -197,6 +198,7 @@ def test_kernels_require_a_multiple_of_16_tokens(monkeypatch):
     check_run(Float8LinearConverter.Config(recipe="rowwise_with_gw_hp"), seq_len=40, local_batch_size=1)
 
 
+@pytest.mark.slow
 def test_a_dry_run_needs_no_kernels(tmp_path, monkeypatch):
     """Fake tensors need no kernel, so a dry run counts the operations of a GPU instead of the emulation."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -268,6 +270,7 @@ def bfloat16_losses(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["tensorwise", *(pytest.param(r, marks=pytest.mark.slow) for r in RECIPES[1:])])
 def test_the_loss_is_within_1_percent_of_bfloat16(tmp_path, bfloat16_losses, recipe):
     train(tmp_path, float8(recipe=recipe), **BFLOAT16_RUN)
@@ -399,6 +402,7 @@ def compare_with_one_process(folder: Path, references: Path, runs: dict[str, tup
             assert numbers == pytest.approx(expected, rel=5e-3), name
 
 
+@pytest.mark.slow
 def test_two_processes_match_one(two_processes, tmp_path):
     compare_with_one_process(two_processes, tmp_path, RUNS)
 

@@ -196,6 +196,7 @@ def test_backward_saves_only_the_packed_weight():
     )  # the control detects a saved weight
 
 
+@pytest.mark.slow
 def test_compiled_backward_saves_only_the_packed_weight():
     """The compiler sees the weight unpacked in both passes, and must not save the unpacked weight."""
     form = pack(normal(512, 256))

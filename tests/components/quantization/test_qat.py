@@ -247,6 +247,7 @@ def test_training_reduces_the_cost_of_quantization(tmp_path, stories):
     assert plain < aware < rounded - 0.02
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_the_exported_model_has_the_logits_of_the_trained_model(tmp_path, stories):
     """Transformers loads the exported model."""

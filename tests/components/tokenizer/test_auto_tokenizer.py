@@ -243,6 +243,9 @@ CASES: dict[str, tuple[Callable[[], tokenizers.Tokenizer], dict[str, Any]]] = {
 LARGE = ["llama3-tokenizer", "gpt2-tokenizer", "mistral-v0.3-tokenizer"]
 REAL = ["stories260K/hf-converted", "embedded", *(pytest.param(name, marks=pytest.mark.slow) for name in LARGE)]
 
+QUICK = ("llama2", "gemma", "qwen2", "gpt2", "deepseek", "phi3")
+"""Cases of the default tests."""
+
 
 def make_folder(name: str, folder: Path) -> Path:
     create, settings = CASES[name]
@@ -327,7 +330,9 @@ def n_warnings(caplog: pytest.LogCaptureFixture) -> int:
     return sum("with different token ids" in message for message in caplog.messages)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+)
 def test_exports_open_with_the_trained_ids(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The warning appears if and only if transformers gives different ids for the source folder."""
     source = make_folder(name, tmp_path)
@@ -414,6 +419,7 @@ def test_bos_and_eos_are_named_unless_a_template_writes_them(has_template: bool,
     assert not (tmp_path / "exported/tokenizer.model").exists()  # other programs would read it as a SentencePiece model
 
 
+@pytest.mark.slow
 def test_run_warns_once_and_its_exports_open(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Open the Hugging Face folder of the run, and the one that `convert` writes."""
     (tmp_path / "source").mkdir()

@@ -126,6 +126,7 @@ def converted_llama3(llama3: PretrainedTokenizer, assets: Path) -> tokenizers.To
     return converted
 
 
+@pytest.mark.slow
 def test_tiktoken_format_equals_transformers_conversion(
     llama3: PretrainedTokenizer, converted_llama3: tokenizers.Tokenizer, assets: Path
 ) -> None:
@@ -145,6 +146,7 @@ def test_tiktoken_format_equals_transformers_conversion(
 # Offsets against transformers.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*HUGGING_FACE, "llama3-tokenizer"])
 @pytest.mark.parametrize("special", [True, False])
 def test_offsets_equal_transformers(name: str, special: bool, assets: Path, request: pytest.FixtureRequest) -> None:
@@ -226,6 +228,7 @@ def test_llama3_special_tokens(llama3: PretrainedTokenizer, token: str, token_id
     assert token_id not in llama3.encode(token, add_bos=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["embedded", "llama3-tokenizer"])
 def test_unusual_text(name: str, assets: Path) -> None:
     """A lone surrogate, a surrogate pair, a byte order mark, two million blanks."""

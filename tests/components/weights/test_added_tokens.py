@@ -38,6 +38,7 @@ def make_tokenizer(folder: Path | str = "", *tokens: str) -> PretrainedTokenizer
 
 
 class TestTokenizer:
+    @pytest.mark.slow
     @pytest.mark.parametrize("name", ["gpt2-tokenizer", "mistral-v0.3-tokenizer", "stories260K/hf-converted", ""])
     def test_equals_transformers(self, assets, name):
         from transformers import PreTrainedTokenizerFast
@@ -172,6 +173,7 @@ class TestModel:
 
     FROZEN = {"optimizer__lr": 0, "optimizer__weight_decay": 0, "training__steps": 1}
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
     def test_grows_and_is_exported(self, tmp_path, tied):
         from transformers import AutoModelForCausalLM, AutoTokenizer

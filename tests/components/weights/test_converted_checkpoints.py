@@ -250,6 +250,7 @@ def _start_in_two_layouts(folder: Path, source: Path, name: str) -> None:
         assert_equal(expected, initial_weights(folder / layout, CONVERTERS[name], **options))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["dora", pytest.param("custom", marks=pytest.mark.slow), pytest.param("qlora", marks=pytest.mark.slow)]
 )
@@ -283,6 +284,7 @@ def test_initial_weights(tmp_path):
     assert not torch.allclose(magnitude, lengths(plain["model.layers.0.self_attn.q_proj.weight"]), rtol=1e-6, atol=0)
 
 
+@pytest.mark.slow
 def test_a_converter_may_set_initial_weights(tmp_path):
     """The converter sets them in a new run, but not in a resumed one."""
     converter = Normed.Config(include=NORMED.include, more=3.0)
@@ -340,6 +342,7 @@ def test_merged_export_is_base_plus_adapter(adapted):
     assert torch.equal(after["model.norm.weight"], before["model.norm.weight"])
 
 
+@pytest.mark.slow
 def test_logits_equal_the_logits_in_training(tmp_path):
     """Of the converted model in training, of the plain model from its checkpoint, and of transformers from the export.
     The order of float32 products differs."""
@@ -379,6 +382,7 @@ def test_inspect_shows_adapters_and_converters(adapted, capsys):
     assert "layers.0.attention.wq.lora_A" in printed and "converters       torchtitan.components.peft" in printed
 
 
+@pytest.mark.slow
 def test_files_of_converters_are_part_of_the_checkpoint(tmp_path, capsys):
     """In the final folder of a run, with digests, and in the folder that `convert` writes."""
     train(tmp_path, NORMED, **SAVING, checkpoint__last_save_in_hf=True, training__steps=3)
@@ -397,6 +401,7 @@ def test_files_of_converters_are_part_of_the_checkpoint(tmp_path, capsys):
     assert json.loads((tmp_path / "out" / "extra" / "lengths.json").read_text()) == expected
 
 
+@pytest.mark.slow
 def test_export_dtype_does_not_change_quantized_weights(tmp_path):
     options = {**SAVING, "checkpoint__last_save_model_only": True, "training__steps": 3}
     train(tmp_path / "bf16", QLORA, **options, checkpoint__export_dtype="bfloat16")
@@ -433,6 +438,7 @@ def test_a_missing_converter_is_named(adapted, tmp_path):
 # --- starting from a checkpoint of another run ------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_starting_from_an_adapter_checkpoint(adapted, tmp_path):
     """Weights are loaded unchanged for the same converters, merged for none, and merged and converted for others."""
     path = step(adapted, 2)
@@ -450,6 +456,7 @@ def test_starting_from_an_adapter_checkpoint(adapted, tmp_path):
         initial_weights(tmp_path / "all", [DORA], **from_it, checkpoint__no_initial_load_model_only=True)
 
 
+@pytest.mark.slow
 def test_other_training_options_keep_the_adapters(adapted, tmp_path, caplog):
     """If only options differ that do not affect the meaning of the weights, these are loaded unchanged."""
     train(tmp_path / "qlora", QLORA, **SAVING, training__steps=2, optimizer__lr=0.01)
@@ -474,6 +481,7 @@ def test_other_training_options_keep_the_adapters(adapted, tmp_path, caplog):
     assert differences(converter_records(two), [config.build() for config in reversed(two)]) == []
 
 
+@pytest.mark.slow
 def test_merging_other_adapters_is_logged(adapted, tmp_path, caplog):
     from_it = {**FLOAT32, "checkpoint__initial_load_path": step(adapted, 2)}
     initial_weights(tmp_path / "alpha", [dataclasses.replace(LORA, alpha=1.0)], **from_it)
@@ -505,6 +513,7 @@ def test_adapter_path_is_checked_for_new_runs(adapted, tmp_path):
     check(adapted, [gone], **SAVING, **from_folder(adapted / "source"), training__steps=6)
 
 
+@pytest.mark.slow
 def test_an_initial_checkpoint_is_digested_once(adapted, tmp_path, monkeypatch):
     digested: list[str] = []
     find_damage = catalog.find_damage
@@ -657,6 +666,7 @@ def read_all(path: Path, **options: Any) -> dict[str, torch.Tensor]:
     return {name: source.read(name) for name in source.specs}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "kind"),
     [("custom", "hf"), ("dora", "hf"), ("qlora", "hf"), ("dora", "added tokens"), ("dora", "plain"), ("qlora", "same")],
@@ -684,6 +694,7 @@ def test_a_trainable_only_checkpoint_equals_a_full_one(tmp_path, name, kind):
     assert_equal(*found)
 
 
+@pytest.mark.slow
 def test_a_trainable_only_checkpoint_needs_its_base_weights(trainable_only, tmp_path, capsys):
     """From the original folder, or from the folder given with --base if the weights were moved."""
     path, base = step(trainable_only, 2), trainable_only / "base"

@@ -491,6 +491,7 @@ def load_sharded(folder: str, tensor_parallel: int) -> None:
                 assert same(local.detach(), open_source(path).read(name, local_slices(tensor)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("processes", "tensor_parallel"), [(2, 1), (4, 2)])
 def test_each_process_reads_its_shard(tmp_path, processes, tensor_parallel):
     """With FSDP, and with FSDP and tensor parallelism, which shard the same dimension."""

@@ -60,6 +60,7 @@ def test_values_that_overflow_are_exported_in_float32(tmp_path, caplog):
     assert "values of tok_embeddings.weight overflow in float16" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_run_continues_after_a_hugging_face_export(tmp_path, caplog):
     """It cannot resume from the export, so it repeats the steps after the last full checkpoint, exactly."""
     options = {**FLOAT32, **LAST_IN_HF, "lr_scheduler__total_steps": 8}
@@ -190,6 +191,7 @@ class Distilling(Trainer):
         super().complete_step(outcome)
 
 
+@pytest.mark.slow
 def test_several_models_in_one_run(tmp_path):
     """The models start from different checkpoints in different formats, and are saved together."""
     source = make_pretrained(tmp_path / "source")

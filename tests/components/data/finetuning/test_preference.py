@@ -453,6 +453,7 @@ class TestRealFiles:
         backend = Tokenizer.from_file(str(assets / "mistral-v0.3-tokenizer" / "tokenizer.json"))
         return lambda text: backend.encode(text, add_special_tokens=False).ids
 
+    @pytest.mark.slow
     def test_plain_pairs(self, mistral, reference, assets, folder):
         path = assets / "preference" / "instruction-data-with-preference.json"
         rows = [row for row in json.loads(path.read_text()) if row["chosen"] != row["rejected"]]

@@ -173,6 +173,7 @@ def test_packed_and_unpacked_have_the_same_token_losses(config, tokenizer):
             torch.testing.assert_close(packed[number], expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_gsm8k_fills_its_windows(config, tokenizer, assets, tmp_path):
     """A question and answer have about 150 tokens, a window 1,024."""
     gpt2 = PretrainedTokenizer.Config().build(path=assets / "gpt2-tokenizer")

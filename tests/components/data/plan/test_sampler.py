@@ -219,6 +219,7 @@ def run_layouts(folder: Path, names: list[str]) -> None:
         assert observed == [pytest.approx(losses, rel=1e-5) for losses in expected], name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "names", [["TP"], pytest.param([name for name in LAYOUTS if name != "TP"], marks=pytest.mark.slow)]
 )

@@ -187,6 +187,7 @@ def run_through(loader):
     return as_lists(batches)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "ranks, workers, hop",
     [

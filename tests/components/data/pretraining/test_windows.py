@@ -17,6 +17,7 @@ def test_permutations_of_epochs_and_seeds_differ():
     assert len(orders) == 16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3, 10, 37])
 def test_permutations_are_uniform(size):
     n_keys = 2000
