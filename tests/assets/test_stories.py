@@ -32,6 +32,7 @@ def test_default_sizes(train: list[str], validation: list[str]) -> None:
     assert len(validation) == len(Stories("validation")) == 500
 
 
+@pytest.mark.slow
 def test_stories_are_distinct_across_splits(train: list[str], validation: list[str]) -> None:
     assert len(set(train) | set(validation)) == len(train) + len(validation)
 

@@ -251,6 +251,7 @@ def test_tokenizer_of_another_model_is_rejected(stories, assets, capsys):
     assert code == 2 and "50257" in err and "512" in err
 
 
+@pytest.mark.slow
 def test_closed_pipe_ends_generation_quietly(stories):
     code = (
         "import sys\nfrom torchtitan.cli.generate import generate\n"

@@ -517,7 +517,7 @@ class TestScripts:
         self.run(checkout, "run_train.sh")
         code, calls, _ = self.run(checkout, "run_tests.sh", "-k", "name")
         assert code == 0 and calls[-2].endswith(f"--editable {checkout}[dev]")
-        assert calls[-1] == "-m pytest -n 2 --dist worksteal --durations=15 -m not slow and not long -k name"
+        assert calls[-1] == "-m pytest -n 3 --dist worksteal --durations=15 -m not slow and not long -k name"
         assert self.run(checkout, "run_train.sh")[1][0] == "train"  # and brings its own dependencies
 
     def test_optional_packages_are_installed_on_request(self, checkout: Path) -> None:

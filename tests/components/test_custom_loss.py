@@ -95,6 +95,7 @@ def train_and_expect(folder: Path, loss: type[CrossEntropyLoss], error: type[Exc
         run(config)
 
 
+@pytest.mark.slow
 def test_an_operation_that_dtensor_lacks_names_the_option_to_set(workers, tmp_path):
     operation, advice = r"\(aten\.nonzero\.default\)", r"--parallelism\.disable_loss_parallel"
     words = f"^the loss .*{operation}; set {advice}, or .*$"  # one line

@@ -140,6 +140,7 @@ class SmoothedLoss(CrossEntropyLoss):
         return F.cross_entropy(logits_NV.float(), labels_N, reduction="sum", label_smoothing=self.config.smoothing)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk_tokens", [0, 7])
 def test_the_loss_of_a_subclass_is_compiled(chunk_tokens):
     def numbers(loss: CrossEntropyLoss) -> list[Tensor]:

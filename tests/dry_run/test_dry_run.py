@@ -166,6 +166,7 @@ def test_command_line_without_gpu_and_data(tmp_path):
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_tables_show_the_report_of_a_small_model(tmp_path, capsys):
     """The tables, parsed, equal the report. A small number is not shown as 0."""
     (report,) = dry_run(tiny_config(tmp_path), 2)

@@ -141,6 +141,7 @@ ADVICE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("checkpoint", ADVICE)
 def test_checkpoint_does_not_import_its_family(in_workplace, tmp_path, capsys, command, checkpoint):

@@ -172,6 +172,7 @@ def content(folder: Path) -> dict[str, tuple[int, int]]:
     return {str(path): (stat.st_ino, stat.st_mtime_ns) for path, stat in found.items()}
 
 
+@pytest.mark.slow
 def test_second_run_does_not_disturb_the_first_save(
     tmp_path: Path, saving: RunningCommand, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -508,6 +508,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(mounted)], check=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("async_mode", MODES)
 def test_full_disk(small_disk: Path, async_mode: str, log: pytest.LogCaptureFixture) -> None:
     run = Run(small_disk, dim=64, async_mode=async_mode)

@@ -117,6 +117,7 @@ def test_the_same_command_after_the_data_ended(torchtitan: Torchtitan, tmp_path:
     assert code == 0 and f"complete at step {step}:" in printed
 
 
+@pytest.mark.slow
 def test_a_final_checkpoint_of_another_kind_is_not_complete(torchtitan: Torchtitan, tmp_path: Path) -> None:
     """Weights in native format, as saved after a failed Hugging Face export, do not complete the run."""
     options = {**TINY, **SAVING}
@@ -166,6 +167,7 @@ def test_two_processes(tmp_path: Path) -> None:
     assert contents(tmp_path) == before
 
 
+@pytest.mark.slow
 def test_a_longer_run_after_an_export_is_rejected(torchtitan: Torchtitan, tmp_path: Path) -> None:
     """Without a full checkpoint to resume from, the run would start over in the folder of the finished model."""
     options = {**TINY, **SAVING, "checkpoint.last_save_in_hf": True}
@@ -179,6 +181,7 @@ def test_a_longer_run_after_an_export_is_rejected(torchtitan: Torchtitan, tmp_pa
     assert torchtitan(*words, **{**options, "training.steps": 6, "dump_folder": "outputs/longer"})[0] == 0
 
 
+@pytest.mark.slow
 def test_a_longer_run_keeps_the_finished_export(torchtitan: Torchtitan, tmp_path: Path) -> None:
     """It resumes from the full checkpoint before the export, and neither replaces nor removes the export."""
     options = {**TINY, **SAVING, "checkpoint.last_save_in_hf": True, "checkpoint.keep_latest_k": 1}
@@ -244,6 +247,7 @@ def test_a_change_that_makes_another_run_is_rejected(unfinished: Path, change: s
         trainer.close()
 
 
+@pytest.mark.slow
 def test_allowed_changes(unfinished: Path, tmp_path: Path) -> None:
     """Steps, learning rate, batch, workers, saves, validation, logging, the cache folder, and the dump folder."""
     shutil.copytree(unfinished / "run", tmp_path / "run")
@@ -274,6 +278,7 @@ def test_base_weights_are_identified_by_content(tmp_path: Path, from_hf: dict[st
     assert run(config(folder)).step == 4, "the checkpoint contains the weights"
 
 
+@pytest.mark.slow
 def test_a_complete_run_does_not_need_its_base_weights(torchtitan: Torchtitan, tmp_path: Path) -> None:
     assert torchtitan(**TINY, **SAVING, dump_folder="base")[0] == 0
     options = {**TINY, **SAVING, "checkpoint.initial_load_path": "base/checkpoint/step-4"}
@@ -284,6 +289,7 @@ def test_a_complete_run_does_not_need_its_base_weights(torchtitan: Torchtitan, t
     assert code == 0 and "complete at step 4" in printed, printed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", ["debugmodel", "llama3_debugmodel_sft"])
 def test_data_is_identified_by_content(torchtitan: Torchtitan, tmp_path: Path, config: str) -> None:
     """The data may be moved, renamed, or deleted after the run; other content makes it another run."""
@@ -310,6 +316,7 @@ def test_data_is_identified_by_content(torchtitan: Torchtitan, tmp_path: Path, c
     assert code == 2 and "data.jsonl and is stories" in printed, printed
 
 
+@pytest.mark.slow
 def test_load_step_restarts_from_an_earlier_checkpoint(torchtitan: Torchtitan, tmp_path: Path) -> None:
     """Later checkpoints, including the final one, are replaced."""
     options = {**TINY, **SAVING, "checkpoint.last_save_in_hf": True, "checkpoint.interval": 2}

@@ -189,6 +189,7 @@ def test_position_in_different_data_is_ignored_with_a_warning(config, tokenizer,
     assert_same(take(other, 3), take(fresh, 3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_last_batch_after_the_epochs_is_padded(config, tokenizer, workers):
     loaders = [

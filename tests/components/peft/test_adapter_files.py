@@ -494,6 +494,7 @@ def test_an_adapter_with_other_settings_is_rejected_before_the_run(runs):
         run_config(runs, "next", converter("lora", "layers", adapter_path=str(runs)))
 
 
+@pytest.mark.slow
 def test_converting_a_checkpoint_to_peft(runs, tmp_path, capsys):
     """Checkpoints with all weights and with only trained ones give the same adapter."""
     for name in ("full", "trained"):
@@ -513,6 +514,7 @@ def test_converting_a_checkpoint_to_peft(runs, tmp_path, capsys):
         torch.testing.assert_close(theirs(TOKENS).logits, open_base(tmp_path / "merged")(TOKENS).logits, **EQUAL)
 
 
+@pytest.mark.slow
 def test_a_float32_export_does_not_round_the_update(runs, tmp_path):
     """The base is rounded to bfloat16, as in training, but not the update. The float32 sum may lose 1e-4 of the small
     update."""

@@ -127,6 +127,7 @@ def test_initial_values_are_the_packed_plain_weights(tmp_path):
         torch.testing.assert_close(layer.magnitude.detach(), norms, rtol=1e-6, atol=0)  # float32 sums
 
 
+@pytest.mark.slow
 def test_learns_like_lora(tmp_path):
     """The loss falls by more than the difference: 4 bits change these random weights by 9 %, and the loss by 1 %."""
     losses = []

@@ -279,6 +279,7 @@ def test_the_loss_is_within_1_percent_of_bfloat16(tmp_path, bfloat16_losses, rec
     assert losses == pytest.approx(bfloat16_losses, rel=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_activation_checkpointing_is_bitwise_exact(tmp_path, recipe):
     """Selective checkpointing identifies float8 products by their operator."""
@@ -413,6 +414,7 @@ def test_two_processes_match_one_in_more_layouts(tmp_path):
     compare_with_one_process(tmp_path, tmp_path, SLOW_RUNS)
 
 
+@pytest.mark.slow
 def test_float8_all_gather_is_bitwise_exact_in_float32(two_processes):
     before, after = (read_metrics(two_processes / f"fsdp{name}", "loss") for name in (", gathered in float8", ""))
     assert before == after
@@ -434,6 +436,7 @@ def test_resume_is_exact(two_processes):
     assert read_metrics(resumed, "loss", "grad_norm") == read_metrics(whole, "loss", "grad_norm")
 
 
+@pytest.mark.slow
 def test_checkpoints_are_interchangeable_with_the_plain_model(two_processes, tmp_path):
     """Load the checkpoint of two processes with float8 all-gather into a plain run, and its checkpoint into a float8
     run. The learning rate is 0."""

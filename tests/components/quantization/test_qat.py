@@ -103,6 +103,7 @@ def test_conversion_keeps_parameter_names_initializers_and_freezing():
 # --- runs -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_delayed_start(tmp_path):
     """Until `start_step`, the run is bitwise equal to a plain run and can load its checkpoints. Resuming is exact
     before and after the start."""

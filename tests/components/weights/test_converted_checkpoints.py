@@ -416,6 +416,7 @@ def test_export_dtype_does_not_change_quantized_weights(tmp_path):
     assert forms["lm_head.weight"].dtype == torch.float32
 
 
+@pytest.mark.slow
 def test_a_missing_converter_is_named(adapted, tmp_path):
     path = tmp_path / "step-2"
     shutil.copytree(step(adapted, 2), path)
@@ -618,6 +619,7 @@ def bytes_of(path: Path) -> int:
     return sum(file.stat().st_size for file in path.rglob("*.distcp"))
 
 
+@pytest.mark.slow
 def test_save_trainable_only(adapted, tmp_path, capsys):
     """Checkpoints have the size of the adapters; a run resumes only with its original base weights."""
     sources = [make_pretrained(tmp_path / "source"), make_pretrained(tmp_path / "other", vocab_size=2064)]
@@ -728,6 +730,7 @@ def test_a_trainable_only_checkpoint_needs_its_base_weights(trainable_only, tmp_
     assert main(["convert", str(path), str(tmp_path / "a"), "--to", "peft", "--base", str(base)]) == 2
 
 
+@pytest.mark.slow
 def test_changed_base_weights_are_rejected(trainable_only, tmp_path):
     """Changes in all weights, in a small tensor, or slight ones in one tensor, on opening and on resuming."""
     from safetensors.torch import load_file, save_file
@@ -775,6 +778,7 @@ def test_an_adapter_cannot_be_opened_as_a_model(trainable_only, tmp_path, capsys
         assert modes == {(merged / "config.json").stat().st_mode}
 
 
+@pytest.mark.slow
 def test_save_trainable_only_without_converted_weights(tmp_path):
     """Frozen weights are left out regardless of who froze them; without frozen weights, the option is rejected."""
     resumed_and_straight(tmp_path, [TrainOutput.Config()], checkpoint__save_trainable_only=True)
@@ -789,6 +793,7 @@ def test_save_trainable_only_without_converted_weights(tmp_path):
         train(tmp_path / "all", **SAVING, checkpoint__save_trainable_only=True)
 
 
+@pytest.mark.slow
 def test_a_final_export_replaces_a_trainable_only_checkpoint(tmp_path):
     """If the data ends at a step that was already saved, the export replaces that checkpoint."""
     options = {**SAVING, "checkpoint__save_trainable_only": True, "lr_scheduler__total_steps": 8}

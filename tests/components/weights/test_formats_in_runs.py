@@ -146,6 +146,7 @@ def test_keep_best_needs_validation(tmp_path):
         tiny_config(tmp_path, checkpoint__enable=True, checkpoint__keep_best=True).check(world_size=1)
 
 
+@pytest.mark.slow
 def test_resuming_with_another_batch_size(tmp_path):
     """The data continues after the last sample that was trained on."""
     options = {**FLOAT32, "checkpoint__enable": True, "lr_scheduler__total_steps": 8}

@@ -337,6 +337,7 @@ def test_tensor_that_differs_from_metadata(tmp_path):
         open_source(step).read("b.weight")
 
 
+@pytest.mark.slow
 def test_malicious_metadata_falls_back_to_the_previous_checkpoint(tmp_path, canary, trained):
     shutil.copytree(trained, tmp_path / "run")
     newest = tmp_path / "run/checkpoint/step-2"
@@ -531,6 +532,7 @@ def load_notes(folder: Path) -> None:
     assert note.text == f"of rank {ranks.rank}"
 
 
+@pytest.mark.slow
 def test_all_ranks_report_the_same_error(tmp_path):
     notes = {f"note.rank{rank}": states_in_dcp.encode("note", {"text": f"of rank {rank}"}) for rank in range(2)}
     for name, second_note in {

@@ -176,6 +176,7 @@ def test_masks_equal_transformers(qwen: Path) -> None:
         assert 1 in expected[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BUILT_IN_TEMPLATES)
 @pytest.mark.parametrize("folder", ["mistral-v0.3-tokenizer", "llama3-tokenizer", "stories260K/hf-converted"])
 def test_built_in_templates_equal_transformers(

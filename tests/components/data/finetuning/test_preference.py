@@ -267,6 +267,7 @@ def ledger(loaders, n_batches):
     return names
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cls", [PreferenceDataLoader, PromptDataLoader])
 def test_resume_with_different_ranks_keeps_every_sample(tokenizer, folder, cls):
     make = pairs if cls is PreferenceDataLoader else questions

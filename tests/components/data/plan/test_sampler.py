@@ -93,6 +93,7 @@ def as_dicts(observed) -> list[dict[int, float]]:
     return [dict(zip(of.samples.tolist(), of.sample_losses.tolist(), strict=True)) for of in observed]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

@@ -376,6 +376,7 @@ open_token_cache(resolve_source(sys.argv[1]), tokenizer, sys.argv[2])
 """
 
 
+@pytest.mark.slow
 def test_killed_build_is_repeated(tmp_path, tokenizer):
     (tmp_path / "a.txt").write_text("some text")
     arguments = [str(tmp_path / "a.txt"), str(tmp_path / "cache"), tokenizer.fingerprint]

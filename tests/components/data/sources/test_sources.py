@@ -317,6 +317,7 @@ def test_column_without_text(tmp_path, kind):
         documents_at(write_table(tmp_path / f"data.{kind}"), "id")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", [".txt", ".jsonl", ".csv", ".txt.gz", ".jsonl.zst"])
 @pytest.mark.parametrize("distance", [10, 3 * CHUNK_SIZE - 1])
 def test_undecodable_byte_error_gives_the_place(tmp_path, suffix, distance):
