@@ -1,6 +1,6 @@
-"""Run Python commands in processes forked from one that has imported the libraries: `subprocess` for tests, without the
-seconds of imports in a new interpreter. Tests of the start of an interpreter, such as the import path or variables
-read by an import, use `subprocess`."""
+"""Run Python commands in processes forked from one that has already imported the libraries. This replaces `subprocess`
+in tests and saves the seconds that a new interpreter takes to import them. Tests of interpreter startup, such as the
+import path or variables read on import, use `subprocess`."""
 
 import atexit
 import os

@@ -1,5 +1,5 @@
-"""The imports of the fork server of `tests.processes`: processes forked from it start in tens of milliseconds. Nothing
-here may start a thread or compute, since only the forking thread exists in the new process."""
+"""Imports for the fork server of `tests.processes`, from which processes start in tens of milliseconds. Nothing here
+may start a thread or compute, since only the forking thread exists in the new process."""
 
 import gc
 import sys

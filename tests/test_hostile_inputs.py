@@ -1,4 +1,4 @@
-"""Commands handle hostile and damaged files, and the tool that tries them detects defects."""
+"""Commands handle hostile and damaged files, and the fuzzer detects defects."""
 
 import dataclasses
 import os

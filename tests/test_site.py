@@ -1,4 +1,4 @@
-"""Hooks of the documentation site, which show links and lists as GitHub does."""
+"""Hooks of the documentation site: links and lists appear as on GitHub."""
 
 import importlib.util
 import posixpath

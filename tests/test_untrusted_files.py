@@ -1,4 +1,4 @@
-"""Untrusted small files that describe a model, tokenizer or run: a bad one soon ends in one error line."""
+"""Untrusted small files that describe a model, tokenizer or run: a malformed one quickly gives a one-line error."""
 
 import json
 import os
@@ -83,15 +83,15 @@ PARAMS_JSON = {"dim": 256, "n_layers": 4, "n_heads": 8, "vocab_size": 2048}
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_hidden_layers": 2001}, "--model.n_layers is 2001, and must be from 1 to 2000"),
+        ({"num_hidden_layers": 2001}, "--model.n_layers is 2001, but must be from 1 to 2000"),
         (
             {"hidden_size": 10**18},
-            "config.json: hidden_size is 10{18}, and must be a whole number from 1 to",
+            "config.json: hidden_size is 10{18}, but must be a whole number from 1 to",
         ),
-        ({"vocab_size": 2**25}, "--model.vocab_size is 33554432, and must be from 1 to 16777216"),
-        ({"max_position_embeddings": 10**18}, "config.json: max_position_embeddings is 10{18}, and must be"),
-        ({"intermediate_size": 2**25}, "--model.ffn_dim is 33554432, and must be from 1 to 16777216"),
-        ({"head_dim": 2**26}, "--model.head_dim is 67108864, and must be from 1 to 16777216"),
+        ({"vocab_size": 2**25}, "--model.vocab_size is 33554432, but must be from 1 to 16777216"),
+        ({"max_position_embeddings": 10**18}, "config.json: max_position_embeddings is 10{18}, but must be"),
+        ({"intermediate_size": 2**25}, "--model.ffn_dim is 33554432, but must be from 1 to 16777216"),
+        ({"head_dim": 2**26}, "--model.head_dim is 67108864, but must be from 1 to 16777216"),
         (
             {"hidden_size": 2**20, "num_hidden_layers": 1999, "intermediate_size": 2**24},
             r"--model.dim 1048576, n_layers 1999, .* make a model of .* parameters, and 1.8e\+13 are the most",
@@ -100,7 +100,7 @@ PARAMS_JSON = {"dim": 256, "n_layers": 4, "n_heads": 8, "vocab_size": 2048}
         ({"num_hidden_layers": 4.0}, "num_hidden_layers is 4.0"),
         ({"num_hidden_layers": "4"}, "num_hidden_layers is '4'"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
-        ({"rope_theta": 1e308}, r"rope_theta is 1e\+308, and must be a number above 0, from 1e-18 to 1e\+18"),
+        ({"rope_theta": 1e308}, r"rope_theta is 1e\+308, but must be a number above 0, from 1e-18 to 1e\+18"),
         ({"rope_theta": int("9" * 4000)}, "rope_theta is 9999"),
         ({"rope_scaling": {"rope_type": "linear", "factor": float("inf")}}, "factor is inf"),
         ({"rope_scaling": {**LLAMA3_ROPE, "factor": 1e308}}, r"factor is 1e\+308"),
@@ -121,9 +121,9 @@ def test_config_json_sizes(changes, message):
     ("changes", "message"),
     [
         ({"ffn_dim_multiplier": 1e308}, "ffn_dim_multiplier is"),
-        ({"ffn_dim_multiplier": 1e17}, "--model.ffn_dim is 68.*, and must be from 1 to 16777216"),
+        ({"ffn_dim_multiplier": 1e17}, "--model.ffn_dim is 68.*, but must be from 1 to 16777216"),
         ({"dim": int("9" * 4000)}, "dim is 9999"),
-        ({"n_layers": 10**9}, "--model.n_layers is 1000000000, and must be from 1 to 2000"),
+        ({"n_layers": 10**9}, "--model.n_layers is 1000000000, but must be from 1 to 2000"),
         ({"torchtitan": {"max_seq_len": 10**18}}, "max_seq_len is 10{18}"),
     ],
 )
@@ -135,16 +135,16 @@ def test_params_json_sizes(changes, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"n_layers": 10**9}, "--model.n_layers is 1000000000, and must be from 1 to 2000"),
-        ({"n_heads": 0}, "--model.n_heads is 0, and must be from 1 to 16777216"),
-        ({"dim": "256"}, "'dim' is '256', and must be a whole number"),
-        ({"dim": 256.0}, "'dim' is 256.0, and must be a whole number"),
-        ({"dim": True}, "'dim' is True, and must be a whole number"),
-        ({"tie_embeddings": "no"}, "'tie_embeddings' is 'no', and must be true or false"),
-        ({"norm_eps": "x"}, "'norm_eps' is 'x', and must be a number"),
-        ({"rope": {"theta": None}}, "'rope.theta' is None, and must be a number"),
-        ({"rope": {"scaling": ["linear"]}}, "'rope.scaling' is .*, and must be one of llama3, linear"),
-        ({"rope": {"original_max_seq_len": 0}}, "--model.rope.original_max_seq_len is 0, and must be from 1"),
+        ({"n_layers": 10**9}, "--model.n_layers is 1000000000, but must be from 1 to 2000"),
+        ({"n_heads": 0}, "--model.n_heads is 0, but must be from 1 to 16777216"),
+        ({"dim": "256"}, "'dim' is '256', but must be a whole number"),
+        ({"dim": 256.0}, "'dim' is 256.0, but must be a whole number"),
+        ({"dim": True}, "'dim' is True, but must be a whole number"),
+        ({"tie_embeddings": "no"}, "'tie_embeddings' is 'no', but must be true or false"),
+        ({"norm_eps": "x"}, "'norm_eps' is 'x', but must be a number"),
+        ({"rope": {"theta": None}}, "'rope.theta' is None, but must be a number"),
+        ({"rope": {"scaling": ["linear"]}}, "'rope.scaling' is .*, but must be one of llama3, linear"),
+        ({"rope": {"original_max_seq_len": 0}}, "--model.rope.original_max_seq_len is 0, but must be from 1"),
     ],
 )
 def test_model_json_values(changes, message):
@@ -268,8 +268,8 @@ def laughs(first: str, line: str) -> str:
         ("dump_folder: 2026-99-99", "is not valid YAML: month must be in 1..12"),
         ("training: {steps: 1}\0", "is not valid YAML: unacceptable character"),
         ("[a, b]: 1", "is not valid YAML: a key is a list or a mapping"),
-        ("dump_folder: !!binary 'aGk='", "'dump_folder' in .* is b'hi', and must be a string"),
-        ("dump_folder: !!set {a}", "'dump_folder' in .* is {'a'}, and must be a string"),
+        ("dump_folder: !!binary 'aGk='", "'dump_folder' in .* is b'hi', but must be a string"),
+        ("dump_folder: !!set {a}", "'dump_folder' in .* is {'a'}, but must be a string"),
         ("a: !!python/object/apply:os.getcwd []", "is not valid YAML: could not determine a constructor"),
         ("checkpoint: {exclude_from_loading: ['-h']}", "has the item '-h'; items must not begin with '-'"),
         ("# " + "x" * 2**20, "has 1,048,578 bytes; the limit is 1,048,576"),

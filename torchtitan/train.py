@@ -1,10 +1,10 @@
 """Entry point of one training process: `python -m torchtitan.train --module M --config C …`, also under torchrun."""
 
-# ruff: noqa: E402 (the libraries are looked for from below on)
+# ruff: noqa: E402 (imports must follow the change of sys.path)
 import os
 import sys
 
-# As in torchtitan/__main__.py: the current folder, possibly untrusted, shadows no library.
+# As in torchtitan/__main__.py, keep the current folder, which may be untrusted, from shadowing libraries.
 if __name__ == "__main__" and not sys.flags.safe_path and sys.path[0] == os.getcwd():
     del sys.path[0]
 
@@ -31,11 +31,11 @@ _FIRST_RANK_SECONDS = 5.0
 
 
 def run(resolved: "ResolvedConfig") -> None:
-    """Train with a validated configuration, and leave together with the other ranks, unless an error is raised: a
-    process group that lost a rank cannot be left in an orderly way."""
+    """Train with a validated configuration, then shut down together with the other ranks. After an error there is no
+    orderly shutdown, since a process group that has lost a rank cannot be destroyed cleanly."""
     trainer = resolved.config.build()
     trainer.load_checkpoint()
-    # Not earlier: a run that cannot start keeps the previous run's file.
+    # Save only now, so that a run that cannot start does not replace the previous run's file.
     if trainer.rank == 0:
         _save_config(dataclasses.replace(resolved, config=trainer.config), fresh=trainer.step == 0)
     trainer.train()
@@ -93,7 +93,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def _parse_and_run(words: list[str]) -> None:
-    # Imported once the launcher is watched: torch takes seconds, and must not outlive it either.
+    # Import torch, which takes seconds, only after this process has begun to watch the launcher.
     from torchtitan.config.manager import ConfigManager
 
     if "COMM_MODE" in os.environ:
@@ -112,7 +112,7 @@ def _is_repeating() -> bool:
 
 @contextlib.contextmanager
 def _suppress_parser_output() -> Iterator[None]:
-    """Suppress the parser's output if it ends the process: the host's first rank prints the same."""
+    """Suppress the parser's output if it ends the process, since the host's first rank prints the same."""
     captured = io.StringIO()
     try:
         with contextlib.redirect_stderr(captured):

@@ -252,7 +252,7 @@ def test_wrong_format_is_reported(tmp_path, capsys):
     assert convert("--to", "dcp", tmp_path / "nowhere", tmp_path / "out") == 2
     assert "nowhere is not a folder" in capsys.readouterr().err
     assert convert("--to", "hf", "--max_shard_size", 0, tmp_path / "hf", tmp_path / "out") == 2
-    assert "--max_shard_size is 0.0, and must be above 0" in capsys.readouterr().err
+    assert "--max_shard_size is 0.0, but must be above 0" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

@@ -1,4 +1,4 @@
-"""`torchtitan download`: the requested files, the kept files, and messages for errors of the hub."""
+"""`torchtitan download`: the requested files, the kept files, and messages for errors of the Hub."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""`torchtitan inspect` on checkpoints that are complete, damaged, incomplete or several."""
+"""`torchtitan inspect` on complete, damaged and incomplete checkpoints, and on several at once."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Messages and exit codes of the command line for mistakes of users, in this process."""
+"""Messages and exit codes of the command line for user errors, tested in this process."""
 
 import importlib.metadata
 import json

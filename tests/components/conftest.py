@@ -1,4 +1,4 @@
-"""Fixtures of a real small model."""
+"""Fixtures for a small real model."""
 
 from pathlib import Path
 

@@ -104,5 +104,5 @@ def test_without_gradients_the_value_is_the_same(tensors):
 
 
 def test_a_negative_chunk_is_rejected():
-    with pytest.raises(UserError, match=r"--loss\.chunk_tokens is -1, and must be at least 0"):
+    with pytest.raises(UserError, match=r"--loss\.chunk_tokens is -1, but must be at least 0"):
         CrossEntropyLoss.Config(chunk_tokens=-1).validate()

@@ -262,11 +262,11 @@ class TestMistakes:
             ("training: {stepz: 1}", "did you mean 'training.steps'"),
             ("training: 3", "'training'.*section"),
             ("- a\n- b", "list"),
-            ("checkpoint: {enable: 1}", "'checkpoint.enable' in .*run.yaml is 1, and must be true or false"),
-            ("checkpoint: {enable: null}", "'checkpoint.enable' in .*run.yaml is None, and must be true or false"),
-            ("dataloader: {dataset: [a, b]}", r"'dataloader.dataset' .* is \['a', 'b'\], and must be a string"),
-            ("dataloader: {dataset: off}", "'dataloader.dataset' .* is False, and must be a string"),
-            ("dump_folder:", "'dump_folder' .* is None, and must be a string"),
+            ("checkpoint: {enable: 1}", "'checkpoint.enable' in .*run.yaml is 1, but must be true or false"),
+            ("checkpoint: {enable: null}", "'checkpoint.enable' in .*run.yaml is None, but must be true or false"),
+            ("dataloader: {dataset: [a, b]}", r"'dataloader.dataset' .* is \['a', 'b'\], but must be a string"),
+            ("dataloader: {dataset: off}", "'dataloader.dataset' .* is False, but must be a string"),
+            ("dump_folder:", "'dump_folder' .* is None, but must be a string"),
             ("", "run.yaml is empty"),
             ("# nothing", "run.yaml is empty"),
             ("training: {steps: 3}\ntraining: {seq_len: 8}", "not valid YAML: training is repeated"),
@@ -275,10 +275,10 @@ class TestMistakes:
                 "'checkpoint.exclude_from_loading' .* has the item '--dump_folder'; items must not begin with '-'",
             ),
             ("training: {epochs: [1]}", "'training.epochs' .* must be a whole number or null"),
-            ("training: {epochs: 1.5}", "'training.epochs' .* is 1.5, and must be a whole number or null"),
-            ("training: {steps: true}", "'training.steps' .* is True, and must be a whole number"),
-            ("training: {steps: often}", "'training.steps' .* is 'often', and must be a whole number"),
-            ("optimizer: {lr: fast}", "'optimizer.lr' .* is 'fast', and must be a number"),
+            ("training: {epochs: 1.5}", "'training.epochs' .* is 1.5, but must be a whole number or null"),
+            ("training: {steps: true}", "'training.steps' .* is True, but must be a whole number"),
+            ("training: {steps: often}", "'training.steps' .* is 'often', but must be a whole number"),
+            ("optimizer: {lr: fast}", "'optimizer.lr' .* is 'fast', but must be a number"),
             ("lr_scheduler: {decay_type: cubic}", "'lr_scheduler.decay_type' .* must be one of linear, sqrt, cosine"),
             ("checkpoint: {exclude_from_loading: null}", r"must be a list \(each item a string\)"),
             ("compile: {components: [model, optimizer]}", r"must be a list \(each item one of model, loss\)"),
@@ -293,7 +293,7 @@ class TestMistakes:
 
     @pytest.mark.parametrize("value", ["yes", "1", ""])
     def test_switches(self, value):
-        with pytest.raises(UserError, match=f"--checkpoint.enable is '{value}', and must be true or false"):
+        with pytest.raises(UserError, match=f"--checkpoint.enable is '{value}', but must be true or false"):
             parse(f"--checkpoint.enable={value}")
 
     @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Every option is documented and read: the fields of all configurations against the source of the package."""
+"""Every option is documented and used: the fields of all configurations, compared with the source of the package."""
 
 import ast
 import importlib

@@ -80,7 +80,7 @@ def test_the_shard_degree_defaults_to_the_remaining_ranks():
             "--parallelism.context_parallel_degree 2 x --parallelism.pipeline_parallel_degree 2 = 8 is not the number "
             "of processes, 4",
         ),
-        ({"tensor_parallel_degree": 0}, 1, "--parallelism.tensor_parallel_degree is 0, and must be at least 1"),
+        ({"tensor_parallel_degree": 0}, 1, "--parallelism.tensor_parallel_degree is 0, but must be at least 1"),
         ({"context_parallel_degree": -1}, 1, "--parallelism.context_parallel_degree is -1"),
         ({"pipeline_parallel_degree": 0}, 1, "--parallelism.pipeline_parallel_degree is 0"),
         ({"data_parallel_replicate_degree": 0}, 1, "--parallelism.data_parallel_replicate_degree is 0"),

@@ -1,4 +1,4 @@
-"""Initialization and destruction of the process group; its timeouts, store, and addresses."""
+"""The process group: initialization, destruction, timeouts, store, and addresses."""
 
 import os
 import socket

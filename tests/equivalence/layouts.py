@@ -1,4 +1,4 @@
-"""The layouts of the matrix, as data: a name, a number of processes, and options with `__` for `.`."""
+"""The layouts of the matrix: a name, a number of processes, and options, written with `__` for `.`."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

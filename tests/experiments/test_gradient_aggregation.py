@@ -141,7 +141,7 @@ def test_a_micro_batch_without_valid_tokens_is_ignored(tmp_path):
 
 @pytest.mark.parametrize("norm", [0.0, -1.0, math.nan])
 def test_an_invalid_norm_is_rejected(tmp_path, norm):
-    with pytest.raises(UserError, match=f"--micro_batch_max_norm is {norm}, and must be above 0"):
+    with pytest.raises(UserError, match=f"--micro_batch_max_norm is {norm}, but must be above 0"):
         config_of(tmp_path, micro_batch_max_norm=norm).build()
 
 

@@ -1,1 +1,1 @@
-"""Hostile and damaged input files, tried against the commands of torchtitan: `python -m tests.hostile_inputs`."""
+"""Fuzzing of the torchtitan commands with hostile and damaged input files: `python -m tests.hostile_inputs`."""

@@ -1,4 +1,4 @@
-"""One case: one command in a new process on a copy of the world with one hostile file, and the verdict."""
+"""One case: one command in a new process, on a copy of the example files with one hostile file, and the verdict."""
 
 import contextlib
 import json

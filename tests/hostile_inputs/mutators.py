@@ -1,4 +1,4 @@
-"""Ways to damage a file, or to make it hostile. Each takes the content and a generator, and returns new content."""
+"""Mutators, which damage a file or make it hostile: functions from content and a generator to new content."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""Replacements of a file by something else."""
+"""Replacements of a file by a link, a pipe, a folder or nothing, and forged checkpoints."""
 
 import dataclasses
 import os

@@ -1,4 +1,4 @@
-"""The damaged files and the commands that read them: the rows of the table."""
+"""The files to damage and the commands that read them: the rows of the table."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

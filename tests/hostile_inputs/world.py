@@ -1,4 +1,4 @@
-"""A small example of every kind of file that torchtitan reads, written by torchtitan if it writes that kind."""
+"""A small example of every kind of file that torchtitan reads, written by torchtitan itself if it can."""
 
 import base64
 import csv

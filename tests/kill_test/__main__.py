@@ -62,7 +62,7 @@ def find_mistake(arguments: argparse.Namespace, modes: Sequence[Mode]) -> str:
     if not modes:
         return f"no mode is named like --only '{arguments.only}'; --list names them"
     if arguments.kills < 1:
-        return f"--kills is {arguments.kills}, and must be at least 1"
+        return f"--kills is {arguments.kills}, but must be at least 1"
     if arguments.write_docs and (missing := [marker for marker in markers("kill") if marker not in PAGE.read_text()]):
         return f"--write-docs: {PAGE.relative_to(PROJECT)} has no marker {' and no marker '.join(missing)}"
     return ""

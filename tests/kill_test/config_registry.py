@@ -1,4 +1,4 @@
-"""The configuration of the kill test's runs; `tests.kill_test.modes` has the options that they are given besides."""
+"""The configuration of the kill test's runs; `tests.kill_test.modes` has their other options."""
 
 import dataclasses
 

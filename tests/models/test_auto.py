@@ -118,19 +118,19 @@ class TestConfigJson:
             ({"rms_norm_eps": "1e-5"}, "rms_norm_eps is '1e-5'"),
             ({"head_dim": 8.5}, r"head_dim is 8\.5"),
             ({"head_dim": 9}, r"--model\.head_dim is 9"),
-            ({"hidden_size": ...}, "hidden_size is None, and must be a whole number"),
+            ({"hidden_size": ...}, "hidden_size is None, but must be a whole number"),
             ({"num_hidden_layers": "3"}, "num_hidden_layers is '3'"),
             ({"num_key_value_heads": 3}, "n_kv_heads 3 must divide"),
             ({"is_causal": False}, "is_causal is False"),
             ({"is_causal": None}, "is_causal is None"),
             ({"attention_bias": 0}, "attention_bias is 0"),
             ({"hidden_act": ["silu"]}, r"hidden_act is \['silu'\]"),
-            ({"rope_scaling": "linear"}, "rope_scaling is 'linear', and must be an object"),
+            ({"rope_scaling": "linear"}, "rope_scaling is 'linear', but must be an object"),
             ({"rope_parameters": [1]}, r"rope_parameters is \[1\]"),
             ({"rope_scaling": {"type": "linear", "factor": True}}, "factor is True"),
             ({"sliding_window": "64"}, "sliding_window is '64'"),
             ({"model_type": "mistral", "sliding_window": True}, "sliding_window is True"),
-            ({"tie_word_embeddings": "false"}, "tie_word_embeddings is 'false', and must be true or false"),
+            ({"tie_word_embeddings": "false"}, "tie_word_embeddings is 'false', but must be true or false"),
             ({"tie_word_embeddings": None}, "tie_word_embeddings is None"),
             ({"rms_norm_eps": True}, "rms_norm_eps is True"),
             ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
@@ -289,12 +289,12 @@ class TestParamsJson:
             ({"vision_chunk_size": 448}, "vision_chunk_size"),
             ({"dim": "4096"}, "dim is '4096'"),
             ({"torchtitan": {"depth": 3}}, "under 'torchtitan': depth"),
-            ({"torchtitan": [1]}, r"torchtitan is \[1\], and must be an object"),
-            ({"torchtitan": {"tie_embeddings": 1}}, "tie_embeddings is 1, and must be true or false"),
+            ({"torchtitan": [1]}, r"torchtitan is \[1\], but must be an object"),
+            ({"torchtitan": {"tie_embeddings": 1}}, "tie_embeddings is 1, but must be true or false"),
             ({"dim": True}, "dim is True"),
             ({"norm_eps": "1e-5"}, "norm_eps is '1e-5'"),
-            ({"rope_theta": None}, "rope_theta is None, and must be a number"),
-            ({"multiple_of": 0}, "multiple_of is 0, and must be a whole number from 1 to"),
+            ({"rope_theta": None}, "rope_theta is None, but must be a number"),
+            ({"multiple_of": 0}, "multiple_of is 0, but must be a whole number from 1 to"),
             ({"multiple_of": None}, "multiple_of is None"),
             ({"ffn_dim_multiplier": float("nan")}, "ffn_dim_multiplier is nan"),
             ({"use_scaled_rope": "no"}, "use_scaled_rope is 'no'"),
@@ -386,7 +386,7 @@ class TestAuto:
         with pytest.raises(UserError, match="elsewhere is not a folder"):
             parse("--hf_assets_path", folder / "elsewhere")
         (folder / "config.json").write_text(json.dumps(SMALL | {"torch_dtype": 16}))
-        with pytest.raises(UserError, match="torch_dtype is 16, and must be the name of a type"):
+        with pytest.raises(UserError, match="torch_dtype is 16, but must be the name of a type"):
             parse("--hf_assets_path", folder)
         (folder / "config.json").write_text(json.dumps(SMALL | {"model_type": "gemma2"}))
         with pytest.raises(UserError, match="model_type is 'gemma2'"):

@@ -1,5 +1,5 @@
 """A model family outside the package, with its converters, in every command: it is selected by `--module` or an
-installed package, and never imported because a checkpoint names it."""
+installed package, and never imported just because a checkpoint names it."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""Checkpoints of other formats as our models: logits of transformers, and exact round trips."""
+"""Checkpoints in other formats, loaded as our models: the logits of transformers, and exact round trips."""
 
 import dataclasses
 import importlib

@@ -1,4 +1,4 @@
-"""Complete files survive a power failure: content is synced before the rename, and the folder after it."""
+"""Complete files survive a power failure: content is synced before the rename, the folder after it."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Data progress and the end of a run, against a count batch by batch."""
+"""Data progress and the end of a run, compared with a batch-by-batch count."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Runs that train a part of a model, their FLOPs, and runs whose data ends."""
+"""Runs that train part of a model, their FLOPs, and runs that reach the end of the data."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -5,7 +5,7 @@ it, sums that continue from turn to turn, or questions about animals and things.
 messages or from tables that are small enough to learn. The system message, if any, says whether answers are short.
 
 The tables are in `chats.json`. In a sentence, `{hero}` and `{friend}` are two children, and `{he}`, `{him}`, `{his}`
-the hero's pronouns; `{He}` is capitalized, to start a sentence. All other names are drawn once per tale.
+are the hero's pronouns; `{He}` starts a sentence. All other names are drawn once per tale.
 """
 
 from collections.abc import Callable, Sequence
@@ -110,7 +110,7 @@ class _Chat:
         begin = self.draw(TABLES["have"]) + " "
         for _ in range(self.draw((1, 1, 2, 3, 4))):
             gets = n < 4 or self.uniform() < 0.6
-            k = self.draw(range(1, 9 if gets else n - 1))  # at least two are left, for the plural
+            k = self.draw(range(1, 9 if gets else n - 1))  # leaves at least two, for the plural
             total = n + k if gets else n - k
             self.names |= {"k": str(k), "sum": f"{n} {'plus' if gets else 'minus'} {k} is {total}"}
             change = self.draw(TABLES["get" if gets else "lose"])

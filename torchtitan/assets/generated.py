@@ -43,7 +43,7 @@ class Generated(ABC, Generic[T]):
 
     Args:
         split: `train`, or `validation`.
-        n: number of items; None: `n_default`.
+        n: number of items. None: the default of the split (`n_default`).
 
     Raises:
         UserError: if `n` is below 1.

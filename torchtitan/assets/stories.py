@@ -5,8 +5,7 @@ and follows one or two plots. Each beat of a plot has several phrasings. Names, 
 consequences stay consistent through the whole story, which gives a small model something to learn.
 
 The tables are in `stories.json`. In a sentence, `{hero}`, `{he}`, `{him}`, `{his}` are the hero and the hero's
-pronouns; `{friend}`, `{he2}` ... the friend's; `{elder}`, `{he3}` ... the elder's. `{He}` is capitalized, to start a
-sentence.
+pronouns; `{friend}`, `{he2}`, ... are the friend's, and `{elder}`, `{he3}`, ... the elder's. `{He}` starts a sentence.
 """
 
 from collections.abc import Mapping, Sequence

@@ -96,7 +96,7 @@ def _write(options: argparse.Namespace) -> None:
     durable.make_folder(options.output.parent)
     with workplace(options.output) as folder:
         partial = folder / "checkpoint.partial"
-        partial.mkdir()  # with the usual permissions, unlike the other folder
+        partial.mkdir()  # the outer folder is private; this one gets the usual permissions
         write(partial)
         _put_in_place(partial, options)
     sizes = [file.stat().st_size for file in options.output.rglob("*") if file.is_file()]
@@ -107,7 +107,7 @@ def _write(options: argparse.Namespace) -> None:
 
 
 def _model(options: argparse.Namespace, family: "ModuleType | None") -> "tuple[ModelSpec, int, Callable[[Path], None]]":
-    """Return the model, the number of tensors, and a function that writes them to a folder."""
+    """Return the model, its number of tensors, and a function that writes them to a folder."""
     from torchtitan.components.weights import export_checkpoint
     from torchtitan.components.weights.assets import asset_folder
     from torchtitan.models.pretrained import internal_source
@@ -200,7 +200,7 @@ def _check(options: argparse.Namespace, family: "ModuleType | None") -> None:
     from torchtitan.models.pretrained import checkpoint_format
 
     if options.max_shard_size <= 0:
-        raise UserError(f"--max_shard_size is {options.max_shard_size}, and must be above 0")
+        raise UserError(f"--max_shard_size is {options.max_shard_size}, but must be above 0")
     if options.base and options.to == "peft":
         raise UserError("--base cannot be combined with --to peft, which writes only the adapter")
     if options.quantize and options.to != "hf":

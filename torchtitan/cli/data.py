@@ -92,14 +92,15 @@ class _Run(NamedTuple):
 
     @contextmanager
     def loader(self, n_samples: int, *, place: int = 0) -> "Iterator[BaseDataLoader]":
-        """Yield a loader of parts of `n_samples` in the run's order, from part `place` on, as for rank `place`."""
+        """Yield a loader of batches of `n_samples` in the run's order; it reads as rank `place`, so its first batch is
+        batch `place`."""
         from torchtitan.components.data.finetuning.planned_loader import PlannedDataLoader
 
         config, level = self.config, logger.level
         dataloader = config.dataloader
         if isinstance(dataloader, PlannedDataLoader.Config):
             dataloader = dataclasses.replace(dataloader, num_workers=0)  # same order, no prefetching
-        logger.setLevel(logging.WARNING)  # its report is shown as tables
+        logger.setLevel(logging.WARNING)  # the tables replace the loader's log
         try:
             loader = dataloader.build(
                 tokenizer=self.tokenizer,
@@ -123,7 +124,8 @@ class _Run(NamedTuple):
 
 
 def _data_parallel_degree(parallelism: Any) -> int:
-    """Return the number of ranks that read different samples, of `NGPU` x `NNODES` processes or as many as needed."""
+    """Return the number of ranks that read different samples, out of `NGPU` x `NNODES` processes, or more if the
+    configured degrees need more."""
     import torch
 
     from torchtitan.cli.launch import environment_number
@@ -162,9 +164,9 @@ def _inspect(options: argparse.Namespace, resolved: "ResolvedConfig") -> None:
         summary, refusal = loader.summary(n_samples), ""
         try:
             loader.check_repetitions(n_samples)
-        except UserError as error:  # the trainer would not begin
+        except UserError as error:  # training would raise it too
             refusal = str(error)
-        # Small data starts over after its end.
+        # Show no sample twice: small datasets repeat.
         n_shown = min(options.samples, summary.windows_per_epoch) if summary else options.samples
         samples: list[Sample] = []
         with suppress(UserError) if refusal else nullcontext():

@@ -48,15 +48,15 @@ class Bin(NamedTuple):
         return f"{self.low:,}" if self.low == self.high else f"{self.low:,}-{self.high:,}"
 
 
-# Numbers, for terminal and page alike.
+# Tables, shared by the terminal and the page.
 
 
 def _tables(summary: DataSummary) -> Iterator[_Table]:
     counts = ("rows", "kept", "cut", "dropped", "tokens", "trained")
-    columns = ("data set", "format", *counts, "share", "times read", "at most")
+    columns = ("dataset", "format", *counts, "share", "times read", "at most")
     yield "Data sets", columns, [_set_cells(data) for data in summary.sets]
     if events := [cells for data in summary.sets for cells in _event_rows(data)]:
-        yield "Rows dropped, truncated or with special tokens", ("data set", "what", "rows", "for example"), events
+        yield "Rows dropped, truncated or with special tokens", ("dataset", "what", "rows", "for example"), events
 
 
 def _set_cells(data: SetSummary) -> list[str]:
@@ -134,7 +134,7 @@ def print_inspection(console: Console, inspection: Inspection) -> None:
     _print_facts(console, inspection.facts)
     if summary := inspection.summary:
         for title, columns, rows in _tables(summary):
-            words = ("data set", "format", "what", "for example")
+            words = ("dataset", "format", "what", "for example")
             table = Table(title=title, title_justify="left", title_style="bold")
             for column in columns:
                 table.add_column(column, justify="left" if column in words else "right", overflow="fold")

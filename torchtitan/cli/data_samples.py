@@ -1,4 +1,4 @@
-"""Readable batches: rows split into documents, and documents into tokens with their text."""
+"""Readable form of batches: rows split into documents, and documents into tokens with their text."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ class Document(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One of a sample's inputs, shape (T,)."""
+    """One input of a sample, of shape (T,), as documents."""
 
     title: str
     """Name of the input if a sample has several, else empty."""
@@ -52,7 +52,7 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Sample:
-    """A row of a batch."""
+    """One sample of a batch: a row of each of its tensors."""
 
     name: str
     rows: list[Row]
@@ -108,8 +108,9 @@ def _row(prefix: str, row: Batch, names: Sequence[str], tokenizer: Tokenizer) ->
 
 
 def _n_padding(inputs: torch.Tensor, labels: torch.Tensor, last_start: int | None) -> int:
-    """Count the padding positions at the end of a row: one token repeated, never predicting. The last document is
-    either padding or not; if documents are unknown (`last_start` is None), padding is at least two positions."""
+    """Count the padding positions at the end of a row: one repeated token without labels. The last
+    document is all padding or has none; if documents are unknown (`last_start` is None), padding has at least two
+    positions."""
     differs = ((inputs != inputs[-1]) | (labels != IGNORE_INDEX)).nonzero().flatten()
     begin = int(differs[-1]) + 1 if len(differs) else 0
     if last_start is not None:
@@ -138,7 +139,7 @@ def _tokens(ids: list[int], labels: list[int], tokenizer: Tokenizer) -> list[Tok
 def token_texts(ids: Sequence[int], tokenizer: Tokenizer) -> list[str]:
     """Return the text that each token adds; a character split over tokens belongs to the first of them."""
     texts: list[str] = []
-    before: list[int] = []  # decides, for example, whether the leading space of a text is dropped
+    before: list[int] = []  # earlier tokens affect decoding, for example of a leading space
     while (start := len(texts)) < len(ids):
         decoded = partial(_decode_behind, tokenizer, before)
         n_tokens = _n_sharing(ids[start : start + _MOST_SHARED], decoded)
@@ -160,5 +161,5 @@ def _n_sharing(ids: Sequence[int], decoded: Callable[[Sequence[int]], str]) -> i
     whole = next((n for n, text in enumerate(texts) if not text.endswith(_UNDECODED)), None)
     if whole is not None and texts[whole].count(_UNDECODED) < first.count(_UNDECODED):
         return whole + 1
-    # Either the text contains U+FFFD, perhaps byte by byte, or the bytes are not text.
+    # Either the text itself contains U+FFFD, perhaps as single bytes, or the bytes are not text.
     return next((n for n, text in enumerate(texts) if text != first), len(texts))

@@ -1,4 +1,4 @@
-"""`torchtitan download`: fetch a model's files from the Hugging Face hub."""
+"""`torchtitan download`: fetch a model's files from the Hugging Face Hub."""
 
 import argparse
 import contextlib
@@ -82,7 +82,7 @@ def _download(options: argparse.Namespace, folder: Path) -> None:
     }
     try:
         validate_repo_id(repo_id)
-        # First: without an answer, the library takes any non-empty folder for the repository's.
+        # Ask first: if the hub does not answer, the library accepts any non-empty folder as the repository.
         with _answer_of(api):
             info = api.model_info(repo_id, revision=options.revision, files_metadata=True)
             files = {file.rfilename: file for file in info.siblings or []}
@@ -104,7 +104,7 @@ def _download(options: argparse.Namespace, folder: Path) -> None:
     except OSError as error:
         if error.errno is not None:
             raise RunFailure(f"{folder} cannot be written: {error.strerror or error}") from error
-        cause = str(error).split("\n")[0]  # the library's own: a file's size differs from the announced size
+        cause = str(error).split("\n")[0]  # raised by the library if a file does not have the announced size
         raise UserError(f"{repo_id} did not arrive whole ({cause}); run this again") from error
 
 
@@ -140,7 +140,7 @@ def _fetch(api: "HfApi", repo_id: str, revision: str | None, files: "Sequence[Re
 
 @contextlib.contextmanager
 def _answer_of(api: "HfApi") -> Iterator[None]:
-    """Turn Python's errors at malformed answers of the hub, which the library does not validate, into `UserError`."""
+    """Turn the Python errors caused by malformed answers, which the library does not validate, into `UserError`."""
     from huggingface_hub.errors import HFValidationError, HTTPError
 
     try:

@@ -69,7 +69,7 @@ def _evaluate(options: argparse.Namespace) -> None:
 
 def _check(options: argparse.Namespace, files: list[str], names: list[str]) -> None:
     if options.limit is not None and options.limit < 1:
-        raise UserError(f"--limit is {options.limit}, and must be at least 1")
+        raise UserError(f"--limit is {options.limit}, but must be at least 1")
     if missing := [file for file in files if not Path(file).is_file()]:
         raise UserError(f"file not found: {', '.join(missing)}")
     if options.include_path is not None and not options.include_path.is_dir():

@@ -54,7 +54,7 @@ def _generate(options: argparse.Namespace) -> None:
 
     sampling, texts = sampling_of(options), _prompts(options)
     opened = open_model(options)
-    # BOS is added as configured by the model, and replaces an empty text.
+    # BOS is added if the model is configured so, and stands in for an empty text.
     prompts = [
         opened.tokenizer.encode(text, add_eos=False) if text else [generation.start_id(opened.tokenizer)]
         for text in texts
@@ -124,7 +124,7 @@ class _Printer:
 def _report_speed(
     prompts: list[list[int]], generations: "list[Generation]", first_seconds: float, seconds: float
 ) -> None:
-    """Report speeds. A prompt's own pass yields its first token; each later token takes another pass."""
+    """Report speeds. The pass over the prompt yields the first token; each later token takes another pass."""
     read, new = sum(map(len, prompts)), sum(len(generation.ids) for generation in generations)
     later = new - sum(1 for generation in generations if generation.ids)
     words = [f"prompt: {read} tokens, {read / first_seconds:,.0f} tokens/s"]
@@ -177,7 +177,7 @@ class _Conversation:
         self._template = resolve_chat_template(options.template, opened.folders, opened.tokenizer, option="--template")
         end, end_id = self._template.end_of_turn(), self._template.end_of_turn_id(opened.tokenizer)
         self._stop_ids = stop_ids(opened.tokenizer, *opened.folders) | ({end_id} if end_id is not None else set())
-        # Without such a token in the vocabulary, the model writes it as ordinary text.
+        # If the vocabulary has no such token, the model writes it as ordinary text.
         self._stop = [*options.stop, *([end] if end and end_id is None else [])]
         self._max_new_tokens: int = options.max_new_tokens
         self._system = [{"role": "system", "content": options.system}] if options.system else []

@@ -1,9 +1,9 @@
 """Start the processes of a run on this host, and combine their results into one exit code and at most one message.
 
 PyTorch's elastic agent (2.13), the base of torchrun, cannot replace this module: its store accepts connections on all
-network interfaces; it restarts workers after every failure, even a user's mistake; after a failure it sends other ranks
-SIGTERM, which means save and stop here; and it limits the time for the last save. For restarts on several hosts, use
-torchrun (docs/multinode.md).
+network interfaces; it restarts workers after every failure, even a user's mistake; after a failure it sends SIGTERM to
+the other ranks, which torchtitan takes as a request to save and stop; and it limits the time for the last save. For
+restarts on several hosts, use torchrun (docs/multinode.md).
 """
 
 import dataclasses
@@ -57,7 +57,7 @@ def environment_number(name: str, *, default: int, minimum: int) -> int:
     """Return an environment variable as a number. Raise `UserError` if it is not a number, or is below `minimum`."""
     text = os.environ.get(name, str(default))
     if not text.isdecimal() or int(text) < minimum:
-        raise UserError(f"the environment variable {name} is '{text}', and must be a number of at least {minimum}")
+        raise UserError(f"the environment variable {name} is '{text}', but must be a number of at least {minimum}")
     return int(text)
 
 
@@ -115,7 +115,7 @@ class _Worker:
         }
         # -P keeps the current folder off the import path, as in this process.
         command = [sys.executable, "-P", "-m", "torchtitan.train", *args]
-        # Closing it also tells the worker that this process has ended.
+        # When this process ends, the connection closes, which tells the worker.
         self._connection, theirs = socket.socketpair()
         with theirs:
             self.process = subprocess.Popen(command, env=environment, stdin=theirs.fileno())
@@ -127,9 +127,9 @@ class _Worker:
     def failure(self) -> _Failure:
         """Describe the failure of this worker.
 
-        A failure without a report, such as a signal, counts as the first, since failures of other ranks have no such
-        effect. Two signals count as the last: an abort, which a lost connection can cause, and the signal of another
-        rank's watchdog.
+        A worker that ends without a report, for example by a signal, counts as the first to fail, since a failure of
+        another rank does not end it this way. Two signals can result from another rank's failure and count as the last:
+        SIGABRT, which a lost connection can cause, and SIGQUIT, which another rank's watchdog sends.
         """
         code = self.process.returncode
         if content := self._receive():
@@ -165,14 +165,14 @@ def _run_once(
     workers: list[_Worker], signals: StopSignals, args: Sequence[str], hosts: Hosts, processes: int
 ) -> list[_Failure]:
     workers.clear()
-    # The workers inherit this, so that Ctrl-C, which reaches the whole process group, comes to them from here.
+    # Ctrl-C reaches the whole process group. The workers inherit this setting and ignore it; this process forwards it.
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
     for local_rank in range(processes):
-        if signals.first:  # starting many workers takes long
+        if signals.first:  # starting many workers takes time
             break
         workers.append(_Worker(args, hosts, processes, local_rank))
     signal.signal(signal.SIGINT, handler)
-    for worker in workers if signals.first else []:  # it arrived before all had started
+    for worker in workers if signals.first else []:  # stop was requested before all had started
         worker.process.terminate()
     _wait(workers)
     failed = [worker for worker in workers if worker.failed]
@@ -181,7 +181,7 @@ def _run_once(
 
 
 def _wait(workers: Sequence[_Worker]) -> None:
-    """Wait until all workers have ended, or briefly after one has failed: the others may wait for it forever."""
+    """Wait until all workers have ended, or briefly after one has failed, since the others may wait forever."""
     deadline = float("inf")
     while any([worker.process.poll() is None for worker in workers]) and time.monotonic() < deadline:
         if any(worker.failed for worker in workers):

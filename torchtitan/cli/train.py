@@ -19,21 +19,22 @@ _PROCESSES_PER_CORE = 4
 """Processes that can share a CPU core, since ranks of tiny models often wait for each other."""
 
 _FEW_PROCESSES = 8
-"""Number of processes allowed on any host."""
+"""Number of processes allowed on any host, however few cores it has."""
 
 
 def train(args: Sequence[str]) -> int:
     """Run `torchtitan train`. Return 0 if the run finished or was stopped, 2 for a user's mistake, 3 for a
     failure with a stated reason, 1 for a crash.
 
-    Environment variables: `NGPU` processes on this host (default: one per GPU, or 1; on CPUs, more than four per core
-    only with `OVERSUBSCRIBE=1`); `NNODES` hosts, each with its `NODE_RANK`, that meet at `MASTER_ADDR` and
-    `MASTER_PORT`; `LOG_RANK`, the ranks that print; `MAX_RESTARTS` after a crash or a hang. `COMM_MODE=fake_backend`
-    makes a dry run, which reports what any number of processes would need (`torchtitan.dry_run`).
+    Environment variables: `NGPU`, the processes on this host (default: one per GPU, or 1; on CPUs, more than four per
+    core only with `OVERSUBSCRIBE=1`); `NNODES`, the hosts, each with its `NODE_RANK`, which connect at `MASTER_ADDR`
+    and `MASTER_PORT`; `LOG_RANK`, the ranks that print; `MAX_RESTARTS`, the restarts allowed after a crash or a hang.
+    `COMM_MODE=fake_backend` selects a dry run, which reports the memory and work of any number of processes
+    (`torchtitan.dry_run`).
     """
     init_logger()
     os.environ[COMMAND_VARIABLE] = _command(args)
-    # Garbage collection during the import of torch only costs time.
+    # Garbage collection only slows down the import of torch.
     gc.disable()
     try:
         return _train(list(args))
@@ -56,7 +57,7 @@ def _train(args: list[str]) -> int:
 
         dry_run(resolved.config, environment_number("NNODES", default=1, minimum=1) * _named_processes(default=1))
         return 0
-    # Unlike a filter, this must not end at a closed pipe: a connection closed by its peer is an error to handle.
+    # Ignore SIGPIPE, so that a connection closed by its peer raises an error instead of ending this process.
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     hosts, processes = Hosts.from_environment(), _processes()
     resolved.config.check(hosts.count * processes)

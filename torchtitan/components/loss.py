@@ -36,7 +36,7 @@ class CrossEntropyLoss(Configurable):
 
         def validate(self) -> None:
             if self.chunk_tokens < 0:
-                raise UserError(f"--loss.chunk_tokens is {self.chunk_tokens}, and must be at least 0")
+                raise UserError(f"--loss.chunk_tokens is {self.chunk_tokens}, but must be at least 0")
 
     config: Config
 

@@ -18,20 +18,20 @@ from torchtitan.tools.logging import logger
 
 
 class Sink(ABC):
-    """Destination of metrics. It is opened with the step that the run starts after: 0 for a fresh run, for which it
-    sets older data aside; N for a run resumed after step N, for which it drops later data."""
+    """Destination of metrics. A sink is opened with the last completed step. For a new run (step 0), it sets older data
+    aside; for a resumed run, it drops the data of later steps."""
 
     @abstractmethod
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Write the metrics of `step` by name, in step order; several calls may have the same step. Raise `OSError` if
+        """Write the metrics of `step` by name, in step order; multiple calls may have the same step. Raise `OSError` if
         they cannot be written. It is reported once and training continues; nothing else is caught."""
 
     def sync(self) -> None:  # noqa: B027 (most sinks have nothing to do)
-        """Make all written metrics survive a power failure, before a checkpoint is saved; raise as `write`."""
+        """Flush all written metrics to disk before a checkpoint is saved. Raise `OSError` like `write`."""
 
     @abstractmethod
     def close(self) -> None:
-        """Write the rest; raise as `write`."""
+        """Write the remaining metrics. Raise `OSError` like `write`."""
 
 
 class JsonLines(Sink):
@@ -51,7 +51,7 @@ class JsonLines(Sink):
         self.append({"step": step} | {name: value if math.isfinite(value) else None for name, value in values.items()})
 
     def append(self, document: Mapping[str, Any]) -> None:
-        """Write a line of JSON-serializable values, including its `step`; raise as `write`."""
+        """Write a line of JSON-serializable values, including its `step`. Raise `OSError` like `write`."""
         line = (json.dumps(document) + "\n").encode()
         end = self._file.seek(0, os.SEEK_END)
         try:
@@ -81,15 +81,15 @@ class TensorBoard(Sink):
     def write(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
-        self._writer.flush()  # to be seen now, and so that an error is raised by the step it belongs to
+        self._writer.flush()  # show the values now, and raise an error at the step that caused it
 
     def close(self) -> None:
         self._writer.close()
 
 
 class WandB(Sink):
-    """Weights & Biases, set up by its environment variables (`WANDB_PROJECT`, `WANDB_NAME`, `WANDB_MODE`, ...). A
-    resumed run continues the W&B run with the id in the folder `wandb`; points that W&B already has stay."""
+    """Weights & Biases, configured by its environment variables (`WANDB_PROJECT`, `WANDB_NAME`, `WANDB_MODE`, ...). A
+    resumed run continues the W&B run with the id in the folder `wandb`; points that W&B already has are kept."""
 
     def __init__(self, dump_folder: Path, step: int, run_config: Mapping[str, Any]):
         import wandb
@@ -117,7 +117,7 @@ class WandB(Sink):
     def check_installed() -> None:
         """Raise `UserError` if the package `wandb` is not installed."""
         spec = importlib.util.find_spec("wandb")
-        if spec is None or spec.origin is None:  # no origin: merely a folder of that name, such as W&B's own output
+        if spec is None or spec.origin is None:  # no origin: only a folder of that name, such as W&B's own output
             raise UserError("--metrics.enable_wandb needs the package wandb: pip install wandb")
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
@@ -144,7 +144,8 @@ def _free_name(path: Path) -> Path:
 
 
 def _drop_lines_after(path: Path, step: int) -> None:
-    """Keep the whole lines up to `step` (a killed run may tear its last one); copy a file with other damaged lines."""
+    """Keep the complete lines up to `step`; a killed run may truncate its last line. Copy a file with other damaged
+    lines."""
     if not path.is_file():
         raise UserError(f"'{path}' is not a regular file; remove it")
     n_damaged = 0

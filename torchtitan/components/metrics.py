@@ -37,7 +37,7 @@ class _Interval:
 
 
 class MetricsProcessor(Configurable):
-    """Measures the steps of a run and reports them, see `docs/metrics.md`.
+    """Measures the steps of a run and reports them; see `docs/metrics.md`.
 
         metrics.start(step)                     # after loading a checkpoint, if any
         for step in range(step + 1, total_steps + 1):
@@ -80,7 +80,8 @@ class MetricsProcessor(Configurable):
         """Folder of the TensorBoard files inside the dump folder."""
 
         enable_wandb: bool = False
-        """Also send the metrics to Weights & Biases; WANDB_PROJECT and its other environment variables set the rest."""
+        """Also send the metrics to Weights & Biases, configured by WANDB_PROJECT and its other environment
+        variables."""
 
         def validate(self) -> None:
             require_at_least(1, metrics__log_freq=self.log_freq)
@@ -173,7 +174,7 @@ class MetricsProcessor(Configurable):
         self._interval.n_tokens += n_tokens
 
     def should_log(self, step: int) -> bool:
-        """Return whether `log_step` reports this step, independent of interruptions."""
+        """Return whether `log_step` reports this step, independently of interruptions."""
         return step == 1 or step % self.config.log_freq == 0 or step == self.total_steps
 
     def log_step(

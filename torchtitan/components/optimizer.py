@@ -68,7 +68,7 @@ class Optimizer(Configurable):
         """Added to the root of the second moment (Adam, AdamW)."""
 
         weight_decay: float = 0.1
-        """Decoupled from the gradient for AdamW and Muon, added to it for Adam and SGD."""
+        """Weight decay: decoupled from the gradient for AdamW and Muon, added to it for Adam and SGD."""
 
         momentum: float | None = None
         """Momentum of SGD and Muon. None: 0 for SGD, 0.95 for Muon."""
@@ -151,7 +151,7 @@ class Optimizer(Configurable):
             optimizer.zero_grad(set_to_none=True)
 
     def warn_of_idle_parameters(self) -> None:
-        """Warn of trained parameters without a gradient on any rank. A collective; call it before `zero_grad`."""
+        """Warn about trained parameters without a gradient on any rank. A collective; call it before `zero_grad`."""
         local_names = [
             canonical_name(name)
             for part in self.model_parts
@@ -230,7 +230,7 @@ class Optimizer(Configurable):
         return groups
 
     def _warn_of_idle_groups(self, names: Sequence[str]) -> None:
-        """Warn of a pattern that matches no trained parameter, except in the default groups."""
+        """Warn about a pattern that matches no trained parameter, except in the default groups."""
         used, default = {self._group_of(name) for name in names}, _default_param_groups()
         for key, group in self.config.param_groups.items():
             if key not in used and group != default.get(key):

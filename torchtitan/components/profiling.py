@@ -16,7 +16,7 @@ from torchtitan.tools.device import device_type
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
 
-_SNAPSHOT_EVENTS = 100_000  # allocations and frees that a memory snapshot reaches back
+_SNAPSHOT_EVENTS = 100_000  # number of allocations and frees in a memory snapshot
 
 
 class Profiler(Configurable):
@@ -30,7 +30,7 @@ class Profiler(Configurable):
     Traces go to `{dump_folder}/{save_traces_folder}/step-N/rank{r}.json` (Chrome trace format, for
     https://ui.perfetto.dev), memory snapshots to `{dump_folder}/{save_memory_snapshot_folder}/step-N/rank{r}.pickle`
     (for https://pytorch.org/memory_viz); N is the last step recorded. Every rank writes its own. If a file cannot be
-    written, a warning says so and training continues.
+    written, a warning is logged and training continues.
     """
 
     @dataclass(kw_only=True, slots=True)

@@ -23,7 +23,7 @@ from torchtitan.tools.errors import UserError
 
 
 class Validator(Configurable):
-    """Measures the mean loss over all valid tokens of the validation data, over all ranks.
+    """Measures the mean loss over all valid tokens of the validation data on all ranks.
 
     Args:
         config: frequency and number of batches.

@@ -16,9 +16,9 @@ _NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: 
 class Configurable:
     """A component built from a nested `Config` dataclass, with a string literal under each field as its `--help` text.
 
-    A subclass may define `class Config(Parent.Config)` as a `@dataclass(kw_only=True, slots=True)`, or else gets one
-    derived from its parent's; `Child.Config().build()` always makes a `Child`. Raises `TypeError` for any other
-    `Config`.
+    A subclass may define `class Config(Parent.Config)` as a `@dataclass(kw_only=True, slots=True)`; otherwise, it gets
+    one derived from its parent's. `Child.Config().build()` always builds a `Child`. Any other `Config` raises
+    `TypeError`.
     """
 
     @dataclasses.dataclass(kw_only=True, slots=True)
@@ -106,7 +106,7 @@ def _field_value(declared: Any, value: Any, key: str) -> Any:
         assert isinstance(declared, type)
         return from_plain(declared, value, f"{key}.")
     if not fits(value, declared, quoted=False):
-        raise UserError(f"configuration: '{key}' is {value!r}, and must be {describe(declared)}")
+        raise UserError(f"configuration: '{key}' is {value!r}, but must be {describe(declared)}")
     return value
 
 
@@ -142,8 +142,8 @@ def _check_config(cls: type[Configurable]) -> None:
 
 
 def fits(value: Any, declared: Any, *, quoted: bool = True) -> bool:
-    """Return whether a value of a YAML or JSON file fits the declared type; types that files cannot express fit all
-    values. With `quoted`, as on the command line, numbers may be quoted, and a single item may replace a list."""
+    """Return whether a value of a YAML or JSON file fits the declared type. A type that files cannot express accepts
+    any value. With `quoted`, numbers may be quoted and a single item may replace a list, as on the command line."""
     arguments = get_args(declared)
     origin = get_origin(declared)
     if origin is Annotated:

@@ -147,7 +147,7 @@ def _named_configs_rule(info: StructTypeInfo) -> StructConstructorSpec | None:
 
 
 def _registered_name(function: Callable[..., object]) -> str:
-    """Return the registered name, package.function, with only the last part of the import path: it may vary."""
+    """Return the registered name, package.function: only the last part of the import path, since the rest varies."""
     package = function.__module__.removesuffix(".config_registry").rpartition(".")[2]
     return f"{package}.{function.__name__}"
 
@@ -235,8 +235,8 @@ def _check_keys(document: dict[str, Any], known: Sequence[str], path: str) -> No
 def _check_values(document: dict[str, Any], types: Mapping[str, Any], path: str) -> None:
     for key, value in leaves(document).items():
         if not fits(value, types[key]):
-            raise UserError(f"'{key}' in {path} is {value!r}, and must be {describe(types[key])}")
-        # On the command line, this item of a list would be taken for an option.
+            raise UserError(f"'{key}' in {path} is {value!r}, but must be {describe(types[key])}")
+        # The command line would parse this list item as an option.
         for item in value if isinstance(value, list) else []:
             if isinstance(item, str) and item.startswith("-") and not fits(item, float):
                 raise UserError(f"'{key}' in {path} has the item {item!r}; items must not begin with '-'")
@@ -301,7 +301,7 @@ def _to_flags(document: dict[str, Any], prefix: str = "") -> list[str]:
 
 def _to_switches(args: Sequence[str], switches: Collection[str]) -> list[str]:
     """Rewrite booleans in tyro's form: `--checkpoint.enable=true` (or ` true`) becomes `--checkpoint.enable`, and
-    `false` `--checkpoint.no_enable`. Raise `UserError` for another value after `=`."""
+    `=false` becomes `--checkpoint.no_enable`. Raise `UserError` for another value after `=`."""
     words: list[str] = []
     rest = list(args)
     while rest:
@@ -314,7 +314,7 @@ def _to_switches(args: Sequence[str], switches: Collection[str]) -> list[str]:
         if not assigned:
             value = rest.pop(0) if rest and not rest[0].startswith("-") else "true"
         if value.lower() not in _BOOLEANS:
-            raise UserError(f"{option} is '{value}', and must be true or false")
+            raise UserError(f"{option} is '{value}', but must be true or false")
         words.append(_switch(key, _BOOLEANS[value.lower()]))
     return words
 

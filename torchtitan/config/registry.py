@@ -28,7 +28,7 @@ ENTRY_POINTS = "torchtitan.models"
 """Group of entry points through which installed packages add modules: name = import path of the package."""
 
 _AUTO = "torchtitan.models.auto.config_registry"
-"""Its configurations, for models of any family, are available in every family without one of the same name."""
+"""Module of configurations for models of any family. Every family offers those that it does not define itself."""
 
 _BUILT_IN_FOLDERS = ("models", "experiments")
 _OWN_CODE = tuple(f"torchtitan.{folder}" for folder in ("components", *_BUILT_IN_FOLDERS))
@@ -83,7 +83,7 @@ def list_module(name: str, folder: Path) -> ModuleListing:
 
 
 def load_config_function(module: str, config: str) -> Callable[..., object]:
-    """Return the function that `--module module --config config` names; `needs_assets` tells its parameters.
+    """Return the function that `--module module --config config` names; see `needs_assets` for its parameters.
 
     The module is a short name, an import path, or a folder with a `config_registry.py`; the configuration's name may
     begin with the module's (`llama3_debugmodel`). Raise `UserError` if either does not exist, or importing fails.
@@ -116,7 +116,7 @@ def _configurations(registry: ModuleType) -> dict[str, Callable[..., object]]:
 
 
 def import_package(module: str) -> ModuleType:
-    """Return the package that `--module module` names, imported with its registry; raise as `load_config_function`."""
+    """Import the package that `--module module` names, and its registry. Raise like `load_config_function`."""
     return _package_of(_import_registry(module))
 
 
@@ -142,7 +142,7 @@ def is_trusted(module: str) -> bool:
     if module in (*built_in_modules(), *installed_modules()):
         return True
     folder = Path(module).resolve()
-    if folder.is_dir():  # preferred to an import path, as in `_import_registry`
+    if folder.is_dir():  # a folder takes precedence over an import path, as in `_import_registry`
         loaded = sys.modules.get(f"{folder.name}.{_REGISTRY}")
         return loaded is not None and Path(inspect.getfile(loaded)).resolve().parent == folder
     return _is_of(module, _OWN_CODE) or f"{module}.{_REGISTRY}" in sys.modules

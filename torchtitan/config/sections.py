@@ -12,7 +12,7 @@ def require_at_least(minimum: float, **values: float | None) -> None:
     """Raise `UserError` for the first of `values` (option name with `__` for `.`) that is below `minimum`, or NaN."""
     for name, value in values.items():
         if value is not None and not value >= minimum:
-            raise UserError(f"--{name.replace('__', '.')} is {value}, and must be at least {minimum}")
+            raise UserError(f"--{name.replace('__', '.')} is {value}, but must be at least {minimum}")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -23,21 +23,21 @@ class TrainingConfig:
     """Optimizer steps."""
 
     epochs: int | None = None
-    """Passes over the data, instead of `steps` if the size of the data is known. A stream of unknown size ends after
-    them or after `steps`, the length of the schedule."""
+    """Passes over the data. If its size is known, they replace `steps`. A stream of unknown size ends after these
+    passes or after `steps`, whichever is first; its schedule has the length `steps`."""
 
     seq_len: int = 512
-    """Tokens in a training sample."""
+    """Tokens in a window, the sequence that the model sees at once."""
 
     local_batch_size: int = 4
-    """Samples that a data-parallel rank processes at once."""
+    """Windows that one data-parallel rank processes at once."""
 
     global_batch_size: int = -1
-    """Samples in an optimizer step over all ranks; gradients accumulate if this exceeds local_batch_size times the
-    data-parallel ranks. -1: no accumulation."""
+    """Windows in an optimizer step over all ranks. Gradients accumulate if this exceeds local_batch_size times the
+    number of data-parallel ranks. -1: no accumulation."""
 
     max_norm: float = 1.0
-    """Maximum total norm, to which larger gradients are scaled down; `inf` only measures it."""
+    """Maximum total gradient norm; larger gradients are scaled down to it. `inf`: only measure the norm."""
 
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """Response to a NaN or infinite loss or gradient norm: `stop` ends the run, naming the step and its documents;
@@ -53,21 +53,21 @@ class TrainingConfig:
     """Type in which gradients are summed over ranks."""
 
     enable_cpu_offload: bool = False
-    """Keep weights, gradients and optimizer state in CPU memory; copy each layer's weights to the device for its
-    computation. Needs data-parallel sharding (FSDP)."""
+    """Keep weights, gradients and optimizer state in CPU memory, and copy each layer's weights to the device when it
+    computes. Needs data-parallel sharding (FSDP)."""
 
     skip_data: list[str] = field(default_factory=list)
-    """Data to leave out of training, by the steps that would train on it otherwise: "100-120" "300". Such a step
-    continues with the data that follows."""
+    """Data to leave out, given as the steps that would otherwise train on it: "100-120" "300". These steps train on the
+    data that follows instead."""
 
     gc_freq: int = 50
-    """Steps between runs of Python's garbage collector, which is otherwise off so that all ranks pause together."""
+    """Steps between runs of Python's garbage collector. It is off in between, so that all ranks pause together."""
 
     def validate(self) -> None:
         require_at_least(1, training__steps=self.steps, training__epochs=self.epochs, training__seq_len=self.seq_len)
         require_at_least(1, training__local_batch_size=self.local_batch_size, training__gc_freq=self.gc_freq)
         if not self.max_norm > 0:
-            raise UserError(f"--training.max_norm is {self.max_norm}, and must be above 0 (inf: never clip)")
+            raise UserError(f"--training.max_norm is {self.max_norm}, but must be above 0 (inf: never clip)")
         try:
             parse_step_ranges(self.skip_data)
         except ValueError as error:
@@ -117,50 +117,50 @@ class ParallelismConfig:
 
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
     """Free a layer's gathered weights after its forward pass: `always` saves memory, `never` saves communication.
-    `default` means always, except for the last layers, which the backward pass needs at once, and except under pipeline
-    parallelism, where every micro-batch would gather them again."""
+    `default` means `always`, except for the last layers, which the backward pass needs first. Under pipeline
+    parallelism it means `never`, since every micro-batch would gather the weights again."""
 
     tensor_parallel_degree: int = 1
     """Ranks that split each layer's matrices, and the sequence between layers. Must divide heads, key/value heads, the
     feed-forward width and training.seq_len."""
 
     disable_loss_parallel: bool = False
-    """Under tensor parallelism, compute the loss on every rank from gathered hidden states and output weights, rather
-    than on each rank's part of the vocabulary: for a custom loss that needs whole logits."""
+    """Under tensor parallelism, gather hidden states and output weights and compute the whole loss on every rank,
+    instead of splitting it by vocabulary. For a custom loss that needs full logits."""
 
     context_parallel_degree: int = 1
-    """Ranks that split each sequence: every rank computes its part of the tokens, and gathers keys and values."""
+    """Ranks that split each sequence. Each rank computes its part of the tokens, and gathers all keys and values."""
 
     context_parallel_load_balancer: Literal["headtail", "none"] = "headtail"
-    """Tokens of a context-parallel rank: `headtail`, one piece from each end of the sequence, which balances causal
-    attention; `none`, one contiguous piece."""
+    """Tokens that each context-parallel rank gets: `headtail`, two pieces at equal distance from the ends of the
+    sequence, which balances causal attention; `none`, one contiguous piece."""
 
     pipeline_parallel_degree: int = 1
-    """Ranks that split the layers: each holds one or more stages of the model."""
+    """Ranks that split the layers. Each rank holds one or more stages of the model."""
 
     pipeline_parallel_schedule: PipelineSchedule = "1F1B"
     """Order in which stages process micro-batches. GPipe and 1F1B have one stage per rank; the others have two or more
     (ZBVZeroBubble and DualPipeV: two)."""
 
     pipeline_parallel_microbatch_size: int = 1
-    """Samples of training.local_batch_size that pass through the pipeline together."""
+    """Windows of training.local_batch_size that pass through the pipeline together."""
 
     pipeline_parallel_layers_per_stage: int | None = None
     """Layers per stage, which determine the number of stages. None: one stage per rank for GPipe and 1F1B, else two."""
 
     pipeline_parallel_first_stage_less_layers: int = 1
-    """Number of layers that the token embedding counts for in the division into stages."""
+    """Cost of the token embedding, in layers, when the model is divided into stages."""
 
     pipeline_parallel_last_stage_less_layers: int = 1
-    """Number of layers that the final norm and the output head count for in the division into stages."""
+    """Cost of the final norm and the output head, in layers, when the model is divided into stages."""
 
     module_fqns_per_model_part: list[str] | None = None
-    """Modules of each stage, instead of an automatic division; commas separate the names in a stage:
+    """Modules of each stage, instead of an automatic division. Commas separate the names within a stage:
     "tok_embeddings,layers.0,layers.1" "layers.2,layers.3,norm,output"."""
 
     @property
     def splits_backward(self) -> bool:
-        """True if the gradients of inputs and of weights are computed at different times, from the same results."""
+        """True if gradients of inputs and of weights are computed at different times, from the same saved tensors."""
         schedules = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
         return self.pipeline_parallel_degree > 1 and self.pipeline_parallel_schedule in schedules
 
@@ -190,19 +190,19 @@ class ActivationCheckpointConfig:
 
     selective_option: str = "op"
     """`op`: keep the results of attention, reduce-scatter, all-to-all, and every second matrix product. A number n:
-    recompute every n-th layer in full, and keep everything of the others."""
+    recompute every n-th layer in full, and keep all results of the other layers."""
 
     memory_budget: float = 0.5
-    """Fraction of the memory of `none` that the compiler may use, from 0 (recompute as much as possible) to 1."""
+    """Fraction of mode `none`'s memory that the compiler may use, from 0 (recompute as much as possible) to 1."""
 
     def validate(self) -> None:
         option = self.selective_option
         if option != "op" and not (option.isdecimal() and int(option) >= 1):
             raise UserError(
-                f"--activation_checkpoint.selective_option is '{option}', and must be `op` or a number of layers from 1"
+                f"--activation_checkpoint.selective_option is '{option}', but must be `op` or a number of layers from 1"
             )
         if not 0 <= self.memory_budget <= 1:
-            raise UserError(f"--activation_checkpoint.memory_budget is {self.memory_budget}, and must be from 0 to 1")
+            raise UserError(f"--activation_checkpoint.memory_budget is {self.memory_budget}, but must be from 0 to 1")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -231,11 +231,11 @@ class CommConfig:
 
     step_timeout_seconds: int = 600
     """Seconds after which an unfinished step counts as hanging: every rank prints its position, and the run ends. The
-    first step has `init_timeout_seconds` instead. At least 60 below train_timeout_seconds, so that the hanging rank is
-    named first. 0: never."""
+    first step has `init_timeout_seconds` instead. Must be at least 60 below train_timeout_seconds, so that the hanging
+    rank is named before a collective times out. 0: no limit."""
 
     naming_seconds: ClassVar[int] = 60
-    """Time that a collective has beyond the step's limit, to find and report the hanging rank."""
+    """Time by which the timeout of a collective must exceed a step's limit, to find and report the hanging rank."""
 
     def validate(self) -> None:
         """Raise `UserError` for a time limit that is not positive, or that ends the run before a hang is reported."""

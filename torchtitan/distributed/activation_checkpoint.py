@@ -43,8 +43,8 @@ def check_activation_checkpoint(
 
 def apply_activation_checkpointing(model: nn.Module, config: ActivationCheckpointConfig) -> None:
     """Apply checkpointing to the blocks in `model.layers`, a `ModuleDict` by layer number, in place, before compilation
-    and data parallelism. Attributes and names in `state_dict` stay; `canonical_name` restores others."""
-    # A setting of the whole process, which an earlier model may have changed; 1 is torch's default.
+    and data parallelism. Attributes and `state_dict` names stay the same; `canonical_name` restores other names."""
+    # This setting is global, and an earlier model may have changed it; 1 is PyTorch's default.
     functorch_config.activation_memory_budget = config.memory_budget if config.mode == "memory_budget" else 1.0
     if config.mode == "full":
         _wrap_blocks(model)
@@ -68,7 +68,8 @@ def _wrap_blocks(model: nn.Module, *, every: int = 1, **checkpoint_options: Any)
 
 @functools.cache
 def _always_saved() -> frozenset[Any]:
-    """Return attention and reducing collectives, but not gathers, whose results are large."""
+    """Return the operations that are always saved: attention and reducing collectives, but not gathers, whose results
+    are large."""
     compiled: Any = torch.ops.higher_order.inductor_compiled_code
     return frozenset({*attention_operations(), *communication_operations(), compiled})
 
@@ -80,7 +81,7 @@ def _save_costly_results() -> tuple[AbstractContextManager[Any], AbstractContext
     def policy(context: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         nonlocal products
         kept = op in _always_saved()
-        # Torch asks only in the forward pass, and repeats its decisions in the recomputation.
+        # PyTorch calls this only in the forward pass, and repeats the decisions in the recomputation.
         if op in _MATRIX_PRODUCTS:
             products += 1
             kept = products % 2 == 0

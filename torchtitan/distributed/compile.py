@@ -41,7 +41,7 @@ def apply_compile(model: nn.Module, config: CompileConfig, parallelism: Parallel
     checkpointing and before data parallelism, which communicates around a block."""
     # The first half of a backward pass would reuse the memory of saved tensors that the second half reads.
     functorch_config.donated_buffer = not parallelism.splits_backward
-    # Compiled code would specialize on a list of documents' lengths, which differs in the next batch.
+    # Compiled code would specialize on the list of document lengths, which differs between batches.
     model.mask.dense = True  # type: ignore[union-attr]
     if model.tok_embeddings is not None:
         model.tok_embeddings.register_forward_hook(_wait_for_communication)  # type: ignore[union-attr]
@@ -50,7 +50,7 @@ def apply_compile(model: nn.Module, config: CompileConfig, parallelism: Parallel
 
 
 def _wait_for_communication(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-    """Wait for the embeddings: torch 2.13 loses the type of an asynchronous tensor's gradient in compiled code."""
+    """Wait for the embeddings: PyTorch 2.13 loses the type of an asynchronous tensor's gradient in compiled code."""
     return wait_tensor(output) if isinstance(output, AsyncCollectiveTensor) else output
 
 
@@ -71,7 +71,7 @@ class RecompileMonitor:
 
     @contextlib.contextmanager
     def watch(self, step: int) -> Iterator[None]:
-        """Report compilation within a training step: once for the first, and as a warning with torch's reason later."""
+        """Report compilation within a training step: once in the first, later as a warning with PyTorch's reason."""
         before, last_record = _graphs_compiled(), (_records() or [None])[-1]
         yield
         compiled = _graphs_compiled() - before
@@ -95,7 +95,7 @@ def _records() -> list[Any]:
 
 
 def _reasons_since(last_record: Any) -> list[str]:
-    """Return why functions were recompiled since `last_record`, latest first; torch keeps 64 records."""
+    """Return why functions were recompiled since `last_record`, latest first. PyTorch keeps 64 records."""
     reasons = []
     for record in reversed(_records()):
         if record is last_record:

@@ -1,7 +1,7 @@
-"""Context parallelism: split the tokens of each sample over ranks.
+"""Context parallelism: split the tokens of each window over ranks.
 
 For attention, each rank keeps its own queries and gathers all keys and values (section 3.3.2 of "The Llama 3 Herd of
-Models", arXiv:2407.21783): they are few, since query heads share them, and any mask applies to them.
+Models", arXiv:2407.21783). Keys and values are small, since query heads share them, and this works with any mask.
 """
 
 from collections.abc import Mapping
@@ -21,21 +21,21 @@ LoadBalancer = Literal["headtail", "none"]
 
 @dataclass(frozen=True)
 class SequenceShards:
-    """Assignment of a sample's tokens to `degree` ranks. To balance causal attention, in which later tokens cost more,
-    `headtail` cuts a sequence into 2 * degree pieces; rank r has the r-th from each end."""
+    """Assignment of a window's tokens to `degree` ranks. To balance causal attention, in which later tokens cost more,
+    `headtail` cuts a window into 2 * degree pieces; rank r gets the r-th from each end."""
 
     degree: int
     load_balancer: LoadBalancer
 
     def tokens_of_rank(self, rank: int, length: int) -> Tensor:
-        """Return the positions of this rank's tokens in a sample of `length` tokens, in the rank's order."""
+        """Return the places of the tokens of `rank` in a window of `length` tokens, in the rank's order."""
         pieces = torch.arange(length).chunk(2 * self.degree if self.load_balancer == "headtail" else self.degree)
         if self.load_balancer == "none":
             return pieces[rank]
         return torch.cat((pieces[rank], pieces[2 * self.degree - 1 - rank]))
 
     def tokens_of_all(self, length: int) -> Tensor:
-        """Return the positions of all ranks' tokens, rank by rank: the order after a gather."""
+        """Return the places of all ranks' tokens, rank by rank: the order after a gather."""
         return torch.cat([self.tokens_of_rank(rank, length) for rank in range(self.degree)])
 
 
@@ -81,6 +81,6 @@ def apply_context_parallel(model: nn.Module, mesh: DeviceMesh, plan: ShardingPla
 def _gather_sequence(x_BLHD: Tensor, mesh: DeviceMesh) -> Tensor:
     """Gather (B, L, H, D) of each rank → (B, degree x L, H, D). The backward pass sums each rank's part over ranks."""
     gathered = all_gather_single_autograd(x_BLHD.contiguous(), gather_dim=1, group=mesh)
-    # At once: with torch 2.13 and gloo, waiting until first use corrupted the heap of pipeline ranks in half of the
-    # runs.
+    # Wait now: with PyTorch 2.13 and gloo, waiting at the first use corrupted the heap of pipeline ranks in half of
+    # the runs.
     return wait_tensor(gathered)

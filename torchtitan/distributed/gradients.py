@@ -56,7 +56,7 @@ def total_norm(gradients: Sequence[Tensor], pipeline: dist.ProcessGroup | None =
 
 
 def redistribute_like(tensor: Tensor, other: Tensor) -> Tensor:
-    """Redistribute a DTensor like another, since tensor parallelism may leave gradients partial or replicated."""
+    """Give a DTensor the placements of another, since tensor parallelism may leave gradients partial or replicated."""
     if not (isinstance(tensor, DTensor) and isinstance(other, DTensor)):
         return tensor
     return tensor.redistribute(placements=other.placements)
@@ -68,7 +68,7 @@ def row_norms(gradient: Tensor) -> Tensor:
 
 
 def _by_mesh(tensors: Iterable[Tensor]) -> dict[DeviceMesh | None, list[Tensor]]:
-    """Group tensors by mesh: torch computes with one mesh at a time."""
+    """Group tensors by mesh, since an operation in PyTorch supports only one mesh."""
     groups: dict[DeviceMesh | None, list[Tensor]] = defaultdict(list)
     for tensor in tensors:
         groups[tensor.device_mesh if isinstance(tensor, DTensor) else None].append(tensor)
@@ -78,7 +78,8 @@ def _by_mesh(tensors: Iterable[Tensor]) -> dict[DeviceMesh | None, list[Tensor]]
 def _norm(gradients: Sequence[Tensor]) -> Tensor:
     """Return the Euclidean norm of gradients on one mesh, in at least float32. CPUs sum a large tensor's squares in one
     float32 accumulator, with a layout-dependent rounding error up to 1e-4, unless rows are summed first. Other devices
-    sum in trees, where PyTorch's fused norm is as accurate and faster, but rounds each norm to the gradients' dtype."""
+    sum in trees, so PyTorch's fused norm is as accurate there, and faster, but it rounds each norm to the gradients'
+    dtype."""
     if all(gradient.device.type != "cpu" and gradient.dtype == torch.float32 for gradient in gradients):
         return torch.nn.utils.get_total_norm(gradients)
     norms_of_rows = [row_norms(gradient) for gradient in gradients]

@@ -1,4 +1,4 @@
-"""Agreement of the ranks on which rank hangs, through the store of the default process group."""
+"""Consensus of all ranks on which rank hangs, reached through the store of the default process group."""
 
 import contextlib
 import dataclasses
@@ -37,9 +37,9 @@ class Position:
     step: int
     n_phases: int
     phase: str | None = dataclasses.field(compare=False)
-    """None after the step."""
+    """None between steps."""
     line: str = dataclasses.field(compare=False)
-    """Line that the main thread executes."""
+    """Line of code that the main thread is executing."""
 
     def __str__(self) -> str:
         place = f"after step {self.step}" if self.phase is None else f'in step {self.step}, phase "{self.phase}"'
@@ -116,7 +116,7 @@ class HangConsensus:
         """Answer call `number` and wait for the decision; decide if this rank `called`."""
         self._store.set(f"{number}/{self._rank}", json.dumps(dataclasses.asdict(self._position())))
         decision, n_ticks = f"{number}/decision", 0
-        # Other ranks decide only if the calling rank hangs itself.
+        # Other ranks decide only if the calling rank itself hangs.
         last_tick = _ANSWER_TICKS if called else 2 * _ANSWER_TICKS
         while not self._store.check([decision]):
             complete = called and self._store.check([f"{number}/{rank}" for rank in range(len(self._processes))])

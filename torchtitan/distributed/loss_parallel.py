@@ -1,4 +1,4 @@
-"""The loss under tensor parallelism: each rank computes the logits of its vocabulary shard."""
+"""Loss under tensor parallelism: each rank computes the logits of its vocabulary shard."""
 
 import textwrap
 import traceback
@@ -27,12 +27,12 @@ def shard_vocabulary(
     Args:
         hidden_BLD: a DTensor on the mesh of `weight_VD`, with any sharding.
         weight_VD: rows sharded over a mesh of one dimension, possibly unevenly.
-        from_logits: the loss. Torch's cross entropy communicates only sums and maxima; other operations may gather.
+        from_logits: the loss. PyTorch's cross entropy communicates only sums and maxima; other operations may gather.
 
     Returns:
         Plain tensors: all hidden states, this rank's rows (V_local, D) of the weights, and the loss as a function of
-        its logits (N, V_local), with the same value on all ranks and each rank's own part of the gradients. The loss
-        raises `UserError` for an operation that DTensor does not support.
+        its logits (N, V_local). The loss has the same value on all ranks, and gives each rank its own part of the
+        gradients. It raises `UserError` for an operation that DTensor does not support.
     """
     mesh, vocabulary = weight_VD.device_mesh, weight_VD.shape[0]
     assert isinstance(hidden_BLD, DTensor) and weight_VD.placements == (Shard(0),)

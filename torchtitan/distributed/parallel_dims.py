@@ -103,7 +103,7 @@ class ParallelDims:
 
     @property
     def dp_degree(self) -> int:
-        """Groups of ranks that read different samples."""
+        """Number of groups of ranks that read different samples."""
         return self.dp_replicate * self.dp_shard
 
     @property
@@ -128,12 +128,12 @@ class ParallelDims:
 
     @property
     def sequence_shards(self) -> SequenceShards:
-        """Assignment of a sample's tokens to context-parallel ranks."""
+        """Assignment of a window's tokens to context-parallel ranks."""
         return SequenceShards(self.cp, self.cp_load_balancer)
 
     def build_mesh(self, device_type: str) -> DeviceMesh | None:
         """Return the mesh ("pp", "dp_replicate", "fsdp", "tp") with dimensions of size 1; None in one process. Weights
-        are sharded over "fsdp", including context-parallel ranks, which have the same weights and other tokens."""
+        are sharded over "fsdp", including context-parallel ranks, which have the same weights and different tokens."""
         if self.world_size == 1:
             return None
         sizes = {"pp": self.pp, "dp_replicate": self.dp_replicate, "fsdp": self.dp_shard * self.cp, "tp": self.tp}

@@ -35,8 +35,8 @@ def parallelize_decoder(
     checkpointing, compilation, then FSDP, HSDP or DDP.
 
     Args:
-        model: a decoder, or a pipeline stage of one, with blocks in `layers`, embedding in `tok_embeddings` and, unless
-            tied, head in `output`.
+        model: a decoder, or a pipeline stage of one, with its blocks in `layers`, embedding in `tok_embeddings`
+            and, unless tied, head in `output`.
         mesh: from `parallel_dims.build_mesh`; None in a single process.
         sharding: the family's plan for tensor and context parallelism.
 
@@ -70,7 +70,7 @@ def _apply_data_parallel(
     precision = MixedPrecisionPolicy(
         param_dtype=getattr(torch, training.mixed_precision_param),
         reduce_dtype=getattr(torch, training.mixed_precision_reduce),
-        # Hidden states have the right type from the embedding on; RoPE's angles must keep theirs.
+        # The embedding already returns hidden states of the right type, and RoPE's angles must keep their type.
         cast_forward_inputs=False,
     )
     shards = dims.dp_shard * dims.cp
@@ -82,7 +82,7 @@ def _apply_data_parallel(
 
 
 def free_gathered_weights(model: nn.Module) -> None:
-    """Free weights that a forward pass keeps gathered for a backward pass, if there is none."""
+    """Free weights that a forward pass left gathered; call this if no backward pass follows."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -96,7 +96,7 @@ def _reshard(parallelism: ParallelismConfig) -> str:
 def _offload_policy(training: TrainingConfig, mesh: DeviceMesh) -> OffloadPolicy:
     if not training.enable_cpu_offload:
         return OffloadPolicy()
-    # A GPU copies fastest from pinned memory; without a GPU there is none.
+    # GPUs copy fastest from pinned memory, which needs a GPU.
     return CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
 
 

@@ -32,7 +32,7 @@ _V_SCHEDULES = ("ZBVZeroBubble", "DualPipeV")
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """The modules and the rank of each stage, and the number of micro-batches."""
+    """Modules and rank of each stage, and the number of micro-batches."""
 
     schedule: str
     degree: int
@@ -96,7 +96,7 @@ def _is_single(schedule: str) -> bool:
 
 
 def _stages_by_name(config: ParallelismConfig, groups: Sequence[Sequence[str]]) -> tuple[tuple[str, ...], ...]:
-    """Return the stages that the user lists. Raise `UserError` unless they are all modules in order."""
+    """Return the stages that the user lists. Raise `UserError` unless they contain all modules, in order."""
     option, parts = "--parallelism.module_fqns_per_model_part", config.module_fqns_per_model_part or []
     if config.pipeline_parallel_layers_per_stage is not None:
         raise UserError(f"{option} already defines the stages; remove --parallelism.pipeline_parallel_layers_per_stage")
@@ -121,7 +121,7 @@ def _stages_by_weight(config: ParallelismConfig, groups: Sequence[Sequence[str]]
     last = config.pipeline_parallel_last_stage_less_layers
     layers = len(groups) - 2
     n_stages = _count_stages(config, first + layers + last)
-    # Layers of each stage, as even as possible after relieving the first and the last stage.
+    # Layers of each stage: as even as possible, less the cost of embedding and head.
     share, rest = divmod(first + layers + last, n_stages)
     capacity = [share + (stage < rest) for stage in range(n_stages)]
     capacity[0] -= first
@@ -164,13 +164,13 @@ def take_stage(model: nn.Module, names: Sequence[str]) -> nn.Module:
 
 
 class Pipeline:
-    """The stages of this rank, run with the other ranks' stages in the order of a schedule.
+    """This rank's stages, run together with the stages of other ranks in the order of a schedule.
 
     Args:
         parts: this rank's stages, parallelized and materialized, in the order of `plan.stages_of_rank`.
         mesh: the dimension of pipeline parallelism.
-        hidden: hidden states of a micro-batch as exchanged by this rank's stages, on the meta device.
-        head: the last stage's summed loss, from hidden states, output weights and `labels_BL`.
+        hidden: hidden states of a micro-batch, as stages exchange them, on the meta device.
+        head: computes the summed loss in the last stage, from hidden states, output weights and `labels_BL`.
     """
 
     def __init__(
@@ -195,13 +195,13 @@ class Pipeline:
             stages[0] if _is_single(plan.schedule) else stages,
             n_microbatches=plan.n_microbatches,
             loss_fn=lambda summed_loss, labels: self._scaled(summed_loss),
-            # The loss is a sum over tokens, which the trainer divides by their number: nothing is left to average.
+            # The loss is a sum over tokens, and the trainer divides by their number, so there is nothing to average.
             scale_grads=False,
         )
 
     def forward_backward(self, batch: dict[str, Tensor], scaled: Callable[[Tensor], Tensor]) -> Tensor:
-        """Add the gradients of a batch, the sum over micro-batches of `scaled(summed loss)`; `scaled` is linear. Return
-        that loss on the rank with the last stage, 0 on the others."""
+        """Add the gradients of a batch's loss: the sum over micro-batches of `scaled(summed loss)`, with a linear
+        `scaled`. Return the loss on the rank with the last stage, 0 on the others."""
         self._scaled = scaled
         return self._run(self.schedule.step, batch)
 
@@ -265,7 +265,7 @@ def _forward_only(schedule: Any) -> Iterator[None]:
 def _make_stage(
     part: nn.Module, index: int, n_stages: int, mesh: DeviceMesh, device: torch.device, hidden: Tensor
 ) -> PipelineStage:
-    """Build a stage with declared shapes; otherwise, PyTorch would run the model once to infer them."""
+    """Build a stage with declared shapes, which PyTorch would otherwise infer by running the model once."""
     samples, length = hidden.shape[:2]
     tokens = torch.empty(samples, length, dtype=torch.int64, device="meta")
     loss = torch.empty((), dtype=torch.float32, device="meta", requires_grad=True)

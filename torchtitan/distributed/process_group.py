@@ -37,7 +37,7 @@ def init_process_group(device_type: str, comm: CommConfig) -> torch.device:
     if world_size() > 1 and not dist.is_initialized():
         # gloo in addition to nccl: object broadcasts and asynchronous checkpoints communicate from the host.
         backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
-        # With a device, NCCL connects here, so that failures appear here and barriers know their device.
+        # With a device id, NCCL connects now, so that failures appear now and barriers know their device.
         device_id = device if device_type == "cuda" else None
         timeout = timedelta(seconds=comm.init_timeout_seconds)
         rank, size = int(os.environ["RANK"]), world_size()
@@ -55,7 +55,7 @@ def init_process_group(device_type: str, comm: CommConfig) -> torch.device:
 
 
 def _is_loopback(address: str) -> bool:
-    """Return whether an address proves that all ranks are on this host, which a host name does not."""
+    """Return whether an address proves that all ranks are on this host; a host name does not."""
     try:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:
@@ -77,7 +77,7 @@ def _loopback_store(rank: int, size: int, timeout: timedelta) -> dist.TCPStore:
         raise UserError(f"{place}, but the port must be a number from 1 to 65535, the same for all ranks")
     port = int(text)
     with _listener(address, port, place) if rank == 0 else contextlib.nullcontext() as listener:
-        # Multi-tenant like PyTorch's own, whose server lives as long as a store in this process uses it.
+        # Multi-tenant, like PyTorch's own store: the server lives as long as any store in this process uses it.
         return dist.TCPStore(
             address, port, size, is_master=rank == 0, timeout=timeout, multi_tenant=True, master_listen_fd=listener
         )
@@ -97,7 +97,7 @@ def _listener(address: str, port: int, place: str) -> Iterator[int]:
     try:
         yield descriptor
     except BaseException:
-        # A store that failed late has already closed it, and the number may belong to another file.
+        # A store that failed late has already closed the descriptor, and its number may belong to another file.
         with contextlib.suppress(OSError):
             if os.fstat(descriptor).st_ino == inode:
                 os.close(descriptor)
@@ -109,8 +109,8 @@ def attempt_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
 
     The agent keeps one store over all restarts, and PyTorch (2.13) reuses its keys: a fast rank would find a dead
     predecessor's address, fail to connect, and waste a restart. Restart counts may differ between hosts, so each
-    process sends its own id; rank 0 replies with its id, the prefix, and repeats the sender's id, unknown to a dead
-    rank 0. Raise `TimeoutError` if the other processes do not connect.
+    process sends its own id. Rank 0 replies with its id, which is the prefix, and with the sender's id, which a dead
+    rank 0 cannot know. Raise `TimeoutError` if the other processes do not connect.
     """
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timeout)
     greetings, own = dist.PrefixStore("torchtitan", store), uuid.uuid4().hex
@@ -127,7 +127,8 @@ def attempt_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
 
 
 def _welcome(store: dist.Store, own: str, world_size: int) -> Iterator[str | None]:
-    """Reply to all others; yield the prefix once all have confirmed it, None before: a dead process may be replaced."""
+    """Reply to the other processes, one of which may have died and been replaced. Yield None until all have confirmed
+    the prefix, then the prefix."""
     keys = {rank: f"hello/{rank}" for rank in range(1, world_size)}
     replied: dict[int, str] = {}
     while True:
@@ -142,7 +143,7 @@ def _welcome(store: dist.Store, own: str, world_size: int) -> Iterator[str | Non
 
 
 def _greet(store: dist.Store, own: str, rank: int) -> Iterator[str | None]:
-    """Yield rank 0's number once it has replied to this process, None before."""
+    """Yield None until rank 0 has replied to this process, then rank 0's id, the prefix."""
     store.set(f"hello/{rank}", own)
     while True:
         prefix, number = store.get(f"reply/{rank}").decode().split()
@@ -154,7 +155,7 @@ def _greet(store: dist.Store, own: str, rank: int) -> Iterator[str | None]:
 
 def set_timeouts(seconds: float) -> None:
     """Set the timeout of training's collectives, in the default group and the meshes' groups. Other groups keep theirs:
-    in the checkpointer's, ranks may wait for a rank that writes a whole model."""
+    in the checkpointer's group, ranks may wait for a rank that writes a whole model."""
     if not dist.is_initialized():
         return
     for group in process_groups():

@@ -15,20 +15,20 @@ from torchtitan.protocols.sharding import Features, ShardingPlan, TensorSharding
 from torchtitan.tools.errors import UserError
 
 _SHARDED_FEATURES: Mapping[TensorSharding, Features] = {"columns": "out", "rows": "in"}
-"""Split dimension of a linear layer."""
+"""Sharding → the features over which a linear layer is split."""
 
 _LAYER_KINDS: Mapping[TensorSharding, type[nn.Module]] = {
     "vocabulary": nn.Embedding,
     **dict.fromkeys(_SHARDED_FEATURES, nn.Linear),
 }
-"""Required class of a module; the other shardings accept any module."""
+"""Sharding → required class of its modules; other shardings accept any module."""
 
 
 class _Interface(NamedTuple):
     """Placements of a module's first input and output; in hidden states, the sequence is dimension 1."""
 
     input: Placement
-    """Placement of the incoming input."""
+    """Placement in which the input arrives."""
     desired_input: Placement
     """Placement that the module computes with."""
     output: Placement | None = None
@@ -149,7 +149,7 @@ def apply_tensor_parallel(
                 _parallelize(module, mesh, sharding)
     uncovered = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
     if uncovered:
-        # Each rank would train its own copy from its part of the sequence.
+        # Otherwise each rank would train its own copy on its part of the sequence.
         raise UserError(f"the sharding plan has no entry for {', '.join(uncovered)}; add it for tensor parallelism")
     if disable_loss_parallel:
         model.register_forward_pre_hook(_use_full_tensors, with_kwargs=True)

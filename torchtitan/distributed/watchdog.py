@@ -23,7 +23,7 @@ HANG_EXIT_CODE = 3
 """Exit code of all runs that fail for a reported reason."""
 
 _CONSENSUS_SECONDS = 10.0
-"""Time for the ranks to agree; after that, the store counts as stopped."""
+"""Time for the ranks to agree; after it, the store counts as unresponsive."""
 
 _PRINTING_SECONDS = 2.0
 """Time for the other ranks to read the report and print their positions before this rank exits."""
@@ -31,7 +31,7 @@ _PRINTING_SECONDS = 2.0
 _EXIT_SECONDS = 10.0
 """Time after which a rank with the report exits, even if it could not print the report."""
 
-_STDERR = 2  # the file itself: a hanging thread may hold the lock of its stream
+_STDERR = 2  # the file descriptor, since a hanging thread may hold the lock of `sys.stderr`
 
 
 @dataclass(eq=False)
@@ -55,12 +55,12 @@ class Watchdog:
                 save()  # not watched between steps: the timeouts of collectives apply
 
     When a step exceeds its limit, every rank prints its step, its phase and the stacks of its threads to standard
-    error; one rank then prints which ranks hold up the others or do not answer. The process exits with code 3, whatever
-    its threads do. On Linux, another rank on the same host makes an unresponsive rank (stopped, or holding the GIL)
-    print its stacks, and ends it.
+    error; one rank then prints which ranks hold up the others or do not answer. The process exits with code 3, even if
+    its threads are stuck. On Linux, another rank on the same host makes an unresponsive rank (stopped, or holding the
+    GIL) print its stacks, and ends it.
 
-    A step is not ended while a rank is between two steps, since the others wait for it as intended. Time in which the
-    process was stopped or the host suspended does not count.
+    No hang is reported while a rank is between two steps, since the others are meant to wait for it. Time during which
+    the process was stopped or the host suspended does not count.
 
     All ranks enter and leave the watchdog together. Within it, SIGQUIT (Ctrl-\\) prints the stacks before it ends the
     process.
@@ -111,7 +111,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Watch a step."""
+        """Watch the step `number` until the block ends."""
         self._step = _Step(number, self._next_step_seconds)
         try:
             yield

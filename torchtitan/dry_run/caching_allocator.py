@@ -1,4 +1,4 @@
-"""Memory that PyTorch's CUDA allocator would reserve for a sequence of allocations."""
+"""Simulation of PyTorch's CUDA allocator: the memory that it would reserve for a sequence of allocations."""
 
 import bisect
 from collections import defaultdict
@@ -11,7 +11,7 @@ _SMALL = _MIB
 _SMALL_SEGMENT = 2 * _MIB
 _LARGE_SEGMENT = 20 * _MIB
 _OWN_SEGMENT = 10 * _MIB
-"""From this size, allocations without a free block get their own segment, in multiples of `_SEGMENT_UNIT`."""
+"""Allocations of at least this size that fit no free block get their own segment, a multiple of `_SEGMENT_UNIT`."""
 _SEGMENT_UNIT = 2 * _MIB
 
 
@@ -20,7 +20,7 @@ class CachingAllocator:
 
     Freed memory stays reserved for its stream. An allocation takes the smallest sufficient free block; the rest becomes
     a block of its own if it is at least 512 bytes (small allocations) or more than 1 MiB (large ones). Free neighbors
-    merge. Without a sufficient block, another segment is reserved. See "Memory management" in
+    merge. If no free block is large enough, another segment is reserved. See "Memory management" in
     https://docs.pytorch.org/docs/stable/notes/cuda.html and c10/cuda/CUDACachingAllocator.cpp.
     """
 

@@ -1,4 +1,4 @@
-"""A trainer with fake tensors, which have shapes but no memory, as the only process of its run."""
+"""A trainer with fake tensors, which have shapes but no memory. It runs as one rank without the others."""
 
 import dataclasses
 import functools
@@ -25,7 +25,7 @@ from torchtitan.trainer import StepResult, Trainer
 
 
 class VocabularySize(Tokenizer):
-    """A tokenizer with only a vocabulary size: a dry run has no text."""
+    """A tokenizer with only a vocabulary size, since a dry run has no text."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Tokenizer.Config):
@@ -66,14 +66,14 @@ class ZeroBatches(BaseDataLoader):
 
     @functools.cached_property
     def batch(self) -> Batch:
-        """The only batch; a device never holds two."""
+        """The batch that every step gets; a device never holds two."""
         return {name: torch.zeros(self.shape, dtype=torch.int64) for name in self.config.names}
 
     def state_dict(self) -> dict[str, Any]:
         return {}
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing; nothing is open."""
 
 
 def without_data(config: Trainer.Config) -> Trainer.Config:
@@ -96,7 +96,7 @@ def without_data(config: Trainer.Config) -> Trainer.Config:
 
 
 class FakeTrainer(Trainer):
-    """A trainer with fake tensors, mixed in before the original class, for methods that read no values."""
+    """A mixin before the original trainer class that replaces methods which need values, data or other ranks."""
 
     fake_mode: FakeTensorMode
     memory: MemoryTracker
@@ -105,23 +105,23 @@ class FakeTrainer(Trainer):
     work_of_second: Work
 
     def init_distributed(self) -> torch.device:
-        """Use the existing process group; tensors pretend to be on this machine's CPU."""
+        """Use the existing process group, and return the CPU as the device."""
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.memory, self.work = MemoryTracker(), WorkTracker()
         return torch.device("cpu")
 
     def lock_folder(self) -> None:
-        """Nothing is written that another run could lose."""
+        """Do nothing; a dry run writes no files that need a lock."""
 
     def shard(self, part: nn.Module, spec: ModelSpec, *, offloaded: bool = False) -> nn.Module:
-        """Shard without attention masks, whose values a fake tensor lacks; attention is causal instead."""
+        """Shard, then replace attention masks by plain causal attention, since masks need the values of tensors."""
         part = super().shard(part, spec, offloaded=offloaded)
         for module in [module for name, module in part.named_modules() if fnmatchcase(name, spec.sharding.mask)]:
             module.forward = _no_mask
         return part
 
     def init_weights(self) -> None:
-        """Give the parameters fake memory, which needs no values."""
+        """Give the parameters fake memory, without values."""
         with self.fake_mode:
             for model in self.models.values():
                 for part in model.parts:
@@ -129,13 +129,13 @@ class FakeTrainer(Trainer):
                     part.train(model.num_trained > 0)
 
     def build_checkpointer(self) -> Any:
-        """Nothing is saved."""
+        """Return None; nothing is saved."""
 
     def count_valid_tokens(self, micro_batches: list[Batch]) -> Tensor:
         return torch.ones((), device=self.device, dtype=self.statistics_dtype)
 
     def forward_backward_step(self, batch: Batch, n_tokens: Tensor) -> Tensor:
-        """Compute the first two micro-batches; later ones repeat the second and need no more memory."""
+        """Compute the first two micro-batches; later ones would repeat the second and need no more memory."""
         if self.n_computed == 2:
             self.work.work += self.work_of_second
             return torch.zeros((), device=self.device)
@@ -147,7 +147,7 @@ class FakeTrainer(Trainer):
         return loss
 
     def check_gradients(self) -> None:
-        """The other ranks do not exist."""
+        """Do nothing; the check needs the other ranks, which do not exist."""
 
     def read_result(self, loss: Tensor, grad_norm: Tensor, n_tokens: Tensor) -> StepResult:
         return StepResult(loss=0.0, grad_norm=0.0, stop_requested=False, data_exhausted=False)
@@ -204,7 +204,7 @@ def _gathered_parameters(parts: list[nn.Module]) -> list[Tensor]:
 
 
 def _gradients(parts: list[nn.Module]) -> list[Tensor | None]:
-    """Return the gradients of the parameters, including those not yet reduced over the ranks."""
+    """Return the gradients of the parameters, including gradients that are not yet reduced over the ranks."""
     records = _records(parts)
     return [
         *(parameter.grad for part in parts for parameter in part.parameters()),

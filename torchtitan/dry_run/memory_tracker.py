@@ -1,5 +1,5 @@
-"""Track the memory of tensors, real or fake, byte by byte, and attribute its peak. The unit is a storage, counted once
-for all its views. Temporary memory within an operation is not seen."""
+"""Track the memory of real or fake tensors, and break down its peak by kind. Memory is counted by storage, once for all
+views. Temporary memory inside an operation is not counted."""
 
 import weakref
 from collections import Counter
@@ -21,7 +21,8 @@ from torchtitan.tools.torch_private import (
 )
 
 MemoryKind = Literal["parameters", "gradients", "optimizer", "gathered parameters", "activations", "temporary"]
-"""The first four are labels; `activations` lasted from outside of a backward pass until one; others are `temporary`."""
+"""The first four are labels. `activations` are allocated outside a backward pass and live until one. The rest is
+`temporary`."""
 
 _FSDP_COMMUNICATION = ("_allgather_base_", "_reduce_scatter_base_")
 """Each allocates its result on its own stream: a gathered layer, or a layer's sharded gradients."""
@@ -77,14 +78,14 @@ class MemoryTracker(Observer):
             tracker.label("gradients", (p.grad for p in model.parameters()))
         tracker.peak().total                                # bytes
 
-    A label applies to the storage's whole life, including its past.
+    A label applies to the whole life of a storage, including the time before the call.
     """
 
     def __init__(self) -> None:
         self._owners: dict[int, Owner] = {}  # by the storage's address
         self._events: list[tuple[Allocation, int]] = []  # 1: allocated, -1: freed
         self._live: dict[Allocation, None] = {}
-        self._latest_backward = -1  # torch numbers them
+        self._latest_backward = -1  # the number that PyTorch gives it
 
     @property
     def now(self) -> int:
@@ -142,8 +143,8 @@ class MemoryTracker(Observer):
     def replay(
         self, start: int, end: int, twins: dict[Allocation, Allocation], omit: Sequence[Allocation | None]
     ) -> None:
-        """Repeat the events from moment `start` to `end`, except allocations in `omit`, with new memory; `twins` holds
-        what earlier replays did not free."""
+        """Repeat the events from moment `start` to `end` with new memory, except allocations in `omit`. `twins` holds
+        the allocations of earlier replays that are not freed yet."""
         for allocation, sign in self._events[start:end]:
             if sign < 0 and allocation in twins:
                 self._free(twins.pop(allocation).owner)
@@ -163,7 +164,7 @@ class MemoryTracker(Observer):
         }
         for tensor in results:
             storage = tensor.untyped_storage()
-            # The storage of an untracked argument existed before.
+            # An untracked argument was allocated before tracking began.
             if storage_key(storage) not in self._owners and storage_key(storage) not in argument_keys:
                 self._allocate(self._owner_of(storage), storage.nbytes())
 

@@ -17,7 +17,7 @@ from torchtitan.tools.torch_private import pipeline_stages, skip_shape_vote, tre
 
 @dataclass
 class _Sample:
-    """Effect of a micro-batch's computation on memory between two moments, its work and its result."""
+    """Effect of a micro-batch's computation on memory (the events between two moments), its work and its result."""
 
     start: int
     end: int
@@ -32,8 +32,8 @@ class MicrobatchReplay:
     """Compute the first micro-batch of each stage, which gathers weights and creates gradients, and the second;
     replay the effects of the second on memory and work for all others.
 
-    A replayed result is a tensor of the right shape, with memory as long as the schedule holds it. Schedules with
-    backward passes that are split, or in another order than the forward passes, compute every micro-batch. `pipeline`
+    A replayed result is a tensor of the right shape, with memory as long as the schedule holds it. If a schedule splits
+    backward passes, or orders them differently from the forward passes, every micro-batch is computed. `pipeline`
     must not have run; `after_backward` is called after each computed backward pass.
     """
 
@@ -48,7 +48,7 @@ class MicrobatchReplay:
         self.twins: dict[Hashable, dict[Allocation, Allocation]] = {}
 
     def install(self) -> None:
-        """Insert this between the schedule and its stages, and skip their vote on shapes, which `Pipeline` declares."""
+        """Insert this between the schedule and its stages. Skip their exchange of shapes, which `Pipeline` declares."""
         skip_shape_vote(self.schedule)
         for stage in pipeline_stages(self.schedule):
             replays = _can_replay(self.schedule, stage.stage_index)

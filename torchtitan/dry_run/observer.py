@@ -16,19 +16,20 @@ from torchtitan.tools.torch_private import (
 
 
 class Observer:
-    """Receive every operation within `observing`."""
+    """Base class that receives every operation within `observing`."""
 
     def observe(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Receive an operation, its arguments and its result after the call; its tensors are plain or fake."""
 
     def resized(self, storage: torch.UntypedStorage, n_bytes: int) -> None:
-        """Receive a resize before the memory of `storage` changes to `n_bytes`."""
+        """Receive the resize of `storage` to `n_bytes` bytes, before its memory changes."""
 
 
 @contextlib.contextmanager
 def observing(*observers: Observer) -> Iterator[None]:
-    """Report every operation within the block to `observers`, for a DTensor or another wrapper as operations on its
-    local tensors, including communication, but not those that infer a result's *global* shape."""
+    """Report every operation within the block to `observers`. Operations on a DTensor or another wrapper are
+    reported as operations on its local tensors, including communication; operations that only infer a *global* shape
+    are not reported."""
     mode = _Observation(observers)
     with contextlib.ExitStack() as stack:
         wrap = _wrapping(stack)
@@ -61,7 +62,7 @@ class _Observation(TorchDispatchMode):
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
-            return NotImplemented  # the wrapper unwraps itself first, and this mode sees the parts
+            return NotImplemented  # the wrapper unwraps itself first; this mode then sees its parts
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         # `prim` operations only query a tensor's properties.

@@ -1,4 +1,4 @@
-"""The dry run, its findings for each rank, and their display."""
+"""The dry run and its report for each rank."""
 
 import dataclasses
 import json
@@ -56,7 +56,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class RankReport:
-    """A rank, representing all with the same pipeline stages: memory in bytes, work of one optimizer step."""
+    """Memory in bytes and work of one step on one rank, which represents all ranks with the same pipeline stages."""
 
     rank: int
     stages: list[int]
@@ -70,9 +70,9 @@ class RankReport:
     """Memory reserved by PyTorch's CUDA allocator at the end of the step; see `CachingAllocator`."""
     communication: list[Traffic]
     model_flops: float
-    """Usual formula, divided evenly among all ranks, as in model FLOP/s utilization."""
+    """Operations by the formula of model FLOP/s utilization, divided evenly among all ranks."""
     executed_flops: int
-    """Matrix products and attention on this rank, including recomputation."""
+    """Operations of matrix products and attention on this rank, including recomputation."""
 
 
 def report_of(trainer: FakeTrainer) -> RankReport:
@@ -115,8 +115,9 @@ def axis_of(ranks: tuple[int, ...], dims: ParallelDims) -> str:
 
 
 def dry_run(config: Trainer.Config, world_size: int) -> list[RankReport]:
-    """Try one step of a run of `world_size` ranks in this process, without their memory. Print a report per rank with
-    different stages, and write all to `{dump_folder}/dry_run.json`. Raise `UserError` for an invalid configuration."""
+    """Simulate one step of a run of `world_size` ranks in this process, without their memory. Print a report for each
+    rank with different stages, and write all reports to `{dump_folder}/dry_run.json`. Raise `UserError` for an invalid
+    configuration."""
     _check(config)
     dry_config = without_data(config)
     dry_config.check(world_size, dry_run=True)
@@ -169,7 +170,7 @@ def _try_rank(config: Trainer.Config, rank: int, world_size: int) -> RankReport:
         if dist.is_initialized():
             dist.destroy_process_group()
         sys.excepthook = exception_hook
-        # Torch remembers one rank's process groups, and would reuse them for the next rank's mesh.
+        # PyTorch caches the process groups of one rank, and would reuse them for the mesh of the next rank.
         clear_sharding_cache()
 
 

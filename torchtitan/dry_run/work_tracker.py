@@ -22,7 +22,7 @@ _KIND_OF_WORD: dict[str, CommunicationKind] = {
     "send": "send",
     "recv": "receive",
 }
-"""By a part of the operation's name without underscores. Other operations of the namespaces below transport no data."""
+"""By part of the operation's name, without underscores. Other operations of the namespaces below send no data."""
 _COMMUNICATION_NAMESPACES = ("c10d", "_c10d_functional", "_dtensor")
 
 
@@ -33,8 +33,8 @@ class Channel(NamedTuple):
 
 @dataclass(frozen=True)
 class Volume:
-    """Traffic through a channel, from this rank's view: `n_bytes` of whole messages, and `n_bytes_sent` in a ring of n
-    ranks, (n - 1) / n of a message to gather or scatter it, twice as much to all-reduce it."""
+    """Traffic of this rank through a channel. `n_bytes` counts whole messages; `n_bytes_sent` counts bytes in a ring of
+    n ranks: (n - 1) / n of a message to gather or scatter it, twice as much to all-reduce it."""
 
     calls: int = 0
     n_bytes: int = 0
@@ -102,7 +102,7 @@ def _group_in(values: list[Any]) -> dist.ProcessGroup:
 
 
 def _formula_of(func: OpOverload) -> Callable[..., int] | None:
-    """Return the function that counts the operations of `func` from its arguments, None if it has no products."""
+    """Return the function that counts the operations of `func` from its arguments; None if it has no products."""
     from torch.utils.flop_counter import flop_registry
 
     if func.overloadpacket.__name__.startswith("_scaled_dot_product"):

@@ -1,5 +1,5 @@
-"""Model families (docs/extending.md), and the search for a checkpoint's family among given, built-in and installed
-packages: no other package that a checkpoint names is imported."""
+"""Model families (docs/extending.md), and the search for the family of a checkpoint among given, built-in and installed
+packages. No other package that a checkpoint names is imported."""
 
 import copy
 from collections.abc import Iterator, Mapping
@@ -55,8 +55,8 @@ class Family:
 
 
 def named_family(name: str, checkpoint: Path, given: ModuleType | None = None) -> ModuleType:
-    """Return the family that a DCP checkpoint names by import path. Raise `UserError` if that is no family, or it is
-    neither built in, installed nor imported."""
+    """Return the family that a DCP checkpoint names by import path. Raise `UserError` if it is not a family, or is not
+    built in, installed or imported."""
     said = f"{checkpoint} holds a model of the package '{name}'"
     if not all(part.isidentifier() for part in name.split(".")):
         raise UserError(f"{said}, which is no name of a package")
@@ -77,8 +77,8 @@ def named_family(name: str, checkpoint: Path, given: ModuleType | None = None) -
 
 
 def families_with(format: str, given: ModuleType | None = None) -> Iterator[ModuleType]:
-    """Yield the families that have a format, each imported in its turn: the given one, the built-in, the installed."""
-    if given and format in getattr(given, "FORMATS", {}):  # it may be an experiment, which has none
+    """Yield the families that have a format, imported one at a time: the given, then built-in, then installed ones."""
+    if given and format in getattr(given, "FORMATS", {}):  # an experiment has no formats
         yield given
     ours = [name for name, folder in built_in_modules().items() if folder.parent.name == "models"]
     for path in (*(f"torchtitan.models.{name}" for name in ours), *installed_modules().values()):

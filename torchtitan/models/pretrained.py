@@ -40,8 +40,8 @@ class LoadedModel:
 
 
 def checkpoint_format(path: str | Path, family: ModuleType | None = None) -> Format:
-    """Return the format of the checkpoint in the folder `path`. Raise `UserError` if there is none, or first for the
-    config.json of an unsupported model, before anyone downloads its weights. `family` is as in `spec_of`."""
+    """Return the format of the checkpoint in the folder `path`. Raise `UserError` if there is none, or if
+    config.json describes an unsupported model, even before its weights are downloaded. `family` is as in `spec_of`."""
     try:
         return format_of(path)
     except UserError:
@@ -59,7 +59,7 @@ def spec_of(path: str | Path, family: ModuleType | None = None) -> ModelSpec:
         return huggingface_model(folder, family)[0]
     if found == "meta":
         document = _read_description(folder, "meta")
-        if document.get("vocab_size", -1) == -1:  # Llama 1 and 2: Meta's code asks the tokenizer
+        if document.get("vocab_size", -1) == -1:  # in Llama 1 and 2; Meta's code takes the tokenizer's
             document["vocab_size"] = MetaSource(folder).vocab_size
         return _external_spec(next(families_with("meta", family)), "meta", document)
     document = read_model_json(folder)
@@ -79,7 +79,7 @@ def internal_source(
     """Return the model of a checkpoint in any format, and its weights under our names and in our layout.
 
     Args:
-        base: folder of the remaining weights if the checkpoint has only trained ones; default: their original folder.
+        base: folder of the base weights if the checkpoint has only trained ones; default: their original folder.
         family: as in `spec_of`.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Interfaces to extend: models, their specifications, sharding plans and formats, and converters."""
+"""Interfaces for extensions: models, their specifications, sharding plans and formats, and converters."""
 
 from torchtitan.protocols.converter import LayerConverter, ModelConverter
 from torchtitan.protocols.model import BaseModel, ConvertedModule

@@ -1,4 +1,4 @@
-"""Applying converters to a model, recording them in a checkpoint, and restoring them from it."""
+"""Apply converters to a model, record them in a checkpoint, and restore them from it."""
 
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,7 +24,7 @@ def convert_model(
 
     Args:
         frozen_dtype: type of the frozen weights of linear layers if a converter `freezes`; None: unchanged. Other
-            modules keep their types: an embedding's, for example, is also the hidden states'.
+            modules keep their types, since an embedding, for example, determines the type of the hidden states.
 
     Raises:
         UserError: if a converter finds nothing to convert, or nothing is left to train.
@@ -41,7 +41,7 @@ def convert_model(
 
 def _cast_frozen(layer: nn.Linear, dtype: torch.dtype) -> None:
     for name, parameter in layer.named_parameters(recurse=False):
-        if name in ("weight", "bias") and not parameter.requires_grad:  # not parameters added by a converter
+        if name in ("weight", "bias") and not parameter.requires_grad:  # excludes parameters added by a converter
             # Assigning to `.data` would not change the dtype of a wrapper tensor, such as weights gathered in float8.
             layer.register_parameter(name, nn.Parameter(parameter.detach().to(dtype), requires_grad=False))
 
@@ -76,7 +76,7 @@ def tensor_shapes(model: nn.Module) -> dict[str, torch.Size]:
 
 
 def converter_records(configs: Iterable[Configurable.Config]) -> list[ConverterRecord]:
-    """Describe, in order, the converters needed to convert a run's weights to the plain model's."""
+    """Describe, in order, the converters that are needed to restore the plain model's weights from a run's."""
     return [_converter_record(config) for config in configs if _class_of(config).changes_weights]
 
 

@@ -18,7 +18,7 @@ from torchtitan.tools.logging import logger
 from torchtitan.tools.patterns import check_choice, choose, without_numbers
 
 _HEAD = "output"
-"""Layer that is never called, since the loss reads its weights (`Decoder.output_weight`)."""
+"""Output head, which is never called, since the loss reads its weights (`Decoder.output_weight`)."""
 
 _CONVERTED_BY = "converted_by"
 
@@ -35,8 +35,8 @@ class ModelConverter(Configurable):
     """True if the run simulates quantization by `torchtitan convert`: checkpoints then record the options."""
 
     run_options: ClassVar[frozenset[str]] = frozenset()
-    """Config fields that may change when a run resumes: training, initial values, and facts visible in names and
-    shapes. All others determine the meaning of the weights."""
+    """Config fields that may change when a run resumes: settings of training and initial values, and values that tensor
+    names and shapes reveal. All others determine the meaning of the weights."""
 
     freezes: ClassVar[bool] = False
     """True if some weights are frozen: linear layers store them in the compute dtype."""
@@ -72,8 +72,8 @@ class ModelConverter(Configurable):
         """Act once before training, after weights are initialized or loaded."""
 
     def pre_step_hook(self, model_parts: list[nn.Module], step: int) -> None:
-        """Act before each step, counted from 1 over all resumptions. If a step has no data, this is called again with
-        the previous number (or 0), so that a final validation computes like that step."""
+        """Act before each step, counted from 1 over all resumptions. If a step finds no data, this is called again
+        with the previous number (or 0), so that the final validation computes as in that step."""
 
     def post_optimizer_hook(self, model_parts: list[nn.Module]) -> None:
         """Act after each optimizer step."""
@@ -81,16 +81,16 @@ class ModelConverter(Configurable):
     def write_export_files(
         self, folder: Path, spec: ModelSpec, model: nn.Module, read: Callable[[str], Tensor]
     ) -> None:
-        """Write separately useful parts of the conversion into a subfolder of `folder`, the plain model's export, in
-        one process. In `model`, on the meta device, `requires_grad` marks trained parameters, if known; `read` returns
-        whole tensors by name."""
+        """Write parts that are useful on their own, such as an adapter, into a subfolder of `folder`, the export of the
+        plain model. Called in one process. `model` is on the meta device, and `requires_grad` marks its trained
+        parameters, if known; `read` returns whole tensors by name."""
 
 
 class LayerConverter(ModelConverter):
     """Replace layers selected by name patterns, in `convert_layer`. A layer cannot be converted twice."""
 
     layer_types: ClassVar[tuple[type[nn.Module], ...]] = (nn.Linear,)
-    """Classes of layers that can be converted, without subclasses."""
+    """Classes of layers that can be converted, excluding subclasses."""
 
     converts_head: ClassVar[bool] = False
     """True if the output head can be converted, although it is never called."""

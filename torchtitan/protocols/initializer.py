@@ -1,7 +1,7 @@
 """Initial distributions of parameters, stored in the modules that own them.
 
-Modules may be built on the meta device and sharded before their weights exist; `torchtitan.distributed.initialize` then
-fills them in, with the same values for any layout.
+Modules may be built on the meta device and sharded before their weights exist. `torchtitan.distributed.initialize` then
+fills in the weights, with the same values for any layout.
 """
 
 from collections.abc import Callable
@@ -45,7 +45,8 @@ class Constant:
 
 @dataclass(frozen=True)
 class DerivedRows:
-    """Initial values derived from the same rows of another, possibly virtual parameter: row norms, 4-bit rows."""
+    """Initial values derived from the same rows of another parameter, which may exist only in the plain module: row
+    norms, 4-bit rows."""
 
     plain: str
     """Name of the other parameter in the plain module (`torchtitan.protocols.model.ConvertedModule`)."""

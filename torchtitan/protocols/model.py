@@ -15,7 +15,7 @@ from torchtitan.tools.errors import UserError
 class BaseModel(nn.Module, Configurable):
     """A model that the trainer can train.
 
-    `config.build()` constructs it, under `torch.device("meta")` without memory. Every module that owns parameters
+    `config.build()` constructs it; under `torch.device("meta")`, it takes no memory. Every module that owns parameters
     carries their initial distributions (`torchtitan.protocols.initializer`). For the forward pass `forward(tokens,
     positions=None, *, head=…, **head_inputs)`, see `torchtitan.models.common.decoder.Decoder`.
     """
@@ -51,7 +51,7 @@ class BaseModel(nn.Module, Configurable):
         Configurable.__init__(self, config)
 
     def num_parameters(self) -> int:
-        """Return the number of parameters; shared ones count once."""
+        """Return the number of parameters, counting shared parameters once."""
         return sum(parameter.numel() for parameter in self.parameters())
 
     def flops_per_token(self, seq_len: int) -> float:
@@ -62,9 +62,9 @@ class BaseModel(nn.Module, Configurable):
 class ConvertedModule(nn.Module):
     """Replacement of a plain module, with its weights in another form or with additional weights.
 
-    Mixed in before the plain module's class. Checkpoints of the plain model can be loaded, and the plain model
-    restored. Own parameters are the plain module's, under the same names; derived from them (`derived`); or additional
-    (`added`).
+    A mixin before the plain module's class. Checkpoints of the plain model can be loaded, and the plain model can be
+    restored. Each own parameter is either one of the plain module's, under the same name; derived from one
+    (`derived`); or additional (`added`).
     """
 
     @property
@@ -79,8 +79,8 @@ class ConvertedModule(nn.Module):
 
     @abstractmethod
     def plain_state(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Compute the plain module's parameters by name from this module's whole ones, also on the meta device.
-        `plain_types` may be less precise."""
+        """Return the plain module's parameters by name, computed from this module's unsharded ones. This also works on
+        the meta device. Types may be more precise than `plain_types`."""
 
     def plain_types(self, own: Mapping[str, Tensor]) -> dict[str, torch.dtype]:
         """Return the default types for writing the plain module's parameters, by name."""
@@ -88,7 +88,7 @@ class ConvertedModule(nn.Module):
 
     @abstractmethod
     def effective_weight(self) -> Tensor:
-        """Return the effective weights as one tensor with a gradient, for a layer read by others, such as a head."""
+        """Return the effective weights as one differentiable tensor, for layers whose weights others read (a head)."""
 
 
 def effective_weight(module: nn.Module) -> Tensor:

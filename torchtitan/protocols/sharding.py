@@ -1,4 +1,4 @@
-"""`ShardingPlan`: the modules of a family that are split over ranks; `torchtitan.distributed` applies it."""
+"""`ShardingPlan`: how the modules of a family are split over ranks. `torchtitan.distributed` applies it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ _EMBEDDING: Mapping[str, tuple[Features, ...]] = {"weight": ("in", "out")}
 
 
 def with_features(module: ModuleT, **features: tuple[Features, ...]) -> ModuleT:
-    """Declare the meaning of `module`'s further parameter dimensions, as in `lora_A=(None, "in")`, and return `module`.
+    """Declare the dimensions of `module`'s additional parameters, as in `lora_A=(None, "in")`, and return `module`.
     `columns` splits "out", `rows` and `vocabulary` split "in"; other parameters are replicated."""
     setattr(module, _ATTRIBUTE, {**features_of(module), **features})
     return module
@@ -47,7 +47,7 @@ class ShardingPlan:
     """Parts of a model that are split over ranks. Keys are module names; `*` matches every layer's number."""
 
     tensor: Mapping[str, TensorSharding]
-    """Tensor parallelism: module → treatment, for every module with its own parameters, even if a model lacks it."""
+    """Tensor parallelism: module → treatment, for every module that owns parameters in any model of the family."""
 
     attention: str
     """Context parallelism: the modules `attend(queries, keys, values, mask)`, whose keys and values are gathered."""

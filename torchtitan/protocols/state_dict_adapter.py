@@ -1,6 +1,6 @@
 """Names and layouts of a family's weights in other formats: one table for both directions.
 
-A row maps our tensors ("internal") to another format's ("external") with a transform, independent of files.
+A row maps our tensors ("internal") to tensors of another format ("external") with a transform. No files are involved.
 """
 
 from abc import ABC, abstractmethod
@@ -16,7 +16,7 @@ from torchtitan.protocols.tensor_source import TensorSpec, summarize_names
 from torchtitan.tools.errors import UserError
 
 Names = str | tuple[str, ...]
-"""One tensor's name or several; `*` matches every layer's number."""
+"""Name of one tensor, or names of several; `*` matches every layer's number."""
 
 
 def model_tensor_specs(config: BaseModel.Config) -> dict[str, TensorSpec]:
@@ -30,7 +30,7 @@ class Transform(ABC):
     """Bit-exact, stateless rearrangement of a row's tensors; with meta tensors, it computes only shapes."""
 
     rows_only: ClassVar[bool] = False
-    """True if this only moves rows between two tensors, and so also applies to a weight's adapter or row norms."""
+    """True if this only moves the rows of one tensor, so that it also applies to a weight's adapter or row norms."""
 
     @abstractmethod
     def to_internal(self, tensors: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
@@ -56,8 +56,8 @@ class Identity(Transform):
 
 @dataclass(frozen=True)
 class RopePermutation(Transform):
-    """Rows of a query or key projection, if the other format rotates neighboring pairs of a head's elements. Ours and
-    Hugging Face's rotate element i with i + head_dim / 2; Meta's pairs are 2i and 2i + 1 (arXiv:2104.09864, 3.2)."""
+    """Reordered rows of a query or key projection, for a format that rotates neighboring pairs of a head's elements. We
+    and Hugging Face rotate element i with i + head_dim / 2; Meta rotates 2i with 2i + 1 (arXiv:2104.09864, 3.2)."""
 
     rows_only = True
 
@@ -126,7 +126,7 @@ class KeyMapping:
 
 @dataclass(frozen=True)
 class TensorConversion:
-    """One row for one layer: the tensors of either side determine the other side's."""
+    """One row for one layer. The tensors of either side determine the tensors of the other."""
 
     internal: tuple[str, ...]
     external: tuple[str, ...]
@@ -137,9 +137,9 @@ class StateDictAdapter:
     """The table of one model configuration, with `*` in the `rows` replaced by each layer's number (`steps`).
 
     Args:
-        rows: cover every tensor of the model once.
+        rows: mappings that cover every tensor of the model once.
         ignored: optional external tensors without information, such as RoPE frequencies; `*` as in rows.
-        tied: optional external tensor → the tensor that it must equal; the reader compares them (`check_tied`).
+        tied: optional external tensor → the tensor that it must equal; the code that reads it calls `check_tied`.
     """
 
     def __init__(
@@ -166,8 +166,8 @@ class StateDictAdapter:
         return [name for step in self.steps for name in step.external]
 
     def external_specs(self, internal: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
-        """Return name → spec of the other format's tensors for a model with the specs `internal`. Raise `UserError` if
-        those are not exactly the table's tensors."""
+        """Return name → spec of the other format's tensors for a model with the specs `internal`. Raise `UserError`
+        unless `internal` has exactly the tensors of the table."""
         _check_names("the weights", internal, self.internal_names, allowed=())
         specs: dict[str, TensorSpec] = {}
         for step in self.steps:

@@ -30,7 +30,7 @@ class TensorSpec:
 
     @classmethod
     def of(cls, tensor: Tensor) -> "TensorSpec":
-        """Return the spec of a tensor; for a DTensor, the whole tensor's."""
+        """Return the spec of a tensor, or of the whole tensor for a DTensor."""
         return cls(tensor.shape, tensor.dtype)
 
     @property
@@ -39,7 +39,7 @@ class TensorSpec:
 
 
 class TensorSource(ABC):
-    """Tensors by name. Opening reads only names, shapes and dtypes; no file stays open, and nothing is cached."""
+    """Tensors by name. Opening one reads only names, shapes and dtypes; no file stays open, and nothing is cached."""
 
     specs: Mapping[str, TensorSpec]
 

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-# Dense (not "with sparsity") bf16/fp16 matrix-product peaks in FLOP/s, from the vendors' data sheets. The first entry
+# Peak FLOP/s of dense bf16/fp16 matrix products (not "with sparsity"), from the vendors' data sheets. The first entry
 # whose words all occur in the device's name applies.
 _PUBLISHED_PEAKS: tuple[tuple[str, float], ...] = (
     ("GB200", 2500e12),
@@ -27,7 +27,7 @@ _PUBLISHED_PEAKS: tuple[tuple[str, float], ...] = (
     ("L4", 121e12),
     ("MI325X", 1307e12),
     ("MI300X", 1307e12),
-    ("MI250X", 191.5e12),  # one of its two dies, which PyTorch sees as a device
+    ("MI250X", 191.5e12),  # one of its two dies; PyTorch sees each die as a device
 )
 
 _MEASURING_SECONDS = 0.35
@@ -80,8 +80,8 @@ def synchronize(device: torch.device) -> None:
 def peak_flops(device: torch.device, dtype: torch.dtype) -> PeakFlops:
     """Return the peak dense matrix-product FLOP/s of one device in `dtype`, the type that training computes in.
 
-    Published for well-known GPUs in bf16 and fp16; otherwise (CPU, another GPU or a slice of one, fp32) measured in
-    about half a second with this process's threads, which gives less than a data sheet.
+    The number is published for well-known GPUs in bf16 and fp16. Otherwise (CPU, another GPU or a slice of one, fp32),
+    it is measured in about half a second with this process's threads, and is lower than in a data sheet.
     """
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     if dtype in (torch.bfloat16, torch.float16) and (published := published_peak(name)) is not None:
@@ -123,9 +123,9 @@ def _measured_peak(device: torch.device, dtype: torch.dtype) -> PeakFlops:
 
 
 def _product_seconds(factors: torch.Tensor) -> float:
-    """Return the seconds that the product of two square matrices takes, `factors` (2, n, n)."""
+    """Return the seconds of one product of the two square matrices in `factors`, shape (2, n, n)."""
     a, b = factors
-    repeats = 1 if factors.device.type == "cpu" else 10  # enough to hide the launch of a kernel and the wait for it
+    repeats = 1 if factors.device.type == "cpu" else 10  # enough to hide the latency of launching and waiting
     synchronize(factors.device)
     start = time.perf_counter()
     for _ in range(repeats):

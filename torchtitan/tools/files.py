@@ -70,7 +70,7 @@ def parse_json(text: str | bytes, name: str) -> Any:
         content = json.loads(text)
     except RecursionError:
         levels: int = _MOST_JSON_LEVELS + 1
-    except ValueError as error:  # also bytes that are not UTF-8, and a number of thousands of digits
+    except ValueError as error:  # also for bytes that are not UTF-8 and numbers with thousands of digits
         raise UserError(f"{name} is not valid JSON: {error}") from error
     else:
         levels = _levels(content)
@@ -97,7 +97,7 @@ def missing_folder_error(path: str | Path) -> UserError:
         owner = "meta-llama" if _META.match(folder.name) else "OWNER"
         dest = "" if folder.parent == DOWNLOADS else f" --dest {folder}"
         return UserError(f"{missing}; to download the model, run: torchtitan download {owner}/{folder.name}{dest}")
-    # If the parent folder exists, the path is mistyped rather than an id.
+    # If the parent folder exists, the argument is a mistyped path rather than a Hub id.
     if not _HUB_ID.fullmatch(str(folder)) or folder.parent.exists():
         return UserError(f"{missing}; use the folder that contains the model's files")
     downloaded = DOWNLOADS / folder.name
@@ -112,7 +112,7 @@ def file_to_copy(folder: Path, name: str) -> Path:
     """Return a model folder's file or folder `name`, for copying. Raise `UserError` for a link out of the folder.
 
     An untrusted folder may link to any file of this machine, which an export would then publish. The folder itself may
-    be a link, and the Hugging Face cache links files to its `blobs`. The reader of weights follows any link.
+    be a link, and the Hugging Face cache links files to its `blobs`. The code that reads weights follows any link.
     """
     home, target = folder.resolve(), (folder / name).resolve()
     cached = (outer.parent for outer in (home, *home.parents) if outer.parent.name == "snapshots")

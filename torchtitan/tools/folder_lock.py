@@ -24,8 +24,8 @@ WITHOUT_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 
 
 class FolderLock:
-    """The operating system's lock on `run.lock` in a folder, taken by `lock_folder`. It ends with the process, even
-    after SIGKILL: started programs do not inherit the open file, and forked processes close it at once."""
+    """The operating system's lock on `run.lock` in a folder, taken by `lock_folder`. It never outlives the process,
+    even after SIGKILL: programs started by the process do not inherit the open file, and forks close it at once."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -83,8 +83,8 @@ _locks: "weakref.WeakValueDictionary[Path, FolderLock]" = weakref.WeakValueDicti
 
 
 def lock_folder(folder: Path) -> FolderLock:
-    """Lock `folder`, created if necessary, against other processes for the life of the returned object, which is the
-    same for all calls. Raise `UserError` if another process holds the lock, or `folder` is not writable."""
+    """Lock `folder`, created if necessary, against other processes for the life of the returned object. All calls for
+    a folder share the object. Raise `UserError` if another process holds the lock, or `folder` is not writable."""
     path = folder.resolve()
     if (lock := _locks.get(path)) is not None:
         return lock

@@ -13,7 +13,7 @@ _BIDIRECTIONAL = "\u200e\u200f\u061c\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u
 
 
 class _Formatter(logging.Formatter):
-    """Time, level, rank unless 0, and message; colored by level on a terminal."""
+    """Format time, level, rank (unless 0) and message, colored by level on a terminal."""
 
     def __init__(self, *, colored: bool, rank: str):
         prefix = "" if rank == "0" else f"rank {rank}: "

@@ -16,7 +16,7 @@ def check_pattern(option: str, pattern: str) -> None:
 
 def check_choice(option: str, include: Sequence[str], exclude: Sequence[str], consequence: str) -> None:
     """Raise `UserError` unless `{option}.include` and `.exclude` are regular expressions, and something is included;
-    otherwise `consequence` ("nothing would be converted")."""
+    the error states the `consequence` ("nothing would be converted")."""
     for name, patterns in (("include", include), ("exclude", exclude)):
         for pattern in patterns:
             check_pattern(f"{option}.{name}", pattern)

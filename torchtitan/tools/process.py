@@ -30,7 +30,7 @@ _reported = False
 @contextlib.contextmanager
 def default_signals() -> Iterator[None]:
     """Let Ctrl-C and a closed pipe end the process immediately and silently within the block. Python's handlers would
-    print a traceback, or raise inside an import that swallows the exception."""
+    print a traceback, or raise an exception that an import may swallow."""
     numbers = (signal.SIGINT, signal.SIGPIPE)
     previous = {number: signal.signal(number, signal.SIG_DFL) for number in numbers}
     try:
@@ -43,7 +43,7 @@ def default_signals() -> Iterator[None]:
 
 class StopSignals:
     """Call `on_first` and `on_second` with the number of a first SIGTERM or SIGINT and of later ones, until `close`.
-    Signals within a second of the first are the same request: `timeout`, for example, sends two."""
+    Signals within a second of the first count as the same request, since `timeout`, for example, sends two."""
 
     def __init__(self, on_first: Callable[[int], None], on_second: Callable[[int], None]) -> None:
         self.first: int | None = None
@@ -98,7 +98,7 @@ def is_launched() -> bool:
 
 
 def exit_with_launcher() -> None:
-    """End this process as soon as the launcher, at the other end of standard input, has ended."""
+    """End this process as soon as the launcher, which holds the other end of standard input, ends."""
     threading.Thread(target=_wait_for_exit, name="launcher", daemon=True).start()
 
 
@@ -113,7 +113,7 @@ def report_failure(code: int, text: str, *, passing: bool) -> None:
 
 
 def exit_process(code: int) -> NoReturn:
-    """End this process without the interpreter's shutdown, which may abort after a lost rank."""
+    """End this process without shutting down the interpreter, which may abort if a rank was lost."""
     sys.stderr.flush()
     sys.stdout.flush()
     os._exit(code)
@@ -121,5 +121,5 @@ def exit_process(code: int) -> NoReturn:
 
 def _wait_for_exit() -> None:
     with contextlib.suppress(OSError):
-        os.read(_LAUNCHER, 1)  # it never sends anything
+        os.read(_LAUNCHER, 1)  # returns only when the launcher ends, since it never sends anything
     os.kill(os.getpid(), signal.SIGKILL)

@@ -1,5 +1,5 @@
-"""All private names of PyTorch (2.13) that this project uses, each with the reason, imported on first use. Only a
-method that a subclass must override by its private name stays in the subclass."""
+"""All private names of PyTorch (2.13) that this project uses, with the reason for each, imported on first use. The only
+exceptions are private methods that a subclass overrides."""
 
 import importlib
 import sys
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 _SOURCES = {
-    # PyTorch documents these only under their private modules.
+    # PyTorch documents these only in private modules.
     "FakeTensorMode": "torch._subclasses.fake_tensor",
     "OpOverload": "torch._ops",
     "TorchDispatchMode": "torch.utils._python_dispatch",
@@ -22,25 +22,25 @@ _SOURCES = {
     "is_traceable_wrapper_subclass_type": "torch.utils._python_dispatch",
     "record_memory_history": "torch.cuda.memory:_record_memory_history",
     "dump_memory_snapshot": "torch.cuda.memory:_dump_snapshot",
-    # Trees of tensors as PyTorch's operations take them; `optree` is another dependency, and supports fewer types.
+    # Nested containers of tensors, as passed to PyTorch's operations; `optree` adds a dependency and has fewer types.
     "tree_iter": "torch.utils._pytree",
     "tree_map_only": "torch.utils._pytree",
     # Differentiable collectives; `torch.distributed` has none.
     "all_gather_single_autograd": "torch.distributed._functional_collectives",
     "wait_tensor": "torch.distributed._functional_collectives",
     "AsyncCollectiveTensor": "torch.distributed._functional_collectives",
-    # `torch.utils.checkpoint.checkpoint` wraps a call; this wraps a module, and keeps its names in a state dict.
+    # `torch.utils.checkpoint.checkpoint` wraps a call; this wraps a module without changing names in its state dict.
     "checkpoint_wrapper": "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
-    # DDP by FSDP2's machinery; `DistributedDataParallel` supports neither DTensor parameters nor mixed precision.
+    # DDP built on FSDP2; `DistributedDataParallel` supports neither DTensor parameters nor mixed precision.
     "replicate": "torch.distributed._composable.replicate_with_fsdp",
-    # A DTensor has its shard, but not the shard's offset in the whole.
+    # Public DTensor methods return the shard, but not its offset in the whole tensor.
     "compute_local_shape_and_global_offset": "torch.distributed.tensor._utils",
-    # DTensor infers a result's shape by operations of that shape, which a dry run must not count, and caches them
-    # without a public way to clear the cache.
+    # DTensor infers a result's shape by running operations on whole shapes, which a dry run must not count. It caches
+    # the results, and has no public way to clear the cache.
     "DecompShardingStrategy": "torch.distributed.tensor._decompositions",
     "ShardingPropagator": "torch.distributed.tensor._sharding_prop",
     "clear_sharding_cache": "torch.distributed.tensor.debug:_clear_sharding_prop_cache",
-    # `torch.distributed` has no public access to the default store or to groups by name, nor later timeouts.
+    # `torch.distributed` has no public access to the default store or to groups by name, and cannot change timeouts.
     "default_store": "torch.distributed.distributed_c10d:_get_default_store",
     "group_by_name": "torch.distributed.distributed_c10d:_resolve_process_group",
     "set_group_timeout": "torch.distributed.distributed_c10d:_set_pg_timeout",
@@ -51,10 +51,10 @@ _SOURCES = {
     "StorageInfo": "torch.distributed.checkpoint.filesystem:_StorageInfo",
     "set_element": "torch.distributed.checkpoint._nested_dict",
     "PyTorchFileReader": "torch._C",
-    # The compiler's settings for the whole process; `torch.compile(options=…)` takes only inductor's.
+    # Global compiler settings; `torch.compile(options=…)` takes only inductor's.
     "functorch_config": "torch._functorch.config:",
     "inductor_config": "torch._inductor.config:",
-    # Whether inductor can compile here; `torch.compile` only fails.
+    # Test whether inductor can compile on this machine; `torch.compile` would fail later.
     "get_cpp_compiler": "torch._inductor.cpp_builder",
     "InvalidCxxCompiler": "torch._inductor.exc",
     # Pins existing memory; `Tensor.pin_memory` copies.
@@ -80,7 +80,7 @@ def compiler_statistics() -> Any:
 
 
 def attention_operations() -> list[Any]:
-    """Return the attention operations as a checkpointing policy sees them: operators, not functions."""
+    """Return the attention operations, as the operators that a checkpointing policy sees."""
     import torch
 
     aten: Any = torch.ops.aten
@@ -96,7 +96,7 @@ def attention_operations() -> list[Any]:
 
 
 def communication_operations() -> list[Any]:
-    """Return the collectives that leave each rank a part, as a checkpointing policy sees them: operators."""
+    """Return the collectives that leave each rank with a part, as the operators that a checkpointing policy sees."""
     import torch
 
     collectives: Any = torch.ops._c10d_functional
@@ -104,7 +104,7 @@ def communication_operations() -> list[Any]:
 
 
 def process_groups() -> list["dist.ProcessGroup"]:
-    """Return all process groups of this process, which torch lists nowhere else."""
+    """Return all process groups of this process, which PyTorch lists nowhere else."""
     from torch.distributed import distributed_c10d
 
     return list(distributed_c10d._world.pg_map)
@@ -121,7 +121,7 @@ def split_mesh(mesh: "DeviceMesh", sizes: tuple[int, ...], names: tuple[str, ...
 
 
 def dtensor_like(local: "Tensor", like: "DTensor") -> "DTensor":
-    """Return a DTensor with another's layout and a local part that stays on its device, unlike `DTensor.from_local`."""
+    """Return a DTensor with the layout of `like`. Unlike `DTensor.from_local`, leave `local` on its device."""
     from torch.distributed.tensor import DTensor
 
     return DTensor(local, like._spec, requires_grad=False)
@@ -164,7 +164,7 @@ def pipeline_stages(schedule: Any) -> list[Any]:
 
 
 def skip_shape_vote(schedule: Any) -> None:
-    """Make a schedule's stages take their shapes as given; the vote of all ranks on them has no public switch."""
+    """Make a schedule's stages accept their declared shapes without a vote of all ranks; no public switch exists."""
     from torch.distributed.pipelining.stage import InferenceMode
 
     def skip(stages: list[Any], has_backward: bool, p2p_done: bool) -> None:
@@ -175,7 +175,7 @@ def skip_shape_vote(schedule: Any) -> None:
 
 
 def forward_pre_hooks(module: "nn.Module") -> Iterable[Any]:
-    """Return the functions called before a module's `forward`, which can only be added in public."""
+    """Return the functions called before a module's `forward`; the public interface can only add them."""
     return module._forward_pre_hooks.values()
 
 

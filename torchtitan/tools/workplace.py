@@ -28,12 +28,12 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @contextlib.contextmanager
 def workplace(target: Path) -> Iterator[Path]:
-    """Yield a new folder `{target}.….partial`; remove it when the block ends, or Ctrl-C, SIGTERM or SIGHUP ends the
-    process; after SIGKILL, the next call does. A lock protects folders in use. Call this only from the main thread."""
+    """Yield a new folder `{target}.….partial`. Remove it when the block ends, or Ctrl-C, SIGTERM or SIGHUP ends the
+    process; after SIGKILL, the next call removes it. A lock protects folders in use. Call only in the main thread."""
     for folder in target.parent.glob(f"{glob.escape(target.name)}.{'[0-9a-f]' * 2 * _NAME_BYTES}.partial"):
         with contextlib.suppress(OSError):
             _remove_if_abandoned(folder)
-    # Named before it is created, so that the signal handler can always remove it.
+    # Name the folder before creating it, so that the signal handler can always remove it.
     folder = target.parent / f"{target.name}.{secrets.token_hex(_NAME_BYTES)}.partial"
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -41,7 +41,7 @@ def workplace(target: Path) -> Iterator[Path]:
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 
-    # `nohup` ignores SIGHUP, and so does this.
+    # Keep ignoring signals that are ignored already, such as SIGHUP under `nohup`.
     caught = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
     previous = {number: signal.signal(number, end) for number in caught}
     try:
@@ -52,7 +52,7 @@ def workplace(target: Path) -> Iterator[Path]:
             except OSError as error:  # on a file system without locks, no folder with content is ever removed
                 if error.errno not in WITHOUT_LOCKS:
                     raise
-            Path(lock.name).rename(folder / _LOCK)  # after it is locked: under this name, others try to lock it
+            Path(lock.name).rename(folder / _LOCK)  # once locked, since others try to lock this name
             yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""The training loop, its configuration, and modules that only the loop uses."""
+"""Training loop, its configuration, and modules that only the loop uses."""
 
 from torchtitan.trainer.callbacks import Callback
 from torchtitan.trainer.models import RunModel

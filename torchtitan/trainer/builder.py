@@ -35,7 +35,8 @@ from torchtitan.trainer.models import RunModel, facts_of
 
 
 class RunBuilder(Configurable):
-    """Builds the parts of a run in methods to override, called by `Trainer.__init__` in order."""
+    """Base class with the methods that build the parts of a run. `Trainer.__init__` calls them in order; subclasses may
+    override them."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(RunConfig):
@@ -53,20 +54,20 @@ class RunBuilder(Configurable):
     loss: Any
     pipeline_plan: PipelinePlan | None
     has_own_loss: bool
-    """True if a subclass computes the loss, whose weight is then known only after the forward passes."""
+    """True if a subclass computes the loss. Its weight is then known only after the forward passes."""
     has_own_forward: bool
     """True if a subclass has its own forward pass, with or without its own loss."""
     models: dict[str, RunModel]
-    """Sharded, with memory from `init_weights` on; the configuration describes "model"."""
+    """Sharded models of the run, allocated by `init_weights`; the configuration describes "model"."""
     model_parts: list[nn.Module]
-    """Parts of "model"; several only under pipeline parallelism."""
+    """Parts of "model" on this rank; more than one only under pipeline parallelism."""
 
     def init_distributed(self) -> torch.device:
         """Join the process group, and return this rank's device."""
         return init_process_group(device_type(), self.config.comm)
 
     def lock_folder(self) -> None:
-        """Lock the dump folder against other runs until `close`, on rank 0. Raise `UserError` on every rank if it is in
+        """Lock the dump folder on rank 0 against other runs until `close`. Raise `UserError` on every rank if it is in
         use."""
 
         def lock() -> None:
@@ -79,7 +80,7 @@ class RunBuilder(Configurable):
         debug = self.config.debug
         seed = debug.seed + self.rank
         random.seed(seed)
-        numpy.random.seed(seed % 2**32)  # its range
+        numpy.random.seed(seed % 2**32)  # NumPy's range of seeds
         torch.manual_seed(seed)
         self.was_deterministic = torch.are_deterministic_algorithms_enabled()
         if debug.deterministic:
@@ -108,7 +109,7 @@ class RunBuilder(Configurable):
         """Build the counter that determines the last step, from `training.steps` or `training.epochs`."""
         training, samples = self.config.training, self.dataloader.n_samples
         if training.epochs is not None and samples is None and self.config.optimizer.early_step_in_backward:
-            # The end of a stream is found only after a backward pass.
+            # The end of a stream is known only after a backward pass, when an early optimizer has already stepped.
             raise UserError(
                 "--optimizer.early_step_in_backward cannot be combined with --training.epochs of a stream, whose end "
                 "is found too late to skip the step; set --training.steps instead"
@@ -116,8 +117,8 @@ class RunBuilder(Configurable):
         return DataProgress(training, n_samples=samples, global_batch_size=self.global_batch_size)
 
     def build_models(self) -> dict[str, RunModel]:
-        """Build the run's models by name, sharded and without memory: here "model", which the configuration describes.
-        A subclass adds others with `build_other_model`."""
+        """Build the run's models by name, sharded and not yet allocated: here "model", which the configuration
+        describes. A subclass adds others with `build_other_model`."""
         model, spec = self.build_model(), self.config.model_spec
         num_parameters = model.num_parameters()
         dtype = getattr(torch, self.config.training.mixed_precision_param)
@@ -136,14 +137,14 @@ class RunBuilder(Configurable):
         offloaded: bool = False,
     ) -> RunModel:
         """Build an additional model, sharded like the main one. A trained model shares the optimizer and the schedule;
-        a frozen one has the type that FSDP computes in.
+        a frozen model has the type that FSDP computes in.
 
         Args:
             spec: its specification; a vocabulary size of None is replaced by the main model's.
-            weights: checkpoint folder, in any format; empty: drawn with `debug.seed`.
-            trained: whether the optimizer updates it; then it must be saved.
-            saved: whether checkpoints contain it.
-            offloaded: whether FSDP keeps its weights in CPU memory.
+            weights: checkpoint folder, in any format. Empty: initialize with `debug.seed`.
+            trained: whether the optimizer updates the model, which must then be saved.
+            saved: whether checkpoints contain the model.
+            offloaded: whether FSDP keeps the weights in CPU memory.
 
         Raises:
             UserError: under pipeline parallelism; for offloading without FSDP.
@@ -180,8 +181,8 @@ class RunBuilder(Configurable):
             return config.build().to(getattr(torch, training.dtype))
 
     def build_loss(self) -> Any:
-        """Build the training loss, a function of hidden states, output weights and `labels_BL`. Raise `UserError` for a
-        loss with a weight known only later, combined with early optimizer steps."""
+        """Build the training loss, a function of hidden states, output weights and `labels_BL`. Raise `UserError`
+        for early optimizer steps with a loss whose weight is known only after the forward passes."""
         if self.has_own_loss and self.config.optimizer.early_step_in_backward:
             raise UserError(
                 "--optimizer.early_step_in_backward applies gradients before they can be divided by the weight of the "

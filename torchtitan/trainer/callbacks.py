@@ -1,4 +1,4 @@
-"""Behavior around the steps of a run: the base class, and the callbacks of every run."""
+"""Callbacks, which act around the steps of a run: the base class, and the callbacks of every run."""
 
 import contextlib
 import gc
@@ -34,14 +34,14 @@ class Callback(Configurable):
         return contextlib.nullcontext()
 
     def around_step(self, step: int) -> AbstractContextManager[Any]:
-        """Return a context around the training step `step`, from 1, but not its callbacks or validation."""
+        """Return a context around step `step` (from 1), excluding its callbacks and validation."""
         return contextlib.nullcontext()
 
     def on_batches(self, micro_batches: Sequence[Batch]) -> None:
-        """Receive this rank's part of the next global batch from the loader; empty after the end of the data."""
+        """Receive this rank's part of the next global batch, as loaded; empty after the end of the data."""
 
     def on_step(self, outcome: StepResult) -> None:
-        """Act on a finished step, already counted in `trainer.step`, before it is reported."""
+        """Act on a finished step before it is reported; `trainer.step` already counts it."""
 
     def after_step(self, outcome: StepResult) -> None:
         """Act on a finished step after it is reported, before validation and checkpoint."""
@@ -86,7 +86,7 @@ class RecompileWarning(Callback):
 
 
 class Profiling(Callback):
-    """Record traces according to `profiling`."""
+    """Record traces as the section `profiling` says."""
 
     def __init__(self, config: Callback.Config, *, trainer: Any):
         super().__init__(config, trainer=trainer)

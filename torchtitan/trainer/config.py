@@ -53,13 +53,13 @@ class RunConfig(Configurable.Config):
     """A whole run. Each field is a section of the command line and of `--config_file`."""
 
     registered_as: Annotated[str, tyro.conf.Fixed] = ""
-    """Package and function that registered this configuration, part of the run's identity; the command line sets it."""
+    """Package and function that registered this configuration. Part of the run's identity; set by the command line."""
 
     model_spec: Annotated[ModelSpec, tyro.conf.arg(name="")]
     """Model and its loss."""
 
     loss: Annotated[Configurable.Config | None, tyro.conf.Suppress] = None
-    """Training loss. None: the model's (`ModelSpec.loss`). Its options are `--loss.<field>` in both cases."""
+    """Training loss. None: the model's (`ModelSpec.loss`). In both cases, its options are `--loss.<field>`."""
 
     hf_assets_path: str = ""
     """Folder with tokenizer files (tokenizer.json or tokenizer.model). Empty: torchtitan's own small tokenizer."""
@@ -120,7 +120,7 @@ class RunConfig(Configurable.Config):
         return self.loss or self.model_spec.loss
 
     def registered(self, name: str) -> Self:
-        """Return a copy under its registered name, with its loss as the model's, as the command line needs it."""
+        """Return a copy for the command line: with its registered name, and its loss as the model's."""
         spec = dataclasses.replace(self.model_spec, loss=self.chosen_loss)
         return dataclasses.replace(self, registered_as=name, model_spec=spec, loss=None)
 
@@ -138,7 +138,7 @@ class RunConfig(Configurable.Config):
 
         Args:
             world_size: processes of the run.
-            dry_run: whether the run is only tried, so that its devices may be missing.
+            dry_run: whether this is a dry run, whose devices may be missing.
 
         Raises:
             UserError: for the first mistake found.
@@ -188,7 +188,7 @@ class RunConfig(Configurable.Config):
             validation.prepare(tokenizer=tokenizer)
 
     def check_layout(self, world_size: int) -> ParallelDims:
-        """Return the degrees. Raise `UserError` if they do not fit processes, model, batch or each other."""
+        """Return the degrees. Raise `UserError` if they do not fit the processes, model, batch or each other."""
         dims = ParallelDims.from_config(self.parallelism, world_size)
         dims.check_fits(self.model_spec.model, self.training.seq_len)
         if dims.pp > 1:
@@ -208,8 +208,9 @@ class RunConfig(Configurable.Config):
         return dims
 
     def check_conversion(self, *, n_added_tokens: int = 0) -> None:
-        """Try the converters on a model without memory, of known vocabulary size; warn if they leave the rows of added
-        tokens untrained, so that the model never writes them. Raise `UserError` if a converter does not apply."""
+        """Try the converters on a meta-device model, whose vocabulary size must be known. Warn if they leave the rows
+        of added tokens untrained, since the model then never generates these tokens. Raise `UserError` if a converter
+        does not apply."""
         if not self.model_converters:
             return
         _check_distinct("model_converters", self.model_converters)
@@ -261,8 +262,8 @@ class RunConfig(Configurable.Config):
         return RunIdentity(properties | self.dataloader.identity(), length)
 
     def validation_dataloaders(self) -> dict[str, BaseDataLoader.Config]:
-        """Return loader configurations of the validation sets by name, none if validation is off or there is no data.
-        Raise `UserError` for a data set that the training data's loader cannot read."""
+        """Return the loader configurations of the validation sets by name; none if validation is off or has no data.
+        Raise `UserError` for a dataset that the loader of the training data cannot read."""
         loaders: dict[str, BaseDataLoader.Config] = {}
         if not self.validator.enable:
             return loaders

@@ -8,8 +8,9 @@ from torchtitan.config.sections import TrainingConfig, parse_step_ranges
 class DataProgress:
     """Count a run's data in global batches and in samples, and compute the last step.
 
-    Batches include skipped ones (`skip_data`), in data order. A resumed run may change the batch size, so that only the
-    samples tell how much data is left. `n_samples` is the total of all epochs; if it is None, `steps` applies.
+    Batches are counted in data order, including skipped ones (`skip_data`). A resumed run may change the batch size, so
+    only the samples tell how much data is left. `n_samples` is the total of all epochs; None: `steps` determines the
+    last step.
     """
 
     def __init__(self, config: TrainingConfig, *, n_samples: int | None, global_batch_size: int):
@@ -32,7 +33,7 @@ class DataProgress:
         self.n_samples_read += self._global_batch_size
 
     def last_step(self, step: int) -> int:
-        """Return the last step of the run after `step` steps."""
+        """Return the last step of a run that has taken `step` steps."""
         if self._n_samples is None:
             return self._steps
         n_batches = -(-max(0, self._n_samples - self.n_samples_read) // self._global_batch_size)
@@ -48,14 +49,14 @@ class DataProgress:
         return end - 1
 
     def samples_read_at(self, last_step: int, step: int) -> int:
-        """Return `n_samples_read` after `last_step`; the current step is `step`."""
+        """Return the value of `n_samples_read` after `last_step`, if the current step is `step`."""
         if last_step <= step:
             return self.n_samples_read
         n_batches = self.data_steps(last_step - step) - self.data_step
         return self.n_samples_read + n_batches * self._global_batch_size
 
     def _skipped_ahead(self) -> list[range]:
-        """Return the skipped batches ahead, as ascending and disjoint ranges."""
+        """Return the batches that are yet to be skipped, as ascending, disjoint ranges."""
         first, skipped = self.data_step + 1, []
         for span in self._skipped:
             skipped.append(range(max(span.start, first), max(span.stop, first)))

@@ -15,8 +15,8 @@ from torchtitan.trainer.step_result import StepResult, StopReason
 class Evaluation(Callback):
     """Score the model on files every `freq` steps and after the last one: multiple choice, and perplexity of a text.
 
-    The numbers are those of `torchtitan eval`, with `training.seq_len` as the context, computed on every rank, as FSDP
-    requires.
+    The scores equal those of `torchtitan eval` with `training.seq_len` as the context. Every rank computes them, since
+    FSDP requires it.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -55,7 +55,7 @@ class Evaluation(Callback):
                 )
 
     config: Config
-    is_pending = False  # whether steps were made since the last evaluation; a run that is complete makes none
+    is_pending = False  # whether steps were taken since the last evaluation; a complete run takes none
 
     def after_step(self, outcome: StepResult) -> None:
         self.is_pending = self.trainer.step % self.config.freq != 0

@@ -1,4 +1,4 @@
-"""The ledger of a run: the documents of each step, in one order for all ranks."""
+"""Ledger of a run: the documents of each step, in one global order over all ranks."""
 
 import contextlib
 import itertools
@@ -19,8 +19,8 @@ from torchtitan.trainer.step_result import StepResult
 class Ledger(Callback):
     """Write a line of `ledger.jsonl` for each step taken: the names of all ranks' documents in their global order.
 
-    Steps skipped as non-finite have no line. Rank 0 writes lines to disk before the checkpoint of their step; resuming
-    after step N drops later lines. A fresh run sets an earlier file aside. Without `debug.ledger` nothing happens.
+    Steps skipped as non-finite have no line. Rank 0 syncs the lines to disk before it saves a checkpoint. Resuming from
+    step N drops later lines; a fresh run moves an existing file aside. Without `debug.ledger`, nothing is written.
     """
 
     def __init__(self, config: Callback.Config, *, trainer: Any):
@@ -41,7 +41,7 @@ class Ledger(Callback):
         self._taken = names_of(local_batches, self.trainer.dataloader.document_names)
 
     def on_step(self, outcome: StepResult) -> None:
-        """Write the line of a step that was taken. Raise `RunFailure` if that fails: a ledger must have no gap."""
+        """Write the line of a step that was taken. Raise `RunFailure` on failure, since a ledger must have no gaps."""
         if not (self.enabled and outcome.is_finite):
             return
         documents = in_global_order(self._taken)
@@ -75,7 +75,7 @@ def names_of(micro_batches: Sequence[Batch], names: Callable[[Tensor], list[str]
 
 
 def in_global_order(local: Sequence[Sequence[str]]) -> list[str]:
-    """Return the items of all ranks' micro-batches: the first ones by rank, then the second ones, and so on.
+    """Return the items of all ranks' micro-batches: the first micro-batch of each rank, then the second, and so on.
 
     Args:
         local: items of each of this rank's micro-batches.

@@ -13,8 +13,8 @@ from torchtitan.protocols import BaseModel, ModelSpec
 
 @dataclass(kw_only=True)
 class RunModel:
-    """A sharded model of a run: a policy, a reference, a teacher, a critic. Call it for a forward pass, which keeps
-    nothing for a backward pass if the model is frozen."""
+    """A sharded model of a run: a policy, a reference, a teacher, a critic. Call it to run a forward
+    pass, which stores nothing for a backward pass if the model is frozen."""
 
     spec: ModelSpec
 
@@ -25,16 +25,16 @@ class RunModel:
     """Parameters of the plain model, before converters."""
 
     num_trained: int
-    """Parameters that the optimizer updates; 0: the model is frozen."""
+    """Parameters that the optimizer updates; 0 if the model is frozen."""
 
     flops_per_token: float
-    """Operations of a forward pass, and of a backward pass if the model is trained."""
+    """Operations per token of a forward pass, and of a backward pass if the model is trained."""
 
     trained_names: list[str]
     """Canonical names of the trained parameters of all pipeline stages."""
 
     weights: str = ""
-    """Checkpoint folder of the initial weights, in any format; empty: drawn with `debug.seed`."""
+    """Checkpoint folder of the initial weights, in any format. Empty: initialized with `debug.seed`."""
 
     saved: bool = True
     """True if checkpoints contain the weights; otherwise a resumed run reads them from `weights` again."""

@@ -20,9 +20,9 @@ from torchtitan.tools.errors import UserError
 class SampleLosses:
     """Record token losses in the forward passes of a step, if `wanted`, and sum them by sample over all ranks.
 
-    This repeats only the last step from a chunk's logits to its losses, and changes no bit of the training loss and its
-    gradients. The losses stay on the device until `statistics` reads them. Raises `UserError` for a loss other than
-    `CrossEntropyLoss`, and under pipeline parallelism, where only the last stage has token losses.
+    Only the computation of losses from the logits of a chunk is repeated, and the training loss and its gradients stay
+    bit-identical. The losses stay on the device until `statistics` reads them. Raises `UserError` for a loss other than
+    `CrossEntropyLoss`, and under pipeline parallelism, since only the last stage has token losses.
     """
 
     def __init__(self, loss: Any, parallel_dims: ParallelDims, *, wanted: bool):
@@ -39,7 +39,7 @@ class SampleLosses:
         self._loss = loss
         self._dims = parallel_dims
         self._wanted = wanted
-        self._recorded: list[tuple[Array, Tensor]] = []  # micro-batches' numbers and losses of valid tokens
+        self._recorded: list[tuple[Array, Tensor]] = []  # per micro-batch: document numbers and losses of valid tokens
 
     @contextlib.contextmanager
     def of(self, batch: Batch) -> Iterator[None]:
@@ -82,8 +82,8 @@ class SampleLosses:
 
 
 def number_tokens(batch: Batch) -> Tensor:
-    """Return each token's document number, (B, T), or `NO_DOCUMENT` for padding: the k-th document of a row begins at
-    the k-th place where `positions` is 0, and has the k-th number in `documents`."""
+    """Return each token's document number, (B, T), or `NO_DOCUMENT` for padding. The k-th document of a row begins at
+    the k-th 0 in `positions`, and has the k-th number in `documents`."""
     indices = (batch["positions"] == 0).long().cumsum(dim=1) - 1
     documents = batch["documents"]
     padded = torch.cat([documents, torch.full_like(documents[:, :1], NO_DOCUMENT)], dim=1)

@@ -21,8 +21,8 @@ class NonFiniteError(RunFailure):
 
 @dataclass(frozen=True)
 class StepResult:
-    """A step's numbers on the host: the mean `loss` over the global batch, the `grad_norm` before clipping, and further
-    means that `compute_loss` recorded, from the step's only read of device values."""
+    """Numbers of a step, read from the device at once: the mean `loss` over the global batch, the `grad_norm` before
+    clipping, and further means that `compute_loss` recorded."""
 
     loss: float
     grad_norm: float
@@ -32,7 +32,7 @@ class StepResult:
 
     @property
     def is_finite(self) -> bool:
-        """True if the step may be taken."""
+        """True if loss and gradient norm are finite, so that the step may be taken."""
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
     def __str__(self) -> str:

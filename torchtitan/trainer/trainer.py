@@ -1,4 +1,4 @@
-"""The training loop. Read from top to bottom: the order in which a run is built, then the actions of one step."""
+"""The training loop, in reading order: how a run is built, then the loop, then the actions of one step."""
 
 import contextlib
 import dataclasses
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 class Trainer(RunBuilder):
-    """Build every part of a run from its configuration, then train, in methods to override (`docs/extending.md`)."""
+    """Build every part of a run from its configuration, then train. Subclasses override methods (docs/extending.md)."""
 
     measures_named: ClassVar[tuple[str, ...]] = ()
     """Names of further means that `compute_loss` records with `measure`, for metrics and validation."""
@@ -61,7 +61,7 @@ class Trainer(RunBuilder):
         self.device = self.init_distributed()
         self.folder_lock = None
         self.lock_folder()
-        # Type of counts and sums for the host: float32, all that MPS has, cannot count beyond 2**24 tokens.
+        # Type of counts and sums. float32, the widest type on MPS, counts exactly only up to 2**24 tokens.
         self.statistics_dtype = torch.float32 if self.device.type == "mps" else torch.float64
         self.parallel_dims = config.check_layout(world_size())
         self.mesh = self.parallel_dims.build_mesh(self.device.type)
@@ -156,7 +156,7 @@ class Trainer(RunBuilder):
             return
         self.step = self.checkpointer.load()
         self.checkpoint_loaded = True
-        # With another batch size, the remaining samples make another number of steps.
+        # If the batch size has changed, the remaining samples take a different number of steps.
         self.total_steps = self.metrics.total_steps = self.run_length.last_step(self.step)
         self.lr_scheduler.set_length(self.total_steps)
         self.dataloader.check_repetitions(self.run_length.samples_read_at(self.total_steps, self.step))
@@ -185,7 +185,8 @@ class Trainer(RunBuilder):
         """Take steps until the run ends, and return the reason."""
         batches = iter(self.dataloader)
         comm, first_step = self.config.comm, self.step + 1
-        # Torch gives a mesh's groups their own 30 minutes. The watchdog comes first: it can name a hanging rank.
+        # PyTorch gives the groups of a mesh a timeout of 30 minutes. Collectives must time out after the watchdog,
+        # which can name the hanging rank.
         set_timeouts(comm.init_timeout_seconds + comm.naming_seconds)
         while self.should_continue_training():
             step = self.step + 1
@@ -198,7 +199,7 @@ class Trainer(RunBuilder):
                 set_timeouts(comm.train_timeout_seconds)
                 self.listen_to_signals()
             if outcome.data_exhausted:
-                self.prepare_converters(self.step)  # no step was taken: validate as in the last one
+                self.prepare_converters(self.step)  # no step was taken, so validate as in the last step
                 return "data ended"
             self.complete_step(outcome)
             if outcome.stop_requested and self.should_continue_training():
@@ -263,7 +264,8 @@ class Trainer(RunBuilder):
             logger.info("--training.skip_data: the data of steps %d to %d is left out", first, last)
 
     def count_valid_tokens(self, micro_batches: list[Batch]) -> Tensor:
-        """Return the summed loss's divisor, on the device: the global batch's valid tokens; 1 for a custom loss."""
+        """Return the divisor of the summed loss, on the device: the valid tokens of the global batch, or 1 for a custom
+        loss."""
         local = sum(self.count_own_tokens(batch) for batch in micro_batches) if not self.has_own_loss else 0
         # `full` runs on the device; copying a host tensor there would wait for it.
         counted = torch.full((), local, device=self.device, dtype=self.statistics_dtype)
@@ -289,15 +291,16 @@ class Trainer(RunBuilder):
         return loss
 
     def compute_loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the summed loss of a batch, and the weight that divides the loss: here its valid tokens.
+        """Return the summed loss of a batch and its weight: here, the number of valid tokens.
 
-        Training and validation divide the sum over the global batch by the summed weight. A subclass may compute any
-        loss from any `post_dataloading_process` result; ranks of one tensor-parallel group return the same.
+        Training and validation divide the sum of the losses over the global batch by the sum of the weights. A subclass
+        may compute any loss from the result of `post_dataloading_process`. All ranks of a tensor-parallel group must
+        return the same values.
         """
         return self.forward(batch), (batch["labels"] != IGNORE_INDEX).sum()
 
     def measure(self, name: str, total: Tensor, weight: Tensor) -> None:
-        """Add a batch's sum and weight, two scalars, to a mean in `measures_named`; call this in `compute_loss`."""
+        """Add a batch's sum and weight (scalars) to a mean in `measures_named`; call this in `compute_loss`."""
         self.measures.add(name, self.local_addend(total), self.local_addend(weight))
 
     def forward_backward_step(self, batch: Batch, n_tokens: Tensor) -> Tensor:
@@ -306,7 +309,7 @@ class Trainer(RunBuilder):
         degree = self.parallel_dims.gradient_degree
 
         def scaled(summed_loss: Tensor) -> Tensor:
-            # At least 1 token: without valid tokens, everything is and stays 0.
+            # Divide by at least 1; without valid tokens, loss and gradients stay 0.
             return summed_loss / n_tokens.clamp(min=1).float() * degree
 
         if self.pipeline:
@@ -323,7 +326,7 @@ class Trainer(RunBuilder):
         """Divide gradients and `loss`, in place, by the weight of the global batch, and return the weight."""
         weight = sum_over_ranks(self.weight)
         self.weight = torch.zeros_like(self.weight)
-        divisor = torch.where(weight == 0, 1, weight)  # without weight, everything is and stays 0
+        divisor = torch.where(weight == 0, 1, weight)  # if the weight is 0, loss and gradients stay 0
         divide_gradients(self.trained_parameters(), divisor)
         self.is_divided = True
         loss /= divisor.to(loss.dtype)
@@ -338,15 +341,15 @@ class Trainer(RunBuilder):
         """Return this rank's part of a batch's summed loss and weight; the batch is as the loader returned it."""
         with self.autocast():
             loss, weight = self.compute_loss(self.post_dataloading_process(batch))
-        is_counted = self.parallel_dims.coordinate("pp") == 0  # a pipeline's ranks all have the labels
+        is_counted = self.parallel_dims.coordinate("pp") == 0  # all ranks of a pipeline have the labels
         return self.local_addend(loss), self.local_addend(weight) if is_counted else torch.zeros_like(weight)
 
     def local_addend(self, loss: Tensor) -> Tensor:
-        """Return this rank's addend in a sum over all ranks: 0 if another rank has the same loss."""
+        """Return this rank's term in a sum over all ranks: 0 if another rank contributes the same loss."""
         return loss if self.parallel_dims.is_tensor_leader else torch.zeros_like(loss)
 
     def autocast(self) -> contextlib.AbstractContextManager[None]:
-        """Return a mixed-precision context if no wrapper of the model provides lower precision."""
+        """Return a mixed-precision context if no wrapper of the model provides it."""
         dtype = getattr(torch, self.config.training.mixed_precision_param)
         # With several processes, FSDP or DDP does.
         needed = self.mesh is None and dtype != torch.float32
@@ -387,15 +390,15 @@ class Trainer(RunBuilder):
         )
 
     def handle_nonfinite(self, outcome: StepResult, micro_batches: list[Batch]) -> None:
-        """Stop the run or skip this step, with unchanged weights, unless the optimizer steps early in the backward
-        pass. Raise `NonFiniteError` with the step and all ranks' documents in it."""
+        """Raise `NonFiniteError` or skip this step, and name the step and its documents on all ranks. The weights are
+        unchanged, unless the optimizer steps early, in the backward pass."""
         local_batches = micro_batches if self.parallel_dims.is_batch_leader else []
         documents = in_global_order(names_of(local_batches, self.dataloader.document_names))
         last = self.run_length.data_step
         data_step = f" (data step {last + 1})" if last > self.step else ""
         message = f"step {self.step + 1}{data_step}: {outcome}; documents: {shortened(documents)}"
         if self.config.training.on_nonfinite == "stop":
-            self.checkpointer.wait()  # the process ends immediately, and would lose a background save
+            self.checkpointer.wait()  # the process ends immediately, which would lose a save in the background
             raise NonFiniteError(message)
         logger.warning("%s. The step is skipped.", message)
 
@@ -418,7 +421,7 @@ class Trainer(RunBuilder):
         last = not self.should_continue_training()
         validation_loss = self.validate() if self.validator and self.validator.is_due(self.step, last=last) else None
         saving = self.checkpointer.is_due(self.step, last=last, validation_loss=validation_loss)
-        # Excluding a save from the training time waits for the device; other steps need not wait.
+        # Excluding a save from the training time waits for the device, so exclude only when saving.
         with self.metrics.exclude() if saving else contextlib.nullcontext():
             if saving:
                 self.sync_records()
@@ -475,7 +478,7 @@ class Trainer(RunBuilder):
             return
         spec, training = self.config.model_spec, self.config.training
         counts = f" in the plain model, {self.num_trained:,} trained in the converted model"
-        trained = counts if self.num_trained < self.num_parameters else ""  # the plain count excludes adapters
+        trained = counts if self.num_trained < self.num_parameters else ""  # this count excludes adapters
         logger.info(
             "%s %s: %s parameters%s, vocabulary %d; %d x %d tokens per step, steps %d to %d on %d process(es)%s, %s",
             spec.name,
@@ -533,7 +536,7 @@ class Trainer(RunBuilder):
         )
 
     def states(self) -> dict[str, "Stateful"]:
-        """Return the whole run's states for checkpoints, by name."""
+        """Return the states that checkpoints of the run contain, by name."""
         saved = {name: model for name, model in self.models.items() if model.saved}
         if taken := {"optimizer", "lr_scheduler", "trainer", "dataloader", "random"} & self.models.keys():
             raise UserError(f"a model cannot be named {min(taken)}, the name of another state in checkpoints")
@@ -555,7 +558,7 @@ class Trainer(RunBuilder):
         path = config.initial_load_path
         is_other = path and not is_url(path) and (added or read_converters(path))
         if not (config.initial_load_in_hf or is_other or self.converters or config.save_trainable_only):
-            return loads  # the checkpointer itself loads a fitting checkpoint of our own
+            return loads  # the checkpointer loads a matching DCP checkpoint itself
         main = partial(load_initial_weights, path, spec, self.model_parts, self.converters, added=added)
         return {"model": main, **loads}
 
@@ -570,7 +573,7 @@ class Trainer(RunBuilder):
         return dataclasses.replace(identity, properties=properties)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the loop's own state; a subclass adds what it needs to resume."""
+        """Return the loop's own state. A subclass adds the state that it needs to resume."""
         return {"step": self.step, "n_tokens_seen": self.n_tokens_seen, **self.run_length.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -578,9 +581,9 @@ class Trainer(RunBuilder):
         self.run_length.load_state_dict(state_dict)
 
     def close(self) -> None:
-        """Release the run's resources, after `train` or instead of it."""
+        """Release the run's resources, whether or not `train` was called."""
         with contextlib.ExitStack() as stack:
-            # In reverse order, and each even if one before it fails.
+            # Close in reverse order, and continue if one fails.
             stack.callback(setattr, self, "folder_lock", None)
             stack.callback(torch.use_deterministic_algorithms, self.was_deterministic)
             stack.callback(destroy_process_group)
@@ -592,7 +595,7 @@ class Trainer(RunBuilder):
                 stack.callback(callback.close)
 
     def listen_to_signals(self) -> None:
-        """From now on, let SIGTERM and Ctrl-C end the run after the current step, or at once before the first step."""
+        """Let SIGTERM and Ctrl-C end the run after the current step, or at once before the first step."""
         self.stop_request = StopRequest()
 
     @contextlib.contextmanager

@@ -27,7 +27,7 @@ SPECIAL = ["<s>", "<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 SPECIAL += ["<|start|>", "<|message|>", "<|channel|>", "<|return|>", "<|call|>"]
 SPECIAL += ["<｜Assistant｜>", "<｜User｜>", "<｜end▁of▁sentence｜>"]
 STRIPS_WHITE_SPACE = ["<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
-"""Tokens of Phi-3 that include the following white space."""
+"""Tokens of Phi-3 that include the following whitespace."""
 
 ANSWER_PATTERNS = {
     "qwen3": r"<\|im_start\|>assistant\n(.*?<\|im_end\|>)\n",
@@ -104,7 +104,7 @@ def template_of(source: str) -> ChatTemplate:
 
 
 def words(rng: random.Random) -> str:
-    """Return 0 to 5 words without white space at the ends, which some families strip or merge into a token."""
+    """Return 0 to 5 words without whitespace at the ends, which some families strip or merge into a token."""
     return "".join(rng.choices(WORDS, k=rng.randint(0, 5))).strip() + rng.choice([".", "!", ""])
 
 
@@ -283,7 +283,7 @@ def test_published_text_is_exported(originals: dict[str, str], tokenizer: Pretra
 
 
 def test_header_token_includes_leading_white_space(originals: dict[str, str], tokenizer: PretrainedTokenizer) -> None:
-    """Phi-3's `<|assistant|>` is one token with the following white space, including the start of the answer."""
+    """Phi-3's `<|assistant|>` is one token with the following whitespace, including the start of the answer."""
     encoder = ChatEncoder(tokenizer, template_of(originals["phi-3"]), "assistant")
     assert decoded(tokenizer, encoder, [user("a"), assistant("\n b")]) == "b<|end|>"
     assert decoded(tokenizer, encoder, [user("a"), assistant(" ")]) == "<|end|>"
@@ -291,7 +291,7 @@ def test_header_token_includes_leading_white_space(originals: dict[str, str], to
 
 def test_trained_turns_of_qwen3(originals: dict[str, str], tokenizer: PretrainedTokenizer) -> None:
     """The template omits the reasoning of earlier turns, so it is not trained. Turns are still matched if the template
-    strips white space from the last one."""
+    strips whitespace from the last one."""
     messages = [
         user("a"),
         assistant("<think>\nHm.\n</think>\n\nb"),

@@ -1,4 +1,4 @@
-"""Chat templates: generation marks, built-in templates, choice of the template. Loss masks are tested in
+"""Chat templates: generation marks, built-in templates, template selection. Loss masks are tested in
 `components/data/finetuning/test_chat_encoding.py`."""
 
 import json

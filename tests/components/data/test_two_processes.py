@@ -1,4 +1,4 @@
-"""Data of a run on two processes: the ledger, excluded steps, validation sets."""
+"""Data of a run on two processes: the ledger, skipped steps, validation datasets."""
 
 import json
 from pathlib import Path

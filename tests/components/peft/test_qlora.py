@@ -1,4 +1,4 @@
-"""QLoRA, compared with LoRA on the unpacked weights, and on two processes with one."""
+"""QLoRA, compared with LoRA on the unpacked weights; two processes compared with one."""
 
 from pathlib import Path
 from typing import Any

@@ -324,8 +324,8 @@ def test_conversion_uses_the_quantization_of_the_run(tmp_path, capsys, saved_in_
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"group_size": 1}, "group_size is 1, and must be at least 2"),
-        ({"start_step": -1}, "start_step is -1, and must be at least 0"),
+        ({"group_size": 1}, "group_size is 1, but must be at least 2"),
+        ({"start_step": -1}, "start_step is -1, but must be at least 0"),
         (
             {"group_size": 64},
             r"group_size 64 does not divide the inputs \(96\) of layers\.\*\.feed_forward\.w2; .*exclude",

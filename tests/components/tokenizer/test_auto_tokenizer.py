@@ -1,5 +1,5 @@
-"""Exported tokenizers in transformers' `AutoTokenizer`, which must give the ids and text of training, and the warning
-if the source folder gives different ids. The tokenizers are imitations of published ones, and real ones."""
+"""Exported tokenizers in transformers' `AutoTokenizer`: the same ids and text as in training, and a warning if the
+source folder gives different ids. Some tokenizers imitate published ones, others are real."""
 
 import base64
 import json
@@ -181,7 +181,7 @@ def t5() -> tokenizers.Tokenizer:
 
 
 def phi3() -> tokenizers.Tokenizer:
-    """Llama 2 with added tokens that include the following white space."""
+    """Llama 2 with added tokens that include the following whitespace."""
     tokenizer = llama2()
     tokenizer.add_special_tokens([AddedToken(f"<|{name}|>", rstrip=True, normalized=False) for name in ("user", "end")])
     tokenizer.add_tokens([AddedToken("<tool>", normalized=True)])

@@ -2,7 +2,7 @@
 
     python THIS_FILE [--steps 100] [--folder outputs/plain_loop] [--dataset my.txt] [--profile]
 
-After an interruption, run it again to continue from the last checkpoint. For one process; edit everything.
+After an interruption, run it again to continue from the last checkpoint. It runs in one process. Edit anything.
 """
 
 import argparse
@@ -73,7 +73,7 @@ def main():
 
     # Metrics, validation and checkpoints.
     validator = None
-    if validation_data := data.for_validation(""):  # None for a data set without a validation split
+    if validation_data := data.for_validation(""):  # None for a dataset without a validation split
         validator = Validator.Config(freq=50, steps=10).build(
             model_parts=[model],
             dataloaders={"": validation_data.build(**sizes, epochs=1)},

@@ -1,7 +1,7 @@
-"""Generation marks for published templates without marks whose turns cannot be located by prefixes.
+"""Generation marks for published templates that have none and whose turns cannot be located by comparing prefixes.
 
-The marks are edits of the template's text. They move the header of an assistant's turn before `{% generation %}` and
-put `{% endgeneration %}` after the token that ends the turn. The rendered text does not change. Templates are
+The marks are added by editing the template's text: the header of an assistant's turn moves before `{% generation %}`,
+and `{% endgeneration %}` follows the token that ends the turn. The rendered text does not change. Templates are
 identified by digest; to add one, add an entry to `_KNOWN` and the text to `tests/chat_templates`.
 
 The quoted text is from Qwen3 (Apache-2.0, Alibaba Cloud), Phi-3 (MIT, Microsoft) and gpt-oss (Apache-2.0, OpenAI).
@@ -54,7 +54,7 @@ _PHI3 = _Known(
 )
 
 # The model writes everything after `<|start|>assistant`, including the header of its second message. In earlier
-# answers, the template replaces the model's `<|return|>` by `<|end|>`, which is not marked: a model that learned it
+# answers, the template replaces the model's `<|return|>` with `<|end|>`, which is not marked: a model that learned it
 # would not stop.
 _GPT_OSS = _Known(
     digests=("a4c9919cbbd4acdd51ccffe22da049264b1b73e59055fa58811a99efbd7c8146",),

@@ -1,9 +1,9 @@
-"""Sandbox for untrusted chat templates with a limit on time and memory per rendering.
+"""Sandbox for untrusted chat templates that limits the time and memory of each rendering.
 
-Jinja's sandbox prevents a template from running code, but not from looping for hours or exhausting memory. Here, loop
-iterations, calls, filters, tests, operators and output are charged to a budget before they run, according to the sizes
-of their values, so that a template stops at the same point on every machine. Filters without a price, which templates
-do not use, are removed.
+Jinja's sandbox prevents a template from running code, but not from looping for hours or exhausting memory. This sandbox
+charges loop iterations, calls, filters, tests, operators and output to a budget before they run, according to the sizes
+of their values. A template therefore stops at the same point on every machine. Filters without a price are removed;
+templates do not use them.
 """
 
 import functools
@@ -33,7 +33,7 @@ _BUDGET = 2**28
 """Budget of one rendering; a conversation of a thousand turns uses a few percent."""
 
 _SECONDS = 10.0
-"""Limit of CPU time per rendering, for operations that take longer than their price suggests."""
+"""Limit on the CPU time of each rendering, for operations that take longer than their price suggests."""
 
 _STEP, _ITEM, _GROWTH = 512, 64, 16
 """Prices of a loop iteration or call, a list item, and a character that may be escaped; other characters cost 1."""
@@ -125,7 +125,8 @@ class _Generation(jinja2.ext.Extension):
 
 
 class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """Charges calls and operators. Caches safety checks of attributes, which otherwise take half of the time."""
+    """Environment that charges for calls and operators. It caches safety checks of attributes, which would otherwise
+    take half of the time."""
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
@@ -149,7 +150,7 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
     def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
         progress: Progress = context.parent[PROGRESS]
         if operator == "+":
-            # The most frequent case, inlined.
+            # The most common case, inlined.
             n_left = len(left) if type(left) is str else progress.size(left)
             progress.spend(n_left + (len(right) if type(right) is str else progress.size(right)))
             return left + right
@@ -201,14 +202,14 @@ def create_environment() -> _Sandbox:
     environment.filters |= {"tojson": _to_json, "round": _round}
     environment.filters |= {name: _priced_filter(environment, name) for name in tuple(environment.filters)}
     environment.filters |= {_ITERATION: _charge_iteration, _VALUE: _charge_value, _CONCAT: _charge_concat}
-    # One time for all renderings, since a conversation and its prefixes must render consistently.
+    # All renderings use the same date, since a conversation and its prefixes must render consistently.
     date = functools.partial(_date, datetime.now())
     environment.globals |= {"namespace": _Namespace, "raise_exception": _raise_exception, "strftime_now": date}
     return environment
 
 
 def add_charges(tree: nodes.Template, environment: _Sandbox) -> nodes.Template:
-    """Insert filters into `tree` that charge for constructs not charged by the environment."""
+    """Insert filters into `tree` that charge for constructs that the environment does not charge for."""
     _Charges().visit(tree)
     tree.set_environment(environment)
     return tree
@@ -226,11 +227,12 @@ def literals(tree: nodes.Node) -> list[str]:
 
 
 _ITERATION, _VALUE, _CONCAT = "an iteration", "a value", "a concatenation"
-"""Filters inserted by `_Charges`, with names that templates cannot use; the cheapest way to call a function."""
+"""Filters inserted by `_Charges`, with names that templates cannot use. A filter is the cheapest way to call a
+function."""
 
 
 class _Charges(NodeTransformer):
-    """Charges loop iterations, lists, dictionaries, comparisons and concatenations."""
+    """Charges for loop iterations, lists, dictionaries, comparisons and concatenations."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         written = sum(len(text) for child in node.body for text in literals(child))
@@ -354,7 +356,7 @@ def _price_indent(
 
 
 def _price_format(progress: Progress, text: str, *args: Any, sign: str = "{", **kwargs: Any) -> None:
-    """Charge a format operation. Raise `WorkLimitError` for widths that are too large or not literal."""
+    """Charge for a format operation. Raise `WorkLimitError` for widths that are too large or not literal."""
     if re.search(r"\{[^{}]*(\d{5}|\{[^{}]*\})" if sign == "{" else r"%[^a-zA-Z%]*(\d{5}|\*)", text):
         raise WorkLimitError
     progress.spend(text.count(sign) * (_MAX_NUMBER + progress.size([args, kwargs])))
@@ -366,7 +368,7 @@ _GROWING: dict[str, Callable[..., None]] = {
     "expandtabs": lambda progress, text, tabsize=8: progress.spend(text.count("\t") * _MAX_NUMBER),
     "translate": lambda progress, text, table: progress.spend(len(text) * progress.size(table)),
 }
-"""Pricing of methods and filters with results that may be longer than their arguments."""
+"""Pricing of methods and filters whose results may be longer than their arguments."""
 
 
 def _check_numbers(*values: Any) -> None:

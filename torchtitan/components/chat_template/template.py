@@ -32,7 +32,7 @@ class ChatTemplate:
         source: Jinja source, which may be untrusted and runs in a sandbox.
         variables: variables besides the conversation, such as `bos_token`.
         name: name in error messages.
-        required_tokens: texts that must be tokens of the vocabulary although they do not look special.
+        required_tokens: texts that must be tokens of the vocabulary even though they do not look special.
         of_model: whether the model was trained with this template.
     """
 
@@ -95,8 +95,8 @@ class ChatTemplate:
     def render_marked(
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None, **variables: Any
     ) -> tuple[str, list[Span]]:
-        """Return the text of a conversation, and the marked spans in order. Raise `UserError` like `render`, and if the
-        positions of marks are unknown, for example in a macro."""
+        """Return the text of a conversation, and the marked spans in order. Raise `UserError` as `render` does, or if
+        the positions of marks are unknown, for example in a macro."""
         rendered, marks = self._render(messages, tools, {"add_generation_prompt": False, **variables})
         if any(not rendered.startswith(text, start) for start, text in marks):
             raise UserError(
@@ -163,7 +163,7 @@ def resolve_chat_template(
     Args:
         name_or_path: empty for the model's template; a name of `BUILT_IN_TEMPLATES`, which uses the tokenizer's EOS and
             BOS (if it adds BOS); or a file: Jinja, or a `tokenizer_config.json` with a template.
-        folders: folders of the model, see `load_chat_template`.
+        folders: folders of the model; see `load_chat_template`.
         tokenizer: tokenizer for the rendered text.
         option: name of the option that sets `name_or_path`, for messages.
     """
@@ -187,7 +187,7 @@ def load_chat_template(*folders: Path) -> ChatTemplate | None:
 
     With several templates, in `additional_chat_templates/` or as a list, `tool_use` renders conversations with tools,
     and `default` all others, as in transformers. Raise `UserError` if a template cannot be read, or the template for
-    tools is a link to outside the folder.
+    tools is a link to a file outside the folder.
     """
     for folder in folders:
         file = folder / "chat_template.jinja"
@@ -207,7 +207,7 @@ def _built_in(name: str, tokenizer: Tokenizer) -> ChatTemplate:
         raise UserError(f"the chat template {name} needs EOS, which the tokenizer does not define; use chatml")
     if not tokenizer.adds_bos:
         texts["bos_token"] = ""
-    # Part of the template, so that the tokens declared in other files have no effect.
+    # The template itself sets its tokens, so that tokens declared in other files have no effect.
     tokens = "".join(f"{{%- set {key} = {json.dumps(text)} %}}\n" for key, text in texts.items() if key in source)
     required = REQUIRED_TOKENS.get(name, ())
     return ChatTemplate(tokens + source, name=f"the built-in chat template {name}", required_tokens=required)

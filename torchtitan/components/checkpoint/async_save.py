@@ -88,7 +88,7 @@ class Saver:
     """Files that rank 0 writes into each checkpoint."""
 
     export: Export | None
-    """Writes a checkpoint of the kind "huggingface"."""
+    """Writes a checkpoint in Hugging Face format (kind "huggingface")."""
 
     prune: Callable[[int], None]
     """Called on rank 0 with the step that was saved."""
@@ -300,7 +300,7 @@ class SharedMemory:
         needed = sum(_aligned(_local(value).nbytes) for value in values if not isinstance(value, str))
         self._used = 0
         if needed > self.n_bytes:
-            # Map the new memory first: if that fails, the old memory is still usable.
+            # Map the new memory first, so that the old memory stays usable if this fails.
             os.ftruncate(self.descriptor, needed)
             memory = mmap.mmap(self.descriptor, needed)
             self._unpin()

@@ -64,7 +64,7 @@ class CheckpointInfo:
 
     @property
     def ends_run(self) -> bool:
-        """True for the final, not resumable checkpoint of a run with a `RunIdentity`."""
+        """True for the final checkpoint of a run with a `RunIdentity`, from which the run cannot resume."""
         return self.marker is not None and self.marker.kind != "full" and bool(self.marker.identity)
 
     @property
@@ -216,7 +216,7 @@ def commit(partial: AnyFolder, marker: Marker, ranks: Ranks | None = None, *, na
 
 
 def best(checkpoints: Sequence[CheckpointInfo]) -> CheckpointInfo | None:
-    """Return the earliest checkpoint with the lowest validation loss; None if none was measured."""
+    """Return the earliest checkpoint with the lowest validation loss; None if no loss was measured."""
     measured = [(info.validation_loss, info) for info in checkpoints if info.validation_loss is not None]
     numbers = [(loss, info) for loss, info in measured if loss == loss]  # without NaN
     return min(numbers, key=lambda pair: pair[0])[1] if numbers else None
@@ -226,8 +226,9 @@ def prune(folder: Folder, step: int, keep_latest_k: int, *, best_of: Callable[[i
     """Keep the newest `keep_latest_k` (0: all) complete checkpoints up to `step`, the one just saved; remove the rest.
 
     Also keep the newest full checkpoint, from which the run resumes; the final checkpoint of a run
-    (`CheckpointInfo.ends_run`); the lowest validation loss among the steps that `best_of` accepts; damaged checkpoints,
-    for diagnosis; and steps after `step`, which a run resumed from an earlier step overwrites when it reaches them.
+    (`CheckpointInfo.ends_run`); the checkpoint with the lowest validation loss among the steps that `best_of` accepts;
+    damaged checkpoints, for diagnosis; and steps after `step`, which a run resumed from an earlier step overwrites when
+    it reaches them.
     """
     complete = [info for info in list_checkpoints(folder) if info.is_complete and not info.damage and info.step <= step]
     kept = [info for info in complete if info.kind == "full"][-1:]

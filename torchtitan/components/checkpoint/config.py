@@ -22,7 +22,7 @@ _SAVE_OPTIONS = {
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class CheckpointConfig(Configurable.Config):
-    """When to save, what to keep and what to start from."""
+    """Options for saving, keeping and loading checkpoints."""
 
     enable: bool = False
     """Save checkpoints, and resume from the newest one in the folder."""
@@ -37,7 +37,8 @@ class CheckpointConfig(Configurable.Config):
     """Checkpoint to start from if the run has none of its own: the step-N folder of another run, or its URL."""
 
     initial_load_model_only: bool = True
-    """Load only the weights from initial_load_path and start at step 0; otherwise, load everything, even the step."""
+    """Load only the weights from initial_load_path and start at step 0; otherwise, load everything, including the
+    step."""
 
     initial_load_in_hf: bool = False
     """initial_load_path is a folder of pretrained weights, such as a Hugging Face model, not a run's checkpoint."""

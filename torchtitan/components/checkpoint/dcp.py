@@ -1,6 +1,6 @@
 """Interface to torch.distributed.checkpoint (DCP): save and load states, read and write single tensors.
 
-Each tensor of a state is an entry of its own, so that DCP can shard and reshard it. All other values share one JSON
+Each tensor of a state is a separate entry, so that DCP can shard and reshard it. All other values share one JSON
 string, so their structure may differ between saving and loading. DCP takes a second to import, so import this module
 inside the functions that use it.
 """
@@ -48,7 +48,7 @@ from torchtitan.protocols.tensor_source import (
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.torch_private import FsspecReader, FsspecWriter, PyTorchFileReader, StorageInfo, set_element
 
-# DCP gives this harmless warning at each save and load of a single process.
+# DCP logs this harmless warning whenever a single process saves or loads.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
 
 _SHOWN_PROBLEMS = 5
@@ -59,7 +59,7 @@ _SHOWN_PROBLEMS = 5
 
 def encode(name: str, state_dict: Mapping[str, Any]) -> Entries:
     """Return the entries of the state `name`: its tensors, and all other values as one JSON string. The string's key
-    contains its digest, so that equal strings of several ranks are saved once, and different ones (such as optimizer
+    contains its digest, so that equal strings of several ranks are saved once, and different strings (such as optimizer
     settings of pipeline stages) separately. Raise `TypeError` if a value is neither a tensor nor JSON-serializable."""
     tensors = dict(_tensors(state_dict))
     try:
@@ -110,7 +110,7 @@ def write_dcp(path: Path, specs: Mapping[str, TensorSpec], make: MakeTensor) -> 
     Args:
         path: an existing folder.
         specs: name → spec to write; tensors of other dtypes are converted.
-        make: returns a tensor by name, called just before the tensor is written.
+        make: function that returns a tensor by name, called just before the tensor is written.
 
     Raises:
         UserError: if a dtype is too narrow for a value.
@@ -298,7 +298,7 @@ class _Reader(dcp.FileSystemReader):
     def _slice_file(self, file: Any, sinfo: StorageInfo) -> IO[bytes]:
         """Return an entry's slice of a file. Reject records that would unpack to more than its length."""
         entry = super()._slice_file(file, sinfo)
-        if entry.read(4) == b"PK\3\4":  # the test in torch.load for a zip file
+        if entry.read(4) == b"PK\3\4":  # the test for a zip file in torch.load
             entry.seek(0)
             records: Any = PyTorchFileReader(entry)
             n_bytes = sum(records.get_record_size(name) for name in records.get_all_records())

@@ -22,7 +22,7 @@ UNFINISHED = ".partial"
 """Suffix of a folder that is being written or removed."""
 
 UNPUBLISHED = ".tmp"
-"""Suffix of a marker that does not count yet."""
+"""Suffix of a marker that is not valid until it is renamed."""
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
@@ -117,7 +117,7 @@ class LocalFolder:
 
     def publish(self, name: str, marker: str, content: bytes) -> "LocalFolder":
         """Rename the folder to `name`, replacing any folder of that name; the file `marker` appears last."""
-        # Written before the rename, so that a full disk is noticed before a checkpoint is replaced.
+        # Written before the rename, so that a full disk raises an error before a checkpoint is replaced.
         self.write(f"{marker}{UNPUBLISHED}", content)
         for folder in [path for path in self.path.rglob("*") if path.is_dir()]:
             durable.sync_folder(folder)
@@ -153,13 +153,13 @@ class LocalFolder:
 
     @contextlib.contextmanager
     def fill(self) -> Iterator[Path]:
-        """Yield a local folder whose contents are in this folder when the block ends."""
+        """Yield a local folder. When the block ends, its contents are in this folder."""
         yield self.path
 
 
 @dataclasses.dataclass(frozen=True)
 class RemoteFolder:
-    """Like `LocalFolder`, but at a URL. It cannot be renamed, so only its marker tells whether it is complete."""
+    """Like `LocalFolder`, but at a URL. It cannot be renamed, so only its marker shows whether it is complete."""
 
     url: str
 

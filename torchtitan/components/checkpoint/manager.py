@@ -1,4 +1,4 @@
-"""`CheckpointManager`: when a run saves, what it resumes from, and which older checkpoints it keeps."""
+"""`CheckpointManager`, which saves a run's checkpoints, resumes from them, and removes old ones."""
 
 import dataclasses
 import difflib
@@ -34,7 +34,8 @@ class CheckpointManager(Configurable):
     """Saves the states of a run to `{dump_folder}/{folder}/step-N` and restores them.
 
     With a process group, all ranks of the default group construct it and call each method together, on a shared file
-    system or store; rank 0 chooses what to load, and renames and removes folders. Without one, it uses one process.
+    system or store; rank 0 chooses what to load, and renames and removes folders. Without one, it runs in a single
+    process.
 
     Args:
         dump_folder: the run's folder.
@@ -42,7 +43,7 @@ class CheckpointManager(Configurable):
             place, and JSON-serializable values, equal on all ranks or with different keys; a torch optimizer is wrapped
             in `OptimizerState`. Model-only checkpoints contain each `ModelState`; `initial_load_path` is for "model".
         rank_states: name → state of this rank, in the same form, such as random numbers and data positions. Loaded by
-            the rank of the same number; ranks beyond the saved world size load the state of rank 0.
+            the rank with the same number; ranks beyond the saved world size load the state of rank 0.
         initial_loads: name of a state → function that sets its initial weights. `load` calls it on every rank if no
             checkpoint provides the state: in a new run, or if the state is excluded or absent from the checkpoint.
             The function for "model" also verifies and loads `initial_load_path` if only the model is loaded from it.
@@ -58,7 +59,7 @@ class CheckpointManager(Configurable):
 
     @dataclasses.dataclass(kw_only=True, slots=True)
     class Config(CheckpointConfig):
-        """When to save, what to keep and what to start from."""
+        """Options for saving, keeping and loading checkpoints."""
 
         def find_start(self, dump_folder: str) -> Start | None:
             """Return the result of `resume.find_start`; `CheckpointManager.load` also verifies the files."""
@@ -105,9 +106,9 @@ class CheckpointManager(Configurable):
         self._resumed_step, self._saved_steps = 0, set[int]()
 
     def is_due(self, step: int, *, last: bool = False, validation_loss: float | None = None) -> bool:
-        """Return whether `save` with these arguments would write a checkpoint, if `step` has none yet; the same on
-        every rank. With `keep_best` and a validation loss, wait for the background save, since only the losses of
-        successful saves count; otherwise access no file, process or device."""
+        """Return whether `save` with these arguments would write a checkpoint if `step` has none yet; the result is the
+        same on every rank. With `keep_best` and a validation loss, wait for the background save, since only the losses
+        of successful saves count. Otherwise, access no file, process or device."""
         if not self.config.saves:
             return False
         is_best = False
@@ -132,13 +133,14 @@ class CheckpointManager(Configurable):
         """
         start_time = time.perf_counter()
         is_final = last or stopped
-        # For example, a NumPy number would make the marker unreadable.
+        # Convert other number types: a NumPy number, for example, would make the marker unreadable.
         validation_loss = None if validation_loss is None else float(validation_loss)
         if not self.is_due(step, last=is_final, validation_loss=validation_loss):
             return
         self.wait()
         kind = self.config.last_kind if last else "full"
-        # Only checkpoints with all weights can be converted. A store that cannot rename would remove this one first.
+        # Only checkpoints with all weights can be converted. A store that cannot rename would first remove this
+        # checkpoint.
         should_replace = self.config.save_trainable_only and kind != self._saver.kind and self.folder.can_rename
         if step == self._saver.step and not should_replace:
             if kind != self._saver.kind:
@@ -293,7 +295,7 @@ class CheckpointManager(Configurable):
     def _prune(self, step: int) -> None:
         self._saved_steps.add(step)
         try:
-            # Without the steps that an earlier attempt saved after the step from which this run resumed.
+            # Exclude the steps that an earlier attempt saved after the step from which this run resumed.
             history = range(self._resumed_step + 1), self._saved_steps
             best_of = (lambda step: any(step in steps for steps in history)) if self.config.keep_best else None
             catalog.prune(self.folder, step, self.config.keep_latest_k, best_of=best_of)

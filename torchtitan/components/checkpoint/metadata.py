@@ -33,7 +33,7 @@ _MAX_DIMS = 64
 
 _MAX_NAME = 4096
 _MAX_ARGUMENTS = 1024
-"""Limits against small files that take hours to read because they repeat one long name or list many times."""
+"""Limits that reject small files that repeat a long name or list so often that reading them takes hours."""
 
 _RECORDS = {
     **dict.fromkeys(
@@ -46,7 +46,7 @@ _RECORDS = {
     "_get_layout": ("torch.serialization",),
     **dict.fromkeys(("Path", "PosixPath", "WindowsPath"), ("pathlib", "pathlib._local")),
 }
-"""Class or function in a `.metadata` → modules that may define it."""
+"""Class or function in `.metadata` → modules that may define it."""
 
 _OPCODES = (
     *(pickle.PROTO, pickle.FRAME, pickle.STOP, pickle.MARK, pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE),
@@ -55,7 +55,7 @@ _OPCODES = (
     *(pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3, pickle.MEMOIZE, pickle.BINPUT, pickle.LONG_BINPUT),
     *(pickle.BINGET, pickle.LONG_BINGET, pickle.GLOBAL, pickle.STACK_GLOBAL, pickle.BUILD),
 )
-"""Pickle opcodes of a `.metadata`, except opcodes with extra checks in `_Unpickler`."""
+"""Pickle opcodes allowed in `.metadata`, except opcodes with extra checks in `_Unpickler`."""
 
 
 def read_metadata(folder: Folder) -> Metadata:
@@ -83,7 +83,7 @@ class _DamageError(ValueError):
 
 
 class _CodeError(_DamageError):
-    """Raised if a pickle refers to a class or function foreign to `.metadata`; the message is its name."""
+    """Raised if a pickle refers to a class or function that is not allowed in `.metadata`; the message is its name."""
 
 
 class _Record:
@@ -107,7 +107,7 @@ class _Unpickler(pickle._Unpickler):
         self._classes = {name: type(name, (_Record,), {}) for name in _RECORDS}
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return the record class for a class or function; reject names foreign to `.metadata`."""
+        """Return the record class for a class or function; reject names that are not allowed in `.metadata`."""
         if module in _RECORDS.get(name, ()):
             return self._classes[name]
         dtype = vars(torch).get(name) if module == "torch" else None
@@ -199,7 +199,7 @@ def _parse_location(record: Any, sizes: Mapping[str, int]) -> StorageInfo:
     file, numbers = _parse_text(fields["relative_path"]), (fields["offset"], fields["length"])
     require(all(type(number) is int and 0 <= number < 2**63 for number in numbers), f"it has no location in {file}")
     require(not fields.get("transform_descriptors"), f"{file} is compressed or encrypted, which is not supported")
-    # This also rejects paths that lead out of the folder.
+    # This also rejects paths outside the folder.
     require(file in sizes, f"{file} is not in the folder")
     return StorageInfo(file, *numbers)
 

@@ -75,7 +75,7 @@ class ModelState:
 
 
 class TrainedState:
-    """The weights of a model without its `frozen` ones, for checkpoints that omit them."""
+    """Weights of a model except the `frozen` weights, for checkpoints that omit them."""
 
     def __init__(self, state: ModelState):
         self._state = state
@@ -106,7 +106,8 @@ class RandomState:
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore `state_dict`. An accelerator of another type than the saved one is left unchanged."""
+        """Restore `state_dict`. The generator of an accelerator whose type differs from the saved one is left
+        unchanged."""
         import numpy
 
         torch.set_rng_state(state_dict["cpu"])

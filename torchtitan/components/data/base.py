@@ -76,10 +76,10 @@ class BaseDataLoader(Configurable):
         """Training data."""
 
         def prepare(self, *, tokenizer: Tokenizer) -> None:
-            """Prepare the data once per host before training. Raises `UserError` if the data cannot be used."""
+            """Prepare the data once per host before training. Raise `UserError` if the data cannot be used."""
 
         def identity(self) -> dict[str, Any]:
-            """Return the properties that identify this data in the run's identity, JSON-ready, by name."""
+            """Return the properties that identify this data in the run's identity: name → JSON-serializable value."""
             return {"dataloader": f"{self._owner.__module__}.{self._owner.__qualname__}"}
 
         def for_validation(self, dataset: str) -> "BaseDataLoader.Config | None":
@@ -105,11 +105,11 @@ class BaseDataLoader(Configurable):
         return self
 
     def __next__(self) -> Batch:
-        """Return the next batch; raises `StopIteration` after the last."""
+        """Return the next batch; raise `StopIteration` after the last."""
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position, JSON-ready."""
+        """Return the position as JSON-serializable values."""
         raise NotImplementedError
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -127,7 +127,7 @@ class BaseDataLoader(Configurable):
 
     def batch_of(self, names: Sequence[str]) -> Batch | None:
         """Return a batch of the documents with these `document_names`, one per row, or None if names do not identify
-        rows. Raises `UserError` for an unknown name."""
+        rows. Raise `UserError` for an unknown name."""
         return None
 
     def summary(self, n_samples: int) -> DataSummary | None:
@@ -158,7 +158,7 @@ class TokenizingDataLoader(BaseDataLoader):
         seq_len: positions per sample, T.
         local_batch_size: samples per batch and rank, B.
         seed: random seed of the order.
-        epochs: passes over all data sets, each in a new random order; padding samples fill the last batch. None:
+        epochs: passes over all datasets, each in a new random order; padding samples fill the last batch. None:
             endless.
         global_batch_size: samples per training step over all ranks; None: one batch of each rank.
 
@@ -171,11 +171,11 @@ class TokenizingDataLoader(BaseDataLoader):
         """Training data."""
 
         split: str = "train"
-        """Split to read, for data with several splits."""
+        """Split to read, if the data has more than one."""
         num_workers: int = 0
         """Worker processes per rank that prepare batches; 0, enough for local data: use the main process."""
         cache_dir: str = ""
-        """Folder for tokenized local data; empty: $TORCHTITAN_CACHE, else ~/.cache/torchtitan."""
+        """Folder for tokenized local data; empty: $TORCHTITAN_CACHE or, if it is not set, ~/.cache/torchtitan."""
         verify_caches: bool = False
         """Verify all checksums of the tokenized data before use; False: verify a sample of them."""
 

@@ -21,7 +21,7 @@ class PretrainDataLoader(TokenizingDataLoader):
     """Documents packed into windows of `seq_len` + 1 tokens that overlap by one.
 
     Local data is read from a token cache. Its order depends only on the seed, not on ranks, workers or B: the n-th
-    batch of rank r of R holds B samples, starting with sample n * R * B + r * B. A registered data set is streamed; see
+    batch of rank r of R holds B samples, starting with sample n * R * B + r * B. A registered dataset is streamed; see
     `torchtitan.components.data.pretraining.streaming`. `global_batch_size` has no effect.
     """
 
@@ -34,7 +34,7 @@ class PretrainDataLoader(TokenizingDataLoader):
         csv, parquet, optionally .gz or .zst), a folder, a glob pattern, or a folder written by
         `datasets.save_to_disk`."""
         text_column: str | None = None
-        """Column with the text; None: the registered data set's column, else `text`."""
+        """Column with the text; None: the registered dataset's column, else `text`."""
         document_mask: bool = True
         """Restrict attention and positions to each packed document; False: treat a window as one text."""
         shuffle: bool = True
@@ -56,7 +56,7 @@ class PretrainDataLoader(TokenizingDataLoader):
                 open_token_cache(source, tokenizer, self.cache_dir, verify=self.verify_caches)
 
         def source(self) -> Source | StreamSource:
-            """Return the documents; raises `UserError` if there are none."""
+            """Return the documents; raise `UserError` if there are none."""
             return resolve_source(self.dataset, self.text_column, self.split)
 
         def identity(self) -> dict[str, Any]:
@@ -77,7 +77,7 @@ class PretrainDataLoader(TokenizingDataLoader):
             else:
                 return None
             chosen = dataset or self.dataset
-            # The column of local files is likely the same; a registered data set knows its own.
+            # The column of local files is likely the same; a registered dataset defines its own.
             column = self.text_column if chosen == self.dataset or chosen not in DOCUMENTS.registered else None
             return dataclasses.replace(
                 self, dataset=chosen, text_column=column, split=split, shuffle=False, num_workers=0

@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 
 def cache_root(cache_dir: str) -> Path:
-    """Return the cache folder: `cache_dir`, else `$TORCHTITAN_CACHE`, else `~/.cache/torchtitan`."""
+    """Return the first cache folder that is set: `cache_dir`, `$TORCHTITAN_CACHE`, or `~/.cache/torchtitan`."""
     return Path(os.path.expanduser(cache_dir or os.environ.get(ENVIRONMENT_VARIABLE) or "~/.cache/torchtitan"))
 
 
@@ -52,7 +52,7 @@ def digest_of(value: Any) -> str:
 
 
 def check_digest(text: str) -> str:
-    """Return `text`. Raises `ValueError` unless it is a digest."""
+    """Return `text`. Raise `ValueError` unless it is a digest."""
     if len(bytes.fromhex(text)) != _DIGEST_BYTES:
         raise ValueError(f"{text[:80]!r} is not a digest")
     return text
@@ -91,7 +91,7 @@ def open_or_build(
     Args:
         parent: subfolder of the cache.
         source: data to tokenize.
-        key: maps the source's identity to a JSON-ready value that determines the content.
+        key: maps the source's identity to a JSON-serializable value that determines the content.
         read: opens the finished folder; should use `readable`.
         write: tokenizes into an empty folder and returns the amount as text. The folder is removed if it raises.
         cache_dir: see `cache_root`.
@@ -133,7 +133,7 @@ def open_or_build(
 def _build(folder: Path, write: Callable[[Path], str], name: str, unchanged: Callable[[], bool]) -> None:
     started = time.monotonic()
     partial_folder = folder.with_suffix(".partial")
-    shutil.rmtree(partial_folder, ignore_errors=True)  # of a killed build
+    shutil.rmtree(partial_folder, ignore_errors=True)  # left by a killed build
     partial_folder.mkdir()
     try:
         amount = write(partial_folder)
@@ -210,7 +210,7 @@ def readable(folder: Path) -> Iterator[None]:
 
 
 def map_array(path: Path, dtype: str, length: int) -> np.memmap:
-    """Map a file of `length` numbers into memory. Raises `ValueError` for a wrong file size."""
+    """Map a file of `length` numbers into memory. Raise `ValueError` for a wrong file size."""
     n_bytes = path.stat().st_size
     if n_bytes != length * np.dtype(dtype).itemsize:
         raise ValueError(f"{path.name} has {n_bytes} bytes")
@@ -218,7 +218,7 @@ def map_array(path: Path, dtype: str, length: int) -> np.memmap:
 
 
 def file_digest(root: Path, path: Path) -> str:
-    """Return the digest of a file's content, cached in `{root}/digests` until the file's stat changes. Raises
+    """Return the digest of a file's content, cached in `{root}/digests` until the file's stat changes. Raise
     `UserError` if the file cannot be read."""
     try:
         stat = path.stat()
@@ -231,7 +231,7 @@ def file_digest(root: Path, path: Path) -> str:
         cached_digest: str = cached["digest"]
         return cached_digest
     digest = _hash(path, stat.st_size)
-    # A recent file may change again without a new time stamp, whose resolution is limited.
+    # A recently written file may change again without a new timestamp, since timestamps have a limited resolution.
     if time.time_ns() - stat.st_mtime_ns > _RECENT_NS:
         entry.parent.mkdir(exist_ok=True)
         try:

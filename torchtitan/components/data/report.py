@@ -1,4 +1,4 @@
-"""Reports on the rows of data sets, and summaries of a loader's data."""
+"""Reports on the rows of datasets, and summaries of a loader's data."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -34,7 +34,7 @@ class ExampleCounter:
 
 @dataclass(slots=True)
 class Report:
-    """Counts of a data set's rows and tokens."""
+    """Counts of a dataset's rows and tokens."""
 
     format: str = ""
     rows: int = 0
@@ -48,7 +48,7 @@ class Report:
     dropped: dict[str, ExampleCounter] = field(default_factory=dict)
     """Dropped rows by the option that drops them."""
     unread: list[str] = field(default_factory=list)
-    """Ignored columns with names that suggest an effect on training."""
+    """Ignored columns whose names suggest an effect on training."""
 
     @property
     def n_dropped(self) -> int:
@@ -58,7 +58,7 @@ class Report:
         self.dropped.setdefault(reason, ExampleCounter()).add(where, why)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report, JSON-ready."""
+        """Return the report as JSON-serializable values."""
         return asdict(self)
 
     @classmethod
@@ -88,13 +88,13 @@ class Report:
 
 
 def no_rows_left_error(name: str, report: Report, advice: Iterable[str] = ()) -> UserError:
-    """Return the error for a data set without usable rows."""
+    """Return the error for a dataset without usable rows."""
     return UserError("\n".join([f"{name} has no rows left to train on", *report.lines(), *advice]))
 
 
 @dataclass(frozen=True, kw_only=True)
 class SetSummary:
-    """Summary of one data set."""
+    """Summary of one dataset."""
 
     name: str
     """Name in the configuration."""
@@ -102,7 +102,7 @@ class SetSummary:
     lengths: Array
     """Tokens of each sample (n,), including samples dropped or truncated as too long."""
     epochs: float
-    """Times that the run reads the data set."""
+    """Number of times that the run reads the dataset."""
     max_epochs: float | None
     """Largest allowed number of epochs; None: no limit."""
 

@@ -19,7 +19,7 @@ class Workers:
 
     Args:
         dataset: map-style with `sampler`, or iterable. Each item is a batch, or a `UserError` or `RunFailure` to raise
-            here: raised in a worker, its message would be the worker's traceback.
+            here: if a worker raised it, its message would be the worker's traceback.
         sampler: keys of a map-style dataset's items.
         num_workers: worker processes; 0: create items in this process.
         state: result of `state_dict` to resume from.

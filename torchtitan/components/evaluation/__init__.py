@@ -1,4 +1,4 @@
-"""Model evaluation: multiple choice, perplexity of a text, and an adapter to lm-eval."""
+"""Model evaluation: multiple choice, perplexity of a text, and an adapter for lm-eval."""
 
 from torchtitan.components.evaluation.scoring import Progress as Progress
 from torchtitan.components.evaluation.scoring import Request as Request

@@ -50,7 +50,7 @@ class TorchtitanLM(LM):
         return [sum(next(scores).logprob for _ in text_windows) for text_windows in windows]
 
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
-        same_options: dict[str, list[int]] = {}  # a batch has one set of options
+        same_options: dict[str, list[int]] = {}  # each batch uses one set of options
         for index, request in enumerate(requests):
             same_options.setdefault(repr(request.args[1]), []).append(index)
         texts: dict[int, str] = {}

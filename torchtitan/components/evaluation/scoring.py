@@ -51,7 +51,7 @@ class Scorer:
         device: torch.device | None = None,
     ):
         if batch_size < 1:
-            raise UserError(f"batch_size is {batch_size}, and must be at least 1")
+            raise UserError(f"batch_size is {batch_size}, but must be at least 1")
         self.model = model
         self.max_seq_len: int = max_seq_len or model.config.max_seq_len  # type: ignore[union-attr,assignment]
         self.batch_size = batch_size

@@ -32,11 +32,11 @@ class MultipleChoiceResult:
     """Fraction of questions with the highest score for the right choice, and its standard error."""
 
     accuracy: float
-    """By log-probability of the choice."""
+    """Accuracy by log-probability of the choice."""
     accuracy_stderr: float | None
     """None for a single question."""
     accuracy_norm: float
-    """By log-probability of the choice divided by its length in bytes of UTF-8."""
+    """Accuracy by log-probability of the choice divided by its length in bytes of UTF-8."""
     accuracy_norm_stderr: float | None
     questions: int
     truncated: int
@@ -60,7 +60,7 @@ def read_questions(path: Path, limit: int | None = None) -> list[Question]:
 def multiple_choice(
     scorer: Scorer, tokenizer: Tokenizer, questions: Sequence[Question], progress: Progress | None = None
 ) -> MultipleChoiceResult:
-    """Score every choice of every question. Query and choice are separated by a space unless there is white space
+    """Score every choice of every question. Query and choice are separated by a space unless there is whitespace
     already. The first of equal scores counts."""
     requests = [
         request
@@ -90,7 +90,7 @@ def encode_pairs(tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]]) -> list
     """Encode (context, continuation) pairs like lm-eval, for comparable scores. Raise `UserError` for a continuation
     without tokens.
 
-    White space at the end of the context moves to the continuation. If the context alone has n tokens, the continuation
+    Whitespace at the end of the context moves to the continuation. If the context alone has n tokens, the continuation
     is the joint encoding after its first n tokens. An empty context is BOS (or EOS, without BOS). BOS is added as
     configured by the tokenizer.
     """

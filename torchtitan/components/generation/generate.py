@@ -123,7 +123,7 @@ def _check(model: nn.Module, prompts: Sequence[Sequence[int]], max_new_tokens: i
     if unknown := {token for prompt in prompts for token in prompt if not 0 <= token < vocabulary}:
         raise UserError(f"a prompt contains token {min(unknown)}, but the model's vocabulary ends at {vocabulary - 1}")
     if max_new_tokens < 0:
-        raise UserError(f"max_new_tokens is {max_new_tokens}, and must be 0 or more")
+        raise UserError(f"max_new_tokens is {max_new_tokens}, but must be 0 or more")
     _reject_partial_model(model)
     longest, context = max(map(len, prompts)), cast(Any, model).config.max_seq_len
     if longest + max_new_tokens > context:
@@ -142,7 +142,7 @@ def _reject_partial_model(model: nn.Module) -> None:
 
 
 def _check_finite(logits_BV: Tensor, unfinished: set[int], group: dist.ProcessGroup | None) -> Tensor:
-    """Replace logits that are not finite by zeros in finished rows. Raise `UserError` if an unfinished row of any
+    """Replace logits that are not finite with zeros in finished rows. Raise `UserError` if an unfinished row of any
     process has such logits, since the most probable token would silently be token 0."""
     unusable = (~logits_BV.logsumexp(dim=-1).isfinite()).nonzero()[:, 0].tolist()
     if _any_process(not unfinished.isdisjoint(unusable), group):
@@ -177,8 +177,8 @@ class KVCache:
 
     Each forward pass receives the new tokens and their positions, as `model(tokens_BL, positions_BL, packed=False)`.
     Call `expect` before a pass to mark text and padding, and `advance` after it with the number of tokens to keep.
-    Hooks on the model's attention store new keys and values, and replace its inputs by all cached ones and a mask.
-    Padding may be in any slot; it attends only to itself (a softmax over nothing would be NaN).
+    Hooks on the model's attention store new keys and values, and replace its inputs with all cached keys and values and
+    a mask. Padding may be in any slot; it attends only to itself (a softmax over nothing would be NaN).
 
     `model` may be sharded by tensor parallelism or FSDP; `max_slots` is the capacity in tokens per row, including
     padding. Raises `ValueError` if the model has no such attention.
@@ -235,8 +235,8 @@ class KVCache:
         return q_BLHD, keys[:, :end], values[:, :end], self._mask
 
 
-# With and without cache. Both yield `step(tokens_B)`, which appends a token to each row (None in the first call) and
-# returns the next token's logits (B, V).
+# Logits with and without a cache. Both functions yield `step(tokens_B)`, which appends a token to each row (None in the
+# first call) and returns the logits of the next token (B, V).
 
 _Step = Callable[[Tensor | None], Tensor]
 

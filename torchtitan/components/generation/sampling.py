@@ -9,7 +9,7 @@ from torch import Tensor
 
 from torchtitan.tools.errors import UserError
 
-_COLDEST = 1e-30  # below, the temperature or its inverse is out of range in float32
+_COLDEST = 1e-30  # below this, the temperature or its inverse is out of range in float32
 
 
 @dataclass(kw_only=True, slots=True)
@@ -31,11 +31,11 @@ class Sampling:
     def validate(self) -> None:
         """Raise `UserError` for a value out of range."""
         if not 0 <= self.temperature < math.inf:
-            raise UserError(f"temperature is {self.temperature}, and must be 0 or above")
+            raise UserError(f"temperature is {self.temperature}, but must be 0 or above")
         if self.top_k is not None and self.top_k < 1:
-            raise UserError(f"top_k is {self.top_k}, and must be at least 1")
+            raise UserError(f"top_k is {self.top_k}, but must be at least 1")
         if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise UserError(f"top_p is {self.top_p}, and must be above 0 and at most 1")
+            raise UserError(f"top_p is {self.top_p}, but must be above 0 and at most 1")
 
 
 class Sampler:
@@ -60,8 +60,9 @@ class Sampler:
 
 
 def restricted_logits(logits_BV: Tensor, sampling: Sampling) -> Tensor:
-    """Return the logits (B, V) after temperature (above 0), top_k and top_p, float32, up to a constant per row; -inf if
-    excluded. With top_p (Holtzman et al. 2020, arXiv:1904.09751) the token that crosses the bound is included."""
+    """Return float32 logits (B, V) after temperature (above 0), top_k and top_p, up to a constant per row; excluded
+    tokens get -inf. With top_p (Holtzman et al. 2020, arXiv:1904.09751) the token that crosses the threshold is
+    included."""
     logits_BV = logits_BV.float()
     # The largest logit is 0, so that others may become -inf, but never inf.
     logits_BV = (logits_BV - logits_BV.amax(dim=-1, keepdim=True)) / max(sampling.temperature, _COLDEST)

@@ -11,8 +11,8 @@ _UNDECODED = "�"  # replaces invalid or incomplete UTF-8
 
 
 def start_id(tokenizer: Tokenizer) -> int:
-    """Return the token that starts an empty text: BOS, else EOS, which separates documents. Raise `UserError` if the
-    tokenizer has neither."""
+    """Return the token that starts an empty text: BOS or, without BOS, EOS, which separates documents. Raise
+    `UserError` if the tokenizer has neither."""
     token_id = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
     if token_id is None:
         raise UserError("the tokenizer has neither BOS nor EOS to start an empty text; use a prompt that is not empty")
@@ -38,7 +38,7 @@ class TextStream:
 
     Text that may still change is delayed: partial characters, and the beginning of a stop string. Special tokens have
     no text. For invalid UTF-8, a tokenizer with byte fallback decodes a sequence of bytes to U+FFFD, including complete
-    characters in it; characters that were already returned stay.
+    characters in it; characters that were already returned do not change.
 
     Args:
         prompt: preceding tokens, which may affect a space at the beginning of the text.
@@ -47,8 +47,8 @@ class TextStream:
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = (), stop: Iterable[str] = ()):
         self._tokenizer = tokenizer
-        # Decode only from the last tokens with text on, in constant time per token. They absorb effects at the start of
-        # a text, such as a removed space.
+        # Decode only the new tokens, preceded by the last tokens that produced text: this takes constant time per
+        # token. The preceding tokens absorb effects at the start of a text, such as a removed space.
         self._window = list(prompt)
         self._n_context = len(self._window)
         self._n_decoded = len(self._decode())
@@ -60,7 +60,7 @@ class TextStream:
         """True if a stop string was found, which ends the text."""
 
     def push(self, token: int) -> str:
-        """Append a token, and return the text that cannot change anymore, often none."""
+        """Append a token, and return the text that can no longer change, often an empty string."""
         self._window.append(token)
         text = self._decode()
         final_text = text.rstrip(_UNDECODED)

@@ -314,7 +314,7 @@ def _check_layers(
 
 
 def _map_to_internal(spec: ModelSpec) -> dict[str, str]:
-    """Return Hugging Face's layer name → our name (or several names for a fused layer)."""
+    """Return Hugging Face's layer name → our name (or multiple names for a fused layer)."""
     steps = format_for(spec, "hf").adapter(spec.model).steps
     return {
         external.removesuffix(".weight"): " and ".join(internal.removesuffix(".weight") for internal in step.internal)

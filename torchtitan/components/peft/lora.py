@@ -51,7 +51,7 @@ class Normal:
 
 
 class AdaptedLayer(ConvertedModule):
-    """A layer with the plain layer's parameters, frozen, and an adapter with the trained parameters `lora_A` and
+    """A layer with the frozen parameters of the plain layer and an adapter with the trained parameters `lora_A` and
     `lora_B`. `adapter` names all trained parameters; `scaling` multiplies the adapter's output."""
 
     weight: Tensor
@@ -96,13 +96,13 @@ class AdaptedLayer(ConvertedModule):
 
 
 class LoRALinear(AdaptedLayer, nn.Linear):
-    """A linear layer with an adapter: `y = x Wᵀ + b + scaling · dropout(x) Aᵀ Bᵀ`; with DoRA, see `forward`.
+    """A linear layer with an adapter: `y = x Wᵀ + b + scaling · dropout(x) Aᵀ Bᵀ`; for DoRA, see `forward`.
 
-    Parameters: `weight` (out, in) and, if there is one, `bias` (out,), frozen; `lora_A` (rank, in) and `lora_B` (out,
+    Parameters: `weight` (out, in) and, if present, `bias` (out,), both frozen; `lora_A` (rank, in) and `lora_B` (out,
     rank); with DoRA, `magnitude` (out,).
 
     Args:
-        linear: the plain layer; its parameters are reused, with their initializers, and frozen.
+        linear: the plain layer; its parameters, with their initializers, are reused and frozen.
         scaling: factor of the adapter's output.
         dropout: dropout probability of the adapter's inputs.
         dora: also train the magnitudes of the rows.
@@ -224,8 +224,8 @@ def _pack_tensor(name: str, rows: Tensor) -> Tensor:
 class LoRAEmbedding(AdaptedLayer, nn.Embedding):
     """An embedding of V tokens in D features with an adapter: the rows of `W + scaling · (B A)ᵀ`.
 
-    Parameters: `weight` (V, D), the plain layer's with its initializer, frozen; `lora_A` (rank, V) and `lora_B` (D,
-    rank).
+    Parameters: `weight` (V, D), the plain layer's frozen weight with its initializer; `lora_A` (rank, V) and `lora_B`
+    (D, rank).
     """
 
     def __init__(self, embedding: nn.Embedding, *, rank: int, scaling: float):
@@ -260,8 +260,8 @@ def _row_scale(magnitude: Tensor, adapted: Tensor) -> Tensor:
 
 
 def _apply_dropout(x: Tensor, probability: float) -> Tensor:
-    """Apply dropout to a layer's inputs (B, L, in). Under tensor parallelism, each rank draws for its own shard or, for
-    replicated inputs, for its part of the sequence, so that all replicas get the same mask."""
+    """Apply dropout to a layer's inputs (B, L, in). Under tensor parallelism, each rank draws a mask for its own shard
+    or, if the inputs are replicated, for its part of the sequence, so that all replicas get the same mask."""
     if not isinstance(x, DTensor):
         return F.dropout(x, probability)
     placements = [Shard(1)] if x.placements == (Replicate(),) else x.placements

@@ -1,9 +1,10 @@
 """`Float8LinearConverter`: linear layers computed in 8-bit floating point by torchao.
 
 A tensor t becomes float8(s t), with the scale s = max / max |t| over the whole tensor ("tensorwise") or over each row
-of a product's operand ("rowwise"); max is the largest number of the 8-bit type: 448 of e4m3, for inputs, weights and,
-rowwise, gradients; 57344 of e5m2, for gradients with tensorwise scales. Each product computes new scales and divides
-its result by them (arXiv:2209.05433). Weights, gradients and optimizer keep their types; checkpoints stay plain.
+of a product's operand ("rowwise"); max is the largest number of the 8-bit type: 448 in e4m3, which is used for inputs,
+weights and, with rowwise scales, gradients; 57344 in e5m2, which is used for gradients with tensorwise scales. Each
+product computes new scales and divides its result by them (arXiv:2209.05433). Weights, gradients and optimizer keep
+their types; checkpoints stay plain.
 """
 
 import dataclasses
@@ -122,7 +123,7 @@ class Float8LinearConverter(LayerConverter):
         )
 
     def _left_out(self, layers: dict[str, nn.Module]) -> str:
-        """Describe the skipped ones of `layers` and why; empty if there are none."""
+        """Describe which of `layers` are skipped and why; empty if none are."""
         names_by_reason: dict[str, list[str]] = defaultdict(list)
         for name, layer in layers.items():
             if (reason := self._exclusion_reason(layer)) is not None:
@@ -151,14 +152,15 @@ class Float8LinearConverter(LayerConverter):
         self.post_optimizer_hook(model_parts)
 
     def post_optimizer_hook(self, model_parts: list[nn.Module]) -> None:
-        """Compute the scales of all weights with one all-reduce if FSDP gathers float8 (with tensor parallelism, one
-        for each of the two). Otherwise each weight needs its own when gathered, as weights in CPU memory still do,
-        since FSDP copies them to the device without the scale."""
+        """Compute the scales of all weights with one all-reduce (two with tensor parallelism) if FSDP gathers float8.
+        Otherwise, each weight would need its own all-reduce when gathered. Weights in CPU memory still do, since FSDP
+        copies them to the device without the scale."""
         if self.config.fsdp_float8_all_gather:
             import_torchao("torchao.float8").precompute_float8_dynamic_scale_for_fsdp(nn.ModuleList(model_parts))
 
     def _check_shards(self, part: nn.Module) -> None:
-        """Refuse uneven shards: torchao gives FSDP unpadded rows, and ranks with fewer rows would make all hang."""
+        """Reject uneven shards: torchao passes unpadded rows to FSDP, and ranks with fewer rows would make all ranks
+        hang."""
         from torchao.float8.float8_linear import Float8Linear
 
         for name, module in part.named_modules():
@@ -176,7 +178,8 @@ class Float8LinearConverter(LayerConverter):
 
 
 def _give_plain_weight(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-    """Put the tensor, sharing its memory, into a state dict: checkpoints would name the class of torchao's wrapper."""
+    """Replace torchao's wrapper in a state dict with the plain tensor that it wraps, without copying. Otherwise,
+    checkpoints would refer to the wrapper's class."""
     key = f"{prefix}weight"
     weight: Any = state_dict[key].detach()
     if not isinstance(weight, DTensor):

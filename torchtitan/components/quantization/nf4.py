@@ -10,8 +10,8 @@ A value is `LEVELS[index] * scale` with `scale = offset + step * scales`, rounde
 any compute type. All three are uint8, which mixed precision does not cast. Memory per weight: 1/2 + 1/64 + 8/in bytes.
 
 torchao's `NF4Tensor` (0.18) quantizes scales in groups of 256 that run across rows: each shard must be a multiple of
-16,384 values (64 x 64 is refused), values depend on the sharding, there is no tensor parallelism, and `to_empty` loses
-it. Rows of plain tensors are sharded, saved, initialized and read like the rows of any weight.
+16,384 values (64 x 64 is rejected), values depend on the sharding, tensor parallelism is not supported, and `to_empty`
+loses it. Rows of plain tensors are sharded, saved, initialized and read like the rows of any weight.
 """
 
 from collections.abc import Iterator
@@ -149,7 +149,7 @@ def _(tensor: Tensor, earlier: Tensor) -> Tensor:
 
 
 def _chunks(n_rows: int, width: int) -> Iterator[slice]:
-    # A compiler fuses the operations, so there are no temporaries, and would unroll every chunk.
+    # Use one chunk when compiling: the compiler fuses the operations without temporaries, and would unroll every chunk.
     size = max(1, n_rows if torch.compiler.is_compiling() else _CHUNK_VALUES // width)
     for first in range(0, n_rows, size):
         yield slice(first, min(first + size, n_rows))
@@ -176,5 +176,5 @@ def _decode(codes: Tensor, ranges: Tensor) -> Tensor:
 
 
 def _or_one(divisors: Tensor) -> Tensor:
-    """Replace 0 by 1, since the scale of a row or block of zeros is 0."""
+    """Replace 0 with 1, since the scale of a row or block of zeros is 0."""
     return torch.where(divisors == 0, 1.0, divisors)

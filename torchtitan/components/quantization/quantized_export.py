@@ -98,7 +98,7 @@ def _quantize(matrix: Tensor, group_size: int) -> Tensor:
 
 
 def _write_weights(folder: Path, meta_tensors: Mapping[str, Tensor], make: MakeTensor, max_file_bytes: int) -> None:
-    """Write the weights from `make`, with metadata from `meta_tensors`, and an index if there are several files."""
+    """Write the weights from `make`, with metadata from `meta_tensors`, and an index if there is more than one file."""
     flatten_tensor_state_dict = import_torchao(
         "torchao.prototype.safetensors.safetensors_support"
     ).flatten_tensor_state_dict

@@ -28,8 +28,8 @@ class PretrainedTokenizer(Tokenizer):
 
     `tokenizer.json` (read by the library `tokenizers`) takes precedence over `tokenizer.model` in tiktoken format,
     which must be Llama 3's. BOS and EOS are read from tokenizer_config.json, special_tokens_map.json, config.json or
-    generation_config.json, else the usual names are tried. `add_bos_token` and `add_eos_token` of
-    tokenizer_config.json, else the post-processor, decide whether to add them.
+    generation_config.json; if none sets them, the usual names are tried. `add_bos_token` and `add_eos_token` of
+    tokenizer_config.json decide whether to add them; if they are missing, the post-processor decides.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -72,7 +72,7 @@ class PretrainedTokenizer(Tokenizer):
         return self._backend.tokenize(texts, allow_special=allow_special)
 
     def tokenize_with_offsets(self, texts: Sequence[str], *, allow_special: bool) -> list[tuple[list[int], Offsets]]:
-        """Like `Tokenizer.tokenize_with_offsets`. Spans include white space at the start of a token."""
+        """Like `Tokenizer.tokenize_with_offsets`. Spans include whitespace at the start of a token."""
         if type(self).tokenize is not PretrainedTokenizer.tokenize:  # a subclass changes the ids
             return super().tokenize_with_offsets(texts, allow_special=allow_special)
         return self._backend.tokenize_with_offsets(texts, allow_special=allow_special)

@@ -32,7 +32,7 @@ def wrap_errors(path: Path, problem: str = _UNUSABLE) -> Iterator[None]:
 
 @contextlib.contextmanager
 def suppress_native_errors(path: Path) -> Iterator[None]:
-    """Like `wrap_errors`, but also discard standard error on failure, to which a panic prints several lines. Not
+    """Like `wrap_errors`, but also discard standard error on failure, since a panic prints several lines there. Not
     thread-safe, since threads share standard error."""
     if sys.stderr is None:  # closed when Python started: its descriptor may belong to another file
         with wrap_errors(path):
@@ -51,7 +51,7 @@ def suppress_native_errors(path: Path) -> Iterator[None]:
 
 
 def replace_surrogates(text: str) -> str:
-    """Join surrogate pairs, and replace lone surrogates, which UTF-8 cannot encode, by U+FFFD."""
+    """Join surrogate pairs, and replace lone surrogates, which UTF-8 cannot encode, with U+FFFD."""
     if text.isascii():
         return text
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
@@ -119,7 +119,7 @@ class HuggingFace:
         # Files often contain truncation and padding settings, which must not apply to documents.
         tokenizer.no_truncation()
         tokenizer.no_padding()
-        # `Tokenizer` adds BOS and EOS, and some post-processors exclude white space from offsets.
+        # `Tokenizer` adds BOS and EOS, and some post-processors exclude whitespace from offsets.
         self._post_processor, tokenizer.post_processor = tokenizer.post_processor, None
         tokenizer.encode_special_tokens = literal
         return tokenizer

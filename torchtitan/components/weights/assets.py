@@ -86,7 +86,7 @@ class CheckpointAssets:
 
 def asset_folder(checkpoint: Path) -> Path:
     """Return the folder with the `FILES` of a checkpoint in any format: `assets`, or the checkpoint itself. Raise
-    `UserError` if `assets` is a link out of the checkpoint."""
+    `UserError` if `assets` is a link to a path outside the checkpoint."""
     is_external = (checkpoint / "config.json").is_file() or not (checkpoint / FOLDER).is_dir()
     return checkpoint if is_external else file_to_copy(checkpoint, FOLDER)
 
@@ -134,8 +134,8 @@ def read_converters(
 
 
 def files_in(folder: Path | None) -> dict[str, AssetFile]:
-    """Return the `FILES` in `folder` by name; none if `folder` is None. Raise `UserError` if one is a link out of the
-    folder or a damaged JSON file."""
+    """Return the `FILES` in `folder` by name; none if `folder` is None. Raise `UserError` if one is a link to a path
+    outside the folder or a damaged JSON file."""
     files = [] if folder is None else [file_to_copy(folder, name) for name in FILES if (folder / name).is_file()]
     for file in files:
         if file.suffix == ".json":

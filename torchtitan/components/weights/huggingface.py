@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints: safetensors files, and an index if there are several.
+"""Hugging Face checkpoints: safetensors files, and an index if there is more than one.
 
 File format (https://github.com/huggingface/safetensors#format): the length of the header in 8 bytes, little endian; the
 header, a JSON object of name → dtype, shape and offsets; then the data of all tensors.
@@ -192,7 +192,7 @@ def _read_index(path: Path) -> dict[str, str]:
         raise damaged_file_error(path, error) from error
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise damaged_file_error(path, "it has no valid weight_map")
-    # Names are checked, not link targets, since all files in the hub's cache are links out of the folder.
+    # Names are checked, not link targets, since all files in the Hub's cache are links to files outside the folder.
     outside = {file for file in weight_map.values() if Path(file).is_absolute() or ".." in Path(file).parts}
     if outside:
         raise UserError(f"{path} lists files outside its folder: {summarize_names(sorted(outside))}")

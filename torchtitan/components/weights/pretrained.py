@@ -205,8 +205,9 @@ def _check_pretrained(
 def _converted(
     plain: TensorSource, model: BaseModel.Config, converters: Sequence[ModelConverter], state: ModelState | None = None
 ) -> TensorSource:
-    """Return the converted model's weights, computed from the plain ones, without tensors added by a converter, in the
-    dtypes of `state`. Raise `UserError` if the weights do not fit the plain model or are quantized."""
+    """Return the converted model's weights, computed from the plain model's weights, without tensors added by a
+    converter, in the dtypes of `state`. Raise `UserError` if the weights do not fit the plain model or are
+    quantized."""
     if not any(converter.changes_weights for converter in converters):
         return plain
     check_fit(plain.specs, converted_model(model, []).state_dict())

@@ -56,7 +56,7 @@ def format_of(path: str | Path) -> Format:
 
 def formats_in(folder: Path) -> dict[Format, str]:
     """Return each format with files in `folder` and the name of one file. Safetensors and pytorch_model.bin count as
-    one format, since many models on the hub have both."""
+    one format, since many models on the Hub have both."""
     huggingface_files = (name for name in (*_SAFETENSORS, *_PICKLED) if (folder / name).is_file())
     files: dict[Format, str | None] = {
         "dcp": DCP_METADATA if (folder / DCP_METADATA).is_file() else None,

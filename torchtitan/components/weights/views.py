@@ -58,7 +58,7 @@ class View(TensorSource):
 
 class InternalView(View):
     """An external format's tensors with our names and layout (`internal_specs`) and the dtypes of `source`. Raises
-    `UserError`, naming the tensors, if any are missing, unexpected or of the wrong shape, or if tied ones differ."""
+    `UserError`, naming the tensors, if any are missing, unexpected or of the wrong shape, or if tied tensors differ."""
 
     def __init__(self, source: TensorSource, adapter: StateDictAdapter, internal_specs: Mapping[str, TensorSpec]):
         specs: dict[str, TensorSpec] = {}
@@ -195,7 +195,7 @@ def _join(prefix: str, suffix: str) -> str:
 
 
 class ChainedSource(TensorSource):
-    """All tensors of `first`, and those tensors of `other` that are not in `first`."""
+    """All tensors of `first`, and the tensors of `other` that are not in `first`."""
 
     def __init__(self, first: TensorSource, other: TensorSource):
         self._first, self._other = first, other

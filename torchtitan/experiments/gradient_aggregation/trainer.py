@@ -20,11 +20,11 @@ class MicroBatchClippingTrainer(Trainer):
         """A whole run, and the norm limit of a micro-batch's gradient."""
 
         micro_batch_max_norm: float = 1.0
-        """Maximum norm of the gradient of a micro-batch's mean loss, to which a larger one is scaled down."""
+        """Maximum norm of the gradient of a micro-batch's mean loss; larger gradients are scaled down to it."""
 
         def validate(self) -> None:
             if not self.micro_batch_max_norm > 0:
-                raise UserError(f"--micro_batch_max_norm is {self.micro_batch_max_norm}, and must be above 0")
+                raise UserError(f"--micro_batch_max_norm is {self.micro_batch_max_norm}, but must be above 0")
             if self.optimizer.early_step_in_backward:
                 raise UserError(
                     "--optimizer.early_step_in_backward keeps no gradients for gradient_aggregation to clip"
@@ -39,7 +39,7 @@ class MicroBatchClippingTrainer(Trainer):
         for parameter in parameters:
             parameter.grad = None
         loss = super().forward_backward_step(batch, n_tokens)
-        # The gradient is a share of the global mean, so the norm limit is scaled alike.
+        # The gradient is this micro-batch's share of the global mean, so scale the norm limit by the same share.
         share = (self.count_tokens_on_all_ranks(batch) / n_tokens.clamp(min=1)).item()
         pipeline = self.mesh.get_group("pp") if self.mesh and self.pipeline else None
         clip_grad_norm(parameters, self.config.micro_batch_max_norm * share, pipeline)

@@ -10,9 +10,9 @@ from .sampler import LossSampler
 
 
 def loss_sampling_debugmodel() -> Trainer.Config:
-    """Train the small Llama 3 on the embedded chats, with badly answered ones more often."""
+    """Train the small Llama 3 on the built-in conversations, drawing conversations with a high loss more often."""
     config = llama3_debugmodel_sft()
     assert isinstance(config.dataloader, SFTDataLoader.Config)
-    # Small chunks apply a step's losses sooner.
+    # With small chunks, the losses of a step take effect sooner.
     config.dataloader = dataclasses.replace(config.dataloader, sampler=LossSampler.Config(), pack_chunk=128)
     return config

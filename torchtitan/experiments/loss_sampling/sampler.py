@@ -17,13 +17,13 @@ class LossSampler(Sampler):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Sampler.Config):
-        """Samples drawn by their recent loss."""
+        """Distribution of the draws."""
 
         power: float = 1.0
         """The chance of a sample is proportional to its loss to this power; 0: uniform."""
 
         explore: float = 0.1
-        """Share of the chance that is the same for all samples, from 0 to 1."""
+        """Weight of the uniform distribution in the mixture, from 0 to 1."""
 
         momentum: float = 0.5
         """Weight of a sample's earlier loss when it is measured again, from 0 to below 1."""
@@ -31,16 +31,16 @@ class LossSampler(Sampler):
         def validate(self) -> None:
             require_at_least(0, dataloader__sampler__power=self.power)
             if not 0 <= self.explore <= 1:
-                raise UserError(f"--dataloader.sampler.explore is {self.explore}, and must be from 0 to 1")
+                raise UserError(f"--dataloader.sampler.explore is {self.explore}, but must be from 0 to 1")
             if not 0 <= self.momentum < 1:
-                raise UserError(f"--dataloader.sampler.momentum is {self.momentum}, and must be from 0 to below 1")
+                raise UserError(f"--dataloader.sampler.momentum is {self.momentum}, but must be from 0 to below 1")
 
     config: Config
     needs_sample_losses: ClassVar[bool] = True
 
     def __init__(self, config: Config, *, n_samples: int, seed: int):
         super().__init__(config, n_samples=n_samples, seed=seed)
-        self._drawn = 0  # in all epochs
+        self._drawn = 0  # samples drawn over all epochs
         self._losses = np.full(n_samples, _UNSEEN)
 
     @property
@@ -48,7 +48,7 @@ class LossSampler(Sampler):
         return self._drawn // self.n_samples
 
     def chances(self) -> np.typing.NDArray[np.float64]:
-        """Return the chance of each sample to be drawn first, shape (n_samples,)."""
+        """Return the probability that each sample is drawn first, shape (n_samples,)."""
         seen = self._losses >= 0
         losses = np.where(seen, self._losses, self._losses[seen].mean() if seen.any() else 1.0)
         weights = losses**self.config.power
@@ -62,7 +62,7 @@ class LossSampler(Sampler):
         n = min(n, self.n_samples - self._drawn % self.n_samples)
         raw = np.random.PCG64(np.random.SeedSequence((self.seed, self._drawn))).random_raw(self.n_samples)
         uniform = ((raw >> 11) + 0.5) * 2.0**-53
-        with np.errstate(divide="ignore"):  # a chance of 0 waits forever
+        with np.errstate(divide="ignore"):  # a sample with chance 0 never arrives
             samples = np.argsort(-np.log(uniform) / self.chances(), kind="stable")[:n]
         self._drawn += n
         return samples

@@ -16,7 +16,7 @@ from torchtitan.trainer import RunModel, Trainer
 
 @dataclass(kw_only=True, slots=True)
 class ReferenceConfig:
-    """Frozen model that the trained one is compared with."""
+    """Frozen model to which the trained model is compared."""
 
     path: str = ""
     """Checkpoint of the reference, in any format. Empty: the initial weights of the run."""
@@ -26,14 +26,14 @@ class ReferenceConfig:
 
 
 class DPOTrainer(Trainer):
-    """Prefer chosen answers to rejected ones; see the package."""
+    """Train the model to prefer chosen answers to rejected ones; see the package."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Trainer.Config):
         """A whole run of direct preference optimization."""
 
         beta: float = 0.1
-        """Scale of the rewards; a smaller one lets the model deviate further from the reference."""
+        """Scale of the rewards; a smaller value lets the model deviate further from the reference."""
 
         reference: ReferenceConfig = field(default_factory=ReferenceConfig)
         """Reference model."""
@@ -42,7 +42,7 @@ class DPOTrainer(Trainer):
             if type(self.chosen_loss) is not CrossEntropyLoss.Config:
                 raise UserError("--config dpo computes log-probabilities by the cross entropy, and takes no other loss")
             if not 0 < self.beta < math.inf:
-                raise UserError(f"--beta is {self.beta}, and must be above 0")
+                raise UserError(f"--beta is {self.beta}, but must be above 0")
             for name in ("context", "pipeline"):
                 if (degree := getattr(self.parallelism, f"{name}_parallel_degree")) > 1:
                     raise UserError(
@@ -85,11 +85,11 @@ class DPOTrainer(Trainer):
         return -(F.logsigmoid(margin_B) * is_pair_B).sum(), n_pairs
 
     def log_ratios(self, batch: Batch, labels_PL: Tensor) -> Tensor:
-        """Return each answer's log-probability under the model less the reference's, (2 B,): chosen, rejected."""
+        """Return each answer's log-probability under the model minus the reference's, (2 B,): chosen, rejected."""
         tokens_PL, positions_PL = (
             torch.cat([batch[f"{side}_{name}"] for side in ("chosen", "rejected")]) for name in ("input", "positions")
         )
-        of_reference, of_model = (  # the reference first, while the model holds nothing for its backward pass
+        of_reference, of_model = (  # the reference first, before the model stores activations for its backward pass
             self.models[name](tokens_PL, positions_PL, head=self.log_probabilities, labels_PL=labels_PL)
             for name in ("reference", "model")
         )
@@ -97,6 +97,6 @@ class DPOTrainer(Trainer):
         return log_ratios
 
     def log_probabilities(self, hidden_PLD: Tensor, weight_VD: Tensor, *, labels_PL: Tensor) -> Tensor:
-        """Return the log-probability of each sequence's labels, (P,), by the loss in chunks of tokens."""
+        """Return the log-probability of each sequence's labels, (P,), computed by the loss in chunks of tokens."""
         rows = [slice(row, row + 1) for row in range(len(labels_PL))]
         return -torch.stack([self.loss(hidden_PLD[row], weight_VD, labels_PL[row]) for row in rows])

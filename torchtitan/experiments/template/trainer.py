@@ -21,7 +21,7 @@ class TemplateTrainer(Trainer):
         """Take one optimizer step over the next global batch."""
         self.optimizer.zero_grad()
         micro_batches = self.next_micro_batches(batches)
-        # Over all micro-batches and ranks: every valid token of the global batch has the same weight.
+        # Count over all micro-batches and ranks, so that every valid token of the global batch has the same weight.
         n_tokens = self.count_valid_tokens(micro_batches)
 
         loss = torch.zeros((), device=self.device)
@@ -43,7 +43,7 @@ class TemplateTrainer(Trainer):
 
         grad_norm = self.clip_gradients()
 
-        # The only wait for the device: is the step sound, and has anybody asked to stop?
+        # This is the only wait for the device. It reads the loss, the norm, and requests to stop.
         outcome = self.read_result(loss, grad_norm, n_tokens)
         if not outcome.is_finite:
             self.handle_nonfinite(outcome, micro_batches)

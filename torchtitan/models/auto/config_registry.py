@@ -1,6 +1,6 @@
 """Training configurations for the model in a Hugging Face folder: `--module auto --config sft --hf_assets_path DIR`.
 
-Its config.json determines family, sizes and type. `--module PATH` of a family offers these configurations too, and
+The config.json determines family, sizes and data type. `--module PATH` of a family offers these configurations too, and
 prefers that family (argument `family`). Each function raises `UserError` for a missing file or an unsupported model.
 """
 
@@ -15,8 +15,8 @@ from torchtitan.trainer import Trainer
 
 
 def pretrain(hf_assets_path: str, family: ModuleType | None = None) -> Trainer.Config:
-    """Continue to train on plain text: `--dataloader.dataset my.txt`, default C4. A low rate with a short warm-up,
-    samples of at most 2048 tokens."""
+    """Continue pre-training on plain text: `--dataloader.dataset my.txt`, default C4. The learning rate is low, with a
+    short warm-up, and windows have at most 2048 tokens."""
     spec, document = huggingface_model(Path(hf_assets_path), family)
     seq_len = min(2048, spec.model.max_seq_len)
     config = large_run(spec, hf_assets_path, lr=2e-5, local_batch_size=1, steps=1000, seq_len=seq_len, warmup_steps=50)
@@ -32,11 +32,11 @@ def sft(hf_assets_path: str, family: ModuleType | None = None) -> Trainer.Config
 
 
 def lora(hf_assets_path: str, family: ModuleType | None = None) -> Trainer.Config:
-    """As `sft`, for low-rank adapters, the only content of all checkpoints but the last: the merged model, with a
-    subfolder `adapter`, which peft opens on top of DIR."""
+    """Fine-tune low-rank adapters, as `sft` does the model. Checkpoints contain only the adapters, except the last: the
+    merged model, with a subfolder `adapter` that peft loads on top of DIR."""
     return with_adapters(sft(hf_assets_path, family), LoRA.Config())
 
 
 def qlora(hf_assets_path: str, family: ModuleType | None = None) -> Trainer.Config:
-    """As `lora`, on weights in 4 bits."""
+    """Fine-tune as `lora`, with the base weights in 4 bits."""
     return with_adapters(sft(hf_assets_path, family), QLoRA.Config())

@@ -12,22 +12,22 @@ from torchtitan.models.common.rope import apply_rope
 from torchtitan.protocols.initializer import TruncatedNormal, with_initializers
 
 AttentionMask: TypeAlias = Any
-"""None (causal over the whole sample); on CPU and MPS, the documents' lengths (a list) or a boolean tensor (B, 1, Q,
-K), True if attention is allowed; on CUDA, a FlexAttention `BlockMask`."""
+"""None (causal over the whole window); on CPU and MPS, a list of document lengths, or a boolean tensor (B, 1, Q, K)
+that is True if attention is allowed; on CUDA, a FlexAttention `BlockMask`."""
 
 
 class CausalMask(nn.Module):
-    """The mask that limits each token's attention to itself and the earlier tokens of its document."""
+    """Mask that limits each token's attention to itself and the earlier tokens of its document."""
 
     dense = False
-    """Return masks on CPU and MPS as tensors. Lists of lengths are faster but cause recompilation."""
+    """If true, masks on CPU and MPS are tensors. Lists of lengths are faster but cause recompilation."""
 
     def forward(
         self, positions_BL: Tensor | None, query_tokens_L: Tensor | None = None, key_tokens_K: Tensor | None = None
     ) -> AttentionMask:
-        """Return the mask for L tokens per sample. `positions_BL` start at 0 with every document; None: one per sample.
-        If a process has a part of each sample, `query_tokens_L` and `key_tokens_K` are positions of its tokens and
-        their keys."""
+        """Return the mask for L tokens per window. `positions_BL` start at 0 in every document; None: one document per
+        window. If a process has only part of each window, `query_tokens_L` and `key_tokens_K` are the places of its
+        queries and of all keys in the window."""
         if positions_BL is None:
             assert query_tokens_L is None, "a part of a sample comes with positions"
             return None
@@ -35,7 +35,7 @@ class CausalMask(nn.Module):
             if positions_BL.device.type != "cuda" and not self.dense:
                 return _document_lengths(positions_BL)
             query_tokens_L = key_tokens_K = torch.arange(positions_BL.shape[1], device=positions_BL.device)
-        # Documents are contiguous, so that a token attends to the range from the document's start to itself.
+        # Documents are contiguous, so a token attends to the range from the start of its document to itself.
         starts_BL = query_tokens_L - positions_BL
         if positions_BL.device.type == "cuda":
             return _block_mask(starts_BL, query_tokens_L, key_tokens_K)
@@ -63,7 +63,7 @@ def _block_mask(starts_BL: Tensor, query_tokens_L: Tensor, key_tokens_K: Tensor)
 
 
 class Attention(nn.Module):
-    """Scaled dot-product attention, without weights, as a module for hooks."""
+    """Scaled dot-product attention. It has no weights, and is a module so that hooks can be attached."""
 
     def forward(self, q_BLHD: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, mask: AttentionMask) -> Tensor:
         """Attend H query heads to K key/value heads (K divides H): (B, L, heads, head_dim) → (B, L, H, head_dim)."""
@@ -80,7 +80,7 @@ class Attention(nn.Module):
 
 
 def _attend_each_document(q_BLHD: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, lengths: list[int]) -> Tensor:
-    """Attend within each document: faster on a CPU than any mask, because masked scores are not computed."""
+    """Attend within each document. On a CPU, this is faster than any mask, because masked scores are not computed."""
 
     def split_documents(x_BLHD: Tensor) -> tuple[Tensor, ...]:
         flat_1HTD = x_BLHD.reshape(1, -1, *x_BLHD.shape[2:]).transpose(1, 2)
@@ -93,7 +93,7 @@ def _attend_each_document(q_BLHD: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, length
 
 @functools.cache
 def _compiled(name: str) -> Any:
-    """Compile a function of FlexAttention, which otherwise would hold every pair of tokens in memory."""
+    """Compile a function of FlexAttention, which uncompiled would hold scores of all token pairs in memory."""
     import torch.nn.attention.flex_attention as flex_attention
 
     return torch.compile(getattr(flex_attention, name))
@@ -134,7 +134,7 @@ class GroupedQueryAttention(nn.Module):
 
     def forward(self, x_BLD: Tensor, rope: tuple[Tensor, Tensor], mask: AttentionMask) -> Tensor:
         """(B, L, dim) → (B, L, dim)."""
-        # -1: under tensor parallelism a rank holds only some of the heads.
+        # -1, because a rank holds only some of the heads under tensor parallelism.
         q_BLHD, k_BLKD, v_BLKD = (
             projection(x_BLD).unflatten(-1, (-1, self.head_dim)) for projection in (self.wq, self.wk, self.wv)
         )

@@ -16,7 +16,7 @@ _FURTHEST = 1e18
 @dataclass(frozen=True)
 class ConfigReader:
     """Keys of a model description. Access raises `UserError`, with file, key and value, for a wrong type or an absent
-    key without a default. A null is not an absent key; use `has` if it means something."""
+    key without a default. A null does not count as absent; use `has` if null has a meaning."""
 
     file: str
 
@@ -48,7 +48,7 @@ class ConfigReader:
         return value
 
     def section(self, key: str) -> "ConfigReader":
-        """Return the keys of an inner object, none if it is null or absent."""
+        """Return a reader of a nested object, empty if the object is null or absent."""
         value = self.values.get(key)
         if value is not None and not isinstance(value, dict):
             raise self.wrong(key, value, "an object")
@@ -64,4 +64,4 @@ class ConfigReader:
             )
 
     def wrong(self, key: str, value: Any, must_be: str) -> UserError:
-        return UserError(f"{self.file}: {key} is {value!r}, and must be {must_be}")
+        return UserError(f"{self.file}: {key} is {value!r}, but must be {must_be}")

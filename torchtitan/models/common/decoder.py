@@ -52,7 +52,7 @@ DENSE_SHARDING = ShardingPlan(
     attention="layers.*.attention.attend",
     mask="mask",
 )
-"""Plan for every `Decoder` of `TransformerBlock`s; parts that a model leaves out are None in it."""
+"""Plan for every `Decoder` of `TransformerBlock`s. Parts that a model leaves out are None in the model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,9 +64,9 @@ class BlockDesign:
 
 
 class Decoder(BaseModel):
-    """Token embedding → blocks → norm → head. A family sets `design` or overrides `make_block`. With tied embeddings
-    `output` is None. A pipeline stage lacks parts: without `tok_embeddings` it takes hidden states, without `norm` and
-    `output` it returns them."""
+    """Token embedding → blocks → norm → head. A family sets `design` or overrides `make_block`. With tied embeddings,
+    `output` is None. A pipeline stage lacks parts: without `tok_embeddings`, it takes hidden states; without `norm` and
+    `output`, it returns them."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseModel.Config):
@@ -119,11 +119,11 @@ class Decoder(BaseModel):
             for name, most in _MOST.items():
                 size = getattr(self, name)
                 if not (size is None or 1 <= size <= most):
-                    raise UserError(f"--model.{name} is {size}, and must be from 1 to {most}")
+                    raise UserError(f"--model.{name} is {size}, but must be from 1 to {most}")
             if not 0 < self.norm_eps < math.inf:
-                raise UserError(f"--model.norm_eps is {self.norm_eps}, and must be above 0")
+                raise UserError(f"--model.norm_eps is {self.norm_eps}, but must be above 0")
             if self.head_dim is not None and (self.head_dim < 2 or self.head_dim % 2):
-                raise UserError(f"--model.head_dim is {self.head_dim}, and must be even and at least 2")
+                raise UserError(f"--model.head_dim is {self.head_dim}, but must be even and at least 2")
             if self.head_dim is None and (self.dim % self.n_heads or self.resolved_head_dim % 2):
                 raise UserError(
                     f"--model.dim {self.dim} must give each of --model.n_heads {self.n_heads} an even width"
@@ -156,7 +156,7 @@ class Decoder(BaseModel):
         self.tok_embeddings: nn.Embedding | None = init(
             nn.Embedding(config.vocab_size, config.dim), weight=self.embedding_init()
         )
-        # A dictionary: a pipeline stage drops layers, and the remaining layers keep their names.
+        # A dictionary, so that layers keep their names if a pipeline stage drops others.
         self.layers = nn.ModuleDict({str(index): self.make_block(index) for index in range(config.n_layers)})
         self.norm: RMSNorm | None = RMSNorm(config.dim, config.norm_eps)
         self.output: nn.Linear | None = None
@@ -169,12 +169,12 @@ class Decoder(BaseModel):
         return TransformerBlock(self.config, index, self.design)
 
     def output_init(self) -> TruncatedNormal:
-        """Return the initial distribution of separate output weights: logits have standard deviation 1/4 at any width,
-        and the first loss is close to the logarithm of the vocabulary size."""
+        """Return the initial distribution of untied output weights. Logits have standard deviation 1/4 at any width, so
+        the first loss is close to the logarithm of the vocabulary size."""
         return TruncatedNormal(self.config.dim**-0.5 / 4)
 
     def embedding_init(self) -> TruncatedNormal:
-        """Return the initial distribution of the embedding: unit variance, of the logits if it is tied."""
+        """Return the initial distribution of the embedding, which has unit variance; if tied, the logits have it."""
         return TruncatedNormal(self.config.dim**-0.5 if self.config.tie_embeddings else 1.0)
 
     def forward(
@@ -186,13 +186,13 @@ class Decoder(BaseModel):
         head: Head = F.linear,
         **head_inputs: Any,
     ) -> Tensor:
-        """Return logits (B, L, V), or the result of `head`; a loss given as `head` need never hold all logits at once.
+        """Return logits (B, L, V), or the result of `head`. A loss passed as `head` never needs to hold all logits.
 
         Args:
             tokens_BL: token ids; in a pipeline stage other than the first, hidden states (B, L, D).
             positions_BL: each token's position within its document, from 0; tokens attend only to earlier tokens of
-                their document. None: every sample is one document.
-            packed: whether positions may start again within a sample; if not, attention is simply causal.
+                their document. None: every window is one document.
+            packed: whether a window may contain several documents; if not, attention is plain causal.
             head: called with hidden states, output weights and `head_inputs`.
         """
         mask: AttentionMask = self.mask(positions_BL if packed else None)
@@ -216,13 +216,14 @@ class Decoder(BaseModel):
     def flops_per_token(self, seq_len: int) -> float:
         """Return operations per token, forward and backward, after PaLM (arXiv:2204.02311, B): `6 N + 12 L H Q T`.
 
-        N counts the parameters that multiply every token, so not an embedding that is only looked up. Attention (L
-        layers, H heads of width Q, T = seq_len) has two products with scores, of 2 H Q T operations each forward and
-        twice that number backward, by convention not reduced for the causal mask or packed documents.
+        N counts the parameters that multiply every token, so an embedding that is only looked up does not count.
+        Attention (L layers, H heads of width Q, T = seq_len) has two matrix products per layer, each with 2 H Q T
+        operations forward and twice that number backward. By convention, the causal mask and packed documents do not
+        reduce these numbers.
 
-        Of the 6 operations, 2 are the forward pass, 2 the parameter's gradient, absent if it is frozen, and 2 the
-        gradient of its input. The backward pass ends at the first trained parameter, in order of registration within a
-        layer; attention takes 4 H Q T in layers before it.
+        Of the 6 operations, 2 belong to the forward pass, 2 to the gradient of the parameter (absent if it is frozen),
+        and 2 to the gradient of its input. The backward pass ends at the first trained parameter, in order of
+        registration within a layer; in layers before it, attention takes only the forward 4 H Q T.
         """
         assert self.tok_embeddings is not None, "asked of a whole model, not of a pipeline stage"
         config = self.config
@@ -241,11 +242,11 @@ class Decoder(BaseModel):
 
 
 class TransformerBlock(nn.Module):
-    """Attention and feed-forward, each normalized before and added to the residual stream."""
+    """Attention and feed-forward network, each with a norm before it, and each added to the residual stream."""
 
     def __init__(self, config: Decoder.Config, index: int, design: BlockDesign):
         super().__init__()
-        # Outputs to the residual stream: its variance then grows slowly with depth (after GPT-2's 1 / sqrt(N)).
+        # Smaller outputs slow the growth of the residual stream's variance with depth (like GPT-2's 1 / sqrt(N)).
         std = _INIT_STD / (2 * (index + 1)) ** 0.5
         self.attention_norm = RMSNorm(config.dim, config.norm_eps)
         self.attention = GroupedQueryAttention(

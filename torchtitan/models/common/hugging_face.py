@@ -1,4 +1,4 @@
-"""Dense decoders in Hugging Face's format: names of weights, and config.json, by a table from each family."""
+"""Dense decoders in Hugging Face's format: names of weights and config.json, from a table of each family."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,19 +20,19 @@ _FILE = "config.json"
 
 @dataclass(frozen=True, kw_only=True)
 class ModelType:
-    """A `model_type` of transformers, as far as types differ in computation."""
+    """A `model_type` of transformers, with the differences of its computation from other types."""
 
     architecture: str
     """Its class in transformers: `LlamaForCausalLM`."""
 
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    """Key that changes the computation → the only value that the family supports, also meant by an absent key."""
+    """Key that changes the computation → the only supported value, which is also the default of an absent key."""
 
     fixed_per_layer: Mapping[str, Any] = field(default_factory=dict)
     """Key of a list → the only supported value of its items."""
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Key → meaning of an absent key, if different from Llama's."""
+    """Key → value if the key is absent, for keys whose default differs from Llama's."""
 
     ignored: tuple[str, ...] = ()
     """Keys without effect on the family's computation."""
@@ -41,7 +41,7 @@ class ModelType:
     """True if `sliding_window` limits the attention of every layer."""
 
     heads_divide_width: bool = False
-    """True if transformers requires heads that divide `hidden_size`."""
+    """True if transformers requires the number of heads to divide `hidden_size`."""
 
 
 DENSE_ROWS = (
@@ -72,10 +72,10 @@ _SIZES = {
 """Required key of config.json → field of the configuration."""
 
 _FIXED: Mapping[str, Any] = {"is_causal": True, "hidden_act": "silu", "partial_rotary_factor": 1.0}
-"""As `ModelType.fixed`, for all types."""
+"""`ModelType.fixed` of all types."""
 
 _NULLABLE = {"partial_rotary_factor"}
-"""Keys for which null means the only supported value."""
+"""Keys of `_FIXED` that may be null, meaning the supported value."""
 
 _USED = {*_SIZES, *_FIXED, "model_type", "num_key_value_heads", "head_dim", "rms_norm_eps", "tie_word_embeddings"}
 _USED |= {"sliding_window", "rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings"}
@@ -103,8 +103,8 @@ _ROPE_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *_LLAM
 def dense_format(
     build: type[Decoder.Config], model_types: Mapping[str, ModelType], rows: tuple[KeyMapping, ...] = DENSE_ROWS
 ) -> ExternalFormat:
-    """Return the format of a family of dense decoders, by its values of `model_type` in order of preference for
-    writing, and the names of weights (`rows`) without the output head."""
+    """Return the format of a family of dense decoders from its `model_type`s, the preferred one for writing first, and
+    the names of its weights (`rows`) without the output head."""
     return ExternalFormat(
         adapter=partial(_adapter, rows),
         to_external=partial(_to_config_json, model_types),
@@ -143,7 +143,7 @@ def _from_config_json(
     sizes = {field: reader.whole_number(key) for key, field in _SIZES.items()}
     dim, n_heads = sizes["dim"], sizes["n_heads"]
     head_dim = reader.whole_number("head_dim") if reader.has("head_dim") else dim // n_heads
-    has_kv_heads = reader.has("num_key_value_heads")  # null is the number of query heads
+    has_kv_heads = reader.has("num_key_value_heads")  # null means the number of query heads
     config = build(
         **{**sizes, "max_seq_len": _context(reader, kind)},
         n_kv_heads=reader.whole_number("num_key_value_heads") if has_kv_heads else n_heads,
@@ -199,7 +199,8 @@ def _require(key: str, value: Any, only: Any) -> None:
 
 
 def _context(reader: ConfigReader, kind: ModelType) -> int:
-    """Return the longest sample: within a sliding window shorter than the context, full attention is the same."""
+    """Return the longest supported window. A sliding window shortens it, since full attention equals the model's only
+    within that window."""
     context = reader.whole_number("max_position_embeddings")
     if not reader.has("sliding_window"):
         return context
@@ -253,8 +254,8 @@ def _rope_of(reader: ConfigReader, parameters: ConfigReader) -> RoPEConfig:
 
 
 def _original_context(reader: ConfigReader, parameters: ConfigReader) -> int:
-    """Return the context before llama3 scaling of RoPE, inside or outside of the scaling's section: transformers 4
-    reads the first; 5 prefers the second, and defaults to the whole context."""
+    """Return the context before llama3 scaling of RoPE, inside or outside the section of the scaling.
+    transformers 4 reads it inside; 5 prefers it outside, and defaults to the whole context."""
     key = _ORIGINAL_CONTEXT
     found = [where.whole_number(key) for where in (parameters, reader) if where.has(key)]
     if len(set(found)) > 1:

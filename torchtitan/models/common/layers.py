@@ -9,7 +9,7 @@ from torchtitan.protocols.initializer import Constant, TruncatedNormal, with_ini
 
 class RMSNorm(nn.RMSNorm):
     """`torch.nn.RMSNorm` (Zhang and Sennrich 2019, arXiv:1910.07467) over the last dimension, starting as the identity.
-    Its result has autocast's lower precision; otherwise each following product would make and keep its own copy."""
+    Its result has autocast's lower precision; otherwise each matrix product on it would make and keep its own copy."""
 
     def __init__(self, dim: int, eps: float):
         super().__init__(dim, eps=eps)
@@ -23,7 +23,7 @@ class RMSNorm(nn.RMSNorm):
 
 
 class SwiGLU(nn.Module):
-    """`w2(silu(w1 x) * w3 x)` (Shazeer 2020, arXiv:2002.05202). `init_std` is of `w1`, `out_init_std` of `w2`, `w3`."""
+    """`w2(silu(w1 x) * w3 x)` (Shazeer 2020, arXiv:2002.05202). `init_std`: of `w1`; `out_init_std`: of `w2`, `w3`."""
 
     def __init__(self, *, dim: int, hidden_dim: int, init_std: float, out_init_std: float):
         super().__init__()

@@ -22,7 +22,7 @@ def small_run(
     spec: ModelSpec,
     trainer: type[ConfigT] = Trainer.Config,  # type: ignore[assignment]
 ) -> ConfigT:
-    """Pre-train a small model on the built-in stories with a `trainer`: a minute on two CPU cores, no network."""
+    """Pre-train a small model on the built-in stories with `trainer`: a minute on two CPU cores, no network."""
     return trainer(
         model_spec=spec,
         training=TrainingConfig(steps=100, seq_len=256, local_batch_size=8, mixed_precision_param="float32"),
@@ -58,7 +58,7 @@ def large_run(
 
 
 def for_conversations(config: Trainer.Config) -> Trainer.Config:
-    """Return `config` for user-supplied conversations, with weights from and to a Hugging Face folder."""
+    """Return `config` for user-supplied conversations. The run starts from a Hugging Face folder and exports one."""
     training = dataclasses.replace(config.training, steps=300, seq_len=min(2048, config.model_spec.model.max_seq_len))
     return dataclasses.replace(
         config,

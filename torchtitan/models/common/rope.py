@@ -30,7 +30,7 @@ class RoPEConfig:
     """Wavelengths below original_max_seq_len divided by this are not scaled."""
 
     original_max_seq_len: int = 8192
-    """Tokens of context that the model was trained with before scaling."""
+    """Context in tokens that the model was trained with before scaling."""
 
     def validate(self) -> None:
         if not (0 < self.theta < math.inf and 0 < self.scaling_factor < math.inf):
@@ -44,15 +44,15 @@ class RoPEConfig:
             )
         if not 1 <= self.original_max_seq_len <= 2**32:
             raise UserError(
-                f"--model.rope.original_max_seq_len is {self.original_max_seq_len}, and must be from 1 to {2**32}"
+                f"--model.rope.original_max_seq_len is {self.original_max_seq_len}, but must be from 1 to {2**32}"
             )
 
 
 def rope_frequencies(config: RoPEConfig, head_dim: int, device: torch.device) -> Tensor:
     """Return the angular frequency of each rotated pair, float32, shape (head_dim / 2,).
 
-    Linear scaling is position interpolation (Chen et al. 2023, arXiv:2306.15595). Llama 3's divides frequencies with
-    long wavelengths, keeps short ones, and interpolates linearly in 1 / wavelength between them.
+    Linear scaling is position interpolation (Chen et al. 2023, arXiv:2306.15595). Llama 3's scaling divides the
+    frequencies of long wavelengths, keeps those of short ones, and interpolates linearly in 1 / wavelength in between.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
     frequencies = config.theta**-exponents
@@ -66,14 +66,14 @@ def rope_frequencies(config: RoPEConfig, head_dim: int, device: torch.device) ->
 
 
 def rope_cos_sin(config: RoPEConfig, head_dim: int, positions_BL: Tensor) -> tuple[Tensor, Tensor]:
-    """Return cosine and sine of every position's angles, float32, each of shape (B, L, 1, head_dim / 2)."""
+    """Return the cosines and sines of the angles of every position, float32, each (B, L, 1, head_dim / 2)."""
     frequencies = rope_frequencies(config, head_dim, positions_BL.device)
     angles = positions_BL[:, :, None, None].float() * frequencies
     return angles.cos(), angles.sin()
 
 
 def apply_rope(x_BLHD: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate queries or keys in float32 and return them in their type. Pairs are i and i + D/2, as in Hugging Face."""
+    """Rotate queries or keys in float32; return them in their own type. As in Hugging Face, i pairs with i + D/2."""
     cos, sin = cos_sin
     first, second = x_BLHD.float().chunk(2, dim=-1)
     rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

@@ -31,7 +31,7 @@ def llama3_debugmodel_sft() -> Trainer.Config:
 
 
 def llama3_debugmodel_float8() -> Trainer.Config:
-    """The small model with linear layers in emulated float8, which runs anywhere and saves nothing."""
+    """The small model with linear layers in emulated float8, which runs on any device but saves no time or memory."""
     config = llama3_debugmodel()
     config.model_converters = [Float8LinearConverter.Config(emulate=True, min_features=16)]
     return config
@@ -45,18 +45,18 @@ def llama3_debugmodel_qat() -> Trainer.Config:
 
 
 def llama3_debugmodel_lora() -> Trainer.Config:
-    """Train low-rank adapters of the small model on the built-in conversations, over a checkpoint of `debugmodel`
-    (`--checkpoint.initial_load_path`) or else random weights."""
+    """Train low-rank adapters of the small model on the built-in conversations, starting from a checkpoint of
+    `debugmodel` (`--checkpoint.initial_load_path`) or random weights."""
     return _small_adapters(LoRA.Config())
 
 
 def llama3_debugmodel_dora() -> Trainer.Config:
-    """As `llama3_debugmodel_lora`, with magnitudes trained separately from directions."""
+    """Train DoRA: as `llama3_debugmodel_lora`, with magnitudes trained separately from directions."""
     return _small_adapters(LoRA.Config(dora=True))
 
 
 def llama3_debugmodel_qlora() -> Trainer.Config:
-    """As `llama3_debugmodel_lora`, on weights in 4 bits."""
+    """Train QLoRA: as `llama3_debugmodel_lora`, with the base weights in 4 bits."""
     return _small_adapters(QLoRA.Config())
 
 
@@ -80,7 +80,7 @@ def llama3_8b_float8() -> Trainer.Config:
     return dataclasses.replace(
         llama3_8b(),
         model_converters=[Float8LinearConverter.Config(fsdp_float8_all_gather=True)],
-        # Casts that are not fused cost more than the products save.
+        # Without compilation, casts are not fused and cost more than the matrix products save.
         compile=CompileConfig(enable=True),
     )
 
@@ -101,7 +101,7 @@ def llama3_8b_lora() -> Trainer.Config:
 
 
 def llama3_8b_qlora() -> Trainer.Config:
-    """As `llama3_8b_lora`, on weights in 4 bits: 20.4 GiB at the peak of a step on one GPU, by a dry run."""
+    """QLoRA: `llama3_8b_lora` with base weights in 4 bits. A step peaks at 20.4 GiB on one GPU, by a dry run."""
     return with_adapters(llama3_8b_sft(), QLoRA.Config())
 
 
@@ -111,7 +111,7 @@ def llama3_8b_sft() -> Trainer.Config:
 
 
 def _small_adapters(adapters: LoRA.Config) -> Trainer.Config:
-    """Use the built-in conversations as plain text: a template's added tokens would have frozen rows."""
+    """Train adapters on the built-in conversations as plain text; tokens added by a template would have frozen rows."""
     config = with_adapters(llama3_debugmodel_sft(), adapters, lr=5e-3)
     config.tokenizer = PretrainedTokenizer.Config()
     config.dataloader = SFTDataLoader.Config(dataset=["chats"], chat_template="alpaca")
@@ -119,5 +119,5 @@ def _small_adapters(adapters: LoRA.Config) -> Trainer.Config:
 
 
 def _published(flavor: str, assets: str, *, lr: float, local_batch_size: int) -> Trainer.Config:
-    """Learning rates of 8B and above are from the Llama 3 report (arXiv:2407.21783, table 3)."""
+    """Configure a published flavor. Learning rates of 8B and above are from arXiv:2407.21783, table 3."""
     return large_run(model_registry(flavor), f"./assets/hf/{assets}", lr=lr, local_batch_size=local_batch_size)

@@ -1,4 +1,4 @@
-"""Llama in Meta's own format: the names and rows of its weights, and params.json."""
+"""Llama in Meta's own format: the names and row order of its weights, and params.json."""
 
 import dataclasses
 import math
@@ -42,7 +42,7 @@ _KNOWN = {
 
 
 def adapter(config: Llama3Model.Config) -> StateDictAdapter:
-    """Return the table of a model's weights. Meta rotates neighboring elements, and writes tied weights twice."""
+    """Return the adapter of a model. Meta rotates pairs of neighboring elements, and writes tied weights twice."""
     permutation = RopePermutation(config.resolved_head_dim)
     names = ("tok_embeddings.weight", "output.weight")
     if config.tie_embeddings:
@@ -63,7 +63,7 @@ def adapter(config: Llama3Model.Config) -> StateDictAdapter:
 
 
 def from_params_json(document: Mapping[str, Any]) -> Llama3Model.Config:
-    """Return the model that a params.json describes; warn of facts that neither Meta's keys nor our own give. Raise
+    """Return the model that a params.json describes. Warn of facts that neither Meta's keys nor `_EXTRA` give. Raise
     `UserError` for a missing size or an unsupported value."""
     if unknown := sorted(document.keys() - _KNOWN):
         raise UserError(f"params.json: not supported by this family: {', '.join(unknown)}")

@@ -6,7 +6,7 @@ from torchtitan.protocols.state_dict_adapter import KeyMapping
 
 
 class Qwen3Model(Decoder):
-    """Llama's blocks, with norms of each head's queries and keys."""
+    """Llama's decoder with a norm on the queries and keys of each head."""
 
     design = BlockDesign(qk_norm=True)
 

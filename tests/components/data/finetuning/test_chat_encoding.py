@@ -75,7 +75,7 @@ WORDS = [
 
 
 def conversations(n: int = 60) -> Iterator[list[Message]]:
-    """Generate alternating turns of random words, with white space at the ends, characters of several tokens, and the
+    """Generate alternating turns of random words, with whitespace at the ends, characters of several tokens, and the
     text of special tokens."""
     rng = random.Random(0)
     for _ in range(n):

@@ -1,4 +1,4 @@
-"""Conversion of messages in OpenAI's and ShareGPT's formats for chat templates, against expectations by hand."""
+"""Conversion of messages in OpenAI's and ShareGPT's formats for chat templates, compared with handwritten results."""
 
 import json
 import re

@@ -413,7 +413,7 @@ class RecordingSampler(ShuffleSampler):
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_statistics_reach_the_samplers(tokenizer, folder, num_workers):
-    """The sampler observes each step once, also across a resume, with sample numbers of its own data set; with workers,
+    """The sampler observes each step once, also across a resume, with sample numbers of its own dataset; with workers,
     observations arrive resumed by the number of prepared batches."""
     write_jsonl(folder / "data.jsonl", pairs(2))
     write_jsonl(folder / "more.jsonl", pairs(3))

@@ -311,11 +311,11 @@ def test_position_is_valid_for_moved_data(config, tokenizer, folder, tmp_path, c
     assert renamed.sample_name(0) == "renamed.jsonl:1"
 
 
-# --- several data sets ----------------------------------------------------------------------------------------------
+# --- several datasets ----------------------------------------------------------------------------------------------
 
 
 def tokens_by_source(loader, batches):
-    """Count the positions with samples of the first and the second data set."""
+    """Count the positions with samples of the first and the second dataset."""
     sums = [0, 0]
     for number, times in ledger(batches).items():
         sums[loader.samples.locate(number)[0]] += times * (len(loader.samples.sample(number).ids) - 1)
@@ -568,8 +568,8 @@ def test_adaptive_sampler_resumes_exactly(config, tokenizer, workers):
         ({"dataset": []}, "--dataloader.dataset is empty; set it to a file such as my.jsonl"),
         ({"num_workers": -1}, "num_workers must be at least 0, not -1"),
         ({"pack_chunk": 0}, "pack_chunk must be at least 1 sample, not 0"),
-        ({"weights": [1.0, 2.0]}, r"--dataloader.weights must have one value per data set \(1\), not 2"),
-        ({"max_epochs": [1.0, 2.0]}, r"--dataloader.max_epochs must have one value per data set \(1\), not 2"),
+        ({"weights": [1.0, 2.0]}, r"--dataloader.weights must have one value per dataset \(1\), not 2"),
+        ({"max_epochs": [1.0, 2.0]}, r"--dataloader.max_epochs must have one value per dataset \(1\), not 2"),
         ({"max_epochs": [0.0]}, "max_epochs must be above 0, not 0"),
         ({"weight_schedule": ["5: 1"]}, "--dataloader.weight_schedule also needs --dataloader.weights"),
         ({"weights": [1.0], "weight_schedule": ["5 1"]}, "entries such as '500: 0.2 0.8', not '5 1'"),

@@ -20,7 +20,7 @@ def random_cases():
 
 
 def lognormal(n, capacity, seed=0):
-    """Return lengths with a distribution like a chat data set: mostly short, with a long tail."""
+    """Return lengths with a distribution like a chat dataset: mostly short, with a long tail."""
     lengths = np.random.default_rng(seed).lognormal(mean=5.0, sigma=0.8, size=n).astype(np.int64)
     return np.clip(lengths, 1, capacity)
 

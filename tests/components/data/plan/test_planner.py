@@ -165,7 +165,7 @@ def test_too_many_repetitions_raise_early_and_at_the_limit():
         planner.check_repetitions(50)
     assert planner.n_windows == 0
     make(lengths, **{**options, "max_epochs": [3, None]}).check_repetitions(50)
-    with pytest.raises(UserError, match=r"--dataloader.max_epochs must have one value per data set \(2\), not 1"):
+    with pytest.raises(UserError, match=r"--dataloader.max_epochs must have one value per dataset \(2\), not 1"):
         make(lengths, max_epochs=[1])
 
 
@@ -179,7 +179,7 @@ def test_limit_is_checked_from_the_current_position():
     first.check_repetitions(1000)
     resumed = make(lengths, **options, windows_per_step=8)
     resumed.load_state_dict(first.state_dict())
-    with pytest.raises(UserError, match=r"data set 1 would be read 1.75 times in 1000 windows"):
+    with pytest.raises(UserError, match=r"dataset 1 would be read 1.75 times in 1000 windows"):
         resumed.check_repetitions(1000)  # 150 + 25 * 8 of 200
     resumed.check_repetitions(200)
     assert resumed.n_windows == 150
@@ -187,7 +187,7 @@ def test_limit_is_checked_from_the_current_position():
 
 def test_reported_repetitions_do_not_exceed_the_epochs():
     lengths = some_lengths(100, 100)
-    with pytest.raises(UserError, match=r"data set 1 would be read 2\.00 times"):
+    with pytest.raises(UserError, match=r"dataset 1 would be read 2\.00 times"):
         make(lengths, weights=[1, 1], max_epochs=[1.5, 9], epochs=2).check_repetitions(10**4)
 
 

@@ -1,4 +1,4 @@
-"""Statistics of each step that the trainer passes to the data loader, with the loss of each sample."""
+"""Step statistics that the trainer passes to the data loader, including the loss of each sample."""
 
 import math
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Streaming of registered data sets: batches, position, end."""
+"""Streaming of registered datasets: batches, position, end."""
 
 import json
 import logging
@@ -38,7 +38,7 @@ def write_folder(folder: Path, kind: str, n_files: int) -> Path:
 
 @pytest.fixture(scope="module", params=["jsonl-4", "parquet-1"])
 def dataset(request, tmp_path_factory):
-    """Name of a registered data set."""
+    """Name of a registered dataset."""
     kind, n_files = request.param.split("-")
     name = f"streaming-test-{request.param}"
     folder = write_folder(tmp_path_factory.mktemp("stream") / "data", kind, int(n_files))
@@ -48,7 +48,7 @@ def dataset(request, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def one_file(tmp_path_factory):
-    """Name of a registered data set with one file."""
+    """Name of a registered dataset with one file."""
     folder = write_folder(tmp_path_factory.mktemp("stream") / "data", "jsonl", 1)
     register_dataset("streaming-test-one-file", HubDataset(path=str(folder)))
     return "streaming-test-one-file"

@@ -1,4 +1,4 @@
-"""Rows of all file formats: values, places, broken rows and files."""
+"""Rows of all file formats: values, positions, broken rows and broken files."""
 
 import csv
 import gzip
@@ -241,7 +241,7 @@ def test_parquet_values_without_python_equivalent(tmp_path):
         datasets = pytest.importorskip("datasets")
         datasets.Dataset(table).save_to_disk(tmp_path / name)
         if name == "text":
-            with raises(f"the data set saved in {tmp_path / name} cannot be read ("):
+            with raises(f"the dataset saved in {tmp_path / name} cannot be read ("):
                 rows_at(tmp_path / name)
         else:
             assert [row.error for row in rows_at(tmp_path / name)] == [row.error for row in rows]
@@ -283,7 +283,7 @@ def test_damaged_metadata_of_saved_datasets(tmp_path, name, content):
     datasets = pytest.importorskip("datasets")
     datasets.Dataset.from_dict({"prompt": ["x"]}).save_to_disk(tmp_path / "one")
     (tmp_path / "one" / name).write_text(content)
-    with raises(f"the data set saved in {tmp_path / 'one'} cannot be read (") as error:
+    with raises(f"the dataset saved in {tmp_path / 'one'} cannot be read (") as error:
         rows_at(tmp_path / "one")
     assert "\n" not in str(error.value)
 
@@ -297,7 +297,7 @@ def test_saved_datasets_read_only_files_in_their_folder(tmp_path, name):
     (tmp_path / "one/sub").mkdir()
     state = tmp_path / "one/state.json"
     state.write_text(json.dumps({**json.loads(state.read_text()), "_data_files": [{"filename": name}]}))
-    with raises(f"{state} refers to {name!r}, which is not a file in its folder; save the data set again"):
+    with raises(f"{state} refers to {name!r}, which is not a file in its folder; save the dataset again"):
         rows_at(tmp_path / "one")
 
 
@@ -344,7 +344,7 @@ def test_saved_images_are_not_decoded(tmp_path):
     ("damage", "message"),
     [
         (Path.unlink, "{}/state.json refers to 'data-00000-of-00001.arrow', which is not a file in its folder"),
-        (lambda file: file.write_bytes(file.read_bytes()[:100]), "the data set saved in {} cannot be read ("),
+        (lambda file: file.write_bytes(file.read_bytes()[:100]), "the dataset saved in {} cannot be read ("),
     ],
 )
 def test_damaged_saved_datasets(tmp_path, damage, message):

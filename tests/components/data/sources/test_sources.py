@@ -194,10 +194,10 @@ def test_pipe_in_a_saved_dataset(tmp_path):
 @pytest.mark.parametrize("splits", ["", "null", "[]", "{}", '{"splits": 5}', '{"splits": ["../.."]}', "[" * 100_000])
 def test_damaged_list_of_splits(tmp_path, splits):
     (tmp_path / "dataset_dict.json").write_text(splits)
-    with raises(f"{tmp_path / 'dataset_dict.json'} is damaged: it contains no list of splits; save the data set again"):
+    with raises(f"{tmp_path / 'dataset_dict.json'} is damaged: it contains no list of splits; save the dataset again"):
         documents_at(tmp_path)
     (tmp_path / "dataset_dict.json").write_text('{"splits": ["train"]}')
-    with raises(f"the data set saved in {tmp_path / 'train'} cannot be read ("):
+    with raises(f"the dataset saved in {tmp_path / 'train'} cannot be read ("):
         documents_at(tmp_path)
 
 

@@ -71,7 +71,7 @@ class ChatEncoder:
     The ids encode the whole rendered text, as transformers' `apply_chat_template` does. The mask equals its
     `assistant_masks` if the template marks the assistant's text (see `render_with_mask`), with three exceptions: the
     end token of a trained turn and all tokens of its last character are trained even if they are not marked; a special
-    token that absorbs the leading white space of the next turn is not trained; white space after a turn found by
+    token that absorbs the leading whitespace of the next turn is not trained; whitespace after a turn found by
     prefixes is not trained.
 
     Args:
@@ -106,7 +106,7 @@ class ChatEncoder:
                 )
 
     def encode_batch(self, samples: Sequence[Conversation | Text]) -> list[EncodedSample | BrokenSample]:
-        """Return each encoded sample, or the error that prevents encoding. Raises `UserError` if a template is missing.
+        """Return each encoded sample, or the error that prevents encoding. Raise `UserError` if a template is missing.
 
         Texts get BOS (if the model has it) and EOS, as by `Tokenizer.encode_documents`; all tokens but BOS are trained.
         """
@@ -230,7 +230,7 @@ class _Tokens:
 
     def range_of(self, start: int, end: int) -> range:
         """Return the tokens with a character in [start, end), or an empty range at `start`. Excludes a special token
-        that begins before `start` and absorbs the white space after it."""
+        that begins before `start` and absorbs the whitespace after it."""
         found = np.flatnonzero((self._starts < end) & (self._ends > start) & (self._ends > self._starts))
         if len(found):
             first = int(found[0])
@@ -244,7 +244,7 @@ class _Tokens:
         return token if token in self._special_ids else None
 
     def ends_with_special(self, turn: range) -> bool:
-        """Return whether a turn ends with a special token, ignoring white space after it."""
+        """Return whether a turn ends with a special token, ignoring whitespace after it."""
         return bool(turn) and self.special_at(self.end_of_turn(turn) - 1) is not None
 
     def end_of_turn(self, turn: range) -> int:
@@ -338,7 +338,7 @@ class RowEncoder:
         return [self._try_encode(sample) for sample in samples]
 
     def encode(self, sample: Sample) -> EncodedRow:
-        """Encode one sample. Raises `BrokenSample` if this is impossible."""
+        """Encode one sample. Raise `BrokenSample` if this is impossible."""
         raise NotImplementedError
 
     def _try_encode(self, sample: Sample) -> EncodedRow | BrokenSample:

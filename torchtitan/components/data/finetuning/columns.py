@@ -50,7 +50,7 @@ def is_filled(value: Any) -> bool:
 
 
 def relevant_columns(row: Mapping[str, Any]) -> list[str]:
-    """Return the non-empty columns of a row with names that suggest an effect on training."""
+    """Return the non-empty columns of a row whose names suggest an effect on training."""
     return [column for column, value in row.items() if column.lower() in _RELEVANT_NAMES and is_filled(value)]
 
 
@@ -67,7 +67,7 @@ def suggested_columns(columns: Iterable[str]) -> str:
 
 
 def parse_columns(columns: Sequence[str]) -> dict[str, str]:
-    """Parse `["prompt=question", …]` into a dictionary. Raises `UserError` for other forms and repeated names."""
+    """Parse `["prompt=question", …]` into a dictionary. Raise `UserError` for other forms and repeated names."""
     mapping: dict[str, str] = {}
     for entry in columns:
         ours, equals, theirs = (part.strip() for part in entry.partition("="))

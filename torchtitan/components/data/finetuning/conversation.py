@@ -45,7 +45,7 @@ class Conversation:
     tools: list[dict[str, Any]] | None = None
     """Functions that the model may call, each `{"type": "function", "function": {"name": …, "parameters": …}}`."""
     trained: list[bool | None] = field(default_factory=list)
-    """True to train on each message; None, the default: `train_on` decides."""
+    """For each message, whether to train on it; None, the default: `train_on` decides."""
 
     def __post_init__(self) -> None:
         self.trained = self.trained or [None] * len(self.messages)
@@ -120,7 +120,7 @@ def normalize(messages: Any, tools: Any = None) -> Conversation:
 
 
 def from_json(value: Any, what: str) -> Any:
-    """Parse `value` if it is text. Raises `BrokenSample` for invalid JSON."""
+    """Parse `value` if it is text. Raise `BrokenSample` for invalid JSON."""
     if not isinstance(value, str):
         return value
     try:
@@ -130,13 +130,13 @@ def from_json(value: Any, what: str) -> Any:
 
 
 def has_content(message: Message) -> bool:
-    """Return whether a normalized message has tool calls, or content or reasoning other than white space."""
+    """Return whether a normalized message has tool calls, or content or reasoning other than whitespace."""
     texts = [message.get(key) or "" for key in ("content", "reasoning_content", "thinking", "reasoning")]
     return "tool_calls" in message or any(not isinstance(text, str) or text.strip() for text in texts)
 
 
 def checked_text(value: Any, what: str) -> str:
-    """Return `value`. Raises `BrokenSample` if it is not a string."""
+    """Return `value`. Raise `BrokenSample` if it is not a string."""
     if not isinstance(value, str):
         raise BrokenSample(f"the {what} must be text, not {kind_of(value)}: {shortened(value)}")
     return value

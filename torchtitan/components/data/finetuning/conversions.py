@@ -44,7 +44,7 @@ SPEAKERS = {
 """Speaker in public datasets → role."""
 
 _CALL_SPEAKERS = ("function_call", "tool_call")
-"""Speakers whose content is one or several function calls in JSON."""
+"""Speakers whose content is one or more function calls in JSON."""
 
 _BEGINS_TRANSCRIPT = re.compile(r"\s*Human:")
 _SPEAKER_IN_TRANSCRIPT = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):")
@@ -273,7 +273,8 @@ def alternating(turns: list[Any]) -> list[Any]:
 
 
 def transcript(text: str) -> list[Any] | None:
-    """Parse a transcript such as "\\n\\nHuman: Hi.\\n\\nAssistant: Hello." (Anthropic's HH) into turns, else None."""
+    """Parse a transcript such as "\\n\\nHuman: Hi.\\n\\nAssistant: Hello." (Anthropic's HH) into turns; return None for
+    other texts."""
     if not _BEGINS_TRANSCRIPT.match(text):
         return None
     _, *pieces = _SPEAKER_IN_TRANSCRIPT.split(text)

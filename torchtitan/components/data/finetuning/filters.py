@@ -56,7 +56,7 @@ class FilterConfig:
             raise UserError(f"--dataloader.repetition_ngram must be at least 1 token, not {self.repetition_ngram}")
 
     def apply(self, sample: EncodedRow | BrokenSample) -> EncodedRow | Dropped:
-        """Return the sample, or the reason to drop it. Raises `UserError` for the policy `error`."""
+        """Return the sample, or the reason to drop it. Raise `UserError` for the policy `error`."""
         if isinstance(sample, EmptySample):
             return _drop("empty", str(sample), self.empty)
         if isinstance(sample, BrokenSample):

@@ -20,7 +20,7 @@ from torchtitan.tools.errors import UserError
 
 
 def load_function(reference: str) -> RowFunction:
-    """Load the function `package.module:function` or `path/to/file.py:function`. Raises `UserError` if the file, module
+    """Load the function `package.module:function` or `path/to/file.py:function`. Raise `UserError` if the file, module
     or function does not exist, or the import fails."""
     module_name, _, name = reference.rpartition(":")
     is_file = module_name.endswith(".py")
@@ -76,8 +76,9 @@ def _import_module(name: str, reference: str) -> ModuleType:
 
 
 def function_fingerprint(function: Callable[..., Any]) -> str:
-    """Return a digest of a function: its file or, outside of files (as in a notebook), its code and globals; its
-    defaults and closure; and recursively all functions among these, such as one wrapped by a decorator.
+    """Return a digest of a function. It covers the function's file (or its code and globals if there is no file, as in
+    a notebook), its defaults and closure, and recursively all functions among these, such as one wrapped by a
+    decorator.
 
     The current values are used. Modules imported by the file are not included.
 
@@ -91,7 +92,7 @@ def function_fingerprint(function: Callable[..., Any]) -> str:
 
 
 class _Description:
-    """JSON-ready descriptions of values, equal for equal values in all processes."""
+    """JSON-serializable descriptions of values, equal for equal values in all processes."""
 
     def __init__(self, name: str):
         self._name = name
@@ -138,7 +139,7 @@ class _Description:
         file = getattr(sys.modules.get(kind.__module__), "__file__", None)
         if file and Path(file).suffix == ".py":
             yield hashlib.sha256(Path(file).read_bytes()).hexdigest()
-        else:  # as in a notebook
+        else:  # defined in a notebook, for example
             yield [[name, self.encode(item)] for name, item in vars(kind).items() if inspect.isfunction(item)]
 
     def _reduced(self, value: Any) -> Any:

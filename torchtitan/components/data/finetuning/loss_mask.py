@@ -111,7 +111,7 @@ def _by_prefixes(template: ChatTemplate, conversation: Conversation, should_trai
 def _n_marks(template: ChatTemplate, conversation: Conversation, i: int, text: str, spans: Sequence[Span]) -> int:
     """Return the number of marked spans up to the assistant's message `i`, found by rendering only these messages. A
     template may omit parts of earlier turns, such as reasoning: each span must then be part of its counterpart, except
-    white space, and begin no later."""
+    whitespace, and begin no later."""
     prefix, prefix_spans = template.render_marked(conversation.messages[: i + 1], tools=conversation.tools)
     is_consistent = len(prefix_spans) <= len(spans) and all(
         start <= old_start and text[start:end].strip() in prefix[old_start:old_end]
@@ -155,7 +155,7 @@ class _Prefixes:
 
     def unprompted(self, i: int, span: Span) -> tuple[str, str] | None:
         """Return the generation prompt and the header of message `i` if it is an assistant's turn without that prompt.
-        Raises `BrokenSample` if the turn also omits a part of its message, such as reasoning."""
+        Raise `BrokenSample` if the turn also omits a part of its message, such as reasoning."""
         message, (start, end) = self._conversation.messages[i], span
         if message["role"] != "assistant" or self.text.startswith(self._render(i, True)):
             return None

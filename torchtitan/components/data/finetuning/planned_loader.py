@@ -38,7 +38,7 @@ PREFETCHED_BATCHES = 2
 """Batches prefetched by each worker process."""
 
 CHUNK_WITHOUT_PACKING = 1024
-"""Samples drawn at a time if windows are not shared; does not affect the order."""
+"""Samples drawn at a time if each window holds one sample; does not affect the order."""
 
 
 class PlannedDataLoader(TokenizingDataLoader):
@@ -47,7 +47,7 @@ class PlannedDataLoader(TokenizingDataLoader):
     The global order of windows does not depend on ranks, workers or batch size B: the n-th batch of rank r of R holds B
     windows, starting with window n * R * B + r * B. The planner runs in the main process. The position is exact after
     every batch, and can be resumed with a different number of ranks, workers or windows per batch. A batch's
-    `documents` (B, M) are the sample numbers of each window over all data sets, padded with `NO_DOCUMENT`.
+    `documents` (B, M) are the sample numbers of each window over all datasets, padded with `NO_DOCUMENT`.
 
     Subclasses define the kind of rows (`kind`) and their encoding (`Config.encoder`), and may override the maximum
     length (`max_length`), the planning of windows (`plan`) and the creation of batches (`collate`).
@@ -58,13 +58,13 @@ class PlannedDataLoader(TokenizingDataLoader):
         """Rows of fine-tuning data."""
 
         dataset: list[str] = field(default_factory=list)
-        """Data sets, each a registered name or a local path: a file (json, jsonl, csv, parquet, optionally .gz or
+        """Datasets, each a registered name or a local path: a file (json, jsonl, csv, parquet, optionally .gz or
         .zst), a folder, a glob pattern, or a folder written by `datasets.save_to_disk`."""
         format: str = "auto"
         """Row format: auto (detected from the columns), a format name, or a custom function, package.module:function or
-        path/to/file.py:function. Applies to all data sets that it fits."""
+        path/to/file.py:function. Applies to all datasets that it fits."""
         columns: list[str] = field(default_factory=list)
-        """Columns to rename, as OURS=THEIRS: prompt=question. Applies to all data sets that have them."""
+        """Columns to rename, as OURS=THEIRS: prompt=question. Applies to all datasets that have them."""
         chat_template: str = ""
         """Chat template: chatml, llama3, mistral, alpaca, or a file; empty: the model's template."""
         empty: Policy = "drop"
@@ -87,7 +87,7 @@ class PlannedDataLoader(TokenizingDataLoader):
             self.open_caches(tokenizer, self.find_template(tokenizer))
 
         def open_caches(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> list[SampleCache]:
-            """Open the cache of each data set, encoding it if necessary. Raises `UserError` for unusable data."""
+            """Open the cache of each dataset, encoding it if necessary. Raise `UserError` for unusable data."""
             encoder, filters = self.encoder(tokenizer, template), self.filters()
             return [
                 open_sample_cache(source, row_format, encoder, filters, self.cache_dir, verify=self.verify_caches)
@@ -101,16 +101,17 @@ class PlannedDataLoader(TokenizingDataLoader):
             return FilterConfig(empty=self.empty, broken=self.broken, untrained=None)
 
         def order_key(self) -> list[Any]:
-            """Return all settings that affect windows, besides samples and sequence length, JSON-ready."""
+            """Return all settings that affect windows, except samples and sequence length, as JSON-serializable
+            values."""
             return [self.too_long, self.sampler.to_dict()]
 
         def find_template(self, tokenizer: Tokenizer) -> ChatTemplate | None:
-            """Return the configured template, by default the model's; None if not needed. Raises `UserError` if
+            """Return the configured template, by default the model's; None if not needed. Raise `UserError` if
             missing."""
             return resolve_chat_template(self.chat_template, [tokenizer.folder] if tokenizer.folder else [], tokenizer)
 
         def rows(self) -> list[tuple[Source, RowFormat]]:
-            """Return the source and row format of each data set. Raises `UserError` if either is unknown."""
+            """Return the source and row format of each dataset. Raise `UserError` if either is unknown."""
             sources = [self._source(dataset) for dataset in self.dataset]
             columns = [first_columns(source) for source in sources]
             mapping = parse_columns(self.columns)
@@ -123,7 +124,7 @@ class PlannedDataLoader(TokenizingDataLoader):
             return source
 
         def identity(self) -> dict[str, Any]:
-            """Return the loader's class, the content of its data sets, and the options for reading rows."""
+            """Return the loader's class, the content of its datasets, and the options for reading rows."""
             options = ("split", "format", "columns", "chat_template")
             return TokenizingDataLoader.Config.identity(self) | {
                 "dataloader.dataset": data_identity(self.dataset, self._source, self.cache_dir),
@@ -132,7 +133,7 @@ class PlannedDataLoader(TokenizingDataLoader):
 
         def for_validation(self, dataset: str) -> Self | None:
             """Return the config for the validation split of `dataset` (all data if it has no splits), by default of the
-            training data sets that have one. `format` and `columns` are kept if they fit."""
+            training datasets that have one. `format` and `columns` are kept if they fit."""
             with_validation = [name for name in self.dataset if "validation" in CHAT_DATASETS.splits(name)]
             chosen = [dataset] if dataset else with_validation
             if not chosen:
@@ -180,7 +181,7 @@ class PlannedDataLoader(TokenizingDataLoader):
 
     @staticmethod
     def max_length(seq_len: int) -> int:
-        """Return the maximum tokens of a sequence; its last token is only a label and needs no position."""
+        """Return the maximum number of tokens in a sequence; its last token is only a label and needs no position."""
         return seq_len + 1
 
     @staticmethod
@@ -192,7 +193,7 @@ class PlannedDataLoader(TokenizingDataLoader):
         """Create a planner at the first window, by default with one sample per window.
 
         Args:
-            samplers: one sampler per data set.
+            samplers: one sampler per dataset.
             epochs: passes over the data; None: endless.
             windows_per_step: windows of a training step.
             order: further arguments of the planner.

@@ -64,7 +64,7 @@ class RowFormat:
         return (*self.required, *self.optional)
 
     def unread_columns(self, row: Mapping[str, Any]) -> list[str]:
-        """Return a row's ignored, non-empty columns with names that suggest an effect on training."""
+        """Return a row's ignored, non-empty columns whose names suggest an effect on training."""
         if self.by_function or not (suspects := relevant_columns(row)):
             return []
         filled = {column: column for column, value in row.items() if is_filled(value)}
@@ -154,13 +154,13 @@ def dataset_formats(
     mapping: Mapping[str, str],
     kind: Kind,
 ) -> list[RowFormat]:
-    """Return the row formats of data sets, given the columns of each.
+    """Return the row formats of datasets, given the columns of each.
 
-    `format` (other than "auto") and `mapping` apply to all data sets that they fit and override the registration. Other
-    data sets use the registered or detected format. A function fits all data sets registered without a format.
+    `format` (other than "auto") and `mapping` apply to all datasets that they fit and override the registration. Other
+    datasets use the registered or detected format. A function fits all datasets registered without a format.
 
     Raises:
-        UserError: see `find_format`; also if `format` and `mapping` fit no data set.
+        UserError: see `find_format`; also if `format` and `mapping` fit no dataset.
     """
     if format == AUTO and not mapping:
         return [_default_format(dataset, names, kind) for dataset, names in zip(datasets, columns, strict=True)]
@@ -179,7 +179,7 @@ def dataset_formats(
 
 
 def fits_dataset(dataset: str, columns: Sequence[str], format: str, mapping: Mapping[str, str], kind: Kind) -> bool:
-    """Return whether `format` and `mapping` fit a data set; see `dataset_formats`."""
+    """Return whether `format` and `mapping` fit a dataset; see `dataset_formats`."""
     try:
         _requested_format(dataset, columns, format, mapping, kind)
     except UserError:
@@ -206,7 +206,8 @@ def _default_format(dataset: str, columns: Sequence[str], kind: Kind) -> RowForm
 
 
 def function_format(function: RowFunction, kind: Kind) -> RowFormat:
-    """Return the format of rows that a function converts to known formats. Raises like `function_fingerprint`."""
+    """Return the format of rows that a function converts to known formats. Raise the errors of
+    `function_fingerprint`."""
     fingerprint = json.dumps([function_fingerprint(function), kind])
     return RowFormat(
         name=f"{function.__module__}:{function.__qualname__}",
@@ -296,7 +297,7 @@ def _convert(format: RowFormat, mapping: Mapping[str, str], auto: bool, row: Map
         if auto and (other := _filled_format(format, renamed)):
             raise BrokenSample(
                 f"{error}, but the columns of another format have content ({_needs(other)}); split rows of different "
-                f"formats into separate data sets, or skip such rows with --dataloader.format {format.name}"
+                f"formats into separate datasets, or skip such rows with --dataloader.format {format.name}"
             ) from None
         raise
 

@@ -33,7 +33,7 @@ from torchtitan.tools.errors import UserError
 from torchtitan.tools.progress import progress
 
 SOURCES = ("chat_template/*.py", "tokenizer/*.py", "data/report.py", "data/sources/*.py", "data/finetuning/*.py")
-"""Patterns in `torchtitan/components` of the modules that affect the content of the cache."""
+"""Glob patterns, relative to `torchtitan/components`, of the modules that affect the content of the cache."""
 
 BATCH_ROWS = 1024
 
@@ -47,7 +47,7 @@ def code_version() -> str:
 
 
 class SampleCache:
-    """Samples of a data set, mapped into memory. Pickling stores only the path of the folder.
+    """Samples of a dataset, mapped into memory. Pickling stores only the path of the folder.
 
     Args:
         folder: folder of a finished cache.
@@ -121,7 +121,7 @@ def open_sample_cache(
     *,
     verify: bool = False,
 ) -> SampleCache:
-    """Open the cached samples of a source, encoding them if necessary; see `open_or_build`. Raises `UserError` if
+    """Open the cached samples of a source, encoding them if necessary; see `open_or_build`. Raise `UserError` if
     `filters` reject a row with policy `error`, no row is left, or the cache folder is not writable."""
     return open_or_build(
         "samples",
@@ -135,7 +135,7 @@ def open_sample_cache(
 
 
 def first_columns(source: Source) -> list[str]:
-    """Return the columns of the first readable row. Raises `UserError` if there is none."""
+    """Return the columns of the first readable row. Raise `UserError` if there is none."""
     error = ""
     for row in source.rows(lambda _: None):
         if row.values is not None:

@@ -21,7 +21,7 @@ from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.tools.errors import UserError
 
 MANY_TOO_LONG = 0.01
-"""Fraction of dropped rows, because of their length, from which a warning is logged."""
+"""A warning is logged if more than this fraction of the rows are dropped because of their length."""
 
 TooLong = Literal["drop", "truncate_left", "truncate_right", "error"]
 """`truncate_left` keeps the end of a sample, `truncate_right` its beginning."""
@@ -37,7 +37,7 @@ class LengthFilteredDataset:
             sequences of a sample, so that common prefixes stay equal.
         untrained: policy for samples without trained tokens after truncation. None: drop samples if truncation would
             remove trained tokens, since comparisons need complete answers.
-        name: name of the data set, for messages.
+        name: name of the dataset, for messages.
 
     Raises:
         UserError: a sample violates a policy `error`, or no sample is left.
@@ -136,21 +136,21 @@ class LengthFilteredDataset:
 
 
 _IN_FILE = re.compile(r"( \(.*\))?(:\d+|, (row|element) \d+)?")
-"""Location within a file or data set: `:17`, `, row 3`, ` (train), row 3`."""
+"""Location within a file or dataset: `:17`, `, row 3`, ` (train), row 3`."""
 
 
 class SampleSets:
-    """Concatenation of data sets, with one numbering of all samples."""
+    """Concatenation of datasets, with one numbering of all samples."""
 
     def __init__(self, names: Sequence[str], sets: Sequence[LengthFilteredDataset]):
         self.names = list(names)
         self.sets = list(sets)
         self.first = [0, *itertools.accumulate(data.n_samples for data in sets)]
-        """Number of the first sample of each data set, and the total."""
+        """Number of the first sample of each dataset, and the total."""
 
     @property
     def positions(self) -> list[Array]:
-        """Window positions of each data set's samples; the last token of a sample needs none."""
+        """Window positions of each dataset's samples; the last token of a sample needs none."""
         return [data.lengths - 1 for data in self.sets]
 
     @property
@@ -160,7 +160,7 @@ class SampleSets:
         return sum(data.report.trained_tokens for data in self.sets) / n_positions
 
     def locate(self, number: int) -> tuple[int, int]:
-        """Return the index of a sample's data set, and the sample's number in that data set."""
+        """Return the index of a sample's dataset, and the sample's number in that dataset."""
         source = bisect.bisect_right(self.first, number) - 1
         return source, number - self.first[source]
 
@@ -169,8 +169,8 @@ class SampleSets:
         return self.sets[source].sample(index)
 
     def describe(self, number: int) -> str:
-        """Return the location of a sample's row, prefixed by the data set if there are several: `b/c.jsonl:17` for a
-        file, otherwise `my_set: c.jsonl:17`."""
+        """Return the location of a sample's row, prefixed by the dataset if there is more than one: `b/c.jsonl:17` for
+        a file, otherwise `my_set: c.jsonl:17`."""
         source, index = self.locate(number)
         location, name = self.sets[source].describe(index), self.names[source]
         if len(self.sets) == 1:
@@ -180,7 +180,7 @@ class SampleSets:
         return f"{parent}{slash}{location}" if contains_name else f"{name}: {location}"
 
     def find_numbers(self, names: Sequence[str]) -> list[int]:
-        """Return the numbers of the samples with these `describe` names. Raises `UserError` for an unknown name."""
+        """Return the numbers of the samples with these `describe` names. Raise `UserError` for an unknown name."""
         targets = set(names)
         found = {name: number for number in range(self.first[-1]) if (name := self.describe(number)) in targets}
         if missing := [name for name in names if name not in found]:

@@ -33,7 +33,7 @@ class SFTDataLoader(PlannedDataLoader):
 
     A sample of n tokens takes n - 1 positions: its inputs are all tokens except the last, its labels all except the
     first, or `IGNORE_INDEX` for untrained tokens. Each sample is a separate document, as is the padding of a window.
-    With weights, training ends as soon as one data set has been read `epochs` times. Only the weight schedule uses
+    With weights, training ends as soon as one dataset has been read `epochs` times. Only the weight schedule uses
     `global_batch_size`. See `PlannedDataLoader` for arguments, order and position.
     """
 
@@ -42,32 +42,32 @@ class SFTDataLoader(PlannedDataLoader):
         """Fine-tuning data."""
 
         dataset: list[str] = field(default_factory=lambda: ["chats"])
-        """Data sets, each `chats` (built in), a registered name, or a local path: a file (json, jsonl, csv, parquet,
+        """Datasets, each `chats` (built in), a registered name, or a local path: a file (json, jsonl, csv, parquet,
         txt, md, optionally .gz or .zst), a folder, a glob pattern, or a folder written by `datasets.save_to_disk`."""
         train_on: TrainOn = "assistant"
         """Turns to train on: assistant (all of its turns), last_assistant, or all. Weights in a row take precedence."""
         untrained: Policy = "drop"
         """Samples without trained tokens: drop or error."""
         min_tokens: int = 0
-        """Fewest tokens of a sample; shorter samples are dropped."""
+        """Minimum tokens of a sample; shorter samples are dropped."""
         max_tokens: int | None = None
-        """Most tokens of a sample, independent of the sequence length; longer samples are dropped."""
+        """Maximum tokens of a sample, independent of the sequence length; longer samples are dropped."""
         token_range: str = ""
         """Range of allowed token ids, LOW-HIGH (inclusive); samples with other ids are dropped. Empty: all."""
         max_repetition: float = 1.0
-        """Largest fraction of repeated token n-grams in a sample; others are dropped. 1: no limit."""
+        """Maximum fraction of repeated token n-grams in a sample; samples with more are dropped. 1: no limit."""
         repetition_ngram: int = 10
         """Tokens per n-gram, for max_repetition."""
         packing: Packing = "ffd"
         """Packing of samples into windows: ffd (first-fit-decreasing), multipack (equally full windows), or none."""
         pack_chunk: int = 8192
-        """Samples of a data set that are packed at a time, after shuffling."""
+        """Samples of a dataset that are packed at a time, after shuffling."""
         weights: list[float] = field(default_factory=list)
-        """Relative share of each data set in the tokens; empty: read all data sets equally often."""
+        """Relative share of each dataset in the tokens; empty: read all datasets equally often."""
         weight_schedule: list[str] = field(default_factory=list)
         """Steps from which new weights apply: "500: 0.2 0.8"."""
         max_epochs: list[float] = field(default_factory=list)
-        """Maximum epochs of each data set; empty: 1 with weights and without training.epochs, else no limit."""
+        """Maximum epochs of each dataset; empty: 1 with weights and without training.epochs, otherwise no limit."""
 
         def validate(self) -> None:
             PlannedDataLoader.Config.validate(self)
@@ -79,14 +79,14 @@ class SFTDataLoader(PlannedDataLoader):
             for name, values in (("weights", self.weights), ("max_epochs", self.max_epochs)):
                 if values and len(values) != len(self.dataset):
                     raise UserError(
-                        f"--dataloader.{name} must have one value per data set ({len(self.dataset)}), not {len(values)}"
+                        f"--dataloader.{name} must have one value per dataset ({len(self.dataset)}), not {len(values)}"
                     )
             if any(not limit > 0 for limit in self.max_epochs):
                 raise UserError(f"--dataloader.max_epochs must be above 0, not {min(self.max_epochs):g}")
             self.filters()
 
         def filters(self) -> FilterConfig:
-            """Return the filters for rows. Raises `UserError` for invalid limits."""
+            """Return the filters for rows. Raise `UserError` for invalid limits."""
             return FilterConfig(
                 empty=self.empty,
                 broken=self.broken,
@@ -115,7 +115,7 @@ class SFTDataLoader(PlannedDataLoader):
             return PlannedDataLoader.Config.find_template(self, tokenizer)
 
         def for_validation(self, dataset: str) -> "SFTDataLoader.Config | None":
-            """Return the base class's config without weights: all data sets are read equally often."""
+            """Return the base class's config without weights: all datasets are read equally often."""
             config = PlannedDataLoader.Config.for_validation(self, dataset)
             return config and dataclasses.replace(config, weights=[], weight_schedule=[], max_epochs=[])
 
@@ -150,7 +150,7 @@ class SFTDataLoader(PlannedDataLoader):
 
     @cached_property
     def windows_per_epoch(self) -> int:
-        """Windows in one pass over all data, without mixing data sets."""
+        """Windows in one pass over all data, without mixing datasets."""
         positions, config = self.samples.positions, self.config
         if (windows := self._planner.windows_by_epoch) is not None and not config.weights:
             return windows[0]
@@ -174,7 +174,7 @@ class SFTDataLoader(PlannedDataLoader):
 
 
 def parse_token_range(text: str) -> tuple[int, int] | None:
-    """Parse `LOW-HIGH`; None for an empty text. Raises `UserError` for other forms."""
+    """Parse `LOW-HIGH`; None for an empty text. Raise `UserError` for other forms."""
     if not text:
         return None
     low, dash, high = text.partition("-")
@@ -184,7 +184,7 @@ def parse_token_range(text: str) -> tuple[int, int] | None:
 
 
 def parse_schedule(entries: list[str]) -> list[tuple[int, list[float]]]:
-    """Parse `["500: 0.2 0.8", …]` into pairs of step and weights. Raises `UserError` for other forms."""
+    """Parse `["500: 0.2 0.8", …]` into pairs of step and weights. Raise `UserError` for other forms."""
     schedule = []
     for entry in entries:
         step, colon, weights = entry.partition(":")

@@ -55,7 +55,7 @@ class Mixture:
         tolerance = 1e-6 * self._capacity
         weights = self._weights()
         behind = [share - n_read for share, n_read in zip(self.share, self.tokens_read, strict=True)]
-        # A source with weight 0 may still be behind from before a weight change.
+        # A source with weight 0 may still be behind if it had another weight before.
         return [i for i, tokens in enumerate(behind) if tokens > (-tolerance if weights[i] else tolerance)]
 
     def choose(self, n_tokens: Mapping[int, int]) -> int:
@@ -69,7 +69,8 @@ class Mixture:
         self.n_windows += 1
 
     def share_after(self, n_windows: int) -> list[float]:
-        """Estimate each source's share of the first `n_windows` in tokens, from the mean window so far."""
+        """Estimate each source's share of the first `n_windows` in tokens, from the mean number of tokens per window so
+        far."""
         share = self.share
         for count, weights in self._ahead(n_windows):
             share = [tokens + weight * count * self._mean() for tokens, weight in zip(share, weights, strict=True)]
@@ -133,7 +134,7 @@ class Mixture:
 
 def _normalized(weights: Sequence[float], n_sources: int) -> list[float]:
     if len(weights) != n_sources:
-        raise UserError(f"{len(weights)} weights ({_listed(weights)}) for {n_sources} data sets; set one each")
+        raise UserError(f"{len(weights)} weights ({_listed(weights)}) for {n_sources} datasets; set one each")
     if not all(0 <= weight < math.inf for weight in weights) or sum(weights) == 0:
         raise UserError(f"the weights {_listed(weights)} must be finite, at least 0, and not all 0")
     return [weight / sum(weights) for weight in weights]

@@ -216,7 +216,7 @@ class SourceStream:
         return self._chunk, self._n_returned, self.sampler.state_dict()
 
     def state_dict(self, snapshot: StreamSnapshot) -> dict[str, Any]:
-        """Return a position of this stream, JSON-ready."""
+        """Return a position of this stream as JSON-serializable values."""
         chunk, n_returned, sampler = snapshot
         return {
             "chunk": chunk.number,

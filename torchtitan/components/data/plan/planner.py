@@ -42,7 +42,8 @@ class Planner:
         weights: share of each source in the tokens; None: by size, so that all are read equally often.
         schedule: steps and new weights, see `Mixture`; requires `weights`.
         windows_per_step: windows of a training step, for the schedule; a resumed run may change it.
-        max_epochs: limit of epochs of each source; None: no limit. `next` raises `UserError` if it is exceeded.
+        max_epochs: maximum number of epochs of each source; None: no limit. `next` raises `UserError` if it is
+            exceeded.
         names: names of the sources, for messages.
         seed: seed of the order of windows in a chunk.
         epochs: passes over the sources; with weights, the iterator ends when a source has completed them. None:
@@ -71,7 +72,7 @@ class Planner:
         epochs: int | None = None,
         ahead: int = 0,
     ):
-        self.names = list(names) if names is not None else [f"data set {i + 1}" for i in range(len(lengths))]
+        self.names = list(names) if names is not None else [f"dataset {i + 1}" for i in range(len(lengths))]
         self.offsets = np.cumsum([0, *(len(of_source) for of_source in lengths)])
         """Global number of each source's first sample, and the total."""
         self.n_tokens = [int(of_source.sum()) for of_source in lengths]
@@ -87,7 +88,7 @@ class Planner:
         self.max_epochs: list[float | None] = list([None] * len(lengths) if max_epochs is None else max_epochs)
         if len(self.max_epochs) != len(lengths):
             raise UserError(
-                f"--dataloader.max_epochs must have one value per data set ({len(lengths)}), not {len(self.max_epochs)}"
+                f"--dataloader.max_epochs must have one value per dataset ({len(lengths)}), not {len(self.max_epochs)}"
             )
         self.epochs = epochs
         self._ahead = ahead
@@ -148,7 +149,7 @@ class Planner:
 
     def epochs_after(self, n_windows: int) -> list[float]:
         """Return the epochs of each source, by tokens, after `n_windows` windows or at the end, ignoring limits and
-        statistics. Exact for one pass over all tokens, then estimated from the mean window."""
+        statistics. Exact for one pass over all tokens, then estimated from the mean number of tokens per window."""
         planner = self._from_start()
         planner.max_epochs = [None] * len(self.max_epochs)
         mixture, n_all = planner._mixture, sum(self.n_tokens)
@@ -172,7 +173,7 @@ class Planner:
 
     def check_repetitions(self, n_windows: int) -> None:
         """Raise `UserError` if `n_windows` windows, without further statistics, exceed the limit of a source. The
-        message estimates the epochs of the source from the mean window."""
+        message estimates the epochs of the source from the mean number of tokens per window."""
         if all(limit is None for limit in self.max_epochs):
             return
         planner = self._from_start()
@@ -187,7 +188,8 @@ class Planner:
         if not self.is_adaptive:
             return
         assert self.n_windows <= n_windows + self._ahead, "planned further ahead than `ahead` allows"
-        # Positions before `n_windows` are not saved anymore; later positions have applied the dropped entries.
+        # Positions before `n_windows` are no longer saved; later positions already include the effect of the dropped
+        # entries.
         self._observed = [entry for entry in self._observed if entry[0] >= n_windows - self._ahead]
         self._observed.append((n_windows, statistics))
 
@@ -207,8 +209,8 @@ class Planner:
         return Snapshot(self.n_windows, self._mixture.state_dict(), [stream.snapshot() for stream in self._streams])
 
     def state_dict(self, snapshot: Snapshot | None = None) -> dict[str, Any]:
-        """Return a position, by default the current one, JSON-ready, with statistics that are not applied yet. A
-        `snapshot` must not be older than the last `observe`."""
+        """Return a position (by default, the current one) as JSON-serializable values, with statistics that are not
+        applied yet. A `snapshot` must not be older than the last `observe`."""
         snapshot = snapshot or self.snapshot()
         applied = snapshot.n_windows - 1 - self._ahead
         return {

@@ -1,4 +1,4 @@
-"""Samplers, which define the order of samples in a data set."""
+"""Samplers, which define the order of samples in a dataset."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,21 +22,21 @@ class StepStatistics:
     grad_norm: float
     """Gradient norm before clipping."""
     samples: Array
-    """Numbers (n,) of the step's samples in the data set; empty unless the sampler `needs_sample_losses`."""
+    """Numbers (n,) of the step's samples in the dataset; empty unless the sampler `needs_sample_losses`."""
     sample_losses: npt.NDArray[np.float64]
     """Mean loss (n,) per trained token of each sample, in nats; empty unless the sampler `needs_sample_losses`."""
 
 
 class Sampler(Configurable):
-    """Draws the samples of one data set, numbered from 0 to `n_samples` - 1.
+    """Draws the samples of one dataset, numbered from 0 to `n_samples` - 1.
 
     Each rank has its own sampler, and all must draw the same samples: draws may depend only on the arguments, the calls
     of `draw`, and the input of `observe`. Subclasses define `draw`, `epoch`, `state_dict` and `load_state_dict`, and
     override `observe` to adapt to training.
 
     Args:
-        n_samples: samples in the data set, at least 1.
-        seed: random seed for this data set.
+        n_samples: samples in the dataset, at least 1.
+        seed: random seed for this dataset.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -72,12 +72,12 @@ class Sampler(Configurable):
         raise NotImplementedError
 
     def observe(self, statistics: StepStatistics) -> None:
-        """Adapt to a training step; `statistics.samples` are numbers in this data set. Called in step order, after the
+        """Adapt to a training step; `statistics.samples` are numbers in this dataset. Called in step order, after the
         samples prefetched for later steps have been drawn; see `Planner`."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the complete state, JSON-ready except for numpy arrays as values. Called for every batch: return large
-        state as arrays without copying, and do not modify them later."""
+        """Return the complete state, JSON-serializable except for numpy arrays as values. This is called for every
+        batch, so return large state as arrays without copying, and do not modify the arrays later."""
         raise NotImplementedError
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

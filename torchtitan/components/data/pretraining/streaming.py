@@ -1,4 +1,4 @@
-"""Batches from registered data sets that are streamed and tokenized during training.
+"""Batches from registered datasets that are streamed and tokenized during training.
 
 The stream is split over the workers of all data-parallel ranks, called "nodes" here. Each node packs its documents into
 windows and can resume at any window. The shuffle buffer of `datasets` is not used because resuming loses its content.
@@ -29,7 +29,7 @@ DOCUMENTS_PER_ENCODING = 64
 
 
 class StreamPosition(NamedTuple):
-    """Position of a token in a node's stream, JSON-ready as a dictionary."""
+    """Position of a token in a node's stream; as a dictionary, it is JSON-serializable."""
 
     epoch: int = 0
     block: int = 0
@@ -74,7 +74,7 @@ class PackedStreamIterator(Iterator[Batch | UserError | RunFailure]):
         self._windows = self._all_windows(self._position)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position after the last batch, JSON-ready."""
+        """Return the position after the last batch as JSON-serializable values."""
         return self._position._asdict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -221,7 +221,7 @@ def _stream_failures(source: StreamSource) -> Iterator[None]:
 
 
 def open_shard(source: StreamSource, node: int, n_nodes: int) -> Any:
-    """Return one node's shard of a stream: whole files if there are enough, else every n-th row."""
+    """Return one node's shard of a stream: whole files if there are enough, otherwise every n-th row."""
     from datasets.distributed import split_dataset_by_node
 
     stream = source.open()

@@ -35,7 +35,7 @@ BATCH_TEXTS = 1 << 15
 
 
 class TokenCache:
-    """Token ids of a data set's documents, mapped into memory. Pickling stores only the path of the folder."""
+    """Token ids of a dataset's documents, mapped into memory. Pickling stores only the path of the folder."""
 
     def __init__(self, folder: Path, names: list[str]):
         self.folder = folder
@@ -96,7 +96,7 @@ class TokenCache:
 
 
 def open_token_cache(source: Source, tokenizer: Tokenizer, cache_dir: str = "", *, verify: bool = False) -> TokenCache:
-    """Open the cached tokens of a source, encoding it if necessary; see `open_or_build`. Raises `UserError` if the data
+    """Open the cached tokens of a source, encoding it if necessary; see `open_or_build`. Raise `UserError` if the data
     is invalid or empty, or the cache folder is not writable."""
     return open_or_build(
         "tokens",

@@ -1,6 +1,6 @@
 """Windows over a stream of tokens, their order, and their batches.
 
-The concatenated documents of a data set are one stream of tokens. Window `i` covers the `seq_len` + 1 tokens from `i *
+The concatenated documents of a dataset are one stream of tokens. Window `i` covers the `seq_len` + 1 tokens from `i *
 seq_len` on. Neighboring windows overlap by one, so every token except the first is a label exactly once.
 """
 
@@ -112,7 +112,7 @@ class BatchIterator(ABC):
     """Iterator over one rank's batches with a position that can be saved and restored.
 
     Args:
-        fingerprint: JSON-ready values that are equal if positions refer to the same samples.
+        fingerprint: JSON-serializable values that are equal if positions refer to the same samples.
         n_samples: samples of all epochs over all ranks; None: unknown or endless.
     """
 
@@ -126,11 +126,11 @@ class BatchIterator(ABC):
 
     @abstractmethod
     def __next__(self) -> Batch:
-        """Return the next batch. Raises `StopIteration` if all ranks end after the same number of batches."""
+        """Return the next batch. Raise `StopIteration` if all ranks end after the same number of batches."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """Return the position after the last batch returned, JSON-ready."""
+        """Return the position after the last batch returned, as JSON-serializable values."""
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -141,7 +141,7 @@ class BatchIterator(ABC):
         """Describe the documents with the numbers `first` to `last`."""
 
     def summary(self, name: str, n_samples: int) -> DataSummary | None:
-        """Summarize the data set `name` for a run of `n_samples`; None: unknown."""
+        """Summarize the dataset `name` for a run of `n_samples`; None: unknown."""
         return None
 
     def close(self) -> None:

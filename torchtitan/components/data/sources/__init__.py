@@ -1,1 +1,1 @@
-"""Sources of documents and rows: files, saved data sets, the Hugging Face hub, and embedded data."""
+"""Sources of documents and rows: files, saved datasets, the Hugging Face Hub, and embedded data."""

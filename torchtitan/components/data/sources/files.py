@@ -1,5 +1,5 @@
-"""Readers of local files. Invalid files raise `UserError` with file name and position; errors of rows are stored in
-rows."""
+"""Readers of local files. An invalid file raises `UserError` with its name and the position; an invalid row is yielded
+with its error."""
 
 import codecs
 import csv

@@ -30,7 +30,7 @@ def local_splits(dataset: str) -> tuple[str, ...]:
             return tuple(splits)
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         pass
-    raise UserError(f"{path / _SAVED_DICT} is damaged: it contains no list of splits; save the data set again")
+    raise UserError(f"{path / _SAVED_DICT} is damaged: it contains no list of splits; save the dataset again")
 
 
 def saved_dataset(dataset: str, split: str) -> Path | None:
@@ -64,7 +64,7 @@ def local_files(dataset: str, names: Sequence[str]) -> dict[str, Path]:
 
     Args:
         dataset: file, glob pattern, or folder to search for files of known formats.
-        names: registered data sets, for the error message.
+        names: registered datasets, for the error message.
 
     Raises:
         UserError: no file is found, or a path cannot be read: a broken link, a pipe, a folder without permission.
@@ -91,8 +91,8 @@ def local_files(dataset: str, names: Sequence[str]) -> dict[str, Path]:
 
 
 def _folders(top: Path) -> Iterator[Path]:
-    """Yield a folder and its subfolders, except hidden ones. Each real folder is yielded once, preferably not by a
-    link; cyclic links are allowed."""
+    """Yield a folder and its subfolders, except hidden ones. Each real folder is yielded once, preferably by its own
+    path instead of a link's; cyclic links are allowed."""
     visited, pending = set(), deque([top])
     while pending:
         folder = pending.popleft()
@@ -115,7 +115,7 @@ def _is_folder(entry: "os.DirEntry[str]") -> bool:
 
 
 def _data_files(folder: Path) -> Iterator[Path]:
-    """Yield the files of known formats in a folder. Raises `UserError` for a broken link, which may be data."""
+    """Yield the files of known formats in a folder. Raise `UserError` for a broken link, which may be data."""
     for entry in _visible(folder):
         path = folder / entry.name
         if not _is_folder(entry) and (file_format(path) is not None or entry.is_symlink() and not path.exists()):
@@ -135,7 +135,7 @@ def _matches(pattern: Path) -> Iterator[Path]:
 
 
 def _without_duplicates(files: Iterable[Path]) -> list[Path]:
-    """Return each real file once, sorted, preferably not by a link."""
+    """Return each real file once, sorted, preferably by its own path instead of a link's."""
     real = cache(os.path.realpath)
     by_real_path: dict[str, Path] = {}
     for is_link, name, file in sorted((file.is_symlink(), str(file), file) for file in files):

@@ -60,15 +60,15 @@ class Part(ABC):
 
     @abstractmethod
     def rows(self, on_read: OnRead) -> Iterator[Row]:
-        """Yield the rows in order. Raises `UserError` for an unreadable file."""
+        """Yield the rows in order. Raise `UserError` for an unreadable file."""
 
     @abstractmethod
     def documents(self, on_read: OnRead) -> Iterator[Document]:
-        """Yield the documents in order; consume each before the next. Raises `UserError` for unreadable data."""
+        """Yield the documents in order; consume each before the next. Raise `UserError` for unreadable data."""
 
 
 def text_of(row: Row, text_column: str) -> Document:
-    """Return a row's text as a document. Raises `UserError` if there is none."""
+    """Return a row's text as a document. Raise `UserError` if there is none."""
     if row.values is None:
         if row.error:
             raise UserError(f"{row.where}: {row.error}")
@@ -85,14 +85,14 @@ def check_column(columns: Sequence[str], text_column: str, where: str) -> None:
 
 
 def check_text(value: Any, text_column: str, where: str) -> str:
-    """Return a cell's text, empty for null. Raises `UserError` for other types."""
+    """Return a cell's text, empty for null. Raise `UserError` for other types."""
     if value is not None and not isinstance(value, str):
         raise UserError(f"{where}: column {text_column!r} contains {kind_of(value)}, not text")
     return value or ""
 
 
 def regular_file(path: Path) -> Path:
-    """Return the path of a regular file. Raises `UserError` for a broken link, and for a pipe, socket or device, which
+    """Return the path of a regular file. Raise `UserError` for a broken link, and for a pipe, socket or device, which
     may block when opened."""
     if path.is_file():
         return path
@@ -113,7 +113,8 @@ def first_line(error: Exception) -> str:
 
 
 def parse_json(text: str) -> Any:
-    """Parse JSON. Raises a readable `ValueError` if the text is invalid, nested too deeply, or not valid Unicode."""
+    """Parse JSON. Raise `ValueError` with a readable message if the text is invalid, nested too deeply, or not valid
+    Unicode."""
     try:
         value = json.loads(text)
     except json.JSONDecodeError:
@@ -144,7 +145,7 @@ def json_rows(name: str, lines: Iterable[str], first_line: int = 1) -> Iterator[
 
 
 def numbered_lines(file: IO[str], path: Path) -> Iterator[str]:
-    """Yield the lines of a file. Raises `UserError` for a line of more than `MAX_ROW_CHARACTERS` characters."""
+    """Yield the lines of a file. Raise `UserError` for a line of more than `MAX_ROW_CHARACTERS` characters."""
     for number, line in enumerate(iter(partial(file.readline, MAX_ROW_CHARACTERS), ""), 1):
         if len(line) == MAX_ROW_CHARACTERS:
             raise UserError(
@@ -246,7 +247,7 @@ def _list_elements(file: IO[str], path: Path, chunk_size: int) -> Iterator[tuple
 
 def _element(text: str, start: int) -> tuple[tuple[Any, str] | None, int]:
     """Return the element after the bracket or comma at `start` with its source text (None for an empty list), and the
-    index of the next comma or bracket. Raises `ValueError` if the element is incomplete."""
+    index of the next comma or bracket. Raise `ValueError` if the element is incomplete."""
     begin = _skip_blanks(text, start + 1)
     if text[start] == "[" and text[begin : begin + 1] == "]":
         return None, begin

@@ -1,6 +1,6 @@
 """Resolution of `--dataloader.dataset` to documents or rows.
 
-Local data is a `Source`, which is tokenized into a cache before training. A data set registered for pre-training is a
+Local data is a `Source`, which is tokenized into a cache before training. A dataset registered for pre-training is a
 `StreamSource`, which is read during training.
 """
 
@@ -45,7 +45,7 @@ class Source:
         return sum(part.size() for part in self.parts)
 
     def rows(self, on_read: OnRead) -> Iterator[Row]:
-        """Yield the rows in order, without blank lines. Raises `UserError` for an unreadable file."""
+        """Yield the rows in order, without blank lines. Raise `UserError` for an unreadable file."""
         for part in self.parts:
             for row in part.rows(on_read):
                 if row.values is not None or row.error:
@@ -68,25 +68,25 @@ class _Registered:
     """Hugging Face Hub repository (`allenai/c4`) or local path: a folder of data files for pre-training, any
     `--dataloader.dataset` path for fine-tuning, with `{split}` as placeholder for the split."""
     name: str | None = None
-    """Configuration of the repository, if it has several."""
+    """Configuration of the repository, if it has more than one."""
     splits: tuple[str, ...] = ("train",)
     """Splits; `validation` is used for validation."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HubDataset(_Registered):
-    """Location of a data set for `datasets.load_dataset`."""
+    """Location of a dataset for `datasets.load_dataset`."""
 
     text_column: str = "text"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChatDataset(_Registered):
-    """Location of a data set and the format of its rows."""
+    """Location of a dataset and the format of its rows."""
 
     format: str = AUTO
     columns: Mapping[str, str] = field(default_factory=dict)
-    """Format's column name → column name in the data set."""
+    """Format's column name → column name in the dataset."""
     function: RowFunction | None = None
     """Maps a row to a row of a known format, or None to drop it; replaces `format` and `columns`."""
 
@@ -114,7 +114,7 @@ D = TypeVar("D", HubDataset, ChatDataset)
 
 @dataclass
 class Catalog(Generic[D]):
-    """Registered and embedded data sets for one kind of loader."""
+    """Registered and embedded datasets for one kind of loader."""
 
     kind: str
     """Term used in messages."""
@@ -125,7 +125,7 @@ class Catalog(Generic[D]):
         return [*self.embedded, *self.registered]
 
     def register(self, name: str, dataset: D) -> None:
-        """Register a data set. Raises `UserError` if the name is taken."""
+        """Register a dataset. Raise `UserError` if the name is taken."""
         if name in self.embedded or self.registered.get(name, dataset) != dataset:
             raise UserError(f"the {self.kind} {name!r} is already registered; use another name")
         self.registered[name] = dataset
@@ -147,13 +147,13 @@ CHAT_DATASETS: Catalog[ChatDataset] = Catalog("chat dataset", {"chats": _CHATS, 
 
 
 def register_dataset(name: str, dataset: HubDataset) -> None:
-    """Register a data set to stream in pre-training, `--dataloader.dataset NAME`. Raises `UserError` for a taken
+    """Register a dataset to stream in pre-training, `--dataloader.dataset NAME`. Raise `UserError` for a taken
     name."""
     DOCUMENTS.register(name, dataset)
 
 
 def register_chat_dataset(name: str, dataset: ChatDataset) -> None:
-    """Register a data set for fine-tuning with `--dataloader.dataset NAME`. Raises `UserError` for a taken name."""
+    """Register a dataset for fine-tuning with `--dataloader.dataset NAME`. Raise `UserError` for a taken name."""
     CHAT_DATASETS.register(name, dataset)
 
 
@@ -182,7 +182,7 @@ class _EmbeddedPart(Part):
 
 @dataclass(frozen=True, kw_only=True)
 class StreamSource:
-    """Documents of one split of a registered data set."""
+    """Documents of one split of a registered dataset."""
 
     name: str
     dataset: HubDataset
@@ -204,7 +204,7 @@ class StreamSource:
         return stream.select_columns([self.text_column])
 
     def check(self) -> None:
-        """Read one document to detect problems early. Raises `UserError`."""
+        """Read one document to detect problems early. Raise `UserError`."""
         try:
             first = next(iter(self.open()), None)
         except UserError:
@@ -216,7 +216,7 @@ class StreamSource:
         check_text(first[self.text_column], self.text_column, f"dataset {self.name!r}")
 
     def read_failure(self, error: Exception) -> str:
-        """Return a one-line message with the data set and the cause, an error of `open` or of iteration."""
+        """Return a one-line message with the dataset and the cause, an error of `open` or of iteration."""
         return _read_failure(self.name, self.dataset, self.split, error)
 
 
@@ -256,12 +256,12 @@ def resolve_source(
         dataset: name in the catalog, or local path (`~` is the home folder): a file, a folder to search for files of
             known formats, a glob pattern, or a folder written by `datasets.save_to_disk`. Names take precedence over
             paths; write `./stories` for the path.
-        text_column: column with a document's text; None: the registered data set's column, else `text`.
-        split: `train`, or another split of the data set.
+        text_column: column with a document's text; None: the registered dataset's column, else `text`.
+        split: `train`, or another split of the dataset.
         catalog: known names; only `DOCUMENTS` contains streams.
 
     Raises:
-        UserError: the data set, path or split does not exist, or the file format is not supported.
+        UserError: the dataset, path or split does not exist, or the file format is not supported.
     """
     splits = catalog.splits(dataset)
     if split not in splits:

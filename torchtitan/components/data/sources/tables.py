@@ -1,4 +1,4 @@
-"""Arrow tables: rows of record batches, and data sets of the library `datasets`."""
+"""Arrow tables: rows of record batches, and datasets of the library `datasets`."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -30,7 +30,7 @@ class Table(Part):
     Args:
         name: prefix of the rows' locations.
         location: location for error messages.
-        load: returns the data set.
+        load: returns the dataset.
         files: returns the files that determine its content.
         text_column: see `Part`.
     """
@@ -111,16 +111,16 @@ def saved_table(folder: Path, text_column: str) -> Table:
 
 
 def _check_names(folder: Path) -> None:
-    """Raise `UserError` if a saved data set refers to a file outside its folder."""
+    """Raise `UserError` if a saved dataset refers to a file outside its folder."""
     state = folder / "state.json"
     files = {path.name for path in folder.iterdir() if path.is_file()}
     for data_file in json.loads(state.read_bytes())["_data_files"]:
         if (name := data_file["filename"]) not in files:
-            raise UserError(f"{state} refers to {name!r}, which is not a file in its folder; save the data set again")
+            raise UserError(f"{state} refers to {name!r}, which is not a file in its folder; save the dataset again")
 
 
 def _read_error(location: str, error: Exception) -> UserError:
-    return UserError(f"the data set saved in {location} cannot be read ({first_line(error)}); save it again")
+    return UserError(f"the dataset saved in {location} cannot be read ({first_line(error)}); save it again")
 
 
 def arrow_rows(batch: "pyarrow.RecordBatch | pyarrow.Table", name: str, first: int) -> Iterator[Row]:
@@ -136,7 +136,7 @@ def arrow_rows(batch: "pyarrow.RecordBatch | pyarrow.Table", name: str, first: i
             yield from arrow_rows(batch.slice(index, 1), name, first + index)
         return
     for number, values in enumerate(cells, first):
-        # Arrow adds the keys of all objects in the column to each object: drop those without a value.
+        # Arrow adds the keys of all objects in the column to each object: drop keys without a value.
         filled = {field.name: _without_nulls(values[field.name], field.type) for field in batch.schema}
         yield Row(f"{name}, row {number}", filled)
 
