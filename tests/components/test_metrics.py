@@ -573,6 +573,11 @@ class TestConfig:
 
 
 class TestDevice:
+    def test_a_peak_is_measured_even_if_the_machine_pauses(self, monkeypatch):
+        """As after a pause until the end of the measurement."""
+        monkeypatch.setattr(device_facts, "_MEASURING_SECONDS", 0.0)
+        assert peak_flops(torch.device("cpu"), torch.float32).value > 0
+
     @pytest.mark.parametrize(
         ("name", "peak"),
         [

@@ -175,7 +175,8 @@ class Attempt:
         if not self.is_running:
             return
         os.killpg(self._process.pid, signal.SIGSTOP)
-        os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)  # all threads are suspended then
+        while not _is_suspended(self._process.pid):
+            time.sleep(_POLL_SECONDS)
         try:
             before = _content(self._folder)
             with Attempt(self._workplace, self._options, self._processes) as second:
@@ -245,6 +246,16 @@ class Attempt:
             return self.done_step >= moment.step
         # Not earlier: files of an earlier attempt still exist.
         return self.resumed_step is not None and furthest_save(self._checkpoints, moment.event) >= moment.step
+
+
+def _is_suspended(pid: int) -> bool:
+    """Return whether all threads of a process are stopped, or the process has ended. The process need not be a child of
+    this one."""
+    states = set()
+    for thread in Path(f"/proc/{pid}/task").glob("*/stat"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended
+            states.add(thread.read_text().rpartition(")")[2].split()[0])
+    return states <= {"T", "Z"}
 
 
 def _content(folder: Path) -> dict[Path, tuple[int, int]]:
