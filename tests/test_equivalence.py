@@ -46,10 +46,10 @@ SLOW = (
     "FSDP 2 x TP 2, CPU offload",
     "FSDP 2 x CP 2",
     "TP 2, Qwen3, compile",
-    "TP 2 x CP 2, Qwen3",
 )
 
 LONG = (
+    "TP 2 x CP 2, Qwen3",
     "FSDP 2, compile, AC memory budget",
     "PP 2 ZBVZeroBubble, AC selective op, compile",
     "TP 4, uneven vocabulary, AdamW",
@@ -204,7 +204,7 @@ def test_layout(matrix, layout):
     assert row.passed, f"{row.verdict} {row.differences}\n{row.failure}"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_random_layouts_on_a_text(assets):
     extra = {name: assets / "text" / "tinyshakespeare.txt" for name in ("dataloader__dataset", "validator__dataset")}
     with Matrix(extra) as matrix:

@@ -53,7 +53,7 @@ def start_process(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     ("name", "kills"),
     [
         ("1 process, async", 1),
-        pytest.param("1 process, async", 3, marks=pytest.mark.slow),
+        pytest.param("1 process, async", 3, marks=pytest.mark.long),
         pytest.param("1 process, async_with_pinned_mem, one rank killed", 3, marks=pytest.mark.slow),
         pytest.param("2 processes, async, one rank killed", 3, marks=pytest.mark.slow),
         pytest.param("1, 2 or 4 processes, async", 3, marks=pytest.mark.long),
@@ -73,12 +73,12 @@ def test_kills_leave_no_trace(tmp_path: Path, name: str, kills: int) -> None:
 @pytest.mark.parametrize(
     ("name", "kills"),
     [
-        ("1 process, async_with_pinned_mem, power cut", 2),
+        ("1 process, async_with_pinned_mem, power cut", 1),
         ("1 process, disabled, full disk", 2),
         ("1 process, async, second run", 1),
-        ("conversion, signals and power cuts", 2),
+        ("conversion, signals and power cuts", 1),
         ("export of a run, signals and power cuts", 1),
-        ("token cache, signals and power cuts", 2),
+        ("token cache, signals and power cuts", 1),
     ],
 )
 def test_other_interruptions_leave_no_trace(tmp_path: Path, name: str, kills: int) -> None:

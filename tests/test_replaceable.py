@@ -284,6 +284,7 @@ def own_debugmodel():
     assert len(rows) == 3
 
 
+@pytest.mark.slow
 def test_checkpointer():
     own = write_module('''
 from torchtitan.components.checkpoint import CheckpointManager

@@ -37,6 +37,7 @@ def test_stories_are_distinct_across_splits(train: list[str], validation: list[s
     assert len(set(train) | set(validation)) == len(train) + len(validation)
 
 
+@pytest.mark.slow
 def test_pair_of_hero_and_friend_is_in_one_split(train: list[str], validation: list[str]) -> None:
     assert not set(map(_pair, train)) & set(map(_pair, validation))
 

@@ -297,6 +297,7 @@ def test_conversation_longer_than_the_context_is_reported(chat_model, capsys, mo
     assert "context has only 512" in err and "/reset" in err
 
 
+@pytest.mark.slow
 def test_tokenizer_option_keeps_template_and_stop_tokens(chat_model, stories, capsys, monkeypatch):
     args = ["--checkpoint", chat_model, "--device", "cpu", "--max_new_tokens", 8, "--prompt", "Once", "--json"]
     free = json.loads(run(capsys, generate, *args)[1])["tokens"]

@@ -203,8 +203,8 @@ class TestTorchrun:
         assert f"loaded {folder}/checkpoint/step-3" in command.printed
         assert numbers(workplace / folder) == expected(processes)
 
-    @pytest.mark.slow
-    @pytest.mark.parametrize("how", [pytest.param("not", marks=pytest.mark.long), "kill"])
+    @pytest.mark.long
+    @pytest.mark.parametrize("how", ["not", "kill"])
     def test_two_agents(self, start: Callable[..., Command], workplace: Path, expected: Any, how: str) -> None:
         """Two agents with two processes each equal four processes of one launcher, also after a kill."""
         folder = f"agents-{how}"

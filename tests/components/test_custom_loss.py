@@ -102,6 +102,7 @@ def test_an_operation_that_dtensor_lacks_names_the_option_to_set(workers, tmp_pa
     workers.run(train_and_expect, tmp_path, MaskedLoss, UserError, words)
 
 
+@pytest.mark.slow
 def test_an_error_in_the_loss_is_raised_unchanged(workers, tmp_path):
     """No option fixes it, and it occurs with plain tensors too."""
     workers.run(

@@ -56,6 +56,7 @@ def test_frozen_weights_are_unchanged_and_have_no_optimizer_state(tmp_path):
     assert with_state == set(initial) - frozen
 
 
+@pytest.mark.slow
 def test_frozen_weights_reduce_the_flops(tmp_path):
     """A frozen weight counts 4 operations per token instead of 6, and 2 before the first trained parameter (`ffn_norm`
     of the first layer), since the backward pass ends there. The embedding is a lookup and counts none."""
@@ -74,6 +75,7 @@ def test_frozen_parameters_are_logged(tmp_path, log):
     assert message + "output.weight" in log.text
 
 
+@pytest.mark.slow
 def test_resume_is_exact(tmp_path):
     saving = {"checkpoint__enable": True, "lr_scheduler__total_steps": 4}
     straight = train_frozen(tmp_path / "straight", **saving)

@@ -329,6 +329,7 @@ class TestTensorBoard:
 class TestWandB:
     CONFIG = MetricsProcessor.Config(log_freq=1, enable_wandb=True)
 
+    @pytest.mark.slow
     def test_values_are_logged_and_the_run_is_resumed(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.importorskip("wandb", reason="requires wandb")
         calls: list[dict[str, Any]] = []

@@ -173,6 +173,7 @@ class TestRun:
         assert read_ledger(tmp_path / "once") == read_ledger(tmp_path / "again")
         assert (tmp_path / "once" / "ledger.jsonl").stat().st_size > 0
 
+    @pytest.mark.slow
     def test_the_sampler_observes_the_losses_of_the_step(self, tmp_path):
         """The observed samples are the samples in the ledger."""
         trainer = Trainer(config_of(tmp_path, training__steps=6))

@@ -45,6 +45,7 @@ def custom_loss_config(folder, loader, **options):
     return dataclasses.replace(config, dataloader=loader.Config(**fields))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [1, 2, 8])
 def test_batch_without_labels(tmp_path, batch_size):
     """A custom loss computes the loss, gradient norm and validation loss of the built-in loss for any local batch size.

@@ -54,6 +54,7 @@ class TestLoss:
         trainer.close()
         return lines
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(("local_batch_size", "max_norm"), [(8, 0.1), (2, 0.1), (1, 100.0)])
     def test_equals_plain_torch_over_the_whole_batch(self, tmp_path, local_batch_size, max_norm):
         """1 x 8, 4 x 2 and 8 x 1 windows with ragged masks and clipping equal one batch in float64."""
@@ -294,6 +295,7 @@ class TestEndOfData:
         register_dataset(tmp_path.name, HubDataset(path=str(folder)))
         return tmp_path.name
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("accumulation", [1, 3])
     def test_end_of_stream_is_saved(self, tmp_path, caplog, finite_stream, accumulation):
         """The end of a stream is unknown in advance; the run uses every sample, saves, and logs the end."""

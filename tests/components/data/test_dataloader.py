@@ -210,6 +210,7 @@ def test_last_batch_after_the_epochs_is_padded(config, tokenizer, workers):
         loader.close()
 
 
+@pytest.mark.slow
 def test_more_epochs_continue_from_the_end(config, tokenizer):
     n_samples = build(config, tokenizer, epochs=1).n_samples
     batch = next(size for size in (5, 6, 7, 11) if n_samples % size)  # so that the last batch is padded

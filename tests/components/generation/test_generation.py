@@ -76,6 +76,7 @@ def test_a_batch_of_ragged_prompts_equals_transformers(stories_model, stories, s
     assert ids_of(generations) == reference_ids(reference, story_prompts, 60)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_random_models_equal_transformers(variant):
     model = small_model(**VARIANTS[variant])
@@ -225,6 +226,7 @@ def test_a_model_without_attention_is_rejected():
         KVCache(torch.nn.Linear(2, 2), 5)
 
 
+@pytest.mark.slow
 def test_compiled_and_checkpointed_blocks_generate_the_same():
     """Although the model was traced before, for the same shapes, without the cache."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -269,6 +271,7 @@ def test_the_cache_has_the_type_of_autocast():
 # Sampling.
 
 
+@pytest.mark.slow
 def test_sampled_frequencies_follow_the_softmax():
     logits = torch.tensor([[1.0, 0.0, -1.0, 2.0, 0.5]])
     for temperature in (1.0, 0.5):

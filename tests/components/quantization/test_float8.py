@@ -420,6 +420,7 @@ def test_float8_all_gather_is_bitwise_exact_in_float32(two_processes):
     assert before == after
 
 
+@pytest.mark.slow
 def test_float8_all_gather_in_bfloat16_differs_only_by_rounding(two_processes):
     """Weights are rounded once instead of twice, so that some get the other of two neighboring float8 values. The
     measured difference is 4e-6 to 2e-5."""

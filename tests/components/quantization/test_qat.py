@@ -126,6 +126,7 @@ def test_delayed_start(tmp_path):
     assert losses(tmp_path / "started plain") == delayed
 
 
+@pytest.mark.slow
 def test_activation_checkpointing_is_bitwise_exact(tmp_path):
     train(tmp_path / "none", QAT.Config(), training__steps=2)
     train(tmp_path / "selective", QAT.Config(), training__steps=2, activation_checkpoint__mode="selective")
