@@ -208,8 +208,8 @@ def test_layout(matrix, layout):
 def test_random_layouts_on_a_text(assets):
     extra = {name: assets / "text" / "tinyshakespeare.txt" for name in ("dataloader__dataset", "validator__dataset")}
     with Matrix(extra) as matrix:
-        rows = list(matrix.run(draw_layouts(2, seed=3, extra=extra)))
-    assert [row.verdict for row in rows] == ["equal"] * 2
+        rows = list(matrix.run(draw_layouts(4, seed=3, extra=extra)))
+    assert [row.verdict for row in rows] == ["equal"] * 4
 
 
 # --- comparison and command line --------------------------------------------------------------------------------------

@@ -126,7 +126,7 @@ def test_mutators_are_seeded_and_change_something(mutator) -> None:
 
 
 @pytest.mark.parametrize(
-    "cases", [pytest.param(40, marks=pytest.mark.slow), pytest.param(2000, marks=pytest.mark.long)]
+    "cases", [pytest.param(200, marks=pytest.mark.slow), pytest.param(2000, marks=pytest.mark.long)]
 )
 def test_hostile_files(cases: int) -> None:
     command = [sys.executable, "-m", "tests.hostile_inputs", "--cases", str(cases)]

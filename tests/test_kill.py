@@ -73,12 +73,12 @@ def test_kills_leave_no_trace(tmp_path: Path, name: str, kills: int) -> None:
 @pytest.mark.parametrize(
     ("name", "kills"),
     [
-        ("1 process, async_with_pinned_mem, power cut", 1),
+        ("1 process, async_with_pinned_mem, power cut", 2),
         ("1 process, disabled, full disk", 2),
         ("1 process, async, second run", 1),
-        ("conversion, signals and power cuts", 1),
+        ("conversion, signals and power cuts", 2),
         ("export of a run, signals and power cuts", 1),
-        ("token cache, signals and power cuts", 1),
+        ("token cache, signals and power cuts", 2),
     ],
 )
 def test_other_interruptions_leave_no_trace(tmp_path: Path, name: str, kills: int) -> None:

@@ -54,7 +54,7 @@ def _generate(options: argparse.Namespace) -> None:
 
     sampling, texts = sampling_of(options), _prompts(options)
     opened = open_model(options)
-    # BOS is added if the model is configured so, and stands in for an empty text.
+    # BOS is added if the model is configured so, and replaces an empty text.
     prompts = [
         opened.tokenizer.encode(text, add_eos=False) if text else [generation.start_id(opened.tokenizer)]
         for text in texts

@@ -24,7 +24,7 @@ class TrainingConfig:
 
     epochs: int | None = None
     """Passes over the data. If its size is known, they replace `steps`. A stream of unknown size ends after these
-    passes or after `steps`, whichever is first; its schedule has the length `steps`."""
+    passes, and after `steps` at the latest; its schedule has the length `steps`."""
 
     seq_len: int = 512
     """Tokens in a window, the sequence that the model sees at once."""

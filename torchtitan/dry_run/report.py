@@ -46,6 +46,8 @@ ON_HOST: tuple[MemoryKind, ...] = ("parameters", "gradients", "optimizer")
 
 @dataclass(frozen=True)
 class Traffic:
+    """Communication of one step, of one kind, along one set of mesh dimensions."""
+
     kind: CommunicationKind
     axis: str
     """Mesh dimensions in which the communicating ranks differ, joined by `+`."""

@@ -27,6 +27,8 @@ _COMMUNICATION_NAMESPACES = ("c10d", "_c10d_functional", "_dtensor")
 
 
 class Channel(NamedTuple):
+    """A kind of communication and the ranks that take part."""
+
     kind: CommunicationKind
     ranks: tuple[int, ...]
 
@@ -49,6 +51,8 @@ class Volume:
 
 @dataclass(frozen=True)
 class Work:
+    """Floating-point operations, and the traffic through each channel."""
+
     flops: int = 0
     volumes: dict[Channel, Volume] = field(default_factory=dict)
 
