@@ -7,7 +7,8 @@ loss of every sample, summed over all ranks. Each rank has a sampler, and all sa
 
 **Distribution.** The chance of a sample is proportional to a power of its recent loss, mixed with a uniform chance. An
 unseen sample gets the mean loss of the seen ones. One draw (`dataloader.pack_chunk` samples, or the rest of the epoch)
-has no duplicates. The number of draws in an epoch is the size of the dataset: some samples appear more than once, some not at all.
+has no duplicates. The number of draws in an epoch is the size of the dataset: some samples appear more than once, some
+not at all.
 
 **Lag.** Samples are drawn ahead of training: a whole chunk, and the batches that the loader's workers
 (`dataloader.num_workers`) prepare. Smaller chunks follow the losses more closely, but pack less densely.

@@ -52,7 +52,8 @@ def rope_frequencies(config: RoPEConfig, head_dim: int, device: torch.device) ->
     """Return the angular frequency of each rotated pair, float32, shape (head_dim / 2,).
 
     Linear scaling is position interpolation (Chen et al. 2023, arXiv:2306.15595). Llama 3's scaling divides the
-    frequencies of long wavelengths, keeps the frequencies of short ones, and interpolates linearly in 1 / wavelength in between.
+    frequencies of long wavelengths, keeps the frequencies of short ones, and interpolates linearly in 1 / wavelength in
+    between.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
     frequencies = config.theta**-exponents
