@@ -216,7 +216,7 @@ def reshard_and_export(checkpoint: str, saved: str, exported: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("processes", [2, 4])
 def test_distributed_resharding_and_export(tmp_path, processes):
     save_reference(tmp_path / "hf", tied=processes == 2, dtype=torch.float32)
     assert convert("--to", "dcp", tmp_path / "hf", tmp_path / "dcp") == 0
@@ -403,9 +403,9 @@ def large_model(tmp_path_factory) -> Callable[[str], Path]:
     ("source", "target"),
     [
         ("hf", "dcp"),
-        pytest.param("hf", "meta", marks=pytest.mark.slow),
-        pytest.param("meta", "hf", marks=pytest.mark.slow),
-        pytest.param("dcp", "hf", marks=pytest.mark.slow),
+        ("hf", "meta"),
+        ("meta", "hf"),
+        ("dcp", "hf"),
     ],
 )
 def test_memory_does_not_grow_with_the_model(tmp_path, large_model, source, target):

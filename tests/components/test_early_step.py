@@ -222,8 +222,8 @@ def compare_in_layouts(folder: Path, layouts: list[str], optimizer: str) -> None
     ("layouts", "optimizer"),
     [
         (["FSDP", "TP"], "AdamW"),
-        pytest.param([*LAYOUTS], "AdamW", marks=pytest.mark.slow),
-        pytest.param(["FSDP"], "Muon", marks=pytest.mark.slow),  # Muon communicates within its updates
+        ([*LAYOUTS], "AdamW"),
+        (["FSDP"], "Muon"),  # Muon communicates within its updates
     ],
     ids=["FSDP and TP", "all layouts", "Muon"],
 )

@@ -112,9 +112,9 @@ class TestLoops:
     @pytest.mark.parametrize(
         ("culprit", "how"),
         [
-            pytest.param(0, "os.kill(os.getpid(), signal.SIGSTOP)", marks=pytest.mark.slow),
+            (0, "os.kill(os.getpid(), signal.SIGSTOP)"),
             (0, "hold_the_gil()"),
-            pytest.param(1, "os.kill(os.getpid(), signal.SIGSTOP)", marks=pytest.mark.slow),
+            (1, "os.kill(os.getpid(), signal.SIGSTOP)"),
         ],
         ids=["rank 0 stopped", "rank 0 holds the GIL", "rank 1 stopped"],
     )

@@ -63,9 +63,7 @@ DEFAULT = ("PP", "FSDP, full", "FSDP, selective")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "layout", [layout if layout in DEFAULT else pytest.param(layout, marks=pytest.mark.slow) for layout in LAYOUTS]
-)
+@pytest.mark.parametrize("layout", [layout if layout in DEFAULT else layout for layout in LAYOUTS])
 def test_matches_a_real_run(layout, tmp_path):
     run_processes(measure_real_run, 2, layout, str(tmp_path))
     for expected in dry_run(config_of(layout, tmp_path), 2):
@@ -92,8 +90,8 @@ def list_messages(report):
     "schedule",
     [
         "1F1B",
-        pytest.param("GPipe", marks=pytest.mark.slow),
-        pytest.param("Interleaved1F1B", marks=pytest.mark.slow),
+        "GPipe",
+        "Interleaved1F1B",
     ],
 )
 def test_replayed_micro_batches_match_computed_ones(schedule, tmp_path, monkeypatch):

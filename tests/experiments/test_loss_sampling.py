@@ -192,7 +192,7 @@ class TestRun:
             assert statistics.sample_losses.min() <= statistics.loss <= statistics.sample_losses.max()
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+    @pytest.mark.parametrize("num_workers", [0, 2])
     def test_resume_is_exact(self, tmp_path, num_workers):
         """The checkpoint contains the observed losses, so a killed and resumed run draws the same samples."""
         options = {"dataloader__num_workers": num_workers, "dataloader__sampler__power": 4.0}

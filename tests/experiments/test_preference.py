@@ -157,10 +157,7 @@ def test_metrics_do_not_depend_on_micro_batches_and_padding(folder, tmp_path):
     "options",
     [
         {"reference__offload": True},
-        pytest.param(
-            {"parallelism__tensor_parallel_degree": 2, "parallelism__data_parallel_shard_degree": 1},
-            marks=pytest.mark.slow,
-        ),
+        {"parallelism__tensor_parallel_degree": 2, "parallelism__data_parallel_shard_degree": 1},
     ],
     ids=["FSDP, offload", "TP"],
 )

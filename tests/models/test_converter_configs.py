@@ -32,7 +32,7 @@ QUICK = {
     "kind",
     [
         "qlora",
-        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("lora", "dora", "float8", "qat")),
+        *(kind for kind in ("lora", "dora", "float8", "qat")),
     ],
 )
 def test_small_model_learns(tmp_path, kind):

@@ -257,7 +257,7 @@ def compare_with_one_process(workers: Workers, folder: Path, options: dict[str, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["FSDP", pytest.param("TP", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("layout", ["FSDP", "TP"])
 def test_two_processes_equal_one(workers, tmp_path, layout):
     compare_with_one_process(workers, tmp_path, *LAYOUTS[layout])
 

@@ -251,9 +251,7 @@ def _start_in_two_layouts(folder: Path, source: Path, name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["dora", pytest.param("custom", marks=pytest.mark.slow), pytest.param("qlora", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("name", ["dora", "custom", "qlora"])
 def test_initial_weights_are_the_same_in_every_layout(tmp_path, name):
     """In one process, with FSDP, and with tensor parallelism, exactly."""
     source = make_pretrained(tmp_path / "source")

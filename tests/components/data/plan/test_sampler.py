@@ -221,9 +221,7 @@ def run_layouts(folder: Path, names: list[str]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "names", [["TP"], pytest.param([name for name in LAYOUTS if name != "TP"], marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("names", [["TP"], [name for name in LAYOUTS if name != "TP"]])
 def test_every_rank_observes_all_samples(tmp_path, names):
     options = {"training__local_batch_size": 4, "training__global_batch_size": 8, "training__steps": 2}
     torch.save(reference(run(make_config(tmp_path / "one", **options))), tmp_path / "expected.pt")

@@ -193,9 +193,9 @@ def run_through(loader):
     [
         (1, 0, 5),
         (2, 2, 19),
-        pytest.param(1, 0, 1, marks=pytest.mark.slow),
-        pytest.param(1, 2, 9, marks=pytest.mark.slow),
-        pytest.param(2, 2, 7, marks=pytest.mark.slow),
+        (1, 0, 1),
+        (1, 2, 9),
+        (2, 2, 7),
     ],
 )
 def test_repeated_resume_is_exact(dataset, tokenizer, ranks, workers, hop):
