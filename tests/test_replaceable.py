@@ -313,6 +313,7 @@ def own_debugmodel():
 # --- the Trainer ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_experiment_in_another_repository(capsys):
     """A custom section has options, appears in --help, and is saved with the run."""
     own = write_module('''
@@ -439,6 +440,7 @@ def test_override_init_weights():
     assert losses(train("own_run", *own, knob=0.0))[0] == pytest.approx(math.log(2048), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_override_state_dict():
     """State added by a subclass is restored on resume."""
     own = own_trainer("""

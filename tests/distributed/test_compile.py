@@ -105,6 +105,7 @@ def test_inductor_matches_eager(mode):
     compare_with_eager(CompileConfig(enable=True), mode)
 
 
+@pytest.mark.slow
 def test_mixed_precision_matches_eager():
     values = []
     for config in (None, EAGER_KERNELS):

@@ -87,6 +87,7 @@ def train_dpo(folder: Path, dump: Path, **options: object) -> DPOTrainer:
     return trainer
 
 
+@pytest.mark.slow
 def test_metrics_match_trl(folder, tmp_path):
     """Both compute in float32, with different kernels and orders of sums; 1e-4 is ten times the measured difference."""
     train_dpo(folder, tmp_path)

@@ -127,8 +127,8 @@ class KilledAfterStepSeven(Trainer):
             raise Killed
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("async_mode", ["disabled", "async"])
+@pytest.mark.parametrize("num_workers", [pytest.param(0, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("async_mode", [pytest.param("disabled", marks=pytest.mark.slow), "async"])
 def test_resume_is_exact(tmp_path, num_workers, async_mode):
     """Ten uninterrupted steps equal a run that is killed after seven and resumes from step five."""
     options = {**RESUMABLE, "dataloader__num_workers": num_workers, "checkpoint__async_mode": async_mode}

@@ -46,7 +46,10 @@ pytestmark = [
 # Saving and resuming
 
 
-@pytest.mark.parametrize("async_mode", ["disabled", "async", "async_with_pinned_mem"])
+@pytest.mark.parametrize(
+    "async_mode",
+    ["disabled", "async", pytest.param("async_with_pinned_mem", marks=pytest.mark.slow)],
+)
 def test_resume_is_exact(tmp_path: Path, async_mode: str) -> None:
     straight = Run(tmp_path / "straight", enable=False)
     straight.train(6)
@@ -604,6 +607,7 @@ def test_ranks_with_different_settings_are_merged() -> None:
     }
 
 
+@pytest.mark.slow
 def test_model_state_has_canonical_names() -> None:
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 

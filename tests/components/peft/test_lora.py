@@ -311,7 +311,7 @@ def lora_config(folder: Path, adapter: dict[str, Any], **options: Any) -> Any:
     return config
 
 
-@pytest.mark.parametrize("name", ["AdamW", "Muon"])
+@pytest.mark.parametrize("name", ["AdamW", pytest.param("Muon", marks=pytest.mark.slow)])
 def test_only_adapters_are_trained(tmp_path, caplog, name):
     """No warning is logged."""
     options = {"optimizer__name": name, "training__mixed_precision_param": "bfloat16"}
@@ -333,7 +333,13 @@ def test_only_adapters_are_trained(tmp_path, caplog, name):
         assert torch.equal(model.get_parameter(name), weight) != (name in names), name
 
 
-@pytest.mark.parametrize("adapter", [{"dropout": 0.3}, {"dora": True, "dropout": 0.3}], ids=["lora", "dora"])
+@pytest.mark.parametrize(
+    "adapter",
+    [
+        pytest.param({"dropout": 0.3}, id="lora", marks=pytest.mark.slow),
+        pytest.param({"dora": True, "dropout": 0.3}, id="dora"),
+    ],
+)
 def test_resuming_is_exact(tmp_path, adapter):
     options = {"checkpoint__enable": True, "checkpoint__interval": 2, "lr_scheduler__total_steps": 4}
     run(lora_config(tmp_path / "whole", adapter, **options))

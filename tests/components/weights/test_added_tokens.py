@@ -197,6 +197,7 @@ class TestModel:
         # A matrix product of another width may sum in another order.
         torch.testing.assert_close(logits[..., :N_EMBEDDED], former, rtol=1e-5, atol=1e-5)
 
+    @pytest.mark.slow
     def test_from_a_native_checkpoint(self, tmp_path):
         train(tmp_path / "first", **FLOAT32, training__steps=1, checkpoint__enable=True)
         first = tmp_path / "first" / "checkpoint" / "step-1"

@@ -561,7 +561,7 @@ SLOW = {"marks": pytest.mark.slow}
     ("converter", "is_pretrained", "save_trainable_only"),
     [
         pytest.param(DROPOUT, True, False, id="qdora-pretrained"),
-        pytest.param(QLORA, True, True, id="qlora-pretrained-trainable_only"),
+        pytest.param(QLORA, True, True, id="qlora-pretrained-trainable_only", **SLOW),
         pytest.param(NORMED, False, False, id="custom-seeded", **SLOW),
         pytest.param(NORMED, False, True, id="custom-seeded-trainable_only", **SLOW),
     ],
