@@ -160,12 +160,12 @@ def test_the_loss_of_a_subclass_is_compiled(chunk_tokens):
     assert numbers(compiled)[0] != numbers(CrossEntropyLoss.Config().build())[0]
 
 
-def test_a_loss_without_from_logits_is_not_compiled(log):
+def test_a_loss_without_compile_is_not_compiled(log):
     class Distance:
         pass
 
     compile_loss(Distance(), EAGER_KERNELS)
-    assert "Distance is not compiled: it has no method from_logits" in log.text
+    assert "Distance is not compiled: it has no method compile" in log.text
 
 
 # --- recompilation ----------------------------------------------------------------------------------------------------

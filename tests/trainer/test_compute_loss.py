@@ -107,7 +107,7 @@ class Doubled(CrossEntropyLoss):
 def test_run_selects_its_loss(tmp_path):
     plain = tiny_config(tmp_path / "plain", training__steps=1)
     doubled = dataclasses.replace(plain, loss=Doubled.Config(), dump_folder=str(tmp_path / "doubled"))
-    assert doubled.to_dict()["loss"] == {"chunk_tokens": 512, "factor": 2.0}
+    assert doubled.to_dict()["loss"] == {"chunk_tokens": None, "factor": 2.0}
     for config in (plain, doubled):
         run(config)
     ((_, loss),), ((_, twice),) = (read_metrics(tmp_path / name, "loss") for name in ("plain", "doubled"))

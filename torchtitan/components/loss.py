@@ -15,12 +15,20 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from torchtitan.components.cross_entropy import (
+    IGNORE_INDEX,
+    BlockLoss,
+    LinearCrossEntropy,
+    add_product,
+    cross_entropy_,
+    scaled_gradients,
+)
 from torchtitan.config import Configurable
-from torchtitan.distributed.loss_parallel import LogitsLoss, shard_vocabulary
+from torchtitan.distributed.loss_parallel import LogitsLoss, local_shards, on_sharded_logits
 from torchtitan.tools.errors import UserError
 
-IGNORE_INDEX = -100
-"""Label of a token that is not predicted."""
+_CHUNK_TOKENS = {"cuda": 4096}
+_DEFAULT_CHUNK_TOKENS = 1024
 
 
 class CrossEntropyLoss(Configurable):
@@ -31,11 +39,11 @@ class CrossEntropyLoss(Configurable):
     class Config(Configurable.Config):
         """Cross entropy."""
 
-        chunk_tokens: int = 512
-        """Number of tokens with logits in memory at a time; 0: all at once."""
+        chunk_tokens: int | None = None
+        """Number of tokens with logits in memory at a time; 0: all at once. None: 4,096 on CUDA, otherwise 1,024."""
 
         def validate(self) -> None:
-            if self.chunk_tokens < 0:
+            if self.chunk_tokens is not None and self.chunk_tokens < 0:
                 raise UserError(f"--loss.chunk_tokens is {self.chunk_tokens}, but must be at least 0")
 
     config: Config
@@ -43,6 +51,19 @@ class CrossEntropyLoss(Configurable):
     def __init__(self, config: "CrossEntropyLoss.Config"):
         super().__init__(config)
         self._recorded: list[Tensor] | None = None  # the losses of tokens, while they are recorded
+        own = type(self)
+        self._is_plain = (own.from_logits, own.token_losses) == (
+            CrossEntropyLoss.from_logits,
+            CrossEntropyLoss.token_losses,
+        )
+        self._compiled: BlockLoss | None = None
+
+    def compile(self, backend: str) -> None:
+        """Compile the loss of a chunk of logits, in place."""
+        if self._is_plain:
+            self._compiled = torch.compile(cross_entropy_, backend=backend)
+        else:
+            self.from_logits = torch.compile(self.from_logits, backend=backend)  # type: ignore[method-assign]
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[list[Tensor]]:
@@ -55,23 +76,28 @@ class CrossEntropyLoss(Configurable):
         finally:
             self._recorded = None
 
-    def __call__(self, hidden_BLD: Tensor, weight_VD: Tensor, labels_BL: Tensor) -> Tensor:
+    def __call__(
+        self, hidden_BLD: Tensor, weight_VD: Tensor, labels_BL: Tensor, *, softcap: float | None = None
+    ) -> Tensor:
         """Return the summed loss, a float32 scalar.
 
         Args:
             hidden_BLD: last hidden states, normalized.
             weight_VD: output weights.
             labels_BL: the token after each position, or -100.
+            softcap: c in `c tanh(logits / c)`, which replaces the logits.
 
         Under tensor parallelism, the first two are DTensors, with the weights sharded by rows. Each rank computes the
-        logits of its vocabulary shard, and `from_logits` gets them as a DTensor.
+        logits of its vocabulary shard, and an overridden `from_logits` gets them as a DTensor.
         """
         from_logits: LogitsLoss = self.from_logits if self._recorded is None else self._from_logits_and_record
+        if softcap is not None:
+            from_logits = _with_softcap(from_logits, softcap)
+        shard = None
         if isinstance(weight_VD, DTensor):
-            hidden_BLD, weight_VD, from_logits = shard_vocabulary(hidden_BLD, weight_VD, from_logits)
+            from_logits = on_sharded_logits(from_logits, weight_VD)
+            hidden_BLD, weight_VD, shard = local_shards(hidden_BLD, weight_VD)
         hidden, labels = hidden_BLD.flatten(0, 1), labels_BL.flatten()
-        if self.config.chunk_tokens == 0:
-            return from_logits(F.linear(hidden, weight_VD), labels)
         device_type = hidden.device.type
         if torch.is_autocast_enabled(device_type):
             # Once here rather than once per chunk.
@@ -79,10 +105,22 @@ class CrossEntropyLoss(Configurable):
             hidden, weight_VD = hidden.to(dtype), weight_VD.to(dtype)
         # `needs_input_grad` would be true for a parameter even if gradients are disabled.
         hidden, weight_VD = (x if torch.is_grad_enabled() else x.detach() for x in (hidden, weight_VD))
-        return _ChunkedLinearLoss.apply(hidden, weight_VD, labels, from_logits, self.config.chunk_tokens)
+        chunk_tokens = self.config.chunk_tokens
+        if chunk_tokens is None:
+            chunk_tokens = _CHUNK_TOKENS.get(device_type, _DEFAULT_CHUNK_TOKENS)
+        chunk_tokens = chunk_tokens or max(1, len(labels))
+        if not self._is_plain:
+            return _ChunkedLinearLoss.apply(hidden, weight_VD, labels, from_logits, chunk_tokens)
+        loss, token_losses = LinearCrossEntropy.apply(
+            hidden, weight_VD, labels, chunk_tokens, softcap, shard, self._compiled
+        )
+        if self._recorded is not None:
+            self._recorded.append(token_losses)
+        return loss
 
     def from_logits(self, logits_NV: Tensor, labels_N: Tensor) -> Tensor:
-        """Return the summed loss of some tokens, in float32 for any type of logits."""
+        """Return the summed loss of some tokens, in float32 for any type of logits. Autograd computes the gradients of
+        a subclass's own version, and a closed form the gradients of this one."""
         return F.cross_entropy(logits_NV.float(), labels_N, reduction="sum", ignore_index=IGNORE_INDEX)
 
     def token_losses(self, logits_NV: Tensor, labels_N: Tensor) -> Tensor:
@@ -97,6 +135,15 @@ class CrossEntropyLoss(Configurable):
         return self.from_logits(logits_NV, labels_N)
 
 
+def softcapped(logits: Tensor, softcap: float | None) -> Tensor:
+    """Return `c tanh(logits / c)` (Gemma 2, arXiv:2408.00118), or the logits for None."""
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
+def _with_softcap(from_logits: LogitsLoss, softcap: float) -> LogitsLoss:
+    return lambda logits_NV, labels_N: from_logits(softcapped(logits_NV, softcap), labels_N)
+
+
 class _ChunkedLinearLoss(torch.autograd.Function):
     """Linear layer and summed loss over chunks of tokens. The forward pass also computes each chunk's gradient, so only
     one chunk's logits are in memory, and nothing is recomputed."""
@@ -107,8 +154,7 @@ class _ChunkedLinearLoss(torch.autograd.Function):
     ) -> Tensor:
         needs_grad_hidden, needs_grad_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.empty_like(hidden_ND) if needs_grad_hidden else None
-        # Always float32, since a sum over chunks in bfloat16 would lose small terms.
-        grad_weight = torch.zeros_like(weight_VD, dtype=torch.float32) if needs_grad_weight else None
+        grad_weight: Tensor | None = None
         total = hidden_ND.new_zeros((), dtype=torch.float32)
         for start in range(0, hidden_ND.shape[0], chunk_tokens):
             rows = slice(start, start + chunk_tokens)
@@ -122,24 +168,16 @@ class _ChunkedLinearLoss(torch.autograd.Function):
             (grad_logits,) = torch.autograd.grad(loss, logits)
             if grad_hidden is not None:
                 torch.mm(grad_logits, weight_VD, out=grad_hidden[rows])
-            if grad_weight is not None and grad_logits.dtype == torch.float32:
-                grad_weight.addmm_(grad_logits.T, hidden_ND[rows])
-            elif grad_weight is not None:
-                grad_weight += grad_logits.T @ hidden_ND[rows]
+            if needs_grad_weight:
+                is_only = hidden_ND.shape[0] <= chunk_tokens
+                grad_weight = add_product(grad_weight, grad_logits.T, hidden_ND[rows], is_only=is_only)
         ctx.weight_dtype = weight_VD.dtype
         ctx.save_for_backward(grad_hidden, grad_weight)
         return total
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        (scale,) = grad_outputs
-        grad_hidden, grad_weight = ctx.saved_tensors
-        # Not in place, since pipeline schedules with a split backward pass call this twice.
-        if grad_hidden is not None:
-            grad_hidden = grad_hidden * scale
-        if grad_weight is not None:
-            scaled = torch.empty_like(grad_weight, dtype=ctx.weight_dtype)
-            grad_weight = torch.mul(grad_weight, scale, out=scaled)
+        grad_hidden, grad_weight = scaled_gradients(ctx, grad_outputs[0])
         return grad_hidden, grad_weight, None, None, None
 
 

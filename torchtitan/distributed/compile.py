@@ -55,11 +55,11 @@ def _wait_for_communication(module: nn.Module, inputs: Any, output: Tensor) -> T
 
 
 def compile_loss(loss: Any, config: CompileConfig) -> None:
-    """Compile `loss.from_logits`, the loss of a chunk of logits, in place. Other losses stay uncompiled."""
-    if not hasattr(loss, "from_logits"):
-        logger.warning("%s is not compiled: it has no method from_logits", type(loss).__qualname__)
+    """Compile the loss of a chunk of logits, in place, with the loss's method `compile`, if it has one."""
+    if not hasattr(loss, "compile"):
+        logger.warning("%s is not compiled: it has no method compile", type(loss).__qualname__)
         return
-    loss.from_logits = torch.compile(loss.from_logits, backend=config.backend)
+    loss.compile(config.backend)
 
 
 class RecompileMonitor:

@@ -11,7 +11,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.parallel import loss_parallel
 
+from torchtitan.components.cross_entropy import VocabularyShard
 from torchtitan.tools.errors import UserError
+from torchtitan.tools.torch_private import compute_local_shape_and_global_offset
 
 _TRIED_TOKENS, _REASON_WIDTH = 8, 100
 
@@ -19,25 +21,27 @@ LogitsLoss = Callable[[Tensor, Tensor], Tensor]
 """(logits (N, V), labels (N,)) → the loss summed over the N tokens."""
 
 
-def shard_vocabulary(
-    hidden_BLD: Tensor, weight_VD: DTensor, from_logits: LogitsLoss
-) -> tuple[Tensor, Tensor, LogitsLoss]:
-    """Shard a linear layer and a loss on its outputs over the vocabulary.
+def local_shards(hidden_BLD: Tensor, weight_VD: DTensor) -> tuple[Tensor, Tensor, VocabularyShard]:
+    """Return plain tensors for a linear layer on this rank's part of the vocabulary: all hidden states, this rank's
+    rows of the weights, and their position. Gradients of a rank are its own part of the gradients.
 
     Args:
         hidden_BLD: a DTensor on the mesh of `weight_VD`, with any sharding.
         weight_VD: rows sharded over a mesh of one dimension, possibly unevenly.
-        from_logits: the loss. PyTorch's cross entropy communicates only sums and maxima; other operations may gather.
-
-    Returns:
-        Plain tensors: all hidden states, this rank's rows (V_local, D) of the weights, and the loss as a function of
-        its logits (N, V_local). The loss has the same value on all ranks, and gives each rank its own part of the
-        gradients. It raises `UserError` for an operation that DTensor does not support.
     """
-    mesh, vocabulary = weight_VD.device_mesh, weight_VD.shape[0]
+    mesh = weight_VD.device_mesh
     assert isinstance(hidden_BLD, DTensor) and weight_VD.placements == (Shard(0),)
     # Every rank's rows of the weights contribute to the gradient of every hidden state.
     hidden = hidden_BLD.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+    _, offset = compute_local_shape_and_global_offset(weight_VD.shape, mesh, weight_VD.placements)
+    return hidden, weight_VD.to_local(), VocabularyShard(offset[0], mesh.get_group())
+
+
+def on_sharded_logits(from_logits: LogitsLoss, weight_VD: DTensor) -> LogitsLoss:
+    """Return a loss as a function of this rank's logits (N, V_local), the outputs of its rows of `weight_VD`. The loss
+    has the same value on all ranks. It raises `UserError` for an operation that DTensor does not support; PyTorch's
+    cross entropy communicates only sums and maxima, and other operations may gather."""
+    mesh, vocabulary = weight_VD.device_mesh, weight_VD.shape[0]
 
     def compute_loss(local_logits: Tensor, labels: Tensor) -> Tensor:
         shape = torch.Size((local_logits.shape[0], vocabulary))
@@ -60,7 +64,7 @@ def shard_vocabulary(
                 "--parallelism.disable_loss_parallel, or compute the loss with other operations"
             ) from error
 
-    return hidden, weight_VD.to_local(), from_local_logits
+    return from_local_logits
 
 
 def _is_communication_error(error: Exception) -> bool:
