@@ -434,7 +434,7 @@ def test_override_init_weights():
     own = own_trainer("""
     def init_weights(self):
         super().init_weights()
-        torch.nn.init.constant_(self.model_parts[0].output.weight, self.config.knob)
+        torch.nn.init.constant_(self.model_parts[0].head.output.weight, self.config.knob)
 """)
     # Equal logits give the loss of guessing among 2,048 tokens.
     assert losses(train("own_run", *own, knob=0.0))[0] == pytest.approx(math.log(2048), rel=1e-6)
@@ -518,12 +518,12 @@ class Headless(ModelConverter):
         """Share of the weights that is left after a step."""
 
     def convert(self, model):
-        model.output.requires_grad_(False)
+        model.head.output.requires_grad_(False)
 
     @torch.no_grad()
     def post_optimizer_hook(self, model_parts):
         for part in model_parts:
-            part.output.weight.mul_(self.config.keep)
+            part.head.output.weight.mul_(self.config.keep)
 
 def own_debugmodel():
     config = llama3_debugmodel()

@@ -171,7 +171,7 @@ def test_checkpoints_are_interchangeable(settings, early_first):
 def test_a_nonfinite_gradient_makes_the_norm_nonfinite():
     model = make_model()
     with torch.no_grad():
-        model.norm.weight[3] = float("nan")
+        model.head.norm.weight[3] = float("nan")
     assert not torch.tensor(Run(model, early=True).train(0).numbers).isfinite().any()
 
 

@@ -14,7 +14,7 @@ from torchtitan.distributed.initialize import canonical_name
 from torchtitan.tools.errors import UserError
 from torchtitan.trainer import Trainer
 
-FREEZE = Freeze.Config(include=["^tok_embeddings", "attention", r"^norm"], exclude=[r"layers\.1\.attention\.wq"])
+FREEZE = Freeze.Config(include=["^tok_embeddings", "attention", r"^head\.norm"], exclude=[r"layers\.1\.attention\.wq"])
 
 
 class InitialWeightsTrainer(Trainer):
@@ -41,14 +41,14 @@ def is_frozen(name: str) -> bool:
     """Return True if `FREEZE` freezes the parameter."""
     if name == "layers.1.attention.wq.weight":
         return False
-    return name in ("tok_embeddings.weight", "norm.weight") or ".attention." in name or ".attention_norm." in name
+    return name in ("tok_embeddings.weight", "head.norm.weight") or ".attention." in name or ".attention_norm." in name
 
 
 def test_frozen_weights_are_unchanged_and_have_no_optimizer_state(tmp_path):
     trainer = train_frozen(tmp_path)
     initial = trainer.initial
     frozen = {name for name in initial if is_frozen(name)}
-    assert {"tok_embeddings.weight", "layers.0.attention.wq.weight", "norm.weight"} <= frozen < set(initial)
+    assert {"tok_embeddings.weight", "layers.0.attention.wq.weight", "head.norm.weight"} <= frozen < set(initial)
     for name, weight in weights(trainer).items():
         assert torch.equal(weight, initial[name]) == (name in frozen), name
     assert trainer.num_trained == sum(weight.numel() for name, weight in initial.items() if name not in frozen)
@@ -69,10 +69,10 @@ def test_frozen_weights_reduce_the_flops(tmp_path):
 
 
 def test_frozen_parameters_are_logged(tmp_path, log):
-    trainer = train_frozen(tmp_path, Freeze.Config(include=["w1", "^output"]), training__steps=1)
+    trainer = train_frozen(tmp_path, Freeze.Config(include=["w1", r"^head\.output"]), training__steps=1)
     n_frozen = trainer.num_parameters - trainer.num_trained
     message = f"freeze: {n_frozen:,} of {trainer.num_parameters:,} parameters frozen: layers.*.feed_forward.w1.weight, "
-    assert message + "output.weight" in log.text
+    assert message + "head.output.weight" in log.text
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("log")
 STEPS = 5
 NO_DECAY = {
     "tok_embeddings.weight",
-    "norm.weight",
+    "head.norm.weight",
     *(f"layers.{layer}.{norm}.weight" for layer in (0, 1) for norm in ("attention_norm", "ffn_norm")),
 }
 """Parameters without weight decay in the default group."""
@@ -90,7 +90,7 @@ def torch_muon(model):
     )
     rest = [
         {"params": select(model, lambda name: name in NO_DECAY), "weight_decay": 0.0},
-        {"params": select(model, lambda name: name == "output.weight"), "weight_decay": 0.2},
+        {"params": select(model, lambda name: name == "head.output.weight"), "weight_decay": 0.2},
     ]
     return [muon, torch.optim.AdamW(rest, lr=0.01, betas=(0.9, 0.95), eps=1e-8, fused=True)]
 
@@ -119,7 +119,7 @@ def test_updates_match_torch_optim(settings, reference):
     train(ours, [Optimizer.Config(**settings).build(model_parts=[ours])], range(STEPS))
     train(theirs, reference(theirs), range(STEPS))
     assert_equal_weights(ours, theirs)  # bitwise equal: the same kernels on the same numbers
-    assert not torch.equal(ours.norm.weight, make_model().norm.weight)
+    assert not torch.equal(ours.head.norm.weight, make_model().head.norm.weight)
 
 
 def test_several_model_parts_act_as_one_model():
@@ -127,7 +127,7 @@ def test_several_model_parts_act_as_one_model():
     whole, split = make_model(), make_model()
     train(whole, [Optimizer.Config().build(model_parts=[whole])], range(STEPS))
     first, last = (nn.Module(), nn.Module())
-    first.tok_embeddings, last.norm, last.output = split.tok_embeddings, split.norm, split.output
+    first.tok_embeddings, last.head = split.tok_embeddings, split.head
     first.layers, last.layers = nn.ModuleDict({"0": split.layers["0"]}), nn.ModuleDict({"1": split.layers["1"]})
     optimizer = Optimizer.Config().build(model_parts=[first, last])
     train(split, [optimizer], range(STEPS))
@@ -166,18 +166,18 @@ def test_norms_biases_and_embeddings_have_no_weight_decay_by_default(log):
 def test_the_first_matching_group_sets_learning_rate_and_weight_decay():
     model = make_model()
     groups = {
-        "head": ParamGroup(pattern=r"^output\.", lr=0.25),
+        "head": ParamGroup(pattern=r"^head\.output", lr=0.25),
         "first_layer": ParamGroup(pattern=r"^layers\.0\.", weight_decay=0.5),
         "norms": ParamGroup(pattern="norm", lr=0.125, weight_decay=0.0),
     }
     optimizer = Optimizer.Config(lr=1.0, weight_decay=0.75, param_groups=groups).build(model_parts=[model])
     parameters = dict(model.named_parameters())
     expected = {
-        "output.weight": (0.25, 0.75),
+        "head.output.weight": (0.25, 0.75),
         "layers.0.attention.wq.weight": (1.0, 0.5),
         "layers.0.ffn_norm.weight": (1.0, 0.5),
         "layers.1.ffn_norm.weight": (0.125, 0.0),
-        "norm.weight": (0.125, 0.0),
+        "head.norm.weight": (0.125, 0.0),
         "tok_embeddings.weight": (1.0, 0.75),
     }
     assert {name: settings_of(optimizer, parameters[name]) for name in expected} == expected
@@ -191,7 +191,7 @@ def test_groups_apply_to_both_optimizers_of_muon():
     block, other = model.layers["0"], model.layers["1"]
     for parameter in (block.attention.wq.weight, block.ffn_norm.weight):
         assert settings_of(optimizer, parameter) == (0.25, 0.5)
-    for parameter in (other.attention.wq.weight, other.ffn_norm.weight, model.output.weight):
+    for parameter in (other.attention.wq.weight, other.ffn_norm.weight, model.head.output.weight):
         assert settings_of(optimizer, parameter) == (1.0, 0.0)
     muon, adam = optimizer.optimizers
     assert {group["momentum"] for group in muon.param_groups} == {0.5}
@@ -261,8 +261,8 @@ def test_state_dict_contains_only_moments_under_canonical_names():
     train(model, [optimizer], range(1))
     state = optimizer.state_dict()
     assert state.keys() == {f"state.{name}.{moment}" for name in names for moment in MOMENTS}
-    first_gradient = gradient(0, names.index("norm.weight"), model.norm.weight.shape)
-    torch.testing.assert_close(state["state.norm.weight.exp_avg"], 0.1 * first_gradient)
+    first_gradient = gradient(0, names.index("head.norm.weight"), model.head.norm.weight.shape)
+    torch.testing.assert_close(state["state.head.norm.weight.exp_avg"], 0.1 * first_gradient)
 
 
 @pytest.mark.parametrize("settings", ALL, ids=lambda settings: " ".join(map(str, settings.values())))
@@ -328,8 +328,8 @@ def test_loading_keeps_the_configured_hyperparameters_and_groups():
     after.load_state_dict(before.state_dict())
     loaded = [{key: value for key, value in group.items() if key != "params"} for group in after.param_groups]
     assert loaded == configured
-    assert settings_of(after, model.output.weight) == (0.25, 0.0)
-    assert settings_of(after, model.norm.weight) == (0.5, 0.125)
+    assert settings_of(after, model.head.output.weight) == (0.25, 0.0)
+    assert settings_of(after, model.head.norm.weight) == (0.5, 0.125)
     assert all(torch.equal(value, before.state_dict()[key]) for key, value in after.state_dict().items())
 
 

@@ -40,7 +40,7 @@ def test_distributions():
     weights = initial_weights(0, dim=256)
     expected = {
         "tok_embeddings.weight": 1.0,
-        "output.weight": 256**-0.5 / 4,
+        "head.output.weight": 256**-0.5 / 4,
         "layers.0.attention.wq.weight": 0.02,
         "layers.0.attention.wo.weight": 0.02 / math.sqrt(2),
         "layers.1.feed_forward.w2.weight": 0.02 / math.sqrt(4),
@@ -49,7 +49,7 @@ def test_distributions():
         # Truncation at three deviations reduces the std to 0.987; 2 % covers the sampling error of 25,000 values.
         assert weights[name].std().item() == pytest.approx(0.987 * std, rel=0.02), name
         assert weights[name].abs().max() <= 3 * std
-    assert torch.equal(weights["norm.weight"], torch.ones(256))
+    assert torch.equal(weights["head.norm.weight"], torch.ones(256))
 
 
 def test_a_parameter_larger_than_a_chunk_has_no_repeated_rows():

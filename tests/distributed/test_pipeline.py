@@ -53,7 +53,7 @@ def test_embedding_and_head_count_as_one_layer_each():
         ("tok_embeddings", "layers.0"),
         ("layers.1", "layers.2"),
         ("layers.3",),
-        ("norm", "output"),
+        ("head",),
     )
 
 
@@ -83,7 +83,7 @@ def test_stages_contain_all_modules_in_order_and_are_balanced(degree, schedule):
             weights = {"first_stage_less_layers": first, "last_stage_less_layers": last}
             plan = make_plan(model, degree=degree, schedule=schedule, **weights)
             listed = [name for stage in plan.stages for name in stage]
-            assert listed == [name for group in model.pipeline_modules() for name in group]
+            assert listed == model.pipeline_modules()
             loads = count_layers(plan)
             loads[0], loads[-1] = loads[0] + first, loads[-1] + last
             assert max(loads) - min(loads) <= 1
@@ -100,13 +100,13 @@ def test_each_stage_is_on_one_rank():
 
 
 def test_stages_by_name():
-    parts = ["tok_embeddings", "layers.0,layers.1, layers.2", "layers.3", "norm, output"]
+    parts = ["tok_embeddings", "layers.0,layers.1, layers.2", "layers.3", "head"]
     plan = make_plan(schedule="Interleaved1F1B", module_fqns_per_model_part=parts)
     assert plan.stages == (
         ("tok_embeddings",),
         ("layers.0", "layers.1", "layers.2"),
         ("layers.3",),
-        ("norm", "output"),
+        ("head",),
     )
 
 
@@ -114,21 +114,17 @@ def test_stages_by_name():
     ("parts", "message"),
     [
         (
-            ["tok_embeddings,layers.0,layers.1", "layers.2,layers.3,norm,outputs"],
-            "'outputs' is not a part of the model",
+            ["tok_embeddings,layers.0,layers.1", "layers.2,layers.3,heads"],
+            "'heads' is not a part of the model",
         ),
-        (["tok_embeddings,layers.0", "layers.2,layers.3,norm,output"], "must list each part of the model once"),
-        (["tok_embeddings,layers.0,layers.0,layers.1", "layers.2,layers.3,norm,output"], "each part of the model once"),
+        (["tok_embeddings,layers.0", "layers.2,layers.3,head"], "must list each part of the model once"),
+        (["tok_embeddings,layers.0,layers.0,layers.1", "layers.2,layers.3,head"], "each part of the model once"),
         (
-            ["tok_embeddings,layers.1,layers.0", "layers.2,layers.3,norm,output"],
+            ["tok_embeddings,layers.1,layers.0", "layers.2,layers.3,head"],
             "in this order: tok_embeddings, layers.0",
         ),
-        (
-            ["tok_embeddings,layers.0,layers.1,layers.2,layers.3,norm", "output"],
-            "norm, output must be in the same stage",
-        ),
-        (["tok_embeddings,layers.0,layers.1,layers.2,layers.3,norm,output", ""], "a stage is empty"),
-        (["tok_embeddings", "layers.0,layers.1,layers.2,layers.3", "norm,output"], "3 stages for 2 ranks"),
+        (["tok_embeddings,layers.0,layers.1,layers.2,layers.3,head", ""], "a stage is empty"),
+        (["tok_embeddings", "layers.0,layers.1,layers.2,layers.3", "head"], "3 stages for 2 ranks"),
     ],
 )
 def test_invalid_stages_by_name_are_rejected(parts, message):
@@ -223,7 +219,7 @@ def test_a_stage_contains_its_modules_under_their_names():
     assert sum(names_by_stage, []) == [name for name, _ in model.named_parameters()]
     assert len(sum(names_by_stage, [])) == len(names)
     assert list(stages[1].layers) == ["1", "2"]
-    assert stages[1].tok_embeddings is None and stages[1].norm is None and stages[1].output is None
+    assert stages[1].tok_embeddings is None and stages[1].head is None
     assert stages[1].mask is not None  # has no parameters and is needed in every stage
     assert {name for name, _ in model.named_parameters()} == names  # the model itself is unchanged
 

@@ -210,7 +210,7 @@ def test_a_parameter_without_an_entry_is_rejected(workers, tmp_path):
         ("outptu", "columns", "names no module of the model"),  # codespell:ignore
         ("layers.*.attention.q_norm", "head", "is none of vocabulary, sequence, heads, "),
         ("layers.*.attention.q_norm", "rows", "is for Linear, and layers.0.attention.q_norm is RMSNorm"),
-        ("output", "vocabulary", "is for Embedding, and output is Linear"),
+        ("head.output", "vocabulary", "is for Embedding, and head.output is Linear"),
     ],
 )
 def test_an_invalid_entry_of_the_plan_is_rejected(name, style, message):

@@ -70,7 +70,7 @@ def test_frozen_rows_of_added_tokens_warn(tmp_path, caplog):
         "--tokenizer.added_tokens",
         "<|new|>",
     ]
-    patterns = {"frozen": [], "adapted": ["--model_converters.lora.include", "layers", "^output$"]}
+    patterns = {"frozen": [], "adapted": ["--model_converters.lora.include", "layers", r"^head\.output$"]}
     for kind, include in patterns.items():
         config = ConfigManager().parse_args([*words, *include]).config
         caplog.clear()

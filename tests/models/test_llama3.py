@@ -65,8 +65,8 @@ def reference_of(model: Llama3Model):
             attn_implementation="eager",
         )
     )
-    names = {"tok_embeddings.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight"}
-    names["output.weight"] = "lm_head.weight"
+    names = {"tok_embeddings.weight": "model.embed_tokens.weight", "head.norm.weight": "model.norm.weight"}
+    names["head.output.weight"] = "lm_head.weight"
     inner = {
         "attention_norm": "input_layernorm",
         "ffn_norm": "post_attention_layernorm",

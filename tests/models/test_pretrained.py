@@ -196,7 +196,7 @@ class TestTies:
 
     def test_equal_output_weight_is_accepted(self, folder):
         self.add_head(folder, 0.0)
-        assert load_model(folder, device="cpu").model.output is None
+        assert load_model(folder, device="cpu").model.head.output is None
 
     def test_different_output_weight_is_rejected(self, folder):
         self.add_head(folder, 1e-3)
@@ -216,7 +216,10 @@ def metas_rows(weight: torch.Tensor, head_dim: int) -> torch.Tensor:
 def metas_weights(reference: "transformers.PreTrainedModel") -> dict[str, torch.Tensor]:
     """Return the weights of transformers' model under Meta's names, without our table."""
     theirs, head_dim = reference.state_dict(), reference.config.head_dim
-    tensors = {"tok_embeddings.weight": theirs["model.embed_tokens.weight"], "norm.weight": theirs["model.norm.weight"]}
+    tensors = {
+        "tok_embeddings.weight": theirs["model.embed_tokens.weight"],
+        "norm.weight": theirs["model.norm.weight"],
+    }
     tensors["output.weight"] = theirs["lm_head.weight"].clone()
     inner = {"attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
     inner |= {f"attention.w{x}": f"self_attn.{x}_proj" for x in "qkvo"}

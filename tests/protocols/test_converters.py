@@ -84,7 +84,7 @@ class TestSelection:
         model = make_model()
         convert_model(model, [Rescale.Config().build()])
         linears = {name for name, module in make_model().named_modules() if isinstance(module, nn.Linear)}
-        assert set(converted_names(model)) == linears - {"output"}
+        assert set(converted_names(model)) == linears - {"head.output"}
 
     def test_include_and_exclude(self):
         model = make_model()
@@ -121,7 +121,8 @@ class TestSelection:
         assert log.messages == [
             "rescale: 4 layers converted: layers.*.attention.wq, layers.*.feed_forward.w1; unchanged: "
             "tok_embeddings, layers.*.attention_norm, layers.*.attention.wk, layers.*.attention.wv, "
-            "layers.*.attention.wo, layers.*.ffn_norm, layers.*.feed_forward.w2, layers.*.feed_forward.w3, norm, output"
+            "layers.*.attention.wo, layers.*.ffn_norm, layers.*.feed_forward.w2, layers.*.feed_forward.w3, "
+            "head.norm, head.output"
         ]
 
     def test_layer_numbers_become_wildcards(self):

@@ -40,7 +40,7 @@ FROZEN = {
     "the embedding and two layers": ["^tok_embeddings", r"^layers\.[01]\."],
     "a layer in the middle": [r"^layers\.1\."],
     "all but the head": ["^tok_embeddings", r"^layers\.", "^norm"],
-    "all but the last norm": ["^tok_embeddings", r"^layers\.", "^output"],
+    "all but the last norm": ["^tok_embeddings", r"^layers\.", "output"],
 }
 
 
@@ -112,10 +112,10 @@ def test_group_of_frozen_parameters_warns(caplog):
     model = make_model()
     convert_model(model, [LoRA.Config().build()])
     caplog.clear()
-    settings = Optimizer.Config(param_groups={"head": ParamGroup(pattern="^output"), **Optimizer.Config().param_groups})
+    settings = Optimizer.Config(param_groups={"head": ParamGroup(pattern="output"), **Optimizer.Config().param_groups})
     for names in (None, trained_names(model)):
         settings.build(model_parts=[model], all_names=names)
-    message = "optimizer.param_groups.head is empty: no remaining trained parameter matches '^output'"
+    message = "optimizer.param_groups.head is empty: no remaining trained parameter matches 'output'"
     assert caplog.messages == [message] * 2
 
 
@@ -160,7 +160,7 @@ class Simulation(ModelConverter):
 
     def pre_step_hook(self, model_parts: list[nn.Module], step: int) -> None:
         for part in model_parts:
-            part.norm.eps = 1e4 if step > self.config.start_step else 1e-5
+            part.head.norm.eps = 1e4 if step > self.config.start_step else 1e-5
 
 
 def train_on_ragged_data(folder: Path) -> None:

@@ -36,7 +36,7 @@ def parallelize_decoder(
 
     Args:
         model: a decoder, or a pipeline stage of one, with its blocks in `layers`, embedding in `tok_embeddings`
-            and, unless tied, head in `output`.
+            and norm and output weights in `head`.
         mesh: from `parallel_dims.build_mesh`; None in a single process.
         sharding: the family's plan for tensor and context parallelism.
 
@@ -101,12 +101,12 @@ def _offload_policy(training: TrainingConfig, mesh: DeviceMesh) -> OffloadPolicy
 
 
 def _units(model: nn.Module) -> list[nn.Module]:
-    """Return the FSDP units in forward order. The root unit contains the rest: a tied embedding, the final norm and the
-    head, whose weights the loss may read outside of its forward."""
+    """Return the FSDP units in forward order. The root unit contains the rest, such as a tied embedding."""
     config = model.config
     is_separate = model.tok_embeddings is not None and not config.tie_embeddings  # type: ignore[union-attr]
     embedding = [model.tok_embeddings] if is_separate else []
-    return [*embedding, *model.layers.values()]  # type: ignore[list-item,operator]
+    head = [] if model.head is None else [model.head]
+    return [*embedding, *model.layers.values(), *head]  # type: ignore[list-item,operator]
 
 
 def _apply_fsdp(

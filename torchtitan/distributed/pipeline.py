@@ -42,9 +42,9 @@ class PipelinePlan:
     @classmethod
     def from_config(cls, config: ParallelismConfig, model: BaseModel.Config, local_batch_size: int) -> "PipelinePlan":
         """Divide a model into stages. Raise `UserError` if model, schedule, stages and batch do not fit together."""
-        groups = model.pipeline_modules()
+        names = model.pipeline_modules()
         is_listed = config.module_fqns_per_model_part is not None
-        stages = _stages_by_name(config, groups) if is_listed else _stages_by_weight(config, groups)
+        stages = _stages_by_name(config, names) if is_listed else _stages_by_weight(config, names)
         size = config.pipeline_parallel_microbatch_size
         if local_batch_size % size:
             raise UserError(
@@ -95,31 +95,27 @@ def _is_single(schedule: str) -> bool:
     return issubclass(get_schedule_class(schedule), PipelineScheduleSingle)
 
 
-def _stages_by_name(config: ParallelismConfig, groups: Sequence[Sequence[str]]) -> tuple[tuple[str, ...], ...]:
+def _stages_by_name(config: ParallelismConfig, names: Sequence[str]) -> tuple[tuple[str, ...], ...]:
     """Return the stages that the user lists. Raise `UserError` unless they contain all modules, in order."""
     option, parts = "--parallelism.module_fqns_per_model_part", config.module_fqns_per_model_part or []
     if config.pipeline_parallel_layers_per_stage is not None:
         raise UserError(f"{option} already defines the stages; remove --parallelism.pipeline_parallel_layers_per_stage")
     stages = tuple(tuple(name.strip() for name in part.split(",") if name.strip()) for part in parts)
     listed = [name for stage in stages for name in stage]
-    names = [name for group in groups for name in group]
     if unknown := [name for name in listed if name not in names]:
         raise UserError(f"{option}: '{unknown[0]}' is not a part of the model ({names})")
-    if listed != names:
+    if listed != list(names):
         raise UserError(f"{option} must list each part of the model once, in this order: {', '.join(names)}")
-    for group in groups:
-        if not any(set(group) <= set(stage) for stage in stages):
-            raise UserError(f"{option}: {', '.join(group)} must be in the same stage")
     if not all(stages):
         raise UserError(f"{option}: a stage is empty")
     return stages
 
 
-def _stages_by_weight(config: ParallelismConfig, groups: Sequence[Sequence[str]]) -> tuple[tuple[str, ...], ...]:
+def _stages_by_weight(config: ParallelismConfig, names: Sequence[str]) -> tuple[tuple[str, ...], ...]:
     """Return stages of similar cost: a layer costs 1; options set the cost of embedding and head in layers."""
     first = config.pipeline_parallel_first_stage_less_layers
     last = config.pipeline_parallel_last_stage_less_layers
-    layers = len(groups) - 2
+    layers = len(names) - 2
     n_stages = _count_stages(config, first + layers + last)
     # Layers of each stage: as even as possible, less the cost of embedding and head.
     share, rest = divmod(first + layers + last, n_stages)
@@ -131,8 +127,8 @@ def _stages_by_weight(config: ParallelismConfig, groups: Sequence[Sequence[str]]
             f"{layers} layers are too few for {n_stages} pipeline stages, with the embedding counting for {first} and "
             f"the head for {last} (--parallelism.pipeline_parallel_first_stage_less_layers, …last_stage_less_layers)"
         )
-    ends = [0, *(1 + sum(capacity[: stage + 1]) for stage in range(n_stages - 1)), len(groups)]
-    return tuple(tuple(name for group in groups[start:end] for name in group) for start, end in pairwise(ends))
+    ends = [0, *(1 + sum(capacity[: stage + 1]) for stage in range(n_stages - 1)), len(names)]
+    return tuple(tuple(names[start:end]) for start, end in pairwise(ends))
 
 
 def _count_stages(config: ParallelismConfig, weight: int) -> int:

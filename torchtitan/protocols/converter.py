@@ -17,8 +17,8 @@ from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
 from torchtitan.tools.patterns import check_choice, choose, without_numbers
 
-_HEAD = "output"
-"""Output head, which is never called, since the loss reads its weights (`Decoder.output_weight`)."""
+HEAD = "head.output"
+"""Output weights, whose layer is never called, since the loss reads them (`OutputHead`)."""
 
 _CONVERTED_BY = "converted_by"
 
@@ -132,9 +132,9 @@ class LayerConverter(ModelConverter):
         config, key = self.config, config_key(self.config)
         layers = {name: module for name, module in model.named_modules() if isinstance(module, self.layer_types)}
         if not self.converts_head:
-            layers.pop(_HEAD, None)
-        is_tied = self.converts_head and getattr(model, _HEAD, layers) is None
-        kind = f"layers (the head is tied to the embedding, so there is no '{_HEAD}')" if is_tied else "layers"
+            layers.pop(HEAD, None)
+        is_tied = self.converts_head and is_head_tied(model)
+        kind = f"layers (the head is tied to the embedding, so there is no '{HEAD}')" if is_tied else "layers"
         names = choose(f"--model_converters.{key}", config.include, config.exclude, list(layers), kind)
         for name in names:
             if type(layers[name]) not in self.layer_types:
@@ -155,6 +155,12 @@ class LayerConverter(ModelConverter):
     @abstractmethod
     def convert_layer(self, name: str, layer: nn.Module) -> nn.Module:
         """Return the replacement of `layer` on the meta device, with its initializers (`protocols.initializer`)."""
+
+
+def is_head_tied(model: nn.Module) -> bool:
+    """Return whether a model's output weights are its embedding."""
+    head = getattr(model, "head", model)
+    return getattr(head, "output", head) is None
 
 
 def converter_of(layer: nn.Module) -> str | None:

@@ -38,8 +38,8 @@ class BaseModel(nn.Module, Configurable):
             """Sizes that tensor parallelism splits, by field; its degree must divide each of them."""
             return {}
 
-        def pipeline_modules(self) -> list[list[str]]:
-            """Return module names in order, in groups that a pipeline must not split. Raise `UserError` if the model
+        def pipeline_modules(self) -> list[str]:
+            """Return the names, in order, of the modules that a pipeline can separate. Raise `UserError` if the model
             cannot be split."""
             raise UserError(f"{type(self).__qualname__} does not support pipeline parallelism (pipeline_modules)")
 

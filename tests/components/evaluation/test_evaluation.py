@@ -84,7 +84,7 @@ def test_a_long_context_is_truncated_at_the_start(stories_model, reference):
 
 def test_a_model_that_returns_nan_is_rejected(stories):
     broken = load_model(stories, device="cpu").model
-    broken.norm.weight.data.fill_(math.nan)
+    broken.head.norm.weight.data.fill_(math.nan)
     with pytest.raises(UserError, match="not finite"):
         Scorer(broken).score([Request([BOS], [0])])
 

@@ -139,7 +139,7 @@ def test_zero_new_tokens():
 def test_a_model_that_returns_nan_is_rejected():
     """Its most probable token would be 0. Finished rows may have any logits."""
     model, cold = small_model(), Sampling(temperature=1e-40)
-    model.output.weight.data[3] = math.inf
+    model.head.output.weight.data[3] = math.inf
     for sampling in (None, Sampling(temperature=1.0)):
         with pytest.raises(UserError, match="not finite"):
             generate(model, [[1]], max_new_tokens=2, sampling=sampling)
@@ -149,7 +149,7 @@ def test_a_model_that_returns_nan_is_rejected():
         output[0] = math.nan
 
     def on_token(row, token):
-        model.norm.register_forward_hook(poison_row_0)
+        model.head.norm.register_forward_hook(poison_row_0)
         return row == 0
 
     for sampling in (None, cold):
@@ -164,7 +164,7 @@ def test_pipeline_and_context_parallelism_are_rejected():
         def get_local_rank(self):
             return 0
 
-    for part in ("tok_embeddings", "norm"):
+    for part in ("tok_embeddings", "head"):
         model = small_model()
         setattr(model, part, None)
         with pytest.raises(UserError, match="pipeline"):
@@ -495,7 +495,7 @@ def sharded_generations(layout: str, expected: list[list[int]]) -> None:
         )
         assert ids_of(generations) == [expected[row][:length] for row in rows], (layout, rank, use_cache)
     if rank == 1:
-        model.norm.register_forward_hook(lambda module, args, output: output * math.nan)
+        model.head.norm.register_forward_hook(lambda module, args, output: output * math.nan)
     with pytest.raises(UserError, match="not finite"):
         generate(model, [[1]], max_new_tokens=2, group=dist.group.WORLD)
 

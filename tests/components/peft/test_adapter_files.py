@@ -138,7 +138,9 @@ def assert_equal_logits(ours: nn.Module, theirs: nn.Module) -> None:
 
 def converter(kind: str, target: str, **settings) -> LoRA.Config:
     """Return a configuration with rank 4 and alpha 6, so that a wrong scale changes the logits."""
-    include = {"layers": [LAYERS], "head": [LAYERS, "^output$"], "embedding": ["wq", "w2", "tok_embeddings"]}[target]
+    include = {"layers": [LAYERS], "head": [LAYERS, r"^head\.output$"], "embedding": ["wq", "w2", "tok_embeddings"]}[
+        target
+    ]
     kinds = {"lora": {}, "rslora": {"rslora": True}, "dora": {"dora": True}, "qlora": {}, "qdora": {"dora": True}}
     config_class = QLoRA.Config if kind.startswith("q") else LoRA.Config
     return config_class(rank=4, alpha=6.0, include=include, **kinds[kind], **settings)
@@ -238,7 +240,7 @@ def test_a_rounded_base_is_accepted(base, tmp_path, kind):
             parameter.data = parameter.data.bfloat16()
     read(tmp_path, config, spec, model)
     head = theirs.get_submodule("base_model.model.lm_head.lora_B.default").weight
-    assert torch.equal(model.get_parameter("output.lora_B"), head)
+    assert torch.equal(model.get_parameter("head.output.lora_B"), head)
 
 
 def test_pretrained_model(assets, tmp_path):
@@ -273,7 +275,7 @@ def test_only_selected_layers_are_adapted(tmp_path, include):
 
 def permuted_table(config) -> StateDictAdapter:
     """Llama names with rows in the order of the RoPE paper, like Ernie 4.5 in transformers."""
-    rows = {"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head"}
+    rows = {"tok_embeddings": "model.embed_tokens", "head.norm": "model.norm", "head.output": "lm_head"}
     within = {
         **{f"attention.w{x}": f"self_attn.{x}_proj" for x in "qkvo"},
         **{f"feed_forward.w{i}": f"mlp.{x}_proj" for i, x in ((1, "gate"), (3, "up"), (2, "down"))},
@@ -405,7 +407,7 @@ def check_layouts(base: Path, folder: Path) -> None:
         else:
             del model.layers[str(1 - rank)]
             if rank == 0:
-                model.output = None
+                model.head.output = None
         model.to_empty(device="cpu")
         initialize_weights(model, seed=0)
         load_base_head(model, expected)
@@ -420,8 +422,8 @@ def check_layouts(base: Path, folder: Path) -> None:
 @torch.no_grad()
 def load_base_head(model: nn.Module, source: AdapterSource) -> None:
     """Set the weights of the head, which reading an adapter compares with the file."""
-    if model.output is not None:
-        weight, whole = model.output.weight, source.read("output.weight")
+    if model.head.output is not None:
+        weight, whole = model.head.output.weight, source.read("head.output.weight")
         is_sharded = isinstance(weight, DTensor)
         weight.copy_(distribute_tensor(whole, weight.device_mesh, weight.placements) if is_sharded else whole)
 
@@ -646,11 +648,11 @@ def test_defaults_of_peft_are_supported(saved):
 def test_other_layers_are_rejected(saved):
     folder, config, spec, plain = saved
     other = dataclasses.replace(config, include=[LAYERS], exclude=[r"layers\.1\.attention\.wq"])
-    with pytest.raises(UserError, match=r"only in the file: layers\.1\.attention\.wq, output$"):
+    with pytest.raises(UserError, match=r"only in the file: head\.output, layers\.1\.attention\.wq$"):
         read(folder, other, spec, adapted(spec, other, plain))
     fewer = dataclasses.replace(config, include=["wq"])
     write(folder / "fewer", fewer, adapted(spec, fewer, plain), spec)
-    with pytest.raises(UserError, match=r"only in the run: layers\.0\.attention\.wk, .*13 in all"):
+    with pytest.raises(UserError, match=r"only in the run: head\.output, layers\.0\.attention\.wk, .*13 in all"):
         read(folder / "fewer", config, spec, adapted(spec, config, plain))
 
 

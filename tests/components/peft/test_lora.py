@@ -30,7 +30,7 @@ from torchtitan.tools.logging import logger
 
 SIZES = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 56, "vocab_size": 61}
 EVERYWHERE = [r"."]
-LINEAR = [r"\blayers\.", "^output$"]
+LINEAR = [r"\blayers\.", r"^head\.output$"]
 
 KINDS: dict[str, dict[str, Any]] = {
     "lora": {},
@@ -90,7 +90,8 @@ MODULES = {
     "feed_forward.w3": "mlp.up_proj",
     "attention_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
-    "output": "lm_head",
+    "head.norm": "norm",
+    "head.output": "lm_head",
 }
 PARAMETERS = {
     "weight": ("base_layer.weight", "weight"),
@@ -412,9 +413,9 @@ INVALID = {
     "embedding and dropout": ({"include": EVERYWHERE, "exclude": ["output"], "dropout": 0.1}, {}, r"tok_emb.*dropout"),
     "embedding and DoRA": ({"include": EVERYWHERE, "dora": True}, {}, r"tok_embeddings .*DoRA"),
     "tied head": (
-        {"include": ["^output$"]},
+        {"include": [r"^head\.output$"]},
         {"model__tie_embeddings": True},
-        r"include '\^output\$' matches none of the layers \(the head is tied .*, so there is no 'output'\): tok_emb",
+        r"output\$' matches none of the layers \(the head is tied .*, so there is no 'head.output'\): tok_emb",
     ),
     "tied": ({"include": EVERYWHERE}, {"model__tie_embeddings": True}, r"tok_embeddings .*tie_embeddings"),
 }
@@ -543,7 +544,7 @@ class IdleParameter(ModelConverter):
     """Gives the last norm an unused parameter."""
 
     def convert(self, model: nn.Module) -> None:
-        norm: Any = model.norm
+        norm: Any = model.head.norm
         norm.idle = nn.Parameter(torch.empty(4, device="meta"))
         with_initializers(norm, **initializers_of(norm), idle=Constant(0.0))
 

@@ -184,7 +184,7 @@ def test_blocks_that_cannot_be_sharded_are_rejected(tmp_path):
 # --- on two processes -------------------------------------------------------------------------------------------------
 
 LAYOUTS = {
-    "FSDP": ({"model__vocab_size": 2051}, {"include": [r"layers", "^output$"]}),
+    "FSDP": ({"model__vocab_size": 2051}, {"include": [r"layers", r"^head\.output$"]}),
     "TP": ({"parallelism__tensor_parallel_degree": 2}, {"dora": True}),
 }
 """Options of the run and of the converter: rows that two ranks cannot divide evenly; sharded columns and rows."""

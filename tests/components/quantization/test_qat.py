@@ -96,7 +96,7 @@ def test_conversion_keeps_parameter_names_initializers_and_freezing():
     }
     for name, module in plain.named_modules():
         assert initializers_of(model.get_submodule(name)) == initializers_of(module)
-    assert type(model.output) is nn.Linear
+    assert type(model.head.output) is nn.Linear
     assert type(model.layers["0"].attention.wq) is not nn.Linear
 
 
@@ -331,7 +331,7 @@ def test_conversion_uses_the_quantization_of_the_run(tmp_path, capsys, saved_in_
             {"group_size": 64},
             r"group_size 64 does not divide the inputs \(96\) of layers\.\*\.feed_forward\.w2; .*exclude",
         ),
-        ({"include": ["output"]}, "'output' matches none"),
+        ({"include": [r"head\.output"]}, r"'head\\.output' matches none"),
     ],
 )
 def test_layers_that_cannot_be_quantized_are_rejected(options, message):

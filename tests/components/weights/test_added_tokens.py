@@ -212,7 +212,7 @@ class TestModel:
         before = load_model(first, device="cpu").model.state_dict()
         after = trainer.model_parts[0].state_dict()
         for name, tensor in before.items():
-            is_grown = name in ("tok_embeddings.weight", "output.weight")
+            is_grown = name in ("tok_embeddings.weight", "head.output.weight")
             assert torch.equal(after[name], with_mean_rows(tensor, 2) if is_grown else tensor), name
 
     def test_a_native_checkpoint_with_the_tokens_is_loaded_unchanged(self, tmp_path):
@@ -267,10 +267,10 @@ class TestModel:
         source = make_pretrained(tmp_path / "source", vocab_size=n_saved)
         spec = tiny_config(tmp_path, model__vocab_size=max(n_saved, NEW.stop)).model_spec
         saved, grown = read_weights(source)["lm_head.weight"], internal_source(source, spec, added=NEW)
-        for name in ("tok_embeddings.weight", "output.weight"):
+        for name in ("tok_embeddings.weight", "head.output.weight"):
             assert grown.specs[name].shape == (max(n_saved, NEW.stop), 64)
         expected = torch.cat([with_mean_rows(saved[:N_EMBEDDED], 2), saved[NEW.stop :]])
-        assert torch.equal(grown.read("output.weight"), expected)
+        assert torch.equal(grown.read("head.output.weight"), expected)
 
     def test_rows_of_tokens_in_the_checkpoint_are_kept(self, tmp_path):
         """The checkpoint of an earlier run with the same tokens, with a tokenizer folder that lacks them."""
@@ -279,9 +279,9 @@ class TestModel:
         spec = tiny_config(tmp_path, model__vocab_size=2056).model_spec
         saved = read_weights(source)["lm_head.weight"]
         expected = torch.cat([with_mean_rows(saved[: NEW.start + 1], 1), saved[NEW.stop :]])
-        assert torch.equal(internal_source(source, spec, added=NEW).read("output.weight"), expected)
+        assert torch.equal(internal_source(source, spec, added=NEW).read("head.output.weight"), expected)
         (source / "tokenizer.json").write_bytes(make_tokenizer().changed_files["tokenizer.json"])
-        assert torch.equal(internal_source(source, spec, added=NEW).read("output.weight"), saved)
+        assert torch.equal(internal_source(source, spec, added=NEW).read("head.output.weight"), saved)
 
     @pytest.mark.slow
     def test_layouts(self, tmp_path):

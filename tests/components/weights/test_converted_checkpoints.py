@@ -39,7 +39,7 @@ from torchtitan.protocols.tensor_source import TensorSpec, slice_shape
 from torchtitan.tools.errors import UserError
 
 SAVING = {**FLOAT32, "checkpoint__enable": True, "checkpoint__interval": 2}
-HEAD_TOO = [r"\blayers\.", "^output$"]
+HEAD_TOO = [r"\blayers\.", r"^head\.output$"]
 
 
 # --- a custom converter -----------------------------------------------------------------------------------------------
@@ -122,7 +122,7 @@ class TrainOutput(ModelConverter):
 
     def convert(self, model):
         for name, parameter in model.named_parameters():
-            parameter.requires_grad_(name.startswith("output"))
+            parameter.requires_grad_(name.startswith("head.output"))
 
 
 # --- helpers ----------------------------------------------------------------------------------------------------------
@@ -329,7 +329,7 @@ def test_merged_export_is_base_plus_adapter(adapted):
     """Merged weights are W + alpha / rank B A."""
     before, after = read_weights(adapted / "source"), read_weights(step(adapted, 4))
     adapter = DcpSource(step(adapted, 2))
-    names = {"model.layers.1.self_attn.q_proj": "layers.1.attention.wq", "lm_head": "output"}
+    names = {"model.layers.1.self_attn.q_proj": "layers.1.attention.wq", "lm_head": "head.output"}
     for external, internal in names.items():
         lora_A, lora_B = adapter.read(f"{internal}.lora_A"), adapter.read(f"{internal}.lora_B")
         assert lora_B.abs().max() > 1e-3
@@ -449,7 +449,7 @@ def test_starting_from_an_adapter_checkpoint(adapted, tmp_path):
     assert_equal({name: merged.read(name) for name in merged.specs}, plain)
     other = initial_weights(tmp_path / "other", [DORA], **from_it)
     assert torch.equal(other["layers.0.attention.wq.weight"], plain["layers.0.attention.wq.weight"])
-    assert torch.equal(other["output.weight"], plain["output.weight"])
+    assert torch.equal(other["head.output.weight"], plain["head.output.weight"])
     assert not other["layers.0.attention.wq.lora_B"].any()
     with pytest.raises(UserError, match="other model_converters"):
         initial_weights(tmp_path / "all", [DORA], **from_it, checkpoint__no_initial_load_model_only=True)
@@ -501,7 +501,7 @@ def test_adapter_path_is_checked_for_new_runs(adapted, tmp_path):
     begin_from = {"checkpoint__initial_load_path": step(adapted, 2)}
     check(tmp_path, [dataclasses.replace(LORA, adapter_path=exported)], **FLOAT32)
     with pytest.raises(
-        UserError, match=r"the adapter has other layers .*only in the file: layers\.0\.feed_forward\.w1"
+        UserError, match=r"the adapter has other layers .*only in the file: .*layers\.0\.feed_forward\.w1"
     ):
         check(tmp_path, [dataclasses.replace(LORA, include=["attention"], adapter_path=exported)], **FLOAT32)
     gone = dataclasses.replace(LORA, adapter_path=str(tmp_path / "gone"))
@@ -577,7 +577,10 @@ def test_resuming_with_other_converters_is_rejected(adapted):
         ([dataclasses.replace(LORA, alpha=1.0)], r"model_converters\.lora\.alpha was 8\.0 and is 1\.0"),
         ([dataclasses.replace(LORA, rslora=True)], r"model_converters\.lora\.rslora was False and is True"),
         ([], "model_converters was lora and is none"),
-        ([NORMED, dataclasses.replace(LORA, include=["^output$"])], "model_converters was lora and is normed, lora"),
+        (
+            [NORMED, dataclasses.replace(LORA, include=[r"^head\.output$"])],
+            "model_converters was lora and is normed, lora",
+        ),
     ):
         with pytest.raises(UserError, match=f"belongs to another run, .*{words}"):
             check(adapted, converters, **SAVING, **from_folder(adapted / "source"), training__steps=6)
@@ -598,11 +601,11 @@ class Undeclared(ModelConverter):
     """Adds a parameter without declaring it."""
 
     def convert(self, model):
-        model.norm.extra = nn.Parameter(torch.empty(3, device="meta"))
+        model.head.norm.extra = nn.Parameter(torch.empty(3, device="meta"))
 
 
 def test_an_undeclared_parameter_is_rejected_for_export(tmp_path):
-    with pytest.raises(UserError, match=r"\(norm\.extra\).*changes_weights = True"):
+    with pytest.raises(UserError, match=r"\(head\.norm\.extra\).*changes_weights = True"):
         check(tmp_path, [LORA, Undeclared.Config()], **SAVING, checkpoint__last_save_in_hf=True)
     check(tmp_path, [LORA, Undeclared.Config()], **SAVING)
     check(tmp_path, [NORMED, TrainOutput.Config()], **SAVING, checkpoint__last_save_in_hf=True)
@@ -646,7 +649,7 @@ def test_save_trainable_only(adapted, tmp_path, capsys):
     # Without the option, the run resumes too, and then saves all weights.
     whole = {**options, "checkpoint__save_trainable_only": False, "checkpoint__load_step": 2, "training__steps": 6}
     train(tmp_path, LORA, **whole, **from_folder(sources[0]))
-    assert "output.weight" in DcpSource(step(tmp_path, 6)).specs
+    assert "head.output.weight" in DcpSource(step(tmp_path, 6)).specs
     with pytest.raises(UserError, match="checkpoint.save_trainable_only: .*step-6 holds all weights"):
         initial_weights(tmp_path, [LORA], **options, **from_folder(sources[0]))
 
@@ -781,7 +784,7 @@ def test_save_trainable_only_without_converted_weights(tmp_path):
     """Frozen weights are left out regardless of who froze them; without frozen weights, the option is rejected."""
     resumed_and_straight(tmp_path, [TrainOutput.Config()], checkpoint__save_trainable_only=True)
     path = step(tmp_path / "straight", 4)
-    assert list(DcpSource(path).specs) == ["output.weight"]
+    assert list(DcpSource(path).specs) == ["head.output.weight"]
     # Without a converter, it is not an adapter.
     with pytest.raises(UserError, match="use a checkpoint of the run with all weights"):
         internal_source(path)

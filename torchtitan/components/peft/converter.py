@@ -15,13 +15,11 @@ from torchtitan.components.quantization.nf4 import BLOCK_SIZE
 from torchtitan.config.configurable import Configurable, config_key
 from torchtitan.distributed.process_group import gather_objects
 from torchtitan.protocols.conversion import converted_model
-from torchtitan.protocols.converter import LayerConverter
+from torchtitan.protocols.converter import HEAD, LayerConverter, is_head_tied
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.tensor_source import summarize_names
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
-
-_HEAD = "output"
 
 _MAX_RANK = 2**24
 
@@ -46,8 +44,8 @@ class LoRA(LayerConverter):
         """Size and location of adapters."""
 
         include: list[str] = field(default_factory=lambda: [r"\blayers\."])
-        """Regular expressions searched in the layers' names (layers.0.attention.wq, output, tok_embeddings); matching
-        layers get an adapter. Default: all linear layers inside the blocks."""
+        """Regular expressions searched in the layers' names (layers.0.attention.wq, head.output, tok_embeddings);
+        matching layers get an adapter. Default: all linear layers inside the blocks."""
 
         rank: int = 16
         """Rank of the adapters, at most the smaller dimension of every adapted layer."""
@@ -94,7 +92,7 @@ class LoRA(LayerConverter):
 
     def select(self, model: nn.Module) -> dict[str, nn.Module]:
         selected = super().select(model)
-        is_tied = getattr(model, _HEAD, None) is None
+        is_tied = is_head_tied(model)
         for name, layer in selected.items():
             if is_tied and isinstance(layer, nn.Embedding):
                 raise self._layer_error(name, "it shares its weights with the output head (--model.tie_embeddings)")
@@ -111,7 +109,7 @@ class LoRA(LayerConverter):
             raise self._layer_error(name, "DoRA supports only linear layers")
         if config.dropout and isinstance(layer, nn.Embedding):
             raise self._layer_error(name, f"dropout {config.dropout} cannot apply to an embedding's inputs, the tokens")
-        if config.dropout and name == _HEAD:
+        if config.dropout and name == HEAD:
             reason = f"dropout {config.dropout} cannot apply to the head's inputs, since the loss reads its weights"
             raise self._layer_error(name, reason)
         return True

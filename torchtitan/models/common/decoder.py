@@ -46,8 +46,8 @@ DENSE_SHARDING = ShardingPlan(
         "layers.*.feed_forward.w1": "columns",
         "layers.*.feed_forward.w3": "columns",
         "layers.*.feed_forward.w2": "rows",
-        "norm": "sequence",
-        "output": "columns",
+        "head.norm": "sequence",
+        "head.output": "columns",
     },
     attention="layers.*.attention.attend",
     mask="mask",
@@ -64,9 +64,8 @@ class BlockDesign:
 
 
 class Decoder(BaseModel):
-    """Token embedding → blocks → norm → head. A family sets `design` or overrides `make_block`. With tied embeddings,
-    `output` is None. A pipeline stage lacks parts: without `tok_embeddings`, it takes hidden states; without `norm` and
-    `output`, it returns them."""
+    """Token embedding → blocks → head. A family sets `design` or overrides `make_block`. A pipeline stage lacks parts:
+    without `tok_embeddings`, it takes hidden states; without `head`, it returns them."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseModel.Config):
@@ -105,15 +104,14 @@ class Decoder(BaseModel):
         def tensor_parallel_sizes(self) -> dict[str, int]:
             return {name: getattr(self, name) for name in ("n_heads", "n_kv_heads", "ffn_dim")}
 
-        def pipeline_modules(self) -> list[list[str]]:
-            """Return embedding, layers, norm and head. Raise `UserError` for tied embeddings, shared by two stages."""
+        def pipeline_modules(self) -> list[str]:
+            """Return embedding, layers and head. Raise `UserError` for tied embeddings, shared by two stages."""
             if self.tie_embeddings:
                 raise UserError(
                     "pipeline parallelism cannot split a model with tied embeddings: its first and its last stage "
                     "would need the same weights (--model.no_tie_embeddings unties them, for training from scratch)"
                 )
-            layers = [[f"layers.{index}"] for index in range(self.n_layers)]
-            return [["tok_embeddings"], *layers, ["norm", "output"]]
+            return ["tok_embeddings", *(f"layers.{index}" for index in range(self.n_layers)), "head"]
 
         def validate(self) -> None:
             for name, most in _MOST.items():
@@ -158,10 +156,10 @@ class Decoder(BaseModel):
         )
         # A dictionary, so that layers keep their names if a pipeline stage drops others.
         self.layers = nn.ModuleDict({str(index): self.make_block(index) for index in range(config.n_layers)})
-        self.norm: RMSNorm | None = RMSNorm(config.dim, config.norm_eps)
-        self.output: nn.Linear | None = None
+        output = None
         if not config.tie_embeddings:
-            self.output = init(nn.Linear(config.dim, config.vocab_size, bias=False), weight=self.output_init())
+            output = init(nn.Linear(config.dim, config.vocab_size, bias=False), weight=self.output_init())
+        self.head: OutputHead | None = OutputHead(RMSNorm(config.dim, config.norm_eps), output)
         self.mask = CausalMask()
 
     def make_block(self, index: int) -> nn.Module:
@@ -202,16 +200,13 @@ class Decoder(BaseModel):
         hidden_BLD = tokens_BL if self.tok_embeddings is None else self.tok_embeddings(tokens_BL)
         for block in self.layers.values():
             hidden_BLD = block(hidden_BLD, rope, mask)
-        if self.norm is None:
+        if self.head is None:
             return hidden_BLD
-        return head(self.norm(hidden_BLD), self.output_weight, **head_inputs)
-
-    @property
-    def output_weight(self) -> Tensor:
-        """Output weights (V, D): the head's own, or the tied embedding's."""
-        holder = self.tok_embeddings if self.output is None else self.output
-        assert holder is not None, "the stage with the norm has the output weights too"
-        return effective_weight(holder)
+        tied_VD = None
+        if self.config.tie_embeddings:
+            assert self.tok_embeddings is not None, "a model with tied embeddings is not split into stages"
+            tied_VD = effective_weight(self.tok_embeddings)
+        return self.head(hidden_BLD, tied_VD, head, **head_inputs)
 
     def flops_per_token(self, seq_len: int) -> float:
         """Return operations per token, forward and backward, after PaLM (arXiv:2204.02311, B): `6 N + 12 L H Q T`.
@@ -229,7 +224,7 @@ class Decoder(BaseModel):
         config = self.config
         scores = 4 * config.n_heads * config.resolved_head_dim * seq_len
         behind = [module for module in self.children() if module not in (self.tok_embeddings, self.layers)]
-        head = [self.tok_embeddings] if self.output is None else []
+        head = [self.tok_embeddings] if self.config.tie_embeddings else []
         parts = [*((layer, scores) for layer in self.layers.values()), *((module, 0) for module in (*behind, *head))]
         has_gradient = any(parameter.requires_grad for parameter in self.tok_embeddings.parameters())
         flops = 0.0
@@ -239,6 +234,22 @@ class Decoder(BaseModel):
                 has_gradient |= is_trained
             flops += attention * (3 if has_gradient else 1)
         return flops
+
+
+class OutputHead(nn.Module):
+    """Final norm and output weights, with the loss as its result in training, so that data parallelism gathers its
+    weights and reduces their gradients while blocks compute. With tied embeddings, `output` is None. `output` is never
+    called, since a loss reads its weights."""
+
+    def __init__(self, norm: nn.Module, output: nn.Linear | None):
+        super().__init__()
+        self.norm = norm
+        self.output = output
+
+    def forward(self, hidden_BLD: Tensor, tied_VD: Tensor | None, head: Head, **head_inputs: Any) -> Tensor:
+        """Return `head(normalized hidden states, output weights, …)`; `tied_VD` are the weights of a tied embedding."""
+        weight_VD = tied_VD if self.output is None else effective_weight(self.output)
+        return head(self.norm(hidden_BLD), weight_VD, **head_inputs)
 
 
 class TransformerBlock(nn.Module):

@@ -55,11 +55,11 @@ DENSE_ROWS = (
     KeyMapping("layers.*.feed_forward.w1.weight", "model.layers.*.mlp.gate_proj.weight"),
     KeyMapping("layers.*.feed_forward.w3.weight", "model.layers.*.mlp.up_proj.weight"),
     KeyMapping("layers.*.feed_forward.w2.weight", "model.layers.*.mlp.down_proj.weight"),
-    KeyMapping("norm.weight", "model.norm.weight"),
+    KeyMapping("head.norm.weight", "model.norm.weight"),
 )
 """Names of weights as in Llama, without the output head."""
 
-_HEAD = KeyMapping("output.weight", "lm_head.weight")
+_HEAD = KeyMapping("head.output.weight", "lm_head.weight")
 
 _SIZES = {
     "hidden_size": "dim",

@@ -26,7 +26,6 @@ _SAME = (
     "layers.*.feed_forward.w1.weight",
     "layers.*.feed_forward.w3.weight",
     "layers.*.feed_forward.w2.weight",
-    "norm.weight",
 )
 
 _EXTRA = "torchtitan"
@@ -44,21 +43,22 @@ _KNOWN = {
 def adapter(config: Llama3Model.Config) -> StateDictAdapter:
     """Return the adapter of a model. Meta rotates pairs of neighboring elements, and writes tied weights twice."""
     permutation = RopePermutation(config.resolved_head_dim)
-    names = ("tok_embeddings.weight", "output.weight")
+    embedding, output = "tok_embeddings.weight", "output.weight"
     if config.tie_embeddings:
-        ends = [KeyMapping(names[0], names, Repeated(2))]
+        ends = [KeyMapping(embedding, (embedding, output), Repeated(2))]
     else:
-        ends = [KeyMapping(name, name) for name in names]
+        ends = [KeyMapping(embedding, embedding), KeyMapping(f"head.{output}", output)]
     projections = [f"layers.*.attention.{projection}.weight" for projection in ("wq", "wk")]
     return StateDictAdapter(
         [
             *ends,
+            KeyMapping("head.norm.weight", "norm.weight"),
             *(KeyMapping(name, name, permutation) for name in projections),
             *(KeyMapping(name, name) for name in _SAME),
         ],
         n_layers=config.n_layers,
         ignored=["rope.freqs"],
-        tied={names[1]: names[0]} if config.tie_embeddings else {},
+        tied={output: embedding} if config.tie_embeddings else {},
     )
 
 
