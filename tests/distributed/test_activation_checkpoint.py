@@ -21,6 +21,7 @@ from torchtitan.config import ActivationCheckpointConfig, CompileConfig, Paralle
 from torchtitan.distributed import initialize_weights
 from torchtitan.distributed.activation_checkpoint import apply_activation_checkpointing, check_activation_checkpoint
 from torchtitan.distributed.initialize import canonical_name
+from torchtitan.distributed.mixed_precision import MixedPrecision
 from torchtitan.models.llama3.model import Llama3Model
 from torchtitan.tools.errors import UserError
 
@@ -91,9 +92,9 @@ def test_loss_and_gradients_are_bitwise_equal(mode, inputs):
     for config in (NONE, MODES[mode]):
         model = make_model(config)
         model.mask.dense = dense
-        with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
+        with MixedPrecision(dtype).of(model):
             loss = compute_loss(model, positions())
-        loss.backward()
+            loss.backward()
         results.append([loss.detach(), *(parameter.grad for parameter in model.parameters())])
     for expected, value in zip(*results, strict=True):
         assert torch.equal(value, expected)

@@ -19,6 +19,7 @@ from torchtitan.config import ActivationCheckpointConfig, CompileConfig, Paralle
 from torchtitan.distributed import initialize_weights
 from torchtitan.distributed.activation_checkpoint import apply_activation_checkpointing
 from torchtitan.distributed.compile import RecompileMonitor, apply_compile, check_compile, compile_loss
+from torchtitan.distributed.mixed_precision import MixedPrecision
 from torchtitan.models.llama3.model import Llama3Model
 from torchtitan.tools.errors import UserError
 
@@ -111,7 +112,7 @@ def test_mixed_precision_matches_eager():
     for config in (None, EAGER_KERNELS):
         model = make_model(config)
         model.mask.dense = True
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with MixedPrecision(torch.bfloat16).of(model):
             values.append(step(model, make_loss(config), seed=0))
     for value, reference in zip(*reversed(values), strict=True):
         # The same kernels round at the same places, except for casts that the compiler removes.

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchtitan.distributed.loss_parallel import VocabularyShard
+
 IGNORE_INDEX = -100
 """Label of a token that is not predicted."""
 
@@ -22,12 +24,21 @@ _MOST_BLOCK_ELEMENTS = 2**25
 
 
 @dataclass(frozen=True)
-class VocabularyShard:
-    """Rows of the output weights that a rank holds under tensor parallelism."""
+class LogitTransform:
+    """Change of logits x before the softmax: `c tanh(m x / c)`, with multiplier m (Cohere, Granite) and soft cap c
+    (Gemma 2, arXiv:2408.00118), or `m x` without a soft cap."""
 
-    first: int
-    group: dist.ProcessGroup
+    multiplier: float = 1.0
+    softcap: float | None = None
 
+    def __call__(self, logits: Tensor) -> Tensor:
+        """Return the changed logits, of the same shape and type."""
+        if self.multiplier != 1.0:
+            logits = logits * self.multiplier
+        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+
+
+UNCHANGED = LogitTransform()
 
 BlockLoss = Callable[..., Tensor]
 """See `cross_entropy_`."""
@@ -37,7 +48,7 @@ def cross_entropy_(
     logits_NV: Tensor,
     labels_N: Tensor,
     *,
-    softcap: float | None,
+    transform: LogitTransform,
     shard: VocabularyShard | None,
     needs_grad: bool,
     scratch_NV: Tensor | None = None,
@@ -46,17 +57,20 @@ def cross_entropy_(
 
     Args:
         labels_N: ids in the whole vocabulary, or -100 for a loss of 0.
-        softcap: c in `c tanh(logits / c)`, which replaces the logits (Gemma 2, arXiv:2408.00118).
+        transform: applied to the logits; the gradients are for the logits before it.
         shard: position of the logits in a sharded vocabulary; None: they cover it.
         scratch_NV: float32 memory for logits of lower precision; None: newly allocated.
     """
     is_float32 = logits_NV.dtype == torch.float32
     scores = logits_NV if is_float32 else logits_NV.float() if scratch_NV is None else scratch_NV.copy_(logits_NV)
+    multiplier, softcap = transform.multiplier, transform.softcap
     slope = None
     if softcap is not None:
-        tanh = torch.tanh(scores / softcap)
+        tanh = torch.tanh(scores * (multiplier / softcap))
         slope = 1 - tanh**2  # derivative of the cap
         torch.mul(tanh, softcap, out=scores)
+    elif multiplier != 1.0:
+        scores.mul_(multiplier)
     is_valid_N1 = (labels_N != IGNORE_INDEX)[:, None]
     columns_N1, is_here_N1 = labels_N[:, None], is_valid_N1
     if shard:
@@ -76,7 +90,8 @@ def cross_entropy_(
         sums_N1, label_scores_N1 = both.chunk(2)
     losses_N1 = (peaks_N1 + sums_N1.log() - label_scores_N1) * is_valid_N1
     if needs_grad:
-        gradients = exponentials.mul_(is_valid_N1 / sums_N1).scatter_add_(1, columns_N1, -is_here_N1)
+        gradients = exponentials.mul_(multiplier * is_valid_N1 / sums_N1)
+        gradients.scatter_add_(1, columns_N1, -multiplier * is_here_N1)
         if slope is not None:
             gradients.mul_(slope)
         if not is_float32:
@@ -95,7 +110,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         weight_VD: Tensor,
         labels_N: Tensor,
         chunk_tokens: int,
-        softcap: float | None,
+        transform: LogitTransform,
         shard: VocabularyShard | None,
         compiled: BlockLoss | None,
     ) -> tuple[Tensor, Tensor]:
@@ -113,7 +128,7 @@ class LinearCrossEntropy(torch.autograd.Function):
             part = slice(start, min(start + chunk_tokens, n_tokens))
             logits = torch.mm(hidden[part], weight_VD.T, out=logits_memory[: part.stop - start])
             losses[part] = _in_blocks(
-                logits, labels[part], compiled, softcap=softcap, shard=shard, needs_grad=needs_grad
+                logits, labels[part], compiled, transform=transform, shard=shard, needs_grad=needs_grad
             )
             if grad_hidden is not None:
                 torch.mm(logits, weight_VD, out=grad_hidden[part])

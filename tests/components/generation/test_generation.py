@@ -15,6 +15,7 @@ from torchtitan.components.generation.sampling import Sampler, restricted_logits
 from torchtitan.components.tokenizer import PretrainedTokenizer
 from torchtitan.config import ParallelismConfig, TrainingConfig
 from torchtitan.distributed.context_parallel import SequenceShards, apply_context_parallel
+from torchtitan.distributed.mixed_precision import MixedPrecision
 from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.distributed.parallelize import parallelize_decoder
 from torchtitan.models.llama3 import SHARDING
@@ -253,9 +254,9 @@ def test_padding_mask():
     assert cache._mask.int().tolist() == [[[[0, 1, 1, 1]]]]
 
 
-def test_the_cache_has_the_type_of_autocast():
+def test_the_cache_has_the_type_of_mixed_precision():
     model = small_model()
-    with torch.autocast("cpu", torch.bfloat16):
+    with MixedPrecision(torch.bfloat16).of(model):
         cached, recomputed = (
             generate(model, TINY_PROMPTS, max_new_tokens=2, use_cache=use_cache) for use_cache in (True, False)
         )

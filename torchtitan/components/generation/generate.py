@@ -63,7 +63,7 @@ def generate(
     """Continue all `prompts` in one batch, with the model in evaluation mode; rows end independently.
 
     Supports plain models, FSDP, DDP, tensor parallelism, activation checkpointing, compilation (blocks run uncompiled
-    during generation) and autocast, but not pipeline or context parallelism.
+    during generation), but not pipeline or context parallelism.
 
     Args:
         prompts: token ids, at least one per prompt.
