@@ -112,7 +112,7 @@ def test_blocks_do_not_change_any_bit(tensors, dtype, monkeypatch):
     hidden, weight, labels = tensors
     inputs = hidden.to(dtype), weight.to(dtype), labels
     whole = value_and_gradients(CrossEntropyLoss.Config().build(), *inputs)
-    monkeypatch.setitem(cross_entropy._BLOCK_ELEMENTS, "cpu", 3 * VOCABULARY)
+    monkeypatch.setitem(cross_entropy.BLOCK_ELEMENTS, "cpu", 3 * VOCABULARY)
     assert all(map(torch.equal, value_and_gradients(CrossEntropyLoss.Config().build(), *inputs), whole))
 
 
@@ -149,7 +149,7 @@ class Allocations(TorchDispatchMode):
 def test_bfloat16_logits_have_no_whole_copy_in_float32(tensors, monkeypatch):
     """No result in float32 is larger than a block or the weights, and nothing is filled or differentiated."""
     hidden, weight, labels = tensors
-    monkeypatch.setitem(cross_entropy._BLOCK_ELEMENTS, "cpu", VOCABULARY)
+    monkeypatch.setitem(cross_entropy.BLOCK_ELEMENTS, "cpu", VOCABULARY)
     with Allocations() as seen:
         value_and_gradients(CrossEntropyLoss.Config().build(), hidden.bfloat16(), weight.bfloat16(), labels)
     assert VOCABULARY <= seen.elements < (TOKENS - 4) * VOCABULARY

@@ -17,10 +17,10 @@ from torchtitan.distributed.loss_parallel import VocabularyShard
 IGNORE_INDEX = -100
 """Label of a token that is not predicted."""
 
-_BLOCK_ELEMENTS = {"cpu": 2**19}
+BLOCK_ELEMENTS = {"cpu": 2**19}
 """Logits in float32 at a time, by type of device. On CPUs, 2 MiB of them stay in the cache."""
 
-_MOST_BLOCK_ELEMENTS = 2**25
+MOST_BLOCK_ELEMENTS = 2**25
 
 
 @dataclass(frozen=True)
@@ -113,6 +113,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         transform: LogitTransform,
         shard: VocabularyShard | None,
         compiled: BlockLoss | None,
+        block_elements: int,
     ) -> tuple[Tensor, Tensor]:
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         needs_grad = needs_hidden or needs_weight
@@ -127,9 +128,11 @@ class LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, n_tokens, chunk_tokens):
             part = slice(start, min(start + chunk_tokens, n_tokens))
             logits = torch.mm(hidden[part], weight_VD.T, out=logits_memory[: part.stop - start])
-            losses[part] = _in_blocks(
-                logits, labels[part], compiled, transform=transform, shard=shard, needs_grad=needs_grad
-            )
+            options = {"transform": transform, "shard": shard, "needs_grad": needs_grad}
+            if compiled is None:
+                losses[part] = _in_blocks(logits, labels[part], block_elements, **options)
+            else:  # fuses the passes, and needs no memory in float32
+                losses[part] = compiled(logits, labels[part], **options)
             if grad_hidden is not None:
                 torch.mm(logits, weight_VD, out=grad_hidden[part])
             if needs_weight:
@@ -147,7 +150,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        return *scaled_gradients(ctx, grad_outputs[0]), None, None, None, None, None
+        return *scaled_gradients(ctx, grad_outputs[0]), None, None, None, None, None, None
 
 
 def scaled_gradients(ctx: Any, scale: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -170,14 +173,8 @@ def _labeled_rows(labels_N: Tensor) -> Tensor | None:
     return None if len(rows) == len(labels_N) else rows
 
 
-def _in_blocks(logits_NV: Tensor, labels_N: Tensor, compiled: BlockLoss | None, **options: Any) -> Tensor:
-    """Call `cross_entropy_` on blocks of rows that share their float32 memory. Compiled code needs no such memory, and
-    collectives are best called once."""
-    if compiled is not None:
-        return compiled(logits_NV, labels_N, **options)
-    elements = _BLOCK_ELEMENTS.get(logits_NV.device.type, _MOST_BLOCK_ELEMENTS)
-    if options["shard"]:
-        elements = _MOST_BLOCK_ELEMENTS
+def _in_blocks(logits_NV: Tensor, labels_N: Tensor, elements: int, **options: Any) -> Tensor:
+    """Call `cross_entropy_` on blocks of rows that share their float32 memory."""
     n_rows = max(1, elements // logits_NV.shape[1])
     scratch = None
     if logits_NV.dtype != torch.float32:

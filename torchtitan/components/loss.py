@@ -16,7 +16,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from torchtitan.components.cross_entropy import (
+    BLOCK_ELEMENTS,
     IGNORE_INDEX,
+    MOST_BLOCK_ELEMENTS,
     UNCHANGED,
     BlockLoss,
     LinearCrossEntropy,
@@ -59,6 +61,8 @@ class CrossEntropyLoss(Configurable):
             CrossEntropyLoss.token_losses,
         )
         self._compiled: BlockLoss | None = None
+        self.device_type: str | None = None
+        """Type of the device to choose sizes for; None: the device of the hidden states."""
 
     def compile(self, backend: str) -> None:
         """Compile the loss of a chunk of logits, in place."""
@@ -102,14 +106,17 @@ class CrossEntropyLoss(Configurable):
         hidden, labels = hidden_BLD.flatten(0, 1), labels_BL.flatten()
         # `needs_input_grad` would be true for a parameter even if gradients are disabled.
         hidden, weight_VD = (x if torch.is_grad_enabled() else x.detach() for x in (hidden, weight_VD))
+        device_type = self.device_type or hidden.device.type
         chunk_tokens = self.config.chunk_tokens
         if chunk_tokens is None:
-            chunk_tokens = _CHUNK_TOKENS.get(hidden.device.type, _DEFAULT_CHUNK_TOKENS)
+            chunk_tokens = _CHUNK_TOKENS.get(device_type, _DEFAULT_CHUNK_TOKENS)
         chunk_tokens = chunk_tokens or max(1, len(labels))
         if not self._is_plain:
             return _ChunkedLinearLoss.apply(hidden, weight_VD, labels, from_logits, chunk_tokens)
+        # Collectives are best called once per chunk.
+        block_elements = MOST_BLOCK_ELEMENTS if shard else BLOCK_ELEMENTS.get(device_type, MOST_BLOCK_ELEMENTS)
         loss, token_losses = LinearCrossEntropy.apply(
-            hidden, weight_VD, labels, chunk_tokens, transform, shard, self._compiled
+            hidden, weight_VD, labels, chunk_tokens, transform, shard, self._compiled, block_elements
         )
         if self._recorded is not None:
             self._recorded.append(token_losses)

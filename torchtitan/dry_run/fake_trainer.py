@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.data.base import BaseDataLoader, Batch
+from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.components.validate import Validator
 from torchtitan.config import CompileConfig
@@ -119,6 +120,13 @@ class FakeTrainer(Trainer):
         for module in [module for name, module in part.named_modules() if fnmatchcase(name, spec.sharding.mask)]:
             module.forward = _no_mask
         return part
+
+    def build_loss(self) -> Any:
+        """Build the loss with the sizes that it has on CUDA."""
+        loss = super().build_loss()
+        if isinstance(loss, CrossEntropyLoss):
+            loss.device_type = "cuda"
+        return loss
 
     def init_weights(self) -> None:
         """Give the parameters fake memory, without values."""
