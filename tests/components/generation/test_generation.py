@@ -4,19 +4,21 @@ import itertools
 import json
 import math
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.models.test_llama3 import VARIANTS, reference_of, small_model
+from tests.models.test_llama3 import VARIANTS, reference_of, small_model, windowed_model
 from torchtitan.components.generation import KVCache, Sampling, TextStream, generate, start_id, stop_ids
 from torchtitan.components.generation.sampling import Sampler, restricted_logits
 from torchtitan.components.tokenizer import PretrainedTokenizer
 from torchtitan.config import ParallelismConfig, TrainingConfig
-from torchtitan.distributed.context_parallel import SequenceShards, apply_context_parallel
+from torchtitan.distributed.context_parallel import apply_context_parallel
 from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.distributed.parallelize import parallelize_decoder
+from torchtitan.models.common.attention import with_kernel
 from torchtitan.models.llama3 import SHARDING
 from torchtitan.tools.errors import UserError
 
@@ -74,6 +76,16 @@ def test_a_batch_of_ragged_prompts_equals_transformers(stories_model, stories, s
     reference = transformers.AutoModelForCausalLM.from_pretrained(stories, dtype=torch.float32)
     generations = generate(stories_model, story_prompts, max_new_tokens=60, use_cache=use_cache)
     assert ids_of(generations) == reference_ids(reference, story_prompts, 60)
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_a_window_equals_transformers(use_cache):
+    """Generate past the window, from prompts that are shorter and longer than it."""
+    model = windowed_model()
+    reference, _ = reference_of(model)
+    generations = generate(model, TINY_PROMPTS, max_new_tokens=12, use_cache=use_cache)
+    assert ids_of(generations) == reference_ids(reference, TINY_PROMPTS, 12)
+    assert ids_of(generations) != ids_of(generate(small_model(), TINY_PROMPTS, max_new_tokens=12))
 
 
 @pytest.mark.slow
@@ -160,17 +172,13 @@ def test_a_model_that_returns_nan_is_rejected():
 
 
 def test_pipeline_and_context_parallelism_are_rejected():
-    class Mesh:
-        def get_local_rank(self):
-            return 0
-
     for part in ("tok_embeddings", "head"):
         model = small_model()
         setattr(model, part, None)
         with pytest.raises(UserError, match="pipeline"):
             generate(model, [[1]], max_new_tokens=1)
     model = small_model()
-    apply_context_parallel(model, Mesh(), SHARDING, SequenceShards(2, "headtail"))
+    apply_context_parallel(model, None, SHARDING)
     with pytest.raises(UserError, match="context parallelism"):
         generate(model, [[1]], max_new_tokens=1)
 
@@ -236,21 +244,30 @@ def test_compiled_and_checkpointed_blocks_generate_the_same():
     model = small_model().eval()
     for name, block in list(model.layers.items()):
         model.layers[name] = torch.compile(checkpoint_wrapper(block), backend="eager")
-    tokens, positions = torch.tensor(prompts), torch.arange(10).expand(2, -1)
+    tokens = torch.tensor(prompts)
     with torch.no_grad():
-        before = model(tokens, positions, packed=False)
+        before = model(tokens)
         assert ids_of(generate(model, prompts, max_new_tokens=10)) == expected
-        assert torch.equal(model(tokens, positions, packed=False), before)
+        assert torch.equal(model(tokens), before)
 
 
-def test_padding_mask():
-    """A padding token sees itself, so that no softmax row is empty; a real token sees all real tokens before it."""
+@pytest.mark.parametrize(
+    ("window", "first", "second"),
+    [(None, [[1, 0, 0], [0, 1, 0], [0, 1, 1]], [0, 1, 1, 1]), (2, [[1, 0, 0], [0, 1, 0], [0, 1, 1]], [0, 0, 1, 1])],
+)
+def test_padding_mask(window, first, second):
+    """A padding token sees itself, so that no softmax row is empty; a real token sees all real tokens before it, or
+    those of its window."""
     cache = KVCache(small_model(), 4)
-    cache.expect(torch.tensor([[False, True, True]]))
-    assert cache._mask.int().tolist() == [[[[1, 0, 0], [0, 1, 0], [0, 1, 1]]]]
+
+    def mask(positions: list[int]) -> list[list[int]]:
+        attention = replace(cache.attention(torch.tensor([positions])), window=window)
+        kernel = with_kernel(attention, device=torch.device("cpu"), dtype=torch.float32, head_dim=16, static=False)
+        return kernel.mask[0, 0].int().tolist()
+
+    assert mask([0, 0, 1]) == first
     cache.advance(3)
-    cache.expect(torch.tensor([[True]]))
-    assert cache._mask.int().tolist() == [[[[0, 1, 1, 1]]]]
+    assert mask([2]) == [second]
 
 
 def test_the_cache_has_the_type_of_autocast():
@@ -260,8 +277,7 @@ def test_the_cache_has_the_type_of_autocast():
             generate(model, TINY_PROMPTS, max_new_tokens=2, use_cache=use_cache) for use_cache in (True, False)
         )
         with KVCache(model, 4) as cache:
-            cache.expect(torch.ones(1, 3, dtype=torch.bool))
-            model(torch.tensor([[1, 2, 3]]), packed=False)
+            model(torch.tensor([[1, 2, 3]]), cache.attention(torch.arange(3)[None]))
             assert {x.dtype for pair in cache._stored.values() for x in pair} == {torch.bfloat16}
     for one, other in zip(cached, recomputed, strict=True):
         # bfloat16 has 8 bits: logits of about 1 differ by about 2^-8.
