@@ -78,16 +78,6 @@ def test_a_batch_of_ragged_prompts_equals_transformers(stories_model, stories, s
     assert ids_of(generations) == reference_ids(reference, story_prompts, 60)
 
 
-@pytest.mark.parametrize("use_cache", [True, False])
-def test_a_window_equals_transformers(use_cache):
-    """Generate past the window, from prompts that are shorter and longer than it."""
-    model = windowed_model()
-    reference, _ = reference_of(model)
-    generations = generate(model, TINY_PROMPTS, max_new_tokens=12, use_cache=use_cache)
-    assert ids_of(generations) == reference_ids(reference, TINY_PROMPTS, 12)
-    assert ids_of(generations) != ids_of(generate(small_model(), TINY_PROMPTS, max_new_tokens=12))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_random_models_equal_transformers(variant):
@@ -99,9 +89,11 @@ def test_random_models_equal_transformers(variant):
         assert ids_of(generate(model, TINY_PROMPTS, max_new_tokens=24, use_cache=use_cache)) == expected
 
 
+@pytest.mark.parametrize("make_model", [small_model, windowed_model])
 @pytest.mark.parametrize("use_cache", [True, False])
-def test_log_probabilities_equal_transformers(use_cache):
-    model = small_model()
+def test_log_probabilities_equal_transformers(use_cache, make_model):
+    """Prompts are shorter and longer than the window of 6 tokens."""
+    model = make_model()
     reference, _ = reference_of(model)
     sampling = Sampling(temperature=0.7, top_k=20, seed=3)
     generations = generate(model, TINY_PROMPTS, max_new_tokens=16, sampling=sampling, use_cache=use_cache)

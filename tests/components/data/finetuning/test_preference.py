@@ -67,7 +67,8 @@ def test_both_sides_of_a_pair(tokenizer, folder):
     eos = tokenizer.decode([tokenizer.eos_id], skip_special_tokens=False)
     for batch, row, pair in ((batches[i // 2], i % 2, pair) for i, pair in enumerate(pairs(3))):
         for side in ("chosen", "rejected"):
-            inputs, labels, positions = (batch[f"{side}_{name}"][row] for name in ("input", "labels", "positions"))
+            inputs, labels = (batch[f"{side}_{name}"][row] for name in ("input", "labels"))
+            positions = batch[f"{side}_attention"].positions_BL[row]
             assert inputs.shape == labels.shape == positions.shape == (SEQ_LEN,)
             text = f"Q: {pair['prompt']}\nA: {pair[side]}{eos}\n"
             ids = tokenizer.tokenize([text], allow_special=True)[0]
@@ -107,7 +108,7 @@ def test_padded_batches_give_the_log_probabilities_of_single_sequences(tokenizer
 
     with torch.no_grad():
         for i, side in enumerate(("chosen", "rejected")):
-            logits = model(batch[f"{side}_input"], batch[f"{side}_positions"])
+            logits = model(batch[f"{side}_input"], batch[f"{side}_attention"])
             together = log_probability(logits, batch[f"{side}_labels"])
             for row in range(4):
                 part = loader.samples.sets[0].sample(row).parts[i]
