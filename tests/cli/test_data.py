@@ -22,6 +22,7 @@ from torchtitan.cli.main import main
 from torchtitan.components.data.base import BaseDataLoader
 from torchtitan.components.tokenizer import PretrainedTokenizer
 from torchtitan.config.manager import ConfigManager
+from torchtitan.protocols.attention import AttentionMetadata
 
 SEQ_LEN = 128
 SFT = ["--config", "debugmodel_sft"]
@@ -375,7 +376,6 @@ from torchtitan.components.data.base import BaseDataLoader
 from torchtitan.components.data.finetuning.preference import PreferenceDataLoader
 from torchtitan.components.data.finetuning.prompts import PromptDataLoader
 from torchtitan.models.llama3.config_registry import llama3_debugmodel_sft
-from torchtitan.protocols.attention import AttentionMetadata
 
 
 class Counting(BaseDataLoader):
