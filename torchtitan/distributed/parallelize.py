@@ -49,7 +49,7 @@ def parallelize_decoder(
         loss_on_full_tensors = parallelism.disable_loss_parallel
         apply_tensor_parallel(model, mesh["tp"], sharding, disable_loss_parallel=loss_on_full_tensors)
     if mesh is not None and parallel_dims.cp > 1:
-        apply_context_parallel(model, parallel_dims.context_mesh(mesh), sharding, parallel_dims.sequence_shards)
+        apply_context_parallel(model, parallel_dims.context_mesh(mesh), sharding)
     apply_activation_checkpointing(model, activation_checkpoint)
     if compile.enable and "model" in compile.components:
         apply_compile(model, compile, parallelism)

@@ -290,7 +290,7 @@ class Trainer(RunBuilder):
         if self.pipeline:
             return self.pipeline.forward(batch)
         (model,) = self.model_parts
-        loss: Tensor = model(batch["input"], batch.get("positions"), head=self.loss, labels_BL=batch["labels"])
+        loss: Tensor = model(batch["input"], batch.get("attention"), head=self.loss, labels_BL=batch["labels"])
         return loss
 
     def compute_loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
