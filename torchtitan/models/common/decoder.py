@@ -206,10 +206,10 @@ class Decoder(BaseModel):
         head_dim = self.config.resolved_head_dim
         rope = rope_cos_sin(self.config.rope, head_dim, positions_BL)
         hidden_BLD = tokens_BL if self.tok_embeddings is None else self.tok_embeddings(tokens_BL)
-        is_autocast = torch.is_autocast_enabled(device.type)
-        dtype = torch.get_autocast_dtype(device.type) if is_autocast else hidden_BLD.dtype
         windows = {index: self.window_of_layer(int(index)) or attention.window for index in self.layers}
-        prepare = partial(with_kernel, device=device, dtype=dtype, head_dim=head_dim, static=self.is_compiled)
+        prepare = partial(
+            with_kernel, device=device, dtype=hidden_BLD.dtype, head_dim=head_dim, static=self.is_compiled
+        )
         of_window = {window: prepare(replace(attention, window=window)) for window in set(windows.values())}
         for index, block in self.layers.items():
             hidden_BLD = block(hidden_BLD, rope, of_window[windows[index]])
