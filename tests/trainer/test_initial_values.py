@@ -8,6 +8,7 @@ import torch
 from tests.training import tiny_config, train
 from torchtitan.components.peft import LoRA
 from torchtitan.distributed import initialize, initialize_weights
+from torchtitan.trainer import Trainer
 
 ADAPTER = LoRA.Config(rank=4, include=["wq"])
 ADAPTER_NAMES = {f"layers.{layer}.attention.wq.{name}" for layer in (0, 1) for name in ("lora_A", "lora_B")}
@@ -38,9 +39,9 @@ def initial_weights(model):
     return expected
 
 
-def load(config):
+def load(config, trainer_class=Trainer):
     """Return the model of a run after `load_checkpoint`."""
-    trainer = config.build()
+    trainer = trainer_class(config)
     try:
         trainer.load_checkpoint()
     finally:
@@ -69,6 +70,17 @@ def test_building_a_new_run_draws_everything(tmp_path, drawn):
     (model,) = trainer.model_parts
     assert drawn == {name for name, _ in model.named_parameters()}
     assert_equal(model, initial_weights(model))
+
+
+def test_initial_values_of_a_subclass_stay(tmp_path, drawn):
+    class Constant(Trainer):
+        def init_weights(self):
+            for parameter in self.model_parts[0].to_empty(device="cpu").parameters():
+                torch.nn.init.constant_(parameter, 0.5)
+
+    model = load(tiny_config(tmp_path), Constant)
+    assert not drawn
+    assert all((parameter == 0.5).all() for parameter in model.parameters())
 
 
 def test_a_resumed_run_draws_nothing(saved, tmp_path, drawn):

@@ -237,6 +237,7 @@ class RunBuilder(Configurable):
             for part in model.parts:
                 part.to_empty(device="cpu" if model.offloaded else self.device)
                 part.train(model.num_trained > 0)
+            model.is_initialized = False
             if not (start or model.weights or (name == "model" and config.checkpoint.initial_load_path)):
                 model.initialize(config.debug.seed)
 

@@ -43,8 +43,8 @@ class RunModel:
 
     offloaded: bool = False
 
-    is_initialized: bool = False
-    """True once all tensors have initial values or are about to be loaded."""
+    is_initialized: bool = True
+    """False from allocation until every tensor has an initial value or is about to be loaded."""
 
     def initialize(self, seed: int, *, loaded: Container[str] = ()) -> None:
         """Draw initial values, unless that has been done, except for tensors with canonical names in `loaded`, whose

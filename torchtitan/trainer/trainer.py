@@ -577,7 +577,7 @@ class Trainer(RunBuilder):
         properties = dict(identity.properties)
         for name, model in self.models.items():
             if name != "model" and (model.weights or not model.saved):
-                drawn = identify_content(f"drawn with --debug.seed {self.config.debug.seed}", "")
+                drawn = identify_content(f"drawn with --debug.seed {self.config.debug.seed} (Philox)", "")
                 properties[f"weights of {name}"] = base_weights(model.weights) if model.weights else drawn
         return dataclasses.replace(identity, properties=properties)
 
