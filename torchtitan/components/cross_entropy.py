@@ -5,12 +5,13 @@ so a chunk takes two products for the gradients, one for the logits, and a few e
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from torchtitan.distributed.loss_parallel import VocabularyShard
 
 IGNORE_INDEX = -100
 """Label of a token that is not predicted."""
@@ -19,14 +20,6 @@ _BLOCK_ELEMENTS = {"cpu": 2**19}
 """Logits in float32 at a time, by type of device. On CPUs, 2 MiB of them stay in the cache."""
 
 _MOST_BLOCK_ELEMENTS = 2**25
-
-
-@dataclass(frozen=True)
-class VocabularyShard:
-    """Rows of the output weights that a rank holds under tensor parallelism."""
-
-    first: int
-    group: dist.ProcessGroup
 
 
 BlockLoss = Callable[..., Tensor]

@@ -3,21 +3,30 @@
 import textwrap
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.parallel import loss_parallel
 
-from torchtitan.components.cross_entropy import VocabularyShard
 from torchtitan.tools.errors import UserError
 
 _TRIED_TOKENS, _REASON_WIDTH = 8, 100
 
 LogitsLoss = Callable[[Tensor, Tensor], Tensor]
 """(logits (N, V), labels (N,)) → the loss summed over the N tokens."""
+
+
+@dataclass(frozen=True)
+class VocabularyShard:
+    """Rows of the output weights that a rank holds under tensor parallelism."""
+
+    first: int
+    group: dist.ProcessGroup
 
 
 def local_shards(hidden_BLD: Tensor, weight_VD: DTensor) -> tuple[Tensor, Tensor, VocabularyShard]:
