@@ -61,7 +61,7 @@ class Validator(Configurable):
         def validate(self) -> None:
             require_at_least(1, validator__freq=self.freq)
             if self.steps != -1 and self.steps < 1:
-                raise UserError(f"--validator.steps must be at least 1, or -1 for all data, not {self.steps}")
+                raise UserError(f"--validator.steps is {self.steps}, but must be at least 1, or -1 for all data")
             self.named_datasets()
 
         def named_datasets(self) -> dict[str, str]:

@@ -319,9 +319,9 @@ def test_configuration_for_validation(tmp_path):
 @pytest.mark.parametrize(
     "runtime, message",
     [
-        ({"seq_len": 0}, "seq_len must be at least 1, not 0"),
-        ({"local_batch_size": 0}, "local_batch_size must be at least 1, not 0"),
-        ({"epochs": 0}, "epochs must be at least 1, not 0"),
+        ({"seq_len": 0}, "seq_len is 0, but must be at least 1"),
+        ({"local_batch_size": 0}, "local_batch_size is 0, but must be at least 1"),
+        ({"epochs": 0}, "epochs is 0, but must be at least 1"),
     ],
 )
 def test_arguments_out_of_range(config, tokenizer, runtime, message):
@@ -331,8 +331,8 @@ def test_arguments_out_of_range(config, tokenizer, runtime, message):
 
 def test_options_out_of_range(config, tokenizer):
     for settings, message in (
-        ({"num_workers": -1}, "--dataloader.num_workers must be at least 0, not -1"),
-        ({"shuffle_buffer": 0}, "--dataloader.shuffle_buffer must be at least 1 document, not 0"),
+        ({"num_workers": -1}, "--dataloader.num_workers is -1, but must be at least 0"),
+        ({"shuffle_buffer": 0}, "--dataloader.shuffle_buffer is 0, but must be at least 1 document"),
     ):
         wrong = replace(config, **settings)
         for use in (wrong.validate, lambda wrong=wrong: build(wrong, tokenizer)):

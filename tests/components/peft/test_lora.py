@@ -405,9 +405,9 @@ def test_fine_tuning_with_few_parameters(tmp_path, assets):
 
 
 INVALID = {
-    "rank 0": ({"rank": 0}, {}, r"lora\.rank must be .*, not 0"),
-    "alpha": ({"alpha": 0.0}, {}, r"lora\.alpha must be .*, not 0\.0"),
-    "dropout": ({"dropout": 1.0}, {}, r"lora\.dropout must be .*, not 1\.0"),
+    "rank 0": ({"rank": 0}, {}, r"lora\.rank is 0, but must be .*"),
+    "alpha": ({"alpha": 0.0}, {}, r"lora\.alpha is 0\.0, but must be .*"),
+    "dropout": ({"dropout": 1.0}, {}, r"lora\.dropout is 1\.0, but must be .*"),
     "rank": ({"rank": 65}, {}, r"layers\.0\.attention\.wq .*rank 65 .*\(64, 64\); set rank to at most 64, or exclude"),
     "pattern": ({"include": ["attn"]}, {}, r"include 'attn' matches none of the layers"),
     "head and dropout": ({"include": LINEAR, "dropout": 0.1}, {}, r"output .*dropout 0\.1"),

@@ -58,7 +58,7 @@ class Layout:
     def __post_init__(self) -> None:
         for name in ("seq_len", "local_batch_size", "epochs"):
             if (number := getattr(self, name)) is not None and number < 1:
-                raise UserError(f"{name} must be at least 1, not {number}")
+                raise UserError(f"{name} is {number}, but must be at least 1")
         assert 0 <= self.dp_rank < self.dp_world_size
 
     @property
@@ -192,7 +192,7 @@ class TokenizingDataLoader(BaseDataLoader):
         def validate(self) -> None:
             """Raise `UserError` for a value out of range, without reading data."""
             if self.num_workers < 0:
-                raise UserError(f"--dataloader.num_workers must be at least 0, not {self.num_workers}")
+                raise UserError(f"--dataloader.num_workers is {self.num_workers}, but must be at least 0")
 
     config: Config
 
