@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.parallel import loss_parallel
@@ -26,7 +26,7 @@ class VocabularyShard:
     """Rows of the output weights that a rank holds under tensor parallelism."""
 
     first: int
-    group: dist.ProcessGroup
+    group: ProcessGroup
 
 
 def local_shards(hidden_BLD: Tensor, weight_VD: DTensor) -> tuple[Tensor, Tensor, VocabularyShard]:

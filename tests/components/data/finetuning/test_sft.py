@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.components.data.helpers import replace, take, write_jsonl
+from tests.components.data.helpers import replace, take, with_positions, write_jsonl
 from torchtitan.components.data.base import NO_DOCUMENT
 from torchtitan.components.data.finetuning.chat_encoding import EncodedSample
 from torchtitan.components.data.finetuning.samples import SampleSets, pack_samples
@@ -117,6 +117,7 @@ def test_window_token_by_token():
 def test_batches_contain_the_named_samples(config, tokenizer, packing):
     loader = build(replace(config, packing=packing), tokenizer, epochs=1)
     for batch in loader:
+        batch = with_positions(batch)
         assert {name: tuple(value.shape) for name, value in batch.items() if name != "documents"} == {
             name: (2, SEQ_LEN) for name in ("input", "labels", "positions")
         }
@@ -151,12 +152,12 @@ def test_packed_and_unpacked_have_the_same_token_losses(config, tokenizer):
         loader = build(replace(config, packing=packing), tokenizer, epochs=1)
         sample_losses = {}
         for batch in loader:
-            logits = model(batch["input"], batch["positions"])
+            logits = model(batch["input"], batch["attention"])
             losses = F.cross_entropy(
                 logits.transpose(1, 2), batch["labels"], ignore_index=IGNORE_INDEX, reduction="none"
             )
             for row, documents in enumerate(batch["documents"].tolist()):
-                starts = (batch["positions"][row] == 0).nonzero().flatten().tolist() + [SEQ_LEN]
+                starts = (batch["attention"].positions_BL[row] == 0).nonzero().flatten().tolist() + [SEQ_LEN]
                 present = [number for number in documents if number != NO_DOCUMENT]
                 for number, start, stop in zip(present, starts, starts[1:], strict=False):
                     sample_losses[number] = losses[
