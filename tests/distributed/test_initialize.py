@@ -1,7 +1,9 @@
 """Initial weights: distributions and independence of the layout."""
 
+import hashlib
 import math
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -9,9 +11,14 @@ from torch import nn
 from tests.processes import run_processes
 from tests.training import llama_config
 from torchtitan.distributed import initialize_weights
-from torchtitan.distributed.initialize import canonical_name
+from torchtitan.distributed.initialize import canonical_name, uniform_numbers
 from torchtitan.models.llama3 import SHARDING
 from torchtitan.protocols.initializer import Constant, TruncatedNormal, with_initializers
+
+STORED = [
+    *("-0x1.8a365e0000000p-6", "-0x1.2678b00000000p-8", "0x1.791d640000000p-8", "0x1.78a81c0000000p-6"),
+    *("0x1.d056820000000p-10", "-0x1.80a5320000000p-7", "-0x1.7df95c0000000p-8", "-0x1.cb82680000000p-6"),
+]
 
 
 def model_config(dim: int = 64, n_layers: int = 2):
@@ -34,6 +41,74 @@ def test_values_depend_only_on_seed_and_name():
         assert torch.equal(weight, deeper[name]), name
         assert "norm" in name or not torch.equal(weight, other[name])
     assert not torch.equal(first["layers.0.attention.wq.weight"], first["layers.1.attention.wq.weight"])
+
+
+@pytest.mark.parametrize("threads", [2, 4])
+def test_values_do_not_depend_on_the_number_of_threads(threads):
+    one = initial_weights(1, dim=256)  # 32,768 numbers at a time, of 65,536 or more in a matrix
+    torch.set_num_threads(threads)
+    try:
+        several = initial_weights(1, dim=256)
+    finally:
+        torch.set_num_threads(1)
+    assert all(torch.equal(weight, several[name]) for name, weight in one.items())
+
+
+def test_the_value_of_an_element_does_not_depend_on_the_size():
+    small, large = (with_initializers(nn.Embedding(rows, 96), weight=TruncatedNormal(1.0)) for rows in (1000, 1001))
+    for layer in (small, large):
+        initialize_weights(layer, 3)
+    assert torch.equal(large.weight[:1000], small.weight)
+    assert not torch.equal(large.weight[1000], large.weight[999])
+
+
+def test_stored_values():
+    """Values that stay the same in all versions of PyTorch, NumPy and torchtitan: a run with the same seed starts from
+    the same weights. Computed by `uniform_number` and, in tests/protocols/test_initializer.py, `exact_quantile`."""
+    layer = with_initializers(nn.Linear(8, 2, bias=False), weight=TruncatedNormal(0.02))
+    initialize_weights(layer, 42)
+    assert [each.hex() for each in layer.weight[0].tolist()] == STORED
+
+
+def test_excluded_tensors_are_left():
+    layer = with_initializers(nn.Linear(8, 2), weight=TruncatedNormal(0.02), bias=Constant(1.0))
+    block = nn.ModuleDict({"_checkpoint_wrapped_module": layer})
+    before = layer.weight.detach().clone()
+    initialize_weights(block, 0, loaded={"weight"})
+    assert torch.equal(layer.weight, before)
+    assert torch.equal(layer.bias, torch.ones(2))
+
+
+def philox(counter: int, key: int) -> list[int]:
+    """Four numbers of 64 bits by Philox 4x64-10, from the paper (Salmon et al. 2011)."""
+    mask = 2**64 - 1
+    c, k = [counter >> 64 * i & mask for i in range(4)], [key & mask, key >> 64]
+    for _ in range(10):
+        product, other = c[0] * 0xD2E7470EE14C6C93, c[2] * 0xCA5A826395121157
+        c = [other >> 64 ^ c[1] ^ k[0], other & mask, product >> 64 ^ c[3] ^ k[1], product & mask]
+        k = [k[0] + 0x9E3779B97F4A7C15 & mask, k[1] + 0xBB67AE8584CAA73B & mask]
+    return c
+
+
+def uniform_number(name: str, index: int) -> float:
+    key = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=16).digest(), "big")
+    word = philox(index // 8 + 1, key)[index % 8 // 2] >> index % 2 * 32 & 2**32 - 1
+    signed = word - (word >> 31 << 32)
+    return (2 * (signed >> 8) + 1) / 2**24
+
+
+def test_philox_has_the_published_values():
+    """The first known answer for philox4x64-10 of Random123, the authors' library."""
+    words = [0x16554D9ECA36314C, 0xDB20FE9D672D0FDC, 0xD7E772CEE186176B, 0x7E68B68AEC7BA23B]
+    assert philox(0, 0) == words
+
+
+@pytest.mark.parametrize("start", [0, 3, 8, 2**15 + 5, 2**40 + 1])
+def test_uniform_numbers(start):
+    numbers = uniform_numbers("7/tok_embeddings.weight", start, 21)
+    expected = [uniform_number("7/tok_embeddings.weight", start + index) for index in range(21)]
+    assert numbers.dtype == numpy.float32
+    assert numbers.tolist() == expected
 
 
 def test_distributions():

@@ -1,20 +1,26 @@
 """Initial weights that depend only on the seed and the parameter's name, not on the layout.
 
-Every parameter is drawn in chunks of whole rows, each from a generator seeded by (seed, name, chunk). A rank draws the
-chunks that its shard touches, without communication and with the memory of one chunk.
+The value of an element depends on the seed, the parameter's name, and the element's index in the whole parameter. A
+rank draws the rows that its shard touches, without communication, in chunks that fit into a core's cache, in parallel.
 """
 
 import hashlib
-import math
+import operator
+from collections.abc import Callable, Container, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from torchtitan.protocols.initializer import DerivedRows, Initializer, initializer_of
+from torchtitan.protocols.initializer import DerivedRows, Initializer, Numbers, initializer_of
 from torchtitan.tools.torch_private import compute_local_shape_and_global_offset
 
-_CHUNK_ELEMENTS = 2**22
+_CHUNK_ELEMENTS = 2**15
+"""Elements drawn at once. From here on, PyTorch would divide each operation among threads of its own."""
+
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
@@ -25,41 +31,58 @@ def canonical_name(name: str) -> str:
     return name
 
 
-@torch.no_grad()
-def initialize_weights(model: nn.Module, seed: int) -> None:
-    """Fill all parameters and buffers of `model`, possibly sharded, from its modules' initializers. Raise `LookupError`
-    if a parameter or buffer has none."""
+def initialize_weights(model: nn.Module, seed: int, *, loaded: Container[str] = ()) -> None:
+    """Fill the parameters and buffers of `model`, possibly sharded, from its modules' initializers, in
+    `torch.get_num_threads()` threads. Leave those whose canonical names are in `loaded`: their values will be read.
+    Raise `LookupError` if one of the others has no initializer."""
+    chunks: list[Callable[[], None]] = []
     for module_name, module in model.named_modules():
+        prefix = canonical_name(f"{module_name}.") if module_name else ""
         for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
-            initializer = initializer_of(module, name)
-            drawn = initializer.plain if isinstance(initializer, DerivedRows) else name
-            full_name = canonical_name(f"{module_name}.{drawn}" if module_name else drawn)
-            _fill(tensor, initializer, f"{seed}/{full_name}")
+            if f"{prefix}{name}" not in loaded:
+                initializer = initializer_of(module, name)
+                drawn = initializer.plain if isinstance(initializer, DerivedRows) else name
+                chunks += _chunks(tensor.detach(), initializer, f"{seed}/{prefix}{drawn}")
+    with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+        for _ in threads.map(operator.call, chunks):
+            pass
 
 
-def _fill(parameter: Tensor, initializer: Initializer, key: str) -> None:
+def _chunks(parameter: Tensor, initializer: Initializer, key: str) -> Iterator[Callable[[], None]]:
+    """Yield functions that each fill some rows of this rank's shard."""
+    shape, offset = tuple(parameter.shape), (0,) * parameter.ndim
+    row = (initializer.shape if isinstance(initializer, DerivedRows) else parameter.shape)[1:]
     if isinstance(parameter, DTensor):
-        local = parameter.to_local()
         shape, offset = compute_local_shape_and_global_offset(
             parameter.shape, parameter.device_mesh, parameter.placements
         )
-    else:
-        local, shape, offset = parameter, tuple(parameter.shape), (0,) * parameter.ndim
-    if local.numel() == 0:
+        parameter = parameter.to_local()
+    if parameter.numel() == 0:
         return
-    drawn_shape = initializer.shape if isinstance(initializer, DerivedRows) else parameter.shape
-    rows_per_chunk = max(1, _CHUNK_ELEMENTS // max(1, math.prod(drawn_shape[1:])))
-    first, last = offset[0], offset[0] + shape[0]
-    inner = tuple(slice(start, start + size) for start, size in zip(offset[1:], shape[1:], strict=True))
-    for chunk in range(first // rows_per_chunk, math.ceil(last / rows_per_chunk)):
-        start = chunk * rows_per_chunk
-        end = min(start + rows_per_chunk, parameter.shape[0])
-        values = torch.empty(end - start, *parameter.shape[1:], dtype=torch.float32)
-        initializer(values, torch.Generator().manual_seed(_stable_seed(f"{key}/{chunk}")))
-        kept = slice(max(first, start), min(last, end))
-        local[kept.start - first : kept.stop - first] = values[(slice(kept.start - start, kept.stop - start), *inner)]
+    columns = tuple(slice(start, start + size) for start, size in zip(offset[1:], shape[1:], strict=True))
+    n_rows = max(1, _CHUNK_ELEMENTS // row.numel())
+    for start in range(0, shape[0], n_rows):
+        yield partial(_fill, parameter[start : start + n_rows], initializer, key, offset[0] + start, row, columns)
 
 
-def _stable_seed(key: str) -> int:
-    """Return a seed for a string, since Python's `hash` differs between processes."""
-    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "big") >> 1
+def _fill(
+    rows: Tensor, initializer: Initializer, key: str, first: int, row: torch.Size, columns: tuple[slice, ...]
+) -> None:
+    """Fill `rows`, the `columns` of whole rows of shape `row` from index `first` on."""
+    uniform = uniform_numbers(key, first * row.numel(), len(rows) * row.numel()).reshape(-1, *row)
+    rows.copy_(torch.from_numpy(initializer(uniform)[(slice(None), *columns)]))
+
+
+def uniform_numbers(key: str, start: int, count: int) -> Numbers:
+    """Return the numbers from index `start` on of the random sequence named `key`: odd multiples of 2⁻²⁴ between -1 and
+    1.
+
+    Philox 4x64-10 (Salmon et al. 2011, "Parallel Random Numbers: As Easy as 1, 2, 3") encrypts the number of a block,
+    so a sequence can start anywhere. NumPy guarantees the same bits in all versions.
+    """
+    block, skipped = divmod(start, 8)
+    digest = hashlib.blake2b(key.encode(), digest_size=16).digest()
+    philox = numpy.random.Philox(counter=block, key=int.from_bytes(digest, "big"))
+    words = philox.random_raw((skipped + count + 7) // 8 * 4).astype("<u8", copy=False).view("<i4")
+    odd = words[skipped : skipped + count] >> 7 | 1
+    return odd.astype(numpy.float32) * 2.0**-24

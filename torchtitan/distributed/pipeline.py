@@ -1,32 +1,27 @@
-"""Pipeline parallelism: split a model into stages, which a schedule of `torch.distributed.pipelining` runs."""
+"""Pipeline parallelism: split a model into stages, which a schedule of `torch.distributed.pipelining` runs.
+
+`torch.distributed.pipelining` is imported inside the functions that use it, since it imports the compiler.
+"""
 
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import (
-    FORWARD,
-    OVERLAP_F_B,
-    RECV_F,
-    RESHARD,
-    SEND_F,
-    UNSHARD,
-    PipelineScheduleSingle,
-    get_schedule_class,
-)
 
 from torchtitan.config import ParallelismConfig
 from torchtitan.protocols import BaseModel
 from torchtitan.protocols.attention import AttentionMetadata
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.torch_private import adjust_microbatches
+
+if TYPE_CHECKING:
+    from torch.distributed.pipelining import PipelineStage
 
 _V_SCHEDULES = ("ZBVZeroBubble", "DualPipeV")
 """Rank r of P holds stages r and 2P - 1 - r; in other schedules with several stages, r, r + P, r + 2P, …"""
@@ -94,6 +89,8 @@ class PipelinePlan:
 
 
 def _is_single(schedule: str) -> bool:
+    from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+
     return issubclass(get_schedule_class(schedule), PipelineScheduleSingle)
 
 
@@ -181,6 +178,8 @@ class Pipeline:
         hidden: Tensor,
         head: Callable[..., Tensor],
     ):
+        from torch.distributed.pipelining.schedules import get_schedule_class
+
         self.head = head
         self._scaled: Callable[[Tensor], Tensor] = _unscaled
         stages = [
@@ -249,16 +248,19 @@ def _select_rows(microbatches: list[dict[str, Any]]) -> None:
 @contextlib.contextmanager
 def _forward_only(schedule: Any) -> Iterator[None]:
     """Remove backward actions from a schedule, since PyTorch would run some of them in evaluation and fail."""
-    if isinstance(schedule, PipelineScheduleSingle):
+    from torch.distributed.pipelining import schedules
+
+    if isinstance(schedule, schedules.PipelineScheduleSingle):
         yield
         return
     all_actions = schedule.pipeline_order_with_comms
+    kept = (schedules.FORWARD, schedules.SEND_F, schedules.RECV_F, schedules.UNSHARD, schedules.RESHARD)
     schedule.pipeline_order_with_comms = {
         rank: [
             part
             for action in actions
-            for part in (action.sub_actions if action.computation_type == OVERLAP_F_B else (action,))
-            if part.computation_type in (FORWARD, SEND_F, RECV_F, UNSHARD, RESHARD)
+            for part in (action.sub_actions if action.computation_type == schedules.OVERLAP_F_B else (action,))
+            if part.computation_type in kept
         ]
         for rank, actions in all_actions.items()
     }
@@ -270,8 +272,10 @@ def _forward_only(schedule: Any) -> Iterator[None]:
 
 def _make_stage(
     part: nn.Module, index: int, n_stages: int, mesh: DeviceMesh, device: torch.device, hidden: Tensor
-) -> PipelineStage:
+) -> "PipelineStage":
     """Build a stage with declared shapes, which PyTorch would otherwise infer by running the model once."""
+    from torch.distributed.pipelining import PipelineStage
+
     samples, length = hidden.shape[:2]
     tokens = torch.empty(samples, length, dtype=torch.int64, device="meta")
     loss = torch.empty((), dtype=torch.float32, device="meta", requires_grad=True)

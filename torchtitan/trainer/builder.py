@@ -19,7 +19,7 @@ from torchtitan.components.optimizer import Optimizer
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.components.tokenizer.auto_tokenizer import warn_of_different_ids
 from torchtitan.config import Configurable
-from torchtitan.distributed import ParallelDims, initialize_weights
+from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.compile import compile_loss
 from torchtitan.distributed.pipeline import Pipeline, PipelinePlan, take_stage
 from torchtitan.distributed.process_group import init_process_group
@@ -73,7 +73,7 @@ class RunBuilder(Configurable):
         def lock() -> None:
             self.folder_lock = lock_folder(Path(self.config.dump_folder))
 
-        Ranks(dist.group.WORLD if dist.is_initialized() else None).broadcast_from_rank0(lock)
+        self.ranks.broadcast_from_rank0(lock)
 
     def init_random_state(self) -> None:
         """Seed every generator, differently on each rank; make algorithms deterministic if requested."""
@@ -228,12 +228,17 @@ class RunBuilder(Configurable):
         )
 
     def init_weights(self) -> None:
-        """Allocate and initialize the parameters."""
-        for model in self.models.values():
+        """Allocate the parameters. Initialize a model unless there are weights to load: then `load_checkpoint` draws
+        only the values that it does not read."""
+        config = self.config
+        start = self.ranks.broadcast_from_rank0(lambda: config.checkpoint.find_start(config.dump_folder))
+        for name, model in self.models.items():
             for part in model.parts:
                 part.to_empty(device="cpu" if model.offloaded else self.device)
-                initialize_weights(part, self.config.debug.seed)
                 part.train(model.num_trained > 0)
+            model.is_initialized = False
+            if not (start or model.weights or (name == "model" and config.checkpoint.initial_load_path)):
+                model.initialize(config.debug.seed)
 
     def build_optimizer(self) -> Optimizer:
         """Build the optimizer of all trained models; an additional model's name prefixes its parameters."""
@@ -264,6 +269,11 @@ class RunBuilder(Configurable):
             hidden=hidden,
             head=self.loss,
         )
+
+    @property
+    def ranks(self) -> Ranks:
+        """All ranks of the run."""
+        return Ranks(dist.group.WORLD if dist.is_initialized() else None)
 
     @property
     def rank(self) -> int:

@@ -1,5 +1,6 @@
 """`RunModel`: one of the models in a run."""
 
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import Any
 
@@ -7,6 +8,7 @@ import torch
 from torch import nn
 
 from torchtitan.components.optimizer import trained_names
+from torchtitan.distributed import initialize_weights
 from torchtitan.distributed.parallelize import free_gathered_weights
 from torchtitan.protocols import BaseModel, ModelSpec
 
@@ -40,6 +42,17 @@ class RunModel:
     """True if checkpoints contain the weights; otherwise a resumed run reads them from `weights` again."""
 
     offloaded: bool = False
+
+    is_initialized: bool = True
+    """False from allocation until every tensor has an initial value or is about to be loaded."""
+
+    def initialize(self, seed: int, *, loaded: Container[str] = ()) -> None:
+        """Draw initial values, unless that has been done, except for tensors with canonical names in `loaded`, whose
+        values are read from files."""
+        if not self.is_initialized:
+            for part in self.parts:
+                initialize_weights(part, seed, loaded=loaded)
+        self.is_initialized = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward pass; see `torchtitan.models.common.decoder.Decoder.forward`."""

@@ -31,6 +31,7 @@ from torchtitan.distributed.process_group import (
     world_size,
 )
 from torchtitan.distributed.watchdog import Watchdog
+from torchtitan.protocols import ModelConverter
 from torchtitan.protocols.conversion import converter_records, simulation_records
 from torchtitan.tools.errors import RunComplete, UserError
 from torchtitan.tools.logging import logger
@@ -38,6 +39,7 @@ from torchtitan.tools.process import StopRequest
 from torchtitan.trainer.builder import RunBuilder
 from torchtitan.trainer.callbacks import Callback, GarbageCollection, Profiling, RecompileWarning
 from torchtitan.trainer.ledger import Ledger, in_global_order, names_of, shortened
+from torchtitan.trainer.models import RunModel
 from torchtitan.trainer.sample_losses import SampleLosses
 from torchtitan.trainer.step_result import NonFiniteError, StepResult, StopReason, log_stop_reason
 
@@ -157,6 +159,9 @@ class Trainer(RunBuilder):
         if self.checkpoint_loaded:
             return
         self.step = self.checkpointer.load()
+        for name, model in self.models.items():
+            loaded = self.checkpointer.states[name].state_dict() if name in self.checkpointer.loaded else ()
+            model.initialize(self.config.debug.seed, loaded=loaded)
         self.checkpoint_loaded = True
         # If the batch size has changed, the remaining samples take a different number of steps.
         self.total_steps = self.metrics.total_steps = self.run_length.last_step(self.step)
@@ -551,18 +556,22 @@ class Trainer(RunBuilder):
 
     def initial_loads(self) -> dict[str, Callable[[], None]]:
         """Return model name → function that loads its initial weights, also when resuming if checkpoints lack them."""
-        config, spec, added = self.config.checkpoint, self.config.model_spec, self.tokenizer.added
+        config = self.config.checkpoint
         loads: dict[str, Callable[[], None]] = {
-            name: partial(load_initial_weights, model.weights, model.spec, model.parts, [], added=added)
+            name: self._initial_load(model, model.weights, [])
             for name, model in self.models.items()
             if name != "model" and model.weights
         }
         path = config.initial_load_path
-        is_other = path and not is_url(path) and (added or read_converters(path))
+        is_other = path and not is_url(path) and (self.tokenizer.added or read_converters(path))
         if not (config.initial_load_in_hf or is_other or self.converters or config.save_trainable_only):
             return loads  # the checkpointer loads a matching DCP checkpoint itself
-        main = partial(load_initial_weights, path, spec, self.model_parts, self.converters, added=added)
-        return {"model": main, **loads}
+        return {"model": self._initial_load(self.models["model"], path, self.converters), **loads}
+
+    def _initial_load(self, model: RunModel, path: str, converters: list[ModelConverter]) -> Callable[[], None]:
+        initialize, added = partial(model.initialize, self.config.debug.seed), self.tokenizer.added
+        parts = model.parts
+        return lambda: load_initial_weights(path, model.spec, parts, converters, added=added, initialize=initialize)
 
     def identity(self) -> RunIdentity:
         """Return the properties that must stay the same when the run resumes."""
@@ -570,7 +579,7 @@ class Trainer(RunBuilder):
         properties = dict(identity.properties)
         for name, model in self.models.items():
             if name != "model" and (model.weights or not model.saved):
-                drawn = identify_content(f"drawn with --debug.seed {self.config.debug.seed}", "")
+                drawn = identify_content(f"drawn with --debug.seed {self.config.debug.seed} (Philox)", "")
                 properties[f"weights of {name}"] = base_weights(model.weights) if model.weights else drawn
         return dataclasses.replace(identity, properties=properties)
 

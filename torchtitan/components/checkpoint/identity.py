@@ -20,8 +20,8 @@ class BaseWeights:
 
     @classmethod
     def of_seed(cls, seed: int) -> "BaseWeights":
-        """Initial weights generated from a run's seed."""
-        return cls(f"debug.seed {seed}")
+        """Initial weights drawn with a run's seed. Another generator than Philox would draw other weights."""
+        return cls(f"debug.seed {seed} (Philox)")
 
     @property
     def path(self) -> str:

@@ -83,6 +83,8 @@ class CheckpointManager(Configurable):
         self.states = {name: with_parameter_names(name, state, states) for name, state in states.items()}
         self.rank_states = dict(rank_states or {})
         self.initial_loads = dict(initial_loads or {})
+        # Names of the states that `load` restored from a checkpoint of this run or `initial_load_path`.
+        self.loaded = set[str]()
         # A separate CPU group, so that background saves do not interfere with training's collectives.
         self._ranks = Ranks(dist.new_group(backend="gloo") if dist.is_initialized() else None)
         self._base_model = base_model
@@ -193,9 +195,9 @@ class CheckpointManager(Configurable):
         needs_base_model = start is not None and start.resumes and bool(start.checkpoint.base_model)
         for initialize in self.initial_loads.values() if needs_base_model else []:
             initialize()
-        loaded = self._restore(start) if start and (start.resumes or not has_model_loader) else set()
+        self.loaded = self._restore(start) if start and (start.resumes or not has_model_loader) else set()
         for name, initialize in self.initial_loads.items():
-            if name not in loaded:
+            if name not in self.loaded:
                 if start and start.resumes and name in self.states:
                     logger.info("initialized state %s instead of loading it from %s", name, start.checkpoint.path)
                 if not needs_base_model:

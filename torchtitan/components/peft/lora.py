@@ -22,8 +22,10 @@ from torchtitan.protocols.initializer import (
     Constant,
     DerivedRows,
     Initializer,
+    Numbers,
     initializer_of,
     initializers_of,
+    normal_quantile,
     with_initializers,
 )
 from torchtitan.protocols.model import ConvertedModule
@@ -36,8 +38,8 @@ class Uniform:
 
     bound: float
 
-    def __call__(self, tensor: Tensor, generator: torch.Generator) -> None:
-        nn.init.uniform_(tensor, -self.bound, self.bound, generator=generator)
+    def __call__(self, uniform: Numbers) -> Numbers:
+        return uniform * self.bound
 
 
 @dataclass(frozen=True)
@@ -46,8 +48,8 @@ class Normal:
 
     std: float
 
-    def __call__(self, tensor: Tensor, generator: torch.Generator) -> None:
-        nn.init.normal_(tensor, std=self.std, generator=generator)
+    def __call__(self, uniform: Numbers) -> Numbers:
+        return normal_quantile(uniform) * self.std
 
 
 class AdaptedLayer(ConvertedModule):

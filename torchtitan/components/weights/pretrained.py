@@ -1,8 +1,9 @@
 """Checking, converting and loading pretrained weights into a model of any layout."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import torch.distributed as dist
 from torch import nn
@@ -42,6 +43,12 @@ _READ_BEFORE_VERIFICATION = (DESCRIPTION, DCP_METADATA)
 
 GetSpecs = Callable[[BaseModel.Config], Mapping[str, TensorSpec]]
 """Function that returns the names and specs of a model's tensors in some format."""
+
+
+class Initialize(Protocol):
+    """Draw the initial values of a model's tensors, except those with canonical names in `loaded`."""
+
+    def __call__(self, *, loaded: Container[str] = ()) -> None: ...
 
 
 def check_digests(path: str | Path) -> None:
@@ -112,6 +119,7 @@ def load_pretrained(
     *,
     added: range = range(0),
     converters: Sequence[ModelConverter] = (),
+    initialize: Initialize | None = None,
 ) -> None:
     """Load a model from a checkpoint in any format; each process of the default group loads its shards. Raise
     `UserError` on every process if the checkpoint cannot be read, is damaged or belongs to another model.
@@ -125,9 +133,13 @@ def load_pretrained(
         model_parts: the model in this process, materialized, sharded or not.
         added: as in `internal_source`.
         converters: converters applied to the model.
+        initialize: called before weights are copied; None: the model is initialized.
     """
+    state = ModelState(model_parts)
     if is_as_saved(path, spec, converters, added=added):
-        load_model_state(path, ModelState(model_parts))
+        if initialize:
+            initialize(loaded=state.state_dict())
+        load_model_state(path, state)
         return
     _warn_of_merging(path, converters)
     group = dist.group.WORLD if dist.is_initialized() else None
@@ -135,7 +147,10 @@ def load_pretrained(
         ranks = Ranks(group)
         catalog.raise_if_damaged(ranks.broadcast_from_rank0(lambda: catalog.open_checkpoint(path)).path, ranks)
     plain = internal_source(path, spec, added=added)
-    load_weights(_converted(plain, spec.model, converters, ModelState(model_parts)), model_parts, group)
+    source = _converted(plain, spec.model, converters, state)
+    if initialize:
+        initialize(loaded=source.specs)
+    load_weights(source, model_parts, group)
     logger.info("loaded pretrained weights from %s", path)
     if isinstance(plain, ResizedEmbedding):
         logger.info("initialized %s (added tokens) to the mean of the preceding rows", plain.growth)
@@ -148,11 +163,14 @@ def load_initial_weights(
     converters: Sequence[ModelConverter],
     *,
     added: range = range(0),
+    initialize: Initialize,
 ) -> None:
     """Load the weights in `path`, if any, and the converters' own weights. Arguments are as in `load_pretrained`."""
     has_converter_weights = bool(path) and is_as_saved(path, spec, converters, added=added)
     if path:
-        load_pretrained(path, spec, model_parts, added=added, converters=converters)
+        load_pretrained(path, spec, model_parts, added=added, converters=converters, initialize=initialize)
+    else:
+        initialize()
     for converter in converters:
         if not (has_converter_weights and converter.changes_weights):
             converter.load_initial_weights(model_parts, spec)
