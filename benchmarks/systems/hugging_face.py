@@ -49,7 +49,7 @@ def make_tokenizer(task: Task) -> transformers.PreTrainedTokenizerFast:
 
 def training_arguments(task: Task, folder: str, micro_batches: int = 1) -> dict[str, Any]:
     """Return the arguments of transformers' Trainer, as its page on CPUs recommends: `use_cpu`, and `bf16` for mixed
-    precision. The optimizer and clipping are those of all systems."""
+    precision. Optimizer and clipping are the same in all systems."""
     return dict(
         output_dir=folder,
         max_steps=task.steps,

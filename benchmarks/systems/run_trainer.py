@@ -27,7 +27,7 @@ def main(folder: str) -> None:
 
 
 def encode(tokenizer: Any, prompt: str, completion: str) -> dict[str, list[int]]:
-    """Return a sample whose loss is that of the completion."""
+    """Return a sample whose labels are the completion's tokens."""
     prompt_ids, completion_ids = tokenizer([prompt, completion + END_OF_TEXT])["input_ids"]
     return {"input_ids": prompt_ids + completion_ids, "labels": [-100] * len(prompt_ids) + completion_ids}
 

@@ -57,9 +57,7 @@ def find_interpreters(systems: Iterable[str], pythons: Sequence[str]) -> dict[st
     return found
 
 
-def measure(
-    system: str, task: Task, python: str, *, threads: int, limit: float, warm_up: int | None
-) -> dict[str, float | None]:
+def measure(system: str, task: Task, python: str, *, threads: int, limit: float, warm_up: int | None) -> dict[str, Any]:
     """Run a task in a process of its own, and return the numbers of a `Run`.
 
     Args:
@@ -137,7 +135,7 @@ def wait(process: subprocess.Popen[bytes], deadline: float) -> Any:
     return usage
 
 
-def numbers_of(steps: Sequence[Mapping[str, float]], started: float, warm_up: int | None) -> dict[str, float | None]:
+def numbers_of(steps: Sequence[Mapping[str, float]], started: float, warm_up: int | None) -> dict[str, Any]:
     """Return the numbers of a `Run` that follow from the log of its steps; for the arguments, see `measure`.
 
     Raises:
@@ -145,7 +143,7 @@ def numbers_of(steps: Sequence[Mapping[str, float]], started: float, warm_up: in
     """
     if len(steps) < (1 if warm_up is None else warm_up + 1):
         raise RunFailed(f"{len(steps)} steps")
-    numbers: dict[str, float | None] = {"first_step_seconds": steps[0]["time"] - started}
+    numbers: dict[str, Any] = {"first_step_seconds": steps[0]["time"] - started}
     if warm_up is None:
         return numbers | dict.fromkeys(("step_seconds", "tokens_per_second", "labels_per_second"))
     timed = [(later["time"] - earlier["time"], later) for earlier, later in itertools.pairwise(steps[warm_up - 1 :])]

@@ -29,7 +29,7 @@ class Task:
     """Steps to take."""
 
     compile: bool
-    """Whether to use torch.compile."""
+    """Use torch.compile, in systems that leave the choice to the user."""
 
     data: str
     """JSON Lines file with the columns `question` and `answer`, for `sft`."""

@@ -160,13 +160,14 @@ def test_canonical_name():
     assert canonical_name("layers.0._orig_mod._checkpoint_wrapped_module.wq.weight") == "layers.0.wq.weight"
 
 
-def shard_and_compare(dp_replicate: int, dp_shard: int, uneven_dim: int) -> None:
+def shard_and_compare(dp_replicate: int, dp_shard: int, tp: int, uneven_dim: int) -> None:
     from torchtitan.config import TrainingConfig
     from torchtitan.distributed import ParallelDims
     from torchtitan.distributed.parallelize import parallelize_decoder
 
     expected = initial_weights(7, dim=uneven_dim)
-    dims = ParallelDims(world_size=dp_replicate * dp_shard, dp_replicate=dp_replicate, dp_shard=dp_shard)
+    world_size = dp_replicate * dp_shard * tp
+    dims = ParallelDims(world_size=world_size, dp_replicate=dp_replicate, dp_shard=dp_shard, tp=tp)
     with torch.device("meta"):
         model = model_config(dim=uneven_dim).build()
     mesh = dims.build_mesh("cpu")
@@ -201,7 +202,9 @@ def test_rope_angles_are_float32_and_gathered_weights_can_be_freed():
     run_processes(check_dtypes_in_a_block, 2)
 
 
-@pytest.mark.parametrize(("dp_replicate", "dp_shard"), [(1, 2), (2, 1), (1, 4), (2, 2)])
-def test_every_layout_has_the_same_weights(dp_replicate, dp_shard):
-    # 99 rows of vocabulary over 2 or 4 ranks: uneven shards.
-    run_processes(shard_and_compare, dp_replicate * dp_shard, dp_replicate, dp_shard, 64)
+@pytest.mark.parametrize(
+    ("dp_replicate", "dp_shard", "tp"), [(1, 2, 1), (2, 1, 1), (1, 4, 1), (2, 2, 1), (1, 1, 2), (1, 2, 2)]
+)
+def test_every_layout_has_the_same_weights(dp_replicate, dp_shard, tp):
+    # 99 rows of vocabulary over 2 or 4 ranks: uneven shards. Tensor parallelism also splits columns.
+    run_processes(shard_and_compare, dp_replicate * dp_shard * tp, dp_replicate, dp_shard, tp, 64)

@@ -58,7 +58,7 @@ class Constant:
 @dataclass(frozen=True)
 class DerivedRows:
     """Initial values derived from the same rows of another parameter, which may exist only in the plain module: row
-    norms, 4-bit rows. The uniform numbers are those of the other parameter's rows."""
+    norms, 4-bit rows. Both parameters share their uniform numbers."""
 
     plain: str
     """Name of the other parameter in the plain module (`torchtitan.protocols.model.ConvertedModule`)."""

@@ -46,7 +46,7 @@ GetSpecs = Callable[[BaseModel.Config], Mapping[str, TensorSpec]]
 
 
 class Initialize(Protocol):
-    """Draw the initial values of a model's tensors, except those with canonical names in `loaded`."""
+    """Draw the initial values of a model's tensors, except tensors with canonical names in `loaded`."""
 
     def __call__(self, *, loaded: Container[str] = ()) -> None: ...
 
