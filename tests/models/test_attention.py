@@ -88,12 +88,14 @@ def test_rows_without_positions_equal_the_definition(static, window):
 
 
 @pytest.mark.parametrize("window", [None, 64, 100])
-def test_block_mask_equals_the_definition(monkeypatch, window):
+@pytest.mark.parametrize("packed", [True, False])
+def test_block_mask_equals_the_definition(monkeypatch, window, packed):
     """FlexAttention's forward pass runs on a CPU too, uncompiled; its backward pass does not (torch 2.13)."""
     monkeypatch.setattr(kernels, "_compiled", lambda name: getattr(flex_attention, name))
     monkeypatch.setattr(kernels, "choose_kernel", lambda *_, **__: "flex")
-    rows = ([100, 156], [30, 1, 225])
-    metadata = with_kernel(metadata_of(rows, window), device=CPU, dtype=torch.float32, head_dim=8, static=False)
+    rows = ([100, 156], [30, 1, 225]) if packed else ([256], [256])
+    metadata = metadata_of(rows, window) if packed else replace(AttentionMetadata.of_rows(2, 256), window=window)
+    metadata = with_kernel(metadata, device=CPU, dtype=torch.float32, head_dim=8, static=False)
     q, k, v = (x.detach() for x in random_inputs(2, 256, torch.float32))
     seen_BQK = seen_tokens(rows, window)
     # Float32 sums in another order.
@@ -157,20 +159,18 @@ CHOICES: list[tuple[torch.device, torch.dtype, int, bool, dict[str, Any], Sequen
     (CUDA, torch.bfloat16, 64, True, {}, PACKED, "flex"),
     (CUDA, torch.bfloat16, 64, True, {}, WHOLE, "flex"),
     (CUDA, torch.bfloat16, 64, False, SHARD, WHOLE, "flex"),
-    (CUDA, torch.bfloat16, 64, False, {"n_cached": 0}, WHOLE, "dense"),
+    (CUDA, torch.bfloat16, 64, False, {"kernel": "dense", **SHARD}, WHOLE, "dense"),
 ]
 
 
 @pytest.mark.parametrize(("device", "dtype", "head_dim", "static", "fields", "rows", "kernel"), CHOICES)
 def test_choice_of_the_kernel(monkeypatch, device, dtype, head_dim, static, fields, rows, kernel):
-    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     metadata = replace(metadata_of(rows), **fields)
     assert choose_kernel(metadata, device=device, dtype=dtype, head_dim=head_dim, static=static) == kernel
 
 
 def test_old_gpus_have_no_varlen(monkeypatch):
-    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     options = {"device": CUDA, "dtype": torch.float16, "head_dim": 64, "static": False}
     assert choose_kernel(metadata_of(PACKED), **options) == "flex"

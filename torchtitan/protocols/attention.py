@@ -31,17 +31,15 @@ class AttentionMetadata:
     window: int | None = None
     """Number of tokens that a token sees, including itself; None: no limit."""
 
-    n_cached: int | None = None
-    """Tokens per row in a key/value cache, which precede the batch's. None: there is no cache."""
-
     query_places_L: Tensor | None = None
-    """Under context parallelism, the places in the row of this rank's tokens; the boundaries are of entire rows."""
+    """Places of the tokens in their row, if it has other keys too: keys of other ranks under context parallelism (then
+    the boundaries are of entire rows), or of a cache."""
 
     key_places_K: Tensor | None = None
-    """Under context parallelism, the places in the row of the keys gathered from all ranks."""
+    """Places of all keys in the row, in the order in which attention gets them."""
 
     kernel: Kernel | None = None
-    """Computation chosen by the model."""
+    """Computation of attention; None: the model chooses."""
 
     mask: Any = None
     """Input of the kernel that is the same in all layers with this window."""
@@ -69,8 +67,7 @@ class AttentionMetadata:
     @property
     def lengths(self) -> list[int]:
         """Tokens of each document, in order."""
-        lengths: list[int] = self.cu_seqlens.diff().tolist()
-        return lengths
+        return self.cu_seqlens.diff().tolist()
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "AttentionMetadata":
         """Copy the positions to a device; the boundaries stay on the host."""
@@ -94,8 +91,6 @@ class AttentionMetadata:
 
     def shard(self, query_places_L: Tensor, key_places_K: Tensor) -> "AttentionMetadata":
         """Describe a rank's part of the tokens of each row, given the places of its tokens and of the gathered keys."""
-        if self.positions_BL is None:
-            positions_BL = query_places_L.expand(self.n_rows, -1)
-        else:
-            positions_BL = self.positions_BL[:, query_places_L]
+        whole_BL = self.positions_BL
+        positions_BL = query_places_L.expand(self.n_rows, -1) if whole_BL is None else whole_BL[:, query_places_L]
         return replace(self, positions_BL=positions_BL, query_places_L=query_places_L, key_places_K=key_places_K)

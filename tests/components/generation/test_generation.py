@@ -250,7 +250,7 @@ def test_compiled_and_checkpointed_blocks_generate_the_same():
 )
 def test_padding_mask(window, first, second):
     """A padding token sees itself, so that no softmax row is empty; a real token sees all real tokens before it, or
-    those of its window."""
+    in its window."""
     cache = KVCache(small_model(), 4)
 
     def mask(positions: list[int]) -> list[list[int]]:

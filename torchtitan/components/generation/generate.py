@@ -176,7 +176,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 class KVCache:
     """Key/value cache of a model, active within a `with` block.
 
-    Each forward pass receives the new tokens, after those in the cache, and `attention` of their positions. Call
+    Each forward pass receives the new tokens that follow the cached ones, and `attention` of their positions. Call
     `advance` after it with the number of tokens to keep. Hooks on the model's attention store new keys and values, and
     pass all cached keys and values. Padding before a row's first token has position 0, so that it sees only itself (a
     softmax over nothing would be NaN).
@@ -206,10 +206,13 @@ class KVCache:
 
     def attention(self, positions_BL: Tensor) -> AttentionMetadata:
         """Return the attention of the next forward pass: new tokens see all cached tokens of their row's text."""
-        length = positions_BL.shape[1]
-        assert self.n_slots + length <= self.max_slots, f"no {length} more tokens in a cache for {self.max_slots}"
+        end = self.n_slots + positions_BL.shape[1]
+        assert end <= self.max_slots, f"{end} tokens in a cache for {self.max_slots}"
+        slots_S = torch.arange(end, device=positions_BL.device)
         rows = AttentionMetadata.of_rows(*positions_BL.shape)
-        return replace(rows, positions_BL=positions_BL, n_cached=self.n_slots)
+        queries_L = slots_S[self.n_slots :]
+        # A mask, since FlexAttention would compile for each number of keys.
+        return replace(rows, positions_BL=positions_BL, query_places_L=queries_L, key_places_K=slots_S, kernel="dense")
 
     def advance(self, length: int) -> None:
         """Keep the first `length` tokens of the last forward pass; the other slots are reused."""

@@ -24,8 +24,8 @@ def choose_kernel(
         static: compiled code calls the kernel. It specializes on shapes, so they must not depend on the documents.
     """
     is_cuda = device.type == "cuda"
-    if attention.n_cached is not None:
-        return "dense"  # a step of generation has few queries, and FlexAttention would compile for each number of keys
+    if attention.kernel is not None:
+        return attention.kernel
     if attention.key_places_K is not None:
         return "flex" if is_cuda else "dense"  # a rank's queries are at several places
     one_per_row = attention.positions_BL is None or (not static and len(attention.lengths) == attention.n_rows)
@@ -35,18 +35,10 @@ def choose_kernel(
     if not is_cuda:
         # Without a mask, scores between documents are not computed. PyTorch has no other such kernel here.
         return "dense" if static else "causal" if one_per_row else "documents"
-    return "varlen" if not static and _has_varlen(device, dtype, head_dim) else "flex"
-
-
-def _has_varlen(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Return whether FlashAttention 2, on which `varlen_attn` is based, supports these queries."""
-    return (
-        dtype in (torch.bfloat16, torch.float16)
-        and head_dim % 8 == 0
-        and head_dim <= 256
-        and torch.backends.cuda.is_flash_attention_available()
-        and torch.cuda.get_device_capability(device) >= (8, 0)
-    )
+    # FlashAttention 2, on which `varlen_attn` is based, supports these.
+    is_supported = dtype in (torch.bfloat16, torch.float16) and head_dim % 8 == 0 and head_dim <= 256
+    is_new = torch.cuda.get_device_capability(device) >= (8, 0)
+    return "varlen" if is_supported and is_new and not static else "flex"
 
 
 def with_kernel(
@@ -64,19 +56,17 @@ def with_kernel(
         if kernel == "dense":
             mask = ((keys_K >= starts_BL[..., None]) & (keys_K <= queries_L[:, None]))[:, None]
         else:
-            mask = _block_mask(starts_BL, queries_L, keys_K)
+            mask = _block_mask(starts_BL.expand(attention.n_rows, -1), queries_L, keys_K)
     return replace(attention, kernel=kernel, mask=mask)
 
 
 def _seen_ranges(attention: AttentionMetadata, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the first place that each token sees, (B or 1, L), the tokens' own places, (L,), and those of all keys,
-    (K,). Documents are contiguous, so a token sees the places from the first to its own."""
+    """Return the first place that each token sees, (B or 1, L), the tokens' own places, (L,), and the places of all
+    keys, (K,). Documents are contiguous, so a token sees the places from the first to its own."""
     positions_BL, queries_L, keys_K = attention.positions_BL, attention.query_places_L, attention.key_places_K
     if queries_L is None or keys_K is None:
-        n_cached = attention.n_cached or 0
         length = attention.max_seqlen if positions_BL is None else positions_BL.shape[1]
-        keys_K = torch.arange(n_cached + length, device=device)
-        queries_L = keys_K[n_cached:]
+        queries_L = keys_K = torch.arange(length, device=device)
     starts_BL = torch.zeros_like(queries_L)[None] if positions_BL is None else queries_L - positions_BL
     if attention.window is not None:
         starts_BL = torch.maximum(starts_BL, queries_L - (attention.window - 1))

@@ -162,7 +162,7 @@ class Decoder(BaseModel):
             output = init(nn.Linear(config.dim, config.vocab_size, bias=False), weight=self.output_init())
         self.head: OutputHead | None = OutputHead(RMSNorm(config.dim, config.norm_eps), output)
         self.is_compiled = False
-        """Whether blocks are compiled, so that attention needs kernels with constant shapes."""
+        """True if blocks are compiled, so that attention needs kernels with constant shapes."""
 
     def make_block(self, index: int) -> nn.Module:
         """Return the block of a layer: `block(hidden_BLD, rope, attention) -> hidden_BLD`."""
