@@ -4,7 +4,7 @@
 # MODULE    a model or experiment (`torchtitan ls`), a dotted import path, or a folder       (default: llama3)
 # CONFIG    a configuration of that module                                                   (default: debugmodel)
 # NGPU      processes on this host                                    (default: one per GPU, or 1 without any)
-# OVERSUBSCRIBE=1  allows more than four processes per CPU core
+# OVERSUBSCRIBE=1  allows more than four processes per CPU core (eight on a single core) without GPUs
 # LOG_RANK  ranks that print, comma-separated                                                (default: 0)
 # MAX_RESTARTS  how often a run that crashed, or hung, starts again from its newest checkpoint (default: 0)
 # EXTRA     optional packages to set up with: quantization (torchao), wandb or eval          (default: none)

@@ -20,12 +20,14 @@ import json
 import os
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
+from torchtitan.components.data.base import Batch, to_batch
 from torchtitan.components.data.finetuning.chat_encoding import EncodedSample
 from torchtitan.components.data.finetuning.samples import pack_samples
 from torchtitan.components.data.plan import Planner, ShuffleSampler
@@ -34,14 +36,13 @@ from torchtitan.components.data.plan.sampler import Array
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.tokenizer import PretrainedTokenizer
 from torchtitan.distributed import initialize_weights
-from torchtitan.models.common.attention import Attention, CausalMask
+from torchtitan.models.common.attention import Attention, with_kernel
 from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.models.llama3.model import Llama3Model
+from torchtitan.protocols.attention import AttentionMetadata
 
 SEQ_LEN, VOCABULARY = 1024, 2048
 ASSETS = Path(os.environ.get("TORCHTITAN_TEST_ASSETS", Path(__file__).parents[2] / "shared" / "assets"))
-
-Batch = dict[str, torch.Tensor]
 
 
 def lengths_of_samples() -> tuple[Array, Array]:
@@ -79,16 +80,16 @@ def batches_of(windows: Sequence[dict[str, Array]], batch_size: int, *, to_longe
         part = windows[start : start + batch_size]
         # The padding of a window with one sample is its second document.
         ends = [int(np.flatnonzero(window["positions"] == 0)[1]) for window in part] if to_longest else [SEQ_LEN]
-        batches.append({name: torch.tensor(np.stack([w[name] for w in part]))[:, : max(ends)] for name in part[0]})
+        batches.append(to_batch([{name: tokens[: max(ends)] for name, tokens in window.items()} for window in part]))
     return batches
 
 
-def seconds_of(model: Llama3Model, batches: Sequence[Batch], *, dense: bool) -> float:
+def seconds_of(model: Llama3Model, batches: Sequence[Batch], *, masked: bool) -> float:
     """Return the seconds for loss and gradients of all batches."""
-    model.mask.dense = dense
+    model.is_compiled = masked  # compiled blocks need a mask of constant shape
     started = time.perf_counter()
     for batch in batches:
-        logits = model(batch["input"], batch["positions"])
+        logits = model(batch["input"], batch["attention"])
         F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=IGNORE_INDEX).backward()
         model.zero_grad()
     return time.perf_counter() - started
@@ -117,8 +118,8 @@ def compare_speeds(lengths: Array, trained: Array, rounds: int, n_windows: int) 
     }
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     for _ in range(rounds):
-        for name, (batches, dense) in variants.items():
-            seconds[name].append(seconds_of(model, batches, dense=dense))
+        for name, (batches, masked) in variants.items():
+            seconds[name].append(seconds_of(model, batches, masked=masked))
     speeds = {
         name: sum(int((batch["labels"] != IGNORE_INDEX).sum()) for batch in batches) / min(seconds[name])
         for name, (batches, _) in variants.items()
@@ -131,16 +132,16 @@ def compare_speeds(lengths: Array, trained: Array, rounds: int, n_windows: int) 
 def compare_attention(windows: Sequence[dict[str, Array]], rounds: int) -> None:
     """Print the milliseconds of forward and backward of one layer's attention, 8 heads of 64, per window."""
     batches = batches_of(windows, 1)
-    mask, attend = CausalMask(), Attention()
+    attend, rows = Attention(), AttentionMetadata.of_rows(1, SEQ_LEN)
     q, k, v = (torch.randn(1, SEQ_LEN, 8, 64, requires_grad=True) for _ in range(3))
     milliseconds: dict[str, list[float]] = {"per document": [], "full square": [], "one document": []}
     for _ in range(rounds):
         for name, of_round in milliseconds.items():
-            mask.dense = name == "full square"
+            prepare = partial(with_kernel, device=q.device, dtype=q.dtype, head_dim=64, static=name == "full square")
             started = time.perf_counter()
             for batch in batches:
-                of_batch = mask(None if name == "one document" else batch["positions"])
-                attend(q, k, v, of_batch).sum().backward()
+                attention = rows if name == "one document" else batch["attention"]
+                attend(q, k, v, prepare(attention)).sum().backward()
             of_round.append(1000 * (time.perf_counter() - started) / len(batches))
     print(f"\n{'attention (ffd)':26} {'ms per window':>16} {'ratio':>6}")
     for name, of_name in milliseconds.items():

@@ -339,7 +339,7 @@ def test_other_distribution_with_our_name_is_ignored(tmp_path: Path, files: list
 
 WALKS = {
     "An option to the line that uses it": 5,
-    "A token in a file to the loss": 10,
+    "A token in a file to the loss": 11,
     "A token in a file to the loss, in a conversation": 18,
     "A save": 8,
     "A new family": 3,

@@ -22,6 +22,7 @@ from torchtitan.cli.main import main
 from torchtitan.components.data.base import BaseDataLoader
 from torchtitan.components.tokenizer import PretrainedTokenizer
 from torchtitan.config.manager import ConfigManager
+from torchtitan.protocols.attention import AttentionMetadata
 
 SEQ_LEN = 128
 SFT = ["--config", "debugmodel_sft"]
@@ -256,14 +257,15 @@ def test_page_fits_a_phone(folder):
     assert widths and all(width.endswith("%") and 0 <= float(width[:-1]) <= 100 for width in widths)
 
 
-@pytest.mark.parametrize("with_positions", [True, False])
-def test_padding_is_counted(with_positions):
+@pytest.mark.parametrize("with_documents", [True, False])
+def test_padding_is_counted(with_documents):
     tokenizer = PretrainedTokenizer.Config().build(path="")
     inputs = torch.tensor([[300, 301, 302, 0, 0, 0], [0] * 6, [300, 301, 302, 303, 304, 305]])
     labels = torch.full_like(inputs, -100)
     labels[0, 1], labels[2, :5] = 302, inputs[2, 1:]
     positions = torch.tensor([[0, 1, 2, 0, 1, 2], [0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5]])
-    batch = {"input": inputs, "labels": labels} | ({"positions": positions} if with_positions else {})
+    attention = {"attention": AttentionMetadata.from_positions(positions)} if with_documents else {}
+    batch = {"input": inputs, "labels": labels, **attention}
     loader = BaseDataLoader(BaseDataLoader.Config())
     rows = [sample.rows[0] for sample in samples_of(batch, loader, tokenizer)]
     assert [row.n_padding for row in rows] == [3, 6, 0]
@@ -585,8 +587,8 @@ def test_mistakes_are_one_line(chats, capsys):
     words = chat_options(chats)
     assert "the run has 4" in failure(capsys, "show", "--step", "5", *words)
     assert "set --step to the number of a step" in failure(capsys, "show", *words)
-    assert "--step must be the number of a step, from 1, not 0" in failure(capsys, "show", "--step", "0", *words)
-    assert "--samples must be at least 1" in failure(capsys, "inspect", "--samples", "0", *words)
+    assert "--step is 0, but must be the number of a step, from 1" in failure(capsys, "show", "--step", "0", *words)
+    assert "--samples is 0, but must be at least 1" in failure(capsys, "inspect", "--samples", "0", *words)
     assert "there is no folder" in failure(capsys, "inspect", "--html", "no/where/page.html", *words)
     os.mkfifo("pipe")
     assert "pipe is not a regular file" in failure(capsys, "inspect", "--html", "pipe", *words)

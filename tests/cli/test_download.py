@@ -93,7 +93,7 @@ def test_pickled_weights_as_fallback(hub):
     ("error", "message"),
     [
         (http_error(errors.GatedRepoError), "a/b is gated: accept its license on {hub}/a/b, and set HF_TOKEN"),
-        (http_error(errors.RepositoryNotFoundError), "there is no model 'a/b' on the hub, or it is private"),
+        (http_error(errors.RepositoryNotFoundError), "there is no model 'a/b' on the Hub, or it is private"),
         (http_error(errors.RevisionNotFoundError), "a/b has no revision 'x'"),
         (http_error(errors.HfHubHTTPError, "503 Server Error\nmore"), "cannot be reached (503 Server Error); check"),
         (errors.OfflineModeIsEnabled("offline mode"), "cannot be reached (offline mode); check the network"),
@@ -111,7 +111,7 @@ def test_error_of_the_hub_is_one_line(hub, capsys, error, message):
 
 
 def test_offline_folder_with_files_is_not_accepted_as_the_model(monkeypatch, tmp_path, capsys):
-    """A closed port replaces the hub."""
+    """A closed port replaces the Hub."""
     (tmp_path / "some.file").touch()
     api = huggingface_hub.HfApi
     monkeypatch.setattr(huggingface_hub, "HfApi", lambda: api(endpoint="http://127.0.0.1:9"))
@@ -131,7 +131,7 @@ def test_unwritable_folder(hub, monkeypatch, tmp_path, capsys):
 
 
 class FakeHub(ThreadingHTTPServer):
-    """Serves a repository like the Hugging Face hub: `model.safetensors` from LFS, other files from git."""
+    """Serves a repository like the Hugging Face Hub: `model.safetensors` from LFS, other files from git."""
 
     sha = "0123456789abcdef0123456789abcdef01234567"
 
@@ -276,7 +276,7 @@ def test_hub_without_digests(hub, monkeypatch, capsys):
     info = SimpleNamespace(sha="abc", siblings=[RepoSibling("config.json")])
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: info)
     assert main(["download", "a/b"]) == 2
-    assert "config.json of a/b has no digest on the hub" in capsys.readouterr().err
+    assert "config.json of a/b has no digest on the Hub" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -324,5 +324,5 @@ def test_invalid_response_is_one_line(fake_hub, tmp_path, capsys, part, answer):
     fake_hub.answers = {part: answer}
     assert main(["download", "a/b", "--dest", str(tmp_path / "model")]) == 2
     output = capsys.readouterr().err
-    assert f":{fake_hub.server_port} does not answer like the Hugging Face hub (" in output
+    assert f":{fake_hub.server_port} does not answer like the Hugging Face Hub (" in output
     assert output.startswith("torchtitan download: ") and output.count("\n") == 1

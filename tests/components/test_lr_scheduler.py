@@ -213,9 +213,9 @@ def test_set_length_applies_unless_total_steps_is_set():
     [
         ({"warmup_steps": -1}, r"--lr_scheduler\.warmup_steps is -1"),
         ({"total_steps": 0}, r"--lr_scheduler\.total_steps is 0"),
-        ({"decay_ratio": 1.5}, r"--lr_scheduler\.decay_ratio must be in \[0, 1\], not 1\.5"),
-        ({"min_lr_factor": -0.1}, r"--lr_scheduler\.min_lr_factor must be in \[0, 1\], not -0\.1"),
-        ({"min_lr_factor": float("nan")}, r"--lr_scheduler\.min_lr_factor must be in \[0, 1\], not nan"),
+        ({"decay_ratio": 1.5}, r"--lr_scheduler\.decay_ratio is 1\.5, but must be in \[0, 1\]"),
+        ({"min_lr_factor": -0.1}, r"--lr_scheduler\.min_lr_factor is -0\.1, but must be in \[0, 1\]"),
+        ({"min_lr_factor": float("nan")}, r"--lr_scheduler\.min_lr_factor is nan, but must be in \[0, 1\]"),
     ],
 )
 def test_invalid_values_are_rejected(settings, message):

@@ -339,22 +339,22 @@ def test_loading_keeps_the_configured_hyperparameters_and_groups():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"lr": -1.0}, r"--optimizer\.lr must be .*, not -1\.0"),
-        ({"lr": float("nan")}, r"--optimizer\.lr must be .*, not nan"),
-        ({"weight_decay": -0.1}, r"--optimizer\.weight_decay must be .*, not -0\.1"),
-        ({"eps": 0.0}, r"--optimizer\.eps must be above 0, not 0\.0"),
-        ({"beta1": 1.0}, r"--optimizer\.beta1 must be in \[0, 1\), not 1\.0"),
-        ({"beta2": -0.5}, r"--optimizer\.beta2 must be .*, not -0\.5"),
-        ({"name": "SGD", "momentum": 1.5}, r"--optimizer\.momentum must be .*, not 1\.5"),
+        ({"lr": -1.0}, r"--optimizer\.lr is -1\.0, but must be .*"),
+        ({"lr": float("nan")}, r"--optimizer\.lr is nan, but must be .*"),
+        ({"weight_decay": -0.1}, r"--optimizer\.weight_decay is -0\.1, but must be .*"),
+        ({"eps": 0.0}, r"--optimizer\.eps is 0\.0, but must be above 0"),
+        ({"beta1": 1.0}, r"--optimizer\.beta1 is 1\.0, but must be in \[0, 1\)"),
+        ({"beta2": -0.5}, r"--optimizer\.beta2 is -0\.5, but must be .*"),
+        ({"name": "SGD", "momentum": 1.5}, r"--optimizer\.momentum is 1\.5, but must be .*"),
         ({"momentum": 0.9}, r"--optimizer\.momentum 0\.9 is for SGD and Muon; for AdamW set --optimizer\.beta1"),
         ({"param_groups": {"a": ParamGroup(pattern="x(")}}, r"--optimizer\.param_groups\.a\.pattern 'x\('"),
         (
             {"param_groups": {"a": ParamGroup(pattern="x", lr=-1.0)}},
-            r"param_groups\.a\.lr must be .*, not -1\.0",
+            r"param_groups\.a\.lr is -1\.0, but must be .*",
         ),
         (
             {"param_groups": {"a": ParamGroup(pattern="x", weight_decay=-1.0)}},
-            r"a\.weight_decay must be .*, not -1",
+            r"a\.weight_decay is -1\.0, but must be .*",
         ),
     ],
 )

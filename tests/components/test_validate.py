@@ -13,6 +13,7 @@ from torchtitan.components.data.dataloader import PretrainDataLoader
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.tokenizer import PretrainedTokenizer
 from torchtitan.components.validate import Validator, count_bytes
+from torchtitan.protocols.attention import AttentionMetadata
 from torchtitan.tools.errors import UserError
 
 UNTRAINED = {"validator__enable": True, "training__steps": 1, "optimizer__lr": 0.0}
@@ -72,7 +73,7 @@ class TestBytes:
         inputs = torch.tensor([[i for ids in rows for i in ids[:-1]] + [0, 0]])
         labels = torch.tensor([[i for ids in rows for i in ids[1:]] + [IGNORE_INDEX] * 2])
         positions = torch.tensor([[*range(len(rows[0]) - 1), *range(len(rows[1]) - 1), 0, 1]])
-        packed = {"input": inputs, "labels": labels, "positions": positions}
+        packed = {"input": inputs, "labels": labels, "attention": AttentionMetadata.from_positions(positions)}
         assert count_bytes(packed, tokenizer) == separate == len("a cat") + len("é à ü".encode())
 
     def test_the_space_after_masked_text_counts(self, assets):

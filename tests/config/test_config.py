@@ -192,9 +192,9 @@ class TestPrecedence:
 
     def test_list_in_file_replaces_none(self, tmp_path):
         file = tmp_path / "run.yaml"
-        file.write_text("parallelism: {module_fqns_per_model_part: ['tok_embeddings,layers.0', 'norm,output']}\n")
+        file.write_text("parallelism: {module_fqns_per_model_part: ['tok_embeddings,layers.0', 'layers.1,head']}\n")
         parts = parse("--config_file", str(file)).config.parallelism.module_fqns_per_model_part
-        assert parts == ["tok_embeddings,layers.0", "norm,output"]
+        assert parts == ["tok_embeddings,layers.0", "layers.1,head"]
 
     def test_numbers_in_file_may_be_quoted(self, tmp_path):
         file = tmp_path / "run.yaml"

@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,9 @@ from torchtitan.config import ActivationCheckpointConfig, CompileConfig, Paralle
 from torchtitan.distributed import initialize_weights
 from torchtitan.distributed.activation_checkpoint import apply_activation_checkpointing, check_activation_checkpoint
 from torchtitan.distributed.initialize import canonical_name
+from torchtitan.distributed.mixed_precision import MixedPrecision
 from torchtitan.models.llama3.model import Llama3Model
+from torchtitan.protocols.attention import AttentionMetadata
 from torchtitan.tools.errors import UserError
 
 BATCH, LENGTH = 2, 24
@@ -42,13 +45,17 @@ def make_model(config: ActivationCheckpointConfig = NONE) -> Llama3Model:
     return model
 
 
-def compute_loss(model: nn.Module, positions: Tensor | None = None) -> Tensor:
+def compute_loss(model: nn.Module, attention: AttentionMetadata | None = None) -> Tensor:
     tokens = torch.randint(0, CONFIG.vocab_size, (BATCH, LENGTH), generator=torch.Generator().manual_seed(0))
-    return model(tokens, positions, head=CrossEntropyLoss.Config().build(), labels_BL=tokens)
+    return model(tokens, attention, head=CrossEntropyLoss.Config().build(), labels_BL=tokens)
 
 
-def packed_positions() -> Tensor:
-    return torch.cat([torch.arange(9), torch.arange(LENGTH - 9)]).expand(BATCH, -1)
+def packed() -> AttentionMetadata:
+    return AttentionMetadata.from_positions(torch.cat([torch.arange(9), torch.arange(LENGTH - 9)]).expand(BATCH, -1))
+
+
+def packed_with_window() -> AttentionMetadata:
+    return replace(packed(), window=4)
 
 
 class Recorder(TorchDispatchMode):
@@ -74,10 +81,11 @@ class Recorder(TorchDispatchMode):
 
 # --- numerics ---------------------------------------------------------------------------------------------------------
 
-INPUTS: dict[str, tuple[Callable[[], Tensor | None], bool, torch.dtype]] = {
+INPUTS: dict[str, tuple[Callable[[], AttentionMetadata | None], bool, torch.dtype]] = {
     "one document": (lambda: None, False, torch.float32),
-    "packed, lengths": (packed_positions, False, torch.float32),
-    "packed, dense mask": (packed_positions, True, torch.float32),
+    "packed, lengths": (packed, False, torch.float32),
+    "packed, dense mask": (packed, True, torch.float32),
+    "packed, window": (packed_with_window, False, torch.float32),
     "bfloat16": (lambda: None, False, torch.bfloat16),
 }
 
@@ -86,14 +94,14 @@ INPUTS: dict[str, tuple[Callable[[], Tensor | None], bool, torch.dtype]] = {
 @pytest.mark.parametrize("mode", MODES)
 def test_loss_and_gradients_are_bitwise_equal(mode, inputs):
     """The same kernels compute the same results, only twice."""
-    positions, dense, dtype = INPUTS[inputs]
+    attention, compiled, dtype = INPUTS[inputs]
     results = []
     for config in (NONE, MODES[mode]):
         model = make_model(config)
-        model.mask.dense = dense
-        with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
-            loss = compute_loss(model, positions())
-        loss.backward()
+        model.is_compiled = compiled
+        with MixedPrecision(dtype).of(model):
+            loss = compute_loss(model, attention())
+            loss.backward()
         results.append([loss.detach(), *(parameter.grad for parameter in model.parameters())])
     for expected, value in zip(*results, strict=True):
         assert torch.equal(value, expected)
@@ -103,11 +111,11 @@ def test_loss_and_gradients_are_bitwise_equal(mode, inputs):
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
-def measure(config: ActivationCheckpointConfig, positions: Tensor | None = None) -> tuple[int, Counter[str]]:
+def measure(config: ActivationCheckpointConfig, attention: AttentionMetadata | None = None) -> tuple[int, Counter[str]]:
     """Return the bytes allocated between forward and backward, and the operators of the backward pass."""
     model = make_model(config)
     with Recorder() as forward:
-        loss = compute_loss(model, positions)
+        loss = compute_loss(model, attention)
         held = forward.allocated_bytes()
     with Recorder() as backward:
         loss.backward()
@@ -136,7 +144,7 @@ def test_selective_op_saves_attention_and_every_second_product():
 
 
 def test_selective_op_saves_attention_of_every_document():
-    _, calls = measure(MODES["op"], packed_positions())
+    _, calls = measure(MODES["op"], packed())
     assert calls["_scaled_dot_product_flash_attention_for_cpu"] == 0
     assert calls["_scaled_dot_product_flash_attention_for_cpu_backward"] == 2 * BATCH * CONFIG.n_layers
 
@@ -299,7 +307,7 @@ def compare_layouts(folder: Path) -> None:
             activation_checkpoint=config,
         )
         initialize_weights(model, 0)
-        loss = compute_loss(model, packed_positions())
+        loss = compute_loss(model, packed())
         with Recorder() as backward:
             loss.backward()
         scatters = backward.calls["reduce_scatter_tensor"]

@@ -19,7 +19,9 @@ from torchtitan.config import ActivationCheckpointConfig, CompileConfig, Paralle
 from torchtitan.distributed import initialize_weights
 from torchtitan.distributed.activation_checkpoint import apply_activation_checkpointing
 from torchtitan.distributed.compile import RecompileMonitor, apply_compile, check_compile, compile_loss
+from torchtitan.distributed.mixed_precision import MixedPrecision
 from torchtitan.models.llama3.model import Llama3Model
+from torchtitan.protocols.attention import AttentionMetadata
 from torchtitan.tools.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("log")
@@ -58,19 +60,20 @@ def make_loss(compile: CompileConfig | None = None) -> CrossEntropyLoss:
     return loss
 
 
-def batch(seed: int, length: int = LENGTH) -> tuple[Tensor, Tensor]:
-    """Return tokens and the positions of packed documents, which differ in every batch."""
+def batch(seed: int, length: int = LENGTH) -> tuple[Tensor, AttentionMetadata]:
+    """Return tokens and the attention of packed documents, which differ in every batch."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, VOCABULARY, (BATCH, length), generator=generator)
     cut = int(torch.randint(1, length, (), generator=generator))
-    return tokens, torch.cat([torch.arange(cut), torch.arange(length - cut)]).expand(BATCH, -1)
+    positions = torch.cat([torch.arange(cut), torch.arange(length - cut)]).expand(BATCH, -1)
+    return tokens, AttentionMetadata.from_positions(positions)
 
 
 def step(model: nn.Module, loss: CrossEntropyLoss, seed: int, length: int = LENGTH) -> list[Tensor]:
     """Return the loss and the gradients."""
     model.zero_grad()
-    tokens, positions = batch(seed, length)
-    value = model(tokens, positions, head=loss, labels_BL=tokens)
+    tokens, attention = batch(seed, length)
+    value = model(tokens, attention, head=loss, labels_BL=tokens)
     value.backward()
     return [value.detach(), *(parameter.grad for parameter in model.parameters())]
 
@@ -110,8 +113,8 @@ def test_mixed_precision_matches_eager():
     values = []
     for config in (None, EAGER_KERNELS):
         model = make_model(config)
-        model.mask.dense = True
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        model.is_compiled = True
+        with MixedPrecision(torch.bfloat16).of(model):
             values.append(step(model, make_loss(config), seed=0))
     for value, reference in zip(*reversed(values), strict=True):
         # The same kernels round at the same places, except for casts that the compiler removes.
@@ -199,7 +202,7 @@ def test_a_new_shape_is_recompiled_with_a_warning(log):
     assert again.levelno == logging.WARNING
     message = again.getMessage()
     assert "step 9 was slow: it compiled 1 graphs again (forward: " in message
-    assert f"size mismatch at index 2. expected {LENGTH}, actual {LENGTH + 2}" in message  # the mask
+    assert f"size mismatch at index 1. expected {LENGTH}, actual {LENGTH + 2}" in message
     assert monitor.recompiles == 1  # the second graph accepts any length
 
 
@@ -213,8 +216,8 @@ def test_validation_is_not_reported_as_recompilation(log):
             step(model, loss, seed=number)
         before = count_graphs()
         with torch.no_grad():
-            tokens, positions = batch(0)
-            model(tokens, positions, head=loss, labels_BL=tokens)
+            tokens, attention = batch(0)
+            model(tokens, attention, head=loss, labels_BL=tokens)
         assert count_graphs() == before + (number == 0)
     assert log.messages == ["compiled 1 graphs in step 0"]
 

@@ -1,6 +1,9 @@
 """Context parallelism: the tokens of each rank, and attention over all of them."""
 
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +21,7 @@ from torchtitan.distributed.context_parallel import (
 )
 from torchtitan.models.llama3 import SHARDING
 from torchtitan.models.llama3.model import Llama3Model
+from torchtitan.protocols.attention import AttentionMetadata
 
 BALANCERS: tuple[LoadBalancer, ...] = ("headtail", "none")
 LENGTH, VOCABULARY = 24, 61
@@ -59,14 +63,16 @@ def test_a_batch_is_sharded_with_the_positions_of_its_tokens():
     shard = shard_sequences(batch, SequenceShards(2, "headtail"), rank=1)
     assert shard["input"].tolist() == [[2, 3, 4, 5], [10, 11, 12, 13]]
     assert shard["labels"].tolist() == [[3, 4, 5, 6], [11, 12, 13, 14]]
-    assert (
-        shard["positions"].tolist() == [[2, 3, 4, 5]] * 2
-    )  # derived from the token indices, since the batch has no positions
+    # Derived from the token indices, since the batch has no attention.
+    assert shard["attention"].positions_BL.tolist() == [[2, 3, 4, 5]] * 2
+    assert shard["attention"].query_places_L.tolist() == [2, 3, 4, 5]
+    assert shard["attention"].key_places_K.tolist() == [0, 1, 6, 7, 2, 3, 4, 5]
     assert shard["documents"] is batch["documents"]
-    assert "positions" not in batch
+    assert "attention" not in batch
     packed = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]]).expand(2, -1)
-    shard = shard_sequences({**batch, "positions": packed}, SequenceShards(2, "none"), rank=1)
-    assert shard["positions"].tolist() == [[1, 2, 3, 4]] * 2
+    attention = AttentionMetadata.from_positions(packed)
+    shard = shard_sequences({**batch, "attention": attention}, SequenceShards(2, "none"), rank=1)
+    assert shard["attention"].positions_BL.tolist() == [[1, 2, 3, 4]] * 2
 
 
 # --- attention --------------------------------------------------------------------------------------------------------
@@ -82,20 +88,21 @@ def make_model() -> Llama3Model:
     return model
 
 
-def make_batch(packed: bool) -> dict[str, Tensor]:
+def make_batch(packed: bool, window: int | None) -> dict[str, Any]:
     """Return a batch whose documents end inside and at the ends of the shards, differently in each sample."""
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(0, VOCABULARY, (3, LENGTH), generator=generator)
-    batch = {"input": tokens, "labels": tokens.roll(-1, 1)}
+    batch: dict[str, Any] = {"input": tokens, "labels": tokens.roll(-1, 1)}
+    lengths = ((LENGTH,), (5, 1, 12, 6), (6, 6, 6, 6))
     if packed:
-        lengths = ((LENGTH,), (5, 1, 12, 6), (6, 6, 6, 6))
-        batch["positions"] = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
+        positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
+        batch["attention"] = replace(AttentionMetadata.from_positions(positions), window=window)
     return batch
 
 
-def logits_and_gradients(model: Llama3Model, batch: dict[str, Tensor], weights: Tensor) -> tuple[Tensor, list[Tensor]]:
+def logits_and_gradients(model: Llama3Model, batch: dict[str, Any], weights: Tensor) -> tuple[Tensor, list[Tensor]]:
     """Return the logits, and the gradients of their sum weighted by `weights`."""
-    logits = model(batch["input"], batch.get("positions"))
+    logits = model(batch["input"], batch.get("attention"))
     (logits * weights).sum().backward()
     return logits.detach(), [parameter.grad for parameter in model.parameters()]
 
@@ -105,11 +112,12 @@ def compare_with_whole_sequences(folder: Path, balancer: LoadBalancer) -> None:
     shards = SequenceShards(2, balancer)
     weights = torch.randn(3, LENGTH, VOCABULARY, generator=torch.Generator().manual_seed(2))
     outputs = []
-    for packed in (False, True):
-        batch = make_batch(packed)
+    # The window crosses the borders of shards and documents.
+    for packed, window in ((False, None), (True, None), (True, 8)):
+        batch = make_batch(packed, window)
         expected, expected_gradients = logits_and_gradients(make_model(), batch, weights)
         model = make_model()
-        apply_context_parallel(model, mesh, SHARDING, shards)
+        apply_context_parallel(model, mesh, SHARDING)
         tokens = shards.tokens_of_rank(mesh.get_local_rank(), LENGTH)
         local_batch = shard_sequences(batch, shards, mesh.get_local_rank())
         logits, gradients = logits_and_gradients(model, local_batch, weights[:, tokens])
@@ -119,7 +127,8 @@ def compare_with_whole_sequences(folder: Path, balancer: LoadBalancer) -> None:
             dist.all_reduce(gradient)
             assert (gradient - whole).norm() < 1e-5 * whole.norm()
         outputs.append(expected)
-    assert (outputs[0] - outputs[1]).norm() > 1e-2 * outputs[0].norm()  # document boundaries have an effect
+    for one, other in pairwise(outputs):  # document boundaries have an effect, and so has the window
+        assert (one - other).norm() > 1e-2 * one.norm()
     (folder / str(dist.get_rank())).touch()
 
 

@@ -1,5 +1,6 @@
 """Pipeline parallelism: stages, valid numbers of micro-batches, and gradients of every schedule."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from torchtitan.config import ParallelismConfig
 from torchtitan.distributed import initialize_weights
 from torchtitan.distributed.pipeline import Pipeline, PipelinePlan, take_stage
 from torchtitan.models.llama3.model import Llama3Model
+from torchtitan.protocols.attention import AttentionMetadata
 from torchtitan.tools.errors import UserError
 
 SINGLE = ("GPipe", "1F1B")
@@ -220,7 +222,6 @@ def test_a_stage_contains_its_modules_under_their_names():
     assert len(sum(names_by_stage, [])) == len(names)
     assert list(stages[1].layers) == ["1", "2"]
     assert stages[1].tok_embeddings is None and stages[1].head is None
-    assert stages[1].mask is not None  # has no parameters and is needed in every stage
     assert {name for name, _ in model.named_parameters()} == names  # the model itself is unchanged
 
 
@@ -230,29 +231,31 @@ def test_consecutive_stages_match_the_model():
     tokens = torch.arange(2 * LENGTH).view(2, LENGTH) % VOCABULARY
     hidden = tokens
     for names in make_plan(schedule="Interleaved1F1B").stages:
-        hidden = take_stage(model, names)(hidden, torch.arange(LENGTH).expand(2, -1))
+        hidden = take_stage(model, names)(hidden, AttentionMetadata.of_rows(2, LENGTH))
     torch.testing.assert_close(hidden, model(tokens), rtol=0, atol=0)
 
 
 # --- gradients --------------------------------------------------------------------------------------------------------
 
 
-def make_batch(samples: int) -> dict[str, Tensor]:
+def make_batch(samples: int) -> dict[str, Any]:
     """Return a batch with packed documents and a different number of ignored labels in each sample."""
     generator = torch.Generator().manual_seed(samples)
     tokens = torch.randint(0, VOCABULARY, (samples, LENGTH), generator=generator)
     labels = tokens.roll(-1, dims=1)
     for row in range(samples):
         labels[row, : row % LENGTH] = -100
-    positions = torch.cat([torch.arange(3), torch.arange(LENGTH - 3)]).expand(samples, -1)
-    return {"input": tokens, "labels": labels, "positions": positions}
+    ends = [min(3 + row, LENGTH - 1) for row in range(samples)]  # different documents in each micro-batch
+    positions = torch.stack([torch.cat([torch.arange(end), torch.arange(LENGTH - end)]) for end in ends])
+    attention = replace(AttentionMetadata.from_positions(positions), window=5)
+    return {"input": tokens, "labels": labels, "attention": attention}
 
 
-def run_whole_model(batch: dict[str, Tensor], scale: float) -> tuple[Tensor, dict[str, Tensor]]:
+def run_whole_model(batch: dict[str, Any], scale: float) -> tuple[Tensor, dict[str, Tensor]]:
     model = model_config().build()
     initialize_weights(model, 0)
     loss = CrossEntropyLoss.Config().build()
-    value = model(batch["input"], batch["positions"], head=loss, labels_BL=batch["labels"]) * scale
+    value = model(batch["input"], batch["attention"], head=loss, labels_BL=batch["labels"]) * scale
     value.backward()
     return value.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}
 

@@ -1,6 +1,7 @@
 """Tensor parallelism: the vocabulary-sharded loss, whole models, and errors in a sharding plan."""
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torchtitan.components.cross_entropy import UNCHANGED, LogitTransform
 from torchtitan.components.loss import IGNORE_INDEX, CrossEntropyLoss
 from torchtitan.distributed import initialize_weights
 from torchtitan.distributed.tensor_parallel import apply_tensor_parallel, check_parts
@@ -39,8 +41,10 @@ class ZLoss(CrossEntropyLoss):
         return super().from_logits(logits_NV, labels_N) + 0.1 * (penalty * valid).sum()
 
 
-def whole_loss(hidden: Tensor, weight: Tensor, labels: Tensor, with_z: bool) -> Tensor:
-    logits = F.linear(hidden, weight).flatten(0, 1)
+def whole_loss(
+    hidden: Tensor, weight: Tensor, labels: Tensor, with_z: bool, transform: LogitTransform = UNCHANGED
+) -> Tensor:
+    logits = transform(F.linear(hidden, weight).flatten(0, 1))
     loss = F.cross_entropy(logits, labels.flatten(), reduction="sum", ignore_index=-100)
     if with_z:
         valid = labels.flatten() != -100
@@ -83,22 +87,27 @@ def compare_losses(folder: Path) -> None:
     for vocabulary in (40, 41):
         for kind in (CrossEntropyLoss, ZLoss):
             for chunk_tokens, placement in ((0, Shard(1)), (5, Shard(1)), (5, Replicate())):
-                compare_loss(mesh, vocabulary, kind.Config(chunk_tokens=chunk_tokens).build(), placement)
+                for transform in (UNCHANGED, LogitTransform(multiplier=0.5, softcap=2.0)):
+                    loss = kind.Config(chunk_tokens=chunk_tokens).build()
+                    compare_loss(mesh, vocabulary, loss, placement, transform)
     (folder / str(dist.get_rank())).touch()
 
 
-def compare_loss(mesh: DeviceMesh, vocabulary: int, loss: CrossEntropyLoss, placement: Any) -> None:
+def compare_loss(
+    mesh: DeviceMesh, vocabulary: int, loss: CrossEntropyLoss, placement: Any, transform: LogitTransform
+) -> None:
+    with_transform = functools.partial(loss, transform=transform)
     for valid in (True, False):
         hidden, weight, labels = make_tensors(vocabulary, valid)
-        expected = value_and_gradients(whole_loss, hidden, weight, labels, isinstance(loss, ZLoss))
+        expected = value_and_gradients(whole_loss, hidden, weight, labels, isinstance(loss, ZLoss), transform)
         sharded_hidden = distribute_tensor(hidden, mesh, [placement])
         sharded_weight = distribute_tensor(weight, mesh, [Shard(0)])
-        results = value_and_gradients(loss, sharded_hidden, sharded_weight, labels)
+        results = value_and_gradients(with_transform, sharded_hidden, sharded_weight, labels)
         assert results[1].placements == (placement,)
         assert results[2].placements == (Shard(0),)
         assert_equal(results, expected)
         with torch.no_grad():
-            assert_equal([loss(sharded_hidden, sharded_weight, labels)], expected[:1])
+            assert_equal([with_transform(sharded_hidden, sharded_weight, labels)], expected[:1])
 
 
 def test_the_sharded_loss_and_its_gradients_match_whole_logits(workers, tmp_path):

@@ -13,9 +13,9 @@ import pytest
 
 import torchtitan.dry_run.microbatch_replay as microbatch_replay
 from tests.commands import run_command
+from tests.dry_run.published import PUBLISHED, predict
 from tests.processes import run_processes
 from tests.training import TINY, flags, tiny_config
-from torchtitan.config.manager import ConfigManager
 from torchtitan.distributed import ParallelDims
 from torchtitan.dry_run import dry_run
 from torchtitan.dry_run.fake_trainer import FakeTrainer, without_data
@@ -215,15 +215,13 @@ def test_a_memory_budget_is_rejected(tmp_path):
 
 
 @pytest.mark.slow
-def test_8b_is_within_15_percent_of_the_published_memory(tmp_path):
-    """The published number is 82.4 GiB reserved on 8 H100 of 95 GiB with local batch 2; see docs/dry_run.md. The dry
-    run takes a minute and 2 GiB."""
-    options = ["--training.local_batch_size=2", "--activation_checkpoint.mode=selective", "--loss.chunk_tokens=0"]
-    words = ["--module", "llama3", "--config", "llama3_8b", "--dump_folder", str(tmp_path), *options]
+def test_8b_is_within_15_percent_of_the_published_memory():
+    """The published number is for 8 H100 of 95 GiB; see docs/dry_run.md. The dry run takes a minute and 2 GiB."""
+    name = "8B, 8 GPUs: FSDP 8, local batch 2"
     start = time.perf_counter()
-    (report,) = dry_run(ConfigManager().parse_args(words).config, 8)
+    report = predict(name, whole_logits=True)
     assert report.parameters == 8_030_261_248 // 8
     assert report.parameter_bytes == report.gradient_bytes == 4 * report.parameters
     assert report.optimizer_bytes == 8 * report.parameters + 4 * 291  # two moments, and a step count for each tensor
-    assert report.peak_reserved_bytes / 2**30 == pytest.approx(82.4, rel=0.15)
+    assert report.peak_reserved_bytes / 2**30 == pytest.approx(PUBLISHED[name], rel=0.15)
     assert time.perf_counter() - start < 300

@@ -141,7 +141,7 @@ TWO_PROCESSES: dict[str, Options] = {
         **PP2,
         "parallelism__module_fqns_per_model_part": [
             "tok_embeddings,layers.0",
-            "layers.1,layers.2,layers.3,norm,output",
+            "layers.1,layers.2,layers.3,head",
         ],
     },
     "PP 2 Interleaved1F1B, one layer per stage": {

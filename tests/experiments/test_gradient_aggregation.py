@@ -54,7 +54,7 @@ def reference(config, *, max_norm: float) -> list[tuple[int, float, float]]:
         n_tokens = sum(int((batch["labels"] != -100).sum()) for batch in micro_batches)
         average = [torch.zeros_like(parameter) for parameter in model.parameters()]
         for batch in micro_batches:
-            logits = model(batch["input"], batch["positions"])
+            logits = model(batch["input"], batch["attention"])
             loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=-100)
             gradients = torch.autograd.grad(loss, list(model.parameters()))
             weight = int((batch["labels"] != -100).sum()) / n_tokens

@@ -245,7 +245,7 @@ def test_a_dry_run_counts_both_models(folder, tmp_path):
 
 @pytest.mark.slow
 def test_the_model_starts_equal_to_the_reference(folder, tmp_path):
-    """This holds in bfloat16 too, with autocast (one process) and FSDP (two processes)."""
+    """This holds in bfloat16 too, in one process and with FSDP in two."""
     options = {"training__steps": 1, "training__mixed_precision_param": "bfloat16"}
     train_dpo(folder, tmp_path / "one", **options)
     run_processes(train_dpo_on_ranks, 2, folder, tmp_path / "two", options)

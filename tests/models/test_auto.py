@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.commands import run_command
+from torchtitan.components.data.base import Batch
 from torchtitan.config.manager import ConfigManager
 from torchtitan.config.registry import built_in_modules, list_module
 from torchtitan.models.common.rope import RoPEConfig, rope_frequencies
@@ -449,14 +450,14 @@ def test_first_loss_equals_the_model_s_loss(assets, tmp_path):
     args = ["--dataloader.dataset", "stories", "--dataloader.num_workers", 0, "--dump_folder", tmp_path]
     args += ["--training.steps", 1, "--training.seq_len", 64, "--training.mixed_precision_param", "float32"]
     trainer = parse("--hf_assets_path", folder, *args, "--metrics.no_enable_tensorboard").config.build()
-    seen: list[dict[str, torch.Tensor]] = []
+    seen: list[Batch] = []
     forward = trainer.forward
     trainer.forward = lambda batch: (seen.append(batch), forward(batch))[1]
     trainer.load_checkpoint()
     trainer.train()
     trainer.close()
     (batch,) = seen
-    assert batch["positions"].tolist() == [list(range(64))]  # the sample is inside one story
+    assert batch["attention"].positions_BL.tolist() == [list(range(64))]  # the sample is inside one story
     logits = transformers.AutoModelForCausalLM.from_pretrained(folder)(batch["input"]).logits
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
     (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()

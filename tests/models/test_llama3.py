@@ -7,10 +7,10 @@ import torch
 
 from torchtitan.config.registry import built_in_modules, list_module
 from torchtitan.distributed import initialize_weights
-from torchtitan.models.common.attention import Attention, CausalMask
 from torchtitan.models.common.rope import RoPEConfig, rope_frequencies
 from torchtitan.models.llama3 import FLAVORS, model_registry
 from torchtitan.models.llama3.model import Llama3Model
+from torchtitan.protocols.attention import AttentionMetadata
 from torchtitan.tools.errors import UserError
 
 VARIANTS = {
@@ -37,8 +37,22 @@ def small_model(**overrides) -> Llama3Model:
     return model
 
 
+class WindowedModel(Llama3Model):
+    """A model whose tokens see 6 tokens in every layer, like Mistral."""
+
+    def window_of_layer(self, index: int) -> int | None:
+        return 6
+
+
+def windowed_model() -> WindowedModel:
+    model = WindowedModel(small_config())
+    model.load_state_dict(small_model().state_dict())
+    return model
+
+
 def reference_of(model: Llama3Model):
-    """Return transformers' model with the same sizes and weights, and the map from our parameter names to its names."""
+    """Return transformers' model (Llama, or Mistral for a window) with the same sizes and weights, and the map from our
+    parameter names to its names."""
     transformers = pytest.importorskip("transformers")
     config, rope = model.config, model.config.rope
     parameters = {"rope_type": "default", "rope_theta": rope.theta}
@@ -50,8 +64,10 @@ def reference_of(model: Llama3Model):
             "high_freq_factor": rope.high_freq_factor,
             "original_max_position_embeddings": rope.original_max_seq_len,
         }
-    reference = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
+    window = model.window_of_layer(0)
+    family = "Mistral" if window else "Llama"
+    reference = getattr(transformers, f"{family}ForCausalLM")(
+        getattr(transformers, f"{family}Config")(
             vocab_size=config.vocab_size,
             hidden_size=config.dim,
             intermediate_size=config.ffn_dim,
@@ -63,6 +79,7 @@ def reference_of(model: Llama3Model):
             max_position_embeddings=512,
             rope_parameters=parameters,
             attn_implementation="eager",
+            **({"sliding_window": window} if window else {}),
         )
     )
     names = {"tok_embeddings.weight": "model.embed_tokens.weight", "head.norm.weight": "model.norm.weight"}
@@ -84,9 +101,9 @@ def reference_of(model: Llama3Model):
     return reference, names
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [*VARIANTS, "window"])
 def test_logits_and_all_gradients_equal_transformers(variant):
-    model = small_model(**VARIANTS[variant])
+    model = windowed_model() if variant == "window" else small_model(**VARIANTS[variant])
     reference, names = reference_of(model)
     torch.manual_seed(0)
     tokens, labels = torch.randint(97, (2, 48)), torch.randint(97, (2, 48))
@@ -192,66 +209,24 @@ def test_packed_documents_do_not_see_each_other():
     model, lengths = small_model(), [5, 1, 20, 6]
     torch.manual_seed(0)
     documents = [torch.randint(97, (1, n)) for n in lengths]
-    positions = torch.cat([torch.arange(n) for n in lengths])[None]
-    packed = model(torch.cat(documents, dim=1), positions)
+    attention = AttentionMetadata.from_positions(torch.cat([torch.arange(n) for n in lengths])[None])
+    packed = model(torch.cat(documents, dim=1), attention)
     alone = torch.cat([model(document) for document in documents], dim=1)
     # Float32 rounding of the same products in other shapes.
     torch.testing.assert_close(packed, alone, rtol=1e-5, atol=1e-5)
     assert (model(torch.cat(documents, dim=1)) - alone).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("dense", [False, True])
-def test_document_attention_equals_a_dense_mask(dense):
-    """A list of lengths, and the boolean mask of compiled code, equal explicit products and softmax."""
-    torch.manual_seed(0)
-    make_mask = CausalMask()
-    make_mask.dense = dense
-    positions = torch.stack([torch.cat([torch.arange(n) for n in lengths]) for lengths in ([3, 9], [12], [7, 1, 4])])
-    q, k, v = (torch.randn(3, 12, heads, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2))
-    out = Attention()(q, k, v, make_mask(positions))
-    document = (positions == 0).cumsum(1)
-    mask = (document[:, :, None] == document[:, None]) & torch.ones(12, 12, dtype=torch.bool).tril()
-    inputs = [x.detach().requires_grad_() for x in (q, k, v)]
-    heads_first = [x.transpose(1, 2).repeat_interleave(4 // x.shape[2], dim=1) for x in inputs]
-    scores = heads_first[0] @ heads_first[1].mT / 8**0.5
-    expected = (scores.masked_fill(~mask[:, None], -torch.inf).softmax(-1) @ heads_first[2]).transpose(1, 2)
-    # float64: only the order of sums differs.
-    torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
-    weight = torch.randn_like(out)
-    for grad, expected_grad in zip(
-        torch.autograd.grad((out * weight).sum(), (q, k, v)),
-        torch.autograd.grad((expected * weight).sum(), inputs),
-        strict=True,
-    ):
-        torch.testing.assert_close(grad, expected_grad, rtol=1e-10, atol=1e-10)
-
-
-def test_block_mask_equals_dense_mask(monkeypatch):
-    """FlexAttention's forward pass runs on a CPU too, uncompiled; its backward pass does not (torch 2.13)."""
-    import torch.nn.attention.flex_attention as flex_attention
-
-    from torchtitan.models.common import attention
-
-    monkeypatch.setattr(attention, "_compiled", lambda name: getattr(flex_attention, name))
-    torch.manual_seed(0)
-    positions = torch.stack([torch.cat([torch.arange(n) for n in lengths]) for lengths in ([100, 156], [30, 1, 225])])
-    q, k, v = (torch.randn(2, 256, heads, 16) for heads in (4, 2, 2))
-    attend, tokens = Attention(), torch.arange(256)
-    out = attend(q, k, v, attention._block_mask(tokens - positions, tokens, tokens))
-    # Float32 sums in another order.
-    torch.testing.assert_close(out, attend(q, k, v, CausalMask()(positions)), rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_packed_documents_on_cuda_equal_the_cpu():
     model = small_model()
-    positions = torch.cat([torch.arange(n) for n in (100, 28)])[None]
+    attention = AttentionMetadata.from_positions(torch.cat([torch.arange(n) for n in (100, 28)])[None])
     tokens = torch.randint(97, (1, 128))
     results = []
     for device in ("cpu", "cuda"):
         copy = small_model().to(device)
         copy.load_state_dict(model.state_dict())
-        logits = copy(tokens.to(device), positions.to(device))
+        logits = copy(tokens.to(device), attention.to(device))
         logits.square().mean().backward()
         results.append((logits.cpu(), {name: p.grad.cpu() for name, p in copy.named_parameters()}))
     # Float32 sums in another order, and CUDA's exponentials.

@@ -95,7 +95,7 @@ def test_evaluation_during_training(tmp_path, files):
     lines = evaluations(tmp_path / "with")
     assert [line["step"] for line in lines] == [3, 3, 4, 4]
     scorer = Scorer(trainer.model_parts[0], max_seq_len=32)
-    with trainer.autocast():
+    with trainer.mixed_precision():
         scored = text_perplexity(scorer, trainer.tokenizer, text.read_text())
         answered = multiple_choice(scorer, trainer.tokenizer, read_questions(questions))
     assert lines[2]["evaluation/story/perplexity"] == pytest.approx(scored.perplexity, rel=1e-6)
@@ -110,7 +110,7 @@ def test_evaluation_under_fsdp(tmp_path, files):
     _train(tmp_path / "one", files)
     run_processes(_train, 2, tmp_path / "two", files)
     for line, expected in zip(evaluations(tmp_path / "two"), evaluations(tmp_path / "one"), strict=True):
-        assert line == pytest.approx(expected, rel=2e-2)  # bfloat16: one process keeps norms in float32
+        assert line == pytest.approx(expected, rel=1e-3)  # other shapes of bfloat16 products
 
 
 def test_mistakes_are_reported(tmp_path, files):

@@ -32,7 +32,7 @@ class CustomLoss(Trainer):
     measures_named = ("entropy",)
 
     def compute_loss(self, batch):
-        logits = self.models["model"](batch["input"], batch["positions"]).flatten(0, 1).float()
+        logits = self.models["model"](batch["input"], batch["attention"]).flatten(0, 1).float()
         n_tokens = (batch["targets"] != -100).sum()
         probabilities = logits.softmax(-1)
         self.measure("entropy", -(probabilities * probabilities.log()).sum(-1).sum(), torch.ones(()) * len(logits))
@@ -140,7 +140,7 @@ class WithCritic(Trainer):
 
     def compute_loss(self, batch):
         options = {"head": self.loss, "labels_BL": batch["labels"]}
-        losses = {name: model(batch["input"], batch.get("positions"), **options) for name, model in self.models.items()}
+        losses = {name: model(batch["input"], batch.get("attention"), **options) for name, model in self.models.items()}
         assert not losses["frozen"].requires_grad
         return losses["model"] + losses["critic"], (batch["labels"] != -100).sum()
 

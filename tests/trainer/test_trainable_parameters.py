@@ -39,7 +39,7 @@ FROZEN = {
     "the embedding and a layer": ["^tok_embeddings", r"^layers\.0\."],
     "the embedding and two layers": ["^tok_embeddings", r"^layers\.[01]\."],
     "a layer in the middle": [r"^layers\.1\."],
-    "all but the head": ["^tok_embeddings", r"^layers\.", "^norm"],
+    "all but the output weights": ["^tok_embeddings", r"^layers\.", r"^head\.norm"],
     "all but the last norm": ["^tok_embeddings", r"^layers\.", "output"],
 }
 

@@ -40,7 +40,7 @@ class TestLoss:
         loader = config.dataloader.build(tokenizer=trainer.tokenizer, seq_len=32, local_batch_size=batch_size, seed=0)
         lines = []
         for step, batch in enumerate(itertools.islice(loader, steps), start=1):
-            logits = model(batch["input"], batch["positions"])
+            logits = model(batch["input"], batch["attention"])
             loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=-100)
             gradients = torch.autograd.grad(loss, list(model.parameters()))
             norm = torch.sqrt(sum((gradient**2).sum() for gradient in gradients))

@@ -54,7 +54,7 @@ class Bin(NamedTuple):
 def _tables(summary: DataSummary) -> Iterator[_Table]:
     counts = ("rows", "kept", "cut", "dropped", "tokens", "trained")
     columns = ("dataset", "format", *counts, "share", "times read", "at most")
-    yield "Data sets", columns, [_set_cells(data) for data in summary.sets]
+    yield "Datasets", columns, [_set_cells(data) for data in summary.sets]
     if events := [cells for data in summary.sets for cells in _event_rows(data)]:
         yield "Rows dropped, truncated or with special tokens", ("dataset", "what", "rows", "for example"), events
 

@@ -11,6 +11,7 @@ from torchtitan.components.data.base import NO_DOCUMENT, BaseDataLoader, Batch
 from torchtitan.components.data.finetuning.prompts import PromptDataLoader, prompt_ids
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.tokenizer import Tokenizer
+from torchtitan.protocols.attention import AttentionMetadata
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import visible
 
@@ -63,7 +64,10 @@ def samples_of(batch: Batch, loader: BaseDataLoader, tokenizer: Tokenizer) -> li
     """Return the rows of a batch except padding rows. Raise `UserError` if the batch has no known fields."""
     samples = []
     for index in range(len(next(iter(batch.values())))):
-        row = {name: value[index] for name, value in batch.items()}
+        row: Batch = {
+            name: value.rows(index, index + 1) if isinstance(value, AttentionMetadata) else value[index]
+            for name, value in batch.items()
+        }
         documents = row.get("documents")
         if documents is not None and documents[0] == NO_DOCUMENT:
             continue
@@ -94,9 +98,9 @@ def _prompt(row: Batch, names: Sequence[str], tokenizer: Tokenizer) -> Row:
 
 
 def _row(prefix: str, row: Batch, names: Sequence[str], tokenizer: Tokenizer) -> Row:
-    inputs, labels, positions = row[f"{prefix}input"], row[f"{prefix}labels"], row.get(f"{prefix}positions")
-    starts = [0] if positions is None else sorted({0, *(positions == 0).nonzero().flatten().tolist()})
-    n_data = len(inputs) - _n_padding(inputs, labels, None if positions is None else starts[-1])
+    inputs, labels, attention = row[f"{prefix}input"], row[f"{prefix}labels"], row.get(f"{prefix}attention")
+    starts = [0] if attention is None else attention.cu_seqlens[:-1].tolist()
+    n_data = len(inputs) - _n_padding(inputs, labels, None if attention is None else starts[-1])
     starts = [start for start in starts if start < n_data]
     own_names = names if len(names) == len(starts) else [""] * len(starts)
     ids, predicted = inputs.tolist(), labels.tolist()

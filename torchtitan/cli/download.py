@@ -19,9 +19,9 @@ from torchtitan.tools.files import DOWNLOADS, is_lfs_pointer
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import HfApi, RepoSibling
 
-_DESCRIPTION = """Fetch the model REPO_ID, for example meta-llama/Llama-3.1-8B, from the Hugging Face hub: weights (as
+_DESCRIPTION = """Fetch the model REPO_ID, for example meta-llama/Llama-3.1-8B, from the Hugging Face Hub: weights (as
 safetensors, or as pytorch_model.bin where there are none), configuration, tokenizer. The folder serves as
---hf_assets_path. The files appear in it once all have the digests that the hub lists (SHA-256, of small files
+--hf_assets_path. The files appear in it once all have the digests that the Hub lists (SHA-256, of small files
 git's SHA-1). Files that are there already are not fetched again. For repositories that are private or ask to accept a
 license, set the environment variable HF_TOKEN."""
 
@@ -42,7 +42,7 @@ _UNSAFE = re.compile(r"[\x00-\x1f\x7f\\]|/(/|$)|^(/|[A-Za-z]:|$)|(^|/)\.{1,2}(/|
 
 
 def download(args: Sequence[str]) -> int:
-    """Download the named model. Return 0, 2 if the hub does not provide all files, or 3 if they cannot be written."""
+    """Download the named model. Return 0, 2 if the Hub does not provide all files, or 3 if they cannot be written."""
     parser = argparse.ArgumentParser(prog="torchtitan download", description=_DESCRIPTION)
     parser.add_argument("repo_id", metavar="REPO_ID", help="name of the repository: OWNER/NAME")
     parser.add_argument("--revision", help="branch, tag or commit (default: the newest of the main branch)")
@@ -58,7 +58,7 @@ def download(args: Sequence[str]) -> int:
 
 
 def _download(options: argparse.Namespace, folder: Path) -> None:
-    """Fetch the files. Every failure of the hub or the network raises a one-line `UserError`."""
+    """Fetch the files. Every failure of the Hub or the network raises a one-line `UserError`."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -76,13 +76,13 @@ def _download(options: argparse.Namespace, folder: Path) -> None:
         GatedRepoError: f"{repo_id} is gated: accept its license on {page}, and set HF_TOKEN to a token of that "
         "account",
         RevisionNotFoundError: f"{repo_id} has no revision '{options.revision}'; see {page}",
-        RepositoryNotFoundError: f"there is no model '{repo_id}' on the hub, or it is private; check the name, or set "
+        RepositoryNotFoundError: f"there is no model '{repo_id}' on the Hub, or it is private; check the name, or set "
         "HF_TOKEN",
         HFValidationError: f"{repo_id!r} is not the name of a repository (OWNER/NAME)",
     }
     try:
         validate_repo_id(repo_id)
-        # Ask first: if the hub does not answer, the library accepts any non-empty folder as the repository.
+        # Ask first: if the Hub does not answer, the library accepts any non-empty folder as the repository.
         with _answer_of(api):
             info = api.model_info(repo_id, revision=options.revision, files_metadata=True)
             files = {file.rfilename: file for file in info.siblings or []}
@@ -109,7 +109,7 @@ def _download(options: argparse.Namespace, folder: Path) -> None:
 
 
 def _fetch(api: "HfApi", repo_id: str, revision: str | None, files: "Sequence[RepoSibling]", folder: Path) -> None:
-    """Put files into `folder` after all match the hub's digests; `_ARRIVING` keeps them after an interruption."""
+    """Put files into `folder` after all match the Hub's digests; `_ARRIVING` keeps them after an interruption."""
     from filelock import FileLock, Timeout
 
     def is_there(file: "RepoSibling") -> bool:
@@ -149,27 +149,27 @@ def _answer_of(api: "HfApi") -> Iterator[None]:
         if isinstance(error, (HFValidationError, HTTPError, OSError)):
             raise
         cause = f"{type(error).__name__}: {error}".split("\n")[0]
-        raise UserError(f"{api.endpoint} does not answer like the Hugging Face hub ({cause})") from error
+        raise UserError(f"{api.endpoint} does not answer like the Hugging Face Hub ({cause})") from error
 
 
 def _check(path: Path, file: "RepoSibling", name: str) -> None:
-    """Compare a file with the hub's digest, not only its size; remove it and raise `UserError` if they differ."""
-    if not path.is_file():  # the library only warns if the hub stops answering
+    """Compare a file with the Hub's digest, not only its size; remove it and raise `UserError` if they differ."""
+    if not path.is_file():  # the library only warns if the Hub stops answering
         raise UserError(f"{name} did not arrive; check the network, then run this again")
     if is_lfs_pointer(path):
         fault = "arrived as a Git LFS pointer, a few lines in place of the file itself"
     elif (expected := _expected(file)) is None:
-        fault = "has no digest on the hub to compare it with"
+        fault = "has no digest on the Hub to compare it with"
     elif (found := _digest(path, file)) != expected:
-        fault = f"is damaged: its digest is {found}, and the hub's is {expected}"
+        fault = f"is damaged: its digest is {found}, and the Hub's is {expected}"
     else:
         return
     path.unlink()
-    raise UserError(f"{name} {fault}; nothing of it is kept. Run this again, or look at the file on the hub")
+    raise UserError(f"{name} {fault}; nothing of it is kept. Run this again, or look at the file on the Hub")
 
 
 def _expected(file: "RepoSibling") -> str | None:
-    """Return the hub's digest of a file: SHA-256 for LFS files, else git's SHA-1."""
+    """Return the Hub's digest of a file: SHA-256 for LFS files, else git's SHA-1."""
     return file.lfs.sha256 if file.lfs else file.blob_id
 
 

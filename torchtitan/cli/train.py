@@ -27,8 +27,9 @@ def train(args: Sequence[str]) -> int:
     failure with a stated reason, 1 for a crash.
 
     Environment variables: `NGPU`, the processes on this host (default: one per GPU, or 1; on CPUs, more than four per
-    core only with `OVERSUBSCRIBE=1`); `NNODES`, the hosts, each with its `NODE_RANK`, which connect at `MASTER_ADDR`
-    and `MASTER_PORT`; `LOG_RANK`, the ranks that print; `MAX_RESTARTS`, the restarts allowed after a crash or a hang.
+    core, or eight on a single one, only with `OVERSUBSCRIBE=1`); `NNODES`, the hosts, each with its `NODE_RANK`, which
+    connect at `MASTER_ADDR` and `MASTER_PORT`; `LOG_RANK`, the ranks that print; `MAX_RESTARTS`, the restarts allowed
+    after a crash or a hang.
     `COMM_MODE=fake_backend` selects a dry run, which reports the memory and work of any number of processes
     (`torchtitan.dry_run`).
     """

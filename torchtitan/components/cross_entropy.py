@@ -12,22 +12,33 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchtitan.distributed.loss_parallel import VocabularyShard
+
 IGNORE_INDEX = -100
 """Label of a token that is not predicted."""
 
-_BLOCK_ELEMENTS = {"cpu": 2**19}
+BLOCK_ELEMENTS = {"cpu": 2**19}
 """Logits in float32 at a time, by type of device. On CPUs, 2 MiB of them stay in the cache."""
 
-_MOST_BLOCK_ELEMENTS = 2**25
+MOST_BLOCK_ELEMENTS = 2**25
 
 
 @dataclass(frozen=True)
-class VocabularyShard:
-    """Rows of the output weights that a rank holds under tensor parallelism."""
+class LogitTransform:
+    """Change of logits x before the softmax: `c tanh(m x / c)`, with multiplier m (Cohere, Granite) and soft cap c
+    (Gemma 2, arXiv:2408.00118), or `m x` without a soft cap."""
 
-    first: int
-    group: dist.ProcessGroup
+    multiplier: float = 1.0
+    softcap: float | None = None
 
+    def __call__(self, logits: Tensor) -> Tensor:
+        """Return the changed logits, of the same shape and type."""
+        if self.multiplier != 1.0:
+            logits = logits * self.multiplier
+        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+
+
+UNCHANGED = LogitTransform()
 
 BlockLoss = Callable[..., Tensor]
 """See `cross_entropy_`."""
@@ -37,7 +48,7 @@ def cross_entropy_(
     logits_NV: Tensor,
     labels_N: Tensor,
     *,
-    softcap: float | None,
+    transform: LogitTransform,
     shard: VocabularyShard | None,
     needs_grad: bool,
     scratch_NV: Tensor | None = None,
@@ -46,17 +57,20 @@ def cross_entropy_(
 
     Args:
         labels_N: ids in the whole vocabulary, or -100 for a loss of 0.
-        softcap: c in `c tanh(logits / c)`, which replaces the logits (Gemma 2, arXiv:2408.00118).
+        transform: applied to the logits; the gradients are for the logits before it.
         shard: position of the logits in a sharded vocabulary; None: they cover it.
         scratch_NV: float32 memory for logits of lower precision; None: newly allocated.
     """
     is_float32 = logits_NV.dtype == torch.float32
     scores = logits_NV if is_float32 else logits_NV.float() if scratch_NV is None else scratch_NV.copy_(logits_NV)
+    multiplier, softcap = transform.multiplier, transform.softcap
     slope = None
     if softcap is not None:
-        tanh = torch.tanh(scores / softcap)
+        tanh = torch.tanh(scores * (multiplier / softcap))
         slope = 1 - tanh**2  # derivative of the cap
         torch.mul(tanh, softcap, out=scores)
+    elif multiplier != 1.0:
+        scores.mul_(multiplier)
     is_valid_N1 = (labels_N != IGNORE_INDEX)[:, None]
     columns_N1, is_here_N1 = labels_N[:, None], is_valid_N1
     if shard:
@@ -76,7 +90,8 @@ def cross_entropy_(
         sums_N1, label_scores_N1 = both.chunk(2)
     losses_N1 = (peaks_N1 + sums_N1.log() - label_scores_N1) * is_valid_N1
     if needs_grad:
-        gradients = exponentials.mul_(is_valid_N1 / sums_N1).scatter_add_(1, columns_N1, -is_here_N1)
+        gradients = exponentials.mul_(multiplier * is_valid_N1 / sums_N1)
+        gradients.scatter_add_(1, columns_N1, -multiplier * is_here_N1)
         if slope is not None:
             gradients.mul_(slope)
         if not is_float32:
@@ -95,9 +110,10 @@ class LinearCrossEntropy(torch.autograd.Function):
         weight_VD: Tensor,
         labels_N: Tensor,
         chunk_tokens: int,
-        softcap: float | None,
+        transform: LogitTransform,
         shard: VocabularyShard | None,
         compiled: BlockLoss | None,
+        block_elements: int,
     ) -> tuple[Tensor, Tensor]:
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         needs_grad = needs_hidden or needs_weight
@@ -112,9 +128,11 @@ class LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, n_tokens, chunk_tokens):
             part = slice(start, min(start + chunk_tokens, n_tokens))
             logits = torch.mm(hidden[part], weight_VD.T, out=logits_memory[: part.stop - start])
-            losses[part] = _in_blocks(
-                logits, labels[part], compiled, softcap=softcap, shard=shard, needs_grad=needs_grad
-            )
+            options = {"transform": transform, "shard": shard, "needs_grad": needs_grad}
+            if compiled is None:
+                losses[part] = _in_blocks(logits, labels[part], block_elements, **options)
+            else:  # fuses the passes, and needs no memory in float32
+                losses[part] = compiled(logits, labels[part], **options)
             if grad_hidden is not None:
                 torch.mm(logits, weight_VD, out=grad_hidden[part])
             if needs_weight:
@@ -132,7 +150,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        return *scaled_gradients(ctx, grad_outputs[0]), None, None, None, None, None
+        return *scaled_gradients(ctx, grad_outputs[0]), None, None, None, None, None, None
 
 
 def scaled_gradients(ctx: Any, scale: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -155,14 +173,8 @@ def _labeled_rows(labels_N: Tensor) -> Tensor | None:
     return None if len(rows) == len(labels_N) else rows
 
 
-def _in_blocks(logits_NV: Tensor, labels_N: Tensor, compiled: BlockLoss | None, **options: Any) -> Tensor:
-    """Call `cross_entropy_` on blocks of rows that share their float32 memory. Compiled code needs no such memory, and
-    collectives are best called once."""
-    if compiled is not None:
-        return compiled(logits_NV, labels_N, **options)
-    elements = _BLOCK_ELEMENTS.get(logits_NV.device.type, _MOST_BLOCK_ELEMENTS)
-    if options["shard"]:
-        elements = _MOST_BLOCK_ELEMENTS
+def _in_blocks(logits_NV: Tensor, labels_N: Tensor, elements: int, **options: Any) -> Tensor:
+    """Call `cross_entropy_` on blocks of rows that share their float32 memory."""
     n_rows = max(1, elements // logits_NV.shape[1])
     scratch = None
     if logits_NV.dtype != torch.float32:

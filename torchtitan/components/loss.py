@@ -16,9 +16,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from torchtitan.components.cross_entropy import (
+    BLOCK_ELEMENTS,
     IGNORE_INDEX,
+    MOST_BLOCK_ELEMENTS,
+    UNCHANGED,
     BlockLoss,
     LinearCrossEntropy,
+    LogitTransform,
     add_product,
     cross_entropy_,
     scaled_gradients,
@@ -57,6 +61,8 @@ class CrossEntropyLoss(Configurable):
             CrossEntropyLoss.token_losses,
         )
         self._compiled: BlockLoss | None = None
+        self.device_type: str | None = None
+        """Type of the device to choose sizes for; None: the device of the hidden states."""
 
     def compile(self, backend: str) -> None:
         """Compile the loss of a chunk of logits, in place."""
@@ -77,7 +83,7 @@ class CrossEntropyLoss(Configurable):
             self._recorded = None
 
     def __call__(
-        self, hidden_BLD: Tensor, weight_VD: Tensor, labels_BL: Tensor, *, softcap: float | None = None
+        self, hidden_BLD: Tensor, weight_VD: Tensor, labels_BL: Tensor, *, transform: LogitTransform = UNCHANGED
     ) -> Tensor:
         """Return the summed loss, a float32 scalar.
 
@@ -85,34 +91,32 @@ class CrossEntropyLoss(Configurable):
             hidden_BLD: last hidden states, normalized.
             weight_VD: output weights.
             labels_BL: the token after each position, or -100.
-            softcap: c in `c tanh(logits / c)`, which replaces the logits.
+            transform: of the logits, before the softmax.
 
         Under tensor parallelism, the first two are DTensors, with the weights sharded by rows. Each rank computes the
         logits of its vocabulary shard, and an overridden `from_logits` gets them as a DTensor.
         """
         from_logits: LogitsLoss = self.from_logits if self._recorded is None else self._from_logits_and_record
-        if softcap is not None:
-            from_logits = _with_softcap(from_logits, softcap)
+        if transform != UNCHANGED:
+            from_logits = _after(transform, from_logits)
         shard = None
         if isinstance(weight_VD, DTensor):
             from_logits = on_sharded_logits(from_logits, weight_VD)
             hidden_BLD, weight_VD, shard = local_shards(hidden_BLD, weight_VD)
         hidden, labels = hidden_BLD.flatten(0, 1), labels_BL.flatten()
-        device_type = hidden.device.type
-        if torch.is_autocast_enabled(device_type):
-            # Once here rather than once per chunk.
-            dtype = torch.get_autocast_dtype(device_type)
-            hidden, weight_VD = hidden.to(dtype), weight_VD.to(dtype)
         # `needs_input_grad` would be true for a parameter even if gradients are disabled.
         hidden, weight_VD = (x if torch.is_grad_enabled() else x.detach() for x in (hidden, weight_VD))
+        device_type = self.device_type or hidden.device.type
         chunk_tokens = self.config.chunk_tokens
         if chunk_tokens is None:
             chunk_tokens = _CHUNK_TOKENS.get(device_type, _DEFAULT_CHUNK_TOKENS)
         chunk_tokens = chunk_tokens or max(1, len(labels))
         if not self._is_plain:
             return _ChunkedLinearLoss.apply(hidden, weight_VD, labels, from_logits, chunk_tokens)
+        # Collectives are best called once per chunk.
+        block_elements = MOST_BLOCK_ELEMENTS if shard else BLOCK_ELEMENTS.get(device_type, MOST_BLOCK_ELEMENTS)
         loss, token_losses = LinearCrossEntropy.apply(
-            hidden, weight_VD, labels, chunk_tokens, softcap, shard, self._compiled
+            hidden, weight_VD, labels, chunk_tokens, transform, shard, self._compiled, block_elements
         )
         if self._recorded is not None:
             self._recorded.append(token_losses)
@@ -135,13 +139,8 @@ class CrossEntropyLoss(Configurable):
         return self.from_logits(logits_NV, labels_N)
 
 
-def softcapped(logits: Tensor, softcap: float | None) -> Tensor:
-    """Return `c tanh(logits / c)` (Gemma 2, arXiv:2408.00118), or the logits for None."""
-    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
-
-
-def _with_softcap(from_logits: LogitsLoss, softcap: float) -> LogitsLoss:
-    return lambda logits_NV, labels_N: from_logits(softcapped(logits_NV, softcap), labels_N)
+def _after(transform: LogitTransform, from_logits: LogitsLoss) -> LogitsLoss:
+    return lambda logits_NV, labels_N: from_logits(transform(logits_NV.float()), labels_N)
 
 
 class _ChunkedLinearLoss(torch.autograd.Function):

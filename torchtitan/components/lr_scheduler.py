@@ -47,7 +47,7 @@ class LRScheduler(Configurable):
             for name in ("decay_ratio", "min_lr_factor"):
                 value = getattr(self, name)
                 if value is not None and not 0 <= value <= 1:
-                    raise UserError(f"--lr_scheduler.{name} must be in [0, 1], not {value}")
+                    raise UserError(f"--lr_scheduler.{name} is {value}, but must be in [0, 1]")
 
     config: Config
 

@@ -92,13 +92,13 @@ class Optimizer(Configurable):
                 check_pattern(f"--optimizer.{option}.pattern", group.pattern)
             for name, value in rates.items():
                 if not 0 <= value < math.inf:
-                    raise UserError(f"--optimizer.{name} must be a number of at least 0, not {value}")
+                    raise UserError(f"--optimizer.{name} is {value}, but must be a number of at least 0")
             for name, decay in {"beta1": self.beta1, "beta2": self.beta2, "momentum": self.momentum or 0.0}.items():
                 if not 0 <= decay < 1:
-                    raise UserError(f"--optimizer.{name} must be in [0, 1), not {decay}")
+                    raise UserError(f"--optimizer.{name} is {decay}, but must be in [0, 1)")
             if not 0 < self.eps < math.inf:
                 # With 0, rows of tokens absent from the batch would be updated by 0 / 0.
-                raise UserError(f"--optimizer.eps must be above 0, not {self.eps}")
+                raise UserError(f"--optimizer.eps is {self.eps}, but must be above 0")
             if self.momentum is not None and self.name in ("AdamW", "Adam"):
                 raise UserError(
                     f"--optimizer.momentum {self.momentum} is for SGD and Muon; for {self.name} set --optimizer.beta1"

@@ -19,6 +19,7 @@ from torchtitan.config import Configurable
 from torchtitan.config.sections import require_at_least
 from torchtitan.distributed.parallelize import free_gathered_weights
 from torchtitan.distributed.process_group import on_all_ranks, sum_over_ranks
+from torchtitan.protocols.attention import AttentionMetadata
 from torchtitan.tools.errors import UserError
 
 
@@ -60,7 +61,7 @@ class Validator(Configurable):
         def validate(self) -> None:
             require_at_least(1, validator__freq=self.freq)
             if self.steps != -1 and self.steps < 1:
-                raise UserError(f"--validator.steps must be at least 1, or -1 for all data, not {self.steps}")
+                raise UserError(f"--validator.steps is {self.steps}, but must be at least 1, or -1 for all data")
             self.named_datasets()
 
         def named_datasets(self) -> dict[str, str]:
@@ -175,13 +176,11 @@ def _split_name(text: str, default: str | None) -> tuple[str, str]:
 def count_bytes(batch: Batch, tokenizer: Tokenizer) -> int:
     """Return the UTF-8 bytes in the text of a batch's valid labels, without special tokens. A character split by the
     end of a sample, or of its valid part, counts as 3 bytes on either side."""
-    positions = batch.get("positions")
+    attention = batch.get("attention", AttentionMetadata.of_rows(*batch["input"].shape))
     total = 0
-    for row, (inputs, labels) in enumerate(zip(batch["input"], batch["labels"], strict=True)):
-        starts = (positions[row] == 0).nonzero().flatten().tolist() if positions is not None else []
-        bounds = [0, *(start for start in starts if start > 0), len(inputs)]
-        for begin, end in itertools.pairwise(bounds):
-            total += _count_document_bytes(inputs[begin:end], labels[begin:end], tokenizer)
+    inputs, labels = (batch[name].flatten().split(attention.lengths) for name in ("input", "labels"))
+    for of_inputs, of_labels in zip(inputs, labels, strict=True):
+        total += _count_document_bytes(of_inputs, of_labels, tokenizer)
     return total
 
 

@@ -156,7 +156,7 @@ class ParallelismConfig:
 
     module_fqns_per_model_part: list[str] | None = None
     """Modules of each stage, instead of an automatic division. Commas separate the names within a stage:
-    "tok_embeddings,layers.0,layers.1" "layers.2,layers.3,norm,output"."""
+    "tok_embeddings,layers.0,layers.1" "layers.2,layers.3,head"."""
 
     @property
     def splits_backward(self) -> bool:

@@ -41,8 +41,7 @@ def apply_compile(model: nn.Module, config: CompileConfig, parallelism: Parallel
     checkpointing and before data parallelism, which communicates around a block."""
     # The first half of a backward pass would reuse the memory of saved tensors that the second half reads.
     functorch_config.donated_buffer = not parallelism.splits_backward
-    # Compiled code would specialize on the list of document lengths, which differs between batches.
-    model.mask.dense = True  # type: ignore[union-attr]
+    model.is_compiled = True  # type: ignore[assignment]
     if model.tok_embeddings is not None:
         model.tok_embeddings.register_forward_hook(_wait_for_communication)  # type: ignore[union-attr]
     for block in model.layers.values():  # type: ignore[operator]

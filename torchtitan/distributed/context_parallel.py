@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from torchtitan.protocols.attention import AttentionMetadata
 from torchtitan.protocols.sharding import ShardingPlan
 from torchtitan.tools.torch_private import all_gather_single_autograd, wait_tensor
 
@@ -39,43 +40,32 @@ class SequenceShards:
         return torch.cat([self.tokens_of_rank(rank, length) for rank in range(self.degree)])
 
 
-def shard_sequences(batch: Mapping[str, Tensor], shards: SequenceShards, rank: int) -> dict[str, Tensor]:
-    """Return a batch with this rank's part of all per-token values, shape (B, T, …); other values are unchanged.
-    Missing `positions` are added, since the tokens of a part are not contiguous."""
-    length = batch["input"].shape[1]
-    tokens = shards.tokens_of_rank(rank, length).to(batch["input"].device)
-    whole = {"positions": torch.arange(length, device=tokens.device).expand_as(batch["input"]), **batch}
-    per_token = batch["input"].shape
-    return {name: value[:, tokens] if value.shape[:2] == per_token else value for name, value in whole.items()}
+def shard_sequences(batch: Mapping[str, Any], shards: SequenceShards, rank: int) -> dict[str, Any]:
+    """Return a batch with this rank's part of all per-token values, shape (B, T, …); other values are unchanged. A
+    missing `attention` is added, since the tokens of a part are not contiguous."""
+    (n_rows, length), device = batch["input"].shape, batch["input"].device
+    tokens = shards.tokens_of_rank(rank, length).to(device)
+    per_token = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
+    per_token = {name: value[:, tokens] for name, value in per_token.items() if value.shape[:2] == (n_rows, length)}
+    attention = batch.get("attention", AttentionMetadata.of_rows(n_rows, length))
+    return {**batch, **per_token, "attention": attention.shard(tokens, shards.tokens_of_all(length).to(device))}
 
 
-def apply_context_parallel(model: nn.Module, mesh: DeviceMesh, plan: ShardingPlan, shards: SequenceShards) -> None:
+def apply_context_parallel(model: nn.Module, mesh: DeviceMesh, plan: ShardingPlan) -> None:
     """Make a model's attention cover the tokens of all ranks, in place, without changing weights.
 
     Args:
         mesh: the dimension of context parallelism, over which `shard_sequences` splits batches.
-        plan: names the attention and mask modules.
+        plan: names the attention modules.
     """
-    rank = mesh.get_local_rank()
 
     def gather_keys_and_values(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        q_BLHD, k_BLKD, v_BLKD, mask = args
-        return q_BLHD, _gather_sequence(k_BLKD, mesh), _gather_sequence(v_BLKD, mesh), mask
-
-    def set_token_ids(_: nn.Module, args: tuple[Tensor], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        (positions_BL,) = args
-        length, device = positions_BL.shape[1] * shards.degree, positions_BL.device
-        tokens = {
-            "query_tokens_L": shards.tokens_of_rank(rank, length).to(device),
-            "key_tokens_K": shards.tokens_of_all(length).to(device),
-        }
-        return args, {**kwargs, **tokens}
+        q_BLHD, k_BLKD, v_BLKD, attention = args
+        return q_BLHD, _gather_sequence(k_BLKD, mesh), _gather_sequence(v_BLKD, mesh), attention
 
     for name, module in model.named_modules():
         if fnmatchcase(name, plan.attention):
             module.register_forward_pre_hook(gather_keys_and_values)
-        if fnmatchcase(name, plan.mask):
-            module.register_forward_pre_hook(set_token_ids, with_kwargs=True)
 
 
 def _gather_sequence(x_BLHD: Tensor, mesh: DeviceMesh) -> Tensor:

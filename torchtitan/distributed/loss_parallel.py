@@ -3,22 +3,30 @@
 import textwrap
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.parallel import loss_parallel
 
-from torchtitan.components.cross_entropy import VocabularyShard
 from torchtitan.tools.errors import UserError
-from torchtitan.tools.torch_private import compute_local_shape_and_global_offset
 
 _TRIED_TOKENS, _REASON_WIDTH = 8, 100
 
 LogitsLoss = Callable[[Tensor, Tensor], Tensor]
 """(logits (N, V), labels (N,)) → the loss summed over the N tokens."""
+
+
+@dataclass(frozen=True)
+class VocabularyShard:
+    """Rows of the output weights that a rank holds under tensor parallelism."""
+
+    first: int
+    group: ProcessGroup
 
 
 def local_shards(hidden_BLD: Tensor, weight_VD: DTensor) -> tuple[Tensor, Tensor, VocabularyShard]:
@@ -33,8 +41,9 @@ def local_shards(hidden_BLD: Tensor, weight_VD: DTensor) -> tuple[Tensor, Tensor
     assert isinstance(hidden_BLD, DTensor) and weight_VD.placements == (Shard(0),)
     # Every rank's rows of the weights contribute to the gradient of every hidden state.
     hidden = hidden_BLD.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
-    _, offset = compute_local_shape_and_global_offset(weight_VD.shape, mesh, weight_VD.placements)
-    return hidden, weight_VD.to_local(), VocabularyShard(offset[0], mesh.get_group())
+    rows_before = -(-weight_VD.shape[0] // mesh.size()) * mesh.get_local_rank()
+    first_token = min(rows_before, weight_VD.shape[0])
+    return hidden, weight_VD.to_local(), VocabularyShard(first_token, mesh.get_group())
 
 
 def on_sharded_logits(from_logits: LogitsLoss, weight_VD: DTensor) -> LogitsLoss:

@@ -49,7 +49,7 @@ def parallelize_decoder(
         loss_on_full_tensors = parallelism.disable_loss_parallel
         apply_tensor_parallel(model, mesh["tp"], sharding, disable_loss_parallel=loss_on_full_tensors)
     if mesh is not None and parallel_dims.cp > 1:
-        apply_context_parallel(model, parallel_dims.context_mesh(mesh), sharding, parallel_dims.sequence_shards)
+        apply_context_parallel(model, parallel_dims.context_mesh(mesh), sharding)
     apply_activation_checkpointing(model, activation_checkpoint)
     if compile.enable and "model" in compile.components:
         apply_compile(model, compile, parallelism)
@@ -113,9 +113,9 @@ def _apply_fsdp(
     model: nn.Module, mesh: DeviceMesh, precision: MixedPrecisionPolicy, reshard: str, offload: OffloadPolicy
 ) -> None:
     units = _units(model)
-    for unit in units:
-        # The backward pass needs the last layer first, so keep its weights.
-        should_free = reshard == "always" or (reshard == "default" and unit is not units[-1])
+    for index, unit in enumerate(units):
+        # The backward pass begins with the head, whose gradients are known already, and the last layer; keep both.
+        should_free = reshard == "always" or (reshard == "default" and index < len(units) - 2)
         fully_shard(unit, mesh=mesh, mp_policy=precision, reshard_after_forward=should_free, offload_policy=offload)
     should_free = reshard == "always"
     fully_shard(model, mesh=mesh, mp_policy=precision, reshard_after_forward=should_free, offload_policy=offload)

@@ -16,7 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan.config import ParallelismConfig
 from torchtitan.protocols import BaseModel
+from torchtitan.protocols.attention import AttentionMetadata
 from torchtitan.tools.errors import UserError
+from torchtitan.tools.torch_private import adjust_microbatches
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import PipelineStage
@@ -193,24 +195,25 @@ class Pipeline:
             # The loss is a sum over tokens, and the trainer divides by their number, so there is nothing to average.
             scale_grads=False,
         )
+        adjust_microbatches(self.schedule, _select_rows)
 
-    def forward_backward(self, batch: dict[str, Tensor], scaled: Callable[[Tensor], Tensor]) -> Tensor:
+    def forward_backward(self, batch: dict[str, Any], scaled: Callable[[Tensor], Tensor]) -> Tensor:
         """Add the gradients of a batch's loss: the sum over micro-batches of `scaled(summed loss)`, with a linear
         `scaled`. Return the loss on the rank with the last stage, 0 on the others."""
         self._scaled = scaled
         return self._run(self.schedule.step, batch)
 
     @torch.no_grad()
-    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+    def forward(self, batch: dict[str, Any]) -> Tensor:
         """Return the summed loss of a batch on the rank with the last stage, 0 on the others."""
         self._scaled = _unscaled
         with _forward_only(self.schedule):
             return self._run(self.schedule.eval, batch)
 
-    def _run(self, run: Callable[..., Any], batch: dict[str, Tensor]) -> Tensor:
+    def _run(self, run: Callable[..., Any], batch: dict[str, Any]) -> Tensor:
         tokens, labels = batch["input"], batch["labels"]
-        # A stage cannot create positions itself, since its input may be only a part of the sequence.
-        positions = batch.get("positions", torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens))
+        # A stage cannot create this itself, since its input may be only a part of the sequence.
+        attention = batch.get("attention", AttentionMetadata.of_rows(*tokens.shape))
         losses: list[Tensor] = []
         try:
             run(
@@ -218,8 +221,7 @@ class Pipeline:
                 target=labels if self.has_last else None,
                 losses=losses,
                 return_outputs=False,
-                positions_BL=positions,
-                packed="positions" in batch,
+                attention=attention,
                 head=self.head,
                 labels_BL=labels,
             )
@@ -233,6 +235,14 @@ class Pipeline:
 
 def _unscaled(loss: Tensor) -> Tensor:
     return loss
+
+
+def _select_rows(microbatches: list[dict[str, Any]]) -> None:
+    """Give each micro-batch the attention of its rows; PyTorch divides only tensors, and repeats other values."""
+    for index, inputs in enumerate(microbatches):
+        attention: AttentionMetadata = inputs["attention"]
+        size = attention.n_rows // len(microbatches)
+        inputs["attention"] = attention.rows(index * size, (index + 1) * size)
 
 
 @contextlib.contextmanager

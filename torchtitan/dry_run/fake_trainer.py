@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.data.base import BaseDataLoader, Batch
+from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.components.validate import Validator
 from torchtitan.config import CompileConfig
@@ -19,7 +19,6 @@ from torchtitan.dry_run.memory_tracker import MemoryTracker
 from torchtitan.dry_run.microbatch_replay import MicrobatchReplay
 from torchtitan.dry_run.observer import observing
 from torchtitan.dry_run.work_tracker import Work, WorkTracker
-from torchtitan.protocols import ModelSpec
 from torchtitan.tools.torch_private import FakeTensorMode, fsdp_parameters, gathered_weights
 from torchtitan.trainer import StepResult, Trainer
 
@@ -113,12 +112,16 @@ class FakeTrainer(Trainer):
     def lock_folder(self) -> None:
         """Do nothing; a dry run writes no files that need a lock."""
 
-    def shard(self, part: nn.Module, spec: ModelSpec, *, offloaded: bool = False) -> nn.Module:
-        """Shard, then replace attention masks by plain causal attention, since masks need the values of tensors."""
-        part = super().shard(part, spec, offloaded=offloaded)
-        for module in [module for name, module in part.named_modules() if fnmatchcase(name, spec.sharding.mask)]:
-            module.forward = _no_mask
-        return part
+    def post_dataloading_process(self, batch: Batch) -> Batch:
+        """Leave out `attention`: plain causal attention needs no mask, like the kernels of a GPU."""
+        return {name: value for name, value in super().post_dataloading_process(batch).items() if name != "attention"}
+
+    def build_loss(self) -> Any:
+        """Build the loss with the sizes that it has on CUDA."""
+        loss = super().build_loss()
+        if isinstance(loss, CrossEntropyLoss):
+            loss.device_type = "cuda"
+        return loss
 
     def init_weights(self) -> None:
         """Give the parameters fake memory, without values."""
@@ -188,10 +191,6 @@ def fake_trainer(config: Trainer.Config) -> FakeTrainer:
     owner = config._owner
     trainer: FakeTrainer = type(f"Fake{owner.__name__}", (FakeTrainer, owner), {})(config)
     return trainer
-
-
-def _no_mask(*_: Any, **__: Any) -> None:
-    return None
 
 
 def _records(parts: list[nn.Module]) -> list[Any]:

@@ -17,7 +17,7 @@ class BaseModel(nn.Module, Configurable):
 
     `config.build()` constructs it; under `torch.device("meta")`, it takes no memory. Every module that owns parameters
     carries their initial distributions (`torchtitan.protocols.initializer`). For the forward pass `forward(tokens,
-    positions=None, *, head=…, **head_inputs)`, see `torchtitan.models.common.decoder.Decoder`.
+    attention=None, *, head=…, **head_inputs)`, see `torchtitan.models.common.decoder.Decoder`.
     """
 
     @dataclass(kw_only=True, slots=True)

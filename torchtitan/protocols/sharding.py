@@ -50,7 +50,4 @@ class ShardingPlan:
     """Tensor parallelism: module → treatment, for every module that owns parameters in any model of the family."""
 
     attention: str
-    """Context parallelism: the modules `attend(queries, keys, values, mask)`, whose keys and values are gathered."""
-
-    mask: str
-    """Context parallelism: the module that makes the attention mask, `mask(positions, query_tokens, key_tokens)`."""
+    """Modules `attend(queries, keys, values, attention)`, whose keys and values context parallelism gathers."""

@@ -3,7 +3,7 @@ exceptions are private methods that a subclass overrides."""
 
 import importlib
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -82,6 +82,7 @@ def compiler_statistics() -> Any:
 def attention_operations() -> list[Any]:
     """Return the attention operations, as the operators that a checkpointing policy sees."""
     import torch
+    import torch.nn.attention.varlen  # registers an operator
 
     aten: Any = torch.ops.aten
     return [
@@ -92,6 +93,7 @@ def attention_operations() -> list[Any]:
         aten._scaled_dot_product_flash_attention_for_cpu.default,
         aten._scaled_dot_product_attention_math_for_mps.default,
         torch.ops.higher_order.flex_attention,
+        torch.ops.torch_attn._varlen_attn.default,
     ]
 
 
@@ -161,6 +163,18 @@ def gathered_weights(record: Any) -> list["Tensor"]:
 def pipeline_stages(schedule: Any) -> list[Any]:
     """Return this rank's stages of a pipeline schedule, which has no public list of them."""
     return schedule._stages if hasattr(schedule, "_stages") else [schedule._stage]
+
+
+def adjust_microbatches(schedule: Any, adjust: Callable[[list[dict[str, Any]]], None]) -> None:
+    """Call `adjust` with the keyword arguments of each micro-batch of a schedule, after PyTorch has divided them."""
+    split = schedule._split_inputs
+
+    def split_and_adjust(args: Any, kwargs: Any) -> Any:
+        parts, keyword_parts = split(args, kwargs)
+        adjust(keyword_parts)
+        return parts, keyword_parts
+
+    schedule._split_inputs = split_and_adjust
 
 
 def skip_shape_vote(schedule: Any) -> None:

@@ -159,8 +159,7 @@ class RunBuilder(Configurable):
             raise UserError("offloading a model needs FSDP; set --parallelism.data_parallel_shard_degree above 1")
         vocab_size = spec.model.vocab_size or self.config.model_spec.model.vocab_size
         spec = dataclasses.replace(spec, model=dataclasses.replace(spec.model, vocab_size=vocab_size))
-        # Without FSDP, autocast leaves norms and the residual stream in the type of the weights.
-        dtype = training.dtype if trained or self.mesh is None else training.mixed_precision_param
+        dtype = training.dtype if trained else training.mixed_precision_param
         with torch.device("meta"):
             model: BaseModel = spec.model.build().to(getattr(torch, dtype)).requires_grad_(trained)
         facts = {"num_parameters": model.num_parameters(), **facts_of(model, training.seq_len)}

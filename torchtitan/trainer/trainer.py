@@ -23,6 +23,7 @@ from torchtitan.components.weights.pretrained import frozen_weights, load_initia
 from torchtitan.components.weights.sources import base_weights
 from torchtitan.distributed.context_parallel import shard_sequences
 from torchtitan.distributed.gradients import clip_grad_norm, divide_gradients
+from torchtitan.distributed.mixed_precision import MixedPrecision
 from torchtitan.distributed.process_group import (
     destroy_process_group,
     set_timeouts,
@@ -89,6 +90,7 @@ class Trainer(RunBuilder):
         main = self.models["model"]
         self.model_parts = main.parts
         self.num_parameters, self.num_trained = main.num_parameters, main.num_trained
+        self.precision = MixedPrecision(getattr(torch, training.mixed_precision_param))
         self.is_divided = False  # whether the step's gradients are divided by the weight of an own loss
         self.flops_per_token = sum(model.flops_per_token for model in self.models.values())
         self.init_weights()
@@ -228,9 +230,10 @@ class Trainer(RunBuilder):
         self.watchdog.phase("forward and backward")  # includes the exchange of token counts between ranks
         n_tokens = self.count_valid_tokens(micro_batches)
         loss = torch.zeros((), device=self.device)
-        for batch in micro_batches:
-            with self.sample_losses.of(batch):
-                loss += self.forward_backward_step(self.post_dataloading_process(batch), n_tokens)
+        with self.precision.fixed_weights():
+            for batch in micro_batches:
+                with self.sample_losses.of(batch):
+                    loss += self.forward_backward_step(self.post_dataloading_process(batch), n_tokens)
         if self.has_own_loss:
             n_tokens = self.divide_by_weight(loss)
         self.watchdog.phase("gradient clipping")
@@ -292,7 +295,7 @@ class Trainer(RunBuilder):
         if self.pipeline:
             return self.pipeline.forward(batch)
         (model,) = self.model_parts
-        loss: Tensor = model(batch["input"], batch.get("positions"), head=self.loss, labels_BL=batch["labels"])
+        loss: Tensor = model(batch["input"], batch.get("attention"), head=self.loss, labels_BL=batch["labels"])
         return loss
 
     def compute_loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -319,12 +322,12 @@ class Trainer(RunBuilder):
 
         if self.pipeline:
             return self.pipeline.forward_backward(batch, scaled) / degree
-        with self.autocast():
+        with self.mixed_precision():
             summed_loss, weight = self.compute_loss(batch)
+            loss = scaled(summed_loss)
+            loss.backward()
         if self.has_own_loss:
             self.weight += self.local_addend(weight)
-        loss = scaled(summed_loss)
-        loss.backward()
         return loss.detach() / degree
 
     def divide_by_weight(self, loss: Tensor) -> Tensor:
@@ -344,7 +347,7 @@ class Trainer(RunBuilder):
 
     def validation_sums(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return this rank's part of a batch's summed loss and weight; the batch is as the loader returned it."""
-        with self.autocast():
+        with self.mixed_precision():
             loss, weight = self.compute_loss(self.post_dataloading_process(batch))
         is_counted = self.parallel_dims.coordinate("pp") == 0  # all ranks of a pipeline have the labels
         return self.local_addend(loss), self.local_addend(weight) if is_counted else torch.zeros_like(weight)
@@ -353,12 +356,11 @@ class Trainer(RunBuilder):
         """Return this rank's term in a sum over all ranks: 0 if another rank contributes the same loss."""
         return loss if self.parallel_dims.is_tensor_leader else torch.zeros_like(loss)
 
-    def autocast(self) -> contextlib.AbstractContextManager[None]:
-        """Return a mixed-precision context if no wrapper of the model provides it."""
-        dtype = getattr(torch, self.config.training.mixed_precision_param)
-        # With several processes, FSDP or DDP does.
-        needed = self.mesh is None and dtype != torch.float32
-        return torch.autocast(self.device.type, dtype=dtype) if needed else contextlib.nullcontext()
+    def mixed_precision(self) -> contextlib.AbstractContextManager[None]:
+        """Return the context for forward and backward passes of the models."""
+        if self.mesh is not None:
+            return contextlib.nullcontext()  # FSDP and DDP cast the weights
+        return self.precision.of(*(part for model in self.models.values() for part in model.parts))
 
     def check_gradients(self) -> None:
         """Warn of trained parameters without a gradient after the first step."""

@@ -29,6 +29,13 @@ def take(loader: BaseDataLoader, n: int = 10**9) -> list[Batch]:
     return [batch for _, batch in zip(range(n), loader, strict=False)]
 
 
+def with_positions(batch: Batch) -> Batch:
+    """Replace a batch's attention, if any, by the positions it was made of, so that all values are tensors."""
+    attention = batch.get("attention")
+    tensors = {name: value for name, value in batch.items() if name != "attention"}
+    return tensors if attention is None else {**tensors, "positions": attention.positions_BL}
+
+
 def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> str:
     """Write rows as JSON Lines; return the path."""
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))

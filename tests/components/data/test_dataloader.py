@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.commands import run_command
-from tests.components.data.helpers import replace, take
+from tests.components.data.helpers import replace, take, with_positions
 from torchtitan.assets.stories import Stories
 from torchtitan.components.data import BaseDataLoader, PretrainDataLoader
 from torchtitan.components.data.pretraining import windows
@@ -44,6 +44,7 @@ def build(config, tokenizer, *, batch=4, **runtime):
 
 def rows(batches):
     """Return samples as comparable tuples, in order."""
+    batches = [with_positions(batch) for batch in batches]
     names = sorted(batches[0])
     return [
         tuple(tuple(batch[name][i].tolist()) for name in names) for batch in batches for i in range(len(batch["input"]))
@@ -62,7 +63,7 @@ def real(samples):
 def test_batch(config, tokenizer):
     loader = build(config, tokenizer)
     assert isinstance(loader, BaseDataLoader) and iter(loader) is loader
-    batch = next(loader)
+    batch = with_positions(next(loader))
     shapes = {name: tuple(value.shape) for name, value in batch.items()}
     assert shapes == {"input": (4, 16), "labels": (4, 16), "positions": (4, 16), "documents": (4, 2)}
     assert {value.dtype for value in batch.values()} == {torch.int64}
@@ -203,7 +204,7 @@ def test_last_batch_after_the_epochs_is_padded(config, tokenizer, workers):
     samples = [sample for own in batches for sample in rows(own)]
     assert len(real(samples)) == n_samples
     assert sorted(real(samples)) == sorted(2 * rows(take(build(config, tokenizer, batch=1, epochs=1))))
-    padding = rows([{name: value[-1:] for name, value in batches[2][-1].items()}])[0]
+    padding = rows(batches[2][-1:])[-1]
     assert padding[0] == (-1, -1) and set(padding[2]) == {IGNORE_INDEX}
     for loader in loaders:
         assert loader.exhausted and next(loader, None) is None
@@ -318,9 +319,9 @@ def test_configuration_for_validation(tmp_path):
 @pytest.mark.parametrize(
     "runtime, message",
     [
-        ({"seq_len": 0}, "seq_len must be at least 1, not 0"),
-        ({"local_batch_size": 0}, "local_batch_size must be at least 1, not 0"),
-        ({"epochs": 0}, "epochs must be at least 1, not 0"),
+        ({"seq_len": 0}, "seq_len is 0, but must be at least 1"),
+        ({"local_batch_size": 0}, "local_batch_size is 0, but must be at least 1"),
+        ({"epochs": 0}, "epochs is 0, but must be at least 1"),
     ],
 )
 def test_arguments_out_of_range(config, tokenizer, runtime, message):
@@ -330,8 +331,8 @@ def test_arguments_out_of_range(config, tokenizer, runtime, message):
 
 def test_options_out_of_range(config, tokenizer):
     for settings, message in (
-        ({"num_workers": -1}, "--dataloader.num_workers must be at least 0, not -1"),
-        ({"shuffle_buffer": 0}, "--dataloader.shuffle_buffer must be at least 1 document, not 0"),
+        ({"num_workers": -1}, "--dataloader.num_workers is -1, but must be at least 0"),
+        ({"shuffle_buffer": 0}, "--dataloader.shuffle_buffer is 0, but must be at least 1 document"),
     ):
         wrong = replace(config, **settings)
         for use in (wrong.validate, lambda wrong=wrong: build(wrong, tokenizer)):
@@ -353,7 +354,7 @@ def test_custom_subclass(config, tokenizer):
 
         def __next__(self):
             batch = super().__next__()
-            return {name: value.flip(0) for name, value in batch.items()} if self.config.flip else batch
+            return batch | {"input": batch["input"].flip(0)} if self.config.flip else batch
 
     own = build(Reversed.Config(dataset=config.dataset, cache_dir=config.cache_dir), tokenizer)
     assert torch.equal(next(own)["input"], next(build(config, tokenizer))["input"].flip(0))

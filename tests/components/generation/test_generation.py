@@ -4,19 +4,22 @@ import itertools
 import json
 import math
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.models.test_llama3 import VARIANTS, reference_of, small_model
+from tests.models.test_llama3 import VARIANTS, reference_of, small_model, windowed_model
 from torchtitan.components.generation import KVCache, Sampling, TextStream, generate, start_id, stop_ids
 from torchtitan.components.generation.sampling import Sampler, restricted_logits
 from torchtitan.components.tokenizer import PretrainedTokenizer
 from torchtitan.config import ParallelismConfig, TrainingConfig
-from torchtitan.distributed.context_parallel import SequenceShards, apply_context_parallel
+from torchtitan.distributed.context_parallel import apply_context_parallel
+from torchtitan.distributed.mixed_precision import MixedPrecision
 from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.distributed.parallelize import parallelize_decoder
+from torchtitan.models.common.attention import with_kernel
 from torchtitan.models.llama3 import SHARDING
 from torchtitan.tools.errors import UserError
 
@@ -87,9 +90,11 @@ def test_random_models_equal_transformers(variant):
         assert ids_of(generate(model, TINY_PROMPTS, max_new_tokens=24, use_cache=use_cache)) == expected
 
 
+@pytest.mark.parametrize("make_model", [small_model, windowed_model])
 @pytest.mark.parametrize("use_cache", [True, False])
-def test_log_probabilities_equal_transformers(use_cache):
-    model = small_model()
+def test_log_probabilities_equal_transformers(use_cache, make_model):
+    """Prompts are shorter and longer than the window of 6 tokens."""
+    model = make_model()
     reference, _ = reference_of(model)
     sampling = Sampling(temperature=0.7, top_k=20, seed=3)
     generations = generate(model, TINY_PROMPTS, max_new_tokens=16, sampling=sampling, use_cache=use_cache)
@@ -160,17 +165,13 @@ def test_a_model_that_returns_nan_is_rejected():
 
 
 def test_pipeline_and_context_parallelism_are_rejected():
-    class Mesh:
-        def get_local_rank(self):
-            return 0
-
     for part in ("tok_embeddings", "head"):
         model = small_model()
         setattr(model, part, None)
         with pytest.raises(UserError, match="pipeline"):
             generate(model, [[1]], max_new_tokens=1)
     model = small_model()
-    apply_context_parallel(model, Mesh(), SHARDING, SequenceShards(2, "headtail"))
+    apply_context_parallel(model, None, SHARDING)
     with pytest.raises(UserError, match="context parallelism"):
         generate(model, [[1]], max_new_tokens=1)
 
@@ -236,32 +237,40 @@ def test_compiled_and_checkpointed_blocks_generate_the_same():
     model = small_model().eval()
     for name, block in list(model.layers.items()):
         model.layers[name] = torch.compile(checkpoint_wrapper(block), backend="eager")
-    tokens, positions = torch.tensor(prompts), torch.arange(10).expand(2, -1)
+    tokens = torch.tensor(prompts)
     with torch.no_grad():
-        before = model(tokens, positions, packed=False)
+        before = model(tokens)
         assert ids_of(generate(model, prompts, max_new_tokens=10)) == expected
-        assert torch.equal(model(tokens, positions, packed=False), before)
+        assert torch.equal(model(tokens), before)
 
 
-def test_padding_mask():
-    """A padding token sees itself, so that no softmax row is empty; a real token sees all real tokens before it."""
+@pytest.mark.parametrize(
+    ("window", "first", "second"),
+    [(None, [[1, 0, 0], [0, 1, 0], [0, 1, 1]], [0, 1, 1, 1]), (2, [[1, 0, 0], [0, 1, 0], [0, 1, 1]], [0, 0, 1, 1])],
+)
+def test_padding_mask(window, first, second):
+    """A padding token sees itself, so that no softmax row is empty; a real token sees all real tokens before it, or
+    those of its window."""
     cache = KVCache(small_model(), 4)
-    cache.expect(torch.tensor([[False, True, True]]))
-    assert cache._mask.int().tolist() == [[[[1, 0, 0], [0, 1, 0], [0, 1, 1]]]]
+
+    def mask(positions: list[int]) -> list[list[int]]:
+        attention = replace(cache.attention(torch.tensor([positions])), window=window)
+        kernel = with_kernel(attention, device=torch.device("cpu"), dtype=torch.float32, head_dim=16, static=False)
+        return kernel.mask[0, 0].int().tolist()
+
+    assert mask([0, 0, 1]) == first
     cache.advance(3)
-    cache.expect(torch.tensor([[True]]))
-    assert cache._mask.int().tolist() == [[[[0, 1, 1, 1]]]]
+    assert mask([2]) == [second]
 
 
-def test_the_cache_has_the_type_of_autocast():
+def test_the_cache_has_the_type_of_mixed_precision():
     model = small_model()
-    with torch.autocast("cpu", torch.bfloat16):
+    with MixedPrecision(torch.bfloat16).of(model):
         cached, recomputed = (
             generate(model, TINY_PROMPTS, max_new_tokens=2, use_cache=use_cache) for use_cache in (True, False)
         )
         with KVCache(model, 4) as cache:
-            cache.expect(torch.ones(1, 3, dtype=torch.bool))
-            model(torch.tensor([[1, 2, 3]]), packed=False)
+            model(torch.tensor([[1, 2, 3]]), cache.attention(torch.arange(3)[None]))
             assert {x.dtype for pair in cache._stored.values() for x in pair} == {torch.bfloat16}
     for one, other in zip(cached, recomputed, strict=True):
         # bfloat16 has 8 bits: logits of about 1 differ by about 2^-8.

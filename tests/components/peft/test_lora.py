@@ -18,6 +18,7 @@ from torchtitan.components.peft import LoRA
 from torchtitan.components.peft.lora import AdaptedLayer, LoRALinear
 from torchtitan.config.manager import ConfigManager
 from torchtitan.distributed import initialize_weights
+from torchtitan.distributed.mixed_precision import MixedPrecision
 from torchtitan.distributed.tensor_parallel import shard_parameters
 from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.models.llama3.model import Llama3Model
@@ -223,8 +224,8 @@ def test_a_new_adapter_does_not_change_the_output_in_mixed_precision(dora):
         parameter.data = parameter.data.bfloat16()
     initialized(layer)
     assert layer.lora_A.dtype == torch.float32 and layer.weight.dtype == torch.bfloat16
-    x = torch.randn(5, 24)
-    with torch.autocast("cpu", torch.bfloat16):
+    x = torch.randn(5, 24).bfloat16()
+    with MixedPrecision(torch.bfloat16).of(layer):
         assert torch.equal(layer(x), F.linear(x, layer.weight, layer.bias))
 
 
@@ -404,9 +405,9 @@ def test_fine_tuning_with_few_parameters(tmp_path, assets):
 
 
 INVALID = {
-    "rank 0": ({"rank": 0}, {}, r"lora\.rank must be .*, not 0"),
-    "alpha": ({"alpha": 0.0}, {}, r"lora\.alpha must be .*, not 0\.0"),
-    "dropout": ({"dropout": 1.0}, {}, r"lora\.dropout must be .*, not 1\.0"),
+    "rank 0": ({"rank": 0}, {}, r"lora\.rank is 0, but must be .*"),
+    "alpha": ({"alpha": 0.0}, {}, r"lora\.alpha is 0\.0, but must be .*"),
+    "dropout": ({"dropout": 1.0}, {}, r"lora\.dropout is 1\.0, but must be .*"),
     "rank": ({"rank": 65}, {}, r"layers\.0\.attention\.wq .*rank 65 .*\(64, 64\); set rank to at most 64, or exclude"),
     "pattern": ({"include": ["attn"]}, {}, r"include 'attn' matches none of the layers"),
     "head and dropout": ({"include": LINEAR, "dropout": 0.1}, {}, r"output .*dropout 0\.1"),
@@ -484,7 +485,7 @@ def start_in_bfloat16(folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, PROCESSES])
 def test_the_first_loss_in_bfloat16_equals_the_plain_run(workers, tmp_path, processes):
-    """Exactly, with autocast and with FSDP: freezing does not change the type of any computation."""
+    """Exactly, in one process and with FSDP: freezing does not change the type of any computation."""
     if processes == 1:
         start_in_bfloat16(tmp_path)
     else:
@@ -561,7 +562,7 @@ def train_with_idle_parameter(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_a_parameter_without_a_gradient_is_named(workers, tmp_path, caplog):
-    message = "trained parameters without a gradient: norm.idle"
+    message = "trained parameters without a gradient: head.norm.idle"
     with caplog.at_level("WARNING", "torchtitan"):
         run(idle_config(tmp_path / "one"))
     assert [record.getMessage() for record in caplog.records] == [message]

@@ -163,17 +163,6 @@ def test_product_and_gradient_match_the_unpacked_weight(dtype):
     assert all(map(torch.equal, *results))
 
 
-def test_autocast_sets_the_dtype():
-    form = pack(normal(64, 128))
-    x = normal(3, 128).requires_grad_()
-    with torch.autocast("cpu", torch.bfloat16):
-        y, expected = quantized_linear(x, *form), F.linear(x, unpack(*form, torch.bfloat16))
-    assert y.dtype == torch.bfloat16
-    assert torch.equal(y, expected)
-    y.sum().backward()
-    assert x.grad.dtype == torch.float32
-
-
 def saved_bytes(function, *args) -> int:
     """Return the bytes that the autograd graph of `function(*args)` saves; each tensor counts once."""
     kept = {}

@@ -41,7 +41,7 @@ def main():
     torch.manual_seed(SEED)
     device = torch.device(device_type())
 
-    # Data: batches of token ids, labels (the next tokens) and positions in the packed documents.
+    # Data: batches of token ids, labels (the next tokens) and attention within the packed documents.
     tokenizer = PretrainedTokenizer.Config().build(path="")
     sizes = {"tokenizer": tokenizer, "seq_len": SEQ_LEN, "local_batch_size": BATCH_SIZE, "seed": SEED}
     data = PretrainDataLoader.Config(dataset=options.dataset)
@@ -59,8 +59,8 @@ def main():
 
     def summed_loss(batch):
         """Sum the loss over all tokens. The model's head is the loss, so that no tensor ever holds all logits."""
-        batch = {name: tensor.to(device) for name, tensor in batch.items()}
-        return model(batch["input"], batch.get("positions"), head=cross_entropy, labels_BL=batch["labels"])
+        batch = {name: value.to(device) for name, value in batch.items()}
+        return model(batch["input"], batch.get("attention"), head=cross_entropy, labels_BL=batch["labels"])
 
     def train_step(batch):
         """Update the weights; return the mean loss per token and the gradient norm before clipping."""

@@ -89,9 +89,9 @@ class CheckpointConfig(Configurable.Config):
 
     def validate(self) -> None:
         if self.interval < 1:
-            raise UserError(f"checkpoint.interval must be at least 1 step, not {self.interval}")
+            raise UserError(f"--checkpoint.interval is {self.interval}, but must be at least 1 step")
         if self.keep_latest_k < 0:
-            raise UserError(f"checkpoint.keep_latest_k must be at least 0 (keep all), not {self.keep_latest_k}")
+            raise UserError(f"--checkpoint.keep_latest_k is {self.keep_latest_k}, but must be at least 0 (keep all)")
         if self.load_step != -1 and not self.enable:
             raise UserError(f"checkpoint.load_step {self.load_step} requires --checkpoint.enable")
         _check_initial_load(self)

@@ -1,31 +1,41 @@
 """Batches, and the interface of all data loaders."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
+import numpy as np
 import torch
 
-from torchtitan.components.data.plan.sampler import StepStatistics
+from torchtitan.components.data.plan.sampler import Array, StepStatistics
 from torchtitan.components.data.report import DataSummary
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.config import Configurable
+from torchtitan.protocols.attention import AttentionMetadata
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
 
 NO_DOCUMENT = -1
 """Document number of a padding sample."""
 
-Batch = dict[str, torch.Tensor]
-"""A data loader's batch of B samples of T = `seq_len` tokens, all int64:
+Batch = dict[str, Any]
+"""A data loader's batch of B samples of T = `seq_len` tokens; tensors are int64:
 
 - `input` (B, T): token ids.
 - `labels` (B, T): the token that follows each input token, or `IGNORE_INDEX`.
-- `positions` (B, T), only with document masking: each token's position in its document, restarting in each window. A 0
-  begins a document; attention must not cross it.
+- `attention`, only with document masking: the `AttentionMetadata` of the batch, in which positions restart with each
+  document and in each window.
 - `documents` (B, M), optional: numbers of the sample's documents in order, padded with `NO_DOCUMENT`; for windows of
   running text (B, 2), the first and last document. `document_names` names them.
 """
+
+
+def to_batch(samples: Sequence[Mapping[str, Array]]) -> Batch:
+    """Stack the arrays of samples, and make `attention` of `positions`."""
+    batch: Batch = {name: torch.from_numpy(np.stack([sample[name] for sample in samples])) for name in samples[0]}
+    if "positions" in batch:
+        batch["attention"] = AttentionMetadata.from_positions(batch.pop("positions"))
+    return batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +58,7 @@ class Layout:
     def __post_init__(self) -> None:
         for name in ("seq_len", "local_batch_size", "epochs"):
             if (number := getattr(self, name)) is not None and number < 1:
-                raise UserError(f"{name} must be at least 1, not {number}")
+                raise UserError(f"{name} is {number}, but must be at least 1")
         assert 0 <= self.dp_rank < self.dp_world_size
 
     @property
@@ -182,7 +192,7 @@ class TokenizingDataLoader(BaseDataLoader):
         def validate(self) -> None:
             """Raise `UserError` for a value out of range, without reading data."""
             if self.num_workers < 0:
-                raise UserError(f"--dataloader.num_workers must be at least 0, not {self.num_workers}")
+                raise UserError(f"--dataloader.num_workers is {self.num_workers}, but must be at least 0")
 
     config: Config
 

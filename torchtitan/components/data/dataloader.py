@@ -45,7 +45,9 @@ class PretrainDataLoader(TokenizingDataLoader):
         def validate(self) -> None:
             TokenizingDataLoader.Config.validate(self)
             if self.shuffle_buffer < 1:
-                raise UserError(f"--dataloader.shuffle_buffer must be at least 1 document, not {self.shuffle_buffer}")
+                raise UserError(
+                    f"--dataloader.shuffle_buffer is {self.shuffle_buffer}, but must be at least 1 document"
+                )
 
         def prepare(self, *, tokenizer: Tokenizer) -> None:
             """Tokenize local data into the cache, or read the first document of a stream."""

@@ -124,5 +124,5 @@ class Scorer:
                 parts.append(torch.stack((chosen_N, (logits_NV.argmax(dim=-1) == targets).float())))
             return torch.cat(parts, dim=1).cpu()
 
-        logprobs_N, greedy_N = self.model(torch.tensor(tokens, device=self._device), packed=False, head=head)
+        logprobs_N, greedy_N = self.model(torch.tensor(tokens, device=self._device), head=head)
         return logprobs_N, greedy_N.bool()

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal, cast
 
@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torchtitan.components.generation.sampling import Sampler, Sampling
 from torchtitan.distributed import context_parallel
 from torchtitan.distributed.parallelize import free_gathered_weights
+from torchtitan.protocols.attention import AttentionMetadata
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.torch_private import forward_pre_hooks
 
@@ -33,7 +34,7 @@ NOT_FINITE_HINT = (
 _PADDING = 0  # arbitrary: nothing attends to it
 
 _ATTENTION = "*.attend"
-"""Pattern of the modules `attend(queries, keys, values, mask)` in all families (`ShardingPlan.attention`)."""
+"""Pattern of the modules `attend(queries, keys, values, attention)` in all families (`ShardingPlan.attention`)."""
 
 
 @dataclass(slots=True)
@@ -63,7 +64,7 @@ def generate(
     """Continue all `prompts` in one batch, with the model in evaluation mode; rows end independently.
 
     Supports plain models, FSDP, DDP, tensor parallelism, activation checkpointing, compilation (blocks run uncompiled
-    during generation) and autocast, but not pipeline or context parallelism.
+    during generation), but not pipeline or context parallelism.
 
     Args:
         prompts: token ids, at least one per prompt.
@@ -175,10 +176,10 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 class KVCache:
     """Key/value cache of a model, active within a `with` block.
 
-    Each forward pass receives the new tokens and their positions, as `model(tokens_BL, positions_BL, packed=False)`.
-    Call `expect` before a pass to mark text and padding, and `advance` after it with the number of tokens to keep.
-    Hooks on the model's attention store new keys and values, and replace its inputs with all cached keys and values and
-    a mask. Padding may be in any slot; it attends only to itself (a softmax over nothing would be NaN).
+    Each forward pass receives the new tokens, after those in the cache, and `attention` of their positions. Call
+    `advance` after it with the number of tokens to keep. Hooks on the model's attention store new keys and values, and
+    pass all cached keys and values. Padding before a row's first token has position 0, so that it sees only itself (a
+    softmax over nothing would be NaN).
 
     `model` may be sharded by tensor parallelism or FSDP; `max_slots` is the capacity in tokens per row, including
     padding. Raises `ValueError` if the model has no such attention.
@@ -189,8 +190,6 @@ class KVCache:
         self._modules = [module for name, module in model.named_modules() if fnmatchcase(name, _ATTENTION)]
         if not self._modules:
             raise ValueError(f"{type(model).__name__} has no modules named {_ATTENTION}, whose keys could be cached")
-        self._real_BS = torch.empty(0)
-        self._mask = torch.empty(0)
         self._stored: dict[nn.Module, tuple[Tensor, Tensor]] = {}
         self._cleanup = ExitStack()
 
@@ -205,25 +204,19 @@ class KVCache:
         self._cleanup.close()
         self._stored.clear()
 
-    def expect(self, real_BL: Tensor) -> None:
-        """Mark text (True) and padding (False) in the next forward pass, shape (B, L)."""
-        batch, length = real_BL.shape
-        end = self.n_slots + length
-        assert end <= self.max_slots, f"{end} tokens in a cache for {self.max_slots}"
-        if self.n_slots == 0:
-            self._real_BS = real_BL.new_zeros(batch, self.max_slots)
-        self._real_BS[:, self.n_slots : end] = real_BL
-        slots_S = torch.arange(end, device=real_BL.device)
-        queries_L1 = slots_S[self.n_slots :, None]
-        seen_BLS = self._real_BS[:, None, :end] & (slots_S <= queries_L1)
-        self._mask = (seen_BLS | (slots_S == queries_L1))[:, None]
+    def attention(self, positions_BL: Tensor) -> AttentionMetadata:
+        """Return the attention of the next forward pass: new tokens see all cached tokens of their row's text."""
+        length = positions_BL.shape[1]
+        assert self.n_slots + length <= self.max_slots, f"no {length} more tokens in a cache for {self.max_slots}"
+        rows = AttentionMetadata.of_rows(*positions_BL.shape)
+        return replace(rows, positions_BL=positions_BL, n_cached=self.n_slots)
 
     def advance(self, length: int) -> None:
         """Keep the first `length` tokens of the last forward pass; the other slots are reused."""
         self.n_slots += length
 
     def _attend_to_all(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        q_BLHD, k_BLKD, v_BLKD, _ = args
+        q_BLHD, k_BLKD, v_BLKD, attention = args
         if module not in self._stored:
             batch, _, heads, _ = k_BLKD.shape
             new = [x.new_empty(batch, self.max_slots, heads, x.shape[-1]) for x in (k_BLKD, v_BLKD)]
@@ -232,7 +225,7 @@ class KVCache:
         for stored, x in zip(self._stored[module], (k_BLKD, v_BLKD), strict=True):
             stored[:, self.n_slots : end] = x
         keys, values = self._stored[module]
-        return q_BLHD, keys[:, :end], values[:, :end], self._mask
+        return q_BLHD, keys[:, :end], values[:, :end], attention
 
 
 # Logits with and without a cache. Both functions yield `step(tokens_B)`, which appends a token to each row (None in the
@@ -243,8 +236,8 @@ _Step = Callable[[Tensor | None], Tensor]
 
 @contextmanager
 def _cached_logits(model: nn.Module, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> Iterator[_Step]:
-    degree = _tensor_parallel_degree(model)
-    tokens_BL, positions_BL = _left_padded(prompts, degree, _device_of(model))
+    degree, device = _tensor_parallel_degree(model), _device_of(model)
+    tokens_BL, positions_BL = (tensor.to(device) for tensor in _left_padded(prompts, degree))
     next_positions_B = positions_BL[:, -1]
     length = tokens_BL.shape[1]
 
@@ -253,15 +246,13 @@ def _cached_logits(model: nn.Module, prompts: Sequence[Sequence[int]], max_new_t
         def step(new_B: Tensor | None) -> Tensor:
             nonlocal next_positions_B
             if new_B is None:
-                cache.expect(positions_BL >= 0)
-                logits_BV = _logits_at(model, length - 1, tokens_BL, positions_BL.clamp(min=0), packed=False)
+                logits_BV = _logits_at(model, length - 1, tokens_BL, cache.attention(positions_BL))
                 cache.advance(length)
                 return logits_BV
             next_positions_B = next_positions_B + 1
-            # Tensor parallelism needs equally many tokens per rank: all after the first are padding.
-            one_BL = new_B.to(tokens_BL.device)[:, None].expand(-1, degree)
-            cache.expect(torch.arange(degree, device=one_BL.device).expand_as(one_BL) == 0)
-            logits_BV = _logits_at(model, 0, one_BL, next_positions_B[:, None].expand_as(one_BL), packed=False)
+            # Tensor parallelism needs equally many tokens per rank: all after the first are padding, and not kept.
+            one_BL, one_positions_BL = (x.to(device)[:, None].expand(-1, degree) for x in (new_B, next_positions_B))
+            logits_BV = _logits_at(model, 0, one_BL, cache.attention(one_positions_BL))
             cache.advance(1)
             return logits_BV
 
@@ -277,23 +268,23 @@ def _recomputed_logits(model: nn.Module, prompts: Sequence[Sequence[int]], max_n
         if new_B is not None:
             for sequence, token in zip(sequences, new_B.tolist(), strict=True):
                 sequence.append(token)
-        tokens_BL, positions_BL = _left_padded(sequences, degree, device)
-        # Each padding token has position 0, so it is a separate document.
-        return _logits_at(model, tokens_BL.shape[1] - 1, tokens_BL, positions_BL.clamp(min=0))
+        tokens_BL, positions_BL = _left_padded(sequences, degree)
+        attention = AttentionMetadata.from_positions(positions_BL).to(device)
+        return _logits_at(model, tokens_BL.shape[1] - 1, tokens_BL.to(device), attention)
 
     yield step
 
 
-def _left_padded(sequences: Sequence[Sequence[int]], multiple: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return tokens and positions (B, L), with L divisible by `multiple`; padding has negative positions."""
+def _left_padded(sequences: Sequence[Sequence[int]], multiple: int) -> tuple[Tensor, Tensor]:
+    """Return tokens and positions (B, L) on the host, with L divisible by `multiple`. Each padding token has position
+    0, so it is a separate document."""
     longest = -(-max(map(len, sequences)) // multiple) * multiple
     paddings = [longest - len(sequence) for sequence in sequences]
     tokens = [[_PADDING] * padding + list(sequence) for padding, sequence in zip(paddings, sequences, strict=True)]
-    positions_BL = torch.arange(longest, device=device) - torch.tensor(paddings, device=device)[:, None]
-    return torch.tensor(tokens, device=device), positions_BL
+    return torch.tensor(tokens), (torch.arange(longest) - torch.tensor(paddings)[:, None]).clamp(min=0)
 
 
-def _logits_at(model: nn.Module, index: int, tokens_BL: Tensor, positions_BL: Tensor, **inputs: bool) -> Tensor:
+def _logits_at(model: nn.Module, index: int, tokens_BL: Tensor, attention: AttentionMetadata) -> Tensor:
     """Return the logits (B, V) of the token in column `index`."""
 
     def head(hidden_BLD: Tensor, weight_VD: Tensor) -> Tensor:
@@ -306,7 +297,7 @@ def _logits_at(model: nn.Module, index: int, tokens_BL: Tensor, positions_BL: Te
         shared_BD = DTensor.from_local(hidden_BD, weight_VD.device_mesh, [Replicate()])
         return cast(DTensor, F.linear(shared_BD, weight_VD)).full_tensor()
 
-    logits: Tensor = model(tokens_BL, positions_BL, head=head, **inputs)
+    logits: Tensor = model(tokens_BL, attention, head=head)
     return logits
 
 

@@ -74,11 +74,11 @@ class LoRA(LayerConverter):
             LayerConverter.Config.validate(self)
             option = f"--model_converters.{config_key(self)}"
             if not 1 <= self.rank <= _MAX_RANK:
-                raise UserError(f"{option}.rank must be from 1 to {_MAX_RANK}, not {self.rank}")
+                raise UserError(f"{option}.rank is {self.rank}, but must be from 1 to {_MAX_RANK}")
             if not 0 < self.alpha < math.inf:
-                raise UserError(f"{option}.alpha must be a number above 0, not {self.alpha}")
+                raise UserError(f"{option}.alpha is {self.alpha}, but must be a number above 0")
             if not 0 <= self.dropout < 1:
-                raise UserError(f"{option}.dropout must be in [0, 1), not {self.dropout}")
+                raise UserError(f"{option}.dropout is {self.dropout}, but must be in [0, 1)")
 
     config: Config
 

@@ -94,17 +94,10 @@ def unpack_weight(packed: Tensor, scales: Tensor, scale_ranges: Tensor, dtype: t
     )
 
 
-def compute_dtype(tensor: Tensor) -> torch.dtype:
-    """Return the compute dtype of a product with `tensor`: autocast's if enabled, otherwise its own."""
-    device = tensor.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tensor.dtype
-
-
 def quantized_linear(x: Tensor, packed: Tensor, scales: Tensor, scale_ranges: Tensor) -> Tensor:
     """Return `x (…, in)` times the transpose of a 4-bit weight, (…, out), with a gradient for `x`. The weight is
     unpacked for the product and again in the backward pass. Under tensor parallelism, it is sharded by outputs or
     inputs, and each rank multiplies its shard."""
-    x = x.to(compute_dtype(x))
     if not isinstance(packed, DTensor):
         return _multiply(x, packed, scales, scale_ranges)
     assert isinstance(x, DTensor) and isinstance(scales, DTensor) and isinstance(scale_ranges, DTensor)

@@ -86,11 +86,10 @@ class DPOTrainer(Trainer):
 
     def log_ratios(self, batch: Batch, labels_PL: Tensor) -> Tensor:
         """Return each answer's log-probability under the model minus the reference's, (2 B,): chosen, rejected."""
-        tokens_PL, positions_PL = (
-            torch.cat([batch[f"{side}_{name}"] for side in ("chosen", "rejected")]) for name in ("input", "positions")
-        )
+        # Padding follows the answers, so no mask is needed.
+        tokens_PL = torch.cat([batch["chosen_input"], batch["rejected_input"]])
         of_reference, of_model = (  # the reference first, before the model stores activations for its backward pass
-            self.models[name](tokens_PL, positions_PL, head=self.log_probabilities, labels_PL=labels_PL)
+            self.models[name](tokens_PL, head=self.log_probabilities, labels_PL=labels_PL)
             for name in ("reference", "model")
         )
         log_ratios: Tensor = of_model - of_reference

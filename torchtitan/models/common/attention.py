@@ -1,7 +1,8 @@
 """Grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245), causal within packed documents."""
 
 import functools
-from typing import Any, TypeAlias
+from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -9,86 +10,144 @@ from torch import Tensor, nn
 
 from torchtitan.models.common.layers import RMSNorm
 from torchtitan.models.common.rope import apply_rope
+from torchtitan.protocols.attention import AttentionMetadata, Kernel
 from torchtitan.protocols.initializer import TruncatedNormal, with_initializers
 
-AttentionMask: TypeAlias = Any
-"""None (causal over the whole window); on CPU and MPS, a list of document lengths, or a boolean tensor (B, 1, Q, K)
-that is True if attention is allowed; on CUDA, a FlexAttention `BlockMask`."""
+
+def choose_kernel(
+    attention: AttentionMetadata, *, device: torch.device, dtype: torch.dtype, head_dim: int, static: bool
+) -> Kernel:
+    """Return the fastest computation of attention that supports a batch.
+
+    Args:
+        dtype: type of queries, keys and values.
+        static: compiled code calls the kernel. It specializes on shapes, so they must not depend on the documents.
+    """
+    is_cuda = device.type == "cuda"
+    if attention.n_cached is not None:
+        return "dense"  # a step of generation has few queries, and FlexAttention would compile for each number of keys
+    if attention.key_places_K is not None:
+        return "flex" if is_cuda else "dense"  # a rank's queries are at several places
+    one_per_row = attention.positions_BL is None or (not static and len(attention.lengths) == attention.n_rows)
+    is_cut = attention.window is not None and attention.window < attention.max_seqlen
+    if one_per_row and not is_cut:
+        return "causal"
+    if not is_cuda:
+        # Without a mask, scores between documents are not computed. PyTorch has no other such kernel here.
+        return "dense" if static else "causal" if one_per_row else "documents"
+    return "varlen" if not static and _has_varlen(device, dtype, head_dim) else "flex"
 
 
-class CausalMask(nn.Module):
-    """Mask that limits each token's attention to itself and the earlier tokens of its document."""
-
-    dense = False
-    """If true, masks on CPU and MPS are tensors. Lists of lengths are faster but cause recompilation."""
-
-    def forward(
-        self, positions_BL: Tensor | None, query_tokens_L: Tensor | None = None, key_tokens_K: Tensor | None = None
-    ) -> AttentionMask:
-        """Return the mask for L tokens per window. `positions_BL` start at 0 in every document; None: one document per
-        window. If a process has only part of each window, `query_tokens_L` and `key_tokens_K` are the places of its
-        queries and of all keys in the window."""
-        if positions_BL is None:
-            assert query_tokens_L is None, "a part of a sample comes with positions"
-            return None
-        if query_tokens_L is None or key_tokens_K is None:
-            if positions_BL.device.type != "cuda" and not self.dense:
-                return _document_lengths(positions_BL)
-            query_tokens_L = key_tokens_K = torch.arange(positions_BL.shape[1], device=positions_BL.device)
-        # Documents are contiguous, so a token attends to the range from the start of its document to itself.
-        starts_BL = query_tokens_L - positions_BL
-        if positions_BL.device.type == "cuda":
-            return _block_mask(starts_BL, query_tokens_L, key_tokens_K)
-        seen_BLK = (key_tokens_K >= starts_BL[..., None]) & (key_tokens_K <= query_tokens_L[:, None])
-        return seen_BLK[:, None]
-
-
-def _document_lengths(positions_BL: Tensor) -> list[int] | None:
-    starts_BL = positions_BL == 0
-    starts_BL[:, 0] = True
-    starts = starts_BL.flatten().nonzero().flatten()
-    ends = torch.cat((starts[1:], starts.new_tensor([starts_BL.numel()])))
-    lengths: list[int] = (ends - starts).tolist()
-    return None if len(lengths) == positions_BL.shape[0] else lengths
-
-
-def _block_mask(starts_BL: Tensor, query_tokens_L: Tensor, key_tokens_K: Tensor) -> AttentionMask:
-    def in_document_and_causal(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return (key_tokens_K[k] >= starts_BL[b, q]) & (key_tokens_K[k] <= query_tokens_L[q])
-
-    samples, length = starts_BL.shape
-    return _compiled("create_block_mask")(
-        in_document_and_causal, samples, None, length, len(key_tokens_K), device=str(starts_BL.device)
+def _has_varlen(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Return whether FlashAttention 2, on which `varlen_attn` is based, supports these queries."""
+    return (
+        dtype in (torch.bfloat16, torch.float16)
+        and head_dim % 8 == 0
+        and head_dim <= 256
+        and torch.backends.cuda.is_flash_attention_available()
+        and torch.cuda.get_device_capability(device) >= (8, 0)
     )
+
+
+def with_kernel(
+    attention: AttentionMetadata, *, device: torch.device, dtype: torch.dtype, head_dim: int, static: bool
+) -> AttentionMetadata:
+    """Add the chosen kernel and its input. This is done once per batch and window, not in each layer, and outside of
+    compiled and checkpointed code."""
+    kernel = choose_kernel(attention, device=device, dtype=dtype, head_dim=head_dim, static=static)
+    mask: Any = None
+    if kernel == "varlen":
+        # Only a copy from pinned memory does not wait for the device.
+        mask = attention.cu_seqlens.pin_memory().to(device, non_blocking=True)
+    elif kernel in ("dense", "flex"):
+        starts_BL, queries_L, keys_K = _seen_ranges(attention, device)
+        if kernel == "dense":
+            mask = ((keys_K >= starts_BL[..., None]) & (keys_K <= queries_L[:, None]))[:, None]
+        else:
+            mask = _block_mask(starts_BL, queries_L, keys_K)
+    return replace(attention, kernel=kernel, mask=mask)
+
+
+def _seen_ranges(attention: AttentionMetadata, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the first place that each token sees, (B or 1, L), the tokens' own places, (L,), and those of all keys,
+    (K,). Documents are contiguous, so a token sees the places from the first to its own."""
+    positions_BL, queries_L, keys_K = attention.positions_BL, attention.query_places_L, attention.key_places_K
+    if queries_L is None or keys_K is None:
+        n_cached = attention.n_cached or 0
+        length = attention.max_seqlen if positions_BL is None else positions_BL.shape[1]
+        keys_K = torch.arange(n_cached + length, device=device)
+        queries_L = keys_K[n_cached:]
+    starts_BL = torch.zeros_like(queries_L)[None] if positions_BL is None else queries_L - positions_BL
+    if attention.window is not None:
+        starts_BL = torch.maximum(starts_BL, queries_L - (attention.window - 1))
+    return starts_BL, queries_L, keys_K
+
+
+def _block_mask(starts_BL: Tensor, queries_L: Tensor, keys_K: Tensor) -> Any:
+    def is_seen(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (keys_K[k] >= starts_BL[b, q]) & (keys_K[k] <= queries_L[q])
+
+    rows, length = starts_BL.shape
+    return _compiled("create_block_mask")(is_seen, rows, None, length, len(keys_K), device=str(starts_BL.device))
 
 
 class Attention(nn.Module):
     """Scaled dot-product attention. It has no weights, and is a module so that hooks can be attached."""
 
-    def forward(self, q_BLHD: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, mask: AttentionMask) -> Tensor:
+    def forward(self, q_BLHD: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, attention: AttentionMetadata) -> Tensor:
         """Attend H query heads to K key/value heads (K divides H): (B, L, heads, head_dim) → (B, L, H, head_dim)."""
-        if isinstance(mask, list):
-            return _attend_each_document(q_BLHD, k_BLKD, v_BLKD, mask)
+        if attention.kernel == "documents":
+            return _attend_each_document(q_BLHD, k_BLKD, v_BLKD, attention)
+        if attention.kernel == "varlen":
+            return _attend_varlen(q_BLHD, k_BLKD, v_BLKD, attention)
         q, k, v = (x.transpose(1, 2) for x in (q_BLHD, k_BLKD, v_BLKD))
-        if mask is None:
-            out_BHLD = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        elif isinstance(mask, Tensor):
-            out_BHLD = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+        if attention.kernel == "causal":
+            out_BHLD = _attend_causally(q, k, v, attention.window)
+        elif attention.kernel == "dense":
+            out_BHLD = F.scaled_dot_product_attention(q, k, v, attn_mask=attention.mask, enable_gqa=True)
         else:
-            out_BHLD = _compiled("flex_attention")(q, k, v, block_mask=mask, enable_gqa=True)
+            assert attention.kernel == "flex", "with_kernel must choose a kernel first"
+            out_BHLD = _compiled("flex_attention")(q, k, v, block_mask=attention.mask, enable_gqa=True)
         return out_BHLD.transpose(1, 2)
 
 
-def _attend_each_document(q_BLHD: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, lengths: list[int]) -> Tensor:
-    """Attend within each document. On a CPU, this is faster than any mask, because masked scores are not computed."""
+def _attend_causally(q_BHLD: Tensor, k_BKLD: Tensor, v_BKLD: Tensor, window: int | None) -> Tensor:
+    """Attend within rows that are one document each. With a window of W tokens, each block of W queries takes the 2 W -
+    1 keys that it sees, so that the costs are proportional to L W, not to L squared."""
+    length = q_BHLD.shape[2]
+    if window is None or window >= length:
+        return F.scaled_dot_product_attention(q_BHLD, k_BKLD, v_BKLD, is_causal=True, enable_gqa=True)
+    seen_WK = q_BHLD.new_ones(window, 2 * window - 1, dtype=torch.bool).triu().tril(window - 1)
+    outs = []
+    for start in range(0, length, window):
+        end, earliest = min(start + window, length), start - window + 1
+        first = max(0, earliest)
+        q, k, v = q_BHLD[:, :, start:end], k_BKLD[:, :, first:end], v_BKLD[:, :, first:end]
+        mask = seen_WK[: end - start, first - earliest : end - earliest]
+        outs.append(F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True))
+    return torch.cat(outs, dim=2)
 
+
+def _attend_each_document(q_BLHD: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, attention: AttentionMetadata) -> Tensor:
     def split_documents(x_BLHD: Tensor) -> tuple[Tensor, ...]:
         flat_1HTD = x_BLHD.reshape(1, -1, *x_BLHD.shape[2:]).transpose(1, 2)
-        return flat_1HTD.split(lengths, dim=2)
+        return flat_1HTD.split(attention.lengths, dim=2)
 
     documents = zip(*map(split_documents, (q_BLHD, k_BLKD, v_BLKD)), strict=True)
-    outs = [F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True) for q, k, v in documents]
+    outs = [_attend_causally(q, k, v, attention.window) for q, k, v in documents]
     return torch.cat(outs, dim=2).transpose(1, 2).reshape(q_BLHD.shape)
+
+
+def _attend_varlen(q_BLHD: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, attention: AttentionMetadata) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    q, k, v = (x.flatten(0, 1) for x in (q_BLHD, k_BLKD, v_BLKD))
+    # PyTorch counts the tokens before a token's own, -1 for all, and after it.
+    window_size = (-1 if attention.window is None else attention.window - 1, 0)
+    ends, longest = attention.mask, attention.max_seqlen
+    out_THD = varlen_attn(q, k, v, ends, ends, longest, longest, window_size=window_size, enable_gqa=True)
+    assert isinstance(out_THD, Tensor)
+    return out_THD.view_as(q_BLHD)
 
 
 @functools.cache
@@ -132,7 +191,7 @@ class GroupedQueryAttention(nn.Module):
             nn.Linear(n_heads * head_dim, dim, bias=False), weight=TruncatedNormal(out_init_std)
         )
 
-    def forward(self, x_BLD: Tensor, rope: tuple[Tensor, Tensor], mask: AttentionMask) -> Tensor:
+    def forward(self, x_BLD: Tensor, rope: tuple[Tensor, Tensor], attention: AttentionMetadata) -> Tensor:
         """(B, L, dim) → (B, L, dim)."""
         # -1, because a rank holds only some of the heads under tensor parallelism.
         q_BLHD, k_BLKD, v_BLKD = (
@@ -140,5 +199,5 @@ class GroupedQueryAttention(nn.Module):
         )
         if self.q_norm is not None and self.k_norm is not None:
             q_BLHD, k_BLKD = self.q_norm(q_BLHD), self.k_norm(k_BLKD)
-        out_BLHD = self.attend(apply_rope(q_BLHD, rope), apply_rope(k_BLKD, rope), v_BLKD, mask)
+        out_BLHD = self.attend(apply_rope(q_BLHD, rope), apply_rope(k_BLKD, rope), v_BLKD, attention)
         return self.wo(out_BLHD.flatten(-2))

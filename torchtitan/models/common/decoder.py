@@ -2,16 +2,18 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchtitan.models.common.attention import AttentionMask, CausalMask, GroupedQueryAttention
+from torchtitan.models.common.attention import GroupedQueryAttention, with_kernel
 from torchtitan.models.common.layers import RMSNorm, SwiGLU
 from torchtitan.models.common.rope import RoPEConfig, rope_cos_sin
+from torchtitan.protocols.attention import AttentionMetadata
 from torchtitan.protocols.initializer import TruncatedNormal, with_initializers
 from torchtitan.protocols.model import BaseModel, count_elements, effective_weight
 from torchtitan.protocols.sharding import ShardingPlan
@@ -50,7 +52,6 @@ DENSE_SHARDING = ShardingPlan(
         "head.output": "columns",
     },
     attention="layers.*.attention.attend",
-    mask="mask",
 )
 """Plan for every `Decoder` of `TransformerBlock`s. Parts that a model leaves out are None in the model."""
 
@@ -160,11 +161,16 @@ class Decoder(BaseModel):
         if not config.tie_embeddings:
             output = init(nn.Linear(config.dim, config.vocab_size, bias=False), weight=self.output_init())
         self.head: OutputHead | None = OutputHead(RMSNorm(config.dim, config.norm_eps), output)
-        self.mask = CausalMask()
+        self.is_compiled = False
+        """Whether blocks are compiled, so that attention needs kernels with constant shapes."""
 
     def make_block(self, index: int) -> nn.Module:
-        """Return the block of a layer: `block(hidden_BLD, rope, mask) -> hidden_BLD`."""
+        """Return the block of a layer: `block(hidden_BLD, rope, attention) -> hidden_BLD`."""
         return TransformerBlock(self.config, index, self.design)
+
+    def window_of_layer(self, index: int) -> int | None:
+        """Return the number of tokens that a token sees in a layer, including itself; None: all earlier ones."""
+        return None
 
     def output_init(self) -> TruncatedNormal:
         """Return the initial distribution of untied output weights. Logits have standard deviation 1/4 at any width, so
@@ -178,9 +184,8 @@ class Decoder(BaseModel):
     def forward(
         self,
         tokens_BL: Tensor,
-        positions_BL: Tensor | None = None,
+        attention: AttentionMetadata | None = None,
         *,
-        packed: bool = True,
         head: Head = F.linear,
         **head_inputs: Any,
     ) -> Tensor:
@@ -188,18 +193,26 @@ class Decoder(BaseModel):
 
         Args:
             tokens_BL: token ids; in a pipeline stage other than the first, hidden states (B, L, D).
-            positions_BL: each token's position within its document, from 0; tokens attend only to earlier tokens of
-                their document. None: every window is one document.
-            packed: whether a window may contain several documents; if not, attention is plain causal.
+            attention: positions and documents, with the positions on the device of the tokens. None: each row is one
+                document.
             head: called with hidden states, output weights and `head_inputs`.
         """
-        mask: AttentionMask = self.mask(positions_BL if packed else None)
+        device = tokens_BL.device
+        if attention is None:
+            attention = AttentionMetadata.of_rows(*tokens_BL.shape[:2])
+        positions_BL = attention.positions_BL
         if positions_BL is None:
-            positions_BL = torch.arange(tokens_BL.shape[1], device=tokens_BL.device)[None]
-        rope = rope_cos_sin(self.config.rope, self.config.resolved_head_dim, positions_BL)
+            positions_BL = torch.arange(attention.max_seqlen, device=device)[None]
+        head_dim = self.config.resolved_head_dim
+        rope = rope_cos_sin(self.config.rope, head_dim, positions_BL)
         hidden_BLD = tokens_BL if self.tok_embeddings is None else self.tok_embeddings(tokens_BL)
-        for block in self.layers.values():
-            hidden_BLD = block(hidden_BLD, rope, mask)
+        windows = {index: self.window_of_layer(int(index)) or attention.window for index in self.layers}
+        prepare = partial(
+            with_kernel, device=device, dtype=hidden_BLD.dtype, head_dim=head_dim, static=self.is_compiled
+        )
+        of_window = {window: prepare(replace(attention, window=window)) for window in set(windows.values())}
+        for index, block in self.layers.items():
+            hidden_BLD = block(hidden_BLD, rope, of_window[windows[index]])
         if self.head is None:
             return hidden_BLD
         tied_VD = None
@@ -272,7 +285,7 @@ class TransformerBlock(nn.Module):
         self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
         self.feed_forward = SwiGLU(dim=config.dim, hidden_dim=config.ffn_dim, init_std=_INIT_STD, out_init_std=std)
 
-    def forward(self, x_BLD: Tensor, rope: tuple[Tensor, Tensor], mask: AttentionMask) -> Tensor:
+    def forward(self, x_BLD: Tensor, rope: tuple[Tensor, Tensor], attention: AttentionMetadata) -> Tensor:
         """(B, L, dim) → (B, L, dim)."""
-        x_BLD = x_BLD + self.attention(self.attention_norm(x_BLD), rope, mask)
+        x_BLD = x_BLD + self.attention(self.attention_norm(x_BLD), rope, attention)
         return x_BLD + self.feed_forward(self.ffn_norm(x_BLD))

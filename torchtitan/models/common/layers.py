@@ -1,6 +1,5 @@
 """Layers of a block other than attention: root-mean-square normalization and the gated feed-forward network."""
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -8,18 +7,11 @@ from torchtitan.protocols.initializer import Constant, TruncatedNormal, with_ini
 
 
 class RMSNorm(nn.RMSNorm):
-    """`torch.nn.RMSNorm` (Zhang and Sennrich 2019, arXiv:1910.07467) over the last dimension, starting as the identity.
-    Its result has autocast's lower precision; otherwise each matrix product on it would make and keep its own copy."""
+    """`torch.nn.RMSNorm` (Zhang and Sennrich 2019, arXiv:1910.07467) over the last dimension; weights start at 1."""
 
     def __init__(self, dim: int, eps: float):
         super().__init__(dim, eps=eps)
         with_initializers(self, weight=Constant(1.0))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(..., dim) → (..., dim)."""
-        out = super().forward(x)
-        device_type = x.device.type
-        return out.to(torch.get_autocast_dtype(device_type)) if torch.is_autocast_enabled(device_type) else out
 
 
 class SwiGLU(nn.Module):

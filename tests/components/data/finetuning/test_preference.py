@@ -4,6 +4,7 @@ import json
 import random
 from collections import Counter
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -60,6 +61,13 @@ def trained_text(tokenizer, labels):
     return tokenizer.decode(labels[labels != IGNORE_INDEX].tolist(), skip_special_tokens=False)
 
 
+def assert_same(batch, expected):
+    assert batch.keys() == expected.keys()
+    for name, value in expected.items():
+        get = attrgetter("positions_BL") if name.endswith("attention") else lambda tensor: tensor
+        assert torch.equal(get(batch[name]), get(value))
+
+
 def test_both_sides_of_a_pair(tokenizer, folder):
     write_jsonl(folder / "data.jsonl", pairs(3))
     batches = list(build(tokenizer, **in_order()))
@@ -67,7 +75,8 @@ def test_both_sides_of_a_pair(tokenizer, folder):
     eos = tokenizer.decode([tokenizer.eos_id], skip_special_tokens=False)
     for batch, row, pair in ((batches[i // 2], i % 2, pair) for i, pair in enumerate(pairs(3))):
         for side in ("chosen", "rejected"):
-            inputs, labels, positions = (batch[f"{side}_{name}"][row] for name in ("input", "labels", "positions"))
+            inputs, labels = (batch[f"{side}_{name}"][row] for name in ("input", "labels"))
+            positions = batch[f"{side}_attention"].positions_BL[row]
             assert inputs.shape == labels.shape == positions.shape == (SEQ_LEN,)
             text = f"Q: {pair['prompt']}\nA: {pair[side]}{eos}\n"
             ids = tokenizer.tokenize([text], allow_special=True)[0]
@@ -107,7 +116,7 @@ def test_padded_batches_give_the_log_probabilities_of_single_sequences(tokenizer
 
     with torch.no_grad():
         for i, side in enumerate(("chosen", "rejected")):
-            logits = model(batch[f"{side}_input"], batch[f"{side}_positions"])
+            logits = model(batch[f"{side}_input"], batch[f"{side}_attention"])
             together = log_probability(logits, batch[f"{side}_labels"])
             for row in range(4):
                 part = loader.samples.sets[0].sample(row).parts[i]
@@ -198,7 +207,7 @@ def test_transcripts_equal_pairs_with_prompts(tokenizer, folder):
     for batch, expected in zip(
         build(tokenizer, **in_order()), build(tokenizer, dataset=["plain.jsonl"], **in_order()), strict=True
     ):
-        assert all(torch.equal(batch[name], expected[name]) for name in expected)
+        assert_same(batch, expected)
 
 
 def test_rows_with_a_label_are_rejected(tokenizer, folder):
@@ -242,7 +251,7 @@ def test_column_mapping(tokenizer, folder):
     loader = build(tokenizer, columns=["prompt=frage", "chosen=gut", "rejected=schlecht"], **in_order())
     write_jsonl(folder / "plain.jsonl", pairs(2))
     for batch, expected in zip(loader, build(tokenizer, dataset=["plain.jsonl"], **in_order()), strict=True):
-        assert all(torch.equal(batch[name], expected[name]) for name in expected)
+        assert_same(batch, expected)
 
 
 def test_cache_is_reused_until_the_data_changes(tokenizer, folder):

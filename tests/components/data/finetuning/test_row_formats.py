@@ -309,7 +309,8 @@ class TestLabels:
         ({"messages": [], "system_prompt": "s", "functions": "[1]", "loss_weight": 0}, ["loss_weight"]),
         ({"messages": [], "system": "t", "system_prompt": "s", "history": [["q", "a"]]}, ["system_prompt", "history"]),
         ({"prompt": "q", "response": "a", "context": "c", "rejected": " "}, ["context"]),
-        ({"instruction": "q", "response": "a", "context": "c", "history": []}, []),
+        ({"instruction": "q", "response": "a", "context": "c", "history": [], "functions": "[1]"}, []),
+        ({"instruction": "q", "output": "a", "tools": [1], "score": 1}, ["score"]),
         ({"text": "t", "system": "s", "labels": None}, ["system"]),
     ],
 )

@@ -465,10 +465,10 @@ def test_report_counts_filtered_rows(tmp_path):
 @pytest.mark.parametrize(
     ("limits", "message"),
     [
-        ({"min_tokens": -1}, "min_tokens must be at least 0, not -1"),
-        ({"min_tokens": 5, "max_tokens": 4}, "max_tokens must be at least 5"),
-        ({"max_repetition": 1.5}, "--dataloader.max_repetition must be from 0 to 1, not 1.5"),
-        ({"repetition_ngram": 0}, "repetition_ngram must be at least 1 token, not 0"),
+        ({"min_tokens": -1}, "min_tokens is -1, but must be at least 0"),
+        ({"min_tokens": 5, "max_tokens": 4}, "max_tokens is 4, but must be at least 5"),
+        ({"max_repetition": 1.5}, "--dataloader.max_repetition is 1.5, but must be from 0 to 1"),
+        ({"repetition_ngram": 0}, "repetition_ngram is 0, but must be at least 1 token"),
     ],
 )
 def test_invalid_limits(limits, message):

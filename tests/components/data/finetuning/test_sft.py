@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.components.data.helpers import replace, take, write_jsonl
+from tests.components.data.helpers import replace, take, with_positions, write_jsonl
 from torchtitan.components.data.base import NO_DOCUMENT
 from torchtitan.components.data.finetuning.chat_encoding import EncodedSample
 from torchtitan.components.data.finetuning.samples import SampleSets, pack_samples
@@ -117,6 +117,7 @@ def test_window_token_by_token():
 def test_batches_contain_the_named_samples(config, tokenizer, packing):
     loader = build(replace(config, packing=packing), tokenizer, epochs=1)
     for batch in loader:
+        batch = with_positions(batch)
         assert {name: tuple(value.shape) for name, value in batch.items() if name != "documents"} == {
             name: (2, SEQ_LEN) for name in ("input", "labels", "positions")
         }
@@ -151,12 +152,12 @@ def test_packed_and_unpacked_have_the_same_token_losses(config, tokenizer):
         loader = build(replace(config, packing=packing), tokenizer, epochs=1)
         sample_losses = {}
         for batch in loader:
-            logits = model(batch["input"], batch["positions"])
+            logits = model(batch["input"], batch["attention"])
             losses = F.cross_entropy(
                 logits.transpose(1, 2), batch["labels"], ignore_index=IGNORE_INDEX, reduction="none"
             )
             for row, documents in enumerate(batch["documents"].tolist()):
-                starts = (batch["positions"][row] == 0).nonzero().flatten().tolist() + [SEQ_LEN]
+                starts = (batch["attention"].positions_BL[row] == 0).nonzero().flatten().tolist() + [SEQ_LEN]
                 present = [number for number in documents if number != NO_DOCUMENT]
                 for number, start, stop in zip(present, starts, starts[1:], strict=False):
                     sample_losses[number] = losses[
@@ -566,16 +567,16 @@ def test_adaptive_sampler_resumes_exactly(config, tokenizer, workers):
     ("changes", "message"),
     [
         ({"dataset": []}, "--dataloader.dataset is empty; set it to a file such as my.jsonl"),
-        ({"num_workers": -1}, "num_workers must be at least 0, not -1"),
-        ({"pack_chunk": 0}, "pack_chunk must be at least 1 sample, not 0"),
+        ({"num_workers": -1}, "num_workers is -1, but must be at least 0"),
+        ({"pack_chunk": 0}, "pack_chunk is 0, but must be at least 1 sample"),
         ({"weights": [1.0, 2.0]}, r"--dataloader.weights must have one value per dataset \(1\), not 2"),
         ({"max_epochs": [1.0, 2.0]}, r"--dataloader.max_epochs must have one value per dataset \(1\), not 2"),
-        ({"max_epochs": [0.0]}, "max_epochs must be above 0, not 0"),
+        ({"max_epochs": [0.0]}, "max_epochs is 0, but must be above 0"),
         ({"weight_schedule": ["5: 1"]}, "--dataloader.weight_schedule also needs --dataloader.weights"),
         ({"weights": [1.0], "weight_schedule": ["5 1"]}, "entries such as '500: 0.2 0.8', not '5 1'"),
         ({"weights": [1.0], "weight_schedule": ["a: 1"]}, "not 'a: 1'"),
         ({"token_range": "7"}, "--dataloader.token_range must have the form LOW-HIGH"),
-        ({"max_repetition": 2.0}, "--dataloader.max_repetition must be from 0 to 1, not 2.0"),
+        ({"max_repetition": 2.0}, "--dataloader.max_repetition is 2.0, but must be from 0 to 1"),
     ],
 )
 def test_wrong_options_are_found_before_reading(config, tokenizer, changes, message):
@@ -585,7 +586,7 @@ def test_wrong_options_are_found_before_reading(config, tokenizer, changes, mess
 
 def test_arguments_out_of_range(config, tokenizer):
     for name in ("seq_len", "local_batch_size", "epochs"):
-        with pytest.raises(UserError, match=f"{name} must be at least 1, not 0"):
+        with pytest.raises(UserError, match=f"{name} is 0, but must be at least 1"):
             config.build(tokenizer=tokenizer, **{"seq_len": 8, "local_batch_size": 1, name: 0})
 
 

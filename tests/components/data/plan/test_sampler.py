@@ -11,10 +11,11 @@ import torch.nn.functional as F
 
 from tests.processes import run_processes
 from tests.training import read_metrics, run, tiny_config, train
-from torchtitan.components.data.base import NO_DOCUMENT, BaseDataLoader
+from torchtitan.components.data.base import NO_DOCUMENT, BaseDataLoader, to_batch
 from torchtitan.components.loss import IGNORE_INDEX, CrossEntropyLoss
 from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.experiments.template.trainer import TemplateTrainer
+from torchtitan.protocols.attention import AttentionMetadata
 from torchtitan.tools.errors import UserError
 from torchtitan.trainer import Trainer
 from torchtitan.trainer.sample_losses import SampleLosses, number_tokens
@@ -53,7 +54,7 @@ class Documents(BaseDataLoader):
     def __next__(self):
         samples = [self.sample(self.first + i) for i in range(self.batch_size)]
         self.first += self.stride
-        return {name: torch.tensor([sample[name] for sample in samples]) for name in samples[0]}
+        return to_batch([{name: np.array(value) for name, value in sample.items()} for sample in samples])
 
     def observe(self, statistics):
         self.observed.append(statistics)
@@ -189,7 +190,9 @@ def test_loss_without_token_losses_is_rejected():
 
 def test_token_counts():
     batch = {
-        "positions": torch.tensor([[0, 1, 0, 0, 1], [0, 0, 0, 0, 1], [0, 1, 2, 3, 4]]),
+        "attention": AttentionMetadata.from_positions(
+            torch.tensor([[0, 1, 0, 0, 1], [0, 0, 0, 0, 1], [0, 1, 2, 3, 4]])
+        ),
         "documents": torch.tensor([[7, 8, NO_DOCUMENT, NO_DOCUMENT], [1, 2, 3, 4], [NO_DOCUMENT] * 4]),
     }
     expected = [[7, 7, 8, NO_DOCUMENT, NO_DOCUMENT], [1, 2, 3, 4, 4], [NO_DOCUMENT] * 5]

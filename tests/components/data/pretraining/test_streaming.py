@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.components.data.helpers import take
+from tests.components.data.helpers import take, with_positions
 from torchtitan.assets.stories import Stories
 from torchtitan.components.data import HubDataset, PretrainDataLoader, register_dataset
 from torchtitan.components.data.base import Layout
@@ -69,7 +69,7 @@ def build(
 
 
 def as_lists(batches):
-    return [{name: value.tolist() for name, value in batch.items()} for batch in batches]
+    return [{name: value.tolist() for name, value in with_positions(batch).items()} for batch in batches]
 
 
 def token_stream(batches, node=0, n_nodes=1):

@@ -46,14 +46,14 @@ class FilterConfig:
 
     def __post_init__(self) -> None:
         if self.min_tokens < 0:
-            raise UserError(f"--dataloader.min_tokens must be at least 0, not {self.min_tokens}")
+            raise UserError(f"--dataloader.min_tokens is {self.min_tokens}, but must be at least 0")
         if self.max_tokens is not None and self.max_tokens < max(1, self.min_tokens):
             limit = max(1, self.min_tokens)
-            raise UserError(f"--dataloader.max_tokens must be at least {limit} (min_tokens), not {self.max_tokens}")
+            raise UserError(f"--dataloader.max_tokens is {self.max_tokens}, but must be at least {limit} (min_tokens)")
         if not 0 <= self.max_repetition <= 1:
-            raise UserError(f"--dataloader.max_repetition must be from 0 to 1, not {self.max_repetition}")
+            raise UserError(f"--dataloader.max_repetition is {self.max_repetition}, but must be from 0 to 1")
         if self.repetition_ngram < 1:
-            raise UserError(f"--dataloader.repetition_ngram must be at least 1 token, not {self.repetition_ngram}")
+            raise UserError(f"--dataloader.repetition_ngram is {self.repetition_ngram}, but must be at least 1 token")
 
     def apply(self, sample: EncodedRow | BrokenSample) -> EncodedRow | Dropped:
         """Return the sample, or the reason to drop it. Raise `UserError` for the policy `error`."""

@@ -31,10 +31,10 @@ class PairEncoder(RowEncoder):
 class PreferenceDataLoader(PlannedDataLoader):
     """Pairs for the two forward passes of a preference method; see `PlannedDataLoader` for order and position.
 
-    A batch has `chosen_input`, `chosen_labels`, `chosen_positions` and likewise `rejected_…`, all (B, T) with T =
+    A batch has `chosen_input`, `chosen_labels`, `chosen_attention` and likewise `rejected_…`, all (B, T) with T =
     `seq_len`. Row b of both sides is one pair: the prompt with ignored labels, then the answer with labels on the
-    assistant's turns, then padding as a separate document with ignored labels. Therefore
-    `model(batch["chosen_input"], batch["chosen_positions"])` needs no mask.
+    assistant's turns, then padding as a separate document with ignored labels. Since padding comes last, attention
+    without documents gives the same loss.
 
     `too_long` applies to pairs with a side longer than T positions. `truncate_left` removes the same number of tokens
     from both sides, and drops pairs if an answer alone is too long.
@@ -52,7 +52,7 @@ class PreferenceDataLoader(PlannedDataLoader):
 
     config: Config
     kind = "preference"
-    token_tensors = tuple(f"{side}_{name}" for side in SIDES for name in ("input", "labels", "positions"))
+    token_tensors = tuple(f"{side}_{name}" for side in SIDES for name in ("input", "labels"))
 
     @staticmethod
     def collate(windows: Windows, seq_len: int) -> Batch:

@@ -73,7 +73,8 @@ class RowFormat:
         return [column for column in suspects if column not in read]
 
 
-_TURNS, _INSTRUCTION = ("tools", "system"), ("input", "history", "system")
+_TURNS = ("tools", "system")
+_INSTRUCTION = ("input", "history", *_TURNS)
 _PROMPTS = {
     "prompt": (turns_in("prompt"), _TURNS),
     "question": (turns_in("question"), _TURNS),

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from torchtitan.components.data.base import NO_DOCUMENT, Batch
+from torchtitan.components.data.base import NO_DOCUMENT, Batch, to_batch
 from torchtitan.components.data.finetuning.chat_encoding import EncodedRow, EncodedSample
 from torchtitan.components.data.finetuning.filters import Dropped, Policy
 from torchtitan.components.data.finetuning.sample_cache import SampleCache
@@ -216,9 +216,8 @@ class WindowDataset(Dataset[Batch]):
 
 
 def pack_windows(windows: Windows, seq_len: int, part: int = 0) -> Batch:
-    """Pack one sequence of each sample by `pack_samples`; all tensors are (B, `seq_len`)."""
-    packed = [pack_samples([sample.parts[part] for sample in window], seq_len) for window in windows]
-    return {name: torch.from_numpy(np.stack([window[name] for window in packed])) for name in packed[0]}
+    """Pack one sequence of each sample by `pack_samples` into a batch of windows of `seq_len` tokens."""
+    return to_batch([pack_samples([sample.parts[part] for sample in window], seq_len) for window in windows])
 
 
 def pack_samples(samples: Sequence[EncodedSample], seq_len: int) -> dict[str, Array]:

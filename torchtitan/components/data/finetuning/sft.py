@@ -72,7 +72,7 @@ class SFTDataLoader(PlannedDataLoader):
         def validate(self) -> None:
             PlannedDataLoader.Config.validate(self)
             if self.pack_chunk < 1:
-                raise UserError(f"--dataloader.pack_chunk must be at least 1 sample, not {self.pack_chunk}")
+                raise UserError(f"--dataloader.pack_chunk is {self.pack_chunk}, but must be at least 1 sample")
             if self.weight_schedule and not self.weights:
                 raise UserError("--dataloader.weight_schedule also needs --dataloader.weights, the initial weights")
             parse_schedule(self.weight_schedule)
@@ -82,7 +82,7 @@ class SFTDataLoader(PlannedDataLoader):
                         f"--dataloader.{name} must have one value per dataset ({len(self.dataset)}), not {len(values)}"
                     )
             if any(not limit > 0 for limit in self.max_epochs):
-                raise UserError(f"--dataloader.max_epochs must be above 0, not {min(self.max_epochs):g}")
+                raise UserError(f"--dataloader.max_epochs is {min(self.max_epochs):g}, but must be above 0")
             self.filters()
 
         def filters(self) -> FilterConfig:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from torchtitan.components.data.base import NO_DOCUMENT, Batch, Layout
+from torchtitan.components.data.base import NO_DOCUMENT, Batch, Layout, to_batch
 from torchtitan.components.data.disk_cache import digest_of
 from torchtitan.components.data.plan.sampler import Array
 from torchtitan.components.data.pretraining.token_cache import TokenCache
@@ -103,7 +103,7 @@ def padding_sample(seq_len: int, *, document_mask: bool) -> Sample:
 
 
 def collate(samples: Sequence[Sample]) -> Batch:
-    batch = {name: torch.from_numpy(np.stack([sample[name] for sample, _ in samples])) for name in samples[0][0]}
+    batch = to_batch([sample for sample, _ in samples])
     batch["documents"] = torch.tensor([documents for _, documents in samples])
     return batch
 

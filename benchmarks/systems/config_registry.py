@@ -1,0 +1,71 @@
+"""Configurations of torchtitan for `benchmarks/peers.py`, which sets sizes, lengths and files on the command line."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torchtitan.components.data import SFTDataLoader
+from torchtitan.components.data.base import NO_DOCUMENT, Batch
+from torchtitan.components.data.dataloader import PretrainDataLoader
+from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.models.llama3 import model_registry
+from torchtitan.trainer import Trainer
+from torchtitan.trainer.callbacks import Callback
+from torchtitan.trainer.step_result import StepResult
+
+from .task import StepLog
+
+
+class Steps(Callback):
+    """Log the end of each step with its useful tokens and labels."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Callback.Config):
+        """Log of steps."""
+
+        folder: str = "."
+        """Folder of the log."""
+
+    config: Config
+
+    def __init__(self, config: Config, *, trainer: Trainer):
+        super().__init__(config, trainer=trainer)
+        self.log = StepLog(config.folder)
+        self.tokens = self.labels = 0
+
+    def on_batches(self, micro_batches: Sequence[Batch]) -> None:
+        self.tokens = sum(map(useful_tokens, micro_batches))
+        self.labels = sum(int((batch["labels"] != IGNORE_INDEX).sum()) for batch in micro_batches)
+
+    def after_step(self, outcome: StepResult) -> None:
+        self.log.end_step(time.monotonic(), self.tokens, self.labels)
+
+
+def useful_tokens(batch: Batch) -> int:
+    """Return the tokens of a batch without padding, which is the last document of a window."""
+    if "positions" not in batch:
+        return batch["input"].numel()
+    total = 0
+    for positions, documents in zip(batch["positions"], batch["documents"], strict=True):
+        starts = (positions == 0).nonzero().flatten().tolist()
+        n_documents = int((documents != NO_DOCUMENT).sum())
+        total += starts[n_documents] if len(starts) > n_documents else len(positions)
+    return total
+
+
+def pretrain() -> Trainer.Config:
+    """Pre-train on windows of the built-in stories, each as one document, which is more work than several."""
+    return Trainer.Config(
+        model_spec=model_registry("debugmodel"),
+        dataloader=PretrainDataLoader.Config(document_mask=False),
+        callbacks=[Steps.Config()],
+    )
+
+
+def sft() -> Trainer.Config:
+    """Fine-tune on packed samples."""
+    return Trainer.Config(
+        model_spec=model_registry("debugmodel"),
+        dataloader=SFTDataLoader.Config(),
+        callbacks=[Steps.Config()],
+    )

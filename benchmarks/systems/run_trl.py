@@ -1,0 +1,41 @@
+"""Run TRL's SFTTrainer on the task in a folder; fine-tuning packs samples, with TRL's default strategy."""
+
+import sys
+from typing import Any
+
+import datasets
+import trl
+from hugging_face import make_model, make_tokenizer, random_windows, read_rows, train, training_arguments
+from task import Task
+
+
+def main(folder: str) -> None:
+    task = Task.read(folder)
+    if task.kind == "pretrain":
+        rows = [{"input_ids": window.tolist()} for window in random_windows(task)]
+    else:
+        rows = [{"prompt": prompt, "completion": completion} for prompt, completion in read_rows(task)]
+    arguments = training_arguments(task, folder) | {
+        "max_length": task.seq_len,
+        "packing": task.kind == "sft",
+        # On by default; it would save memory at the cost of time.
+        "gradient_checkpointing": False,
+    }
+    trainer = trl.SFTTrainer(
+        model=make_model(task),
+        args=trl.SFTConfig(**arguments),
+        train_dataset=datasets.Dataset.from_list(rows),
+        processing_class=make_tokenizer(task),
+    )
+    train(trainer, folder, count)
+
+
+def count(batch: dict[str, Any]) -> tuple[int, int]:
+    labels = int((batch["labels"] != -100).sum())
+    if "position_ids" not in batch:  # windows full of text
+        return batch["input_ids"].numel(), labels
+    return batch["input_ids"].numel() - int((batch["position_ids"] == 0).sum()), labels
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

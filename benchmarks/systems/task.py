@@ -1,0 +1,66 @@
+"""The interface between `benchmarks/peers.py` and the programs it runs: a task to read, a log of steps to write."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+WIDTHS = {"dim": 512, "n_layers": 8, "n_heads": 8, "n_kv_heads": 4, "ffn_dim": 1536}
+"""`Task.widths` of all jobs."""
+
+LEARNING_RATE, WEIGHT_DECAY, BETAS, MAX_NORM = 8e-4, 0.1, (0.9, 0.95), 1.0
+"""Settings of AdamW and gradient clipping in all systems: torchtitan's defaults."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """A run of one system."""
+
+    kind: str
+    """`pretrain` on windows full of text, or `sft` on questions and answers."""
+
+    vocab_size: int
+    seq_len: int
+    """Tokens in a window."""
+
+    precision: str
+    """Type of the computation, `float32` or `bfloat16` over weights in float32."""
+
+    steps: int
+    """Steps to take."""
+
+    compile: bool
+    """Use torch.compile, in systems that leave the choice to the user."""
+
+    data: str
+    """JSON Lines file with the columns `question` and `answer`, for `sft`."""
+
+    tokenizer: str
+    """Folder with `tokenizer.json`, for `sft`."""
+
+    widths: dict[str, int] = field(default_factory=lambda: WIDTHS)
+    """Sizes of the model except its vocabulary, under torchtitan's names."""
+
+    batch_size: int = 4
+    """Windows that the system processes at once."""
+
+    @classmethod
+    def read(cls, folder: str) -> "Task":
+        return cls(**json.loads((Path(folder) / "task.json").read_text()))
+
+
+class StepLog:
+    """`steps.jsonl` in a folder: a line per step, written when the step ends."""
+
+    def __init__(self, folder: str):
+        self.path = Path(folder) / "steps.jsonl"
+
+    def end_step(self, time: float, tokens: int, labels: int) -> None:
+        """Log the end of a step.
+
+        Args:
+            time: `time.monotonic()`, which all processes share.
+            tokens: tokens of its batch that have a next token; padding does not count.
+            labels: tokens that it trained on.
+        """
+        with self.path.open("a") as file:
+            file.write(json.dumps({"time": time, "tokens": tokens, "labels": labels}) + "\n")

@@ -1,0 +1,101 @@
+"""`AttentionMetadata`: which tokens of a batch attend to which. Data loaders make it, and every kernel reads it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+Kernel = Literal["causal", "documents", "dense", "varlen", "flex"]
+"""Computation of attention; `torchtitan.models.common.attention` chooses it."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AttentionMetadata:
+    """Attention in a batch of B rows of L tokens: each token sees itself and the earlier tokens of its document, at
+    most `window` in all. Documents are contiguous and end with their row.
+
+    Everything that decides shapes is on the host, so that no kernel waits for the device to read it.
+    """
+
+    positions_BL: Tensor | None = None
+    """Each token's position in its document, on the device of the tokens. None: each row is one document."""
+
+    cu_seqlens: Tensor
+    """Boundaries of documents in the flattened rows, from 0 to B x L: int32, (documents + 1,), always on the host."""
+
+    max_seqlen: int
+    """Tokens of the longest document."""
+
+    window: int | None = None
+    """Number of tokens that a token sees, including itself; None: no limit."""
+
+    n_cached: int | None = None
+    """Tokens per row in a key/value cache, which precede the batch's. None: there is no cache."""
+
+    query_places_L: Tensor | None = None
+    """Under context parallelism, the places in the row of this rank's tokens; the boundaries are of entire rows."""
+
+    key_places_K: Tensor | None = None
+    """Under context parallelism, the places in the row of the keys gathered from all ranks."""
+
+    kernel: Kernel | None = None
+    """Computation chosen by the model."""
+
+    mask: Any = None
+    """Input of the kernel that is the same in all layers with this window."""
+
+    @classmethod
+    def from_positions(cls, positions_BL: Tensor) -> "AttentionMetadata":
+        """Describe packed documents by the positions of their tokens, which are on the host and 0 at each start."""
+        assert positions_BL.device.type == "cpu", "reading positions from a device would wait for it"
+        starts_BL = positions_BL == 0
+        starts_BL[:, 0] = True
+        starts = starts_BL.flatten().nonzero().flatten()
+        boundaries = torch.cat((starts, starts.new_tensor([starts_BL.numel()]))).int()
+        return cls(positions_BL=positions_BL, cu_seqlens=boundaries, max_seqlen=int(boundaries.diff().max()))
+
+    @classmethod
+    def of_rows(cls, n_rows: int, length: int) -> "AttentionMetadata":
+        """Describe rows of `length` tokens that are one document each."""
+        boundaries = torch.arange(0, (n_rows + 1) * length, length, dtype=torch.int32, device="cpu")
+        return cls(cu_seqlens=boundaries, max_seqlen=length)
+
+    @property
+    def n_rows(self) -> int:
+        return len(self.cu_seqlens) - 1 if self.positions_BL is None else len(self.positions_BL)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each document, in order."""
+        lengths: list[int] = self.cu_seqlens.diff().tolist()
+        return lengths
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> "AttentionMetadata":
+        """Copy the positions to a device; the boundaries stay on the host."""
+        return self._with_positions(lambda positions_BL: positions_BL.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> "AttentionMetadata":
+        """Pin the positions; PyTorch's `DataLoader` calls this if it pins tensors."""
+        return self._with_positions(Tensor.pin_memory)
+
+    def _with_positions(self, change: Callable[[Tensor], Tensor]) -> "AttentionMetadata":
+        return self if self.positions_BL is None else replace(self, positions_BL=change(self.positions_BL))
+
+    def rows(self, start: int, stop: int) -> "AttentionMetadata":
+        """Describe the rows from `start` to before `stop`, such as a micro-batch of a pipeline."""
+        if self.positions_BL is None:
+            return replace(self, cu_seqlens=self.cu_seqlens[: stop - start + 1])
+        first, last = (row * int(self.cu_seqlens[-1]) // self.n_rows for row in (start, stop))
+        boundaries = self.cu_seqlens[(self.cu_seqlens >= first) & (self.cu_seqlens <= last)] - first
+        longest = int(boundaries.diff().max())
+        return replace(self, positions_BL=self.positions_BL[start:stop], cu_seqlens=boundaries, max_seqlen=longest)
+
+    def shard(self, query_places_L: Tensor, key_places_K: Tensor) -> "AttentionMetadata":
+        """Describe a rank's part of the tokens of each row, given the places of its tokens and of the gathered keys."""
+        if self.positions_BL is None:
+            positions_BL = query_places_L.expand(self.n_rows, -1)
+        else:
+            positions_BL = self.positions_BL[:, query_places_L]
+        return replace(self, positions_BL=positions_BL, query_places_L=query_places_L, key_places_K=key_places_K)
