@@ -21,6 +21,9 @@ from torchtitan.tools.torch_private import compute_local_shape_and_global_offset
 _CHUNK_ELEMENTS = 2**15
 """Elements drawn at once. From here on, PyTorch would divide each operation among threads of its own."""
 
+_CHUNKS_PER_JOB = 32
+"""Chunks for a thread at once: enough to hide the cost of handing them over."""
+
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
@@ -35,20 +38,20 @@ def initialize_weights(model: nn.Module, seed: int, *, loaded: Container[str] = 
     """Fill the parameters and buffers of `model`, possibly sharded, from its modules' initializers, in
     `torch.get_num_threads()` threads. Leave those whose canonical names are in `loaded`: their values will be read.
     Raise `LookupError` if one of the others has no initializer."""
-    chunks: list[Callable[[], None]] = []
+    jobs: list[Callable[[], None]] = []
     for module_name, module in model.named_modules():
         prefix = canonical_name(f"{module_name}.") if module_name else ""
         for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
             if f"{prefix}{name}" not in loaded:
                 initializer = initializer_of(module, name)
                 drawn = initializer.plain if isinstance(initializer, DerivedRows) else name
-                chunks += _chunks(tensor.detach(), initializer, f"{seed}/{prefix}{drawn}")
+                jobs += _jobs(tensor.detach(), initializer, f"{seed}/{prefix}{drawn}")
     with ThreadPoolExecutor(torch.get_num_threads()) as threads:
-        for _ in threads.map(operator.call, chunks):
+        for _ in threads.map(operator.call, jobs):
             pass
 
 
-def _chunks(parameter: Tensor, initializer: Initializer, key: str) -> Iterator[Callable[[], None]]:
+def _jobs(parameter: Tensor, initializer: Initializer, key: str) -> Iterator[Callable[[], None]]:
     """Yield functions that each fill some rows of this rank's shard."""
     shape, offset = tuple(parameter.shape), (0,) * parameter.ndim
     row = (initializer.shape if isinstance(initializer, DerivedRows) else parameter.shape)[1:]
@@ -61,16 +64,25 @@ def _chunks(parameter: Tensor, initializer: Initializer, key: str) -> Iterator[C
         return
     columns = tuple(slice(start, start + size) for start, size in zip(offset[1:], shape[1:], strict=True))
     n_rows = max(1, _CHUNK_ELEMENTS // row.numel())
-    for start in range(0, shape[0], n_rows):
-        yield partial(_fill, parameter[start : start + n_rows], initializer, key, offset[0] + start, row, columns)
+    for start in range(0, shape[0], _CHUNKS_PER_JOB * n_rows):
+        part = parameter[start : start + _CHUNKS_PER_JOB * n_rows]
+        yield partial(_fill, part, n_rows, initializer, key, offset[0] + start, row, columns)
 
 
 def _fill(
-    rows: Tensor, initializer: Initializer, key: str, first: int, row: torch.Size, columns: tuple[slice, ...]
+    part: Tensor,
+    n_rows: int,
+    initializer: Initializer,
+    key: str,
+    first: int,
+    row: torch.Size,
+    columns: tuple[slice, ...],
 ) -> None:
-    """Fill `rows`, the `columns` of whole rows of shape `row` from index `first` on."""
-    uniform = uniform_numbers(key, first * row.numel(), len(rows) * row.numel()).reshape(-1, *row)
-    rows.copy_(torch.from_numpy(initializer(uniform)[(slice(None), *columns)]))
+    """Fill `part`, the `columns` of whole rows of shape `row` from index `first` on, `n_rows` rows at a time."""
+    for rows in part.split(n_rows):
+        uniform = uniform_numbers(key, first * row.numel(), len(rows) * row.numel()).reshape(-1, *row)
+        rows.copy_(torch.from_numpy(initializer(uniform)[(slice(None), *columns)]))
+        first += len(rows)
 
 
 def uniform_numbers(key: str, start: int, count: int) -> Numbers:
