@@ -207,7 +207,9 @@ def test_pre_training(system: str, step_log: list[dict[str, float]]):
         pytest.param("trl", marks=pytest.mark.long),
     ],
 )
-def test_fine_tuning_counts_the_same_tokens(system: str, assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_fine_tuning_counts_the_same_tokens(
+    system: str, assets: Path, tmp_path: Path, step_log: list[dict[str, float]]
+):
     """All samples are equal, so that each system counts a multiple of one sample's tokens and labels."""
     if system != OURS:
         pytest.importorskip(runs.SYSTEMS[system].package)
