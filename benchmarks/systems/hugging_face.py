@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import tokenizers
 import torch
 import transformers
 from task import BETAS, LEARNING_RATE, MAX_NORM, WEIGHT_DECAY, StepLog, Task
@@ -42,8 +43,12 @@ def read_rows(task: Task) -> list[tuple[str, str]]:
 
 
 def make_tokenizer(task: Task) -> transformers.PreTrainedTokenizerFast:
+    """Return the task's tokenizer, or an empty one to pre-train on ids."""
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    if task.kind == "sft":
+        tokenizer = tokenizers.Tokenizer.from_file(str(Path(task.tokenizer) / "tokenizer.json"))
     return transformers.PreTrainedTokenizerFast(
-        tokenizer_file=str(Path(task.tokenizer) / "tokenizer.json"), eos_token=END_OF_TEXT, pad_token=END_OF_TEXT
+        tokenizer_object=tokenizer, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT
     )
 
 
