@@ -117,8 +117,8 @@ class LinearCrossEntropy(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         needs_grad = needs_hidden or needs_weight
-        # Tokens without a label need no logits. Other devices would have to wait for their number, and the compiler would
-        # compile for each number.
+        # Tokens without a label need no logits. Other devices would wait for their number, and compiled code
+        # would be specialized on it.
         rows = None if compiled else _labeled_rows(labels_N)
         hidden, labels = (hidden_ND, labels_N) if rows is None else (hidden_ND[rows], labels_N[rows])
         n_tokens = len(labels)
