@@ -87,7 +87,7 @@ def test_rows_without_positions_equal_the_definition(static, window):
     assert_equals_definition(metadata, WHOLE)
 
 
-@pytest.mark.parametrize("window", [None, 64, 100])
+@pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("packed", [True, False])
 def test_block_mask_equals_the_definition(monkeypatch, window, packed):
     """FlexAttention's forward pass runs on a CPU too, uncompiled; its backward pass does not (torch 2.13)."""
