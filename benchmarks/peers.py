@@ -138,6 +138,8 @@ def main() -> None:
     parser.add_argument("--tokenizer", default="", help="for C: folder with GPT-2's tokenizer.json")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
     options = parser.parse_args()
+    if not 1 <= options.warm_up < options.steps:
+        parser.error(f"--warm_up is {options.warm_up}, but must be at least 1 and below --steps, {options.steps}")
     if "C" in options.jobs and not (options.data and options.tokenizer):
         parser.error("job C needs --data and --tokenizer; --jobs A B D leaves it out")
     interpreters = find_interpreters(options.systems, [sys.executable, *options.pythons])

@@ -117,7 +117,7 @@ def main() -> None:
     torch.set_default_dtype(getattr(torch, options.dtype))
     torch.manual_seed(0)
     compare("loss, vocabulary 8,192, 2,048 tokens", loss_parts(8192, TOKENS), options.rounds)
-    compare("loss, vocabulary 128,256, 1,024 tokens", loss_parts(128_256, TOKENS // 2), max(1, options.rounds // 3))
+    compare("loss, vocabulary 128,256, 1,024 tokens", loss_parts(128_256, TOKENS // 2), options.rounds)
     compare("queries, keys and values", attention_inputs(), options.rounds)
     compare("gated feed-forward network", gated_feed_forward(), options.rounds)
     compare("rotary position embedding", rotary_embedding(), options.rounds)

@@ -43,10 +43,11 @@ class Steps(Callback):
 
 def useful_tokens(batch: Batch) -> int:
     """Return the tokens of a batch without padding, which is the last document of a window."""
-    if "positions" not in batch:
+    positions_BL = batch["attention"].positions_BL if "attention" in batch else None
+    if positions_BL is None:
         return batch["input"].numel()
     total = 0
-    for positions, documents in zip(batch["positions"], batch["documents"], strict=True):
+    for positions, documents in zip(positions_BL, batch["documents"], strict=True):
         starts = (positions == 0).nonzero().flatten().tolist()
         n_documents = int((documents != NO_DOCUMENT).sum())
         total += starts[n_documents] if len(starts) > n_documents else len(positions)

@@ -66,7 +66,7 @@ def test_a_batch_is_sharded_with_the_positions_of_its_tokens():
     # Derived from the token indices, since the batch has no attention.
     assert shard["attention"].positions_BL.tolist() == [[2, 3, 4, 5]] * 2
     assert shard["attention"].query_places_L.tolist() == [2, 3, 4, 5]
-    assert shard["attention"].key_places_K.tolist() == [0, 1, 6, 7, 2, 3, 4, 5]
+    assert shard["attention"].key_places_S.tolist() == [0, 1, 6, 7, 2, 3, 4, 5]
     assert shard["documents"] is batch["documents"]
     assert "attention" not in batch
     packed = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]]).expand(2, -1)

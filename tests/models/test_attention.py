@@ -31,9 +31,9 @@ def metadata_of(rows: Sequence[Sequence[int]], window: int | None = None) -> Att
     return replace(AttentionMetadata.from_positions(positions_of(rows)), window=window)
 
 
-def random_inputs(rows: int, length: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+def random_inputs(rows: int, length: int, dtype: torch.dtype = torch.float64, head_dim: int = 8) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
-    shapes = [(rows, length, heads, 8) for heads in (4, 2, 2)]
+    shapes = [(rows, length, heads, head_dim) for heads in (4, 2, 2)]
     return [torch.randn(shape, generator=generator, dtype=dtype, requires_grad=True) for shape in shapes]
 
 
@@ -130,19 +130,20 @@ def test_kernels_of_cuda_equal_the_definition(device, window):
     if not torch.cuda.is_available():
         pytest.skip("needs CUDA")
     for dtype, static, kernel in ((torch.bfloat16, False, "varlen"), (torch.float32, False, "flex")):
-        inputs = [x.to(device, dtype) for x in random_inputs(3, 12)]
+        inputs = [x.detach().to(device, dtype).requires_grad_() for x in random_inputs(3, 12, head_dim=16)]
         metadata = metadata_of(PACKED, window).to(device)
-        metadata = with_kernel(metadata, device=torch.device(device), dtype=dtype, head_dim=8, static=static)
+        metadata = with_kernel(metadata, device=torch.device(device), dtype=dtype, head_dim=16, static=static)
         assert metadata.kernel == kernel
         expected = expected_output(*(x.double() for x in inputs), seen_tokens(PACKED, window).to(device))
         tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-5
         out = Attention()(*inputs, metadata).double()
-        torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance)
+        results, references = ((y, *torch.autograd.grad(y.sum(), inputs)) for y in (out, expected))
+        torch.testing.assert_close(results, references, rtol=tolerance, atol=tolerance)
 
 
 # --- choice -----------------------------------------------------------------------------------------------------------
 
-SHARD = {"query_places_L": torch.arange(6), "key_places_K": torch.arange(12)}
+SHARD = {"query_places_L": torch.arange(6), "key_places_S": torch.arange(12)}
 CHOICES: list[tuple[torch.device, torch.dtype, int, bool, dict[str, Any], Sequence[Sequence[int]], Kernel]] = [
     (CPU, torch.bfloat16, 64, False, {}, PACKED, "documents"),
     (CPU, torch.bfloat16, 64, True, {}, PACKED, "dense"),

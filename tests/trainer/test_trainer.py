@@ -424,3 +424,11 @@ def test_deterministic_mode_and_seed(tmp_path):
     runs = [read_metrics(tmp_path / str(n), "loss") for n in (1, 2, 3)]
     assert runs[0] == runs[1] != runs[2]
     assert first.step == 4
+
+
+def test_positions_in_a_batch_are_rejected(tmp_path):
+    """No model reads them, so that documents would attend to each other."""
+    trainer = tiny_config(tmp_path).build()
+    with pytest.raises(UserError, match=r"AttentionMetadata\.from_positions"):
+        trainer.post_dataloading_process({"input": torch.zeros(1, 4), "positions": torch.zeros(1, 4)})
+    trainer.close()

@@ -73,8 +73,8 @@ class CrossEntropyLoss(Configurable):
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[list[Tensor]]:
-        """Record the losses of single tokens, without gradients, in the yielded list: one tensor per chunk, in the
-        order of `labels_BL`. The summed loss is bitwise unchanged."""
+        """Record the losses of single tokens, without gradients, in the yielded list, as tensors of several tokens
+        each, in the order of `labels_BL`. The summed loss is bitwise unchanged."""
         recorded: list[Tensor] = []
         self._recorded = recorded
         try:

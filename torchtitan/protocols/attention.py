@@ -35,7 +35,7 @@ class AttentionMetadata:
     """Places of the tokens in their row, if it has other keys too: keys of other ranks under context parallelism (then
     the boundaries are of entire rows), or of a cache."""
 
-    key_places_K: Tensor | None = None
+    key_places_S: Tensor | None = None
     """Places of all keys in the row, in the order in which attention gets them."""
 
     kernel: Kernel | None = None
@@ -74,8 +74,8 @@ class AttentionMetadata:
         return self._with_positions(lambda positions_BL: positions_BL.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> "AttentionMetadata":
-        """Pin the positions; PyTorch's `DataLoader` calls this if it pins tensors."""
-        return self._with_positions(Tensor.pin_memory)
+        """Pin the tensors; PyTorch's `DataLoader` calls this if it pins memory."""
+        return replace(self._with_positions(Tensor.pin_memory), cu_seqlens=self.cu_seqlens.pin_memory())
 
     def _with_positions(self, change: Callable[[Tensor], Tensor]) -> "AttentionMetadata":
         return self if self.positions_BL is None else replace(self, positions_BL=change(self.positions_BL))
@@ -89,8 +89,8 @@ class AttentionMetadata:
         longest = int(boundaries.diff().max())
         return replace(self, positions_BL=self.positions_BL[start:stop], cu_seqlens=boundaries, max_seqlen=longest)
 
-    def shard(self, query_places_L: Tensor, key_places_K: Tensor) -> "AttentionMetadata":
+    def shard(self, query_places_L: Tensor, key_places_S: Tensor) -> "AttentionMetadata":
         """Describe a rank's part of the tokens of each row, given the places of its tokens and of the gathered keys."""
         whole_BL = self.positions_BL
         positions_BL = query_places_L.expand(self.n_rows, -1) if whole_BL is None else whole_BL[:, query_places_L]
-        return replace(self, positions_BL=positions_BL, query_places_L=query_places_L, key_places_K=key_places_K)
+        return replace(self, positions_BL=positions_BL, query_places_L=query_places_L, key_places_S=key_places_S)

@@ -20,9 +20,9 @@ from torchtitan.tools.errors import UserError
 class SampleLosses:
     """Record token losses in the forward passes of a step, if `wanted`, and sum them by sample over all ranks.
 
-    Only the computation of losses from the logits of a chunk is repeated, and the training loss and its gradients stay
-    bit-identical. The losses stay on the device until `statistics` reads them. Raises `UserError` for a loss other than
-    `CrossEntropyLoss`, and under pipeline parallelism, since only the last stage has token losses.
+    The training loss and its gradients stay bit-identical. A loss with its own `from_logits` computes the losses of
+    tokens a second time. The losses stay on the device until `statistics` reads them. Raises `UserError` for a loss
+    other than `CrossEntropyLoss`, and under pipeline parallelism, since only the last stage has token losses.
     """
 
     def __init__(self, loss: Any, parallel_dims: ParallelDims, *, wanted: bool):

@@ -284,7 +284,13 @@ class Trainer(RunBuilder):
         return int((batch["labels"] != IGNORE_INDEX).sum()) if self.parallel_dims.is_batch_leader else 0
 
     def post_dataloading_process(self, batch: Batch) -> Batch:
-        """Return the batch on the device; under context parallelism, this rank's tokens."""
+        """Return the batch on the device; under context parallelism, this rank's tokens. Raise `UserError` for
+        positions, which no model would read, so that documents would attend to each other."""
+        if "positions" in batch:
+            raise UserError(
+                "a batch of the loader has `positions`; replace them with `attention`, "
+                "AttentionMetadata.from_positions(positions)"
+            )
         on_device = {name: value.to(self.device, non_blocking=True) for name, value in batch.items()}
         if self.parallel_dims.cp == 1:
             return on_device
@@ -443,7 +449,7 @@ class Trainer(RunBuilder):
     def validate(self) -> float:
         """Validate outside of the training time, log the result, and return the loss."""
         assert self.validator is not None
-        with self.metrics.exclude():
+        with self.metrics.exclude(), self.precision.fixed_weights():
             measured = self.validator.validate()
             self.metrics.log_validation(self.step, **measured)
         return measured["validation_loss"]

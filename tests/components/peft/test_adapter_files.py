@@ -544,7 +544,7 @@ class TrainNorms(ModelConverter):
 
 OTHERS = {
     "two adapters": (QLoRA.Config(rank=4, include=["w1"]), "layers.0.feed_forward.w1.lora_A", " has 2"),
-    "norms": (TrainNorms.Config(), r"layers.0.attention_norm.weight, .*norm.weight", "layers.0.attention_norm.weight"),
+    "norms": (TrainNorms.Config(), "head.norm.weight, layers.0.attention_norm", "layers.0.attention_norm.weight"),
 }
 
 

@@ -189,7 +189,7 @@ def train_layouts(folder: Path) -> None:
 def test_two_processes_match_one(tmp_path):
     """A different order of summation sometimes rounds a value to the neighboring quantized value. Differences then grow
     with each step, so only three steps are compared. Measured differences are 3e-7 without such a value, and 7e-5
-    (loss) and 2e-4 (gradient norm) with one. The gradient norm of a plain run differs by 5e-3 to 2e-2."""
+    (loss) and 2e-4 (gradient norm) with one. The gradient norm of a plain run differs by up to 8e-3."""
     train(tmp_path / "trained", training__steps=40, optimizer__lr=1e-2, checkpoint__enable=True, **WARM_UP)
     run_processes(train_layouts, 2, tmp_path)
     train(tmp_path / "one", LAYOUT_QAT, **start_options(tmp_path))
@@ -201,8 +201,8 @@ def test_two_processes_match_one(tmp_path):
         for (step, loss, norm), (_, expected_loss, expected_norm) in compared:
             assert loss == pytest.approx(expected_loss, rel=2e-4), (name, step)
             assert norm == pytest.approx(expected_norm, rel=5e-4), (name, step)
-    for (_, _, norm), (_, _, expected_norm) in zip(losses(tmp_path / "plain")[1:], one[1:], strict=True):
-        assert norm != pytest.approx(expected_norm, rel=2e-3)
+    plain = zip(losses(tmp_path / "plain"), one, strict=True)
+    assert max(abs(norm / expected_norm - 1) for (_, _, norm), (_, _, expected_norm) in plain) > 5e-3
 
 
 # --- the quantized model ----------------------------------------------------------------------------------------------

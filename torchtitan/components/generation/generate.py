@@ -212,7 +212,7 @@ class KVCache:
         rows = AttentionMetadata.of_rows(*positions_BL.shape)
         queries_L = slots_S[self.n_slots :]
         # A mask, since FlexAttention would compile for each number of keys.
-        return replace(rows, positions_BL=positions_BL, query_places_L=queries_L, key_places_K=slots_S, kernel="dense")
+        return replace(rows, positions_BL=positions_BL, query_places_L=queries_L, key_places_S=slots_S, kernel="dense")
 
     def advance(self, length: int) -> None:
         """Keep the first `length` tokens of the last forward pass; the other slots are reused."""

@@ -30,16 +30,18 @@ class TemplateTrainer(Trainer):
                 "this step is written for a whole model; `Trainer.forward_backward_step` runs pipelines too"
             )
         (model,) = self.model_parts
-        for micro_batch in micro_batches:
-            batch = self.post_dataloading_process(micro_batch)
-            # The loss takes hidden states and output weights, so that no tensor ever holds all logits. For a custom
-            # loss on whole logits: `logits = model(batch["input"], batch.get("attention"))`.
-            with self.mixed_precision(), self.sample_losses.of(micro_batch):
-                summed_loss = model(batch["input"], batch.get("attention"), head=self.loss, labels_BL=batch["labels"])
-                mean_loss = summed_loss / n_tokens.clamp(min=1).float()
-                # Gradients are averaged over the ranks that see different tokens, but the loss is a sum over them.
-                (mean_loss * self.parallel_dims.gradient_degree).backward()
-            loss += mean_loss.detach()
+        with self.precision.fixed_weights():
+            for micro_batch in micro_batches:
+                batch = self.post_dataloading_process(micro_batch)
+                inputs = batch["input"], batch.get("attention")
+                # The loss takes hidden states and output weights, so that no tensor ever holds all logits. For a custom
+                # loss on whole logits: `logits = model(*inputs)`.
+                with self.mixed_precision(), self.sample_losses.of(micro_batch):
+                    summed_loss = model(*inputs, head=self.loss, labels_BL=batch["labels"])
+                    mean_loss = summed_loss / n_tokens.clamp(min=1).float()
+                    # Gradients are averaged over the ranks that see different tokens, but the loss is a sum over them.
+                    (mean_loss * self.parallel_dims.gradient_degree).backward()
+                loss += mean_loss.detach()
 
         grad_norm = self.clip_gradients()
 

@@ -23,10 +23,10 @@ def choose_kernel(
         dtype: type of queries, keys and values.
         static: compiled code calls the kernel. It specializes on shapes, so they must not depend on the documents.
     """
-    is_cuda = device.type == "cuda"
+    is_cuda = device.type == "cuda" and head_dim >= 16  # the least width of FlexAttention
     if attention.kernel is not None:
         return attention.kernel
-    if attention.key_places_K is not None:
+    if attention.key_places_S is not None:
         return "flex" if is_cuda else "dense"  # a rank's queries are at several places
     one_per_row = attention.positions_BL is None or (not static and len(attention.lengths) == attention.n_rows)
     is_cut = attention.window is not None and attention.window < attention.max_seqlen
@@ -52,33 +52,33 @@ def with_kernel(
         # Only a copy from pinned memory does not wait for the device.
         mask = attention.cu_seqlens.pin_memory().to(device, non_blocking=True)
     elif kernel in ("dense", "flex"):
-        starts_BL, queries_L, keys_K = _seen_ranges(attention, device)
+        starts_BL, queries_L, keys_S = _seen_ranges(attention, device)
         if kernel == "dense":
-            mask = ((keys_K >= starts_BL[..., None]) & (keys_K <= queries_L[:, None]))[:, None]
+            mask = ((keys_S >= starts_BL[..., None]) & (keys_S <= queries_L[:, None]))[:, None]
         else:
-            mask = _block_mask(starts_BL.expand(attention.n_rows, -1), queries_L, keys_K)
+            mask = _block_mask(starts_BL.expand(attention.n_rows, -1), queries_L, keys_S)
     return replace(attention, kernel=kernel, mask=mask)
 
 
 def _seen_ranges(attention: AttentionMetadata, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Return the first place that each token sees, (B or 1, L), the tokens' own places, (L,), and the places of all
-    keys, (K,). Documents are contiguous, so a token sees the places from the first to its own."""
-    positions_BL, queries_L, keys_K = attention.positions_BL, attention.query_places_L, attention.key_places_K
-    if queries_L is None or keys_K is None:
+    keys, (S,). Documents are contiguous, so a token sees the places from the first to its own."""
+    positions_BL, queries_L, keys_S = attention.positions_BL, attention.query_places_L, attention.key_places_S
+    if queries_L is None or keys_S is None:
         length = attention.max_seqlen if positions_BL is None else positions_BL.shape[1]
-        queries_L = keys_K = torch.arange(length, device=device)
+        queries_L = keys_S = torch.arange(length, device=device)
     starts_BL = torch.zeros_like(queries_L)[None] if positions_BL is None else queries_L - positions_BL
     if attention.window is not None:
         starts_BL = torch.maximum(starts_BL, queries_L - (attention.window - 1))
-    return starts_BL, queries_L, keys_K
+    return starts_BL, queries_L, keys_S
 
 
-def _block_mask(starts_BL: Tensor, queries_L: Tensor, keys_K: Tensor) -> Any:
+def _block_mask(starts_BL: Tensor, queries_L: Tensor, keys_S: Tensor) -> Any:
     def is_seen(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return (keys_K[k] >= starts_BL[b, q]) & (keys_K[k] <= queries_L[q])
+        return (keys_S[k] >= starts_BL[b, q]) & (keys_S[k] <= queries_L[q])
 
     rows, length = starts_BL.shape
-    return _compiled("create_block_mask")(is_seen, rows, None, length, len(keys_K), device=str(starts_BL.device))
+    return _compiled("create_block_mask")(is_seen, rows, None, length, len(keys_S), device=str(starts_BL.device))
 
 
 class Attention(nn.Module):
@@ -107,13 +107,13 @@ def _attend_causally(q_BHLD: Tensor, k_BKLD: Tensor, v_BKLD: Tensor, window: int
     length = q_BHLD.shape[2]
     if window is None or window >= length:
         return F.scaled_dot_product_attention(q_BHLD, k_BKLD, v_BKLD, is_causal=True, enable_gqa=True)
-    seen_WK = q_BHLD.new_ones(window, 2 * window - 1, dtype=torch.bool).triu().tril(window - 1)
+    seen_WS = q_BHLD.new_ones(window, 2 * window - 1, dtype=torch.bool).triu().tril(window - 1)
     outs = []
     for start in range(0, length, window):
         end, earliest = min(start + window, length), start - window + 1
         first = max(0, earliest)
         q, k, v = q_BHLD[:, :, start:end], k_BKLD[:, :, first:end], v_BKLD[:, :, first:end]
-        mask = seen_WK[: end - start, first - earliest : end - earliest]
+        mask = seen_WS[: end - start, first - earliest : end - earliest]
         outs.append(F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True))
     return torch.cat(outs, dim=2)
 
