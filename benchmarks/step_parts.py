@@ -2,7 +2,7 @@
 
     python benchmarks/step_parts.py [--rounds 7] [--threads 1] [--dtype float32]
 
-Shapes are those of a Llama with dim 512, 8 heads, 4 key/value heads and ffn 1,536 on 2,048 tokens. Time is the median
+The shapes belong to a Llama with dim 512, 8 heads, 4 key/value heads and ffn 1,536 on 2,048 tokens. Time is the median
 processor time of all threads, so that other programs on the machine matter less; ratios compare calls of one round.
 """
 

@@ -85,6 +85,8 @@ def train(trainer: transformers.Trainer, folder: str, count: Callable[[dict[str,
         return batch
 
     class Steps(transformers.TrainerCallback):
+        """Log the end of each step with its useful tokens and labels."""
+
         def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
             ended = time.monotonic()
             # By number: the Trainer loads batches ahead.
