@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtitan.components import cross_entropy
-from torchtitan.components.cross_entropy import UNCHANGED, LogitTransform
+from torchtitan.protocols.output_head import UNCHANGED, LogitTransform
 from torchtitan.components.loss import CrossEntropyLoss
 
 TOKENS, DIM, VOCABULARY = 24, 16, 50

@@ -5,7 +5,6 @@ so a chunk takes two products for the gradients, one for the logits, and a few e
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan.distributed.loss_parallel import VocabularyShard
+from torchtitan.protocols.output_head import LogitTransform
 
 IGNORE_INDEX = -100
 """Label of a token that is not predicted."""
@@ -22,23 +22,6 @@ BLOCK_ELEMENTS = {"cpu": 2**19}
 
 MOST_BLOCK_ELEMENTS = 2**25
 
-
-@dataclass(frozen=True)
-class LogitTransform:
-    """Change of logits x before the softmax: `c tanh(m x / c)`, with multiplier m (Cohere, Granite) and soft cap c
-    (Gemma 2, arXiv:2408.00118), or `m x` without a soft cap."""
-
-    multiplier: float = 1.0
-    softcap: float | None = None
-
-    def __call__(self, logits: Tensor) -> Tensor:
-        """Return the changed logits, of the same shape and type."""
-        if self.multiplier != 1.0:
-            logits = logits * self.multiplier
-        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
-
-
-UNCHANGED = LogitTransform()
 
 BlockLoss = Callable[..., Tensor]
 """See `cross_entropy_`."""

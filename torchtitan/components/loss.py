@@ -19,16 +19,15 @@ from torchtitan.components.cross_entropy import (
     BLOCK_ELEMENTS,
     IGNORE_INDEX,
     MOST_BLOCK_ELEMENTS,
-    UNCHANGED,
     BlockLoss,
     LinearCrossEntropy,
-    LogitTransform,
     add_product,
     cross_entropy_,
     scaled_gradients,
 )
 from torchtitan.config import Configurable
 from torchtitan.distributed.loss_parallel import LogitsLoss, local_shards, on_sharded_logits
+from torchtitan.protocols.output_head import UNCHANGED, LogitTransform
 from torchtitan.tools.errors import UserError
 
 _CHUNK_TOKENS = {"cuda": 4096}

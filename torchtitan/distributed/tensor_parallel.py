@@ -4,13 +4,13 @@ from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, get_args
 
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module, distribute_tensor
 
 from torchtitan.distributed.loss_parallel import gather_for_head
 from torchtitan.protocols.converter import converter_of
+from torchtitan.protocols.output_head import compute_logits
 from torchtitan.protocols.sharding import Features, ShardingPlan, TensorSharding, features_of
 from torchtitan.tools.errors import UserError
 
@@ -39,8 +39,10 @@ class _Interface(NamedTuple):
 
 _INTERFACES: Mapping[TensorSharding, _Interface] = {
     "vocabulary": _Interface(Replicate(), Replicate(), output=Shard(1)),
-    "sequence": _Interface(Shard(1), Shard(1), use_local_output=False),
+    "sequence": _Interface(Shard(1), Shard(1)),
+    "final norm": _Interface(Shard(1), Shard(1), use_local_output=False),
     "heads": _Interface(Shard(2), Shard(2)),
+    "all heads": _Interface(Shard(-1), Replicate(), output=Shard(-1)),
     "whole sequence": _Interface(Shard(1), Replicate()),
     "columns": _Interface(Replicate(), Replicate(), output=Shard(-1)),
     "rows": _Interface(Shard(-1), Shard(-1), output=Shard(1)),
@@ -158,4 +160,4 @@ def apply_tensor_parallel(
 def _use_full_tensors(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return args, {**kwargs, "head": gather_for_head(kwargs.get("head", F.linear))}
+    return args, {**kwargs, "head": gather_for_head(kwargs.get("head", compute_logits))}

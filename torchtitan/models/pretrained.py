@@ -14,6 +14,7 @@ from torchtitan.components.weights.assets import DESCRIPTION, asset_folder, read
 from torchtitan.components.weights.export import prevailing_dtype
 from torchtitan.components.weights.load import check_types
 from torchtitan.components.weights.sources import format_of, formats_in
+from torchtitan.config.registry import suggest
 from torchtitan.models.families import families_with, named_family
 from torchtitan.protocols import BaseModel, ModelSpec
 from torchtitan.tools.errors import UserError
@@ -64,9 +65,14 @@ def spec_of(path: str | Path, family: ModuleType | None = None) -> ModelSpec:
         return _external_spec(next(families_with("meta", family)), "meta", document)
     document = read_model_json(folder)
     package = named_family(document["module"], folder, family)
-    config_class = type(next(iter(package.FLAVORS.values())))
+    classes = {type(config)._owner.__name__: type(config) for config in package.FLAVORS.values()}
+    if document["model"] not in classes:
+        raise UserError(
+            f"{folder / DESCRIPTION}: '{document['model']}' is no model of {package.__name__} (there are: "
+            f"{', '.join(classes)})"
+        )
     try:
-        model = config_class.from_dict(document["config"])
+        model = classes[document["model"]].from_dict(document["config"])
     except UserError as error:
         raise UserError(f"{folder / DESCRIPTION}: {error}") from error
     spec: ModelSpec = package.model_spec(model, document["flavor"])
@@ -133,8 +139,8 @@ def huggingface_model(folder: Path, family: ModuleType | None = None) -> tuple[M
             return _external_spec(package, "hf", document), document
         known.update(model_types)
     raise UserError(
-        f"{folder}: model_type is {model_type!r} in its config.json, which is of no family here (there are: "
-        f"{', '.join(sorted(known))}); --module PATH names a family of your own"
+        f"{folder}: model_type is {model_type!r} in its config.json, which is of no family here"
+        f"{suggest(str(model_type), sorted(known))}; --module PATH names a family of your own"
     )
 
 

@@ -8,13 +8,18 @@ from torch import nn
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
-TensorSharding = Literal["vocabulary", "sequence", "heads", "whole sequence", "columns", "rows"]
+TensorSharding = Literal[
+    "vocabulary", "sequence", "final norm", "heads", "all heads", "whole sequence", "columns", "rows"
+]
 """Treatment of a module in tensor parallelism. Between layers, each rank holds its part of the sequence.
 
 - `vocabulary`: an embedding, split by rows (tokens). Takes all tokens, returns its part of the sequence.
 - `sequence`: works on each token separately, with the same weights on every rank, on its part of the sequence.
+- `final norm`: as `sequence`; returns a DTensor, from which the head computes logits or the loss.
 - `heads`: works on each head separately, with the same weights on every rank, on its heads of the whole sequence, in
   dimension 2 of (B, L, heads, head_dim).
+- `all heads`: works on the features of all heads together, with the same weights on every rank. Takes and returns a
+  rank's part of the features, and gathers them.
 - `whole sequence`: has no split weights of its own; its first input is gathered from the ranks' parts.
 - `columns`: a linear layer, split by outputs. Takes the whole sequence, returns its part of the features, or of an
   output head's vocabulary, from which the loss is computed.

@@ -4,8 +4,8 @@ A row maps our tensors ("internal") to tensors of another format ("external") wi
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -138,6 +138,7 @@ class StateDictAdapter:
 
     Args:
         rows: mappings that cover every tensor of the model once.
+        only: the model's tensors; steps for others are left out. None: the rows have no others.
         ignored: optional external tensors without information, such as RoPE frequencies; `*` as in rows.
         tied: optional external tensor → the tensor that it must equal; the code that reads it calls `check_tied`.
     """
@@ -147,10 +148,12 @@ class StateDictAdapter:
         rows: Sequence[KeyMapping],
         *,
         n_layers: int,
+        only: Container[str] | None = None,
         ignored: Iterable[str] = (),
         tied: Mapping[str, str] | None = None,
     ):
-        self.steps = [step for row in rows for step in _expand_row(row, n_layers)]
+        steps = [step for row in rows for step in _expand_row(row, n_layers)]
+        self.steps = [step for step in steps if only is None or all(name in only for name in step.internal)]
         self.tied = dict(tied or {})
         self._ignored = {name for pattern in ignored for name in _expand(pattern, n_layers)}
         for names in (self.internal_names, self.external_names):
@@ -213,8 +216,8 @@ class ExternalFormat:
     from_external: Callable[[Mapping[str, Any]], BaseModel.Config]
     """Content of that file → model configuration. Raises `UserError`, naming unsupported requirements."""
 
-    model_types: tuple[str, ...] = ()
-    """Values of `model_type` in config.json that belong to this family."""
+    model_types: Mapping[str, str] = field(default_factory=dict)
+    """Value of `model_type` in config.json that belongs to this family → its class in transformers."""
 
 
 def _expand(name: str, n_layers: int) -> list[str]:

@@ -113,13 +113,13 @@ class Scorer:
     ) -> tuple[Tensor, Tensor]:
         """Return the log-probability (float32) of each target, and whether it is the most probable token."""
 
-        def head(hidden_BLD: Tensor, weight_VD: Tensor) -> Tensor:
+        def head(hidden_BLD: Tensor, weight_VD: Tensor, transform: LogitTransform = UNCHANGED) -> Tensor:
             chunk = max(1, _LOGITS_AT_ONCE // weight_VD.shape[0])
             parts = []
             for hidden_ND, targets in zip(
                 hidden_BLD[rows_N, columns_N].split(chunk), targets_N.split(chunk), strict=True
             ):
-                logits_NV = F.linear(hidden_ND, weight_VD).float()
+                logits_NV = transform(F.linear(hidden_ND, weight_VD).float())
                 chosen_N = logits_NV.log_softmax(dim=-1).gather(1, targets[:, None])[:, 0]
                 parts.append(torch.stack((chosen_N, (logits_NV.argmax(dim=-1) == targets).float())))
             return torch.cat(parts, dim=1).cpu()

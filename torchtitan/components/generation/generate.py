@@ -9,7 +9,6 @@ from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -17,6 +16,7 @@ from torchtitan.components.generation.sampling import Sampler, Sampling
 from torchtitan.distributed import context_parallel
 from torchtitan.distributed.parallelize import free_gathered_weights
 from torchtitan.protocols.attention import AttentionMetadata
+from torchtitan.protocols.output_head import UNCHANGED, LogitTransform, compute_logits
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.torch_private import forward_pre_hooks
 
@@ -290,15 +290,15 @@ def _left_padded(sequences: Sequence[Sequence[int]], multiple: int) -> tuple[Ten
 def _logits_at(model: nn.Module, index: int, tokens_BL: Tensor, attention: AttentionMetadata) -> Tensor:
     """Return the logits (B, V) of the token in column `index`."""
 
-    def head(hidden_BLD: Tensor, weight_VD: Tensor) -> Tensor:
+    def head(hidden_BLD: Tensor, weight_VD: Tensor, transform: LogitTransform = UNCHANGED) -> Tensor:
         if isinstance(hidden_BLD, DTensor):
             hidden_BLD = hidden_BLD.full_tensor()
         hidden_BD = hidden_BLD[:, index]
         if not isinstance(weight_VD, DTensor):
-            return F.linear(hidden_BD, weight_VD)
+            return compute_logits(hidden_BD, weight_VD, transform)
         # Weights are sharded by vocabulary; gathering logits is cheaper than gathering weights.
         shared_BD = DTensor.from_local(hidden_BD, weight_VD.device_mesh, [Replicate()])
-        return cast(DTensor, F.linear(shared_BD, weight_VD)).full_tensor()
+        return cast(DTensor, compute_logits(shared_BD, weight_VD, transform)).full_tensor()
 
     logits: Tensor = model(tokens_BL, attention, head=head)
     return logits

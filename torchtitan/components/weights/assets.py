@@ -25,6 +25,7 @@ DESCRIPTION = f"{FOLDER}/model.json"
 _MODEL_KEYS = {
     "module": (str, "the import path of a model family"),
     "flavor": (str, "a string"),
+    "model": (str, "the name of a class of the family's models"),
     "config": (dict, "an object"),
 }
 
@@ -53,7 +54,7 @@ class CheckpointAssets:
     """Files in the `assets` folder of a checkpoint."""
 
     model: Mapping[str, Any]
-    """`module` (the family's import path), `flavor` and model `config`; also `converters` (`ConverterRecord`s) for a
+    """`module` (the family's import path), `flavor`, the `model`'s class and its `config`; also `converters` (`ConverterRecord`s) for a
     converted model, and `simulated` for weights trained with simulated quantization."""
 
     files: Mapping[str, AssetFile]
@@ -69,7 +70,8 @@ class CheckpointAssets:
         simulated: Sequence[ConverterRecord] = (),
     ) -> "CheckpointAssets":
         """Describe a model. `converters` and `simulated` come from `converter_records` and `simulation_records`."""
-        model = {"module": spec.module, "flavor": spec.flavor, "config": spec.model.to_dict()}
+        owner = spec.model._owner.__name__
+        model = {"module": spec.module, "flavor": spec.flavor, "model": owner, "config": spec.model.to_dict()}
         records = {"converters": list(converters), "simulated": list(simulated)}
         return cls({**model, **{key: value for key, value in records.items() if value}}, files)
 

@@ -95,7 +95,7 @@ class DPOTrainer(Trainer):
         log_ratios: Tensor = of_model - of_reference
         return log_ratios
 
-    def log_probabilities(self, hidden_PLD: Tensor, weight_VD: Tensor, *, labels_PL: Tensor) -> Tensor:
+    def log_probabilities(self, hidden_PLD: Tensor, weight_VD: Tensor, *, labels_PL: Tensor, **inputs: Any) -> Tensor:
         """Return the log-probability of each sequence's labels, (P,), computed by the loss in chunks of tokens."""
         rows = [slice(row, row + 1) for row in range(len(labels_PL))]
-        return -torch.stack([self.loss(hidden_PLD[row], weight_VD, labels_PL[row]) for row in rows])
+        return -torch.stack([self.loss(hidden_PLD[row], weight_VD, labels_PL[row], **inputs) for row in rows])

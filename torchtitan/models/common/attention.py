@@ -1,26 +1,35 @@
-"""Grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245), causal within packed documents."""
+"""Grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245), causal within packed documents and windows."""
 
 import functools
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchtitan.models.common.layers import RMSNorm
+from torchtitan.models.common.feed_forward import make_linear
+from torchtitan.models.common.norms import NormFactory
 from torchtitan.models.common.rope import apply_rope
 from torchtitan.protocols.attention import AttentionMetadata, Kernel
-from torchtitan.protocols.initializer import TruncatedNormal, with_initializers
 
 
 def choose_kernel(
-    attention: AttentionMetadata, *, device: torch.device, dtype: torch.dtype, head_dim: int, static: bool
+    attention: AttentionMetadata,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    static: bool,
+    capped: bool = False,
 ) -> Kernel:
     """Return the fastest computation of attention that supports a batch.
 
     Args:
         dtype: type of queries, keys and values.
+        capped: scores have a soft cap.
         static: compiled code calls the kernel. It specializes on shapes, so they must not depend on the documents.
     """
     is_cuda = device.type == "cuda" and head_dim >= 16  # the least width of FlexAttention
@@ -30,23 +39,21 @@ def choose_kernel(
         return "flex" if is_cuda else "dense"  # a rank's queries are at several places
     one_per_row = attention.positions_BL is None or (not static and len(attention.lengths) == attention.n_rows)
     is_cut = attention.window is not None and attention.window < attention.max_seqlen
-    if one_per_row and not is_cut:
+    if one_per_row and not is_cut and not (capped and is_cuda):
         return "causal"
     if not is_cuda:
         # Without a mask, scores between documents are not computed. PyTorch has no other such kernel here.
         return "dense" if static else "causal" if one_per_row else "documents"
     # FlashAttention 2, on which `varlen_attn` is based, supports these.
-    is_supported = dtype in (torch.bfloat16, torch.float16) and head_dim % 8 == 0 and head_dim <= 256
+    is_supported = dtype in (torch.bfloat16, torch.float16) and head_dim % 8 == 0 and head_dim <= 256 and not capped
     is_new = torch.cuda.get_device_capability(device) >= (8, 0)
     return "varlen" if is_supported and is_new and not static else "flex"
 
 
-def with_kernel(
-    attention: AttentionMetadata, *, device: torch.device, dtype: torch.dtype, head_dim: int, static: bool
-) -> AttentionMetadata:
-    """Add the chosen kernel and its input. This is done once per batch and window, not in each layer, and outside of
-    compiled and checkpointed code."""
-    kernel = choose_kernel(attention, device=device, dtype=dtype, head_dim=head_dim, static=static)
+def with_kernel(attention: AttentionMetadata, **properties: Any) -> AttentionMetadata:
+    """Add the kernel that `choose_kernel` returns for these `properties`, and its input. This is done once per batch
+    and window, not in each layer, and outside of compiled and checkpointed code."""
+    kernel, device = choose_kernel(attention, **properties), properties["device"]
     mask: Any = None
     if kernel == "varlen":
         # Only a copy from pinned memory does not wait for the device.
@@ -82,31 +89,82 @@ def _block_mask(starts_BL: Tensor, queries_L: Tensor, keys_S: Tensor) -> Any:
 
 
 class Attention(nn.Module):
-    """Scaled dot-product attention. It has no weights, and is a module so that hooks can be attached."""
+    """Scaled dot-product attention. It has no weights, and is a module so that hooks can be attached.
+
+    Args:
+        scale: factor of scores; None: 1 / sqrt(head_dim).
+        softcap: bound c of the scaled scores s, which become `c tanh(s / c)` (Gemma 2, arXiv:2408.00118).
+    """
+
+    def __init__(self, *, scale: float | None = None, softcap: float | None = None):
+        super().__init__()
+        self.scale, self.softcap = scale, softcap
+        products = F.scaled_dot_product_attention if softcap is None else partial(_capped_attention, softcap=softcap)
+        self._products = partial(products, scale=scale, enable_gqa=True)
 
     def forward(self, q_BLHD: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, attention: AttentionMetadata) -> Tensor:
         """Attend H query heads to K key/value heads (K divides H): (B, L, heads, head_dim) → (B, L, H, head_dim)."""
         if attention.kernel == "documents":
-            return _attend_each_document(q_BLHD, k_BLKD, v_BLKD, attention)
+            return _attend_each_document(self._products, q_BLHD, k_BLKD, v_BLKD, attention)
         if attention.kernel == "varlen":
-            return _attend_varlen(q_BLHD, k_BLKD, v_BLKD, attention)
+            return _attend_varlen(q_BLHD, k_BLKD, v_BLKD, attention, self.scale)
         q, k, v = (x.transpose(1, 2) for x in (q_BLHD, k_BLKD, v_BLKD))
         if attention.kernel == "causal":
-            out_BHLD = _attend_causally(q, k, v, attention.window)
+            out_BHLD = _attend_causally(self._products, q, k, v, attention.window)
         elif attention.kernel == "dense":
-            out_BHLD = F.scaled_dot_product_attention(q, k, v, attn_mask=attention.mask, enable_gqa=True)
+            out_BHLD = self._products(q, k, v, attn_mask=attention.mask)
         else:
             assert attention.kernel == "flex", "with_kernel must choose a kernel first"
-            out_BHLD = _compiled("flex_attention")(q, k, v, block_mask=attention.mask, enable_gqa=True)
+            options = {"block_mask": attention.mask, "scale": self.scale, "enable_gqa": True}
+            score_mod = None if self.softcap is None else _soft_cap(self.softcap)
+            out_BHLD = _compiled("flex_attention")(q, k, v, score_mod=score_mod, **options)
         return out_BHLD.transpose(1, 2)
 
 
-def _attend_causally(q_BHLD: Tensor, k_BKLD: Tensor, v_BKLD: Tensor, window: int | None) -> Tensor:
+Products = Callable[..., Tensor]
+"""The arguments and result of `scaled_dot_product_attention`, from (B, heads, L, head_dim)."""
+
+
+def _capped_attention(
+    q_BHLD: Tensor,
+    k_BKSD: Tensor,
+    v_BKSD: Tensor,
+    *,
+    softcap: float,
+    scale: float | None,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    enable_gqa: bool = True,
+) -> Tensor:
+    """Attend with soft-capped scores, all of which are in memory: PyTorch's kernels have no cap, and FlexAttention no
+    backward pass on CPUs."""
+    n_kv_heads, head_dim = k_BKSD.shape[1], q_BHLD.shape[-1]
+    q_BKGLD = q_BHLD.unflatten(1, (n_kv_heads, -1))
+    scores = (q_BKGLD @ k_BKSD[:, :, None].mT) * (head_dim**-0.5 if scale is None else scale)
+    scores = softcap * torch.tanh(scores / softcap)
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    assert attn_mask is not None
+    # A mask has no dimension of heads, or one of size 1, which the dimension of groups extends.
+    mask = attn_mask if attn_mask.ndim == 2 else attn_mask[:, :, None]
+    weights = scores.masked_fill(~mask, -torch.inf).softmax(-1, dtype=torch.float32).type_as(v_BKSD)
+    return (weights @ v_BKSD[:, :, None]).flatten(1, 2)
+
+
+@functools.cache
+def _soft_cap(softcap: float) -> Callable[..., Tensor]:
+    def cap(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return softcap * torch.tanh(score / softcap)
+
+    return cap
+
+
+def _attend_causally(products: Products, q_BHLD: Tensor, k_BKLD: Tensor, v_BKLD: Tensor, window: int | None) -> Tensor:
     """Attend within rows that are one document each. With a window of W tokens, each block of W queries takes the 2 W -
     1 keys that it sees, so that the costs are proportional to L W, not to L squared."""
     length = q_BHLD.shape[2]
     if window is None or window >= length:
-        return F.scaled_dot_product_attention(q_BHLD, k_BKLD, v_BKLD, is_causal=True, enable_gqa=True)
+        return products(q_BHLD, k_BKLD, v_BKLD, is_causal=True)
     seen_WS = q_BHLD.new_ones(window, 2 * window - 1, dtype=torch.bool).triu().tril(window - 1)
     outs = []
     for start in range(0, length, window):
@@ -114,28 +172,32 @@ def _attend_causally(q_BHLD: Tensor, k_BKLD: Tensor, v_BKLD: Tensor, window: int
         first = max(0, earliest)
         q, k, v = q_BHLD[:, :, start:end], k_BKLD[:, :, first:end], v_BKLD[:, :, first:end]
         mask = seen_WS[: end - start, first - earliest : end - earliest]
-        outs.append(F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True))
+        outs.append(products(q, k, v, attn_mask=mask))
     return torch.cat(outs, dim=2)
 
 
-def _attend_each_document(q_BLHD: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, attention: AttentionMetadata) -> Tensor:
+def _attend_each_document(
+    products: Products, q_BLHD: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, attention: AttentionMetadata
+) -> Tensor:
     def split_documents(x_BLHD: Tensor) -> tuple[Tensor, ...]:
         flat_1HTD = x_BLHD.reshape(1, -1, *x_BLHD.shape[2:]).transpose(1, 2)
         return flat_1HTD.split(attention.lengths, dim=2)
 
     documents = zip(*map(split_documents, (q_BLHD, k_BLKD, v_BLKD)), strict=True)
-    outs = [_attend_causally(q, k, v, attention.window) for q, k, v in documents]
+    outs = [_attend_causally(products, q, k, v, attention.window) for q, k, v in documents]
     return torch.cat(outs, dim=2).transpose(1, 2).reshape(q_BLHD.shape)
 
 
-def _attend_varlen(q_BLHD: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, attention: AttentionMetadata) -> Tensor:
+def _attend_varlen(
+    q_BLHD: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, attention: AttentionMetadata, scale: float | None
+) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
     q, k, v = (x.flatten(0, 1) for x in (q_BLHD, k_BLKD, v_BLKD))
     # PyTorch counts the tokens before a token's own, -1 for all, and after it.
-    window_size = (-1 if attention.window is None else attention.window - 1, 0)
+    options = {"window_size": (-1 if attention.window is None else attention.window - 1, 0), "scale": scale}
     ends, longest = attention.mask, attention.max_seqlen
-    out_THD = varlen_attn(q, k, v, ends, ends, longest, longest, window_size=window_size, enable_gqa=True)
+    out_THD = varlen_attn(q, k, v, ends, ends, longest, longest, enable_gqa=True, **options)
     assert isinstance(out_THD, Tensor)
     return out_THD.view_as(q_BLHD)
 
@@ -152,7 +214,12 @@ class GroupedQueryAttention(nn.Module):
     """Causal self-attention with fewer key/value heads than query heads.
 
     Args:
-        qk_norm_eps: added to the mean square in the norm of each head's queries and keys; None: no norm.
+        biases: the projections with a bias, some of "qkvo".
+        qk_norm: makes the norms of queries and keys before RoPE; None: there are none.
+        qk_norm_over: width that these norms cover: each head's, or all heads' together.
+        gated: multiply the result by the sigmoid of another projection of the input.
+        scale: as in `Attention`.
+        softcap: as in `Attention`.
         init_std: standard deviation of the initial input projections.
         out_init_std: standard deviation of the initial output projection.
     """
@@ -164,30 +231,43 @@ class GroupedQueryAttention(nn.Module):
         n_heads: int,
         n_kv_heads: int,
         head_dim: int,
-        qk_norm_eps: float | None = None,
+        biases: str = "",
+        qk_norm: NormFactory | None = None,
+        qk_norm_over: Literal["head", "all heads"] = "head",
+        gated: bool = False,
+        scale: float | None = None,
+        softcap: float | None = None,
         init_std: float,
         out_init_std: float,
     ):
         super().__init__()
         self.head_dim = head_dim
-        self.attend = Attention()
-        init = TruncatedNormal(init_std)
-        self.wq = with_initializers(nn.Linear(dim, n_heads * head_dim, bias=False), weight=init)
-        self.wk = with_initializers(nn.Linear(dim, n_kv_heads * head_dim, bias=False), weight=init)
-        self.wv = with_initializers(nn.Linear(dim, n_kv_heads * head_dim, bias=False), weight=init)
-        self.q_norm = None if qk_norm_eps is None else RMSNorm(head_dim, qk_norm_eps)
-        self.k_norm = None if qk_norm_eps is None else RMSNorm(head_dim, qk_norm_eps)
-        self.wo = with_initializers(
-            nn.Linear(n_heads * head_dim, dim, bias=False), weight=TruncatedNormal(out_init_std)
+        self.attend = Attention(scale=scale, softcap=softcap)
+        widths = {"q": n_heads * head_dim, "k": n_kv_heads * head_dim, "v": n_kv_heads * head_dim}
+        self.wq, self.wk, self.wv = (
+            make_linear(dim, width, init_std, bias=name in biases) for name, width in widths.items()
         )
+        self.wg = make_linear(dim, widths["q"], init_std) if gated else None
+        norms: list[nn.Module | None] = [None] * 4
+        if qk_norm is not None:
+            wide = qk_norm_over == "all heads"
+            made = [qk_norm(widths[name] if wide else head_dim) for name in "qk"]
+            norms = [None, None, *made] if wide else [*made, None, None]
+        self.q_norm, self.k_norm, self.q_wide_norm, self.k_wide_norm = norms
+        self.wo = make_linear(n_heads * head_dim, dim, out_init_std, bias="o" in biases)
 
-    def forward(self, x_BLD: Tensor, rope: tuple[Tensor, Tensor], attention: AttentionMetadata) -> Tensor:
-        """(B, L, dim) → (B, L, dim)."""
+    def forward(self, x_BLD: Tensor, rope: tuple[Tensor, Tensor] | None, attention: AttentionMetadata) -> Tensor:
+        """(B, L, dim) → (B, L, dim). Without `rope`, queries and keys have no positions."""
+        q_BLE, k_BLE, v_BLE = self.wq(x_BLD), self.wk(x_BLD), self.wv(x_BLD)
+        if self.q_wide_norm is not None and self.k_wide_norm is not None:
+            q_BLE, k_BLE = self.q_wide_norm(q_BLE), self.k_wide_norm(k_BLE)
         # -1, because a rank holds only some of the heads under tensor parallelism.
-        q_BLHD, k_BLKD, v_BLKD = (
-            projection(x_BLD).unflatten(-1, (-1, self.head_dim)) for projection in (self.wq, self.wk, self.wv)
-        )
+        q_BLHD, k_BLKD, v_BLKD = (x.unflatten(-1, (-1, self.head_dim)) for x in (q_BLE, k_BLE, v_BLE))
         if self.q_norm is not None and self.k_norm is not None:
             q_BLHD, k_BLKD = self.q_norm(q_BLHD), self.k_norm(k_BLKD)
-        out_BLHD = self.attend(apply_rope(q_BLHD, rope), apply_rope(k_BLKD, rope), v_BLKD, attention)
-        return self.wo(out_BLHD.flatten(-2))
+        if rope is not None:
+            q_BLHD, k_BLKD = apply_rope(q_BLHD, rope), apply_rope(k_BLKD, rope)
+        out_BLE = self.attend(q_BLHD, k_BLKD, v_BLKD, attention).flatten(-2)
+        if self.wg is not None:
+            out_BLE = out_BLE * torch.sigmoid(self.wg(x_BLD))
+        return self.wo(out_BLE)

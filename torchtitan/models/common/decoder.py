@@ -1,21 +1,22 @@
-"""The decoder-only language model that families specialize, its blocks, and its sharding plan."""
+"""The decoder-only language model that families specialize, and its sharding plan."""
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan.models.common.attention import GroupedQueryAttention, with_kernel
-from torchtitan.models.common.layers import RMSNorm, SwiGLU
+from torchtitan.models.common.blocks import PreNormBlock
+from torchtitan.models.common.feed_forward import GatedFeedForward
+from torchtitan.models.common.norms import RMSNorm
 from torchtitan.models.common.rope import RoPEConfig, rope_cos_sin
 from torchtitan.protocols.attention import AttentionMetadata
 from torchtitan.protocols.initializer import TruncatedNormal, with_initializers
 from torchtitan.protocols.model import BaseModel, count_elements, effective_weight
+from torchtitan.protocols.output_head import UNCHANGED, Head, LogitTransform, compute_logits
 from torchtitan.protocols.sharding import ShardingPlan
 from torchtitan.tools.errors import UserError
 
@@ -27,9 +28,6 @@ _MOST = {
 
 _MOST_PARAMETERS = 2**44
 
-Head = Callable[..., Tensor]
-"""Computes logits or the loss from hidden states (B, L, D), output weights (V, D) and named inputs."""
-
 _INIT_STD = 0.02
 
 DENSE_SHARDING = ShardingPlan(
@@ -40,33 +38,30 @@ DENSE_SHARDING = ShardingPlan(
         "layers.*.attention.wq": "columns",
         "layers.*.attention.wk": "columns",
         "layers.*.attention.wv": "columns",
+        "layers.*.attention.wg": "columns",
         "layers.*.attention.q_norm": "heads",
         "layers.*.attention.k_norm": "heads",
+        "layers.*.attention.q_wide_norm": "all heads",
+        "layers.*.attention.k_wide_norm": "all heads",
         "layers.*.attention.wo": "rows",
+        "layers.*.attention_post_norm": "sequence",
         "layers.*.ffn_norm": "sequence",
         "layers.*.feed_forward": "whole sequence",
         "layers.*.feed_forward.w1": "columns",
         "layers.*.feed_forward.w3": "columns",
         "layers.*.feed_forward.w2": "rows",
-        "head.norm": "sequence",
+        "layers.*.ffn_post_norm": "sequence",
+        "head.norm": "final norm",
         "head.output": "columns",
     },
     attention="layers.*.attention.attend",
 )
-"""Plan for every `Decoder` of `TransformerBlock`s. Parts that a model leaves out are None in the model."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class BlockDesign:
-    """Differences of a family's blocks from Llama's; the sizes are in `Decoder.Config`."""
-
-    qk_norm: bool = False
-    """RMS-normalize each head of queries and keys before RoPE, with weights shared by a layer's heads."""
+"""Plan for every decoder of the parts in `models/common`. Parts that a model leaves out are None in the model."""
 
 
 class Decoder(BaseModel):
-    """Token embedding → blocks → head. A family sets `design` or overrides `make_block`. A pipeline stage lacks parts:
-    without `tok_embeddings`, it takes hidden states; without `head`, it returns them."""
+    """Token embedding → blocks → head. As it is, this is Llama; a family overrides the methods whose results differ. A
+    pipeline stage lacks parts: without `tok_embeddings`, it takes hidden states; without `head`, it returns them."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseModel.Config):
@@ -88,7 +83,7 @@ class Decoder(BaseModel):
         """Width of the feed-forward network."""
 
         norm_eps: float = 1e-5
-        """Added to the mean square in RMSNorm."""
+        """Added to the mean square, or variance, in norms."""
 
         tie_embeddings: bool = False
         """Use the embedding matrix as output weights too."""
@@ -137,12 +132,9 @@ class Decoder(BaseModel):
                     f"and vocab_size {self.vocab_size} make a model of {n_parameters:.1e} parameters, and "
                     f"{_MOST_PARAMETERS:.1e} are the most"
                 )
-            self.rope.validate()
+            self.rope.validate(self.resolved_head_dim)
 
     config: Config
-
-    design: ClassVar[BlockDesign] = BlockDesign()
-    """Differences of the blocks from Llama's."""
 
     def __init__(self, config: Config):
         super().__init__(config)
@@ -160,17 +152,69 @@ class Decoder(BaseModel):
         output = None
         if not config.tie_embeddings:
             output = init(nn.Linear(config.dim, config.vocab_size, bias=False), weight=self.output_init())
-        self.head: OutputHead | None = OutputHead(RMSNorm(config.dim, config.norm_eps), output)
+        self.head: OutputHead | None = OutputHead(self.make_norm(config.dim), output, self.logit_transform())
         self.is_compiled = False
         """True if blocks are compiled, so that attention needs kernels with constant shapes."""
 
     def make_block(self, index: int) -> nn.Module:
-        """Return the block of a layer: `block(hidden_BLD, rope, attention) -> hidden_BLD`."""
-        return TransformerBlock(self.config, index, self.design)
+        """Return the block of a layer: `block(hidden_BLD, rope, attention) -> hidden_BLD` (`common.blocks`). `rope` is
+        None if the layer has no positions."""
+        return PreNormBlock(
+            self.make_attention(index), self.make_feed_forward(index), dim=self.config.dim, norm=self.make_norm
+        )
+
+    def make_attention(self, index: int, **options: Any) -> nn.Module:
+        """Return the attention of a layer; `options` are those of `GroupedQueryAttention`."""
+        config = self.config
+        return GroupedQueryAttention(
+            dim=config.dim,
+            n_heads=config.n_heads,
+            n_kv_heads=config.n_kv_heads,
+            head_dim=config.resolved_head_dim,
+            softcap=self.score_softcap(),
+            init_std=_INIT_STD,
+            out_init_std=self.out_init_std(index),
+            **options,
+        )
+
+    def make_feed_forward(
+        self, index: int, kind: Callable[..., nn.Module] = GatedFeedForward, **options: Any
+    ) -> nn.Module:
+        """Return the feed-forward network of a layer; `options` are those of its `kind`, from `common.feed_forward`."""
+        config = self.config
+        stds = {"init_std": _INIT_STD, "out_init_std": self.out_init_std(index)}
+        return kind(dim=config.dim, hidden_dim=config.ffn_dim, **stds, **options)
+
+    def make_norm(self, dim: int) -> nn.Module:
+        """Return a norm over `dim` elements, of a block or of the head."""
+        return RMSNorm(dim, self.config.norm_eps)
+
+    def embed(self, tokens_BL: Tensor) -> Tensor:
+        """Return the hidden states (B, L, D) before the first block."""
+        assert self.tok_embeddings is not None
+        hidden_BLD: Tensor = self.tok_embeddings(tokens_BL)
+        return hidden_BLD
+
+    def rope_of_layer(self, index: int) -> RoPEConfig | None:
+        """Return the rotary position embedding of a layer; None: it has no positions."""
+        return self.config.rope
 
     def window_of_layer(self, index: int) -> int | None:
         """Return the number of tokens that a token sees in a layer, including itself; None: all earlier ones."""
         return None
+
+    def score_softcap(self) -> float | None:
+        """Return the soft cap of attention scores; None: there is none."""
+        return None
+
+    def logit_transform(self) -> LogitTransform:
+        """Return the change of logits before the softmax."""
+        return UNCHANGED
+
+    def out_init_std(self, index: int) -> float:
+        """Return the standard deviation of the initial output projections of a layer. It falls with depth, so that the
+        residual stream's variance grows slowly (like GPT-2's 1 / sqrt(N))."""
+        return _INIT_STD / (2 * (index + 1)) ** 0.5
 
     def output_init(self) -> TruncatedNormal:
         """Return the initial distribution of untied output weights. Logits have standard deviation 1/4 at any width, so
@@ -186,7 +230,7 @@ class Decoder(BaseModel):
         tokens_BL: Tensor,
         attention: AttentionMetadata | None = None,
         *,
-        head: Head = F.linear,
+        head: Head = compute_logits,
         **head_inputs: Any,
     ) -> Tensor:
         """Return logits (B, L, V), or the result of `head`. A loss passed as `head` never needs to hold all logits.
@@ -204,15 +248,28 @@ class Decoder(BaseModel):
         if positions_BL is None:
             positions_BL = torch.arange(attention.max_seqlen, device=device)[None]
         head_dim = self.config.resolved_head_dim
-        rope = rope_cos_sin(self.config.rope, head_dim, positions_BL)
-        hidden_BLD = tokens_BL if self.tok_embeddings is None else self.tok_embeddings(tokens_BL)
+        hidden_BLD = tokens_BL if self.tok_embeddings is None else self.embed(tokens_BL)
+        ropes = {index: self.rope_of_layer(int(index)) for index in self.layers}
+        lengths_BL = None
+        if any(rope is not None and rope.depends_on_length for rope in ropes.values()):
+            lengths_BL = attention.document_lengths_BL(device)
+        cos_sin: dict[int | None, tuple[Tensor, Tensor]] = {
+            id(rope): rope_cos_sin(rope, head_dim, positions_BL, lengths_BL) for rope in ropes.values() if rope
+        }
         windows = {index: self.window_of_layer(int(index)) or attention.window for index in self.layers}
-        prepare = partial(
-            with_kernel, device=device, dtype=hidden_BLD.dtype, head_dim=head_dim, static=self.is_compiled
-        )
-        of_window = {window: prepare(replace(attention, window=window)) for window in set(windows.values())}
+        of_window = {
+            window: with_kernel(
+                attention.with_window(window),
+                device=device,
+                dtype=hidden_BLD.dtype,
+                head_dim=head_dim,
+                static=self.is_compiled,
+                capped=self.score_softcap() is not None,
+            )
+            for window in set(windows.values())
+        }
         for index, block in self.layers.items():
-            hidden_BLD = block(hidden_BLD, rope, of_window[windows[index]])
+            hidden_BLD = block(hidden_BLD, cos_sin.get(id(ropes[index])), of_window[windows[index]])
         if self.head is None:
             return hidden_BLD
         tied_VD = None
@@ -227,7 +284,7 @@ class Decoder(BaseModel):
         N counts the parameters that multiply every token, so an embedding that is only looked up does not count.
         Attention (L layers, H heads of width Q, T = seq_len) has two matrix products per layer, each with 2 H Q T
         operations forward and twice that number backward. By convention, the causal mask and packed documents do not
-        reduce these numbers.
+        reduce these numbers; in a layer with a window, T is at most the window.
 
         Of the 6 operations, 2 belong to the forward pass, 2 to the gradient of the parameter (absent if it is frozen),
         and 2 to the gradient of its input. The backward pass ends at the first trained parameter, in order of
@@ -235,10 +292,10 @@ class Decoder(BaseModel):
         """
         assert self.tok_embeddings is not None, "asked of a whole model, not of a pipeline stage"
         config = self.config
-        scores = 4 * config.n_heads * config.resolved_head_dim * seq_len
+        scores = [self.score_flops(int(index), seq_len) for index in self.layers]
         behind = [module for module in self.children() if module not in (self.tok_embeddings, self.layers)]
         head = [self.tok_embeddings] if self.config.tie_embeddings else []
-        parts = [*((layer, scores) for layer in self.layers.values()), *((module, 0) for module in (*behind, *head))]
+        parts = [*zip(self.layers.values(), scores, strict=True), *((module, 0) for module in (*behind, *head))]
         has_gradient = any(parameter.requires_grad for parameter in self.tok_embeddings.parameters())
         flops = 0.0
         for module, attention in parts:
@@ -248,44 +305,26 @@ class Decoder(BaseModel):
             flops += attention * (3 if has_gradient else 1)
         return flops
 
+    def score_flops(self, index: int, seq_len: int) -> float:
+        """Return the operations per token of a layer's attention, without its weights, in the forward pass."""
+        window = self.window_of_layer(index) or seq_len
+        return 4 * self.config.n_heads * self.config.resolved_head_dim * min(seq_len, window)
+
 
 class OutputHead(nn.Module):
     """Final norm and output weights, with the loss as its result in training, so that data parallelism gathers its
     weights and reduces their gradients while blocks compute. With tied embeddings, `output` is None. `output` is never
     called, since a loss reads its weights."""
 
-    def __init__(self, norm: nn.Module, output: nn.Linear | None):
+    def __init__(self, norm: nn.Module, output: nn.Linear | None, transform: LogitTransform = UNCHANGED):
         super().__init__()
         self.norm = norm
         self.output = output
+        self.transform = transform
 
     def forward(self, hidden_BLD: Tensor, tied_VD: Tensor | None, head: Head, **head_inputs: Any) -> Tensor:
         """Return `head(normalized hidden states, output weights, …)`; `tied_VD` are the weights of a tied embedding."""
         weight_VD = tied_VD if self.output is None else effective_weight(self.output)
+        if self.transform != UNCHANGED:
+            head_inputs["transform"] = self.transform
         return head(self.norm(hidden_BLD), weight_VD, **head_inputs)
-
-
-class TransformerBlock(nn.Module):
-    """Attention and feed-forward network, each with a norm before it, and each added to the residual stream."""
-
-    def __init__(self, config: Decoder.Config, index: int, design: BlockDesign):
-        super().__init__()
-        # Smaller outputs slow the growth of the residual stream's variance with depth (like GPT-2's 1 / sqrt(N)).
-        std = _INIT_STD / (2 * (index + 1)) ** 0.5
-        self.attention_norm = RMSNorm(config.dim, config.norm_eps)
-        self.attention = GroupedQueryAttention(
-            dim=config.dim,
-            n_heads=config.n_heads,
-            n_kv_heads=config.n_kv_heads,
-            head_dim=config.resolved_head_dim,
-            qk_norm_eps=config.norm_eps if design.qk_norm else None,
-            init_std=_INIT_STD,
-            out_init_std=std,
-        )
-        self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
-        self.feed_forward = SwiGLU(dim=config.dim, hidden_dim=config.ffn_dim, init_std=_INIT_STD, out_init_std=std)
-
-    def forward(self, x_BLD: Tensor, rope: tuple[Tensor, Tensor], attention: AttentionMetadata) -> Tensor:
-        """(B, L, dim) → (B, L, dim)."""
-        x_BLD = x_BLD + self.attention(self.attention_norm(x_BLD), rope, attention)
-        return x_BLD + self.feed_forward(self.ffn_norm(x_BLD))

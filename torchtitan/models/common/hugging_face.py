@@ -1,14 +1,23 @@
-"""Dense decoders in Hugging Face's format: names of weights and config.json, from a table of each family."""
+"""Decoders in Hugging Face's format: names of weights and config.json, from a table of each family."""
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, cast, get_args
+from types import NoneType
+from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 
+from torchtitan.config.configurable import describe, fits
 from torchtitan.models.common.config_reader import ConfigReader
 from torchtitan.models.common.decoder import Decoder
-from torchtitan.models.common.rope import RoPEConfig
-from torchtitan.protocols.state_dict_adapter import ExternalFormat, KeyMapping, StateDictAdapter
+from torchtitan.models.common.hugging_face_rope import read_rope, write_rope, write_rope_section
+from torchtitan.protocols.state_dict_adapter import (
+    Concatenated,
+    ExternalFormat,
+    KeyMapping,
+    StateDictAdapter,
+    model_tensor_specs,
+)
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
 
@@ -20,160 +29,267 @@ _FILE = "config.json"
 
 @dataclass(frozen=True, kw_only=True)
 class ModelType:
-    """A `model_type` of transformers, with the differences of its computation from other types."""
+    """A `model_type` of transformers."""
 
     architecture: str
     """Its class in transformers: `LlamaForCausalLM`."""
 
+    config: type[Decoder.Config]
+    """Configuration of the model here."""
+
+    rows: Sequence[KeyMapping]
+    """Names of weights, without the output head. Rows of tensors that a model does not have are left out."""
+
+    keys: Mapping[str, str] = field(default_factory=dict)
+    """Key → field of `config`, in addition to `_KEYS` or in place of that field's key there. The field's type says what
+    the key may hold; a list has one item per layer, and the field holds its shortest repeating part."""
+
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Key that changes the computation → the only supported value, which is also the default of an absent key."""
 
-    fixed_per_layer: Mapping[str, Any] = field(default_factory=dict)
-    """Key of a list → the only supported value of its items."""
-
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Key → value if the key is absent, for keys whose default differs from Llama's."""
+    """Key → value if the key is absent, for keys whose default in transformers differs from the field's."""
 
-    ignored: tuple[str, ...] = ()
-    """Keys without effect on the family's computation."""
+    ignored: Sequence[str] = ()
+    """Keys without effect on the computation."""
 
-    has_window: bool = False
-    """True if `sliding_window` limits the attention of every layer."""
+    prepare: Callable[[dict[str, Any]], dict[str, Any]] = dict
+    """Rewrite older or redundant keys of the file, before anything is read."""
 
-    heads_divide_width: bool = False
-    """True if transformers requires the number of heads to divide `hidden_size`."""
+    extra: Callable[[Any], dict[str, Any]] = lambda config: {}
+    """Keys to write in addition, from the configuration."""
 
+    rotates_part: bool = False
+    """True if `partial_rotary_factor` is supported."""
+
+    ropes: Mapping[str, str] = field(default_factory=dict)
+    """Field of `config` → section of `rope_parameters`, if layers of different types differ in RoPE."""
+
+    describes: Callable[[Any], bool] = lambda config: True
+    """Whether a model of this `config` can be written as this type; the first type of a family that can is written."""
+
+
+def attention_rows(theirs: str = "self_attn") -> tuple[KeyMapping, ...]:
+    """Return the rows of grouped-query attention with all its options."""
+    projections = {"wq": "q_proj", "wk": "k_proj", "wv": "v_proj", "wo": "o_proj"}
+    norms = {"q_norm": "q_norm", "k_norm": "k_norm", "q_wide_norm": "q_norm", "k_wide_norm": "k_norm"}
+    names = [(f"{o}.{kind}", f"{t}.{kind}") for o, t in projections.items() for kind in ("weight", "bias")]
+    names += [(f"{ours}.weight", f"{their}.weight") for ours, their in norms.items()]
+    return tuple(KeyMapping(f"layers.*.attention.{o}", f"model.layers.*.{theirs}.{t}") for o, t in names)
+
+
+def feed_forward_rows(w1: str = "gate_proj", w2: str = "down_proj", w3: str = "up_proj") -> tuple[KeyMapping, ...]:
+    """Return the rows of a feed-forward network; a plain one has no `w3`."""
+    names = {"w1": w1, "w2": w2, "w3": w3}
+    return tuple(
+        KeyMapping(f"layers.*.feed_forward.{ours}.{kind}", f"model.layers.*.mlp.{theirs}.{kind}")
+        for ours, theirs in names.items()
+        for kind in ("weight", "bias")
+    )
+
+
+def norm_rows(**names: str) -> tuple[KeyMapping, ...]:
+    """Return the rows of a block's norms, `attention_norm="input_layernorm"`, and of the last norm."""
+    pairs = [(f"layers.*.{ours}", f"model.layers.*.{theirs}") for ours, theirs in names.items()]
+    pairs.append(("head.norm", "model.norm"))
+    return tuple(KeyMapping(f"{o}.{kind}", f"{t}.{kind}") for o, t in pairs for kind in ("weight", "bias"))
+
+
+FUSED_QKV = tuple(
+    KeyMapping(
+        tuple(f"layers.*.attention.{name}.{kind}" for name in ("wq", "wk", "wv")),
+        f"model.layers.*.self_attn.qkv_proj.{kind}",
+        Concatenated(0),
+    )
+    for kind in ("weight", "bias")
+)
+"""Queries, keys and values in one tensor."""
+
+FUSED_GATE_UP = KeyMapping(
+    ("layers.*.feed_forward.w1.weight", "layers.*.feed_forward.w3.weight"),
+    "model.layers.*.mlp.gate_up_proj.weight",
+    Concatenated(0),
+)
+"""Gate and up projection in one tensor."""
+
+EMBEDDING = KeyMapping("tok_embeddings.weight", "model.embed_tokens.weight")
 
 DENSE_ROWS = (
-    KeyMapping("tok_embeddings.weight", "model.embed_tokens.weight"),
-    KeyMapping("layers.*.attention_norm.weight", "model.layers.*.input_layernorm.weight"),
-    KeyMapping("layers.*.attention.wq.weight", "model.layers.*.self_attn.q_proj.weight"),
-    KeyMapping("layers.*.attention.wk.weight", "model.layers.*.self_attn.k_proj.weight"),
-    KeyMapping("layers.*.attention.wv.weight", "model.layers.*.self_attn.v_proj.weight"),
-    KeyMapping("layers.*.attention.wo.weight", "model.layers.*.self_attn.o_proj.weight"),
-    KeyMapping("layers.*.ffn_norm.weight", "model.layers.*.post_attention_layernorm.weight"),
-    KeyMapping("layers.*.feed_forward.w1.weight", "model.layers.*.mlp.gate_proj.weight"),
-    KeyMapping("layers.*.feed_forward.w3.weight", "model.layers.*.mlp.up_proj.weight"),
-    KeyMapping("layers.*.feed_forward.w2.weight", "model.layers.*.mlp.down_proj.weight"),
-    KeyMapping("head.norm.weight", "model.norm.weight"),
+    EMBEDDING,
+    *attention_rows(),
+    *feed_forward_rows(),
+    *norm_rows(attention_norm="input_layernorm", ffn_norm="post_attention_layernorm"),
 )
-"""Names of weights as in Llama, without the output head."""
+"""Names of weights as in Llama."""
 
 _HEAD = KeyMapping("head.output.weight", "lm_head.weight")
 
-_SIZES = {
+_FULL_IF_UNLIMITED = {"sliding_attention": "full_attention"}
+
+_KEYS = {
     "hidden_size": "dim",
     "intermediate_size": "ffn_dim",
     "num_hidden_layers": "n_layers",
     "num_attention_heads": "n_heads",
+    "num_key_value_heads": "n_kv_heads",
+    "head_dim": "head_dim",
     "vocab_size": "vocab_size",
     "max_position_embeddings": "max_seq_len",
+    "rms_norm_eps": "norm_eps",
+    "tie_word_embeddings": "tie_embeddings",
 }
-"""Required key of config.json → field of the configuration."""
+"""Key of config.json → field of the configuration."""
 
-_FIXED: Mapping[str, Any] = {"is_causal": True, "hidden_act": "silu", "partial_rotary_factor": 1.0}
+_DEFAULTS: Mapping[str, Any] = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "num_key_value_heads": None}
+"""`ModelType.defaults` of all types."""
+
+_FIXED: Mapping[str, Any] = {"is_causal": True, "hidden_act": "silu"}
 """`ModelType.fixed` of all types."""
 
-_NULLABLE = {"partial_rotary_factor"}
-"""Keys of `_FIXED` that may be null, meaning the supported value."""
+_NEUTRAL: Mapping[str, Any] = {
+    **dict.fromkeys(("attention_bias", "mlp_bias", "use_qk_norm", "use_sliding_window", "scale_embedding"), False),
+    **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale"), 1.0),
+    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar", "clip_qkv"), None),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 0),
+    **dict.fromkeys(("no_rope_layers", "layer_types", "attention_multiplier", "sliding_window_pattern"), None),
+}
+"""Keys that change the computation of some family → the value without an effect. A type that does not know such a key
+refuses any other value."""
 
-_USED = {*_SIZES, *_FIXED, "model_type", "num_key_value_heads", "head_dim", "rms_norm_eps", "tie_word_embeddings"}
-_USED |= {"sliding_window", "rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings"}
-_USED |= {"attention_dropout", "dtype", "torch_dtype", "quantization_config"}
+_USED = {"model_type", "rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings"}
+_USED |= {"attention_dropout", "dtype", "torch_dtype", "quantization_config", "partial_rotary_factor"}
 
 _WITHOUT_EFFECT = {
-    *("architectures", "_name_or_path", "transformers_version", "initializer_range"),
-    *("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "use_cache"),
+    *("architectures", "_name_or_path", "transformers_version", "initializer_range", "auto_map"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "use_cache", "cache_implementation"),
     *("pretraining_tp", "return_dict", "output_attentions", "output_hidden_states", "_attn_implementation"),
 }
 """Keys without effect on the model's computation; `pretraining_tp` only changes the order of sums."""
 
-_LLAMA3_FACTORS = {
-    "factor": "scaling_factor",
-    "low_freq_factor": "low_freq_factor",
-    "high_freq_factor": "high_freq_factor",
-}
-"""Key of RoPE scaling of type llama3 → field of `RoPEConfig`."""
 
-_ORIGINAL_CONTEXT = "original_max_position_embeddings"
-
-_ROPE_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *_LLAMA3_FACTORS, _ORIGINAL_CONTEXT}
-
-
-def dense_format(
-    build: type[Decoder.Config], model_types: Mapping[str, ModelType], rows: tuple[KeyMapping, ...] = DENSE_ROWS
-) -> ExternalFormat:
-    """Return the format of a family of dense decoders from its `model_type`s, the preferred one for writing first, and
-    the names of its weights (`rows`) without the output head."""
+def dense_format(model_types: Mapping[str, ModelType]) -> ExternalFormat:
+    """Return the format of a family from its `model_type`s, the preferred one for writing first."""
     return ExternalFormat(
-        adapter=partial(_adapter, rows),
+        adapter=partial(_adapter, model_types),
         to_external=partial(_to_config_json, model_types),
-        from_external=partial(_from_config_json, build, model_types),
-        model_types=tuple(model_types),
+        from_external=partial(_from_config_json, model_types),
+        model_types={name: kind.architecture for name, kind in model_types.items()},
     )
 
 
-def _adapter(rows: tuple[KeyMapping, ...], config: Decoder.Config) -> StateDictAdapter:
+def _written_type(model_types: Mapping[str, ModelType], config: Decoder.Config) -> str:
+    """Return the type that a model is written as. Raise `UserError` if there is none."""
+    for name, kind in model_types.items():
+        if kind.config is type(config) and kind.describes(config):
+            return name
+    raise UserError(f"no model_type of config.json ({', '.join(model_types)}) can describe this model: {config}")
+
+
+def _adapter(model_types: Mapping[str, ModelType], config: Decoder.Config) -> StateDictAdapter:
+    rows = model_types[_written_type(model_types, config)].rows
     tied = {"lm_head.weight": "model.embed_tokens.weight"}
     return StateDictAdapter(
-        rows if config.tie_embeddings else (*rows, _HEAD),
+        [*rows, _HEAD],
         n_layers=config.n_layers,
+        only=model_tensor_specs(dataclasses.replace(config, vocab_size=config.vocab_size or 1)),
         ignored=["model.layers.*.self_attn.rotary_emb.inv_freq"],
         tied=tied if config.tie_embeddings else {},
     )
 
 
-def _from_config_json(
-    build: type[Decoder.Config], model_types: Mapping[str, ModelType], document: Mapping[str, Any]
-) -> Decoder.Config:
+def _from_config_json(model_types: Mapping[str, ModelType], document: Mapping[str, Any]) -> Decoder.Config:
     """Return the model that a config.json of transformers 4 or 5 describes; warn of keys with unknown effect. Raise
     `UserError` for another model type, a missing size, or an unsupported value."""
     name = document.get("model_type")
     if name not in list(model_types):
         raise UserError(f"config.json: model_type is {name!r}, and this family is {' or '.join(model_types)}")
     kind = model_types[name]
-    reader = ConfigReader(_FILE, {**kind.defaults, **document})
+    document = kind.prepare(dict(document))
+    reader = ConfigReader(_FILE, {**_DEFAULTS, **kind.defaults, **document})
     reader.check_not_quantized()
     for key, only in {**_FIXED, **kind.fixed}.items():
         _require(key, document.get(key, only), only)
-    for key, only in kind.fixed_per_layer.items():
-        if (given := document.get(key)) is not None:
-            for value in given if isinstance(given, list) else [given]:
-                _require(key, value, only)
-    sizes = {field: reader.whole_number(key) for key, field in _SIZES.items()}
-    dim, n_heads = sizes["dim"], sizes["n_heads"]
-    head_dim = reader.whole_number("head_dim") if reader.has("head_dim") else dim // n_heads
-    has_kv_heads = reader.has("num_key_value_heads")  # null means the number of query heads
-    config = build(
-        **{**sizes, "max_seq_len": _context(reader, kind)},
-        n_kv_heads=reader.whole_number("num_key_value_heads") if has_kv_heads else n_heads,
-        head_dim=None if head_dim * n_heads == dim else head_dim,
-        norm_eps=reader.number("rms_norm_eps", default=1e-6),
-        tie_embeddings=reader.flag("tie_word_embeddings", default=False),
-        rope=_rope(reader),
-    )
+    keys = _keys_of(kind)
+    for key in sorted(_NEUTRAL.keys() & document.keys() - keys.keys() - kind.fixed.keys() - set(kind.ignored)):
+        value = document[key]
+        if value is not None and value != _NEUTRAL[key]:
+            raise UserError(f"config.json: {key} is {value!r}, which this family does not support")
+    hints = get_type_hints(kind.config)
+    values = {
+        field: _read_field(reader, key, hints[field])
+        for key, field in keys.items()
+        if key in reader.values or field in ("dim", "ffn_dim", "n_layers", "n_heads", "vocab_size", "max_seq_len")
+    }
+    if values["n_kv_heads"] is None:
+        values["n_kv_heads"] = values["n_heads"]
+    if values.get("head_dim") is not None and values["head_dim"] * values["n_heads"] == values["dim"]:
+        values["head_dim"] = None
+    for field, section in (kind.ropes or {"rope": None}).items():
+        values[field] = read_rope(reader, rotates_part=kind.rotates_part, layer_type=section)
+    config = kind.config(**values)
     config.validate()
-    _warn_about_ignored_keys(reader, {*kind.fixed, *kind.fixed_per_layer, *kind.ignored})
+    _warn_about_ignored_keys(reader, {*keys, *kind.fixed, *kind.ignored})
     return config
 
 
+def _keys_of(kind: ModelType) -> dict[str, str]:
+    own = {*kind.keys.values()}
+    return {**{key: field for key, field in _KEYS.items() if field not in own}, **kind.keys}
+
+
+def _read_field(reader: ConfigReader, key: str, declared: Any) -> Any:
+    """Return a key's value, of the type that the field declares. Raise `UserError` for another type."""
+    value, types = reader.values.get(key), get_args(declared)
+    is_optional = NoneType in types
+    if value is None and (is_optional or key == "num_key_value_heads"):
+        return None
+    (plain,) = [item for item in types if item is not NoneType] if is_optional else [declared]
+    if plain is bool:
+        return reader.flag(key)
+    if plain is int:
+        return reader.whole_number(key)
+    if plain is float:
+        return reader.number(key)
+    if not fits(value, plain, quoted=False):
+        raise reader.wrong(key, value, describe(plain))
+    return _shortest_period(reader, key, value) if get_origin(plain) is list else value
+
+
+def _shortest_period(reader: ConfigReader, key: str, values: list[Any]) -> list[Any]:
+    """Return the fewest first items that the list repeats. Raise `UserError` unless it has one item per layer."""
+    n_layers = reader.whole_number("num_hidden_layers")
+    if len(values) != n_layers:
+        raise reader.wrong(key, values, f"a list with num_hidden_layers = {n_layers} items")
+    periods = (n for n in range(1, n_layers + 1) if all(values[i] == values[i % n] for i in range(n_layers)))
+    return values[: next(periods)]
+
+
 def _to_config_json(model_types: Mapping[str, ModelType], config: Decoder.Config) -> dict[str, Any]:
-    """Return the keys of config.json that the model determines, with RoPE as in transformers 4 (which 5 reads too)."""
-    fits = [n for n, kind in model_types.items() if not (kind.heads_divide_width and config.dim % config.n_heads)]
-    kind = model_types[fits[0]]
+    """Return the keys of config.json that the model determines, readable by transformers 4 and 5."""
+    name = _written_type(model_types, config)
+    kind = model_types[name]
+    written = {key: getattr(config, field) for key, field in _keys_of(kind).items()}
+    for key, value in written.items():
+        if isinstance(value, list):
+            written[key] = [value[index % len(value)] for index in range(config.n_layers)]
+    if written.get("layer_types") and written.get("sliding_window") is None:  # else refused by transformers
+        written["layer_types"] = [_FULL_IF_UNLIMITED.get(kind, kind) for kind in written["layer_types"]]
+    if kind.ropes:
+        sections = {
+            section: write_rope_section(getattr(config, field), config.max_seq_len)
+            for field, section in kind.ropes.items()
+        }
+        rope: dict[str, Any] = {"rope_parameters": sections}
+    else:
+        rope = write_rope(config.rope, config.max_seq_len)
     return {
         "architectures": [kind.architecture],
-        "model_type": fits[0],
-        **{key: getattr(config, field) for key, field in _SIZES.items()},
-        "num_key_value_heads": config.n_kv_heads,
+        "model_type": name,
+        **written,
         "head_dim": config.resolved_head_dim,
-        "rms_norm_eps": config.norm_eps,
-        "tie_word_embeddings": config.tie_embeddings,
-        "rope_theta": config.rope.theta,
-        "rope_scaling": _rope_scaling(config.rope),
-        "sliding_window": None,
-        "hidden_act": _FIXED["hidden_act"],
-        **kind.fixed,
+        **rope,
+        **{key: value for key, value in {**_FIXED, **kind.fixed}.items() if key != "is_causal"},
+        **kind.extra(config),
     }
 
 
@@ -193,82 +309,13 @@ def precision_of(document: Mapping[str, Any], default: Precision) -> Precision:
 
 def _require(key: str, value: Any, only: Any) -> None:
     value = "silu" if value == "swish" else value
-    is_same = value == only and isinstance(value, bool) == isinstance(only, bool)
-    if not is_same and not (value is None and key in _NULLABLE):
+    if not (value == only and isinstance(value, bool) == isinstance(only, bool)):
         raise UserError(f"config.json: {key} is {value!r}, which this family does not support (only {only!r})")
-
-
-def _context(reader: ConfigReader, kind: ModelType) -> int:
-    """Return the longest supported window. A sliding window shortens it, since full attention equals the model's only
-    within that window."""
-    context = reader.whole_number("max_position_embeddings")
-    if not reader.has("sliding_window"):
-        return context
-    window = reader.whole_number("sliding_window")
-    if not kind.has_window or window >= context:
-        return context
-    logger.warning(
-        "config.json: sliding_window is %d, below max_position_embeddings %d: this family attends to the whole "
-        "context only, so model.max_seq_len is %d, up to which that is the same",
-        window,
-        context,
-        window,
-    )
-    return window
 
 
 def _warn_about_ignored_keys(reader: ConfigReader, known: set[str]) -> None:
     dropout = reader.values.get("attention_dropout") or 0.0
     if dropout and reader.number("attention_dropout"):
         logger.warning("config.json: attention_dropout is %g, and ignored: there is no dropout here", dropout)
-    if unknown := sorted(reader.values.keys() - _USED - _WITHOUT_EFFECT - known):
+    if unknown := sorted(reader.values.keys() - _USED - _WITHOUT_EFFECT - _FIXED.keys() - _NEUTRAL.keys() - known):
         logger.warning("config.json: not known, and ignored: %s", ", ".join(unknown))
-
-
-def _rope(reader: ConfigReader) -> RoPEConfig:
-    given = [key for key in ("rope_scaling", "rope_parameters") if reader.section(key).values]
-    ropes = [_rope_of(reader, reader.section(key)) for key in given or ["rope_scaling"]]
-    if any(rope != ropes[0] for rope in ropes):
-        said = " and ".join(f"{key} {reader.values[key]!r}" for key in given)
-        raise UserError(f"config.json: {said} differ; leave the one out that does not hold")
-    return ropes[0]
-
-
-def _rope_of(reader: ConfigReader, parameters: ConfigReader) -> RoPEConfig:
-    kind = parameters.values.get("rope_type", parameters.values.get("type", "default"))
-    if kind not in ("default", "linear", "llama3"):
-        raise UserError(
-            f"config.json: RoPE of type {kind!r}, which this family does not support (default, linear, llama3)"
-        )
-    for key, value in parameters.values.items():
-        if key not in _ROPE_KEYS and value is not None:
-            raise UserError(f"config.json: RoPE's {key} is {value!r}, which this family does not support")
-    _require("partial_rotary_factor", parameters.values.get("partial_rotary_factor"), 1.0)
-    theta = ConfigReader(_FILE, {**reader.values, **parameters.values}).number("rope_theta", default=10_000.0)
-    if kind == "default":
-        return RoPEConfig(theta=theta)
-    if kind == "linear":
-        return RoPEConfig(theta=theta, scaling="linear", scaling_factor=parameters.number("factor"))
-    values: dict[str, Any] = {field: parameters.number(key) for key, field in _LLAMA3_FACTORS.items()}
-    return RoPEConfig(theta=theta, original_max_seq_len=_original_context(reader, parameters), **values)
-
-
-def _original_context(reader: ConfigReader, parameters: ConfigReader) -> int:
-    """Return the context before llama3 scaling of RoPE, inside or outside the section of the scaling.
-    transformers 4 reads it inside; 5 prefers it outside, and defaults to the whole context."""
-    key = _ORIGINAL_CONTEXT
-    found = [where.whole_number(key) for where in (parameters, reader) if where.has(key)]
-    if len(set(found)) > 1:
-        raise UserError(
-            f"config.json: {key} is {found[1]}, and {found[0]} in the scaling of RoPE; leave out the wrong one"
-        )
-    return found[0] if found else reader.whole_number("max_position_embeddings")
-
-
-def _rope_scaling(rope: RoPEConfig) -> dict[str, Any] | None:
-    if rope.scaling_factor == 1.0:
-        return None
-    if rope.scaling == "linear":
-        return {"rope_type": "linear", "factor": rope.scaling_factor}
-    factors = {key: getattr(rope, field) for key, field in _LLAMA3_FACTORS.items()}
-    return {"rope_type": "llama3", **factors, _ORIGINAL_CONTEXT: rope.original_max_seq_len}

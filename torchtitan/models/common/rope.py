@@ -1,6 +1,7 @@
-"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864), with Llama 3.1's scaling for long contexts."""
+"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864), with its scalings for long contexts."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -8,6 +9,8 @@ import torch
 from torch import Tensor
 
 from torchtitan.tools.errors import UserError
+
+Scaling = Literal["llama3", "linear", "dynamic", "yarn", "longrope"]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -17,22 +20,44 @@ class RoPEConfig:
     theta: float = 500_000.0
     """Base of the geometric series of wavelengths."""
 
-    scaling: Literal["llama3", "linear"] = "llama3"
-    """Frequencies divided by scaling_factor: `llama3`, low frequencies; `linear`, all (position interpolation)."""
+    rotated_fraction: float = 1.0
+    """Part of each head that is rotated, from its first element; the other elements have no position."""
+
+    scaling: Scaling = "llama3"
+    """Change of frequencies for long contexts; each one is described at its function in models/common/rope.py."""
 
     scaling_factor: float = 1.0
-    """Ratio of the context to the original one, by which frequencies are divided. 1: unscaled."""
+    """Ratio of the context to the original one, by which frequencies are divided. 1: unscaled, except `longrope`."""
 
     low_freq_factor: float = 1.0
-    """Wavelengths above original_max_seq_len divided by this are scaled in full."""
+    """Pairs with fewer turns than this in the original context are scaled in full (`llama3`; `yarn`: beta_slow)."""
 
     high_freq_factor: float = 4.0
-    """Wavelengths below original_max_seq_len divided by this are not scaled."""
+    """Pairs with more turns than this in the original context are not scaled (`llama3`; `yarn`: beta_fast)."""
 
     original_max_seq_len: int = 8192
     """Context in tokens that the model was trained with before scaling."""
 
-    def validate(self) -> None:
+    attention_factor: float | None = None
+    """Factor of queries and keys (`yarn`, `longrope`). None: the published function of scaling_factor."""
+
+    short_factors: list[float] | None = None
+    """Divisor of each pair's frequency in documents up to original_max_seq_len (`longrope`)."""
+
+    long_factors: list[float] | None = None
+    """Divisor of each pair's frequency in longer documents (`longrope`)."""
+
+    def rotated_dim(self, head_dim: int) -> int:
+        """Return the number of elements of a head that are rotated."""
+        return int(head_dim * self.rotated_fraction)
+
+    @property
+    def depends_on_length(self) -> bool:
+        """True if frequencies depend on the length of the document."""
+        return self.scaling in ("dynamic", "longrope") and (self.scaling == "longrope" or self.scaling_factor != 1.0)
+
+    def validate(self, head_dim: int) -> None:
+        """Raise `UserError` for values that heads of this width cannot use."""
         if not (0 < self.theta < math.inf and 0 < self.scaling_factor < math.inf):
             raise UserError(
                 f"--model.rope: theta {self.theta} and scaling_factor {self.scaling_factor} must be above 0"
@@ -46,19 +71,35 @@ class RoPEConfig:
             raise UserError(
                 f"--model.rope.original_max_seq_len is {self.original_max_seq_len}, but must be from 1 to {2**32}"
             )
+        rotated = self.rotated_dim(head_dim)
+        if not (0 < self.rotated_fraction <= 1 and rotated >= 2 and rotated % 2 == 0):
+            raise UserError(
+                f"--model.rope.rotated_fraction {self.rotated_fraction} must give an even number from 2 to the head "
+                f"width {head_dim}, not {rotated}"
+            )
+        if self.attention_factor is not None and not 0 < self.attention_factor < math.inf:
+            raise UserError(f"--model.rope.attention_factor is {self.attention_factor}, but must be above 0")
+        if self.scaling == "longrope":
+            for name in ("short_factors", "long_factors"):
+                factors = getattr(self, name) or []
+                if len(factors) != rotated // 2 or not all(0 < factor < math.inf for factor in factors):
+                    raise UserError(
+                        f"--model.rope.{name} must be {rotated // 2} numbers above 0, one for each rotated pair, "
+                        f"not {len(factors)}"
+                    )
 
 
-def rope_frequencies(config: RoPEConfig, head_dim: int, device: torch.device) -> Tensor:
-    """Return the angular frequency of each rotated pair, float32, shape (head_dim / 2,).
+Frequencies = Callable[[RoPEConfig, Tensor, Tensor], Tensor]
+"""(configuration, unscaled frequencies (R / 2,), lengths of documents (B, L, 1, 1)) → frequencies, broadcastable."""
 
-    Linear scaling is position interpolation (Chen et al. 2023, arXiv:2306.15595). Llama 3's scaling divides the
-    frequencies of long wavelengths, keeps the frequencies of short ones, and interpolates linearly in 1 / wavelength in
-    between.
-    """
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
-    frequencies = config.theta**-exponents
-    if config.scaling == "linear" or config.scaling_factor == 1.0:
-        return frequencies / config.scaling_factor
+
+def _linear(config: RoPEConfig, frequencies: Tensor, lengths: Tensor) -> Tensor:
+    """Position interpolation: divide all frequencies (Chen et al. 2023, arXiv:2306.15595)."""
+    return frequencies / config.scaling_factor
+
+
+def _llama3(config: RoPEConfig, frequencies: Tensor, lengths: Tensor) -> Tensor:
+    """Divide low frequencies, keep high ones, and interpolate in 1 / wavelength in between (Llama 3.1)."""
     # Turns of a pair within the original context: many for high frequencies, few for low ones.
     turns = config.original_max_seq_len * frequencies / (2 * math.pi)
     kept = (turns - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
@@ -66,16 +107,93 @@ def rope_frequencies(config: RoPEConfig, head_dim: int, device: torch.device) ->
     return (1 - kept) * frequencies / config.scaling_factor + kept * frequencies
 
 
-def rope_cos_sin(config: RoPEConfig, head_dim: int, positions_BL: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the cosines and sines of the angles of every position, float32, each (B, L, 1, head_dim / 2)."""
-    frequencies = rope_frequencies(config, head_dim, positions_BL.device)
+def _yarn(config: RoPEConfig, frequencies: Tensor, lengths: Tensor) -> Tensor:
+    """Divide low frequencies, keep high ones, and interpolate in the number of the pair in between (YaRN, Peng et al.
+    2023, arXiv:2309.00071, 3.2)."""
+    n_pairs = len(frequencies)
+
+    def pair_with(turns: float) -> float:
+        return n_pairs * math.log(config.original_max_seq_len / (turns * 2 * math.pi)) / math.log(config.theta)
+
+    first = max(math.floor(pair_with(config.high_freq_factor)), 0)
+    last = min(math.ceil(pair_with(config.low_freq_factor)), 2 * n_pairs - 1)
+    pairs = torch.arange(n_pairs, dtype=torch.float32, device=frequencies.device)
+    scaled = ((pairs - first) / max(last - first, 1e-3)).clamp(0, 1)
+    return scaled * frequencies / config.scaling_factor + (1 - scaled) * frequencies
+
+
+def _dynamic(config: RoPEConfig, frequencies: Tensor, lengths: Tensor) -> Tensor:
+    """Raise the base with the length of a document beyond the original context (NTK-aware; YaRN, 3.4)."""
+    n_pairs, factor = len(frequencies), config.scaling_factor
+    stretch = (factor * lengths / config.original_max_seq_len).clamp(min=factor) - (factor - 1)
+    # The base is multiplied by stretch ** (d / (d - 2)), and pair i has the base's power -2 i / d.
+    pairs = torch.arange(n_pairs, dtype=torch.float32, device=frequencies.device)
+    return frequencies * stretch ** (-pairs / max(n_pairs - 1, 1))
+
+
+def _longrope(config: RoPEConfig, frequencies: Tensor, lengths: Tensor) -> Tensor:
+    """Divide each frequency by its own factor, in long documents another (LongRoPE, arXiv:2402.13753)."""
+    short, long = (torch.tensor(f, device=frequencies.device) for f in (config.short_factors, config.long_factors))
+    return torch.where(lengths > config.original_max_seq_len, frequencies / long, frequencies / short)
+
+
+_SCALINGS: dict[Scaling, Frequencies] = {
+    "linear": _linear,
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "dynamic": _dynamic,
+    "longrope": _longrope,
+}
+
+
+def rope_frequencies(config: RoPEConfig, head_dim: int, lengths_BL: Tensor) -> Tensor:
+    """Return the angular frequency of each of the R / 2 rotated pairs, float32, broadcastable to (B, L, 1, R / 2).
+
+    Args:
+        lengths_BL: length of each token's document.
+    """
+    rotated, device = config.rotated_dim(head_dim), lengths_BL.device
+    exponents = torch.arange(0, rotated, 2, dtype=torch.float32, device=device) / rotated
+    frequencies = config.theta**-exponents
+    if config.scaling_factor == 1.0 and not config.depends_on_length:
+        return frequencies
+    return _SCALINGS[config.scaling](config, frequencies, lengths_BL[:, :, None, None].float())
+
+
+def rope_cos_sin(
+    config: RoPEConfig, head_dim: int, positions_BL: Tensor, lengths_BL: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the cosines and sines of the angles of every position, float32, each (B, L, 1, R / 2).
+
+    Args:
+        lengths_BL: length of each token's document; only read if `config.depends_on_length`.
+    """
+    frequencies = rope_frequencies(config, head_dim, positions_BL if lengths_BL is None else lengths_BL)
     angles = positions_BL[:, :, None, None].float() * frequencies
-    return angles.cos(), angles.sin()
+    factor = _attention_factor(config)
+    return (angles.cos(), angles.sin()) if factor == 1.0 else (angles.cos() * factor, angles.sin() * factor)
+
+
+def _attention_factor(config: RoPEConfig) -> float:
+    factor = config.scaling_factor
+    if config.scaling not in ("yarn", "longrope"):
+        return 1.0
+    if config.attention_factor is not None:
+        return config.attention_factor
+    if factor <= 1.0:
+        return 1.0
+    if config.scaling == "yarn":  # section 3.4
+        return 0.1 * math.log(factor) + 1.0
+    return math.sqrt(1 + math.log(factor) / math.log(config.original_max_seq_len))
 
 
 def apply_rope(x_BLHD: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate queries or keys in float32; return them in their own type. As in Hugging Face, i pairs with i + D/2."""
+    """Rotate the first R elements of each head of queries or keys in float32; return them in their own type. As in
+    Hugging Face, i pairs with i + R/2."""
     cos, sin = cos_sin
-    first, second = x_BLHD.float().chunk(2, dim=-1)
-    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    return rotated.type_as(x_BLHD)
+    rotated_dim = 2 * cos.shape[-1]
+    first, second = x_BLHD[..., :rotated_dim].float().chunk(2, dim=-1)
+    parts = [first * cos - second * sin, second * cos + first * sin]
+    if rotated_dim < x_BLHD.shape[-1]:
+        parts.append(x_BLHD[..., rotated_dim:].float())
+    return torch.cat(parts, dim=-1).type_as(x_BLHD)

@@ -1,30 +1,40 @@
 """Qwen3's dense models ("Qwen3 Technical Report", arXiv:2505.09388), and their Hugging Face format."""
 
-from torchtitan.models.common.decoder import BlockDesign, Decoder
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
 from torchtitan.models.common.hugging_face import DENSE_ROWS, ModelType, dense_format
-from torchtitan.protocols.state_dict_adapter import KeyMapping
+from torchtitan.models.common.layer_types import WINDOW_KEYS, WindowedDecoder
+from torchtitan.models.qwen2.model import prepare_windows
 
 
-class Qwen3Model(Decoder):
-    """Llama's decoder with a norm on the queries and keys of each head."""
+class Qwen3Model(WindowedDecoder):
+    """Llama's decoder with a norm on the queries and keys of each head, and windows in some models' upper layers."""
 
-    design = BlockDesign(qk_norm=True)
+    @dataclass(kw_only=True, slots=True)
+    class Config(WindowedDecoder.Config):
+        attention_bias: bool = False
+        """Add biases to all projections of attention."""
+
+    config: Config
+
+    def make_attention(self, index: int, **options: Any) -> nn.Module:
+        biases = "qkvo" if self.config.attention_bias else ""
+        return super().make_attention(index, qk_norm=self.make_norm, biases=biases, **options)
 
 
 FORMAT = dense_format(
-    Qwen3Model.Config,
     {
         "qwen3": ModelType(
             architecture="Qwen3ForCausalLM",
-            fixed={"attention_bias": False, "use_sliding_window": False},
-            fixed_per_layer={"layer_types": "full_attention"},
+            config=Qwen3Model.Config,
+            rows=DENSE_ROWS,
+            keys={**WINDOW_KEYS, "attention_bias": "attention_bias"},
+            prepare=prepare_windows,
+            extra=lambda config: {"use_sliding_window": config.sliding_window is not None},
             defaults={"num_key_value_heads": 32, "head_dim": 128},
-            ignored=("max_window_layers",),  # only has an effect with use_sliding_window
         )
-    },
-    rows=(
-        *DENSE_ROWS,
-        KeyMapping("layers.*.attention.q_norm.weight", "model.layers.*.self_attn.q_norm.weight"),
-        KeyMapping("layers.*.attention.k_norm.weight", "model.layers.*.self_attn.k_norm.weight"),
-    ),
+    }
 )

@@ -1,0 +1,99 @@
+"""Blocks: attention and a feed-forward network around the residual stream, which differ in where the norms are.
+
+A block's modules have the same names in all of them; a module that a block lacks is None.
+"""
+
+from torch import Tensor, nn
+
+from torchtitan.models.common.norms import NormFactory
+from torchtitan.protocols.attention import AttentionMetadata
+
+Rope = tuple[Tensor, Tensor] | None
+"""Cosines and sines of the positions (`rope.rope_cos_sin`); None in a layer without positions."""
+
+
+class PreNormBlock(nn.Module):
+    """Each part takes the normalized residual stream, and is added to it (Llama).
+
+    Args:
+        attention: `attention(x_BLD, rope, attention_metadata)`.
+        feed_forward: `feed_forward(x_BLD)`.
+        dim: width of the residual stream.
+        norm: makes the block's norms.
+        multiplier: factor of both parts before they are added.
+    """
+
+    def __init__(
+        self, attention: nn.Module, feed_forward: nn.Module, *, dim: int, norm: NormFactory, multiplier: float = 1.0
+    ):
+        super().__init__()
+        self.multiplier = multiplier
+        self.attention_norm: nn.Module | None = norm(dim)
+        self.attention = attention
+        self.attention_post_norm: nn.Module | None = None
+        self.ffn_norm: nn.Module | None = norm(dim)
+        self.feed_forward = feed_forward
+        self.ffn_post_norm: nn.Module | None = None
+
+    def forward(self, x_BLD: Tensor, rope: Rope, attention: AttentionMetadata) -> Tensor:
+        """(B, L, dim) → (B, L, dim)."""
+        x_BLD = self._add(x_BLD, self._attend(x_BLD, rope, attention))
+        return self._add(x_BLD, self._feed_forward(x_BLD))
+
+    def _attend(self, x_BLD: Tensor, rope: Rope, attention: AttentionMetadata) -> Tensor:
+        x_BLD = x_BLD if self.attention_norm is None else self.attention_norm(x_BLD)
+        out_BLD: Tensor = self.attention(x_BLD, rope, attention)
+        return out_BLD if self.attention_post_norm is None else self.attention_post_norm(out_BLD)
+
+    def _feed_forward(self, x_BLD: Tensor) -> Tensor:
+        x_BLD = x_BLD if self.ffn_norm is None else self.ffn_norm(x_BLD)
+        out_BLD: Tensor = self.feed_forward(x_BLD)
+        return out_BLD if self.ffn_post_norm is None else self.ffn_post_norm(out_BLD)
+
+    def _add(self, x_BLD: Tensor, out_BLD: Tensor) -> Tensor:
+        return x_BLD + (out_BLD if self.multiplier == 1.0 else self.multiplier * out_BLD)
+
+
+class PostNormBlock(PreNormBlock):
+    """Each part takes the residual stream as it is; its normalized result is added (OLMo 2)."""
+
+    def __init__(self, attention: nn.Module, feed_forward: nn.Module, *, dim: int, norm: NormFactory):
+        super().__init__(attention, feed_forward, dim=dim, norm=norm)
+        self.attention_norm, self.attention_post_norm = None, self.attention_norm
+        self.ffn_norm, self.ffn_post_norm = None, self.ffn_norm
+
+
+class SandwichBlock(PreNormBlock):
+    """Each part has a norm before and after it (Gemma 2)."""
+
+    def __init__(self, attention: nn.Module, feed_forward: nn.Module, *, dim: int, norm: NormFactory):
+        super().__init__(attention, feed_forward, dim=dim, norm=norm)
+        self.attention_post_norm, self.ffn_post_norm = norm(dim), norm(dim)
+
+
+class ParallelBlock(PreNormBlock):
+    """Both parts take the same normalized residual stream, and are added together (GPT-J, Cohere). With
+    `separate_norms`, each has its own norm (GPT-NeoX)."""
+
+    def __init__(
+        self,
+        attention: nn.Module,
+        feed_forward: nn.Module,
+        *,
+        dim: int,
+        norm: NormFactory,
+        multiplier: float = 1.0,
+        separate_norms: bool = False,
+    ):
+        super().__init__(attention, feed_forward, dim=dim, norm=norm, multiplier=multiplier)
+        if not separate_norms:
+            self.ffn_norm = None
+
+    def forward(self, x_BLD: Tensor, rope: Rope, attention: AttentionMetadata) -> Tensor:
+        """(B, L, dim) → (B, L, dim)."""
+        assert self.attention_norm is not None
+        if self.ffn_norm is not None:
+            return self._add(x_BLD, self._attend(x_BLD, rope, attention) + self._feed_forward(x_BLD))
+        normalized_BLD = self.attention_norm(x_BLD)
+        attended_BLD: Tensor = self.attention(normalized_BLD, rope, attention)
+        return self._add(x_BLD, attended_BLD + self.feed_forward(normalized_BLD))

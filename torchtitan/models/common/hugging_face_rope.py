@@ -1,0 +1,170 @@
+"""RoPE in config.json, in the spellings of transformers 4 (`rope_theta`, `rope_scaling`) and 5 (`rope_parameters`)."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from torchtitan.models.common.config_reader import ConfigReader
+from torchtitan.models.common.rope import RoPEConfig, Scaling
+from torchtitan.tools.errors import UserError
+
+_ORIGINAL_CONTEXT = "original_max_position_embeddings"
+_CONTEXT = "max_position_embeddings"
+
+_FACTORS: dict[Scaling, dict[str, str]] = {
+    "linear": {},
+    "dynamic": {},
+    "llama3": {"low_freq_factor": "low_freq_factor", "high_freq_factor": "high_freq_factor"},
+    "yarn": {"beta_slow": "low_freq_factor", "beta_fast": "high_freq_factor"},
+    "longrope": {},
+}
+"""Type of scaling → its own keys of numbers → fields of `RoPEConfig`."""
+
+_YARN_DEFAULTS = {"beta_slow": 1.0, "beta_fast": 32.0}
+
+_ALIASES = {"su": "longrope"}
+"""Older names of types."""
+
+_COMMON_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+
+_OTHER_KEYS: dict[Scaling, set[str]] = {
+    "linear": {"factor"},
+    "dynamic": {"factor"},
+    "llama3": {"factor", _ORIGINAL_CONTEXT},
+    "yarn": {"factor", _ORIGINAL_CONTEXT, "attention_factor", "mscale", "mscale_all_dim", "truncate"},
+    "longrope": {"factor", _ORIGINAL_CONTEXT, "attention_factor", "short_factor", "long_factor"},
+}
+"""Type of scaling → its keys besides `_FACTORS`."""
+
+
+def read_rope(reader: ConfigReader, *, rotates_part: bool, layer_type: str | None = None) -> RoPEConfig:
+    """Return the RoPE of a config.json.
+
+    Args:
+        rotates_part: the model type supports `partial_rotary_factor`.
+        layer_type: its section of `rope_parameters`; None: there are no sections.
+
+    Raises:
+        UserError: if the keys contradict each other, or ask for something unsupported.
+    """
+    given = [key for key in ("rope_scaling", "rope_parameters") if reader.section(key).values]
+    sections = [reader.section(key) for key in given or ["rope_scaling"]]
+    if layer_type is not None:
+        sections = [section.section(layer_type) for section in sections]
+    ropes = [_read(reader, section, rotates_part) for section in sections]
+    if any(rope != ropes[0] for rope in ropes):
+        said = " and ".join(f"{key} {reader.values[key]!r}" for key in given)
+        raise UserError(f"config.json: {said} differ; leave the one out that does not hold")
+    return ropes[0]
+
+
+def _read(reader: ConfigReader, parameters: ConfigReader, rotates_part: bool) -> RoPEConfig:
+    said = parameters.values.get("rope_type", parameters.values.get("type", "default"))
+    kind: Any = _ALIASES.get(said, said) if isinstance(said, str) else said
+    if kind != "default" and kind not in [*_FACTORS]:
+        supported = ", ".join(("default", *_FACTORS))
+        raise UserError(f"config.json: RoPE of type {said!r}, which this family does not support ({supported})")
+    known = _COMMON_KEYS if kind == "default" else {*_COMMON_KEYS, *_FACTORS[kind], *_OTHER_KEYS[kind]}
+    for key, value in parameters.values.items():
+        if key not in known and value is not None:
+            raise UserError(f"config.json: RoPE's {key} is {value!r}, which this family does not support")
+    outer = ConfigReader(reader.file, {**reader.values, **parameters.values})
+    rope = RoPEConfig(theta=outer.number("rope_theta", default=10_000.0))
+    if outer.has("partial_rotary_factor"):
+        rope.rotated_fraction = outer.number("partial_rotary_factor")
+        if rope.rotated_fraction != 1.0 and not rotates_part:
+            raise UserError(
+                f"config.json: partial_rotary_factor is {rope.rotated_fraction}, which this family does not support "
+                "(only 1.0)"
+            )
+    if kind != "default":
+        rope.scaling = kind
+        _read_scaling(rope, reader, parameters)
+    return rope
+
+
+def _read_scaling(rope: RoPEConfig, reader: ConfigReader, parameters: ConfigReader) -> None:
+    context = reader.whole_number(_CONTEXT)
+    if rope.scaling == "dynamic":
+        rope.original_max_seq_len = context
+    elif rope.scaling != "linear":
+        rope.original_max_seq_len = _original_context(reader, parameters)
+    is_ratio_implied = rope.scaling in ("yarn", "longrope") and not parameters.has("factor")
+    ratio = context / rope.original_max_seq_len
+    rope.scaling_factor = ratio if is_ratio_implied else parameters.number("factor")
+    for key, field in _FACTORS[rope.scaling].items():
+        default = _YARN_DEFAULTS.get(key)
+        setattr(rope, field, parameters.number(key) if parameters.has(key) or default is None else default)
+    if parameters.has("attention_factor"):
+        rope.attention_factor = parameters.number("attention_factor")
+    elif parameters.has("mscale") and parameters.has("mscale_all_dim"):
+        rope.attention_factor = _mscale(rope, parameters, "mscale") / _mscale(rope, parameters, "mscale_all_dim")
+    if parameters.has("truncate") and not parameters.flag("truncate"):
+        raise UserError("config.json: RoPE's truncate is False, which this family does not support (only True)")
+    if rope.scaling == "longrope":
+        rope.short_factors, rope.long_factors = (
+            _numbers(parameters, key) for key in ("short_factor", "long_factor")
+        )
+
+
+def _mscale(rope: RoPEConfig, parameters: ConfigReader, key: str) -> float:
+    """Return a scale of YaRN as in DeepSeek, which divides two of them."""
+    factor = rope.scaling_factor
+    return 0.1 * parameters.number(key) * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def _numbers(parameters: ConfigReader, key: str) -> list[float]:
+    values = parameters.values.get(key)
+    if not isinstance(values, list):
+        raise parameters.wrong(key, values, "a list of numbers")
+    return [float(ConfigReader(parameters.file, {key: value}).number(key)) for value in values]
+
+
+def _original_context(reader: ConfigReader, parameters: ConfigReader) -> int:
+    """Return the context before scaling, inside or outside the section of the scaling. transformers 4 reads it inside;
+    5 prefers it outside, and defaults to the whole context."""
+    key = _ORIGINAL_CONTEXT
+    found = [where.whole_number(key) for where in (parameters, reader) if where.has(key)]
+    if len(set(found)) > 1:
+        raise UserError(
+            f"config.json: {key} is {found[1]}, and {found[0]} in the scaling of RoPE; leave out the wrong one"
+        )
+    return found[0] if found else reader.whole_number(_CONTEXT)
+
+
+def write_rope(rope: RoPEConfig, max_seq_len: int) -> dict[str, Any]:
+    """Return the keys of transformers 4, which 5 reads too. Raise `UserError` for a model that neither can express."""
+    scaling = _scaling(rope, max_seq_len)
+    keys: dict[str, Any] = {"rope_theta": rope.theta, "rope_scaling": scaling}
+    if rope.rotated_fraction != 1.0:
+        keys["partial_rotary_factor"] = rope.rotated_fraction
+    if rope.scaling == "longrope":  # where transformers 4 reads it
+        keys[_ORIGINAL_CONTEXT] = rope.original_max_seq_len
+    return keys
+
+
+def write_rope_section(rope: RoPEConfig, max_seq_len: int) -> dict[str, Any]:
+    """Return a section of `rope_parameters` of transformers 5. Raise `UserError` like `write_rope`."""
+    section = {"rope_theta": rope.theta, **(_scaling(rope, max_seq_len) or {"rope_type": "default"})}
+    if rope.rotated_fraction != 1.0:
+        section["partial_rotary_factor"] = rope.rotated_fraction
+    return section
+
+
+def _scaling(rope: RoPEConfig, max_seq_len: int) -> Mapping[str, Any] | None:
+    if rope.scaling_factor == 1.0 and rope.scaling != "longrope":
+        return None
+    scaling: dict[str, Any] = {"rope_type": rope.scaling, "factor": rope.scaling_factor}
+    scaling |= {key: getattr(rope, field) for key, field in _FACTORS[rope.scaling].items()}
+    if rope.scaling == "dynamic" and rope.original_max_seq_len != max_seq_len:
+        raise UserError(
+            f"config.json cannot express dynamic RoPE with original_max_seq_len {rope.original_max_seq_len} and "
+            f"max_seq_len {max_seq_len}: there they are equal"
+        )
+    if _ORIGINAL_CONTEXT in _OTHER_KEYS[rope.scaling]:
+        scaling[_ORIGINAL_CONTEXT] = rope.original_max_seq_len
+    if rope.attention_factor is not None:
+        scaling["attention_factor"] = rope.attention_factor
+    if rope.scaling == "longrope":
+        scaling |= {"short_factor": rope.short_factors, "long_factor": rope.long_factors}
+    return scaling

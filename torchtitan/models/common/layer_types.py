@@ -1,0 +1,42 @@
+"""Decoders whose layers differ in what they attend to, in a repeating pattern."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torchtitan.models.common.decoder import Decoder
+from torchtitan.tools.errors import UserError
+
+LayerType = Literal["full_attention", "sliding_attention", "linear_attention"]
+"""As in `layer_types` of transformers."""
+
+
+WINDOW_KEYS = {"sliding_window": "sliding_window", "layer_types": "layer_types"}
+"""`ModelType.keys` of windows."""
+
+
+class WindowedDecoder(Decoder):
+    """A decoder with sliding windows, in some layers or in all."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Decoder.Config):
+        sliding_window: int | None = None
+        """Tokens that a token sees in layers of type sliding_attention, including itself. None: all earlier ones."""
+
+        layer_types: list[LayerType] = field(default_factory=lambda: ["sliding_attention"])
+        """Types of the first layers, repeated for the others."""
+
+        def layer_type(self, index: int) -> LayerType:
+            """Return the type of a layer."""
+            return self.layer_types[index % len(self.layer_types)]
+
+        def validate(self) -> None:
+            Decoder.Config.validate(self)
+            if self.sliding_window is not None and not 1 <= self.sliding_window <= 2**32:
+                raise UserError(f"--model.sliding_window is {self.sliding_window}, but must be from 1 to {2**32}")
+            if not self.layer_types:
+                raise UserError("--model.layer_types is empty, but must name at least one type")
+
+    config: Config
+
+    def window_of_layer(self, index: int) -> int | None:
+        return self.config.sliding_window if self.config.layer_type(index) == "sliding_attention" else None
