@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
@@ -210,7 +210,7 @@ class Decoder(BaseModel):
         prepare = partial(
             with_kernel, device=device, dtype=hidden_BLD.dtype, head_dim=head_dim, static=self.is_compiled
         )
-        of_window = {window: prepare(replace(attention, window=window)) for window in set(windows.values())}
+        of_window = {window: prepare(attention.with_window(window)) for window in set(windows.values())}
         for index, block in self.layers.items():
             hidden_BLD = block(hidden_BLD, rope, of_window[windows[index]])
         if self.head is None:
