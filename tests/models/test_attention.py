@@ -190,6 +190,22 @@ def test_documents_of_positions():
         AttentionMetadata.from_positions(torch.zeros(1, 2, device="meta"))
 
 
+def test_lengths_of_documents():
+    """Every token has its document's length, also if a rank holds only some tokens of the document."""
+    metadata = metadata_of(PACKED)
+    expected = [[3] * 3 + [9] * 9, [12] * 12, [7] * 7 + [1] + [4] * 4]
+    assert metadata.document_lengths_BL(CPU).tolist() == expected
+    assert metadata.rows(1, 3).document_lengths_BL(CPU).tolist() == expected[1:]
+    places = torch.tensor([0, 1, 2, 9, 10, 11])
+    shard = metadata.shard(places, torch.arange(12))
+    assert shard.document_lengths_BL(CPU).tolist() == torch.tensor(expected)[:, places].tolist()
+    assert shard.rows(2, 3).document_lengths_BL(CPU).tolist() == [[7, 7, 7, 4, 4, 4]]
+    whole = AttentionMetadata.of_rows(3, 12)
+    assert whole.document_lengths_BL(CPU).tolist() == [[12]]
+    assert whole.shard(places, torch.arange(12)).document_lengths_BL(CPU).tolist() == [[12] * 6] * 3
+    assert metadata.to("meta").document_lengths_BL(torch.device("meta")).is_meta  # no value of the device is read
+
+
 @pytest.mark.parametrize("window", [None, 3])
 def test_rows_have_their_documents(window):
     metadata = metadata_of(PACKED, window)

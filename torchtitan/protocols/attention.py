@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 Kernel = Literal["causal", "documents", "dense", "varlen", "flex"]
 """Computation of attention; `torchtitan.models.common.attention` chooses it."""
@@ -44,6 +44,10 @@ class AttentionMetadata:
     mask: Any = None
     """Input of the kernel that is the same in all layers with this window."""
 
+    states: dict[nn.Module, Any] | None = None
+    """States of recurrent modules after the previous forward pass, which continues in this one: a module reads and
+    replaces its own. None: no states are kept."""
+
     @classmethod
     def from_positions(cls, positions_BL: Tensor) -> "AttentionMetadata":
         """Describe packed documents by the positions of their tokens, which are on the host and 0 at each start."""
@@ -68,6 +72,21 @@ class AttentionMetadata:
     def lengths(self) -> list[int]:
         """Tokens of each document, in order."""
         return self.cu_seqlens.diff().tolist()
+
+    def document_lengths_BL(self, device: torch.device) -> Tensor:
+        """Return the length of each token's document on `device`, (B, L) or (1, 1)."""
+        if self.positions_BL is None:
+            return torch.full((1, 1), self.max_seqlen, device=device)
+        lengths = self.cu_seqlens.diff().long()
+        lengths_BL = lengths.repeat_interleave(lengths).view(self.n_rows, -1)
+        if device.type == "cuda":
+            lengths_BL = lengths_BL.pin_memory()  # a copy from other memory waits for the device
+        lengths_BL = lengths_BL.to(device, non_blocking=True)
+        return lengths_BL if self.query_places_L is None else lengths_BL[:, self.query_places_L]
+
+    def with_window(self, window: int | None) -> "AttentionMetadata":
+        """Describe the same tokens for layers with this window."""
+        return replace(self, window=window)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "AttentionMetadata":
         """Copy the positions to a device; the boundaries stay on the host."""

@@ -1,5 +1,6 @@
 """Generation, compared with transformers and with definitions."""
 
+import importlib
 import itertools
 import json
 import math
@@ -10,8 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.models.test_llama3 import VARIANTS, reference_of, small_model, windowed_model
+from tests.models.test_llama3 import VARIANTS, reference_of, small_config, small_model, windowed_model
 from torchtitan.components.generation import KVCache, Sampling, TextStream, generate, start_id, stop_ids
+from torchtitan.components.generation.generate import CachedAttention
 from torchtitan.components.generation.sampling import Sampler, restricted_logits
 from torchtitan.components.tokenizer import PretrainedTokenizer
 from torchtitan.config import ParallelismConfig, TrainingConfig
@@ -21,6 +23,8 @@ from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.distributed.parallelize import parallelize_decoder
 from torchtitan.models.common.attention import with_kernel
 from torchtitan.models.llama3 import SHARDING
+from torchtitan.models.llama3.model import Llama3Model
+from torchtitan.protocols.attention import AttentionMetadata
 from torchtitan.tools.errors import UserError
 
 BOS = 1
@@ -246,21 +250,168 @@ def test_compiled_and_checkpointed_blocks_generate_the_same():
 
 @pytest.mark.parametrize(
     ("window", "first", "second"),
-    [(None, [[1, 0, 0], [0, 1, 0], [0, 1, 1]], [0, 1, 1, 1]), (2, [[1, 0, 0], [0, 1, 0], [0, 1, 1]], [0, 0, 1, 1])],
+    [(None, [[1, 0, 0], [0, 1, 0], [0, 1, 1]], [0, 1, 1, 1]), (2, [[1, 0, 0], [0, 1, 0], [0, 1, 1]], [1, 1])],
 )
 def test_padding_mask(window, first, second):
     """A padding token sees itself, so that no softmax row is empty; a real token sees all real tokens before it, or
-    in its window."""
+    in its window, outside of which a layer keeps no tokens."""
     cache = KVCache(small_model(), 4)
 
     def mask(positions: list[int]) -> list[list[int]]:
-        attention = replace(cache.attention(torch.tensor([positions])), window=window)
+        attention = cache.attention(torch.tensor([positions])).with_window(window)
         kernel = with_kernel(attention, device=torch.device("cpu"), dtype=torch.float32, head_dim=16, static=False)
         return kernel.mask[0, 0].int().tolist()
 
     assert mask([0, 0, 1]) == first
     cache.advance(3)
     assert mask([2]) == [second]
+
+
+class MixedModel(Llama3Model):
+    """A model with full layers between layers with windows, as in Gemma 2 and 3."""
+
+    def window_of_layer(self, index: int) -> int | None:
+        return (6, None, 1)[index]
+
+
+def mixed_model() -> MixedModel:
+    model = MixedModel(small_config())
+    model.load_state_dict(small_model().state_dict())
+    return model
+
+
+def widths_of(cache: KVCache, model: Llama3Model) -> list[set[int]]:
+    """Return the number of stored slots in each layer."""
+    stored = [cache._stored[block.attention.attend][1:] for block in model.layers.values()]
+    return [
+        {x.shape[1] for x in pair} | {x.untyped_storage().nbytes() // x[:, 0].nbytes for x in pair} for pair in stored
+    ]
+
+
+def test_a_layer_with_a_window_keeps_only_its_window():
+    """Any number of tokens may follow the cached ones; tokens that `advance` drops leave no trace. All logits equal a
+    pass over the whole rows, of which the first is padded on the left."""
+    model = mixed_model()
+    tokens_BL = torch.randint(97, (2, 30), generator=torch.Generator().manual_seed(0))
+    positions_BL = (torch.arange(30) - torch.tensor([[9], [0]])).clamp(min=0)
+    expected = model(tokens_BL, AttentionMetadata.from_positions(positions_BL))
+    with torch.no_grad(), KVCache(model, 40) as cache:
+        place = 0
+        for new, kept in ((3, 3), (13, 13), (1, 1), (4, 1), (4, 2), (1, 1), (9, 9)):
+            part = slice(place, place + new)
+            logits = model(tokens_BL[:, part], cache.attention(positions_BL[:, part]))
+            # Float32 sums in another order, for logits of about 1.
+            torch.testing.assert_close(logits, expected[:, part], rtol=1e-5, atol=1e-5)
+            assert widths_of(cache, model) == [{min(place, 5) + new}, {40}, {new}]
+            cache.advance(kept)
+            place += kept
+        assert place == 30
+    assert not cache._stored
+
+
+def test_a_cache_that_is_cut_too_short_is_caught(monkeypatch):
+    original = CachedAttention.with_window
+
+    def one_key_less(self: CachedAttention, window: int | None) -> AttentionMetadata:
+        attention = original(self, window)
+        n_extra = len(attention.key_places_S) - len(self.query_places_L)
+        return replace(attention, key_places_S=attention.key_places_S[1:]) if window and n_extra else attention
+
+    monkeypatch.setattr(CachedAttention, "with_window", one_key_less)
+    model = mixed_model()
+    wrong, right = (generate(model, TINY_PROMPTS, max_new_tokens=16, use_cache=cached) for cached in (True, False))
+    differences = (torch.tensor([a.logprobs, b.logprobs]).diff(dim=0) for a, b in zip(wrong, right, strict=True))
+    assert max(difference.abs().max().item() for difference in differences) > 1e-4  # ten times the tolerance above
+
+
+def largest_difference(reference, generations) -> float:
+    """Return the largest difference of log probabilities from transformers' for continuations of `TINY_PROMPTS`."""
+    differences = []
+    for prompt, generation in zip(TINY_PROMPTS, generations, strict=True):
+        logits = reference(torch.tensor([prompt + generation.ids])).logits[0, len(prompt) - 1 : -1]
+        expected = logits.log_softmax(-1)[range(len(generation.ids)), generation.ids]
+        differences.append((torch.tensor(generation.logprobs) - expected).abs().max().item())
+    return max(differences)
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_windows_in_some_layers_equal_transformers(use_cache):
+    """Qwen 2 has such layers too, and differs from Llama only by biases, which are 0 here."""
+    transformers = pytest.importorskip("transformers")
+
+    class HalfWindowed(Llama3Model):
+        def window_of_layer(self, index: int) -> int | None:
+            return None if index % 2 else 6
+
+    llama, names = reference_of(small_model())
+    config = llama.config.to_dict() | {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 6}
+    config["layer_types"] = ["sliding_attention", "full_attention", "sliding_attention"]
+    reference = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**config)).eval()
+    for parameter in reference.parameters():
+        parameter.data.zero_()
+    reference.load_state_dict(llama.state_dict(), strict=False)
+    model = HalfWindowed(small_config())
+    model.load_state_dict(small_model().state_dict())
+    differences = [
+        largest_difference(reference, generate(each, TINY_PROMPTS, max_new_tokens=16, use_cache=use_cache))
+        for each in (model, windowed_model())
+    ]
+    # Float32 sums in another order, for logits of about 1; another window differs a hundred times more.
+    assert differences[0] < 1e-5 and differences[1] > 1e-3
+
+
+def test_lengths_of_texts_in_a_cache():
+    cache = KVCache(small_model(), 8)
+    assert cache.attention(torch.tensor([[0, 0, 1], [0, 1, 2]])).document_lengths_BL(torch.device("cpu")).tolist() == [
+        [2],
+        [3],
+    ]
+    cache.advance(3)
+    assert cache.attention(torch.tensor([[2], [3]])).document_lengths_BL(torch.device("cpu")).tolist() == [[3], [4]]
+
+
+class RunningSum(torch.nn.Module):
+    """The least recurrent module: adds the sum of all earlier tokens."""
+
+    def forward(self, x_BLD: torch.Tensor, attention: AttentionMetadata) -> torch.Tensor:
+        sums_BLD = x_BLD.cumsum(1)
+        if attention.states is not None:
+            sums_BLD = sums_BLD + attention.states.get(self, 0)
+            attention.states[self] = sums_BLD[:, -1:]
+        return sums_BLD
+
+
+def recurrent_model() -> Llama3Model:
+    """Return a model with a recurrent module between its layers."""
+    model = small_model()
+    model.running_sum = RunningSum()
+    model.layers["1"].register_forward_pre_hook(
+        lambda _, args: (args[0] + 0.1 * model.running_sum(args[0], args[2]), *args[1:])
+    )
+    return model
+
+
+def test_recurrent_states_continue_in_the_cache():
+    model = recurrent_model()
+    expected = model(torch.arange(7)[None])
+    with torch.no_grad(), KVCache(model, 7) as cache:
+        for place, new in ((0, 4), (4, 1), (5, 2)):
+            positions_BL = torch.arange(place, place + new)[None]
+            logits = model(positions_BL, cache.attention(positions_BL))
+            torch.testing.assert_close(logits, expected[:, positions_BL[0]], rtol=1e-5, atol=1e-5)
+            cache.advance(new)
+        assert list(cache.states) == [model.running_sum]
+    assert not cache.states
+
+
+def test_recurrent_states_under_tensor_parallelism_are_refused(monkeypatch):
+    # The package's function of the same name hides the module.
+    module = importlib.import_module("torchtitan.components.generation.generate")
+    monkeypatch.setattr(module, "_tensor_parallel_degree", lambda model: 2)
+    generate(small_model(), [[1, 2]], max_new_tokens=2)
+    with pytest.raises(UserError, match="tensor parallelism .degree 2. supports no recurrent"):
+        generate(recurrent_model(), [[1, 2]], max_new_tokens=2)
+    generate(recurrent_model(), [[1, 2]], max_new_tokens=2, use_cache=False)
 
 
 def test_the_cache_has_the_type_of_mixed_precision():
@@ -271,7 +422,7 @@ def test_the_cache_has_the_type_of_mixed_precision():
         )
         with KVCache(model, 4) as cache:
             model(torch.tensor([[1, 2, 3]]), cache.attention(torch.arange(3)[None]))
-            assert {x.dtype for pair in cache._stored.values() for x in pair} == {torch.bfloat16}
+            assert {x.dtype for _, *pair in cache._stored.values() for x in pair} == {torch.bfloat16}
     for one, other in zip(cached, recomputed, strict=True):
         # bfloat16 has 8 bits: logits of about 1 differ by about 2^-8.
         assert one.logprobs[0] == pytest.approx(other.logprobs[0], abs=0.05)
@@ -480,8 +631,8 @@ def sharded_generations(layout: str, expected: list[list[int]]) -> None:
     rank = dist.get_rank()
     degrees = {"fsdp": {"dp_shard": 2}, "tp": {"tp": 2}}[layout]
     dims = ParallelDims(**{"dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1, "pp": 1, "world_size": 2, **degrees})
-    training, parallelism = TrainingConfig(), ParallelismConfig()
-    model = small_model()
+    training, parallelism = TrainingConfig(mixed_precision_param="float32"), ParallelismConfig()
+    model = mixed_model()
     parallelize_decoder(
         model,
         parallel_dims=dims,
@@ -512,5 +663,5 @@ def sharded_generations(layout: str, expected: list[list[int]]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["fsdp", "tp"])
 def test_sharded_models_generate_the_same(workers, layout):
-    expected = ids_of(generate(small_model(), TINY_PROMPTS, max_new_tokens=12))
+    expected = ids_of(generate(mixed_model(), TINY_PROMPTS, max_new_tokens=12))
     workers.run(sharded_generations, layout, expected)

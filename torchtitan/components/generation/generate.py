@@ -173,13 +173,29 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         model.train(was_training)
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CachedAttention(AttentionMetadata):
+    """Attention of new tokens to the cached ones and to each other."""
+
+    def document_lengths_BL(self, device: torch.device) -> Tensor:
+        """Return the length of each row's text up to its last new token, (B, 1)."""
+        assert self.positions_BL is not None
+        return self.positions_BL[:, -1:].to(device) + 1
+
+    def with_window(self, window: int | None) -> AttentionMetadata:
+        """Describe the same tokens for layers with this window, which keep only the keys that new tokens see."""
+        assert self.query_places_L is not None and self.key_places_S is not None
+        n_keys = len(self.key_places_S) if window is None else window - 1 + len(self.query_places_L)
+        return replace(self, window=window, key_places_S=self.key_places_S[-n_keys:])
+
+
 class KVCache:
     """Key/value cache of a model, active within a `with` block.
 
     Each forward pass receives the new tokens that follow the cached ones, and `attention` of their positions. Call
     `advance` after it with the number of tokens to keep. Hooks on the model's attention store new keys and values, and
-    pass all cached keys and values. Padding before a row's first token has position 0, so that it sees only itself (a
-    softmax over nothing would be NaN).
+    pass all cached keys and values that the layer's window reaches. Padding before a row's first token has position 0,
+    so that it sees only itself (a softmax over nothing would be NaN).
 
     `model` may be sharded by tensor parallelism or FSDP; `max_slots` is the capacity in tokens per row, including
     padding. Raises `ValueError` if the model has no such attention.
@@ -187,48 +203,63 @@ class KVCache:
 
     def __init__(self, model: nn.Module, max_slots: int):
         self.max_slots, self.n_slots = max_slots, 0
+        self.states: dict[nn.Module, Any] = {}
+        """States of recurrent modules after all tokens of the last forward pass."""
         self._modules = [module for name, module in model.named_modules() if fnmatchcase(name, _ATTENTION)]
         if not self._modules:
             raise ValueError(f"{type(model).__name__} has no modules named {_ATTENTION}, whose keys could be cached")
-        self._stored: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+        self._stored: dict[nn.Module, tuple[int, Tensor, Tensor]] = {}
+        """First slot of a layer's keys and values, and both from there: all in full layers."""
         self._cleanup = ExitStack()
 
     def __enter__(self) -> "KVCache":
         # Compiled blocks were traced without the hooks.
         self._cleanup.enter_context(torch.compiler.set_stance("force_eager"))
         for module in self._modules:
-            self._cleanup.callback(module.register_forward_pre_hook(self._attend_to_all).remove)
+            self._cleanup.callback(module.register_forward_pre_hook(self._attend_to_cached).remove)
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._cleanup.close()
         self._stored.clear()
+        self.states.clear()
 
     def attention(self, positions_BL: Tensor) -> AttentionMetadata:
         """Return the attention of the next forward pass: new tokens see all cached tokens of their row's text."""
         end = self.n_slots + positions_BL.shape[1]
         assert end <= self.max_slots, f"{end} tokens in a cache for {self.max_slots}"
         slots_S = torch.arange(end, device=positions_BL.device)
-        rows = AttentionMetadata.of_rows(*positions_BL.shape)
-        queries_L = slots_S[self.n_slots :]
-        # A mask, since FlexAttention would compile for each number of keys.
-        return replace(rows, positions_BL=positions_BL, query_places_L=queries_L, key_places_S=slots_S, kernel="dense")
+        return replace(
+            CachedAttention.of_rows(*positions_BL.shape),
+            positions_BL=positions_BL,
+            query_places_L=slots_S[self.n_slots :],
+            key_places_S=slots_S,
+            kernel="dense",  # a mask, since FlexAttention would compile for each number of keys
+            states=self.states,
+        )
 
     def advance(self, length: int) -> None:
         """Keep the first `length` tokens of the last forward pass; the other slots are reused."""
         self.n_slots += length
 
-    def _attend_to_all(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _attend_to_cached(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         q_BLHD, k_BLKD, v_BLKD, attention = args
+        end, new = self.n_slots + k_BLKD.shape[1], (k_BLKD, v_BLKD)
+        if attention.window is not None:
+            first = end - len(attention.key_places_S)
+            stored_first, *stored = self._stored.get(module, (0, k_BLKD[:, :0], v_BLKD[:, :0]))
+            kept = slice(first - stored_first, self.n_slots - stored_first)
+            keys, values = (torch.cat((old[:, kept], x), dim=1) for old, x in zip(stored, new, strict=True))
+            self._stored[module] = first, keys, values
+            return q_BLHD, keys, values, attention
         if module not in self._stored:
-            batch, _, heads, _ = k_BLKD.shape
-            new = [x.new_empty(batch, self.max_slots, heads, x.shape[-1]) for x in (k_BLKD, v_BLKD)]
-            self._stored[module] = (new[0], new[1])
-        end = self.n_slots + k_BLKD.shape[1]
-        for stored, x in zip(self._stored[module], (k_BLKD, v_BLKD), strict=True):
-            stored[:, self.n_slots : end] = x
-        keys, values = self._stored[module]
-        return q_BLHD, keys[:, :end], values[:, :end], attention
+            shape = k_BLKD.shape[0], self.max_slots, k_BLKD.shape[2]
+            keys, values = (x.new_empty(*shape, x.shape[-1]) for x in new)
+            self._stored[module] = 0, keys, values
+        _, *stored = self._stored[module]
+        for memory, x in zip(stored, new, strict=True):
+            memory[:, self.n_slots : end] = x
+        return q_BLHD, *(memory[:, :end] for memory in stored), attention
 
 
 # Logits with and without a cache. Both functions yield `step(tokens_B)`, which appends a token to each row (None in the
@@ -250,6 +281,11 @@ def _cached_logits(model: nn.Module, prompts: Sequence[Sequence[int]], max_new_t
             nonlocal next_positions_B
             if new_B is None:
                 logits_BV = _logits_at(model, length - 1, tokens_BL, cache.attention(positions_BL))
+                if degree > 1 and cache.states:
+                    raise UserError(
+                        f"a key/value cache under tensor parallelism (degree {degree}) supports no recurrent layers: "
+                        "padding tokens would change their states; generate without cache (use_cache=False)"
+                    )
                 cache.advance(length)
                 return logits_BV
             next_positions_B = next_positions_B + 1
