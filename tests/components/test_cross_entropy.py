@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtitan.components import cross_entropy
-from torchtitan.protocols.output_head import UNCHANGED, LogitTransform
 from torchtitan.components.loss import CrossEntropyLoss
+from torchtitan.protocols.output_head import UNCHANGED, LogitTransform
 
 TOKENS, DIM, VOCABULARY = 24, 16, 50
 TRANSFORMS = {

@@ -17,7 +17,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchtitan.protocols.output_head import UNCHANGED, LogitTransform
 from torchtitan.components.loss import IGNORE_INDEX, CrossEntropyLoss
 from torchtitan.distributed import initialize_weights
 from torchtitan.distributed.tensor_parallel import apply_tensor_parallel, check_parts
@@ -25,6 +24,7 @@ from torchtitan.models.common.decoder import DENSE_SHARDING, Decoder
 from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.models.llama3.model import Llama3Model
 from torchtitan.models.qwen3.model import Qwen3Model
+from torchtitan.protocols.output_head import UNCHANGED, LogitTransform
 from torchtitan.tools.errors import UserError
 
 BATCH, LENGTH, DIM = 2, 6, 16

@@ -291,7 +291,6 @@ class Decoder(BaseModel):
         registration within a layer; in layers before it, attention takes only the forward 4 H Q T.
         """
         assert self.tok_embeddings is not None, "asked of a whole model, not of a pipeline stage"
-        config = self.config
         scores = [self.score_flops(int(index), seq_len) for index in self.layers]
         behind = [module for module in self.children() if module not in (self.tok_embeddings, self.layers)]
         head = [self.tok_embeddings] if self.config.tie_embeddings else []

@@ -140,6 +140,9 @@ _KEYS = {
 }
 """Key of config.json → field of the configuration."""
 
+_REQUIRED = {"dim", "ffn_dim", "n_layers", "n_heads", "vocab_size", "max_seq_len"}
+"""Fields whose keys must be present."""
+
 _DEFAULTS: Mapping[str, Any] = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "num_key_value_heads": None}
 """`ModelType.defaults` of all types."""
 
@@ -162,6 +165,7 @@ _USED |= {"attention_dropout", "dtype", "torch_dtype", "quantization_config", "p
 _WITHOUT_EFFECT = {
     *("architectures", "_name_or_path", "transformers_version", "initializer_range", "auto_map"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "use_cache", "cache_implementation"),
+    *("chunk_size_feed_forward", "id2label", "label2id", "is_encoder_decoder", "problem_type"),
     *("pretraining_tp", "return_dict", "output_attentions", "output_hidden_states", "_attn_implementation"),
 }
 """Keys without effect on the model's computation; `pretraining_tp` only changes the order of sums."""
@@ -216,16 +220,16 @@ def _from_config_json(model_types: Mapping[str, ModelType], document: Mapping[st
             raise UserError(f"config.json: {key} is {value!r}, which this family does not support")
     hints = get_type_hints(kind.config)
     values = {
-        field: _read_field(reader, key, hints[field])
-        for key, field in keys.items()
-        if key in reader.values or field in ("dim", "ffn_dim", "n_layers", "n_heads", "vocab_size", "max_seq_len")
+        field_name: _read_field(reader, key, hints[field_name])
+        for key, field_name in keys.items()
+        if key in reader.values or field_name in _REQUIRED
     }
     if values["n_kv_heads"] is None:
         values["n_kv_heads"] = values["n_heads"]
     if values.get("head_dim") is not None and values["head_dim"] * values["n_heads"] == values["dim"]:
         values["head_dim"] = None
-    for field, section in (kind.ropes or {"rope": None}).items():
-        values[field] = read_rope(reader, rotates_part=kind.rotates_part, layer_type=section)
+    for name, section in (kind.ropes or {"rope": None}).items():
+        values[name] = read_rope(reader, rotates_part=kind.rotates_part, layer_type=section)
     config = kind.config(**values)
     config.validate()
     _warn_about_ignored_keys(reader, {*keys, *kind.fixed, *kind.ignored})
@@ -234,7 +238,7 @@ def _from_config_json(model_types: Mapping[str, ModelType], document: Mapping[st
 
 def _keys_of(kind: ModelType) -> dict[str, str]:
     own = {*kind.keys.values()}
-    return {**{key: field for key, field in _KEYS.items() if field not in own}, **kind.keys}
+    return {**{key: name for key, name in _KEYS.items() if name not in own}, **kind.keys}
 
 
 def _read_field(reader: ConfigReader, key: str, declared: Any) -> Any:
@@ -266,9 +270,9 @@ def _shortest_period(reader: ConfigReader, key: str, values: list[Any]) -> list[
 
 def _to_config_json(model_types: Mapping[str, ModelType], config: Decoder.Config) -> dict[str, Any]:
     """Return the keys of config.json that the model determines, readable by transformers 4 and 5."""
-    name = _written_type(model_types, config)
-    kind = model_types[name]
-    written = {key: getattr(config, field) for key, field in _keys_of(kind).items()}
+    model_type = _written_type(model_types, config)
+    kind = model_types[model_type]
+    written = {key: getattr(config, name) for key, name in _keys_of(kind).items()}
     for key, value in written.items():
         if isinstance(value, list):
             written[key] = [value[index % len(value)] for index in range(config.n_layers)]
@@ -276,15 +280,15 @@ def _to_config_json(model_types: Mapping[str, ModelType], config: Decoder.Config
         written["layer_types"] = [_FULL_IF_UNLIMITED.get(kind, kind) for kind in written["layer_types"]]
     if kind.ropes:
         sections = {
-            section: write_rope_section(getattr(config, field), config.max_seq_len)
-            for field, section in kind.ropes.items()
+            section: write_rope_section(getattr(config, name), config.max_seq_len)
+            for name, section in kind.ropes.items()
         }
         rope: dict[str, Any] = {"rope_parameters": sections}
     else:
         rope = write_rope(config.rope, config.max_seq_len)
     return {
         "architectures": [kind.architecture],
-        "model_type": name,
+        "model_type": model_type,
         **written,
         "head_dim": config.resolved_head_dim,
         **rope,

@@ -102,9 +102,7 @@ def _read_scaling(rope: RoPEConfig, reader: ConfigReader, parameters: ConfigRead
     if parameters.has("truncate") and not parameters.flag("truncate"):
         raise UserError("config.json: RoPE's truncate is False, which this family does not support (only True)")
     if rope.scaling == "longrope":
-        rope.short_factors, rope.long_factors = (
-            _numbers(parameters, key) for key in ("short_factor", "long_factor")
-        )
+        rope.short_factors, rope.long_factors = (_numbers(parameters, key) for key in ("short_factor", "long_factor"))
 
 
 def _mscale(rope: RoPEConfig, parameters: ConfigReader, key: str) -> float:

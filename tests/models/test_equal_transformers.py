@@ -1,0 +1,80 @@
+"""Every family against transformers: logits, all gradients, weights and config.json both ways, cached generation."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.models.family_cases import (
+    CASES,
+    all_cases,
+    family_of,
+    random_reference,
+    random_tokens,
+    relative_error,
+    to_external,
+    to_ours,
+)
+from torchtitan.components.generation import generate
+from torchtitan.components.loss import CrossEntropyLoss
+from torchtitan.models.families import families_with
+
+transformers = pytest.importorskip("transformers")
+
+TOLERANCE = 1e-5
+"""Relative to the largest element. Float32 sums in another order change the seventh digit, and layers add to that."""
+
+
+def test_every_model_type_has_a_case() -> None:
+    assert {name for family in families_with("hf") for name in family.FORMATS["hf"].model_types} == set(CASES)
+
+
+@pytest.mark.parametrize(("model_type", "seed"), all_cases(8))
+def test_logits_and_all_gradients_equal_transformers(model_type: str, seed: int) -> None:
+    family, reference = family_of(model_type), random_reference(model_type, seed)
+    model, _ = to_ours(family, reference)
+    tokens, labels = random_tokens(97, 50)
+    logits, expected = model(tokens), reference(tokens).logits
+    assert relative_error(logits, expected) < TOLERANCE
+    loss = model(tokens, head=CrossEntropyLoss.Config().build(), labels_BL=labels)
+    expected_loss = torch.nn.functional.cross_entropy(expected.flatten(0, 1), labels.flatten(), reduction="sum")
+    torch.testing.assert_close(loss, expected_loss, rtol=TOLERANCE, atol=0)
+    loss.backward()
+    expected_loss.backward()
+    ours = {name: parameter.grad for name, parameter in model.named_parameters()}
+    for name, gradient in to_external(family, model, ours).items():
+        expected_gradient = reference.get_parameter(name).grad
+        assert relative_error(gradient, expected_gradient) < TOLERANCE, name
+
+
+@pytest.mark.parametrize(("model_type", "seed"), all_cases(4))
+def test_weights_and_config_json_convert_both_ways(model_type: str, seed: int, tmp_path: Path) -> None:
+    """Weights bit for bit. transformers computes the same logits from our config.json, and we read it back."""
+    family, reference = family_of(model_type), random_reference(model_type, seed)
+    model, theirs = to_ours(family, reference)
+    converted = to_external(family, model, model.state_dict())
+    assert converted.keys() == theirs.keys()
+    assert all(torch.equal(converted[name], theirs[name]) for name in theirs)
+    written = family.FORMATS["hf"].to_external(model.config)
+    assert family.FORMATS["hf"].from_external(json.loads(json.dumps(written))) == model.config
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    again = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    again.load_state_dict(reference.state_dict())
+    tokens, _ = random_tokens(97, 50)
+    assert torch.equal(again(tokens).logits, reference(tokens).logits)
+
+
+@pytest.mark.parametrize(("model_type", "seed"), all_cases(4))
+def test_cached_generation_equals_transformers(model_type: str, seed: int) -> None:
+    """Token for token, beyond every window."""
+    reference = random_reference(model_type, seed)
+    model, _ = to_ours(family_of(model_type), reference)
+    prompts = [[5, 17, 3, 11], [7]]
+    generations = generate(model, prompts, max_new_tokens=40)
+    for prompt, generation in zip(prompts, generations, strict=True):
+        expected = reference.generate(
+            torch.tensor([prompt]), max_new_tokens=40, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
+        assert [*prompt, *generation.ids] == expected[0].tolist()
