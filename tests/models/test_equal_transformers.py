@@ -43,9 +43,11 @@ def test_logits_and_all_gradients_equal_transformers(model_type: str, seed: int)
     loss.backward()
     expected_loss.backward()
     ours = {name: parameter.grad for name, parameter in model.named_parameters()}
+    gradients = {name: parameter.grad for name, parameter in reference.named_parameters()}
+    # Sums of large terms that nearly cancel have fewer digits, so a small gradient counts as 1 % of the largest.
+    least = 0.01 * max(gradient.abs().max().item() for gradient in gradients.values())
     for name, gradient in to_external(family, model, ours).items():
-        expected_gradient = reference.get_parameter(name).grad
-        assert relative_error(gradient, expected_gradient) < TOLERANCE, name
+        assert relative_error(gradient, gradients[name], least) < TOLERANCE, name
 
 
 @pytest.mark.parametrize(("model_type", "seed"), all_cases(4))

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan.components.generation.generate import NOT_FINITE_HINT, evaluating
+from torchtitan.protocols.output_head import UNCHANGED, LogitTransform
 from torchtitan.tools.errors import UserError
 
 Progress = Callable[[int, int], None]

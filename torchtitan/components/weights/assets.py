@@ -54,8 +54,8 @@ class CheckpointAssets:
     """Files in the `assets` folder of a checkpoint."""
 
     model: Mapping[str, Any]
-    """`module` (the family's import path), `flavor`, the `model`'s class and its `config`; also `converters` (`ConverterRecord`s) for a
-    converted model, and `simulated` for weights trained with simulated quantization."""
+    """`module` (the family's import path), `flavor`, the `model`'s class and its `config`; also `converters`
+    (`ConverterRecord`s) for a converted model, and `simulated` for weights trained with simulated quantization."""
 
     files: Mapping[str, AssetFile]
     """File name → file or content."""
