@@ -111,7 +111,7 @@ def test_varlen_gets_the_documents_and_the_window(monkeypatch, window):
     ) -> Tensor:
         assert ends_q is ends_k and ends_q.dtype == torch.int32 and max_q == max_k == int(ends_q.diff().max())
         (before, after), enable_gqa = options.pop("window_size"), options.pop("enable_gqa")
-        assert enable_gqa and after == 0 and not options
+        assert enable_gqa and after == 0 and options == {"scale": None}
         document = torch.bucketize(torch.arange(len(q)), ends_q[1:], right=True)
         distance = torch.arange(len(q))[:, None] - torch.arange(len(q))
         seen = (document[:, None] == document) & (distance >= 0) & ((before == -1) | (distance <= before))

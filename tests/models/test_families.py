@@ -32,7 +32,7 @@ FORMATS = {
         LLAMA,
         to_external=lambda config: {**LLAMA.to_external(config), "model_type": "homemade"},
         from_external=lambda document: LLAMA.from_external({**document, "model_type": "llama"}),
-        model_types=("homemade",),
+        model_types={"homemade": "LlamaForCausalLM"},
     )
 }
 FAMILY = Family(module=__name__, flavors=FLAVORS, formats=FORMATS)
@@ -134,7 +134,7 @@ COMMANDS = ("generate", "chat", "eval", "convert", "inspect")
 ADVICE = {
     "native": "package 'homemade', which is neither built in nor installed; if you trust that package, name it with "
     "--module PATH (its folder, or 'homemade' where Python finds it)",
-    "hf": "model_type is 'homemade' in its config.json, which is of no family here (there are: llama, mistral, qwen3); "
+    "hf": "model_type is 'homemade' in its config.json, which is of no family here; "
     "--module PATH names a family of your own",
     "converted": "converter homemade.converters:Mine, which is not built in; if you trust it, set --module to the "
     "module whose config_registry.py imports it",

@@ -13,6 +13,8 @@ from tests.models.test_pretrained import ODD, SHAPES, assert_identical, assert_s
 from torchtitan.cli.main import main
 from torchtitan.components.weights import open_source
 from torchtitan.config.manager import ConfigManager
+from torchtitan.config.registry import suggest
+from torchtitan.models.families import families_with
 from torchtitan.models.pretrained import load_model
 from torchtitan.tools.errors import UserError
 
@@ -205,12 +207,13 @@ class TestMessages:
         model_type = json.loads((tmp_path / "model/config.json").read_text())["model_type"]
         first, *others = messages("model", tmp_path, capsys)
         assert others == [first] * 3
-        if model_type in ("llama", "mistral", "qwen3"):
+        known = {name for family in families_with("hf") for name in family.FORMATS["hf"].model_types}
+        if model_type in known:
             assert first.startswith("model holds no checkpoint; it contains config.json, but neither .metadata (DCP), ")
             return
         assert first == (
-            f"model: model_type is '{model_type}' in its config.json, which is of no family here "
-            "(there are: llama, mistral, qwen3); --module PATH names a family of your own"
+            f"model: model_type is '{model_type}' in its config.json, which is of no family here"
+            f"{suggest(model_type, sorted(known))}; --module PATH names a family of your own"
         )
         save_file({"weight": torch.zeros(3)}, tmp_path / "model/model.safetensors")
         assert messages("model", tmp_path, capsys) == [first] * 4

@@ -157,11 +157,12 @@ def test_missing_keys_have_transformers_defaults() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"attention_bias": True}, "attention_bias is True"),
-        ({"use_sliding_window": True, "sliding_window": 128}, "use_sliding_window is True"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types is 'sliding_attention'"),
-        ({"layer_types": 2}, "layer_types is 2"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "RoPE of type 'yarn'"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types is .* use_sliding_window is not true"),
+        ({"use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]}, "list with .* 36 items"),
+        ({"use_sliding_window": True, "layer_types": 2}, "layer_types is 2"),
+        ({"use_sliding_window": True, "layer_types": ["chunked_attention"] * 36}, "layer_types is .*one of"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "truncate": False}}, "truncate is False"),
+        ({"rope_scaling": {"rope_type": "mrope", "mrope_section": [1, 2]}}, "RoPE of type 'mrope'"),
         ({"model_type": "qwen3_moe"}, "model_type is 'qwen3_moe', and this family is qwen3"),
     ],
 )

@@ -195,9 +195,9 @@ def _attend_varlen(
 
     q, k, v = (x.flatten(0, 1) for x in (q_BLHD, k_BLKD, v_BLKD))
     # PyTorch counts the tokens before a token's own, -1 for all, and after it.
-    options = {"window_size": (-1 if attention.window is None else attention.window - 1, 0), "scale": scale}
+    window_size = (-1 if attention.window is None else attention.window - 1, 0)
     ends, longest = attention.mask, attention.max_seqlen
-    out_THD = varlen_attn(q, k, v, ends, ends, longest, longest, enable_gqa=True, **options)
+    out_THD = varlen_attn(q, k, v, ends, ends, longest, longest, window_size=window_size, enable_gqa=True, scale=scale)
     assert isinstance(out_THD, Tensor)
     return out_THD.view_as(q_BLHD)
 

@@ -62,8 +62,8 @@ class ModelType:
     rotates_part: bool = False
     """True if `partial_rotary_factor` is supported."""
 
-    ropes: Mapping[str, str] = field(default_factory=dict)
-    """Field of `config` → section of `rope_parameters`, if layers of different types differ in RoPE."""
+    ropes: Mapping[str, str | None] = field(default_factory=lambda: {"rope": None})
+    """Field of `config` → its section of `rope_parameters`, if layers of different types differ in RoPE."""
 
     describes: Callable[[Any], bool] = lambda config: True
     """Whether a model of this `config` can be written as this type; the first type of a family that can is written."""
@@ -228,7 +228,7 @@ def _from_config_json(model_types: Mapping[str, ModelType], document: Mapping[st
         values["n_kv_heads"] = values["n_heads"]
     if values.get("head_dim") is not None and values["head_dim"] * values["n_heads"] == values["dim"]:
         values["head_dim"] = None
-    for name, section in (kind.ropes or {"rope": None}).items():
+    for name, section in kind.ropes.items():
         values[name] = read_rope(reader, rotates_part=kind.rotates_part, layer_type=section)
     config = kind.config(**values)
     config.validate()
@@ -256,7 +256,7 @@ def _read_field(reader: ConfigReader, key: str, declared: Any) -> Any:
         return reader.number(key)
     if not fits(value, plain, quoted=False):
         raise reader.wrong(key, value, describe(plain))
-    return _shortest_period(reader, key, value) if get_origin(plain) is list else value
+    return _shortest_period(reader, key, cast(list[Any], value)) if get_origin(plain) is list else value
 
 
 def _shortest_period(reader: ConfigReader, key: str, values: list[Any]) -> list[Any]:
@@ -278,14 +278,11 @@ def _to_config_json(model_types: Mapping[str, ModelType], config: Decoder.Config
             written[key] = [value[index % len(value)] for index in range(config.n_layers)]
     if written.get("layer_types") and written.get("sliding_window") is None:  # else refused by transformers
         written["layer_types"] = [_FULL_IF_UNLIMITED.get(kind, kind) for kind in written["layer_types"]]
-    if kind.ropes:
-        sections = {
-            section: write_rope_section(getattr(config, name), config.max_seq_len)
-            for name, section in kind.ropes.items()
-        }
-        rope: dict[str, Any] = {"rope_parameters": sections}
-    else:
+    if None in kind.ropes.values():
         rope = write_rope(config.rope, config.max_seq_len)
+    else:
+        written_ropes = {s: write_rope_section(getattr(config, n), config.max_seq_len) for n, s in kind.ropes.items()}
+        rope = {"rope_parameters": written_ropes}
     return {
         "architectures": [kind.architecture],
         "model_type": model_type,

@@ -1,10 +1,26 @@
 """Mistral 7B, Ministral, Nemo and Small in their published sizes, and a small one that trains on a laptop."""
 
+from typing import Any
+
 from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.models.families import Family
 from torchtitan.models.mistral.model import FORMAT, MistralModel
 
-_HEADS = {"n_heads": 32, "n_kv_heads": 8}
+
+def _published(
+    *, theta: float, vocab_size: int = 131_072, max_seq_len: int = 32_768, **sizes: Any
+) -> MistralModel.Config:
+    return MistralModel.Config(
+        n_heads=32,
+        n_kv_heads=8,
+        vocab_size=vocab_size,
+        max_seq_len=max_seq_len,
+        rope=RoPEConfig(theta=theta),
+        **sizes,
+    )
+
+
+_7B = {"dim": 4096, "n_layers": 32, "ffn_dim": 14336}
 
 FLAVORS = {
     "debugmodel": MistralModel.Config(
@@ -17,55 +33,11 @@ FLAVORS = {
         sliding_window=64,
         rope=RoPEConfig(theta=10_000.0),
     ),
-    "7B-v0.1": MistralModel.Config(
-        dim=4096,
-        n_layers=32,
-        ffn_dim=14336,
-        vocab_size=32_000,
-        max_seq_len=32_768,
-        sliding_window=4096,
-        rope=RoPEConfig(theta=10_000.0),
-        **_HEADS,
-    ),
-    "7B-v0.3": MistralModel.Config(
-        dim=4096,
-        n_layers=32,
-        ffn_dim=14336,
-        vocab_size=32_768,
-        max_seq_len=32_768,
-        rope=RoPEConfig(theta=1_000_000.0),
-        **_HEADS,
-    ),
-    "Ministral-8B": MistralModel.Config(
-        dim=4096,
-        n_layers=36,
-        ffn_dim=12288,
-        vocab_size=131_072,
-        max_seq_len=32_768,
-        sliding_window=32_768,
-        rope=RoPEConfig(theta=100_000_000.0),
-        **_HEADS,
-    ),
-    "Nemo-12B": MistralModel.Config(
-        dim=5120,
-        n_layers=40,
-        head_dim=128,
-        ffn_dim=14336,
-        vocab_size=131_072,
-        max_seq_len=131_072,
-        rope=RoPEConfig(theta=1_000_000.0),
-        **_HEADS,
-    ),
-    "Small-24B": MistralModel.Config(
-        dim=5120,
-        n_layers=40,
-        head_dim=128,
-        ffn_dim=32768,
-        vocab_size=131_072,
-        max_seq_len=32_768,
-        rope=RoPEConfig(theta=100_000_000.0),
-        **_HEADS,
-    ),
+    "7B-v0.1": _published(**_7B, vocab_size=32_000, sliding_window=4096, theta=1e4),
+    "7B-v0.3": _published(**_7B, vocab_size=32_768, theta=1e6),
+    "Ministral-8B": _published(dim=4096, n_layers=36, ffn_dim=12288, sliding_window=32_768, theta=1e8),
+    "Nemo-12B": _published(dim=5120, n_layers=40, head_dim=128, ffn_dim=14336, max_seq_len=131_072, theta=1e6),
+    "Small-24B": _published(dim=5120, n_layers=40, head_dim=128, ffn_dim=32768, theta=1e8),
 }
 
 FORMATS = {"hf": FORMAT}
