@@ -1,21 +1,85 @@
-"""`torchtitan ls`: list built-in and installed modules from their sources, without importing them."""
+"""`torchtitan ls`: list modules, their configurations, and the sizes of their models."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from torchtitan.config.registry import list_module, modules_on_disk
+from torchtitan.config.registry import built_in_modules, list_module, modules_on_disk
 
 
 def ls(args: Sequence[str]) -> int:
-    """Print modules with their configurations and flavors, and return the exit code."""
+    """Print modules with their configurations and flavors, and return the exit code. Modules of other packages are
+    listed from their sources, without importing them, so without the sizes of their models."""
     parser = argparse.ArgumentParser(
         prog="torchtitan ls", description="List modules, their configurations (--config) and their model flavors."
     )
-    parser.parse_args(args)
+    parser.add_argument(
+        "--markdown", action="store_true", help="print the page docs/models.md: model families, and what they support"
+    )
+    if parser.parse_args(args).markdown:
+        print("\n".join(_page()))
+        return 0
+    built_in = built_in_modules()
     for name, folder in modules_on_disk().items():
         listing = list_module(name, folder)
         print(name)
         print(f"  configs: {', '.join(listing.configs)}")
         if listing.flavors:
-            print(f"  flavors: {', '.join(listing.flavors)}")
+            print(f"  flavors: {', '.join(_sizes(name) if name in built_in else listing.flavors)}")
     return 0
+
+
+def _sizes(family: str) -> list[str]:
+    """Return the flavors of a built-in family with their numbers of parameters."""
+    import torch
+
+    from torchtitan.config.registry import trusted_module
+
+    sizes = []
+    for flavor, config in trusted_module(f"torchtitan.models.{family}").FLAVORS.items():
+        if config.vocab_size is None:
+            sizes.append(flavor)
+            continue
+        with torch.device("meta"):
+            sizes.append(f"{flavor} ({_in_billions(config.build().num_parameters())})")
+    return sizes
+
+
+def _in_billions(n_parameters: int) -> str:
+    return f"{n_parameters / 1e9:.3g} B" if n_parameters >= 1e9 else f"{n_parameters / 1e6:.3g} M"
+
+
+_INTRODUCTION = """# Models
+
+<!-- torchtitan ls --markdown > docs/models.md -->
+
+`MODULE=auto` finds the family of a Hugging Face folder by the `model_type` of its config.json
+([pretrained models](pretrained.md)). The tests compare each family with the class of transformers that is named
+here: logits and all gradients, weights and config.json in both directions, and cached generation, for random
+configurations (`tests/models/test_equal_transformers.py`).
+
+| family | model_type: class in transformers | flavors (parameters) | formats | not supported |
+|---|---|---|---|---|"""
+
+_END = """
+All families support data parallelism (DDP, FSDP, HSDP), tensor, context and pipeline parallelism with their
+combinations, LoRA, DoRA and QLoRA with adapter files of PEFT, Float8, quantization-aware training and dry runs, except
+for the last column. The parts behind these families are measured in the matrix of [parallelism](parallelism.md)."""
+
+
+def _page() -> Iterator[str]:
+    from torchtitan.models.families import families_with
+
+    yield _INTRODUCTION
+    for family in families_with("hf"):
+        name = family.__name__.rpartition(".")[2]
+        types = [f"{name}: {architecture}" for name, architecture in family.FORMATS["hf"].model_types.items()]
+        configs = {type(config): config for config in family.FLAVORS.values()}
+        missing = {
+            f"{config._owner.__name__}: {option.replace('_degree', '').replace('_', ' ')}"
+            for config in configs.values()
+            for option in config.unsupported_parallelisms()
+        }
+        formats = ["Hugging Face", *(format for format in family.FORMATS if format != "hf")]
+        cells = (name, "<br>".join(types), "<br>".join(_sizes(name)), ", ".join(formats), "<br>".join(sorted(missing)))
+        yield f"| {' | '.join(cells)} |"
+    yield _END

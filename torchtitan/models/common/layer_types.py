@@ -1,7 +1,7 @@
 """Decoders whose layers differ in what they attend to, in a repeating pattern."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.tools.errors import UserError
@@ -40,3 +40,19 @@ class WindowedDecoder(Decoder):
 
     def window_of_layer(self, index: int) -> int | None:
         return self.config.sliding_window if self.config.layer_type(index) == "sliding_attention" else None
+
+
+def prepare_windows(document: dict[str, Any]) -> dict[str, Any]:
+    """Return a config.json with `layer_types` if it has windows, and without the keys that Qwen's older files use
+    instead (`ModelType.prepare`). Raise `UserError` for contradictory keys."""
+    document = dict(document)
+    has_window = document.pop("use_sliding_window", False) and document.setdefault("sliding_window", 4096) is not None
+    first, types = document.pop("max_window_layers", 28), document.get("layer_types")
+    if not has_window:
+        if "sliding_attention" in (types or ()):
+            raise UserError(f"config.json: layer_types is {types!r}, but use_sliding_window is not true")
+        return {key: value for key, value in document.items() if key not in ("sliding_window", "layer_types")}
+    if types is None:
+        n_layers = document.get("num_hidden_layers", 0)
+        types = ["full_attention" if index < first else "sliding_attention" for index in range(n_layers)]
+    return {**document, "layer_types": types}

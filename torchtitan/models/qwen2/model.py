@@ -5,8 +5,7 @@ from typing import Any
 from torch import nn
 
 from torchtitan.models.common.hugging_face import DENSE_ROWS, ModelType, dense_format
-from torchtitan.models.common.layer_types import WINDOW_KEYS, WindowedDecoder
-from torchtitan.tools.errors import UserError
+from torchtitan.models.common.layer_types import WINDOW_KEYS, WindowedDecoder, prepare_windows
 
 
 class Qwen2Model(WindowedDecoder):
@@ -14,22 +13,6 @@ class Qwen2Model(WindowedDecoder):
 
     def make_attention(self, index: int, **options: Any) -> nn.Module:
         return super().make_attention(index, biases="qkv", **options)
-
-
-def prepare_windows(document: dict[str, Any]) -> dict[str, Any]:
-    """Return a config.json with `layer_types` if it has windows, and without the keys that older files use instead.
-    Raise `UserError` for contradictory keys."""
-    document = dict(document)
-    has_window = document.pop("use_sliding_window", False) and document.setdefault("sliding_window", 4096) is not None
-    first, types = document.pop("max_window_layers", 28), document.get("layer_types")
-    if not has_window:
-        if "sliding_attention" in (types or ()):
-            raise UserError(f"config.json: layer_types is {types!r}, but use_sliding_window is not true")
-        return {key: value for key, value in document.items() if key not in ("sliding_window", "layer_types")}
-    if types is None:
-        n_layers = document.get("num_hidden_layers", 0)
-        types = ["full_attention" if index < first else "sliding_attention" for index in range(n_layers)]
-    return {**document, "layer_types": types}
 
 
 FORMAT = dense_format(

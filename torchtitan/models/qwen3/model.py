@@ -6,8 +6,7 @@ from typing import Any
 from torch import nn
 
 from torchtitan.models.common.hugging_face import DENSE_ROWS, ModelType, dense_format
-from torchtitan.models.common.layer_types import WINDOW_KEYS, WindowedDecoder
-from torchtitan.models.qwen2.model import prepare_windows
+from torchtitan.models.common.layer_types import WINDOW_KEYS, WindowedDecoder, prepare_windows
 
 
 class Qwen3Model(WindowedDecoder):

@@ -1,0 +1,47 @@
+"""Families stay small and separate: lines, fields, and no other file that knows one."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import torchtitan
+from torchtitan.config.registry import built_in_modules
+
+PACKAGE = Path(torchtitan.__path__[0])
+COMMON = PACKAGE / "models/common"
+FAMILIES = sorted(
+    folder.name for folder in built_in_modules().values() if folder.parent.name == "models" and folder.name != "auto"
+)
+SEVERAL_GENERATIONS = {"llama3", "gemma", "olmo", "granite", "phi3", "glm4", "qwen2", "mistral"}
+DEFAULT = "llama3"
+"""The family of experiments and templates."""
+
+
+def lines_in(files: list[Path]) -> int:
+    return sum(len(file.read_text().splitlines()) for file in files)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_family_is_short(name: str) -> None:
+    files = [file for file in (PACKAGE / "models" / name).glob("*.py") if file.name != "config_registry.py"]
+    assert lines_in(files) <= (250 if name in SEVERAL_GENERATIONS else 150)
+
+
+@pytest.mark.parametrize("name", sorted(set(FAMILIES) - {DEFAULT}))
+def test_no_other_file_knows_the_family(name: str) -> None:
+    folder = PACKAGE / "models" / name
+    others = [file for file in PACKAGE.rglob("*.py") if folder not in file.parents]
+    assert not [str(file) for file in others if f"torchtitan.models.{name}" in file.read_text()]
+
+
+def test_common_parts_are_short() -> None:
+    assert lines_in(list(COMMON.glob("*.py"))) <= 2500
+
+
+def test_configurations_of_common_parts_have_few_fields() -> None:
+    for file in COMMON.glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ClassDef) and any("dataclass" in ast.unparse(d) for d in node.decorator_list):
+                fields = [statement for statement in node.body if isinstance(statement, ast.AnnAssign)]
+                assert len(fields) <= 10, f"{file.name}: {node.name}"
