@@ -125,6 +125,18 @@ def test_sizes_that_cannot_be_sharded_are_rejected(sizes, changed, seq_len, mess
     assert str(error.value) == message
 
 
+@pytest.mark.parametrize("dimension", ["tp", "cp", "pp"])
+def test_unsupported_parallelisms_are_refused_with_the_reason(monkeypatch, dimension):
+    field = {"tp": "tensor", "cp": "context", "pp": "pipeline"}[dimension] + "_parallel_degree"
+    model = model_config()
+    monkeypatch.setattr(type(model), "unsupported_parallelisms", lambda config: {field: "its state is not split"})
+    with pytest.raises(UserError) as error:
+        make_dims(**{dimension: 2}).check_fits(model, 64)
+    assert str(error.value) == f"--parallelism.{field} 2 must be 1 for Llama3Model, because its state is not split"
+    others = {name: 2 for name in ("tp", "cp", "pp") if name != dimension}
+    make_dims(**others, dp_shard=2).check_fits(model, 64)
+
+
 def test_sizes_that_can_be_sharded_are_accepted():
     make_dims(tp=4).check_fits(model_config(), 64)
     make_dims(cp=3).check_fits(model_config(), 66)  # heads are not split

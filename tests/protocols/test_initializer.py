@@ -7,7 +7,7 @@ import struct
 import numpy
 import pytest
 
-from torchtitan.protocols.initializer import TruncatedNormal, normal_quantile
+from torchtitan.protocols.initializer import LogUniform, TruncatedNormal, Uniform, normal_quantile
 
 ALL = (numpy.arange(-(2**23), 2**23) * 2 + 1).astype(numpy.float32) * 2.0**-24
 """Every uniform number."""
@@ -77,6 +77,17 @@ def test_truncated_normal(bound):
     # The distance between empirical and exact CDF is at most the share of a few values: 2**18 evenly spaced quantiles.
     exact = numpy.array([0.5 + math.erf(each / math.sqrt(2)) / (2 * inside) for each in values.tolist()])
     assert numpy.abs(exact - (numpy.arange(len(values)) + 0.5) / len(values)).max() < 1e-5
+
+
+def test_uniform_and_its_logarithm():
+    values = Uniform(0.01, 16.0)(ALL)
+    assert values.dtype == numpy.float32 and (numpy.diff(values) >= 0).all()
+    assert values[0] == pytest.approx(0.01, rel=1e-3) and values[-1] == pytest.approx(16)
+    assert values.astype(float).mean() == pytest.approx(8.005, rel=1e-6)
+    logarithms = LogUniform(0.01, 16.0)(ALL[::97])
+    assert logarithms.dtype == numpy.float32
+    # The series has an error of 7e-10, and the largest values 4 are rounded to 2**-22.
+    numpy.testing.assert_allclose(logarithms, numpy.log(values[::97].astype(float)), rtol=0, atol=1e-6)
 
 
 def test_float32_results():

@@ -60,7 +60,17 @@ class ParallelDims:
         )
 
     def check_fits(self, model: BaseModel.Config, seq_len: int) -> None:
-        """Raise `UserError` for the first size of the model or the sequence that cannot be split."""
+        """Raise `UserError` for a degree that the model does not support, or for the first size of the model or the
+        sequence that cannot be split."""
+        degrees = {
+            "pipeline_parallel_degree": self.pp,
+            "context_parallel_degree": self.cp,
+            "tensor_parallel_degree": self.tp,
+        }
+        for name, reason in model.unsupported_parallelisms().items():
+            if degrees[name] > 1:
+                family = type(model).__qualname__.removesuffix(".Config")
+                raise UserError(f"--parallelism.{name} {degrees[name]} must be 1 for {family}, because {reason}")
         for name, size in model.tensor_parallel_sizes.items():
             if size % self.tp:
                 raise UserError(f"--parallelism.tensor_parallel_degree {self.tp} does not divide --model.{name} {size}")

@@ -46,6 +46,28 @@ class TruncatedNormal:
 
 
 @dataclass(frozen=True)
+class Uniform:
+    """Uniform between `low` and `high`."""
+
+    low: float
+    high: float
+
+    def __call__(self, uniform: Numbers) -> Numbers:
+        return uniform * ((self.high - self.low) / 2) + (self.high + self.low) / 2
+
+
+@dataclass(frozen=True)
+class LogUniform:
+    """Natural logarithm of uniform numbers between `low` and `high`, which are above 0."""
+
+    low: float
+    high: float
+
+    def __call__(self, uniform: Numbers) -> Numbers:
+        return _logarithm(Uniform(self.low, self.high)(uniform))
+
+
+@dataclass(frozen=True)
 class Constant:
     """A constant."""
 

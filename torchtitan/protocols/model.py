@@ -38,6 +38,10 @@ class BaseModel(nn.Module, Configurable):
             """Sizes that tensor parallelism splits, by field; its degree must divide each of them."""
             return {}
 
+        def unsupported_parallelisms(self) -> dict[str, str]:
+            """Return the degrees of `--parallelism` that must be 1 for this model, each with the reason."""
+            return {}
+
         def pipeline_modules(self) -> list[str]:
             """Return the names, in order, of the modules that a pipeline can separate. Raise `UserError` if the model
             cannot be split."""

@@ -1,0 +1,187 @@
+"""Gated Delta Networks (Yang et al. 2024, arXiv:2412.06464), with the parameters of Qwen3-Next's and Qwen3.5's layers.
+
+Dimensions: H value heads with keys of E and values of F elements; J channels of the convolution; N chunks of C tokens.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torchtitan.models.common.layers import RMSNorm
+from torchtitan.protocols.attention import AttentionMetadata
+from torchtitan.protocols.initializer import Constant, LogUniform, TruncatedNormal, Uniform, with_initializers
+
+_CHUNK = 64
+"""Tokens that are computed at once: more need more operations, fewer more steps one after another."""
+
+
+class GatedDeltaNet(nn.Module):
+    """Linear attention with a state of constant size, a matrix per head: each token multiplies it by a decay, and moves
+    the value that it returns for the token's key toward the token's value. States are not shared by documents.
+
+    Args:
+        n_key_heads: heads of queries and keys; divides n_value_heads. Each serves neighboring value heads.
+        conv_width: tokens that the convolution of queries, keys and values sees, including the own one.
+        init_std: standard deviation of the initial input projections.
+        out_init_std: standard deviation of the initial output projection.
+    """
+
+    unsupported_parallelisms = {
+        "tensor_parallel_degree": "the heads of gated delta nets are not split",
+        "context_parallel_degree": "the state of a gated delta net passes from token to token",
+    }
+    """Reasons for `BaseModel.Config.unsupported_parallelisms`."""
+
+    def __init__(
+        self,
+        *,
+        dim: int,
+        n_key_heads: int,
+        n_value_heads: int,
+        key_head_dim: int,
+        value_head_dim: int,
+        conv_width: int,
+        norm_eps: float,
+        init_std: float,
+        out_init_std: float,
+    ):
+        super().__init__()
+        assert n_value_heads % n_key_heads == 0
+        self.key_head_dim, self.value_head_dim = key_head_dim, value_head_dim
+        self.repeats = n_value_heads // n_key_heads
+        key_dim, value_dim = n_key_heads * key_head_dim, n_value_heads * value_head_dim
+
+        def linear(inputs: int, outputs: int, std: float) -> nn.Linear:
+            return with_initializers(nn.Linear(inputs, outputs, bias=False), weight=TruncatedNormal(std))
+
+        self.wq, self.wk, self.wv, self.wz = (
+            linear(dim, outputs, init_std) for outputs in (key_dim, key_dim, value_dim, value_dim)
+        )
+        self.wa, self.wb = (linear(dim, n_value_heads, init_std) for _ in range(2))
+        self.conv = DocumentConv(2 * key_dim + value_dim, conv_width)
+        self.A_log, self.dt_bias = (nn.Parameter(torch.ones(n_value_heads)) for _ in range(2))
+        with_initializers(self, A_log=LogUniform(0.01, 16.0), dt_bias=Constant(1.0))
+        self.norm = RMSNorm(value_head_dim, norm_eps)
+        self.wo = linear(value_dim, dim, out_init_std)
+
+    def forward(self, x_BLD: Tensor, rope: tuple[Tensor, Tensor], attention: AttentionMetadata) -> Tensor:
+        """(B, L, dim) → (B, L, dim). Positions matter only as the starts of documents, so `rope` is not used."""
+        documents_BL = _documents(x_BLD, attention)
+        precise = torch.promote_types(x_BLD.dtype, torch.float32)
+        qkv_BLJ = torch.cat((self.wq(x_BLD), self.wk(x_BLD), self.wv(x_BLD)), dim=-1).to(precise)
+        inputs_BWJ, state_BHEF = (attention.states or {}).get(self, (None, None))
+        qkv_BLJ, inputs_BWJ = self.conv(qkv_BLJ, documents_BL, inputs_BWJ)
+        widths = [projection.out_features for projection in (self.wq, self.wk, self.wv)]
+        q, k, v = F.silu(qkv_BLJ).split(widths, dim=-1)
+        q_BLHE, k_BLHE = (
+            _normalized(x.unflatten(-1, (-1, self.key_head_dim))).repeat_interleave(self.repeats, dim=2) for x in (q, k)
+        )
+        decay_BLH = -self.A_log.to(precise).exp() * F.softplus(self.wa(x_BLD).to(precise) + self.dt_bias)
+        out_BLHF, state_BHEF = gated_delta_rule(
+            q_BLHE * self.key_head_dim**-0.5,
+            k_BLHE,
+            v.unflatten(-1, (-1, self.value_head_dim)),
+            decay_BLH,
+            self.wb(x_BLD).to(precise).sigmoid(),
+            documents_BL,
+            state_BHEF,
+        )
+        if attention.states is not None:
+            attention.states[self] = inputs_BWJ, state_BHEF
+        gate_BLHF = F.silu(self.wz(x_BLD).to(precise)).view_as(out_BLHF)
+        out_BLHF = (self.norm(out_BLHF.type_as(x_BLD)) * gate_BLHF).type_as(x_BLD)
+        return self.wo(out_BLHF.flatten(-2))
+
+
+class DocumentConv(nn.Module):
+    """Causal convolution of each channel within its document. The weights are a `Conv1d`'s, and start like them."""
+
+    def __init__(self, channels: int, width: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(channels, 1, width))
+        with_initializers(self, weight=Uniform(-(width**-0.5), width**-0.5))
+
+    def forward(self, x_BLJ: Tensor, documents_BL: Tensor, earlier_BWJ: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the result and the last inputs, (B, width - 1, J), to pass as `earlier_BWJ` with the tokens that
+        follow; None: there are no earlier tokens."""
+        (batch, length, channels), n_earlier = x_BLJ.shape, self.weight.shape[-1] - 1
+        if earlier_BWJ is None:
+            earlier_BWJ = x_BLJ.new_zeros(batch, n_earlier, channels)
+        x_BSJ = torch.cat((earlier_BWJ, x_BLJ), dim=1)
+        documents_BS = F.pad(documents_BL, (n_earlier, 0))
+        out_BLJ = torch.zeros_like(x_BLJ)
+        for start, weight_J in enumerate(self.weight[:, 0].unbind(-1)):
+            is_same_BL = documents_BS[:, start : start + length] == documents_BL
+            # In this order, the backward pass needs no masked copies of the inputs.
+            out_BLJ = out_BLJ + is_same_BL[..., None] * (weight_J * x_BSJ[:, start : start + length])
+        is_last_BW = documents_BS[:, length:] == documents_BL[:, -1:]
+        return out_BLJ, x_BSJ[:, length:] * is_last_BW[..., None]
+
+
+def gated_delta_rule(
+    q_BLHE: Tensor,
+    k_BLHE: Tensor,
+    v_BLHF: Tensor,
+    decay_BLH: Tensor,
+    beta_BLH: Tensor,
+    documents_BL: Tensor,
+    state_BHEF: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Return the outputs (B, L, H, F) and the last state (B, H, E, F) of the recurrence
+
+        S_t = a_t (1 - b_t k_t k_tᵀ) S_(t-1) + b_t k_t v_tᵀ,  o_t = S_tᵀ q_t,
+
+    with a = exp(decay), which starts from 0 in each document, computed in chunks (arXiv:2412.06464, 3.3): in a chunk,
+    the tokens' changes of the state solve a triangular system.
+
+    Args:
+        documents_BL: numbers of the tokens' documents, (B or 1, L); 0: the document of `state_BHEF`.
+        state_BHEF: state before the first token; None: zeros.
+    """
+    length, chunk = q_BLHE.shape[1], min(_CHUNK, q_BLHE.shape[1])
+    padding = -length % chunk
+
+    def split(x: Tensor) -> Tensor:
+        """(B, L, H, …) → (B, N, H, C, …). The padding has no effect on the state: its decay and its beta are 0."""
+        return F.pad(x, (0, 0) * (x.dim() - 2) + (0, padding)).unflatten(1, (-1, chunk)).transpose(2, 3)
+
+    q, k, v, decay, beta = map(split, (q_BLHE, k_BLHE, v_BLHF, decay_BLH, beta_BLH))
+    documents_BL = torch.cat((documents_BL, documents_BL[:, -1:].expand(-1, padding)), dim=1)
+    documents_BNC = documents_BL.unflatten(1, (-1, chunk))
+    before_BN = F.pad(documents_BNC[:, :-1, -1], (1, 0))
+    continues_BN1C = (documents_BNC == before_BN[..., None])[:, :, None]
+    sees_BN1CC = (documents_BNC[..., None] == documents_BNC[..., None, :]).tril()[:, :, None]
+
+    # Factors by which the state decays from a token of the chunk, and from the chunk before, to each token. Sums of
+    # only the decays in between are more precise than differences of cumulative sums.
+    later_CC = torch.ones(chunk, chunk, dtype=torch.bool, device=decay.device).tril(-1)
+    between_BNHCC = (decay[..., None] * later_CC).cumsum(-2).exp() * sees_BN1CC
+    before_BNHC1 = (decay.cumsum(-1).exp() * continues_BN1C)[..., None]
+
+    k_beta = k * beta[..., None]
+    sides = torch.cat((v * beta[..., None], k_beta * before_BNHC1), dim=-1)
+    system_BNHCC = k_beta @ k.mT * between_BNHCC  # the solver reads only the part below the diagonal
+    solved = torch.linalg.solve_triangular(system_BNHCC, sides, upper=False, unitriangular=True)
+    values, reads = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
+    scores_BNHCC = q @ k.mT * between_BNHCC
+    # Only the last token's document reaches the next chunk.
+    chunks = (values, reads, scores_BNHCC, q * before_BNHC1, k * between_BNHCC[..., -1, :, None])
+    state = q.new_zeros(q.shape[0], q.shape[2], k.shape[-1], v.shape[-1]) if state_BHEF is None else state_BHEF
+    outs = []
+    kept = before_BNHC1[..., -1:, :]
+    for v_new, read, score, q_before, k_after, keep in zip(*(x.unbind(1) for x in (*chunks, kept)), strict=True):
+        changes_BHCF = v_new - read @ state
+        outs.append(q_before @ state + score @ changes_BHCF)
+        state = keep * state + k_after.mT @ changes_BHCF
+    return torch.stack(outs, dim=1).transpose(2, 3).flatten(1, 2)[:, :length], state
+
+
+def _documents(x_BLD: Tensor, attention: AttentionMetadata) -> Tensor:
+    """Number the documents of each row, (B or 1, L), from 1; 0: the document of the tokens before, if there are any."""
+    if attention.positions_BL is None:
+        return torch.zeros(1, x_BLD.shape[1], dtype=torch.long, device=x_BLD.device)
+    return (attention.positions_BL == 0).cumsum(dim=1)
+
+
+def _normalized(x_BLHE: Tensor) -> Tensor:
+    return x_BLHE * torch.rsqrt(x_BLHE.square().sum(-1, keepdim=True) + 1e-6)
