@@ -239,14 +239,17 @@ def test_differences(changes, field, expected):
 
 
 def test_inconsistent_weights_of_ranks_are_rejected():
-    first, second = {"a": torch.ones(2)}, {"b": torch.zeros(2)}
+    first, second = [("a", torch.ones(2))], [("b", torch.zeros(2))]
     assert list(merge_weights([first, second, first, second], copies=2)) == ["a", "b"]
-    with pytest.raises(InconsistentRanks, match="a is on 2 ranks, and should be on 1"):
+    assert list(merge_weights([first, second + first], copies=1, in_two_stages=["a"])) == ["a", "b"]
+    with pytest.raises(InconsistentRanks, match="a has 2 copies, and should have 1"):
         merge_weights([first, first], copies=1)
-    with pytest.raises(InconsistentRanks, match="b is on 1 ranks, and should be on 2"):
-        merge_weights([first, {**first, **second}], copies=2)
-    with pytest.raises(InconsistentRanks, match="a differs from rank to rank"):
-        merge_weights([first, {"a": torch.tensor([1.0, 1.0 + 1e-6])}], copies=2)
+    with pytest.raises(InconsistentRanks, match="a has 2 copies, and should have 1"):
+        merge_weights([first + first], copies=1)
+    with pytest.raises(InconsistentRanks, match="b has 1 copies, and should have 2"):
+        merge_weights([first, first + second], copies=2)
+    with pytest.raises(InconsistentRanks, match="a differs from copy to copy"):
+        merge_weights([first, [("a", torch.tensor([1.0, 1.0 + 1e-6]))]], copies=2)
 
 
 def make_row(**options: Any) -> Row:

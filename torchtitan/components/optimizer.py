@@ -256,8 +256,12 @@ class Optimizer(Configurable):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load the moments from `state_dict`; hyperparameters stay as configured."""
+        loaded: set[str] = set()
         for state in self._states:
-            state.load_state_dict(state_dict)
+            names = state.state_dict().keys() & state_dict.keys()
+            # PyTorch keeps the given tensors, so a parameter that is in two pipeline stages needs its own.
+            state.load_state_dict({**state_dict, **{name: state_dict[name].clone() for name in names & loaded}})
+            loaded |= names
 
 
 class OptimizerState:

@@ -66,7 +66,7 @@ class BlockDesign:
 
 class Decoder(BaseModel):
     """Token embedding → blocks → head. A family sets `design` or overrides `make_block`. A pipeline stage lacks parts:
-    without `tok_embeddings`, it takes hidden states; without `head`, it returns them."""
+    all but the first take hidden states, and without `head`, it returns them."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseModel.Config):
@@ -106,13 +106,11 @@ class Decoder(BaseModel):
             return {name: getattr(self, name) for name in ("n_heads", "n_kv_heads", "ffn_dim")}
 
         def pipeline_modules(self) -> list[str]:
-            """Return embedding, layers and head. Raise `UserError` for tied embeddings, shared by two stages."""
-            if self.tie_embeddings:
-                raise UserError(
-                    "pipeline parallelism cannot split a model with tied embeddings: its first and its last stage "
-                    "would need the same weights (--model.no_tie_embeddings unties them, for training from scratch)"
-                )
             return ["tok_embeddings", *(f"layers.{index}" for index in range(self.n_layers)), "head"]
+
+        @property
+        def shared_modules(self) -> list[str]:
+            return ["tok_embeddings"] if self.tie_embeddings else []
 
         def validate(self) -> None:
             for name, most in _MOST.items():
@@ -205,7 +203,10 @@ class Decoder(BaseModel):
             positions_BL = torch.arange(attention.max_seqlen, device=device)[None]
         head_dim = self.config.resolved_head_dim
         rope = rope_cos_sin(self.config.rope, head_dim, positions_BL)
-        hidden_BLD = tokens_BL if self.tok_embeddings is None else self.tok_embeddings(tokens_BL)
+        hidden_BLD = tokens_BL
+        if not tokens_BL.is_floating_point():  # the last stage has a tied embedding, but gets hidden states
+            assert self.tok_embeddings is not None, "only the first stage gets tokens"
+            hidden_BLD = self.tok_embeddings(tokens_BL)
         windows = {index: self.window_of_layer(int(index)) or attention.window for index in self.layers}
         prepare = partial(
             with_kernel, device=device, dtype=hidden_BLD.dtype, head_dim=head_dim, static=self.is_compiled
@@ -217,7 +218,7 @@ class Decoder(BaseModel):
             return hidden_BLD
         tied_VD = None
         if self.config.tie_embeddings:
-            assert self.tok_embeddings is not None, "a model with tied embeddings is not split into stages"
+            assert self.tok_embeddings is not None, "the stage with the head has a copy (shared_modules)"
             tied_VD = effective_weight(self.tok_embeddings)
         return self.head(hidden_BLD, tied_VD, head, **head_inputs)
 
