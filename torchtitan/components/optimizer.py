@@ -119,7 +119,8 @@ class Optimizer(Configurable):
         for optimizer in self.optimizers:
             _allocate_moments(optimizer)
         parts = zip(self.model_parts, self.optimizers_of_part, strict=True)
-        self._states = [OptimizerState(part, *optimizers) for part, optimizers in parts]
+        # A pipeline stage may be frozen, and PyTorch has no state of a model without optimizers.
+        self._states = [OptimizerState(part, *optimizers) for part, optimizers in parts if optimizers]
         self._row_norms: list[Tensor] = []
         self._updated_early: set[nn.Parameter] = set()
         if config.early_step_in_backward:
