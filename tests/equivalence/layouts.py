@@ -138,10 +138,8 @@ TWO_PROCESSES: dict[str, Options] = {
     "PP 2 1F1B, one text without documents": {**PP2, **NO_DOCUMENTS},
     "PP 2 1F1B, compile": {**PP2, **COMPILED},
     "PP 2 1F1B, tied embeddings": {**PP2, **TIED},
-    "PP 2 Interleaved1F1B, tied embeddings, AdamW": {**PP2, **schedule("Interleaved1F1B"), **TIED, **ADAMW},
     "PP 2 ZBVZeroBubble, tied embeddings": {**PP2, **schedule("ZBVZeroBubble"), **TIED},
     "PP 2 DualPipeV, tied embeddings, AdamW": {**PP2, **schedule("DualPipeV"), **TIED, **ADAMW},
-    "PP 2 1F1B, tied embeddings, compile": {**PP2, **TIED, **COMPILED},
     "PP 2 1F1B, stages by name": {
         **PP2,
         "parallelism__module_fqns_per_model_part": [
@@ -198,11 +196,9 @@ FOUR_PROCESSES: dict[str, Options] = {
     "PP 2 ZBVZeroBubble x FSDP 2, compile": {**PP2, **schedule("ZBVZeroBubble"), **COMPILED},
     "PP 2 1F1B x FSDP 2, CPU offload": {**PP2, **OFFLOAD},
     "PP 2 1F1B x FSDP 2, tied embeddings, AdamW": {**PP2, **TIED, **ADAMW},
-    "PP 2 1F1B x FSDP 2, tied embeddings, reshard always": {**PP2, **TIED, **ALWAYS},
     "PP 2 1F1B x FSDP 2, tied embeddings, CPU offload": {**PP2, **TIED, **OFFLOAD},
     "PP 2 ZBVZeroBubble x FSDP 2, tied embeddings": {**PP2, **schedule("ZBVZeroBubble"), **TIED},
     "PP 2 1F1B x DDP 2": {**PP2, **DDP2},
-    "PP 2 1F1B x DDP 2, tied embeddings": {**PP2, **DDP2, **TIED},
     "PP 2 DualPipeV x DDP 2": {**PP2, **DDP2, **schedule("DualPipeV")},
     **{f"PP 2 {name} x TP 2": {**PP2, **TP2, **schedule(name), **PAIRS} for name in SCHEDULES},
     "PP 2 1F1B x TP 2, uneven vocabulary, AdamW": {**PP2, **TP2, **UNEVEN_VOCABULARY, **ADAMW},

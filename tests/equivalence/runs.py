@@ -107,7 +107,7 @@ def merge_weights(
 
     Args:
         weights_by_rank: the names and whole weights of each rank.
-        copies: number of copies of each tensor; of those `in_two_stages`, there are twice as many.
+        copies: number of copies of each tensor; twice this number for those `in_two_stages`.
 
     Raises:
         InconsistentRanks: if the number of copies of a tensor is wrong, or copies are not bitwise equal.
