@@ -39,6 +39,10 @@ SLOW = (
     "FSDP 2, step in backward, AdamW",
     "TP 2, whole logits",
     "CP 2, contiguous, one text without documents",
+    "PP 2 1F1B, tied embeddings",
+    "PP 2 ZBVZeroBubble, tied embeddings",
+    "PP 2 1F1B x FSDP 2, tied embeddings, AdamW",
+    "PP 2 1F1B x TP 2, tied embeddings",
     "PP 2 Interleaved1F1B",
     "PP 2 LoopedBFS",
     "PP 2 InterleavedZeroBubble",
@@ -131,6 +135,32 @@ class DroppedMicroBatch(Trainer):
         return ThirdMicroBatchLost(self.config.model_spec.loss)
 
 
+class HeadGradientLost(Trainer):
+    """Lose the last stage's gradient of a tied embedding."""
+
+    def clip_gradients(self) -> Tensor:
+        for part in self.model_parts:
+            if part.head is not None:
+                part.tok_embeddings.weight.grad = None
+        return super().clip_gradients()
+
+
+class CountedTwice(Trainer):
+    """Count both copies of a tied embedding in the gradient norm."""
+
+    def clip_gradients(self) -> Tensor:
+        self.pipeline._copies = set()
+        return super().clip_gradients()
+
+
+class SeparateGradients(Trainer):
+    """Do not sum the gradients of both copies of a tied embedding."""
+
+    def clip_gradients(self) -> Tensor:
+        self.pipeline._is_summed = True
+        return super().clip_gradients()
+
+
 class Swapping(RaggedDataLoader):
     """Return two consecutive batches in the wrong order; the first of them has the index `swapped`."""
 
@@ -162,6 +192,8 @@ MISTAKES = {
     "gradient of a layer": ("FSDP 2", ZeroedGradient, RaggedDataLoader, {"grad_norm", "weights"}),
     "data order": ("FSDP 2", Trainer, SwapsSteps, {"loss", "grad_norm", "weights"}),
     "micro-batch": ("PP 2 1F1B", DroppedMicroBatch, RaggedDataLoader, {"loss", "grad_norm", "weights"}),
+    "head": ("PP 2 1F1B, tied embeddings", HeadGradientLost, RaggedDataLoader, {"loss", "grad_norm", "weights"}),
+    "norm": ("PP 2 ZBVZeroBubble, tied embeddings", CountedTwice, RaggedDataLoader, {"grad_norm", "weights"}),
 }
 """Layout, the mistake, and the numbers that must detect it."""
 
@@ -175,6 +207,12 @@ def test_a_mistake_is_detected(matrix, mistake):
     assert not differences.agree
     # Ten times the tolerance, so the detection is not by chance.
     assert {field for field in detected_by if getattr(differences, field) > 1e-4} == detected_by, differences
+
+
+@pytest.mark.slow
+def test_separate_gradients_of_copies_are_detected(matrix):
+    with pytest.raises(InconsistentRanks, match=r"tok_embeddings\.weight differs from copy to copy"):
+        matrix.outcome(LAYOUTS["PP 2 1F1B, tied embeddings"], SeparateGradients, RaggedDataLoader)
 
 
 @pytest.mark.slow
@@ -239,14 +277,17 @@ def test_differences(changes, field, expected):
 
 
 def test_inconsistent_weights_of_ranks_are_rejected():
-    first, second = {"a": torch.ones(2)}, {"b": torch.zeros(2)}
+    first, second = [("a", torch.ones(2))], [("b", torch.zeros(2))]
     assert list(merge_weights([first, second, first, second], copies=2)) == ["a", "b"]
-    with pytest.raises(InconsistentRanks, match="a is on 2 ranks, and should be on 1"):
+    assert list(merge_weights([first, second + first], copies=1, in_two_stages=["a"])) == ["a", "b"]
+    with pytest.raises(InconsistentRanks, match="a has 2 copies, and should have 1"):
         merge_weights([first, first], copies=1)
-    with pytest.raises(InconsistentRanks, match="b is on 1 ranks, and should be on 2"):
-        merge_weights([first, {**first, **second}], copies=2)
-    with pytest.raises(InconsistentRanks, match="a differs from rank to rank"):
-        merge_weights([first, {"a": torch.tensor([1.0, 1.0 + 1e-6])}], copies=2)
+    with pytest.raises(InconsistentRanks, match="a has 2 copies, and should have 1"):
+        merge_weights([first + first], copies=1)
+    with pytest.raises(InconsistentRanks, match="b has 1 copies, and should have 2"):
+        merge_weights([first, first + second], copies=2)
+    with pytest.raises(InconsistentRanks, match="a differs from copy to copy"):
+        merge_weights([first, [("a", torch.tensor([1.0, 1.0 + 1e-6]))]], copies=2)
 
 
 def make_row(**options: Any) -> Row:

@@ -138,7 +138,6 @@ def test_invalid_stages_by_name_are_rejected(parts, message):
 @pytest.mark.parametrize(
     ("model", "options", "message"),
     [
-        ({"tie_embeddings": True}, {}, "tied embeddings: its first and its last stage"),
         ({"n_layers": 2}, {"degree": 4, "schedule": "LoopedBFS"}, "2 layers are too few for 8 pipeline stages"),
         ({}, {"microbatch_size": 3}, "microbatch_size 3 does not divide --training.local_batch_size 8"),
         ({}, {"schedule": "LoopedBFS", "layers_per_stage": 2}, "pipeline_parallel_layers_per_stage 2 gives 3 stages"),
@@ -225,13 +224,27 @@ def test_a_stage_contains_its_modules_under_their_names():
     assert {name for name, _ in model.named_parameters()} == names  # the model itself is unchanged
 
 
-def test_consecutive_stages_match_the_model():
-    model = model_config().build()
+def test_the_last_stage_has_a_copy_of_a_tied_embedding():
+    config = model_config(tie_embeddings=True)
+    plan = make_plan(config)
+    assert [name for stage in plan.stages for name in stage] == config.pipeline_modules()
+    first, last = (take_stage(config.build(), plan.modules_of_stage(stage)) for stage in (0, 1))
+    names = [{name for name, _ in stage.named_parameters()} for stage in (first, last)]
+    assert names[0] & names[1] == {"tok_embeddings.weight"}
+    for stage in (first, last):
+        initialize_weights(stage, 0)
+    assert torch.equal(first.tok_embeddings.weight, last.tok_embeddings.weight)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_consecutive_stages_match_the_model(tied):
+    config = model_config(tie_embeddings=tied)
+    model = config.build()
     initialize_weights(model, 0)
     tokens = torch.arange(2 * LENGTH).view(2, LENGTH) % VOCABULARY
-    hidden = tokens
-    for names in make_plan(schedule="Interleaved1F1B").stages:
-        hidden = take_stage(model, names)(hidden, AttentionMetadata.of_rows(2, LENGTH))
+    plan, hidden = make_plan(config, schedule="Interleaved1F1B"), tokens
+    for stage in range(len(plan.stages)):
+        hidden = take_stage(model, plan.modules_of_stage(stage))(hidden, AttentionMetadata.of_rows(2, LENGTH))
     torch.testing.assert_close(hidden, model(tokens), rtol=0, atol=0)
 
 
@@ -251,8 +264,8 @@ def make_batch(samples: int) -> dict[str, Any]:
     return {"input": tokens, "labels": labels, "attention": attention}
 
 
-def run_whole_model(batch: dict[str, Any], scale: float) -> tuple[Tensor, dict[str, Tensor]]:
-    model = model_config().build()
+def run_whole_model(batch: dict[str, Any], scale: float, **options: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    model = model_config(**options).build()
     initialize_weights(model, 0)
     loss = CrossEntropyLoss.Config().build()
     value = model(batch["input"], batch["attention"], head=loss, labels_BL=batch["labels"]) * scale
@@ -260,20 +273,22 @@ def run_whole_model(batch: dict[str, Any], scale: float) -> tuple[Tensor, dict[s
     return value.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-def run_schedules(folder: Path, numbers: tuple[int, ...]) -> None:
+def run_schedules(folder: Path, numbers: tuple[int, ...], tied: bool) -> None:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
     runs = 0
     for schedule in SCHEDULES:
         for number in numbers:
             if plan_accepts(schedule, 2, number):
-                compare_with_whole_model(make_plan(local_batch_size=number, schedule=schedule), mesh, number)
+                compare_with_whole_model(mesh, number, schedule, tie_embeddings=tied)
                 runs += 1
     (folder / f"{dist.get_rank()}").write_text(str(runs))
 
 
-def compare_with_whole_model(plan: PipelinePlan, mesh: Any, samples: int) -> None:
-    batch, scale = make_batch(samples), 0.37
-    parts = [take_stage(model_config().build(), plan.stages[stage]) for stage in plan.stages_of_rank(dist.get_rank())]
+def compare_with_whole_model(mesh: Any, samples: int, schedule: str, **options: Any) -> None:
+    batch, scale, config = make_batch(samples), 0.37, model_config(**options)
+    plan = make_plan(config, local_batch_size=samples, schedule=schedule)
+    stages = plan.stages_of_rank(dist.get_rank())
+    parts = [take_stage(config.build(), plan.modules_of_stage(stage)) for stage in stages]
     for part in parts:
         initialize_weights(part, 0)
     pipeline = Pipeline(
@@ -284,11 +299,15 @@ def compare_with_whole_model(plan: PipelinePlan, mesh: Any, samples: int) -> Non
         hidden=torch.empty(1, LENGTH, DIM, device="meta", requires_grad=True),
         head=CrossEntropyLoss.Config().build(),
     )
-    expected, gradients = run_whole_model(batch, scale)
+    expected, gradients = run_whole_model(batch, scale, **options)
     for _ in range(2):  # the second pass accumulates gradients
         loss = pipeline.forward_backward(batch, lambda summed: summed * scale)
         assert_scalar_on_last(loss, expected, pipeline)
         assert_scalar_on_last(pipeline.forward(batch), expected / scale, pipeline)
+    parameters = [parameter for part in parts for parameter in part.parameters()]
+    norms = [pipeline.clip_grad_norm(parameters, float("inf")) for _ in range(2)]  # the second changes nothing
+    whole_norm = 2 * sum(gradient.square().sum() for gradient in gradients.values()) ** 0.5
+    torch.testing.assert_close(norms, [whole_norm] * 2, rtol=1e-5, atol=0)
     for part in parts:
         for name, parameter in part.named_parameters():
             # Sums over micro-batches in a different order.
@@ -301,11 +320,13 @@ def assert_scalar_on_last(value: Tensor, expected: Tensor, pipeline: Pipeline) -
 
 
 @pytest.mark.parametrize(
-    ("numbers", "runs"), [((4,), 7), pytest.param((1, 2, 3, 5, 6), 29, marks=pytest.mark.slow)], ids=["4", "others"]
+    ("numbers", "tied", "runs"),
+    [((4,), False, 7), ((4,), True, 7), pytest.param((1, 2, 3, 5, 6), False, 29, marks=pytest.mark.slow)],
+    ids=["4", "4, tied embeddings", "others"],
 )
-def test_gradients_match_the_whole_model(tmp_path, numbers, runs):
+def test_gradients_match_the_whole_model(tmp_path, numbers, tied, runs):
     """Every schedule, with each number of micro-batches that it accepts; training steps alternate with evaluations."""
-    run_processes(run_schedules, 2, tmp_path, numbers)
+    run_processes(run_schedules, 2, tmp_path, numbers, tied)
     assert [path.read_text() for path in sorted(tmp_path.iterdir())] == [str(runs)] * 2
 
 

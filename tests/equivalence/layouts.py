@@ -1,6 +1,6 @@
 """The layouts of the matrix: a name, a number of processes, and options, written with `__` for `.`."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -137,6 +137,9 @@ TWO_PROCESSES: dict[str, Options] = {
     "PP 2 1F1B, uneven vocabulary": {**PP2, **UNEVEN_VOCABULARY},
     "PP 2 1F1B, one text without documents": {**PP2, **NO_DOCUMENTS},
     "PP 2 1F1B, compile": {**PP2, **COMPILED},
+    "PP 2 1F1B, tied embeddings": {**PP2, **TIED},
+    "PP 2 ZBVZeroBubble, tied embeddings": {**PP2, **schedule("ZBVZeroBubble"), **TIED},
+    "PP 2 DualPipeV, tied embeddings, AdamW": {**PP2, **schedule("DualPipeV"), **TIED, **ADAMW},
     "PP 2 1F1B, stages by name": {
         **PP2,
         "parallelism__module_fqns_per_model_part": [
@@ -164,6 +167,7 @@ FOUR_PROCESSES: dict[str, Options] = {
     "CP 4": CP4,
     "CP 4, contiguous": {**CP4, **CONTIGUOUS},
     "PP 4 1F1B": PP4,
+    "PP 4 1F1B, tied embeddings": {**PP4, **TIED},
     "PP 4 ZBVZeroBubble, 12 layers": {**PP4, **schedule("ZBVZeroBubble"), **TWELVE_LAYERS},
     "FSDP 2 x TP 2": TP2,
     "FSDP 2 x TP 2, AdamW": {**TP2, **ADAMW},
@@ -191,11 +195,23 @@ FOUR_PROCESSES: dict[str, Options] = {
     "PP 2 ZBVZeroBubble x FSDP 2, AC every second layer": {**PP2, **schedule("ZBVZeroBubble"), **SECOND_AC},
     "PP 2 ZBVZeroBubble x FSDP 2, compile": {**PP2, **schedule("ZBVZeroBubble"), **COMPILED},
     "PP 2 1F1B x FSDP 2, CPU offload": {**PP2, **OFFLOAD},
+    "PP 2 1F1B x FSDP 2, tied embeddings, AdamW": {**PP2, **TIED, **ADAMW},
+    "PP 2 1F1B x FSDP 2, tied embeddings, CPU offload": {**PP2, **TIED, **OFFLOAD},
+    "PP 2 ZBVZeroBubble x FSDP 2, tied embeddings": {**PP2, **schedule("ZBVZeroBubble"), **TIED},
     "PP 2 1F1B x DDP 2": {**PP2, **DDP2},
     "PP 2 DualPipeV x DDP 2": {**PP2, **DDP2, **schedule("DualPipeV")},
     **{f"PP 2 {name} x TP 2": {**PP2, **TP2, **schedule(name), **PAIRS} for name in SCHEDULES},
     "PP 2 1F1B x TP 2, uneven vocabulary, AdamW": {**PP2, **TP2, **UNEVEN_VOCABULARY, **ADAMW},
     "PP 2 1F1B x TP 2, whole logits": {**PP2, **TP2, **WHOLE_LOGITS},
+    "PP 2 1F1B x TP 2, tied embeddings": {**PP2, **TP2, **TIED},
+    "PP 2 ZBVZeroBubble x TP 2, tied embeddings, whole logits": {
+        **PP2,
+        **TP2,
+        **schedule("ZBVZeroBubble"),
+        **TIED,
+        **WHOLE_LOGITS,
+    },
+    "PP 2 1F1B x CP 2, tied embeddings, uneven vocabulary": {**PP2, **CP2, **TIED, **UNEVEN_VOCABULARY},
     **{f"PP 2 {name} x CP 2": {**PP2, **CP2, **schedule(name)} for name in ("1F1B", "LoopedBFS", *SPLIT_SCHEDULES)},
 }
 
@@ -207,7 +223,6 @@ LONG: dict[str, tuple[int, Options]] = {
 }
 
 REFUSED: dict[str, tuple[int, Options]] = {
-    "PP 2 1F1B, tied embeddings": (2, {**PP2, **TIED}),
     "PP 2 1F1B, step in backward": (2, {**PP2, **EARLY_STEP, **local_batch(16)}),
     "PP 2 ZBVZeroBubble, AC selective op": (2, {**PP2, **schedule("ZBVZeroBubble"), **OP_AC}),
     "FSDP 2, step in backward, accumulation": (2, {**EARLY_STEP, **local_batch(4)}),
@@ -252,6 +267,12 @@ class Layout:
         """Number of groups of ranks with different samples."""
         kinds = ("tensor", "context", "pipeline")
         return self.processes // prod(self.chosen.get(f"parallelism__{kind}_parallel_degree", 1) for kind in kinds)
+
+    @property
+    def in_two_stages(self) -> Collection[str]:
+        """Names of the weights of which the first and the last pipeline stage have a copy."""
+        is_shared = self.pipeline_degree > 1 and self.chosen.get("model__tie_embeddings")
+        return ("tok_embeddings.weight",) if is_shared else ()
 
     @property
     def pipeline_degree(self) -> int:

@@ -98,7 +98,7 @@ class Matrix:
             self._workers = Workers(layout.processes)
         folder = self._new_folder()
         self._workers.run(record_run, folder, {**self._extra, **layout.options}, *substitutes)
-        return Outcome.read(folder, layout.processes, layout.pipeline_degree)
+        return Outcome.read(folder, layout.processes, layout.pipeline_degree, layout.in_two_stages)
 
     def reference(self, layout: Layout) -> Outcome:
         """Return the outcome of the same computation in a single process."""

@@ -122,6 +122,24 @@ def test_two_processes_match_one(tmp_path):
         ]
 
 
+def run_pipeline(folder: Path, options: dict[str, Any]) -> None:
+    for schedule in ("1F1B", "ZBVZeroBubble"):
+        pipeline = {"parallelism__pipeline_parallel_degree": 2, "parallelism__pipeline_parallel_schedule": schedule}
+        train(folder / schedule, trainer_class=MicroBatchClippingTrainer, **options, **pipeline)
+
+
+@pytest.mark.slow
+def test_a_pipeline_with_tied_embeddings_matches_one_process(tmp_path):
+    """Both copies of the embedding get the whole gradient of each micro-batch before it is clipped."""
+    options = {**TINY, "micro_batch_max_norm": 0.3, "training.local_batch_size": 4, "model.tie_embeddings": True}
+    options = {name.replace(".", "__"): value for name, value in {**options, "model.n_layers": 4}.items()}
+    train(tmp_path / "one", trainer_class=MicroBatchClippingTrainer, **options)
+    run_processes(run_pipeline, 2, tmp_path, options)
+    expected = [pytest.approx(line, rel=1e-5) for line in read_metrics(tmp_path / "one", "loss", "grad_norm")]
+    for schedule in ("1F1B", "ZBVZeroBubble"):
+        assert read_metrics(tmp_path / schedule, "loss", "grad_norm") == expected
+
+
 def test_a_micro_batch_without_valid_tokens_is_ignored(tmp_path):
     class OftenIgnored(RaggedDataLoader):
         count = 0

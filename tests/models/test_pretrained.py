@@ -186,10 +186,6 @@ class TestTies:
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + change
         save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
-    def test_untied_weights_in_a_pipeline(self):
-        with pytest.raises(UserError, match=r"no_tie_embeddings unties them, for training from scratch\)"):
-            SHAPES["1B"].pipeline_modules()
-
     def test_equal_output_weight_is_accepted(self, folder):
         self.add_head(folder, 0.0)
         assert load_model(folder, device="cpu").model.head.output is None

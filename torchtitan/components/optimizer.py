@@ -119,7 +119,8 @@ class Optimizer(Configurable):
         for optimizer in self.optimizers:
             _allocate_moments(optimizer)
         parts = zip(self.model_parts, self.optimizers_of_part, strict=True)
-        self._states = [OptimizerState(part, *optimizers) for part, optimizers in parts]
+        # A pipeline stage may be frozen, and PyTorch has no state of a model without optimizers.
+        self._states = [OptimizerState(part, *optimizers) for part, optimizers in parts if optimizers]
         self._row_norms: list[Tensor] = []
         self._updated_early: set[nn.Parameter] = set()
         if config.early_step_in_backward:
@@ -256,8 +257,12 @@ class Optimizer(Configurable):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load the moments from `state_dict`; hyperparameters stay as configured."""
+        loaded: set[str] = set()
         for state in self._states:
-            state.load_state_dict(state_dict)
+            names = state.state_dict().keys() & state_dict.keys()
+            # PyTorch keeps the given tensors, so a parameter that is in two pipeline stages needs its own.
+            state.load_state_dict({**state_dict, **{name: state_dict[name].clone() for name in names & loaded}})
+            loaded |= names
 
 
 class OptimizerState:

@@ -1,7 +1,7 @@
 """Total norm of gradients, and clipping by it, for any sharding."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -12,12 +12,16 @@ from torch.distributed.tensor import DTensor
 
 @torch.no_grad()
 def clip_grad_norm(
-    parameters: Iterable[nn.Parameter], max_norm: float, pipeline: dist.ProcessGroup | None = None
+    parameters: Iterable[nn.Parameter],
+    max_norm: float,
+    pipeline: dist.ProcessGroup | None = None,
+    copies: Collection[nn.Parameter] = frozenset(),
 ) -> Tensor:
     """Scale gradients down, in place, to a total Euclidean norm of at most `max_norm` (`inf`: only measure it).
 
     Unlike `torch.nn.utils.clip_grad_norm_`, this supports parameters on different meshes or none, and more precise
-    norms (`_norm`). `pipeline` contains the ranks that hold the other parts of the model.
+    norms (`_norm`). `pipeline` contains the ranks that hold the other parts of the model. `copies`, a set, contains
+    parameters that count in another part, with the same gradients, and are only scaled.
 
     Returns:
         The norm before clipping over all ranks, a plain scalar tensor on the gradients' device.
@@ -27,7 +31,8 @@ def clip_grad_norm(
     for parameter in with_gradients:
         assert parameter.grad is not None
         parameter.grad = redistribute_like(parameter.grad, parameter)
-        gradients.append(parameter.grad)
+        if parameter not in copies:
+            gradients.append(parameter.grad)
     total = total_norm(gradients, pipeline)
     for group in _by_mesh(with_gradients).values():
         torch.nn.utils.clip_grads_with_norm_(group, max_norm, total)

@@ -5,16 +5,19 @@
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from torchtitan.config import ParallelismConfig
+from torchtitan.distributed.gradients import clip_grad_norm, redistribute_like
 from torchtitan.protocols import BaseModel
 from torchtitan.protocols.attention import AttentionMetadata
 from torchtitan.tools.errors import UserError
@@ -34,7 +37,10 @@ class PipelinePlan:
     schedule: str
     degree: int
     stages: tuple[tuple[str, ...], ...]
+    """Names of the modules of each stage; each module of the model is in one stage."""
     n_microbatches: int
+    shared: tuple[str, ...] = ()
+    """Names of the modules in the first stage of which the last stage has a copy."""
 
     @classmethod
     def from_config(cls, config: ParallelismConfig, model: BaseModel.Config, local_batch_size: int) -> "PipelinePlan":
@@ -49,7 +55,7 @@ class PipelinePlan:
                 f"--training.local_batch_size {local_batch_size}"
             )
         schedule, degree = config.pipeline_parallel_schedule, config.pipeline_parallel_degree
-        plan = cls(schedule, degree, stages, n_microbatches=local_batch_size // size)
+        plan = cls(schedule, degree, stages, local_batch_size // size, shared=tuple(model.shared_modules))
         plan._check_schedule()
         return plan
 
@@ -63,6 +69,10 @@ class PipelinePlan:
         if self.schedule in _V_SCHEDULES:
             return [rank, 2 * self.degree - 1 - rank]
         return list(range(rank, len(self.stages), self.degree))
+
+    def modules_of_stage(self, stage: int) -> tuple[str, ...]:
+        """Return the names of a stage's modules, including copies."""
+        return self.stages[stage] + (self.shared if stage == len(self.stages) - 1 else ())
 
     def _check_schedule(self) -> None:
         stages, name = len(self.stages), f"--parallelism.pipeline_parallel_schedule {self.schedule}"
@@ -188,6 +198,10 @@ class Pipeline:
         ]
         self.has_first = any(stage.is_first for stage in stages)
         self.has_last = any(stage.is_last for stage in stages)
+        self._group = mesh.get_group()
+        self._shared = [_trained(stage.submod, plan.shared) for stage in stages if stage.is_first or stage.is_last]
+        self._copies = set(self._shared[-1]) if self.has_last else set()
+        self._is_summed = True  # whether the copies of shared modules have the whole gradient
         self.schedule = get_schedule_class(plan.schedule)(
             stages[0] if _is_single(plan.schedule) else stages,
             n_microbatches=plan.n_microbatches,
@@ -200,8 +214,39 @@ class Pipeline:
     def forward_backward(self, batch: dict[str, Any], scaled: Callable[[Tensor], Tensor]) -> Tensor:
         """Add the gradients of a batch's loss: the sum over micro-batches of `scaled(summed loss)`, with a linear
         `scaled`. Return the loss on the rank with the last stage, 0 on the others."""
-        self._scaled = scaled
+        self._scaled, self._is_summed = scaled, False
         return self._run(self.schedule.step, batch)
+
+    @torch.no_grad()
+    def clip_grad_norm(self, parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
+        """Complete the gradients of shared modules, once after the last backward pass; then clip the gradients of all
+        stages and return their norm, like `torchtitan.distributed.gradients.clip_grad_norm`."""
+        if not self._is_summed:
+            for copies in zip(*self._shared, strict=True):
+                self._sum_gradients(copies)
+            self._is_summed = True
+        return clip_grad_norm(parameters, max_norm, self._group, self._copies)
+
+    def _sum_gradients(self, copies: Sequence[nn.Parameter]) -> None:
+        """Give a shared parameter's copies the sum of their gradients. This rank has both copies in a V schedule;
+        otherwise, the other copy is on the first or the last rank. The order of two terms does not change a sum, so the
+        copies stay bit-identical."""
+        own, *others = [_local_gradient(parameter) for parameter in copies]
+        own += others[0] if others else self._exchange(own)
+        for other in others:
+            other.copy_(own)
+
+    def _exchange(self, own: Tensor) -> Tensor:
+        """Return the tensor that the rank with the other copy gives for `own`."""
+        peer = self._group.size() - 1 if self.has_first else 0
+        sent, received = own.contiguous(), torch.empty_like(own, memory_format=torch.contiguous_format)
+        operations = [
+            dist.P2POp(operation, tensor, group=self._group, group_peer=peer)
+            for operation, tensor in ((dist.isend, sent), (dist.irecv, received))
+        ]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+        return received
 
     @torch.no_grad()
     def forward(self, batch: dict[str, Any]) -> Tensor:
@@ -231,6 +276,21 @@ class Pipeline:
                 raise error.__cause__ from None
             raise
         return sum((loss.detach() for loss in losses), torch.zeros((), device=labels.device))
+
+
+def _trained(stage: nn.Module, names: Iterable[str]) -> list[nn.Parameter]:
+    """Return the trained parameters of a stage's modules, in an order that is the same in all stages."""
+    parameters = (parameter for name in names for parameter in stage.get_submodule(name).parameters())
+    return [parameter for parameter in parameters if parameter.requires_grad]
+
+
+def _local_gradient(parameter: nn.Parameter) -> Tensor:
+    """Return this rank's shard of a gradient, zeros if the stage has not used the parameter; with shards as in the
+    parameter, since tensor parallelism may leave gradients partial or replicated."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    parameter.grad = redistribute_like(parameter.grad, parameter)
+    return parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
 
 
 def _unscaled(loss: Tensor) -> Tensor:

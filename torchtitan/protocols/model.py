@@ -47,6 +47,12 @@ class BaseModel(nn.Module, Configurable):
             cannot be split."""
             raise UserError(f"{type(self).__qualname__} does not support pipeline parallelism (pipeline_modules)")
 
+        @property
+        def shared_modules(self) -> list[str]:
+            """Names of the first pipeline stage's modules that the last stage uses too, such as a tied embedding. Each
+            of the two stages has a copy, with the same weights and the sum of both gradients."""
+            return []
+
         def validate(self) -> None:
             """Raise `UserError` for an impossible combination of sizes."""
 

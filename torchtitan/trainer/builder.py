@@ -210,7 +210,7 @@ class RunBuilder(Configurable):
         parts: list[nn.Module] = [model]
         if self.pipeline_plan:
             stages = self.pipeline_plan.stages_of_rank(self.parallel_dims.coordinate("pp"))
-            parts = [take_stage(model, self.pipeline_plan.stages[stage]) for stage in stages]
+            parts = [take_stage(model, self.pipeline_plan.modules_of_stage(stage)) for stage in stages]
         return [self.shard(part, self.config.model_spec) for part in parts]
 
     def shard(self, part: nn.Module, spec: ModelSpec, *, offloaded: bool = False) -> nn.Module:

@@ -376,8 +376,8 @@ class Trainer(RunBuilder):
         """Scale gradients down to `training.max_norm`, and return their total norm before that, over all ranks."""
         if self.config.optimizer.early_step_in_backward:
             return self.optimizer.early_grad_norm()
-        pipeline = self.mesh.get_group("pp") if self.mesh and self.pipeline else None
-        return clip_grad_norm(self.trained_parameters(), self.config.training.max_norm, pipeline)
+        clip = self.pipeline.clip_grad_norm if self.pipeline else clip_grad_norm
+        return clip(self.trained_parameters(), self.config.training.max_norm)
 
     def read_result(self, loss: Tensor, grad_norm: Tensor, n_tokens: Tensor) -> StepResult:
         """Sum the loss and requests to stop over ranks, and read all values at once."""

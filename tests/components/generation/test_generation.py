@@ -175,6 +175,10 @@ def test_pipeline_and_context_parallelism_are_rejected():
         with pytest.raises(UserError, match="pipeline"):
             generate(model, [[1]], max_new_tokens=1)
     model = small_model()
+    del model.layers["0"]  # the last stage of a model with a tied embedding
+    with pytest.raises(UserError, match="pipeline"):
+        generate(model, [[1]], max_new_tokens=1)
+    model = small_model()
     apply_context_parallel(model, None, SHARDING)
     with pytest.raises(UserError, match="context parallelism"):
         generate(model, [[1]], max_new_tokens=1)

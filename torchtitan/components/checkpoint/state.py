@@ -1,6 +1,7 @@
 """States of wrapped models and random number generators, which have no suitable `state_dict` in PyTorch."""
 
 import random
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,15 @@ class ModelState:
     def state_dict(self) -> dict[str, Any]:
         """Return canonical name → parameter or persistent buffer, without copying."""
         return {name: value for part in self._part_state_dicts() for name, value in part.items()}
+
+    def copies(self) -> dict[str, list[Any]]:
+        """Return canonical name → all tensors with this name: two if this process has the first and the last pipeline
+        stage, and they share a module."""
+        copies: dict[str, list[Any]] = defaultdict(list)
+        for part in self._part_state_dicts():
+            for name, value in part.items():
+                copies[name].append(value)
+        return copies
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Copy `state_dict` into the model. Raise `UserError` if names are missing or unknown."""

@@ -135,7 +135,9 @@ def _check(model: nn.Module, prompts: Sequence[Sequence[int]], max_new_tokens: i
 
 
 def _reject_partial_model(model: nn.Module) -> None:
-    if any(getattr(model, name, model) is None for name in ("tok_embeddings", "head")):
+    # The last stage has the embedding too if it is tied, but not the first layer.
+    lacks_layers = "0" not in getattr(model, "layers", "0")
+    if lacks_layers or any(getattr(model, name, model) is None for name in ("tok_embeddings", "head")):
         raise UserError("a pipeline stage cannot generate text: it has only some of the model's layers")
     hooks = (hook for module in model.modules() for hook in forward_pre_hooks(module))
     if any(getattr(hook, "__module__", None) == context_parallel.__name__ for hook in hooks):

@@ -29,12 +29,12 @@ def load_weights(
         group: CPU process group of the model's processes; None: this process has the whole model.
     """
     state, ranks = ModelState(model_parts), Ranks(group)
-    tensors = state.state_dict()
+    tensors, copies = state.state_dict(), state.copies()
     assert not any(tensor.is_meta for tensor in tensors.values()), "the model must be materialized"
     check_fit(source.specs, tensors, ranks, optional=state.added)
     # The source's order keeps related tensors together.
     names = [name for name in source.specs if name in tensors]
-    ranks.all_ranks_or_raise(lambda: [_load_tensor(tensors[name], name, source) for name in names])
+    ranks.all_ranks_or_raise(lambda: [_load_tensor(copy, name, source) for name in names for copy in copies[name]])
 
 
 def find_quantized(specs: Mapping[str, TensorSpec], tensors: Mapping[str, Tensor]) -> list[str]:

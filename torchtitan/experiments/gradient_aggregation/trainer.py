@@ -41,8 +41,8 @@ class MicroBatchClippingTrainer(Trainer):
         loss = super().forward_backward_step(batch, n_tokens)
         # The gradient is this micro-batch's share of the global mean, so scale the norm limit by the same share.
         share = (self.count_tokens_on_all_ranks(batch) / n_tokens.clamp(min=1)).item()
-        pipeline = self.mesh.get_group("pp") if self.mesh and self.pipeline else None
-        clip_grad_norm(parameters, self.config.micro_batch_max_norm * share, pipeline)
+        clip = self.pipeline.clip_grad_norm if self.pipeline else clip_grad_norm
+        clip(parameters, self.config.micro_batch_max_norm * share)
         for parameter, earlier in zip(parameters, earlier_gradients, strict=True):
             if earlier is not None:
                 parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)

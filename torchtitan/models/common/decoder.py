@@ -61,7 +61,7 @@ DENSE_SHARDING = ShardingPlan(
 
 class Decoder(BaseModel):
     """Token embedding → blocks → head. As it is, this is Llama; a family overrides the methods whose results differ. A
-    pipeline stage lacks parts: without `tok_embeddings`, it takes hidden states; without `head`, it returns them."""
+    pipeline stage lacks parts: all but the first take hidden states, and without `head`, it returns them."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseModel.Config):
@@ -101,13 +101,11 @@ class Decoder(BaseModel):
             return {name: getattr(self, name) for name in ("n_heads", "n_kv_heads", "ffn_dim")}
 
         def pipeline_modules(self) -> list[str]:
-            """Return embedding, layers and head. Raise `UserError` for tied embeddings, shared by two stages."""
-            if self.tie_embeddings:
-                raise UserError(
-                    "pipeline parallelism cannot split a model with tied embeddings: its first and its last stage "
-                    "would need the same weights (--model.no_tie_embeddings unties them, for training from scratch)"
-                )
             return ["tok_embeddings", *(f"layers.{index}" for index in range(self.n_layers)), "head"]
+
+        @property
+        def shared_modules(self) -> list[str]:
+            return ["tok_embeddings"] if self.tie_embeddings else []
 
         def validate(self) -> None:
             for name, most in _MOST.items():
@@ -191,7 +189,7 @@ class Decoder(BaseModel):
 
     def embed(self, tokens_BL: Tensor) -> Tensor:
         """Return the hidden states (B, L, D) before the first block."""
-        assert self.tok_embeddings is not None
+        assert self.tok_embeddings is not None, "only the first stage gets tokens"
         hidden_BLD: Tensor = self.tok_embeddings(tokens_BL)
         return hidden_BLD
 
@@ -248,7 +246,8 @@ class Decoder(BaseModel):
         if positions_BL is None:
             positions_BL = torch.arange(attention.max_seqlen, device=device)[None]
         head_dim = self.config.resolved_head_dim
-        hidden_BLD = tokens_BL if self.tok_embeddings is None else self.embed(tokens_BL)
+        # The last stage has a tied embedding, but gets hidden states.
+        hidden_BLD = tokens_BL if tokens_BL.is_floating_point() else self.embed(tokens_BL)
         ropes = {index: self.rope_of_layer(int(index)) for index in self.layers}
         lengths_BL = None
         if any(rope is not None and rope.depends_on_length for rope in ropes.values()):
@@ -274,7 +273,7 @@ class Decoder(BaseModel):
             return hidden_BLD
         tied_VD = None
         if self.config.tie_embeddings:
-            assert self.tok_embeddings is not None, "a model with tied embeddings is not split into stages"
+            assert self.tok_embeddings is not None, "the stage with the head has a copy (shared_modules)"
             tied_VD = effective_weight(self.tok_embeddings)
         return self.head(hidden_BLD, tied_VD, head, **head_inputs)
 
