@@ -7,9 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchtitan.models.common.layers import RMSNorm
+from torchtitan.models.common.feed_forward import make_linear
+from torchtitan.models.common.norms import RMSNorm
 from torchtitan.protocols.attention import AttentionMetadata
-from torchtitan.protocols.initializer import Constant, LogUniform, TruncatedNormal, Uniform, with_initializers
+from torchtitan.protocols.initializer import Constant, LogUniform, Uniform, with_initializers
 
 _CHUNK = 64
 """Tokens that are computed at once: more need more operations, fewer more steps one after another."""
@@ -51,18 +52,15 @@ class GatedDeltaNet(nn.Module):
         self.repeats = n_value_heads // n_key_heads
         key_dim, value_dim = n_key_heads * key_head_dim, n_value_heads * value_head_dim
 
-        def linear(inputs: int, outputs: int, std: float) -> nn.Linear:
-            return with_initializers(nn.Linear(inputs, outputs, bias=False), weight=TruncatedNormal(std))
-
         self.wq, self.wk, self.wv, self.wz = (
-            linear(dim, outputs, init_std) for outputs in (key_dim, key_dim, value_dim, value_dim)
+            make_linear(dim, outputs, init_std) for outputs in (key_dim, key_dim, value_dim, value_dim)
         )
-        self.wa, self.wb = (linear(dim, n_value_heads, init_std) for _ in range(2))
+        self.wa, self.wb = (make_linear(dim, n_value_heads, init_std) for _ in range(2))
         self.conv = DocumentConv(2 * key_dim + value_dim, conv_width)
         self.A_log, self.dt_bias = (nn.Parameter(torch.ones(n_value_heads)) for _ in range(2))
         with_initializers(self, A_log=LogUniform(0.01, 16.0), dt_bias=Constant(1.0))
         self.norm = RMSNorm(value_head_dim, norm_eps)
-        self.wo = linear(value_dim, dim, out_init_std)
+        self.wo = make_linear(value_dim, dim, out_init_std)
 
     def forward(self, x_BLD: Tensor, rope: tuple[Tensor, Tensor], attention: AttentionMetadata) -> Tensor:
         """(B, L, dim) → (B, L, dim). Positions matter only as the starts of documents, so `rope` is not used."""
