@@ -45,6 +45,8 @@ NO_DOCUMENTS: Options = {"dataloader__document_mask": False}
 TWELVE_LAYERS: Options = {"model__n_layers": 12}
 QWEN3: Options = {"module": "qwen3"}
 """A model with norms per head of queries and keys, and with heads that are together wider than the model."""
+WINDOWS: Options = {"module": "mistral", "model__sliding_window": 12}
+"""A window in every layer, shorter than most documents."""
 
 DDP2: Options = {"parallelism__data_parallel_replicate_degree": 2, "parallelism__data_parallel_shard_degree": 1}
 HSDP: Options = {"parallelism__data_parallel_replicate_degree": 2, "parallelism__data_parallel_shard_degree": 2}
@@ -122,6 +124,11 @@ TWO_PROCESSES: dict[str, Options] = {
     "FSDP 2, Qwen3": QWEN3,
     "CP 2, Qwen3": {**CP2, **QWEN3},
     "PP 2 1F1B, Qwen3": {**PP2, **QWEN3},
+    "FSDP 2, windows": WINDOWS,
+    "TP 2, windows, compile": {**TP2, **WINDOWS, **COMPILED},
+    "CP 2, windows": {**CP2, **WINDOWS},
+    "CP 2, contiguous, windows": {**CP2, **CONTIGUOUS, **WINDOWS},
+    "PP 2 1F1B, windows": {**PP2, **WINDOWS},
     "CP 2": CP2,
     "CP 2, AdamW": {**CP2, **ADAMW},
     "CP 2, contiguous": {**CP2, **CONTIGUOUS},
@@ -182,6 +189,7 @@ FOUR_PROCESSES: dict[str, Options] = {
     "FSDP 2 x CP 2, AdamW": {**CP2, **ADAMW},
     "DDP 2 x CP 2": {**DDP2, **CP2},
     "TP 2 x CP 2": {**TP2, **CP2},
+    "TP 2 x CP 2, windows": {**TP2, **CP2, **WINDOWS},
     "TP 4, Qwen3": {**TP4, **QWEN3},
     "FSDP 2 x TP 2, Qwen3": {**TP2, **QWEN3},
     "TP 2 x CP 2, Qwen3": {**TP2, **CP2, **QWEN3},
