@@ -35,7 +35,9 @@ def _sizes(family: str) -> list[str]:
     from torchtitan.config.registry import trusted_module
 
     sizes = []
-    for flavor, config in trusted_module(f"torchtitan.models.{family}").FLAVORS.items():
+    package = trusted_module(f"torchtitan.models.{family}")
+    assert package is not None, "built-in modules are trusted"
+    for flavor, config in package.FLAVORS.items():
         if config.vocab_size is None:
             sizes.append(flavor)
             continue
