@@ -11,9 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.models.test_attention import metadata_of
+from tests.models.test_llama3 import small_config
+from torchtitan.components.generation import generate
 from torchtitan.distributed import initialize_weights
 from torchtitan.models.common import delta_net
 from torchtitan.models.common.delta_net import GatedDeltaNet
+from torchtitan.models.llama3.model import Llama3Model
 from torchtitan.protocols.attention import AttentionMetadata
 from torchtitan.protocols.state_dict_adapter import Concatenated
 
@@ -235,6 +238,34 @@ def test_states_continue_where_the_last_pass_ended(parts):
             place += new
     inputs_BWJ, state_BHEF = states[net]
     assert inputs_BWJ.shape == (5, 3, 64) and state_BHEF.shape == (5, 4, 6, 10)
+
+
+class MixedModel(Llama3Model):
+    """A model whose first layer is a gated delta net."""
+
+    def make_block(self, index: int) -> torch.nn.Module:
+        block = super().make_block(index)
+        if index == 0:
+            block.attention = GatedDeltaNet(**{**SIZES, "dim": 64}, norm_eps=1e-6, init_std=0.2, out_init_std=0.2)
+        return block
+
+
+def test_generation_with_and_without_the_cache_are_equal():
+    model = MixedModel(small_config()).double()
+    initialize_weights(model, 0)
+    prompts = [[5], [9, 8], list(range(20, 90)), [1, 2, 3, 4, 5, 6]]
+    cached, recomputed = (generate(model, prompts, max_new_tokens=6, use_cache=cached) for cached in (True, False))
+    for one, other in zip(cached, recomputed, strict=True):
+        assert one.ids == other.ids and one.logprobs == pytest.approx(other.logprobs, abs=1e-5)  # float32 logits
+
+
+def test_a_compiled_block_is_one_graph_and_equal():
+    """Positions are data, so other documents need no other graph."""
+    net = make_net()
+    compiled = torch.compile(net, backend="eager", fullgraph=True)
+    for rows in (ROWS[2], [[100, 28], [1, 127]]):
+        x, metadata = random_input(rows).detach(), metadata_of(rows)
+        torch.testing.assert_close(compiled(x, ROPE, metadata), net(x, ROPE, metadata))
 
 
 def test_bfloat16_states_and_recurrence_are_float32():
