@@ -213,7 +213,7 @@ class TestMessages:
             return
         assert first == (
             f"model: model_type is '{model_type}' in its config.json, which is of no family here"
-            f"{suggest(model_type, sorted(known))}; --module PATH names a family of your own"
+            f"{suggest(model_type, sorted(known)) or ';'} --module PATH names a family of your own"
         )
         save_file({"weight": torch.zeros(3)}, tmp_path / "model/model.safetensors")
         assert messages("model", tmp_path, capsys) == [first] * 4

@@ -138,9 +138,10 @@ def huggingface_model(folder: Path, family: ModuleType | None = None) -> tuple[M
         if model_type in model_types:
             return _external_spec(package, "hf", document), document
         known.update(model_types)
+    nearest = suggest(str(model_type), sorted(known)) or ";"
     raise UserError(
-        f"{folder}: model_type is {model_type!r} in its config.json, which is of no family here"
-        f"{suggest(str(model_type), sorted(known))}; --module PATH names a family of your own"
+        f"{folder}: model_type is {model_type!r} in its config.json, which is of no family here{nearest} --module PATH "
+        "names a family of your own"
     )
 
 

@@ -1,0 +1,23 @@
+"""`torchtitan ls`: sizes of models, and the page of families."""
+
+import pytest
+
+from tests.conftest import PROJECT
+from torchtitan.cli.main import main
+from torchtitan.models.families import families_with
+
+
+def test_sizes_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ls"]) == 0
+    printed = capsys.readouterr().out
+    assert "flavors: debugmodel, 1B (1.24 B), 3B (3.21 B), 8B (8.03 B)" in printed
+    assert "0.6B (596 M)" in printed
+
+
+def test_page_of_models_is_current(capsys: pytest.CaptureFixture[str]) -> None:
+    """docs/models.md is the output of the command that it names, and has every family."""
+    assert main(["ls", "--markdown"]) == 0
+    printed = capsys.readouterr().out
+    assert printed == (PROJECT / "docs/models.md").read_text()
+    for family in families_with("hf"):
+        assert f"| {family.__name__.rpartition('.')[2]} |" in printed
