@@ -151,6 +151,7 @@ _FIXED: Mapping[str, Any] = {"is_causal": True, "hidden_act": "silu"}
 
 _NEUTRAL: Mapping[str, Any] = {
     **dict.fromkeys(("attention_bias", "mlp_bias", "use_qk_norm", "use_sliding_window", "scale_embedding"), False),
+    "use_bidirectional_attention": False,
     **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale"), 1.0),
     **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar", "clip_qkv"), None),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 0),
