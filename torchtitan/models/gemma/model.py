@@ -3,7 +3,7 @@ Face format."""
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,12 +21,16 @@ from torchtitan.models.common.hugging_face import (
     norm_rows,
 )
 from torchtitan.models.common.hugging_face_rope import write_rope
-from torchtitan.models.common.layer_types import WINDOW_KEYS, LayerType, WindowedDecoder
+from torchtitan.models.common.layer_types import WINDOW_KEYS, WindowedDecoder
 from torchtitan.models.common.norms import OffsetRMSNorm
 from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.protocols.initializer import TruncatedNormal
 from torchtitan.protocols.output_head import LogitTransform
 from torchtitan.tools.errors import UserError
+
+WindowType = Literal["sliding_attention", "full_attention"]
+
+_FIVE_WINDOWS: list[WindowType] = ["sliding_attention"] * 5
 
 
 class GemmaModel(WindowedDecoder):
@@ -43,8 +47,8 @@ class GemmaModel(WindowedDecoder):
     def make_attention(self, index: int, **options: Any) -> nn.Module:
         return super().make_attention(index, biases="qkvo" if self.config.attention_bias else "", **options)
 
-    def make_feed_forward(self, index: int, **options: Any) -> nn.Module:
-        return super().make_feed_forward(index, activation=gelu_tanh, **options)
+    def make_feed_forward(self, *args: Any, **options: Any) -> nn.Module:
+        return super().make_feed_forward(*args, activation=gelu_tanh, **options)
 
     def make_norm(self, dim: int) -> nn.Module:
         return OffsetRMSNorm(dim, self.config.norm_eps)
@@ -72,10 +76,12 @@ class Gemma2Model(GemmaModel):
         final_logit_softcapping: float | None = None
         """Soft cap of the logits. None: there is none."""
 
-        sliding_window: int = 4096  # type: ignore[assignment]  # never None
+        sliding_window: int = 4096
         """Tokens that a token sees in layers of type sliding_attention, including itself."""
 
-        layer_types: list[LayerType] = field(default_factory=lambda: ["sliding_attention", "full_attention"])
+        layer_types: list[WindowType] = field(  # type: ignore[assignment]
+            default_factory=lambda: ["sliding_attention", "full_attention"]
+        )
         """Types of the first layers, repeated for the others."""
 
         def validate(self) -> None:
@@ -106,7 +112,7 @@ class Gemma3Model(Gemma2Model):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Gemma2Model.Config):
-        layer_types: list[LayerType] = field(default_factory=lambda: ["sliding_attention"] * 5 + ["full_attention"])
+        layer_types: list[WindowType] = field(default_factory=lambda: [*_FIVE_WINDOWS, "full_attention"])
         """Types of the first layers, repeated for the others."""
 
         local_rope: RoPEConfig = field(default_factory=lambda: RoPEConfig(theta=10_000.0))
