@@ -114,12 +114,13 @@ FUSED_GATE_UP = KeyMapping(
 
 EMBEDDING = KeyMapping("tok_embeddings.weight", "model.embed_tokens.weight")
 
-DENSE_ROWS = (
-    EMBEDDING,
-    *attention_rows(),
-    *feed_forward_rows(),
-    *norm_rows(attention_norm="input_layernorm", ffn_norm="post_attention_layernorm"),
-)
+
+def dense_rows(**norms: str) -> tuple[KeyMapping, ...]:
+    """Return the rows of a decoder with Llama's names, except of the norms of a block (`norm_rows`)."""
+    return (EMBEDDING, *attention_rows(), *feed_forward_rows(), *norm_rows(**norms))
+
+
+DENSE_ROWS = dense_rows(attention_norm="input_layernorm", ffn_norm="post_attention_layernorm")
 """Names of weights as in Llama."""
 
 _HEAD = KeyMapping("head.output.weight", "lm_head.weight")

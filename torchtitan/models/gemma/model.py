@@ -1,5 +1,4 @@
-"""Gemma (arXiv:2403.08295), Gemma 2 (arXiv:2408.00118) and Gemma 3's text model (arXiv:2503.19786), and their Hugging
-Face format."""
+"""Gemma 1, 2 and 3 for text (arXiv:2403.08295, arXiv:2408.00118, arXiv:2503.19786), and their Hugging Face format."""
 
 import math
 from dataclasses import dataclass, field
@@ -11,15 +10,7 @@ from torch import Tensor, nn
 from torchtitan.models.common.blocks import SandwichBlock
 from torchtitan.models.common.config_reader import ConfigReader
 from torchtitan.models.common.feed_forward import gelu_tanh
-from torchtitan.models.common.hugging_face import (
-    DENSE_ROWS,
-    EMBEDDING,
-    ModelType,
-    attention_rows,
-    dense_format,
-    feed_forward_rows,
-    norm_rows,
-)
+from torchtitan.models.common.hugging_face import DENSE_ROWS, ModelType, dense_format, dense_rows
 from torchtitan.models.common.hugging_face_rope import write_rope
 from torchtitan.models.common.layer_types import WINDOW_KEYS, WindowedDecoder
 from torchtitan.models.common.norms import OffsetRMSNorm
@@ -30,12 +21,12 @@ from torchtitan.tools.errors import UserError
 
 WindowType = Literal["sliding_attention", "full_attention"]
 
-_FIVE_WINDOWS: list[WindowType] = ["sliding_attention"] * 5
+_PATTERN: list[WindowType] = ["full_attention" if index == 5 else "sliding_attention" for index in range(6)]
+"""Layers of Gemma 3. Gemma 2 repeats the last two."""
 
 
 class GemmaModel(WindowedDecoder):
-    """Llama's decoder with norms times 1 + weight, GeGLU, and embeddings times the square root of the width. Gemma 1
-    has no windows."""
+    """Gemma 1: Llama's decoder with norms times 1 + weight, GeGLU, and embeddings times the square root of `dim`."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(WindowedDecoder.Config):
@@ -79,9 +70,7 @@ class Gemma2Model(GemmaModel):
         sliding_window: int = 4096
         """Tokens that a token sees in layers of type sliding_attention, including itself."""
 
-        layer_types: list[WindowType] = field(  # type: ignore[assignment]
-            default_factory=lambda: ["sliding_attention", "full_attention"]
-        )
+        layer_types: list[WindowType] = field(default_factory=lambda: _PATTERN[-2:])  # type: ignore[assignment]
         """Types of the first layers, repeated for the others."""
 
         def validate(self) -> None:
@@ -112,7 +101,7 @@ class Gemma3Model(Gemma2Model):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Gemma2Model.Config):
-        layer_types: list[WindowType] = field(default_factory=lambda: [*_FIVE_WINDOWS, "full_attention"])
+        layer_types: list[WindowType] = field(default_factory=lambda: _PATTERN[:])
         """Types of the first layers, repeated for the others."""
 
         local_rope: RoPEConfig = field(default_factory=lambda: RoPEConfig(theta=10_000.0))
@@ -132,61 +121,48 @@ class Gemma3Model(Gemma2Model):
         return self.config.local_rope if is_local else self.config.rope
 
 
-_SECTIONS = {"full_attention": ("rope_theta", 1e6), "sliding_attention": ("rope_local_base_freq", 1e4)}
-"""Section of `rope_parameters` → key of its base in older files, and default base."""
+_BASES = {"full_attention": ("rope_theta", 1e6), "sliding_attention": ("rope_local_base_freq", 1e4)}
+"""Section of `rope_parameters` → its base in older files: key and default."""
 
 
-def _prepare_gemma(document: dict[str, Any]) -> dict[str, Any]:
-    """Return a config.json with the activation that is meant: in older files, "gelu" and null mean GELU by tanh."""
-    names = {"hidden_act": "gelu", "hidden_activation": None}
-    return {key: value for key, value in document.items() if key not in names or value != names[key]}
-
-
-def _prepare_gemma2(document: dict[str, Any]) -> dict[str, Any]:
-    """Return a config.json without null `layer_types`, and without the activation that Gemma 2 and 3 do not read."""
-    unread = [("hidden_act", document.get("hidden_act")), ("layer_types", None)]
-    return {key: value for key, value in document.items() if (key, value) not in unread}
+def _prepare(document: dict[str, Any]) -> dict[str, Any]:
+    """Return a config.json without keys that older files leave open: there, "gelu" and null mean GELU by tanh."""
+    unsaid = {"hidden_act": "gelu", "hidden_activation": None, "layer_types": None}
+    return {key: value for key, value in document.items() if key not in unsaid or value != unsaid[key]}
 
 
 def _prepare_gemma3(document: dict[str, Any]) -> dict[str, Any]:
-    """Return a config.json with `layer_types` if it has a pattern, and with RoPE by type of layer. Raise `UserError`
-    for RoPE in another form."""
-    document = _prepare_gemma2(document)
+    """Return a config.json with `layer_types` for its pattern, and RoPE by type of layer, else raise `UserError`."""
+    document = _prepare(document)
     reader = ConfigReader("config.json", {"sliding_window_pattern": 6, **document})
     period, n_layers = reader.whole_number("sliding_window_pattern"), reader.whole_number("num_hidden_layers")
     if period != 6 and n_layers <= 10_000:  # more are refused later
-        types = [("full" if (index + 1) % period == 0 else "sliding") + "_attention" for index in range(n_layers)]
+        types = ["sliding_attention" if (index + 1) % period else "full_attention" for index in range(n_layers)]
         document.setdefault("layer_types", types)
     sections = reader.section("rope_parameters").values
-    if unknown := sections.keys() - _SECTIONS:
-        raise UserError(
-            f"config.json: rope_parameters has the key {min(unknown)!r}, but must have a section for each type of "
-            f"layer: {', '.join(_SECTIONS)}"
-        )
+    if sections.keys() - _BASES:
+        raise reader.wrong("rope_parameters", sections, f"an object with the keys {' and '.join(_BASES)}")
     ropes = {"rope_parameters": sections} if sections else {}
     if reader.has("rope_scaling") or not sections:
         ropes["rope_scaling"] = {**sections, "full_attention": reader.section("rope_scaling").values}
-    bases = {section: document.pop(key, default) for section, (key, default) in _SECTIONS.items()}
+    bases = {name: document.pop(key, default) for name, (key, default) in _BASES.items()}
     for key, rope in ropes.items():
         values = ConfigReader("config.json", rope)
         document[key] = {name: {"rope_theta": base, **values.section(name).values} for name, base in bases.items()}
     return document
 
 
-_ACTIVATION = dict.fromkeys(("hidden_act", "hidden_activation"), "gelu_pytorch_tanh")
+_SHARED: dict[str, Any] = {"fixed": dict.fromkeys(("hidden_act", "hidden_activation"), "gelu_pytorch_tanh")}
 _DEFAULTS = {"tie_word_embeddings": True, "head_dim": 256, "num_key_value_heads": 4, "sliding_window": 4096}
-_BIAS = {"attention_bias": "attention_bias"}
-_GEMMA3_KEYS = {name: name for name in ("query_pre_attn_scalar", "final_logit_softcapping")} | WINDOW_KEYS | _BIAS
-_GEMMA2_ROWS = (
-    EMBEDDING,
-    *attention_rows(),
-    *feed_forward_rows(),
-    *norm_rows(
-        attention_norm="input_layernorm",
-        attention_post_norm="post_attention_layernorm",
-        ffn_norm="pre_feedforward_layernorm",
-        ffn_post_norm="post_feedforward_layernorm",
-    ),
+# Published files leave out these three.
+_DEFAULTS3 = {**_DEFAULTS, "num_attention_heads": 8, "vocab_size": 262_208, "max_position_embeddings": 131_072}
+_NAMES = ("attention_bias", "query_pre_attn_scalar", "final_logit_softcapping", "attn_logit_softcapping")
+_KEYS = {name: name for name in _NAMES} | WINDOW_KEYS
+_ROWS = dense_rows(
+    attention_norm="input_layernorm",
+    attention_post_norm="post_attention_layernorm",
+    ffn_norm="pre_feedforward_layernorm",
+    ffn_post_norm="post_feedforward_layernorm",
 )
 
 FORMAT = dense_format(
@@ -195,46 +171,36 @@ FORMAT = dense_format(
             architecture="GemmaForCausalLM",
             config=GemmaModel.Config,
             rows=DENSE_ROWS,
-            keys=_BIAS,
-            fixed=_ACTIVATION,
+            keys={"attention_bias": "attention_bias"},
             defaults={"tie_word_embeddings": True, "head_dim": 256, "num_key_value_heads": 16},
-            prepare=_prepare_gemma,
+            prepare=_prepare,
             describes=lambda config: config.sliding_window is None,
+            **_SHARED,
         ),
         "gemma2": ModelType(
             architecture="Gemma2ForCausalLM",
             config=Gemma2Model.Config,
-            rows=_GEMMA2_ROWS,
-            keys={**_GEMMA3_KEYS, "attn_logit_softcapping": "attn_logit_softcapping"},
-            fixed=_ACTIVATION,
+            rows=_ROWS,
+            keys=_KEYS,
             defaults={**_DEFAULTS, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
-            prepare=_prepare_gemma2,
-            # transformers requires it.
-            describes=lambda config: config.dim % config.n_heads == 0,
+            prepare=_prepare,
+            describes=lambda config: config.dim % config.n_heads == 0,  # required by transformers
+            **_SHARED,
         ),
         "gemma3_text": ModelType(
             architecture="Gemma3ForCausalLM",
             config=Gemma3Model.Config,
-            rows=_GEMMA2_ROWS,
-            keys=_GEMMA3_KEYS,
-            fixed=_ACTIVATION,
-            # Published files leave out the first three.
-            defaults={
-                "num_attention_heads": 8,
-                "vocab_size": 262_208,
-                "max_position_embeddings": 131_072,
-                **_DEFAULTS,
-            },
+            rows=_ROWS,
+            # transformers reads a soft cap of scores, but does not compute it.
+            keys={key: name for key, name in _KEYS.items() if key != "attn_logit_softcapping"},
+            defaults=_DEFAULTS3,
             ignored=("_sliding_window_pattern", "sliding_window_pattern"),
             prepare=_prepare_gemma3,
             ropes={"rope": "full_attention", "local_rope": "sliding_attention"},
             # For transformers 4, which does not read `rope_parameters`.
-            extra=lambda config: {
-                **write_rope(config.rope, config.max_seq_len),
-                "rope_local_base_freq": config.local_rope.theta,
-            },
-            # transformers computes no soft cap of scores.
+            extra=lambda c: {**write_rope(c.rope, c.max_seq_len), "rope_local_base_freq": c.local_rope.theta},
             describes=lambda config: config.dim % config.n_heads == 0 and config.attn_logit_softcapping is None,
+            **_SHARED,
         ),
     }
 )
