@@ -1,4 +1,4 @@
-"""What is particular to Gemma 1, 2 and 3, against transformers; their sizes against the published ones."""
+"""Special features of Gemma 1, 2 and 3 against transformers, and their sizes against the published ones."""
 
 import json
 from collections.abc import Callable

@@ -105,7 +105,7 @@ class Gemma3Model(Gemma2Model):
         """Types of the first layers, repeated for the others."""
 
         local_rope: RoPEConfig = field(default_factory=lambda: RoPEConfig(theta=10_000.0))
-        """Rotary position embedding of layers of type sliding_attention; `rope` is that of the others."""
+        """Rotary position embedding of layers of type sliding_attention. The others use `rope`."""
 
         def validate(self) -> None:
             Gemma2Model.Config.validate(self)
