@@ -19,6 +19,9 @@ transformers = pytest.importorskip("transformers")
 Options = Mapping[str, Sequence[Any]]
 """Key of config.json → the values to draw from."""
 
+DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 1e4}
+LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0}
+
 SIZES: Options = {
     "vocab_size": [97],
     "hidden_size": [32, 48],
@@ -31,8 +34,8 @@ SIZES: Options = {
     "rms_norm_eps": [1e-6, 1e-3],
     "tie_word_embeddings": [False, True],
     "rope_parameters": [
-        {"rope_type": "default", "rope_theta": 1e4},
-        {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0},
+        DEFAULT_ROPE,
+        LINEAR_ROPE,
         {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
         {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32},
         {
@@ -57,6 +60,18 @@ SIZES: Options = {
 """Options of all types."""
 
 WINDOWS: Options = {"sliding_window": [3, 16]}
+
+GEMMA: Options = {
+    "attention_bias": [False, True],
+    "pad_token_id": [None],  # transformers leaves its embedding out of the gradient
+}
+GEMMA2: Options = {
+    **WINDOWS,
+    **GEMMA,
+    "query_pre_attn_scalar": [4, 256],
+    "final_logit_softcapping": [None, 1.5, 30.0],
+}
+"""Options of Gemma 1, and of 2 and 3."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +105,29 @@ CASES = {
                 "use_sliding_window": [False, True],
                 "max_window_layers": [0, 2],
                 "attention_bias": [False, True],
+            },
+        ),
+        Case(model_type="gemma", options={**GEMMA, "hidden_act": ["gelu", "gelu_pytorch_tanh"]}),
+        Case(
+            model_type="gemma2",
+            options={
+                **GEMMA2,
+                "layer_types": [None, ("full_attention",), ("full_attention", "sliding_attention")],
+                "attn_logit_softcapping": [None, 1.5, 50.0],
+            },
+        ),
+        Case(
+            model_type="gemma3_text",
+            options={
+                **GEMMA2,
+                "num_hidden_layers": [3, 7],
+                "layer_types": [None, ("full_attention",), ("sliding_attention", "full_attention")],
+                "sliding_window_pattern": [2, 6],
+                "rope_parameters": [
+                    None,
+                    *({"full_attention": rope, "sliding_attention": DEFAULT_ROPE} for rope in SIZES["rope_parameters"]),
+                    {"full_attention": {**DEFAULT_ROPE, "rope_theta": 1e3}, "sliding_attention": LINEAR_ROPE},
+                ],
             },
         ),
     ]

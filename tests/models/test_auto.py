@@ -369,8 +369,8 @@ class TestAuto:
         (folder / "config.json").write_text(json.dumps(SMALL | {"torch_dtype": 16}))
         with pytest.raises(UserError, match="torch_dtype is 16, but must be the name of a type"):
             parse("--hf_assets_path", folder)
-        (folder / "config.json").write_text(json.dumps(SMALL | {"model_type": "gemma2"}))
-        with pytest.raises(UserError, match="model_type is 'gemma2'"):
+        (folder / "config.json").write_text(json.dumps(SMALL | {"model_type": "mixtral"}))
+        with pytest.raises(UserError, match="model_type is 'mixtral'"):
             parse("--hf_assets_path", folder)
         (folder / "config.json").unlink()
         with pytest.raises(UserError, match="model' has no config.json"):

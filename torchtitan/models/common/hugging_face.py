@@ -114,12 +114,13 @@ FUSED_GATE_UP = KeyMapping(
 
 EMBEDDING = KeyMapping("tok_embeddings.weight", "model.embed_tokens.weight")
 
-DENSE_ROWS = (
-    EMBEDDING,
-    *attention_rows(),
-    *feed_forward_rows(),
-    *norm_rows(attention_norm="input_layernorm", ffn_norm="post_attention_layernorm"),
-)
+
+def dense_rows(**norms: str) -> tuple[KeyMapping, ...]:
+    """Return the rows of a decoder with Llama's names, except of the norms of a block (`norm_rows`)."""
+    return (EMBEDDING, *attention_rows(), *feed_forward_rows(), *norm_rows(**norms))
+
+
+DENSE_ROWS = dense_rows(attention_norm="input_layernorm", ffn_norm="post_attention_layernorm")
 """Names of weights as in Llama."""
 
 _HEAD = KeyMapping("head.output.weight", "lm_head.weight")
@@ -151,6 +152,7 @@ _FIXED: Mapping[str, Any] = {"is_causal": True, "hidden_act": "silu"}
 
 _NEUTRAL: Mapping[str, Any] = {
     **dict.fromkeys(("attention_bias", "mlp_bias", "use_qk_norm", "use_sliding_window", "use_mrope"), False),
+    "use_bidirectional_attention": False,
     **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale"), 1.0),
     **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar", "clip_qkv"), None),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 0),
