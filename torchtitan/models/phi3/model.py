@@ -29,7 +29,7 @@ def _prepare(document: dict[str, Any]) -> dict[str, Any]:
     document = dict(document)
     for section in ("rope_scaling", "rope_parameters"):
         values = document.get(section)
-        if not isinstance(values, dict):
+        if not (isinstance(values, dict) and values):
             continue
         said = values.get("rope_type", values.get("type", "default"))
         if said not in list(_SCALINGS):
