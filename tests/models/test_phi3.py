@@ -1,6 +1,7 @@
 """Phi-3 against transformers: what `test_equal_transformers` does not draw, mistakes that it catches, published sizes."""
 
 import dataclasses
+import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,16 @@ def test_cache_starts_anew_at_the_original_context(window: int | None) -> None:
             torch.tensor([prompt]), max_new_tokens=30, do_sample=False, eos_token_id=None, pad_token_id=0
         )
         assert [*prompt, *ids] == expected[0].tolist()
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+def test_cache_starts_anew_with_padding_of_tensor_parallelism(monkeypatch: pytest.MonkeyPatch, degree: int) -> None:
+    model, _ = tiny(sliding_window=None)
+    expected = generated(model)
+    # The package's function of the same name hides the module.
+    module = importlib.import_module("torchtitan.components.generation.generate")
+    monkeypatch.setattr(module, "_tensor_parallel_degree", lambda model: degree)
+    assert generated(model) == expected
 
 
 def test_keys_from_before_the_original_context_change_tokens(monkeypatch: pytest.MonkeyPatch) -> None:

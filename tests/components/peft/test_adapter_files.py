@@ -371,45 +371,64 @@ def test_reading_permuted_rows(base, tmp_path, ernie, kind):
 
 @pytest.fixture(scope="module")
 def phi(tmp_path_factory) -> Path:
+    return make_fused("phi3", tmp_path_factory.mktemp("phi"))
+
+
+@pytest.fixture(scope="module")
+def glm(tmp_path_factory) -> Path:
+    """Part of the rows of queries and keys is in another order, too."""
+    return make_fused("glm4", tmp_path_factory.mktemp("glm"), head_dim=16)
+
+
+def make_fused(model_type: str, folder: Path, **fields: Any) -> Path:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
-    config = transformers.Phi3Config(**SIZES, num_hidden_layers=2, pad_token_id=None)
-    transformers.Phi3ForCausalLM(config).save_pretrained(folder := tmp_path_factory.mktemp("phi"))
+    config = transformers.AutoConfig.for_model(model_type, **SIZES, num_hidden_layers=2, pad_token_id=None, **fields)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return folder
 
 
-FUSED_NAMES = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
+FUSED_NAMES = {
+    "phi": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"],
+    "glm": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj"],
+}
 
 
-@pytest.mark.parametrize("kind", ["lora", "rslora", "dora", "qlora", "qdora"])
-def test_writing_adapters_of_fused_layers(phi, tmp_path, kind):
+@pytest.mark.parametrize(
+    ("family", "kind"), [*(("phi", kind) for kind in ("lora", "rslora", "dora", "qlora", "qdora")), ("glm", "dora")]
+)
+def test_writing_adapters_of_fused_layers(family, kind, tmp_path, request):
+    base = request.getfixturevalue(family)
     config = converter(kind, "layers")
-    spec, plain = plain_weights(phi)
+    spec, plain = plain_weights(base)
     model = adapted(spec, config, plain, seed=1)
     write(tmp_path, config, model, spec)
-    below = open_base(phi)
+    below = open_base(base)
     if kind.startswith("q"):
         below.load_state_dict(to_external(spec, merged(adapted(spec, config, plain))))
     theirs = open_adapter(below, tmp_path)
-    assert {name.rpartition(".")[2] for name in theirs.targeted_module_names} == set(FUSED_NAMES)
+    assert {name.rpartition(".")[2] for name in theirs.targeted_module_names} == set(FUSED_NAMES[family])
     assert_equal_logits(model, theirs)
     again = adapted(spec, config, plain, seed=2)
     read(tmp_path, config, spec, again)
     assert_equal(adapter_of(again), adapter_of(model))
 
 
-@pytest.mark.parametrize("kind", ["lora", "rslora", "dora"])
-def test_reading_adapters_of_fused_layers(phi, tmp_path, kind, monkeypatch):
+@pytest.mark.parametrize(
+    ("family", "kind"), [("phi", "lora"), ("phi", "rslora"), ("phi", "dora"), ("glm", "lora"), ("glm", "dora")]
+)
+def test_reading_adapters_of_fused_layers(family, kind, tmp_path, request, monkeypatch):
     """And our file of them, for peft."""
-    monkeypatch.setitem(PEFT_NAMES, "layers", FUSED_NAMES)
-    theirs = save_peft_adapter(tmp_path / "theirs", open_base(phi), kind, "layers")
+    base = request.getfixturevalue(family)
+    monkeypatch.setitem(PEFT_NAMES, "layers", FUSED_NAMES[family])
+    theirs = save_peft_adapter(tmp_path / "theirs", open_base(base), kind, "layers")
     config = converter(kind, "layers")
-    spec, plain = plain_weights(phi)
+    spec, plain = plain_weights(base)
     model = adapted(spec, config, plain)
     read(tmp_path / "theirs", config, spec, model)
     assert_equal_logits(model, theirs)
     write(tmp_path / "ours", config, model, spec)
-    assert_equal_logits(model, open_adapter(open_base(phi), tmp_path / "ours"))
+    assert_equal_logits(model, open_adapter(open_base(base), tmp_path / "ours"))
 
 
 def test_scale_and_order_of_fused_layers_matter(phi, tmp_path):
