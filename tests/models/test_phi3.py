@@ -1,4 +1,4 @@
-"""Phi-3 against transformers: what `test_equal_transformers` does not draw, mistakes that it catches, published sizes."""
+"""Phi-3 against transformers: cases beside `test_equal_transformers`, mistakes that it catches, published sizes."""
 
 import dataclasses
 import importlib
@@ -129,7 +129,7 @@ def generated(model: nn.Module, **options: Any) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("window", [None, 5])
-def test_cache_starts_anew_at_the_original_context(window: int | None) -> None:
+def test_cache_is_computed_again_at_the_original_context(window: int | None) -> None:
     """Rows get there at different times, one with its first token; one starts beyond it."""
     model, reference = tiny(sliding_window=window)
     tokens = generated(model)
@@ -142,7 +142,9 @@ def test_cache_starts_anew_at_the_original_context(window: int | None) -> None:
 
 
 @pytest.mark.parametrize("degree", [2, 4])
-def test_cache_starts_anew_with_padding_of_tensor_parallelism(monkeypatch: pytest.MonkeyPatch, degree: int) -> None:
+def test_cache_is_computed_again_with_padding_of_tensor_parallelism(
+    monkeypatch: pytest.MonkeyPatch, degree: int
+) -> None:
     model, _ = tiny(sliding_window=None)
     expected = generated(model)
     # The package's function of the same name hides the module.
@@ -203,7 +205,21 @@ def test_older_spellings_equal_newer_ones(caplog: pytest.LogCaptureFixture) -> N
     assert not caplog.records
 
 
-def test_phi_4_mini_is_read() -> None:
+def test_long_rope_is_written_as_transformers_4_reads_it() -> None:
+    """It accepts three keys only; another factor needs more."""
+    config = FLAVORS["debugmodel"]
+    written = FORMATS["hf"].to_external(config)
+    factors = {"short_factor": config.rope.short_factors, "long_factor": config.rope.long_factors}
+    assert written["rope_scaling"] == {"type": "longrope", **factors}
+    assert (written["original_max_position_embeddings"], written["partial_rotary_factor"]) == (128, 0.75)
+    for change in ({"scaling_factor": 2.0}, {"attention_factor": 1.5}):
+        other = dataclasses.replace(config, rope=dataclasses.replace(config.rope, **change), vocab_size=97)
+        written = FORMATS["hf"].to_external(other)
+        assert FORMATS["hf"].from_external(written) == other
+        assert len(written["rope_scaling"]) > 3
+
+
+def test_phi_4_mini_is_read(caplog: pytest.LogCaptureFixture) -> None:
     """Three quarters of each head are rotated."""
     document = document_of(
         "3-mini-4k",
@@ -217,11 +233,13 @@ def test_phi_4_mini_is_read() -> None:
         partial_rotary_factor=0.75,
         sliding_window=262_144,
         rope_scaling={"type": "longrope", **FACTORS},
+        **{"full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False, "mlp_bias": False},
     )
     config = FORMATS["hf"].from_external(document)
     assert config.rope.rotated_dim(config.resolved_head_dim) == 96
     with torch.device("meta"):
         assert config.build().num_parameters() == 3_836_021_760  # from the files of the published model
+    assert not caplog.records
 
 
 def test_missing_keys_have_transformers_defaults() -> None:

@@ -55,8 +55,8 @@ class BaseModel(nn.Module, Configurable):
         return sum(parameter.numel() for parameter in self.parameters())
 
     def cache_boundaries(self) -> frozenset[int]:
-        """Return the lengths of a text beyond which the keys of all its tokens change, so that a key/value cache must
-        start anew."""
+        """Return the lengths of a text beyond which the keys of all its tokens change, so that a key/value cache is
+        computed again."""
         return frozenset()
 
     def flops_per_token(self, seq_len: int) -> float:

@@ -4,16 +4,16 @@ A PEFT adapter belongs to the Hugging Face model, so names and row order follow 
 (`ExternalFormat.adapter`). With W = W₀ + s·B·A, a permutation of the rows of W permutes the rows of B and the
 magnitudes, but not A. An embedding's rows are its tokens, which are the columns of its A.
 
-Where that model fuses several of our layers, PEFT has one adapter. Ours are written as one of their summed rank: their
-A are stacked, and their B are the blocks of a block-diagonal B; `rank_pattern` and `alpha_pattern` keep the scale. In
-an adapter that PEFT made, all parts share A, and each has its rows of B.
+If that model fuses several of our layers, PEFT has one adapter for them. Our adapters are written as one of their
+summed rank: their A are stacked, and their B are the blocks of a block-diagonal B; `rank_pattern` and `alpha_pattern`
+keep the scale. In an adapter that PEFT made, all parts share A, and each has its rows of B.
 """
 
 import json
 import math
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +117,10 @@ class _Entry:
         """Shape of the file's tensor."""
         return self.shape
 
+    def with_shared_a(self) -> "_Entry":
+        """Return the entry for a file in which the parts of a fused layer share A."""
+        return self
+
     def to_external(self, tensors: list[Tensor]) -> Tensor:
         """Return the file's tensor, in Hugging Face's row order, from ours."""
         (tensor,) = tensors
@@ -142,7 +146,7 @@ class _FusedEntry(_Entry):
     """Number of the layer."""
     widths: tuple[int, ...]
     """Rows of all parts' weights."""
-    is_shared: bool
+    is_shared: bool = False
     """True if all parts have the same A."""
 
     @property
@@ -151,6 +155,9 @@ class _FusedEntry(_Entry):
         if self.rows is None:
             return torch.Size((n_ranks * self.shape[0], self.shape[1]))
         return torch.Size((sum(self.widths), *(n_ranks * rank for rank in self.shape[1:])))
+
+    def with_shared_a(self) -> _Entry:
+        return replace(self, is_shared=True)
 
     def to_external(self, tensors: list[Tensor]) -> Tensor:
         is_lora_b = self.rows is not None and tensors[0].ndim == 2
@@ -188,10 +195,10 @@ class AdapterSource(TensorSource):
     """
 
     def __init__(self, folder: Path, config: LoRAConfig, model: nn.Module, spec: ModelSpec):
-        patterns = _patterns(_make_entries(model, spec), config)
-        is_stacked = check_adapter_config(folder, config, patterns)
+        entries = _make_entries(model, spec)
+        if not check_adapter_config(folder, config, _patterns(entries, config)):
+            entries = {name: entry.with_shared_a() for name, entry in entries.items()}
         self._file = _AdapterFile(folder)
-        entries = _make_entries(model, spec, is_shared=not is_stacked)
         _check_layers(folder, config_key(config), self._file.specs, entries.values(), spec)
         self._entries = {name: entry for name, entry in entries.items() if entry.key in self._file.specs}
         self.specs = {
@@ -314,9 +321,9 @@ def _load_part(source: AdapterSource, name: str, tensor: Tensor) -> None:
         raise UserError(f"the adapter was trained with another base model: its {name} differs from this model's")
 
 
-def _make_entries(model: nn.Module, spec: ModelSpec, *, is_shared: bool = False) -> dict[str, _Entry]:
-    """Return the entry of each adapter tensor and base weight, those of fused layers in order, as they are if A
-    `is_shared`. Errors are as in `write_adapter`."""
+def _make_entries(model: nn.Module, spec: ModelSpec) -> dict[str, _Entry]:
+    """Return the entry of each adapter tensor and base weight, with the parts of a fused layer in order. Errors are as
+    in `write_adapter`."""
     plain = model_tensor_specs(spec.model)
     layers = {f"{name}.weight": layer for name, layer in model.named_modules() if isinstance(layer, AdaptedLayer)}
     entries: dict[str, _Entry] = {}
@@ -327,7 +334,7 @@ def _make_entries(model: nn.Module, spec: ModelSpec, *, is_shared: bool = False)
             (name,) = adapted
             entries |= _make_layer_entries(name.removesuffix(".weight"), layers[name], step, plain[name].shape)
         elif len(adapted) == len(step.internal) and step.transform == Concatenated(0):
-            entries |= _make_fused_entries({name: layers[name] for name in adapted}, step, plain, is_shared)
+            entries |= _make_fused_entries({name: layers[name] for name in adapted}, step, plain)
         elif adapted:
             unsupported.append(f"{', '.join(adapted)} ({', '.join(step.external)})")
     if unsupported:
@@ -339,14 +346,14 @@ def _make_entries(model: nn.Module, spec: ModelSpec, *, is_shared: bool = False)
 
 
 def _make_fused_entries(
-    layers: Mapping[str, AdaptedLayer], step: TensorConversion, plain: Mapping[str, TensorSpec], is_shared: bool
+    layers: Mapping[str, AdaptedLayer], step: TensorConversion, plain: Mapping[str, TensorSpec]
 ) -> dict[str, _Entry]:
     widths = tuple(plain[name].shape[0] for name in layers)
     return {
-        name: _FusedEntry(**vars(entry), part=part, widths=widths, is_shared=is_shared)
+        name: _FusedEntry(**vars(entry), part=part, widths=widths)
         for part, (weight, layer) in enumerate(layers.items())
         for name, entry in _make_layer_entries(weight.removesuffix(".weight"), layer, step, plain[weight].shape).items()
-        if not entry.is_base  # PEFT saves only those of heads and embeddings
+        if not entry.is_base  # PEFT saves base weights only of heads and embeddings
     }
 
 

@@ -17,7 +17,7 @@ from torchtitan.tools.errors import UserError
 
 
 class Phi3Model(WindowedDecoder):
-    """Llama's decoder with a sliding window in all layers of some models, and LongRoPE in those with a long context."""
+    """Llama's decoder with a sliding window in all layers of some models, and LongRoPE in models of long context."""
 
 
 _SCALINGS = {"default": "default", "longrope": "longrope", "su": "longrope", "yarn": "longrope"}
@@ -38,6 +38,17 @@ def _prepare(document: dict[str, Any]) -> dict[str, Any]:
     return document
 
 
+def _extra_keys(config: Phi3Model.Config) -> dict[str, Any]:
+    """Return LongRoPE as in the published files, with the only three keys that transformers 4 accepts, if they can say
+    it. The default of `pad_token_id`, 32000, may be beyond the vocabulary."""
+    rope, keys = config.rope, {"pad_token_id": None}
+    ratio = config.max_seq_len / rope.original_max_seq_len
+    if rope.scaling != "longrope" or rope.attention_factor is not None or rope.scaling_factor != ratio:
+        return keys
+    factors = {"short_factor": rope.short_factors, "long_factor": rope.long_factors}
+    return {**keys, "rope_scaling": {"type": "longrope", **factors}}
+
+
 FORMAT = dense_format(
     {
         "phi3": ModelType(
@@ -55,7 +66,8 @@ FORMAT = dense_format(
             defaults={"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
             prepare=_prepare,
             rotates_part=True,
-            extra=lambda config: {"pad_token_id": None},  # the default, 32000, may be beyond the vocabulary
+            extra=_extra_keys,
+            ignored=("full_attn_mod", "interpolate_factor", "lm_head_bias"),  # in Phi-4-mini; not read by transformers
             describes=lambda config: (
                 config.layer_types == ["sliding_attention"]
                 and (config.rope.scaling == "longrope" or config.rope.scaling_factor == 1.0)
