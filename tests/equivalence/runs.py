@@ -16,7 +16,7 @@ from tests.training import RaggedDataLoader, read_metrics, read_validation, tiny
 from torchtitan.components.data.dataloader import PretrainDataLoader
 from torchtitan.distributed.initialize import canonical_name
 from torchtitan.protocols import ModelConverter
-from torchtitan.protocols.initializer import TruncatedNormal, with_initializers
+from torchtitan.protocols.initializer import TruncatedNormal, initializers_of, with_initializers
 from torchtitan.trainer import Trainer
 
 TOLERANCE = 1e-5
@@ -33,7 +33,8 @@ class UnitVariance(ModelConverter):
             if isinstance(module, nn.Embedding):
                 with_initializers(module, weight=TruncatedNormal(module.embedding_dim**-0.5))
             elif isinstance(module, nn.Linear):
-                with_initializers(module, weight=TruncatedNormal(module.in_features**-0.5))
+                start = {**initializers_of(module), "weight": TruncatedNormal(module.in_features**-0.5)}
+                with_initializers(module, **start)
 
 
 def make_config(folder: Path, options: Options, loader: type[PretrainDataLoader] = RaggedDataLoader) -> Any:

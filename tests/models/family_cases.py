@@ -1,5 +1,6 @@
 """Small random models of transformers for every `model_type` that a family here reads, and their equivalents here."""
 
+import copy
 import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
@@ -73,6 +74,26 @@ GEMMA2: Options = {
 }
 """Options of Gemma 1, and of 2 and 3."""
 
+LONG_FACTORS = {"short_factor": [1.0, 1.1, 1.2, 1.5], "long_factor": [1.3, 2.0, 4.0, 8.0]}
+"""LongRoPE of heads with 4 rotated pairs."""
+
+PARTLY_ROTATED: Options = {
+    "rope_parameters": [
+        {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
+        {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0},
+        {"rope_type": "linear", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "factor": 3.0},
+        {"rope_type": "dynamic", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "factor": 2.0},
+        {
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "partial_rotary_factor": 0.5,
+            "factor": 4.0,
+            "original_max_position_embeddings": 32,
+        },
+    ]
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
@@ -130,6 +151,36 @@ CASES = {
                 ],
             },
         ),
+        Case(
+            model_type="phi3",
+            options={
+                "hidden_size": [32],
+                "sliding_window": [None, 3, 16],
+                "original_max_position_embeddings": [16, 32],
+                "pad_token_id": [None],
+                "rope_parameters": [
+                    {"rope_type": "default", "rope_theta": 1e4},
+                    {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75},
+                    {"rope_type": "longrope", "rope_theta": 1e4, **LONG_FACTORS},
+                    {"rope_type": "longrope", "rope_theta": 1e4, "factor": 2.0, **LONG_FACTORS},
+                    {"rope_type": "longrope", "rope_theta": 1e4, "attention_factor": 1.4, **LONG_FACTORS},
+                    {
+                        "rope_type": "longrope",
+                        "rope_theta": 1e4,
+                        "partial_rotary_factor": 0.75,
+                        **{key: factors[:3] for key, factors in LONG_FACTORS.items()},
+                    },
+                ],
+            },
+            without=["head_dim"],
+        ),
+        *(
+            Case(
+                model_type=model_type,
+                options={**PARTLY_ROTATED, "attention_bias": [False, True], "pad_token_id": [None]},
+            )
+            for model_type in ("glm", "glm4")
+        ),
     ]
 }
 
@@ -139,7 +190,8 @@ def random_reference(model_type: str, seed: int, **fixed: Any) -> Any:
     that differ from their initial values, and attention that is far from uniform."""
     case, choose = CASES[model_type], random.Random(f"{model_type} {seed}")
     options = {key: values for key, values in SIZES.items() if key not in case.without} | dict(case.options)
-    document = {key: choose.choice(values) for key, values in sorted(options.items())} | fixed
+    # Copied, since transformers changes them.
+    document = copy.deepcopy({key: choose.choice(values) for key, values in sorted(options.items())}) | fixed
     n_layers = document["num_hidden_layers"]
     for key, value in document.items():
         if isinstance(value, tuple):  # a pattern of layers

@@ -64,6 +64,11 @@ class BaseModel(nn.Module, Configurable):
         """Return the number of parameters, counting shared parameters once."""
         return sum(parameter.numel() for parameter in self.parameters())
 
+    def cache_boundaries(self) -> frozenset[int]:
+        """Return the lengths of a text beyond which the keys of all its tokens change, so that a key/value cache is
+        computed again."""
+        return frozenset()
+
     def flops_per_token(self, seq_len: int) -> float:
         """Return forward and backward operations per token in samples of `seq_len`; see `count_elements`."""
         raise NotImplementedError

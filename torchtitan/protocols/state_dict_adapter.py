@@ -57,20 +57,26 @@ class Identity(Transform):
 @dataclass(frozen=True)
 class RopePermutation(Transform):
     """Reordered rows of a query or key projection, for a format that rotates neighboring pairs of a head's elements. We
-    and Hugging Face rotate element i with i + head_dim / 2; Meta rotates 2i with 2i + 1 (arXiv:2104.09864, 3.2)."""
+    rotate element i with i + rotated_dim / 2; Meta and GLM rotate 2i with 2i + 1 (arXiv:2104.09864, 3.2)."""
 
     rows_only = True
 
     head_dim: int
 
+    rotated_dim: int | None = None
+    """Elements of each head that are rotated, from its first; the rows of others keep their place. None: all."""
+
     def to_internal(self, tensors: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
-        return [self._permute(tensor, (self.head_dim // 2, 2)) for tensor in tensors]
+        return [self._permute(tensor, (-1, 2)) for tensor in tensors]
 
     def to_external(self, tensors: list[Tensor]) -> list[Tensor]:
-        return [self._permute(tensor, (2, self.head_dim // 2)) for tensor in tensors]
+        return [self._permute(tensor, (2, -1)) for tensor in tensors]
 
     def _permute(self, tensor: Tensor, order: tuple[int, int]) -> Tensor:
-        return tensor.unflatten(0, (-1, *order)).transpose(1, 2).flatten(0, 2)
+        rotated_dim = self.head_dim if self.rotated_dim is None else self.rotated_dim
+        heads = tensor.unflatten(0, (-1, self.head_dim))
+        rotated = heads[:, :rotated_dim].unflatten(1, order).transpose(1, 2).flatten(1, 2)
+        return torch.cat((rotated, heads[:, rotated_dim:]), dim=1).flatten(0, 1)
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,6 @@ from torchtitan.protocols import ModelConverter, ModelSpec
 from torchtitan.protocols.conversion import converted_model
 from torchtitan.protocols.model import converted_modules
 from torchtitan.protocols.state_dict_adapter import (
-    Concatenated,
     ExternalFormat,
     KeyMapping,
     RopePermutation,
@@ -367,25 +366,127 @@ def test_reading_permuted_rows(base, tmp_path, ernie, kind):
     assert_equal(adapters_in(tmp_path / "ours"), adapters_in(tmp_path / "theirs"))
 
 
-def fused_table(config) -> StateDictAdapter:
-    """A table with queries, keys and values in one tensor, like many families."""
-    steps = permuted_table(dataclasses.replace(config, n_layers=1)).steps
-    qkv = tuple(f"layers.0.attention.{name}.weight" for name in ("wq", "wk", "wv"))
-    rows = [KeyMapping(step.internal, step.external, step.transform) for step in steps if step.internal[0] not in qkv]
-    fused = KeyMapping(qkv, "model.layers.0.self_attn.qkv_proj.weight", Concatenated(0))
-    return StateDictAdapter([*rows, fused], n_layers=1)
+# --- a family whose files fuse layers --------------------------------------------------------------------------------
 
 
-def test_a_fused_weight_is_rejected(tmp_path):
-    make_pretrained(tmp_path, **SIZES, num_hidden_layers=1)
-    spec = with_table(internal_source(tmp_path)[0], fused_table)
+@pytest.fixture(scope="module")
+def phi(tmp_path_factory) -> Path:
+    return make_fused("phi3", tmp_path_factory.mktemp("phi"))
+
+
+@pytest.fixture(scope="module")
+def glm(tmp_path_factory) -> Path:
+    """Part of the rows of queries and keys is in another order, too."""
+    return make_fused("glm4", tmp_path_factory.mktemp("glm"), head_dim=16)
+
+
+def make_fused(model_type: str, folder: Path, **fields: Any) -> Path:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(model_type, **SIZES, num_hidden_layers=2, pad_token_id=None, **fields)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+FUSED_NAMES = {
+    "phi": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"],
+    "glm": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj"],
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"), [*(("phi", kind) for kind in ("lora", "rslora", "dora", "qlora", "qdora")), ("glm", "dora")]
+)
+def test_writing_adapters_of_fused_layers(family, kind, tmp_path, request):
+    base = request.getfixturevalue(family)
+    config = converter(kind, "layers")
+    spec, plain = plain_weights(base)
+    model = adapted(spec, config, plain, seed=1)
+    write(tmp_path, config, model, spec)
+    below = open_base(base)
+    if kind.startswith("q"):
+        below.load_state_dict(to_external(spec, merged(adapted(spec, config, plain))))
+    theirs = open_adapter(below, tmp_path)
+    assert {name.rpartition(".")[2] for name in theirs.targeted_module_names} == set(FUSED_NAMES[family])
+    assert_equal_logits(model, theirs)
+    again = adapted(spec, config, plain, seed=2)
+    read(tmp_path, config, spec, again)
+    assert_equal(adapter_of(again), adapter_of(model))
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"), [("phi", "lora"), ("phi", "rslora"), ("phi", "dora"), ("glm", "lora"), ("glm", "dora")]
+)
+def test_reading_adapters_of_fused_layers(family, kind, tmp_path, request, monkeypatch):
+    """And our file of them, for peft."""
+    base = request.getfixturevalue(family)
+    monkeypatch.setitem(PEFT_NAMES, "layers", FUSED_NAMES[family])
+    theirs = save_peft_adapter(tmp_path / "theirs", open_base(base), kind, "layers")
+    config = converter(kind, "layers")
+    spec, plain = plain_weights(base)
+    model = adapted(spec, config, plain)
+    read(tmp_path / "theirs", config, spec, model)
+    assert_equal_logits(model, theirs)
+    write(tmp_path / "ours", config, model, spec)
+    assert_equal_logits(model, open_adapter(open_base(base), tmp_path / "ours"))
+
+
+def test_scale_and_order_of_fused_layers_matter(phi, tmp_path):
+    """The tests above can fail."""
     config = converter("lora", "layers")
-    with pytest.raises(UserError, match=r"wq\.weight \(model\.layers\.0\.self_attn\.qkv_proj\.weight\)"):
+    spec, plain = plain_weights(phi)
+    model = adapted(spec, config, plain, seed=1)
+    write(tmp_path, config, model, spec)
+    document, tensors = json.loads((tmp_path / CONFIG).read_text()), load_file(tmp_path / WEIGHTS)
+    assert document["alpha_pattern"] == {"qkv_proj": 18, "gate_up_proj": 12}
+    edit(tmp_path, alpha_pattern={})
+    assert_other_logits(model, open_adapter(open_base(phi), tmp_path))
+    with pytest.raises(UserError, match="unsupported options: rank_pattern"):
+        read(tmp_path, config, spec, model)
+    edit(tmp_path, alpha_pattern=document["alpha_pattern"])
+    exchanged = {
+        key: torch.cat(tensor.chunk(2)[::-1]) if "gate_up_proj.lora_A" in key else tensor
+        for key, tensor in tensors.items()
+    }
+    save_file(exchanged, tmp_path / WEIGHTS)
+    assert_other_logits(model, open_adapter(open_base(phi), tmp_path))
+
+
+@torch.no_grad()
+def assert_other_logits(ours: nn.Module, theirs: nn.Module) -> None:
+    assert (ours(TOKENS) - theirs(TOKENS).logits).abs().max() > 1e-2
+
+
+def edit(folder: Path, **changes: Any) -> None:
+    document = json.loads((folder / CONFIG).read_text())
+    (folder / CONFIG).write_text(json.dumps(document | changes))
+
+
+def test_inseparable_adapters_of_fused_layers_are_rejected(phi, tmp_path):
+    """After more training by peft, say."""
+    config = converter("lora", "layers")
+    spec, plain = plain_weights(phi)
+    model = adapted(spec, config, plain, seed=1)
+    write(tmp_path, config, model, spec)
+    tensors = load_file(tmp_path / WEIGHTS)
+    key = "base_model.model.model.layers.1.mlp.gate_up_proj.lora_B.weight"
+    tensors[key] += 0.1
+    save_file(tensors, tmp_path / WEIGHTS)
+    with pytest.raises(UserError, match=r"layers\.1\.mlp\.gate_up_proj is 2 layers here, .* is not block-diagonal"):
+        read(tmp_path, config, spec, model)
+
+
+def test_some_of_fused_layers_are_rejected(phi, tmp_path):
+    spec, _ = plain_weights(phi)
+    config = LoRA.Config(rank=4, alpha=6.0, include=["wq", "wv", "wo"])
+    pattern = r"layers\.0\.attention\.wq\.weight, .*wv\.weight \(model\.layers\.0\.self_attn\.qkv_proj\.weight\)"
+    with pytest.raises(UserError, match=pattern):
         write_adapter(tmp_path, config, meta_model(spec, config), spec, lambda name: torch.empty(0))
     others = LoRA.Config(rank=4, alpha=6.0, include=["wo"])
     model = adapted(spec, others, {}, seed=1)
     write(tmp_path / "adapter", others, model, spec)
-    assert json.loads((tmp_path / "adapter" / CONFIG).read_text())["target_modules"] == ["o_proj"]
+    document = json.loads((tmp_path / "adapter" / CONFIG).read_text())
+    assert document["target_modules"] == ["o_proj"] and "rank_pattern" not in document
 
 
 # --- layouts ----------------------------------------------------------------------------------------------------------

@@ -223,6 +223,11 @@ class KVCache:
 
     def __exit__(self, *exception: object) -> None:
         self._cleanup.close()
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all tokens."""
+        self.n_slots = 0
         self._stored.clear()
         self.states.clear()
 
@@ -273,28 +278,33 @@ _Step = Callable[[Tensor | None], Tensor]
 @contextmanager
 def _cached_logits(model: nn.Module, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> Iterator[_Step]:
     degree, device = _tensor_parallel_degree(model), _device_of(model)
-    tokens_BL, positions_BL = (tensor.to(device) for tensor in _left_padded(prompts, degree))
-    next_positions_B = positions_BL[:, -1]
-    length = tokens_BL.shape[1]
+    sequences = [list(prompt) for prompt in prompts]
+    boundaries = cast(Any, model).cache_boundaries()
+    # Padding before the first token and, under tensor parallelism, after the last.
+    max_slots = max(map(len, prompts)) + max_new_tokens + 2 * degree
 
-    with KVCache(model, length + max_new_tokens + degree - 1) as cache:
+    with KVCache(model, max_slots) as cache:
 
         def step(new_B: Tensor | None) -> Tensor:
-            nonlocal next_positions_B
-            if new_B is None:
-                logits_BV = _logits_at(model, length - 1, tokens_BL, cache.attention(positions_BL))
-                if degree > 1 and cache.states:
-                    raise UserError(
-                        f"a key/value cache under tensor parallelism (degree {degree}) supports no recurrent layers: "
-                        "padding tokens would change their states; generate without cache (use_cache=False)"
-                    )
-                cache.advance(length)
-                return logits_BV
-            next_positions_B = next_positions_B + 1
-            # Tensor parallelism needs equally many tokens per rank: all after the first are padding, and not kept.
-            one_BL, one_positions_BL = (x.to(device)[:, None].expand(-1, degree) for x in (new_B, next_positions_B))
-            logits_BV = _logits_at(model, 0, one_BL, cache.attention(one_positions_BL))
-            cache.advance(1)
+            if new_B is not None:
+                _append(sequences, new_B)
+            if new_B is None or any(len(sequence) - 1 in boundaries for sequence in sequences):
+                cache.clear()
+                tokens_BL, positions_BL = _left_padded(sequences, degree)
+                n_kept = tokens_BL.shape[1]
+            else:
+                # Tensor parallelism needs equally many tokens per rank: all after the first are padding, and not kept.
+                tokens_BL = new_B[:, None].expand(-1, degree)
+                positions_BL = torch.tensor([[len(sequence) - 1] * degree for sequence in sequences])
+                n_kept = 1
+            attention = cache.attention(positions_BL.to(device))
+            logits_BV = _logits_at(model, n_kept - 1, tokens_BL.to(device), attention)
+            if degree > 1 and cache.states:
+                raise UserError(
+                    f"a key/value cache under tensor parallelism (degree {degree}) supports no recurrent layers: "
+                    "padding tokens would change their states; generate without cache (use_cache=False)"
+                )
+            cache.advance(n_kept)
             return logits_BV
 
         yield step
@@ -307,13 +317,17 @@ def _recomputed_logits(model: nn.Module, prompts: Sequence[Sequence[int]], max_n
 
     def step(new_B: Tensor | None) -> Tensor:
         if new_B is not None:
-            for sequence, token in zip(sequences, new_B.tolist(), strict=True):
-                sequence.append(token)
+            _append(sequences, new_B)
         tokens_BL, positions_BL = _left_padded(sequences, degree)
         attention = AttentionMetadata.from_positions(positions_BL).to(device)
         return _logits_at(model, tokens_BL.shape[1] - 1, tokens_BL.to(device), attention)
 
     yield step
+
+
+def _append(sequences: Sequence[list[int]], new_B: Tensor) -> None:
+    for sequence, token in zip(sequences, new_B.tolist(), strict=True):
+        sequence.append(token)
 
 
 def _left_padded(sequences: Sequence[Sequence[int]], multiple: int) -> tuple[Tensor, Tensor]:

@@ -3,12 +3,17 @@
 A PEFT adapter belongs to the Hugging Face model, so names and row order follow the family's table
 (`ExternalFormat.adapter`). With W = W₀ + s·B·A, a permutation of the rows of W permutes the rows of B and the
 magnitudes, but not A. An embedding's rows are its tokens, which are the columns of its A.
+
+If that model fuses several of our layers, PEFT has one adapter for them. Our adapters are written as one of their
+summed rank: their A are stacked, and their B are the blocks of a block-diagonal B; `rank_pattern` and `alpha_pattern`
+keep the scale. In an adapter that PEFT made, all parts share A, and each has its rows of B.
 """
 
 import json
+import math
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +32,13 @@ from torchtitan.components.weights.sources import ADAPTER_CONFIG
 from torchtitan.config.configurable import config_key
 from torchtitan.protocols import ModelSpec
 from torchtitan.protocols.sharding import features_of
-from torchtitan.protocols.state_dict_adapter import Identity, TensorConversion, Transform, model_tensor_specs
+from torchtitan.protocols.state_dict_adapter import (
+    Concatenated,
+    Identity,
+    TensorConversion,
+    Transform,
+    model_tensor_specs,
+)
 from torchtitan.protocols.tensor_source import Slices, TensorSource, TensorSpec, summarize_names
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.files import read_object
@@ -90,7 +101,7 @@ class _Entry:
     key: str
     """Name of the tensor in the file."""
     shape: torch.Size
-    """Shape in both formats."""
+    """Shape of our tensor."""
     transform: Transform
     """Conversion between the layer's weights."""
     rows: int | None
@@ -101,8 +112,18 @@ class _Entry:
         """True for the layer's base weight."""
         return self.key.endswith(_BASE)
 
-    def to_external(self, tensor: Tensor) -> Tensor:
-        """Return our tensor in Hugging Face's row order."""
+    @property
+    def file_shape(self) -> torch.Size:
+        """Shape of the file's tensor."""
+        return self.shape
+
+    def with_shared_a(self) -> "_Entry":
+        """Return the entry for a file in which the parts of a fused layer share A."""
+        return self
+
+    def to_external(self, tensors: list[Tensor]) -> Tensor:
+        """Return the file's tensor, in Hugging Face's row order, from ours."""
+        (tensor,) = tensors
         if self.rows is None:
             return tensor
         (reordered,) = self.transform.to_external([tensor.movedim(self.rows, 0)])
@@ -115,6 +136,49 @@ class _Entry:
         rows_first = tensor.movedim(self.rows, 0)
         (reordered,) = self.transform.to_internal([rows_first], [rows_first.shape])
         return reordered.movedim(0, self.rows)
+
+
+@dataclass(frozen=True)
+class _FusedEntry(_Entry):
+    """Tensor of one of the layers, its parts, that Hugging Face's model fuses."""
+
+    part: int
+    """Number of the layer."""
+    widths: tuple[int, ...]
+    """Rows of all parts' weights."""
+    is_shared: bool = False
+    """True if all parts have the same A."""
+
+    @property
+    def file_shape(self) -> torch.Size:
+        n_ranks = 1 if self.is_shared else len(self.widths)
+        if self.rows is None:
+            return torch.Size((n_ranks * self.shape[0], self.shape[1]))
+        return torch.Size((sum(self.widths), *(n_ranks * rank for rank in self.shape[1:])))
+
+    def with_shared_a(self) -> _Entry:
+        return replace(self, is_shared=True)
+
+    def to_external(self, tensors: list[Tensor]) -> Tensor:
+        is_lora_b = self.rows is not None and tensors[0].ndim == 2
+        return torch.block_diag(*tensors) if is_lora_b else torch.cat(tensors)
+
+    def to_internal(self, tensor: Tensor) -> Tensor:
+        """Return this part. Raise `UserError` if a part's rows of B depend on another part's A."""
+        n_parts = len(self.widths)
+        if self.rows is None:
+            return tensor if self.is_shared else tensor.chunk(n_parts)[self.part]
+        rows = tensor.split(self.widths)[self.part]
+        if self.is_shared or rows.ndim == 1:
+            return rows
+        blocks = list(rows.chunk(n_parts, dim=1))
+        own = blocks.pop(self.part)
+        if any(block.any() for block in blocks):
+            raise UserError(
+                f"{self.module} is {n_parts} layers here, and its adapter is not one of each: {self.key} is not "
+                "block-diagonal"
+            )
+        return own
 
 
 class AdapterSource(TensorSource):
@@ -131,18 +195,21 @@ class AdapterSource(TensorSource):
     """
 
     def __init__(self, folder: Path, config: LoRAConfig, model: nn.Module, spec: ModelSpec):
-        check_adapter_config(folder, config)
-        self._file = _AdapterFile(folder)
         entries = _make_entries(model, spec)
+        if not check_adapter_config(folder, config, _patterns(entries, config)):
+            entries = {name: entry.with_shared_a() for name, entry in entries.items()}
+        self._file = _AdapterFile(folder)
         _check_layers(folder, config_key(config), self._file.specs, entries.values(), spec)
         self._entries = {name: entry for name, entry in entries.items() if entry.key in self._file.specs}
-        self.specs = {name: self._file.specs[entry.key] for name, entry in self._entries.items()}
+        self.specs = {
+            name: TensorSpec(entry.shape, self._file.specs[entry.key].dtype) for name, entry in self._entries.items()
+        }
         self.base = {name for name, entry in self._entries.items() if entry.is_base}
         """Names of base weights in `specs`; PEFT saves some of them."""
 
     def read(self, name: str, slices: Slices | None = None) -> Tensor:
         entry = self._entries[name]
-        if entry.rows is None or entry.transform == Identity():
+        if entry.transform == Identity() or (entry.rows is None and entry.transform.rows_only):
             return self._file.read(entry.key, slices)
         tensor = entry.to_internal(self._file.read(entry.key))
         return tensor if slices is None else tensor[slices]
@@ -162,28 +229,35 @@ def write_adapter(
     """Write a model's adapter for `peft.PeftModel.from_pretrained(base, folder)`; `folder` is created if missing.
 
     `read` returns a full tensor of the converted model by name; other arguments are as in `AdapterSource`. Raise
-    `UserError` if `folder` already has an adapter, or if the family's Hugging Face format is missing or fuses adapted
-    layers.
+    `UserError` if `folder` already has an adapter, or if the family's Hugging Face format is missing, splits adapted
+    layers, or fuses adapted layers with others.
     """
     from safetensors.torch import save
 
     if (folder / CONFIG).exists():
         raise UserError(f"{folder} already has the adapter of another converter")
     entries = {name: entry for name, entry in _make_entries(model, spec).items() if not entry.is_base}
-    tensors = {entry.key: entry.to_external(read(name)).cpu().contiguous() for name, entry in entries.items()}
+    names: dict[str, list[str]] = {}
+    for name, entry in entries.items():
+        names.setdefault(entry.key, []).append(name)
+    tensors = {
+        key: entries[parts[0]].to_external([read(name) for name in parts]).cpu().contiguous()
+        for key, parts in names.items()
+    }
     document = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": None,
         "inference_mode": True,
         "r": config.rank,
-        "lora_alpha": int(config.alpha) if config.alpha == int(config.alpha) else config.alpha,
+        "lora_alpha": _whole_if_possible(config.alpha),
         "lora_dropout": config.dropout,
         "use_rslora": config.rslora,
         "use_dora": config.dora,
         "bias": "none",
         "init_lora_weights": True,
         "target_modules": _find_target_modules({entry.module for entry in entries.values()}, spec),
+        **_patterns(entries, config),
     }
     folder.mkdir(exist_ok=True)
     (folder / CONFIG).write_text(json.dumps(document, indent=2) + "\n")
@@ -209,8 +283,9 @@ def read_adapter(
     logger.info("loaded the adapter in %s", folder)
 
 
-def check_adapter_config(folder: Path, config: LoRAConfig) -> None:
-    """Raise `UserError` if a file is missing, or if adapter_config.json has unsupported or different options."""
+def check_adapter_config(folder: Path, config: LoRAConfig, patterns: Mapping[str, Any] | None = None) -> bool:
+    """Return whether adapter_config.json has these `patterns` (`_patterns`). Raise `UserError` if a file is missing, or
+    if adapter_config.json has unsupported or different options."""
     option = f"--model_converters.{config_key(config)}"
     for name in (CONFIG, WEIGHTS):
         if not (folder / name).is_file():
@@ -219,7 +294,8 @@ def check_adapter_config(folder: Path, config: LoRAConfig) -> None:
     for key, supported in _SUPPORTED.items():
         if document.get(key, supported[0]) not in supported:
             raise UserError(f"{file}: {key} {document[key]!r} is not supported (only {supported[0]!r})")
-    known = {*_SETTINGS, *_SUPPORTED, *_WITHOUT_EFFECT}
+    has_patterns = bool(patterns) and all(document.get(key) == value for key, value in (patterns or {}).items())
+    known = {*_SETTINGS, *_SUPPORTED, *_WITHOUT_EFFECT, *((patterns or {}) if has_patterns else ())}
     if unsupported := sorted(f"{key} ({value!r})" for key, value in document.items() if value and key not in known):
         raise UserError(f"{file}: unsupported options: {summarize_names(unsupported)}")
     for key, (field, default) in _SETTINGS.items():
@@ -227,6 +303,7 @@ def check_adapter_config(folder: Path, config: LoRAConfig) -> None:
         if saved != configured:
             flag = field if saved is True else f"no_{field}" if saved is False else f"{field} {saved}"
             raise UserError(f"{file}: {key} is {saved}, but {option}.{field} is {configured}; set {option}.{flag}")
+    return has_patterns
 
 
 @torch.no_grad()
@@ -245,25 +322,61 @@ def _load_part(source: AdapterSource, name: str, tensor: Tensor) -> None:
 
 
 def _make_entries(model: nn.Module, spec: ModelSpec) -> dict[str, _Entry]:
-    """Return the entry of each adapter tensor and base weight. Errors are as in `write_adapter`."""
-    steps = {name: step for step in format_for(spec, "hf").adapter(spec.model).steps for name in step.internal}
+    """Return the entry of each adapter tensor and base weight, with the parts of a fused layer in order. Errors are as
+    in `write_adapter`."""
     plain = model_tensor_specs(spec.model)
+    layers = {f"{name}.weight": layer for name, layer in model.named_modules() if isinstance(layer, AdaptedLayer)}
     entries: dict[str, _Entry] = {}
-    fused: list[str] = []
-    for name, layer in model.named_modules():
-        if not isinstance(layer, AdaptedLayer):
-            continue
-        step = steps[f"{name}.weight"]
-        if step.transform.rows_only:
-            entries |= _make_layer_entries(name, layer, step, plain[f"{name}.weight"].shape)
-        else:
-            fused.append(f"{name}.weight ({', '.join(step.external)})")
-    if fused:
+    unsupported: list[str] = []
+    for step in format_for(spec, "hf").adapter(spec.model).steps:
+        adapted = [name for name in step.internal if name in layers]
+        if adapted and step.transform.rows_only:
+            (name,) = adapted
+            entries |= _make_layer_entries(name.removesuffix(".weight"), layers[name], step, plain[name].shape)
+        elif len(adapted) == len(step.internal) and step.transform == Concatenated(0):
+            entries |= _make_fused_entries({name: layers[name] for name in adapted}, step, plain)
+        elif adapted:
+            unsupported.append(f"{', '.join(adapted)} ({', '.join(step.external)})")
+    if unsupported:
         raise UserError(
-            "PEFT files do not support adapters of weights that the Hugging Face format fuses or splits: "
-            + summarize_names(fused)
+            "PEFT files do not support adapters of weights that the Hugging Face format splits, or fuses with weights "
+            f"that have no adapter: {summarize_names(unsupported)}"
         )
     return entries
+
+
+def _make_fused_entries(
+    layers: Mapping[str, AdaptedLayer], step: TensorConversion, plain: Mapping[str, TensorSpec]
+) -> dict[str, _Entry]:
+    widths = tuple(plain[name].shape[0] for name in layers)
+    return {
+        name: _FusedEntry(**vars(entry), part=part, widths=widths)
+        for part, (weight, layer) in enumerate(layers.items())
+        for name, entry in _make_layer_entries(weight.removesuffix(".weight"), layer, step, plain[weight].shape).items()
+        if not entry.is_base  # PEFT saves base weights only of heads and embeddings
+    }
+
+
+def _patterns(entries: Mapping[str, _Entry], config: LoRAConfig) -> dict[str, Any]:
+    """Return PEFT's options for the ranks and scales of fused layers; none if there are no fused layers."""
+    counts = {
+        entry.module.rpartition(".")[2]: len(entry.widths)
+        for entry in entries.values()
+        if isinstance(entry, _FusedEntry)
+    }
+    if not counts:
+        return {}
+    return {
+        "rank_pattern": {name: n_parts * config.rank for name, n_parts in counts.items()},
+        "alpha_pattern": {
+            name: _whole_if_possible(config.alpha * (math.sqrt(n_parts) if config.rslora else n_parts))
+            for name, n_parts in counts.items()
+        },
+    }
+
+
+def _whole_if_possible(number: float) -> float:
+    return int(number) if number == int(number) else number
 
 
 def _make_layer_entries(
@@ -301,12 +414,12 @@ def _check_layers(
             f"{folder}: the adapter has other layers than --model_converters.{converter}.include and exclude select: "
             f"{described}"
         )
-    faults = [f"{entry.key} is missing" for entry in entries if entry.key not in saved and not entry.is_base]
+    faults = [f"{key} is missing" for key, entry in expected.items() if key not in saved and not entry.is_base]
     for key, tensor_spec in saved.items():
         if key not in expected:
             faults.append(f"{key} is unknown")
-        elif tensor_spec.shape != expected[key].shape:
-            faults.append(f"{key} has shape {list(tensor_spec.shape)} instead of {list(expected[key].shape)}")
+        elif tensor_spec.shape != expected[key].file_shape:
+            faults.append(f"{key} has shape {list(tensor_spec.shape)} instead of {list(expected[key].file_shape)}")
         elif not (tensor_spec.dtype.is_floating_point and tensor_spec.dtype.itemsize >= 2):
             faults.append(f"{key} has type {str(tensor_spec.dtype).removeprefix('torch.')}")
     if faults:

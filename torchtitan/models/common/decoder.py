@@ -277,6 +277,10 @@ class Decoder(BaseModel):
             tied_VD = effective_weight(self.tok_embeddings)
         return self.head(hidden_BLD, tied_VD, head, **head_inputs)
 
+    def cache_boundaries(self) -> frozenset[int]:
+        ropes = (self.rope_of_layer(int(index)) for index in self.layers)
+        return frozenset(rope.original_max_seq_len for rope in ropes if rope and rope.scaling == "longrope")
+
     def flops_per_token(self, seq_len: int) -> float:
         """Return operations per token, forward and backward, after PaLM (arXiv:2204.02311, B): `6 N + 12 L H Q T`.
 

@@ -37,8 +37,9 @@ class ModelType:
     config: type[Decoder.Config]
     """Configuration of the model here."""
 
-    rows: Sequence[KeyMapping]
-    """Names of weights, without the output head. Rows of tensors that a model does not have are left out."""
+    rows: Sequence[KeyMapping] | Callable[[Any], Sequence[KeyMapping]]
+    """Names of weights, without the output head, or a function of the configuration that returns them. Rows of tensors
+    that a model does not have are left out."""
 
     keys: Mapping[str, str] = field(default_factory=dict)
     """Key → field of `config`, in addition to `_KEYS` or in place of that field's key there. The field's type says what
@@ -162,7 +163,10 @@ _NEUTRAL: Mapping[str, Any] = {
 refuses any other value."""
 
 _USED = {"model_type", "rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings"}
-_USED |= {"attention_dropout", "dtype", "torch_dtype", "quantization_config", "partial_rotary_factor"}
+_USED |= {"dtype", "torch_dtype", "quantization_config", "partial_rotary_factor"}
+
+_DROPOUTS = ("attention_dropout", "resid_pdrop", "embd_pdrop")
+"""Keys of dropout probabilities, which are ignored with a warning."""
 
 _WITHOUT_EFFECT = {
     *("architectures", "_name_or_path", "transformers_version", "initializer_range", "auto_map"),
@@ -192,7 +196,8 @@ def _written_type(model_types: Mapping[str, ModelType], config: Decoder.Config) 
 
 
 def _adapter(model_types: Mapping[str, ModelType], config: Decoder.Config) -> StateDictAdapter:
-    rows = model_types[_written_type(model_types, config)].rows
+    kind = model_types[_written_type(model_types, config)]
+    rows = kind.rows(config) if callable(kind.rows) else kind.rows
     tied = {"lm_head.weight": "model.embed_tokens.weight"}
     return StateDictAdapter(
         [*rows, _HEAD],
@@ -317,8 +322,9 @@ def _require(key: str, value: Any, only: Any) -> None:
 
 
 def _warn_about_ignored_keys(reader: ConfigReader, known: set[str]) -> None:
-    dropout = reader.values.get("attention_dropout") or 0.0
-    if dropout and reader.number("attention_dropout"):
-        logger.warning("config.json: attention_dropout is %g, and ignored: there is no dropout here", dropout)
-    if unknown := sorted(reader.values.keys() - _USED - _WITHOUT_EFFECT - _FIXED.keys() - _NEUTRAL.keys() - known):
+    for key in _DROPOUTS:
+        if reader.values.get(key):
+            logger.warning("config.json: %s is %g, and ignored: there is no dropout here", key, reader.number(key))
+    all_known = known.union(_DROPOUTS, _USED, _WITHOUT_EFFECT, _FIXED, _NEUTRAL)
+    if unknown := sorted(reader.values.keys() - all_known):
         logger.warning("config.json: not known, and ignored: %s", ", ".join(unknown))

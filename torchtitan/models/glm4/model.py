@@ -1,0 +1,92 @@
+"""GLM-4 ("ChatGLM", arXiv:2406.12793) and the GLM-4 and GLM-Z1 of April 2025, and their Hugging Face format."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from torchtitan.models.common.blocks import SandwichBlock
+from torchtitan.models.common.decoder import Decoder
+from torchtitan.models.common.hugging_face import (
+    EMBEDDING,
+    FUSED_GATE_UP,
+    ModelType,
+    attention_rows,
+    dense_format,
+    norm_rows,
+)
+from torchtitan.protocols.state_dict_adapter import KeyMapping, RopePermutation
+
+
+class GLMModel(Decoder):
+    """Llama's decoder with biases of queries, keys and values; half of each head is rotated."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Decoder.Config):
+        attention_bias: bool = True
+        """Add biases to queries, keys and values."""
+
+    config: Config
+
+    def make_attention(self, index: int, **options: Any) -> nn.Module:
+        return super().make_attention(index, biases="qkv" if self.config.attention_bias else "", **options)
+
+
+class GLM4Model(GLMModel):
+    """The model of April 2025, with a norm before and after each part of a block."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(GLMModel.Config):
+        """As in `GLMModel`."""
+
+    config: Config
+
+    def make_block(self, index: int) -> nn.Module:
+        parts = self.make_attention(index), self.make_feed_forward(index)
+        return SandwichBlock(*parts, dim=self.config.dim, norm=self.make_norm)
+
+
+def _rows(config: GLMModel.Config, **norms: str) -> list[KeyMapping]:
+    """Return the names of weights. The format rotates pairs of neighboring elements of queries and keys."""
+    head_dim = config.resolved_head_dim
+    permutation = RopePermutation(head_dim, config.rope.rotated_dim(head_dim))
+    projections = [
+        KeyMapping(row.internal, row.external, permutation) if ".wq." in row.internal or ".wk." in row.internal else row
+        for row in attention_rows()
+    ]
+    down = KeyMapping("layers.*.feed_forward.w2.weight", "model.layers.*.mlp.down_proj.weight")
+    return [EMBEDDING, *projections, FUSED_GATE_UP, down, *norm_rows(attention_norm="input_layernorm", **norms)]
+
+
+def _glm_rows(config: GLMModel.Config) -> list[KeyMapping]:
+    return _rows(config, ffn_norm="post_attention_layernorm")
+
+
+def _glm4_rows(config: GLM4Model.Config) -> list[KeyMapping]:
+    return _rows(
+        config,
+        attention_post_norm="post_self_attn_layernorm",
+        ffn_norm="post_attention_layernorm",
+        ffn_post_norm="post_mlp_layernorm",
+    )
+
+
+_SHARED: dict[str, Any] = {
+    "keys": {"attention_bias": "attention_bias"},
+    "defaults": {
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "rms_norm_eps": 1.5625e-7,
+        "partial_rotary_factor": 0.5,
+    },
+    "rotates_part": True,
+    # The default of pad_token_id, 151329, may be beyond the vocabulary.
+    "extra": lambda config: {"partial_rotary_factor": config.rope.rotated_fraction, "pad_token_id": None},
+}
+
+FORMAT = dense_format(
+    {
+        "glm4": ModelType(architecture="Glm4ForCausalLM", config=GLM4Model.Config, rows=_glm4_rows, **_SHARED),
+        "glm": ModelType(architecture="GlmForCausalLM", config=GLMModel.Config, rows=_glm_rows, **_SHARED),
+    }
+)

@@ -1,0 +1,77 @@
+"""Phi-3 (arXiv:2404.14219), Phi-3.5, Phi-4 (arXiv:2412.08905) and Phi-4-mini (arXiv:2503.01743), and their Hugging Face
+format."""
+
+from typing import Any
+
+from torchtitan.models.common.hugging_face import (
+    EMBEDDING,
+    FUSED_GATE_UP,
+    FUSED_QKV,
+    ModelType,
+    dense_format,
+    norm_rows,
+)
+from torchtitan.models.common.layer_types import WindowedDecoder
+from torchtitan.protocols.state_dict_adapter import KeyMapping
+from torchtitan.tools.errors import UserError
+
+
+class Phi3Model(WindowedDecoder):
+    """Llama's decoder with a sliding window in all layers of some models, and LongRoPE in models of long context."""
+
+
+_SCALINGS = {"default": "default", "longrope": "longrope", "su": "longrope", "yarn": "longrope"}
+"""Type of RoPE → what transformers computes: in early files of Phi-3, `yarn` names LongRoPE too."""
+
+
+def _prepare(document: dict[str, Any]) -> dict[str, Any]:
+    """Return a config.json with the current names of RoPE's types. Raise `UserError` for types of other families."""
+    document = dict(document)
+    for section in ("rope_scaling", "rope_parameters"):
+        values = document.get(section)
+        if not (isinstance(values, dict) and values):
+            continue
+        said = values.get("rope_type", values.get("type", "default"))
+        if said not in list(_SCALINGS):
+            raise UserError(f"config.json: RoPE of type {said!r}, which this family does not support (only 'longrope')")
+        document[section] = {**values, "rope_type": _SCALINGS[said]}
+    return document
+
+
+def _extra_keys(config: Phi3Model.Config) -> dict[str, Any]:
+    """Return LongRoPE as in the published files, with the only three keys that transformers 4 accepts, if they can say
+    it. The default of `pad_token_id`, 32000, may be beyond the vocabulary."""
+    rope, keys = config.rope, {"pad_token_id": None}
+    ratio = config.max_seq_len / rope.original_max_seq_len
+    if rope.scaling != "longrope" or rope.attention_factor is not None or rope.scaling_factor != ratio:
+        return keys
+    factors = {"short_factor": rope.short_factors, "long_factor": rope.long_factors}
+    return {**keys, "rope_scaling": {"type": "longrope", **factors}}
+
+
+FORMAT = dense_format(
+    {
+        "phi3": ModelType(
+            architecture="Phi3ForCausalLM",
+            config=Phi3Model.Config,
+            rows=(
+                EMBEDDING,
+                *FUSED_QKV,
+                KeyMapping("layers.*.attention.wo.weight", "model.layers.*.self_attn.o_proj.weight"),
+                FUSED_GATE_UP,
+                KeyMapping("layers.*.feed_forward.w2.weight", "model.layers.*.mlp.down_proj.weight"),
+                *norm_rows(attention_norm="input_layernorm", ffn_norm="post_attention_layernorm"),
+            ),
+            keys={"sliding_window": "sliding_window"},
+            defaults={"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
+            prepare=_prepare,
+            rotates_part=True,
+            extra=_extra_keys,
+            ignored=("full_attn_mod", "interpolate_factor", "lm_head_bias"),  # in Phi-4-mini; not read by transformers
+            describes=lambda config: (
+                config.layer_types == ["sliding_attention"]
+                and (config.rope.scaling == "longrope" or config.rope.scaling_factor == 1.0)
+            ),
+        )
+    }
+)
