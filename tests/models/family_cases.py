@@ -59,6 +59,18 @@ SIZES: Options = {
 WINDOWS: Options = {"sliding_window": [3, 16]}
 
 
+_NO_PADDING: Options = {"pad_token_id": [None]}
+"""For types with a padding token by default, whose embedding has no gradient in transformers."""
+
+_GRANITE: Options = {
+    "attention_bias": [False, True],
+    "embedding_multiplier": [1.0, 12.0],
+    "attention_multiplier": [1.0, 0.1],
+    "residual_multiplier": [1.0, 0.22],
+    "logits_scaling": [1.0, 8.0],
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """A `model_type` and the options that its models vary in."""
@@ -90,6 +102,54 @@ CASES = {
                 "use_sliding_window": [False, True],
                 "max_window_layers": [0, 2],
                 "attention_bias": [False, True],
+            },
+        ),
+        Case(model_type="olmo2", options={**_NO_PADDING, "attention_bias": [False, True]}),
+        Case(
+            model_type="olmo3",
+            options={
+                **WINDOWS,
+                **_NO_PADDING,
+                "attention_bias": [False, True],
+                "layer_types": [
+                    None,
+                    ("sliding_attention", "full_attention"),
+                    ("sliding_attention",),
+                    ("full_attention",),
+                ],
+                "rope_parameters": [
+                    {
+                        "full_attention": rope,
+                        "sliding_attention": {"rope_type": "default", "rope_theta": theta},
+                    }
+                    for rope in SIZES["rope_parameters"]
+                    for theta in (1e4, 1e2)
+                ],
+            },
+        ),
+        Case(model_type="granite", options={**_GRANITE, "mlp_bias": [False, True]}),
+        Case(
+            model_type="granitemoehybrid",
+            options={
+                **_GRANITE,
+                "shared_intermediate_size": [40, 64],
+                "num_local_experts": [0],
+                "layer_types": [("attention",)],
+                "position_embedding_type": ["rope", "nope", None],
+                "mamba_n_heads": [4],
+            },
+        ),
+        Case(
+            model_type="smollm3",
+            options={
+                **_NO_PADDING,
+                "attention_bias": [False, True],
+                "mlp_bias": [False, True],
+                "no_rope_layers": [None, (1,), (0, 1), (0,)],
+                "no_rope_layer_interval": [2, 4],
+                "use_sliding_window": [True],
+                "sliding_window": [None, 3, 16],
+                "layer_types": [None],
             },
         ),
     ]

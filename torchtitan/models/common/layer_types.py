@@ -9,6 +9,8 @@ from torchtitan.tools.errors import UserError
 LayerType = Literal["full_attention", "sliding_attention", "linear_attention"]
 """As in `layer_types` of transformers."""
 
+AttentionType = Literal["full_attention", "sliding_attention"]
+"""`LayerType` of attention."""
 
 WINDOW_KEYS = {"sliding_window": "sliding_window", "layer_types": "layer_types"}
 """`ModelType.keys` of windows."""
@@ -22,10 +24,10 @@ class WindowedDecoder(Decoder):
         sliding_window: int | None = None
         """Tokens that a token sees in layers of type sliding_attention, including itself. None: all earlier ones."""
 
-        layer_types: list[LayerType] = field(default_factory=lambda: ["sliding_attention"])
+        layer_types: list[AttentionType] = field(default_factory=lambda: ["sliding_attention"])
         """Types of the first layers, repeated for the others."""
 
-        def layer_type(self, index: int) -> LayerType:
+        def layer_type(self, index: int) -> AttentionType:
             """Return the type of a layer."""
             return self.layer_types[index % len(self.layer_types)]
 
