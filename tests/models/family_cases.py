@@ -2,7 +2,7 @@
 
 import math
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -223,6 +223,15 @@ def random_tokens(vocab_size: int, length: int) -> tuple[Tensor, Tensor]:
 def relative_error(ours: Tensor, theirs: Tensor, least: float = 0.0) -> float:
     """Return the largest difference, relative to the largest element, or to `least` if that is larger."""
     return (ours - theirs).abs().max().item() / max(theirs.abs().max().item(), least)
+
+
+def difference_with(mistake: Callable[[Any], None], reference: Any) -> float:
+    """Return the largest difference of logits between transformers' model and ours, changed by `mistake`."""
+    model, _ = to_ours(family_of(reference.config.model_type), reference)
+    mistake(model)
+    tokens, _ = random_tokens(97, 50)
+    with torch.no_grad():
+        return (model(tokens) - reference(tokens).logits).abs().max().item()
 
 
 def all_cases(seeds: int) -> Iterator[Any]:
