@@ -200,12 +200,15 @@ def test_missing_keys_have_transformers_defaults(model_type: str) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"sliding_window": None}, "sliding_window is None"),
         ({"layer_types": ["sliding_attention"]}, "layer_types is .* 32 items"),
         ({"layer_types": ["linear_attention"] * 32}, "layer_types is .*'linear_attention'"),
         ({"rope_theta": 1e6}, "rope_theta is 1000000.0, which transformers 5 does not apply to all layers"),
         ({"rope_parameters": YARN}, "rope_parameters has 'rope_type': 'yarn'"),
         ({"rope_parameters": {"sliding_attention": YARN}}, "rope_scaling .* and rope_parameters .* differ"),
+        ({"sliding_window": None}, "sliding_window is None"),
+        ({"rope_parameters": "yarn"}, "rope_parameters is 'yarn', but must be an object"),
+        ({"rope_parameters": {"full_attention": 5}}, "full_attention is 5, but must be an object"),
+        ({"rope_theta": "1e6"}, "rope_theta is '1e6'"),
         ({"rope_scaling": "yarn"}, "rope_scaling is 'yarn', but must be an object"),
         ({"rope_scaling": {**YARN, "truncate": False}}, "truncate is False"),
         ({"clip_qkv": 8.0}, "clip_qkv is 8.0"),

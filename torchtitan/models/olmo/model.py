@@ -6,6 +6,7 @@ from typing import Any
 from torch import nn
 
 from torchtitan.models.common.blocks import PostNormBlock
+from torchtitan.models.common.config_reader import ConfigReader
 from torchtitan.models.common.hugging_face import (
     EMBEDDING,
     ModelType,
@@ -77,19 +78,20 @@ def _prepare(document: dict[str, Any]) -> dict[str, Any]:
     """Return a config.json whose `rope_scaling` is under the type of layers that it holds for. Raise `UserError` for
     RoPE that transformers 4 and 5 read differently."""
     document = {key: value for key, value in document.items() if value is not None or key != "layer_types"}
-    scaling, sections = document.get("rope_scaling"), document.get("rope_parameters") or {}
-    if isinstance(scaling, dict):
-        document["rope_scaling"] = {"full_attention": scaling}
-    for key in sections:
+    reader = ConfigReader("config.json", document)
+    scaling, parameters = reader.section("rope_scaling"), reader.section("rope_parameters")
+    if scaling.values:
+        document["rope_scaling"] = {"full_attention": scaling.values}
+    for key, value in parameters.values.items():
         if key not in _ROPES.values():
             raise UserError(
-                f"config.json: rope_parameters has {key!r}: {sections[key]!r}, but must have a section for each of "
-                f"{', '.join(_ROPES.values())}"
+                f"config.json: rope_parameters has {key!r}: {value!r}, but must have only the sections "
+                f"{' and '.join(_ROPES.values())}"
             )
-    theta = document.get("rope_theta", _OLMO_3_THETA)
-    if theta != _OLMO_3_THETA and not all("rope_theta" in (sections.get(name) or ()) for name in _ROPES.values()):
+    theta = reader.number("rope_theta", _OLMO_3_THETA)
+    if theta != _OLMO_3_THETA and not all(parameters.section(name).has("rope_theta") for name in _ROPES.values()):
         raise UserError(
-            f"config.json: rope_theta is {theta!r}, which transformers 5 does not apply to all layers; set it in each "
+            f"config.json: rope_theta is {theta}, which transformers 5 does not apply to all layers; set it in each "
             "section of rope_parameters"
         )
     return document

@@ -47,23 +47,20 @@ class SmolLM3Model(WindowedDecoder):
 def _prepare(document: dict[str, Any]) -> dict[str, Any]:
     """Return a config.json with a list in place of `no_rope_layer_interval`, and with windows only if they are used.
     Raise `UserError` for contradictory keys."""
-    document = dict(document)
+    derived = ("layer_types", "no_rope_layers")
+    document = {key: value for key, value in document.items() if value is not None or key not in derived}
     reader = ConfigReader("config.json", document)
     n_layers, interval = reader.whole_number("num_hidden_layers"), reader.whole_number("no_rope_layer_interval", 4)
-    if document.get("no_rope_layers") is None and n_layers < 2**16:  # `validate` refuses more layers
-        document["no_rope_layers"] = [int((index + 1) % interval != 0) for index in range(n_layers)]
-    use_window, types = document.pop("use_sliding_window", False), document.get("layer_types")
-    if use_window and document.get("sliding_window") is not None:
-        if types is None:
-            has_rope = document["no_rope_layers"]
-            document["layer_types"] = ["full_attention" if rope else "sliding_attention" for rope in has_rope]
+    if n_layers > 2**16:  # too many for a list; `validate` refuses them
         return document
-    if types is not None and not (isinstance(types, list) and all(kind == "full_attention" for kind in types)):
-        raise UserError(
-            f"config.json: layer_types is {types!r}, but use_sliding_window is {use_window!r} and sliding_window is "
-            f"{document.get('sliding_window')!r}"
-        )
-    unused = ("sliding_window", "layer_types", "no_rope_layer_interval")
+    has_rope = document.setdefault("no_rope_layers", [int((index + 1) % interval != 0) for index in range(n_layers)])
+    has_window = reader.flag("use_sliding_window", False) and reader.has("sliding_window")
+    types = document.get("layer_types", [])
+    if not has_window and not (isinstance(types, list) and all(kind == "full_attention" for kind in types)):
+        raise UserError(f"config.json: layer_types is {types!r}, but use_sliding_window or sliding_window is not set")
+    if has_window and not types and isinstance(has_rope, list):
+        document["layer_types"] = ["full_attention" if rope else "sliding_attention" for rope in has_rope]
+    unused = {"use_sliding_window", "no_rope_layer_interval"} | (set() if has_window else {*WINDOW_KEYS})
     return {key: value for key, value in document.items() if key not in unused}
 
 
@@ -75,7 +72,7 @@ FORMAT = dense_format(
             rows=DENSE_ROWS,
             keys={**WINDOW_KEYS, **{name: name for name in ("attention_bias", "mlp_bias", "no_rope_layers")}},
             defaults={"num_key_value_heads": 4, "tie_word_embeddings": True, "rope_theta": 2_000_000.0},
-            ignored=("no_rope_layer_interval", "max_window_layers"),
+            ignored=("max_window_layers",),
             prepare=_prepare,
             extra=lambda config: {"use_sliding_window": config.sliding_window is not None},
         )
