@@ -3,7 +3,7 @@
 import copy
 import math
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -95,6 +95,18 @@ PARTLY_ROTATED: Options = {
 }
 
 
+_NO_PADDING: Options = {"pad_token_id": [None]}
+"""For types with a padding token by default, whose embedding has no gradient in transformers."""
+
+_GRANITE: Options = {
+    "attention_bias": [False, True],
+    "embedding_multiplier": [1.0, 12.0],
+    "attention_multiplier": [1.0, 0.1],
+    "residual_multiplier": [1.0, 0.22],
+    "logits_scaling": [1.0, 8.0],
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """A `model_type` and the options that its models vary in."""
@@ -181,6 +193,54 @@ CASES = {
             )
             for model_type in ("glm", "glm4")
         ),
+        Case(model_type="olmo2", options={**_NO_PADDING, "attention_bias": [False, True]}),
+        Case(
+            model_type="olmo3",
+            options={
+                **WINDOWS,
+                **_NO_PADDING,
+                "attention_bias": [False, True],
+                "layer_types": [
+                    None,
+                    ("sliding_attention", "full_attention"),
+                    ("sliding_attention",),
+                    ("full_attention",),
+                ],
+                "rope_parameters": [
+                    {
+                        "full_attention": rope,
+                        "sliding_attention": {"rope_type": "default", "rope_theta": theta},
+                    }
+                    for rope in SIZES["rope_parameters"]
+                    for theta in (1e4, 1e2)
+                ],
+            },
+        ),
+        Case(model_type="granite", options={**_GRANITE, "mlp_bias": [False, True]}),
+        Case(
+            model_type="granitemoehybrid",
+            options={
+                **_GRANITE,
+                "shared_intermediate_size": [40, 64],
+                "num_local_experts": [0],
+                "layer_types": [("attention",)],
+                "position_embedding_type": ["rope", "nope", None],
+                "mamba_n_heads": [4],
+            },
+        ),
+        Case(
+            model_type="smollm3",
+            options={
+                **_NO_PADDING,
+                "attention_bias": [False, True],
+                "mlp_bias": [False, True],
+                "no_rope_layers": [None, (1,), (0, 1), (0,)],
+                "no_rope_layer_interval": [2, 4],
+                "use_sliding_window": [True],
+                "sliding_window": [None, 3, 16],
+                "layer_types": [None],
+            },
+        ),
     ]
 }
 
@@ -253,6 +313,15 @@ def random_tokens(vocab_size: int, length: int) -> tuple[Tensor, Tensor]:
 def relative_error(ours: Tensor, theirs: Tensor, least: float = 0.0) -> float:
     """Return the largest difference, relative to the largest element, or to `least` if that is larger."""
     return (ours - theirs).abs().max().item() / max(theirs.abs().max().item(), least)
+
+
+def difference_with(mistake: Callable[[Any], None], reference: Any) -> float:
+    """Return the largest difference of logits between transformers' model and ours, changed by `mistake`."""
+    model, _ = to_ours(family_of(reference.config.model_type), reference)
+    mistake(model)
+    tokens, _ = random_tokens(97, 50)
+    with torch.no_grad():
+        return (model(tokens) - reference(tokens).logits).abs().max().item()
 
 
 def all_cases(seeds: int) -> Iterator[Any]:

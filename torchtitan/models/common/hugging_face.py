@@ -280,6 +280,7 @@ def _to_config_json(model_types: Mapping[str, ModelType], config: Decoder.Config
     model_type = _written_type(model_types, config)
     kind = model_types[model_type]
     written = {key: getattr(config, name) for key, name in _keys_of(kind).items()}
+    written["pad_token_id"] = None  # some types have a default, which may be outside the vocabulary
     for key, value in written.items():
         if isinstance(value, list):
             written[key] = [value[index % len(value)] for index in range(config.n_layers)]

@@ -6,9 +6,8 @@ from typing import Any, Literal
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.tools.errors import UserError
 
-LayerType = Literal["full_attention", "sliding_attention", "linear_attention"]
+LayerType = Literal["full_attention", "sliding_attention"]
 """As in `layer_types` of transformers."""
-
 
 WINDOW_KEYS = {"sliding_window": "sliding_window", "layer_types": "layer_types"}
 """`ModelType.keys` of windows."""

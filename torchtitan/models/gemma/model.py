@@ -19,9 +19,9 @@ from torchtitan.protocols.initializer import TruncatedNormal
 from torchtitan.protocols.output_head import LogitTransform
 from torchtitan.tools.errors import UserError
 
-WindowType = Literal["sliding_attention", "full_attention"]
+LayerType = Literal["sliding_attention", "full_attention"]
 
-_PATTERN: list[WindowType] = ["full_attention" if index == 5 else "sliding_attention" for index in range(6)]
+_PATTERN: list[LayerType] = ["full_attention" if index == 5 else "sliding_attention" for index in range(6)]
 """Layers of Gemma 3. Gemma 2 repeats the last two."""
 
 
@@ -70,7 +70,7 @@ class Gemma2Model(GemmaModel):
         sliding_window: int = 4096
         """Tokens that a token sees in layers of type sliding_attention, including itself."""
 
-        layer_types: list[WindowType] = field(default_factory=lambda: _PATTERN[-2:])  # type: ignore[assignment]
+        layer_types: list[LayerType] = field(default_factory=lambda: _PATTERN[-2:])  # type: ignore[assignment]
         """Types of the first layers, repeated for the others."""
 
         def validate(self) -> None:
@@ -101,7 +101,7 @@ class Gemma3Model(Gemma2Model):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Gemma2Model.Config):
-        layer_types: list[WindowType] = field(default_factory=lambda: _PATTERN[:])
+        layer_types: list[LayerType] = field(default_factory=lambda: _PATTERN[:])
         """Types of the first layers, repeated for the others."""
 
         local_rope: RoPEConfig = field(default_factory=lambda: RoPEConfig(theta=10_000.0))

@@ -1,0 +1,166 @@
+"""Granite 3 and the dense models of Granite 4 (IBM), and their Hugging Face formats."""
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+from torchtitan.models.common.blocks import PreNormBlock
+from torchtitan.models.common.decoder import Decoder
+from torchtitan.models.common.hugging_face import (
+    DENSE_ROWS,
+    EMBEDDING,
+    ModelType,
+    attention_rows,
+    dense_format,
+    norm_rows,
+)
+from torchtitan.models.common.rope import RoPEConfig
+from torchtitan.protocols.output_head import LogitTransform
+from torchtitan.protocols.state_dict_adapter import Concatenated, KeyMapping
+from torchtitan.tools.errors import UserError
+
+_MULTIPLIERS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
+
+
+class GraniteModel(Decoder):
+    """Llama's decoder with constant factors, as in maximal update parametrization (arXiv:2203.03466)."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Decoder.Config):
+        attention_bias: bool = False
+        """Add biases to all projections of attention."""
+
+        mlp_bias: bool = False
+        """Add biases to all projections of the feed-forward network."""
+
+        embedding_multiplier: float = 1.0
+        """Factor of the embedding."""
+
+        attention_multiplier: float = 1.0
+        """Factor of attention scores, in place of 1 / sqrt(head_dim)."""
+
+        residual_multiplier: float = 1.0
+        """Factor of the results of attention and feed-forward network before they are added to the residual stream."""
+
+        logits_scaling: float = 1.0
+        """Divisor of logits."""
+
+        def validate(self) -> None:
+            Decoder.Config.validate(self)
+            for name in _MULTIPLIERS:
+                if not 0 < getattr(self, name) < math.inf:
+                    raise UserError(f"--model.{name} is {getattr(self, name)}, but must be above 0")
+
+    config: Config
+
+    def make_block(self, index: int) -> nn.Module:
+        return PreNormBlock(
+            self.make_attention(index),
+            self.make_feed_forward(index),
+            dim=self.config.dim,
+            norm=self.make_norm,
+            multiplier=self.config.residual_multiplier,
+        )
+
+    def make_attention(self, index: int, **options: Any) -> nn.Module:
+        biases = "qkvo" if self.config.attention_bias else ""
+        return super().make_attention(index, biases=biases, scale=self.config.attention_multiplier, **options)
+
+    def make_feed_forward(self, index: int, *args: Any, **options: Any) -> nn.Module:
+        return super().make_feed_forward(index, *args, bias=self.config.mlp_bias, **options)
+
+    def embed(self, tokens_BL: Tensor) -> Tensor:
+        return super().embed(tokens_BL) * self.config.embedding_multiplier
+
+    def logit_transform(self) -> LogitTransform:
+        return LogitTransform(multiplier=1 / self.config.logits_scaling)
+
+
+class Granite4Model(GraniteModel):
+    """A dense model of Granite 4, the same decoder with or without positions."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(GraniteModel.Config):
+        position_embedding_type: Literal["rope", "nope"] = "rope"
+        """Whether attention has rotary positions, or none."""
+
+    config: Config
+
+    def rope_of_layer(self, index: int) -> RoPEConfig | None:
+        return self.config.rope if self.config.position_embedding_type == "rope" else None
+
+
+_ATTENTION = ("attention", "full_attention")
+"""Names of transformers 4 and 5."""
+
+
+def _prepare_dense(document: dict[str, Any]) -> dict[str, Any]:
+    """Return a config.json without types of layers, and with the values that transformers gives to absent keys. Raise
+    `UserError` if it has Mamba layers."""
+    document = {"num_local_experts": 8, **document}
+    names = ("layer_types", "layers_block_type")
+    for key, types in ({key: document.pop(key) for key in names if key in document} or {names[0]: None}).items():
+        n_layers = document.get("num_hidden_layers")
+        if not (isinstance(types, list) and len(types) == n_layers and all(kind in _ATTENTION for kind in types)):
+            raise UserError(
+                f"config.json: {key} is {types!r}, which this family does not support (only 'attention' in each of "
+                f"num_hidden_layers = {n_layers} layers)"
+            )
+    if document.get("position_embedding_type") is None:
+        document["position_embedding_type"] = "nope"
+    return document
+
+
+def _keys_of_dense(config: Granite4Model.Config) -> dict[str, Any]:
+    # transformers requires that the number of Mamba heads divides the width of Mamba layers, even if there are none.
+    return {"layer_types": ["attention"] * config.n_layers, "mamba_n_heads": 1}
+
+
+_KEYS = {name: name for name in ("attention_bias", *_MULTIPLIERS)}
+
+_DENSE_ROWS = (
+    EMBEDDING,
+    *attention_rows(),
+    KeyMapping(
+        ("layers.*.feed_forward.w1.weight", "layers.*.feed_forward.w3.weight"),
+        "model.layers.*.shared_mlp.input_linear.weight",
+        Concatenated(0),
+    ),
+    KeyMapping("layers.*.feed_forward.w2.weight", "model.layers.*.shared_mlp.output_linear.weight"),
+    *norm_rows(attention_norm="input_layernorm", ffn_norm="post_attention_layernorm"),
+)
+
+_OF_OTHER_LAYERS = (
+    *("mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_head", "mamba_d_conv", "mamba_expand"),
+    *("mamba_chunk_size", "mamba_conv_bias", "mamba_proj_bias", "time_step_limit"),
+    *("num_experts_per_tok", "output_router_logits", "router_aux_loss_coef", "intermediate_size"),
+    *("init_method", "normalization_function"),
+)
+
+FORMAT = dense_format(
+    {
+        "granite": ModelType(
+            architecture="GraniteForCausalLM",
+            config=GraniteModel.Config,
+            rows=DENSE_ROWS,
+            keys={**_KEYS, "mlp_bias": "mlp_bias"},
+        ),
+        "granitemoehybrid": ModelType(
+            architecture="GraniteMoeHybridForCausalLM",
+            config=Granite4Model.Config,
+            rows=_DENSE_ROWS,
+            keys={
+                **_KEYS,
+                "shared_intermediate_size": "ffn_dim",
+                "position_embedding_type": "position_embedding_type",
+            },
+            fixed={"num_local_experts": 0},
+            ignored=_OF_OTHER_LAYERS,
+            prepare=_prepare_dense,
+            extra=_keys_of_dense,
+            describes=lambda config: not config.mlp_bias,
+        ),
+    }
+)

@@ -1,0 +1,134 @@
+"""OLMo 2 and 3 (arXiv:2501.00656, arXiv:2512.13961), and their Hugging Face formats."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from torchtitan.models.common.blocks import PostNormBlock
+from torchtitan.models.common.config_reader import ConfigReader
+from torchtitan.models.common.hugging_face import (
+    EMBEDDING,
+    ModelType,
+    attention_rows,
+    dense_format,
+    feed_forward_rows,
+    norm_rows,
+)
+from torchtitan.models.common.hugging_face_rope import write_rope
+from torchtitan.models.common.layer_types import WINDOW_KEYS, AttentionType, WindowedDecoder
+from torchtitan.models.common.rope import RoPEConfig
+from torchtitan.tools.errors import UserError
+
+
+class Olmo2Model(WindowedDecoder):
+    """Llama's decoder with the norms after attention and feed-forward network, and norms over all queries and all keys
+    of a token."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(WindowedDecoder.Config):
+        attention_bias: bool = False
+        """Add biases to all projections of attention."""
+
+    config: Config
+
+    def make_block(self, index: int) -> nn.Module:
+        return PostNormBlock(
+            self.make_attention(index), self.make_feed_forward(index), dim=self.config.dim, norm=self.make_norm
+        )
+
+    def make_attention(self, index: int, **options: Any) -> nn.Module:
+        biases = "qkvo" if self.config.attention_bias else ""
+        return super().make_attention(index, qk_norm=self.make_norm, qk_norm_over="all heads", biases=biases, **options)
+
+
+class Olmo3Model(Olmo2Model):
+    """OLMo 2 with windows in three of four layers. Only the RoPE of the other layers is scaled for long contexts."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Olmo2Model.Config):
+        sliding_window: int = 4096
+        """Tokens that a token sees in layers of type sliding_attention, including itself."""
+
+        layer_types: list[AttentionType] = field(
+            default_factory=lambda: [*["sliding_attention"] * 3, "full_attention"]  # type: ignore[list-item]
+        )
+        """Types of the first layers, repeated for the others."""
+
+        sliding_rope: RoPEConfig
+        """Rotary position embedding of layers of type sliding_attention; `rope` is that of the others."""
+
+        def validate(self) -> None:
+            Olmo2Model.Config.validate(self)
+            self.sliding_rope.validate(self.resolved_head_dim)
+
+    config: Config
+
+    def rope_of_layer(self, index: int) -> RoPEConfig:
+        is_sliding = self.config.layer_type(index) == "sliding_attention"
+        return self.config.sliding_rope if is_sliding else self.config.rope
+
+
+_ROPES = {"rope": "full_attention", "sliding_rope": "sliding_attention"}
+
+_OLMO_3_THETA = 500_000.0
+
+
+def _prepare(document: dict[str, Any]) -> dict[str, Any]:
+    """Return a config.json whose `rope_scaling` is under the type of layers that it holds for. Raise `UserError` for
+    RoPE that transformers 4 and 5 read differently."""
+    document = {key: value for key, value in document.items() if value is not None or key != "layer_types"}
+    reader = ConfigReader("config.json", document)
+    scaling, parameters = reader.section("rope_scaling"), reader.section("rope_parameters")
+    if scaling.values:
+        document["rope_scaling"] = {"full_attention": scaling.values}
+    for key, value in parameters.values.items():
+        if key not in _ROPES.values():
+            raise UserError(
+                f"config.json: rope_parameters has {key!r}: {value!r}, but must have only the sections "
+                f"{' and '.join(_ROPES.values())}"
+            )
+    theta = reader.number("rope_theta", _OLMO_3_THETA)
+    if theta != _OLMO_3_THETA and not all(parameters.section(name).has("rope_theta") for name in _ROPES.values()):
+        raise UserError(
+            f"config.json: rope_theta is {theta}, which transformers 5 does not apply to all layers; set it in each "
+            "section of rope_parameters"
+        )
+    return document
+
+
+def _rope_for_transformers_4(config: Olmo3Model.Config) -> dict[str, Any]:
+    """Return the keys of RoPE of transformers 4, if they can describe the model: they scale full attention only."""
+    is_plain = config.sliding_rope == RoPEConfig(theta=config.rope.theta)
+    return write_rope(config.rope, config.max_seq_len) if is_plain else {}
+
+
+_ROWS = (
+    EMBEDDING,
+    *attention_rows(),
+    *feed_forward_rows(),
+    *norm_rows(attention_post_norm="post_attention_layernorm", ffn_post_norm="post_feedforward_layernorm"),
+)
+
+FORMAT = dense_format(
+    {
+        "olmo2": ModelType(
+            architecture="Olmo2ForCausalLM",
+            config=Olmo2Model.Config,
+            rows=_ROWS,
+            keys={"attention_bias": "attention_bias"},
+            defaults={"rms_norm_eps": 1e-5},
+            describes=lambda config: config.sliding_window is None,
+        ),
+        "olmo3": ModelType(
+            architecture="Olmo3ForCausalLM",
+            config=Olmo3Model.Config,
+            rows=_ROWS,
+            keys={**WINDOW_KEYS, "attention_bias": "attention_bias"},
+            defaults={"rms_norm_eps": 1e-5, "rope_theta": _OLMO_3_THETA},
+            prepare=_prepare,
+            ropes=_ROPES,
+            extra=_rope_for_transformers_4,
+        ),
+    }
+)

@@ -1,0 +1,80 @@
+"""SmolLM3 (huggingface.co/blog/smollm3), and its Hugging Face format."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from torchtitan.models.common.config_reader import ConfigReader
+from torchtitan.models.common.hugging_face import DENSE_ROWS, ModelType, dense_format
+from torchtitan.models.common.layer_types import WINDOW_KEYS, WindowedDecoder
+from torchtitan.models.common.rope import RoPEConfig
+from torchtitan.tools.errors import UserError
+
+
+class SmolLM3Model(WindowedDecoder):
+    """Llama's decoder, in which every fourth layer has no positions (Yang et al. 2025, arXiv:2501.18795)."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(WindowedDecoder.Config):
+        attention_bias: bool = False
+        """Add biases to all projections of attention."""
+
+        mlp_bias: bool = False
+        """Add biases to all projections of the feed-forward network."""
+
+        no_rope_layers: list[int] = field(default_factory=lambda: [1, 1, 1, 0])
+        """1 for a layer with rotary positions, 0 for a layer without, for the first layers; repeated for the others."""
+
+        def validate(self) -> None:
+            WindowedDecoder.Config.validate(self)
+            if not (self.no_rope_layers and set(self.no_rope_layers) <= {0, 1}):
+                raise UserError(f"--model.no_rope_layers is {self.no_rope_layers}, but must be a list of 1 and 0")
+
+    config: Config
+
+    def make_attention(self, index: int, **options: Any) -> nn.Module:
+        return super().make_attention(index, biases="qkvo" if self.config.attention_bias else "", **options)
+
+    def make_feed_forward(self, index: int, *args: Any, **options: Any) -> nn.Module:
+        return super().make_feed_forward(index, *args, bias=self.config.mlp_bias, **options)
+
+    def rope_of_layer(self, index: int) -> RoPEConfig | None:
+        has_rope = self.config.no_rope_layers
+        return self.config.rope if has_rope[index % len(has_rope)] else None
+
+
+def _prepare(document: dict[str, Any]) -> dict[str, Any]:
+    """Return a config.json with a list in place of `no_rope_layer_interval`, and with windows only if they are used.
+    Raise `UserError` for contradictory keys."""
+    derived = ("layer_types", "no_rope_layers")
+    document = {key: value for key, value in document.items() if value is not None or key not in derived}
+    reader = ConfigReader("config.json", document)
+    n_layers, interval = reader.whole_number("num_hidden_layers"), reader.whole_number("no_rope_layer_interval", 4)
+    if n_layers > 2**16:  # too many for a list; `validate` refuses them
+        return document
+    has_rope = document.setdefault("no_rope_layers", [int((index + 1) % interval != 0) for index in range(n_layers)])
+    has_window = reader.flag("use_sliding_window", False) and reader.has("sliding_window")
+    types = document.get("layer_types", [])
+    if not has_window and not (isinstance(types, list) and all(kind == "full_attention" for kind in types)):
+        raise UserError(f"config.json: layer_types is {types!r}, but use_sliding_window or sliding_window is not set")
+    if has_window and not types and isinstance(has_rope, list):
+        document["layer_types"] = ["full_attention" if rope else "sliding_attention" for rope in has_rope]
+    unused = {"use_sliding_window", "no_rope_layer_interval"} | (set() if has_window else {*WINDOW_KEYS})
+    return {key: value for key, value in document.items() if key not in unused}
+
+
+FORMAT = dense_format(
+    {
+        "smollm3": ModelType(
+            architecture="SmolLM3ForCausalLM",
+            config=SmolLM3Model.Config,
+            rows=DENSE_ROWS,
+            keys={**WINDOW_KEYS, **{name: name for name in ("attention_bias", "mlp_bias", "no_rope_layers")}},
+            defaults={"num_key_value_heads": 4, "tie_word_embeddings": True, "rope_theta": 2_000_000.0},
+            ignored=("max_window_layers",),
+            prepare=_prepare,
+            extra=lambda config: {"use_sliding_window": config.sliding_window is not None},
+        )
+    }
+)
