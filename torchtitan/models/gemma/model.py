@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,14 +12,12 @@ from torchtitan.models.common.config_reader import ConfigReader
 from torchtitan.models.common.feed_forward import gelu_tanh
 from torchtitan.models.common.hugging_face import DENSE_ROWS, ModelType, dense_format, dense_rows
 from torchtitan.models.common.hugging_face_rope import write_rope
-from torchtitan.models.common.layer_types import WINDOW_KEYS, WindowedDecoder
+from torchtitan.models.common.layer_types import WINDOW_KEYS, LayerType, WindowedDecoder
 from torchtitan.models.common.norms import OffsetRMSNorm
 from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.protocols.initializer import TruncatedNormal
 from torchtitan.protocols.output_head import LogitTransform
 from torchtitan.tools.errors import UserError
-
-LayerType = Literal["sliding_attention", "full_attention"]
 
 _PATTERN: list[LayerType] = ["full_attention" if index == 5 else "sliding_attention" for index in range(6)]
 """Layers of Gemma 3. Gemma 2 repeats the last two."""
@@ -70,7 +68,7 @@ class Gemma2Model(GemmaModel):
         sliding_window: int = 4096
         """Tokens that a token sees in layers of type sliding_attention, including itself."""
 
-        layer_types: list[LayerType] = field(default_factory=lambda: _PATTERN[-2:])  # type: ignore[assignment]
+        layer_types: list[LayerType] = field(default_factory=lambda: _PATTERN[-2:])
         """Types of the first layers, repeated for the others."""
 
         def validate(self) -> None:

@@ -16,7 +16,7 @@ from torchtitan.models.common.hugging_face import (
     norm_rows,
 )
 from torchtitan.models.common.hugging_face_rope import write_rope
-from torchtitan.models.common.layer_types import WINDOW_KEYS, AttentionType, WindowedDecoder
+from torchtitan.models.common.layer_types import WINDOW_KEYS, LayerType, WindowedDecoder
 from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.tools.errors import UserError
 
@@ -50,7 +50,7 @@ class Olmo3Model(Olmo2Model):
         sliding_window: int = 4096
         """Tokens that a token sees in layers of type sliding_attention, including itself."""
 
-        layer_types: list[AttentionType] = field(
+        layer_types: list[LayerType] = field(
             default_factory=lambda: [*["sliding_attention"] * 3, "full_attention"]  # type: ignore[list-item]
         )
         """Types of the first layers, repeated for the others."""
