@@ -69,7 +69,7 @@ GEMMA: Options = {
 GEMMA2: Options = {
     **WINDOWS,
     **GEMMA,
-    "query_pre_attn_scalar": [4, 256],
+    "query_pre_attn_scalar": [16, 256],
     "final_logit_softcapping": [None, 1.5, 30.0],
 }
 """Options of Gemma 1, and of 2 and 3."""
@@ -267,7 +267,7 @@ def random_reference(model_type: str, seed: int, **fixed: Any) -> Any:
             elif parameter.ndim == 1:
                 parameter.normal_(std=0.5)
             elif "embed" not in name:
-                parameter.normal_(std=0.7 * parameter.shape[-1] ** -0.5)
+                parameter.normal_(std=0.6 * parameter.shape[-1] ** -0.5)
     return reference
 
 
