@@ -33,7 +33,8 @@ class UnitVariance(ModelConverter):
             if isinstance(module, nn.Embedding):
                 with_initializers(module, weight=TruncatedNormal(module.embedding_dim**-0.5))
             elif isinstance(module, nn.Linear):
-                with_initializers(module, weight=TruncatedNormal(module.in_features**-0.5))
+                bias = {} if module.bias is None else {"bias": TruncatedNormal(0.1)}
+                with_initializers(module, weight=TruncatedNormal(module.in_features**-0.5), **bias)
 
 
 def make_config(folder: Path, options: Options, loader: type[PretrainDataLoader] = RaggedDataLoader) -> Any:

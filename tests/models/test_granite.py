@@ -1,4 +1,4 @@
-"""What is particular to Granite: mistakes are caught; sizes and config.json are as published."""
+"""Features of Granite that Llama lacks: mistakes are caught. Sizes and config.json are as published."""
 
 import json
 from collections.abc import Callable

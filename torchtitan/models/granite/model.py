@@ -97,7 +97,7 @@ class Granite4Model(GraniteModel):
     @dataclass(kw_only=True, slots=True)
     class Config(GraniteModel.Config):
         position_embedding_type: Literal["rope", "nope"] = "rope"
-        """Whether attention has rotary positions, or none."""
+        """Positions in attention: rotary, or none."""
 
     config: Config
 
