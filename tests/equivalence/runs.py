@@ -1,7 +1,7 @@
 """Training runs, their outcomes, and the comparison of two outcomes."""
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from tests.training import RaggedDataLoader, read_metrics, read_validation, tiny
 from torchtitan.components.data.dataloader import PretrainDataLoader
 from torchtitan.distributed.initialize import canonical_name
 from torchtitan.protocols import ModelConverter
-from torchtitan.protocols.initializer import TruncatedNormal, initializers_of, with_initializers
+from torchtitan.protocols.initializer import TruncatedNormal, with_initializers
 from torchtitan.trainer import Trainer
 
 TOLERANCE = 1e-5
@@ -33,8 +33,8 @@ class UnitVariance(ModelConverter):
             if isinstance(module, nn.Embedding):
                 with_initializers(module, weight=TruncatedNormal(module.embedding_dim**-0.5))
             elif isinstance(module, nn.Linear):
-                start = {**initializers_of(module), "weight": TruncatedNormal(module.in_features**-0.5)}
-                with_initializers(module, **start)
+                bias = {} if module.bias is None else {"bias": TruncatedNormal(0.1)}
+                with_initializers(module, weight=TruncatedNormal(module.in_features**-0.5), **bias)
 
 
 def make_config(folder: Path, options: Options, loader: type[PretrainDataLoader] = RaggedDataLoader) -> Any:
@@ -58,8 +58,9 @@ def record_run(
     try:
         trainer.train()
         parts = trainer.model_parts
-        # A list, since a module may be in two pipeline stages of this rank.
-        weights = [(canonical_name(name), _whole(tensor)) for part in parts for name, tensor in part.named_parameters()]
+        named = [(canonical_name(name), tensor) for part in parts for name, tensor in part.named_parameters()]
+        weights = {name: _whole(tensor) for name, tensor in named}
+        assert len(weights) == len(named), "two parameters of a rank have the same name"
         rank = dist.get_rank() if dist.is_initialized() else 0
         torch.save(weights, folder / f"weights-{rank}.pt")
     finally:
@@ -84,7 +85,7 @@ class Outcome:
     weights: dict[str, Tensor]
 
     @classmethod
-    def read(cls, folder: Path, processes: int, pipeline_degree: int, in_two_stages: Collection[str] = ()) -> "Outcome":
+    def read(cls, folder: Path, processes: int, pipeline_degree: int) -> "Outcome":
         """Read the outcome of `record_run`.
 
         Raises:
@@ -97,32 +98,29 @@ class Outcome:
             losses=[loss for _, loss, _ in steps],
             grad_norms=[norm for _, _, norm in steps],
             validation_losses=[loss for _, loss in read_validation(folder)],
-            weights=merge_weights(weights_by_rank, processes // pipeline_degree, in_two_stages),
+            weights=merge_weights(weights_by_rank, copies=processes // pipeline_degree),
         )
 
 
-def merge_weights(
-    weights_by_rank: Sequence[Sequence[tuple[str, Tensor]]], copies: int, in_two_stages: Collection[str] = ()
-) -> dict[str, Tensor]:
+def merge_weights(weights_by_rank: Sequence[dict[str, Tensor]], copies: int) -> dict[str, Tensor]:
     """Merge the weights of all pipeline stages.
 
     Args:
-        weights_by_rank: the names and whole weights of each rank.
-        copies: number of copies of each tensor; twice this number for those `in_two_stages`.
+        weights_by_rank: the whole weights of each rank.
+        copies: number of ranks that hold each tensor.
 
     Raises:
         InconsistentRanks: if the number of copies of a tensor is wrong, or copies are not bitwise equal.
     """
     copies_by_name: dict[str, list[Tensor]] = {}
     for weights in weights_by_rank:
-        for name, tensor in weights:
+        for name, tensor in weights.items():
             copies_by_name.setdefault(name, []).append(tensor)
     for name, tensors in copies_by_name.items():
-        expected = 2 * copies if name in in_two_stages else copies
-        if len(tensors) != expected:
-            raise InconsistentRanks(f"{name} has {len(tensors)} copies, and should have {expected}")
+        if len(tensors) != copies:
+            raise InconsistentRanks(f"{name} is on {len(tensors)} ranks, and should be on {copies}")
         if not all(torch.equal(tensors[0], tensor) for tensor in tensors):
-            raise InconsistentRanks(f"{name} differs from copy to copy")
+            raise InconsistentRanks(f"{name} differs from rank to rank")
     return {name: tensors[0] for name, tensors in copies_by_name.items()}
 
 

@@ -34,7 +34,7 @@ def test_every_model_type_has_a_case() -> None:
 def test_logits_and_all_gradients_equal_transformers(model_type: str, seed: int) -> None:
     family, reference = family_of(model_type), random_reference(model_type, seed)
     model, _ = to_ours(family, reference)
-    reference.double()  # so that only our rounding counts, not also that of transformers
+    reference.double()  # so that only our rounding counts
     tokens, labels = random_tokens(97, 50)
     logits, expected = model(tokens), reference(tokens).logits
     assert relative_error(logits, expected) < TOLERANCE

@@ -1,4 +1,4 @@
-"""What is particular to Granite: mistakes are caught; sizes and config.json are as published."""
+"""Features of Granite that Llama lacks: mistakes are caught. Sizes and config.json are as published."""
 
 import json
 from collections.abc import Callable
@@ -8,8 +8,12 @@ import pytest
 import torch
 
 from tests.models.family_cases import difference_with, random_reference
+from torchtitan.distributed import initialize_weights
+from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.models.granite import FLAVORS, FORMATS, model_registry
-from torchtitan.protocols.output_head import UNCHANGED, LogitTransform
+from torchtitan.models.granite.model import GraniteModel
+from torchtitan.models.llama3.model import Llama3Model
+from torchtitan.protocols.output_head import UNCHANGED, LogitTransform, compute_logits
 from torchtitan.tools.errors import UserError
 
 transformers = pytest.importorskip("transformers")
@@ -220,3 +224,20 @@ def test_absent_keys_of_other_layers_are_refused(key: str, message: str) -> None
     """Without these keys, transformers makes Mamba layers and experts."""
     with pytest.raises(UserError, match=message):
         READ({name: value for name, value in GRANITE_4_MICRO.items() if name != key})
+
+
+def test_new_model_starts_like_one_without_factors() -> None:
+    """Embedding of unit variance, logits of standard deviation 1/4, and results of layers as in Llama."""
+    sizes = {"n_layers": 1, "n_heads": 4, "n_kv_heads": 4, "vocab_size": 512, "rope": RoPEConfig()}
+    factors = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 8.0}
+    model = GraniteModel.Config(dim=64, ffn_dim=64, attention_multiplier=0.25, **sizes, **factors).build()
+    plain = Llama3Model.Config(dim=64, ffn_dim=64, **sizes).build()
+    for decoder in (model, plain):
+        initialize_weights(decoder, seed=0)
+    tokens = torch.arange(512)[None]
+    torch.testing.assert_close(model.embed(tokens), plain.embed(tokens))
+    torch.testing.assert_close(0.22 * model.layers["0"].attention.wo.weight, plain.layers["0"].attention.wo.weight)
+    hidden = torch.randn(1, 512, 64)
+    torch.testing.assert_close(
+        model.head(hidden, None, compute_logits), plain.head(hidden, None, compute_logits), rtol=1e-4, atol=1e-4
+    )

@@ -1,4 +1,4 @@
-"""What is particular to SmolLM3: mistakes are caught; sizes and config.json are as published."""
+"""Features of SmolLM3 that Llama lacks: mistakes are caught. Sizes and config.json are as published."""
 
 import json
 from collections.abc import Callable

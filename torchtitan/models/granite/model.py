@@ -17,6 +17,7 @@ from torchtitan.models.common.hugging_face import (
     norm_rows,
 )
 from torchtitan.models.common.rope import RoPEConfig
+from torchtitan.protocols.initializer import TruncatedNormal
 from torchtitan.protocols.output_head import LogitTransform
 from torchtitan.protocols.state_dict_adapter import Concatenated, KeyMapping
 from torchtitan.tools.errors import UserError
@@ -77,6 +78,18 @@ class GraniteModel(Decoder):
     def logit_transform(self) -> LogitTransform:
         return LogitTransform(multiplier=1 / self.config.logits_scaling)
 
+    # Initial values are divided by the factors, so that a new model starts like one without factors.
+
+    def embedding_init(self) -> TruncatedNormal:
+        init = super().embedding_init()
+        return init if self.config.tie_embeddings else TruncatedNormal(init.std / self.config.embedding_multiplier)
+
+    def out_init_std(self, index: int) -> float:
+        return super().out_init_std(index) / self.config.residual_multiplier
+
+    def output_init(self) -> TruncatedNormal:
+        return TruncatedNormal(super().output_init().std * self.config.logits_scaling)
+
 
 class Granite4Model(GraniteModel):
     """A dense model of Granite 4, the same decoder with or without positions."""
@@ -84,7 +97,7 @@ class Granite4Model(GraniteModel):
     @dataclass(kw_only=True, slots=True)
     class Config(GraniteModel.Config):
         position_embedding_type: Literal["rope", "nope"] = "rope"
-        """Whether attention has rotary positions, or none."""
+        """Positions in attention: rotary, or none."""
 
     config: Config
 

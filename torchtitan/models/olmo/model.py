@@ -56,7 +56,7 @@ class Olmo3Model(Olmo2Model):
         """Types of the first layers, repeated for the others."""
 
         sliding_rope: RoPEConfig
-        """Rotary position embedding of layers of type sliding_attention; `rope` is that of the others."""
+        """Rotary position embedding of layers of type sliding_attention; the others have `rope`."""
 
         def validate(self) -> None:
             Olmo2Model.Config.validate(self)
