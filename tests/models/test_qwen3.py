@@ -26,6 +26,7 @@ __all__ = ["chat_file"]  # a fixture
 transformers = pytest.importorskip("transformers")
 
 SIZES = {"vocab_size": 97, "dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 48, "max_seq_len": 256}
+WINDOW = {"use_sliding_window": True, "sliding_window": 8}
 VARIANTS: dict[str, dict[str, Any]] = {
     "wide heads": {"head_dim": 16},
     "tied": {"tie_embeddings": True},
@@ -158,9 +159,15 @@ def test_missing_keys_have_transformers_defaults() -> None:
     ("change", "message"),
     [
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types is .* use_sliding_window is not true"),
-        ({"use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]}, "list with .* 36 items"),
-        ({"use_sliding_window": True, "layer_types": 2}, "layer_types is 2"),
-        ({"use_sliding_window": True, "layer_types": ["chunked_attention"] * 36}, "layer_types is .*one of"),
+        ({**WINDOW, "layer_types": ["full_attention", "sliding_attention"]}, "list with .* 36 items"),
+        ({**WINDOW, "layer_types": 2}, "layer_types is 2"),
+        ({**WINDOW, "layer_types": ["linear_attention"] * 36}, "layer_types is .*one of"),
+        ({**WINDOW, "layer_types": None, "max_window_layers": "0"}, "max_window_layers is '0'"),
+        (
+            {**WINDOW, "layer_types": None, "num_hidden_layers": 2**31},
+            "num_hidden_layers is 2147483648, .* at most 2000",
+        ),
+        ({"use_sliding_window": "yes"}, "use_sliding_window is 'yes'"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "truncate": False}}, "truncate is False"),
         ({"rope_scaling": {"rope_type": "mrope", "mrope_section": [1, 2]}}, "RoPE of type 'mrope'"),
         ({"model_type": "qwen3_moe"}, "model_type is 'qwen3_moe', and this family is qwen3"),

@@ -152,7 +152,7 @@ def test_missing_keys_have_transformers_defaults(change: dict[str, Any]) -> None
         ({"use_sliding_window": True, "sliding_window": "8"}, "sliding_window is '8'"),
         ({"use_sliding_window": True, "sliding_window": 8, "layer_types": ["mamba"] * 36}, "layer_types is .*'mamba'"),
         ({"num_hidden_layers": "36"}, "num_hidden_layers is '36'"),
-        ({"num_hidden_layers": 2**31}, "num_hidden_layers = 2147483648"),
+        ({"num_hidden_layers": 2**31}, "num_hidden_layers is 2147483648"),
         ({"num_hidden_layers": 2**31, "layer_types": None, "no_rope_layers": None}, "n_layers is 2147483648"),
         ({"use_sliding_window": True, "sliding_window": 8, "no_rope_layers": 5}, "no_rope_layers is 5"),
         ({"use_sliding_window": "no"}, "use_sliding_window is 'no'"),

@@ -9,6 +9,8 @@ from torchtitan.tools.errors import UserError
 _LARGEST = 2**32
 """Maximum of any size or context of a model; `Decoder.Config.validate` bounds each one more tightly."""
 
+_MOST_LAYERS = 2_000
+
 _FURTHEST = 1e18
 """Maximum factor or base; its inverse is the minimum."""
 
@@ -32,6 +34,13 @@ class ConfigReader:
         if type(value) is not int or not 1 <= value <= _LARGEST:
             raise self.wrong(key, value, f"a whole number from 1 to {_LARGEST}{hint}")
         return value
+
+    def n_layers(self) -> int:
+        """Return `num_hidden_layers`, at most `_MOST_LAYERS`, for lists with an item per layer."""
+        n_layers = self.whole_number("num_hidden_layers")
+        if n_layers > _MOST_LAYERS:
+            raise self.wrong("num_hidden_layers", n_layers, f"at most {_MOST_LAYERS}")
+        return n_layers
 
     def number(self, key: str, default: float | None = None) -> float:
         """Return a number from `1 / _FURTHEST` to `_FURTHEST`."""

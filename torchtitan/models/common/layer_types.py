@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from torchtitan.models.common.config_reader import ConfigReader
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.tools.errors import UserError
 
@@ -44,14 +45,17 @@ class WindowedDecoder(Decoder):
 def prepare_windows(document: dict[str, Any]) -> dict[str, Any]:
     """Return a config.json with `layer_types` if it has windows, and without the keys that Qwen's older files use
     instead (`ModelType.prepare`). Raise `UserError` for contradictory keys."""
-    document = dict(document)
-    has_window = document.pop("use_sliding_window", False) and document.setdefault("sliding_window", 4096) is not None
-    first, types = document.pop("max_window_layers", 28), document.get("layer_types")
+    reader = ConfigReader("config.json", {"sliding_window": 4096, "max_window_layers": 28, **document})
+    has_window = reader.flag("use_sliding_window", False) and reader.has("sliding_window")
+    others = {k: v for k, v in document.items() if k not in (*WINDOW_KEYS, "use_sliding_window", "max_window_layers")}
+    types = document.get("layer_types")
     if not has_window:
-        if "sliding_attention" in (types or ()):
+        if isinstance(types, list) and "sliding_attention" in types:
             raise UserError(f"config.json: layer_types is {types!r}, but use_sliding_window is not true")
-        return {key: value for key, value in document.items() if key not in ("sliding_window", "layer_types")}
+        return others
     if types is None:
-        n_layers = document.get("num_hidden_layers", 0)
+        first = reader.values["max_window_layers"]
+        first = first if first == 0 else reader.whole_number("max_window_layers")
+        n_layers = reader.n_layers()
         types = ["full_attention" if index < first else "sliding_attention" for index in range(n_layers)]
-    return {**document, "layer_types": types}
+    return {**others, "sliding_window": reader.values["sliding_window"], "layer_types": types}

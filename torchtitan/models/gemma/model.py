@@ -133,8 +133,8 @@ def _prepare_gemma3(document: dict[str, Any]) -> dict[str, Any]:
     """Return a config.json with `layer_types` for its pattern, and RoPE by type of layer, else raise `UserError`."""
     document = _prepare(document)
     reader = ConfigReader("config.json", {"sliding_window_pattern": 6, **document})
-    period, n_layers = reader.whole_number("sliding_window_pattern"), reader.whole_number("num_hidden_layers")
-    if period != 6 and n_layers <= 10_000:  # more are refused later
+    period, n_layers = reader.whole_number("sliding_window_pattern"), reader.n_layers()
+    if period != 6:
         types = ["sliding_attention" if (index + 1) % period else "full_attention" for index in range(n_layers)]
         document.setdefault("layer_types", types)
     sections = reader.section("rope_parameters").values

@@ -50,9 +50,7 @@ def _prepare(document: dict[str, Any]) -> dict[str, Any]:
     derived = ("layer_types", "no_rope_layers")
     document = {key: value for key, value in document.items() if value is not None or key not in derived}
     reader = ConfigReader("config.json", document)
-    n_layers, interval = reader.whole_number("num_hidden_layers"), reader.whole_number("no_rope_layer_interval", 4)
-    if n_layers > 2**16:  # too many for a list; `validate` refuses them
-        return document
+    n_layers, interval = reader.n_layers(), reader.whole_number("no_rope_layer_interval", 4)
     has_rope = document.setdefault("no_rope_layers", [int((index + 1) % interval != 0) for index in range(n_layers)])
     has_window = reader.flag("use_sliding_window", False) and reader.has("sliding_window")
     types = document.get("layer_types", [])
