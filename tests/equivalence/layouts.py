@@ -72,6 +72,18 @@ OFFLOAD: Options = {"training__enable_cpu_offload": True}
 UNCLIPPED: Options = {"training__max_norm": float("inf")}
 EARLY_STEP: Options = {"optimizer__early_step_in_backward": True, **UNCLIPPED}
 
+LONG_ROPE: Options = {
+    "module": "phi3",
+    "model__sliding_window": None,
+    "model__rope__original_max_seq_len": 24,
+    "model__rope__short_factors": [1.0, 1.1, 1.2],
+    "model__rope__long_factors": [1.5, 3.0, 6.0],
+}
+"""Frequencies that depend on the length of a document, which some ranks do not have entirely; 3/4 of a head is
+rotated."""
+BOTH_NORMS: Options = {"module": "glm4"}
+"""Norms before and after each part of a block, biases, and half of a head rotated."""
+
 
 def local_batch(size: int) -> Options:
     """Return options for a local batch of `size` samples."""
@@ -163,6 +175,15 @@ TWO_PROCESSES: dict[str, Options] = {
     "PP 2 1F1B, AC selective op": {**PP2, **OP_AC},
     "PP 2 ZBVZeroBubble, AC selective op, compile": {**PP2, **schedule("ZBVZeroBubble"), **OP_AC, **COMPILED},
     "PP 2 ZBVZeroBubble, compile": {**PP2, **schedule("ZBVZeroBubble"), **COMPILED},
+    "FSDP 2, LongRoPE": LONG_ROPE,
+    "TP 2, LongRoPE, compile": {**TP2, **LONG_ROPE, **COMPILED},
+    "CP 2, LongRoPE": {**CP2, **LONG_ROPE},
+    "PP 2 1F1B, LongRoPE": {**PP2, **LONG_ROPE},
+    "FSDP 2, norms on both sides": BOTH_NORMS,
+    "TP 2, norms on both sides": {**TP2, **BOTH_NORMS},
+    "TP 2, norms on both sides, compile": {**TP2, **BOTH_NORMS, **COMPILED},
+    "CP 2, norms on both sides": {**CP2, **BOTH_NORMS},
+    "PP 2 1F1B, norms on both sides": {**PP2, **BOTH_NORMS},
 }
 
 FOUR_PROCESSES: dict[str, Options] = {
@@ -194,6 +215,7 @@ FOUR_PROCESSES: dict[str, Options] = {
     "FSDP 2 x TP 2, Qwen3": {**TP2, **QWEN3},
     "TP 2 x CP 2, Qwen3": {**TP2, **CP2, **QWEN3},
     "PP 2 1F1B x TP 2, Qwen3": {**PP2, **TP2, **QWEN3},
+    "TP 2 x CP 2, LongRoPE": {**TP2, **CP2, **LONG_ROPE},
     "TP 2 x CP 2, tied embeddings, AC full": {**TP2, **CP2, **TIED, **FULL_AC},
     **{f"PP 2 {name} x FSDP 2": {**PP2, **schedule(name)} for name in SCHEDULES},
     "PP 2 1F1B x FSDP 2, AdamW": {**PP2, **ADAMW},

@@ -1,4 +1,4 @@
-"""Phi-3 against transformers: cases beside `test_equal_transformers`, mistakes that it catches, published sizes."""
+"""Phi-3 against transformers, in addition to `test_equal_transformers`: mistakes, config.json, published sizes."""
 
 import dataclasses
 import importlib
