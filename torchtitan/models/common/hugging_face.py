@@ -49,7 +49,8 @@ class ModelType:
     """Key that changes the computation → the only supported value, which is also the default of an absent key."""
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Key → value if the key is absent, for keys whose default in transformers differs from the field's."""
+    """Key → value if the key is absent, for keys whose default in transformers differs from the field's. With a
+    `partial_rotary_factor`, the type supports other values of it too."""
 
     ignored: Sequence[str] = ()
     """Keys without effect on the computation."""
@@ -57,17 +58,19 @@ class ModelType:
     prepare: Callable[[dict[str, Any]], dict[str, Any]] = dict
     """Rewrite older or redundant keys of the file, before anything is read."""
 
-    extra: Callable[[Any], dict[str, Any]] = lambda config: {}
-    """Keys to write in addition, from the configuration."""
-
-    rotates_part: bool = False
-    """True if `partial_rotary_factor` is supported."""
+    write: Callable[[Any], dict[str, Any] | None] = lambda config: {}
+    """Return further keys to write for a `config`; None: this type cannot describe the model. The first type of a
+    family that can is written."""
 
     ropes: Mapping[str, str | None] = field(default_factory=lambda: {"rope": None})
     """Field of `config` → its section of `rope_parameters`, if layers of different types differ in RoPE."""
 
-    describes: Callable[[Any], bool] = lambda config: True
-    """True if a model of this `config` can be written as this type; the first type of a family that can is written."""
+
+def write_if(
+    describes: Callable[[Any], bool], write: Callable[[Any], dict[str, Any]] = lambda config: {}
+) -> Callable[[Any], dict[str, Any] | None]:
+    """Return a `ModelType.write` for models that the type `describes`."""
+    return lambda config: write(config) if describes(config) else None
 
 
 def attention_rows(theirs: str = "self_attn") -> tuple[KeyMapping, ...]:
@@ -190,7 +193,7 @@ def dense_format(model_types: Mapping[str, ModelType]) -> ExternalFormat:
 def _written_type(model_types: Mapping[str, ModelType], config: Decoder.Config) -> str:
     """Return the type that a model is written as. Raise `UserError` if there is none."""
     for name, kind in model_types.items():
-        if kind.config is type(config) and kind.describes(config):
+        if kind.config is type(config) and kind.write(config) is not None:
             return name
     raise UserError(f"no model_type of config.json ({', '.join(model_types)}) can describe this model: {config}")
 
@@ -236,7 +239,7 @@ def _from_config_json(model_types: Mapping[str, ModelType], document: Mapping[st
     if values.get("head_dim") is not None and values["head_dim"] * values["n_heads"] == values["dim"]:
         values["head_dim"] = None
     for name, section in kind.ropes.items():
-        values[name] = read_rope(reader, rotates_part=kind.rotates_part, layer_type=section)
+        values[name] = read_rope(reader, rotates_part="partial_rotary_factor" in kind.defaults, layer_type=section)
     config = kind.config(**values)
     config.validate()
     _warn_about_ignored_keys(reader, {*keys, *kind.fixed, *kind.ignored})
@@ -298,7 +301,7 @@ def _to_config_json(model_types: Mapping[str, ModelType], config: Decoder.Config
         "head_dim": config.resolved_head_dim,
         **rope,
         **{key: value for key, value in {**_FIXED, **kind.fixed}.items() if key != "is_causal"},
-        **kind.extra(config),
+        **(kind.write(config) or {}),
     }
 
 

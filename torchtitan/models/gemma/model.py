@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torchtitan.models.common.blocks import SandwichBlock
 from torchtitan.models.common.config_reader import ConfigReader
 from torchtitan.models.common.feed_forward import gelu_tanh
-from torchtitan.models.common.hugging_face import DENSE_ROWS, ModelType, dense_format, dense_rows
+from torchtitan.models.common.hugging_face import DENSE_ROWS, ModelType, dense_format, dense_rows, write_if
 from torchtitan.models.common.hugging_face_rope import write_rope
 from torchtitan.models.common.layer_types import WINDOW_KEYS, LayerType, WindowedDecoder
 from torchtitan.models.common.norms import OffsetRMSNorm
@@ -172,7 +172,7 @@ FORMAT = dense_format(
             keys={"attention_bias": "attention_bias"},
             defaults={"tie_word_embeddings": True, "head_dim": 256, "num_key_value_heads": 16},
             prepare=_prepare,
-            describes=lambda config: config.sliding_window is None,
+            write=write_if(lambda config: config.sliding_window is None),
             **_SHARED,
         ),
         "gemma2": ModelType(
@@ -182,7 +182,7 @@ FORMAT = dense_format(
             keys=_KEYS,
             defaults={**_DEFAULTS, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
             prepare=_prepare,
-            describes=lambda config: config.dim % config.n_heads == 0,  # required by transformers
+            write=write_if(lambda config: config.dim % config.n_heads == 0),  # required by transformers
             **_SHARED,
         ),
         "gemma3_text": ModelType(
@@ -195,9 +195,11 @@ FORMAT = dense_format(
             ignored=("_sliding_window_pattern", "sliding_window_pattern"),
             prepare=_prepare_gemma3,
             ropes={"rope": "full_attention", "local_rope": "sliding_attention"},
-            # For transformers 4, which does not read `rope_parameters`.
-            extra=lambda c: {**write_rope(c.rope, c.max_seq_len), "rope_local_base_freq": c.local_rope.theta},
-            describes=lambda config: config.dim % config.n_heads == 0 and config.attn_logit_softcapping is None,
+            write=write_if(
+                lambda config: config.dim % config.n_heads == 0 and config.attn_logit_softcapping is None,
+                # For transformers 4, which does not read `rope_parameters`.
+                lambda c: {**write_rope(c.rope, c.max_seq_len), "rope_local_base_freq": c.local_rope.theta},
+            ),
             **_SHARED,
         ),
     }

@@ -79,9 +79,8 @@ _SHARED: dict[str, Any] = {
         "rms_norm_eps": 1.5625e-7,
         "partial_rotary_factor": 0.5,
     },
-    "rotates_part": True,
     # The default of pad_token_id, 151329, may be beyond the vocabulary.
-    "extra": lambda config: {"partial_rotary_factor": config.rope.rotated_fraction, "pad_token_id": None},
+    "write": lambda config: {"partial_rotary_factor": config.rope.rotated_fraction, "pad_token_id": None},
 }
 
 FORMAT = dense_format(

@@ -15,6 +15,7 @@ from torchtitan.models.common.hugging_face import (
     attention_rows,
     dense_format,
     norm_rows,
+    write_if,
 )
 from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.protocols.initializer import TruncatedNormal
@@ -172,8 +173,7 @@ FORMAT = dense_format(
             fixed={"num_local_experts": 0},
             ignored=_OF_OTHER_LAYERS,
             prepare=_prepare_dense,
-            extra=_keys_of_dense,
-            describes=lambda config: not config.mlp_bias,
+            write=write_if(lambda config: not config.mlp_bias, _keys_of_dense),
         ),
     }
 )

@@ -1,7 +1,7 @@
 """Llama 3 ("The Llama 3 Herd of Models", arXiv:2407.21783), and its Hugging Face format."""
 
 from torchtitan.models.common.decoder import Decoder
-from torchtitan.models.common.hugging_face import DENSE_ROWS, ModelType, dense_format
+from torchtitan.models.common.hugging_face import DENSE_ROWS, ModelType, dense_format, write_if
 
 
 class Llama3Model(Decoder):
@@ -16,8 +16,7 @@ FORMAT = dense_format(
             rows=DENSE_ROWS,
             fixed={"attention_bias": False, "mlp_bias": False},
             ignored=("sliding_window",),  # transformers' Llama has no window
-            # transformers requires it.
-            describes=lambda config: config.dim % config.n_heads == 0,
+            write=write_if(lambda config: config.dim % config.n_heads == 0),  # required by transformers
         ),
     }
 )

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from torchtitan.models.common.hugging_face import DENSE_ROWS, ModelType, dense_format
+from torchtitan.models.common.hugging_face import DENSE_ROWS, ModelType, dense_format, write_if
 from torchtitan.models.common.layer_types import WINDOW_KEYS, WindowedDecoder
 
 
@@ -16,11 +16,11 @@ _ALL_LAYERS = ModelType(
     rows=DENSE_ROWS,
     keys={"sliding_window": "sliding_window"},
     defaults={"num_key_value_heads": 8, "sliding_window": 4096},
-    describes=lambda config: config.layer_types == ["sliding_attention"],
+    write=write_if(lambda config: config.layer_types == ["sliding_attention"]),
 )
 
 _SOME_LAYERS = dataclasses.replace(
-    _ALL_LAYERS, architecture="MinistralForCausalLM", keys=WINDOW_KEYS, describes=lambda config: True
+    _ALL_LAYERS, architecture="MinistralForCausalLM", keys=WINDOW_KEYS, write=lambda config: {}
 )
 
 FORMAT = dense_format({"mistral": _ALL_LAYERS, "ministral": _SOME_LAYERS})

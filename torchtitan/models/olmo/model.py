@@ -14,6 +14,7 @@ from torchtitan.models.common.hugging_face import (
     dense_format,
     feed_forward_rows,
     norm_rows,
+    write_if,
 )
 from torchtitan.models.common.hugging_face_rope import write_rope
 from torchtitan.models.common.layer_types import WINDOW_KEYS, LayerType, WindowedDecoder
@@ -118,7 +119,7 @@ FORMAT = dense_format(
             rows=_ROWS,
             keys={"attention_bias": "attention_bias"},
             defaults={"rms_norm_eps": 1e-5},
-            describes=lambda config: config.sliding_window is None,
+            write=write_if(lambda config: config.sliding_window is None),
         ),
         "olmo3": ModelType(
             architecture="Olmo3ForCausalLM",
@@ -128,7 +129,7 @@ FORMAT = dense_format(
             defaults={"rms_norm_eps": 1e-5, "rope_theta": _OLMO_3_THETA},
             prepare=_prepare,
             ropes=_ROPES,
-            extra=_rope_for_transformers_4,
+            write=_rope_for_transformers_4,
         ),
     }
 )

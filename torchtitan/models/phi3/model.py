@@ -10,6 +10,7 @@ from torchtitan.models.common.hugging_face import (
     ModelType,
     dense_format,
     norm_rows,
+    write_if,
 )
 from torchtitan.models.common.layer_types import WindowedDecoder
 from torchtitan.protocols.state_dict_adapter import KeyMapping
@@ -63,14 +64,15 @@ FORMAT = dense_format(
                 *norm_rows(attention_norm="input_layernorm", ffn_norm="post_attention_layernorm"),
             ),
             keys={"sliding_window": "sliding_window"},
-            defaults={"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
+            defaults={"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096, "partial_rotary_factor": 1.0},
             prepare=_prepare,
-            rotates_part=True,
-            extra=_extra_keys,
             ignored=("full_attn_mod", "interpolate_factor", "lm_head_bias"),  # in Phi-4-mini; not read by transformers
-            describes=lambda config: (
-                config.layer_types == ["sliding_attention"]
-                and (config.rope.scaling == "longrope" or config.rope.scaling_factor == 1.0)
+            write=write_if(
+                lambda config: (
+                    config.layer_types == ["sliding_attention"]
+                    and (config.rope.scaling == "longrope" or config.rope.scaling_factor == 1.0)
+                ),
+                _extra_keys,
             ),
         )
     }

@@ -32,7 +32,7 @@ FORMAT = dense_format(
             rows=DENSE_ROWS,
             keys={**WINDOW_KEYS, "attention_bias": "attention_bias"},
             prepare=prepare_windows,
-            extra=lambda config: {"use_sliding_window": config.sliding_window is not None},
+            write=lambda config: {"use_sliding_window": config.sliding_window is not None},
             defaults={"num_key_value_heads": 32, "head_dim": 128},
         )
     }

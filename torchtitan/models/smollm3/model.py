@@ -72,7 +72,7 @@ FORMAT = dense_format(
             defaults={"num_key_value_heads": 4, "tie_word_embeddings": True, "rope_theta": 2_000_000.0},
             ignored=("max_window_layers",),
             prepare=_prepare,
-            extra=lambda config: {"use_sliding_window": config.sliding_window is not None},
+            write=lambda config: {"use_sliding_window": config.sliding_window is not None},
         )
     }
 )
