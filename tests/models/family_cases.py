@@ -267,7 +267,7 @@ def random_reference(model_type: str, seed: int, **fixed: Any) -> Any:
             elif parameter.ndim == 1:
                 parameter.normal_(std=0.5)
             elif "embed" not in name:
-                parameter.normal_(std=0.6 * parameter.shape[-1] ** -0.5)
+                parameter.normal_(std=0.7 * parameter.shape[-1] ** -0.5)
     return reference
 
 
