@@ -81,6 +81,16 @@ LONG_ROPE: Options = {
 }
 """Frequencies that depend on the length of a document, which some ranks do not have entirely; 3/4 of a head is
 rotated."""
+SOFT_CAPS: Options = {"module": "gemma", "config": "gemma2_debugmodel", "model__sliding_window": 12, **TIED}
+"""Soft caps of scores and logits, norms times 1 + weight on both sides, windows in every second layer, tied."""
+LOCAL_ROPE: Options = {"module": "gemma", "model__sliding_window": 12, "model__tie_embeddings": False}
+"""Another RoPE in layers with windows, and norms of queries and keys."""
+WIDE_NORMS: Options = {"module": "olmo", "model__sliding_window": 12}
+"""Norms after each part of a block, and norms over all heads of queries and keys."""
+MULTIPLIERS: Options = {"module": "granite"}
+"""Multipliers of the embedding, the residual stream, scores and logits."""
+NO_POSITIONS: Options = {"module": "smollm3"}
+"""Every fourth layer has no positions."""
 BOTH_NORMS: Options = {"module": "glm4"}
 """Norms before and after each part of a block, biases, and half of a head rotated."""
 
@@ -136,6 +146,20 @@ TWO_PROCESSES: dict[str, Options] = {
     "FSDP 2, Qwen3": QWEN3,
     "CP 2, Qwen3": {**CP2, **QWEN3},
     "PP 2 1F1B, Qwen3": {**PP2, **QWEN3},
+    "FSDP 2, soft caps": SOFT_CAPS,
+    "TP 2, soft caps": {**TP2, **SOFT_CAPS},
+    "TP 2, soft caps, whole logits": {**TP2, **SOFT_CAPS, **WHOLE_LOGITS},
+    "CP 2, soft caps": {**CP2, **SOFT_CAPS},
+    "PP 2 1F1B, soft caps": {**PP2, **SOFT_CAPS},
+    "TP 2, local RoPE": {**TP2, **LOCAL_ROPE},
+    "CP 2, local RoPE": {**CP2, **LOCAL_ROPE},
+    "PP 2 1F1B, local RoPE": {**PP2, **LOCAL_ROPE},
+    "TP 2, norms over all heads": {**TP2, **WIDE_NORMS},
+    "CP 2, norms over all heads": {**CP2, **WIDE_NORMS},
+    "TP 2, multipliers": {**TP2, **MULTIPLIERS},
+    "PP 2 1F1B, multipliers": {**PP2, **MULTIPLIERS},
+    "TP 2, layers without positions": {**TP2, **NO_POSITIONS},
+    "CP 2, layers without positions": {**CP2, **NO_POSITIONS},
     "FSDP 2, windows": WINDOWS,
     "TP 2, windows, compile": {**TP2, **WINDOWS, **COMPILED},
     "CP 2, windows": {**CP2, **WINDOWS},
@@ -210,6 +234,8 @@ FOUR_PROCESSES: dict[str, Options] = {
     "FSDP 2 x CP 2, AdamW": {**CP2, **ADAMW},
     "DDP 2 x CP 2": {**DDP2, **CP2},
     "TP 2 x CP 2": {**TP2, **CP2},
+    "TP 2 x CP 2, soft caps": {**TP2, **CP2, **SOFT_CAPS},
+    "FSDP 2 x TP 2, norms over all heads": {**TP2, **WIDE_NORMS},
     "TP 2 x CP 2, windows": {**TP2, **CP2, **WINDOWS},
     "TP 4, Qwen3": {**TP4, **QWEN3},
     "FSDP 2 x TP 2, Qwen3": {**TP2, **QWEN3},

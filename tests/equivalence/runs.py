@@ -1,7 +1,7 @@
 """Training runs, their outcomes, and the comparison of two outcomes."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,9 +58,8 @@ def record_run(
     try:
         trainer.train()
         parts = trainer.model_parts
-        named = [(canonical_name(name), tensor) for part in parts for name, tensor in part.named_parameters()]
-        weights = {name: _whole(tensor) for name, tensor in named}
-        assert len(weights) == len(named), "two parameters of a rank have the same name"
+        # A list, since a module may be in two pipeline stages of this rank.
+        weights = [(canonical_name(name), _whole(tensor)) for part in parts for name, tensor in part.named_parameters()]
         rank = dist.get_rank() if dist.is_initialized() else 0
         torch.save(weights, folder / f"weights-{rank}.pt")
     finally:
@@ -85,7 +84,7 @@ class Outcome:
     weights: dict[str, Tensor]
 
     @classmethod
-    def read(cls, folder: Path, processes: int, pipeline_degree: int) -> "Outcome":
+    def read(cls, folder: Path, processes: int, pipeline_degree: int, in_two_stages: Collection[str] = ()) -> "Outcome":
         """Read the outcome of `record_run`.
 
         Raises:
@@ -98,29 +97,32 @@ class Outcome:
             losses=[loss for _, loss, _ in steps],
             grad_norms=[norm for _, _, norm in steps],
             validation_losses=[loss for _, loss in read_validation(folder)],
-            weights=merge_weights(weights_by_rank, copies=processes // pipeline_degree),
+            weights=merge_weights(weights_by_rank, processes // pipeline_degree, in_two_stages),
         )
 
 
-def merge_weights(weights_by_rank: Sequence[dict[str, Tensor]], copies: int) -> dict[str, Tensor]:
+def merge_weights(
+    weights_by_rank: Sequence[Sequence[tuple[str, Tensor]]], copies: int, in_two_stages: Collection[str] = ()
+) -> dict[str, Tensor]:
     """Merge the weights of all pipeline stages.
 
     Args:
-        weights_by_rank: the whole weights of each rank.
-        copies: number of ranks that hold each tensor.
+        weights_by_rank: the names and whole weights of each rank.
+        copies: number of copies of each tensor; twice this number for those `in_two_stages`.
 
     Raises:
         InconsistentRanks: if the number of copies of a tensor is wrong, or copies are not bitwise equal.
     """
     copies_by_name: dict[str, list[Tensor]] = {}
     for weights in weights_by_rank:
-        for name, tensor in weights.items():
+        for name, tensor in weights:
             copies_by_name.setdefault(name, []).append(tensor)
     for name, tensors in copies_by_name.items():
-        if len(tensors) != copies:
-            raise InconsistentRanks(f"{name} is on {len(tensors)} ranks, and should be on {copies}")
+        expected = 2 * copies if name in in_two_stages else copies
+        if len(tensors) != expected:
+            raise InconsistentRanks(f"{name} has {len(tensors)} copies, and should have {expected}")
         if not all(torch.equal(tensors[0], tensor) for tensor in tensors):
-            raise InconsistentRanks(f"{name} differs from rank to rank")
+            raise InconsistentRanks(f"{name} differs from copy to copy")
     return {name: tensors[0] for name, tensors in copies_by_name.items()}
 
 
