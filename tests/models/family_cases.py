@@ -92,6 +92,27 @@ CASES = {
                 "attention_bias": [False, True],
             },
         ),
+        Case(
+            model_type="qwen3_5_text",
+            options={
+                "head_dim": [16, 32],
+                # With a smaller constant, the norms in delta nets magnify rounding (test_delta_net.py).
+                "rms_norm_eps": [1e-3, 1e-2],
+                "attention_bias": [False, True],
+                "layer_types": [
+                    None,
+                    ("linear_attention", "full_attention"),
+                    ("full_attention", "linear_attention"),
+                    ("full_attention",),
+                ],
+                "partial_rotary_factor": [0.25, 0.5, 1.0],
+                "linear_num_key_heads": [1, 2],
+                "linear_num_value_heads": [2, 4],
+                "linear_key_head_dim": [8, 10],
+                "linear_value_head_dim": [8, 12],
+                "linear_conv_kernel_dim": [2, 4],
+            },
+        ),
     ]
 }
 

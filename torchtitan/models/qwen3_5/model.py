@@ -1,0 +1,69 @@
+"""Qwen3.5's dense models, without their vision encoder, and their Hugging Face format."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from torchtitan.models.common.config_reader import ConfigReader
+from torchtitan.models.common.hugging_face import DENSE_ROWS, ModelType, dense_format
+from torchtitan.models.common.hybrid import DELTA_NET_KEYS, DELTA_NET_ROWS, HybridDecoder
+from torchtitan.models.common.norms import OffsetRMSNorm
+from torchtitan.tools.errors import UserError
+
+
+class Qwen35Model(HybridDecoder):
+    """Gated delta nets, with an attention layer after every three. Attention has norms of queries and keys, a gate of
+    its result, and RoPE in a part of each head."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(HybridDecoder.Config):
+        attention_bias: bool = False
+        """Add biases to all projections of attention."""
+
+    config: Config
+
+    def make_norm(self, dim: int) -> nn.Module:
+        return OffsetRMSNorm(dim, self.config.norm_eps)
+
+    def make_attention(self, index: int, **options: Any) -> nn.Module:
+        biases = "qkvo" if self.config.attention_bias else ""
+        return super().make_attention(index, biases=biases, qk_norm=self.make_norm, gated=True, **options)
+
+
+def _prepare(document: dict[str, Any]) -> dict[str, Any]:
+    """Return a config.json with `layer_types`, and without what has an effect only on images: the assignment of RoPE's
+    pairs to the three coordinates of a position, which are equal in text. Raise `UserError` for contradictory keys."""
+    reader = ConfigReader("config.json", document)
+    n_layers, interval = reader.whole_number("num_hidden_layers"), reader.whole_number("full_attention_interval", 4)
+    prepared = {key: value for key, value in document.items() if key != "full_attention_interval"}
+    if n_layers <= 2**16:  # `validate` refuses more layers
+        types = ["linear_attention" if (index + 1) % interval else "full_attention" for index in range(n_layers)]
+        if not reader.has("layer_types"):
+            prepared["layer_types"] = types
+        elif reader.has("full_attention_interval") and document["layer_types"] != types:
+            raise UserError(
+                f"config.json: full_attention_interval {interval} contradicts layer_types {document['layer_types']}"
+            )
+    for key in ("rope_parameters", "rope_scaling"):
+        section = reader.section(key).values
+        prepared[key] = {name: value for name, value in section.items() if not name.startswith("mrope_")}
+    return prepared
+
+
+FORMAT = dense_format(
+    {
+        "qwen3_5_text": ModelType(
+            architecture="Qwen3_5ForCausalLM",
+            config=Qwen35Model.Config,
+            rows=(*DENSE_ROWS, *DELTA_NET_ROWS),
+            keys={**DELTA_NET_KEYS, "attention_bias": "attention_bias"},
+            fixed={"attn_output_gate": True},
+            defaults={"num_key_value_heads": 4, "head_dim": 256, "partial_rotary_factor": 0.25},
+            ignored=("mamba_ssm_dtype", "mlp_only_layers", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),
+            rotates_part=True,
+            prepare=_prepare,
+            extra=lambda config: {"partial_rotary_factor": config.rope.rotated_fraction},
+        )
+    }
+)
