@@ -95,9 +95,9 @@ CASES = {
         Case(
             model_type="qwen3_5_text",
             options={
-                "head_dim": [16, 32],
-                # With a smaller constant, the norms in delta nets magnify rounding (test_delta_net.py).
-                "rms_norm_eps": [1e-3, 1e-2],
+                "head_dim": [16, 24],
+                # With a smaller constant, norms in delta nets magnify rounding, in transformers too (test_delta_net.py).
+                "rms_norm_eps": [1e-2, 3e-2],
                 "attention_bias": [False, True],
                 "layer_types": [
                     None,
