@@ -116,6 +116,9 @@ CASES = {
     ]
 }
 
+WITH_VISION = {"qwen3_5"}
+"""Types whose language model is read, and written as another type."""
+
 
 def random_reference(model_type: str, seed: int, **fixed: Any) -> Any:
     """Return transformers' model of a random configuration, with weights that make every part matter: norms and biases

@@ -11,7 +11,6 @@ def _published(**sizes: Any) -> Qwen35Model.Config:
     return Qwen35Model.Config(
         vocab_size=248_320,
         max_seq_len=262_144,
-        head_dim=256,
         norm_eps=1e-6,
         rope=RoPEConfig(theta=10_000_000.0, rotated_fraction=0.25),
         **sizes,
@@ -36,11 +35,13 @@ FLAVORS = {
         linear_key_head_dim=32,
         linear_value_head_dim=32,
     ),
-    "0.8B": _published(**_SMALL, dim=1024, ffn_dim=3584),
+    "0.8B": _published(**_SMALL, dim=1024, head_dim=256, ffn_dim=3584),
     "2B": _published(**_SMALL, dim=2048, ffn_dim=6144),
-    "4B": _published(**_MEDIUM, dim=2560, ffn_dim=9216, tie_embeddings=True),
+    "4B": _published(**_MEDIUM, dim=2560, head_dim=256, ffn_dim=9216, tie_embeddings=True),
     "9B": _published(**_MEDIUM, dim=4096, ffn_dim=12288),
-    "27B": _published(dim=5120, n_layers=64, n_heads=24, n_kv_heads=4, ffn_dim=17408, linear_num_value_heads=48),
+    "27B": _published(
+        dim=5120, n_layers=64, n_heads=24, n_kv_heads=4, head_dim=256, ffn_dim=17408, linear_num_value_heads=48
+    ),
 }
 
 FORMATS = {"hf": FORMAT}
