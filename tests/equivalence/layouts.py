@@ -133,6 +133,7 @@ TWO_PROCESSES: dict[str, Options] = {
     "CP 2, contiguous, windows": {**CP2, **CONTIGUOUS, **WINDOWS},
     "PP 2 1F1B, windows": {**PP2, **WINDOWS},
     "FSDP 2, delta nets": DELTA_NETS,
+    "FSDP 2, delta nets, compile, AC full": {**DELTA_NETS, **COMPILED, **FULL_AC},
     "PP 2 1F1B, delta nets": {**PP2, **DELTA_NETS},
     "CP 2": CP2,
     "CP 2, AdamW": {**CP2, **ADAMW},

@@ -96,7 +96,7 @@ CASES = {
             model_type="qwen3_5_text",
             options={
                 "head_dim": [16, 24],
-                # With a smaller constant, norms in delta nets magnify rounding, in transformers too (test_delta_net.py).
+                # With a smaller constant, norms in delta nets magnify rounding, here and in transformers.
                 "rms_norm_eps": [1e-2, 3e-2],
                 "attention_bias": [False, True],
                 "layer_types": [

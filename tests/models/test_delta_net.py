@@ -255,6 +255,16 @@ def test_a_compiled_block_is_one_graph_and_equal():
         torch.testing.assert_close(compiled(x, ROPE, metadata), net(x, ROPE, metadata))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [[[40], [40]], [[64], [64]], [[128], [60, 68]]], ids=str)
+def test_compiled_gradients_are_equal(rows):
+    """Also in rows that a single chunk could hold."""
+    net, x = make_net(), random_input(rows)
+    compiled, metadata = torch.compile(net, backend="aot_eager"), metadata_of(rows)
+    # The compiler may change the order of sums.
+    torch.testing.assert_close(results(net, x, compiled(x, ROPE, metadata)), results(net, x, net(x, ROPE, metadata)))
+
+
 def test_bfloat16_states_and_recurrence_are_float32():
     net, states = make_net().bfloat16(), {}
     x = random_input([[100]]).detach()

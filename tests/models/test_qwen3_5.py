@@ -209,7 +209,7 @@ def test_packed_documents_equal_documents_alone() -> None:
     ("flavor", "billions"), [("0.8B", 0.75), ("2B", 1.88), ("4B", 4.2), ("9B", 8.95), ("27B", 26.9)]
 )
 def test_published_sizes(flavor: str, billions: float) -> None:
-    """Without vision and further predicted tokens. The same number in transformers; rounded, that of the name."""
+    """Without vision and further predicted tokens; the same number in transformers."""
     with torch.device("meta"):
         parameters = model_registry(flavor).model.build().num_parameters()
         config = transformers.Qwen3_5TextConfig.from_dict(WRITE(FLAVORS[flavor]))

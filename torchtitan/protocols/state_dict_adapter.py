@@ -220,7 +220,7 @@ class ExternalFormat:
     """Value of `model_type` in config.json that belongs to this family → its class in transformers."""
 
     name_of: Callable[[str], str | None] = lambda name: name
-    """Name of a tensor in a checkpoint → its name in the table, which is written; None if the model has no such part."""
+    """Name of a tensor in a checkpoint → its name in the table, as written; None if the model has no such part."""
 
 
 def _expand(name: str, n_layers: int) -> list[str]:

@@ -22,8 +22,8 @@ from torchtitan.components.weights.views import (
     ChainedSource,
     ConvertedView,
     InternalView,
-    RenamedView,
     PlainView,
+    RenamedView,
     ResizedEmbedding,
 )
 from torchtitan.protocols import BaseModel, ModelConverter, ModelSpec

@@ -134,7 +134,8 @@ def gated_delta_rule(
         documents_BL: numbers of the tokens' documents, (B or 1, L); 0: the document of `state_BHEF`.
         state_BHEF: state before the first token; None: zeros.
     """
-    length, chunk = q_BLHE.shape[1], min(_CHUNK, q_BLHE.shape[1])
+    length = q_BLHE.shape[1]
+    chunk = min(_CHUNK, (length + 1) // 2)  # torch 2.13 does not compile the backward pass of a single chunk
     padding = -length % chunk
 
     def split(x: Tensor) -> Tensor:
