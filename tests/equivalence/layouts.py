@@ -48,7 +48,7 @@ QWEN3: Options = {"module": "qwen3"}
 WINDOWS: Options = {"module": "mistral", "model__sliding_window": 12}
 """A window in every layer, shorter than most documents."""
 DELTA_NETS: Options = {"module": "qwen3_5", "model__norm_eps": 1e-2}
-"""A model with gated delta nets in three of four layers. Where a query and a key are nearly orthogonal, the norm of a
+"""A model with gated delta nets in three of four layers. If a query and a key are nearly orthogonal, the norm of a
 document's first output magnifies rounding by up to 1 / sqrt(eps)."""
 
 DDP2: Options = {"parallelism__data_parallel_replicate_degree": 2, "parallelism__data_parallel_shard_degree": 1}

@@ -1,4 +1,4 @@
-"""What is particular to Qwen3.5: mistakes are caught; sizes, config.json, and files of the models with vision."""
+"""Qwen3.5: mistakes are caught; published sizes, config.json, files of models with vision, and adapters."""
 
 import json
 from collections.abc import Callable
@@ -361,7 +361,7 @@ def test_language_model_of_a_model_with_vision(tmp_path: Path, tied: bool) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize("dora", [False, True])
 def test_adapters_for_a_hugging_face_folder(tmp_path: Path, chat_file: Path, dora: bool) -> None:
-    """Of all projections, also those of delta nets and gates. peft opens the adapter on its base model, and a run
+    """Of all projections, also in delta nets and for gates. peft opens the adapter on its base model, and a run
     continues from it."""
     from peft import PeftModel
 

@@ -206,7 +206,7 @@ class Decoder(BaseModel):
         return UNCHANGED
 
     def init_stds(self, index: int) -> dict[str, Any]:
-        """Return the standard deviations of the initial input and output projections of a layer. Those of outputs fall
+        """Return the standard deviations of the initial input and output projections of a layer. The latter fall
         with depth, so that the residual stream's variance grows slowly (like GPT-2's 1 / sqrt(N))."""
         return {"init_std": _INIT_STD, "out_init_std": _INIT_STD / (2 * (index + 1)) ** 0.5}
 

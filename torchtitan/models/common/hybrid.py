@@ -27,7 +27,7 @@ _NAMES = {
 DELTA_NET_ROWS = tuple(
     KeyMapping(f"layers.*.attention.{ours}", f"model.layers.*.linear_attn.{theirs}") for ours, theirs in _NAMES.items()
 )
-"""Names of the weights of gated delta nets. No layer has tensors of both these rows and those of attention."""
+"""Names of the weights of gated delta nets. No layer has tensors of both these rows and attention's rows."""
 
 
 class HybridDecoder(Decoder):

@@ -32,7 +32,7 @@ class Qwen35Model(HybridDecoder):
 
 
 def _prepare(document: dict[str, Any]) -> dict[str, Any]:
-    """Return a config.json with `layer_types`, and without what has an effect only on images: the assignment of RoPE's
+    """Return a config.json with `layer_types`, and without keys that only matter for images: they assign RoPE's
     pairs to the three coordinates of a position, which are equal in text. Raise `UserError` for contradictory keys."""
     reader = ConfigReader("config.json", document)
     n_layers, interval = reader.whole_number("num_hidden_layers"), reader.whole_number("full_attention_interval", 4)
