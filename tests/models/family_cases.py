@@ -1,5 +1,6 @@
 """Small random models of transformers for every `model_type` that a family here reads, and their equivalents here."""
 
+import copy
 import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
@@ -130,7 +131,7 @@ def random_reference(model_type: str, seed: int, **fixed: Any) -> Any:
     for key, value in document.items():
         if isinstance(value, tuple):  # a pattern of layers
             document[key] = [value[index % len(value)] for index in range(n_layers)]
-    config = transformers.AutoConfig.for_model(model_type, **document)
+    config = transformers.AutoConfig.for_model(model_type, **copy.deepcopy(document))  # it changes nested values
     print(f"{model_type}, seed {seed}: {document}")
     torch.manual_seed(seed)
     reference = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()

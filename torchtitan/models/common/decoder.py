@@ -176,7 +176,7 @@ class Decoder(BaseModel):
     def make_feed_forward(
         self, index: int, kind: Callable[..., nn.Module] = GatedFeedForward, **options: Any
     ) -> nn.Module:
-        """Return the feed-forward network of a layer; `options` are those of its `kind`, from `common.feed_forward`."""
+        """Return the feed-forward network of a layer; `options` are arguments of its `kind` (`common.feed_forward`)."""
         return kind(dim=self.config.dim, hidden_dim=self.config.ffn_dim, **self.init_stds(index), **options)
 
     def make_norm(self, dim: int) -> nn.Module:

@@ -66,7 +66,7 @@ class ModelType:
     """Field of `config` → its section of `rope_parameters`, if layers of different types differ in RoPE."""
 
     describes: Callable[[Any], bool] = lambda config: True
-    """Test of whether a model of this `config` can be written as this type; the first type of a family that can is written."""
+    """Whether a model of this `config` can be written as this type; the first type of a family that can is written."""
 
 
 def attention_rows(theirs: str = "self_attn") -> tuple[KeyMapping, ...]:
