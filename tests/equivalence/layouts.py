@@ -47,6 +47,9 @@ QWEN3: Options = {"module": "qwen3"}
 """A model with norms per head of queries and keys, and with heads that are together wider than the model."""
 WINDOWS: Options = {"module": "mistral", "model__sliding_window": 12}
 """A window in every layer, shorter than most documents."""
+DELTA_NETS: Options = {"module": "qwen3_5", "model__norm_eps": 1e-2}
+"""A model with gated delta nets in three of four layers. If a query and a key are nearly orthogonal, the norm of a
+document's first output magnifies rounding by up to 1 / sqrt(eps)."""
 
 DDP2: Options = {"parallelism__data_parallel_replicate_degree": 2, "parallelism__data_parallel_shard_degree": 1}
 HSDP: Options = {"parallelism__data_parallel_replicate_degree": 2, "parallelism__data_parallel_shard_degree": 2}
@@ -165,6 +168,9 @@ TWO_PROCESSES: dict[str, Options] = {
     "CP 2, windows": {**CP2, **WINDOWS},
     "CP 2, contiguous, windows": {**CP2, **CONTIGUOUS, **WINDOWS},
     "PP 2 1F1B, windows": {**PP2, **WINDOWS},
+    "FSDP 2, delta nets": DELTA_NETS,
+    "FSDP 2, delta nets, compile, AC full": {**DELTA_NETS, **COMPILED, **FULL_AC},
+    "PP 2 1F1B, delta nets": {**PP2, **DELTA_NETS},
     "CP 2": CP2,
     "CP 2, AdamW": {**CP2, **ADAMW},
     "CP 2, contiguous": {**CP2, **CONTIGUOUS},
@@ -285,6 +291,8 @@ REFUSED: dict[str, tuple[int, Options]] = {
     "DDP 2, CPU offload": (2, {**DDP2, **OFFLOAD}),
     "TP 2, CPU offload": (2, {**TP2, **OFFLOAD}),
     "TP 4, two key/value heads": (4, {**TP4, "model__n_kv_heads": 2}),
+    "TP 2, delta nets": (2, {**TP2, **DELTA_NETS}),
+    "CP 2, delta nets": (2, {**CP2, **DELTA_NETS}),
 }
 """Layouts that the configuration must reject, since PyTorch or the model sizes do not support them."""
 

@@ -241,8 +241,32 @@ CASES = {
                 "layer_types": [None],
             },
         ),
+        Case(
+            model_type="qwen3_5_text",
+            options={
+                "head_dim": [16, 24],
+                # With a smaller constant, norms in delta nets magnify rounding, here and in transformers.
+                "rms_norm_eps": [3e-2, 1e-1],
+                "attention_bias": [False, True],
+                "layer_types": [
+                    None,
+                    ("linear_attention", "full_attention"),
+                    ("full_attention", "linear_attention"),
+                    ("full_attention",),
+                ],
+                "partial_rotary_factor": [0.25, 0.5, 1.0],
+                "linear_num_key_heads": [1, 2],
+                "linear_num_value_heads": [2, 4],
+                "linear_key_head_dim": [8, 10],
+                "linear_value_head_dim": [8, 12],
+                "linear_conv_kernel_dim": [2, 4],
+            },
+        ),
     ]
 }
+
+WITH_VISION = {"qwen3_5"}
+"""Types whose language model is read, and written as another type."""
 
 
 def random_reference(model_type: str, seed: int, **fixed: Any) -> Any:
@@ -256,7 +280,7 @@ def random_reference(model_type: str, seed: int, **fixed: Any) -> Any:
     for key, value in document.items():
         if isinstance(value, tuple):  # a pattern of layers
             document[key] = [value[index % len(value)] for index in range(n_layers)]
-    config = transformers.AutoConfig.for_model(model_type, **document)
+    config = transformers.AutoConfig.for_model(model_type, **copy.deepcopy(document))  # it changes nested values
     print(f"{model_type}, seed {seed}: {document}")
     torch.manual_seed(seed)
     reference = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()

@@ -16,9 +16,9 @@ from torchtitan.components.generation import generate
 from torchtitan.distributed import initialize_weights
 from torchtitan.models.common import delta_net
 from torchtitan.models.common.delta_net import GatedDeltaNet
+from torchtitan.models.common.hybrid import DELTA_NET_ROWS
 from torchtitan.models.llama3.model import Llama3Model
 from torchtitan.protocols.attention import AttentionMetadata
-from torchtitan.protocols.state_dict_adapter import Concatenated
 
 SIZES = {"dim": 24, "n_key_heads": 2, "n_value_heads": 4, "key_head_dim": 6, "value_head_dim": 10, "conv_width": 4}
 ROWS = [
@@ -52,26 +52,26 @@ def random_input(rows: Sequence[Sequence[int]], dim: int = SIZES["dim"]) -> Tens
 
 def recurrence(net: GatedDeltaNet, x_TD: Tensor) -> Tensor:
     """Return the outputs of one document, by definition: one token after another."""
-    qkv_TJ, width = torch.cat([net.wq(x_TD), net.wk(x_TD), net.wv(x_TD)], -1), net.conv.weight.shape[-1]
+    qkv_TJ, width = net.in_qkv(x_TD), net.conv.weight.shape[-1]
     before_TJ = torch.cat([qkv_TJ.new_zeros(width - 1, qkv_TJ.shape[1]), qkv_TJ])
-    key_dim, heads = net.wq.out_features, len(net.A_log)
+    heads = len(net.A_log)
     state_HEF = x_TD.new_zeros(heads, net.key_head_dim, net.value_head_dim)
     outs = []
     for t, x_D in enumerate(x_TD):
         mixed = F.silu((before_TJ[t : t + width] * net.conv.weight[:, 0].T).sum(0))
         q, k, v = (part.view(-1, size) for part, size in zip(
-            mixed.split([key_dim, key_dim, net.wv.out_features]),
+            mixed.split(net.widths),
             (net.key_head_dim, net.key_head_dim, net.value_head_dim), strict=True,
         ))  # fmt: skip
         q, k = (y[[h * len(y) // heads for h in range(heads)]] for y in (q, k))
         q, k = (y / (y.square().sum(-1, keepdim=True) + 1e-6).sqrt() for y in (q, k))
-        decay = torch.exp(-net.A_log.exp() * F.softplus(net.wa(x_D) + net.dt_bias))
+        decay = torch.exp(-net.A_log.exp() * F.softplus(net.in_a(x_D) + net.dt_bias))
         state_HEF = state_HEF * decay[:, None, None]
-        change_HF = net.wb(x_D).sigmoid()[:, None] * (v - torch.einsum("hef,he->hf", state_HEF, k))
+        change_HF = net.in_b(x_D).sigmoid()[:, None] * (v - torch.einsum("hef,he->hf", state_HEF, k))
         state_HEF = state_HEF + k[:, :, None] * change_HF[:, None]
         out_HF = torch.einsum("hef,he->hf", state_HEF, q) / net.key_head_dim**0.5
         out_HF = out_HF / (out_HF.square().mean(-1, keepdim=True) + 1e-6).sqrt() * net.norm.weight
-        outs.append(net.wo((out_HF * F.silu(net.wz(x_D)).view_as(out_HF)).flatten()))
+        outs.append(net.out((out_HF * F.silu(net.in_z(x_D)).view_as(out_HF)).flatten()))
     return torch.stack(outs)
 
 
@@ -128,24 +128,11 @@ def test_output_and_all_gradients_equal_transformers(seed):
         ),
         0,
     )
-    fused = {"in_proj_qkv.weight": ("wq", "wk", "wv")}
-    single = {
-        "in_proj_z": "wz",
-        "in_proj_a": "wa",
-        "in_proj_b": "wb",
-        "conv1d": "conv",
-        "norm": "norm",
-        "out_proj": "wo",
-    }
-    names = {"A_log": "A_log", "dt_bias": "dt_bias", **{f"{a}.weight": f"{b}.weight" for a, b in single.items()}}
+    names = {row.external.rpartition("linear_attn.")[2]: row.internal.split(".", 3)[3] for row in DELTA_NET_ROWS}
     ours = dict(net.named_parameters())
 
     def external(tensors: dict[str, Any]) -> dict[str, Any]:
-        """Rename and fuse by the transforms of conversions."""
-        found = {theirs: tensors[name] for theirs, name in names.items()}
-        for theirs, parts in fused.items():
-            (found[theirs],) = Concatenated(0).to_external([tensors[f"{part}.weight"] for part in parts])
-        return found
+        return {theirs: tensors[name] for theirs, name in names.items()}
 
     reference.load_state_dict({name: tensor.detach() for name, tensor in external(ours).items()})
     x_BLD = random_input([[length]] * 2, sizes["dim"]).detach().float()
@@ -268,6 +255,16 @@ def test_a_compiled_block_is_one_graph_and_equal():
         torch.testing.assert_close(compiled(x, ROPE, metadata), net(x, ROPE, metadata))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [[[40], [40]], [[64], [64]], [[128], [60, 68]]], ids=str)
+def test_compiled_gradients_are_equal(rows):
+    """Also in rows that a single chunk could hold."""
+    net, x = make_net(), random_input(rows)
+    compiled, metadata = torch.compile(net, backend="aot_eager"), metadata_of(rows)
+    # The compiler may change the order of sums.
+    torch.testing.assert_close(results(net, x, compiled(x, ROPE, metadata)), results(net, x, net(x, ROPE, metadata)))
+
+
 def test_bfloat16_states_and_recurrence_are_float32():
     net, states = make_net().bfloat16(), {}
     x = random_input([[100]]).detach()
@@ -286,4 +283,4 @@ def test_every_parameter_has_an_initial_distribution():
     rates = net.A_log.exp()
     assert 0.01 <= rates.min() < 0.2 and 15.8 < rates.max() <= 16 and 7 < rates.mean() < 9
     assert (net.dt_bias == 1).all() and (net.norm.weight == 1).all()
-    assert 0.49 < net.conv.weight.abs().max() <= 0.5 and net.wo.weight.std().item() == pytest.approx(0.2, rel=0.05)
+    assert 0.49 < net.conv.weight.abs().max() <= 0.5 and net.out.weight.std().item() == pytest.approx(0.2, rel=0.05)

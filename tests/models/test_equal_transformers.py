@@ -8,6 +8,7 @@ import torch
 
 from tests.models.family_cases import (
     CASES,
+    WITH_VISION,
     all_cases,
     family_of,
     random_reference,
@@ -27,7 +28,8 @@ TOLERANCE = 1e-5
 
 
 def test_every_model_type_has_a_case() -> None:
-    assert {name for family in families_with("hf") for name in family.FORMATS["hf"].model_types} == set(CASES)
+    types = {name for family in families_with("hf") for name in family.FORMATS["hf"].model_types}
+    assert types == {*CASES, *WITH_VISION}
 
 
 @pytest.mark.parametrize(("model_type", "seed"), all_cases(8))

@@ -225,6 +225,9 @@ class ExternalFormat:
     model_types: Mapping[str, str] = field(default_factory=dict)
     """Value of `model_type` in config.json that belongs to this family → its class in transformers."""
 
+    name_of: Callable[[str], str | None] = lambda name: name
+    """Name of a tensor in a checkpoint → its name in the table, as written; None if the model has no such part."""
+
 
 def _expand(name: str, n_layers: int) -> list[str]:
     return [name.replace("*", str(index)) for index in range(n_layers)] if "*" in name else [name]

@@ -23,6 +23,7 @@ from torchtitan.components.weights.views import (
     ConvertedView,
     InternalView,
     PlainView,
+    RenamedView,
     ResizedEmbedding,
 )
 from torchtitan.protocols import BaseModel, ModelConverter, ModelSpec
@@ -83,7 +84,8 @@ def internal_source(
     if source_format == "dcp":
         source = _plain_source(Path(path), spec, partial, base)
     else:
-        source, adapter = open_source(path), format_for(spec, source_format).adapter
+        format = format_for(spec, source_format)
+        source, adapter = RenamedView(open_source(path), format.name_of), format.adapter
         saved = _saved_model(source, model, lambda m: adapter(m).external_specs(model_tensor_specs(m)), added)
         source = InternalView(source, adapter(saved), model_tensor_specs(saved))
     return ResizedEmbedding(source, _find_token_tensors(model, model_tensor_specs), added) if added else source

@@ -15,6 +15,7 @@ from torchtitan.protocols.model import ConvertedModule, converted_modules
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.state_dict_adapter import Identity, StateDictAdapter, check_tied
 from torchtitan.protocols.tensor_source import Slices, TensorSource, TensorSpec, full_slices
+from torchtitan.tools.errors import UserError
 
 _COMPARED_ELEMENTS = 2**24
 _COMPUTED_ELEMENTS = 2**24
@@ -54,6 +55,20 @@ class View(TensorSource):
         if len(self._last) == 1:
             self._last = {}
         return tensor if slices is None else tensor[slices]
+
+
+class RenamedView(View):
+    """Tensors of a checkpoint under the names that `name_of` returns, without those for which it returns None. Raises
+    `UserError` if two tensors get the same name."""
+
+    def __init__(self, source: TensorSource, name_of: Callable[[str], str | None]):
+        given: dict[str, str] = {}
+        for name in source.specs:
+            known = name_of(name)
+            if known is not None and given.setdefault(known, name) != name:
+                raise UserError(f"the checkpoint has {known} twice: {given[known]} and {name}")
+        specs = {known: source.specs[name] for known, name in given.items()}
+        super().__init__(source, specs, [Recipe((name,), (known,), None) for known, name in given.items()])
 
 
 class InternalView(View):

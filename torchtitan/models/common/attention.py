@@ -217,7 +217,7 @@ class GroupedQueryAttention(nn.Module):
         biases: the projections with a bias, some of "qkvo".
         qk_norm: makes the norms of queries and keys before RoPE; None: there are none.
         qk_norm_over: width that these norms cover: each head's, or all heads' together.
-        gated: multiply the result by the sigmoid of another projection of the input.
+        gated: multiply the result by the sigmoid of gates, which follow the queries of each head in `wq`.
         scale: as in `Attention`.
         softcap: as in `Attention`.
         init_std: standard deviation of the initial input projections.
@@ -241,13 +241,13 @@ class GroupedQueryAttention(nn.Module):
         out_init_std: float,
     ):
         super().__init__()
-        self.head_dim = head_dim
+        self.head_dim, self.gated = head_dim, gated
         self.attend = Attention(scale=scale, softcap=softcap)
         widths = {"q": n_heads * head_dim, "k": n_kv_heads * head_dim, "v": n_kv_heads * head_dim}
         self.wq, self.wk, self.wv = (
-            make_linear(dim, width, init_std, bias=name in biases) for name, width in widths.items()
+            make_linear(dim, width * (2 if gated and name == "q" else 1), init_std, bias=name in biases)
+            for name, width in widths.items()
         )
-        self.wg = make_linear(dim, widths["q"], init_std) if gated else None
         norms: list[nn.Module | None] = [None] * 4
         if qk_norm is not None:
             wide = qk_norm_over == "all heads"
@@ -259,6 +259,8 @@ class GroupedQueryAttention(nn.Module):
     def forward(self, x_BLD: Tensor, rope: tuple[Tensor, Tensor] | None, attention: AttentionMetadata) -> Tensor:
         """(B, L, dim) → (B, L, dim). Without `rope`, queries and keys have no positions."""
         q_BLE, k_BLE, v_BLE = self.wq(x_BLD), self.wk(x_BLD), self.wv(x_BLD)
+        if self.gated:
+            q_BLE, gate_BLE = (x.flatten(-2) for x in q_BLE.unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, dim=-1))
         if self.q_wide_norm is not None and self.k_wide_norm is not None:
             q_BLE, k_BLE = self.q_wide_norm(q_BLE), self.k_wide_norm(k_BLE)
         # -1, because a rank holds only some of the heads under tensor parallelism.
@@ -268,6 +270,6 @@ class GroupedQueryAttention(nn.Module):
         if rope is not None:
             q_BLHD, k_BLKD = apply_rope(q_BLHD, rope), apply_rope(k_BLKD, rope)
         out_BLE = self.attend(q_BLHD, k_BLKD, v_BLKD, attention).flatten(-2)
-        if self.wg is not None:
-            out_BLE = out_BLE * torch.sigmoid(self.wg(x_BLD))
+        if self.gated:
+            out_BLE = out_BLE * torch.sigmoid(gate_BLE)
         return self.wo(out_BLE)

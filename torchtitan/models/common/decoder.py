@@ -38,7 +38,6 @@ DENSE_SHARDING = ShardingPlan(
         "layers.*.attention.wq": "columns",
         "layers.*.attention.wk": "columns",
         "layers.*.attention.wv": "columns",
-        "layers.*.attention.wg": "columns",
         "layers.*.attention.q_norm": "heads",
         "layers.*.attention.k_norm": "heads",
         "layers.*.attention.q_wide_norm": "all heads",
@@ -170,18 +169,15 @@ class Decoder(BaseModel):
             n_kv_heads=config.n_kv_heads,
             head_dim=config.resolved_head_dim,
             softcap=self.score_softcap(),
-            init_std=_INIT_STD,
-            out_init_std=self.out_init_std(index),
+            **self.init_stds(index),
             **options,
         )
 
     def make_feed_forward(
         self, index: int, kind: Callable[..., nn.Module] = GatedFeedForward, **options: Any
     ) -> nn.Module:
-        """Return the feed-forward network of a layer; `options` are those of its `kind`, from `common.feed_forward`."""
-        config = self.config
-        stds = {"init_std": _INIT_STD, "out_init_std": self.out_init_std(index)}
-        return kind(dim=config.dim, hidden_dim=config.ffn_dim, **stds, **options)
+        """Return the feed-forward network of a layer; `options` are arguments of its `kind` (`common.feed_forward`)."""
+        return kind(dim=self.config.dim, hidden_dim=self.config.ffn_dim, **self.init_stds(index), **options)
 
     def make_norm(self, dim: int) -> nn.Module:
         """Return a norm over `dim` elements, of a block or of the head."""
@@ -209,10 +205,10 @@ class Decoder(BaseModel):
         """Return the change of logits before the softmax."""
         return UNCHANGED
 
-    def out_init_std(self, index: int) -> float:
-        """Return the standard deviation of the initial output projections of a layer. It falls with depth, so that the
-        residual stream's variance grows slowly (like GPT-2's 1 / sqrt(N))."""
-        return _INIT_STD / (2 * (index + 1)) ** 0.5
+    def init_stds(self, index: int) -> dict[str, Any]:
+        """Return the standard deviations of the initial input and output projections of a layer. The latter fall
+        with depth, so that the residual stream's variance grows slowly (like GPT-2's 1 / sqrt(N))."""
+        return {"init_std": _INIT_STD, "out_init_std": _INIT_STD / (2 * (index + 1)) ** 0.5}
 
     def output_init(self) -> TruncatedNormal:
         """Return the initial distribution of untied output weights. Logits have standard deviation 1/4 at any width, so

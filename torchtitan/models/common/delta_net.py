@@ -52,43 +52,41 @@ class GatedDeltaNet(nn.Module):
         self.repeats = n_value_heads // n_key_heads
         key_dim, value_dim = n_key_heads * key_head_dim, n_value_heads * value_head_dim
 
-        self.wq, self.wk, self.wv, self.wz = (
-            make_linear(dim, outputs, init_std) for outputs in (key_dim, key_dim, value_dim, value_dim)
-        )
-        self.wa, self.wb = (make_linear(dim, n_value_heads, init_std) for _ in range(2))
-        self.conv = DocumentConv(2 * key_dim + value_dim, conv_width)
+        # Names that attention does not use: a model has both kinds of layers, and its tables tell them by names.
+        self.widths = [key_dim, key_dim, value_dim]
+        self.in_qkv, self.in_z = (make_linear(dim, width, init_std) for width in (sum(self.widths), value_dim))
+        self.in_a, self.in_b = (make_linear(dim, n_value_heads, init_std) for _ in range(2))
+        self.conv = DocumentConv(sum(self.widths), conv_width)
         self.A_log, self.dt_bias = (nn.Parameter(torch.ones(n_value_heads)) for _ in range(2))
         with_initializers(self, A_log=LogUniform(0.01, 16.0), dt_bias=Constant(1.0))
         self.norm = RMSNorm(value_head_dim, norm_eps)
-        self.wo = make_linear(value_dim, dim, out_init_std)
+        self.out = make_linear(value_dim, dim, out_init_std)
 
     def forward(self, x_BLD: Tensor, rope: tuple[Tensor, Tensor], attention: AttentionMetadata) -> Tensor:
         """(B, L, dim) → (B, L, dim). Positions matter only as the starts of documents, so `rope` is not used."""
         documents_BL = _documents(x_BLD, attention)
         precise = torch.promote_types(x_BLD.dtype, torch.float32)
-        qkv_BLJ = torch.cat((self.wq(x_BLD), self.wk(x_BLD), self.wv(x_BLD)), dim=-1).to(precise)
         inputs_BWJ, state_BHEF = (attention.states or {}).get(self, (None, None))
-        qkv_BLJ, inputs_BWJ = self.conv(qkv_BLJ, documents_BL, inputs_BWJ)
-        widths = [projection.out_features for projection in (self.wq, self.wk, self.wv)]
-        q, k, v = F.silu(qkv_BLJ).split(widths, dim=-1)
+        qkv_BLJ, inputs_BWJ = self.conv(self.in_qkv(x_BLD).to(precise), documents_BL, inputs_BWJ)
+        q, k, v = F.silu(qkv_BLJ).split(self.widths, dim=-1)
         q_BLHE, k_BLHE = (
             _normalized(x.unflatten(-1, (-1, self.key_head_dim))).repeat_interleave(self.repeats, dim=2) for x in (q, k)
         )
-        decay_BLH = -self.A_log.to(precise).exp() * F.softplus(self.wa(x_BLD).to(precise) + self.dt_bias)
+        decay_BLH = -self.A_log.to(precise).exp() * F.softplus(self.in_a(x_BLD).to(precise) + self.dt_bias)
         out_BLHF, state_BHEF = gated_delta_rule(
             q_BLHE * self.key_head_dim**-0.5,
             k_BLHE,
             v.unflatten(-1, (-1, self.value_head_dim)),
             decay_BLH,
-            self.wb(x_BLD).to(precise).sigmoid(),
+            self.in_b(x_BLD).to(precise).sigmoid(),
             documents_BL,
             state_BHEF,
         )
         if attention.states is not None:
             attention.states[self] = inputs_BWJ, state_BHEF
-        gate_BLHF = F.silu(self.wz(x_BLD).to(precise)).view_as(out_BLHF)
+        gate_BLHF = F.silu(self.in_z(x_BLD).to(precise)).view_as(out_BLHF)
         out_BLHF = (self.norm(out_BLHF.type_as(x_BLD)) * gate_BLHF).type_as(x_BLD)
-        return self.wo(out_BLHF.flatten(-2))
+        return self.out(out_BLHF.flatten(-2))
 
 
 class DocumentConv(nn.Module):
@@ -136,7 +134,8 @@ def gated_delta_rule(
         documents_BL: numbers of the tokens' documents, (B or 1, L); 0: the document of `state_BHEF`.
         state_BHEF: state before the first token; None: zeros.
     """
-    length, chunk = q_BLHE.shape[1], min(_CHUNK, q_BLHE.shape[1])
+    length = q_BLHE.shape[1]
+    chunk = min(_CHUNK, (length + 1) // 2)  # torch 2.13 does not compile the backward pass of a single chunk
     padding = -length % chunk
 
     def split(x: Tensor) -> Tensor:

@@ -180,13 +180,17 @@ _WITHOUT_EFFECT = {
 """Keys without effect on the model's computation; `pretraining_tp` only changes the order of sums."""
 
 
-def dense_format(model_types: Mapping[str, ModelType]) -> ExternalFormat:
-    """Return the format of a family from its `model_type`s, the preferred one for writing first."""
+def dense_format(
+    model_types: Mapping[str, ModelType], name_of: Callable[[str], str | None] = lambda name: name
+) -> ExternalFormat:
+    """Return the format of a family from its `model_type`s, the preferred one for writing first. `name_of` is as in
+    `ExternalFormat`."""
     return ExternalFormat(
         adapter=partial(_adapter, model_types),
         to_external=partial(_to_config_json, model_types),
         from_external=partial(_from_config_json, model_types),
         model_types={name: kind.architecture for name, kind in model_types.items()},
+        name_of=name_of,
     )
 
 

@@ -85,8 +85,9 @@ class GraniteModel(Decoder):
         init = super().embedding_init()
         return init if self.config.tie_embeddings else TruncatedNormal(init.std / self.config.embedding_multiplier)
 
-    def out_init_std(self, index: int) -> float:
-        return super().out_init_std(index) / self.config.residual_multiplier
+    def init_stds(self, index: int) -> dict[str, Any]:
+        stds = super().init_stds(index)
+        return {**stds, "out_init_std": stds["out_init_std"] / self.config.residual_multiplier}
 
     def output_init(self) -> TruncatedNormal:
         return TruncatedNormal(super().output_init().std * self.config.logits_scaling)

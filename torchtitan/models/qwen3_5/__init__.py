@@ -1,0 +1,49 @@
+"""The dense models of Qwen3.5 in their published sizes, without vision, and a small one that trains on a laptop."""
+
+from typing import Any
+
+from torchtitan.models.common.rope import RoPEConfig
+from torchtitan.models.families import Family
+from torchtitan.models.qwen3_5.model import FORMAT, Qwen35Model
+
+
+def _published(**sizes: Any) -> Qwen35Model.Config:
+    return Qwen35Model.Config(
+        vocab_size=248_320,
+        max_seq_len=262_144,
+        norm_eps=1e-6,
+        rope=RoPEConfig(theta=10_000_000.0, rotated_fraction=0.25),
+        **sizes,
+    )
+
+
+_SMALL = {"n_layers": 24, "n_heads": 8, "n_kv_heads": 2, "linear_num_value_heads": 16, "tie_embeddings": True}
+_MEDIUM = {"n_layers": 32, "n_heads": 16, "n_kv_heads": 4}
+
+FLAVORS = {
+    "debugmodel": Qwen35Model.Config(
+        dim=256,
+        n_layers=4,
+        n_heads=8,
+        n_kv_heads=4,
+        ffn_dim=768,
+        max_seq_len=2048,
+        norm_eps=1e-6,
+        rope=RoPEConfig(theta=10_000.0, rotated_fraction=0.25),
+        linear_num_key_heads=8,
+        linear_num_value_heads=16,
+        linear_key_head_dim=32,
+        linear_value_head_dim=32,
+    ),
+    "0.8B": _published(**_SMALL, dim=1024, head_dim=256, ffn_dim=3584),
+    "2B": _published(**_SMALL, dim=2048, ffn_dim=6144),
+    "4B": _published(**_MEDIUM, dim=2560, head_dim=256, ffn_dim=9216, tie_embeddings=True),
+    "9B": _published(**_MEDIUM, dim=4096, ffn_dim=12288),
+    "27B": _published(
+        dim=5120, n_layers=64, n_heads=24, n_kv_heads=4, head_dim=256, ffn_dim=17408, linear_num_value_heads=48
+    ),
+}
+
+FORMATS = {"hf": FORMAT}
+FAMILY = Family(module=__name__, flavors=FLAVORS, formats=FORMATS)
+model_spec, model_registry = FAMILY.spec, FAMILY.registry

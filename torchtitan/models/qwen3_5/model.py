@@ -1,0 +1,87 @@
+"""Qwen3.5's dense models, without their vision encoder, and their Hugging Face format."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from torchtitan.models.common.config_reader import ConfigReader
+from torchtitan.models.common.hugging_face import DENSE_ROWS, ModelType, dense_format
+from torchtitan.models.common.hybrid import DELTA_NET_KEYS, DELTA_NET_ROWS, HybridDecoder
+from torchtitan.models.common.norms import OffsetRMSNorm
+from torchtitan.tools.errors import UserError
+from torchtitan.tools.logging import logger
+
+
+class Qwen35Model(HybridDecoder):
+    """Gated delta nets, with an attention layer after every three. Attention has norms of queries and keys, a gate of
+    its result, and RoPE in a part of each head."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(HybridDecoder.Config):
+        attention_bias: bool = False
+        """Add biases to all projections of attention."""
+
+    config: Config
+
+    def make_norm(self, dim: int) -> nn.Module:
+        return OffsetRMSNorm(dim, self.config.norm_eps)
+
+    def make_attention(self, index: int, **options: Any) -> nn.Module:
+        biases = "qkvo" if self.config.attention_bias else ""
+        return super().make_attention(index, biases=biases, qk_norm=self.make_norm, gated=True, **options)
+
+
+def _prepare(document: dict[str, Any]) -> dict[str, Any]:
+    """Return a config.json with `layer_types`, and without keys that only matter for images: they assign RoPE's
+    pairs to the three coordinates of a position, which are equal in text. Raise `UserError` for contradictory keys."""
+    reader = ConfigReader("config.json", document)
+    n_layers, interval = reader.n_layers(), reader.whole_number("full_attention_interval", 4)
+    derived = ("full_attention_interval", "layer_types")
+    prepared = {key: value for key, value in document.items() if key not in derived}
+    types = ["linear_attention" if (index + 1) % interval else "full_attention" for index in range(n_layers)]
+    prepared["layer_types"] = document["layer_types"] if reader.has("layer_types") else types
+    if prepared["layer_types"] != types and reader.has("full_attention_interval"):
+        raise UserError(
+            f"config.json: full_attention_interval {interval} contradicts layer_types {prepared['layer_types']}"
+        )
+    for key in ("rope_parameters", "rope_scaling"):
+        section = reader.section(key).values
+        prepared[key] = {name: value for name, value in section.items() if not name.startswith("mrope_")}
+    return prepared
+
+
+def _prepare_whole(document: dict[str, Any]) -> dict[str, Any]:
+    """Return what a config.json says of the language model. Raise `UserError` for a mixture of experts, and as
+    `_prepare`."""
+    reader = ConfigReader("config.json", document)
+    text, shared = reader.section("text_config").values, ("tie_word_embeddings", "quantization_config")
+    for key, expected in {"model_type": "qwen3_5_text", shared[0]: document.get(shared[0])}.items():
+        if expected is not None and text.get(key, expected) != expected:
+            raise UserError(f"config.json: {key} is {text[key]!r} in text_config, but must be {expected!r}")
+    if reader.has("vision_config"):
+        logger.warning(
+            "config.json: the model's vision is left out, also of exports: only its language model is trained"
+        )
+    return _prepare({**{key: document[key] for key in shared if key in document}, **text})
+
+
+def _name(tensor: str) -> str | None:
+    """Return a tensor's name in a file without vision; None if the tensor belongs to vision, or predicts more tokens at
+    once, which transformers leaves out too."""
+    return None if tensor.startswith(("model.visual.", "mtp.")) else tensor.replace("model.language_model.", "model.")
+
+
+_TEXT = ModelType(
+    architecture="Qwen3_5ForCausalLM",
+    config=Qwen35Model.Config,
+    rows=(*DENSE_ROWS, *DELTA_NET_ROWS),
+    keys={**DELTA_NET_KEYS, "attention_bias": "attention_bias"},
+    fixed={"attn_output_gate": True},
+    defaults={"num_key_value_heads": 4, "head_dim": 256, "partial_rotary_factor": 0.25},
+    ignored=("mamba_ssm_dtype", "mlp_only_layers", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),
+    prepare=_prepare,
+    write=lambda config: {"partial_rotary_factor": config.rope.rotated_fraction},
+)
+
+FORMAT = dense_format({"qwen3_5_text": _TEXT, "qwen3_5": replace(_TEXT, prepare=_prepare_whole)}, name_of=_name)
