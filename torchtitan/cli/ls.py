@@ -42,13 +42,15 @@ def _sizes(family: str) -> list[str]:
             sizes.append(flavor)
             continue
         with torch.device("meta"):
-            sizes.append(f"{flavor} ({_in_billions(config.build().num_parameters())})")
+            sizes.append(f"{flavor} ({_rounded(config.build().num_parameters())})")
     return sizes
 
 
-def _in_billions(n_parameters: int) -> str:
-    return f"{n_parameters / 1e9:.3g} B" if n_parameters >= 1e9 else f"{n_parameters / 1e6:.3g} M"
+def _rounded(n_parameters: int) -> str:
+    return f"{n_parameters / 1e9:.3g} B" if n_parameters >= 999.5e6 else f"{n_parameters / 1e6:.3g} M"
 
+
+_FORMATS = {"hf": "Hugging Face", "meta": "Meta"}
 
 _INTRODUCTION = """# Models
 
@@ -63,9 +65,9 @@ configurations (`tests/models/test_equal_transformers.py`).
 |---|---|---|---|---|"""
 
 _END = """
-All families support data parallelism (DDP, FSDP, HSDP), tensor, context and pipeline parallelism with their
-combinations, LoRA, DoRA and QLoRA with adapter files of PEFT, Float8, quantization-aware training and dry runs, except
-for the last column. The parts behind these families are measured in the matrix of [parallelism](parallelism.md)."""
+Except for the last column, every family supports data (DDP, FSDP, HSDP), tensor, context and pipeline parallelism and
+their combinations, LoRA, DoRA and QLoRA with PEFT's adapter files, Float8, quantization-aware training and dry runs.
+[Parallelism](parallelism.md) has a table in which each part of these models is compared with a single process."""
 
 
 def _page() -> Iterator[str]:
@@ -81,7 +83,7 @@ def _page() -> Iterator[str]:
             for config in configs.values()
             for option in config.unsupported_parallelisms()
         }
-        formats = ["Hugging Face", *(format for format in family.FORMATS if format != "hf")]
+        formats = [_FORMATS.get(format, format) for format in family.FORMATS]
         cells = (name, "<br>".join(types), "<br>".join(_sizes(name)), ", ".join(formats), "<br>".join(sorted(missing)))
         yield f"| {' | '.join(cells)} |"
     yield _END

@@ -60,9 +60,7 @@ def _prepare_whole(document: dict[str, Any]) -> dict[str, Any]:
         if expected is not None and text.get(key, expected) != expected:
             raise UserError(f"config.json: {key} is {text[key]!r} in text_config, but must be {expected!r}")
     if reader.has("vision_config"):
-        logger.warning(
-            "config.json: the model's vision is left out, also of exports: only its language model is trained"
-        )
+        logger.warning("config.json: only the language model is trained and exported, without the model's vision")
     return _prepare({**{key: document[key] for key in shared if key in document}, **text})
 
 
