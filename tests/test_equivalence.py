@@ -50,6 +50,17 @@ SLOW = (
     "FSDP 2 x TP 2, CPU offload",
     "FSDP 2 x CP 2",
     "TP 2, Qwen3, compile",
+    "CP 2, windows",
+    "TP 2, soft caps",
+    "PP 2 1F1B, soft caps",
+    "CP 2, local RoPE",
+    "TP 2, norms over all heads",
+    "PP 2 1F1B, multipliers",
+    "CP 2, LongRoPE",
+    "TP 2, norms on both sides",
+    "CP 2, layers without positions",
+    "FSDP 2, delta nets",
+    "PP 2 1F1B, delta nets",
 )
 
 LONG = (
