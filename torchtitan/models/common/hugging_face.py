@@ -292,9 +292,11 @@ def _to_config_json(model_types: Mapping[str, ModelType], config: Decoder.Config
         if isinstance(value, list):
             written[key] = [value[index % len(value)] for index in range(config.n_layers)]
     if written.get("layer_types") and written.get("sliding_window") is None:  # else refused by transformers
-        written["layer_types"] = [_FULL_IF_UNLIMITED.get(kind, kind) for kind in written["layer_types"]]
+        written["layer_types"] = [_FULL_IF_UNLIMITED.get(layer, layer) for layer in written["layer_types"]]
     if None in kind.ropes.values():
         rope = write_rope(config.rope, config.max_seq_len)
+        if "partial_rotary_factor" in kind.defaults:
+            rope["partial_rotary_factor"] = config.rope.rotated_fraction
     else:
         written_ropes = {s: write_rope_section(getattr(config, n), config.max_seq_len) for n, s in kind.ropes.items()}
         rope = {"rope_parameters": written_ropes}

@@ -80,9 +80,8 @@ class Gemma2Model(GemmaModel):
 
     config: Config
 
-    def make_block(self, index: int) -> nn.Module:
-        parts = self.make_attention(index), self.make_feed_forward(index)
-        return SandwichBlock(*parts, dim=self.config.dim, norm=self.make_norm)
+    def make_block(self, index: int, **options: Any) -> nn.Module:
+        return super().make_block(index, kind=SandwichBlock, **options)
 
     def make_attention(self, index: int, **options: Any) -> nn.Module:
         return super().make_attention(index, scale=self.config.query_pre_attn_scalar**-0.5, **options)

@@ -35,15 +35,8 @@ class GLMModel(Decoder):
 class GLM4Model(GLMModel):
     """The model of April 2025, with a norm before and after each part of a block."""
 
-    @dataclass(kw_only=True, slots=True)
-    class Config(GLMModel.Config):
-        """As in `GLMModel`."""
-
-    config: Config
-
-    def make_block(self, index: int) -> nn.Module:
-        parts = self.make_attention(index), self.make_feed_forward(index)
-        return SandwichBlock(*parts, dim=self.config.dim, norm=self.make_norm)
+    def make_block(self, index: int, **options: Any) -> nn.Module:
+        return super().make_block(index, kind=SandwichBlock, **options)
 
 
 def _rows(config: GLMModel.Config, **norms: str) -> list[KeyMapping]:
@@ -73,14 +66,7 @@ def _glm4_rows(config: GLM4Model.Config) -> list[KeyMapping]:
 
 _SHARED: dict[str, Any] = {
     "keys": {"attention_bias": "attention_bias"},
-    "defaults": {
-        "num_key_value_heads": 2,
-        "head_dim": 128,
-        "rms_norm_eps": 1.5625e-7,
-        "partial_rotary_factor": 0.5,
-    },
-    # The default of pad_token_id, 151329, may be beyond the vocabulary.
-    "write": lambda config: {"partial_rotary_factor": config.rope.rotated_fraction, "pad_token_id": None},
+    "defaults": {"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1.5625e-7, "partial_rotary_factor": 0.5},
 }
 
 FORMAT = dense_format(

@@ -33,10 +33,8 @@ class Olmo2Model(WindowedDecoder):
 
     config: Config
 
-    def make_block(self, index: int) -> nn.Module:
-        return PostNormBlock(
-            self.make_attention(index), self.make_feed_forward(index), dim=self.config.dim, norm=self.make_norm
-        )
+    def make_block(self, index: int, **options: Any) -> nn.Module:
+        return super().make_block(index, kind=PostNormBlock, **options)
 
     def make_attention(self, index: int, **options: Any) -> nn.Module:
         biases = "qkvo" if self.config.attention_bias else ""
