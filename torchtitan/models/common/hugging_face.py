@@ -129,6 +129,9 @@ DENSE_ROWS = dense_rows(attention_norm="input_layernorm", ffn_norm="post_attenti
 
 _HEAD = KeyMapping("head.output.weight", "lm_head.weight")
 
+_LISTS = {"layer_types", "no_rope_layers"}
+"""Keys of which transformers does not distinguish null from absence."""
+
 _FULL_IF_UNLIMITED = {"sliding_attention": "full_attention"}
 
 _KEYS = {
@@ -222,7 +225,7 @@ def _from_config_json(model_types: Mapping[str, ModelType], document: Mapping[st
     if name not in list(model_types):
         raise UserError(f"config.json: model_type is {name!r}, and this family is {' or '.join(model_types)}")
     kind = model_types[name]
-    document = kind.prepare(dict(document))
+    document = kind.prepare({key: value for key, value in document.items() if value is not None or key not in _LISTS})
     reader = ConfigReader(_FILE, {**_DEFAULTS, **kind.defaults, **document})
     reader.check_not_quantized()
     for key, only in {**_FIXED, **kind.fixed}.items():

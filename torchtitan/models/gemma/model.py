@@ -124,7 +124,7 @@ _BASES = {"full_attention": ("rope_theta", 1e6), "sliding_attention": ("rope_loc
 
 def _prepare(document: dict[str, Any]) -> dict[str, Any]:
     """Return a config.json without keys that older files leave open: there, "gelu" and null mean GELU by tanh."""
-    unsaid = {"hidden_act": "gelu", "hidden_activation": None, "layer_types": None}
+    unsaid = {"hidden_act": "gelu", "hidden_activation": None}
     return {key: value for key, value in document.items() if key not in unsaid or value != unsaid[key]}
 
 

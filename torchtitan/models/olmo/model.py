@@ -76,7 +76,6 @@ _OLMO_3_THETA = 500_000.0
 def _prepare(document: dict[str, Any]) -> dict[str, Any]:
     """Return a config.json whose `rope_scaling` is under the type of layers that it holds for. Raise `UserError` for
     RoPE that transformers 4 and 5 read differently."""
-    document = {key: value for key, value in document.items() if value is not None or key != "layer_types"}
     reader = ConfigReader("config.json", document)
     scaling, parameters = reader.section("rope_scaling"), reader.section("rope_parameters")
     if scaling.values:
