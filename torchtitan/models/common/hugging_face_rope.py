@@ -51,6 +51,12 @@ def read_rope(reader: ConfigReader, *, rotates_part: bool, layer_type: str | Non
     sections = [reader.section(key) for key in given or ["rope_scaling"]]
     if layer_type is not None:
         sections = [section.section(layer_type) for section in sections]
+        for section in sections:
+            if section.has("type") and not section.has("rope_type"):
+                raise UserError(
+                    f"config.json: RoPE's type is {section.values['type']!r}, which transformers 5 ignores in a model "
+                    "with several RoPEs; rename the key to rope_type"
+                )
     ropes = [_read(reader, section, rotates_part) for section in sections]
     if any(rope != ropes[0] for rope in ropes):
         said = " and ".join(f"{key} {reader.values[key]!r}" for key in given)

@@ -7,15 +7,7 @@ from torch import nn
 
 from torchtitan.models.common.blocks import PostNormBlock
 from torchtitan.models.common.config_reader import ConfigReader
-from torchtitan.models.common.hugging_face import (
-    EMBEDDING,
-    ModelType,
-    attention_rows,
-    dense_format,
-    feed_forward_rows,
-    norm_rows,
-    write_if,
-)
+from torchtitan.models.common.hugging_face import ModelType, dense_format, dense_rows, write_if
 from torchtitan.models.common.hugging_face_rope import write_rope
 from torchtitan.models.common.layer_types import WINDOW_KEYS, LayerType, WindowedDecoder
 from torchtitan.models.common.rope import RoPEConfig
@@ -101,12 +93,7 @@ def _rope_for_transformers_4(config: Olmo3Model.Config) -> dict[str, Any]:
     return write_rope(config.rope, config.max_seq_len) if is_plain else {}
 
 
-_ROWS = (
-    EMBEDDING,
-    *attention_rows(),
-    *feed_forward_rows(),
-    *norm_rows(attention_post_norm="post_attention_layernorm", ffn_post_norm="post_feedforward_layernorm"),
-)
+_ROWS = dense_rows(attention_post_norm="post_attention_layernorm", ffn_post_norm="post_feedforward_layernorm")
 
 FORMAT = dense_format(
     {
