@@ -332,7 +332,7 @@ def test_pattern_of_windows_is_read() -> None:
         (
             "3-4B",
             {"rope_parameters": {"rope_type": "default"}},
-            "rope_parameters is .'rope_type.* full_attention and sliding_attention",
+            "rope_parameters has 'rope_type': 'default', .* full_attention and sliding_attention",
         ),
         ("3-4B", {"rope_parameters": {**ROPES, "sliding_attention": 3}}, "sliding_attention is 3"),
         ("3-4B", {"rope_parameters": {**ROPES, "sliding_attention": {"rope_type": "x"}}}, "RoPE of type 'x'"),

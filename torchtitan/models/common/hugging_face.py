@@ -10,7 +10,7 @@ from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 from torchtitan.config.configurable import describe, fits
 from torchtitan.models.common.config_reader import ConfigReader
 from torchtitan.models.common.decoder import Decoder
-from torchtitan.models.common.hugging_face_rope import read_rope, write_rope, write_rope_section
+from torchtitan.models.common.hugging_face_rope import check_sections, read_rope, write_rope, write_rope_section
 from torchtitan.protocols.state_dict_adapter import (
     Concatenated,
     ExternalFormat,
@@ -245,6 +245,8 @@ def _from_config_json(model_types: Mapping[str, ModelType], document: Mapping[st
         values["n_kv_heads"] = values["n_heads"]
     if values.get("head_dim") is not None and values["head_dim"] * values["n_heads"] == values["dim"]:
         values["head_dim"] = None
+    if sections := [section for section in kind.ropes.values() if section]:
+        check_sections(reader, sections)
     for name, section in kind.ropes.items():
         values[name] = read_rope(reader, rotates_part="partial_rotary_factor" in kind.defaults, layer_type=section)
     config = kind.config(**values)

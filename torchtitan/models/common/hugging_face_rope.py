@@ -1,7 +1,7 @@
 """RoPE in config.json, in the spellings of transformers 4 (`rope_theta`, `rope_scaling`) and 5 (`rope_parameters`)."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torchtitan.models.common.config_reader import ConfigReader
@@ -35,6 +35,16 @@ _OTHER_KEYS: dict[Scaling, set[str]] = {
     "longrope": {"factor", _ORIGINAL_CONTEXT, "attention_factor", "short_factor", "long_factor"},
 }
 """Type of scaling → its keys besides `_FACTORS`."""
+
+
+def check_sections(reader: ConfigReader, names: Collection[str]) -> None:
+    """Raise `UserError` unless all keys of RoPE are in sections with these names."""
+    for key in ("rope_parameters", "rope_scaling"):
+        for name, value in reader.section(key).values.items():
+            if name not in names:
+                raise UserError(
+                    f"config.json: {key} has {name!r}: {value!r}, but must have only the sections {' and '.join(names)}"
+                )
 
 
 def read_rope(reader: ConfigReader, *, rotates_part: bool, layer_type: str | None = None) -> RoPEConfig:

@@ -137,15 +137,14 @@ def _prepare_gemma3(document: dict[str, Any]) -> dict[str, Any]:
         types = ["sliding_attention" if (index + 1) % period else "full_attention" for index in range(n_layers)]
         document.setdefault("layer_types", types)
     sections = reader.section("rope_parameters").values
-    if sections.keys() - _BASES:
-        raise reader.wrong("rope_parameters", sections, f"an object with the keys {' and '.join(_BASES)}")
     ropes = {"rope_parameters": sections} if sections else {}
     if reader.has("rope_scaling") or not sections:
         ropes["rope_scaling"] = {**sections, "full_attention": reader.section("rope_scaling").values}
     bases = {name: document.pop(key, default) for name, (key, default) in _BASES.items()}
     for key, rope in ropes.items():
         values = ConfigReader("config.json", rope)
-        document[key] = {name: {"rope_theta": base, **values.section(name).values} for name, base in bases.items()}
+        with_bases = {name: {"rope_theta": base, **values.section(name).values} for name, base in bases.items()}
+        document[key] = {**rope, **with_bases}
     return document
 
 

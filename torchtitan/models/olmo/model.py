@@ -72,12 +72,6 @@ def _prepare(document: dict[str, Any]) -> dict[str, Any]:
     scaling, parameters = reader.section("rope_scaling"), reader.section("rope_parameters")
     if scaling.values:
         document["rope_scaling"] = {"full_attention": scaling.values}
-    for key, value in parameters.values.items():
-        if key not in _ROPES.values():
-            raise UserError(
-                f"config.json: rope_parameters has {key!r}: {value!r}, but must have only the sections "
-                f"{' and '.join(_ROPES.values())}"
-            )
     theta = reader.number("rope_theta", _OLMO_3_THETA)
     if theta != _OLMO_3_THETA and not all(parameters.section(name).has("rope_theta") for name in _ROPES.values()):
         raise UserError(
