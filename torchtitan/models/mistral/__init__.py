@@ -11,12 +11,7 @@ def _published(
     *, theta: float, vocab_size: int = 131_072, max_seq_len: int = 32_768, **sizes: Any
 ) -> MistralModel.Config:
     return MistralModel.Config(
-        n_heads=32,
-        n_kv_heads=8,
-        vocab_size=vocab_size,
-        max_seq_len=max_seq_len,
-        rope=RoPEConfig(theta=theta),
-        **sizes,
+        n_heads=32, n_kv_heads=8, vocab_size=vocab_size, max_seq_len=max_seq_len, rope=RoPEConfig(theta=theta), **sizes
     )
 
 

@@ -21,12 +21,7 @@ def _olmo_3(**sizes: Any) -> Olmo3Model.Config:
         vocab_size=100_278,
         max_seq_len=65_536,
         norm_eps=1e-6,
-        rope=RoPEConfig(
-            scaling="yarn",
-            scaling_factor=8.0,
-            high_freq_factor=32.0,
-            attention_factor=1.2079441541679836,
-        ),
+        rope=RoPEConfig(scaling="yarn", scaling_factor=8.0, high_freq_factor=32.0, attention_factor=1.2079441541679836),
         sliding_rope=RoPEConfig(),
         **sizes,
     )

@@ -11,13 +11,8 @@ from torchtitan.models.qwen2.model import FORMAT, Qwen2Model
 def _published(
     max_seq_len: int = 32_768, *, vocab_size: int = 151_936, norm_eps: float = 1e-6, **sizes: Any
 ) -> Qwen2Model.Config:
-    return Qwen2Model.Config(
-        vocab_size=vocab_size,
-        max_seq_len=max_seq_len,
-        norm_eps=norm_eps,
-        rope=RoPEConfig(theta=1_000_000.0),
-        **sizes,
-    )
+    rope = RoPEConfig(theta=1_000_000.0)
+    return Qwen2Model.Config(vocab_size=vocab_size, max_seq_len=max_seq_len, norm_eps=norm_eps, rope=rope, **sizes)
 
 
 _0_5B = partial(_published, dim=896, n_layers=24, n_heads=14, n_kv_heads=2, ffn_dim=4864, tie_embeddings=True)
