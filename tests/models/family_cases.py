@@ -129,7 +129,6 @@ CASES = {
         Case(
             model_type="qwen2",
             options={**WINDOWS, "use_sliding_window": [False, True], "max_window_layers": [0, 2]},
-            without=["head_dim"],
         ),
         Case(
             model_type="qwen3",

@@ -332,7 +332,7 @@ def test_pattern_of_windows_is_read() -> None:
         (
             "3-4B",
             {"rope_parameters": {"rope_type": "default"}},
-            "rope_parameters is .'rope_type.* full_attention and sliding_attention",
+            "rope_parameters has 'rope_type': 'default', .* full_attention and sliding_attention",
         ),
         ("3-4B", {"rope_parameters": {**ROPES, "sliding_attention": 3}}, "sliding_attention is 3"),
         ("3-4B", {"rope_parameters": {**ROPES, "sliding_attention": {"rope_type": "x"}}}, "RoPE of type 'x'"),
@@ -342,6 +342,7 @@ def test_pattern_of_windows_is_read() -> None:
             "rope_scaling .*4.0.* and rope_parameters .*8.0",
         ),
         ("3-4B", {"rope_scaling": 8}, "rope_scaling is 8"),
+        ("3-4B", {"rope_parameters": ..., "rope_scaling": {"type": "linear", "factor": 8.0}}, "rename .* to rope_type"),
         ("3-4B", {"rope_parameters": ..., "rope_local_base_freq": None}, "rope_theta is None"),
         ("3-4B", {"model_type": "gemma3"}, "model_type is 'gemma3', and this family is gemma or gemma2 or gemma3_text"),
     ],

@@ -106,6 +106,16 @@ def test_unsupported_values_are_rejected_by_name(change: dict[str, Any], message
         format.from_external({**format.to_external(mistral.FLAVORS["7B-v0.1"]), **change})
 
 
+def test_ministral_without_layer_types_or_window() -> None:
+    """A null list is an absent one. transformers' Ministral does not run without a window, so Mistral is written."""
+    format = mistral.FORMATS["hf"]
+    document = {**format.to_external(mistral.FLAVORS["7B-v0.1"]), "model_type": "ministral", "layer_types": None}
+    assert format.from_external(document) == mistral.FLAVORS["7B-v0.1"]
+    full = ["full_attention"] * document["num_hidden_layers"]
+    written = format.to_external(format.from_external({**document, "layer_types": full, "sliding_window": None}))
+    assert (written["model_type"], written["sliding_window"]) == ("mistral", None)
+
+
 def test_empty_pattern_is_rejected() -> None:
     config = MistralModel.Config(**{**mistral.FLAVORS["debugmodel"].to_dict(), "layer_types": [], "rope": None})
     config.rope = mistral.FLAVORS["debugmodel"].rope

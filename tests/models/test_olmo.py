@@ -211,6 +211,10 @@ def test_missing_keys_have_transformers_defaults(model_type: str) -> None:
         ({"rope_theta": "1e6"}, "rope_theta is '1e6'"),
         ({"rope_scaling": "yarn"}, "rope_scaling is 'yarn', but must be an object"),
         ({"rope_scaling": {**YARN, "truncate": False}}, "truncate is False"),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2.0}},
+            "type is 'linear', .* rename the key to rope_type",
+        ),
         ({"clip_qkv": 8.0}, "clip_qkv is 8.0"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
     ],

@@ -77,10 +77,9 @@ def _page() -> Iterator[str]:
     for family in families_with("hf"):
         name = family.__name__.rpartition(".")[2]
         types = [f"{name}: {architecture}" for name, architecture in family.FORMATS["hf"].model_types.items()]
-        configs = {type(config): config for config in family.FLAVORS.values()}
         missing = {
             f"{config._owner.__name__}: {option.replace('_degree', '').replace('_', ' ')}"
-            for config in configs.values()
+            for config in family.FLAVORS.values()
             for option in config.unsupported_parallelisms()
         }
         formats = [_FORMATS.get(format, format) for format in family.FORMATS]

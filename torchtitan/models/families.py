@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.config.registry import built_in_modules, installed_modules, trusted_module
@@ -14,6 +15,9 @@ from torchtitan.models.common.decoder import DENSE_SHARDING, Decoder
 from torchtitan.protocols import ModelSpec, ShardingPlan
 from torchtitan.protocols.state_dict_adapter import ExternalFormat
 from torchtitan.tools.errors import UserError
+
+SMALL: dict[str, Any] = {"dim": 256, "n_layers": 4, "n_heads": 8, "n_kv_heads": 4, "ffn_dim": 768, "max_seq_len": 2048}
+"""Sizes of a model that trains on a laptop."""
 
 
 @dataclass(frozen=True, kw_only=True)

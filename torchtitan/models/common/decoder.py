@@ -153,12 +153,11 @@ class Decoder(BaseModel):
         self.is_compiled = False
         """True if blocks are compiled, so that attention needs kernels with constant shapes."""
 
-    def make_block(self, index: int) -> nn.Module:
-        """Return the block of a layer: `block(hidden_BLD, rope, attention) -> hidden_BLD` (`common.blocks`). `rope` is
-        None if the layer has no positions."""
-        return PreNormBlock(
-            self.make_attention(index), self.make_feed_forward(index), dim=self.config.dim, norm=self.make_norm
-        )
+    def make_block(self, index: int, *, kind: Callable[..., nn.Module] = PreNormBlock, **options: Any) -> nn.Module:
+        """Return the block of a layer: `block(hidden_BLD, rope, attention) -> hidden_BLD`; `options` are arguments of
+        its `kind` (`common.blocks`). `rope` is None if the layer has no positions."""
+        parts = self.make_attention(index), self.make_feed_forward(index)
+        return kind(*parts, dim=self.config.dim, norm=self.make_norm, **options)
 
     def make_attention(self, index: int, **options: Any) -> nn.Module:
         """Return the attention of a layer; `options` are those of `GroupedQueryAttention`."""

@@ -10,7 +10,7 @@ from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 from torchtitan.config.configurable import describe, fits
 from torchtitan.models.common.config_reader import ConfigReader
 from torchtitan.models.common.decoder import Decoder
-from torchtitan.models.common.hugging_face_rope import read_rope, write_rope, write_rope_section
+from torchtitan.models.common.hugging_face_rope import check_sections, read_rope, write_rope, write_rope_section
 from torchtitan.protocols.state_dict_adapter import (
     Concatenated,
     ExternalFormat,
@@ -129,6 +129,9 @@ DENSE_ROWS = dense_rows(attention_norm="input_layernorm", ffn_norm="post_attenti
 
 _HEAD = KeyMapping("head.output.weight", "lm_head.weight")
 
+_LISTS = {"layer_types", "no_rope_layers"}
+"""Keys of which transformers does not distinguish null from absence."""
+
 _FULL_IF_UNLIMITED = {"sliding_attention": "full_attention"}
 
 _KEYS = {
@@ -222,7 +225,7 @@ def _from_config_json(model_types: Mapping[str, ModelType], document: Mapping[st
     if name not in list(model_types):
         raise UserError(f"config.json: model_type is {name!r}, and this family is {' or '.join(model_types)}")
     kind = model_types[name]
-    document = kind.prepare(dict(document))
+    document = kind.prepare({key: value for key, value in document.items() if value is not None or key not in _LISTS})
     reader = ConfigReader(_FILE, {**_DEFAULTS, **kind.defaults, **document})
     reader.check_not_quantized()
     for key, only in {**_FIXED, **kind.fixed}.items():
@@ -242,6 +245,8 @@ def _from_config_json(model_types: Mapping[str, ModelType], document: Mapping[st
         values["n_kv_heads"] = values["n_heads"]
     if values.get("head_dim") is not None and values["head_dim"] * values["n_heads"] == values["dim"]:
         values["head_dim"] = None
+    if sections := [section for section in kind.ropes.values() if section]:
+        check_sections(reader, sections)
     for name, section in kind.ropes.items():
         values[name] = read_rope(reader, rotates_part="partial_rotary_factor" in kind.defaults, layer_type=section)
     config = kind.config(**values)
@@ -292,9 +297,11 @@ def _to_config_json(model_types: Mapping[str, ModelType], config: Decoder.Config
         if isinstance(value, list):
             written[key] = [value[index % len(value)] for index in range(config.n_layers)]
     if written.get("layer_types") and written.get("sliding_window") is None:  # else refused by transformers
-        written["layer_types"] = [_FULL_IF_UNLIMITED.get(kind, kind) for kind in written["layer_types"]]
+        written["layer_types"] = [_FULL_IF_UNLIMITED.get(layer, layer) for layer in written["layer_types"]]
     if None in kind.ropes.values():
         rope = write_rope(config.rope, config.max_seq_len)
+        if "partial_rotary_factor" in kind.defaults:
+            rope["partial_rotary_factor"] = config.rope.rotated_fraction
     else:
         written_ropes = {s: write_rope_section(getattr(config, n), config.max_seq_len) for n, s in kind.ropes.items()}
         rope = {"rope_parameters": written_ropes}

@@ -1,7 +1,7 @@
 """RoPE in config.json, in the spellings of transformers 4 (`rope_theta`, `rope_scaling`) and 5 (`rope_parameters`)."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torchtitan.models.common.config_reader import ConfigReader
@@ -37,6 +37,16 @@ _OTHER_KEYS: dict[Scaling, set[str]] = {
 """Type of scaling → its keys besides `_FACTORS`."""
 
 
+def check_sections(reader: ConfigReader, names: Collection[str]) -> None:
+    """Raise `UserError` unless all keys of RoPE are in sections with these names."""
+    for key in ("rope_parameters", "rope_scaling"):
+        for name, value in reader.section(key).values.items():
+            if name not in names:
+                raise UserError(
+                    f"config.json: {key} has {name!r}: {value!r}, but must have only the sections {' and '.join(names)}"
+                )
+
+
 def read_rope(reader: ConfigReader, *, rotates_part: bool, layer_type: str | None = None) -> RoPEConfig:
     """Return the RoPE of a config.json.
 
@@ -51,6 +61,12 @@ def read_rope(reader: ConfigReader, *, rotates_part: bool, layer_type: str | Non
     sections = [reader.section(key) for key in given or ["rope_scaling"]]
     if layer_type is not None:
         sections = [section.section(layer_type) for section in sections]
+        for section in sections:
+            if section.has("type") and not section.has("rope_type"):
+                raise UserError(
+                    f"config.json: RoPE's type is {section.values['type']!r}, which transformers 5 ignores in a model "
+                    "with several RoPEs; rename the key to rope_type"
+                )
     ropes = [_read(reader, section, rotates_part) for section in sections]
     if any(rope != ropes[0] for rope in ropes):
         said = " and ".join(f"{key} {reader.values[key]!r}" for key in given)

@@ -54,7 +54,7 @@ class RoPEConfig:
     @property
     def depends_on_length(self) -> bool:
         """True if frequencies depend on the length of the document."""
-        return self.scaling in ("dynamic", "longrope") and (self.scaling == "longrope" or self.scaling_factor != 1.0)
+        return self.scaling == "longrope" or (self.scaling == "dynamic" and self.scaling_factor != 1.0)
 
     def validate(self, head_dim: int) -> None:
         """Raise `UserError` for values that heads of this width cannot use."""

@@ -3,7 +3,7 @@
 from typing import Any
 
 from torchtitan.models.common.rope import RoPEConfig
-from torchtitan.models.families import Family
+from torchtitan.models.families import SMALL, Family
 from torchtitan.models.gemma.model import FORMAT, Gemma2Model, Gemma3Model, GemmaModel
 
 _ALL: dict[str, Any] = {"norm_eps": 1e-6, "tie_embeddings": True, "rope": RoPEConfig(theta=10_000.0)}
@@ -20,7 +20,7 @@ def _sizes(dim: int, n_layers: int, n_heads: int, n_kv_heads: int, ffn_dim: int)
     return {"dim": dim, "n_layers": n_layers, "n_heads": n_heads, "n_kv_heads": n_kv_heads, "ffn_dim": ffn_dim}
 
 
-_DEBUG = {**_ALL, **_sizes(256, 4, 8, 4, 768), "head_dim": 64, "max_seq_len": 2048}
+_DEBUG = {**_ALL, **SMALL, "head_dim": 64}
 _DEBUG |= {"sliding_window": 64, "query_pre_attn_scalar": 64, "layer_types": ["sliding_attention", "full_attention"]}
 
 FLAVORS = {

@@ -80,9 +80,8 @@ class Gemma2Model(GemmaModel):
 
     config: Config
 
-    def make_block(self, index: int) -> nn.Module:
-        parts = self.make_attention(index), self.make_feed_forward(index)
-        return SandwichBlock(*parts, dim=self.config.dim, norm=self.make_norm)
+    def make_block(self, index: int, **options: Any) -> nn.Module:
+        return super().make_block(index, kind=SandwichBlock, **options)
 
     def make_attention(self, index: int, **options: Any) -> nn.Module:
         return super().make_attention(index, scale=self.config.query_pre_attn_scalar**-0.5, **options)
@@ -125,7 +124,7 @@ _BASES = {"full_attention": ("rope_theta", 1e6), "sliding_attention": ("rope_loc
 
 def _prepare(document: dict[str, Any]) -> dict[str, Any]:
     """Return a config.json without keys that older files leave open: there, "gelu" and null mean GELU by tanh."""
-    unsaid = {"hidden_act": "gelu", "hidden_activation": None, "layer_types": None}
+    unsaid = {"hidden_act": "gelu", "hidden_activation": None}
     return {key: value for key, value in document.items() if key not in unsaid or value != unsaid[key]}
 
 
@@ -138,15 +137,14 @@ def _prepare_gemma3(document: dict[str, Any]) -> dict[str, Any]:
         types = ["sliding_attention" if (index + 1) % period else "full_attention" for index in range(n_layers)]
         document.setdefault("layer_types", types)
     sections = reader.section("rope_parameters").values
-    if sections.keys() - _BASES:
-        raise reader.wrong("rope_parameters", sections, f"an object with the keys {' and '.join(_BASES)}")
     ropes = {"rope_parameters": sections} if sections else {}
     if reader.has("rope_scaling") or not sections:
         ropes["rope_scaling"] = {**sections, "full_attention": reader.section("rope_scaling").values}
     bases = {name: document.pop(key, default) for name, (key, default) in _BASES.items()}
     for key, rope in ropes.items():
         values = ConfigReader("config.json", rope)
-        document[key] = {name: {"rope_theta": base, **values.section(name).values} for name, base in bases.items()}
+        with_bases = {name: {"rope_theta": base, **values.section(name).values} for name, base in bases.items()}
+        document[key] = {**rope, **with_bases}
     return document
 
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from torchtitan.models.common.rope import RoPEConfig
-from torchtitan.models.families import Family
+from torchtitan.models.families import SMALL, Family
 from torchtitan.models.glm4.model import FORMAT, GLM4Model, GLMModel
 
 _HALF_ROTATED = RoPEConfig(theta=10_000.0, rotated_fraction=0.5)
@@ -13,9 +13,7 @@ _PUBLISHED: dict[str, Any] = {"vocab_size": 151_552, "rope": _HALF_ROTATED}
 _FIRST: dict[str, Any] = {**_9B, **_PUBLISHED, "norm_eps": 1.5625e-7}
 
 FLAVORS = {
-    "debugmodel": GLM4Model.Config(
-        dim=256, n_layers=4, n_heads=8, n_kv_heads=4, ffn_dim=768, max_seq_len=2048, rope=_HALF_ROTATED
-    ),
+    "debugmodel": GLM4Model.Config(**SMALL, rope=_HALF_ROTATED),
     "9B": GLMModel.Config(**_FIRST, max_seq_len=8192),
     "9B-chat": GLMModel.Config(**_FIRST, max_seq_len=131_072),
     "9B-0414": GLM4Model.Config(**_9B, **_PUBLISHED, max_seq_len=32_768),

@@ -35,18 +35,11 @@ class GLMModel(Decoder):
 class GLM4Model(GLMModel):
     """The model of April 2025, with a norm before and after each part of a block."""
 
-    @dataclass(kw_only=True, slots=True)
-    class Config(GLMModel.Config):
-        """As in `GLMModel`."""
-
-    config: Config
-
-    def make_block(self, index: int) -> nn.Module:
-        parts = self.make_attention(index), self.make_feed_forward(index)
-        return SandwichBlock(*parts, dim=self.config.dim, norm=self.make_norm)
+    def make_block(self, index: int, **options: Any) -> nn.Module:
+        return super().make_block(index, kind=SandwichBlock, **options)
 
 
-def _rows(config: GLMModel.Config, **norms: str) -> list[KeyMapping]:
+def _rows(config: GLMModel.Config) -> list[KeyMapping]:
     """Return the names of weights. The format rotates pairs of neighboring elements of queries and keys."""
     head_dim = config.resolved_head_dim
     permutation = RopePermutation(head_dim, config.rope.rotated_dim(head_dim))
@@ -55,37 +48,24 @@ def _rows(config: GLMModel.Config, **norms: str) -> list[KeyMapping]:
         for row in attention_rows()
     ]
     down = KeyMapping("layers.*.feed_forward.w2.weight", "model.layers.*.mlp.down_proj.weight")
-    return [EMBEDDING, *projections, FUSED_GATE_UP, down, *norm_rows(attention_norm="input_layernorm", **norms)]
-
-
-def _glm_rows(config: GLMModel.Config) -> list[KeyMapping]:
-    return _rows(config, ffn_norm="post_attention_layernorm")
-
-
-def _glm4_rows(config: GLM4Model.Config) -> list[KeyMapping]:
-    return _rows(
-        config,
+    norms = norm_rows(
+        attention_norm="input_layernorm",
         attention_post_norm="post_self_attn_layernorm",
         ffn_norm="post_attention_layernorm",
         ffn_post_norm="post_mlp_layernorm",
     )
+    return [EMBEDDING, *projections, FUSED_GATE_UP, down, *norms]
 
 
 _SHARED: dict[str, Any] = {
+    "rows": _rows,
     "keys": {"attention_bias": "attention_bias"},
-    "defaults": {
-        "num_key_value_heads": 2,
-        "head_dim": 128,
-        "rms_norm_eps": 1.5625e-7,
-        "partial_rotary_factor": 0.5,
-    },
-    # The default of pad_token_id, 151329, may be beyond the vocabulary.
-    "write": lambda config: {"partial_rotary_factor": config.rope.rotated_fraction, "pad_token_id": None},
+    "defaults": {"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1.5625e-7, "partial_rotary_factor": 0.5},
 }
 
 FORMAT = dense_format(
     {
-        "glm4": ModelType(architecture="Glm4ForCausalLM", config=GLM4Model.Config, rows=_glm4_rows, **_SHARED),
-        "glm": ModelType(architecture="GlmForCausalLM", config=GLMModel.Config, rows=_glm_rows, **_SHARED),
+        "glm4": ModelType(architecture="Glm4ForCausalLM", config=GLM4Model.Config, **_SHARED),
+        "glm": ModelType(architecture="GlmForCausalLM", config=GLMModel.Config, **_SHARED),
     }
 )

@@ -1,16 +1,17 @@
 """Granite 3 and the dense models of Granite 4 (IBM), and their Hugging Face formats."""
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from torchtitan.models.common.blocks import PreNormBlock
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.hugging_face import (
     DENSE_ROWS,
     EMBEDDING,
+    FUSED_GATE_UP,
     ModelType,
     attention_rows,
     dense_format,
@@ -20,7 +21,7 @@ from torchtitan.models.common.hugging_face import (
 from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.protocols.initializer import TruncatedNormal
 from torchtitan.protocols.output_head import LogitTransform
-from torchtitan.protocols.state_dict_adapter import Concatenated, KeyMapping
+from torchtitan.protocols.state_dict_adapter import KeyMapping
 from torchtitan.tools.errors import UserError
 
 _MULTIPLIERS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
@@ -57,14 +58,8 @@ class GraniteModel(Decoder):
 
     config: Config
 
-    def make_block(self, index: int) -> nn.Module:
-        return PreNormBlock(
-            self.make_attention(index),
-            self.make_feed_forward(index),
-            dim=self.config.dim,
-            norm=self.make_norm,
-            multiplier=self.config.residual_multiplier,
-        )
+    def make_block(self, index: int, **options: Any) -> nn.Module:
+        return super().make_block(index, multiplier=self.config.residual_multiplier, **options)
 
     def make_attention(self, index: int, **options: Any) -> nn.Module:
         biases = "qkvo" if self.config.attention_bias else ""
@@ -138,11 +133,7 @@ _KEYS = {name: name for name in ("attention_bias", *_MULTIPLIERS)}
 _DENSE_ROWS = (
     EMBEDDING,
     *attention_rows(),
-    KeyMapping(
-        ("layers.*.feed_forward.w1.weight", "layers.*.feed_forward.w3.weight"),
-        "model.layers.*.shared_mlp.input_linear.weight",
-        Concatenated(0),
-    ),
+    dataclasses.replace(FUSED_GATE_UP, external="model.layers.*.shared_mlp.input_linear.weight"),
     KeyMapping("layers.*.feed_forward.w2.weight", "model.layers.*.shared_mlp.output_linear.weight"),
     *norm_rows(attention_norm="input_layernorm", ffn_norm="post_attention_layernorm"),
 )

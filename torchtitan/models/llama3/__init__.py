@@ -2,7 +2,7 @@
 
 from torchtitan.models.common.decoder import DENSE_SHARDING
 from torchtitan.models.common.rope import RoPEConfig
-from torchtitan.models.families import Family
+from torchtitan.models.families import SMALL, Family
 from torchtitan.models.llama3 import meta
 from torchtitan.models.llama3.model import FORMAT, Llama3Model
 
@@ -17,9 +17,7 @@ def _published(*, rope_factor: float = 8.0, **sizes: int | bool) -> Llama3Model.
 
 
 FLAVORS = {
-    "debugmodel": Llama3Model.Config(
-        dim=256, n_layers=4, n_heads=8, n_kv_heads=4, ffn_dim=768, max_seq_len=2048, rope=RoPEConfig(theta=10_000.0)
-    ),
+    "debugmodel": Llama3Model.Config(**SMALL, rope=RoPEConfig(theta=10_000.0)),
     "1B": _published(
         dim=2048, n_layers=16, n_heads=32, n_kv_heads=8, ffn_dim=8192, tie_embeddings=True, rope_factor=32.0
     ),

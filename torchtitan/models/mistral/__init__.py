@@ -3,7 +3,7 @@
 from typing import Any
 
 from torchtitan.models.common.rope import RoPEConfig
-from torchtitan.models.families import Family
+from torchtitan.models.families import SMALL, Family
 from torchtitan.models.mistral.model import FORMAT, MistralModel
 
 
@@ -11,28 +11,14 @@ def _published(
     *, theta: float, vocab_size: int = 131_072, max_seq_len: int = 32_768, **sizes: Any
 ) -> MistralModel.Config:
     return MistralModel.Config(
-        n_heads=32,
-        n_kv_heads=8,
-        vocab_size=vocab_size,
-        max_seq_len=max_seq_len,
-        rope=RoPEConfig(theta=theta),
-        **sizes,
+        n_heads=32, n_kv_heads=8, vocab_size=vocab_size, max_seq_len=max_seq_len, rope=RoPEConfig(theta=theta), **sizes
     )
 
 
 _7B = {"dim": 4096, "n_layers": 32, "ffn_dim": 14336}
 
 FLAVORS = {
-    "debugmodel": MistralModel.Config(
-        dim=256,
-        n_layers=4,
-        n_heads=8,
-        n_kv_heads=4,
-        ffn_dim=768,
-        max_seq_len=2048,
-        sliding_window=64,
-        rope=RoPEConfig(theta=10_000.0),
-    ),
+    "debugmodel": MistralModel.Config(**SMALL, sliding_window=64, rope=RoPEConfig(theta=10_000.0)),
     "7B-v0.1": _published(**_7B, vocab_size=32_000, sliding_window=4096, theta=1e4),
     "7B-v0.3": _published(**_7B, vocab_size=32_768, theta=1e6),
     "Ministral-8B": _published(dim=4096, n_layers=36, ffn_dim=12288, sliding_window=32_768, theta=1e8),

@@ -16,7 +16,8 @@ _ALL_LAYERS = ModelType(
     rows=DENSE_ROWS,
     keys={"sliding_window": "sliding_window"},
     defaults={"num_key_value_heads": 8, "sliding_window": 4096},
-    write=write_if(lambda config: config.layer_types == ["sliding_attention"]),
+    # transformers' Ministral needs a window.
+    write=write_if(lambda config: config.sliding_window is None or config.layer_types == ["sliding_attention"]),
 )
 
 _SOME_LAYERS = dataclasses.replace(

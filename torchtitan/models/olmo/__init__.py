@@ -3,7 +3,7 @@
 from typing import Any
 
 from torchtitan.models.common.rope import RoPEConfig
-from torchtitan.models.families import Family
+from torchtitan.models.families import SMALL, Family
 from torchtitan.models.olmo.model import FORMAT, Olmo2Model, Olmo3Model
 
 _1B = {"dim": 2048, "n_layers": 16, "n_heads": 16, "n_kv_heads": 16, "ffn_dim": 8192}
@@ -21,12 +21,7 @@ def _olmo_3(**sizes: Any) -> Olmo3Model.Config:
         vocab_size=100_278,
         max_seq_len=65_536,
         norm_eps=1e-6,
-        rope=RoPEConfig(
-            scaling="yarn",
-            scaling_factor=8.0,
-            high_freq_factor=32.0,
-            attention_factor=1.2079441541679836,
-        ),
+        rope=RoPEConfig(scaling="yarn", scaling_factor=8.0, high_freq_factor=32.0, attention_factor=1.2079441541679836),
         sliding_rope=RoPEConfig(),
         **sizes,
     )
@@ -34,12 +29,7 @@ def _olmo_3(**sizes: Any) -> Olmo3Model.Config:
 
 FLAVORS = {
     "debugmodel": Olmo3Model.Config(
-        dim=256,
-        n_layers=4,
-        n_heads=8,
-        n_kv_heads=4,
-        ffn_dim=768,
-        max_seq_len=2048,
+        **SMALL,
         norm_eps=1e-6,
         sliding_window=64,
         rope=RoPEConfig(

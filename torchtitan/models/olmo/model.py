@@ -7,15 +7,7 @@ from torch import nn
 
 from torchtitan.models.common.blocks import PostNormBlock
 from torchtitan.models.common.config_reader import ConfigReader
-from torchtitan.models.common.hugging_face import (
-    EMBEDDING,
-    ModelType,
-    attention_rows,
-    dense_format,
-    feed_forward_rows,
-    norm_rows,
-    write_if,
-)
+from torchtitan.models.common.hugging_face import ModelType, dense_format, dense_rows, write_if
 from torchtitan.models.common.hugging_face_rope import write_rope
 from torchtitan.models.common.layer_types import WINDOW_KEYS, LayerType, WindowedDecoder
 from torchtitan.models.common.rope import RoPEConfig
@@ -33,10 +25,8 @@ class Olmo2Model(WindowedDecoder):
 
     config: Config
 
-    def make_block(self, index: int) -> nn.Module:
-        return PostNormBlock(
-            self.make_attention(index), self.make_feed_forward(index), dim=self.config.dim, norm=self.make_norm
-        )
+    def make_block(self, index: int, **options: Any) -> nn.Module:
+        return super().make_block(index, kind=PostNormBlock, **options)
 
     def make_attention(self, index: int, **options: Any) -> nn.Module:
         biases = "qkvo" if self.config.attention_bias else ""
@@ -78,17 +68,10 @@ _OLMO_3_THETA = 500_000.0
 def _prepare(document: dict[str, Any]) -> dict[str, Any]:
     """Return a config.json whose `rope_scaling` is under the type of layers that it holds for. Raise `UserError` for
     RoPE that transformers 4 and 5 read differently."""
-    document = {key: value for key, value in document.items() if value is not None or key != "layer_types"}
     reader = ConfigReader("config.json", document)
     scaling, parameters = reader.section("rope_scaling"), reader.section("rope_parameters")
     if scaling.values:
         document["rope_scaling"] = {"full_attention": scaling.values}
-    for key, value in parameters.values.items():
-        if key not in _ROPES.values():
-            raise UserError(
-                f"config.json: rope_parameters has {key!r}: {value!r}, but must have only the sections "
-                f"{' and '.join(_ROPES.values())}"
-            )
     theta = reader.number("rope_theta", _OLMO_3_THETA)
     if theta != _OLMO_3_THETA and not all(parameters.section(name).has("rope_theta") for name in _ROPES.values()):
         raise UserError(
@@ -104,12 +87,7 @@ def _rope_for_transformers_4(config: Olmo3Model.Config) -> dict[str, Any]:
     return write_rope(config.rope, config.max_seq_len) if is_plain else {}
 
 
-_ROWS = (
-    EMBEDDING,
-    *attention_rows(),
-    *feed_forward_rows(),
-    *norm_rows(attention_post_norm="post_attention_layernorm", ffn_post_norm="post_feedforward_layernorm"),
-)
+_ROWS = dense_rows(attention_post_norm="post_attention_layernorm", ffn_post_norm="post_feedforward_layernorm")
 
 FORMAT = dense_format(
     {

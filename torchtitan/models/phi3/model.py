@@ -27,7 +27,6 @@ _SCALINGS = {"default": "default", "longrope": "longrope", "su": "longrope", "ya
 
 def _prepare(document: dict[str, Any]) -> dict[str, Any]:
     """Return a config.json with the current names of RoPE's types. Raise `UserError` for types of other families."""
-    document = dict(document)
     for section in ("rope_scaling", "rope_parameters"):
         values = document.get(section)
         if not (isinstance(values, dict) and values):
@@ -41,13 +40,13 @@ def _prepare(document: dict[str, Any]) -> dict[str, Any]:
 
 def _extra_keys(config: Phi3Model.Config) -> dict[str, Any]:
     """Return LongRoPE as in the published files, with the only three keys that transformers 4 accepts, if they can say
-    it. The default of `pad_token_id`, 32000, may be beyond the vocabulary."""
-    rope, keys = config.rope, {"pad_token_id": None}
+    it."""
+    rope = config.rope
     ratio = config.max_seq_len / rope.original_max_seq_len
     if rope.scaling != "longrope" or rope.attention_factor is not None or rope.scaling_factor != ratio:
-        return keys
+        return {}
     factors = {"short_factor": rope.short_factors, "long_factor": rope.long_factors}
-    return {**keys, "rope_scaling": {"type": "longrope", **factors}}
+    return {"rope_scaling": {"type": "longrope", **factors}}
 
 
 FORMAT = dense_format(

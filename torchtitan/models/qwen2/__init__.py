@@ -4,20 +4,15 @@ from functools import partial
 from typing import Any
 
 from torchtitan.models.common.rope import RoPEConfig
-from torchtitan.models.families import Family
+from torchtitan.models.families import SMALL, Family
 from torchtitan.models.qwen2.model import FORMAT, Qwen2Model
 
 
 def _published(
     max_seq_len: int = 32_768, *, vocab_size: int = 151_936, norm_eps: float = 1e-6, **sizes: Any
 ) -> Qwen2Model.Config:
-    return Qwen2Model.Config(
-        vocab_size=vocab_size,
-        max_seq_len=max_seq_len,
-        norm_eps=norm_eps,
-        rope=RoPEConfig(theta=1_000_000.0),
-        **sizes,
-    )
+    rope = RoPEConfig(theta=1_000_000.0)
+    return Qwen2Model.Config(vocab_size=vocab_size, max_seq_len=max_seq_len, norm_eps=norm_eps, rope=rope, **sizes)
 
 
 _0_5B = partial(_published, dim=896, n_layers=24, n_heads=14, n_kv_heads=2, ffn_dim=4864, tie_embeddings=True)
@@ -30,16 +25,7 @@ _32B = partial(_large, dim=5120, n_layers=64, n_heads=40, n_kv_heads=8, ffn_dim=
 _72B = partial(_large, dim=8192, n_layers=80, n_heads=64, n_kv_heads=8, ffn_dim=29568, norm_eps=1e-5)
 
 FLAVORS = {
-    "debugmodel": Qwen2Model.Config(
-        dim=256,
-        n_layers=4,
-        n_heads=8,
-        n_kv_heads=4,
-        ffn_dim=768,
-        max_seq_len=2048,
-        norm_eps=1e-6,
-        rope=RoPEConfig(theta=10_000.0),
-    ),
+    "debugmodel": Qwen2Model.Config(**SMALL, norm_eps=1e-6, rope=RoPEConfig(theta=10_000.0)),
     "2-0.5B": _0_5B(131_072),
     "2-1.5B": _1_5B(131_072),
     "2-7B": _7B(),

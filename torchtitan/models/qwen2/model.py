@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import nn
 
-from torchtitan.models.common.hugging_face import DENSE_ROWS, ModelType, dense_format, write_if
+from torchtitan.models.common.hugging_face import DENSE_ROWS, ModelType, dense_format
 from torchtitan.models.common.layer_types import WINDOW_KEYS, WindowedDecoder, prepare_windows
 
 
@@ -24,10 +24,7 @@ FORMAT = dense_format(
             keys=WINDOW_KEYS,
             prepare=prepare_windows,
             defaults={"num_key_value_heads": 32},
-            write=write_if(
-                lambda config: config.resolved_head_dim * config.n_heads == config.dim,
-                lambda config: {"use_sliding_window": config.sliding_window is not None},
-            ),
+            write=lambda config: {"use_sliding_window": config.sliding_window is not None},
         )
     }
 )

@@ -1,7 +1,7 @@
 """The dense models of Qwen3 in their published sizes, and a small one that trains on a laptop."""
 
 from torchtitan.models.common.rope import RoPEConfig
-from torchtitan.models.families import Family
+from torchtitan.models.families import SMALL, Family
 from torchtitan.models.qwen3.model import FORMAT, Qwen3Model
 
 
@@ -17,17 +17,7 @@ def _published(**sizes: int | bool) -> Qwen3Model.Config:
 
 
 FLAVORS = {
-    "debugmodel": Qwen3Model.Config(
-        dim=256,
-        n_layers=4,
-        n_heads=8,
-        n_kv_heads=4,
-        head_dim=64,
-        ffn_dim=768,
-        max_seq_len=2048,
-        norm_eps=1e-6,
-        rope=RoPEConfig(theta=10_000.0),
-    ),
+    "debugmodel": Qwen3Model.Config(**SMALL, head_dim=64, norm_eps=1e-6, rope=RoPEConfig(theta=10_000.0)),
     "0.6B": _published(dim=1024, n_layers=28, n_heads=16, head_dim=128, ffn_dim=3072, tie_embeddings=True),
     "1.7B": _published(dim=2048, n_layers=28, n_heads=16, ffn_dim=6144, tie_embeddings=True),
     "4B": _published(dim=2560, n_layers=36, n_heads=32, head_dim=128, ffn_dim=9728, tie_embeddings=True),

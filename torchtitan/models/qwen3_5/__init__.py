@@ -3,7 +3,7 @@
 from typing import Any
 
 from torchtitan.models.common.rope import RoPEConfig
-from torchtitan.models.families import Family
+from torchtitan.models.families import SMALL, Family
 from torchtitan.models.qwen3_5.model import FORMAT, Qwen35Model
 
 
@@ -22,12 +22,7 @@ _MEDIUM = {"n_layers": 32, "n_heads": 16, "n_kv_heads": 4}
 
 FLAVORS = {
     "debugmodel": Qwen35Model.Config(
-        dim=256,
-        n_layers=4,
-        n_heads=8,
-        n_kv_heads=4,
-        ffn_dim=768,
-        max_seq_len=2048,
+        **SMALL,
         norm_eps=1e-6,
         rope=RoPEConfig(theta=10_000.0, rotated_fraction=0.25),
         linear_num_key_heads=8,

@@ -79,7 +79,6 @@ _TEXT = ModelType(
     defaults={"num_key_value_heads": 4, "head_dim": 256, "partial_rotary_factor": 0.25},
     ignored=("mamba_ssm_dtype", "mlp_only_layers", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),
     prepare=_prepare,
-    write=lambda config: {"partial_rotary_factor": config.rope.rotated_fraction},
 )
 
 FORMAT = dense_format({"qwen3_5_text": _TEXT, "qwen3_5": replace(_TEXT, prepare=_prepare_whole)}, name_of=_name)

@@ -1,20 +1,11 @@
 """SmolLM3 in its published size, and a small one that trains on a laptop."""
 
 from torchtitan.models.common.rope import RoPEConfig
-from torchtitan.models.families import Family
+from torchtitan.models.families import SMALL, Family
 from torchtitan.models.smollm3.model import FORMAT, SmolLM3Model
 
 FLAVORS = {
-    "debugmodel": SmolLM3Model.Config(
-        dim=256,
-        n_layers=4,
-        n_heads=8,
-        n_kv_heads=4,
-        ffn_dim=768,
-        max_seq_len=2048,
-        norm_eps=1e-6,
-        rope=RoPEConfig(theta=10_000.0),
-    ),
+    "debugmodel": SmolLM3Model.Config(**SMALL, norm_eps=1e-6, rope=RoPEConfig(theta=10_000.0)),
     "3B": SmolLM3Model.Config(
         dim=2048,
         n_layers=36,

@@ -47,8 +47,6 @@ class SmolLM3Model(WindowedDecoder):
 def _prepare(document: dict[str, Any]) -> dict[str, Any]:
     """Return a config.json with a list in place of `no_rope_layer_interval`, and with windows only if they are used.
     Raise `UserError` for contradictory keys."""
-    derived = ("layer_types", "no_rope_layers")
-    document = {key: value for key, value in document.items() if value is not None or key not in derived}
     reader = ConfigReader("config.json", document)
     n_layers, interval = reader.n_layers(), reader.whole_number("no_rope_layer_interval", 4)
     has_rope = document.setdefault("no_rope_layers", [int((index + 1) % interval != 0) for index in range(n_layers)])
