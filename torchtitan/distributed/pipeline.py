@@ -40,7 +40,7 @@ class PipelinePlan:
     """Names of the modules of each stage; each module of the model is in one stage."""
     n_microbatches: int
     shared: tuple[str, ...] = ()
-    """Names of the modules in the first stage of which the last stage has a copy."""
+    """Names of the modules in the first stage of which the last stage has a copy: a tied embedding."""
 
     @classmethod
     def from_config(cls, config: ParallelismConfig, model: BaseModel.Config, local_batch_size: int) -> "PipelinePlan":

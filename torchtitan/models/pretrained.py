@@ -132,6 +132,8 @@ def huggingface_model(folder: Path, family: ModuleType | None = None) -> tuple[M
     """
     document = _read_description(folder, "hf")
     model_type = document.get("model_type")
+    if model_type is None:
+        raise UserError(f"{folder}: its config.json has no model_type, which names the family")
     known: set[str] = set()
     for package in families_with("hf", family):
         model_types = package.FORMATS["hf"].model_types

@@ -73,4 +73,5 @@ class ConfigReader:
             )
 
     def wrong(self, key: str, value: Any, must_be: str) -> UserError:
-        return UserError(f"{self.file}: {key} is {value!r}, but must be {must_be}")
+        said = f"is {value!r}" if key in self.values else "is missing"
+        return UserError(f"{self.file}: {key} {said}, but must be {must_be}")

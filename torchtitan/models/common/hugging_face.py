@@ -188,6 +188,9 @@ def dense_format(
 ) -> ExternalFormat:
     """Return the format of a family from its `model_type`s, the preferred one for writing first. `name_of` is as in
     `ExternalFormat`."""
+    for kind in model_types.values():
+        unknown = {*kind.keys.values(), *kind.ropes} - {field.name for field in dataclasses.fields(kind.config)}
+        assert not unknown, f"{kind.architecture}: no fields of {kind.config.__qualname__}: {unknown}"
     return ExternalFormat(
         adapter=partial(_adapter, model_types),
         to_external=partial(_to_config_json, model_types),
@@ -250,8 +253,11 @@ def _from_config_json(model_types: Mapping[str, ModelType], document: Mapping[st
     for name, section in kind.ropes.items():
         values[name] = read_rope(reader, rotates_part="partial_rotary_factor" in kind.defaults, layer_type=section)
     config = kind.config(**values)
-    config.validate()
-    _warn_about_ignored_keys(reader, {*keys, *kind.fixed, *kind.ignored})
+    try:
+        config.validate()
+    except UserError as error:
+        raise UserError(f"config.json: {error}") from error
+    _warn_about_ignored_keys(ConfigReader(_FILE, document), {*keys, *kind.fixed, *kind.ignored})
     return config
 
 
