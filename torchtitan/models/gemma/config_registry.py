@@ -6,12 +6,12 @@ from torchtitan.trainer import Trainer
 
 
 def gemma_debugmodel() -> Trainer.Config:
-    """A small Gemma 3 with windows on the built-in stories: about a minute on two CPU cores, no network."""
+    """A small Gemma 3 (windows) on the built-in stories: about a minute on two CPU cores, no network."""
     return small_run(model_registry("debugmodel"))
 
 
 def gemma2_debugmodel() -> Trainer.Config:
-    """A small Gemma 2 with windows and soft caps on the built-in stories: about a minute on two CPU cores, no network."""
+    """A small Gemma 2 (windows, soft caps) on the built-in stories: about a minute on two CPU cores, no network."""
     return small_run(model_registry("2-debugmodel"))
 
 
