@@ -287,7 +287,7 @@ def test_unsupported_models_are_rejected_by_name(change: dict[str, Any], message
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"text_config": None}, "num_hidden_layers is None"),
+        ({"text_config": None}, "num_hidden_layers is missing"),
         ({"text_config": "x"}, "text_config is 'x'"),
         ({"text_config": {"model_type": "qwen3_5_moe_text"}}, "model_type is 'qwen3_5_moe_text' in text_config"),
         ({"tie_word_embeddings": False}, "tie_word_embeddings is True in text_config, but must be False"),
