@@ -1,5 +1,6 @@
 """The lock on a dump folder: a second run reports the first, and a killed run never blocks."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -102,7 +103,12 @@ def test_exiting_holder_is_waited_for(tmp_path: Path, monkeypatch: pytest.Monkey
     with RunningCommand([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE) as holder:
         assert holder.stdout
         children = [int(word) for word in holder.stdout.readline().split()]
-        monkeypatch.setattr(time, "sleep", lambda seconds: holder.kill())
+
+        def kill(seconds: float) -> None:
+            with contextlib.suppress(ProcessLookupError):  # killed before, and the lock is not free yet
+                holder.kill()
+
+        monkeypatch.setattr(time, "sleep", kill)
         lock_folder(tmp_path)
         for child in children:
             os.kill(child, signal.SIGKILL)

@@ -1,0 +1,32 @@
+"""Float8, quantization-aware training and adapters with the debug model of every family."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.models.test_small_families import FAMILIES
+from tests.training import read_metrics, train
+from torchtitan.components.peft import LoRA, QLoRA
+from torchtitan.components.quantization.float8 import Float8LinearConverter
+from torchtitan.components.quantization.qat import QAT
+
+CONVERTERS = {
+    "float8": Float8LinearConverter.Config(emulate=True, min_features=16),
+    "qat": QAT.Config(start_step=1, group_size=32),
+    "dora": LoRA.Config(dora=True),
+    "qlora": QLoRA.Config(),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_converter_trains(family: str, tmp_path: Path) -> None:
+    """Losses are finite and change; each converter changes them in another way."""
+    sizes = {"model__dim": 256, "model__ffn_dim": 768, "model__n_layers": 4}
+    final = set()
+    for name, converter in CONVERTERS.items():
+        train(tmp_path / name, converter, module=family, **sizes, optimizer__lr=1e-2, training__steps=3)
+        losses = [loss for _, loss in read_metrics(tmp_path / name, "loss")]
+        assert all(0 < loss < 20 for loss in losses) and len(set(losses)) == 3, (name, losses)
+        final.add(losses[-1])
+    assert len(final) == len(CONVERTERS)
