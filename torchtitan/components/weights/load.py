@@ -29,7 +29,8 @@ def load_weights(
         group: CPU process group of the model's processes; None: this process has the whole model.
     """
     state, ranks = ModelState(model_parts), Ranks(group)
-    tensors, copies = state.state_dict(), state.copies()
+    copies = state.copies()
+    tensors = {name: same[0] for name, same in copies.items()}
     assert not any(tensor.is_meta for tensor in tensors.values()), "the model must be materialized"
     check_fit(source.specs, tensors, ranks, optional=state.added)
     # The source's order keeps related tensors together.

@@ -4,12 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from torchtitan.models.common.decoder import MOST_LAYERS
 from torchtitan.tools.errors import UserError
 
 _LARGEST = 2**32
 """Maximum of any size or context of a model; `Decoder.Config.validate` bounds each one more tightly."""
-
-_MOST_LAYERS = 2_000
 
 _FURTHEST = 1e18
 """Maximum factor or base; its inverse is the minimum."""
@@ -36,10 +35,10 @@ class ConfigReader:
         return value
 
     def n_layers(self) -> int:
-        """Return `num_hidden_layers`, at most `_MOST_LAYERS`, for lists with an item per layer."""
+        """Return `num_hidden_layers`, at most `MOST_LAYERS`, for lists with an item per layer."""
         n_layers = self.whole_number("num_hidden_layers")
-        if n_layers > _MOST_LAYERS:
-            raise self.wrong("num_hidden_layers", n_layers, f"at most {_MOST_LAYERS}")
+        if n_layers > MOST_LAYERS:
+            raise self.wrong("num_hidden_layers", n_layers, f"at most {MOST_LAYERS}")
         return n_layers
 
     def number(self, key: str, default: float | None = None) -> float:

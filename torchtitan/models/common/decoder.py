@@ -20,9 +20,11 @@ from torchtitan.protocols.output_head import UNCHANGED, Head, LogitTransform, co
 from torchtitan.protocols.sharding import ShardingPlan
 from torchtitan.tools.errors import UserError
 
+MOST_LAYERS = 2_000
+
 _MOST = {
     **dict.fromkeys(("dim", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "vocab_size"), 2**24),
-    **{"n_layers": 2_000, "max_seq_len": 2**32},
+    **{"n_layers": MOST_LAYERS, "max_seq_len": 2**32},
 }
 """Maximum sizes, far above any real model's: a larger one is a mistake, or an attack on memory."""
 
