@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.models.family_cases import random_reference, random_tokens, to_ours
-from tests.models.test_sft_configs import CHATS, SHORT, chat_file, loss_of_transformers, run_named
+from tests.models.family_runs import assert_adapters_open_in_peft, save_with_tokenizer
+from tests.models.test_sft_configs import chat_file
 from torchtitan.cli.main import main
-from torchtitan.components.tokenizer import EMBEDDED_TOKENIZER
 from torchtitan.models import gemma
 from torchtitan.models.common.attention import Attention
 from torchtitan.models.common.norms import OffsetRMSNorm
@@ -388,39 +388,12 @@ def pretrained(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """A tiny model, saved by transformers with the embedded tokenizer and a custom chat template."""
     options = {"vocab_size": 2048, "max_position_embeddings": 2048, "tie_word_embeddings": True}
     reference = random_reference(request.param, 0, **{**DISTINCT[request.param], **options})
-    reference.generation_config.eos_token_id = 1
-    reference.save_pretrained(tmp_path / "hf")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(EMBEDDED_TOKENIZER)
-    tokenizer.chat_template = "{% for m in messages %}{% generation %}{{ m['content'] }}{% endgeneration %}{% endfor %}"
-    tokenizer.save_pretrained(tmp_path / "hf")
-    return tmp_path / "hf"
+    return save_with_tokenizer(reference, tmp_path / "hf")
 
 
 @pytest.mark.slow
 def test_adapters_for_a_hugging_face_folder(tmp_path: Path, pretrained: Path, chat_file: Path) -> None:
-    """transformers opens the merged model, and peft opens the adapter on its base model."""
-    from peft import PeftModel
-
-    trainer = run_named(
-        "lora",
-        tmp_path / "run",
-        module="auto",
-        hf_assets_path=pretrained,
-        dataloader__dataset=[chat_file],
-        training__seq_len=128,
-        optimizer__lr=1e-2,
-        **{**SHORT, "training__epochs": 1},
-    )
-    assert trainer.config.model_spec.name == "gemma"
-    folder = tmp_path / "run/checkpoint" / f"step-{trainer.step}"
-    assert loss_of_transformers(folder, CHATS) < loss_of_transformers(pretrained, CHATS)
-    merged, base = (transformers.AutoModelForCausalLM.from_pretrained(path) for path in (folder, pretrained))
-    tokens = torch.arange(1, 40)[None]
-    with torch.no_grad():
-        expected = merged(tokens).logits
-        adapted = PeftModel.from_pretrained(base, folder / "adapter")(tokens).logits
-    # Relative to the largest: products of small matrices, summed in another order in float32.
-    torch.testing.assert_close(adapted, expected, atol=1e-5 * expected.abs().max().item(), rtol=0)
+    assert_adapters_open_in_peft("gemma", pretrained, chat_file, tmp_path / "run")
 
 
 def test_conversion_round_trip(tmp_path: Path, pretrained: Path) -> None:

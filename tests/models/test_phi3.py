@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from tests.models.family_cases import LONG_FACTORS, random_reference, random_tokens, relative_error, to_ours
-from tests.models.test_sft_configs import CHATS, SHORT, chat_file, loss_of_transformers, run_named
+from tests.models.family_runs import assert_adapters_open_in_peft, save_with_tokenizer
+from tests.models.test_sft_configs import chat_file
 from torchtitan.components.generation import generate
-from torchtitan.components.tokenizer import EMBEDDED_TOKENIZER
 from torchtitan.models import phi3
 from torchtitan.models.common import rope
 from torchtitan.models.phi3 import FLAVORS, FORMATS, Phi3Model, model_registry
@@ -298,33 +298,8 @@ def test_dropout_is_ignored_with_a_warning(caplog: pytest.LogCaptureFixture) -> 
 
 @pytest.mark.slow
 def test_adapters_for_a_hugging_face_folder(tmp_path: Path, chat_file: Path) -> None:
-    """transformers opens the merged model, and peft opens the adapter of fused layers on its base model."""
-    from peft import PeftModel
-
+    """The adapter is of fused layers."""
     sizes = {"vocab_size": 2048, "hidden_size": 64, "num_attention_heads": 4, "max_position_embeddings": 2048}
     _, reference = tiny(**sizes, sliding_window=64, rope_parameters={"rope_type": "default", "rope_theta": 1e4})
-    reference.generation_config.eos_token_id = 1
-    reference.save_pretrained(tmp_path / "hf")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(EMBEDDED_TOKENIZER)
-    tokenizer.chat_template = "{% for m in messages %}{% generation %}{{ m['content'] }}{% endgeneration %}{% endfor %}"
-    tokenizer.save_pretrained(tmp_path / "hf")
-    trainer = run_named(
-        "lora",
-        tmp_path / "run",
-        module="auto",
-        hf_assets_path=tmp_path / "hf",
-        dataloader__dataset=[chat_file],
-        training__seq_len=128,
-        optimizer__lr=1e-2,
-        **{**SHORT, "training__epochs": 1},
-    )
-    assert trainer.config.model_spec.name == "phi3"
-    folder = tmp_path / "run/checkpoint" / f"step-{trainer.step}"
-    assert loss_of_transformers(folder, CHATS) < loss_of_transformers(tmp_path / "hf", CHATS)
-    merged, base = (transformers.AutoModelForCausalLM.from_pretrained(path) for path in (folder, tmp_path / "hf"))
-    tokens = torch.arange(40)[None]
-    with torch.no_grad():
-        expected = merged(tokens).logits
-        adapted = PeftModel.from_pretrained(base, folder / "adapter")(tokens).logits
-    # Products of small matrices, summed in another order in float32.
-    assert relative_error(adapted, expected) < 1e-5
+    pretrained = save_with_tokenizer(reference, tmp_path / "hf")
+    assert_adapters_open_in_peft("phi3", pretrained, chat_file, tmp_path / "run")
