@@ -10,7 +10,7 @@ from typing import Any
 
 from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.config.registry import built_in_modules, installed_modules, trusted_module
-from torchtitan.distributed.parallelize import parallelize_decoder
+from torchtitan.distributed.parallelize import parallelize_model
 from torchtitan.models.common.decoder import DENSE_SHARDING, Decoder
 from torchtitan.protocols import ModelSpec, ShardingPlan
 from torchtitan.protocols.state_dict_adapter import ExternalFormat
@@ -47,7 +47,7 @@ class Family:
             model=model,
             loss=CrossEntropyLoss.Config(),
             sharding=self.sharding,
-            parallelize=parallelize_decoder,
+            parallelize=parallelize_model,
             formats=self.formats,
         )
 
