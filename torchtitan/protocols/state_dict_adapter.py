@@ -177,7 +177,7 @@ class StateDictAdapter:
     def external_specs(self, internal: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
         """Return name → spec of the other format's tensors for a model with the specs `internal`. Raise `UserError`
         unless `internal` has exactly the tensors of the table."""
-        _check_names("the weights", internal, self.internal_names, allowed=())
+        check_names("the weights", internal, self.internal_names, allowed=())
         specs: dict[str, TensorSpec] = {}
         for step in self.steps:
             tensors = [torch.empty(internal[n].shape, dtype=internal[n].dtype, device="meta") for n in step.internal]
@@ -189,15 +189,17 @@ class StateDictAdapter:
         """Return the steps that convert a checkpoint with the specs `external` to a model with the specs `internal`.
         Raise `UserError`, naming missing and unexpected tensors and tensors of the wrong shape."""
         expected = self.external_specs(internal)
-        _check_names("the checkpoint", external, list(expected), allowed={*self._ignored, *self.tied})
-        misshapen = [
-            f"{name} has shape {list(external[name].shape)} instead of {list(spec.shape)}"
-            for name, spec in expected.items()
-            if external[name].shape != spec.shape
-        ]
-        if misshapen:
-            raise UserError(f"the checkpoint's tensors do not fit the model: {summarize_names(misshapen)}")
+        check_names("the checkpoint", external, list(expected), allowed={*self._ignored, *self.tied})
+        check_shapes((name, external[name].shape, spec.shape) for name, spec in expected.items())
+        return self.steps_for(external)
+
+    def steps_for(self, external: Mapping[str, TensorSpec]) -> list[TensorConversion]:
+        """Return the steps for a checkpoint with these tensors, without checking them."""
         return self.steps
+
+    def tied_in(self, external: Mapping[str, TensorSpec]) -> dict[str, str]:
+        """Return a checkpoint's tied tensors, each with the tensor that it must equal."""
+        return {name: tied_to for name, tied_to in self.tied.items() if name in external}
 
 
 def check_tied(name: str, tensor: Tensor, tied_to: str, original: Tensor) -> None:
@@ -241,7 +243,9 @@ def _expand_row(row: KeyMapping, n_layers: int) -> list[TensorConversion]:
     return [TensorConversion(line[: len(internal)], line[len(internal) :], row.transform) for line in lines]
 
 
-def _check_names(owner: str, found: Iterable[str], expected: Sequence[str], allowed: Iterable[str]) -> None:
+def check_names(owner: str, found: Iterable[str], expected: Sequence[str], allowed: Iterable[str]) -> None:
+    """Raise `UserError`, naming the tensors, if any `expected` one is not found or if others are that are not
+    `allowed`."""
     present, known = set(found), {*expected, *allowed}
     missing = [name for name in expected if name not in present]
     unexpected = [name for name in found if name not in known]
@@ -249,3 +253,12 @@ def _check_names(owner: str, found: Iterable[str], expected: Sequence[str], allo
     faults += [f"in {owner}, but not in the model: {summarize_names(unexpected)}"] if unexpected else []
     if faults:
         raise UserError("; ".join(faults))
+
+
+def check_shapes(shapes: Iterable[tuple[str, torch.Size, torch.Size]]) -> None:
+    """Raise `UserError`, naming the tensors, if any shape of a checkpoint (second) differs from the model's (third)."""
+    faults = [
+        f"{name} has shape {list(found)} instead of {list(size)}" for name, found, size in shapes if found != size
+    ]
+    if faults:
+        raise UserError(f"the checkpoint's tensors do not fit the model: {summarize_names(faults)}")

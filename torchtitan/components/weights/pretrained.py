@@ -1,7 +1,7 @@
 """Checking, converting and loading pretrained weights into a model of any layout."""
 
 import dataclasses
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -34,16 +34,13 @@ from torchtitan.protocols.conversion import (
     saved_config,
     tensor_shapes,
 )
-from torchtitan.protocols.state_dict_adapter import model_tensor_specs
-from torchtitan.protocols.tensor_source import TensorSource, TensorSpec
+from torchtitan.protocols.state_dict_adapter import StateDictAdapter, model_tensor_specs
+from torchtitan.protocols.tensor_source import TensorSource
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
 
 _READ_BEFORE_VERIFICATION = (DESCRIPTION, DCP_METADATA)
 """Files of our checkpoints that are read before the whole checkpoint is verified."""
-
-GetSpecs = Callable[[BaseModel.Config], Mapping[str, TensorSpec]]
-"""Function that returns the names and specs of a model's tensors in some format."""
 
 
 class Initialize(Protocol):
@@ -86,9 +83,9 @@ def internal_source(
     else:
         format = format_for(spec, source_format)
         source, adapter = RenamedView(open_source(path), format.name_of), format.adapter
-        saved = _saved_model(source, model, lambda m: adapter(m).external_specs(model_tensor_specs(m)), added)
+        saved = _saved_model(source, model, adapter, added)
         source = InternalView(source, adapter(saved), model_tensor_specs(saved))
-    return ResizedEmbedding(source, _find_token_tensors(model, model_tensor_specs), added) if added else source
+    return ResizedEmbedding(source, _find_token_tensors(model), added) if added else source
 
 
 def is_as_saved(
@@ -312,18 +309,30 @@ def _unknown_ids(path: Path, added: range) -> range:
     return range(max(added.start, vocab_size), added.stop)
 
 
-def _find_token_tensors(model: BaseModel.Config, get_specs: GetSpecs) -> list[str]:
+def _find_token_tensors(model: BaseModel.Config) -> list[str]:
     """Return the names of the tensors with one row per token."""
     assert model.vocab_size is not None, "the vocabulary size must be set"
-    larger = get_specs(dataclasses.replace(model, vocab_size=model.vocab_size + 1))
-    return [name for name, tensor_spec in get_specs(model).items() if tensor_spec.shape != larger[name].shape]
+    larger = model_tensor_specs(dataclasses.replace(model, vocab_size=model.vocab_size + 1))
+    return [name for name, tensor_spec in model_tensor_specs(model).items() if tensor_spec.shape != larger[name].shape]
 
 
-def _saved_model(source: TensorSource, model: BaseModel.Config, get_specs: GetSpecs, added: range) -> BaseModel.Config:
+def _saved_model(
+    source: TensorSource,
+    model: BaseModel.Config,
+    adapter: Callable[[BaseModel.Config], StateDictAdapter],
+    added: range,
+) -> BaseModel.Config:
     """Return `model` with the vocabulary size of `source`, if only `added` rows are missing there."""
     if not added or model.vocab_size != added.stop:
         return model
-    saved = {source.specs[name].shape[0] for name in _find_token_tensors(model, get_specs) if name in source.specs}
+    token_tensors = set(_find_token_tensors(model))
+    saved = {
+        source.specs[name].shape[0]
+        for step in adapter(model).steps_for(source.specs)
+        if not token_tensors.isdisjoint(step.internal)
+        for name in step.external
+        if name in source.specs
+    }
     # Otherwise the checkpoint belongs to another model, and `InternalView` raises an error.
     if len(saved) == 1 and (rows := saved.pop()) in added:
         return dataclasses.replace(model, vocab_size=rows)

@@ -85,9 +85,8 @@ class InternalView(View):
             compute = None if step.transform == Identity() else partial(step.transform.to_internal, shapes=shapes)
             recipes.append(Recipe(step.external, step.internal, compute))
         super().__init__(source, specs, recipes)
-        for name, tied_to in adapter.tied.items():
-            if name in source.specs:
-                _check_tied_tensors(source, name, tied_to)
+        for name, tied_to in adapter.tied_in(source.specs).items():
+            _check_tied_tensors(source, name, tied_to)
 
 
 class ExternalView(View):

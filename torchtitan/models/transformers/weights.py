@@ -1,0 +1,260 @@
+"""Tensor names and layouts of a class of transformers: those of its wrapper here, of the class, and of its files.
+
+The wrapper has the class as `model`, and the class's output weights, taken out of it, in `head.output`. Files differ
+from the class where transformers renames, stacks, fuses or splits tensors as it loads them. Its own rules
+(`transformers.conversion_mapping`) are applied here, to one group of tensors at a time: the experts of one layer.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    PrefixChange,
+    WeightConverter,
+    WeightRenaming,
+    WeightTransform,
+    apply_converters,
+    apply_renamings,
+    dot_natural_key,
+    rename_source_key,
+)
+from transformers.utils.loading_report import LoadStateDictInfo
+
+from torchtitan.protocols.model import BaseModel
+from torchtitan.protocols.state_dict_adapter import (
+    Identity,
+    KeyMapping,
+    StateDictAdapter,
+    TensorConversion,
+    Transform,
+    check_names,
+    check_shapes,
+)
+from torchtitan.protocols.tensor_source import TensorSpec, summarize_names
+from torchtitan.tools.errors import UserError
+
+_HEAD = "head.output"
+
+
+def adapter(config: BaseModel.Config) -> "TransformersAdapter":
+    """Return the table of a model's tensors in files."""
+    with torch.device("meta"):
+        return TransformersAdapter(config.build())
+
+
+def class_adapter(config: BaseModel.Config) -> StateDictAdapter:
+    """Return the table of a model's tensors in its class, whose modules PEFT adapts."""
+    with torch.device("meta"):
+        names = class_names(config.build())
+    return StateDictAdapter([KeyMapping(ours, name) for ours, name in names.items()], n_layers=0)
+
+
+def class_names(wrapper: nn.Module) -> dict[str, str]:
+    """Return our name of each tensor of a wrapper → its name in the class."""
+    model = _class_of(wrapper)
+    output = model.get_output_embeddings()
+    path = next((name for name, module in model.named_modules() if module is output), "")
+    return {
+        ours: path + ours.removeprefix(_HEAD) if ours.startswith(f"{_HEAD}.") else ours.removeprefix("model.")
+        for ours in wrapper.state_dict()
+    }
+
+
+@dataclass(frozen=True, eq=False)
+class Converted(Transform):
+    """Tensors that transformers converts together, in one direction: to our layout in a `plan`, to that of files in
+    the adapter's `steps`."""
+
+    model: Any
+    """The class on the meta device; some conversions need its configuration and shapes."""
+    converter: WeightConverter | None
+    """The conversion, without tensors; None: a single tensor, unchanged."""
+    key: str
+    """Name of the first result."""
+    inputs: list[tuple[str | None, str]] = field(default_factory=list)
+    """Name of each tensor to convert, after the converter's pattern for it."""
+    outputs: list[str] = field(default_factory=list)
+    """Results that are wanted, by the converter's names."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the tensors to convert."""
+        return tuple(name for _, name in self.inputs)
+
+    def simplest(self, results: Collection[str]) -> Transform:
+        """Return the transform to these `results`."""
+        return Identity() if self.converter is None and len(results) == 1 else self
+
+    def convert(self, tensors: Iterable[Tensor]) -> dict[str, Tensor]:
+        """Return all results by name."""
+        if self.converter is None:
+            return {self.key: next(iter(tensors))}
+        converter: Any = deepcopy(self.converter)
+        for (pattern, name), tensor in zip(self.inputs, tensors, strict=True):
+            converter.add_tensor(self.key, name, pattern, tensor)
+        results = converter.convert(self.key, model=self.model, config=self.model.config)
+        return {name: value[0] if isinstance(value, list) else value for name, value in results.items()}
+
+    def to_internal(self, tensors: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
+        return self.to_external(tensors)
+
+    def to_external(self, tensors: list[Tensor]) -> list[Tensor]:
+        results = self.convert(tensors)
+        return [results[name] for name in self.outputs]
+
+
+class TransformersAdapter(StateDictAdapter):
+    """The table of a class's tensors in files. `steps` has them as the newest transformers writes them; every file
+    whose names transformers knows can be read.
+
+    Args:
+        wrapper: the model on the meta device, before it is sharded.
+    """
+
+    def __init__(self, wrapper: nn.Module):
+        self._model = model = _class_of(wrapper)
+        aliases: dict[str, str] = model.all_tied_weights_keys
+        self._original = dict(aliases)
+        """Name in the class → the same, or the name of the tensor that it is tied to."""
+        self._ours: dict[str, list[str]] = {}
+        """Name in the class → our names: more than one if others are tied to it."""
+        state, tensors = wrapper.state_dict(), {}
+        for ours, name in class_names(wrapper).items():
+            original = self._original.setdefault(name, name)
+            self._ours.setdefault(original, []).append(ours)
+            tensors[original] = state[ours]
+        groups, rename = _groups_to_write(model, tensors)
+        rows = []
+        for group in groups:
+            group.outputs.extend(group.convert([tensors[name] for name in group.names]))
+            internal = tuple(ours for name in group.names for ours in self._ours[name])
+            external = tuple(rename(name) for name in group.outputs)
+            rows.append(KeyMapping(internal, external, group.simplest(internal)))
+        super().__init__(rows, n_layers=0, tied={rename(name): rename(tied_to) for name, tied_to in aliases.items()})
+
+    def steps_for(self, external: Mapping[str, TensorSpec]) -> list[TensorConversion]:
+        steps = []
+        for group in self._read(external).groups.values():
+            try:
+                results = group.convert(_meta(external, group.names))
+            except (RuntimeError, ValueError):  # tensors are missing, or have the wrong shape
+                continue
+            wanted = {ours: name for name in results for ours in self._ours.get(self._original.get(name, ""), ())}
+            group.outputs.extend(wanted.values())
+            steps.append(TensorConversion(tuple(wanted), group.names, group.simplest(wanted)))
+        return steps
+
+    def tied_in(self, external: Mapping[str, TensorSpec]) -> dict[str, str]:
+        return self._read(external).tied
+
+    def plan(self, external: Mapping[str, TensorSpec], internal: Mapping[str, TensorSpec]) -> list[TensorConversion]:
+        expected = self.external_specs(internal)
+        steps = self.steps_for(external)
+        origins = {ours: step.external[0] for step in steps for ours in step.internal}
+        shapes = {
+            ours: tensor.shape
+            for step in steps
+            for ours, tensor in zip(
+                step.internal, step.transform.to_internal(_meta(external, step.external), []), strict=True
+            )
+        }
+        missing: list[str] = []
+        misshapen: list[tuple[str, torch.Size, torch.Size]] = []
+        for step in self.steps:
+            faulty = [ours for ours in step.internal if shapes.get(ours) != internal[ours].shape]
+            absent = [name for name in step.external if name not in external] if faulty else []
+            if absent and (len(absent) < len(step.external) or any(ours not in shapes for ours in faulty)):
+                missing += absent
+            elif faulty:
+                misshapen += [
+                    (name, external[name].shape, expected[name].shape)
+                    for name in step.external
+                    if name in external and external[name].shape != expected[name].shape
+                ] or [(origins[ours], shapes[ours], internal[ours].shape) for ours in faulty if ours in shapes]
+        unexpected = self._read(external).unexpected
+        check_names("the checkpoint", external, missing, allowed=external.keys() - unexpected)
+        check_shapes(misshapen)
+        return steps
+
+    def _read(self, external: Iterable[str]) -> "_Reading":
+        """Return how transformers reads a checkpoint. Raise `UserError` if two of its tensors are the same one."""
+        model, known = self._model, self._original
+        renamings, converters = _split(get_model_conversion_mapping(model))
+        matches: list[tuple[str, str, str | None]] = []
+        unknown: dict[str, str] = {}
+        for name in sorted(external, key=dot_natural_key):
+            key, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, known)
+            if key not in known and name in known:
+                key, pattern = rename_source_key(name, [], [], model.base_model_prefix, known)
+            if key in known:
+                matches.append((name, key, pattern))
+            else:
+                unknown[name] = key
+        groups = _group(model, matches, converters)
+        for key, group in groups.items():
+            if group.converter is None and len(group.names) > 1:
+                raise UserError(f"the checkpoint has {key} more than once: {summarize_names(group.names)}")
+        chosen = {known[key]: key for key in sorted(groups, key=lambda key: known[key] == key)}
+        tied = {group.names[0]: groups[chosen[known[key]]].names[0] for key, group in groups.items()}
+        report = LoadStateDictInfo(set(), set(unknown.values()), set(), [], {}, set())
+        model._adjust_missing_and_unexpected_keys(report)  # removes the names that the class ignores
+        return _Reading(
+            {key: groups[key] for key in chosen.values()},
+            {name: original for name, original in tied.items() if name != original},
+            {name for name, key in unknown.items() if key in report.unexpected_keys},
+        )
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """How transformers reads a checkpoint."""
+
+    groups: Mapping[str, Converted]
+    """Name of the first result → tensors converted together."""
+    tied: dict[str, str]
+    """Tied tensor → the tensor read in its place."""
+    unexpected: set[str]
+    """Tensors that the class neither has nor ignores."""
+
+
+def _groups_to_write(model: Any, names: Iterable[str]) -> tuple[list[Converted], Callable[[str], str]]:
+    """Return the groups of a class's tensors that are converted together for files, and a function that renames the
+    results."""
+    rules = get_model_conversion_mapping(model, add_legacy=False)
+    # As transformers does for a model that was not read from files, which may not have had the prefix.
+    renamings, converters = _split(
+        [rule.reverse_transform() for rule in rules[::-1] if not isinstance(rule, PrefixChange)]
+    )
+    matches = [(name, *apply_converters(name, converters)) for name in sorted(names, key=dot_natural_key)]
+    return list(_group(model, matches, converters).values()), lambda name: apply_renamings(name, renamings)
+
+
+def _group(
+    model: Any, matches: Iterable[tuple[str, str, str | None]], converters: Iterable[WeightConverter]
+) -> dict[str, Converted]:
+    """Return name of the first result → group, from each tensor's name, its group's first result, and the pattern of
+    its converter."""
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    groups: dict[str, Converted] = {}
+    for name, key, pattern in matches:
+        converter = by_pattern[pattern] if pattern is not None else None
+        groups.setdefault(key, Converted(model, converter, key)).inputs.append((pattern, name))
+    return groups
+
+
+def _split(rules: Sequence[WeightTransform]) -> tuple[list[WeightRenaming], list[WeightConverter]]:
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    return renamings, [rule for rule in rules if isinstance(rule, WeightConverter)]
+
+
+def _class_of(wrapper: nn.Module) -> Any:
+    return wrapper.model
+
+
+def _meta(specs: Mapping[str, TensorSpec], names: Iterable[str]) -> list[Tensor]:
+    return [torch.empty(specs[name].shape, dtype=specs[name].dtype, device="meta") for name in names]
