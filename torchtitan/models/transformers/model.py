@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -11,9 +12,10 @@ from tyro.conf import Suppress
 
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.models.transformers.description import build_class, checked_document, transformers_config
+from torchtitan.models.transformers.flops import forward_flops, with_backward
 from torchtitan.models.transformers.initialize import add_initializers, class_values
 from torchtitan.models.transformers.output import logit_transform
-from torchtitan.models.transformers.packing import choose_packing
+from torchtitan.models.transformers.packing import Packing, choose_packing
 from torchtitan.protocols.attention import AttentionMetadata
 from torchtitan.protocols.model import BaseModel, effective_weight
 from torchtitan.protocols.output_head import UNCHANGED, Head, LogitTransform, compute_logits
@@ -52,7 +54,7 @@ class TransformersModel(BaseModel):
 
         def unsupported_parallelisms(self) -> dict[str, str]:
             reason = "a class of transformers computes whole sequences, in one piece"
-            return {"pp": reason, "cp": reason}
+            return dict.fromkeys(("pipeline_parallel_degree", "context_parallel_degree"), reason)
 
     config: Config
 
@@ -91,6 +93,15 @@ class TransformersModel(BaseModel):
         with torch.device("meta"):
             plain = self.config.build()
         yield from class_values(plain, names, seed)
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """Return operations per token, forward and backward, of this model on the meta device: see `flops`."""
+        counted = Packing("kernel")  # its attention reads no values
+        with torch.device("meta"):
+            plain = build_class(self.config.transformers_config(), counted.implementation).bfloat16()
+            run = partial(counted.run, plain, attention=None)
+            forward = forward_flops(run, seq_len, is_recurrent=self.packing.mode == "rows")
+        return with_backward(forward, self, self.model.get_decoder())
 
     def forward(
         self,
