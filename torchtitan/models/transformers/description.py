@@ -96,7 +96,9 @@ def _refusal(document: Mapping[str, Any], known: Mapping[str, str]) -> str:
     wanted = document.get("transformers_version")
     newer = f" (the file was written by transformers {wanted})" if wanted else ""
     nearest = suggest(str(model_type), sorted(known))
-    return f"config.json: transformers {transformers.__version__} does not know model_type '{model_type}'{newer}{nearest}"
+    return (
+        f"config.json: transformers {transformers.__version__} does not know model_type '{model_type}'{newer}{nearest}"
+    )
 
 
 def transformers_config(document: Mapping[str, Any], vocab_size: int | None = None) -> Any:

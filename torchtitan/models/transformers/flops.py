@@ -9,6 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from torchtitan.protocols.model import count_elements
 
+
 def _grouped_product(a: torch.Size, b: torch.Size, *_: Any, **__: Any) -> int:
     """Return the operations of a product of groups of rows (N, K) with one matrix (E, K, M) for each group."""
     return 2 * a.numel() * b[-1]

@@ -8,6 +8,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
 from tyro.conf import Suppress
 
 from torchtitan.components.loss import IGNORE_INDEX
@@ -16,11 +17,10 @@ from torchtitan.models.transformers.flops import forward_flops, with_backward
 from torchtitan.models.transformers.initialize import add_initializers, class_values
 from torchtitan.models.transformers.output import logit_transform
 from torchtitan.models.transformers.packing import Packing, choose_packing
+from torchtitan.models.transformers.sharding import class_plan
 from torchtitan.protocols.attention import AttentionMetadata
 from torchtitan.protocols.model import BaseModel, effective_weight
 from torchtitan.protocols.output_head import UNCHANGED, Head, LogitTransform, compute_logits
-from torchtitan.tools.errors import UserError
-from torchtitan.tools.logging import logger
 
 _NO_LIMIT = 2**20
 """Context of a model whose configuration names none."""
@@ -54,7 +54,15 @@ class TransformersModel(BaseModel):
 
         def unsupported_parallelisms(self) -> dict[str, str]:
             reason = "a class of transformers computes whole sequences, in one piece"
-            return dict.fromkeys(("pipeline_parallel_degree", "context_parallel_degree"), reason)
+            unsupported = dict.fromkeys(("pipeline_parallel_degree", "context_parallel_degree"), reason)
+            _, of_tensors = class_plan(self.document)
+            return {**unsupported, **({"tensor_parallel_degree": of_tensors} if of_tensors else {})}
+
+        @property
+        def tensor_parallel_sizes(self) -> dict[str, int]:
+            text = self.transformers_config().get_text_config(decoder=True)
+            names = ("num_attention_heads", "num_key_value_heads")
+            return {name: size for name in names if isinstance(size := getattr(text, name, None), int)}
 
     config: Config
 
@@ -161,6 +169,8 @@ class ClassHead(nn.Module):
             weight_VD = torch.cat((weight_VD, bias_V[:, None]), dim=1)
             hidden_BLD = torch.cat((hidden_BLD, torch.ones_like(hidden_BLD[..., :1])), dim=-1)
         hidden_BLD = hidden_BLD.to(weight_VD.dtype)  # some classes compute the last norm in float32
+        if isinstance(weight_VD, DTensor):
+            hidden_BLD = DTensor.from_local(hidden_BLD, weight_VD.device_mesh, [Replicate()], run_check=False)
         if self.transform != UNCHANGED:
             head_inputs["transform"] = self.transform
         return head(hidden_BLD, weight_VD, **head_inputs)

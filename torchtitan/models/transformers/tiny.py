@@ -122,7 +122,9 @@ def _keep_layers(values: dict[str, Any]) -> None:
     chosen = {  # lists of layers, such as those with full attention
         name: v
         for name, v in lists.items()
-        if re.search("layer|_idx|_index|_ids", name) and all(type(i) is int and i < n for i in v) and v == sorted(set(v))
+        if re.search("layer|_idx|_index|_ids", name)
+        and all(type(i) is int and i < n for i in v)
+        and v == sorted(set(v))
     }
     per_layer = {name: v for name, v in lists.items() if n <= len(v) <= n + extra and name not in chosen}
     starts = {name: v for name, v in values.items() if name in _FIRST_LAYERS and type(v) is int}
@@ -138,7 +140,9 @@ def _keep_layers(values: dict[str, Any]) -> None:
         kind += [i % period for period in periods if not per_layer]
         kinds.setdefault(repr(kind), []).append(i)
     # Layers called hybrid share weights, so that one alone is not like them.
-    kept = sorted(i for kind, layers in kinds.items() for i in layers[: 2 if "hybrid" in kind or len(kinds) == 1 else 1])
+    kept = sorted(
+        i for kind, layers in kinds.items() for i in layers[: 2 if "hybrid" in kind or len(kinds) == 1 else 1]
+    )
 
     values.update({name: len(kept) for name, v in counts.items() if v == n})
     values.update({name: [v[i] for i in kept] for name, v in per_layer.items()})
