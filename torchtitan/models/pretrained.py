@@ -143,7 +143,8 @@ def huggingface_model(folder: Path, family: ModuleType | None = None) -> tuple[M
                 return _external_spec(package, "hf", document), document
     any_class = trusted_module(ANY_CLASS)
     assert any_class is not None, "built-in modules are trusted"
-    return _external_spec(any_class, "hf", document), document
+    located = {**document, "_name_or_path": str(folder.resolve())}  # a model may need code in its folder
+    return _external_spec(any_class, "hf", located), document
 
 
 def _read_description(folder: Path, format: str) -> dict[str, Any]:
