@@ -1,0 +1,158 @@
+"""A class of transformers as one of our models: the same loss and gradients as the class itself, for any head, and
+refusals of what does not train."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from torchtitan.components.loss import IGNORE_INDEX, CrossEntropyLoss
+from torchtitan.distributed import initialize_weights
+from torchtitan.models.pretrained import huggingface_model
+from torchtitan.tools.errors import UserError
+
+transformers = pytest.importorskip("transformers")
+
+from torchtitan.models.transformers.description import TRUST_VARIABLE  # noqa: E402
+from torchtitan.models.transformers.model import TransformersModel  # noqa: E402
+from torchtitan.models.transformers.tiny import tiny_config  # noqa: E402
+
+TOLERANCE = 1e-5
+"""Of the largest element, in float32: the closed form of the loss sums in another order than the class."""
+
+TYPES = {
+    "llama": {},
+    "granite": {"logits_scaling": 3.0},
+    "cohere": {"logit_scale": 0.3},
+    "gemma2": {"final_logit_softcapping": 5.0},
+    "phi": {},  # a head with a bias
+    "mamba": {},  # reads the type of the head's weights
+    "mixtral": {"output_router_logits": True, "router_aux_loss_coef": 0.5},
+    "gemma3": {},  # of images and text
+    "gpt2": {},
+}
+
+
+def document_of(model_type: str, **changes: object) -> dict[str, object]:
+    """The config.json of a tiny model."""
+    config = tiny_config(transformers.AutoConfig.for_model(model_type, **changes))
+    return json.loads(config.to_json_string(use_diff=False))
+
+
+def model_of(document: dict[str, object], seed: int = 0) -> TransformersModel:
+    with torch.device("meta"):
+        model = TransformersModel.Config.of(document).build()
+    initialize_weights(model.to_empty(device="cpu"), seed)
+    return model
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_loss_and_gradients_are_those_of_the_class(model_type: str) -> None:
+    model = model_of(document_of(model_type, **TYPES[model_type]))
+    tokens = torch.randint(8, 64, (2, 12), generator=torch.Generator().manual_seed(0))
+    labels = F.pad(tokens[:, 1:], (0, 1), value=IGNORE_INDEX)
+    with torch.device("meta"):
+        reference = type(model.model)(model.model.config)
+    reference.to_empty(device="cpu")
+    state = {name.removeprefix("model."): tensor for name, tensor in model.state_dict().items()}
+    output = next(n for n, m in reference.named_modules() if m is reference.get_output_embeddings())
+    state = {name.replace("head.output", output): tensor.clone() for name, tensor in state.items()}
+    reference.load_state_dict(state, strict=False)
+    reference.tie_weights()
+    buffers = dict(model.model.named_buffers())
+    for name, buffer in reference.named_buffers():
+        buffer.data = buffers[name].clone()
+
+    loss = model(tokens, head=CrossEntropyLoss.Config().build(), labels_BL=labels) / (labels != IGNORE_INDEX).sum()
+    loss.backward()
+    expected = reference(input_ids=tokens, labels=tokens).loss
+    expected.backward()
+
+    assert loss.item() == pytest.approx(expected.item(), rel=TOLERANCE)
+    torch.testing.assert_close(model(tokens), reference(input_ids=tokens).logits, rtol=0, atol=1e-5)
+    gradients = {name: p.grad for name, p in reference.named_parameters()}
+    compared = 0
+    for name, parameter in model.named_parameters():
+        expected_gradient = gradients[name.removeprefix("model.").replace("head.output", output)]
+        if parameter.requires_grad and expected_gradient is not None:
+            difference = (parameter.grad - expected_gradient).abs().max()
+            largest = max(expected_gradient.abs().max(), 1e-2 * max(g.abs().max() for g in gradients.values() if g is not None))
+            assert difference <= TOLERANCE * largest, name
+            compared += 1
+    assert compared > 3
+
+
+def test_the_auxiliary_loss_of_routers_counts() -> None:
+    document = document_of("mixtral", **TYPES["mixtral"])
+    tokens = torch.randint(8, 64, (2, 12), generator=torch.Generator().manual_seed(0))
+    head = CrossEntropyLoss.Config().build()
+    losses = [
+        model_of({**document, "router_aux_loss_coef": factor})(tokens, head=head, labels_BL=tokens) for factor in (0.0, 0.5)
+    ]
+    assert losses[1] - losses[0] > 0.5 * tokens.numel()  # the loss of a perfect balance is 1 and more
+
+
+def test_initial_values_depend_on_seed_and_name_alone() -> None:
+    document = document_of("mamba")
+    first, again, other = model_of(document), model_of(document), model_of(document, seed=1)
+    same = [torch.equal(a, b) for a, b in zip(first.parameters(), again.parameters(), strict=True)]
+    differ = [not torch.equal(a, b) for a, b in zip(first.parameters(), other.parameters(), strict=True)]
+    assert all(same) and any(differ)
+    assert all(tensor.isfinite().all() for tensor in first.state_dict().values())
+
+
+def test_vision_is_frozen() -> None:
+    model = model_of(document_of("gemma3"))
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert trained == {name for name, _ in model.named_parameters() if ".language_model." in name}
+    assert any("vision_tower" in name for name in model.blocks())
+
+
+def folder_with(folder: Path, **document: object) -> Path:
+    (folder / "config.json").write_text(json.dumps(document))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        ({"model_type": "lama"}, "did you mean 'llama'"),
+        ({"model_type": "next_year", "transformers_version": "6.1"}, "written by transformers 6.1"),
+        ({"model_type": "vit"}, "no class in transformers that predicts the next token"),
+        ({"model_type": "bart"}, "encoder-decoder"),
+        ({"model_type": "own", "auto_map": {"AutoModelForCausalLM": "modeling_own.Own"}}, "modeling_own.py"),
+        ({"model_type": "cohere", "num_attention_heads": 3, "hidden_size": 64}, "refuses|heads"),
+    ],
+)
+def test_what_does_not_train_is_refused(tmp_path: Path, document: dict[str, object], message: str) -> None:
+    with pytest.raises(UserError, match=message) as error:
+        spec, _ = huggingface_model(folder_with(tmp_path, **document))
+        with torch.device("meta"):
+            spec.model.build()
+    assert "\n" not in str(error.value)
+
+
+def test_an_own_family_comes_first(tmp_path: Path) -> None:
+    import torchtitan.models.transformers as any_class
+
+    document = document_of("qwen3")
+    folder = folder_with(tmp_path, **document)
+    assert huggingface_model(folder)[0].name == "qwen3"
+    assert huggingface_model(folder, any_class)[0].name == "transformers"
+
+
+def test_code_in_the_folder_is_executed_only_if_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "from transformers import LlamaConfig, LlamaForCausalLM\n"
+    code += "class OwnConfig(LlamaConfig):\n    model_type = 'own'\n"
+    code += "class Own(LlamaForCausalLM):\n    config_class = OwnConfig\n"
+    (tmp_path / "modeling_own.py").write_text(code)
+    auto_map = {"AutoConfig": "modeling_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.Own"}
+    folder = folder_with(tmp_path, **{**document_of("llama"), "model_type": "own", "auto_map": auto_map})
+    with pytest.raises(UserError, match=TRUST_VARIABLE):
+        huggingface_model(folder)
+    monkeypatch.setenv(TRUST_VARIABLE, "1")
+    spec, _ = huggingface_model(folder)
+    with torch.device("meta"):
+        assert type(spec.model.build().model).__name__ == "Own"
