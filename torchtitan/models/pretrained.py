@@ -11,6 +11,7 @@ import torch
 
 from torchtitan.components.weights import Format, MetaSource, TensorSource, load_weights, pretrained
 from torchtitan.components.weights.assets import DESCRIPTION, asset_folder, read_model_json
+from torchtitan.components.weights.dequantize import check_quantization
 from torchtitan.components.weights.export import prevailing_dtype
 from torchtitan.components.weights.load import check_types
 from torchtitan.components.weights.sources import format_of, formats_in
@@ -128,7 +129,8 @@ def huggingface_model(folder: Path, family: ModuleType | None = None) -> tuple[M
     """Return the specification of the model that the config.json in `folder` describes, and the content of that file.
 
     Raises:
-        UserError: if there is no such file, or no family (see `spec_of`) has its `model_type` or computes the model.
+        UserError: if there is no such file, no family (see `spec_of`) has its `model_type` or computes the model, or
+            the weights are quantized by an unsupported method.
     """
     document = _read_description(folder, "hf")
     model_type = document.get("model_type")
@@ -138,6 +140,7 @@ def huggingface_model(folder: Path, family: ModuleType | None = None) -> tuple[M
     for package in families_with("hf", family):
         model_types = package.FORMATS["hf"].model_types
         if model_type in model_types:
+            check_quantization(folder)
             return _external_spec(package, "hf", document), document
         known.update(model_types)
     nearest = suggest(str(model_type), sorted(known)) or ";"
