@@ -154,11 +154,12 @@ SIZES = {
 
 
 @pytest.fixture
-def folder(tmp_path, stories):
-    """A Qwen3 in FP8 with the tokenizer of the stories model."""
+def folder(request, tmp_path, stories):
+    """A Qwen3 or other model in FP8 with the tokenizer of the stories model."""
     torch.manual_seed(1)
-    model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SIZES, head_dim=16))
-    model.save_pretrained(tmp_path / "plain")
+    kind = getattr(request, "param", "qwen3")
+    config = transformers.AutoConfig.for_model(kind, **SIZES, head_dim=16)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "plain")
     shutil.copy(stories / "tokenizer.json", tmp_path / "plain")
     return quantize(tmp_path / "plain", tmp_path / "model")
 
@@ -169,14 +170,19 @@ def read_by_transformers(folder: Path) -> dict[str, Tensor]:
     return dict(model.state_dict())
 
 
+@pytest.mark.parametrize("folder", ["llama", "qwen3"], indirect=True)
 def test_model_equals_transformers(folder, tmp_path):
     expected, source = read_by_transformers(folder), open_source(folder)
     assert source.specs.keys() == expected.keys()
     assert [name for name, tensor in expected.items() if not torch.equal(source.read(name), tensor)] == []
-    assert not torch.equal(
-        load_file(tmp_path / "plain/model.safetensors")["model.layers.0.mlp.up_proj.weight"].bfloat16(),
-        expected["model.layers.0.mlp.up_proj.weight"],
-    )
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert not torch.equal(load_file(tmp_path / "plain/model.safetensors")[name].bfloat16(), expected[name])
+    assert main(["convert", "--to", "dcp", str(folder), str(tmp_path / "dcp")]) == 0
+    tokens, model = torch.arange(20)[None], load_model(tmp_path / "dcp", device="cpu", dtype=torch.float32).model
+    reference = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(folder))
+    reference.float().load_state_dict(expected)
+    # Two implementations of the same float32 computation.
+    torch.testing.assert_close(model(tokens), reference(tokens).logits, rtol=1e-5, atol=1e-5)
 
 
 def train_words(folder: Path, out: Path) -> list[str]:
@@ -264,26 +270,38 @@ def test_wrong_block_size_is_named(tmp_path, value):
         open_source(folder)
 
 
-@pytest.mark.parametrize(
-    ("quantization", "method"),
-    [
-        ({"quant_method": "gptq", "bits": 4}, "gptq"),
-        ({"quant_method": "awq"}, "awq"),
-        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
-        ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, "compressed-tensors (pack-quantized)"),
-        ({"bits": 4}, "unknown"),
-        ("awq", "awq"),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("is_nested", [False, True])
-def test_other_methods_are_refused_by_name(folder, tmp_path, capsys, quantization, method, is_nested):
-    section = {"quantization_config": quantization}
-    change_config(folder, **({"quantization_config": None, "text_config": section} if is_nested else section))
-    message = f"quantization_config is that of '{method}', and only weights of fp8, "
-    for words in (["train", *train_words(folder, tmp_path)], ["convert", "--to", "dcp", folder, tmp_path / "out"]):
+def test_other_methods_are_refused_by_name(folder, tmp_path, capsys):
+    change_config(folder, quantization_config={"quant_method": "gptq", "bits": 4})
+    message = "quantization_config is that of 'gptq', and only weights of fp8, "
+    own = ["--module", "llama3", "--config", "debugmodel", "--checkpoint.enable", "--dump_folder", tmp_path]
+    own += ["--checkpoint.initial_load_in_hf", "--checkpoint.initial_load_path", folder]
+    convert = ["convert", "--to", "dcp", folder, tmp_path / "out"]
+    for words in (["train", *train_words(folder, tmp_path)], ["train", *own], convert):
         assert main([str(word) for word in words]) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert message in line
     assert main(["inspect", str(folder)]) == 0, "it is intact"
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("quantization", "method"),
+    [
+        ({"quant_method": "awq"}, "'awq'"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "'bitsandbytes'"),
+        (
+            {"quant_method": "compressed-tensors", "format": "pack-quantized"},
+            r"'compressed-tensors \(pack-quantized\)'",
+        ),
+        ({"bits": 4}, "'unknown'"),
+        ("awq", "'awq'"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("key", ["quantization_config", "text_config"])
+def test_method_is_found(tmp_path, quantization, method, key):
+    """Also in the part of a config.json that describes the language model of several."""
+    section = {"quantization_config": quantization}
+    (tmp_path / "config.json").write_text(json.dumps(section if key in section else {key: section}))
+    with pytest.raises(UserError, match=method):
+        dequantize.check_quantization(tmp_path)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from torchtitan.protocols.tensor_source import Slices, TensorSource, TensorSpec, full_slices, slice_shape
 from torchtitan.tools.errors import UserError
@@ -115,19 +116,20 @@ class DequantizedSource(TensorSource):
         return result
 
     def _compute(self, weight: _Weight, items: slice) -> Tensor:
-        """Return `items` of the first dimension of a weight, in float32."""
+        """Return `items` of the first dimension of a weight."""
         values = self._read(weight.values, items)
         if values.dtype not in _FP8:
-            values = _PAIRS[values.view(torch.uint8).int()].reshape(len(values), *weight.shape[1:])
+            pairs = functional.embedding(values.view(torch.uint8).int(), _PAIRS)  # faster than indexing
+            values = pairs.reshape(len(values), *weight.shape[1:])
         if not weight.steps:
-            return values.float() * _to_float(self._source.read(weight.scale)).reshape(())
+            return values.float().mul_(_to_float(self._source.read(weight.scale)).reshape(())).bfloat16()
         step = weight.steps[0]
         scale = _to_float(self._read(weight.scale, slice(items.start // step, ceil(items.stop / step))))
         for dim, step in enumerate(weight.steps):
             if scale.shape[dim] > 1:
                 start = items.start % step if dim == 0 else 0
                 scale = scale.repeat_interleave(step, dim).narrow(dim, start, values.shape[dim])
-        product = values.float() * scale
+        product = values.float().mul_(scale).bfloat16()
         return product.mT if weight.values.endswith(_PACKED) else product
 
     def _read(self, name: str, items: slice) -> Tensor:
