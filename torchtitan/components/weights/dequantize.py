@@ -45,7 +45,7 @@ class _Weight(NamedTuple):
 
 
 def check_quantization(folder: Path) -> None:
-    """Raise `UserError` if the config.json in `folder` is that of weights quantized by an unsupported method."""
+    """Raise `UserError` if the config.json in `folder` names an unsupported method of quantization."""
     method, _ = _read_method(folder)
     if method and method not in _METHODS:
         raise UserError(
@@ -55,8 +55,8 @@ def check_quantization(folder: Path) -> None:
 
 
 def dequantized(source: TensorSource, folder: Path) -> TensorSource:
-    """Return the tensors of the Hugging Face checkpoint in `folder`: a `DequantizedSource` if its config.json is that
-    of a supported method, otherwise `source`. Raise `UserError` if the config.json is invalid, and as that class."""
+    """Return the tensors of the Hugging Face checkpoint in `folder`: a `DequantizedSource` if its config.json names
+    a supported method, otherwise `source`. Raise `UserError` if the config.json is invalid, and as that class."""
     method, section = _read_method(folder)
     if method not in _METHODS:
         return source
