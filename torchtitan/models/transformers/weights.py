@@ -29,6 +29,7 @@ from torchtitan.protocols.model import BaseModel
 from torchtitan.protocols.state_dict_adapter import (
     Identity,
     KeyMapping,
+    Match,
     StateDictAdapter,
     TensorConversion,
     Transform,
@@ -137,9 +138,17 @@ class TransformersAdapter(StateDictAdapter):
             rows.append(KeyMapping(internal, external, group.simplest(internal)))
         super().__init__(rows, n_layers=0, tied={rename(name): rename(tied_to) for name, tied_to in aliases.items()})
 
-    def steps_for(self, external: Mapping[str, TensorSpec]) -> list[TensorConversion]:
+    def match(self, external: Mapping[str, TensorSpec]) -> Match:
+        """Return how to read a checkpoint. Raise `UserError` if it has a tensor twice."""
+        groups, unexpected = self._groups_to_read(external)
+        # A tied tensor is read only if the original is absent.
+        chosen = {self._original[key]: key for key in sorted(groups, key=lambda key: self._original[key] == key)}
+        tied: dict[str, str] = {}
         steps = []
-        for group in self._read(external).groups.values():
+        for key, group in groups.items():
+            if (first := chosen[self._original[key]]) != key:
+                tied[group.names[0]] = groups[first].names[0]
+                continue
             try:
                 results = group.convert(_meta(external, group.names))
             except (RuntimeError, ValueError):  # tensors are missing, or have the wrong shape
@@ -147,42 +156,32 @@ class TransformersAdapter(StateDictAdapter):
             wanted = {ours: name for name in results for ours in self._ours.get(self._original.get(name, ""), ())}
             group.outputs.extend(wanted.values())
             steps.append(TensorConversion(tuple(wanted), group.names, group.simplest(wanted)))
-        return steps
+        return Match(steps, tied, unexpected)
 
-    def tied_in(self, external: Mapping[str, TensorSpec]) -> dict[str, str]:
-        return self._read(external).tied
-
-    def plan(self, external: Mapping[str, TensorSpec], internal: Mapping[str, TensorSpec]) -> list[TensorConversion]:
-        expected = self.external_specs(internal)
-        steps = self.steps_for(external)
-        origins = {ours: step.external[0] for step in steps for ours in step.internal}
-        shapes = {
-            ours: tensor.shape
-            for step in steps
-            for ours, tensor in zip(
-                step.internal, step.transform.to_internal(_meta(external, step.external), []), strict=True
-            )
-        }
+    def plan(self, external: Mapping[str, TensorSpec], internal: Mapping[str, TensorSpec]) -> Match:
+        expected, match = self.external_specs(internal), self.match(external)
+        found: dict[str, torch.Size] = {}
+        for step in match.steps:
+            tensors = step.transform.to_internal(_meta(external, step.external), [])
+            found |= {ours: tensor.shape for ours, tensor in zip(step.internal, tensors, strict=True)}
         missing: list[str] = []
-        misshapen: list[tuple[str, torch.Size, torch.Size]] = []
+        misshapen: dict[str, tuple[torch.Size, torch.Size]] = {}
         for step in self.steps:
-            faulty = [ours for ours in step.internal if shapes.get(ours) != internal[ours].shape]
-            absent = [name for name in step.external if name not in external] if faulty else []
-            if absent and (len(absent) < len(step.external) or any(ours not in shapes for ours in faulty)):
+            faulty = [ours for ours in step.internal if found.get(ours) != internal[ours].shape]
+            absent = [name for name in step.external if name not in external]
+            if faulty and absent and (len(absent) < len(step.external) or faulty[0] not in found):
                 missing += absent
             elif faulty:
-                misshapen += [
-                    (name, external[name].shape, expected[name].shape)
-                    for name in step.external
-                    if name in external and external[name].shape != expected[name].shape
-                ] or [(origins[ours], shapes[ours], internal[ours].shape) for ours in faulty if ours in shapes]
-        unexpected = self._read(external).unexpected
-        check_names("the checkpoint", external, missing, allowed=external.keys() - unexpected)
-        check_shapes(misshapen)
-        return steps
+                shapes = {name: (external[name].shape, expected[name].shape) for name in step.external if not absent}
+                misshapen |= {name: pair for name, pair in shapes.items() if pair[0] != pair[1]} or {
+                    ours: (found[ours], internal[ours].shape) for ours in faulty if ours in found
+                }
+        check_names("the checkpoint", missing, match.unexpected)
+        check_shapes((name, *pair) for name, pair in misshapen.items())
+        return match
 
-    def _read(self, external: Iterable[str]) -> "_Reading":
-        """Return how transformers reads a checkpoint. Raise `UserError` if two of its tensors are the same one."""
+    def _groups_to_read(self, external: Iterable[str]) -> tuple[dict[str, Converted], list[str]]:
+        """Return name of the first result → the group of a checkpoint's tensors, and the unexpected tensors."""
         model, known = self._model, self._original
         renamings, converters = _split(get_model_conversion_mapping(model))
         matches: list[tuple[str, str, str | None]] = []
@@ -199,27 +198,9 @@ class TransformersAdapter(StateDictAdapter):
         for key, group in groups.items():
             if group.converter is None and len(group.names) > 1:
                 raise UserError(f"the checkpoint has {key} more than once: {summarize_names(group.names)}")
-        chosen = {known[key]: key for key in sorted(groups, key=lambda key: known[key] == key)}
-        tied = {group.names[0]: groups[chosen[known[key]]].names[0] for key, group in groups.items()}
         report = LoadStateDictInfo(set(), set(unknown.values()), set(), [], {}, set())
         model._adjust_missing_and_unexpected_keys(report)  # removes the names that the class ignores
-        return _Reading(
-            {key: groups[key] for key in chosen.values()},
-            {name: original for name, original in tied.items() if name != original},
-            {name for name, key in unknown.items() if key in report.unexpected_keys},
-        )
-
-
-@dataclass(frozen=True)
-class _Reading:
-    """How transformers reads a checkpoint."""
-
-    groups: Mapping[str, Converted]
-    """Name of the first result → tensors converted together."""
-    tied: dict[str, str]
-    """Tied tensor → the tensor read in its place."""
-    unexpected: set[str]
-    """Tensors that the class neither has nor ignores."""
+        return groups, [name for name, key in unknown.items() if key in report.unexpected_keys]
 
 
 def _groups_to_write(model: Any, names: Iterable[str]) -> tuple[list[Converted], Callable[[str], str]]:
