@@ -17,7 +17,7 @@ from torchtitan.components.optimizer import Optimizer, ParamGroup, check_early_s
 from torchtitan.config import ActivationCheckpointConfig, CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims, initialize_weights
 from torchtitan.distributed.gradients import clip_grad_norm
-from torchtitan.distributed.parallelize import parallelize_decoder
+from torchtitan.distributed.parallelize import parallelize_model
 from torchtitan.models.llama3 import SHARDING
 from torchtitan.models.llama3.model import Llama3Model
 from torchtitan.tools.errors import UserError
@@ -50,7 +50,7 @@ def lay_out(
 ) -> None:
     parallelism = ParallelismConfig(**degrees)
     dims = ParallelDims.from_config(parallelism, 2)
-    parallelize_decoder(
+    parallelize_model(
         model,
         parallel_dims=dims,
         mesh=dims.build_mesh("cpu"),

@@ -368,12 +368,12 @@ def test_invalid_values_are_rejected(settings, message):
 
 def sharded_model() -> Llama3Model:
     from torchtitan.config import TrainingConfig
-    from torchtitan.distributed.parallelize import parallelize_decoder
+    from torchtitan.distributed.parallelize import parallelize_model
     from torchtitan.models.llama3 import SHARDING
 
     model, dims = make_model(), ParallelDims(world_size=2, dp_shard=2)
     training = TrainingConfig(mixed_precision_param="float32")
-    parallelize_decoder(model, parallel_dims=dims, mesh=dims.build_mesh("cpu"), sharding=SHARDING, training=training)
+    parallelize_model(model, parallel_dims=dims, mesh=dims.build_mesh("cpu"), sharding=SHARDING, training=training)
     return model
 
 

@@ -289,7 +289,7 @@ def compare_layouts(folder: Path) -> None:
 
     from torchtitan.config import ParallelismConfig, TrainingConfig
     from torchtitan.distributed import ParallelDims
-    from torchtitan.distributed.parallelize import parallelize_decoder
+    from torchtitan.distributed.parallelize import parallelize_model
     from torchtitan.models.llama3 import SHARDING
 
     def gradients(config: ActivationCheckpointConfig, **degrees: int) -> tuple[list[Tensor], int]:
@@ -297,7 +297,7 @@ def compare_layouts(folder: Path) -> None:
         parallelism = ParallelismConfig(**degrees)
         dims = ParallelDims.from_config(parallelism, 2)
         model = CONFIG.build()
-        parallelize_decoder(
+        parallelize_model(
             model,
             parallel_dims=dims,
             mesh=dims.build_mesh("cpu"),

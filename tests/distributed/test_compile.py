@@ -284,7 +284,7 @@ def compare_layouts(folder: Path) -> None:
     import torch.distributed as dist
 
     from torchtitan.distributed import ParallelDims
-    from torchtitan.distributed.parallelize import parallelize_decoder
+    from torchtitan.distributed.parallelize import parallelize_model
     from torchtitan.models.llama3 import SHARDING
 
     def numbers(compile: CompileConfig, mode: Any, **degrees: int) -> list[Tensor]:
@@ -292,7 +292,7 @@ def compare_layouts(folder: Path) -> None:
         parallelism = ParallelismConfig(**degrees)
         dims = ParallelDims.from_config(parallelism, 2)
         model, loss = make_model(), make_loss(compile if compile.enable else None)
-        parallelize_decoder(
+        parallelize_model(
             model,
             parallel_dims=dims,
             mesh=dims.build_mesh("cpu"),

@@ -163,7 +163,7 @@ def test_canonical_name():
 def shard_and_compare(dp_replicate: int, dp_shard: int, tp: int, uneven_dim: int) -> None:
     from torchtitan.config import TrainingConfig
     from torchtitan.distributed import ParallelDims
-    from torchtitan.distributed.parallelize import parallelize_decoder
+    from torchtitan.distributed.parallelize import parallelize_model
 
     expected = initial_weights(7, dim=uneven_dim)
     world_size = dp_replicate * dp_shard * tp
@@ -171,7 +171,7 @@ def shard_and_compare(dp_replicate: int, dp_shard: int, tp: int, uneven_dim: int
     with torch.device("meta"):
         model = model_config(dim=uneven_dim).build()
     mesh = dims.build_mesh("cpu")
-    parallelize_decoder(model, parallel_dims=dims, mesh=mesh, sharding=SHARDING, training=TrainingConfig())
+    parallelize_model(model, parallel_dims=dims, mesh=mesh, sharding=SHARDING, training=TrainingConfig())
     model.to_empty(device="cpu")
     initialize_weights(model, 7)
     for name, parameter in model.named_parameters():
@@ -181,13 +181,13 @@ def shard_and_compare(dp_replicate: int, dp_shard: int, tp: int, uneven_dim: int
 def check_dtypes_in_a_block() -> None:
     from torchtitan.config import TrainingConfig
     from torchtitan.distributed import ParallelDims
-    from torchtitan.distributed.parallelize import free_gathered_weights, parallelize_decoder
+    from torchtitan.distributed.parallelize import free_gathered_weights, parallelize_model
 
     model = model_config().build()
     initialize_weights(model, 0)
     dims = ParallelDims(world_size=2, dp_shard=2)
     training = TrainingConfig(mixed_precision_param="bfloat16")
-    parallelize_decoder(model, parallel_dims=dims, mesh=dims.build_mesh("cpu"), sharding=SHARDING, training=training)
+    parallelize_model(model, parallel_dims=dims, mesh=dims.build_mesh("cpu"), sharding=SHARDING, training=training)
     seen = []
     model.layers["1"].register_forward_pre_hook(lambda _, args: seen.append((args[0].dtype, args[1][0].dtype)))
     with torch.no_grad():

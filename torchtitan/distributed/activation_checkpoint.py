@@ -5,10 +5,10 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, create_selective_checkpoint_contexts
 
 from torchtitan.config import ActivationCheckpointConfig, CompileConfig, ParallelismConfig
+from torchtitan.protocols.model import BaseModel
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.torch_private import (
     attention_operations,
@@ -41,9 +41,9 @@ def check_activation_checkpoint(
         )
 
 
-def apply_activation_checkpointing(model: nn.Module, config: ActivationCheckpointConfig) -> None:
-    """Apply checkpointing to the blocks in `model.layers`, a `ModuleDict` by layer number, in place, before compilation
-    and data parallelism. Attributes and `state_dict` names stay the same; `canonical_name` restores other names."""
+def apply_activation_checkpointing(model: BaseModel, config: ActivationCheckpointConfig) -> None:
+    """Apply checkpointing to the blocks of a model, in place, before compilation and data parallelism. Attributes and
+    `state_dict` names stay the same; `canonical_name` restores other names."""
     # This setting is global, and an earlier model may have changed it; 1 is PyTorch's default.
     functorch_config.activation_memory_budget = config.memory_budget if config.mode == "memory_budget" else 1.0
     if config.mode == "full":
@@ -58,12 +58,11 @@ def apply_activation_checkpointing(model: nn.Module, config: ActivationCheckpoin
         _wrap_blocks(model, every=int(config.selective_option))
 
 
-def _wrap_blocks(model: nn.Module, *, every: int = 1, **checkpoint_options: Any) -> None:
-    layers: nn.ModuleDict = model.layers  # type: ignore[assignment]
-    for name, block in layers.items():
+def _wrap_blocks(model: BaseModel, *, every: int = 1, **checkpoint_options: Any) -> None:
+    for name, block in model.blocks().items():
         # Numbered over the whole model, so that pipeline stages choose the same layers.
-        if int(name) % every == 0:
-            layers[name] = checkpoint_wrapper(block, **checkpoint_options)
+        if int(name.rpartition(".")[2]) % every == 0:
+            model.set_submodule(name, checkpoint_wrapper(block, **checkpoint_options))
 
 
 @functools.cache

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from torchtitan.config import CompileConfig, ParallelismConfig
+from torchtitan.protocols.model import BaseModel
 from torchtitan.tools.device import device_type
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
@@ -36,15 +37,15 @@ def check_compile(config: CompileConfig) -> None:
         ) from error
 
 
-def apply_compile(model: nn.Module, config: CompileConfig, parallelism: ParallelismConfig) -> None:
-    """Compile each block in `model.layers` in place; similar blocks share the code. Call this after activation
+def apply_compile(model: BaseModel, config: CompileConfig, parallelism: ParallelismConfig) -> None:
+    """Compile each block of a model in place; similar blocks share the code. Call this after activation
     checkpointing and before data parallelism, which communicates around a block."""
     # The first half of a backward pass would reuse the memory of saved tensors that the second half reads.
     functorch_config.donated_buffer = not parallelism.splits_backward
     model.is_compiled = True  # type: ignore[assignment]
-    if model.tok_embeddings is not None:
-        model.tok_embeddings.register_forward_hook(_wait_for_communication)  # type: ignore[union-attr]
-    for block in model.layers.values():  # type: ignore[operator]
+    if embedding := getattr(model, "tok_embeddings", None):
+        embedding.register_forward_hook(_wait_for_communication)
+    for block in model.blocks().values():
         block.compile(backend=config.backend)
 
 

@@ -6,16 +6,19 @@ rank draws the rows that its shard touches, without communication, in chunks tha
 
 import hashlib
 import operator
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import cast
 
 import numpy
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from torchtitan.protocols.initializer import DerivedRows, Initializer, Numbers, initializer_of
+from torchtitan.protocols.initializer import DerivedRows, Initializer, Numbers, initializer_of, initializers_of
+from torchtitan.protocols.model import BaseModel
+from torchtitan.protocols.tensor_source import Slices
 from torchtitan.tools.torch_private import compute_local_shape_and_global_offset
 
 _CHUNK_ELEMENTS = 2**15
@@ -37,18 +40,46 @@ def canonical_name(name: str) -> str:
 def initialize_weights(model: nn.Module, seed: int, *, loaded: Container[str] = ()) -> None:
     """Fill the parameters and buffers of `model`, possibly sharded, from its modules' initializers, in
     `torch.get_num_threads()` threads. Leave those whose canonical names are in `loaded`: their values will be read.
-    Raise `LookupError` if one of the others has no initializer."""
+    The model itself supplies values of tensors without an initializer (`BaseModel.values_of`)."""
     jobs: list[Callable[[], None]] = []
+    others: dict[str, tuple[nn.Module, str]] = {}
     for module_name, module in model.named_modules():
         prefix = canonical_name(f"{module_name}.") if module_name else ""
         for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
-            if f"{prefix}{name}" not in loaded:
-                initializer = initializer_of(module, name)
-                drawn = initializer.plain if isinstance(initializer, DerivedRows) else name
-                jobs += _jobs(tensor.detach(), initializer, f"{seed}/{prefix}{drawn}")
+            if f"{prefix}{name}" in loaded:
+                continue
+            if isinstance(model, BaseModel) and name not in initializers_of(module):
+                others[f"{prefix}{name}"] = module, name
+                continue
+            initializer = initializer_of(module, name)
+            drawn = initializer.plain if isinstance(initializer, DerivedRows) else name
+            jobs += _jobs(tensor.detach(), initializer, f"{seed}/{prefix}{drawn}")
     with ThreadPoolExecutor(torch.get_num_threads()) as threads:
         for _ in threads.map(operator.call, jobs):
             pass
+    if others:
+        _set_values(others, cast(BaseModel, model).values_of(list(others), seed))
+
+
+@torch.no_grad()
+def _set_values(places: Mapping[str, tuple[nn.Module, str]], values: Iterable[tuple[str, Tensor]]) -> None:
+    """Copy each of the `values`, which are whole, to its place, a tensor of a module."""
+    for name, value in values:
+        module, own_name = places[name]
+        tensor = getattr(module, own_name)
+        if own_name in module._buffers and not isinstance(tensor, DTensor):
+            # Not copied, since a buffer keeps its type when weights are cast.
+            module._buffers[own_name] = value.to(tensor.device)
+        elif isinstance(tensor, DTensor):
+            tensor.to_local().copy_(value[local_slices(tensor)])
+        else:
+            tensor.copy_(value)
+
+
+def local_slices(tensor: DTensor) -> Slices:
+    """Return the slices of the full tensor that this process's shard covers."""
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
 
 
 def _jobs(parameter: Tensor, initializer: Initializer, key: str) -> Iterator[Callable[[], None]]:

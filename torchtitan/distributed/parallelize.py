@@ -13,6 +13,7 @@ from torchtitan.distributed.compile import apply_compile
 from torchtitan.distributed.context_parallel import apply_context_parallel
 from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.distributed.tensor_parallel import apply_tensor_parallel
+from torchtitan.protocols.model import BaseModel
 from torchtitan.protocols.sharding import ShardingPlan
 from torchtitan.tools.torch_private import replicate
 
@@ -20,8 +21,8 @@ from torchtitan.tools.torch_private import replicate
 warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(.*\) returned a view tensor", category=UserWarning)
 
 
-def parallelize_decoder(
-    model: nn.Module,
+def parallelize_model(
+    model: BaseModel,
     *,
     parallel_dims: ParallelDims,
     mesh: DeviceMesh | None,
@@ -31,12 +32,11 @@ def parallelize_decoder(
     activation_checkpoint: ActivationCheckpointConfig | None = None,
     compile: CompileConfig | None = None,
 ) -> nn.Module:
-    """Apply a run's parallelisms to a decoder on the meta device, in place: tensor and context parallelism, activation
+    """Apply a run's parallelisms to a model on the meta device, in place: tensor and context parallelism, activation
     checkpointing, compilation, then FSDP, HSDP or DDP.
 
     Args:
-        model: a decoder, or a pipeline stage of one, with its blocks in `layers`, embedding in `tok_embeddings`
-            and norm and output weights in `head`.
+        model: the model, or a pipeline stage of it.
         mesh: from `parallel_dims.build_mesh`; None in a single process.
         sharding: the family's plan for tensor and context parallelism.
 
@@ -59,7 +59,7 @@ def parallelize_decoder(
 
 
 def _apply_data_parallel(
-    model: nn.Module,
+    model: BaseModel,
     mesh: DeviceMesh,
     dims: ParallelDims,
     training: TrainingConfig,
@@ -100,19 +100,10 @@ def _offload_policy(training: TrainingConfig, mesh: DeviceMesh) -> OffloadPolicy
     return CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
 
 
-def _units(model: nn.Module) -> list[nn.Module]:
-    """Return the FSDP units in forward order. The root unit contains the rest, such as a tied embedding."""
-    config = model.config
-    is_separate = model.tok_embeddings is not None and not config.tie_embeddings  # type: ignore[union-attr]
-    embedding = [model.tok_embeddings] if is_separate else []
-    head = [] if model.head is None else [model.head]
-    return [*embedding, *model.layers.values(), *head]  # type: ignore[list-item,operator]
-
-
 def _apply_fsdp(
-    model: nn.Module, mesh: DeviceMesh, precision: MixedPrecisionPolicy, reshard: str, offload: OffloadPolicy
+    model: BaseModel, mesh: DeviceMesh, precision: MixedPrecisionPolicy, reshard: str, offload: OffloadPolicy
 ) -> None:
-    units = _units(model)
+    units = model.units()
     for index, unit in enumerate(units):
         # The backward pass begins with the head, whose gradients are known already, and the last layer; keep both.
         should_free = reshard == "always" or (reshard == "default" and index < len(units) - 2)
@@ -121,7 +112,7 @@ def _apply_fsdp(
     fully_shard(model, mesh=mesh, mp_policy=precision, reshard_after_forward=should_free, offload_policy=offload)
 
 
-def _apply_ddp(model: nn.Module, mesh: DeviceMesh, precision: MixedPrecisionPolicy) -> None:
+def _apply_ddp(model: BaseModel, mesh: DeviceMesh, precision: MixedPrecisionPolicy) -> None:
     """Apply DDP through FSDP2: replicated weights, with gradients reduced per unit during the backward pass."""
-    for unit in [*_units(model), model]:
+    for unit in [*model.units(), model]:
         replicate(unit, mesh=mesh, mp_policy=precision)

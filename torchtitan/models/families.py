@@ -10,11 +10,14 @@ from typing import Any
 
 from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.config.registry import built_in_modules, installed_modules, trusted_module
-from torchtitan.distributed.parallelize import parallelize_decoder
-from torchtitan.models.common.decoder import DENSE_SHARDING, Decoder
-from torchtitan.protocols import ModelSpec, ShardingPlan
+from torchtitan.distributed.parallelize import parallelize_model
+from torchtitan.models.common.decoder import DENSE_SHARDING
+from torchtitan.protocols import BaseModel, ModelSpec, ShardingPlan
 from torchtitan.protocols.state_dict_adapter import ExternalFormat
 from torchtitan.tools.errors import UserError
+
+ANY_CLASS = "torchtitan.models.transformers"
+"""Package of the models that transformers computes."""
 
 SMALL: dict[str, Any] = {"dim": 256, "n_layers": 4, "n_heads": 8, "n_kv_heads": 4, "ffn_dim": 768, "max_seq_len": 2048}
 """Sizes of a model that trains on a laptop."""
@@ -22,11 +25,11 @@ SMALL: dict[str, Any] = {"dim": 256, "n_layers": 4, "n_heads": 8, "n_kv_heads": 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """A family of decoders, in its package: `model_spec, model_registry = FAMILY.spec, FAMILY.registry`."""
+    """A family of models, in its package: `model_spec, model_registry = FAMILY.spec, FAMILY.registry`."""
 
     module: str
 
-    flavors: Mapping[str, Decoder.Config]
+    flavors: Mapping[str, BaseModel.Config]
 
     formats: Mapping[str, ExternalFormat]
     """Weights in other formats: `hf` (Hugging Face), `meta`."""
@@ -38,7 +41,7 @@ class Family:
     def name(self) -> str:
         return self.module.rpartition(".")[2]
 
-    def spec(self, model: Decoder.Config, flavor: str) -> ModelSpec:
+    def spec(self, model: BaseModel.Config, flavor: str) -> ModelSpec:
         """Return the specification of a model of any sizes, called `flavor`."""
         return ModelSpec(
             name=self.name,
@@ -47,7 +50,7 @@ class Family:
             model=model,
             loss=CrossEntropyLoss.Config(),
             sharding=self.sharding,
-            parallelize=parallelize_decoder,
+            parallelize=parallelize_model,
             formats=self.formats,
         )
 
@@ -81,11 +84,12 @@ def named_family(name: str, checkpoint: Path, given: ModuleType | None = None) -
 
 
 def families_with(format: str, given: ModuleType | None = None) -> Iterator[ModuleType]:
-    """Yield the families that have a format, imported one at a time: the given, then built-in, then installed ones."""
+    """Yield the families that have a format, imported one at a time: the given, then built-in, then installed ones;
+    without `ANY_CLASS`, which is for the models of no family."""
     if given and format in getattr(given, "FORMATS", {}):  # an experiment has no formats
         yield given
     ours = [name for name, folder in built_in_modules().items() if folder.parent.name == "models"]
     for path in (*(f"torchtitan.models.{name}" for name in ours), *installed_modules().values()):
-        family = trusted_module(path)
+        family = trusted_module(path) if path != ANY_CLASS else None
         if family and format in getattr(family, "FORMATS", {}):
             yield family

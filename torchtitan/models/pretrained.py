@@ -14,8 +14,9 @@ from torchtitan.components.weights.assets import DESCRIPTION, asset_folder, read
 from torchtitan.components.weights.export import prevailing_dtype
 from torchtitan.components.weights.load import check_types
 from torchtitan.components.weights.sources import format_of, formats_in
-from torchtitan.config.registry import suggest
-from torchtitan.models.families import families_with, named_family
+from torchtitan.config.registry import trusted_module
+from torchtitan.distributed import initialize_weights
+from torchtitan.models.families import ANY_CLASS, families_with, named_family
 from torchtitan.protocols import BaseModel, ModelSpec
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.files import missing_folder_error, read_object
@@ -120,6 +121,7 @@ def load_model(
         model: BaseModel = spec.model.build()
     check_types(source.specs, model.state_dict())
     model = model.to(dtype or prevailing_dtype(source.specs)).to_empty(device=device)
+    initialize_weights(model, 0, loaded=source.specs)  # buffers that files do not hold
     load_weights(source, [model])
     return LoadedModel(model.eval(), spec, asset_folder(Path(path)))
 
@@ -128,23 +130,20 @@ def huggingface_model(folder: Path, family: ModuleType | None = None) -> tuple[M
     """Return the specification of the model that the config.json in `folder` describes, and the content of that file.
 
     Raises:
-        UserError: if there is no such file, or no family (see `spec_of`) has its `model_type` or computes the model.
+        UserError: if there is no such file, or neither a family (see `spec_of`) nor transformers has its `model_type`,
+            or it does not compute the model.
     """
     document = _read_description(folder, "hf")
     model_type = document.get("model_type")
     if model_type is None:
         raise UserError(f"{folder}: its config.json has no model_type, which names the family")
-    known: set[str] = set()
-    for package in families_with("hf", family):
-        model_types = package.FORMATS["hf"].model_types
-        if model_type in model_types:
-            return _external_spec(package, "hf", document), document
-        known.update(model_types)
-    nearest = suggest(str(model_type), sorted(known)) or ";"
-    raise UserError(
-        f"{folder}: model_type is {model_type!r} in its config.json, which is of no family here{nearest} --module PATH "
-        "names a family of your own"
-    )
+    if family is None or family.__name__ != ANY_CLASS:
+        for package in families_with("hf", family):
+            if model_type in package.FORMATS["hf"].model_types:
+                return _external_spec(package, "hf", document), document
+    package = trusted_module(ANY_CLASS)
+    assert package is not None, "built-in modules are trusted"
+    return _external_spec(package, "hf", document), document
 
 
 def _read_description(folder: Path, format: str) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Interfaces of models (`BaseModel`) and of modules that converters insert (`ConvertedModule`)."""
 
 from abc import abstractmethod
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -59,6 +59,24 @@ class BaseModel(nn.Module, Configurable):
     def __init__(self, config: "BaseModel.Config"):
         nn.Module.__init__(self)
         Configurable.__init__(self, config)
+
+    def blocks(self) -> dict[str, nn.Module]:
+        """Return the repeated blocks by name, in forward order. Each is compiled, and recomputed in the backward pass,
+        by itself; the name ends with the layer's number."""
+        raise NotImplementedError
+
+    def units(self) -> list[nn.Module]:
+        """Return the modules, in forward order, whose weights data parallelism gathers together; the last belongs to
+        the head, if any. The model itself is the unit of all other weights."""
+        raise NotImplementedError
+
+    def values_of(self, names: Sequence[str], seed: int) -> Iterator[tuple[str, Tensor]]:
+        """Yield the initial values of whole parameters and buffers without initializers (`protocols.initializer`), by
+        name, in CPU memory. Raise `LookupError` if there are none."""
+        raise LookupError(
+            f"{', '.join(names)} of {type(self).__name__} have no initializer; attach one with "
+            "torchtitan.protocols.initializer.with_initializers"
+        )
 
     def num_parameters(self) -> int:
         """Return the number of parameters, counting shared parameters once."""

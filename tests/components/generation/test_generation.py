@@ -20,7 +20,7 @@ from torchtitan.config import ParallelismConfig, TrainingConfig
 from torchtitan.distributed.context_parallel import apply_context_parallel
 from torchtitan.distributed.mixed_precision import MixedPrecision
 from torchtitan.distributed.parallel_dims import ParallelDims
-from torchtitan.distributed.parallelize import parallelize_decoder
+from torchtitan.distributed.parallelize import parallelize_model
 from torchtitan.models.common.attention import with_kernel
 from torchtitan.models.llama3 import SHARDING
 from torchtitan.models.llama3.model import Llama3Model
@@ -637,7 +637,7 @@ def sharded_generations(layout: str, expected: list[list[int]]) -> None:
     dims = ParallelDims(**{"dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1, "pp": 1, "world_size": 2, **degrees})
     training, parallelism = TrainingConfig(mixed_precision_param="float32"), ParallelismConfig()
     model = mixed_model()
-    parallelize_decoder(
+    parallelize_model(
         model,
         parallel_dims=dims,
         mesh=dims.build_mesh("cpu"),

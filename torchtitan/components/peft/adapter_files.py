@@ -27,9 +27,9 @@ from torchtitan.components.checkpoint.state import ModelState
 from torchtitan.components.peft.lora import AdaptedLayer
 from torchtitan.components.weights import HuggingFaceSource
 from torchtitan.components.weights.export import format_for
-from torchtitan.components.weights.load import local_slices
 from torchtitan.components.weights.sources import ADAPTER_CONFIG
 from torchtitan.config.configurable import config_key
+from torchtitan.distributed.initialize import local_slices
 from torchtitan.protocols import ModelSpec
 from torchtitan.protocols.sharding import features_of
 from torchtitan.protocols.state_dict_adapter import (

@@ -9,9 +9,9 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan.components.checkpoint.ranks import Ranks
 from torchtitan.components.checkpoint.state import ModelState
+from torchtitan.distributed.initialize import local_slices
 from torchtitan.protocols.tensor_source import Slices, TensorSource, TensorSpec, summarize_names
 from torchtitan.tools.errors import UserError
-from torchtitan.tools.torch_private import compute_local_shape_and_global_offset
 
 _QUANTIZED = "quantized (at least 16-bit floating point is required)"
 
@@ -95,9 +95,3 @@ def _load_tensor(tensor: Tensor, name: str, source: TensorSource) -> None:
         slices, tensor = local_slices(tensor), tensor.to_local()
     if tensor.numel():
         tensor.copy_(source.read(name, slices))
-
-
-def local_slices(tensor: DTensor) -> Slices:
-    """Return the slices of the full tensor that this process's shard covers."""
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))

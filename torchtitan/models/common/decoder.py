@@ -274,6 +274,14 @@ class Decoder(BaseModel):
             tied_VD = effective_weight(self.tok_embeddings)
         return self.head(hidden_BLD, tied_VD, head, **head_inputs)
 
+    def blocks(self) -> dict[str, nn.Module]:
+        return {f"layers.{index}": block for index, block in self.layers.items()}
+
+    def units(self) -> list[nn.Module]:
+        # A tied embedding is used by the head too, so it belongs to the root unit.
+        embedding = None if self.config.tie_embeddings else self.tok_embeddings
+        return [unit for unit in (embedding, *self.layers.values(), self.head) if unit is not None]
+
     def cache_boundaries(self) -> frozenset[int]:
         ropes = (self.rope_of_layer(int(index)) for index in self.layers)
         return frozenset(rope.original_max_seq_len for rope in ropes if rope and rope.scaling == "longrope")
