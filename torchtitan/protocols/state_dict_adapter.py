@@ -241,6 +241,10 @@ class ExternalFormat:
     name_of: Callable[[str], str | None] = lambda name: name
     """Name of a tensor in a checkpoint → its name in the table, as written; None if the model has no such part."""
 
+    class_adapter: Callable[[Any], StateDictAdapter] | None = None
+    """Model configuration → the table of its tensors in the class of transformers, whose modules PEFT adapts; None: the
+    class has the names and layouts of the files."""
+
 
 def _expand(name: str, n_layers: int) -> list[str]:
     return [name.replace("*", str(index)) for index in range(n_layers)] if "*" in name else [name]

@@ -3,7 +3,7 @@
 from torchtitan.models.families import Family
 from torchtitan.models.transformers.description import written_document
 from torchtitan.models.transformers.model import TransformersModel
-from torchtitan.models.transformers.weights import adapter
+from torchtitan.models.transformers.weights import adapter, class_adapter
 from torchtitan.protocols import ShardingPlan
 from torchtitan.protocols.state_dict_adapter import ExternalFormat
 
@@ -31,6 +31,7 @@ FORMATS = {
         adapter=adapter,
         to_external=lambda model: written_document(model.document, model.vocab_size),
         from_external=TransformersModel.Config.of,
+        class_adapter=class_adapter,
     )
 }
 FAMILY = Family(module=__name__, flavors=FLAVORS, formats=FORMATS, sharding=ShardingPlan(tensor={}, attention=""))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     PrefixChange,
@@ -25,7 +25,7 @@ from transformers.core_model_loading import (
 )
 from transformers.utils.loading_report import LoadStateDictInfo
 
-from torchtitan.protocols.model import BaseModel
+from torchtitan.models.transformers.model import TransformersModel
 from torchtitan.protocols.state_dict_adapter import (
     Identity,
     KeyMapping,
@@ -39,31 +39,27 @@ from torchtitan.protocols.state_dict_adapter import (
 from torchtitan.protocols.tensor_source import TensorSpec, summarize_names
 from torchtitan.tools.errors import UserError
 
-_HEAD = "head.output"
+_OUTPUT = "head.output."
 
 
-def adapter(config: BaseModel.Config) -> "TransformersAdapter":
+def adapter(config: TransformersModel.Config) -> "TransformersAdapter":
     """Return the table of a model's tensors in files."""
     with torch.device("meta"):
         return TransformersAdapter(config.build())
 
 
-def class_adapter(config: BaseModel.Config) -> StateDictAdapter:
+def class_adapter(config: TransformersModel.Config) -> StateDictAdapter:
     """Return the table of a model's tensors in its class, whose modules PEFT adapts."""
     with torch.device("meta"):
         names = class_names(config.build())
     return StateDictAdapter([KeyMapping(ours, name) for ours, name in names.items()], n_layers=0)
 
 
-def class_names(wrapper: nn.Module) -> dict[str, str]:
-    """Return our name of each tensor of a wrapper → its name in the class."""
-    model = _class_of(wrapper)
-    output = model.get_output_embeddings()
-    path = next((name for name, module in model.named_modules() if module is output), "")
-    return {
-        ours: path + ours.removeprefix(_HEAD) if ours.startswith(f"{_HEAD}.") else ours.removeprefix("model.")
-        for ours in wrapper.state_dict()
-    }
+def class_names(model: TransformersModel) -> dict[str, str]:
+    """Return our name of each tensor → its name in the class."""
+    output = f"{model.output_name}."
+    names = {ours: ours.removeprefix("model.") for ours in model.state_dict()}
+    return {ours: output + ours.removeprefix(_OUTPUT) if ours.startswith(_OUTPUT) else names[ours] for ours in names}
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,22 +110,22 @@ class TransformersAdapter(StateDictAdapter):
     whose names transformers knows can be read.
 
     Args:
-        wrapper: the model on the meta device, before it is sharded.
+        model: the model on the meta device, before it is sharded.
     """
 
-    def __init__(self, wrapper: nn.Module):
-        self._model = model = _class_of(wrapper)
-        aliases: dict[str, str] = model.all_tied_weights_keys
+    def __init__(self, model: TransformersModel):
+        self._class: Any = model.model
+        aliases: dict[str, str] = self._class.all_tied_weights_keys
         self._original = dict(aliases)
         """Name in the class → the same, or the name of the tensor that it is tied to."""
         self._ours: dict[str, list[str]] = {}
         """Name in the class → our names: more than one if others are tied to it."""
-        state, tensors = wrapper.state_dict(), {}
-        for ours, name in class_names(wrapper).items():
+        state, tensors = model.state_dict(), {}
+        for ours, name in class_names(model).items():
             original = self._original.setdefault(name, name)
             self._ours.setdefault(original, []).append(ours)
             tensors[original] = state[ours]
-        groups, rename = _groups_to_write(model, tensors)
+        groups, rename = _groups_to_write(self._class, tensors)
         rows = []
         for group in groups:
             group.outputs.extend(group.convert([tensors[name] for name in group.names]))
@@ -182,24 +178,24 @@ class TransformersAdapter(StateDictAdapter):
 
     def _groups_to_read(self, external: Iterable[str]) -> tuple[dict[str, Converted], list[str]]:
         """Return name of the first result → the group of a checkpoint's tensors, and the unexpected tensors."""
-        model, known = self._model, self._original
-        renamings, converters = _split(get_model_conversion_mapping(model))
+        cls, known = self._class, self._original
+        renamings, converters = _split(get_model_conversion_mapping(cls))
         matches: list[tuple[str, str, str | None]] = []
         unknown: dict[str, str] = {}
         for name in sorted(external, key=dot_natural_key):
-            key, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, known)
+            key, pattern = rename_source_key(name, renamings, converters, cls.base_model_prefix, known)
             if key not in known and name in known:
-                key, pattern = rename_source_key(name, [], [], model.base_model_prefix, known)
+                key, pattern = rename_source_key(name, [], [], cls.base_model_prefix, known)
             if key in known:
                 matches.append((name, key, pattern))
             else:
                 unknown[name] = key
-        groups = _group(model, matches, converters)
+        groups = _group(cls, matches, converters)
         for key, group in groups.items():
             if group.converter is None and len(group.names) > 1:
                 raise UserError(f"the checkpoint has {key} more than once: {summarize_names(group.names)}")
         report = LoadStateDictInfo(set(), set(unknown.values()), set(), [], {}, set())
-        model._adjust_missing_and_unexpected_keys(report)  # removes the names that the class ignores
+        cls._adjust_missing_and_unexpected_keys(report)  # removes the names that the class ignores
         return groups, [name for name, key in unknown.items() if key in report.unexpected_keys]
 
 
@@ -231,10 +227,6 @@ def _group(
 def _split(rules: Sequence[WeightTransform]) -> tuple[list[WeightRenaming], list[WeightConverter]]:
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     return renamings, [rule for rule in rules if isinstance(rule, WeightConverter)]
-
-
-def _class_of(wrapper: nn.Module) -> Any:
-    return wrapper.model
 
 
 def _meta(specs: Mapping[str, TensorSpec], names: Iterable[str]) -> list[Tensor]:
