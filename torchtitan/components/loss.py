@@ -82,13 +82,13 @@ class CrossEntropyLoss(Configurable):
             self._recorded = None
 
     def __call__(
-        self, hidden_BLD: Tensor, weight_VD: Tensor, labels_BL: Tensor, *, transform: LogitTransform = UNCHANGED
+        self, hidden_BLD: Tensor, weight_VD: Tensor | None, labels_BL: Tensor, *, transform: LogitTransform = UNCHANGED
     ) -> Tensor:
         """Return the summed loss, a float32 scalar.
 
         Args:
             hidden_BLD: last hidden states, normalized.
-            weight_VD: output weights.
+            weight_VD: output weights. None: `hidden_BLD` are all logits, as autograd knows them.
             labels_BL: the token after each position, or -100.
             transform: of the logits, before the softmax.
 
@@ -98,6 +98,8 @@ class CrossEntropyLoss(Configurable):
         from_logits: LogitsLoss = self.from_logits if self._recorded is None else self._from_logits_and_record
         if transform != UNCHANGED:
             from_logits = _after(transform, from_logits)
+        if weight_VD is None:
+            return from_logits(hidden_BLD.flatten(0, 1), labels_BL.flatten())
         shard = None
         if isinstance(weight_VD, DTensor):
             from_logits = on_sharded_logits(from_logits, weight_VD)

@@ -14,11 +14,19 @@ from torchtitan.protocols.output_head import compute_logits
 from torchtitan.protocols.sharding import Features, ShardingPlan, TensorSharding, features_of
 from torchtitan.tools.errors import UserError
 
-_SHARDED_FEATURES: Mapping[TensorSharding, Features] = {"columns": "out", "rows": "in"}
+_EMBEDDINGS: tuple[TensorSharding, ...] = ("vocabulary", "vocabulary to whole")
+
+_SHARDED_FEATURES: Mapping[TensorSharding, Features] = {
+    "columns": "out",
+    "rows": "in",
+    "columns to whole": "out",
+    "rows to whole": "in",
+    "whole to rows": "in",
+}
 """Sharding → the features over which a linear layer is split."""
 
 _LAYER_KINDS: Mapping[TensorSharding, type[nn.Module]] = {
-    "vocabulary": nn.Embedding,
+    **dict.fromkeys(_EMBEDDINGS, nn.Embedding),
     **dict.fromkeys(_SHARDED_FEATURES, nn.Linear),
 }
 """Sharding → required class of its modules; other shardings accept any module."""
@@ -46,6 +54,11 @@ _INTERFACES: Mapping[TensorSharding, _Interface] = {
     "whole sequence": _Interface(Shard(1), Replicate()),
     "columns": _Interface(Replicate(), Replicate(), output=Shard(-1)),
     "rows": _Interface(Shard(-1), Shard(-1), output=Shard(1)),
+    "columns to whole": _Interface(Replicate(), Replicate(), output=Replicate()),
+    "rows to whole": _Interface(Shard(-1), Shard(-1), output=Replicate()),
+    "whole to rows": _Interface(Replicate(), Shard(-1), output=Replicate()),
+    "vocabulary to whole": _Interface(Replicate(), Replicate(), output=Replicate()),
+    "whole": _Interface(Replicate(), Replicate(), output=Replicate()),
 }
 
 
@@ -63,7 +76,7 @@ def _parallelize(module: nn.Module, mesh: DeviceMesh, sharding: TensorSharding) 
     """Apply the plan to one module, in place. PyTorch's `ParallelStyle`s support only a weight and a bias, unlike
     converted layers, and unfreeze a norm's weight."""
     interface = _INTERFACES[sharding]
-    features: Features | None = "in" if sharding == "vocabulary" else _SHARDED_FEATURES.get(sharding)
+    features: Features | None = "in" if sharding in _EMBEDDINGS else _SHARDED_FEATURES.get(sharding)
 
     def prepare_input(_: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> Any:
         first, *others = inputs
@@ -149,7 +162,8 @@ def apply_tensor_parallel(
         for _, module in list(_parts(model, pattern)):
             if module is not None:
                 _parallelize(module, mesh, sharding)
-    uncovered = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
+    trained = ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
+    uncovered = [name for name, parameter in trained if not isinstance(parameter, DTensor)]
     if uncovered:
         # Otherwise each rank would train its own copy on its part of the sequence.
         raise UserError(f"the sharding plan has no entry for {', '.join(uncovered)}; add it for tensor parallelism")

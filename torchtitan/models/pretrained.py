@@ -141,9 +141,10 @@ def huggingface_model(folder: Path, family: ModuleType | None = None) -> tuple[M
         for package in families_with("hf", family):
             if model_type in package.FORMATS["hf"].model_types:
                 return _external_spec(package, "hf", document), document
-    package = trusted_module(ANY_CLASS)
-    assert package is not None, "built-in modules are trusted"
-    return _external_spec(package, "hf", document), document
+    any_class = trusted_module(ANY_CLASS)
+    assert any_class is not None, "built-in modules are trusted"
+    located = {**document, "_name_or_path": str(folder.resolve())}  # a model may need code in its folder
+    return _external_spec(any_class, "hf", located), document
 
 
 def _read_description(folder: Path, format: str) -> dict[str, Any]:

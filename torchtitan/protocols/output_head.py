@@ -9,7 +9,7 @@ from torch import Tensor
 
 Head = Callable[..., Tensor]
 """Computes logits or the loss: `head(hidden_BLD, weight_VD, **named inputs)`. A model that changes its logits also
-passes `transform`, a `LogitTransform`."""
+passes `transform`, a `LogitTransform`; one that computes its logits itself passes them as `hidden_BLD`, and None."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,6 @@ class LogitTransform:
 UNCHANGED = LogitTransform()
 
 
-def compute_logits(hidden_BLD: Tensor, weight_VD: Tensor, transform: LogitTransform = UNCHANGED) -> Tensor:
+def compute_logits(hidden_BLD: Tensor, weight_VD: Tensor | None, transform: LogitTransform = UNCHANGED) -> Tensor:
     """Return the logits (B, L, V); hidden states and weights may be DTensors on the same mesh."""
-    return transform(F.linear(hidden_BLD, weight_VD))
+    return transform(hidden_BLD if weight_VD is None else F.linear(hidden_BLD, weight_VD))

@@ -9,7 +9,19 @@ from torch import nn
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 TensorSharding = Literal[
-    "vocabulary", "sequence", "final norm", "heads", "all heads", "whole sequence", "columns", "rows"
+    "vocabulary",
+    "sequence",
+    "final norm",
+    "heads",
+    "all heads",
+    "whole sequence",
+    "columns",
+    "rows",
+    "columns to whole",
+    "rows to whole",
+    "whole to rows",
+    "vocabulary to whole",
+    "whole",
 ]
 """Treatment of a module in tensor parallelism. Between layers, each rank holds its part of the sequence.
 
@@ -24,6 +36,14 @@ TensorSharding = Literal[
 - `columns`: a linear layer, split by outputs. Takes the whole sequence, returns its part of the features, or of an
   output head's vocabulary, from which the loss is computed.
 - `rows`: a linear layer, split by inputs. Takes its part of the features, returns its part of the sequence.
+
+In models whose ranks all have the whole sequence between layers:
+
+- `rows to whole`: as `rows`; returns the whole sequence.
+- `columns to whole`: as `columns`; returns all features.
+- `whole to rows`: as `rows to whole`; takes all features.
+- `vocabulary to whole`: as `vocabulary`; returns the whole sequence.
+- `whole`: works on the whole sequence, with the same weights on every rank.
 """
 
 Features = Literal["in", "out"] | None

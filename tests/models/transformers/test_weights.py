@@ -30,7 +30,7 @@ from torchtitan.models.transformers.weights import TransformersAdapter, class_na
 TOKENS = torch.arange(8, 20).reshape(1, 12)
 WEIGHTS = "model.safetensors"
 
-IMAGE_TEXT = ("gemma3", "qwen2_vl", "qwen2_5_vl", "llava")
+IMAGE_TEXT = ("gemma3", "qwen2_vl", "llava")
 TYPES = (
     *("llama", "gemma3_text", "qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "qwen3_next", "nemotron_h", "mamba"),
     *("phi", *IMAGE_TEXT),
@@ -40,7 +40,7 @@ TYPES = (
 def make_random(model_type: str, **fields: Any) -> Any:
     """Return a tiny random model of transformers; `fields` of its configuration may differ from the defaults."""
     config = tiny_config(transformers.AutoConfig.for_model(model_type))
-    if model_type.startswith("qwen2_"):
+    if model_type == "qwen2_vl":
         config.get_text_config().rope_parameters["mrope_section"] = [2, 3, 3]
     if model_type == "nemotron_h":
         config.time_step_limit = [0.0, 1.0]

@@ -25,6 +25,16 @@ def pretrain(hf_assets_path: str, family: ModuleType | None = None) -> Trainer.C
     return config
 
 
+def scratch(hf_assets_path: str, family: ModuleType | None = None) -> Trainer.Config:
+    """Pre-train the model that config.json describes from random weights, on C4 or `--dataloader.dataset my.txt`. The
+    folder holds config.json and the tokenizer."""
+    spec, document = huggingface_model(Path(hf_assets_path), family)
+    seq_len = min(2048, spec.model.max_seq_len)
+    config = large_run(spec, hf_assets_path, lr=3e-4, local_batch_size=1, seq_len=seq_len)
+    config.training.mixed_precision_param = precision_of(document, config.training.mixed_precision_param)
+    return config
+
+
 def sft(hf_assets_path: str, family: ModuleType | None = None) -> Trainer.Config:
     """Fine-tune on conversations or instructions, `--dataloader.dataset my.jsonl`, for `--training.steps` or `.epochs`.
     The last checkpoint is a Hugging Face folder again."""

@@ -1,10 +1,13 @@
 """Any class of transformers that predicts the next token, for models without a family of their own."""
 
+from dataclasses import replace
+
 from torchtitan.models.families import Family
 from torchtitan.models.transformers.description import written_document
 from torchtitan.models.transformers.model import TransformersModel
+from torchtitan.models.transformers.sharding import class_plan
 from torchtitan.models.transformers.weights import adapter, class_adapter
-from torchtitan.protocols import ShardingPlan
+from torchtitan.protocols import ModelSpec
 from torchtitan.protocols.state_dict_adapter import ExternalFormat
 
 FLAVORS = {
@@ -34,5 +37,15 @@ FORMATS = {
         class_adapter=class_adapter,
     )
 }
-FAMILY = Family(module=__name__, flavors=FLAVORS, formats=FORMATS, sharding=ShardingPlan(tensor={}, attention=""))
+
+
+class _AnyClass(Family):
+    """Models whose sharding plan depends on their class."""
+
+    def spec(self, model: TransformersModel.Config, flavor: str) -> ModelSpec:  # type: ignore[override]
+        plan, _ = class_plan(model.document)
+        return replace(super().spec(model, flavor), sharding=plan)
+
+
+FAMILY = _AnyClass(module=__name__, flavors=FLAVORS, formats=FORMATS)
 model_spec, model_registry = FAMILY.spec, FAMILY.registry

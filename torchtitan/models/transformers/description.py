@@ -2,6 +2,7 @@
 
 import copy
 import importlib.util
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,17 +12,26 @@ from torchtitan.config.registry import suggest
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
 
-_OF_FILES = ("auto_map", "quantization_config", "transformers_version", "dtype", "torch_dtype", "_name_or_path")
-"""Keys of config.json about its files and the program that wrote them, not about the model."""
-
 if importlib.util.find_spec("transformers") is None:
     raise UserError(
         "this model is computed by its class in transformers, which is not installed: pip install "
         "'torchtitan[transformers]', or EXTRA=transformers ./run_train.sh"
     )
 
-_AUTO_CLASSES = ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT")
+TRUST_VARIABLE = "TORCHTITAN_TRUST_REMOTE_CODE"
+"""Environment variable that, set to 1, allows the code in models' folders to be executed."""
+
+FOLDER_KEY = "_name_or_path"
+"""Key of transformers for the folder of a config.json."""
+
+_TASKS = ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT")
 """Tasks whose classes train here, in the order of preference."""
+
+_ABOUT_FILES = {"quantization_config", "transformers_version", "dtype", "torch_dtype"}
+"""Keys of config.json about its files and the program that wrote them, not about the model."""
+
+_OF_CODE = {"auto_map", FOLDER_KEY}
+"""Keys that are kept only if the model's own code computes it."""
 
 
 def model_classes() -> dict[str, str]:
@@ -29,10 +39,72 @@ def model_classes() -> dict[str, str]:
     from transformers.models.auto import modeling_auto
 
     names: dict[str, str] = {}
-    for task in _AUTO_CLASSES:
+    for task in _TASKS:
         for model_type, name in getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES").items():
             names.setdefault(model_type, name[0] if isinstance(name, (tuple, list)) else name)
     return names
+
+
+def checked_document(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the part of a config.json that describes the model. Raise `UserError` if no class here computes it; warn
+    of keys that the class does not know."""
+    is_known = document.get("model_type") in model_classes()
+    if not is_known and not _own_code(document):
+        raise UserError(_refusal(document))
+    left_out = _ABOUT_FILES | (_OF_CODE if is_known else set())
+    kept = {key: value for key, value in document.items() if key not in left_out}
+    try:
+        config = transformers_config(kept)
+    except Exception as error:  # validators of transformers raise various types
+        reason = " ".join(str(error).split())
+        raise UserError(f"config.json: transformers refuses it: {type(error).__name__}: {reason}") from error
+    if config.is_encoder_decoder:
+        raise UserError(
+            f"config.json: model_type '{config.model_type}' is an encoder-decoder; only decoders train here"
+        )
+    known = type(config)().to_dict().keys() | {"architectures", "model_type", *_OF_CODE}
+    if unknown := sorted(kept.keys() - known):
+        logger.warning("config.json: %s does not know %s", type(config).__name__, ", ".join(unknown))
+    return kept
+
+
+def _own_code(document: Mapping[str, Any]) -> bool:
+    """Return whether the code in the model's folder computes it, and may be executed."""
+    return "AutoModelForCausalLM" in (document.get("auto_map") or {}) and os.environ.get(TRUST_VARIABLE) == "1"
+
+
+def _refusal(document: Mapping[str, Any]) -> str:
+    import transformers
+    from transformers import CONFIG_MAPPING
+
+    model_type, known = document.get("model_type"), model_classes()
+    if code := document.get("auto_map"):
+        files = sorted({f"{str(path).split('--')[-1].rpartition('.')[0]}.py" for path in code.values()})
+        return (
+            f"config.json: model_type '{model_type}' needs code in the model's folder ({', '.join(files)}), which is "
+            f"not executed; if you trust it, set the environment variable {TRUST_VARIABLE}=1"
+        )
+    if model_type in CONFIG_MAPPING:
+        return f"config.json: model_type '{model_type}' has no class in transformers that predicts the next token"
+    wanted = document.get("transformers_version")
+    newer = f" (the file was written by transformers {wanted})" if wanted else ""
+    nearest = suggest(str(model_type), sorted(known)) or ";"
+    return (
+        f"config.json: model_type is {model_type!r}, which neither a family here nor transformers "
+        f"{transformers.__version__} knows{newer}{nearest} --module PATH names a family of your own"
+    )
+
+
+def transformers_config(document: Mapping[str, Any], vocab_size: int | None = None) -> Any:
+    """Return transformers' configuration object for a `checked_document`, with another size of the vocabulary."""
+    from transformers import CONFIG_MAPPING
+
+    cls = _class_in_folder(document, "AutoConfig") if "auto_map" in document else CONFIG_MAPPING[document["model_type"]]
+    config = cls.from_dict(copy.deepcopy(dict(document)))
+    for part in (config, config.get_text_config(decoder=True)):
+        if vocab_size is not None and hasattr(part, "vocab_size"):
+            part.vocab_size = vocab_size
+    return config
 
 
 def class_of(config: Any) -> tuple[Any, Any]:
@@ -40,11 +112,19 @@ def class_of(config: Any) -> tuple[Any, Any]:
     that config.json names in `architectures` if it trains here, otherwise that of its model_type."""
     import transformers
 
+    if getattr(config, "auto_map", None):
+        return _class_in_folder(config.to_dict() | {FOLDER_KEY: config.name_or_path}, "AutoModelForCausalLM"), config
     known = model_classes()
     named = [name for name in config.architectures or () if name in known.values()]
     cls = getattr(transformers, named[0] if named else known[config.model_type])
     # Otherwise the language side of a model of images and text.
     return cls, config if cls.config_class is type(config) else config.get_text_config(decoder=True)
+
+
+def _class_in_folder(document: Mapping[str, Any], auto_class: str) -> Any:
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+    return get_class_from_dynamic_module(document["auto_map"][auto_class], document[FOLDER_KEY])
 
 
 def build_class(config: Any, implementation: str | None = None) -> Any:
@@ -58,53 +138,5 @@ def build_class(config: Any, implementation: str | None = None) -> Any:
 def written_document(document: Mapping[str, Any], vocab_size: int | None) -> dict[str, Any]:
     """Return the config.json of an exported model."""
     cls, config = class_of(transformers_config(document, vocab_size))
-    return {**config.to_dict(), "architectures": [cls.__name__]}
-
-
-def checked_document(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part of a config.json that describes the model. Raise `UserError` if no class here computes it; warn
-    of keys that the class does not know."""
-    known, model_type = model_classes(), document.get("model_type")
-    if model_type not in known:
-        raise UserError(_refusal(document, known))
-    kept = {key: value for key, value in document.items() if key not in _OF_FILES}
-    try:
-        config = transformers_config(kept)
-    except Exception as error:  # validators of transformers raise various types
-        reason = " ".join(str(error).split())
-        raise UserError(f"config.json: transformers refuses it: {type(error).__name__}: {reason}") from error
-    if config.is_encoder_decoder:
-        raise UserError(f"config.json: model_type '{model_type}' is an encoder-decoder, and only decoders train here")
-    if unknown := sorted(kept.keys() - type(config)().to_dict().keys() - {"architectures", "model_type"}):
-        logger.warning("config.json: transformers' %s does not know %s", type(config).__name__, ", ".join(unknown))
-    return kept
-
-
-def _refusal(document: Mapping[str, Any], known: Mapping[str, str]) -> str:
-    import transformers
-    from transformers import CONFIG_MAPPING
-
-    model_type = document.get("model_type")
-    if code := document.get("auto_map"):
-        files = sorted({str(path).partition("--")[2] or str(path) for path in code.values()})
-        return (
-            f"config.json: model_type '{model_type}' is computed by code in its folder ({', '.join(files)}), and code "
-            "of a model's folder is never executed here; use a model whose class is in transformers"
-        )
-    if model_type in CONFIG_MAPPING:
-        return f"config.json: model_type '{model_type}' has no class in transformers that predicts the next token"
-    wanted = document.get("transformers_version")
-    newer = f" (the file was written by transformers {wanted})" if wanted else ""
-    nearest = suggest(str(model_type), sorted(known))
-    return f"config.json: transformers {transformers.__version__} does not know model_type '{model_type}'{newer}{nearest}"
-
-
-def transformers_config(document: Mapping[str, Any], vocab_size: int | None = None) -> Any:
-    """Return transformers' configuration object for a `checked_document`, with another size of the vocabulary."""
-    from transformers import CONFIG_MAPPING
-
-    config = CONFIG_MAPPING[document["model_type"]].from_dict(copy.deepcopy(dict(document)))
-    for part in (config, config.get_text_config(decoder=True)):
-        if vocab_size is not None and hasattr(part, "vocab_size"):
-            part.vocab_size = vocab_size
-    return config
+    written = {**config.to_dict(), "architectures": [cls.__name__]}
+    return {key: value for key, value in written.items() if key not in _ABOUT_FILES}

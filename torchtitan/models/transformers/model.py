@@ -3,21 +3,24 @@
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
 from tyro.conf import Suppress
 
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.models.transformers.description import build_class, checked_document, transformers_config
+from torchtitan.models.transformers.flops import forward_flops, with_backward
 from torchtitan.models.transformers.initialize import add_initializers, class_values
 from torchtitan.models.transformers.output import logit_transform
-from torchtitan.models.transformers.packing import choose_packing
+from torchtitan.models.transformers.packing import Packing, choose_packing
+from torchtitan.models.transformers.sharding import class_plan
 from torchtitan.protocols.attention import AttentionMetadata
 from torchtitan.protocols.model import BaseModel, effective_weight
 from torchtitan.protocols.output_head import UNCHANGED, Head, LogitTransform, compute_logits
-from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
 
 _NO_LIMIT = 2**20
@@ -52,7 +55,15 @@ class TransformersModel(BaseModel):
 
         def unsupported_parallelisms(self) -> dict[str, str]:
             reason = "a class of transformers computes whole sequences, in one piece"
-            return {"pp": reason, "cp": reason}
+            unsupported = dict.fromkeys(("pipeline_parallel_degree", "context_parallel_degree"), reason)
+            _, of_tensors = class_plan(self.document)
+            return {**unsupported, **({"tensor_parallel_degree": of_tensors} if of_tensors else {})}
+
+        @property
+        def tensor_parallel_sizes(self) -> dict[str, int]:
+            text = self.transformers_config().get_text_config(decoder=True)
+            names = ("num_attention_heads", "num_key_value_heads")
+            return {name: size for name in names if isinstance(size := getattr(text, name, None), int)}
 
     config: Config
 
@@ -65,32 +76,43 @@ class TransformersModel(BaseModel):
         self._freeze_other_modalities()
         self._block_names = _find_blocks(self.model)
         output = self.model.get_output_embeddings()
-        embedding = self.model.get_input_embeddings()
-        self.is_tied = output.weight is embedding.weight
-        self.output_name = next(name for name, module in self.model.named_modules() if module is output)
-        self.captured = CapturedInput()
-        self.model.set_submodule(self.output_name, self.captured)
-        self.head = ClassHead(None if self.is_tied else output, logit_transform(config.document))
+        self.is_tied = output is not None and output.weight is self.model.get_input_embeddings().weight
+        transform = logit_transform(config.document)
+        self.captured = CapturedInput() if transform else None
+        self.head = ClassHead(None if self.is_tied or not transform else output, transform or UNCHANGED)
+        if self.captured:
+            name = next(name for name, module in self.model.named_modules() if module is output)
+            self.model.set_submodule(name, self.captured)
+        else:
+            logger.info("%s changes its logits in its own way: the loss gets all of them", type(self.model).__name__)
 
     def _freeze_other_modalities(self) -> None:
-        decoder, output = self.model.get_decoder(), self.model.get_output_embeddings()
-        trained = {id(parameter) for part in (decoder, output) for parameter in part.parameters()}
-        others = {name: p for name, p in self.model.named_parameters() if id(p) not in trained}
-        for parameter in others.values():
-            parameter.requires_grad_(False)
+        """Freeze what does not compute text: vision towers, and their projections."""
+        parts = nn.ModuleList([self.model.get_decoder(), self.model.get_output_embeddings()])
+        self.model.requires_grad_(False)
+        parts.requires_grad_(True)
 
     def blocks(self) -> dict[str, nn.Module]:
         return {name: self.get_submodule(name) for name in self._block_names}
 
     def units(self) -> list[nn.Module]:
         embedding = [] if self.is_tied else [self.model.get_input_embeddings()]
-        head = [] if self.is_tied else [self.head]
+        head = [] if self.head.output is None else [self.head]
         return [*embedding, *self.blocks().values(), *head]
 
     def values_of(self, names: Sequence[str], seed: int) -> Iterator[tuple[str, Tensor]]:
         with torch.device("meta"):
             plain = self.config.build()
         yield from class_values(plain, names, seed)
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """Return operations per token, forward and backward, of this model on the meta device: see `flops`."""
+        counted = Packing("kernel")  # its attention reads no values
+        with torch.device("meta"):
+            plain = build_class(self.config.transformers_config(), counted.implementation).bfloat16()
+            run = partial(counted.run, plain, attention=None)
+            forward = forward_flops(run, seq_len, is_recurrent=self.packing.mode == "rows")
+        return with_backward(forward, self, self.model.get_decoder())
 
     def forward(
         self,
@@ -103,9 +125,12 @@ class TransformersModel(BaseModel):
         """Return logits (B, L, V), or the result of `head`; see `torchtitan.models.common.decoder.Decoder.forward`. A
         loss includes the auxiliary loss of routers, if the class gives one, weighted with the number of labels."""
         outputs = self.packing.run(self.model, tokens_BL, attention, return_dict=True)
-        hidden_BLD = self.packing.gather(self.captured.pop(), attention)
-        tied_VD = effective_weight(self.model.get_input_embeddings()) if self.is_tied else None
-        result = self.head(hidden_BLD, tied_VD, head, **head_inputs)
+        if self.captured:
+            hidden_BLD = self.packing.gather(self.captured.pop(), attention)
+            tied_VD = effective_weight(self.model.get_input_embeddings()) if self.is_tied else None
+            result = self.head(hidden_BLD, tied_VD, head, **head_inputs)
+        else:
+            result = head(self.packing.gather(outputs.logits, attention), None, **head_inputs)
         auxiliary = getattr(outputs, "aux_loss", None)
         if isinstance(auxiliary, Tensor) and "labels_BL" in head_inputs:
             factor = self.model.config.get_text_config(decoder=True).router_aux_loss_coef
@@ -150,6 +175,8 @@ class ClassHead(nn.Module):
             weight_VD = torch.cat((weight_VD, bias_V[:, None]), dim=1)
             hidden_BLD = torch.cat((hidden_BLD, torch.ones_like(hidden_BLD[..., :1])), dim=-1)
         hidden_BLD = hidden_BLD.to(weight_VD.dtype)  # some classes compute the last norm in float32
+        if isinstance(weight_VD, DTensor):
+            hidden_BLD = DTensor.from_local(hidden_BLD, weight_VD.device_mesh, [Replicate()], run_check=False)
         if self.transform != UNCHANGED:
             head_inputs["transform"] = self.transform
         return head(hidden_BLD, weight_VD, **head_inputs)

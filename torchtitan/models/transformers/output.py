@@ -42,9 +42,6 @@ def _logit_transform(document: str) -> LogitTransform | None:
 
 def _try(document: Mapping[str, Any]) -> LogitTransform | None:
     model = build_class(tiny_config(transformers_config(document))).eval()
-    output = model.get_output_embeddings()
-    name = next(name for name, module in model.named_modules() if module is output)
-    grid_V = torch.linspace(-60, 60, output.weight.shape[0])
 
     def change(logits_V: Tensor) -> Tensor:
         model.set_submodule(name, _GivenLogits(logits_V))
@@ -52,11 +49,14 @@ def _try(document: Mapping[str, Any]) -> LogitTransform | None:
         return logits
 
     try:
+        output = model.get_output_embeddings()
+        name = next(name for name, module in model.named_modules() if module is output)
+        grid_V = torch.linspace(-60, 60, output.weight.shape[0])
         multiplier = (change(torch.full_like(grid_V, _SMALL))[0] / _SMALL).item()
         most = change(torch.full_like(grid_V, _LARGE))[0].item()
         is_capped = abs(most) < abs(multiplier) * _LARGE / 2
         transform = LogitTransform(multiplier, most if is_capped else None)
         difference = (change(grid_V) - transform(grid_V)).abs().max() / change(grid_V).abs().max()
-    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
+    except (AttributeError, IndexError, RuntimeError, StopIteration, TypeError, ValueError):
         return None
     return transform if difference < _TOLERANCE else None

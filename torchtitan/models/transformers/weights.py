@@ -57,9 +57,11 @@ def class_adapter(config: TransformersModel.Config) -> StateDictAdapter:
 
 def class_names(model: TransformersModel) -> dict[str, str]:
     """Return our name of each tensor → its name in the class."""
-    output = f"{model.output_name}."
-    names = {ours: ours.removeprefix("model.") for ours in model.state_dict()}
-    return {ours: output + ours.removeprefix(_OUTPUT) if ours.startswith(_OUTPUT) else names[ours] for ours in names}
+    output = next((name for name, module in model.model.named_modules() if module is model.captured), "")
+    return {
+        ours: f"{output}.{ours.removeprefix(_OUTPUT)}" if ours.startswith(_OUTPUT) else ours.removeprefix("model.")
+        for ours in model.state_dict()
+    }
 
 
 @dataclass(frozen=True, eq=False)
