@@ -331,7 +331,7 @@ def _saved_model(
     token_tensors = set(_find_token_tensors(model))
     saved = {
         source.specs[name].shape[0]
-        for step in adapter(model).steps_for(source.specs)
+        for step in adapter(model).match(source.specs).steps
         if not token_tensors.isdisjoint(step.internal)
         for name in step.external
         if name in source.specs

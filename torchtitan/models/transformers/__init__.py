@@ -6,7 +6,7 @@ from torchtitan.models.families import Family
 from torchtitan.models.transformers.description import written_document
 from torchtitan.models.transformers.model import TransformersModel
 from torchtitan.models.transformers.sharding import class_plan
-from torchtitan.models.transformers.weights import adapter
+from torchtitan.models.transformers.weights import adapter, class_adapter
 from torchtitan.protocols import ModelSpec
 from torchtitan.protocols.state_dict_adapter import ExternalFormat
 
@@ -34,6 +34,7 @@ FORMATS = {
         adapter=adapter,
         to_external=lambda model: written_document(model.document, model.vocab_size),
         from_external=TransformersModel.Config.of,
+        class_adapter=class_adapter,
     )
 }
 
