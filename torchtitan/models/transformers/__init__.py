@@ -11,7 +11,7 @@ from torchtitan.protocols import ModelSpec
 from torchtitan.protocols.state_dict_adapter import ExternalFormat
 
 FLAVORS = {
-    # A hybrid of short convolutions and attention, which is no family here.
+    # Of no family here: a hybrid of short convolutions and attention; attention and network in parallel, with windows.
     "debugmodel": TransformersModel.Config(
         dim=256,
         max_seq_len=2048,
@@ -23,6 +23,21 @@ FLAVORS = {
             "num_attention_heads": 8,
             "num_key_value_heads": 4,
             "layer_types": ["conv", "conv", "full_attention", "conv"],
+            "max_position_embeddings": 2048,
+            "vocab_size": 512,
+        },
+    ),
+    "debugmodel_dense": TransformersModel.Config(
+        dim=256,
+        max_seq_len=2048,
+        document={
+            "model_type": "cohere2",
+            "hidden_size": 256,
+            "intermediate_size": 768,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "sliding_window": 64,
             "max_position_embeddings": 2048,
             "vocab_size": 512,
         },

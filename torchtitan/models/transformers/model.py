@@ -21,6 +21,7 @@ from torchtitan.models.transformers.sharding import class_plan
 from torchtitan.protocols.attention import AttentionMetadata
 from torchtitan.protocols.model import BaseModel, effective_weight
 from torchtitan.protocols.output_head import UNCHANGED, Head, LogitTransform, compute_logits
+from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
 
 _NO_LIMIT = 2**20
@@ -52,6 +53,11 @@ class TransformersModel(BaseModel):
         def transformers_config(self) -> Any:
             """Return transformers' configuration object."""
             return transformers_config(self.document, self.vocab_size)
+
+        def validate(self) -> None:
+            width = self.transformers_config().get_text_config(decoder=True).hidden_size
+            if self.dim != width:
+                raise UserError(f"--model.dim is {self.dim}, but the hidden_size in config.json is {width}")
 
         def unsupported_parallelisms(self) -> dict[str, str]:
             reason = "a class of transformers computes whole sequences, in one piece"
