@@ -1,0 +1,1 @@
+"""Any model that transformers can build, through its own class."""

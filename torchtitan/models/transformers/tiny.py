@@ -1,0 +1,178 @@
+"""Shrink a transformers configuration to a tiny one of the same class that keeps every mechanism."""
+
+import re
+from typing import Any
+
+from transformers import PretrainedConfig
+
+HIDDEN, HEADS, HEAD_DIM = 64, 4, 16
+VOCABULARY, POSITIONS, WINDOW = 128, 256, 8
+
+# Token ids of a tiny model that are ordinary text: special ids are below or above.
+TEXT_IDS = range(8, 64)
+
+# Names of integer fields, and the largest value that each keeps; the first match counts. None keeps the value, since a
+# scalar may be written as an integer. Fields that match nothing keep their values too.
+_LIMITS: list[tuple[str, int | None]] = [
+    (r".*(theta|scalar|scaling|scale_|multiplier|factor|_cap|capping|beta|freq|kernel|seed|limit|threshold).*", None),
+    (r"dim_model_base", None),
+    (r"index_n_heads", None),  # of few heads, scores are often all zero, and the choice among equal ones is arbitrary
+    (r".*vocab.*|num_embeddings|codebook_size|num_centroids", VOCABULARY),
+    (r".*window.*|.*chunk_?(size|len|length)|.*block_size|.*floor.*|index_topk|rel_extent", WINDOW),
+    (r".*num_.*heads_per_layer", HEADS),
+    (r".*per_tok(en)?|.*top_?k(_experts)?|moe_k", 2),
+    (r".*n_groups?|num_expert_group|topk_group|o_groups|mamba_ngroups", 1),
+    (r".*experts|.*expert_num", 4),
+    (r"(mamba_(n|num)|n_mamba)_heads", 2 * HIDDEN // HEAD_DIM),
+    (r".*heads|n_head", HEADS),
+    (r"qk_head_dim|attention_head_dim", 2 * HEAD_DIM),
+    (r"rotary_dim", HEAD_DIM // 2),
+    (r".*(head_?dim|d_head|dim_head|head_size)|kv_channels|d_kv", HEAD_DIM),
+    (r".*(rank|state|state_size)", 8),
+    (r".*(positions?|position_embeddings|seq_len|seq_length|model_max_length|n_ctx|context_length)", POSITIONS),
+    (r"mamba_d_ssm|attention_hidden_size", 2 * HIDDEN),
+    (r"(image|img)_size", 64),
+    (r"patch_size", 16),
+    (r".*(intermediate|ffn|ff_|mlp).*(size|dim)|d_ff|dff|dim_ff|n_inner", 96),
+    (r".*(size|sizes|dim|width|channels|embd|d_model|length|patches|tokens)|d_.*", HIDDEN),
+]
+_LAYERS = re.compile(r"num_hidden_layers|n_layers?|num_layers|((num_)?(encoder|decoder)_)?layers|.*depth|num_blocks")
+_FIRST_LAYERS = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index", "max_window_layers")
+_PERIODS = re.compile(r".*(period|interval|every_n_layers)")
+
+
+def tiny_config(config: PretrainedConfig) -> PretrainedConfig:
+    """Return a configuration of the same class that builds a model of about 100,000 parameters.
+
+    Sizes, windows, and counts of heads and experts shrink; one layer stays per kind, where a kind is what all per-layer
+    fields say about a layer. Flags and scalars, such as soft caps and multipliers, keep their values, so that the tiny
+    model behaves like the real one. Special token ids move out of `TEXT_IDS`.
+
+    Raises what the class raises for a configuration that it refuses.
+    """
+    values = config.to_dict()
+    _shrink(values, config, {})
+    return type(config)(**values)
+
+
+def _shrink(values: dict[str, Any], config: PretrainedConfig, special_ids: dict[int, int]) -> None:
+    """Shrink `values`, the fields of `config`, and the configurations in it, in place."""
+    for name in ("quantization_config", "auto_map", "dtype", "id2label", "label2id"):
+        values.pop(name, None)
+    _keep_layers(values)
+    old = dict(values)
+    for name, value in old.items():
+        if isinstance(part := vars(config).get(name), PretrainedConfig):
+            _shrink(value, part, special_ids)
+        elif name == "use_cache":
+            values[name] = False
+        elif re.fullmatch(r".*(token_id|token_index|_ids?)", name) and "layer" not in name:
+            values[name] = _special_id(value, special_ids)
+        elif not isinstance(value, dict):
+            values[name] = _smaller(name, value, old)
+    for overrides in (values.get("per_layer_config") or {}).values():
+        for name, value in overrides.items():
+            overrides[name] = _relative(name, value, old.get(name), values.get(name))
+    _fit(values, old)
+
+
+def _smaller(name: str, value: Any, old: dict[str, Any]) -> Any:
+    """Return the value of a field for a tiny model; `old` holds the fields of the real one."""
+    if isinstance(value, (list, tuple)):
+        return [_smaller(name, item, old) for item in value]
+    if type(value) is not int:
+        return value
+    if name.endswith("heads_per_layer"):
+        return _relative(name, value, old[name.removesuffix("_per_layer")], HEADS)
+    if groups := re.fullmatch(r"(.*)(key_value|kv|key)_(n_)?heads", name):
+        queries = {old.get(groups[1] + other) for other in ("attention_heads", "heads", "n_heads", "value_heads")}
+        return HEADS if value in queries else min(value, HEADS // 2)
+    if "qk_rope_head_dim" in old and re.fullmatch(r"(qk_|v_|index_)?.*head_dim", name) and "linear" not in name:
+        return value * HEAD_DIM // (old["qk_rope_head_dim"] or 4 * HEAD_DIM)  # these widths are sums of each other
+    limit = next((limit for names, limit in _LIMITS if re.fullmatch(names, name)), None)
+    return value if limit is None else min(value, limit)
+
+
+def _relative(name: str, value: Any, old: Any, new: Any) -> Any:
+    """Return the value of a field of one layer, where the other layers have `old` in the real model and `new` here."""
+    if type(value) is not int or type(old) is not int or value == old:
+        return _smaller(name, value, {}) if old is None else new
+    if "dim" in name and new * value % old == 0:
+        return new * value // old
+    return 2 * new if value > old else max(new // 2, 1)
+
+
+def _special_id(value: Any, special_ids: dict[int, int]) -> Any:
+    """Return an id outside `TEXT_IDS`, the same one for the same `value`."""
+    if isinstance(value, (list, tuple)):
+        return [_special_id(item, special_ids) for item in value]
+    if type(value) is not int or value < TEXT_IDS.start:
+        return value
+    return special_ids.setdefault(value, VOCABULARY - 1 - len(special_ids))
+
+
+def _keep_layers(values: dict[str, Any]) -> None:
+    """Keep the first layer of each kind, and at least two layers."""
+    counts = {name: n for name, n in values.items() if _LAYERS.fullmatch(name) and type(n) is int and n > 2}
+    values.update(dict.fromkeys(counts, 2))
+    n = counts.get("num_hidden_layers") or max(counts.values(), default=0)
+    extra = values.get("num_nextn_predict_layers") or 0
+    lists = {name: list(v) for name, v in values.items() if isinstance(v, (list, tuple)) and v and n}
+    chosen = {  # lists of layers, such as those with full attention
+        name: v
+        for name, v in lists.items()
+        if re.search("layer|_idx|_index|_ids", name) and all(type(i) is int and i < n for i in v) and v == sorted(set(v))
+    }
+    per_layer = {name: v for name, v in lists.items() if n <= len(v) <= n + extra and name not in chosen}
+    starts = {name: v for name, v in values.items() if name in _FIRST_LAYERS and type(v) is int}
+    shared = n - (values.get("num_kv_shared_layers") or 0)
+    overrides = {int(i): v for i, v in (values.get("per_layer_config") or {}).items()}
+    periods = [v for name, v in values.items() if _PERIODS.fullmatch(name) and type(v) is int]
+    periods += [len(v) for name, v in lists.items() if name == "block_types"]
+
+    kinds: dict[str, list[int]] = {}
+    for i in range(n):
+        kind = [v[i] for v in per_layer.values()] + [i in v for v in chosen.values()]
+        kind += [i < v for v in starts.values()] + [i < shared, overrides.get(i)]
+        kind += [i % period for period in periods if not per_layer]
+        kinds.setdefault(repr(kind), []).append(i)
+    # Layers called hybrid share weights, so that one alone is not like them.
+    kept = sorted(i for kind, layers in kinds.items() for i in layers[: 2 if "hybrid" in kind or len(kinds) == 1 else 1])
+
+    values.update({name: len(kept) for name, v in counts.items() if v == n})
+    values.update({name: [v[i] for i in kept] for name, v in per_layer.items()})
+    values.update({name: [new for new, i in enumerate(kept) if i in v] for name, v in chosen.items()})
+    values.update({name: sum(i < v for i in kept) for name, v in starts.items()})
+    if shared < n:
+        values["num_kv_shared_layers"] = sum(i >= shared for i in kept)
+    if overrides:
+        values["per_layer_config"] = {str(new): overrides[i] for new, i in enumerate(kept) if i in overrides}
+    if "attention_types" in values:  # GPT-Neo's kinds of layers, once more
+        values["attention_types"] = [[values["attention_layers"], 1]]
+
+
+def _fit(values: dict[str, Any], old: dict[str, Any]) -> None:
+    """Fit the fields that several sizes determine."""
+    if "expand" in values and "num_heads" in values:
+        values["num_heads"] = values["expand"] * HIDDEN // HEAD_DIM
+    if values.get("mamba_d_ssm"):
+        values["mamba_d_ssm"] = values["mamba_n_heads"] * values["mamba_d_head"]
+    if "qk_head_dim" in values:
+        values["qk_head_dim"] = values["qk_nope_head_dim"] + values["qk_rope_head_dim"]
+    parameters = values.get("rope_parameters") or {}
+    nested = [rope for rope in parameters.values() if isinstance(rope, dict)]
+    for rope in nested or [parameters]:
+        rotary = rope.get("partial_rotary_factor") or values.get("partial_rotary_factor") or 1.0
+        width = values.get("head_dim") or HEAD_DIM
+        if int(width * rotary) % 2:
+            rope["partial_rotary_factor"] = values["partial_rotary_factor"] = rotary = (int(width * rotary) + 1) / width
+        pairs = int(width * rotary) // 2
+        if axes := len(rope.get("mrope_section") or ()):
+            share = (pairs + 1) // axes
+            rope["mrope_section"] = [share] * (axes - 1) + [pairs - share * (axes - 1)]
+        for name in ("short_factor", "long_factor"):
+            if name in rope:
+                rope[name] = rope[name][:pairs]
+        if "original_max_position_embeddings" in rope:
+            ratio = rope["original_max_position_embeddings"] / old["max_position_embeddings"]
+            rope["original_max_position_embeddings"] = max(int(POSITIONS * ratio), 2)
