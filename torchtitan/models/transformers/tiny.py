@@ -17,8 +17,9 @@ _LIMITS: list[tuple[str, int | None]] = [
     (r".*(theta|scalar|scaling|scale_|multiplier|factor|_cap|capping|beta|freq|kernel|seed|limit|threshold).*", None),
     (r"dim_model_base", None),
     (r"index_n_heads", None),  # of few heads, scores are often all zero, and the choice among equal ones is arbitrary
+    (r"unpadded_vocab_size", VOCABULARY - 8),
     (r".*vocab.*|num_embeddings|codebook_size|num_centroids", VOCABULARY),
-    (r".*window.*|.*chunk_?(size|len|length)|.*block_size|.*floor.*|index_topk|rel_extent", WINDOW),
+    (r".*window.*|.*chunk_?(size|len|length)|.*block_size|.*floor.*|index_topk|rel_extent|compress_rates.*", WINDOW),
     (r".*num_.*heads_per_layer", HEADS),
     (r".*per_tok(en)?|.*top_?k(_experts)?|moe_k", 2),
     (r".*n_groups?|num_expert_group|topk_group|o_groups|mamba_ngroups", 1),
@@ -33,8 +34,10 @@ _LIMITS: list[tuple[str, int | None]] = [
     (r"mamba_d_ssm|attention_hidden_size", 2 * HIDDEN),
     (r"(image|img)_size", 64),
     (r"patch_size", 16),
-    (r".*(intermediate|ffn|ff_|mlp).*(size|dim)|d_ff|dff|dim_ff|n_inner", 96),
-    (r".*(size|sizes|dim|width|channels|embd|d_model|length|patches|tokens)|d_.*", HIDDEN),
+    (r"index_kpool", 2),
+    (r".*feature_layer", -1),
+    (r".*(intermediate|ffn|ff_|mlp).*(size|dim)(_mlp)?|d_ff|dff|dim_ff|n_inner", 96),
+    (r".*(size|sizes|size_per_layer_input|dim|width|channels|embd|d_model|length|patches|tokens)|d_.*", HIDDEN),
 ]
 _LAYERS = re.compile(r"num_hidden_layers|n_layers?|num_layers|((num_)?(encoder|decoder)_)?layers|.*depth|num_blocks")
 _FIRST_LAYERS = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index", "max_window_layers")
@@ -68,7 +71,10 @@ def _shrink(values: dict[str, Any], config: PretrainedConfig, special_ids: dict[
             values[name] = False
         elif re.fullmatch(r".*(token_id|token_index|_ids?)", name) and "layer" not in name:
             values[name] = _special_id(value, special_ids)
-        elif not isinstance(value, dict):
+        elif name == "vocabulary_map" and value:
+            images = [token for token in value if token.startswith(("IMGIMG", "<|visual token"))][:4]
+            values[name] = {token: _special_id(value[token], special_ids) for token in ["<image>", *images]}
+        elif name != "per_layer_config":
             values[name] = _smaller(name, value, old)
     for overrides in (values.get("per_layer_config") or {}).values():
         for name, value in overrides.items():
@@ -80,6 +86,8 @@ def _smaller(name: str, value: Any, old: dict[str, Any]) -> Any:
     """Return the value of a field for a tiny model; `old` holds the fields of the real one."""
     if isinstance(value, (list, tuple)):
         return [_smaller(name, item, old) for item in value]
+    if isinstance(value, dict):
+        return {key: _smaller(f"{name}.{key}", item, old) for key, item in value.items()}
     if type(value) is not int:
         return value
     if name.endswith("heads_per_layer"):
@@ -115,13 +123,15 @@ def _keep_layers(values: dict[str, Any]) -> None:
     """Keep the first layer of each kind, and at least two layers."""
     counts = {name: n for name, n in values.items() if _LAYERS.fullmatch(name) and type(n) is int and n > 2}
     values.update(dict.fromkeys(counts, 2))
-    n = counts.get("num_hidden_layers") or max(counts.values(), default=0)
+    n = counts.get("num_hidden_layers") or max(counts.values(), default=len(values.get("layers_block_type") or ()))
     extra = values.get("num_nextn_predict_layers") or 0
     lists = {name: list(v) for name, v in values.items() if isinstance(v, (list, tuple)) and v and n}
     chosen = {  # lists of layers, such as those with full attention
         name: v
         for name, v in lists.items()
-        if re.search("layer|_idx|_index|_ids", name) and all(type(i) is int and i < n for i in v) and v == sorted(set(v))
+        if re.search("layer|_idx|_index|_ids", name)
+        and all(type(i) is int and i < n for i in v)
+        and v == sorted(set(v))
     }
     per_layer = {name: v for name, v in lists.items() if n <= len(v) <= n + extra and name not in chosen}
     starts = {name: v for name, v in values.items() if name in _FIRST_LAYERS and type(v) is int}
@@ -137,7 +147,9 @@ def _keep_layers(values: dict[str, Any]) -> None:
         kind += [i % period for period in periods if not per_layer]
         kinds.setdefault(repr(kind), []).append(i)
     # Layers called hybrid share weights, so that one alone is not like them.
-    kept = sorted(i for kind, layers in kinds.items() for i in layers[: 2 if "hybrid" in kind or len(kinds) == 1 else 1])
+    kept = sorted(
+        i for kind, layers in kinds.items() for i in layers[: 2 if "hybrid" in kind or len(kinds) == 1 else 1]
+    )
 
     values.update({name: len(kept) for name, v in counts.items() if v == n})
     values.update({name: [v[i] for i in kept] for name, v in per_layer.items()})
@@ -160,8 +172,12 @@ def _fit(values: dict[str, Any], old: dict[str, Any]) -> None:
     if "qk_head_dim" in values:
         values["qk_head_dim"] = values["qk_nope_head_dim"] + values["qk_rope_head_dim"]
     parameters = values.get("rope_parameters") or {}
-    nested = [rope for rope in parameters.values() if isinstance(rope, dict)]
-    for rope in nested or [parameters]:
+    ropes = [rope for rope in parameters.values() if isinstance(rope, dict)] or [parameters]
+    for place in (values, *ropes):  # YaRN and others scale by the ratio of the two maxima
+        if original := place.get("original_max_position_embeddings"):
+            ratio = old.get("original_max_position_embeddings", original) / old["max_position_embeddings"]
+            place["original_max_position_embeddings"] = max(int(POSITIONS * ratio), 2)
+    for rope in ropes:
         rotary = rope.get("partial_rotary_factor") or values.get("partial_rotary_factor") or 1.0
         width = values.get("head_dim") or HEAD_DIM
         if int(width * rotary) % 2:
@@ -173,6 +189,3 @@ def _fit(values: dict[str, Any], old: dict[str, Any]) -> None:
         for name in ("short_factor", "long_factor"):
             if name in rope:
                 rope[name] = rope[name][:pairs]
-        if "original_max_position_embeddings" in rope:
-            ratio = rope["original_max_position_embeddings"] / old["max_position_embeddings"]
-            rope["original_max_position_embeddings"] = max(int(POSITIONS * ratio), 2)
