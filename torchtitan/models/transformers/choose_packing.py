@@ -1,12 +1,10 @@
 """Choose how a class of transformers gets packed documents, by probing a tiny clone of the model."""
 
-import copy
-
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers import PretrainedConfig
 
+from torchtitan.models.transformers.description import build_class
 from torchtitan.models.transformers.packing import Packing
 from torchtitan.models.transformers.tiny import TEXT_IDS, tiny_config
 from torchtitan.protocols.attention import AttentionMetadata
@@ -44,7 +42,7 @@ def choose_packing(config: PretrainedConfig) -> Packing:
 def _probe(config: PretrainedConfig) -> Packing:
     try:
         tiny = tiny_config(config)
-        model = _build(tiny)
+        model = build_class(tiny).eval()
         _randomize(model)
         ids = torch.tensor(TEXT_IDS)
         tokens_BL = ids[torch.randint(len(ids), (2, 64))]
@@ -68,7 +66,7 @@ def _probe(config: PretrainedConfig) -> Packing:
     for mode in ("kernel", "masks", "rows"):
         packing = Packing(mode, "; ".join(reasons))
         try:
-            candidate = _build(tiny, packing.implementation)
+            candidate = build_class(tiny, packing.implementation).eval()
             candidate.load_state_dict(model.state_dict())
             plain = change(packing.run(candidate, tokens_BL, None).logits, rows)
             logits = packing.gather(packing.run(candidate, tokens_BL, attention).logits, attention)
@@ -84,14 +82,6 @@ def _probe(config: PretrainedConfig) -> Packing:
 
 _LENGTHS = [27, 5, 1, 31, 40, 24]
 """Tokens of the documents of the probe, in two rows; some are longer than the windows and chunks of the clone."""
-
-
-def _build(config: PretrainedConfig, implementation: str | None = None) -> PreTrainedModel:
-    """Return the class of a configuration in evaluation, float32."""
-    auto = AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText
-    options = {} if implementation is None else {"attn_implementation": implementation}
-    model: PreTrainedModel = auto.from_config(copy.deepcopy(config), dtype=torch.float32, **options)
-    return model.eval()
 
 
 def _randomize(model: nn.Module) -> None:

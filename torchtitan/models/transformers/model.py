@@ -12,11 +12,12 @@ from torch.distributed.tensor import DTensor, Replicate
 from tyro.conf import Suppress
 
 from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.models.transformers.choose_packing import choose_packing
 from torchtitan.models.transformers.description import build_class, checked_document, transformers_config
 from torchtitan.models.transformers.flops import forward_flops, with_backward
 from torchtitan.models.transformers.initialize import add_initializers, class_values
 from torchtitan.models.transformers.output import logit_transform
-from torchtitan.models.transformers.packing import Packing, choose_packing
+from torchtitan.models.transformers.packing import Packing
 from torchtitan.models.transformers.sharding import class_plan
 from torchtitan.protocols.attention import AttentionMetadata
 from torchtitan.protocols.model import BaseModel, effective_weight
@@ -81,6 +82,7 @@ class TransformersModel(BaseModel):
         add_initializers(self.model)
         self._freeze_other_modalities()
         self._block_names = _find_blocks(self.model)
+        self.is_compiled = False
         output = self.model.get_output_embeddings()
         self.is_tied = output is not None and output.weight is self.model.get_input_embeddings().weight
         transform = logit_transform(config.document)
@@ -130,7 +132,7 @@ class TransformersModel(BaseModel):
     ) -> Tensor:
         """Return logits (B, L, V), or the result of `head`; see `torchtitan.models.common.decoder.Decoder.forward`. A
         loss includes the auxiliary loss of routers, if the class gives one, weighted with the number of labels."""
-        outputs = self.packing.run(self.model, tokens_BL, attention, return_dict=True)
+        outputs = self.packing.run(self.model, tokens_BL, attention, static=self.is_compiled, return_dict=True)
         if self.captured:
             hidden_BLD = self.packing.gather(self.captured.pop(), attention)
             tied_VD = effective_weight(self.model.get_input_embeddings()) if self.is_tied else None
