@@ -140,7 +140,7 @@ def build_class(config: Any, implementation: str | None = None) -> Any:
     default."""
     cls, config = class_of(config)
     options = {} if implementation is None else {"attn_implementation": implementation}
-    return cls._from_config(config, dtype=torch.float32, **options)
+    return cls._from_config(copy.deepcopy(config), dtype=torch.float32, **options)  # writes into its configuration
 
 
 def written_document(document: Mapping[str, Any], vocab_size: int | None) -> dict[str, Any]:
