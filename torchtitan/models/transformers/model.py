@@ -3,7 +3,6 @@
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Self
 
 import torch
@@ -13,9 +12,10 @@ from tyro.conf import Suppress
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.models.transformers.description import build_class, checked_document, transformers_config
 from torchtitan.models.transformers.flops import forward_flops, with_backward
+from torchtitan.models.transformers.generation import ClassCache, NextTokens
 from torchtitan.models.transformers.initialize import add_initializers, class_values
 from torchtitan.models.transformers.output import logit_transform
-from torchtitan.models.transformers.packing import Packing, choose_packing
+from torchtitan.models.transformers.packing import choose_packing
 from torchtitan.protocols.attention import AttentionMetadata
 from torchtitan.protocols.model import BaseModel, effective_weight
 from torchtitan.protocols.output_head import UNCHANGED, Head, LogitTransform, compute_logits
@@ -94,14 +94,20 @@ class TransformersModel(BaseModel):
             plain = self.config.build()
         yield from class_values(plain, names, seed)
 
+    def generation_cache(self, max_slots: int) -> ClassCache:
+        return ClassCache()
+
     def flops_per_token(self, seq_len: int) -> float:
-        """Return operations per token, forward and backward, of this model on the meta device: see `flops`."""
-        counted = Packing("kernel")  # its attention reads no values
+        """Return operations per token, forward and backward: see `flops`."""
         with torch.device("meta"):
-            plain = build_class(self.config.transformers_config(), counted.implementation).bfloat16()
-            run = partial(counted.run, plain, attention=None)
-            forward = forward_flops(run, seq_len, is_recurrent=self.packing.mode == "rows")
-        return with_backward(forward, self, self.model.get_decoder())
+            plain = build_class(self.config.transformers_config(), "eager").eval()
+        forward = forward_flops(plain, [name.removeprefix("model.") for name in self._block_names], seq_len)
+        embedding = self.model.get_input_embeddings()
+        tied = next(name for name, module in self.named_modules() if module is embedding)
+        output = tied if self.is_tied else "head.output"
+        return with_backward(
+            {name and f"model.{name}".replace(f"model.{self.output_name}.", f"{output}."): n for name, n in forward.items()}, self
+        )
 
     def forward(
         self,
@@ -113,8 +119,12 @@ class TransformersModel(BaseModel):
     ) -> Tensor:
         """Return logits (B, L, V), or the result of `head`; see `torchtitan.models.common.decoder.Decoder.forward`. A
         loss includes the auxiliary loss of routers, if the class gives one, weighted with the number of labels."""
-        outputs = self.packing.run(self.model, tokens_BL, attention, return_dict=True)
-        hidden_BLD = self.packing.gather(self.captured.pop(), attention)
+        if isinstance(attention, NextTokens):
+            outputs = attention.cache.run(self.model, tokens_BL, attention)
+            hidden_BLD = self.captured.pop()[:, -tokens_BL.shape[1] :]
+        else:
+            outputs = self.packing.run(self.model, tokens_BL, attention, return_dict=True)
+            hidden_BLD = self.packing.gather(self.captured.pop(), attention)
         tied_VD = effective_weight(self.model.get_input_embeddings()) if self.is_tied else None
         result = self.head(hidden_BLD, tied_VD, head, **head_inputs)
         auxiliary = getattr(outputs, "aux_loss", None)
