@@ -3,7 +3,6 @@
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Self
 
 import torch
@@ -15,9 +14,9 @@ from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.models.transformers.choose_packing import choose_packing
 from torchtitan.models.transformers.description import build_class, checked_document, transformers_config
 from torchtitan.models.transformers.flops import forward_flops, with_backward
+from torchtitan.models.transformers.generation import ClassCache, NextTokens
 from torchtitan.models.transformers.initialize import add_initializers, class_values
 from torchtitan.models.transformers.output import logit_transform
-from torchtitan.models.transformers.packing import Packing
 from torchtitan.models.transformers.sharding import class_plan
 from torchtitan.protocols.attention import AttentionMetadata
 from torchtitan.protocols.model import BaseModel, effective_weight
@@ -85,12 +84,12 @@ class TransformersModel(BaseModel):
         self.is_compiled = False
         output = self.model.get_output_embeddings()
         self.is_tied = output is not None and output.weight is self.model.get_input_embeddings().weight
+        self.output_name = next((name for name, module in self.model.named_modules() if module is output), "")
         transform = logit_transform(config.document)
         self.captured = CapturedInput() if transform else None
         self.head = ClassHead(None if self.is_tied or not transform else output, transform or UNCHANGED)
         if self.captured:
-            name = next(name for name, module in self.model.named_modules() if module is output)
-            self.model.set_submodule(name, self.captured)
+            self.model.set_submodule(self.output_name, self.captured)
         else:
             logger.info("%s changes its logits in its own way: the loss gets all of them", type(self.model).__name__)
 
@@ -113,14 +112,20 @@ class TransformersModel(BaseModel):
             plain = self.config.build()
         yield from class_values(plain, names, seed)
 
+    def generation_cache(self, max_slots: int) -> ClassCache:
+        return ClassCache()
+
     def flops_per_token(self, seq_len: int) -> float:
-        """Return operations per token, forward and backward, of this model on the meta device: see `flops`."""
-        counted = Packing("kernel")  # its attention reads no values
+        """Return operations per token, forward and backward: see `flops`."""
         with torch.device("meta"):
-            plain = build_class(self.config.transformers_config(), counted.implementation).bfloat16()
-            run = partial(counted.run, plain, attention=None)
-            forward = forward_flops(run, seq_len, is_recurrent=self.packing.mode == "rows")
-        return with_backward(forward, self, self.model.get_decoder())
+            plain = build_class(self.config.transformers_config(), "eager").eval()
+        forward = forward_flops(plain, [name.removeprefix("model.") for name in self._block_names], seq_len)
+        embedding = self.model.get_input_embeddings()
+        tied = next(name for name, module in self.named_modules() if module is embedding)
+        output = tied if self.is_tied else "head.output" if self.captured else f"model.{self.output_name}"
+        names = {f"model.{self.output_name}.weight": f"{output}.weight"}
+        ours = {name: names.get(f"model.{name}", name and f"model.{name}") for name in forward}
+        return with_backward({ours[name]: flops for name, flops in forward.items()}, self)
 
     def forward(
         self,
@@ -132,13 +137,20 @@ class TransformersModel(BaseModel):
     ) -> Tensor:
         """Return logits (B, L, V), or the result of `head`; see `torchtitan.models.common.decoder.Decoder.forward`. A
         loss includes the auxiliary loss of routers, if the class gives one, weighted with the number of labels."""
-        outputs = self.packing.run(self.model, tokens_BL, attention, static=self.is_compiled, return_dict=True)
+        if isinstance(attention, NextTokens):
+            outputs = attention.cache.run(self.model, tokens_BL, attention)
+        else:
+            outputs = self.packing.run(self.model, tokens_BL, attention, static=self.is_compiled, return_dict=True)
+        hidden_BLD = self.captured.pop() if self.captured else outputs.logits
+        if isinstance(attention, NextTokens):
+            hidden_BLD = hidden_BLD[:, -tokens_BL.shape[1] :]
+        else:
+            hidden_BLD = self.packing.gather(hidden_BLD, attention)
         if self.captured:
-            hidden_BLD = self.packing.gather(self.captured.pop(), attention)
             tied_VD = effective_weight(self.model.get_input_embeddings()) if self.is_tied else None
             result = self.head(hidden_BLD, tied_VD, head, **head_inputs)
         else:
-            result = head(self.packing.gather(outputs.logits, attention), None, **head_inputs)
+            result = head(hidden_BLD, None, **head_inputs)
         auxiliary = getattr(outputs, "aux_loss", None)
         if isinstance(auxiliary, Tensor) and "labels_BL" in head_inputs:
             factor = self.model.config.get_text_config(decoder=True).router_aux_loss_coef
