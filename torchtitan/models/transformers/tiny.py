@@ -14,16 +14,15 @@ TEXT_IDS = range(8, 64)
 # Names of integer fields, and the largest value that each keeps; the first match counts. None keeps the value, since a
 # scalar may be written as an integer. Fields that match nothing keep their values too.
 _LIMITS: list[tuple[str, int | None]] = [
-    (r".*(theta|scalar|scaling|scale_|multiplier|factor|_cap|capping|beta|freq|kernel|seed|limit|threshold).*", None),
-    (r"dim_model_base", None),
-    (r"index_n_heads", None),  # of few heads, scores are often all zero, and the choice among equal ones is arbitrary
+    (r".*floor.*|index_topk|indexer_budget|rel_extent|compress_rates.*|.*window.*|.*block_size", WINDOW),
+    (r".*chunk_?(size|len|length)", WINDOW),
     (r"unpadded_vocab_size", VOCABULARY - 8),
     (r".*vocab.*|num_embeddings|codebook_size|num_centroids", VOCABULARY),
-    (r".*window.*|.*chunk_?(size|len|length)|.*block_size|.*floor.*|index_topk|rel_extent|compress_rates.*", WINDOW),
-    (r".*num_.*heads_per_layer", HEADS),
+    (r".*(theta|scalar|scaling|scale_|multiplier|factor|_cap|capping|beta|freq|kernel|limit|_base).*", None),
     (r".*per_tok(en)?|.*top_?k(_experts)?|moe_k", 2),
     (r".*n_groups?|num_expert_group|topk_group|o_groups|mamba_ngroups", 1),
     (r".*experts|.*expert_num", 4),
+    (r"index_n_heads", None),  # of few heads, scores are often all zero, and the choice among equal ones is arbitrary
     (r"(mamba_(n|num)|n_mamba)_heads", 2 * HIDDEN // HEAD_DIM),
     (r".*heads|n_head", HEADS),
     (r"qk_head_dim|attention_head_dim", 2 * HEAD_DIM),
@@ -122,36 +121,26 @@ def _special_id(value: Any, special_ids: dict[int, int]) -> Any:
 def _keep_layers(values: dict[str, Any]) -> None:
     """Keep the first layer of each kind, and at least two layers."""
     counts = {name: n for name, n in values.items() if _LAYERS.fullmatch(name) and type(n) is int and n > 2}
-    values.update(dict.fromkeys(counts, 2))
     n = counts.get("num_hidden_layers") or max(counts.values(), default=len(values.get("layers_block_type") or ()))
-    extra = values.get("num_nextn_predict_layers") or 0
     lists = {name: list(v) for name, v in values.items() if isinstance(v, (list, tuple)) and v and n}
-    chosen = {  # lists of layers, such as those with full attention
-        name: v
-        for name, v in lists.items()
-        if re.search("layer|_idx|_index|_ids", name)
-        and all(type(i) is int and i < n for i in v)
-        and v == sorted(set(v))
-    }
+    chosen = {name: v for name, v in lists.items() if re.search("layer|_idx|_index|_ids", name) and _ascends(v, n)}
+    extra = values.get("num_nextn_predict_layers") or 0
     per_layer = {name: v for name, v in lists.items() if n <= len(v) <= n + extra and name not in chosen}
-    starts = {name: v for name, v in values.items() if name in _FIRST_LAYERS and type(v) is int}
+    starts = {name: values[name] for name in _FIRST_LAYERS if type(values.get(name)) is int}
     shared = n - (values.get("num_kv_shared_layers") or 0)
     overrides = {int(i): v for i, v in (values.get("per_layer_config") or {}).items()}
-    periods = [v for name, v in values.items() if _PERIODS.fullmatch(name) and type(v) is int]
+    periods = [v for name, v in values.items() if _PERIODS.fullmatch(name) and type(v) is int and not per_layer]
     periods += [len(v) for name, v in lists.items() if name == "block_types"]
 
     kinds: dict[str, list[int]] = {}
     for i in range(n):
-        kind = [v[i] for v in per_layer.values()] + [i in v for v in chosen.values()]
-        kind += [i < v for v in starts.values()] + [i < shared, overrides.get(i)]
-        kind += [i % period for period in periods if not per_layer]
+        kind = [v[i] for v in per_layer.values()] + [i in v for v in chosen.values()] + [i % p for p in periods]
+        kind += [i < v for v in (*starts.values(), shared)] + [overrides.get(i)]
         kinds.setdefault(repr(kind), []).append(i)
-    # Layers called hybrid share weights, so that one alone is not like them.
-    kept = sorted(
-        i for kind, layers in kinds.items() for i in layers[: 2 if "hybrid" in kind or len(kinds) == 1 else 1]
-    )
+    # Two layers called hybrid stay, since they share weights.
+    kept = sorted(i for kind in kinds for i in kinds[kind][: 2 if "hybrid" in kind or len(kinds) == 1 else 1])
 
-    values.update({name: len(kept) for name, v in counts.items() if v == n})
+    values.update({name: len(kept) if v == n else 2 for name, v in counts.items()})
     values.update({name: [v[i] for i in kept] for name, v in per_layer.items()})
     values.update({name: [new for new, i in enumerate(kept) if i in v] for name, v in chosen.items()})
     values.update({name: sum(i < v for i in kept) for name, v in starts.items()})
@@ -161,6 +150,11 @@ def _keep_layers(values: dict[str, Any]) -> None:
         values["per_layer_config"] = {str(new): overrides[i] for new, i in enumerate(kept) if i in overrides}
     if "attention_types" in values:  # GPT-Neo's kinds of layers, once more
         values["attention_types"] = [[values["attention_layers"], 1]]
+
+
+def _ascends(values: list[Any], stop: int) -> bool:
+    """Whether `values` are numbers of layers below `stop`, in order."""
+    return all(type(value) is int and value < stop for value in values) and values == sorted(set(values))
 
 
 def _fit(values: dict[str, Any], old: dict[str, Any]) -> None:
@@ -181,7 +175,10 @@ def _fit(values: dict[str, Any], old: dict[str, Any]) -> None:
         rotary = rope.get("partial_rotary_factor") or values.get("partial_rotary_factor") or 1.0
         width = values.get("head_dim") or HEAD_DIM
         if int(width * rotary) % 2:
-            rope["partial_rotary_factor"] = values["partial_rotary_factor"] = rotary = (int(width * rotary) + 1) / width
+            rotary = (int(width * rotary) + 1) / width
+            for place in (rope, values):
+                if "partial_rotary_factor" in place:
+                    place["partial_rotary_factor"] = rotary
         pairs = int(width * rotary) // 2
         if axes := len(rope.get("mrope_section") or ()):
             share = (pairs + 1) // axes
