@@ -59,8 +59,8 @@ class ModelType:
     """Rewrite older or redundant keys of the file, before anything is read."""
 
     write: Callable[[Any], dict[str, Any] | None] = lambda config: {}
-    """Return further keys to write for a `config`; None: this type cannot describe the model. The first type of a
-    family that can is written."""
+    """Return further keys to write for a `config`; None: this type cannot describe the model. Nor can it if a field
+    without a key differs from its default. The first type of a family that can is written."""
 
     ropes: Mapping[str, str | None] = field(default_factory=lambda: {"rope": None})
     """Field of `config` → its section of `rope_parameters`, if layers of different types differ in RoPE."""
@@ -203,9 +203,17 @@ def dense_format(
 def _written_type(model_types: Mapping[str, ModelType], config: Decoder.Config) -> str:
     """Return the type that a model is written as. Raise `UserError` if there is none."""
     for name, kind in model_types.items():
-        if kind.config is type(config) and kind.write(config) is not None:
-            return name
+        known = {*_keys_of(kind).values(), *kind.ropes}
+        others = [field for field in dataclasses.fields(kind.config) if field.name not in known]
+        if kind.config is type(config) and all(_has_default(config, field) for field in others):
+            if kind.write(config) is not None:
+                return name
     raise UserError(f"no model_type of config.json ({', '.join(model_types)}) can describe this model: {config}")
+
+
+def _has_default(config: Decoder.Config, field: dataclasses.Field[Any]) -> bool:
+    make = field.default_factory
+    return getattr(config, field.name) == (field.default if make is dataclasses.MISSING else make())
 
 
 def _adapter(model_types: Mapping[str, ModelType], config: Decoder.Config) -> StateDictAdapter:

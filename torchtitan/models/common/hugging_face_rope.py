@@ -17,6 +17,7 @@ _FACTORS: dict[Scaling, dict[str, str]] = {
     "llama3": {"low_freq_factor": "low_freq_factor", "high_freq_factor": "high_freq_factor"},
     "yarn": {"beta_slow": "low_freq_factor", "beta_fast": "high_freq_factor"},
     "longrope": {},
+    "proportional": {},
 }
 """Type of scaling → its own keys of numbers → fields of `RoPEConfig`."""
 
@@ -33,6 +34,7 @@ _OTHER_KEYS: dict[Scaling, set[str]] = {
     "llama3": {"factor", _ORIGINAL_CONTEXT},
     "yarn": {"factor", _ORIGINAL_CONTEXT, "attention_factor", "mscale", "mscale_all_dim", "truncate"},
     "longrope": {"factor", _ORIGINAL_CONTEXT, "attention_factor", "short_factor", "long_factor"},
+    "proportional": {"factor"},
 }
 """Type of scaling → its keys besides `_FACTORS`."""
 
@@ -51,7 +53,7 @@ def read_rope(reader: ConfigReader, *, rotates_part: bool, layer_type: str | Non
     """Return the RoPE of a config.json.
 
     Args:
-        rotates_part: the model type supports `partial_rotary_factor`.
+        rotates_part: the model type supports `partial_rotary_factor`, which proportional RoPE always does.
         layer_type: its section of `rope_parameters`; None: there are no sections.
 
     Raises:
@@ -88,7 +90,7 @@ def _read(reader: ConfigReader, parameters: ConfigReader, rotates_part: bool) ->
     rope = RoPEConfig(theta=outer.number("rope_theta", default=10_000.0))
     if outer.has("partial_rotary_factor"):
         rope.rotated_fraction = outer.number("partial_rotary_factor")
-        if rope.rotated_fraction != 1.0 and not rotates_part:
+        if rope.rotated_fraction != 1.0 and not rotates_part and kind != "proportional":
             raise UserError(
                 f"config.json: partial_rotary_factor is {rope.rotated_fraction}, which this family does not support "
                 "(only 1.0)"
@@ -103,11 +105,11 @@ def _read_scaling(rope: RoPEConfig, reader: ConfigReader, parameters: ConfigRead
     context = reader.whole_number(_CONTEXT)
     if rope.scaling == "dynamic":
         rope.original_max_seq_len = context
-    elif rope.scaling != "linear":
+    elif rope.scaling not in ("linear", "proportional"):
         rope.original_max_seq_len = _original_context(reader, parameters)
-    is_ratio_implied = rope.scaling in ("yarn", "longrope") and not parameters.has("factor")
-    ratio = context / rope.original_max_seq_len
-    rope.scaling_factor = ratio if is_ratio_implied else parameters.number("factor")
+    implied = {**dict.fromkeys(("yarn", "longrope"), context / rope.original_max_seq_len), "proportional": 1.0}
+    is_implied = rope.scaling in implied and not parameters.has("factor")
+    rope.scaling_factor = implied[rope.scaling] if is_implied else parameters.number("factor")
     for key, field in _FACTORS[rope.scaling].items():
         default = _YARN_DEFAULTS.get(key)
         setattr(rope, field, parameters.number(key) if parameters.has(key) or default is None else default)
@@ -166,7 +168,7 @@ def write_rope_section(rope: RoPEConfig, max_seq_len: int) -> dict[str, Any]:
 
 
 def _scaling(rope: RoPEConfig, max_seq_len: int) -> Mapping[str, Any] | None:
-    if rope.scaling_factor == 1.0 and rope.scaling != "longrope":
+    if not rope.is_scaled:
         return None
     scaling: dict[str, Any] = {"rope_type": rope.scaling, "factor": rope.scaling_factor}
     scaling |= {key: getattr(rope, field) for key, field in _FACTORS[rope.scaling].items()}

@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from torchtitan.models.common.config_reader import ConfigReader
 from torchtitan.models.common.decoder import Decoder
+from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.tools.errors import UserError
 
 LayerType = Literal["full_attention", "sliding_attention"]
@@ -25,6 +26,11 @@ class WindowedDecoder(Decoder):
         layer_types: list[LayerType] = field(default_factory=lambda: ["sliding_attention"])
         """Types of the first layers, repeated for the others."""
 
+        @property
+        def local_rope(self) -> RoPEConfig:
+            """Rotary position embedding of layers of type sliding_attention; a field in families where it differs."""
+            return self.rope
+
         def layer_type(self, index: int) -> LayerType:
             """Return the type of a layer."""
             return self.layer_types[index % len(self.layer_types)]
@@ -35,8 +41,13 @@ class WindowedDecoder(Decoder):
                 raise UserError(f"--model.sliding_window is {self.sliding_window}, but must be from 1 to {2**32}")
             if not self.layer_types:
                 raise UserError("--model.layer_types is empty, but must name at least one type")
+            self.local_rope.validate(self.resolved_head_dim)
 
     config: Config
+
+    def rope_of_layer(self, index: int) -> RoPEConfig | None:
+        is_local = self.config.layer_type(index) == "sliding_attention"
+        return self.config.local_rope if is_local else self.config.rope
 
     def window_of_layer(self, index: int) -> int | None:
         return self.config.sliding_window if self.config.layer_type(index) == "sliding_attention" else None

@@ -26,16 +26,6 @@ _PATTERN: list[LayerType] = ["full_attention" if index == 5 else "sliding_attent
 class GemmaModel(WindowedDecoder):
     """Gemma 1: Llama's decoder with norms times 1 + weight, GeGLU, and embeddings times the square root of `dim`."""
 
-    @dataclass(kw_only=True, slots=True)
-    class Config(WindowedDecoder.Config):
-        attention_bias: bool = False
-        """Add biases to all projections of attention."""
-
-    config: Config
-
-    def make_attention(self, index: int, **options: Any) -> nn.Module:
-        return super().make_attention(index, biases="qkvo" if self.config.attention_bias else "", **options)
-
     def make_feed_forward(self, *args: Any, **options: Any) -> nn.Module:
         return super().make_feed_forward(*args, activation=gelu_tanh, **options)
 
@@ -104,18 +94,10 @@ class Gemma3Model(Gemma2Model):
         local_rope: RoPEConfig = field(default_factory=lambda: RoPEConfig(theta=10_000.0))
         """Rotary position embedding of layers of type sliding_attention. The others use `rope`."""
 
-        def validate(self) -> None:
-            Gemma2Model.Config.validate(self)
-            self.local_rope.validate(self.resolved_head_dim)
-
     config: Config
 
     def make_attention(self, index: int, **options: Any) -> nn.Module:
         return super().make_attention(index, qk_norm=self.make_norm, **options)
-
-    def rope_of_layer(self, index: int) -> RoPEConfig:
-        is_local = self.config.layer_type(index) == "sliding_attention"
-        return self.config.local_rope if is_local else self.config.rope
 
 
 _BASES = {"full_attention": ("rope_theta", 1e6), "sliding_attention": ("rope_local_base_freq", 1e4)}
@@ -170,7 +152,6 @@ FORMAT = dense_format(
             keys={"attention_bias": "attention_bias"},
             defaults={"tie_word_embeddings": True, "head_dim": 256, "num_key_value_heads": 16},
             prepare=_prepare,
-            write=write_if(lambda config: config.sliding_window is None),
             **_SHARED,
         ),
         "gemma2": ModelType(
@@ -194,7 +175,7 @@ FORMAT = dense_format(
             prepare=_prepare_gemma3,
             ropes={"rope": "full_attention", "local_rope": "sliding_attention"},
             write=write_if(
-                lambda config: config.dim % config.n_heads == 0 and config.attn_logit_softcapping is None,
+                lambda config: config.dim % config.n_heads == 0,
                 # For transformers 4, which does not read `rope_parameters`.
                 lambda c: {**write_rope(c.rope, c.max_seq_len), "rope_local_base_freq": c.local_rope.theta},
             ),

@@ -16,7 +16,6 @@ from torchtitan.models.common.hugging_face import (
     attention_rows,
     dense_format,
     norm_rows,
-    write_if,
 )
 from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.protocols.initializer import TruncatedNormal
@@ -32,9 +31,6 @@ class GraniteModel(Decoder):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Decoder.Config):
-        attention_bias: bool = False
-        """Add biases to all projections of attention."""
-
         mlp_bias: bool = False
         """Add biases to all projections of the feed-forward network."""
 
@@ -62,8 +58,7 @@ class GraniteModel(Decoder):
         return super().make_block(index, multiplier=self.config.residual_multiplier, **options)
 
     def make_attention(self, index: int, **options: Any) -> nn.Module:
-        biases = "qkvo" if self.config.attention_bias else ""
-        return super().make_attention(index, biases=biases, scale=self.config.attention_multiplier, **options)
+        return super().make_attention(index, scale=self.config.attention_multiplier, **options)
 
     def make_feed_forward(self, index: int, *args: Any, **options: Any) -> nn.Module:
         return super().make_feed_forward(index, *args, bias=self.config.mlp_bias, **options)
@@ -165,7 +160,7 @@ FORMAT = dense_format(
             fixed={"num_local_experts": 0},
             ignored=_OF_OTHER_LAYERS,
             prepare=_prepare_dense,
-            write=write_if(lambda config: not config.mlp_bias, _keys_of_dense),
+            write=_keys_of_dense,
         ),
     }
 )

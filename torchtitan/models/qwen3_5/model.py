@@ -1,6 +1,6 @@
 """Qwen3.5's dense models, without their vision encoder, and their Hugging Face format."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -17,19 +17,11 @@ class Qwen35Model(HybridDecoder):
     """Gated delta nets, with an attention layer after every three. Attention has norms of queries and keys, a gate of
     its result, and RoPE in a part of each head."""
 
-    @dataclass(kw_only=True, slots=True)
-    class Config(HybridDecoder.Config):
-        attention_bias: bool = False
-        """Add biases to all projections of attention."""
-
-    config: Config
-
     def make_norm(self, dim: int) -> nn.Module:
         return OffsetRMSNorm(dim, self.config.norm_eps)
 
     def make_attention(self, index: int, **options: Any) -> nn.Module:
-        biases = "qkvo" if self.config.attention_bias else ""
-        return super().make_attention(index, biases=biases, qk_norm=self.make_norm, gated=True, **options)
+        return super().make_attention(index, qk_norm=self.make_norm, gated=True, **options)
 
 
 def _prepare(document: dict[str, Any]) -> dict[str, Any]:

@@ -17,9 +17,6 @@ class SmolLM3Model(WindowedDecoder):
 
     @dataclass(kw_only=True, slots=True)
     class Config(WindowedDecoder.Config):
-        attention_bias: bool = False
-        """Add biases to all projections of attention."""
-
         mlp_bias: bool = False
         """Add biases to all projections of the feed-forward network."""
 
@@ -32,9 +29,6 @@ class SmolLM3Model(WindowedDecoder):
                 raise UserError(f"--model.no_rope_layers is {self.no_rope_layers}, but must be a list of 1 and 0")
 
     config: Config
-
-    def make_attention(self, index: int, **options: Any) -> nn.Module:
-        return super().make_attention(index, biases="qkvo" if self.config.attention_bias else "", **options)
 
     def make_feed_forward(self, index: int, *args: Any, **options: Any) -> nn.Module:
         return super().make_feed_forward(index, *args, bias=self.config.mlp_bias, **options)
