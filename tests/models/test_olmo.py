@@ -192,7 +192,9 @@ def test_missing_keys_have_transformers_defaults(model_type: str) -> None:
         assert config.rope.theta == theirs.rope_parameters["rope_theta"]
         return
     assert config.sliding_window == theirs.sliding_window
-    assert [config.layer_type(index) for index in range(config.n_layers)] == theirs.layer_types
+    assert [config.has_window(index) for index in range(config.n_layers)] == [
+        kind == "sliding_attention" for kind in theirs.layer_types
+    ]
     assert config.rope.theta == theirs.rope_parameters["full_attention"]["rope_theta"]
     assert config.local_rope.theta == theirs.rope_parameters["sliding_attention"]["rope_theta"]
 

@@ -31,9 +31,9 @@ class WindowedDecoder(Decoder):
             """Rotary position embedding of layers of type sliding_attention; a field in families where it differs."""
             return self.rope
 
-        def layer_type(self, index: int) -> LayerType:
-            """Return the type of a layer."""
-            return self.layer_types[index % len(self.layer_types)]
+        def has_window(self, index: int) -> bool:
+            """Return whether a layer is of type sliding_attention."""
+            return self.layer_types[index % len(self.layer_types)] == "sliding_attention"
 
         def validate(self) -> None:
             Decoder.Config.validate(self)
@@ -46,11 +46,10 @@ class WindowedDecoder(Decoder):
     config: Config
 
     def rope_of_layer(self, index: int) -> RoPEConfig | None:
-        is_local = self.config.layer_type(index) == "sliding_attention"
-        return self.config.local_rope if is_local else self.config.rope
+        return self.config.local_rope if self.config.has_window(index) else self.config.rope
 
     def window_of_layer(self, index: int) -> int | None:
-        return self.config.sliding_window if self.config.layer_type(index) == "sliding_attention" else None
+        return self.config.sliding_window if self.config.has_window(index) else None
 
 
 def prepare_windows(document: dict[str, Any]) -> dict[str, Any]:

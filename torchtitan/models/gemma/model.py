@@ -4,41 +4,27 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from torchtitan.models.common.blocks import SandwichBlock
 from torchtitan.models.common.config_reader import ConfigReader
-from torchtitan.models.common.feed_forward import gelu_tanh
-from torchtitan.models.common.hugging_face import DENSE_ROWS, ModelType, dense_format, dense_rows, write_if
+from torchtitan.models.common.hugging_face import DENSE_ROWS, SANDWICH_ROWS, ModelType, dense_format, write_if
 from torchtitan.models.common.hugging_face_rope import write_rope
-from torchtitan.models.common.layer_types import WINDOW_KEYS, LayerType, WindowedDecoder
+from torchtitan.models.common.layer_types import WINDOW_KEYS, LayerType
 from torchtitan.models.common.norms import OffsetRMSNorm
 from torchtitan.models.common.rope import RoPEConfig
-from torchtitan.protocols.initializer import TruncatedNormal
-from torchtitan.protocols.output_head import LogitTransform
+from torchtitan.models.common.scaled_embedding import ScaledEmbeddingDecoder
 from torchtitan.tools.errors import UserError
 
 _PATTERN: list[LayerType] = ["full_attention" if index == 5 else "sliding_attention" for index in range(6)]
 """Layers of Gemma 3. Gemma 2 repeats the last two."""
 
 
-class GemmaModel(WindowedDecoder):
+class GemmaModel(ScaledEmbeddingDecoder):
     """Gemma 1: Llama's decoder with norms times 1 + weight, GeGLU, and embeddings times the square root of `dim`."""
-
-    def make_feed_forward(self, *args: Any, **options: Any) -> nn.Module:
-        return super().make_feed_forward(*args, activation=gelu_tanh, **options)
 
     def make_norm(self, dim: int) -> nn.Module:
         return OffsetRMSNorm(dim, self.config.norm_eps)
-
-    def embed(self, tokens_BL: Tensor) -> Tensor:
-        hidden_BLD = super().embed(tokens_BL)
-        # Rounded first, as in the reference: in bfloat16, the square root of 3072 is 55.5.
-        return hidden_BLD * torch.tensor(self.config.dim**0.5, dtype=hidden_BLD.dtype).item()
-
-    def embedding_init(self) -> TruncatedNormal:
-        return TruncatedNormal(self.config.dim**-0.5)
 
 
 class Gemma2Model(GemmaModel):
@@ -52,9 +38,6 @@ class Gemma2Model(GemmaModel):
         attn_logit_softcapping: float | None = None
         """Soft cap of the divided scores. None: there is none."""
 
-        final_logit_softcapping: float | None = None
-        """Soft cap of the logits. None: there is none."""
-
         sliding_window: int = 4096
         """Tokens that a token sees in layers of type sliding_attention, including itself."""
 
@@ -63,7 +46,7 @@ class Gemma2Model(GemmaModel):
 
         def validate(self) -> None:
             GemmaModel.Config.validate(self)
-            for name in ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"):
+            for name in ("query_pre_attn_scalar", "attn_logit_softcapping"):
                 value = getattr(self, name)
                 if value is not None and not 0 < value < math.inf:
                     raise UserError(f"--model.{name} is {value}, but must be above 0")
@@ -78,9 +61,6 @@ class Gemma2Model(GemmaModel):
 
     def score_softcap(self) -> float | None:
         return self.config.attn_logit_softcapping
-
-    def logit_transform(self) -> LogitTransform:
-        return LogitTransform(softcap=self.config.final_logit_softcapping)
 
 
 class Gemma3Model(Gemma2Model):
@@ -136,12 +116,6 @@ _DEFAULTS = {"tie_word_embeddings": True, "head_dim": 256, "num_key_value_heads"
 _DEFAULTS3 = {**_DEFAULTS, "num_attention_heads": 8, "vocab_size": 262_208, "max_position_embeddings": 131_072}
 _NAMES = ("attention_bias", "query_pre_attn_scalar", "final_logit_softcapping", "attn_logit_softcapping")
 _KEYS = {name: name for name in _NAMES} | WINDOW_KEYS
-_ROWS = dense_rows(
-    attention_norm="input_layernorm",
-    attention_post_norm="post_attention_layernorm",
-    ffn_norm="pre_feedforward_layernorm",
-    ffn_post_norm="post_feedforward_layernorm",
-)
 
 FORMAT = dense_format(
     {
@@ -157,7 +131,7 @@ FORMAT = dense_format(
         "gemma2": ModelType(
             architecture="Gemma2ForCausalLM",
             config=Gemma2Model.Config,
-            rows=_ROWS,
+            rows=SANDWICH_ROWS,
             keys=_KEYS,
             defaults={**_DEFAULTS, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
             prepare=_prepare,
@@ -167,7 +141,7 @@ FORMAT = dense_format(
         "gemma3_text": ModelType(
             architecture="Gemma3ForCausalLM",
             config=Gemma3Model.Config,
-            rows=_ROWS,
+            rows=SANDWICH_ROWS,
             # transformers reads a soft cap of scores, but does not compute it.
             keys={key: name for key, name in _KEYS.items() if key != "attn_logit_softcapping"},
             defaults=_DEFAULTS3,

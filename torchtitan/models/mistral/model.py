@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from torchtitan.models.common.hugging_face import DENSE_ROWS, ModelType, dense_format
+from torchtitan.models.common.hugging_face import DENSE_ROWS, ModelType, dense_format, write_if
 from torchtitan.models.common.layer_types import WINDOW_KEYS, WindowedDecoder
 
 
@@ -27,6 +27,12 @@ def _prepare(document: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in document.items() if key not in unused}
 
 
-_SOME_LAYERS = dataclasses.replace(_ALL_LAYERS, architecture="MinistralForCausalLM", keys=WINDOW_KEYS, prepare=_prepare)
+_SOME_LAYERS = dataclasses.replace(
+    _ALL_LAYERS,
+    architecture="MinistralForCausalLM",
+    keys=WINDOW_KEYS,
+    prepare=_prepare,
+    write=write_if(lambda config: config.sliding_window is not None),
+)
 
 FORMAT = dense_format({"mistral": _ALL_LAYERS, "ministral": _SOME_LAYERS})

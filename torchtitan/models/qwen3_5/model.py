@@ -1,6 +1,5 @@
 """Qwen3.5's dense models, without their vision encoder, and their Hugging Face format."""
 
-from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -10,7 +9,6 @@ from torchtitan.models.common.hugging_face import DENSE_ROWS, ModelType, dense_f
 from torchtitan.models.common.hybrid import DELTA_NET_KEYS, DELTA_NET_ROWS, HybridDecoder
 from torchtitan.models.common.norms import OffsetRMSNorm
 from torchtitan.tools.errors import UserError
-from torchtitan.tools.logging import logger
 
 
 class Qwen35Model(HybridDecoder):
@@ -43,19 +41,6 @@ def _prepare(document: dict[str, Any]) -> dict[str, Any]:
     return prepared
 
 
-def _prepare_whole(document: dict[str, Any]) -> dict[str, Any]:
-    """Return what a config.json says of the language model. Raise `UserError` for a mixture of experts, and as
-    `_prepare`."""
-    reader = ConfigReader("config.json", document)
-    text, shared = reader.section("text_config").values, ("tie_word_embeddings", "quantization_config")
-    for key, expected in {"model_type": "qwen3_5_text", shared[0]: document.get(shared[0])}.items():
-        if expected is not None and text.get(key, expected) != expected:
-            raise UserError(f"config.json: {key} is {text[key]!r} in text_config, but must be {expected!r}")
-    if reader.has("vision_config"):
-        logger.warning("config.json: only the language model is trained and exported, without the model's vision")
-    return _prepare({**{key: document[key] for key in shared if key in document}, **text})
-
-
 def _name(tensor: str) -> str | None:
     """Return a tensor's name in a file without vision; None if the tensor belongs to vision, or predicts more tokens at
     once, which transformers leaves out too."""
@@ -73,4 +58,4 @@ _TEXT = ModelType(
     prepare=_prepare,
 )
 
-FORMAT = dense_format({"qwen3_5_text": _TEXT, "qwen3_5": replace(_TEXT, prepare=_prepare_whole)}, name_of=_name)
+FORMAT = dense_format({"qwen3_5_text": _TEXT, "qwen3_5": _TEXT}, name_of=_name)
