@@ -170,7 +170,9 @@ def write_rope_section(rope: RoPEConfig, max_seq_len: int) -> dict[str, Any]:
 def _scaling(rope: RoPEConfig, max_seq_len: int) -> Mapping[str, Any] | None:
     if not rope.is_scaled:
         return None
-    scaling: dict[str, Any] = {"rope_type": rope.scaling, "factor": rope.scaling_factor}
+    scaling: dict[str, Any] = {"rope_type": rope.scaling}
+    if rope.scaling_factor != 1.0 or rope.scaling != "proportional":
+        scaling["factor"] = rope.scaling_factor
     scaling |= {key: getattr(rope, field) for key, field in _FACTORS[rope.scaling].items()}
     if rope.scaling == "dynamic" and rope.original_max_seq_len != max_seq_len:
         raise UserError(

@@ -10,6 +10,7 @@ from torchtitan.models.common.blocks import ScaledSandwichBlock
 from torchtitan.models.common.config_reader import ConfigReader
 from torchtitan.models.common.hugging_face import SANDWICH_ROWS, ModelType, dense_format, write_if
 from torchtitan.models.common.layer_types import WINDOW_KEYS, LayerType
+from torchtitan.models.common.norms import RMSNorm
 from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.models.common.scaled_embedding import ScaledEmbeddingDecoder
 from torchtitan.protocols.state_dict_adapter import KeyMapping
@@ -64,8 +65,10 @@ class Gemma4Model(ScaledEmbeddingDecoder):
         config = self.config
         if not config.has_window(index):
             options |= {"n_kv_heads": config.num_global_key_value_heads, "keys_as_values": config.attention_k_eq_v}
+        # The first scores are as small as if they were divided by the square root of the width.
+        qk_norm = partial(RMSNorm, eps=config.norm_eps, init=self.head_dim_of_layer(index) ** -0.25)
         v_norm = partial(nn.RMSNorm, eps=config.norm_eps, elementwise_affine=False)
-        return super().make_attention(index, scale=1.0, qk_norm=self.make_norm, v_norm=v_norm, **options)
+        return super().make_attention(index, scale=1.0, qk_norm=qk_norm, v_norm=v_norm, **options)
 
     def head_dim_of_layer(self, index: int) -> int:
         return self.config.resolved_head_dim if self.config.has_window(index) else self.config.global_head_dim
@@ -95,11 +98,12 @@ def _prepare(document: dict[str, Any]) -> dict[str, Any]:
     if document.get("use_bidirectional_attention") == "vision":  # no effect on text
         del document["use_bidirectional_attention"]
     if reader.has("per_layer_config"):
-        layers = reader.section("per_layer_config")
+        given = reader.section("per_layer_config").values
+        layers = ConfigReader("config.json", {key.lstrip("0") or "0": value for key, value in given.items()})
         own = layers.section(str(n_layers - 1)).values
         full = [str(index) for index, kind in enumerate(document["layer_types"]) if kind == "full_attention"]
         if layers.values != dict.fromkeys(full if own else (), own) or own.keys() - _GLOBAL.keys():
-            raise reader.wrong("per_layer_config", layers.values, f"equal {' and '.join(_GLOBAL)} of all full layers")
+            raise reader.wrong("per_layer_config", given, f"equal {' and '.join(_GLOBAL)} of all full layers")
         document |= {_GLOBAL[key]: own.get(key, reader.values[key]) for key in _GLOBAL}
     elif document.get("num_global_key_value_heads") is None or not document.get("attention_k_eq_v"):
         document["num_global_key_value_heads"] = reader.values["num_key_value_heads"]
