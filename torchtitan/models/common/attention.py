@@ -251,12 +251,9 @@ class GroupedQueryAttention(nn.Module):
         self.wq = make_linear(dim, q_width * (2 if gated else 1), init_std, bias="q" in biases)
         self.wk = make_linear(dim, kv_width, init_std, bias="k" in biases)
         self.wv = None if keys_as_values else make_linear(dim, kv_width, init_std, bias="v" in biases)
-        norms: list[nn.Module | None] = [None] * 4
-        if qk_norm is not None:
-            wide = qk_norm_over == "all heads"
-            made = [qk_norm(width if wide else head_dim) for width in (q_width, kv_width)]
-            norms = [None, None, *made] if wide else [*made, None, None]
-        self.q_norm, self.k_norm, self.q_wide_norm, self.k_wide_norm = norms
+        of_head, of_all = (qk_norm if qk_norm_over == over else None for over in ("head", "all heads"))
+        self.q_norm, self.k_norm = (of_head(head_dim) if of_head else None for _ in "qk")
+        self.q_wide_norm, self.k_wide_norm = (of_all(width) if of_all else None for width in (q_width, kv_width))
         self.v_norm = v_norm(head_dim) if v_norm else None
         self.wo = make_linear(q_width, dim, out_init_std, bias="o" in biases)
 

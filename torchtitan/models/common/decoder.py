@@ -92,6 +92,9 @@ class Decoder(BaseModel):
         attention_bias: bool = False
         """Add biases to all projections of attention."""
 
+        mlp_bias: bool = False
+        """Add biases to all projections of the feed-forward network."""
+
         rope: RoPEConfig
         """Rotary position embedding."""
 
@@ -111,13 +114,19 @@ class Decoder(BaseModel):
         def shared_modules(self) -> list[str]:
             return ["tok_embeddings"] if self.tie_embeddings else []
 
+        def check_positive(self, *names: str) -> None:
+            """Raise `UserError` for the first of these fields that is neither None nor above 0."""
+            for name in names:
+                value = getattr(self, name)
+                if value is not None and not 0 < value < math.inf:
+                    raise UserError(f"--model.{name} is {value}, but must be above 0")
+
         def validate(self) -> None:
             for name, most in _MOST.items():
                 size = getattr(self, name)
                 if not (size is None or 1 <= size <= most):
                     raise UserError(f"--model.{name} is {size}, but must be from 1 to {most}")
-            if not 0 < self.norm_eps < math.inf:
-                raise UserError(f"--model.norm_eps is {self.norm_eps}, but must be above 0")
+            self.check_positive("norm_eps")
             if self.head_dim is not None and (self.head_dim < 2 or self.head_dim % 2):
                 raise UserError(f"--model.head_dim is {self.head_dim}, but must be even and at least 2")
             if self.head_dim is None and (self.dim % self.n_heads or self.resolved_head_dim % 2):
@@ -181,6 +190,7 @@ class Decoder(BaseModel):
         self, index: int, kind: Callable[..., nn.Module] = GatedFeedForward, **options: Any
     ) -> nn.Module:
         """Return the feed-forward network of a layer; `options` are arguments of its `kind` (`common.feed_forward`)."""
+        options = {"bias": True, **options} if self.config.mlp_bias else options
         return kind(dim=self.config.dim, hidden_dim=self.config.ffn_dim, **self.init_stds(index), **options)
 
     def make_norm(self, dim: int) -> nn.Module:

@@ -212,16 +212,10 @@ def _written_type(model_types: Mapping[str, ModelType], config: Decoder.Config) 
     """Return the type that a model is written as. Raise `UserError` if there is none."""
     for name, kind in model_types.items():
         known = {*_keys_of(kind).values(), *kind.ropes}
-        others = [field for field in dataclasses.fields(kind.config) if field.name not in known]
-        if kind.config is type(config) and all(_has_default(config, field) for field in others):
-            if kind.write(config) is not None:
+        if kind.config is type(config) and kind.write(config) is not None:
+            if kind.config(**{name: getattr(config, name) for name in known}) == config:
                 return name
     raise UserError(f"no model_type of config.json ({', '.join(model_types)}) can describe this model: {config}")
-
-
-def _has_default(config: Decoder.Config, field: dataclasses.Field[Any]) -> bool:
-    make = field.default_factory
-    return getattr(config, field.name) == (field.default if make is dataclasses.MISSING else make())
 
 
 def _adapter(model_types: Mapping[str, ModelType], config: Decoder.Config) -> StateDictAdapter:

@@ -12,14 +12,10 @@ _ORIGINAL_CONTEXT = "original_max_position_embeddings"
 _CONTEXT = "max_position_embeddings"
 
 _FACTORS: dict[Scaling, dict[str, str]] = {
-    "linear": {},
-    "dynamic": {},
     "llama3": {"low_freq_factor": "low_freq_factor", "high_freq_factor": "high_freq_factor"},
     "yarn": {"beta_slow": "low_freq_factor", "beta_fast": "high_freq_factor"},
-    "longrope": {},
-    "proportional": {},
 }
-"""Type of scaling → its own keys of numbers → fields of `RoPEConfig`."""
+"""Type of scaling → its own keys of numbers → fields of `RoPEConfig`, if it has any."""
 
 _YARN_DEFAULTS = {"beta_slow": 1.0, "beta_fast": 32.0}
 
@@ -79,10 +75,10 @@ def read_rope(reader: ConfigReader, *, rotates_part: bool, layer_type: str | Non
 def _read(reader: ConfigReader, parameters: ConfigReader, rotates_part: bool) -> RoPEConfig:
     said = parameters.values.get("rope_type", parameters.values.get("type", "default"))
     kind: Any = _ALIASES.get(said, said) if isinstance(said, str) else said
-    if kind != "default" and kind not in [*_FACTORS]:
-        supported = ", ".join(("default", *_FACTORS))
+    if kind != "default" and kind not in [*_OTHER_KEYS]:
+        supported = ", ".join(("default", *_OTHER_KEYS))
         raise UserError(f"config.json: RoPE of type {said!r}, which this family does not support ({supported})")
-    known = _COMMON_KEYS if kind == "default" else {*_COMMON_KEYS, *_FACTORS[kind], *_OTHER_KEYS[kind]}
+    known = _COMMON_KEYS if kind == "default" else {*_COMMON_KEYS, *_FACTORS.get(kind, ()), *_OTHER_KEYS[kind]}
     for key, value in parameters.values.items():
         if key not in known and value is not None:
             raise UserError(f"config.json: RoPE's {key} is {value!r}, which this family does not support")
@@ -110,7 +106,7 @@ def _read_scaling(rope: RoPEConfig, reader: ConfigReader, parameters: ConfigRead
     implied = {**dict.fromkeys(("yarn", "longrope"), context / rope.original_max_seq_len), "proportional": 1.0}
     is_implied = rope.scaling in implied and not parameters.has("factor")
     rope.scaling_factor = implied[rope.scaling] if is_implied else parameters.number("factor")
-    for key, field in _FACTORS[rope.scaling].items():
+    for key, field in _FACTORS.get(rope.scaling, {}).items():
         default = _YARN_DEFAULTS.get(key)
         setattr(rope, field, parameters.number(key) if parameters.has(key) or default is None else default)
     if parameters.has("attention_factor"):
@@ -173,7 +169,7 @@ def _scaling(rope: RoPEConfig, max_seq_len: int) -> Mapping[str, Any] | None:
     scaling: dict[str, Any] = {"rope_type": rope.scaling}
     if rope.scaling_factor != 1.0 or rope.scaling != "proportional":
         scaling["factor"] = rope.scaling_factor
-    scaling |= {key: getattr(rope, field) for key, field in _FACTORS[rope.scaling].items()}
+    scaling |= {key: getattr(rope, field) for key, field in _FACTORS.get(rope.scaling, {}).items()}
     if rope.scaling == "dynamic" and rope.original_max_seq_len != max_seq_len:
         raise UserError(
             f"config.json cannot express dynamic RoPE with original_max_seq_len {rope.original_max_seq_len} and "

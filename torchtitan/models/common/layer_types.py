@@ -1,11 +1,17 @@
-"""Decoders whose layers differ in what they attend to, in a repeating pattern."""
+"""Decoders whose layers differ in what they attend to, in a repeating pattern; those of them that scale embeddings."""
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import torch
+from torch import Tensor, nn
+
 from torchtitan.models.common.config_reader import ConfigReader
 from torchtitan.models.common.decoder import Decoder
+from torchtitan.models.common.feed_forward import gelu_tanh
 from torchtitan.models.common.rope import RoPEConfig
+from torchtitan.protocols.initializer import TruncatedNormal
+from torchtitan.protocols.output_head import LogitTransform
 from torchtitan.tools.errors import UserError
 
 LayerType = Literal["full_attention", "sliding_attention"]
@@ -50,6 +56,35 @@ class WindowedDecoder(Decoder):
 
     def window_of_layer(self, index: int) -> int | None:
         return self.config.sliding_window if self.config.has_window(index) else None
+
+
+class ScaledEmbeddingDecoder(WindowedDecoder):
+    """A decoder with embeddings times the square root of `dim`, GeGLU, and a soft cap of the logits."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(WindowedDecoder.Config):
+        final_logit_softcapping: float | None = None
+        """Soft cap of the logits. None: there is none."""
+
+        def validate(self) -> None:
+            WindowedDecoder.Config.validate(self)
+            self.check_positive("final_logit_softcapping")
+
+    config: Config
+
+    def make_feed_forward(self, *args: Any, **options: Any) -> nn.Module:
+        return super().make_feed_forward(*args, activation=gelu_tanh, **options)
+
+    def embed(self, tokens_BL: Tensor) -> Tensor:
+        hidden_BLD = super().embed(tokens_BL)
+        # Rounded first, as in the reference: in bfloat16, the square root of 3072 is 55.5.
+        return hidden_BLD * torch.tensor(self.config.dim**0.5, dtype=hidden_BLD.dtype).item()
+
+    def embedding_init(self) -> TruncatedNormal:
+        return TruncatedNormal(self.config.dim**-0.5)
+
+    def logit_transform(self) -> LogitTransform:
+        return LogitTransform(softcap=self.config.final_logit_softcapping)
 
 
 def prepare_windows(document: dict[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """Gemma 1, 2 and 3 for text (arXiv:2403.08295, arXiv:2408.00118, arXiv:2503.19786), and their Hugging Face format."""
 
-import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,11 +9,9 @@ from torchtitan.models.common.blocks import SandwichBlock
 from torchtitan.models.common.config_reader import ConfigReader
 from torchtitan.models.common.hugging_face import DENSE_ROWS, SANDWICH_ROWS, ModelType, dense_format, write_if
 from torchtitan.models.common.hugging_face_rope import write_rope
-from torchtitan.models.common.layer_types import WINDOW_KEYS, LayerType
+from torchtitan.models.common.layer_types import WINDOW_KEYS, LayerType, ScaledEmbeddingDecoder
 from torchtitan.models.common.norms import OffsetRMSNorm
 from torchtitan.models.common.rope import RoPEConfig
-from torchtitan.models.common.scaled_embedding import ScaledEmbeddingDecoder
-from torchtitan.tools.errors import UserError
 
 _PATTERN: list[LayerType] = ["full_attention" if index == 5 else "sliding_attention" for index in range(6)]
 """Layers of Gemma 3. Gemma 2 repeats the last two."""
@@ -46,10 +43,7 @@ class Gemma2Model(GemmaModel):
 
         def validate(self) -> None:
             GemmaModel.Config.validate(self)
-            for name in ("query_pre_attn_scalar", "attn_logit_softcapping"):
-                value = getattr(self, name)
-                if value is not None and not 0 < value < math.inf:
-                    raise UserError(f"--model.{name} is {value}, but must be above 0")
+            self.check_positive("query_pre_attn_scalar", "attn_logit_softcapping")
 
     config: Config
 

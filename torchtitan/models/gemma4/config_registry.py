@@ -13,8 +13,3 @@ def gemma4_debugmodel() -> Trainer.Config:
 def gemma4_12b() -> Trainer.Config:
     """The text model of Gemma 4 12B."""
     return large_run(model_registry("12B"), "./assets/hf/gemma-4-12B", lr=3e-4, local_batch_size=2)
-
-
-def gemma4_31b() -> Trainer.Config:
-    """The text model of Gemma 4 31B."""
-    return large_run(model_registry("31B"), "./assets/hf/gemma-4-31B", lr=1.5e-4, local_batch_size=1)

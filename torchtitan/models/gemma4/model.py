@@ -9,10 +9,9 @@ from torch import nn
 from torchtitan.models.common.blocks import ScaledSandwichBlock
 from torchtitan.models.common.config_reader import ConfigReader
 from torchtitan.models.common.hugging_face import SANDWICH_ROWS, ModelType, dense_format, write_if
-from torchtitan.models.common.layer_types import WINDOW_KEYS, LayerType
+from torchtitan.models.common.layer_types import WINDOW_KEYS, LayerType, ScaledEmbeddingDecoder
 from torchtitan.models.common.norms import RMSNorm
 from torchtitan.models.common.rope import RoPEConfig
-from torchtitan.models.common.scaled_embedding import ScaledEmbeddingDecoder
 from torchtitan.protocols.state_dict_adapter import KeyMapping
 from torchtitan.tools.errors import UserError
 
@@ -91,17 +90,15 @@ def _prepare(document: dict[str, Any]) -> dict[str, Any]:
     document = {**(of_type if document["model_type"] == "gemma4_text" else {"sliding_window": 1024}), **document}
     reader = ConfigReader("config.json", {**_DEFAULTS, **document})
     n_layers = reader.n_layers()
-    types = document.get("layer_types", (PATTERN * n_layers)[:n_layers])
-    if not isinstance(types, list):
-        raise reader.wrong("layer_types", types, "a list")
-    document["layer_types"] = [*types[:-1], "full_attention"]  # as in transformers
+    types = document.setdefault("layer_types", [*(PATTERN * n_layers)[: n_layers - 1], "full_attention"])
     if document.get("use_bidirectional_attention") == "vision":  # no effect on text
         del document["use_bidirectional_attention"]
     if reader.has("per_layer_config"):
         given = reader.section("per_layer_config").values
         layers = ConfigReader("config.json", {key.lstrip("0") or "0": value for key, value in given.items()})
         own = layers.section(str(n_layers - 1)).values
-        full = [str(index) for index, kind in enumerate(document["layer_types"]) if kind == "full_attention"]
+        types = types if isinstance(types, list) else []  # which is refused later
+        full = [str(index) for index, kind in enumerate(types) if kind == "full_attention"]
         if layers.values != dict.fromkeys(full if own else (), own) or own.keys() - _GLOBAL.keys():
             raise reader.wrong("per_layer_config", given, f"equal {' and '.join(_GLOBAL)} of all full layers")
         document |= {_GLOBAL[key]: own.get(key, reader.values[key]) for key in _GLOBAL}
@@ -128,10 +125,9 @@ _TEXT = ModelType(
     ropes={"rope": "full_attention", "local_rope": "sliding_attention"},
     write=write_if(lambda config: config.attention_k_eq_v or config.num_global_key_value_heads == config.n_kv_heads),
 )
-_UNIFIED = replace(_TEXT, architecture="Gemma4UnifiedForCausalLM")
 _OTHERS = ("model.vision_", "model.audio_", "model.embed_vision.", "model.embed_audio.")
 
 FORMAT = dense_format(
-    {"gemma4_text": _TEXT, "gemma4": _TEXT, "gemma4_unified_text": _UNIFIED, "gemma4_unified": _UNIFIED},
+    dict.fromkeys(("gemma4_text", "gemma4", "gemma4_unified_text", "gemma4_unified"), _TEXT),
     name_of=lambda name: None if name.startswith(_OTHERS) else name.replace("model.language_model.", "model."),
 )

@@ -1,7 +1,6 @@
 """Granite 3 and the dense models of Granite 4 (IBM), and their Hugging Face formats."""
 
 import dataclasses
-import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -31,9 +30,6 @@ class GraniteModel(Decoder):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Decoder.Config):
-        mlp_bias: bool = False
-        """Add biases to all projections of the feed-forward network."""
-
         embedding_multiplier: float = 1.0
         """Factor of the embedding."""
 
@@ -48,9 +44,7 @@ class GraniteModel(Decoder):
 
         def validate(self) -> None:
             Decoder.Config.validate(self)
-            for name in _MULTIPLIERS:
-                if not 0 < getattr(self, name) < math.inf:
-                    raise UserError(f"--model.{name} is {getattr(self, name)}, but must be above 0")
+            self.check_positive(*_MULTIPLIERS)
 
     config: Config
 
@@ -59,9 +53,6 @@ class GraniteModel(Decoder):
 
     def make_attention(self, index: int, **options: Any) -> nn.Module:
         return super().make_attention(index, scale=self.config.attention_multiplier, **options)
-
-    def make_feed_forward(self, index: int, *args: Any, **options: Any) -> nn.Module:
-        return super().make_feed_forward(index, *args, bias=self.config.mlp_bias, **options)
 
     def embed(self, tokens_BL: Tensor) -> Tensor:
         return super().embed(tokens_BL) * self.config.embedding_multiplier
