@@ -145,7 +145,7 @@ class Case:
 CASES = {
     case.model_type: case
     for case in [
-        Case(model_type="llama"),
+        Case(model_type="llama", options={"attention_bias": [False, True], "mlp_bias": [False, True]}),
         Case(model_type="mistral", options={"sliding_window": [None, 3, 16]}),
         Case(
             model_type="ministral",

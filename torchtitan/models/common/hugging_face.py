@@ -124,13 +124,16 @@ def dense_rows(**norms: str) -> tuple[KeyMapping, ...]:
     return (EMBEDDING, *attention_rows(), *feed_forward_rows(), *norm_rows(**norms))
 
 
-SANDWICH_ROWS = dense_rows(
-    attention_norm="input_layernorm",
-    attention_post_norm="post_attention_layernorm",
-    ffn_norm="pre_feedforward_layernorm",
-    ffn_post_norm="post_feedforward_layernorm",
+SANDWICH_ROWS = (
+    *dense_rows(
+        attention_norm="input_layernorm",
+        attention_post_norm="post_attention_layernorm",
+        ffn_norm="pre_feedforward_layernorm",
+        ffn_post_norm="post_feedforward_layernorm",
+    ),
+    KeyMapping("layers.*.layer_scalar", "model.layers.*.layer_scalar"),
 )
-"""Names of weights as in Gemma 2."""
+"""Names of weights as in Gemma 2 and 4."""
 
 DENSE_ROWS = dense_rows(attention_norm="input_layernorm", ffn_norm="post_attention_layernorm")
 """Names of weights as in Llama."""
@@ -191,11 +194,9 @@ _WITHOUT_EFFECT = {
 """Keys without effect on the model's computation; `pretraining_tp` only changes the order of sums."""
 
 
-def dense_format(
-    model_types: Mapping[str, ModelType], name_of: Callable[[str], str | None] = lambda name: name
-) -> ExternalFormat:
+def dense_format(model_types: Mapping[str, ModelType], *, without: tuple[str, ...] = ()) -> ExternalFormat:
     """Return the format of a family from its `model_type`s, the preferred one for writing first. A type NAME besides
-    NAME_text has vision too; only its language model is read. `name_of` is as in `ExternalFormat`."""
+    NAME_text has vision too; only its language model is read, `without` tensors whose names start like this."""
     for kind in model_types.values():
         unknown = {*kind.keys.values(), *kind.ropes} - {field.name for field in dataclasses.fields(kind.config)}
         assert not unknown, f"{kind.architecture}: no fields of {kind.config.__qualname__}: {unknown}"
@@ -204,7 +205,7 @@ def dense_format(
         to_external=partial(_to_config_json, model_types),
         from_external=partial(_from_config_json, model_types),
         model_types={name: kind.architecture for name, kind in model_types.items()},
-        name_of=name_of,
+        name_of=lambda name: None if name.startswith(without) else name.replace("model.language_model.", "model."),
     )
 
 

@@ -12,7 +12,6 @@ from torchtitan.models.common.hugging_face import SANDWICH_ROWS, ModelType, dens
 from torchtitan.models.common.layer_types import WINDOW_KEYS, LayerType, ScaledEmbeddingDecoder
 from torchtitan.models.common.norms import RMSNorm
 from torchtitan.models.common.rope import RoPEConfig
-from torchtitan.protocols.state_dict_adapter import KeyMapping
 from torchtitan.tools.errors import UserError
 
 PATTERN: list[LayerType] = ["full_attention" if index == 5 else "sliding_attention" for index in range(6)]
@@ -41,17 +40,16 @@ class Gemma4Model(ScaledEmbeddingDecoder):
 
         @property
         def tensor_parallel_sizes(self) -> dict[str, int]:
-            names = ("n_heads", "n_kv_heads", "num_global_key_value_heads", "ffn_dim")
-            return {name: getattr(self, name) for name in names}
+            heads = ("n_heads", "n_kv_heads", "num_global_key_value_heads")
+            return {name: getattr(self, name) for name in (*heads, "ffn_dim")}
 
         def validate(self) -> None:
             ScaledEmbeddingDecoder.Config.validate(self)
-            head_dim, n_kv_heads = self.global_head_dim, self.num_global_key_value_heads
+            full: dict[str, Any] = {"head_dim": self.global_head_dim, "n_kv_heads": self.num_global_key_value_heads}
             try:
-                ScaledEmbeddingDecoder.Config.validate(replace(self, head_dim=head_dim, n_kv_heads=n_kv_heads))
+                ScaledEmbeddingDecoder.Config.validate(replace(self, **full))
             except UserError as error:
-                sizes = f"--model.global_head_dim {head_dim} and num_global_key_value_heads {n_kv_heads}"
-                raise UserError(f"in layers of full attention, with {sizes}: {error}") from error
+                raise UserError(f"with global_head_dim and num_global_key_value_heads, {full}: {error}") from error
             if self.has_window(self.n_layers - 1):
                 raise UserError(f"--model.layer_types gives a window to the last of {self.n_layers} layers")
 
@@ -78,7 +76,6 @@ _ROPES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }
 _DEFAULTS = {"tie_word_embeddings": True, "head_dim": 256, "num_key_value_heads": 4, "rope_parameters": _ROPES}
-
 _GLOBAL = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
 """Size of the heads in layers with windows → in layers of full attention."""
 
@@ -87,8 +84,8 @@ def _prepare(document: dict[str, Any]) -> dict[str, Any]:
     """Return a config.json with the types of all layers, and `_GLOBAL` in place of `per_layer_config`, which
     transformers writes. Raise `UserError` if that has other sizes."""
     of_type = {"hidden_size_per_layer_input": 256, "sliding_window": 512}
-    document = {**(of_type if document["model_type"] == "gemma4_text" else {"sliding_window": 1024}), **document}
-    reader = ConfigReader("config.json", {**_DEFAULTS, **document})
+    of_type = of_type if document["model_type"] == "gemma4_text" else {"sliding_window": 1024}
+    reader = ConfigReader("config.json", document := {**_DEFAULTS, **of_type, **document})
     n_layers = reader.n_layers()
     types = document.setdefault("layer_types", [*(PATTERN * n_layers)[: n_layers - 1], "full_attention"])
     if document.get("use_bidirectional_attention") == "vision":  # no effect on text
@@ -97,8 +94,7 @@ def _prepare(document: dict[str, Any]) -> dict[str, Any]:
         given = reader.section("per_layer_config").values
         layers = ConfigReader("config.json", {key.lstrip("0") or "0": value for key, value in given.items()})
         own = layers.section(str(n_layers - 1)).values
-        types = types if isinstance(types, list) else []  # which is refused later
-        full = [str(index) for index, kind in enumerate(types) if kind == "full_attention"]
+        full = [str(i) for i, kind in enumerate(types if isinstance(types, list) else ()) if kind == "full_attention"]
         if layers.values != dict.fromkeys(full if own else (), own) or own.keys() - _GLOBAL.keys():
             raise reader.wrong("per_layer_config", given, f"equal {' and '.join(_GLOBAL)} of all full layers")
         document |= {_GLOBAL[key]: own.get(key, reader.values[key]) for key in _GLOBAL}
@@ -108,26 +104,22 @@ def _prepare(document: dict[str, Any]) -> dict[str, Any]:
 
 
 _NAMES = ("attention_bias", "attention_k_eq_v", "final_logit_softcapping", *_GLOBAL.values())
-_MOE_AND_SHARING = ("use_double_wide_mlp", "num_experts", "top_k_experts", "moe_intermediate_size")
+_GELU = dict.fromkeys(("hidden_act", "hidden_activation"), "gelu_pytorch_tanh")
+_OF_OTHERS = ("vocab_size_per_layer_input", "use_double_wide_mlp", "num_experts", "top_k_experts")
 
 _TEXT = ModelType(
     architecture="Gemma4ForCausalLM",
     config=Gemma4Model.Config,
-    rows=(*SANDWICH_ROWS, KeyMapping("layers.*.layer_scalar", "model.layers.*.layer_scalar")),
+    rows=SANDWICH_ROWS,
     keys={**WINDOW_KEYS, **{name: name for name in _NAMES}},
-    fixed={
-        **dict.fromkeys(("hidden_act", "hidden_activation"), "gelu_pytorch_tanh"),
-        **{"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "enable_moe_block": False},
-    },
-    defaults=_DEFAULTS,
-    ignored=("per_layer_config", "vocab_size_per_layer_input", *_MOE_AND_SHARING),
+    fixed={**_GELU, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "enable_moe_block": False},
+    ignored=("per_layer_config", "moe_intermediate_size", *_OF_OTHERS),
     prepare=_prepare,
     ropes={"rope": "full_attention", "local_rope": "sliding_attention"},
     write=write_if(lambda config: config.attention_k_eq_v or config.num_global_key_value_heads == config.n_kv_heads),
 )
-_OTHERS = ("model.vision_", "model.audio_", "model.embed_vision.", "model.embed_audio.")
 
 FORMAT = dense_format(
     dict.fromkeys(("gemma4_text", "gemma4", "gemma4_unified_text", "gemma4_unified"), _TEXT),
-    name_of=lambda name: None if name.startswith(_OTHERS) else name.replace("model.language_model.", "model."),
+    without=("model.vision_", "model.audio_", "model.embed_vision.", "model.embed_audio."),
 )

@@ -109,11 +109,6 @@ def _prepare_dense(document: dict[str, Any]) -> dict[str, Any]:
     return document
 
 
-def _keys_of_dense(config: Granite4Model.Config) -> dict[str, Any]:
-    # transformers requires that the number of Mamba heads divides the width of Mamba layers, even if there are none.
-    return {"layer_types": ["attention"] * config.n_layers, "mamba_n_heads": 1}
-
-
 _KEYS = {name: name for name in ("attention_bias", *_MULTIPLIERS)}
 
 _DENSE_ROWS = (
@@ -151,7 +146,8 @@ FORMAT = dense_format(
             fixed={"num_local_experts": 0},
             ignored=_OF_OTHER_LAYERS,
             prepare=_prepare_dense,
-            write=_keys_of_dense,
+            # transformers requires a number of Mamba heads that divides their width, even if there are none.
+            write=lambda config: {"layer_types": ["attention"] * config.n_layers, "mamba_n_heads": 1},
         ),
     }
 )

@@ -5,8 +5,8 @@ from typing import Any
 from torch import nn
 
 from torchtitan.models.common.config_reader import ConfigReader
+from torchtitan.models.common.delta_net import DELTA_NET_KEYS, DELTA_NET_ROWS, HybridDecoder
 from torchtitan.models.common.hugging_face import DENSE_ROWS, ModelType, dense_format
-from torchtitan.models.common.hybrid import DELTA_NET_KEYS, DELTA_NET_ROWS, HybridDecoder
 from torchtitan.models.common.norms import OffsetRMSNorm
 from torchtitan.tools.errors import UserError
 
@@ -41,12 +41,6 @@ def _prepare(document: dict[str, Any]) -> dict[str, Any]:
     return prepared
 
 
-def _name(tensor: str) -> str | None:
-    """Return a tensor's name in a file without vision; None if the tensor belongs to vision, or predicts more tokens at
-    once, which transformers leaves out too."""
-    return None if tensor.startswith(("model.visual.", "mtp.")) else tensor.replace("model.language_model.", "model.")
-
-
 _TEXT = ModelType(
     architecture="Qwen3_5ForCausalLM",
     config=Qwen35Model.Config,
@@ -58,4 +52,5 @@ _TEXT = ModelType(
     prepare=_prepare,
 )
 
-FORMAT = dense_format({"qwen3_5_text": _TEXT, "qwen3_5": _TEXT}, name_of=_name)
+# Tensors that predict more tokens at once are left out, as by transformers.
+FORMAT = dense_format({"qwen3_5_text": _TEXT, "qwen3_5": _TEXT}, without=("model.visual.", "mtp."))
