@@ -102,8 +102,8 @@ class TestConfigJson:
         [
             ({"model_type": "qwen2"}, "model_type is 'qwen2'.*this family is llama"),
             ({"model_type": ...}, "model_type is None"),
-            ({"attention_bias": True}, "attention_bias is True"),
-            ({"mlp_bias": True}, "mlp_bias is True"),
+            ({"clip_qkv": 8.0}, r"clip_qkv is 8\.0"),
+            ({"use_qk_norm": True}, "use_qk_norm is True"),
             ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
             ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor is 0\.5"),
             ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, r"partial_rotary_factor is 0\.5"),
