@@ -368,15 +368,15 @@ class TestAuto:
         (folder / "config.json").write_text(json.dumps(SMALL | {"torch_dtype": 16}))
         with pytest.raises(UserError, match="torch_dtype is 16, but must be the name of a type"):
             parse("--hf_assets_path", folder)
-        (folder / "config.json").write_text(json.dumps(SMALL | {"model_type": "mixtral"}))
-        with pytest.raises(UserError, match="model_type is 'mixtral'"):
+        (folder / "config.json").write_text(json.dumps(SMALL | {"model_type": "mixtrall"}))
+        with pytest.raises(UserError, match="did you mean .mixtral."):
             parse("--hf_assets_path", folder)
         (folder / "config.json").unlink()
         with pytest.raises(UserError, match="model' has no config.json"):
             parse("--hf_assets_path", folder)
 
     def test_is_listed(self):
-        assert list_module("auto", built_in_modules()["auto"]).configs == ["pretrain", "sft", "lora", "qlora"]
+        assert list_module("auto", built_in_modules()["auto"]).configs == ["pretrain", "scratch", "sft", "lora", "qlora"]
 
     def test_help_shows_values_of_the_folder(self, folder, capsys):
         with pytest.raises(SystemExit):

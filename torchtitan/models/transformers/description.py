@@ -140,7 +140,11 @@ def build_class(config: Any, implementation: str | None = None) -> Any:
     default."""
     cls, config = class_of(config)
     options = {} if implementation is None else {"attn_implementation": implementation}
-    return cls._from_config(copy.deepcopy(config), dtype=torch.float32, **options)  # writes into its configuration
+    try:  # with a copy, since it writes into its configuration
+        return cls._from_config(copy.deepcopy(config), dtype=torch.float32, **options)
+    except Exception as error:  # impossible sizes raise various types
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise UserError(f"config.json: {cls.__name__} of transformers cannot be built from it: {reason}") from error
 
 
 def written_document(document: Mapping[str, Any], vocab_size: int | None) -> dict[str, Any]:
