@@ -376,7 +376,13 @@ class TestAuto:
             parse("--hf_assets_path", folder)
 
     def test_is_listed(self):
-        assert list_module("auto", built_in_modules()["auto"]).configs == ["pretrain", "scratch", "sft", "lora", "qlora"]
+        assert list_module("auto", built_in_modules()["auto"]).configs == [
+            "pretrain",
+            "scratch",
+            "sft",
+            "lora",
+            "qlora",
+        ]
 
     def test_help_shows_values_of_the_folder(self, folder, capsys):
         with pytest.raises(SystemExit):

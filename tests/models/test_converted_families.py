@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.models.test_small_families import FAMILIES
-from tests.training import read_metrics, train
+from tests.models.test_small_families import ANY_CLASS, FAMILIES
+from tests.training import ABSENT, read_metrics, train
 from torchtitan.components.peft import LoRA, QLoRA
 from torchtitan.components.quantization.float8 import Float8LinearConverter
 from torchtitan.components.quantization.qat import QAT
@@ -19,10 +19,12 @@ CONVERTERS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, ANY_CLASS])
 def test_every_converter_trains(family: str, tmp_path: Path) -> None:
     """Losses are finite and change; each converter changes them in another way."""
     sizes = {"model__dim": 256, "model__ffn_dim": 768, "model__n_layers": 4}
+    if family == ANY_CLASS:
+        sizes = {"config": "transformers_debugmodel_dense", **dict.fromkeys(sizes, ABSENT)}
     final = set()
     for name, converter in CONVERTERS.items():
         train(tmp_path / name, converter, module=family, **sizes, optimizer__lr=1e-2, training__steps=3)
