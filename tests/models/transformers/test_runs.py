@@ -26,7 +26,7 @@ def test_a_resumed_run_continues_bit_for_bit(tmp_path: Path, caplog: pytest.LogC
     train(tmp_path / "parts", **CLASS, training__steps=4, checkpoint__interval=2)
     (newest,) = (tmp_path / "parts/checkpoint").glob("step-4")
     newest.rename(tmp_path / "set aside")
-    caplog.clear()
+    caplog.set_level("INFO")
     train(tmp_path / "parts", **CLASS, training__steps=4)
     assert "step-2" in caplog.text
     whole, resumed = (read_metrics(tmp_path / name, "loss", "grad_norm") for name in ("whole", "parts"))
