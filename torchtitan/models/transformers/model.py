@@ -1,7 +1,7 @@
 """`TransformersModel`: a class of transformers with the interface of our models."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -12,7 +12,7 @@ from tyro.conf import Suppress
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.models.transformers.description import build_class, checked_document, transformers_config
 from torchtitan.models.transformers.flops import forward_flops, with_backward
-from torchtitan.models.transformers.generation import ClassCache, NextTokens
+from torchtitan.models.transformers.generation import ClassCache, NextTokens, has_cache
 from torchtitan.models.transformers.initialize import add_initializers, class_values
 from torchtitan.models.transformers.output import logit_transform
 from torchtitan.models.transformers.packing import choose_packing
@@ -94,8 +94,8 @@ class TransformersModel(BaseModel):
             plain = self.config.build()
         yield from class_values(plain, names, seed)
 
-    def generation_cache(self, max_slots: int) -> ClassCache:
-        return ClassCache()
+    def generation_cache(self, make_default: Callable[[], Any]) -> ClassCache | None:
+        return ClassCache() if has_cache(self.config.document, self.packing.implementation) else None
 
     def flops_per_token(self, seq_len: int) -> float:
         """Return operations per token, forward and backward: see `flops`."""
@@ -104,10 +104,9 @@ class TransformersModel(BaseModel):
         forward = forward_flops(plain, [name.removeprefix("model.") for name in self._block_names], seq_len)
         embedding = self.model.get_input_embeddings()
         tied = next(name for name, module in self.named_modules() if module is embedding)
-        output = tied if self.is_tied else "head.output"
-        return with_backward(
-            {name and f"model.{name}".replace(f"model.{self.output_name}.", f"{output}."): n for name, n in forward.items()}, self
-        )
+        output, own = f"model.{self.output_name}.", tied if self.is_tied else "head.output"
+        names = {name: f"model.{name}".replace(output, f"{own}.") if name else "" for name in forward}
+        return with_backward({names[name]: flops for name, flops in forward.items()}, self)
 
     def forward(
         self,
