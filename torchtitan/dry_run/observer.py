@@ -64,7 +64,11 @@ class _Observation(TorchDispatchMode):
         if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
             return NotImplemented  # the wrapper unwraps itself first; this mode then sees its parts
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
+        if func.overloadpacket.__name__ == "_grouped_mm" and args[0].dtype is torch.float32:
+            # Without values, PyTorch knows only bfloat16.
+            result = func(*(x.bfloat16() for x in args[:2]), *args[2:], **kwargs).float()
+        else:
+            result = func(*args, **kwargs)
         # `prim` operations only query a tensor's properties.
         if not self.looking_away and func.namespace != "prim":
             for observer in self.observers:

@@ -111,8 +111,16 @@ def _formula_of(func: OpOverload) -> Callable[..., int] | None:
 
     if func.overloadpacket.__name__.startswith("_scaled_dot_product"):
         return _attention_backward_flops if "backward" in func.overloadpacket.__name__ else _attention_flops
+    if func.overloadpacket.__name__ == "_grouped_mm":
+        return _grouped_flops
     in_place = getattr(torch.ops.aten, func.overloadpacket.__name__.removesuffix("_"), None)
     return flop_registry.get(func.overloadpacket) or flop_registry.get(in_place)
+
+
+def _grouped_flops(a: Tensor, b: Tensor, *args: Any, **kwargs: Any) -> int:
+    """Count products of groups of rows (N, K) with a matrix each (E, K, M), or of groups of columns (K, N) with groups
+    of rows (N, M), as for the gradient of the matrices."""
+    return 2 * a.numel() * b.shape[-1]
 
 
 def _attention_flops(q_BHLD: Tensor, k_BKMD: Tensor, v_BKMD: Tensor, *args: Any, **kwargs: Any) -> int:

@@ -1,7 +1,7 @@
 """Interfaces of models (`BaseModel`) and of modules that converters insert (`ConvertedModule`)."""
 
 from abc import abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,10 +88,10 @@ class BaseModel(nn.Module, Configurable):
         computed again."""
         return frozenset()
 
-    def generation_cache(self, max_slots: int) -> Any:
-        """Return a cache for generation of up to `max_slots` tokens per row, with the interface of
-        `components.generation.KVCache`. None: that class, which caches the inputs of attention modules."""
-        return None
+    def generation_cache(self, make_default: Callable[[], Any]) -> Any:
+        """Return a cache for generation with the interface of `components.generation.KVCache`, which `make_default`
+        makes: it keeps what attention modules get. None: the model cannot continue a text without its beginning."""
+        return make_default()
 
     def flops_per_token(self, seq_len: int) -> float:
         """Return forward and backward operations per token in samples of `seq_len`; see `count_elements`."""

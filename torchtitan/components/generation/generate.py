@@ -5,6 +5,7 @@ from collections.abc import Set as AbstractSet
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, Literal, cast
 
 import torch
@@ -284,8 +285,13 @@ def _cached_logits(model: nn.Module, prompts: Sequence[Sequence[int]], max_new_t
     # Padding before the first token and, under tensor parallelism, after the last.
     max_slots = max(map(len, prompts)) + max_new_tokens + 2 * degree
 
-    own_cache = model.generation_cache(max_slots) if isinstance(model, BaseModel) else None
-    with own_cache or KVCache(model, max_slots) as cache:
+    make = partial(KVCache, model, max_slots)
+    cache = model.generation_cache(make) if isinstance(model, BaseModel) else make()
+    if cache is None:
+        with _recomputed_logits(model, prompts, max_new_tokens) as recompute:
+            yield recompute
+        return
+    with cache:
 
         def step(new_B: Tensor | None) -> Tensor:
             if new_B is not None:

@@ -1,7 +1,7 @@
 """Operations of a class of transformers, counted in its forward pass on tensors without memory."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,7 +11,8 @@ from torch.utils.flop_counter import flop_registry
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from torchtitan.protocols.model import BaseModel, converted_modules
-from torchtitan.tools.torch_private import FakeTensorMode, OpOverload, TorchDispatchMode
+from torchtitan.tools.logging import logger
+from torchtitan.tools.torch_private import OpOverload, TorchDispatchMode
 
 _STEPS = 8, 64
 """Tokens by which passes grow to find loops over tokens, or over chunks of that size. Those over larger ones run."""
@@ -27,11 +28,11 @@ def forward_flops(plain: nn.Module, blocks: Iterable[str], seq_len: int) -> dict
 
     A longer pass of a class that loops over tokens or chunks is extrapolated from short ones: its operations are a
     polynomial of the length, of degree 2. `plain` is the class on the meta device with attention "eager", and cannot be
-    used afterwards. Raises `RuntimeError` for a class that reads values.
+    used afterwards. A class that reads values, as to group tokens by expert, is taken to use every matrix once, which
+    a warning says.
     """
     plain.bfloat16()  # grouped products know no other type
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), _attention_in_windows():
-        plain.to_empty(device="cpu")
+    with torch.device("meta"), torch.no_grad(), _attention_in_windows():
         with _Count(plain, blocks) as counter:
 
             def count(length: int) -> Counter[str]:
@@ -39,19 +40,25 @@ def forward_flops(plain: nn.Module, blocks: Iterable[str], seq_len: int) -> dict
                 plain(input_ids=torch.zeros(1, length, dtype=torch.long), use_cache=False)
                 return counter.flops
 
-            for step in _STEPS:
-                first, second = count(step), count(2 * step)
-                if first[_CALLS] != second[_CALLS] and seq_len > 3 * step:
-                    third, n = count(3 * step), seq_len / step - 1
-                    total = {
-                        name: a + n * (second[name] - a) + n * (n - 1) / 2 * (third[name] - 2 * second[name] + a)
-                        for name, a in first.items()
-                    }
-                    break
-            else:
-                total = dict(count(seq_len))
+            try:
+                total = _extrapolated(count, seq_len)
+            except RuntimeError as error:
+                logger.warning("operations are estimated as 6 per parameter, used or not: %s", str(error).split("\n")[0])
+                return {name: 2.0 * size for name, size in counter.sizes.items()}
     del total[_CALLS]
     return {name: flops / seq_len for name, flops in total.items()}
+
+
+def _extrapolated(count: Callable[[int], Counter[str]], seq_len: int) -> dict[str, float]:
+    for step in _STEPS:
+        first, second = count(step), count(2 * step)
+        if first[_CALLS] != second[_CALLS] and seq_len > 3 * step:
+            third, n = count(3 * step), seq_len / step - 1
+            return {
+                name: a + n * (second[name] - a) + n * (n - 1) / 2 * (third[name] - 2 * second[name] + a)
+                for name, a in first.items()
+            }
+    return dict(count(seq_len))
 
 
 def with_backward(forward: Mapping[str, float], model: BaseModel) -> float:
@@ -74,18 +81,21 @@ class _Count(TorchDispatchMode):
     def __init__(self, plain: nn.Module, blocks: Iterable[str]) -> None:
         super().__init__()
         self.flops: Counter[str] = Counter()
-        matrices = ((name, parameter) for name, parameter in plain.named_parameters() if parameter.ndim > 1)
-        self._names = {_memory(parameter): name for name, parameter in matrices}
+        matrices = {name: parameter for name, parameter in plain.named_parameters() if parameter.ndim > 1}
+        self.sizes = {name: parameter.numel() for name, parameter in matrices.items()}
+        self._names = {parameter.untyped_storage(): name for name, parameter in matrices.items()}
         self._of_kinds: dict[Any, tuple[Counter[str], Any]] = {}
         for name in blocks:
             self._share(plain.get_submodule(name), f"{name}.")
 
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
         self.flops[_CALLS] += 1
+        if func.overloadpacket is torch.ops.aten._local_scalar_dense:
+            return True  # a check of a mask, as for texts of equal length
+        result = func(*args, **(kwargs or {}))
         grouped = _grouped_flops if func.overloadpacket.__name__ == "_grouped_mm" else None
         if formula := grouped or flop_registry.get(func.overloadpacket):
-            names = [self._names.get(_memory(arg), "") for arg in args if isinstance(arg, Tensor)]
+            names = [self._names.get(arg.untyped_storage(), "") for arg in args if isinstance(arg, Tensor)]
             self.flops[max(names, default="")] += formula(*args, **(kwargs or {}), out_val=result)
         return result
 
@@ -115,10 +125,6 @@ def _kind(block: nn.Module) -> str:
             for name, part in block.named_modules()
         ]
     )
-
-
-def _memory(tensor: Tensor) -> int:
-    return id(tensor.untyped_storage())
 
 
 def _grouped_flops(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:

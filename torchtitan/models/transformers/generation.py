@@ -1,14 +1,22 @@
 """The cache that a class of transformers keeps in generation: keys and values, windows of them, states."""
 
+import functools
 import inspect
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from torchtitan.models.transformers.description import build_class, transformers_config
+from torchtitan.models.transformers.tiny import TEXT_IDS, tiny_config
 from torchtitan.protocols.attention import AttentionMetadata
 from torchtitan.tools.errors import UserError
+
+_TOLERANCE = 1e-4
+"""Largest change of a float32 logit by the cache and by padding, relative to the largest logit."""
 
 _NAMES = ("past_key_values", "cache_params", "state")
 """Names of the cache among the results of classes."""
@@ -68,6 +76,8 @@ class ClassCache:
             **positions,
             **self._remembered,
         )
+        if "logits_to_keep" in takes:
+            inputs["logits_to_keep"] = 0  # all hidden states reach the head
         outputs = model(**{name: value for name, value in inputs.items() if name in takes}, return_dict=True)
         self._remembered = {name: outputs[name] for name in _NAMES if outputs.get(name) is not None}
         return outputs
@@ -79,3 +89,28 @@ class NextTokens(AttentionMetadata):
 
     cache: ClassCache
     """Runs the class."""
+
+
+def has_cache(document: Mapping[str, Any], implementation: str | None) -> bool:
+    """Return whether a tiny clone of the class of a config.json, with this attention, gives the same logits with its
+    cache and padding as without."""
+    return _has_cache(json.dumps(document, sort_keys=True), implementation)
+
+
+@functools.cache
+@torch.no_grad()
+def _has_cache(document: str, implementation: str | None) -> bool:
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"), ClassCache() as cache:
+        torch.manual_seed(0)
+        try:
+            model = build_class(tiny_config(transformers_config(json.loads(document))), implementation).eval()
+            for parameter in model.parameters():
+                parameter.normal_(std=max(parameter.shape[1:], default=1) ** -0.5)
+            text, padding = torch.tensor(TEXT_IDS)[None, :20], torch.zeros(1, 5, dtype=torch.long)
+            expected = model(input_ids=text, use_cache=False).logits[0, -1]
+            for tokens_BL, end in ((torch.cat((padding, text[:, :-2]), 1), 18), (text[:, -2:-1], 19), (text[:, -1:], 20)):
+                positions_BL = torch.arange(end - tokens_BL.shape[1], end)[None].clamp(min=0)
+                logits = cache.run(model, tokens_BL, cache.attention(positions_BL)).logits[0, -1]
+        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
+            return False
+        return bool((logits - expected).abs().max() <= _TOLERANCE * expected.abs().max())

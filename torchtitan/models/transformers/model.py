@@ -1,7 +1,7 @@
 """`TransformersModel`: a class of transformers with the interface of our models."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -14,7 +14,7 @@ from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.models.transformers.choose_packing import choose_packing
 from torchtitan.models.transformers.description import build_class, checked_document, transformers_config
 from torchtitan.models.transformers.flops import forward_flops, with_backward
-from torchtitan.models.transformers.generation import ClassCache, NextTokens
+from torchtitan.models.transformers.generation import ClassCache, NextTokens, has_cache
 from torchtitan.models.transformers.initialize import add_initializers, class_values
 from torchtitan.models.transformers.output import logit_transform
 from torchtitan.models.transformers.sharding import class_plan
@@ -112,8 +112,8 @@ class TransformersModel(BaseModel):
             plain = self.config.build()
         yield from class_values(plain, names, seed)
 
-    def generation_cache(self, max_slots: int) -> ClassCache:
-        return ClassCache()
+    def generation_cache(self, make_default: Callable[[], Any]) -> ClassCache | None:
+        return ClassCache() if has_cache(self.config.document, self.packing.implementation) else None
 
     def flops_per_token(self, seq_len: int) -> float:
         """Return operations per token, forward and backward: see `flops`."""
