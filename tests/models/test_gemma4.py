@@ -235,10 +235,10 @@ def test_operations_count_the_width_of_each_layer(reference: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"global_head_dim": 15}, "global_head_dim 15 .*must be even"),
-        ({"global_head_dim": 2**25}, "global_head_dim 33554432 .*must be from 1 to"),
-        ({"num_global_key_value_heads": 3}, "num_global_key_value_heads 3: .*must divide --model.n_heads 8"),
-        ({"num_global_key_value_heads": 0}, "num_global_key_value_heads 0: .*must be from 1 to"),
+        ({"global_head_dim": 15}, "global_head_dim and .*head_dim is 15, but must be even"),
+        ({"global_head_dim": 2**25}, "global_head_dim and .*head_dim is 33554432, but must be from 1 to"),
+        ({"num_global_key_value_heads": 3}, "num_global_key_value_heads, .*n_kv_heads 3 must divide --model.n_heads 8"),
+        ({"num_global_key_value_heads": 0}, "num_global_key_value_heads, .*n_kv_heads is 0, but must be from 1 to"),
         ({"n_layers": 3}, "--model.layer_types gives a window to the last of 3 layers"),
         ({"final_logit_softcapping": 0.0}, "--model.final_logit_softcapping is 0.0"),
         ({"local_rope": RoPEConfig(theta=0.0)}, "theta 0.0"),

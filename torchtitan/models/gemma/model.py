@@ -68,8 +68,6 @@ class Gemma3Model(Gemma2Model):
         local_rope: RoPEConfig = field(default_factory=lambda: RoPEConfig(theta=10_000.0))
         """Rotary position embedding of layers of type sliding_attention. The others use `rope`."""
 
-    config: Config
-
     def make_attention(self, index: int, **options: Any) -> nn.Module:
         return super().make_attention(index, qk_norm=self.make_norm, **options)
 

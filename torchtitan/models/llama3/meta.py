@@ -160,6 +160,8 @@ def _check_expressible(config: Llama3Model.Config) -> None:
             f"Meta's format has no model.head_dim, and this model's {config.head_dim} is not dim / n_heads = "
             f"{config.dim} / {config.n_heads}"
         )
+    if config.attention_bias or config.mlp_bias:
+        raise UserError("Meta's format has no biases (model.attention_bias, model.mlp_bias)")
     if config.rope.scaling_factor == 1.0:
         return
     plain = RoPEConfig(theta=config.rope.theta, scaling_factor=config.rope.scaling_factor)
