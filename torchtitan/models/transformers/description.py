@@ -2,6 +2,7 @@
 
 import copy
 import importlib.util
+import json
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -33,6 +34,9 @@ _ABOUT_FILES = {"quantization_config", "transformers_version", "dtype", "torch_d
 _OF_CODE = {"auto_map", FOLDER_KEY}
 """Keys that are kept only if the model's own code computes it."""
 
+_FLOAT = "__float__"
+"""Only key of an object in config.json that stands for a number that JSON does not have."""
+
 
 def model_classes() -> dict[str, str]:
     """Return model_type → name of the class that trains here, for every type that transformers knows."""
@@ -52,7 +56,7 @@ def checked_document(document: Mapping[str, Any]) -> dict[str, Any]:
     if not is_known and not _own_code(document):
         raise UserError(_refusal(document))
     left_out = _ABOUT_FILES | (_OF_CODE if is_known else set())
-    kept = {key: value for key, value in document.items() if key not in left_out}
+    kept = {key: _decode(value) for key, value in document.items() if key not in left_out}
     try:
         config = transformers_config(kept)
     except Exception as error:  # validators of transformers raise various types
@@ -66,6 +70,17 @@ def checked_document(document: Mapping[str, Any]) -> dict[str, Any]:
     if unknown := sorted(kept.keys() - known):
         logger.warning("config.json: %s does not know %s", type(config).__name__, ", ".join(unknown))
     return kept
+
+
+def _decode(value: Any) -> Any:
+    """Return a value of config.json; transformers writes infinite numbers as objects."""
+    if isinstance(value, list):
+        return [_decode(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {_FLOAT}:
+        return float(value[_FLOAT])
+    return {key: _decode(item) for key, item in value.items()}
 
 
 def _own_code(document: Mapping[str, Any]) -> bool:
@@ -117,8 +132,8 @@ def class_of(config: Any) -> tuple[Any, Any]:
     known = model_classes()
     named = [name for name in config.architectures or () if name in known.values()]
     cls = getattr(transformers, named[0] if named else known[config.model_type])
-    # Otherwise the language side of a model of images and text.
-    return cls, config if cls.config_class is type(config) else config.get_text_config(decoder=True)
+    text = config.get_text_config(decoder=True)
+    return cls, text if cls.config_class is type(text) else config  # the language side of a model of images and text
 
 
 def _class_in_folder(document: Mapping[str, Any], auto_class: str) -> Any:
@@ -138,5 +153,6 @@ def build_class(config: Any, implementation: str | None = None) -> Any:
 def written_document(document: Mapping[str, Any], vocab_size: int | None) -> dict[str, Any]:
     """Return the config.json of an exported model."""
     cls, config = class_of(transformers_config(document, vocab_size))
-    written = {**config.to_dict(), "architectures": [cls.__name__]}
+    config.architectures = [cls.__name__]
+    written = json.loads(config.to_json_string(use_diff=False))
     return {key: value for key, value in written.items() if key not in _ABOUT_FILES}
