@@ -14,6 +14,9 @@ from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.models.llama3.model import Llama3Model
 from torchtitan.trainer import Trainer
 
+ABSENT = "absent"
+"""Value of an option of `TINY` that a model does not have."""
+
 TINY = {
     "model.dim": 64,
     "model.ffn_dim": 128,
@@ -62,7 +65,8 @@ def flags(options: dict[str, Any]) -> list[str]:
 def tiny_config(folder: Path, **options: Any) -> Any:
     """Return the configuration of a tiny run in `folder`; write options with `__` for `.`."""
     overrides = {key.replace("__", "."): value for key, value in options.items()}
-    return ConfigManager().parse_args(flags({**TINY, "dump_folder": folder, **overrides})).config
+    chosen = {key: value for key, value in {**TINY, "dump_folder": folder, **overrides}.items() if value != ABSENT}
+    return ConfigManager().parse_args(flags(chosen)).config
 
 
 def run(config: Any, trainer_class: type[Trainer] | None = None) -> Trainer:

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from tests.training import ABSENT
+
 Options = Mapping[str, Any]
 
 PROBLEM: Options = {
@@ -50,6 +52,15 @@ WINDOWS: Options = {"module": "mistral", "model__sliding_window": 12}
 DELTA_NETS: Options = {"module": "qwen3_5", "model__norm_eps": 1e-2}
 """A model with gated delta nets in three of four layers. If a query and a key are nearly orthogonal, the norm of a
 document's first output magnifies rounding by up to 1 / sqrt(eps)."""
+
+CLASS: Options = {
+    "module": "transformers",
+    "config": "transformers_debugmodel_dense",
+    **dict.fromkeys(("model__dim", "model__ffn_dim", "model__n_layers"), ABSENT),
+}
+"""A class of transformers with attention alone."""
+HYBRID_CLASS: Options = {**CLASS, "config": "transformers_debugmodel"}
+"""A class of transformers with convolutions, whose documents are rows."""
 
 DDP2: Options = {"parallelism__data_parallel_replicate_degree": 2, "parallelism__data_parallel_shard_degree": 1}
 HSDP: Options = {"parallelism__data_parallel_replicate_degree": 2, "parallelism__data_parallel_shard_degree": 2}
@@ -171,6 +182,16 @@ TWO_PROCESSES: dict[str, Options] = {
     "FSDP 2, delta nets": DELTA_NETS,
     "FSDP 2, delta nets, compile, AC full": {**DELTA_NETS, **COMPILED, **FULL_AC},
     "PP 2 1F1B, delta nets": {**PP2, **DELTA_NETS},
+    "FSDP 2, class of transformers": CLASS,
+    "DDP 2, class of transformers": {**DDP2, **CLASS},
+    "TP 2, class of transformers": {**TP2, **CLASS},
+    "FSDP 2, class of transformers, AC full": {**CLASS, **FULL_AC},
+    "FSDP 2, class of transformers, AC every second layer": {**CLASS, **SECOND_AC},
+    "FSDP 2, class of transformers, compile": {**CLASS, **COMPILED},
+    "FSDP 2, class of transformers, CPU offload": {**CLASS, **OFFLOAD},
+    "FSDP 2, class of transformers, step in backward": {**CLASS, **EARLY_STEP, **local_batch(8)},
+    "FSDP 2, hybrid class of transformers": HYBRID_CLASS,
+    "FSDP 2, hybrid class of transformers, AC full": {**HYBRID_CLASS, **FULL_AC},
     "CP 2": CP2,
     "CP 2, AdamW": {**CP2, **ADAMW},
     "CP 2, contiguous": {**CP2, **CONTIGUOUS},
@@ -247,6 +268,8 @@ FOUR_PROCESSES: dict[str, Options] = {
     "FSDP 2 x TP 2, Qwen3": {**TP2, **QWEN3},
     "TP 2 x CP 2, Qwen3": {**TP2, **CP2, **QWEN3},
     "PP 2 1F1B x TP 2, Qwen3": {**PP2, **TP2, **QWEN3},
+    "HSDP 2 x 2, class of transformers": {**HSDP, **CLASS},
+    "FSDP 2 x TP 2, class of transformers": {**TP2, **CLASS},
     "TP 2 x CP 2, LongRoPE": {**TP2, **CP2, **LONG_ROPE},
     "TP 2 x CP 2, tied embeddings, AC full": {**TP2, **CP2, **TIED, **FULL_AC},
     **{f"PP 2 {name} x FSDP 2": {**PP2, **schedule(name)} for name in SCHEDULES},
@@ -293,6 +316,9 @@ REFUSED: dict[str, tuple[int, Options]] = {
     "TP 4, two key/value heads": (4, {**TP4, "model__n_kv_heads": 2}),
     "TP 2, delta nets": (2, {**TP2, **DELTA_NETS}),
     "CP 2, delta nets": (2, {**CP2, **DELTA_NETS}),
+    "CP 2, class of transformers": (2, {**CP2, **CLASS}),
+    "PP 2 1F1B, class of transformers": (2, {**PP2, **CLASS}),
+    "TP 2, hybrid class of transformers": (2, {**TP2, **HYBRID_CLASS}),
 }
 """Layouts that the configuration must reject, since PyTorch or the model sizes do not support them."""
 

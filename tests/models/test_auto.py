@@ -107,7 +107,6 @@ class TestConfigJson:
             ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
             ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor is 0\.5"),
             ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, r"partial_rotary_factor is 0\.5"),
-            ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config is .*fp8"),
             ({"rope_scaling": {"type": "ntk", "factor": 2.0}}, "RoPE of type 'ntk'"),
             ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "truncate": False}}, "truncate is False"),
             ({"rope_parameters": {"rope_type": "longrope"}}, "short_factor is missing, but must be a list of numbers"),

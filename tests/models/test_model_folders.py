@@ -223,9 +223,9 @@ class TestMessages:
         ("changes", "expected"),
         [
             (
-                {"quantization_config": {"quant_method": "fp8"}, "attention_bias": True},
-                "config.json: quantization_config is that of 'fp8': quantized weights cannot be loaded; use the model "
-                "before quantization",
+                {"quantization_config": {"quant_method": "gptq"}, "attention_bias": True},
+                "config.json: quantization_config is that of 'gptq', and only weights of fp8, fbgemm_fp8, mxfp4, "
+                "compressed-tensors (float-quantized) can be loaded; use the model before quantization",
             ),
             (
                 {"attention_bias": True, "hidden_size": 0},

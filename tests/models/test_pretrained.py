@@ -271,14 +271,15 @@ def test_extra_permutation_is_caught(tmp_path, monkeypatch):
     reference = reference_of(SHAPES["8B"])
     reference.save_pretrained(tmp_path)
 
-    def permuted(steps):
-        return [
+    def permuted(match):
+        steps = [
             dataclasses.replace(step, transform=RopePermutation(16)) if "q_proj" in step.external[0] else step
-            for step in steps
+            for step in match.steps
         ]
+        return match._replace(steps=steps)
 
-    plan = StateDictAdapter.plan
-    monkeypatch.setattr(StateDictAdapter, "plan", lambda *args: permuted(plan(*args)))
+    match = StateDictAdapter.match
+    monkeypatch.setattr(StateDictAdapter, "match", lambda *args: permuted(match(*args)))
     with pytest.raises(AssertionError, match="not close"):
         assert_same_logits(load_model(tmp_path, device="cpu").model, reference)
 

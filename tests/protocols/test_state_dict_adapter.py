@@ -122,7 +122,7 @@ def test_external_shapes_are_computed_without_tensors():
 def test_ignored_and_tied_tensors_are_accepted():
     adapter, internal = fused_adapter(), internal_specs()
     external = adapter.external_specs(internal) | {"h.1.inv_freq": spec(2), "head": spec(3)}
-    assert adapter.plan(external, internal) == adapter.steps
+    assert adapter.plan(external, internal) == (adapter.steps, {"head": "ln"}, [])
 
 
 def change(specs: dict[str, TensorSpec], **changes: TensorSpec | None) -> dict[str, TensorSpec]:

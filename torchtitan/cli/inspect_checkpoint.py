@@ -77,6 +77,7 @@ def _examine(path: Path, family: "ModuleType | None", *, verify: bool) -> tuple[
     from torchtitan.components.checkpoint import catalog
     from torchtitan.components.checkpoint.dcp import state_tensor_specs
     from torchtitan.components.weights import open_source
+    from torchtitan.components.weights.dequantize import DequantizedSource
     from torchtitan.components.weights.sources import FORMAT_NAMES
     from torchtitan.models.pretrained import checkpoint_format
 
@@ -88,7 +89,13 @@ def _examine(path: Path, family: "ModuleType | None", *, verify: bool) -> tuple[
     facts |= _saved_by_a_run(path, found, faults, verify=verify)
     if not any(_PICKLE in fault for fault in faults):
         try:
-            states = state_tensor_specs(path) if found == "dcp" else {"model": open_source(path).specs}
+            if found == "dcp":
+                states = state_tensor_specs(path)
+            else:
+                source = open_source(path)
+                states = {"model": source.specs}
+                if isinstance(source, DequantizedSource):
+                    facts["quantized"] = f"{source.method}, read as bfloat16"
         except UserError as error:
             faults.append(str(error))
     if found in ("hf", "meta"):

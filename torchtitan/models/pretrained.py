@@ -11,6 +11,7 @@ import torch
 
 from torchtitan.components.weights import Format, MetaSource, TensorSource, load_weights, pretrained
 from torchtitan.components.weights.assets import DESCRIPTION, asset_folder, read_model_json
+from torchtitan.components.weights.dequantize import check_quantization
 from torchtitan.components.weights.export import prevailing_dtype
 from torchtitan.components.weights.load import check_types
 from torchtitan.components.weights.sources import format_of, formats_in
@@ -130,13 +131,14 @@ def huggingface_model(folder: Path, family: ModuleType | None = None) -> tuple[M
     """Return the specification of the model that the config.json in `folder` describes, and the content of that file.
 
     Raises:
-        UserError: if there is no such file, or neither a family (see `spec_of`) nor transformers has its `model_type`,
-            or it does not compute the model.
+        UserError: if there is no such file, neither a family (see `spec_of`) nor transformers has its `model_type`, it
+            does not compute the model, or the weights are quantized by an unsupported method.
     """
     document = _read_description(folder, "hf")
     model_type = document.get("model_type")
     if model_type is None:
         raise UserError(f"{folder}: its config.json has no model_type, which names the family")
+    check_quantization(folder)
     if family is None or family.__name__ != ANY_CLASS:
         for package in families_with("hf", family):
             if model_type in package.FORMATS["hf"].model_types:

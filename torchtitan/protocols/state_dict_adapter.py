@@ -6,7 +6,7 @@ A row maps our tensors ("internal") to tensors of another format ("external") wi
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -177,7 +177,9 @@ class StateDictAdapter:
     def external_specs(self, internal: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
         """Return name → spec of the other format's tensors for a model with the specs `internal`. Raise `UserError`
         unless `internal` has exactly the tensors of the table."""
-        check_names("the weights", internal, self.internal_names, allowed=())
+        ours = self.internal_names
+        known = set(ours)
+        check_names("the weights", [n for n in ours if n not in internal], [n for n in internal if n not in known])
         specs: dict[str, TensorSpec] = {}
         for step in self.steps:
             tensors = [torch.empty(internal[n].shape, dtype=internal[n].dtype, device="meta") for n in step.internal]
@@ -185,21 +187,30 @@ class StateDictAdapter:
             specs |= {name: TensorSpec.of(tensor) for name, tensor in zip(step.external, converted, strict=True)}
         return specs
 
-    def plan(self, external: Mapping[str, TensorSpec], internal: Mapping[str, TensorSpec]) -> list[TensorConversion]:
-        """Return the steps that convert a checkpoint with the specs `external` to a model with the specs `internal`.
-        Raise `UserError`, naming missing and unexpected tensors and tensors of the wrong shape."""
-        expected = self.external_specs(internal)
-        check_names("the checkpoint", external, list(expected), allowed={*self._ignored, *self.tied})
+    def match(self, external: Mapping[str, TensorSpec]) -> "Match":
+        """Return how to read a checkpoint with the specs `external`, without checking that it is complete."""
+        known = {*self.external_names, *self._ignored, *self.tied}
+        tied = {name: tied_to for name, tied_to in self.tied.items() if name in external}
+        return Match(self.steps, tied, [name for name in external if name not in known])
+
+    def plan(self, external: Mapping[str, TensorSpec], internal: Mapping[str, TensorSpec]) -> "Match":
+        """Return how to convert a checkpoint with the specs `external` to a model with the specs `internal`. Raise
+        `UserError`, naming missing and unexpected tensors and tensors of the wrong shape."""
+        expected, match = self.external_specs(internal), self.match(external)
+        check_names("the checkpoint", [name for name in expected if name not in external], match.unexpected)
         check_shapes((name, external[name].shape, spec.shape) for name, spec in expected.items())
-        return self.steps_for(external)
+        return match
 
-    def steps_for(self, external: Mapping[str, TensorSpec]) -> list[TensorConversion]:
-        """Return the steps for a checkpoint with these tensors, without checking them."""
-        return self.steps
 
-    def tied_in(self, external: Mapping[str, TensorSpec]) -> dict[str, str]:
-        """Return a checkpoint's tied tensors, each with the tensor that it must equal."""
-        return {name: tied_to for name, tied_to in self.tied.items() if name in external}
+class Match(NamedTuple):
+    """Tensors of a checkpoint, compared with an adapter's table."""
+
+    steps: list[TensorConversion]
+    """Conversions to our tensors."""
+    tied: Mapping[str, str]
+    """Tied tensor of the checkpoint → the tensor that it must equal."""
+    unexpected: Sequence[str]
+    """Tensors that the model does not have."""
 
 
 def check_tied(name: str, tensor: Tensor, tied_to: str, original: Tensor) -> None:
@@ -230,6 +241,10 @@ class ExternalFormat:
     name_of: Callable[[str], str | None] = lambda name: name
     """Name of a tensor in a checkpoint → its name in the table, as written; None if the model has no such part."""
 
+    class_adapter: Callable[[Any], StateDictAdapter] | None = None
+    """Model configuration → the table of its tensors in the class of transformers, whose modules PEFT adapts; None: the
+    class has the names and layouts of the files."""
+
 
 def _expand(name: str, n_layers: int) -> list[str]:
     return [name.replace("*", str(index)) for index in range(n_layers)] if "*" in name else [name]
@@ -243,12 +258,8 @@ def _expand_row(row: KeyMapping, n_layers: int) -> list[TensorConversion]:
     return [TensorConversion(line[: len(internal)], line[len(internal) :], row.transform) for line in lines]
 
 
-def check_names(owner: str, found: Iterable[str], expected: Sequence[str], allowed: Iterable[str]) -> None:
-    """Raise `UserError`, naming the tensors, if any `expected` one is not found or if others are that are not
-    `allowed`."""
-    present, known = set(found), {*expected, *allowed}
-    missing = [name for name in expected if name not in present]
-    unexpected = [name for name in found if name not in known]
+def check_names(owner: str, missing: Sequence[str], unexpected: Sequence[str]) -> None:
+    """Raise `UserError` if any of the owner's tensors are missing or unexpected."""
     faults = [f"missing from {owner}: {summarize_names(missing)}"] if missing else []
     faults += [f"in {owner}, but not in the model: {summarize_names(unexpected)}"] if unexpected else []
     if faults:

@@ -31,7 +31,7 @@ TYPES = {
     "mamba": {},  # reads the type of the head's weights
     "mixtral": {"output_router_logits": True, "router_aux_loss_coef": 0.5},
     "gemma3": {},  # of images and text
-    "gpt2": {},
+    "gpt2": {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
 }
 
 
@@ -73,13 +73,13 @@ def test_loss_and_gradients_are_those_of_the_class(model_type: str) -> None:
     assert loss.item() == pytest.approx(expected.item(), rel=TOLERANCE)
     torch.testing.assert_close(model(tokens), reference(input_ids=tokens).logits, rtol=0, atol=1e-5)
     gradients = {name: p.grad for name, p in reference.named_parameters()}
+    most = max(gradient.abs().max() for gradient in gradients.values() if gradient is not None)
     compared = 0
     for name, parameter in model.named_parameters():
         expected_gradient = gradients[name.removeprefix("model.").replace("head.output", output)]
         if parameter.requires_grad and expected_gradient is not None:
             difference = (parameter.grad - expected_gradient).abs().max()
-            largest = max(expected_gradient.abs().max(), 1e-2 * max(g.abs().max() for g in gradients.values() if g is not None))
-            assert difference <= TOLERANCE * largest, name
+            assert difference <= TOLERANCE * max(expected_gradient.abs().max(), most / 100), name
             compared += 1
     assert compared > 3
 
@@ -88,9 +88,8 @@ def test_the_auxiliary_loss_of_routers_counts() -> None:
     document = document_of("mixtral", **TYPES["mixtral"])
     tokens = torch.randint(8, 64, (2, 12), generator=torch.Generator().manual_seed(0))
     head = CrossEntropyLoss.Config().build()
-    losses = [
-        model_of({**document, "router_aux_loss_coef": factor})(tokens, head=head, labels_BL=tokens) for factor in (0.0, 0.5)
-    ]
+    models = [model_of({**document, "router_aux_loss_coef": factor}) for factor in (0.0, 0.5)]
+    losses = [model(tokens, head=head, labels_BL=tokens) for model in models]
     assert losses[1] - losses[0] > 0.5 * tokens.numel()  # the loss of a perfect balance is 1 and more
 
 
@@ -123,7 +122,7 @@ def folder_with(folder: Path, **document: object) -> Path:
         ({"model_type": "vit"}, "no class in transformers that predicts the next token"),
         ({"model_type": "bart"}, "encoder-decoder"),
         ({"model_type": "own", "auto_map": {"AutoModelForCausalLM": "modeling_own.Own"}}, "modeling_own.py"),
-        ({"model_type": "cohere", "num_attention_heads": 3, "hidden_size": 64}, "refuses|heads"),
+        ({"model_type": "cohere", "num_hidden_layers": "two"}, "transformers refuses it"),
     ],
 )
 def test_what_does_not_train_is_refused(tmp_path: Path, document: dict[str, object], message: str) -> None:

@@ -1,7 +1,7 @@
 """Adapters in the format of Hugging Face's PEFT library: `adapter_model.safetensors` and `adapter_config.json`.
 
-A PEFT adapter belongs to the Hugging Face model, so names and row order follow the family's table
-(`ExternalFormat.adapter`). With W = W₀ + s·B·A, a permutation of the rows of W permutes the rows of B and the
+A PEFT adapter belongs to the Hugging Face model, so names and row order follow the family's table of its class
+(`ExternalFormat.class_adapter`). With W = W₀ + s·B·A, a permutation of the rows of W permutes the rows of B and the
 magnitudes, but not A. An embedding's rows are its tokens, which are the columns of its A.
 
 If that model fuses several of our layers, PEFT has one adapter for them. Our adapters are written as one of their
@@ -35,6 +35,7 @@ from torchtitan.protocols.sharding import features_of
 from torchtitan.protocols.state_dict_adapter import (
     Concatenated,
     Identity,
+    StateDictAdapter,
     TensorConversion,
     Transform,
     model_tensor_specs,
@@ -328,7 +329,7 @@ def _make_entries(model: nn.Module, spec: ModelSpec) -> dict[str, _Entry]:
     layers = {f"{name}.weight": layer for name, layer in model.named_modules() if isinstance(layer, AdaptedLayer)}
     entries: dict[str, _Entry] = {}
     unsupported: list[str] = []
-    for step in format_for(spec, "hf").adapter(spec.model).steps:
+    for step in _class_adapter(spec).steps:
         adapted = [name for name in step.internal if name in layers]
         if adapted and step.transform.rows_only:
             (name,) = adapted
@@ -343,6 +344,11 @@ def _make_entries(model: nn.Module, spec: ModelSpec) -> dict[str, _Entry]:
             f"that have no adapter: {summarize_names(unsupported)}"
         )
     return entries
+
+
+def _class_adapter(spec: ModelSpec) -> StateDictAdapter:
+    format = format_for(spec, "hf")
+    return (format.class_adapter or format.adapter)(spec.model)
 
 
 def _make_fused_entries(
@@ -428,7 +434,7 @@ def _check_layers(
 
 def _map_to_internal(spec: ModelSpec) -> dict[str, str]:
     """Return Hugging Face's layer name → our name (or multiple names for a fused layer)."""
-    steps = format_for(spec, "hf").adapter(spec.model).steps
+    steps = _class_adapter(spec).steps
     return {
         external.removesuffix(".weight"): " and ".join(internal.removesuffix(".weight") for internal in step.internal)
         for step in steps
@@ -445,7 +451,7 @@ def _module_of(key: str) -> str:
 def _find_target_modules(adapted: set[str], spec: ModelSpec) -> list[str]:
     """Return PEFT's `target_modules`. The last part of a name matches all layers with this suffix; if only some of them
     are adapted, return their full names."""
-    weights = format_for(spec, "hf").adapter(spec.model).external_names
+    weights = _class_adapter(spec).external_names
     last_parts: dict[str, set[str]] = {}
     for module in (name.removesuffix(".weight") for name in weights):
         last_parts.setdefault(module.rpartition(".")[2], set()).add(module)

@@ -15,6 +15,7 @@ from torchtitan.components.checkpoint.ranks import Ranks
 from torchtitan.components.checkpoint.resume import MISSING_WEIGHTS_ADVICE, Start, check_frozen, describe_missing
 from torchtitan.components.tokenizer import PretrainedTokenizer
 from torchtitan.components.weights.assets import DESCRIPTION, asset_folder, read_converters, read_model_json
+from torchtitan.components.weights.dequantize import check_quantization
 from torchtitan.components.weights.export import format_for
 from torchtitan.components.weights.load import check_fit, load_weights
 from torchtitan.components.weights.sources import format_of, open_source, weights_at
@@ -81,6 +82,8 @@ def internal_source(
     if source_format == "dcp":
         source = _plain_source(Path(path), spec, partial, base)
     else:
+        if source_format == "hf":
+            check_quantization(Path(path))
         format = format_for(spec, source_format)
         source, adapter = RenamedView(open_source(path), format.name_of), format.adapter
         saved = _saved_model(source, model, adapter, added)
@@ -328,7 +331,7 @@ def _saved_model(
     token_tensors = set(_find_token_tensors(model))
     saved = {
         source.specs[name].shape[0]
-        for step in adapter(model).steps_for(source.specs)
+        for step in adapter(model).match(source.specs).steps
         if not token_tensors.isdisjoint(step.internal)
         for name in step.external
         if name in source.specs

@@ -10,6 +10,7 @@ from torchtitan.components.checkpoint import catalog
 from torchtitan.components.checkpoint.filesystem import DCP_METADATA, LocalFolder, folder_at
 from torchtitan.components.checkpoint.identity import BASE_PATH, BaseWeights, identify_content
 from torchtitan.components.weights import huggingface, torch_files
+from torchtitan.components.weights.dequantize import dequantized
 from torchtitan.protocols.tensor_source import Slices, TensorSource, TensorSpec, full_slices, summarize_names
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.files import missing_folder_error
@@ -67,12 +68,13 @@ def formats_in(folder: Path) -> dict[Format, str]:
 
 
 def open_source(path: str | Path) -> TensorSource:
-    """Return the weights of the checkpoint in the folder `path`, with the names and shapes of its files. Raise
-    `UserError` if there is no checkpoint, or if it cannot be read."""
+    """Return the weights of the checkpoint in the folder `path`, with the names and shapes of its files; weights in FP8
+    and MXFP4 as bfloat16. Raise `UserError` if there is no checkpoint, or if it cannot be read."""
     source_format = format_of(path)
     if source_format == "hf":
         is_pickled = formats_in(Path(path))["hf"] in _PICKLED
-        return torch_files.PickledSource(path) if is_pickled else huggingface.HuggingFaceSource(path)
+        source = torch_files.PickledSource(path) if is_pickled else huggingface.HuggingFaceSource(path)
+        return dequantized(source, Path(path))
     if source_format == "meta":
         return torch_files.MetaSource(path)
     # Deferred: DCP takes a second to import.

@@ -78,14 +78,15 @@ class InternalView(View):
     def __init__(self, source: TensorSource, adapter: StateDictAdapter, internal_specs: Mapping[str, TensorSpec]):
         specs: dict[str, TensorSpec] = {}
         recipes = []
-        for step in adapter.plan(source.specs, internal_specs):
+        match = adapter.plan(source.specs, internal_specs)
+        for step in match.steps:
             shapes = [internal_specs[name].shape for name in step.internal]
             dtype = source.specs[step.external[0]].dtype
             specs |= {name: TensorSpec(shape, dtype) for name, shape in zip(step.internal, shapes, strict=True)}
             compute = None if step.transform == Identity() else partial(step.transform.to_internal, shapes=shapes)
             recipes.append(Recipe(step.external, step.internal, compute))
         super().__init__(source, specs, recipes)
-        for name, tied_to in adapter.tied_in(source.specs).items():
+        for name, tied_to in match.tied.items():
             _check_tied_tensors(source, name, tied_to)
 
 

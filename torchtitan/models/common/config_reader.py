@@ -62,15 +62,6 @@ class ConfigReader:
             raise self.wrong(key, value, "an object")
         return ConfigReader(self.file, value or {})
 
-    def check_not_quantized(self) -> None:
-        """Raise `UserError` if a `quantization_config` says that the weights are quantized."""
-        if quantization := self.values.get("quantization_config"):
-            method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
-            raise UserError(
-                f"{self.file}: quantization_config is that of {method!r}: quantized weights cannot be loaded; use the "
-                "model before quantization"
-            )
-
     def wrong(self, key: str, value: Any, must_be: str) -> UserError:
         said = f"is {value!r}" if key in self.values else "is missing"
         return UserError(f"{self.file}: {key} {said}, but must be {must_be}")

@@ -230,7 +230,6 @@ def _from_config_json(model_types: Mapping[str, ModelType], document: Mapping[st
     kind = model_types[name]
     document = kind.prepare({key: value for key, value in document.items() if value is not None or key not in _LISTS})
     reader = ConfigReader(_FILE, {**_DEFAULTS, **kind.defaults, **document})
-    reader.check_not_quantized()
     for key, only in {**_FIXED, **kind.fixed}.items():
         _require(key, document.get(key, only), only)
     keys = _keys_of(kind)

@@ -55,13 +55,13 @@ def _prepare_whole(document: dict[str, Any]) -> dict[str, Any]:
     """Return what a config.json says of the language model. Raise `UserError` for a mixture of experts, and as
     `_prepare`."""
     reader = ConfigReader("config.json", document)
-    text, shared = reader.section("text_config").values, ("tie_word_embeddings", "quantization_config")
-    for key, expected in {"model_type": "qwen3_5_text", shared[0]: document.get(shared[0])}.items():
+    text, tie = reader.section("text_config").values, "tie_word_embeddings"
+    for key, expected in {"model_type": "qwen3_5_text", tie: document.get(tie)}.items():
         if expected is not None and text.get(key, expected) != expected:
             raise UserError(f"config.json: {key} is {text[key]!r} in text_config, but must be {expected!r}")
     if reader.has("vision_config"):
         logger.warning("config.json: only the language model is trained and exported, without the model's vision")
-    return _prepare({**{key: document[key] for key in shared if key in document}, **text})
+    return _prepare({**({tie: document[tie]} if tie in document else {}), **text})
 
 
 def _name(tensor: str) -> str | None:

@@ -6,12 +6,12 @@ from torchtitan.models.families import Family
 from torchtitan.models.transformers.description import written_document
 from torchtitan.models.transformers.model import TransformersModel
 from torchtitan.models.transformers.sharding import class_plan
-from torchtitan.models.transformers.weights import adapter
+from torchtitan.models.transformers.weights import adapter, class_adapter
 from torchtitan.protocols import ModelSpec
 from torchtitan.protocols.state_dict_adapter import ExternalFormat
 
 FLAVORS = {
-    # A hybrid of short convolutions and attention, which is no family here.
+    # Of no family here: a hybrid of short convolutions and attention; attention and network in parallel, with windows.
     "debugmodel": TransformersModel.Config(
         dim=256,
         max_seq_len=2048,
@@ -27,6 +27,21 @@ FLAVORS = {
             "vocab_size": 512,
         },
     ),
+    "debugmodel_dense": TransformersModel.Config(
+        dim=256,
+        max_seq_len=2048,
+        document={
+            "model_type": "cohere2",
+            "hidden_size": 256,
+            "intermediate_size": 768,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "sliding_window": 64,
+            "max_position_embeddings": 2048,
+            "vocab_size": 512,
+        },
+    ),
 }
 
 FORMATS = {
@@ -34,6 +49,7 @@ FORMATS = {
         adapter=adapter,
         to_external=lambda model: written_document(model.document, model.vocab_size),
         from_external=TransformersModel.Config.of,
+        class_adapter=class_adapter,
     )
 }
 

@@ -9,3 +9,8 @@ from torchtitan.trainer import Trainer
 def transformers_debugmodel() -> Trainer.Config:
     """A small hybrid of convolutions and attention on the built-in stories, no network."""
     return small_run(model_registry("debugmodel"))
+
+
+def transformers_debugmodel_dense() -> Trainer.Config:
+    """A small model of attention with windows on the built-in stories, which tensor parallelism can split."""
+    return small_run(model_registry("debugmodel_dense"))

@@ -38,6 +38,10 @@ _FLOAT = "__float__"
 """Only key of an object in config.json that stands for a number that JSON does not have."""
 
 
+_own_classes: dict[type, Any] = {}
+"""Class of a configuration → class of its models, both from code in models' folders."""
+
+
 def model_classes() -> dict[str, str]:
     """Return model_type → name of the class that trains here, for every type that transformers knows."""
     from transformers.models.auto import modeling_auto
@@ -114,7 +118,11 @@ def transformers_config(document: Mapping[str, Any], vocab_size: int | None = No
     """Return transformers' configuration object for a `checked_document`, with another size of the vocabulary."""
     from transformers import CONFIG_MAPPING
 
-    cls = _class_in_folder(document, "AutoConfig") if "auto_map" in document else CONFIG_MAPPING[document["model_type"]]
+    if "auto_map" in document:
+        cls = _class_in_folder(document, "AutoConfig")
+        _own_classes[cls] = _class_in_folder(document, "AutoModelForCausalLM")
+    else:
+        cls = CONFIG_MAPPING[document["model_type"]]
     config = cls.from_dict(copy.deepcopy(dict(document)))
     for part in (config, config.get_text_config(decoder=True)):
         if vocab_size is not None and hasattr(part, "vocab_size"):
@@ -127,8 +135,8 @@ def class_of(config: Any) -> tuple[Any, Any]:
     that config.json names in `architectures` if it trains here, otherwise that of its model_type."""
     import transformers
 
-    if getattr(config, "auto_map", None):
-        return _class_in_folder(config.to_dict() | {FOLDER_KEY: config.name_or_path}, "AutoModelForCausalLM"), config
+    if type(config) in _own_classes:
+        return _own_classes[type(config)], config
     known = model_classes()
     named = [name for name in config.architectures or () if name in known.values()]
     cls = getattr(transformers, named[0] if named else known[config.model_type])
@@ -147,7 +155,7 @@ def build_class(config: Any, implementation: str | None = None) -> Any:
     default."""
     cls, config = class_of(config)
     options = {} if implementation is None else {"attn_implementation": implementation}
-    return cls._from_config(config, dtype=torch.float32, **options)
+    return cls._from_config(copy.deepcopy(config), dtype=torch.float32, **options)  # writes into its configuration
 
 
 def written_document(document: Mapping[str, Any], vocab_size: int | None) -> dict[str, Any]:

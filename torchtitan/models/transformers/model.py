@@ -13,16 +13,18 @@ from torch.distributed.tensor import DTensor, Replicate
 from tyro.conf import Suppress
 
 from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.models.transformers.choose_packing import choose_packing
 from torchtitan.models.transformers.description import build_class, checked_document, transformers_config
 from torchtitan.models.transformers.flops import forward_flops, with_backward
 from torchtitan.models.transformers.initialize import add_initializers, class_values
 from torchtitan.models.transformers.output import logit_transform
-from torchtitan.models.transformers.packing import Packing, choose_packing
+from torchtitan.models.transformers.packing import Packing
 from torchtitan.models.transformers.sharding import class_plan
 from torchtitan.protocols.attention import AttentionMetadata
 from torchtitan.protocols.initializer import Constant, with_initializers
 from torchtitan.protocols.model import BaseModel, effective_weight
 from torchtitan.protocols.output_head import UNCHANGED, Head, LogitTransform, compute_logits
+from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
 
 _NO_LIMIT = 2**20
@@ -55,6 +57,11 @@ class TransformersModel(BaseModel):
             """Return transformers' configuration object."""
             return transformers_config(self.document, self.vocab_size)
 
+        def validate(self) -> None:
+            width = self.transformers_config().get_text_config(decoder=True).hidden_size
+            if self.dim != width:
+                raise UserError(f"--model.dim is {self.dim}, but the hidden_size in config.json is {width}")
+
         def unsupported_parallelisms(self) -> dict[str, str]:
             reason = "a class of transformers computes whole sequences, in one piece"
             unsupported = dict.fromkeys(("pipeline_parallel_degree", "context_parallel_degree"), reason)
@@ -77,6 +84,7 @@ class TransformersModel(BaseModel):
         add_initializers(self.model)
         self._freeze_other_modalities()
         self._block_names = _find_blocks(self.model)
+        self.is_compiled = False
         output, embedding = self.model.get_output_embeddings(), self.model.get_input_embeddings()
         self.is_tied = output is not None and output.weight is embedding.weight
         transform = logit_transform(config.document)
@@ -138,7 +146,7 @@ class TransformersModel(BaseModel):
     ) -> Tensor:
         """Return logits (B, L, V), or the result of `head`; see `torchtitan.models.common.decoder.Decoder.forward`. A
         loss includes the auxiliary loss of routers, if the class gives one, weighted with the number of labels."""
-        outputs = self.packing.run(self.model, tokens_BL, attention, return_dict=True)
+        outputs = self.packing.run(self.model, tokens_BL, attention, static=self.is_compiled, return_dict=True)
         if self.captured:
             hidden_BLD = self.packing.gather(self.captured.pop(), attention)
             tied = (effective_weight(self.model.get_input_embeddings()), self.captured.bias) if self.is_tied else None

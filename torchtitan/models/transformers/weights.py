@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     PrefixChange,
@@ -25,10 +25,11 @@ from transformers.core_model_loading import (
 )
 from transformers.utils.loading_report import LoadStateDictInfo
 
-from torchtitan.protocols.model import BaseModel
+from torchtitan.models.transformers.model import TransformersModel
 from torchtitan.protocols.state_dict_adapter import (
     Identity,
     KeyMapping,
+    Match,
     StateDictAdapter,
     TensorConversion,
     Transform,
@@ -38,30 +39,28 @@ from torchtitan.protocols.state_dict_adapter import (
 from torchtitan.protocols.tensor_source import TensorSpec, summarize_names
 from torchtitan.tools.errors import UserError
 
-_HEAD = "head.output"
+_OUTPUT = "head.output."
 
 
-def adapter(config: BaseModel.Config) -> "TransformersAdapter":
+def adapter(config: TransformersModel.Config) -> "TransformersAdapter":
     """Return the table of a model's tensors in files."""
     with torch.device("meta"):
         return TransformersAdapter(config.build())
 
 
-def class_adapter(config: BaseModel.Config) -> StateDictAdapter:
+def class_adapter(config: TransformersModel.Config) -> StateDictAdapter:
     """Return the table of a model's tensors in its class, whose modules PEFT adapts."""
     with torch.device("meta"):
         names = class_names(config.build())
     return StateDictAdapter([KeyMapping(ours, name) for ours, name in names.items()], n_layers=0)
 
 
-def class_names(wrapper: nn.Module) -> dict[str, str]:
-    """Return our name of each tensor of a wrapper → its name in the class."""
-    model = _class_of(wrapper)
-    output = model.get_output_embeddings()
-    path = next((name for name, module in model.named_modules() if module is output), "")
+def class_names(model: TransformersModel) -> dict[str, str]:
+    """Return our name of each tensor → its name in the class."""
+    output = next((name for name, module in model.model.named_modules() if module is model.captured), "")
     return {
-        ours: path + ours.removeprefix(_HEAD) if ours.startswith(f"{_HEAD}.") else ours.removeprefix("model.")
-        for ours in wrapper.state_dict()
+        ours: f"{output}.{ours.removeprefix(_OUTPUT)}" if ours.startswith(_OUTPUT) else ours.removeprefix("model.")
+        for ours in model.state_dict()
     }
 
 
@@ -113,22 +112,22 @@ class TransformersAdapter(StateDictAdapter):
     whose names transformers knows can be read.
 
     Args:
-        wrapper: the model on the meta device, before it is sharded.
+        model: the model on the meta device, before it is sharded.
     """
 
-    def __init__(self, wrapper: nn.Module):
-        self._model = model = _class_of(wrapper)
-        aliases: dict[str, str] = model.all_tied_weights_keys
+    def __init__(self, model: TransformersModel):
+        self._class: Any = model.model
+        aliases: dict[str, str] = self._class.all_tied_weights_keys
         self._original = dict(aliases)
         """Name in the class → the same, or the name of the tensor that it is tied to."""
         self._ours: dict[str, list[str]] = {}
         """Name in the class → our names: more than one if others are tied to it."""
-        state, tensors = wrapper.state_dict(), {}
-        for ours, name in class_names(wrapper).items():
+        state, tensors = model.state_dict(), {}
+        for ours, name in class_names(model).items():
             original = self._original.setdefault(name, name)
             self._ours.setdefault(original, []).append(ours)
             tensors[original] = state[ours]
-        groups, rename = _groups_to_write(model, tensors)
+        groups, rename = _groups_to_write(self._class, tensors)
         rows = []
         for group in groups:
             group.outputs.extend(group.convert([tensors[name] for name in group.names]))
@@ -137,9 +136,17 @@ class TransformersAdapter(StateDictAdapter):
             rows.append(KeyMapping(internal, external, group.simplest(internal)))
         super().__init__(rows, n_layers=0, tied={rename(name): rename(tied_to) for name, tied_to in aliases.items()})
 
-    def steps_for(self, external: Mapping[str, TensorSpec]) -> list[TensorConversion]:
+    def match(self, external: Mapping[str, TensorSpec]) -> Match:
+        """Return how to read a checkpoint. Raise `UserError` if it has a tensor twice."""
+        groups, unexpected = self._groups_to_read(external)
+        # A tied tensor is read only if the original is absent.
+        chosen = {self._original[key]: key for key in sorted(groups, key=lambda key: self._original[key] == key)}
+        tied: dict[str, str] = {}
         steps = []
-        for group in self._read(external).groups.values():
+        for key, group in groups.items():
+            if (first := chosen[self._original[key]]) != key:
+                tied[group.names[0]] = groups[first].names[0]
+                continue
             try:
                 results = group.convert(_meta(external, group.names))
             except (RuntimeError, ValueError):  # tensors are missing, or have the wrong shape
@@ -147,79 +154,51 @@ class TransformersAdapter(StateDictAdapter):
             wanted = {ours: name for name in results for ours in self._ours.get(self._original.get(name, ""), ())}
             group.outputs.extend(wanted.values())
             steps.append(TensorConversion(tuple(wanted), group.names, group.simplest(wanted)))
-        return steps
+        return Match(steps, tied, unexpected)
 
-    def tied_in(self, external: Mapping[str, TensorSpec]) -> dict[str, str]:
-        return self._read(external).tied
-
-    def plan(self, external: Mapping[str, TensorSpec], internal: Mapping[str, TensorSpec]) -> list[TensorConversion]:
-        expected = self.external_specs(internal)
-        steps = self.steps_for(external)
-        origins = {ours: step.external[0] for step in steps for ours in step.internal}
-        shapes = {
-            ours: tensor.shape
-            for step in steps
-            for ours, tensor in zip(
-                step.internal, step.transform.to_internal(_meta(external, step.external), []), strict=True
-            )
-        }
+    def plan(self, external: Mapping[str, TensorSpec], internal: Mapping[str, TensorSpec]) -> Match:
+        expected, match = self.external_specs(internal), self.match(external)
+        found: dict[str, torch.Size] = {}
+        for step in match.steps:
+            tensors = step.transform.to_internal(_meta(external, step.external), [])
+            found |= {ours: tensor.shape for ours, tensor in zip(step.internal, tensors, strict=True)}
         missing: list[str] = []
-        misshapen: list[tuple[str, torch.Size, torch.Size]] = []
+        misshapen: dict[str, tuple[torch.Size, torch.Size]] = {}
         for step in self.steps:
-            faulty = [ours for ours in step.internal if shapes.get(ours) != internal[ours].shape]
-            absent = [name for name in step.external if name not in external] if faulty else []
-            if absent and (len(absent) < len(step.external) or any(ours not in shapes for ours in faulty)):
+            faulty = [ours for ours in step.internal if found.get(ours) != internal[ours].shape]
+            absent = [name for name in step.external if name not in external]
+            if faulty and absent and (len(absent) < len(step.external) or faulty[0] not in found):
                 missing += absent
             elif faulty:
-                misshapen += [
-                    (name, external[name].shape, expected[name].shape)
-                    for name in step.external
-                    if name in external and external[name].shape != expected[name].shape
-                ] or [(origins[ours], shapes[ours], internal[ours].shape) for ours in faulty if ours in shapes]
-        unexpected = self._read(external).unexpected
-        check_names("the checkpoint", external, missing, allowed=external.keys() - unexpected)
-        check_shapes(misshapen)
-        return steps
+                shapes = {name: (external[name].shape, expected[name].shape) for name in step.external if not absent}
+                misshapen |= {name: pair for name, pair in shapes.items() if pair[0] != pair[1]} or {
+                    ours: (found[ours], internal[ours].shape) for ours in faulty if ours in found
+                }
+        check_names("the checkpoint", missing, match.unexpected)
+        check_shapes((name, *pair) for name, pair in misshapen.items())
+        return match
 
-    def _read(self, external: Iterable[str]) -> "_Reading":
-        """Return how transformers reads a checkpoint. Raise `UserError` if two of its tensors are the same one."""
-        model, known = self._model, self._original
-        renamings, converters = _split(get_model_conversion_mapping(model))
+    def _groups_to_read(self, external: Iterable[str]) -> tuple[dict[str, Converted], list[str]]:
+        """Return name of the first result → the group of a checkpoint's tensors, and the unexpected tensors."""
+        cls, known = self._class, self._original
+        renamings, converters = _split(get_model_conversion_mapping(cls))
         matches: list[tuple[str, str, str | None]] = []
         unknown: dict[str, str] = {}
         for name in sorted(external, key=dot_natural_key):
-            key, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, known)
+            key, pattern = rename_source_key(name, renamings, converters, cls.base_model_prefix, known)
             if key not in known and name in known:
-                key, pattern = rename_source_key(name, [], [], model.base_model_prefix, known)
+                key, pattern = rename_source_key(name, [], [], cls.base_model_prefix, known)
             if key in known:
                 matches.append((name, key, pattern))
             else:
                 unknown[name] = key
-        groups = _group(model, matches, converters)
+        groups = _group(cls, matches, converters)
         for key, group in groups.items():
             if group.converter is None and len(group.names) > 1:
                 raise UserError(f"the checkpoint has {key} more than once: {summarize_names(group.names)}")
-        chosen = {known[key]: key for key in sorted(groups, key=lambda key: known[key] == key)}
-        tied = {group.names[0]: groups[chosen[known[key]]].names[0] for key, group in groups.items()}
         report = LoadStateDictInfo(set(), set(unknown.values()), set(), [], {}, set())
-        model._adjust_missing_and_unexpected_keys(report)  # removes the names that the class ignores
-        return _Reading(
-            {key: groups[key] for key in chosen.values()},
-            {name: original for name, original in tied.items() if name != original},
-            {name for name, key in unknown.items() if key in report.unexpected_keys},
-        )
-
-
-@dataclass(frozen=True)
-class _Reading:
-    """How transformers reads a checkpoint."""
-
-    groups: Mapping[str, Converted]
-    """Name of the first result → tensors converted together."""
-    tied: dict[str, str]
-    """Tied tensor → the tensor read in its place."""
-    unexpected: set[str]
-    """Tensors that the class neither has nor ignores."""
+        cls._adjust_missing_and_unexpected_keys(report)  # removes the names that the class ignores
+        return groups, [name for name, key in unknown.items() if key in report.unexpected_keys]
 
 
 def _groups_to_write(model: Any, names: Iterable[str]) -> tuple[list[Converted], Callable[[str], str]]:
@@ -250,10 +229,6 @@ def _group(
 def _split(rules: Sequence[WeightTransform]) -> tuple[list[WeightRenaming], list[WeightConverter]]:
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     return renamings, [rule for rule in rules if isinstance(rule, WeightConverter)]
-
-
-def _class_of(wrapper: nn.Module) -> Any:
-    return wrapper.model
 
 
 def _meta(specs: Mapping[str, TensorSpec], names: Iterable[str]) -> list[Tensor]:
