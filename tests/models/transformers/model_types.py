@@ -39,7 +39,11 @@ _BY_TYPE: dict[str, dict[str, Any]] = {
         "indexer_compress_ratio": 4,
     },
 }
-_AT_START: dict[str, dict[str, Any]] = {"dbrx": {"attn_config": {"rope_theta": 10_000.0, "clip_qkv": 8.0}}}
+_AT_START: dict[str, dict[str, Any]] = {
+    "dbrx": {"attn_config": {"rope_theta": 10_000.0, "clip_qkv": 8.0}},
+    "reformer": {"axial_pos_embds": False, "is_decoder": True},
+    "xmod": {"default_language": "en_XX"},
+}
 
 
 def default_config(model_type: str) -> PretrainedConfig:

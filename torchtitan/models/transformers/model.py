@@ -1,6 +1,7 @@
 """`TransformersModel`: a class of transformers with the interface of our models."""
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -81,6 +82,7 @@ class TransformersModel(BaseModel):
         described = config.transformers_config()
         self.packing = choose_packing(described)
         self.model = build_class(described, self.packing.implementation)
+        _share_modules(self.model)
         add_initializers(self.model)
         self._freeze_other_modalities()
         self._block_names = _find_blocks(self.model)
@@ -120,7 +122,10 @@ class TransformersModel(BaseModel):
     def units(self) -> list[nn.Module]:
         embedding = [] if self.is_tied else [self.model.get_input_embeddings()]
         head = [] if self.head.output is None else [self.head]
-        return [*embedding, *self.blocks().values(), *head]
+        blocks = self.blocks().values()
+        uses = Counter(id(parameter) for block in blocks for parameter in block.parameters())
+        unshared = [block for block in blocks if all(uses[id(parameter)] == 1 for parameter in block.parameters())]
+        return [*embedding, *unshared, *head]
 
     def values_of(self, names: Sequence[str], seed: int) -> Iterator[tuple[str, Tensor]]:
         with torch.device("meta"):
@@ -231,6 +236,17 @@ class ClassHead(nn.Module):
         return head(hidden_BLD, weight_VD, **head_inputs)
 
 
+def _share_modules(model: Any) -> None:
+    """Share the modules of tied parameters, where only the parameters are the same: they are replaced when a model is
+    moved. The output layer is handled separately."""
+    output = model.get_output_embeddings()
+    for pair in model.all_tied_weights_keys.items():
+        alias, original = (name.rpartition(".")[0] for name in pair)
+        one, other = model.get_submodule(alias), model.get_submodule(original)
+        if one is not output and type(one) is type(other):
+            model.set_submodule(alias, other)
+
+
 def _remove_aliases(model: nn.Module, output: nn.Module, embedding: nn.Module) -> None:
     """Remove the names that the parameters of the output layer have in modules that do not use them."""
     own = {id(parameter) for parameter in output.parameters()}
@@ -252,7 +268,9 @@ def _find_blocks(model: Any) -> list[str]:
         if type(module).__name__ in unsplittable and not is_inside:
             names.append(name)
     if not any(numbered[name] in decoder for name in names):
-        lists = [(name, part) for name, part in model.named_modules() if isinstance(part, nn.ModuleList) and part in decoder]
+        lists = [
+            (name, part) for name, part in model.named_modules() if isinstance(part, nn.ModuleList) and part in decoder
+        ]
         largest, blocks = max(lists, key=lambda item: sum(parameter.numel() for parameter in item[1].parameters()))
         names += [f"{largest}.{i}" for i in range(len(blocks))]
     return [f"model.{name}" for name in names]

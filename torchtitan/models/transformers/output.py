@@ -68,8 +68,10 @@ def _try(document: Mapping[str, Any]) -> LogitTransform | None:
 def _check_text_alone(model: Any) -> None:
     """Raise `UserError` if a class computes no logits of text without other inputs, such as images."""
     parameters = inspect.signature(model.forward).parameters.values()
-    needed = [p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD and p.name != "input_ids"]
-    reason = f"it needs {', '.join(needed)}"
+    needed = [
+        p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD and p.name != "input_ids"
+    ]
+    reason = f"it needs {', '.join(sorted(needed))}"
     if not needed:
         try:
             model(input_ids=torch.tensor([TEXT_IDS]), use_cache=False)
