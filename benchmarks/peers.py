@@ -1,7 +1,7 @@
 """Speed and memory of torchtitan compared with other trainers, in one run on the processor of a Linux machine.
 
-    python benchmarks/peers.py [--jobs A B C D] [--precisions float32] [--rounds 3] [--systems torchtitan trainer ...]
-        [--pythons PYTHON ...] [--data gsm8k_train.jsonl --tokenizer FOLDER]
+    python benchmarks/peers.py [--jobs A B C D E F G H] [--precisions float32] [--rounds 3]
+        [--systems torchtitan trainer ...] [--pythons PYTHON ...] [--data gsm8k_train.jsonl --tokenizer FOLDER]
 
 All train a Llama (dim 512, 8 layers, 8 heads, 4 key/value heads, ffn 1,536) in batches of 4 windows, with fused AdamW
 and clipped gradients; bfloat16 is mixed precision, over weights in float32.
@@ -12,6 +12,9 @@ and clipped gradients; bfloat16 is mixed precision, over weights in float32.
   (`--tokenizer`). torchtitan and TRL pack samples; transformers' Trainer pads them, and accumulates micro-batches
   until a step has about the same number of tokens
 - D: time from the start of the command to the end of the first step of A
+- E, F, G: pre-training Qwen3, Gemma 3 and a hybrid with delta nets, tied, vocabulary 32,768, windows of 512 tokens;
+  torchtitan trains the class of transformers, as the Trainer does
+- H: C with the Qwen3 of E
 
 Each run is a process, and the systems take turns: once per round, in rotated order. A run's step time and tokens/s are
 medians over its steps after the warm-up; padding does not count. Memory is the process's peak resident set, reported by
@@ -48,6 +51,7 @@ class Job:
     """The work of all systems."""
 
     kind: str = "pretrain"
+    model: str = ""
     vocab_size: int = 8192
     seq_len: int = 512
     precisions: tuple[str, ...] = PRECISIONS
@@ -57,6 +61,7 @@ class Job:
     def task(self, precision: str, system: str, options: argparse.Namespace) -> Task:
         return Task(
             kind=self.kind,
+            model=self.model,
             vocab_size=self.vocab_size,
             seq_len=self.seq_len,
             precision=precision,
@@ -71,6 +76,10 @@ JOBS = {
     "A": Job(),
     "B": Job(vocab_size=128_256),
     "C": Job(kind="sft", vocab_size=50_257, seq_len=1024, systems=(OURS, "trainer", "trl")),
+    "E": Job(model="qwen3", vocab_size=32_768, systems=(OURS, "trainer")),
+    "F": Job(model="gemma3_text", vocab_size=32_768, systems=(OURS, "trainer")),
+    "G": Job(model="qwen3_5_text", vocab_size=32_768, systems=(OURS, "trainer")),
+    "H": Job(kind="sft", model="qwen3", vocab_size=50_257, seq_len=1024, systems=(OURS, "trainer")),
     "D": Job(precisions=("float32",), systems=(OURS, "loop", "trainer", "litgpt", "trl"), first_step_only=True),
 }
 
@@ -123,7 +132,7 @@ def result_path(folder: Path, date: str, processor: Mapping[str, Any]) -> Path:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--jobs", nargs="+", default=list(JOBS), choices=JOBS)
+    parser.add_argument("--jobs", nargs="+", default=["A", "B", "C", "D"], choices=JOBS)
     parser.add_argument("--systems", nargs="+", default=list(SYSTEMS), choices=SYSTEMS)
     parser.add_argument("--precisions", nargs="+", default=PRECISIONS, choices=PRECISIONS)
     parser.add_argument("--rounds", type=int, default=3, help="runs of each system")
@@ -140,8 +149,8 @@ def main() -> None:
     options = parser.parse_args()
     if not 1 <= options.warm_up < options.steps:
         parser.error(f"--warm_up is {options.warm_up}, but must be at least 1 and below --steps, {options.steps}")
-    if "C" in options.jobs and not (options.data and options.tokenizer):
-        parser.error("job C needs --data and --tokenizer; --jobs A B D leaves it out")
+    if {"C", "H"} & set(options.jobs) and not (options.data and options.tokenizer):
+        parser.error("jobs C and H need --data and --tokenizer; --jobs A B D leaves them out")
     interpreters = find_interpreters(options.systems, [sys.executable, *options.pythons])
     for system in options.systems:
         print(f"{system}: {interpreters[system][1] if system in interpreters else 'not installed'}")

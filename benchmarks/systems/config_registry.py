@@ -2,13 +2,16 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from torchtitan.components.data import SFTDataLoader
 from torchtitan.components.data.base import NO_DOCUMENT, Batch
 from torchtitan.components.data.dataloader import PretrainDataLoader
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.models.llama3 import model_registry
+from torchtitan.models.pretrained import huggingface_model
+from torchtitan.protocols import ModelSpec
 from torchtitan.trainer import Trainer
 from torchtitan.trainer.callbacks import Callback
 from torchtitan.trainer.step_result import StepResult
@@ -70,3 +73,19 @@ def sft() -> Trainer.Config:
         dataloader=SFTDataLoader.Config(),
         callbacks=[Steps.Config()],
     )
+
+
+def class_pretrain(hf_assets_path: str) -> Trainer.Config:
+    """Pre-train the model of a folder's config.json through its class in transformers."""
+    return replace(pretrain(), model_spec=_class_in(hf_assets_path))
+
+
+def class_sft(hf_assets_path: str) -> Trainer.Config:
+    """Fine-tune as `class_pretrain`."""
+    return replace(sft(), model_spec=_class_in(hf_assets_path))
+
+
+def _class_in(folder: str) -> ModelSpec:
+    from torchtitan.models import transformers
+
+    return huggingface_model(Path(folder), transformers)[0]

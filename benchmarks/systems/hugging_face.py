@@ -14,8 +14,11 @@ from task import BETAS, LEARNING_RATE, MAX_NORM, WEIGHT_DECAY, StepLog, Task
 END_OF_TEXT = "<|endoftext|>"
 
 
-def make_model(task: Task) -> transformers.LlamaForCausalLM:
+def make_model(task: Task) -> transformers.PreTrainedModel:
     """Return the model with random weights in float32."""
+    if task.model:
+        config = transformers.AutoConfig.for_model(**task.document, use_cache=False)
+        return transformers.AutoModelForCausalLM.from_config(config)
     config = transformers.LlamaConfig(
         vocab_size=task.vocab_size,
         hidden_size=task.widths["dim"],

@@ -3,6 +3,7 @@ and the operations per token."""
 
 import json
 import sys
+from typing import Any
 
 import torch
 from task import Task
@@ -16,9 +17,14 @@ REPEATS = 3
 
 def main(text: str) -> None:
     task, cpu = Task(**json.loads(text)), torch.device("cpu")
-    sizes = model_registry("debugmodel").model
-    for name, size in {**task.widths, "vocab_size": task.vocab_size}.items():
-        setattr(sizes, name, size)
+    if task.model:
+        from torchtitan.models.transformers.model import TransformersModel
+
+        sizes: Any = TransformersModel.Config.of(task.document)
+    else:
+        sizes = model_registry("debugmodel").model
+        for name, size in {**task.widths, "vocab_size": task.vocab_size}.items():
+            setattr(sizes, name, size)
     with torch.device("meta"):
         flops_per_token = sizes.build().flops_per_token(task.seq_len)
     peak = max(peak_flops(cpu, getattr(torch, task.precision)) for _ in range(REPEATS))

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from systems.report import OURS
 from systems.task import Task
 
 PROGRAMS = Path(__file__).resolve().parent
+OWN_TOKENIZER = PROGRAMS.parents[1] / "torchtitan" / "assets" / "tokenizer"
 POLL_SECONDS = 0.05
 KIB_PER_GIB = 2**20
 
@@ -93,9 +95,16 @@ def command_of(system: str, task: Task, python: str, folder: str) -> list[str]:
     """Return the command that runs the task in `folder` with a system."""
     if program := SYSTEMS[system].program:
         return [python, str(PROGRAMS / program), folder]
-    options: dict[str, Any] = {f"model.{name}": size for name, size in task.widths.items()}
+    options: dict[str, Any] = {}
+    if task.model:
+        (Path(folder) / "config.json").write_text(json.dumps(task.document))
+        tokenizer = Path(task.tokenizer) if task.kind == "sft" else OWN_TOKENIZER
+        shutil.copy(tokenizer / "tokenizer.json", folder)
+        options["hf_assets_path"] = folder
+    else:
+        options |= {f"model.{name}": size for name, size in task.widths.items()}
+        options["model.vocab_size"] = task.vocab_size
     options |= {
-        "model.vocab_size": task.vocab_size,
         "training.steps": task.steps,
         "training.seq_len": task.seq_len,
         "training.local_batch_size": task.batch_size,
@@ -106,12 +115,13 @@ def command_of(system: str, task: Task, python: str, folder: str) -> list[str]:
     }
     if task.kind == "sft":
         options |= {
-            "hf_assets_path": task.tokenizer,
+            "hf_assets_path": folder if task.model else task.tokenizer,
             "dataloader.dataset": task.data,
             "dataloader.chat_template": PROGRAMS / "question_answer.jinja",
         }
     arguments = [text for name, value in options.items() for text in (f"--{name}", str(value))]
-    return [python, "-m", "torchtitan", "train", "--module", str(PROGRAMS), "--config", task.kind, *arguments]
+    config = f"class_{task.kind}" if task.model else task.kind
+    return [python, "-m", "torchtitan", "train", "--module", str(PROGRAMS), "--config", config, *arguments]
 
 
 def environment_of(threads: int) -> dict[str, str]:

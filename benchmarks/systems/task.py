@@ -3,9 +3,26 @@
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 WIDTHS = {"dim": 512, "n_layers": 8, "n_heads": 8, "n_kv_heads": 4, "ffn_dim": 1536}
 """`Task.widths` of all jobs."""
+
+_CLASS = {
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 1024,
+    "tie_word_embeddings": True,
+}
+CLASSES: dict[str, dict[str, Any]] = {
+    "qwen3": {**_CLASS, "head_dim": 64},
+    "gemma3_text": {**_CLASS, "head_dim": 64, "sliding_window": 256},
+    "qwen3_5_text": {**_CLASS, "head_dim": 64, "linear_num_key_heads": 4, "linear_num_value_heads": 8},
+}
+"""model_type → sizes in config.json of the models that torchtitan trains through their class in transformers."""
 
 LEARNING_RATE, WEIGHT_DECAY, BETAS, MAX_NORM = 8e-4, 0.1, (0.9, 0.95), 1.0
 """Settings of AdamW and gradient clipping in all systems: torchtitan's defaults."""
@@ -37,11 +54,20 @@ class Task:
     tokenizer: str
     """Folder with `tokenizer.json`, for `sft`."""
 
+    model: str = ""
+    """Key of `CLASSES`; empty: the Llama of `widths`."""
+
     widths: dict[str, int] = field(default_factory=lambda: WIDTHS)
     """Sizes of the model except its vocabulary, under torchtitan's names."""
 
     batch_size: int = 4
     """Windows that the system processes at once."""
+
+    @property
+    def document(self) -> dict[str, Any]:
+        """Content of config.json of a model in `CLASSES`."""
+        ids = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+        return {"model_type": self.model, **CLASSES[self.model], **ids, "vocab_size": self.vocab_size}
 
     @classmethod
     def read(cls, folder: str) -> "Task":

@@ -108,6 +108,9 @@ NO_POSITIONS: Options = {"module": "smollm3"}
 BOTH_NORMS: Options = {"module": "glm4"}
 """Norms before and after each part of a block, biases, and half of a head rotated."""
 
+MIXED_HEADS: Options = {"module": "gemma4", "model__sliding_window": 12, **TIED}
+"""Wider and fewer heads in every second layer, whose values are its keys, norms of values, and proportional RoPE."""
+
 
 def local_batch(size: int) -> Options:
     """Return options for a local batch of `size` samples."""
@@ -170,6 +173,10 @@ TWO_PROCESSES: dict[str, Options] = {
     "PP 2 1F1B, local RoPE": {**PP2, **LOCAL_ROPE},
     "TP 2, norms over all heads": {**TP2, **WIDE_NORMS},
     "CP 2, norms over all heads": {**CP2, **WIDE_NORMS},
+    "FSDP 2, heads of two widths": MIXED_HEADS,
+    "TP 2, heads of two widths, compile": {**TP2, **MIXED_HEADS, **COMPILED},
+    "CP 2, heads of two widths": {**CP2, **MIXED_HEADS},
+    "PP 2 1F1B, heads of two widths": {**PP2, **MIXED_HEADS},
     "TP 2, multipliers": {**TP2, **MULTIPLIERS},
     "PP 2 1F1B, multipliers": {**PP2, **MULTIPLIERS},
     "TP 2, layers without positions": {**TP2, **NO_POSITIONS},

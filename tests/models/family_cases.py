@@ -74,6 +74,28 @@ GEMMA2: Options = {
 }
 """Options of Gemma 1, and of 2 and 3."""
 
+PROPORTIONAL_ROPE = {"rope_type": "proportional", "rope_theta": 1e4, "partial_rotary_factor": 0.25}
+GEMMA4: Options = {
+    **WINDOWS,
+    **GEMMA,
+    "num_hidden_layers": [1, 3, 6],
+    "layer_types": [None, ("full_attention",), ("sliding_attention", "full_attention")],
+    "global_head_dim": [8, 24],
+    "num_global_key_value_heads": [None, 1, 2, 4],
+    "attention_k_eq_v": [False, True],
+    "final_logit_softcapping": [None, 1.5, 30.0],
+    "rope_parameters": [
+        None,
+        *({"full_attention": rope, "sliding_attention": DEFAULT_ROPE} for rope in SIZES["rope_parameters"]),
+        {"full_attention": PROPORTIONAL_ROPE, "sliding_attention": {**DEFAULT_ROPE, "rope_theta": 1e2}},
+        {
+            "full_attention": {**PROPORTIONAL_ROPE, "partial_rotary_factor": 0.75, "factor": 3.0},
+            "sliding_attention": LINEAR_ROPE,
+        },
+        {"full_attention": DEFAULT_ROPE, "sliding_attention": {**PROPORTIONAL_ROPE, "partial_rotary_factor": 0.5}},
+    ],
+}
+
 LONG_FACTORS = {"short_factor": [1.0, 1.1, 1.2, 1.5], "long_factor": [1.3, 2.0, 4.0, 8.0]}
 """LongRoPE of heads with 4 rotated pairs."""
 
@@ -115,12 +137,15 @@ class Case:
     options: Options = field(default_factory=dict)
     without: Sequence[str] = ()
     """Keys of `SIZES` that the type does not have."""
+    query_norm: float = 1.0
+    """Factor of the weights of query norms, for types that do not divide scores: large ones magnify rounding, here and
+    in transformers."""
 
 
 CASES = {
     case.model_type: case
     for case in [
-        Case(model_type="llama"),
+        Case(model_type="llama", options={"attention_bias": [False, True], "mlp_bias": [False, True]}),
         Case(model_type="mistral", options={"sliding_window": [None, 3, 16]}),
         Case(
             model_type="ministral",
@@ -161,6 +186,13 @@ CASES = {
                     {"full_attention": {**DEFAULT_ROPE, "rope_theta": 1e3}, "sliding_attention": LINEAR_ROPE},
                 ],
             },
+        ),
+        *(
+            Case(model_type=model_type, options={**GEMMA4, **own}, query_norm=0.25)
+            for model_type, own in {
+                "gemma4_text": {"hidden_size_per_layer_input": [0]},
+                "gemma4_unified_text": {},
+            }.items()
         ),
         Case(
             model_type="phi3",
@@ -264,7 +296,7 @@ CASES = {
     ]
 }
 
-WITH_VISION = {"qwen3_5"}
+WITH_VISION = {"qwen3_5", "gemma4", "gemma4_unified"}
 """Types whose language model is read, and written as another type."""
 
 
@@ -287,10 +319,14 @@ def random_reference(model_type: str, seed: int, **fixed: Any) -> Any:
         for name, parameter in reference.named_parameters():
             if "norm" in name:
                 parameter.add_(torch.empty_like(parameter).uniform_(-0.5, 0.5))
+                parameter.mul_(case.query_norm if "q_norm" in name else 1.0)
             elif parameter.ndim == 1:
                 parameter.normal_(std=0.5)
             elif "embed" not in name:
                 parameter.normal_(std=0.7 * parameter.shape[-1] ** -0.5)
+        for buffer in reference.state_dict().values():
+            if buffer.shape == (1,):  # a factor of a layer
+                buffer.uniform_(0.5, 1.5)
     return reference
 
 
@@ -317,9 +353,12 @@ def to_ours(family: Any, reference: Any) -> tuple[BaseModel, dict[str, Tensor]]:
 
 
 def to_external(family: Any, model: BaseModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors of our model, weights or gradients, under the names and in the layout of transformers."""
+    """Return tensors of our model, weights or gradients, under the names and in the layout of transformers. Tensors
+    that are not given, such as a buffer's gradient, are left out."""
     converted: dict[str, Tensor] = {}
     for step in family.FORMATS["hf"].adapter(model.config).steps:
+        if tensors.keys().isdisjoint(step.internal):
+            continue
         outputs = step.transform.to_external([tensors[name] for name in step.internal])
         converted |= dict(zip(step.external, outputs, strict=True))
     return converted

@@ -102,8 +102,8 @@ class TestConfigJson:
         [
             ({"model_type": "qwen2"}, "model_type is 'qwen2'.*this family is llama"),
             ({"model_type": ...}, "model_type is None"),
-            ({"attention_bias": True}, "attention_bias is True"),
-            ({"mlp_bias": True}, "mlp_bias is True"),
+            ({"clip_qkv": 8.0}, r"clip_qkv is 8\.0"),
+            ({"use_qk_norm": True}, "use_qk_norm is True"),
             ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
             ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor is 0\.5"),
             ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, r"partial_rotary_factor is 0\.5"),
@@ -368,15 +368,15 @@ class TestAuto:
         (folder / "config.json").write_text(json.dumps(SMALL | {"torch_dtype": 16}))
         with pytest.raises(UserError, match="torch_dtype is 16, but must be the name of a type"):
             parse("--hf_assets_path", folder)
-        (folder / "config.json").write_text(json.dumps(SMALL | {"model_type": "mixtral"}))
-        with pytest.raises(UserError, match="model_type is 'mixtral'"):
+        (folder / "config.json").write_text(json.dumps(SMALL | {"model_type": "mixtrall"}))
+        with pytest.raises(UserError, match="did you mean .mixtral."):
             parse("--hf_assets_path", folder)
         (folder / "config.json").unlink()
         with pytest.raises(UserError, match="model' has no config.json"):
             parse("--hf_assets_path", folder)
 
     def test_is_listed(self):
-        assert list_module("auto", built_in_modules()["auto"]).configs == ["pretrain", "sft", "lora", "qlora"]
+        assert list_module("auto", built_in_modules()["auto"]).configs == ["pretrain", "scratch", "sft", "lora", "qlora"]
 
     def test_help_shows_values_of_the_folder(self, folder, capsys):
         with pytest.raises(SystemExit):

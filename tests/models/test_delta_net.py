@@ -15,8 +15,7 @@ from tests.models.test_llama3 import small_config
 from torchtitan.components.generation import generate
 from torchtitan.distributed import initialize_weights
 from torchtitan.models.common import delta_net
-from torchtitan.models.common.delta_net import GatedDeltaNet
-from torchtitan.models.common.hybrid import DELTA_NET_ROWS
+from torchtitan.models.common.delta_net import DELTA_NET_ROWS, GatedDeltaNet
 from torchtitan.models.llama3.model import Llama3Model
 from torchtitan.protocols.attention import AttentionMetadata
 

@@ -49,7 +49,9 @@ def test_logits_and_all_gradients_equal_transformers(model_type: str, seed: int)
     gradients = {name: parameter.grad for name, parameter in reference.named_parameters()}
     # Sums of large terms that nearly cancel have fewer digits, so a small gradient counts as 1 % of the largest.
     least = 0.01 * max(gradient.abs().max().item() for gradient in gradients.values())
-    for name, gradient in to_external(family, model, ours).items():
+    converted = to_external(family, model, ours)
+    assert converted.keys() == gradients.keys()
+    for name, gradient in converted.items():
         assert relative_error(gradient, gradients[name], least) < TOLERANCE, name
 
 

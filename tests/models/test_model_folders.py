@@ -223,13 +223,13 @@ class TestMessages:
         ("changes", "expected"),
         [
             (
-                {"quantization_config": {"quant_method": "gptq"}, "attention_bias": True},
+                {"quantization_config": {"quant_method": "gptq"}, "is_causal": False},
                 "config.json: quantization_config is that of 'gptq', and only weights of fp8, fbgemm_fp8, mxfp4, "
                 "compressed-tensors (float-quantized) can be loaded; use the model before quantization",
             ),
             (
-                {"attention_bias": True, "hidden_size": 0},
-                "config.json: attention_bias is True, which this family does not support (only False)",
+                {"is_causal": False, "hidden_size": 0},
+                "config.json: is_causal is False, which this family does not support (only True)",
             ),
         ],
         ids=["quantized", "detail"],

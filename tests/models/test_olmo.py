@@ -93,11 +93,11 @@ def window_in_full_attention_layers(model: Any) -> None:
 
 
 def scaled_rope_in_all_layers(model: Any) -> None:
-    model.config.sliding_rope = model.config.rope
+    model.config.local_rope = model.config.rope
 
 
 def unscaled_rope_in_all_layers(model: Any) -> None:
-    model.config.rope = model.config.sliding_rope
+    model.config.rope = model.config.local_rope
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_written_file_has_the_spelling_of_transformers_4() -> None:
     config = FLAVORS["debugmodel"]
     assert "rope_scaling" in WRITE(config)
     differing = type(config)(
-        **{**config.to_dict(), "vocab_size": 8, "rope": RoPEConfig(theta=1e6), "sliding_rope": RoPEConfig(theta=1e4)}
+        **{**config.to_dict(), "vocab_size": 8, "rope": RoPEConfig(theta=1e6), "local_rope": RoPEConfig(theta=1e4)}
     )
     assert "rope_scaling" not in WRITE(differing)
     assert READ(WRITE(differing)) == differing
@@ -192,9 +192,11 @@ def test_missing_keys_have_transformers_defaults(model_type: str) -> None:
         assert config.rope.theta == theirs.rope_parameters["rope_theta"]
         return
     assert config.sliding_window == theirs.sliding_window
-    assert [config.layer_type(index) for index in range(config.n_layers)] == theirs.layer_types
+    assert [config.has_window(index) for index in range(config.n_layers)] == [
+        kind == "sliding_attention" for kind in theirs.layer_types
+    ]
     assert config.rope.theta == theirs.rope_parameters["full_attention"]["rope_theta"]
-    assert config.sliding_rope.theta == theirs.rope_parameters["sliding_attention"]["rope_theta"]
+    assert config.local_rope.theta == theirs.rope_parameters["sliding_attention"]["rope_theta"]
 
 
 @pytest.mark.parametrize(

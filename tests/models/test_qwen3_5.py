@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -16,11 +17,13 @@ from tests.models.test_attention import metadata_of
 from tests.models.test_sft_configs import CHATS, SHORT, chat_file, loss_of_transformers, run_named
 from tests.training import read_metrics
 from torchtitan.cli.main import main
+from torchtitan.components.peft import LoRA
 from torchtitan.components.tokenizer import EMBEDDED_TOKENIZER
 from torchtitan.models.common.delta_net import GatedDeltaNet
 from torchtitan.models.common.norms import OffsetRMSNorm, RMSNorm
 from torchtitan.models.pretrained import load_model
 from torchtitan.models.qwen3_5 import FLAVORS, FORMATS, model_registry
+from torchtitan.models.qwen3_5.config_registry import qwen3_5_debugmodel
 from torchtitan.tools.errors import UserError
 
 __all__ = ["chat_file"]  # a fixture
@@ -417,3 +420,14 @@ def test_norms_of_delta_nets_have_no_offset() -> None:
         model: Any = FLAVORS["4B"].build()
     assert isinstance(model.layers["0"].attention.norm, RMSNorm)
     assert isinstance(model.layers["3"].attention.q_norm, OffsetRMSNorm)
+
+
+def test_converters_without_attention_layers() -> None:
+    """Only tensor parallelism needs modules for all entries of the sharding plan."""
+    config = qwen3_5_debugmodel()
+    config.model_spec.model = replace(config.model_spec.model, vocab_size=2048, layer_types=["linear_attention"])
+    config.model_converters = [LoRA.Config()]
+    config.check_conversion()
+    config.parallelism.tensor_parallel_degree = 2
+    with pytest.raises(UserError, match="names no module"):
+        config.check_conversion()

@@ -67,9 +67,9 @@ def _set_values(places: Mapping[str, tuple[nn.Module, str]], values: Iterable[tu
     for name, value in values:
         module, own_name = places[name]
         tensor = getattr(module, own_name)
-        if own_name in module._buffers and not isinstance(tensor, DTensor):
-            # Not copied, since a buffer keeps its type when weights are cast.
-            module._buffers[own_name] = value.to(tensor.device)
+        if not isinstance(tensor, nn.Parameter):
+            # A buffer is not copied, since it keeps its type when weights are cast.
+            setattr(module, own_name, value.to(tensor.device))
         elif isinstance(tensor, DTensor):
             tensor.to_local().copy_(value[local_slices(tensor)])
         else:

@@ -3,6 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -86,6 +87,11 @@ class BaseModel(nn.Module, Configurable):
         """Return the lengths of a text beyond which the keys of all its tokens change, so that a key/value cache is
         computed again."""
         return frozenset()
+
+    def generation_cache(self, max_slots: int) -> Any:
+        """Return a cache for generation of up to `max_slots` tokens per row, with the interface of
+        `components.generation.KVCache`. None: that class, which caches the inputs of attention modules."""
+        return None
 
     def flops_per_token(self, seq_len: int) -> float:
         """Return forward and backward operations per token in samples of `seq_len`; see `count_elements`."""

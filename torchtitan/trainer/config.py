@@ -221,7 +221,8 @@ class RunConfig(Configurable.Config):
             config.build().check_model(model)
         if self.checkpoint.last_save_in_hf:
             check_plain_state(self.model_spec.model, [config.build() for config in self.model_converters])
-        check_parts(model, self.model_spec.sharding, self.parallelism.tensor_parallel_degree)
+        if (degree := self.parallelism.tensor_parallel_degree) > 1:
+            check_parts(model, self.model_spec.sharding, degree)
         vocab_size = self.model_spec.model.vocab_size
         if n_added_tokens and not any(p.requires_grad and vocab_size in p.shape for p in model.parameters()):
             logger.warning(

@@ -16,6 +16,7 @@ from torchtitan.components.generation.sampling import Sampler, Sampling
 from torchtitan.distributed import context_parallel
 from torchtitan.distributed.parallelize import free_gathered_weights
 from torchtitan.protocols.attention import AttentionMetadata
+from torchtitan.protocols.model import BaseModel
 from torchtitan.protocols.output_head import UNCHANGED, LogitTransform, compute_logits
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.torch_private import forward_pre_hooks
@@ -283,7 +284,8 @@ def _cached_logits(model: nn.Module, prompts: Sequence[Sequence[int]], max_new_t
     # Padding before the first token and, under tensor parallelism, after the last.
     max_slots = max(map(len, prompts)) + max_new_tokens + 2 * degree
 
-    with KVCache(model, max_slots) as cache:
+    own_cache = model.generation_cache(max_slots) if isinstance(model, BaseModel) else None
+    with own_cache or KVCache(model, max_slots) as cache:
 
         def step(new_B: Tensor | None) -> Tensor:
             if new_B is not None:

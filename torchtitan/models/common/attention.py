@@ -217,6 +217,8 @@ class GroupedQueryAttention(nn.Module):
         biases: the projections with a bias, some of "qkvo".
         qk_norm: makes the norms of queries and keys before RoPE; None: there are none.
         qk_norm_over: width that these norms cover: each head's, or all heads' together.
+        v_norm: makes the norm of each head's values; None: there is none.
+        keys_as_values: the values are the keys before norm and RoPE; `wv` is None.
         gated: multiply the result by the sigmoid of gates, which follow the queries of each head in `wq`.
         scale: as in `Attention`.
         softcap: as in `Attention`.
@@ -234,6 +236,8 @@ class GroupedQueryAttention(nn.Module):
         biases: str = "",
         qk_norm: NormFactory | None = None,
         qk_norm_over: Literal["head", "all heads"] = "head",
+        v_norm: NormFactory | None = None,
+        keys_as_values: bool = False,
         gated: bool = False,
         scale: float | None = None,
         softcap: float | None = None,
@@ -243,22 +247,20 @@ class GroupedQueryAttention(nn.Module):
         super().__init__()
         self.head_dim, self.gated = head_dim, gated
         self.attend = Attention(scale=scale, softcap=softcap)
-        widths = {"q": n_heads * head_dim, "k": n_kv_heads * head_dim, "v": n_kv_heads * head_dim}
-        self.wq, self.wk, self.wv = (
-            make_linear(dim, width * (2 if gated and name == "q" else 1), init_std, bias=name in biases)
-            for name, width in widths.items()
-        )
-        norms: list[nn.Module | None] = [None] * 4
-        if qk_norm is not None:
-            wide = qk_norm_over == "all heads"
-            made = [qk_norm(widths[name] if wide else head_dim) for name in "qk"]
-            norms = [None, None, *made] if wide else [*made, None, None]
-        self.q_norm, self.k_norm, self.q_wide_norm, self.k_wide_norm = norms
-        self.wo = make_linear(n_heads * head_dim, dim, out_init_std, bias="o" in biases)
+        q_width, kv_width = n_heads * head_dim, n_kv_heads * head_dim
+        self.wq = make_linear(dim, q_width * (2 if gated else 1), init_std, bias="q" in biases)
+        self.wk = make_linear(dim, kv_width, init_std, bias="k" in biases)
+        self.wv = None if keys_as_values else make_linear(dim, kv_width, init_std, bias="v" in biases)
+        of_head, of_all = (qk_norm if qk_norm_over == over else None for over in ("head", "all heads"))
+        self.q_norm, self.k_norm = (of_head(head_dim) if of_head else None for _ in "qk")
+        self.q_wide_norm, self.k_wide_norm = (of_all(width) if of_all else None for width in (q_width, kv_width))
+        self.v_norm = v_norm(head_dim) if v_norm else None
+        self.wo = make_linear(q_width, dim, out_init_std, bias="o" in biases)
 
     def forward(self, x_BLD: Tensor, rope: tuple[Tensor, Tensor] | None, attention: AttentionMetadata) -> Tensor:
         """(B, L, dim) → (B, L, dim). Without `rope`, queries and keys have no positions."""
-        q_BLE, k_BLE, v_BLE = self.wq(x_BLD), self.wk(x_BLD), self.wv(x_BLD)
+        q_BLE, k_BLE = self.wq(x_BLD), self.wk(x_BLD)
+        v_BLE = k_BLE if self.wv is None else self.wv(x_BLD)
         if self.gated:
             q_BLE, gate_BLE = (x.flatten(-2) for x in q_BLE.unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, dim=-1))
         if self.q_wide_norm is not None and self.k_wide_norm is not None:
@@ -267,6 +269,8 @@ class GroupedQueryAttention(nn.Module):
         q_BLHD, k_BLKD, v_BLKD = (x.unflatten(-1, (-1, self.head_dim)) for x in (q_BLE, k_BLE, v_BLE))
         if self.q_norm is not None and self.k_norm is not None:
             q_BLHD, k_BLKD = self.q_norm(q_BLHD), self.k_norm(k_BLKD)
+        if self.v_norm is not None:
+            v_BLKD = self.v_norm(v_BLKD)
         if rope is not None:
             q_BLHD, k_BLKD = apply_rope(q_BLHD, rope), apply_rope(k_BLKD, rope)
         out_BLE = self.attend(q_BLHD, k_BLKD, v_BLKD, attention).flatten(-2)

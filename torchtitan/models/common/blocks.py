@@ -3,10 +3,12 @@
 A block's modules have the same names in all of them; a module that a block lacks is None.
 """
 
+import torch
 from torch import Tensor, nn
 
 from torchtitan.models.common.norms import NormFactory
 from torchtitan.protocols.attention import AttentionMetadata
+from torchtitan.protocols.initializer import Constant, with_initializers
 
 Rope = tuple[Tensor, Tensor] | None
 """Cosines and sines of the positions (`rope.rope_cos_sin`); None in a layer without positions."""
@@ -69,6 +71,19 @@ class SandwichBlock(PreNormBlock):
     def __init__(self, attention: nn.Module, feed_forward: nn.Module, *, dim: int, norm: NormFactory):
         super().__init__(attention, feed_forward, dim=dim, norm=norm)
         self.attention_post_norm, self.ffn_post_norm = norm(dim), norm(dim)
+
+
+class ScaledSandwichBlock(SandwichBlock):
+    """A `SandwichBlock` whose result has a constant factor, which is saved with the weights (Gemma 4)."""
+
+    def __init__(self, attention: nn.Module, feed_forward: nn.Module, *, dim: int, norm: NormFactory):
+        super().__init__(attention, feed_forward, dim=dim, norm=norm)
+        self.layer_scalar = nn.Buffer(torch.empty(1))
+        with_initializers(self, layer_scalar=Constant(1.0))
+
+    def forward(self, x_BLD: Tensor, rope: Rope, attention: AttentionMetadata) -> Tensor:
+        """(B, L, dim) → (B, L, dim)."""
+        return super().forward(x_BLD, rope, attention) * self.layer_scalar.type_as(x_BLD)
 
 
 class ParallelBlock(PreNormBlock):

@@ -89,6 +89,12 @@ class Decoder(BaseModel):
         tie_embeddings: bool = False
         """Use the embedding matrix as output weights too."""
 
+        attention_bias: bool = False
+        """Add biases to all projections of attention."""
+
+        mlp_bias: bool = False
+        """Add biases to all projections of the feed-forward network."""
+
         rope: RoPEConfig
         """Rotary position embedding."""
 
@@ -108,13 +114,19 @@ class Decoder(BaseModel):
         def shared_modules(self) -> list[str]:
             return ["tok_embeddings"] if self.tie_embeddings else []
 
+        def check_positive(self, *names: str) -> None:
+            """Raise `UserError` for the first of these fields that is neither None nor above 0."""
+            for name in names:
+                value = getattr(self, name)
+                if value is not None and not 0 < value < math.inf:
+                    raise UserError(f"--model.{name} is {value}, but must be above 0")
+
         def validate(self) -> None:
             for name, most in _MOST.items():
                 size = getattr(self, name)
                 if not (size is None or 1 <= size <= most):
                     raise UserError(f"--model.{name} is {size}, but must be from 1 to {most}")
-            if not 0 < self.norm_eps < math.inf:
-                raise UserError(f"--model.norm_eps is {self.norm_eps}, but must be above 0")
+            self.check_positive("norm_eps")
             if self.head_dim is not None and (self.head_dim < 2 or self.head_dim % 2):
                 raise UserError(f"--model.head_dim is {self.head_dim}, but must be even and at least 2")
             if self.head_dim is None and (self.dim % self.n_heads or self.resolved_head_dim % 2):
@@ -164,11 +176,11 @@ class Decoder(BaseModel):
     def make_attention(self, index: int, **options: Any) -> nn.Module:
         """Return the attention of a layer; `options` are those of `GroupedQueryAttention`."""
         config = self.config
+        options = {"n_kv_heads": config.n_kv_heads, "biases": "qkvo" if config.attention_bias else "", **options}
         return GroupedQueryAttention(
             dim=config.dim,
             n_heads=config.n_heads,
-            n_kv_heads=config.n_kv_heads,
-            head_dim=config.resolved_head_dim,
+            head_dim=self.head_dim_of_layer(index),
             softcap=self.score_softcap(),
             **self.init_stds(index),
             **options,
@@ -178,6 +190,7 @@ class Decoder(BaseModel):
         self, index: int, kind: Callable[..., nn.Module] = GatedFeedForward, **options: Any
     ) -> nn.Module:
         """Return the feed-forward network of a layer; `options` are arguments of its `kind` (`common.feed_forward`)."""
+        options = {"bias": True, **options} if self.config.mlp_bias else options
         return kind(dim=self.config.dim, hidden_dim=self.config.ffn_dim, **self.init_stds(index), **options)
 
     def make_norm(self, dim: int) -> nn.Module:
@@ -189,6 +202,10 @@ class Decoder(BaseModel):
         assert self.tok_embeddings is not None, "only the first stage gets tokens"
         hidden_BLD: Tensor = self.tok_embeddings(tokens_BL)
         return hidden_BLD
+
+    def head_dim_of_layer(self, index: int) -> int:
+        """Return the width of a layer's heads."""
+        return self.config.resolved_head_dim
 
     def rope_of_layer(self, index: int) -> RoPEConfig | None:
         """Return the rotary position embedding of a layer; None: it has no positions."""
@@ -242,19 +259,20 @@ class Decoder(BaseModel):
         positions_BL = attention.positions_BL
         if positions_BL is None:
             positions_BL = torch.arange(attention.max_seqlen, device=device)[None]
-        head_dim = self.config.resolved_head_dim
         # The last stage has a tied embedding, but gets hidden states.
         hidden_BLD = tokens_BL if tokens_BL.is_floating_point() else self.embed(tokens_BL)
-        ropes = {index: self.rope_of_layer(int(index)) for index in self.layers}
+        layers = [
+            (block, self.rope_of_layer(i), self.window_of_layer(i) or attention.window, self.head_dim_of_layer(i))
+            for i, block in zip(map(int, self.layers), self.layers.values(), strict=True)
+        ]
+        # Computed once for all layers with the same RoPE or window, and heads of the same width.
+        ropes = {(id(rope), head_dim): (rope, head_dim) for _, rope, _, head_dim in layers if rope is not None}
         lengths_BL = None
-        if any(rope is not None and rope.depends_on_length for rope in ropes.values()):
+        if any(rope.depends_on_length for rope, _ in ropes.values()):
             lengths_BL = attention.document_lengths_BL(device)
-        cos_sin: dict[int | None, tuple[Tensor, Tensor]] = {
-            id(rope): rope_cos_sin(rope, head_dim, positions_BL, lengths_BL) for rope in ropes.values() if rope
-        }
-        windows = {index: self.window_of_layer(int(index)) or attention.window for index in self.layers}
-        of_window = {
-            window: with_kernel(
+        cos_sin = {key: rope_cos_sin(*rope, positions_BL, lengths_BL) for key, rope in ropes.items()}
+        with_window = {
+            (window, head_dim): with_kernel(
                 attention.with_window(window),
                 device=device,
                 dtype=hidden_BLD.dtype,
@@ -262,10 +280,10 @@ class Decoder(BaseModel):
                 static=self.is_compiled,
                 capped=self.score_softcap() is not None,
             )
-            for window in set(windows.values())
+            for window, head_dim in {(window, head_dim) for _, _, window, head_dim in layers}
         }
-        for index, block in self.layers.items():
-            hidden_BLD = block(hidden_BLD, cos_sin.get(id(ropes[index])), of_window[windows[index]])
+        for block, rope, window, head_dim in layers:
+            hidden_BLD = block(hidden_BLD, cos_sin.get((id(rope), head_dim)), with_window[window, head_dim])
         if self.head is None:
             return hidden_BLD
         tied_VD = None
@@ -315,7 +333,7 @@ class Decoder(BaseModel):
     def score_flops(self, index: int, seq_len: int) -> float:
         """Return the operations per token of a layer's attention, without its weights, in the forward pass."""
         window = self.window_of_layer(index) or seq_len
-        return 4 * self.config.n_heads * self.config.resolved_head_dim * min(seq_len, window)
+        return 4 * self.config.n_heads * self.head_dim_of_layer(index) * min(seq_len, window)
 
 
 class OutputHead(nn.Module):

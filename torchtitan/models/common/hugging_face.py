@@ -59,8 +59,8 @@ class ModelType:
     """Rewrite older or redundant keys of the file, before anything is read."""
 
     write: Callable[[Any], dict[str, Any] | None] = lambda config: {}
-    """Return further keys to write for a `config`; None: this type cannot describe the model. The first type of a
-    family that can is written."""
+    """Return further keys to write for a `config`; None: this type cannot describe the model. Nor can it if a field
+    without a key differs from its default. The first type of a family that can is written."""
 
     ropes: Mapping[str, str | None] = field(default_factory=lambda: {"rope": None})
     """Field of `config` → its section of `rope_parameters`, if layers of different types differ in RoPE."""
@@ -124,12 +124,23 @@ def dense_rows(**norms: str) -> tuple[KeyMapping, ...]:
     return (EMBEDDING, *attention_rows(), *feed_forward_rows(), *norm_rows(**norms))
 
 
+SANDWICH_ROWS = (
+    *dense_rows(
+        attention_norm="input_layernorm",
+        attention_post_norm="post_attention_layernorm",
+        ffn_norm="pre_feedforward_layernorm",
+        ffn_post_norm="post_feedforward_layernorm",
+    ),
+    KeyMapping("layers.*.layer_scalar", "model.layers.*.layer_scalar"),
+)
+"""Names of weights as in Gemma 2 and 4."""
+
 DENSE_ROWS = dense_rows(attention_norm="input_layernorm", ffn_norm="post_attention_layernorm")
 """Names of weights as in Llama."""
 
 _HEAD = KeyMapping("head.output.weight", "lm_head.weight")
 
-_LISTS = {"layer_types", "no_rope_layers"}
+_OPTIONAL = {"layer_types", "no_rope_layers", "rope_parameters"}
 """Keys of which transformers does not distinguish null from absence."""
 
 _FULL_IF_UNLIMITED = {"sliding_attention": "full_attention"}
@@ -183,11 +194,9 @@ _WITHOUT_EFFECT = {
 """Keys without effect on the model's computation; `pretraining_tp` only changes the order of sums."""
 
 
-def dense_format(
-    model_types: Mapping[str, ModelType], name_of: Callable[[str], str | None] = lambda name: name
-) -> ExternalFormat:
-    """Return the format of a family from its `model_type`s, the preferred one for writing first. `name_of` is as in
-    `ExternalFormat`."""
+def dense_format(model_types: Mapping[str, ModelType], *, without: tuple[str, ...] = ()) -> ExternalFormat:
+    """Return the format of a family from its `model_type`s, the preferred one for writing first. A type NAME besides
+    NAME_text has vision too; only its language model is read, `without` tensors whose names start like this."""
     for kind in model_types.values():
         unknown = {*kind.keys.values(), *kind.ropes} - {field.name for field in dataclasses.fields(kind.config)}
         assert not unknown, f"{kind.architecture}: no fields of {kind.config.__qualname__}: {unknown}"
@@ -196,15 +205,17 @@ def dense_format(
         to_external=partial(_to_config_json, model_types),
         from_external=partial(_from_config_json, model_types),
         model_types={name: kind.architecture for name, kind in model_types.items()},
-        name_of=name_of,
+        name_of=lambda name: None if name.startswith(without) else name.replace("model.language_model.", "model."),
     )
 
 
 def _written_type(model_types: Mapping[str, ModelType], config: Decoder.Config) -> str:
     """Return the type that a model is written as. Raise `UserError` if there is none."""
     for name, kind in model_types.items():
+        known = {*_keys_of(kind).values(), *kind.ropes}
         if kind.config is type(config) and kind.write(config) is not None:
-            return name
+            if kind.config(**{name: getattr(config, name) for name in known}) == config:
+                return name
     raise UserError(f"no model_type of config.json ({', '.join(model_types)}) can describe this model: {config}")
 
 
@@ -228,7 +239,11 @@ def _from_config_json(model_types: Mapping[str, ModelType], document: Mapping[st
     if name not in list(model_types):
         raise UserError(f"config.json: model_type is {name!r}, and this family is {' or '.join(model_types)}")
     kind = model_types[name]
-    document = kind.prepare({key: value for key, value in document.items() if value is not None or key not in _LISTS})
+    if f"{name}_text" in model_types:
+        document = _language_model(document, f"{name}_text")
+    document = kind.prepare(
+        {key: value for key, value in document.items() if value is not None or key not in _OPTIONAL}
+    )
     reader = ConfigReader(_FILE, {**_DEFAULTS, **kind.defaults, **document})
     for key, only in {**_FIXED, **kind.fixed}.items():
         _require(key, document.get(key, only), only)
@@ -319,6 +334,20 @@ def _to_config_json(model_types: Mapping[str, ModelType], config: Decoder.Config
         **{key: value for key, value in {**_FIXED, **kind.fixed}.items() if key != "is_causal"},
         **(kind.write(config) or {}),
     }
+
+
+def _language_model(document: Mapping[str, Any], model_type: str) -> dict[str, Any]:
+    """Return the config.json of the language model in that of a model with vision. Raise `UserError` if it is of
+    another type, or the two contradict each other."""
+    reader = ConfigReader(_FILE, document)
+    text, shared = reader.section("text_config").values, ("tie_word_embeddings", "quantization_config")
+    for key, expected in {"model_type": model_type, shared[0]: document.get(shared[0])}.items():
+        if expected is not None and text.get(key, expected) != expected:
+            raise UserError(f"config.json: {key} is {text[key]!r} in text_config, but must be {expected!r}")
+    if parts := [part for part in ("vision", "audio") if reader.has(f"{part}_config")]:
+        named = " and ".join(parts)
+        logger.warning("config.json: only the language model is trained and exported, without the model's %s", named)
+    return {"model_type": model_type, **{key: document[key] for key in shared if key in document}, **text}
 
 
 def precision_of(document: Mapping[str, Any], default: Precision) -> Precision:

@@ -12,13 +12,10 @@ _ORIGINAL_CONTEXT = "original_max_position_embeddings"
 _CONTEXT = "max_position_embeddings"
 
 _FACTORS: dict[Scaling, dict[str, str]] = {
-    "linear": {},
-    "dynamic": {},
     "llama3": {"low_freq_factor": "low_freq_factor", "high_freq_factor": "high_freq_factor"},
     "yarn": {"beta_slow": "low_freq_factor", "beta_fast": "high_freq_factor"},
-    "longrope": {},
 }
-"""Type of scaling → its own keys of numbers → fields of `RoPEConfig`."""
+"""Type of scaling → its own keys of numbers → fields of `RoPEConfig`, if it has any."""
 
 _YARN_DEFAULTS = {"beta_slow": 1.0, "beta_fast": 32.0}
 
@@ -33,6 +30,7 @@ _OTHER_KEYS: dict[Scaling, set[str]] = {
     "llama3": {"factor", _ORIGINAL_CONTEXT},
     "yarn": {"factor", _ORIGINAL_CONTEXT, "attention_factor", "mscale", "mscale_all_dim", "truncate"},
     "longrope": {"factor", _ORIGINAL_CONTEXT, "attention_factor", "short_factor", "long_factor"},
+    "proportional": {"factor"},
 }
 """Type of scaling → its keys besides `_FACTORS`."""
 
@@ -51,7 +49,7 @@ def read_rope(reader: ConfigReader, *, rotates_part: bool, layer_type: str | Non
     """Return the RoPE of a config.json.
 
     Args:
-        rotates_part: the model type supports `partial_rotary_factor`.
+        rotates_part: the model type supports `partial_rotary_factor`, which proportional RoPE always does.
         layer_type: its section of `rope_parameters`; None: there are no sections.
 
     Raises:
@@ -77,10 +75,10 @@ def read_rope(reader: ConfigReader, *, rotates_part: bool, layer_type: str | Non
 def _read(reader: ConfigReader, parameters: ConfigReader, rotates_part: bool) -> RoPEConfig:
     said = parameters.values.get("rope_type", parameters.values.get("type", "default"))
     kind: Any = _ALIASES.get(said, said) if isinstance(said, str) else said
-    if kind != "default" and kind not in [*_FACTORS]:
-        supported = ", ".join(("default", *_FACTORS))
+    if kind != "default" and kind not in [*_OTHER_KEYS]:
+        supported = ", ".join(("default", *_OTHER_KEYS))
         raise UserError(f"config.json: RoPE of type {said!r}, which this family does not support ({supported})")
-    known = _COMMON_KEYS if kind == "default" else {*_COMMON_KEYS, *_FACTORS[kind], *_OTHER_KEYS[kind]}
+    known = _COMMON_KEYS if kind == "default" else {*_COMMON_KEYS, *_FACTORS.get(kind, ()), *_OTHER_KEYS[kind]}
     for key, value in parameters.values.items():
         if key not in known and value is not None:
             raise UserError(f"config.json: RoPE's {key} is {value!r}, which this family does not support")
@@ -88,7 +86,7 @@ def _read(reader: ConfigReader, parameters: ConfigReader, rotates_part: bool) ->
     rope = RoPEConfig(theta=outer.number("rope_theta", default=10_000.0))
     if outer.has("partial_rotary_factor"):
         rope.rotated_fraction = outer.number("partial_rotary_factor")
-        if rope.rotated_fraction != 1.0 and not rotates_part:
+        if rope.rotated_fraction != 1.0 and not rotates_part and kind != "proportional":
             raise UserError(
                 f"config.json: partial_rotary_factor is {rope.rotated_fraction}, which this family does not support "
                 "(only 1.0)"
@@ -103,12 +101,12 @@ def _read_scaling(rope: RoPEConfig, reader: ConfigReader, parameters: ConfigRead
     context = reader.whole_number(_CONTEXT)
     if rope.scaling == "dynamic":
         rope.original_max_seq_len = context
-    elif rope.scaling != "linear":
+    elif rope.scaling not in ("linear", "proportional"):
         rope.original_max_seq_len = _original_context(reader, parameters)
-    is_ratio_implied = rope.scaling in ("yarn", "longrope") and not parameters.has("factor")
-    ratio = context / rope.original_max_seq_len
-    rope.scaling_factor = ratio if is_ratio_implied else parameters.number("factor")
-    for key, field in _FACTORS[rope.scaling].items():
+    implied = {**dict.fromkeys(("yarn", "longrope"), context / rope.original_max_seq_len), "proportional": 1.0}
+    is_implied = rope.scaling in implied and not parameters.has("factor")
+    rope.scaling_factor = implied[rope.scaling] if is_implied else parameters.number("factor")
+    for key, field in _FACTORS.get(rope.scaling, {}).items():
         default = _YARN_DEFAULTS.get(key)
         setattr(rope, field, parameters.number(key) if parameters.has(key) or default is None else default)
     if parameters.has("attention_factor"):
@@ -166,10 +164,12 @@ def write_rope_section(rope: RoPEConfig, max_seq_len: int) -> dict[str, Any]:
 
 
 def _scaling(rope: RoPEConfig, max_seq_len: int) -> Mapping[str, Any] | None:
-    if rope.scaling_factor == 1.0 and rope.scaling != "longrope":
+    if not rope.is_scaled:
         return None
-    scaling: dict[str, Any] = {"rope_type": rope.scaling, "factor": rope.scaling_factor}
-    scaling |= {key: getattr(rope, field) for key, field in _FACTORS[rope.scaling].items()}
+    scaling: dict[str, Any] = {"rope_type": rope.scaling}
+    if rope.scaling_factor != 1.0 or rope.scaling != "proportional":
+        scaling["factor"] = rope.scaling_factor
+    scaling |= {key: getattr(rope, field) for key, field in _FACTORS.get(rope.scaling, {}).items()}
     if rope.scaling == "dynamic" and rope.original_max_seq_len != max_seq_len:
         raise UserError(
             f"config.json cannot express dynamic RoPE with original_max_seq_len {rope.original_max_seq_len} and "

@@ -1,10 +1,17 @@
-"""Decoders whose layers differ in what they attend to, in a repeating pattern."""
+"""Decoders whose layers differ in what they attend to, in a repeating pattern; those of them that scale embeddings."""
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import torch
+from torch import Tensor, nn
+
 from torchtitan.models.common.config_reader import ConfigReader
 from torchtitan.models.common.decoder import Decoder
+from torchtitan.models.common.feed_forward import gelu_tanh
+from torchtitan.models.common.rope import RoPEConfig
+from torchtitan.protocols.initializer import TruncatedNormal
+from torchtitan.protocols.output_head import LogitTransform
 from torchtitan.tools.errors import UserError
 
 LayerType = Literal["full_attention", "sliding_attention"]
@@ -25,9 +32,14 @@ class WindowedDecoder(Decoder):
         layer_types: list[LayerType] = field(default_factory=lambda: ["sliding_attention"])
         """Types of the first layers, repeated for the others."""
 
-        def layer_type(self, index: int) -> LayerType:
-            """Return the type of a layer."""
-            return self.layer_types[index % len(self.layer_types)]
+        @property
+        def local_rope(self) -> RoPEConfig:
+            """Rotary position embedding of layers of type sliding_attention; a field in families where it differs."""
+            return self.rope
+
+        def has_window(self, index: int) -> bool:
+            """Return whether a layer is of type sliding_attention."""
+            return self.layer_types[index % len(self.layer_types)] == "sliding_attention"
 
         def validate(self) -> None:
             Decoder.Config.validate(self)
@@ -35,11 +47,44 @@ class WindowedDecoder(Decoder):
                 raise UserError(f"--model.sliding_window is {self.sliding_window}, but must be from 1 to {2**32}")
             if not self.layer_types:
                 raise UserError("--model.layer_types is empty, but must name at least one type")
+            self.local_rope.validate(self.resolved_head_dim)
 
     config: Config
 
+    def rope_of_layer(self, index: int) -> RoPEConfig | None:
+        return self.config.local_rope if self.config.has_window(index) else self.config.rope
+
     def window_of_layer(self, index: int) -> int | None:
-        return self.config.sliding_window if self.config.layer_type(index) == "sliding_attention" else None
+        return self.config.sliding_window if self.config.has_window(index) else None
+
+
+class ScaledEmbeddingDecoder(WindowedDecoder):
+    """A decoder with embeddings times the square root of `dim`, GeGLU, and a soft cap of the logits."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(WindowedDecoder.Config):
+        final_logit_softcapping: float | None = None
+        """Soft cap of the logits. None: there is none."""
+
+        def validate(self) -> None:
+            WindowedDecoder.Config.validate(self)
+            self.check_positive("final_logit_softcapping")
+
+    config: Config
+
+    def make_feed_forward(self, *args: Any, **options: Any) -> nn.Module:
+        return super().make_feed_forward(*args, activation=gelu_tanh, **options)
+
+    def embed(self, tokens_BL: Tensor) -> Tensor:
+        hidden_BLD = super().embed(tokens_BL)
+        # Rounded first, as in the reference: in bfloat16, the square root of 3072 is 55.5.
+        return hidden_BLD * torch.tensor(self.config.dim**0.5, dtype=hidden_BLD.dtype).item()
+
+    def embedding_init(self) -> TruncatedNormal:
+        return TruncatedNormal(self.config.dim**-0.5)
+
+    def logit_transform(self) -> LogitTransform:
+        return LogitTransform(softcap=self.config.final_logit_softcapping)
 
 
 def prepare_windows(document: dict[str, Any]) -> dict[str, Any]:

@@ -13,11 +13,11 @@ NormFactory = Callable[[int], nn.Module]
 
 
 class RMSNorm(nn.RMSNorm):
-    """`torch.nn.RMSNorm` (Zhang and Sennrich 2019, arXiv:1910.07467); weights start at 1."""
+    """`torch.nn.RMSNorm` (Zhang and Sennrich 2019, arXiv:1910.07467); weights start at `init`."""
 
-    def __init__(self, dim: int, eps: float):
+    def __init__(self, dim: int, eps: float, *, init: float = 1.0):
         super().__init__(dim, eps=eps)
-        with_initializers(self, weight=Constant(1.0))
+        with_initializers(self, weight=Constant(init))
 
 
 class OffsetRMSNorm(nn.Module):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torchtitan.tools.errors import UserError
 
-Scaling = Literal["llama3", "linear", "dynamic", "yarn", "longrope"]
+Scaling = Literal["llama3", "linear", "dynamic", "yarn", "longrope", "proportional"]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -21,13 +21,15 @@ class RoPEConfig:
     """Base of the geometric series of wavelengths."""
 
     rotated_fraction: float = 1.0
-    """Part of each head that is rotated, from its first element; the other elements have no position."""
+    """Part of each head that is rotated, from its first element (`proportional`: of both halves); other elements have
+    no position."""
 
     scaling: Scaling = "llama3"
     """Change of frequencies for long contexts; each one is described at its function in models/common/rope.py."""
 
     scaling_factor: float = 1.0
-    """Ratio of the context to the original one, by which frequencies are divided. 1: unscaled, except `longrope`."""
+    """Ratio of the context to the original one, by which frequencies are divided. 1: unscaled, except `longrope` and
+    `proportional`."""
 
     low_freq_factor: float = 1.0
     """Pairs with fewer turns than this in the original context are scaled in full (`llama3`; `yarn`: beta_slow)."""
@@ -48,13 +50,18 @@ class RoPEConfig:
     """Divisor of each pair's frequency in longer documents (`longrope`)."""
 
     def rotated_dim(self, head_dim: int) -> int:
-        """Return the number of elements of a head that are rotated."""
-        return int(head_dim * self.rotated_fraction)
+        """Return the number of elements of a head, from its first, that form pairs with a frequency."""
+        return head_dim if self.scaling == "proportional" else int(head_dim * self.rotated_fraction)
+
+    @property
+    def is_scaled(self) -> bool:
+        """True if `scaling` has an effect."""
+        return self.scaling_factor != 1.0 or self.scaling in ("longrope", "proportional")
 
     @property
     def depends_on_length(self) -> bool:
         """True if frequencies depend on the length of the document."""
-        return self.scaling == "longrope" or (self.scaling == "dynamic" and self.scaling_factor != 1.0)
+        return self.is_scaled and self.scaling in ("longrope", "dynamic")
 
     def validate(self, head_dim: int) -> None:
         """Raise `UserError` for values that heads of this width cannot use."""
@@ -137,12 +144,19 @@ def _longrope(config: RoPEConfig, frequencies: Tensor, lengths: Tensor) -> Tenso
     return torch.where(lengths > config.original_max_seq_len, frequencies / long, frequencies / short)
 
 
+def _proportional(config: RoPEConfig, frequencies: Tensor, lengths: Tensor) -> Tensor:
+    """Divide all frequencies, and rotate only the fastest pairs of a head (Gemma 4)."""
+    n_rotated = int(len(frequencies) * config.rotated_fraction)
+    return torch.cat((frequencies[:n_rotated] / config.scaling_factor, torch.zeros_like(frequencies[n_rotated:])))
+
+
 _SCALINGS: dict[Scaling, Frequencies] = {
     "linear": _linear,
     "llama3": _llama3,
     "yarn": _yarn,
     "dynamic": _dynamic,
     "longrope": _longrope,
+    "proportional": _proportional,
 }
 
 
@@ -155,7 +169,7 @@ def rope_frequencies(config: RoPEConfig, head_dim: int, lengths_BL: Tensor) -> T
     rotated, device = config.rotated_dim(head_dim), lengths_BL.device
     exponents = torch.arange(0, rotated, 2, dtype=torch.float32, device=device) / rotated
     frequencies = config.theta**-exponents
-    if config.scaling_factor == 1.0 and not config.depends_on_length:
+    if not config.is_scaled:
         return frequencies
     return _SCALINGS[config.scaling](config, frequencies, lengths_BL[:, :, None, None].float())
 

@@ -1,54 +1,27 @@
 """Gemma 1, 2 and 3 for text (arXiv:2403.08295, arXiv:2408.00118, arXiv:2503.19786), and their Hugging Face format."""
 
-import math
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from torchtitan.models.common.blocks import SandwichBlock
 from torchtitan.models.common.config_reader import ConfigReader
-from torchtitan.models.common.feed_forward import gelu_tanh
-from torchtitan.models.common.hugging_face import DENSE_ROWS, ModelType, dense_format, dense_rows, write_if
+from torchtitan.models.common.hugging_face import DENSE_ROWS, SANDWICH_ROWS, ModelType, dense_format, write_if
 from torchtitan.models.common.hugging_face_rope import write_rope
-from torchtitan.models.common.layer_types import WINDOW_KEYS, LayerType, WindowedDecoder
+from torchtitan.models.common.layer_types import WINDOW_KEYS, LayerType, ScaledEmbeddingDecoder
 from torchtitan.models.common.norms import OffsetRMSNorm
 from torchtitan.models.common.rope import RoPEConfig
-from torchtitan.protocols.initializer import TruncatedNormal
-from torchtitan.protocols.output_head import LogitTransform
-from torchtitan.tools.errors import UserError
 
 _PATTERN: list[LayerType] = ["full_attention" if index == 5 else "sliding_attention" for index in range(6)]
 """Layers of Gemma 3. Gemma 2 repeats the last two."""
 
 
-class GemmaModel(WindowedDecoder):
+class GemmaModel(ScaledEmbeddingDecoder):
     """Gemma 1: Llama's decoder with norms times 1 + weight, GeGLU, and embeddings times the square root of `dim`."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(WindowedDecoder.Config):
-        attention_bias: bool = False
-        """Add biases to all projections of attention."""
-
-    config: Config
-
-    def make_attention(self, index: int, **options: Any) -> nn.Module:
-        return super().make_attention(index, biases="qkvo" if self.config.attention_bias else "", **options)
-
-    def make_feed_forward(self, *args: Any, **options: Any) -> nn.Module:
-        return super().make_feed_forward(*args, activation=gelu_tanh, **options)
 
     def make_norm(self, dim: int) -> nn.Module:
         return OffsetRMSNorm(dim, self.config.norm_eps)
-
-    def embed(self, tokens_BL: Tensor) -> Tensor:
-        hidden_BLD = super().embed(tokens_BL)
-        # Rounded first, as in the reference: in bfloat16, the square root of 3072 is 55.5.
-        return hidden_BLD * torch.tensor(self.config.dim**0.5, dtype=hidden_BLD.dtype).item()
-
-    def embedding_init(self) -> TruncatedNormal:
-        return TruncatedNormal(self.config.dim**-0.5)
 
 
 class Gemma2Model(GemmaModel):
@@ -62,9 +35,6 @@ class Gemma2Model(GemmaModel):
         attn_logit_softcapping: float | None = None
         """Soft cap of the divided scores. None: there is none."""
 
-        final_logit_softcapping: float | None = None
-        """Soft cap of the logits. None: there is none."""
-
         sliding_window: int = 4096
         """Tokens that a token sees in layers of type sliding_attention, including itself."""
 
@@ -73,10 +43,7 @@ class Gemma2Model(GemmaModel):
 
         def validate(self) -> None:
             GemmaModel.Config.validate(self)
-            for name in ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"):
-                value = getattr(self, name)
-                if value is not None and not 0 < value < math.inf:
-                    raise UserError(f"--model.{name} is {value}, but must be above 0")
+            self.check_positive("query_pre_attn_scalar", "attn_logit_softcapping")
 
     config: Config
 
@@ -88,9 +55,6 @@ class Gemma2Model(GemmaModel):
 
     def score_softcap(self) -> float | None:
         return self.config.attn_logit_softcapping
-
-    def logit_transform(self) -> LogitTransform:
-        return LogitTransform(softcap=self.config.final_logit_softcapping)
 
 
 class Gemma3Model(Gemma2Model):
@@ -104,18 +68,10 @@ class Gemma3Model(Gemma2Model):
         local_rope: RoPEConfig = field(default_factory=lambda: RoPEConfig(theta=10_000.0))
         """Rotary position embedding of layers of type sliding_attention. The others use `rope`."""
 
-        def validate(self) -> None:
-            Gemma2Model.Config.validate(self)
-            self.local_rope.validate(self.resolved_head_dim)
-
     config: Config
 
     def make_attention(self, index: int, **options: Any) -> nn.Module:
         return super().make_attention(index, qk_norm=self.make_norm, **options)
-
-    def rope_of_layer(self, index: int) -> RoPEConfig:
-        is_local = self.config.layer_type(index) == "sliding_attention"
-        return self.config.local_rope if is_local else self.config.rope
 
 
 _BASES = {"full_attention": ("rope_theta", 1e6), "sliding_attention": ("rope_local_base_freq", 1e4)}
@@ -154,12 +110,6 @@ _DEFAULTS = {"tie_word_embeddings": True, "head_dim": 256, "num_key_value_heads"
 _DEFAULTS3 = {**_DEFAULTS, "num_attention_heads": 8, "vocab_size": 262_208, "max_position_embeddings": 131_072}
 _NAMES = ("attention_bias", "query_pre_attn_scalar", "final_logit_softcapping", "attn_logit_softcapping")
 _KEYS = {name: name for name in _NAMES} | WINDOW_KEYS
-_ROWS = dense_rows(
-    attention_norm="input_layernorm",
-    attention_post_norm="post_attention_layernorm",
-    ffn_norm="pre_feedforward_layernorm",
-    ffn_post_norm="post_feedforward_layernorm",
-)
 
 FORMAT = dense_format(
     {
@@ -170,13 +120,12 @@ FORMAT = dense_format(
             keys={"attention_bias": "attention_bias"},
             defaults={"tie_word_embeddings": True, "head_dim": 256, "num_key_value_heads": 16},
             prepare=_prepare,
-            write=write_if(lambda config: config.sliding_window is None),
             **_SHARED,
         ),
         "gemma2": ModelType(
             architecture="Gemma2ForCausalLM",
             config=Gemma2Model.Config,
-            rows=_ROWS,
+            rows=SANDWICH_ROWS,
             keys=_KEYS,
             defaults={**_DEFAULTS, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
             prepare=_prepare,
@@ -186,7 +135,7 @@ FORMAT = dense_format(
         "gemma3_text": ModelType(
             architecture="Gemma3ForCausalLM",
             config=Gemma3Model.Config,
-            rows=_ROWS,
+            rows=SANDWICH_ROWS,
             # transformers reads a soft cap of scores, but does not compute it.
             keys={key: name for key, name in _KEYS.items() if key != "attn_logit_softcapping"},
             defaults=_DEFAULTS3,
@@ -194,7 +143,7 @@ FORMAT = dense_format(
             prepare=_prepare_gemma3,
             ropes={"rope": "full_attention", "local_rope": "sliding_attention"},
             write=write_if(
-                lambda config: config.dim % config.n_heads == 0 and config.attn_logit_softcapping is None,
+                lambda config: config.dim % config.n_heads == 0,
                 # For transformers 4, which does not read `rope_parameters`.
                 lambda c: {**write_rope(c.rope, c.max_seq_len), "rope_local_base_freq": c.local_rope.theta},
             ),

@@ -1,7 +1,6 @@
 """Granite 3 and the dense models of Granite 4 (IBM), and their Hugging Face formats."""
 
 import dataclasses
-import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,7 +15,6 @@ from torchtitan.models.common.hugging_face import (
     attention_rows,
     dense_format,
     norm_rows,
-    write_if,
 )
 from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.protocols.initializer import TruncatedNormal
@@ -32,12 +30,6 @@ class GraniteModel(Decoder):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Decoder.Config):
-        attention_bias: bool = False
-        """Add biases to all projections of attention."""
-
-        mlp_bias: bool = False
-        """Add biases to all projections of the feed-forward network."""
-
         embedding_multiplier: float = 1.0
         """Factor of the embedding."""
 
@@ -52,9 +44,7 @@ class GraniteModel(Decoder):
 
         def validate(self) -> None:
             Decoder.Config.validate(self)
-            for name in _MULTIPLIERS:
-                if not 0 < getattr(self, name) < math.inf:
-                    raise UserError(f"--model.{name} is {getattr(self, name)}, but must be above 0")
+            self.check_positive(*_MULTIPLIERS)
 
     config: Config
 
@@ -62,11 +52,7 @@ class GraniteModel(Decoder):
         return super().make_block(index, multiplier=self.config.residual_multiplier, **options)
 
     def make_attention(self, index: int, **options: Any) -> nn.Module:
-        biases = "qkvo" if self.config.attention_bias else ""
-        return super().make_attention(index, biases=biases, scale=self.config.attention_multiplier, **options)
-
-    def make_feed_forward(self, index: int, *args: Any, **options: Any) -> nn.Module:
-        return super().make_feed_forward(index, *args, bias=self.config.mlp_bias, **options)
+        return super().make_attention(index, scale=self.config.attention_multiplier, **options)
 
     def embed(self, tokens_BL: Tensor) -> Tensor:
         return super().embed(tokens_BL) * self.config.embedding_multiplier
@@ -123,11 +109,6 @@ def _prepare_dense(document: dict[str, Any]) -> dict[str, Any]:
     return document
 
 
-def _keys_of_dense(config: Granite4Model.Config) -> dict[str, Any]:
-    # transformers requires that the number of Mamba heads divides the width of Mamba layers, even if there are none.
-    return {"layer_types": ["attention"] * config.n_layers, "mamba_n_heads": 1}
-
-
 _KEYS = {name: name for name in ("attention_bias", *_MULTIPLIERS)}
 
 _DENSE_ROWS = (
@@ -165,7 +146,8 @@ FORMAT = dense_format(
             fixed={"num_local_experts": 0},
             ignored=_OF_OTHER_LAYERS,
             prepare=_prepare_dense,
-            write=write_if(lambda config: not config.mlp_bias, _keys_of_dense),
+            # transformers requires a number of Mamba heads that divides their width, even if there are none.
+            write=lambda config: {"layer_types": ["attention"] * config.n_layers, "mamba_n_heads": 1},
         ),
     }
 )

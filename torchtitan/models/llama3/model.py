@@ -14,7 +14,7 @@ FORMAT = dense_format(
             architecture="LlamaForCausalLM",
             config=Llama3Model.Config,
             rows=DENSE_ROWS,
-            fixed={"attention_bias": False, "mlp_bias": False},
+            keys={"attention_bias": "attention_bias", "mlp_bias": "mlp_bias"},
             ignored=("sliding_window",),  # transformers' Llama has no window
             write=write_if(lambda config: config.dim % config.n_heads == 0),  # required by transformers
         ),

@@ -22,7 +22,7 @@ def _olmo_3(**sizes: Any) -> Olmo3Model.Config:
         max_seq_len=65_536,
         norm_eps=1e-6,
         rope=RoPEConfig(scaling="yarn", scaling_factor=8.0, high_freq_factor=32.0, attention_factor=1.2079441541679836),
-        sliding_rope=RoPEConfig(),
+        local_rope=RoPEConfig(),
         **sizes,
     )
 
@@ -35,7 +35,7 @@ FLAVORS = {
         rope=RoPEConfig(
             theta=10_000.0, scaling="yarn", scaling_factor=4.0, high_freq_factor=32.0, original_max_seq_len=512
         ),
-        sliding_rope=RoPEConfig(theta=10_000.0),
+        local_rope=RoPEConfig(theta=10_000.0),
     ),
     "2-1B": _olmo_2(**_1B),
     "2-7B": _olmo_2(**_7B),

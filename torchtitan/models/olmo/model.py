@@ -7,7 +7,7 @@ from torch import nn
 
 from torchtitan.models.common.blocks import PostNormBlock
 from torchtitan.models.common.config_reader import ConfigReader
-from torchtitan.models.common.hugging_face import ModelType, dense_format, dense_rows, write_if
+from torchtitan.models.common.hugging_face import ModelType, dense_format, dense_rows
 from torchtitan.models.common.hugging_face_rope import write_rope
 from torchtitan.models.common.layer_types import WINDOW_KEYS, LayerType, WindowedDecoder
 from torchtitan.models.common.rope import RoPEConfig
@@ -18,19 +18,11 @@ class Olmo2Model(WindowedDecoder):
     """Llama's decoder with the norms after attention and feed-forward network, and norms over all queries and all keys
     of a token."""
 
-    @dataclass(kw_only=True, slots=True)
-    class Config(WindowedDecoder.Config):
-        attention_bias: bool = False
-        """Add biases to all projections of attention."""
-
-    config: Config
-
     def make_block(self, index: int, **options: Any) -> nn.Module:
         return super().make_block(index, kind=PostNormBlock, **options)
 
     def make_attention(self, index: int, **options: Any) -> nn.Module:
-        biases = "qkvo" if self.config.attention_bias else ""
-        return super().make_attention(index, qk_norm=self.make_norm, qk_norm_over="all heads", biases=biases, **options)
+        return super().make_attention(index, qk_norm=self.make_norm, qk_norm_over="all heads", **options)
 
 
 class Olmo3Model(Olmo2Model):
@@ -46,21 +38,11 @@ class Olmo3Model(Olmo2Model):
         )
         """Types of the first layers, repeated for the others."""
 
-        sliding_rope: RoPEConfig
+        local_rope: RoPEConfig = field()
         """Rotary position embedding of layers of type sliding_attention; the others have `rope`."""
 
-        def validate(self) -> None:
-            Olmo2Model.Config.validate(self)
-            self.sliding_rope.validate(self.resolved_head_dim)
 
-    config: Config
-
-    def rope_of_layer(self, index: int) -> RoPEConfig:
-        is_sliding = self.config.layer_type(index) == "sliding_attention"
-        return self.config.sliding_rope if is_sliding else self.config.rope
-
-
-_ROPES = {"rope": "full_attention", "sliding_rope": "sliding_attention"}
+_ROPES = {"rope": "full_attention", "local_rope": "sliding_attention"}
 
 _OLMO_3_THETA = 500_000.0
 
@@ -83,7 +65,7 @@ def _prepare(document: dict[str, Any]) -> dict[str, Any]:
 
 def _rope_for_transformers_4(config: Olmo3Model.Config) -> dict[str, Any]:
     """Return the keys of RoPE of transformers 4, if they can describe the model: they scale full attention only."""
-    is_plain = config.sliding_rope == RoPEConfig(theta=config.rope.theta)
+    is_plain = config.local_rope == RoPEConfig(theta=config.rope.theta)
     return write_rope(config.rope, config.max_seq_len) if is_plain else {}
 
 
@@ -97,7 +79,6 @@ FORMAT = dense_format(
             rows=_ROWS,
             keys={"attention_bias": "attention_bias"},
             defaults={"rms_norm_eps": 1e-5},
-            write=write_if(lambda config: config.sliding_window is None),
         ),
         "olmo3": ModelType(
             architecture="Olmo3ForCausalLM",

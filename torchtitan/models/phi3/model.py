@@ -67,10 +67,7 @@ FORMAT = dense_format(
             prepare=_prepare,
             ignored=("full_attn_mod", "interpolate_factor", "lm_head_bias"),  # in Phi-4-mini; not read by transformers
             write=write_if(
-                lambda config: (
-                    config.layer_types == ["sliding_attention"]
-                    and (config.rope.scaling == "longrope" or config.rope.scaling_factor == 1.0)
-                ),
+                lambda config: config.rope.scaling == "longrope" or not config.rope.is_scaled,
                 _extra_keys,
             ),
         )

@@ -12,7 +12,7 @@ class Qwen2Model(WindowedDecoder):
     """Llama's decoder with biases of queries, keys and values, and windows in some models' upper layers."""
 
     def make_attention(self, index: int, **options: Any) -> nn.Module:
-        return super().make_attention(index, biases="qkv", **options)
+        return super().make_attention(index, biases="qkvo" if self.config.attention_bias else "qkv", **options)
 
 
 FORMAT = dense_format(

@@ -1,6 +1,5 @@
 """Qwen3's dense models ("Qwen3 Technical Report", arXiv:2505.09388), and their Hugging Face format."""
 
-from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -12,16 +11,8 @@ from torchtitan.models.common.layer_types import WINDOW_KEYS, WindowedDecoder, p
 class Qwen3Model(WindowedDecoder):
     """Llama's decoder with a norm on the queries and keys of each head, and windows in some models' upper layers."""
 
-    @dataclass(kw_only=True, slots=True)
-    class Config(WindowedDecoder.Config):
-        attention_bias: bool = False
-        """Add biases to all projections of attention."""
-
-    config: Config
-
     def make_attention(self, index: int, **options: Any) -> nn.Module:
-        biases = "qkvo" if self.config.attention_bias else ""
-        return super().make_attention(index, qk_norm=self.make_norm, biases=biases, **options)
+        return super().make_attention(index, qk_norm=self.make_norm, **options)
 
 
 FORMAT = dense_format(

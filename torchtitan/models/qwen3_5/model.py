@@ -1,35 +1,25 @@
 """Qwen3.5's dense models, without their vision encoder, and their Hugging Face format."""
 
-from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
 from torchtitan.models.common.config_reader import ConfigReader
+from torchtitan.models.common.delta_net import DELTA_NET_KEYS, DELTA_NET_ROWS, HybridDecoder
 from torchtitan.models.common.hugging_face import DENSE_ROWS, ModelType, dense_format
-from torchtitan.models.common.hybrid import DELTA_NET_KEYS, DELTA_NET_ROWS, HybridDecoder
 from torchtitan.models.common.norms import OffsetRMSNorm
 from torchtitan.tools.errors import UserError
-from torchtitan.tools.logging import logger
 
 
 class Qwen35Model(HybridDecoder):
     """Gated delta nets, with an attention layer after every three. Attention has norms of queries and keys, a gate of
     its result, and RoPE in a part of each head."""
 
-    @dataclass(kw_only=True, slots=True)
-    class Config(HybridDecoder.Config):
-        attention_bias: bool = False
-        """Add biases to all projections of attention."""
-
-    config: Config
-
     def make_norm(self, dim: int) -> nn.Module:
         return OffsetRMSNorm(dim, self.config.norm_eps)
 
     def make_attention(self, index: int, **options: Any) -> nn.Module:
-        biases = "qkvo" if self.config.attention_bias else ""
-        return super().make_attention(index, biases=biases, qk_norm=self.make_norm, gated=True, **options)
+        return super().make_attention(index, qk_norm=self.make_norm, gated=True, **options)
 
 
 def _prepare(document: dict[str, Any]) -> dict[str, Any]:
@@ -51,25 +41,6 @@ def _prepare(document: dict[str, Any]) -> dict[str, Any]:
     return prepared
 
 
-def _prepare_whole(document: dict[str, Any]) -> dict[str, Any]:
-    """Return what a config.json says of the language model. Raise `UserError` for a mixture of experts, and as
-    `_prepare`."""
-    reader = ConfigReader("config.json", document)
-    text, tie = reader.section("text_config").values, "tie_word_embeddings"
-    for key, expected in {"model_type": "qwen3_5_text", tie: document.get(tie)}.items():
-        if expected is not None and text.get(key, expected) != expected:
-            raise UserError(f"config.json: {key} is {text[key]!r} in text_config, but must be {expected!r}")
-    if reader.has("vision_config"):
-        logger.warning("config.json: only the language model is trained and exported, without the model's vision")
-    return _prepare({**({tie: document[tie]} if tie in document else {}), **text})
-
-
-def _name(tensor: str) -> str | None:
-    """Return a tensor's name in a file without vision; None if the tensor belongs to vision, or predicts more tokens at
-    once, which transformers leaves out too."""
-    return None if tensor.startswith(("model.visual.", "mtp.")) else tensor.replace("model.language_model.", "model.")
-
-
 _TEXT = ModelType(
     architecture="Qwen3_5ForCausalLM",
     config=Qwen35Model.Config,
@@ -81,4 +52,5 @@ _TEXT = ModelType(
     prepare=_prepare,
 )
 
-FORMAT = dense_format({"qwen3_5_text": _TEXT, "qwen3_5": replace(_TEXT, prepare=_prepare_whole)}, name_of=_name)
+# Tensors that predict more tokens at once are left out, as by transformers.
+FORMAT = dense_format({"qwen3_5_text": _TEXT, "qwen3_5": _TEXT}, without=("model.visual.", "mtp."))

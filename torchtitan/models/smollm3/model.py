@@ -3,8 +3,6 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
-
 from torchtitan.models.common.config_reader import ConfigReader
 from torchtitan.models.common.hugging_face import DENSE_ROWS, ModelType, dense_format
 from torchtitan.models.common.layer_types import WINDOW_KEYS, WindowedDecoder
@@ -17,12 +15,6 @@ class SmolLM3Model(WindowedDecoder):
 
     @dataclass(kw_only=True, slots=True)
     class Config(WindowedDecoder.Config):
-        attention_bias: bool = False
-        """Add biases to all projections of attention."""
-
-        mlp_bias: bool = False
-        """Add biases to all projections of the feed-forward network."""
-
         no_rope_layers: list[int] = field(default_factory=lambda: [1, 1, 1, 0])
         """1 for a layer with rotary positions, 0 for a layer without, for the first layers; repeated for the others."""
 
@@ -32,12 +24,6 @@ class SmolLM3Model(WindowedDecoder):
                 raise UserError(f"--model.no_rope_layers is {self.no_rope_layers}, but must be a list of 1 and 0")
 
     config: Config
-
-    def make_attention(self, index: int, **options: Any) -> nn.Module:
-        return super().make_attention(index, biases="qkvo" if self.config.attention_bias else "", **options)
-
-    def make_feed_forward(self, index: int, *args: Any, **options: Any) -> nn.Module:
-        return super().make_feed_forward(index, *args, bias=self.config.mlp_bias, **options)
 
     def rope_of_layer(self, index: int) -> RoPEConfig | None:
         has_rope = self.config.no_rope_layers

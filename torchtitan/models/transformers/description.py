@@ -34,9 +34,6 @@ _ABOUT_FILES = {"quantization_config", "transformers_version", "dtype", "torch_d
 _OF_CODE = {"auto_map", FOLDER_KEY}
 """Keys that are kept only if the model's own code computes it."""
 
-_FLOAT = "__float__"
-"""Only key of an object in config.json that stands for a number that JSON does not have."""
-
 
 _own_classes: dict[type, Any] = {}
 """Class of a configuration → class of its models, both from code in models' folders."""
@@ -56,11 +53,14 @@ def model_classes() -> dict[str, str]:
 def checked_document(document: Mapping[str, Any]) -> dict[str, Any]:
     """Return the part of a config.json that describes the model. Raise `UserError` if no class here computes it; warn
     of keys that the class does not know."""
+    from transformers import PretrainedConfig
+
     is_known = document.get("model_type") in model_classes()
     if not is_known and not _own_code(document):
         raise UserError(_refusal(document))
     left_out = _ABOUT_FILES | (_OF_CODE if is_known else set())
-    kept = {key: _decode(value) for key, value in document.items() if key not in left_out}
+    kept = {key: value for key, value in document.items() if key not in left_out}
+    kept = PretrainedConfig._decode_special_floats(kept)  # infinite numbers, which JSON does not have
     try:
         config = transformers_config(kept)
     except Exception as error:  # validators of transformers raise various types
@@ -74,17 +74,6 @@ def checked_document(document: Mapping[str, Any]) -> dict[str, Any]:
     if unknown := sorted(kept.keys() - known):
         logger.warning("config.json: %s does not know %s", type(config).__name__, ", ".join(unknown))
     return kept
-
-
-def _decode(value: Any) -> Any:
-    """Return a value of config.json; transformers writes infinite numbers as objects."""
-    if isinstance(value, list):
-        return [_decode(item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    if value.keys() == {_FLOAT}:
-        return float(value[_FLOAT])
-    return {key: _decode(item) for key, item in value.items()}
 
 
 def _own_code(document: Mapping[str, Any]) -> bool:
@@ -155,7 +144,11 @@ def build_class(config: Any, implementation: str | None = None) -> Any:
     default."""
     cls, config = class_of(config)
     options = {} if implementation is None else {"attn_implementation": implementation}
-    return cls._from_config(copy.deepcopy(config), dtype=torch.float32, **options)  # writes into its configuration
+    try:  # with a copy, since it writes into its configuration
+        return cls._from_config(copy.deepcopy(config), dtype=torch.float32, **options)
+    except Exception as error:  # impossible sizes raise various types
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise UserError(f"config.json: {cls.__name__} of transformers cannot be built from it: {reason}") from error
 
 
 def written_document(document: Mapping[str, Any], vocab_size: int | None) -> dict[str, Any]:

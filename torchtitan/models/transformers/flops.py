@@ -1,58 +1,143 @@
-"""Operations of a class of transformers, counted in a forward pass without memory."""
+"""Operations of a class of transformers, counted in its forward pass on tensors without memory."""
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import flop_registry
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from torchtitan.protocols.model import count_elements
+from torchtitan.protocols.model import BaseModel, converted_modules
+from torchtitan.tools.torch_private import FakeTensorMode, OpOverload, TorchDispatchMode
 
+_STEPS = 8, 64
+"""Tokens by which passes grow to find loops over tokens, or over chunks of that size. Those over larger ones run."""
 
-def _grouped_product(a: torch.Size, b: torch.Size, *_: Any, **__: Any) -> int:
-    """Return the operations of a product of groups of rows (N, K) with one matrix (E, K, M) for each group."""
-    return 2 * a.numel() * b[-1]
-
-
-_GROUPED = {torch.ops.aten._grouped_mm: _grouped_product}
-
-_SHORT = 64
-"""Tokens of the shorter of two passes whose operations are extrapolated."""
+_CALLS = "calls"
+"""Counts all operations, among the names of weights."""
 
 
-def forward_flops(run: Callable[[Tensor], Any], seq_len: int, *, is_recurrent: bool) -> float:
-    """Return the operations per token of `run`, a model's forward pass on fake tensors, for windows of `seq_len`.
+def forward_flops(plain: nn.Module, blocks: Iterable[str], seq_len: int) -> dict[str, float]:
+    """Return the operations per token of the products with each weight, by name, and without weights (""), in a forward
+    pass over `seq_len` tokens: matrix products and convolutions, in attention with all keys, or with as many as its
+    window has. Equal `blocks` are computed once.
 
-    Matrix products are counted, those of attention over the whole square. A recurrent class may loop over the tokens,
-    so that its longer windows are extrapolated as a sum of parts that grow with the length and its square.
+    A longer pass of a class that loops over tokens or chunks is extrapolated from short ones: its operations are a
+    polynomial of the length, of degree 2. `plain` is the class on the meta device with attention "eager", and cannot be
+    used afterwards. Raises `RuntimeError` for a class that reads values.
     """
+    plain.bfloat16()  # grouped products know no other type
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), _attention_in_windows():
+        plain.to_empty(device="cpu")
+        with _Count(plain, blocks) as counter:
 
-    def count(length: int) -> float:
-        with FlopCounterMode(display=False, custom_mapping=_GROUPED) as counter, torch.no_grad():
-            run(torch.zeros(1, length, dtype=torch.long))
-        return counter.get_total_flops() / length
+            def count(length: int) -> Counter[str]:
+                counter.flops = Counter()
+                plain(input_ids=torch.zeros(1, length, dtype=torch.long), use_cache=False)
+                return counter.flops
 
-    if not is_recurrent or seq_len <= 2 * _SHORT:
-        return count(seq_len)
-    short, long = count(_SHORT), count(2 * _SHORT)
-    return short + (long - short) / _SHORT * (seq_len - _SHORT)
+            for step in _STEPS:
+                first, second = count(step), count(2 * step)
+                if first[_CALLS] != second[_CALLS] and seq_len > 3 * step:
+                    third, n = count(3 * step), seq_len / step - 1
+                    total = {
+                        name: a + n * (second[name] - a) + n * (n - 1) / 2 * (third[name] - 2 * second[name] + a)
+                        for name, a in first.items()
+                    }
+                    break
+            else:
+                total = dict(count(seq_len))
+    del total[_CALLS]
+    return {name: flops / seq_len for name, flops in total.items()}
 
 
-def with_backward(forward: float, model: nn.Module, used: nn.Module) -> float:
-    """Return the operations per token of a forward and a backward pass, given those of the forward pass.
-
-    A backward pass takes as many for the gradients of inputs, and as many again for those of weights, except frozen
-    ones (of linear layers in `used`). No pass is needed without trained parameters.
-    """
-    trained = sum(size for size, is_trained in count_elements(model) if is_trained)
+def with_backward(forward: Mapping[str, float], model: BaseModel) -> float:
+    """Return the operations per token of a forward and a backward pass of `model`, whose weights have the names in
+    `forward`. The backward pass takes as many for the gradients of inputs, and as many for those of trained weights;
+    adapters add 6 per element."""
+    total, trained = sum(forward.values()), {name for name, p in model.named_parameters() if p.requires_grad}
     if not trained:
-        return forward
-    frozen = sum(
-        parameter.numel()
-        for layer in used.modules()
-        if isinstance(layer, nn.Linear)
-        for name, parameter in layer.named_parameters(recurse=False)
-        if name == "weight" and not parameter.requires_grad
+        return total
+    frozen = sum(flops for name, flops in forward.items() if name and name not in trained)
+    adapters = sum(
+        module.get_parameter(name).numel() for _, module in converted_modules(model) for name in module.added
     )
-    return 3 * forward - 2 * frozen
+    return 3 * total - frozen + 6 * adapters
+
+
+class _Count(TorchDispatchMode):
+    """Counts operations, and lets blocks that equal an earlier one return its result, counted once more."""
+
+    def __init__(self, plain: nn.Module, blocks: Iterable[str]) -> None:
+        super().__init__()
+        self.flops: Counter[str] = Counter()
+        matrices = ((name, parameter) for name, parameter in plain.named_parameters() if parameter.ndim > 1)
+        self._names = {_memory(parameter): name for name, parameter in matrices}
+        self._of_kinds: dict[Any, tuple[Counter[str], Any]] = {}
+        for name in blocks:
+            self._share(plain.get_submodule(name), f"{name}.")
+
+    def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.flops[_CALLS] += 1
+        grouped = _grouped_flops if func.overloadpacket.__name__ == "_grouped_mm" else None
+        if formula := grouped or flop_registry.get(func.overloadpacket):
+            names = [self._names.get(_memory(arg), "") for arg in args if isinstance(arg, Tensor)]
+            self.flops[max(names, default="")] += formula(*args, **(kwargs or {}), out_val=result)
+        return result
+
+    def _share(self, block: nn.Module, prefix: str) -> None:
+        kind, own = _kind(block), block.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            key = kind, *(arg.shape for arg in args if isinstance(arg, Tensor))
+            if key not in self._of_kinds:
+                before, self.flops = self.flops, Counter()
+                result = own(*args, **kwargs)
+                inside = Counter({name.replace(prefix, "*", 1): n for name, n in self.flops.items()})
+                self._of_kinds[key], self.flops = (inside, result), before
+            flops, result = self._of_kinds[key]
+            self.flops.update({name.replace("*", prefix, 1): n for name, n in flops.items()})
+            return result
+
+        block.forward = forward  # type: ignore[method-assign]
+
+
+def _kind(block: nn.Module) -> str:
+    """Return what determines a block's operations: its parts, their sizes and settings, without its number."""
+    return repr(
+        [
+            (name, type(part), [(key, p.shape) for key, p in part.named_parameters(recurse=False)])
+            + tuple((k, v) for k, v in vars(part).items() if isinstance(v, (int, float, str)) and "layer_i" not in k)
+            for name, part in block.named_modules()
+        ]
+    )
+
+
+def _memory(tensor: Tensor) -> int:
+    return id(tensor.untyped_storage())
+
+
+def _grouped_flops(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
+    """Return the operations of a product of groups of rows (N, K) with one matrix (E, K, M) for each group."""
+    return 2 * a.numel() * b.shape[-1]
+
+
+@contextmanager
+def _attention_in_windows() -> Iterator[None]:
+    """Replace every class's own attention ("eager") by its products with as many keys as the window has."""
+
+    def attend(module: Any, q: Tensor, k: Tensor, v: Tensor, *_: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        n_keys = min(options.get("sliding_window") or k.shape[2], k.shape[2])
+        keys, values = (x[:, :, :n_keys].repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+        scores = q @ keys.mT
+        return (scores @ values).transpose(1, 2).contiguous(), scores
+
+    ALL_ATTENTION_FUNCTIONS["eager"] = attend
+    try:
+        yield
+    finally:
+        del ALL_ATTENTION_FUNCTIONS["eager"]

@@ -54,10 +54,8 @@ def class_values(plain: BaseModel, names: Sequence[str], seed: int) -> Iterator[
 
 
 def _replace(module: nn.Module, name: str, tensor: Tensor) -> None:
-    if name in module._buffers:
-        module._buffers[name] = tensor
-    else:
-        module._parameters[name] = nn.Parameter(tensor, requires_grad=False)
+    is_parameter = isinstance(getattr(module, name), nn.Parameter)
+    setattr(module, name, nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor)
 
 
 def _with_owners(module: nn.Module, owner: Any = None) -> Iterator[tuple[Any, nn.Module]]:

@@ -4,7 +4,6 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Self
 
 import torch
@@ -17,9 +16,9 @@ from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.models.transformers.choose_packing import choose_packing
 from torchtitan.models.transformers.description import build_class, checked_document, transformers_config
 from torchtitan.models.transformers.flops import forward_flops, with_backward
+from torchtitan.models.transformers.generation import ClassCache, NextTokens
 from torchtitan.models.transformers.initialize import add_initializers, class_values
 from torchtitan.models.transformers.output import logit_transform
-from torchtitan.models.transformers.packing import Packing
 from torchtitan.models.transformers.sharding import class_plan
 from torchtitan.protocols.attention import AttentionMetadata
 from torchtitan.protocols.initializer import Constant, with_initializers
@@ -89,6 +88,7 @@ class TransformersModel(BaseModel):
         self.is_compiled = False
         output, embedding = self.model.get_output_embeddings(), self.model.get_input_embeddings()
         self.is_tied = output is not None and output.weight is embedding.weight
+        self.output_name = next((name for name, module in self.model.named_modules() if module is output), "")
         transform = logit_transform(config.document)
         # In a tuple, since it is a module of the class.
         self._captured = (CapturedInput(output.bias if self.is_tied else None) if transform else None,)
@@ -97,8 +97,7 @@ class TransformersModel(BaseModel):
             logger.info("%s changes its logits in its own way: the loss gets all of them", type(self.model).__name__)
         if self.captured or self.is_tied:
             _remove_aliases(self.model, output, embedding)
-            name = next(name for name, module in self.model.named_modules() if module is output)
-            self.model.set_submodule(name, self.captured or TiedOutput(embedding, output.bias))
+            self.model.set_submodule(self.output_name, self.captured or TiedOutput(embedding, output.bias))
 
     @property
     def captured(self) -> "CapturedInput | None":
@@ -132,14 +131,20 @@ class TransformersModel(BaseModel):
             plain = self.config.build()
         yield from class_values(plain, names, seed)
 
+    def generation_cache(self, max_slots: int) -> ClassCache:
+        return ClassCache()
+
     def flops_per_token(self, seq_len: int) -> float:
-        """Return operations per token, forward and backward, of this model on the meta device: see `flops`."""
-        counted = Packing("kernel")  # its attention reads no values
+        """Return operations per token, forward and backward: see `flops`."""
         with torch.device("meta"):
-            plain = build_class(self.config.transformers_config(), counted.implementation).bfloat16()
-            run = partial(counted.run, plain, attention=None)
-            forward = forward_flops(run, seq_len, is_recurrent=self.packing.mode == "rows")
-        return with_backward(forward, self, self.model.get_decoder())
+            plain = build_class(self.config.transformers_config(), "eager").eval()
+        forward = forward_flops(plain, [name.removeprefix("model.") for name in self._block_names], seq_len)
+        embedding = self.model.get_input_embeddings()
+        tied = next(name for name, module in self.named_modules() if module is embedding)
+        output = tied if self.is_tied else "head.output" if self.captured else f"model.{self.output_name}"
+        names = {f"model.{self.output_name}.weight": f"{output}.weight"}
+        ours = {name: names.get(f"model.{name}", name and f"model.{name}") for name in forward}
+        return with_backward({ours[name]: flops for name, flops in forward.items()}, self)
 
     def forward(
         self,
@@ -151,13 +156,20 @@ class TransformersModel(BaseModel):
     ) -> Tensor:
         """Return logits (B, L, V), or the result of `head`; see `torchtitan.models.common.decoder.Decoder.forward`. A
         loss includes the auxiliary loss of routers, if the class gives one, weighted with the number of labels."""
-        outputs = self.packing.run(self.model, tokens_BL, attention, static=self.is_compiled, return_dict=True)
+        if isinstance(attention, NextTokens):
+            outputs = attention.cache.run(self.model, tokens_BL, attention)
+        else:
+            outputs = self.packing.run(self.model, tokens_BL, attention, static=self.is_compiled, return_dict=True)
+        hidden_BLD = self.captured.pop() if self.captured else outputs.logits
+        if isinstance(attention, NextTokens):
+            hidden_BLD = hidden_BLD[:, -tokens_BL.shape[1] :]
+        else:
+            hidden_BLD = self.packing.gather(hidden_BLD, attention)
         if self.captured:
-            hidden_BLD = self.packing.gather(self.captured.pop(), attention)
             tied = (effective_weight(self.model.get_input_embeddings()), self.captured.bias) if self.is_tied else None
             result = self.head(hidden_BLD, tied, head, **head_inputs)
         else:
-            result = head(self.packing.gather(outputs.logits, attention), None, **head_inputs)
+            result = head(hidden_BLD, None, **head_inputs)
         auxiliary = getattr(outputs, "aux_loss", None)
         if isinstance(auxiliary, Tensor) and "labels_BL" in head_inputs:
             factor = self.model.config.get_text_config(decoder=True).router_aux_loss_coef

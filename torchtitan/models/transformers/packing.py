@@ -56,7 +56,9 @@ class Documents:
 
 def _window(mask_function: Callable[..., Any]) -> tuple[bool, int | None]:
     """Return whether a mask of transformers is causal within at most a window, and the window."""
-    parts = inspect.getclosurevars(mask_function).nonlocals.get("mask_functions", (mask_function,))
+    parts = [mask_function]
+    if mask_function.__qualname__ == "and_masks.<locals>.and_mask":
+        parts = inspect.getclosurevars(mask_function).nonlocals["mask_functions"]
     windows = [part for part in parts if part is not causal_mask_function]
     if any(part.__qualname__ != "sliding_window_overlay.<locals>.inner_mask" for part in windows):
         return False, None
@@ -67,7 +69,7 @@ def _window(mask_function: Callable[..., Any]) -> tuple[bool, int | None]:
 def _make_mask(**options: Any) -> Tensor | Documents | None:
     """Make the mask of a model whose attention is ours, with the arguments of transformers' `sdpa_mask`."""
     attention, static = _active(options)
-    is_plain, window = _window(options["mask_function"])
+    is_plain, window = (False, None) if attention is None else _window(options["mask_function"])
     if attention is None or not is_plain:
         return _within_documents(sdpa_mask)(**options)
     fields = vars(options["config"])  # getattr raises for what differs between layers
@@ -156,7 +158,8 @@ def _attend(
             attention_mask = query.new_ones(query.shape[2], key.shape[2], dtype=torch.bool)
             attention_mask = attention_mask.tril(key.shape[2] - query.shape[2])
         return attend._products(query, key, value, attn_mask=attention_mask).transpose(1, 2), None
-    q, k, v = (F.pad(x, (0, width - x.shape[-1])).transpose(1, 2) for x in (query, key, value))
+    padded = (x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in (query, key, value))
+    q, k, v = (x.transpose(1, 2) for x in padded)
     return attend(q, k, v, attention_mask.with_kernel(**properties))[..., : value.shape[-1]].contiguous(), None
 
 

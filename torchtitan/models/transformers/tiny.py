@@ -22,6 +22,7 @@ _LIMITS: list[tuple[str, int | None]] = [
     (r".*per_tok(en)?|.*top_?k(_experts)?|moe_k", 2),
     (r".*n_groups?|num_expert_group|topk_group|o_groups|mamba_ngroups", 1),
     (r".*experts|.*expert_num", 4),
+    (r"index_n_heads", None),  # of few heads, scores are often all zero, and the choice among equal ones is arbitrary
     (r"(mamba_(n|num)|n_mamba)_heads", 2 * HIDDEN // HEAD_DIM),
     (r".*heads|n_head", HEADS),
     (r"qk_head_dim|attention_head_dim", 2 * HEAD_DIM),

@@ -1,0 +1,401 @@
+"""Gemma 4: mistakes are caught; published sizes, config.json, files of models with vision, and adapters."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.models.family_cases import difference_with, random_reference, random_tokens, relative_error, to_ours
+from tests.models.family_runs import assert_adapters_open_in_peft, save_with_tokenizer
+from tests.models.test_sft_configs import chat_file
+from torchtitan.components.generation import KVCache, generate
+from torchtitan.models import gemma4
+from torchtitan.models.common import decoder
+from torchtitan.models.common.attention import Attention
+from torchtitan.models.common.rope import RoPEConfig, rope_frequencies
+from torchtitan.models.gemma4 import FLAVORS, FORMATS, model_registry
+from torchtitan.models.pretrained import load_model
+from torchtitan.protocols.output_head import UNCHANGED
+from torchtitan.tools.errors import UserError
+
+__all__ = ["chat_file"]  # a fixture
+
+transformers = pytest.importorskip("transformers")
+
+READ, WRITE = FORMATS["hf"].from_external, FORMATS["hf"].to_external
+
+ROPES = {
+    "full_attention": {"rope_type": "proportional", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e2},
+}
+DISTINCT: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "num_global_key_value_heads": 2,
+    "attention_k_eq_v": True,
+    "attention_bias": False,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 16,
+    "final_logit_softcapping": 1.5,
+    "tie_word_embeddings": False,
+    "rope_parameters": ROPES,
+}
+"""A configuration in which each feature has an effect."""
+
+
+# --- mistakes ---------------------------------------------------------------------------------------------------------
+
+
+def _for_attention(model: Any, change: Callable[[Any], None]) -> None:
+    for layer in model.layers.values():
+        change(layer.attention)
+
+
+def scores_divided(model: Any) -> None:
+    _for_attention(model, lambda attention: setattr(attention, "attend", Attention()))
+
+
+def no_value_norm(model: Any) -> None:
+    _for_attention(model, lambda attention: setattr(attention, "v_norm", None))
+
+
+class _KeyNorm(nn.Module):
+    def __init__(self, norm: nn.RMSNorm):
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(self.norm(x), x.shape[-1:], eps=1e-6)
+
+
+def values_after_key_norm(model: Any) -> None:
+    def change(attention: Any) -> None:
+        if attention.wv is None:
+            attention.v_norm = _KeyNorm(attention.k_norm)
+
+    _for_attention(model, change)
+
+
+def norms_with_offset(model: Any) -> None:
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.add_(1.0)
+
+
+def no_layer_scalar(model: Any) -> None:
+    for layer in model.layers.values():
+        layer.layer_scalar.fill_(1.0)
+
+
+def scalar_before_addition(model: Any) -> None:
+    for layer in model.layers.values():
+        scalar = layer.layer_scalar.clone()
+        layer.layer_scalar.fill_(1.0)
+        layer._add = lambda x, out, scalar=scalar: x + scalar * out
+
+
+def first_elements_rotated(model: Any) -> None:
+    """As in other models with partial rotation, and with the frequencies of the rotated part."""
+    model.config.rope = RoPEConfig(theta=1e4, rotated_fraction=0.25)
+
+
+def all_elements_rotated(model: Any) -> None:
+    model.config.rope = RoPEConfig(theta=1e4)
+
+
+def ropes_exchanged(model: Any) -> None:
+    model.config.rope, model.config.local_rope = model.config.local_rope, model.config.rope
+
+
+def frequencies_of_narrow_heads(model: Any) -> None:
+    """As if all layers had the heads of layers with windows: half of the cosines repeat."""
+    original = decoder.rope_cos_sin
+
+    def cos_sin(rope: RoPEConfig, head_dim: int, *positions: Any) -> Any:
+        repeats = head_dim // 8
+        return tuple(x.repeat_interleave(repeats, dim=-1) for x in original(rope, 8, *positions))
+
+    forward = model.forward
+
+    def with_narrow(*inputs: Any) -> Tensor:
+        decoder.rope_cos_sin = cos_sin  # type: ignore[assignment]
+        try:
+            return forward(*inputs)
+        finally:
+            decoder.rope_cos_sin = original
+
+    model.forward = with_narrow
+
+
+def window_one_longer(model: Any) -> None:
+    model.config.sliding_window += 1
+
+
+def windows_exchanged(model: Any) -> None:
+    model.window_of_layer = lambda index: model.config.sliding_window if index % 2 else None
+
+
+def no_cap_of_logits(model: Any) -> None:
+    model.head.transform = UNCHANGED
+
+
+def no_embedding_factor(model: Any) -> None:
+    model.embed = lambda tokens: model.tok_embeddings(tokens)
+
+
+def exact_gelu(model: Any) -> None:
+    for layer in model.layers.values():
+        layer.feed_forward.activation = F.gelu
+
+
+@pytest.fixture(scope="module")
+def reference() -> Any:
+    return random_reference("gemma4_text", 0, **DISTINCT)
+
+
+MISTAKES = [
+    *(scores_divided, no_value_norm, values_after_key_norm, norms_with_offset, no_layer_scalar, scalar_before_addition),
+    *(first_elements_rotated, all_elements_rotated, ropes_exchanged, frequencies_of_narrow_heads, window_one_longer),
+    *(windows_exchanged, no_cap_of_logits, no_embedding_factor, exact_gelu),
+]
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistake_is_caught(reference: Any, mistake: Callable[[Any], None]) -> None:
+    # Float32 sums in another order. Mistakes change more than 0.01, except GELU by erf instead of tanh.
+    assert difference_with(lambda model: None, reference) < 1e-5
+    assert difference_with(mistake, reference) > 2e-4
+
+
+def test_proportional_rope() -> None:
+    """The first eighth of the elements, and of the second half, turn as in a head that is rotated entirely."""
+    lengths = torch.ones(1, 1)
+    whole = rope_frequencies(RoPEConfig(theta=1e4), 16, lengths)
+    part = rope_frequencies(RoPEConfig(theta=1e4, scaling="proportional", rotated_fraction=0.25), 16, lengths)
+    assert part.tolist() == [*whole[:2].tolist(), *[0.0] * 6]
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "glm4"])
+def test_proportional_rope_in_other_families(model_type: str) -> None:
+    """transformers computes it in every model, and so do we."""
+    rope = {"rope_type": "proportional", "rope_theta": 1e4, "partial_rotary_factor": 0.25}
+    reference = random_reference(model_type, 0, rope_parameters=rope, num_hidden_layers=3)
+    assert difference_with(lambda model: None, reference) < 1e-5
+    assert difference_with(lambda model: setattr(model.config, "rope", RoPEConfig(theta=1e4)), reference) > 1e-3
+
+
+def test_embedding_factor_and_scalar_are_rounded(reference: Any) -> None:
+    """As in transformers, bit for bit, to the type of the weights."""
+    model, _ = to_ours(gemma4, reference)
+    tokens, _ = random_tokens(97, 50)
+    model, theirs = model.to(torch.bfloat16), random_reference("gemma4_text", 0, **DISTINCT).to(torch.bfloat16)
+    assert torch.equal(model.embed(tokens), theirs.model.embed_tokens(tokens))  # type: ignore[operator]
+    assert model(tokens).dtype == torch.bfloat16
+
+
+# --- sizes of heads ---------------------------------------------------------------------------------------------------
+
+
+def test_each_layer_has_its_heads(monkeypatch: pytest.MonkeyPatch, reference: Any) -> None:
+    """RoPE and kernels are computed once for each width of heads, and the cache holds each layer's."""
+    model, _ = to_ours(gemma4, reference)
+    calls: list[tuple[str, int]] = []
+    for name in ("rope_cos_sin", "with_kernel"):
+        original = getattr(decoder, name)
+
+        def recorded(*inputs: Any, name: str = name, original: Any = original, **options: Any) -> Any:
+            calls.append((name, options["head_dim"] if options else inputs[1]))
+            return original(*inputs, **options)
+
+        monkeypatch.setattr(decoder, name, recorded)
+    with KVCache(model, 20) as cache, torch.no_grad():
+        model(torch.arange(20)[None], cache.attention(torch.arange(20)[None]))
+        shapes = [tuple(keys.shape) for _, keys, _ in cache._stored.values()]
+    assert sorted(calls) == [(name, head_dim) for name in ("rope_cos_sin", "with_kernel") for head_dim in (8, 16)]
+    assert shapes == [(1, 20, 4, 8), (1, 20, 2, 16)] * 2
+
+
+def test_operations_count_the_width_of_each_layer(reference: Any) -> None:
+    model, _ = to_ours(gemma4, reference)
+    scores = 2 * 12 * 4 * (8 * 16 + 16 * 50)  # 2 layers of 4 heads with a window of 16 tokens, and 2 wider ones
+    weights = model.num_parameters() - 97 * 32  # except the embedding, which is only looked up
+    frozen_input = sum(p.numel() for p in [*model.layers["0"].attention.wq.parameters()])  # type: ignore[union-attr]
+    assert frozen_input and model.flops_per_token(50) == pytest.approx(6 * weights + scores)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"global_head_dim": 15}, "global_head_dim 15 .*must be even"),
+        ({"global_head_dim": 2**25}, "global_head_dim 33554432 .*must be from 1 to"),
+        ({"num_global_key_value_heads": 3}, "num_global_key_value_heads 3: .*must divide --model.n_heads 8"),
+        ({"num_global_key_value_heads": 0}, "num_global_key_value_heads 0: .*must be from 1 to"),
+        ({"n_layers": 3}, "--model.layer_types gives a window to the last of 3 layers"),
+        ({"final_logit_softcapping": 0.0}, "--model.final_logit_softcapping is 0.0"),
+        ({"local_rope": RoPEConfig(theta=0.0)}, "theta 0.0"),
+    ],
+)
+def test_unusable_options_are_refused(change: dict[str, Any], message: str) -> None:
+    config = model_registry("debugmodel").model
+    for name, value in change.items():
+        setattr(config, name, value)
+    with pytest.raises(UserError, match=message):
+        config.validate()
+
+
+def test_tensor_parallelism_needs_all_key_value_heads() -> None:
+    assert FLAVORS["12B"].tensor_parallel_sizes["num_global_key_value_heads"] == 1
+    assert FLAVORS["31B"].tensor_parallel_sizes["num_global_key_value_heads"] == 4
+
+
+# --- config.json ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("flavor", "parameters"), [("12B", 11_907_350_272), ("31B", 30_697_345_280)])
+def test_published_sizes(flavor: str, parameters: int) -> None:
+    """12B has 11,959,730,176 parameters with the embedders of images and sound, as transformers builds it too."""
+    with torch.device("meta"):
+        model = model_registry(flavor).model.build()
+    assert model.num_parameters() == parameters
+    if flavor == "12B":
+        text = {**WRITE(model.config), "model_type": "gemma4_unified_text"}
+        config = transformers.AutoConfig.for_model(
+            "gemma4_unified", text_config=text, vision_config={}, audio_config={}
+        )
+        with torch.device("meta"):
+            whole = transformers.AutoModelForImageTextToText.from_config(config)
+        assert sum(parameter.numel() for parameter in whole.parameters()) == 11_959_730_176
+
+
+@pytest.mark.parametrize("flavor", FLAVORS)
+def test_flavors_are_written_and_read(flavor: str) -> None:
+    config = model_registry(flavor).model
+    config.vocab_size = config.vocab_size or 2048
+    assert READ(json.loads(json.dumps(WRITE(config)))) == config
+
+
+def changed(document: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
+    """Return `document` with other keys; ... leaves one out."""
+    return {key: value for key, value in {**document, **change}.items() if value is not ...}
+
+
+BASE = WRITE(FLAVORS["31B"])
+OVERRIDES = {str(index): {"head_dim": 512, "num_key_value_heads": 4} for index in range(5, 60, 6)}
+WITHOUT_GLOBAL = {"global_head_dim": ..., "num_global_key_value_heads": ...}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"layer_types": ...},
+        {"layer_types": None, "rope_parameters": None},
+        {"rope_parameters": ..., "head_dim": ...},
+        {"use_bidirectional_attention": "vision", "use_double_wide_mlp": True, "top_k_experts": None},
+        {"model_type": "gemma4_unified_text", "sliding_window": ..., "hidden_size_per_layer_input": ...},
+        {**WITHOUT_GLOBAL, "per_layer_config": OVERRIDES},
+        {"global_head_dim": 7, "per_layer_config": OVERRIDES},
+    ],
+)
+def test_spellings(change: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    """They mean the same model, here and in transformers, and nothing is logged."""
+    document = changed(BASE, change)
+    assert READ(document) == FLAVORS["31B"]
+    assert not caplog.records
+    assert READ(transformers.AutoConfig.for_model(**document).to_dict()) == FLAVORS["31B"]
+
+
+def test_missing_keys_have_transformers_defaults() -> None:
+    names = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    names += ("vocab_size", "max_position_embeddings", "hidden_size_per_layer_input")
+    document = {name: BASE[name] for name in names}
+    assert READ(document) == READ(transformers.AutoConfig.for_model(**document).to_dict())
+
+
+def test_key_value_heads_without_keys_as_values() -> None:
+    """transformers then ignores the number of full layers, except in `per_layer_config`, which is not written."""
+    document = {**BASE, "attention_k_eq_v": False}
+    assert READ(document).num_global_key_value_heads == 16  # type: ignore[attr-defined]
+    config = READ({**document, "per_layer_config": OVERRIDES})
+    assert config.num_global_key_value_heads == 4  # type: ignore[attr-defined]
+    with pytest.raises(UserError, match="no model_type of config.json"):
+        WRITE(config)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_size_per_layer_input": 256}, "hidden_size_per_layer_input is 256"),
+        ({"hidden_size_per_layer_input": ...}, "hidden_size_per_layer_input is 256"),
+        ({"num_kv_shared_layers": 20}, "num_kv_shared_layers is 20"),
+        ({"enable_moe_block": True}, "enable_moe_block is True"),
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention is 'all'"),
+        ({"hidden_activation": "silu"}, "hidden_activation is 'silu'"),
+        ({"layer_types": 3}, "layer_types is 3"),
+        ({"layer_types": 3, "per_layer_config": OVERRIDES}, "per_layer_config is "),
+        ({"layer_types": ["sliding_attention"] * 60}, "gives a window to the last of 60 layers"),
+        ({"layer_types": ["full_attention"]}, "layer_types is .*num_hidden_layers = 60"),
+        ({"sliding_window": None}, "sliding_window is None"),
+        ({"global_head_dim": 511}, "must be even"),
+        ({"per_layer_config": {"5": {"head_dim": 512}}}, "per_layer_config is .*all full layers"),
+        ({"per_layer_config": {**OVERRIDES, "0": {"head_dim": 512}}}, "per_layer_config is .*all full layers"),
+        ({"per_layer_config": {i: {"sliding_window": 3} for i in OVERRIDES}}, "per_layer_config is .*all full layers"),
+        ({"per_layer_config": 3}, "per_layer_config is 3"),
+        ({"per_layer_config": {"59": 3}}, "59 is 3"),
+        (
+            {"rope_parameters": {**ROPES, "sliding_attention": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}},
+            "partial_rotary_factor is 0.5",
+        ),
+        ({"rope_parameters": {**ROPES, "full_attention": {"rope_type": "axial"}}}, "RoPE of type 'axial'"),
+    ],
+)
+def test_unsupported_values_are_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message) as raised:
+        READ(changed(BASE, change))
+    assert "\n" not in str(raised.value)
+
+
+# --- files and runs ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pretrained(tmp_path: Path) -> Path:
+    """A tiny model, saved by transformers with the embedded tokenizer and a custom chat template."""
+    options = {"vocab_size": 2048, "max_position_embeddings": 2048, "tie_word_embeddings": True}
+    return save_with_tokenizer(random_reference("gemma4_text", 0, **{**DISTINCT, **options}), tmp_path / "hf")
+
+
+@pytest.mark.slow
+def test_adapters_for_a_hugging_face_folder(tmp_path: Path, pretrained: Path, chat_file: Path) -> None:
+    assert_adapters_open_in_peft("gemma4", pretrained, chat_file, tmp_path / "run")
+
+
+@pytest.mark.parametrize("whole", ["gemma4", "gemma4_unified"])
+def test_language_model_of_a_model_with_vision(tmp_path: Path, whole: str, caplog: pytest.LogCaptureFixture) -> None:
+    """The tensors of vision and audio are left out; the language model generates the same tokens."""
+    reference = random_reference(f"{whole}_text", 0, **{**DISTINCT, "tie_word_embeddings": True})
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 16}
+    own = (
+        {"vision_config": vision} if whole == "gemma4" else {"vision_config": {"mm_embed_dim": 16}, "audio_config": {}}
+    )
+    config = transformers.AutoConfig.for_model(whole, text_config=reference.config.to_dict(), **own)
+    model = transformers.AutoModelForImageTextToText.from_config(config)
+    model.model.language_model.load_state_dict(reference.model.state_dict())
+    save_with_tokenizer(model, tmp_path)
+    ours = load_model(tmp_path, device="cpu").model
+    assert any("without the model's vision" in message for message in caplog.messages)
+    tokens, _ = random_tokens(97, 50)
+    with torch.no_grad():
+        assert relative_error(ours(tokens), reference(tokens).logits) < 1e-5
+    expected = reference.generate(torch.tensor([[5, 7]]), max_new_tokens=30, do_sample=False, eos_token_id=None)
+    (generation,) = generate(ours, [[5, 7]], max_new_tokens=30)
+    assert [5, 7, *generation.ids] == expected[0].tolist()
