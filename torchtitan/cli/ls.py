@@ -67,7 +67,10 @@ configurations (`tests/models/test_equal_transformers.py`).
 _END = """
 Except for the last column, every family supports data (DDP, FSDP, HSDP), tensor, context and pipeline parallelism and
 their combinations, LoRA, DoRA and QLoRA with PEFT's adapter files, Float8, quantization-aware training and dry runs.
-[Parallelism](parallelism.md) has a table in which each part of these models is compared with a single process."""
+[Parallelism](parallelism.md) has a table in which each part of these models is compared with a single process.
+
+Other types train [through their class in transformers](transformers.md); [a table](transformers_models.md) lists all of
+them."""
 
 
 def _page() -> Iterator[str]:

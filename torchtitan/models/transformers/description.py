@@ -2,6 +2,7 @@
 
 import copy
 import importlib.util
+import json
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -52,11 +53,14 @@ def model_classes() -> dict[str, str]:
 def checked_document(document: Mapping[str, Any]) -> dict[str, Any]:
     """Return the part of a config.json that describes the model. Raise `UserError` if no class here computes it; warn
     of keys that the class does not know."""
+    from transformers import PretrainedConfig
+
     is_known = document.get("model_type") in model_classes()
     if not is_known and not _own_code(document):
         raise UserError(_refusal(document))
     left_out = _ABOUT_FILES | (_OF_CODE if is_known else set())
     kept = {key: value for key, value in document.items() if key not in left_out}
+    kept = PretrainedConfig._decode_special_floats(kept)  # infinite numbers, which JSON does not have
     try:
         config = transformers_config(kept)
     except Exception as error:  # validators of transformers raise various types
@@ -125,8 +129,8 @@ def class_of(config: Any) -> tuple[Any, Any]:
     known = model_classes()
     named = [name for name in config.architectures or () if name in known.values()]
     cls = getattr(transformers, named[0] if named else known[config.model_type])
-    # Otherwise the language side of a model of images and text.
-    return cls, config if cls.config_class is type(config) else config.get_text_config(decoder=True)
+    text = config.get_text_config(decoder=True)
+    return cls, text if cls.config_class is type(text) else config  # the language side of a model of images and text
 
 
 def _class_in_folder(document: Mapping[str, Any], auto_class: str) -> Any:
@@ -150,5 +154,6 @@ def build_class(config: Any, implementation: str | None = None) -> Any:
 def written_document(document: Mapping[str, Any], vocab_size: int | None) -> dict[str, Any]:
     """Return the config.json of an exported model."""
     cls, config = class_of(transformers_config(document, vocab_size))
-    written = {**config.to_dict(), "architectures": [cls.__name__]}
+    config.architectures = [cls.__name__]
+    written = json.loads(config.to_json_string(use_diff=False))
     return {key: value for key, value in written.items() if key not in _ABOUT_FILES}

@@ -1,11 +1,13 @@
 """`TransformersModel`: a class of transformers with the interface of our models."""
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from tyro.conf import Suppress
@@ -19,6 +21,7 @@ from torchtitan.models.transformers.initialize import add_initializers, class_va
 from torchtitan.models.transformers.output import logit_transform
 from torchtitan.models.transformers.sharding import class_plan
 from torchtitan.protocols.attention import AttentionMetadata
+from torchtitan.protocols.initializer import Constant, with_initializers
 from torchtitan.protocols.model import BaseModel, effective_weight
 from torchtitan.protocols.output_head import UNCHANGED, Head, LogitTransform, compute_logits
 from torchtitan.tools.errors import UserError
@@ -78,26 +81,39 @@ class TransformersModel(BaseModel):
         described = config.transformers_config()
         self.packing = choose_packing(described)
         self.model = build_class(described, self.packing.implementation)
+        _share_modules(self.model)
         add_initializers(self.model)
         self._freeze_other_modalities()
         self._block_names = _find_blocks(self.model)
         self.is_compiled = False
-        output = self.model.get_output_embeddings()
-        self.is_tied = output is not None and output.weight is self.model.get_input_embeddings().weight
+        output, embedding = self.model.get_output_embeddings(), self.model.get_input_embeddings()
+        self.is_tied = output is not None and output.weight is embedding.weight
         self.output_name = next((name for name, module in self.model.named_modules() if module is output), "")
         transform = logit_transform(config.document)
-        self.captured = CapturedInput() if transform else None
+        # In a tuple, since it is a module of the class.
+        self._captured = (CapturedInput(output.bias if self.is_tied else None) if transform else None,)
         self.head = ClassHead(None if self.is_tied or not transform else output, transform or UNCHANGED)
-        if self.captured:
-            self.model.set_submodule(self.output_name, self.captured)
-        else:
+        if not self.captured:
             logger.info("%s changes its logits in its own way: the loss gets all of them", type(self.model).__name__)
+        if self.captured or self.is_tied:
+            _remove_aliases(self.model, output, embedding)
+            self.model.set_submodule(self.output_name, self.captured or TiedOutput(embedding, output.bias))
+
+    @property
+    def captured(self) -> "CapturedInput | None":
+        """What is in the place of the class's output layer; None if the class computes its logits itself."""
+        return self._captured[0]
 
     def _freeze_other_modalities(self) -> None:
         """Freeze what does not compute text: vision towers, and their projections."""
-        parts = nn.ModuleList([self.model.get_decoder(), self.model.get_output_embeddings()])
-        self.model.requires_grad_(False)
-        parts.requires_grad_(True)
+        model = self.model
+        if model.config.get_text_config(decoder=True) is model.config:
+            return
+        parts = [model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings()]
+        model.requires_grad_(False)
+        for part in parts:
+            if part is not None:
+                part.requires_grad_(True)
 
     def blocks(self) -> dict[str, nn.Module]:
         return {name: self.get_submodule(name) for name in self._block_names}
@@ -105,7 +121,10 @@ class TransformersModel(BaseModel):
     def units(self) -> list[nn.Module]:
         embedding = [] if self.is_tied else [self.model.get_input_embeddings()]
         head = [] if self.head.output is None else [self.head]
-        return [*embedding, *self.blocks().values(), *head]
+        blocks = self.blocks().values()
+        uses = Counter(id(parameter) for block in blocks for parameter in block.parameters())
+        unshared = [block for block in blocks if all(uses[id(parameter)] == 1 for parameter in block.parameters())]
+        return [*embedding, *unshared, *head]
 
     def values_of(self, names: Sequence[str], seed: int) -> Iterator[tuple[str, Tensor]]:
         with torch.device("meta"):
@@ -147,8 +166,8 @@ class TransformersModel(BaseModel):
         else:
             hidden_BLD = self.packing.gather(hidden_BLD, attention)
         if self.captured:
-            tied_VD = effective_weight(self.model.get_input_embeddings()) if self.is_tied else None
-            result = self.head(hidden_BLD, tied_VD, head, **head_inputs)
+            tied = (effective_weight(self.model.get_input_embeddings()), self.captured.bias) if self.is_tied else None
+            result = self.head(hidden_BLD, tied, head, **head_inputs)
         else:
             result = head(hidden_BLD, None, **head_inputs)
         auxiliary = getattr(outputs, "aux_loss", None)
@@ -159,11 +178,15 @@ class TransformersModel(BaseModel):
 
 
 class CapturedInput(nn.Module):
-    """Keeps the hidden states that a class passes to its output layer, in whose place it is, and returns one logit."""
+    """Keeps the hidden states that a class passes to its output layer, in whose place it is, and returns one logit.
+    Owns the bias of an output layer that shares its weights with the embedding."""
 
-    def __init__(self) -> None:
+    def __init__(self, bias_V: nn.Parameter | None) -> None:
         super().__init__()
         self.weight = torch.empty(0)  # some classes read its type
+        self.bias = bias_V
+        if bias_V is not None:
+            with_initializers(self, bias=Constant(0.0))
         self._hidden_BLD: Tensor | None = None
 
     def forward(self, hidden_BLD: Tensor) -> Tensor:
@@ -178,6 +201,25 @@ class CapturedInput(nn.Module):
         return hidden_BLD
 
 
+class TiedOutput(nn.Module):
+    """An output layer with the weights of the embedding, which stay shared when they are moved or sharded."""
+
+    def __init__(self, embedding: nn.Module, bias_V: nn.Parameter | None):
+        super().__init__()
+        self._embedding = (embedding,)  # in a tuple, since it is no part of this module
+        self.bias = bias_V
+        if bias_V is not None:
+            with_initializers(self, bias=Constant(0.0))
+
+    @property
+    def weight(self) -> Tensor:
+        """The weights of the embedding."""
+        return effective_weight(self._embedding[0])
+
+    def forward(self, hidden_BLD: Tensor) -> Tensor:
+        return F.linear(hidden_BLD, self.weight, self.bias)
+
+
 class ClassHead(nn.Module):
     """Output weights, with the loss as their result in training. With tied embeddings, `output` is None."""
 
@@ -186,11 +228,15 @@ class ClassHead(nn.Module):
         self.output = output
         self.transform = transform
 
-    def forward(self, hidden_BLD: Tensor, tied_VD: Tensor | None, head: Head, **head_inputs: Any) -> Tensor:
-        """Return `head(hidden states, output weights, …)`. A bias is one more column of weights."""
-        weight_VD = tied_VD if self.output is None else effective_weight(self.output)
-        assert weight_VD is not None
-        bias_V = None if self.output is None else self.output.bias
+    def forward(
+        self, hidden_BLD: Tensor, tied: tuple[Tensor, Tensor | None] | None, head: Head, **head_inputs: Any
+    ) -> Tensor:
+        """Return `head(hidden states, output weights, …)`; `tied` are weights and bias of others. A bias is one more
+        column of weights."""
+        if self.output is not None:
+            tied = effective_weight(self.output), self.output.bias
+        assert tied is not None
+        weight_VD, bias_V = tied
         if bias_V is not None:
             weight_VD = torch.cat((weight_VD, bias_V[:, None]), dim=1)
             hidden_BLD = torch.cat((hidden_BLD, torch.ones_like(hidden_BLD[..., :1])), dim=-1)
@@ -202,12 +248,41 @@ class ClassHead(nn.Module):
         return head(hidden_BLD, weight_VD, **head_inputs)
 
 
-def _find_blocks(model: nn.Module) -> list[str]:
-    """Return the names of the modules that the class does not let others split, numbered and outermost."""
+def _share_modules(model: Any) -> None:
+    """Share the modules of tied parameters, where only the parameters are the same: they are replaced when a model is
+    moved. The output layer is handled separately."""
+    output = model.get_output_embeddings()
+    for pair in model.all_tied_weights_keys.items():
+        alias, original = (name.rpartition(".")[0] for name in pair)
+        one, other = model.get_submodule(alias), model.get_submodule(original)
+        if one is not output and type(one) is type(other):
+            model.set_submodule(alias, other)
+
+
+def _remove_aliases(model: nn.Module, output: nn.Module, embedding: nn.Module) -> None:
+    """Remove the names that the parameters of the output layer have in modules that do not use them."""
+    own = {id(parameter) for parameter in output.parameters()}
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if id(parameter) in own and module not in (output, embedding):
+                module.register_parameter(name, None)
+
+
+def _find_blocks(model: Any) -> list[str]:
+    """Return the names of the modules that the class does not let others split, numbered and outermost. If it names
+    none, they are the list of modules with most parameters."""
+    unsplittable = set(model._no_split_modules or ())
+    decoder = set(model.get_decoder().modules())
+    numbered = {name: module for name, module in model.named_modules() if re.search(r"\.\d+$", name)}
     names: list[str] = []
-    unsplittable = set(getattr(model, "_no_split_modules", None) or ())
-    for name, module in model.named_modules():
-        is_block = type(module).__name__ in unsplittable and re.search(r"\.\d+$", name)
-        if is_block and not any(name.startswith(f"{outer}.") for outer in names):
+    for name, module in numbered.items():
+        is_inside = any(name.startswith(f"{outer}.") for outer in names)
+        if type(module).__name__ in unsplittable and not is_inside:
             names.append(name)
+    if not any(numbered[name] in decoder for name in names):
+        lists = [
+            (name, part) for name, part in model.named_modules() if isinstance(part, nn.ModuleList) and part in decoder
+        ]
+        largest, blocks = max(lists, key=lambda item: sum(parameter.numel() for parameter in item[1].parameters()))
+        names += [f"{largest}.{i}" for i in range(len(blocks))]
     return [f"model.{name}" for name in names]

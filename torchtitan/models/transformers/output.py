@@ -1,6 +1,7 @@
 """How a class changes its logits, found by a trial of a tiny clone, since every class writes that in its own way."""
 
 import functools
+import inspect
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -9,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from torchtitan.models.transformers.description import build_class, transformers_config
-from torchtitan.models.transformers.tiny import tiny_config
+from torchtitan.models.transformers.tiny import TEXT_IDS, tiny_config
 from torchtitan.protocols.output_head import LogitTransform
+from torchtitan.tools.errors import UserError
 
 _LARGE, _SMALL = 1e8, 1e-3
 _TOLERANCE = 1e-5
@@ -25,7 +27,7 @@ class _GivenLogits(nn.Module):
         self.logits_V = self.weight = logits_V  # some classes read the type of the weight
 
     def forward(self, hidden_BLD: Tensor) -> Tensor:
-        return self.logits_V.expand(*hidden_BLD.shape[:-1], -1)
+        return self.logits_V.expand(*hidden_BLD.shape[:-1], -1).clone()
 
 
 def logit_transform(document: Mapping[str, Any]) -> LogitTransform | None:
@@ -41,7 +43,8 @@ def _logit_transform(document: str) -> LogitTransform | None:
 
 
 def _try(document: Mapping[str, Any]) -> LogitTransform | None:
-    model = build_class(tiny_config(transformers_config(document))).eval()
+    model = build_class(tiny_config(transformers_config(document)))
+    _check_text_alone(model)
 
     def change(logits_V: Tensor) -> Tensor:
         model.set_submodule(name, _GivenLogits(logits_V))
@@ -60,3 +63,21 @@ def _try(document: Mapping[str, Any]) -> LogitTransform | None:
     except (AttributeError, IndexError, RuntimeError, StopIteration, TypeError, ValueError):
         return None
     return transform if difference < _TOLERANCE else None
+
+
+def _check_text_alone(model: Any) -> None:
+    """Raise `UserError` if a class computes no logits of text without other inputs, such as images."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    needed = [
+        p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD and p.name != "input_ids"
+    ]
+    reason = f"it needs {', '.join(sorted(needed))}"
+    if not needed:
+        try:
+            model(input_ids=torch.tensor([TEXT_IDS]), use_cache=False)
+            return
+        except ValueError as error:  # an explicit check
+            reason = " ".join(str(error).split())
+        except (IndexError, RuntimeError):  # sizes that do not fit, in the clone alone
+            return
+    raise UserError(f"config.json: {type(model).__name__} does not compute text alone: {reason}")

@@ -34,6 +34,8 @@ def _class_plan(document: str) -> tuple[ShardingPlan, str]:
         model = build_class(transformers_config(json.loads(document)))
     name, styles = type(model).__name__, dict(model.tp_plan or {})
     output, embedding, decoder = model.get_output_embeddings(), model.get_input_embeddings(), model.get_decoder()
+    if output is None:
+        return ShardingPlan(tensor={}, attention=""), f"{name} names no output layer"
     tensor: dict[str, TensorSharding] = {"head.output": "columns"} if output.weight is not embedding.weight else {}
     refused: set[str] = set()
     parts = set(decoder.modules())

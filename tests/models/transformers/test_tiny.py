@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-from tests.models.transformers_types import CAUSAL, IMAGE_TEXT, default_config
+from tests.models.transformers.model_types import CAUSAL, IMAGE_TEXT, default_config
 from torchtitan.models.transformers.tiny import HIDDEN, TEXT_IDS, VOCABULARY, WINDOW, tiny_config
 
 

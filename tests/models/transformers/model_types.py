@@ -39,7 +39,11 @@ _BY_TYPE: dict[str, dict[str, Any]] = {
         "indexer_compress_ratio": 4,
     },
 }
-_AT_START: dict[str, dict[str, Any]] = {"dbrx": {"attn_config": {"rope_theta": 10_000.0, "clip_qkv": 8.0}}}
+_AT_START: dict[str, dict[str, Any]] = {
+    "dbrx": {"attn_config": {"rope_theta": 10_000.0, "clip_qkv": 8.0}},
+    "reformer": {"axial_pos_embds": False, "is_decoder": True},
+    "xmod": {"default_language": "en_XX"},
+}
 
 
 def default_config(model_type: str) -> PretrainedConfig:
@@ -58,4 +62,15 @@ def default_config(model_type: str) -> PretrainedConfig:
         rope = values.get("rope_parameters") or {}
         if "mrope_section" in getattr(part, "ignore_keys_at_rope_validation", ()) and "rope_theta" in rope:
             part.rope_parameters.setdefault("mrope_section", [16, 24, 24])
+    return config
+
+
+def decoder_config(model_type: str) -> PretrainedConfig:
+    """Return `default_config`, as the decoder that predicts the next token if the type is in the causal mapping: the
+    decoders of BERT and of encoder-decoders are causal only if their configurations say so."""
+    config = default_config(model_type)
+    if model_type in CAUSAL:
+        for name, value in {"is_decoder": True, "is_encoder_decoder": False}.items():
+            if hasattr(config, name):
+                setattr(config, name, value)
     return config

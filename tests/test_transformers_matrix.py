@@ -1,0 +1,119 @@
+"""Types of transformers train as their classes do; mistakes of the back end are detected."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from tests.tables import Row as TableRow  # noqa: E402
+from tests.tables import markers, write_docs  # noqa: E402
+from tests.transformers_matrix import trial  # noqa: E402
+from tests.transformers_matrix.__main__ import PAGE, TYPES, choose_types, merge, run  # noqa: E402
+from tests.transformers_matrix.trial import run_trial  # noqa: E402
+from torchtitan.models.transformers.model import CapturedInput, TransformersModel  # noqa: E402
+
+KINDS = {
+    "llama": "dense",
+    "gemma2": "windows, soft caps, tied embeddings",
+    "granitemoe": "experts, multipliers",
+    "deepseek_v3": "latent attention",
+    "mamba": "states",
+    "bamba": "states and attention, an infinite number in config.json",
+    "qwen3_next": "delta nets",
+    "lfm2": "convolutions",
+    "qwen2_vl": "images and text",
+    "bert": "a tied head with a bias",
+    "zamba": "layers with the same weights",
+    "chameleon": "a head of its own",
+}
+
+
+@pytest.mark.parametrize("model_type", KINDS)
+def test_kinds_are_equal_to_their_class(model_type: str) -> None:
+    row = run_trial(model_type)
+    assert (row.outcome, row.details) == ("equal", "")
+
+
+@pytest.mark.long
+def test_all_types_are_equal_or_as_the_page_says() -> None:
+    page = PAGE.read_text().splitlines()
+    for row in run(TYPES):
+        assert row.outcome in ("equal", "refused") or any(
+            line.startswith(f"| {row.model_type} |") and row.outcome in line for line in page
+        ), row
+
+
+def test_the_page_has_every_type() -> None:
+    begin, end = markers("matrix")
+    shown = [line.split(" | ")[0][2:] for line in PAGE.read_text().partition(begin)[2].splitlines() if line[:2] == "| "]
+    assert shown[1:] == TYPES
+
+
+# --- mistakes are detected --------------------------------------------------------------------------------------------
+
+
+def _unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "load_weights", lambda *_: None)
+
+
+def _shifted_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    pop = CapturedInput.pop
+    monkeypatch.setattr(CapturedInput, "pop", lambda self: pop(self) * 1.001)
+
+
+def _frozen_embedding(monkeypatch: pytest.MonkeyPatch) -> None:
+    def freeze(model: TransformersModel) -> None:
+        model.model.get_input_embeddings().requires_grad_(False)
+
+    monkeypatch.setattr(TransformersModel, "_freeze_other_modalities", freeze)
+
+
+def _wrong_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def initialize(model: TransformersModel, seed: int, **options: Any) -> None:
+        plain(model, seed, **options)
+        for buffer in model.buffers():
+            buffer.mul_(0.9)
+
+    plain = trial.initialize_weights
+    monkeypatch.setattr(trial, "initialize_weights", initialize)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "found"),
+    [
+        (_unloaded, "other values when resumed: "),
+        (_shifted_states, "in float64"),
+        (_frozen_embedding, "frozen, but text needs it: model.embed_tokens.weight"),
+        (_wrong_buffers, "in float64"),
+    ],
+)
+def test_mistakes_are_found(
+    mistake: Callable[[pytest.MonkeyPatch], None], found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mistake(monkeypatch)
+    row = run_trial("qwen3")
+    assert row.outcome == "different" and found in row.details
+
+
+def test_refusals_and_exceptions_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = run_trial("blip-2")
+    assert refused.outcome == "refused" and "pixel_values" in refused.details
+    monkeypatch.setattr(torch, "randint", None)
+    assert run_trial("llama").outcome == "not trained"
+
+
+def test_a_table_is_written_in_parts(tmp_path: Path) -> None:
+    assert choose_types("^qwen2", "2/2") == choose_types("^qwen2")[1::2]
+    page = tmp_path / "page.md"
+    page.write_text("\n".join(markers("matrix")))
+    for verdict, names in {"equal": ("llama", "bert"), "refused: it needs images": ("bert", "blip")}.items():
+        write_docs(
+            page, "matrix", merge(page, [TableRow((name, "Class", "rows", "no", "own", verdict)) for name in names])
+        )
+    text = page.read_text()
+    assert "has 3 types. 3 (100.0%) build, and 1 of these (33.3%) train equally" in text
+    assert [line.split()[1] for line in text.splitlines() if "| Class |" in line] == ["bert", "blip", "llama"]

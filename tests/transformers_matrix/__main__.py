@@ -1,0 +1,117 @@
+"""Command line of the matrix of types: run it, print it as a table, and write it into the documentation."""
+
+import argparse
+import re
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+
+import torch
+import transformers
+
+from tests.conftest import PROJECT
+from tests.models.transformers.model_types import CAUSAL, IMAGE_TEXT
+from tests.tables import Row as TableRow
+from tests.tables import as_markdown, markers, print_table, write_docs
+from tests.transformers_matrix.trial import TOLERANCE, Row, run_trial
+
+PAGE = PROJECT / "docs" / "transformers_models.md"
+COLUMNS = ("model_type", "class", "packing", "tensor parallel", "head", "verdict")
+TYPES = sorted({*CAUSAL, *IMAGE_TEXT})
+
+_LONGEST = 200
+"""Characters of a message in the table."""
+
+
+def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(prog="python -m tests.transformers_matrix", description=__doc__)
+    parser.add_argument(
+        "--only",
+        metavar="PATTERN",
+        default="",
+        help="run only types that match this regular expression, such as '^qwen'",
+    )
+    parser.add_argument("--part", metavar="I/N", default="1/1", help="run every N-th type, from the I-th on")
+    parser.add_argument("--processes", metavar="N", type=int, default=1, help="run N types at once")
+    parser.add_argument("--list", action="store_true", help="list the types without running them")
+    parser.add_argument(
+        "--write-docs", action="store_true", help=f"replace the rows of these types in {PAGE.relative_to(PROJECT)}"
+    )
+    return parser.parse_args(words)
+
+
+def main() -> int:
+    """Run the selected types; return 0 if every one is equal to its class or refused, else 1."""
+    arguments = parse_arguments()
+    types = choose_types(arguments.only, arguments.part)
+    if not types:
+        print(f"no type matches --only '{arguments.only}' --part {arguments.part}", file=sys.stderr)
+        return 2
+    if arguments.list:
+        print("\n".join(types))
+        return 0
+    start = time.monotonic()
+    rows = []
+    for number, row in enumerate(run(types, arguments.processes), start=1):
+        rows.append(row)
+        print(
+            f"[{number}/{len(types)}] {row.model_type}: {verdict(row)}, {row.seconds:.0f} s",
+            file=sys.stderr,
+            flush=True,
+        )
+    shown = [TableRow(cells(row), failed=row.outcome not in ("equal", "refused")) for row in rows]
+    print_table(f"compared with the class in transformers (at most {TOLERANCE:.0e})", COLUMNS, shown)
+    print(f"{len(rows)} types in {time.monotonic() - start:.0f} s")
+    if arguments.write_docs:
+        write_docs(PAGE, "matrix", merge(PAGE, shown))
+    return 0 if all(not row.failed for row in shown) else 1
+
+
+def choose_types(only: str = "", part: str = "1/1") -> list[str]:
+    """Return the types that the command line selects."""
+    first, step = (int(number) for number in part.split("/"))
+    return [name for name in TYPES if re.search(only, name)][first - 1 :: step]
+
+
+def run(types: Sequence[str], processes: int = 1) -> Iterator[Row]:
+    """Yield the row of each type in the order of `types`."""
+    with ProcessPoolExecutor(processes, get_context("spawn"), initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        yield from pool.map(run_trial, types)
+
+
+def verdict(row: Row) -> str:
+    """Return the result in words."""
+    text = f"{row.outcome}: {row.details}" if row.details else row.outcome
+    text = re.sub(r"\s+", " ", text).replace("|", "/").replace("<", "&lt;")
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    """Return the text of a row for each of `COLUMNS`."""
+    return row.model_type, row.class_name, row.packing, row.tensor_parallel, row.head, verdict(row)
+
+
+def merge(page: Path, rows: Sequence[TableRow]) -> str:
+    """Return the table of a page with these rows instead of those of the same types, below a line that counts them."""
+    begin, end = markers("matrix")
+    old = page.read_text().partition(begin)[2].partition(end)[0]
+    lines = [re.split(r" ?\| ?", line)[1:-1] for line in old.splitlines() if line.startswith("| ")]
+    merged = {line[0]: tuple(line) for line in lines if line[0] in TYPES} | {
+        row.cells[0]: tuple(row.cells) for row in rows
+    }
+    table = [TableRow(merged[name]) for name in sorted(merged)]
+    built = [row for row in table if row.cells[1]]
+    equal = [row for row in built if row.cells[-1] == "equal"]
+    counts = (
+        f"transformers {transformers.__version__} has {len(table)} types. {len(built)} ({len(built) / len(table):.1%}) "
+        f"build, and {len(equal)} of these ({len(equal) / len(built):.1%}) train equally."
+    )
+    return f"{counts}\n\n{as_markdown(COLUMNS, table)}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
