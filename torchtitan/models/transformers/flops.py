@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from torchtitan.protocols.model import BaseModel, converted_modules
 from torchtitan.tools.logging import logger
@@ -43,7 +42,9 @@ def forward_flops(plain: nn.Module, blocks: Iterable[str], seq_len: int) -> dict
             try:
                 total = _extrapolated(count, seq_len)
             except RuntimeError as error:
-                logger.warning("operations are estimated as 6 per parameter, used or not: %s", str(error).split("\n")[0])
+                logger.warning(
+                    "operations are estimated as 6 per parameter, used or not: %s", str(error).split("\n")[0]
+                )
                 return {name: 2.0 * size for name, size in counter.sizes.items()}
     del total[_CALLS]
     return {name: flops / seq_len for name, flops in total.items()}
@@ -69,7 +70,9 @@ def with_backward(forward: Mapping[str, float], model: BaseModel) -> float:
     if not trained:
         return total
     frozen = sum(flops for name, flops in forward.items() if name and name not in trained)
-    adapters = sum(module.get_parameter(name).numel() for _, module in converted_modules(model) for name in module.added)
+    adapters = sum(
+        module.get_parameter(name).numel() for _, module in converted_modules(model) for name in module.added
+    )
     return 3 * total - frozen + 6 * adapters
 
 
@@ -133,6 +136,7 @@ def _grouped_flops(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
 @contextmanager
 def _attention_in_windows() -> Iterator[None]:
     """Replace every class's own attention ("eager") by its products with as many keys as the window has."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # takes seconds
 
     def attend(module: Any, q: Tensor, k: Tensor, v: Tensor, *_: Any, **options: Any) -> tuple[Tensor, Tensor]:
         n_keys = min(options.get("sliding_window") or k.shape[2], k.shape[2])

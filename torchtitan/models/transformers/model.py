@@ -19,8 +19,6 @@ from torchtitan.models.transformers.packing import choose_packing
 from torchtitan.protocols.attention import AttentionMetadata
 from torchtitan.protocols.model import BaseModel, effective_weight
 from torchtitan.protocols.output_head import UNCHANGED, Head, LogitTransform, compute_logits
-from torchtitan.tools.errors import UserError
-from torchtitan.tools.logging import logger
 
 _NO_LIMIT = 2**20
 """Context of a model whose configuration names none."""
