@@ -24,6 +24,8 @@ from torchtitan.protocols.attention import AttentionMetadata
 from torchtitan.protocols.initializer import Constant, with_initializers
 from torchtitan.protocols.model import BaseModel, effective_weight
 from torchtitan.protocols.output_head import UNCHANGED, Head, LogitTransform, compute_logits
+from torchtitan.tools.errors import UserError
+from torchtitan.tools.logging import logger
 
 _NO_LIMIT = 2**20
 """Context of a model whose configuration names none."""
