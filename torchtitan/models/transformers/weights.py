@@ -12,17 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import core_model_loading as loading
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    PrefixChange,
-    WeightConverter,
-    WeightRenaming,
-    WeightTransform,
-    apply_converters,
-    apply_renamings,
-    dot_natural_key,
-    rename_source_key,
-)
 from transformers.utils.loading_report import LoadStateDictInfo
 
 from torchtitan.models.transformers.model import TransformersModel
@@ -71,7 +62,7 @@ class Converted(Transform):
 
     model: Any
     """The class on the meta device; some conversions need its configuration and shapes."""
-    converter: WeightConverter | None
+    converter: loading.WeightConverter | None
     """The conversion, without tensors; None: a single tensor, unchanged."""
     key: str
     """Name of the first result."""
@@ -118,10 +109,10 @@ class TransformersAdapter(StateDictAdapter):
     def __init__(self, model: TransformersModel):
         self._class: Any = model.model
         aliases: dict[str, str] = self._class.all_tied_weights_keys
-        self._original = dict(aliases)
-        """Name in the class → the same, or the name of the tensor that it is tied to."""
+        # Name in the class → the same, or the name of the tensor that it is tied to.
+        self._original = {name: name for name in aliases.values()} | aliases
+        # Name in the class → our names: more than one if others are tied to it.
         self._ours: dict[str, list[str]] = {}
-        """Name in the class → our names: more than one if others are tied to it."""
         state, tensors = model.state_dict(), {}
         for ours, name in class_names(model).items():
             original = self._original.setdefault(name, name)
@@ -184,10 +175,10 @@ class TransformersAdapter(StateDictAdapter):
         renamings, converters = _split(get_model_conversion_mapping(cls))
         matches: list[tuple[str, str, str | None]] = []
         unknown: dict[str, str] = {}
-        for name in sorted(external, key=dot_natural_key):
-            key, pattern = rename_source_key(name, renamings, converters, cls.base_model_prefix, known)
+        for name in sorted(external, key=loading.dot_natural_key):
+            key, pattern = loading.rename_source_key(name, renamings, converters, cls.base_model_prefix, known)
             if key not in known and name in known:
-                key, pattern = rename_source_key(name, [], [], cls.base_model_prefix, known)
+                key, pattern = loading.rename_source_key(name, [], [], cls.base_model_prefix, known)
             if key in known:
                 matches.append((name, key, pattern))
             else:
@@ -207,14 +198,16 @@ def _groups_to_write(model: Any, names: Iterable[str]) -> tuple[list[Converted],
     rules = get_model_conversion_mapping(model, add_legacy=False)
     # As transformers does for a model that was not read from files, which may not have had the prefix.
     renamings, converters = _split(
-        [rule.reverse_transform() for rule in rules[::-1] if not isinstance(rule, PrefixChange)]
+        [rule.reverse_transform() for rule in rules[::-1] if not isinstance(rule, loading.PrefixChange)]
     )
-    matches = [(name, *apply_converters(name, converters)) for name in sorted(names, key=dot_natural_key)]
-    return list(_group(model, matches, converters).values()), lambda name: apply_renamings(name, renamings)
+    matches = [
+        (name, *loading.apply_converters(name, converters)) for name in sorted(names, key=loading.dot_natural_key)
+    ]
+    return list(_group(model, matches, converters).values()), lambda name: loading.apply_renamings(name, renamings)
 
 
 def _group(
-    model: Any, matches: Iterable[tuple[str, str, str | None]], converters: Iterable[WeightConverter]
+    model: Any, matches: Iterable[tuple[str, str, str | None]], converters: Iterable[loading.WeightConverter]
 ) -> dict[str, Converted]:
     """Return name of the first result → group, from each tensor's name, its group's first result, and the pattern of
     its converter."""
@@ -226,9 +219,11 @@ def _group(
     return groups
 
 
-def _split(rules: Sequence[WeightTransform]) -> tuple[list[WeightRenaming], list[WeightConverter]]:
-    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
-    return renamings, [rule for rule in rules if isinstance(rule, WeightConverter)]
+def _split(
+    rules: Sequence[loading.WeightTransform],
+) -> tuple[list[loading.WeightRenaming], list[loading.WeightConverter]]:
+    renamings = [rule for rule in rules if isinstance(rule, loading.WeightRenaming)]
+    return renamings, [rule for rule in rules if isinstance(rule, loading.WeightConverter)]
 
 
 def _meta(specs: Mapping[str, TensorSpec], names: Iterable[str]) -> list[Tensor]:
