@@ -43,7 +43,9 @@ def forward_flops(plain: nn.Module, blocks: Iterable[str], seq_len: int) -> dict
             try:
                 total = _extrapolated(count, seq_len)
             except RuntimeError as error:
-                logger.warning("operations are estimated as 6 per parameter, used or not: %s", str(error).split("\n")[0])
+                logger.warning(
+                    "operations are estimated as 6 per parameter, used or not: %s", str(error).split("\n")[0]
+                )
                 return {name: 2.0 * size for name, size in counter.sizes.items()}
     del total[_CALLS]
     return {name: flops / seq_len for name, flops in total.items()}

@@ -108,7 +108,11 @@ def _has_cache(document: str, implementation: str | None) -> bool:
                 parameter.normal_(std=max(parameter.shape[1:], default=1) ** -0.5)
             text, padding = torch.tensor(TEXT_IDS)[None, :20], torch.zeros(1, 5, dtype=torch.long)
             expected = model(input_ids=text, use_cache=False).logits[0, -1]
-            for tokens_BL, end in ((torch.cat((padding, text[:, :-2]), 1), 18), (text[:, -2:-1], 19), (text[:, -1:], 20)):
+            for tokens_BL, end in (
+                (torch.cat((padding, text[:, :-2]), 1), 18),
+                (text[:, -2:-1], 19),
+                (text[:, -1:], 20),
+            ):
                 positions_BL = torch.arange(end - tokens_BL.shape[1], end)[None].clamp(min=0)
                 logits = cache.run(model, tokens_BL, cache.attention(positions_BL)).logits[0, -1]
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):

@@ -6,6 +6,7 @@ block at a time.
 """
 
 import hashlib
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -41,12 +42,16 @@ def class_values(plain: BaseModel, names: Sequence[str], seed: int) -> Iterator[
     for unit, members in of_unit.items():
         places = {name: (plain.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in members}
         for module, own_name in places.values():
-            _replace(module, own_name, torch.empty_like(getattr(module, own_name), device="cpu"))
+            empty = torch.empty_like(getattr(module, own_name), device="cpu")
+            _replace(module, own_name, empty.fill_(math.nan) if empty.is_floating_point() else empty.zero_())
         with torch.random.fork_rng(devices=[]):
             digest = hashlib.blake2b(f"{seed}/{unit}".encode(), digest_size=8).digest()
             torch.manual_seed(int.from_bytes(digest, "big") >> 1)
-            for module in reversed(list(plain.get_submodule(unit).modules())):  # a parent after its children
-                owners[id(module)]._init_weights(module)
+            inside = list(plain.get_submodule(unit).modules())
+            around = [plain.get_submodule(unit.rsplit(".", i)[0]) for i in range(1, unit.count(".") + 1)]
+            for module in (*reversed(inside), *around):  # a parent after its children, for which it may have values
+                if id(module) in owners:
+                    owners[id(module)]._init_weights(module)
         for name, (module, own_name) in places.items():
             value = getattr(module, own_name)
             _replace(module, own_name, torch.empty_like(value, device="meta"))

@@ -90,19 +90,19 @@ class TransformersModel(BaseModel):
         self.is_tied = output is not None and output.weight is embedding.weight
         self.output_name = next((name for name, module in self.model.named_modules() if module is output), "")
         transform = logit_transform(config.document)
-        # In a tuple, since it is a module of the class.
-        self._captured = (CapturedInput(output.bias if self.is_tied else None) if transform else None,)
+        place = OutputPlace(self.model, computes=not transform) if transform or self.is_tied else None
+        self._place = (place,)  # in a tuple, since it is a module of the class
         self.head = ClassHead(None if self.is_tied or not transform else output, transform or UNCHANGED)
-        if not self.captured:
+        if place:
+            self.model.set_submodule(self.output_name, place)
+        if not transform:
             logger.info("%s changes its logits in its own way: the loss gets all of them", type(self.model).__name__)
-        if self.captured or self.is_tied:
-            _remove_aliases(self.model, output, embedding)
-            self.model.set_submodule(self.output_name, self.captured or TiedOutput(embedding, output.bias))
 
     @property
-    def captured(self) -> "CapturedInput | None":
+    def captured(self) -> "OutputPlace | None":
         """What is in the place of the class's output layer; None if the class computes its logits itself."""
-        return self._captured[0]
+        place = self._place[0]
+        return None if place is None or place.computes else place
 
     def _freeze_other_modalities(self) -> None:
         """Freeze what does not compute text: vision towers, and their projections."""
@@ -166,7 +166,7 @@ class TransformersModel(BaseModel):
         else:
             hidden_BLD = self.packing.gather(hidden_BLD, attention)
         if self.captured:
-            tied = (effective_weight(self.model.get_input_embeddings()), self.captured.bias) if self.is_tied else None
+            tied = self.captured.shared() if self.is_tied else None
             result = self.head(hidden_BLD, tied, head, **head_inputs)
         else:
             result = head(hidden_BLD, None, **head_inputs)
@@ -177,19 +177,34 @@ class TransformersModel(BaseModel):
         return result
 
 
-class CapturedInput(nn.Module):
-    """Keeps the hidden states that a class passes to its output layer, in whose place it is, and returns one logit.
-    Owns the bias of an output layer that shares its weights with the embedding."""
+class OutputPlace(nn.Module):
+    """Is in the place of a class's output layer, and keeps the hidden states that the class passes to it; returns one
+    logit. If it `computes`, it returns all, with the weights of the embedding, which stay shared when they are moved."""
 
-    def __init__(self, bias_V: nn.Parameter | None) -> None:
+    def __init__(self, model: Any, *, computes: bool):
         super().__init__()
+        output, embedding = model.get_output_embeddings(), model.get_input_embeddings()
         self.weight = torch.empty(0)  # some classes read its type
-        self.bias = bias_V
-        if bias_V is not None:
-            with_initializers(self, bias=Constant(0.0))
+        self.bias: nn.Parameter | None = None
+        owner: nn.Module = self
+        if output.weight is embedding.weight and output.bias is not None:
+            others = (module for module in model.modules() if getattr(module, "bias", None) is output.bias)
+            owner = next((module for module in others if module is not output), self)
+            if owner is self:
+                self.bias = output.bias
+                with_initializers(self, bias=Constant(0.0))
+        self._owners = embedding, owner
+        self.computes = computes
         self._hidden_BLD: Tensor | None = None
 
+    def shared(self) -> tuple[Tensor, Tensor | None]:
+        """Return the weights of the embedding and the bias of an output layer that shares them."""
+        embedding, owner = self._owners
+        return effective_weight(embedding), owner.bias  # type: ignore[return-value]
+
     def forward(self, hidden_BLD: Tensor) -> Tensor:
+        if self.computes:
+            return F.linear(hidden_BLD, *self.shared())
         assert self._hidden_BLD is None, "the class has one output layer"
         self._hidden_BLD = hidden_BLD
         return hidden_BLD[..., :1].detach()
@@ -199,25 +214,6 @@ class CapturedInput(nn.Module):
         hidden_BLD, self._hidden_BLD = self._hidden_BLD, None
         assert hidden_BLD is not None
         return hidden_BLD
-
-
-class TiedOutput(nn.Module):
-    """An output layer with the weights of the embedding, which stay shared when they are moved or sharded."""
-
-    def __init__(self, embedding: nn.Module, bias_V: nn.Parameter | None):
-        super().__init__()
-        self._embedding = (embedding,)  # in a tuple, since it is no part of this module
-        self.bias = bias_V
-        if bias_V is not None:
-            with_initializers(self, bias=Constant(0.0))
-
-    @property
-    def weight(self) -> Tensor:
-        """The weights of the embedding."""
-        return effective_weight(self._embedding[0])
-
-    def forward(self, hidden_BLD: Tensor) -> Tensor:
-        return F.linear(hidden_BLD, self.weight, self.bias)
 
 
 class ClassHead(nn.Module):
@@ -257,15 +253,6 @@ def _share_modules(model: Any) -> None:
         one, other = model.get_submodule(alias), model.get_submodule(original)
         if one is not output and type(one) is type(other):
             model.set_submodule(alias, other)
-
-
-def _remove_aliases(model: nn.Module, output: nn.Module, embedding: nn.Module) -> None:
-    """Remove the names that the parameters of the output layer have in modules that do not use them."""
-    own = {id(parameter) for parameter in output.parameters()}
-    for module in model.modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            if id(parameter) in own and module not in (output, embedding):
-                module.register_parameter(name, None)
 
 
 def _find_blocks(model: Any) -> list[str]:
