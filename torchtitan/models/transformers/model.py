@@ -46,6 +46,9 @@ class TransformersModel(BaseModel):
             """Return the configuration for a config.json. Raise `UserError` as `checked_document`."""
             kept = checked_document(document)
             text = transformers_config(kept).get_text_config(decoder=True)
+            for size in ("hidden_size", "vocab_size"):
+                if not isinstance(getattr(text, size, None), int):
+                    raise UserError(f"config.json: {type(text).__name__} has no {size}, so it is no language model")
             return cls(
                 dim=text.hidden_size,
                 vocab_size=text.vocab_size,
@@ -79,6 +82,7 @@ class TransformersModel(BaseModel):
     def __init__(self, config: Config):
         super().__init__(config)
         described = config.transformers_config()
+        transform = logit_transform(config.document)
         self.packing = choose_packing(described)
         self.model = build_class(described, self.packing.implementation)
         _share_modules(self.model)
@@ -89,7 +93,6 @@ class TransformersModel(BaseModel):
         output, embedding = self.model.get_output_embeddings(), self.model.get_input_embeddings()
         self.is_tied = output is not None and output.weight is embedding.weight
         self.output_name = next((name for name, module in self.model.named_modules() if module is output), "")
-        transform = logit_transform(config.document)
         place = OutputPlace(self.model, computes=not transform) if transform or self.is_tied else None
         self._place = (place,)  # in a tuple, since it is a module of the class
         self.head = ClassHead(None if self.is_tied or not transform else output, transform or UNCHANGED)
@@ -179,7 +182,7 @@ class TransformersModel(BaseModel):
 
 class OutputPlace(nn.Module):
     """Is in the place of a class's output layer, and keeps the hidden states that the class passes to it; returns one
-    logit. If it `computes`, it returns all, with the weights of the embedding, which stay shared when they are moved."""
+    logit. If it `computes`, it returns all, with the embedding's weights, which stay shared when they are moved."""
 
     def __init__(self, model: Any, *, computes: bool):
         super().__init__()
@@ -266,10 +269,8 @@ def _find_blocks(model: Any) -> list[str]:
         is_inside = any(name.startswith(f"{outer}.") for outer in names)
         if type(module).__name__ in unsplittable and not is_inside:
             names.append(name)
-    if not any(numbered[name] in decoder for name in names):
-        lists = [
-            (name, part) for name, part in model.named_modules() if isinstance(part, nn.ModuleList) and part in decoder
-        ]
-        largest, blocks = max(lists, key=lambda item: sum(parameter.numel() for parameter in item[1].parameters()))
+    lists = [part for part in model.named_modules() if isinstance(part[1], nn.ModuleList) and part[1] in decoder]
+    if lists and not any(numbered[name] in decoder for name in names):
+        largest, blocks = max(lists, key=lambda part: sum(parameter.numel() for parameter in part[1].parameters()))
         names += [f"{largest}.{i}" for i in range(len(blocks))]
     return [f"model.{name}" for name in names]
