@@ -290,6 +290,8 @@ class TestParamsJson:
             ({"head_dim": 10}, "no model.head_dim.* 10 "),
             ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "'linear'"),
             ({"rope_scaling": LLAMA3_SCALING}, "'original_max_seq_len': 64"),
+            ({"attention_bias": True}, "no biases"),
+            ({"mlp_bias": True}, "no biases"),
         ],
     )
     def test_model_unsupported_by_meta_is_not_written(self, changes, message):

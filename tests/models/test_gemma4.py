@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from tests.models.family_cases import difference_with, random_reference, random_tokens, relative_error, to_ours
 from tests.models.family_runs import assert_adapters_open_in_peft, save_with_tokenizer
-from tests.models.test_sft_configs import chat_file
+from tests.models.test_sft_configs import SHORT, chat_file, run_named
+from torchtitan.cli.main import main
 from torchtitan.components.generation import KVCache, generate
 from torchtitan.models import gemma4
 from torchtitan.models.common import decoder
@@ -376,6 +377,33 @@ def pretrained(tmp_path: Path) -> Path:
 @pytest.mark.slow
 def test_adapters_for_a_hugging_face_folder(tmp_path: Path, pretrained: Path, chat_file: Path) -> None:
     assert_adapters_open_in_peft("gemma4", pretrained, chat_file, tmp_path / "run")
+
+
+def test_conversion_round_trip(tmp_path: Path, pretrained: Path) -> None:
+    """Bit for bit, with the layers' factors, which are no parameters."""
+    assert main(["convert", "--to", "dcp", str(pretrained), str(tmp_path / "dcp")]) == 0
+    assert main(["convert", "--to", "hf", str(tmp_path / "dcp"), str(tmp_path / "again")]) == 0
+    original, again = (transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("hf", "again"))
+    theirs, ours = original.state_dict(), again.state_dict()
+    assert theirs.keys() == ours.keys() and all(torch.equal(theirs[name], ours[name]) for name in theirs)
+    assert theirs["model.layers.0.layer_scalar"] != 1
+
+
+@pytest.mark.slow
+def test_resumed_run_keeps_the_factors_of_layers(tmp_path: Path, pretrained: Path, chat_file: Path) -> None:
+    """Whole weights are trained, saved, resumed and exported; the factors stay as they were loaded."""
+    options = {"module": "auto", "hf_assets_path": pretrained, "dataloader__dataset": [chat_file]}
+    options |= {**SHORT, "training__seq_len": 128, "checkpoint__interval": 1, "checkpoint__keep_latest_k": 3}
+    options |= {"training__epochs": None}
+    for steps in (1, 2):
+        length = {"training__steps": steps, "checkpoint__last_save_in_hf": steps == 2}
+        length["checkpoint__export_dtype"] = "float32" if steps == 2 else None
+        trainer = run_named("sft", tmp_path / "run", **options, **length)
+    assert trainer.step == 2
+    export = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run/checkpoint/step-2").state_dict()
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(pretrained).state_dict()
+    same = {name for name, tensor in theirs.items() if torch.equal(tensor, export[name])}
+    assert same == {name for name in theirs if name.endswith("layer_scalar")}
 
 
 @pytest.mark.parametrize("whole", ["gemma4", "gemma4_unified"])

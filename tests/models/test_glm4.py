@@ -147,7 +147,7 @@ def test_spellings_of_transformers_4_and_5_are_equal(model_type: str, caplog: py
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"rope_scaling": {"rope_type": "proportional"}}, "RoPE of type 'proportional'"),
+        ({"rope_scaling": {"rope_type": "axial"}}, "RoPE of type 'axial'"),
         ({"partial_rotary_factor": 0.0}, "partial_rotary_factor is 0.0"),
         ({"partial_rotary_factor": 0.01}, "rotated_fraction 0.01 must give an even number"),
         ({"attention_bias": 1}, "attention_bias is 1"),

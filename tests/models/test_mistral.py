@@ -1,5 +1,6 @@
 """Mistral and Qwen2: published sizes and config.json, and the edge of the window."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -121,3 +122,12 @@ def test_empty_pattern_is_rejected() -> None:
     config.rope = mistral.FLAVORS["debugmodel"].rope
     with pytest.raises(UserError, match="--model.layer_types is empty"):
         config.validate()
+
+
+def test_fields_without_a_key_are_not_written() -> None:
+    """transformers' Mistral has no biases, so that a config.json would say another model."""
+    config = dataclasses.replace(mistral.FLAVORS["7B-v0.3"], attention_bias=True)
+    with torch.device("meta"):
+        assert config.build().layers["0"].attention.wo.bias is not None
+    with pytest.raises(UserError, match="no model_type of config.json \\(mistral, ministral\\) can describe"):
+        mistral.FORMATS["hf"].to_external(config)

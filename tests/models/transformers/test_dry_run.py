@@ -22,5 +22,6 @@ def test_predicts_a_step(model_type, tmp_path):
     (rank,) = dry_run(config, world_size=2)
     whole = sum(p.numel() for p in build_class(model.transformers_config()).parameters())
     assert whole / 2 <= rank.parameters < 1.05 * whole / 2  # rows of small tensors are padded
-    assert rank.executed_flops == pytest.approx(rank.model_flops, rel=0.05)
+    # Windows are counted as whole squares.
+    assert rank.executed_flops == pytest.approx(rank.model_flops, rel=0.1)
     assert {traffic.kind for traffic in rank.communication} >= {"all-gather", "reduce-scatter"}

@@ -40,7 +40,7 @@ class ClassCache:
 
     def clear(self) -> None:
         """Forget all tokens."""
-        self._tokens_BL: Tensor | None = None
+        self._tokens: list[Tensor] = []
         self._remembered: dict[str, Any] = {}
 
     def attention(self, positions_BL: Tensor) -> "NextTokens":
@@ -60,18 +60,18 @@ class ClassCache:
         """Call a class on the tokens that follow the remembered ones. Padding before a text is masked."""
         assert attention.positions_BL is not None
         self._n_new = tokens_BL.shape[1]
-        first = self._tokens_BL is None
-        self._tokens_BL = tokens_BL if first else torch.cat((self._tokens_BL, tokens_BL), dim=1)
-        n_slots = self._tokens_BL.shape[1]
+        self._tokens.append(tokens_BL)
+        all_BS = torch.cat(self._tokens, dim=1)
+        n_slots = all_BS.shape[1]
         n_padding_B1 = n_slots - 1 - attention.positions_BL[:, -1:]
         mask_BS = (torch.arange(n_slots, device=tokens_BL.device) >= n_padding_B1).long()
         takes = inspect.signature(model.forward).parameters
         positions = {"position_ids": (mask_BS.cumsum(-1) - 1).clamp(min=0)} if "position_ids" in takes else {}
         inputs = model.prepare_inputs_for_generation(
-            self._tokens_BL,
+            all_BS,
             next_sequence_length=self._n_new if self._remembered else None,
             attention_mask=mask_BS,
-            is_first_iteration=first,
+            is_first_iteration=len(self._tokens) == 1,
             use_cache=True,
             **positions,
             **self._remembered,

@@ -141,13 +141,8 @@ class TransformersModel(BaseModel):
         """Return operations per token, forward and backward: see `flops`."""
         with torch.device("meta"):
             plain = build_class(self.config.transformers_config(), "eager").eval()
-        forward = forward_flops(plain, [name.removeprefix("model.") for name in self._block_names], seq_len)
-        embedding = self.model.get_input_embeddings()
-        tied = next(name for name, module in self.named_modules() if module is embedding)
-        output = tied if self.is_tied else "head.output" if self.captured else f"model.{self.output_name}"
-        names = {f"model.{self.output_name}.weight": f"{output}.weight"}
-        ours = {name: names.get(f"model.{name}", name and f"model.{name}") for name in forward}
-        return with_backward({ours[name]: flops for name, flops in forward.items()}, self)
+        forward = forward_flops(plain, seq_len, is_recurrent=self.packing.mode == "rows")
+        return with_backward(forward, self, self.model.get_decoder())
 
     def forward(
         self,
