@@ -14,7 +14,7 @@ from tests.tables import markers, write_docs  # noqa: E402
 from tests.transformers_matrix import trial  # noqa: E402
 from tests.transformers_matrix.__main__ import PAGE, TYPES, choose_types, merge, run  # noqa: E402
 from tests.transformers_matrix.trial import run_trial  # noqa: E402
-from torchtitan.models.transformers.model import CapturedInput, TransformersModel  # noqa: E402
+from torchtitan.models.transformers.model import OutputPlace, TransformersModel  # noqa: E402
 
 KINDS = {
     "llama": "dense",
@@ -61,8 +61,8 @@ def _unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _shifted_states(monkeypatch: pytest.MonkeyPatch) -> None:
-    pop = CapturedInput.pop
-    monkeypatch.setattr(CapturedInput, "pop", lambda self: pop(self) * 1.001)
+    pop = OutputPlace.pop
+    monkeypatch.setattr(OutputPlace, "pop", lambda self: pop(self) * 1.001)
 
 
 def _frozen_embedding(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,8 @@ _SOURCES = {
     "is_traceable_wrapper_subclass_type": "torch.utils._python_dispatch",
     "record_memory_history": "torch.cuda.memory:_record_memory_history",
     "dump_memory_snapshot": "torch.cuda.memory:_dump_snapshot",
+    # The functions that a `torch.device` context changes.
+    "device_constructors": "torch.utils._device:_device_constructors",
     # Nested containers of tensors, as passed to PyTorch's operations; `optree` adds a dependency and has fewer types.
     "tree_iter": "torch.utils._pytree",
     "tree_map_only": "torch.utils._pytree",

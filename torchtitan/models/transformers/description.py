@@ -63,6 +63,7 @@ def checked_document(document: Mapping[str, Any]) -> dict[str, Any]:
     kept = PretrainedConfig._decode_special_floats(kept)  # infinite numbers, which JSON does not have
     try:
         config = transformers_config(kept)
+        known = type(config)().to_dict().keys() | {"architectures", "model_type", *_OF_CODE}
     except Exception as error:  # validators of transformers raise various types
         reason = " ".join(str(error).split())
         raise UserError(f"config.json: transformers refuses it: {type(error).__name__}: {reason}") from error
@@ -70,7 +71,6 @@ def checked_document(document: Mapping[str, Any]) -> dict[str, Any]:
         raise UserError(
             f"config.json: model_type '{config.model_type}' is an encoder-decoder; only decoders train here"
         )
-    known = type(config)().to_dict().keys() | {"architectures", "model_type", *_OF_CODE}
     if unknown := sorted(kept.keys() - known):
         logger.warning("config.json: %s does not know %s", type(config).__name__, ", ".join(unknown))
     return kept

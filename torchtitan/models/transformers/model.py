@@ -46,6 +46,9 @@ class TransformersModel(BaseModel):
             """Return the configuration for a config.json. Raise `UserError` as `checked_document`."""
             kept = checked_document(document)
             text = transformers_config(kept).get_text_config(decoder=True)
+            for size in ("hidden_size", "vocab_size"):
+                if not isinstance(getattr(text, size, None), int):
+                    raise UserError(f"config.json: {type(text).__name__} has no {size}, so it is no language model")
             return cls(
                 dim=text.hidden_size,
                 vocab_size=text.vocab_size,
@@ -79,6 +82,7 @@ class TransformersModel(BaseModel):
     def __init__(self, config: Config):
         super().__init__(config)
         described = config.transformers_config()
+        transform = logit_transform(config.document)
         self.packing = choose_packing(described)
         self.model = build_class(described, self.packing.implementation)
         _share_modules(self.model)
@@ -89,20 +93,19 @@ class TransformersModel(BaseModel):
         output, embedding = self.model.get_output_embeddings(), self.model.get_input_embeddings()
         self.is_tied = output is not None and output.weight is embedding.weight
         self.output_name = next((name for name, module in self.model.named_modules() if module is output), "")
-        transform = logit_transform(config.document)
-        # In a tuple, since it is a module of the class.
-        self._captured = (CapturedInput(output.bias if self.is_tied else None) if transform else None,)
+        place = OutputPlace(self.model, computes=not transform) if transform or self.is_tied else None
+        self._place = (place,)  # in a tuple, since it is a module of the class
         self.head = ClassHead(None if self.is_tied or not transform else output, transform or UNCHANGED)
-        if not self.captured:
+        if place:
+            self.model.set_submodule(self.output_name, place)
+        if not transform:
             logger.info("%s changes its logits in its own way: the loss gets all of them", type(self.model).__name__)
-        if self.captured or self.is_tied:
-            _remove_aliases(self.model, output, embedding)
-            self.model.set_submodule(self.output_name, self.captured or TiedOutput(embedding, output.bias))
 
     @property
-    def captured(self) -> "CapturedInput | None":
+    def captured(self) -> "OutputPlace | None":
         """What is in the place of the class's output layer; None if the class computes its logits itself."""
-        return self._captured[0]
+        place = self._place[0]
+        return None if place is None or place.computes else place
 
     def _freeze_other_modalities(self) -> None:
         """Freeze what does not compute text: vision towers, and their projections."""
@@ -161,7 +164,7 @@ class TransformersModel(BaseModel):
         else:
             hidden_BLD = self.packing.gather(hidden_BLD, attention)
         if self.captured:
-            tied = (effective_weight(self.model.get_input_embeddings()), self.captured.bias) if self.is_tied else None
+            tied = self.captured.shared() if self.is_tied else None
             result = self.head(hidden_BLD, tied, head, **head_inputs)
         else:
             result = head(hidden_BLD, None, **head_inputs)
@@ -172,19 +175,34 @@ class TransformersModel(BaseModel):
         return result
 
 
-class CapturedInput(nn.Module):
-    """Keeps the hidden states that a class passes to its output layer, in whose place it is, and returns one logit.
-    Owns the bias of an output layer that shares its weights with the embedding."""
+class OutputPlace(nn.Module):
+    """Is in the place of a class's output layer, and keeps the hidden states that the class passes to it; returns one
+    logit. If it `computes`, it returns all, with the embedding's weights, which stay shared when they are moved."""
 
-    def __init__(self, bias_V: nn.Parameter | None) -> None:
+    def __init__(self, model: Any, *, computes: bool):
         super().__init__()
+        output, embedding = model.get_output_embeddings(), model.get_input_embeddings()
         self.weight = torch.empty(0)  # some classes read its type
-        self.bias = bias_V
-        if bias_V is not None:
-            with_initializers(self, bias=Constant(0.0))
+        self.bias: nn.Parameter | None = None
+        owner: nn.Module = self
+        if output.weight is embedding.weight and output.bias is not None:
+            others = (module for module in model.modules() if getattr(module, "bias", None) is output.bias)
+            owner = next((module for module in others if module is not output), self)
+            if owner is self:
+                self.bias = output.bias
+                with_initializers(self, bias=Constant(0.0))
+        self._owners = embedding, owner
+        self.computes = computes
         self._hidden_BLD: Tensor | None = None
 
+    def shared(self) -> tuple[Tensor, Tensor | None]:
+        """Return the weights of the embedding and the bias of an output layer that shares them."""
+        embedding, owner = self._owners
+        return effective_weight(embedding), owner.bias  # type: ignore[return-value]
+
     def forward(self, hidden_BLD: Tensor) -> Tensor:
+        if self.computes:
+            return F.linear(hidden_BLD, *self.shared())
         assert self._hidden_BLD is None, "the class has one output layer"
         self._hidden_BLD = hidden_BLD
         return hidden_BLD[..., :1].detach()
@@ -194,25 +212,6 @@ class CapturedInput(nn.Module):
         hidden_BLD, self._hidden_BLD = self._hidden_BLD, None
         assert hidden_BLD is not None
         return hidden_BLD
-
-
-class TiedOutput(nn.Module):
-    """An output layer with the weights of the embedding, which stay shared when they are moved or sharded."""
-
-    def __init__(self, embedding: nn.Module, bias_V: nn.Parameter | None):
-        super().__init__()
-        self._embedding = (embedding,)  # in a tuple, since it is no part of this module
-        self.bias = bias_V
-        if bias_V is not None:
-            with_initializers(self, bias=Constant(0.0))
-
-    @property
-    def weight(self) -> Tensor:
-        """The weights of the embedding."""
-        return effective_weight(self._embedding[0])
-
-    def forward(self, hidden_BLD: Tensor) -> Tensor:
-        return F.linear(hidden_BLD, self.weight, self.bias)
 
 
 class ClassHead(nn.Module):
@@ -254,15 +253,6 @@ def _share_modules(model: Any) -> None:
             model.set_submodule(alias, other)
 
 
-def _remove_aliases(model: nn.Module, output: nn.Module, embedding: nn.Module) -> None:
-    """Remove the names that the parameters of the output layer have in modules that do not use them."""
-    own = {id(parameter) for parameter in output.parameters()}
-    for module in model.modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            if id(parameter) in own and module not in (output, embedding):
-                module.register_parameter(name, None)
-
-
 def _find_blocks(model: Any) -> list[str]:
     """Return the names of the modules that the class does not let others split, numbered and outermost. If it names
     none, they are the list of modules with most parameters."""
@@ -274,10 +264,8 @@ def _find_blocks(model: Any) -> list[str]:
         is_inside = any(name.startswith(f"{outer}.") for outer in names)
         if type(module).__name__ in unsplittable and not is_inside:
             names.append(name)
-    if not any(numbered[name] in decoder for name in names):
-        lists = [
-            (name, part) for name, part in model.named_modules() if isinstance(part, nn.ModuleList) and part in decoder
-        ]
-        largest, blocks = max(lists, key=lambda item: sum(parameter.numel() for parameter in item[1].parameters()))
+    lists = [part for part in model.named_modules() if isinstance(part[1], nn.ModuleList) and part[1] in decoder]
+    if lists and not any(numbered[name] in decoder for name in names):
+        largest, blocks = max(lists, key=lambda part: sum(parameter.numel() for parameter in part[1].parameters()))
         names += [f"{largest}.{i}" for i in range(len(blocks))]
     return [f"model.{name}" for name in names]

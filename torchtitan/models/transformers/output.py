@@ -43,8 +43,12 @@ def _logit_transform(document: str) -> LogitTransform | None:
 
 
 def _try(document: Mapping[str, Any]) -> LogitTransform | None:
-    model = build_class(tiny_config(transformers_config(document)))
+    try:
+        model = build_class(tiny_config(transformers_config(document)))
+    except Exception:  # such sizes do not fit this class
+        return None
     _check_text_alone(model)
+    model.eval()
 
     def change(logits_V: Tensor) -> Tensor:
         model.set_submodule(name, _GivenLogits(logits_V))
@@ -74,8 +78,10 @@ def _check_text_alone(model: Any) -> None:
     reason = f"it needs {', '.join(sorted(needed))}"
     if not needed:
         try:
-            model(input_ids=torch.tensor([TEXT_IDS]), use_cache=False)
-            return
+            logits_BLV = model(input_ids=torch.tensor([TEXT_IDS]), use_cache=False).logits
+            if logits_BLV.shape[:2] == (1, len(TEXT_IDS)):
+                return
+            reason = "it gives no logits for each token"
         except ValueError as error:  # an explicit check
             reason = " ".join(str(error).split())
         except (IndexError, RuntimeError):  # sizes that do not fit, in the clone alone
