@@ -34,7 +34,7 @@ from torchtitan.protocols.conversion import (
     saved_config,
     tensor_shapes,
 )
-from torchtitan.protocols.state_dict_adapter import model_tensor_specs
+from torchtitan.protocols.state_dict_adapter import adapter_for, model_tensor_specs
 from torchtitan.protocols.tensor_source import TensorSource, TensorSpec
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
@@ -85,9 +85,14 @@ def internal_source(
         source = _plain_source(Path(path), spec, partial, base)
     else:
         format = format_for(spec, source_format)
-        source, adapter = RenamedView(open_source(path), format.name_of), format.adapter
-        saved = _saved_model(source, model, lambda m: adapter(m).external_specs(model_tensor_specs(m)), added)
-        source = InternalView(source, adapter(saved), model_tensor_specs(saved))
+        source = RenamedView(open_source(path), format.name_of)
+        names = source.specs
+
+        def external_specs(model: BaseModel.Config) -> Mapping[str, TensorSpec]:
+            return adapter_for(format, model, names).external_specs(model_tensor_specs(model))
+
+        saved = _saved_model(source, model, external_specs, added)
+        source = InternalView(source, adapter_for(format, saved, names), model_tensor_specs(saved))
     return ResizedEmbedding(source, _find_token_tensors(model, model_tensor_specs), added) if added else source
 
 

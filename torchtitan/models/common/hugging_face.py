@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from types import NoneType
 from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 
@@ -41,9 +42,13 @@ class ModelType:
     """Names of weights, without the output head, or a function of the configuration that returns them. Rows of tensors
     that a model does not have are left out."""
 
+    other_rows: Callable[[Any], Sequence[KeyMapping]] | None = None
+    """As `rows`, for another layout of files, which is only read."""
+
     keys: Mapping[str, str] = field(default_factory=dict)
-    """Key → field of `config`, in addition to `_KEYS` or in place of that field's key there. The field's type says what
-    the key may hold; a list has one item per layer, and the field holds its shortest repeating part."""
+    """Key → field of `config`, or of a field of it (`moe.top_k`), in addition to `_KEYS` or in place of its key there.
+    The field's type says what the key may hold; a list has one item per layer, and the field holds its
+    shortest repeating part."""
 
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Key that changes the computation → the only supported value, which is also the default of an absent key."""
@@ -189,10 +194,12 @@ def dense_format(
     """Return the format of a family from its `model_type`s, the preferred one for writing first. `name_of` is as in
     `ExternalFormat`."""
     for kind in model_types.values():
-        unknown = {*kind.keys.values(), *kind.ropes} - {field.name for field in dataclasses.fields(kind.config)}
+        named = {name.partition(".")[0] for name in (*kind.keys.values(), *kind.ropes)}
+        unknown = named - {field.name for field in dataclasses.fields(kind.config)}
         assert not unknown, f"{kind.architecture}: no fields of {kind.config.__qualname__}: {unknown}"
     return ExternalFormat(
         adapter=partial(_adapter, model_types),
+        other_adapter=partial(_other_adapter, model_types),
         to_external=partial(_to_config_json, model_types),
         from_external=partial(_from_config_json, model_types),
         model_types={name: kind.architecture for name, kind in model_types.items()},
@@ -210,7 +217,15 @@ def _written_type(model_types: Mapping[str, ModelType], config: Decoder.Config) 
 
 def _adapter(model_types: Mapping[str, ModelType], config: Decoder.Config) -> StateDictAdapter:
     kind = model_types[_written_type(model_types, config)]
-    rows = kind.rows(config) if callable(kind.rows) else kind.rows
+    return _adapter_of(kind.rows(config) if callable(kind.rows) else kind.rows, config)
+
+
+def _other_adapter(model_types: Mapping[str, ModelType], config: Decoder.Config) -> StateDictAdapter | None:
+    rows = model_types[_written_type(model_types, config)].other_rows
+    return _adapter_of(rows(config), config) if rows else None
+
+
+def _adapter_of(rows: Sequence[KeyMapping], config: Decoder.Config) -> StateDictAdapter:
     tied = {"lm_head.weight": "model.embed_tokens.weight"}
     return StateDictAdapter(
         [*rows, _HEAD],
@@ -238,9 +253,8 @@ def _from_config_json(model_types: Mapping[str, ModelType], document: Mapping[st
         value = document[key]
         if value is not None and value != _NEUTRAL[key]:
             raise UserError(f"config.json: {key} is {value!r}, which this family does not support")
-    hints = get_type_hints(kind.config)
     values = {
-        field_name: _read_field(reader, key, hints[field_name])
+        field_name: _read_field(reader, key, _type_of(kind.config, field_name))
         for key, field_name in keys.items()
         if key in reader.values or field_name in _REQUIRED
     }
@@ -252,7 +266,7 @@ def _from_config_json(model_types: Mapping[str, ModelType], document: Mapping[st
         check_sections(reader, sections)
     for name, section in kind.ropes.items():
         values[name] = read_rope(reader, rotates_part="partial_rotary_factor" in kind.defaults, layer_type=section)
-    config = kind.config(**values)
+    config = kind.config(**_nested(kind.config, values))
     try:
         config.validate()
     except UserError as error:
@@ -264,6 +278,24 @@ def _from_config_json(model_types: Mapping[str, ModelType], document: Mapping[st
 def _keys_of(kind: ModelType) -> dict[str, str]:
     own = {*kind.keys.values()}
     return {**{key: name for key, name in _KEYS.items() if name not in own}, **kind.keys}
+
+
+def _type_of(owner: Any, name: str) -> Any:
+    """Return the declared type of a field, or of a field's field."""
+    first, _, rest = name.partition(".")
+    declared = get_type_hints(owner)[first]
+    return _type_of(declared, rest) if rest else declared
+
+
+def _nested(owner: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of fields, with those of a field's fields in one object."""
+    parts: dict[str, dict[str, Any]] = {}
+    for name, value in values.items():
+        first, _, rest = name.partition(".")
+        if rest:
+            parts.setdefault(first, {})[rest] = value
+    plain = {name: value for name, value in values.items() if "." not in name}
+    return plain | {name: _type_of(owner, name)(**part) for name, part in parts.items()}
 
 
 def _read_field(reader: ConfigReader, key: str, declared: Any) -> Any:
@@ -297,7 +329,7 @@ def _to_config_json(model_types: Mapping[str, ModelType], config: Decoder.Config
     """Return the keys of config.json that the model determines, readable by transformers 4 and 5."""
     model_type = _written_type(model_types, config)
     kind = model_types[model_type]
-    written = {key: getattr(config, name) for key, name in _keys_of(kind).items()}
+    written = {key: attrgetter(name)(config) for key, name in _keys_of(kind).items()}
     written["pad_token_id"] = None  # some types have a default, which may be outside the vocabulary
     for key, value in written.items():
         if isinstance(value, list):

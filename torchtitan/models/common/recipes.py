@@ -1,7 +1,7 @@
 """Training configurations shared by families; a family's `config_registry.py` supplies models and numbers."""
 
 import dataclasses
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.data.dataloader import PretrainDataLoader
@@ -12,6 +12,7 @@ from torchtitan.components.optimizer import Optimizer
 from torchtitan.components.peft import LoRA
 from torchtitan.components.validate import Validator
 from torchtitan.config import ActivationCheckpointConfig, TrainingConfig
+from torchtitan.models.common.moe.layer import PenaltyConfig
 from torchtitan.protocols import ModelSpec
 from torchtitan.trainer import Trainer
 
@@ -55,6 +56,13 @@ def large_run(
         metrics=MetricsProcessor.Config(enable_tensorboard=True),
         checkpoint=CheckpointManager.Config(enable=True, interval=500),
     )
+
+
+def balanced(config: Trainer.Config) -> Trainer.Config:
+    """Return `config` for training a model with experts from its beginning: with auxiliary losses."""
+    model: Any = config.model_spec.model
+    model.moe.penalties = PenaltyConfig(sequence_loss=0.01, z_loss=1e-4)
+    return config
 
 
 def for_conversations(config: Trainer.Config) -> Trainer.Config:

@@ -1,0 +1,46 @@
+"""The callback that balances the experts of every run's models."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from torchtitan.components.data.base import Batch
+from torchtitan.components.load_balance import LoadBalancer
+from torchtitan.distributed.process_group import sum_over_ranks
+from torchtitan.tools.errors import UserError
+from torchtitan.trainer.callbacks import Callback
+from torchtitan.trainer.step_result import StepResult
+
+
+class LoadBalance(Callback):
+    """Run a `LoadBalancer` through each step. It sits beside the step: a trainer with its own `train_step` has it too.
+    Raises `UserError` for auxiliary losses with a loss that is not divided by its tokens beforehand."""
+
+    def __init__(self, config: Callback.Config, *, trainer: Any):
+        super().__init__(config, trainer=trainer)
+        parts = [part for model in trainer.models.values() if model.num_trained for part in model.parts]
+        self.balancer = LoadBalancer(parts, trainer.mesh)
+        if trainer.has_own_loss and any(router.has_losses for router in self.balancer.routers):
+            raise UserError(
+                f"{type(trainer).__name__} computes its own loss, which is divided by its weight after the backward "
+                "passes, together with auxiliary losses; set the weights in --model.moe.penalties to 0"
+            )
+
+    def on_batches(self, micro_batches: Sequence[Batch]) -> None:
+        trainer = self.trainer
+        if not self.balancer.routers:
+            return
+        is_counting = trainer.parallel_dims.is_batch_leader
+        local = sum(batch["input"].numel() for batch in micro_batches) if is_counting else 0
+        n_tokens = torch.full((), local, device=trainer.device, dtype=trainer.statistics_dtype)
+        self.balancer.start_step(sum_over_ranks(n_tokens), trainer.parallel_dims.gradient_degree)
+        if self.balancer.needs_load:
+            with self.balancer.measuring(), trainer.precision.fixed_weights():
+                for batch in micro_batches:
+                    with trainer.mixed_precision():
+                        trainer.compute_loss(trainer.post_dataloading_process(batch))
+
+    def on_step(self, outcome: StepResult) -> None:
+        if outcome.is_finite:
+            self.balancer.finish_step()
