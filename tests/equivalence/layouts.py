@@ -51,6 +51,15 @@ DELTA_NETS: Options = {"module": "qwen3_5", "model__norm_eps": 1e-2}
 """A model with gated delta nets in three of four layers. If a query and a key are nearly orthogonal, the norm of a
 document's first output magnifies rounding by up to 1 / sqrt(eps)."""
 
+PENALTIES: Options = {
+    "model__moe__penalties__batch_loss": 0.3,
+    "model__moe__penalties__sequence_loss": 0.3,
+    "model__moe__penalties__z_loss": 0.01,
+}
+"""Auxiliary losses so large that a wrong scale changes the run."""
+EXPERTS: Options = {"module": "qwen3_moe", **PENALTIES}
+"""A model with experts, of which each token passes through four, with a softmax router."""
+
 DDP2: Options = {"parallelism__data_parallel_replicate_degree": 2, "parallelism__data_parallel_shard_degree": 1}
 HSDP: Options = {"parallelism__data_parallel_replicate_degree": 2, "parallelism__data_parallel_shard_degree": 2}
 TP2: Options = {"parallelism__tensor_parallel_degree": 2}
@@ -171,6 +180,16 @@ TWO_PROCESSES: dict[str, Options] = {
     "FSDP 2, delta nets": DELTA_NETS,
     "FSDP 2, delta nets, compile, AC full": {**DELTA_NETS, **COMPILED, **FULL_AC},
     "PP 2 1F1B, delta nets": {**PP2, **DELTA_NETS},
+    "FSDP 2, experts": EXPERTS,
+    "FSDP 2, experts, AC full": {**EXPERTS, **FULL_AC},
+    "FSDP 2, experts, AC selective op": {**EXPERTS, **OP_AC},
+    "FSDP 2, experts, compile": {**EXPERTS, **COMPILED},
+    "DDP 2, experts": {**DDP2, **EXPERTS},
+    "TP 2, experts": {**TP2, **EXPERTS},
+    "TP 2, experts, AC full": {**TP2, **EXPERTS, **FULL_AC},
+    "CP 2, experts": {**CP2, **EXPERTS},
+    "PP 2 1F1B, experts": {**PP2, **EXPERTS},
+    "PP 2 ZBVZeroBubble, experts": {**PP2, **schedule("ZBVZeroBubble"), **EXPERTS},
     "CP 2": CP2,
     "CP 2, AdamW": {**CP2, **ADAMW},
     "CP 2, contiguous": {**CP2, **CONTIGUOUS},
@@ -247,6 +266,10 @@ FOUR_PROCESSES: dict[str, Options] = {
     "FSDP 2 x TP 2, Qwen3": {**TP2, **QWEN3},
     "TP 2 x CP 2, Qwen3": {**TP2, **CP2, **QWEN3},
     "PP 2 1F1B x TP 2, Qwen3": {**PP2, **TP2, **QWEN3},
+    "FSDP 2 x TP 2, experts": {**TP2, **EXPERTS},
+    "TP 2 x CP 2, experts": {**TP2, **CP2, **EXPERTS},
+    "PP 2 1F1B x FSDP 2, experts": {**PP2, **EXPERTS},
+    "HSDP 2 x 2, experts": {**HSDP, **EXPERTS},
     "TP 2 x CP 2, LongRoPE": {**TP2, **CP2, **LONG_ROPE},
     "TP 2 x CP 2, tied embeddings, AC full": {**TP2, **CP2, **TIED, **FULL_AC},
     **{f"PP 2 {name} x FSDP 2": {**PP2, **schedule(name)} for name in SCHEDULES},
