@@ -270,6 +270,24 @@ CASES = {
             without=["head_dim"],
         ),
         Case(
+            model_type="glm4_moe",
+            options={
+                **PARTLY_ROTATED,
+                **_NO_PADDING,
+                "attention_bias": [False, True],
+                "use_qk_norm": [False, True],
+                "n_routed_experts": [12],
+                "num_experts_per_tok": [1, 3],
+                "moe_intermediate_size": [24, 40],
+                "n_shared_experts": [1, 2],
+                "routed_scaling_factor": [1.0, 2.5],
+                "n_group": [2, 4],
+                "topk_group": [1, 2],
+                "first_k_dense_replace": [0, 1],
+                "norm_topk_prob": [False, True],
+            },
+        ),
+        Case(
             model_type="qwen3_5_text",
             options={
                 "head_dim": [16, 24],
@@ -321,6 +339,9 @@ def random_reference(model_type: str, seed: int, **fixed: Any) -> Any:
                 parameter.normal_(std=0.5)
             elif "embed" not in name:
                 parameter.normal_(std=0.7 * parameter.shape[-1] ** -0.5)
+        for name, buffer in reference.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(std=0.2)
     return reference
 
 

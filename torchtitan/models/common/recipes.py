@@ -1,7 +1,7 @@
 """Training configurations shared by families; a family's `config_registry.py` supplies models and numbers."""
 
 import dataclasses
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.data.dataloader import PretrainDataLoader
@@ -12,7 +12,7 @@ from torchtitan.components.optimizer import Optimizer
 from torchtitan.components.peft import LoRA
 from torchtitan.components.validate import Validator
 from torchtitan.config import ActivationCheckpointConfig, TrainingConfig
-from torchtitan.models.common.moe.layer import PenaltyConfig
+from torchtitan.models.common.moe.layer import MoEConfig, PenaltyConfig, SigmoidMoEConfig
 from torchtitan.protocols import ModelSpec
 from torchtitan.trainer import Trainer
 
@@ -59,9 +59,13 @@ def large_run(
 
 
 def balanced(config: Trainer.Config) -> Trainer.Config:
-    """Return `config` for training a model with experts from its beginning: with auxiliary losses."""
-    model: Any = config.model_spec.model
-    model.moe.penalties = PenaltyConfig(sequence_loss=0.01, z_loss=1e-4)
+    """Return `config` for training a model with experts from its beginning: its router's bias or an auxiliary loss
+    balances them."""
+    moe: MoEConfig = config.model_spec.model.moe  # type: ignore[attr-defined]
+    if isinstance(moe, SigmoidMoEConfig):
+        moe.bias_rate, moe.penalties = 1e-3, PenaltyConfig(sequence_loss=1e-4)
+    else:
+        moe.penalties = PenaltyConfig(sequence_loss=0.01, z_loss=1e-4)
     return config
 
 

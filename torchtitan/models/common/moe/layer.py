@@ -7,9 +7,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from torchtitan.models.common.moe.balance import BatchBalance, Penalty, SequenceBalance, ZLoss
+from torchtitan.models.common.moe.balance import BatchBalance, Penalty, SelectionBias, SequenceBalance, ZLoss
 from torchtitan.models.common.moe.experts import RoutedExperts
-from torchtitan.models.common.moe.router import Router
+from torchtitan.models.common.moe.router import GroupLimitedTopK, Router, ScoreWeights, TopK, sigmoid_scores
 from torchtitan.protocols.initializer import TruncatedNormal, with_initializers
 from torchtitan.tools.errors import UserError
 
@@ -85,6 +85,58 @@ class MoEConfig:
         if not self.layer_types:
             raise UserError("--model.moe.layer_types is empty, but must name at least one type")
         self.penalties.validate()
+
+
+@dataclass(kw_only=True, slots=True)
+class SigmoidMoEConfig(MoEConfig):
+    """Experts of DeepSeek-V3 and models after it: sigmoid scores, a selection bias, groups and shared experts."""
+
+    n_shared_experts: int = 1
+    """Experts that every token passes through, computed as one that is wider by this factor."""
+
+    norm_topk_prob: bool = True
+    """Divide the weights of a token's experts by their sum."""
+
+    routed_scaling_factor: float = 1.0
+    """Factor of the weights after that."""
+
+    n_group: int = 1
+    """Groups of routed experts; divides n_experts."""
+
+    topk_group: int = 1
+    """Groups that a token's experts are in."""
+
+    bias_rate: float = 0.0
+    """Change of the selection bias after each optimizer step, for balance; DeepSeek-V3 used 0.001."""
+
+    def validate(self) -> None:
+        MoEConfig.validate(self)
+        if not 1 <= self.topk_group <= self.n_group or self.n_experts % self.n_group:
+            raise UserError(
+                f"--model.moe.n_group {self.n_group} must divide --model.moe.n_experts {self.n_experts}, and be at "
+                f"least --model.moe.topk_group {self.topk_group}"
+            )
+        size = self.n_experts // self.n_group
+        if size == 1 or self.top_k > size * self.topk_group:
+            raise UserError(
+                f"--model.moe.n_group {self.n_group} makes groups of {size} experts, of which --model.moe.topk_group "
+                f"{self.topk_group} must have --model.moe.top_k {self.top_k} in all, and each at least 2"
+            )
+        if not 1 <= self.n_shared_experts <= _MOST_EXPERTS:
+            raise UserError(f"--model.moe.n_shared_experts is {self.n_shared_experts}, but must be at least 1")
+        for name in ("routed_scaling_factor", "bias_rate"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise UserError(f"--model.moe.{name} is {getattr(self, name)}, but must be at least 0")
+
+    def router_parts(self) -> dict[str, Any]:
+        """Return the parts of `Router`."""
+        groups = GroupLimitedTopK(self.top_k, self.n_group, self.topk_group, members=2)
+        return {
+            "score": sigmoid_scores,
+            "choose": TopK(self.top_k) if self.n_group == 1 else groups,
+            "weigh": ScoreWeights(self.norm_topk_prob, self.routed_scaling_factor, eps=1e-20),
+            "selection": SelectionBias(self.n_experts, self.bias_rate),
+        }
 
 
 class MixtureOfExperts(nn.Module):

@@ -42,6 +42,10 @@ FUSED_EXPERT_ROWS: Sequence[KeyMapping] = (
 """The same with all experts of a layer in one tensor, as in the parameters of transformers 5."""
 
 
+SELECTION_ROW = KeyMapping("layers.*.moe.router.selection.bias_E", "model.layers.*.mlp.gate.e_score_correction_bias")
+"""The selection bias."""
+
+
 def shared_rows(theirs: str, ours: str = "layers.*.moe.shared") -> tuple[KeyMapping, ...]:
     """Return the rows of a shared expert."""
     return tuple(
