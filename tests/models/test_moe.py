@@ -212,7 +212,7 @@ def published_losses(weight_ED: Tensor, score: Callable[[Tensor], Tensor]) -> di
 def run_step(routed: Any, *, recomputed: bool = False) -> LoadBalancer:
     """Run a step whose own loss is 0, so that only the auxiliary losses have gradients; return the balancer."""
     balancer = LoadBalancer([routed])
-    balancer.start_step(torch.tensor(N_BATCHES * 20.0), gradient_degree=1)
+    balancer.start_step(N_BATCHES * 20, 1, torch.device("cpu"))
     if balancer.needs_load:
         with balancer.measuring():
             for batch in micro_batches():
@@ -256,7 +256,7 @@ def test_mean_of_micro_batches_would_be_another_loss() -> None:
     """The mistake that `measuring` avoids is visible."""
     routed = router(penalties=[BatchBalance(1.0)])
     balancer = LoadBalancer([routed])
-    balancer.start_step(torch.tensor(N_BATCHES * 20.0), gradient_degree=1)
+    balancer.start_step(N_BATCHES * 20, 1, torch.device("cpu"))
     for batch in micro_batches():
         with balancer.measuring():
             routed(batch)

@@ -29,15 +29,27 @@ class LoadBalancer:
         self.routers = [module for module in modules if isinstance(module, LoadBalanced)]
         sizes = {} if mesh is None else dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
         self._groups = [mesh.get_group(name) for name in _DIMENSIONS if mesh is not None and sizes.get(name, 1) > 1]
+        self.needs_load = any(router.needs_load for router in self.routers)
+        """True if the steps need `measuring`; under pipeline parallelism, also for stages without routers."""
+        if mesh is not None and sizes["pp"] > 1:
+            flag = torch.full((), self.needs_load, dtype=torch.int32, device=mesh.device_type)
+            dist.all_reduce(flag, dist.ReduceOp.MAX, mesh.get_group("pp"))
+            self.needs_load = bool(flag)
 
-    @property
-    def needs_load(self) -> bool:
-        return any(router.needs_load for router in self.routers)
+    def start_step(self, n_tokens: int, gradient_degree: int, device: torch.device) -> None:
+        """Begin a step. Auxiliary losses are means over the tokens of the global batch.
 
-    def start_step(self, n_tokens: Tensor, gradient_degree: int) -> None:
-        """Begin a step over `n_tokens` tokens of the global batch, a scalar on the device. Auxiliary losses are means
-        over them. Gradients are averaged over `gradient_degree` ranks, so each rank's must be larger by that factor."""
-        scale = (gradient_degree / n_tokens.clamp(min=1)).float()
+        Args:
+            n_tokens: tokens that this rank routes in the step, over all micro-batches.
+            gradient_degree: ranks over which gradients are averaged, so that each rank's must be larger by this factor.
+            device: of the model.
+        """
+        if not self.routers:
+            return
+        total = torch.full((), n_tokens, dtype=torch.int64, device=device)
+        for group in self._groups:
+            dist.all_reduce(total, group=group)
+        scale = (gradient_degree / total.clamp(min=1)).float()
         for router in self.routers:
             router.start_step(scale)
 

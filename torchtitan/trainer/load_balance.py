@@ -3,11 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from torchtitan.components.data.base import Batch
 from torchtitan.components.load_balance import LoadBalancer
-from torchtitan.distributed.process_group import sum_over_ranks
 from torchtitan.tools.errors import UserError
 from torchtitan.trainer.callbacks import Callback
 from torchtitan.trainer.step_result import StepResult
@@ -28,13 +25,9 @@ class LoadBalance(Callback):
             )
 
     def on_batches(self, micro_batches: Sequence[Batch]) -> None:
-        trainer = self.trainer
-        if not self.balancer.routers:
-            return
-        is_counting = trainer.parallel_dims.is_batch_leader
-        local = sum(batch["input"].numel() for batch in micro_batches) if is_counting else 0
-        n_tokens = torch.full((), local, device=trainer.device, dtype=trainer.statistics_dtype)
-        self.balancer.start_step(sum_over_ranks(n_tokens), trainer.parallel_dims.gradient_degree)
+        trainer, dims = self.trainer, self.trainer.parallel_dims
+        n_tokens = sum(batch["input"].numel() for batch in micro_batches) // (dims.cp * dims.tp)
+        self.balancer.start_step(n_tokens, dims.gradient_degree, trainer.device)
         if self.balancer.needs_load:
             with self.balancer.measuring(), trainer.precision.fixed_weights():
                 for batch in micro_batches:

@@ -84,6 +84,9 @@ _KEYS = {
 }
 
 
+_IGNORED = ("output_router_logits", "router_aux_loss_coef")
+
+
 def _rows(config: Qwen3MoeModel.Config) -> Sequence[KeyMapping]:
     return (*_DENSE, *expert_rows(config.moe.n_experts))
 
@@ -97,7 +100,7 @@ def _prepare(document: dict[str, Any]) -> dict[str, Any]:
     if not (isinstance(dense, list) and all(type(index) is int and 0 <= index < n_layers for index in dense)):
         raise reader.wrong("mlp_only_layers", dense, "a list of numbers of layers")
     is_dense = [index in dense or (index + 1) % step != 0 for index in range(n_layers)]
-    unused = ["decoder_sparse_step", "mlp_only_layers", "use_sliding_window", "max_window_layers"]
+    unused = ["decoder_sparse_step", "mlp_only_layers", "max_window_layers"]
     if not reader.flag("use_sliding_window", False):
         unused += ["sliding_window", "layer_types"]
     prepared = {key: value for key, value in document.items() if key not in unused}
@@ -121,7 +124,7 @@ _3 = ModelType(
     other_rows=lambda config: (*_DENSE, *FUSED_EXPERT_ROWS),
     keys={**_KEYS, "sliding_window": "sliding_window", "attention_bias": "attention_bias"},
     defaults={"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "num_key_value_heads": 4},
-    ignored=("output_router_logits", "router_aux_loss_coef"),
+    ignored=(*_IGNORED, "use_sliding_window"),
     prepare=_prepare,
     write=lambda config: _write(config) if config.layer_types == ["sliding_attention"] else None,
 )
@@ -133,7 +136,7 @@ _2 = ModelType(
     keys={**_KEYS, "qkv_bias": "attention_bias", "shared_expert_intermediate_size": "shared_ffn_dim"},
     fixed={"use_sliding_window": False},
     defaults={"num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408, "num_key_value_heads": 16},
-    ignored=_3.ignored,
+    ignored=_IGNORED,
     prepare=_prepare,
     write=lambda config: _write(config) if config.sliding_window is None else None,
 )
