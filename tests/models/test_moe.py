@@ -16,11 +16,11 @@ from torchtitan.models.common.moe.balance import BatchBalance, SelectionBias, Se
 from torchtitan.models.common.moe.experts import InputScaledExperts, RoutedExperts, clamped_swiglu, swiglu
 from torchtitan.models.common.moe.layer import MoEConfig, PenaltyConfig, SigmoidMoEConfig
 from torchtitan.models.common.moe.router import (
-    ChosenSoftmax,
     GroupLimitedTopK,
     Router,
     ScoreWeights,
     TopK,
+    chosen_softmax,
     sigmoid_scores,
     softmax_scores,
 )
@@ -163,7 +163,7 @@ def test_choice_in_groups_equals_its_definition(groups: int, chosen_groups: int,
 def test_weights_before_and_after_the_choice() -> None:
     """A softmax over the chosen logits equals normalized probabilities; plain probabilities add up to less than 1."""
     x = torch.randn(2, 20, DIM, generator=torch.Generator().manual_seed(0))
-    after, chosen = router(weigh=ChosenSoftmax())(x)
+    after, chosen = router(weigh=chosen_softmax)(x)
     normalized, same = router(weigh=ScoreWeights(normalized=True))(x)
     assert torch.equal(chosen, same)
     torch.testing.assert_close(after, normalized)
@@ -314,8 +314,8 @@ def test_bias_evens_out_the_load() -> None:
         (MoEConfig(n_experts=0, top_k=1), "n_experts is 0"),
         (MoEConfig(n_experts=4, top_k=1, ffn_dim=0), "ffn_dim is 0"),
         (MoEConfig(n_experts=4, top_k=1, layer_types=[]), "layer_types is empty"),
-        (MoEConfig(n_experts=4, top_k=1, penalties=PenaltyConfig(z_loss=-1.0)), "penalties.z_loss is -1.0"),
-        (MoEConfig(n_experts=4, top_k=1, penalties=PenaltyConfig(z_loss=math.nan)), "penalties.z_loss is nan"),
+        (MoEConfig(n_experts=4, top_k=1, penalties=PenaltyConfig(z_loss=-1.0)), "weight of ZLoss is -1.0"),
+        (MoEConfig(n_experts=4, top_k=1, penalties=PenaltyConfig(z_loss=math.nan)), "weight of ZLoss is nan"),
         (SigmoidMoEConfig(n_experts=8, top_k=2, n_group=3), "n_group 3 must divide --model.moe.n_experts 8"),
         (SigmoidMoEConfig(n_experts=8, top_k=2, n_group=2, topk_group=3), "at least --model.moe.topk_group 3"),
         (SigmoidMoEConfig(n_experts=8, top_k=3, n_group=4), "groups of 2 experts"),

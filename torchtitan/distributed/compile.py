@@ -45,6 +45,9 @@ def apply_compile(model: nn.Module, config: CompileConfig, parallelism: Parallel
     if model.tok_embeddings is not None:
         model.tok_embeddings.register_forward_hook(_wait_for_communication)  # type: ignore[union-attr]
     for block in model.layers.values():  # type: ignore[operator]
+        for module in block.modules():
+            if not getattr(module, "is_compiled", True):
+                module.forward = torch.compiler.disable(module.forward)
         block.compile(backend=config.backend)
 
 

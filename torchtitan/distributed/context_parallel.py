@@ -79,7 +79,7 @@ def sum_rows(model: nn.Module, mesh: DeviceMesh, plan: ShardingPlan) -> None:
         return total
 
     for name, module in model.named_modules():
-        if fnmatchcase(name, plan.row_sums):
+        if name and fnmatchcase(name, plan.row_sums):  # the model's own name is empty
             module.register_forward_hook(add_up)
 
 

@@ -12,6 +12,7 @@ from torchtitan.config.configurable import describe, fits
 from torchtitan.models.common.config_reader import ConfigReader
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.hugging_face_rope import check_sections, read_rope, write_rope, write_rope_section
+from torchtitan.models.common.moe.rows import EXPERT_TENSORS, FUSED_EXPERT_ROWS
 from torchtitan.protocols.state_dict_adapter import (
     Concatenated,
     ExternalFormat,
@@ -41,9 +42,6 @@ class ModelType:
     rows: Sequence[KeyMapping] | Callable[[Any], Sequence[KeyMapping]]
     """Names of weights, without the output head, or a function of the configuration that returns them. Rows of tensors
     that a model does not have are left out."""
-
-    other_rows: Callable[[Any], Sequence[KeyMapping]] | None = None
-    """As `rows`, for another layout of files, which is only read."""
 
     keys: Mapping[str, str] = field(default_factory=dict)
     """Key → field of `config`, or of a field of it (`moe.top_k`), in addition to `_KEYS` or in place of its key there.
@@ -199,7 +197,7 @@ def dense_format(
         assert not unknown, f"{kind.architecture}: no fields of {kind.config.__qualname__}: {unknown}"
     return ExternalFormat(
         adapter=partial(_adapter, model_types),
-        other_adapter=partial(_other_adapter, model_types),
+        other_adapter=partial(_fused_adapter, model_types),
         to_external=partial(_to_config_json, model_types),
         from_external=partial(_from_config_json, model_types),
         model_types={name: kind.architecture for name, kind in model_types.items()},
@@ -216,13 +214,19 @@ def _written_type(model_types: Mapping[str, ModelType], config: Decoder.Config) 
 
 
 def _adapter(model_types: Mapping[str, ModelType], config: Decoder.Config) -> StateDictAdapter:
-    kind = model_types[_written_type(model_types, config)]
-    return _adapter_of(kind.rows(config) if callable(kind.rows) else kind.rows, config)
+    return _adapter_of(_rows_of(model_types, config), config)
 
 
-def _other_adapter(model_types: Mapping[str, ModelType], config: Decoder.Config) -> StateDictAdapter | None:
-    rows = model_types[_written_type(model_types, config)].other_rows
-    return _adapter_of(rows(config), config) if rows else None
+def _fused_adapter(model_types: Mapping[str, ModelType], config: Decoder.Config) -> StateDictAdapter | None:
+    """Return the table of files with the experts of a layer in one tensor; None if the model has no experts."""
+    rows = _rows_of(model_types, config)
+    others = [row for row in rows if row.internal not in EXPERT_TENSORS]
+    return _adapter_of([*others, *FUSED_EXPERT_ROWS], config) if len(others) < len(rows) else None
+
+
+def _rows_of(model_types: Mapping[str, ModelType], config: Decoder.Config) -> Sequence[KeyMapping]:
+    rows = model_types[_written_type(model_types, config)].rows
+    return rows(config) if callable(rows) else rows
 
 
 def _adapter_of(rows: Sequence[KeyMapping], config: Decoder.Config) -> StateDictAdapter:

@@ -13,8 +13,3 @@ def glm4_moe_debugmodel() -> Trainer.Config:
 def glm4_moe_106b() -> Trainer.Config:
     """GLM-4.5-Air."""
     return balanced(large_run(model_registry("4.5-Air-106B"), "./assets/hf/GLM-4.5-Air", lr=2e-4, local_batch_size=1))
-
-
-def glm4_moe_355b() -> Trainer.Config:
-    """GLM-4.5."""
-    return balanced(large_run(model_registry("4.5-355B"), "./assets/hf/GLM-4.5", lr=2e-4, local_batch_size=1))

@@ -11,7 +11,7 @@ from torchtitan.models.common.feed_forward import GatedFeedForward
 from torchtitan.models.common.hugging_face import DENSE_ROWS, ModelType, dense_format
 from torchtitan.models.common.moe.decoder import MoEDecoder
 from torchtitan.models.common.moe.layer import SigmoidMoEConfig
-from torchtitan.models.common.moe.rows import FUSED_EXPERT_ROWS, SELECTION_ROW, expert_rows, shared_rows
+from torchtitan.models.common.moe.rows import SELECTION_ROW, expert_rows, shared_rows
 
 
 class GLM4MoeModel(MoEDecoder):
@@ -75,7 +75,6 @@ FORMAT = dense_format(
             architecture="Glm4MoeForCausalLM",
             config=GLM4MoeModel.Config,
             rows=lambda config: (*_DENSE, *expert_rows(config.moe.n_experts)),
-            other_rows=lambda config: (*_DENSE, *FUSED_EXPERT_ROWS),
             keys={
                 **{key: f"moe.{name}" for key, name in _NAMES.items()},
                 **{name: name for name in ("attention_bias", "use_qk_norm")},

@@ -6,7 +6,7 @@ from typing import Any
 from torchtitan.models.common.hugging_face import EMBEDDING, ModelType, attention_rows, dense_format, norm_rows
 from torchtitan.models.common.moe.decoder import MoEDecoder
 from torchtitan.models.common.moe.router import ScoreWeights, TopK, softmax_scores
-from torchtitan.models.common.moe.rows import FUSED_EXPERT_ROWS, expert_rows
+from torchtitan.models.common.moe.rows import expert_rows
 from torchtitan.protocols.state_dict_adapter import KeyMapping
 
 
@@ -36,7 +36,6 @@ FORMAT = dense_format(
             architecture="MixtralForCausalLM",
             config=MixtralModel.Config,
             rows=_rows,
-            other_rows=lambda config: (*_DENSE, *FUSED_EXPERT_ROWS),
             keys={
                 "sliding_window": "sliding_window",
                 "num_local_experts": "moe.n_experts",

@@ -19,9 +19,3 @@ def qwen3_moe_30b() -> Trainer.Config:
     """Qwen3 30B-A3B."""
     run = large_run(model_registry("30B-A3B"), "./assets/hf/Qwen3-30B-A3B", lr=3e-4, local_batch_size=1)
     return balanced(run)
-
-
-def qwen3_moe_235b() -> Trainer.Config:
-    """Qwen3 235B-A22B."""
-    run = large_run(model_registry("235B-A22B"), "./assets/hf/Qwen3-235B-A22B", lr=2e-4, local_batch_size=1)
-    return balanced(run)

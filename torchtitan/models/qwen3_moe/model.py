@@ -12,7 +12,7 @@ from torchtitan.models.common.hugging_face import DENSE_ROWS, ModelType, dense_f
 from torchtitan.models.common.moe.decoder import MoEDecoder
 from torchtitan.models.common.moe.layer import GatedSharedExpert, MoEConfig
 from torchtitan.models.common.moe.router import ScoreWeights, TopK, softmax_scores
-from torchtitan.models.common.moe.rows import FUSED_EXPERT_ROWS, expert_rows, shared_rows
+from torchtitan.models.common.moe.rows import expert_rows, shared_rows
 from torchtitan.protocols.state_dict_adapter import KeyMapping
 from torchtitan.tools.errors import UserError
 
@@ -121,7 +121,6 @@ _3 = ModelType(
     architecture="Qwen3MoeForCausalLM",
     config=Qwen3MoeModel.Config,
     rows=_rows,
-    other_rows=lambda config: (*_DENSE, *FUSED_EXPERT_ROWS),
     keys={**_KEYS, "sliding_window": "sliding_window", "attention_bias": "attention_bias"},
     defaults={"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "num_key_value_heads": 4},
     ignored=(*_IGNORED, "use_sliding_window"),
@@ -132,7 +131,6 @@ _2 = ModelType(
     architecture="Qwen2MoeForCausalLM",
     config=Qwen2MoeModel.Config,
     rows=_rows,
-    other_rows=_3.other_rows,
     keys={**_KEYS, "qkv_bias": "attention_bias", "shared_expert_intermediate_size": "shared_ffn_dim"},
     fixed={"use_sliding_window": False},
     defaults={"num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408, "num_key_value_heads": 16},

@@ -8,7 +8,9 @@ from torch import nn
 
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.layer_types import WindowedDecoder
-from torchtitan.models.common.moe.layer import MoEConfig, make_moe
+from torchtitan.models.common.moe.experts import RoutedExperts
+from torchtitan.models.common.moe.layer import MixtureOfExperts, MoEConfig
+from torchtitan.models.common.moe.router import Router
 
 
 class ExpertLayers:
@@ -20,8 +22,17 @@ class ExpertLayers:
         decoder, moe = cast(Decoder, super()), self.config.moe
         if not moe.is_sparse(index):
             return decoder.make_feed_forward(index, *args, **options)
-        sizes = {"dim": self.config.dim, "ffn_dim": self.config.ffn_dim, **decoder.init_stds(index)}
-        return make_moe(moe, router=self.router_parts(), shared=self.make_shared(index), **sizes)
+        stds, dim = decoder.init_stds(index), self.config.dim
+        router = Router(
+            dim=dim,
+            n_experts=moe.n_experts,
+            penalties=moe.penalties.build(),
+            init_std=stds["init_std"],
+            **self.router_parts(),
+        )
+        width = moe.ffn_dim or self.config.ffn_dim
+        experts = RoutedExperts(n_experts=moe.n_experts, top_k=moe.top_k, dim=dim, hidden_dim=width, **stds)
+        return MixtureOfExperts(router, experts, self.make_shared(index))
 
     def router_parts(self) -> Mapping[str, Any]:
         """Return the parts that the family's `Router` is made of."""

@@ -91,7 +91,7 @@ class RoutedExperts(nn.Module):
     def forward(self, x_ND: Tensor, weights_NK: Tensor, chosen_NK: Tensor) -> Tensor:
         """Return the sum of the chosen experts' results for each token, times their weights: (N, dim)."""
         pairs = Pairs.of(chosen_NK)
-        weight_R = _Reordered.apply(weights_NK.flatten(), pairs.slot_R, pairs.place_NK.flatten())
+        weight_R = weights_NK.flatten().gather(0, pairs.slot_R)
         parameters = (self.w1, self.w2, self.w3, self.bias1, self.bias2, self.bias3)
         if (self.device_type or x_ND.device.type) == "cpu":
             result: Tensor = _OneByOne.apply(x_ND, weight_R, *parameters, pairs, self.activation)
@@ -135,20 +135,6 @@ def _grouped(
         out_RD = out_RD + (bias2[pairs.expert_R] * weight_R[:, None]).to(x_ND.dtype)
     result: Tensor = _Summed.apply(out_RD, pairs.token_R, pairs.place_NK)
     return result
-
-
-class _Reordered(torch.autograd.Function):
-    """`values[order]`. PyTorch's own gradient of an index adds, slowly; this reorders, by the `inverse`."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-        ctx.save_for_backward(inverse)
-        return values[order]
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        (inverse,) = ctx.saved_tensors
-        return grad_outputs[0][inverse], None, None
 
 
 class _Gathered(torch.autograd.Function):

@@ -1,6 +1,5 @@
 """The mixture of experts that takes the place of a block's feed-forward network, and its configuration."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -14,12 +13,6 @@ from torchtitan.protocols.initializer import TruncatedNormal, with_initializers
 from torchtitan.tools.errors import UserError
 
 _MOST_EXPERTS = 2**16
-
-_PENALTIES: Mapping[str, type[Penalty]] = {
-    "batch_loss": BatchBalance,
-    "sequence_loss": SequenceBalance,
-    "z_loss": ZLoss,
-}
 
 
 @dataclass(kw_only=True, slots=True)
@@ -37,16 +30,21 @@ class PenaltyConfig:
     z_loss: float = 0.0
     """Weight of the squared log-sum-exp of the router's logits (ST-MoE)."""
 
+    def weights(self) -> dict[type[Penalty], float]:
+        """Return the weight of each loss."""
+        return {BatchBalance: self.batch_loss, SequenceBalance: self.sequence_loss, ZLoss: self.z_loss}
+
     def validate(self) -> None:
         """Raise `UserError` for a negative weight."""
-        for name in _PENALTIES:
-            if not 0 <= getattr(self, name) < float("inf"):
-                raise UserError(f"--model.moe.penalties.{name} is {getattr(self, name)}, but must be at least 0")
+        for kind, weight in self.weights().items():
+            if not 0 <= weight < float("inf"):
+                raise UserError(
+                    f"--model.moe.penalties: the weight of {kind.__name__} is {weight}, but must be at least 0"
+                )
 
     def build(self) -> list[Penalty]:
         """Return the losses with a weight."""
-        weights = {kind: getattr(self, name) for name, kind in _PENALTIES.items()}
-        return [kind(weight) for kind, weight in weights.items() if weight]
+        return [kind(weight) for kind, weight in self.weights().items() if weight]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -140,10 +138,10 @@ class SigmoidMoEConfig(MoEConfig):
 
 
 class MixtureOfExperts(nn.Module):
-    """The sum of the routed experts' results, times their weights, and of an expert that gets every token.
+    """The sum of the routed experts' results, times their weights, and of an expert that gets every token."""
 
-    Compiled blocks leave this out, since the sizes of its products differ from step to step.
-    """
+    is_compiled = False
+    """Compiled blocks leave this out, since the sizes of its products differ from step to step."""
 
     def __init__(self, router: Router, experts: RoutedExperts, shared: nn.Module | None = None):
         super().__init__()
@@ -151,7 +149,6 @@ class MixtureOfExperts(nn.Module):
         self.experts = experts
         self.shared = shared
 
-    @torch.compiler.disable
     def forward(self, x_BLD: Tensor) -> Tensor:
         """(B, L, dim) → (B, L, dim)."""
         weights_BLK, chosen_BLK = self.router(x_BLD)
@@ -174,38 +171,3 @@ class GatedSharedExpert(nn.Module):
         """(B, L, dim) → (B, L, dim)."""
         out_BLD: Tensor = self.network(x_BLD)
         return torch.sigmoid(x_BLD @ self.gate.T) * out_BLD
-
-
-def make_moe(
-    config: MoEConfig,
-    *,
-    dim: int,
-    ffn_dim: int,
-    router: Mapping[str, Any],
-    shared: nn.Module | None = None,
-    experts: type[RoutedExperts] = RoutedExperts,
-    init_std: float,
-    out_init_std: float,
-    **options: Any,
-) -> MixtureOfExperts:
-    """Return the mixture of experts of a layer.
-
-    Args:
-        ffn_dim: width of an expert if the configuration has none.
-        router: further arguments of `Router`.
-        shared: network of all tokens.
-        options: further arguments of `experts`.
-    """
-    return MixtureOfExperts(
-        Router(dim=dim, n_experts=config.n_experts, init_std=init_std, penalties=config.penalties.build(), **router),
-        experts(
-            n_experts=config.n_experts,
-            top_k=config.top_k,
-            dim=dim,
-            hidden_dim=config.ffn_dim or ffn_dim,
-            init_std=init_std,
-            out_init_std=out_init_std,
-            **options,
-        ),
-        shared,
-    )

@@ -6,7 +6,7 @@ bias of the choice, and auxiliary losses (`moe.balance`).
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,18 +20,11 @@ Score = Callable[[Tensor], Tensor]
 """Scores of all experts from the gate's logits, (…, E) → (…, E) in float32."""
 
 
-class Choose(Protocol):
-    """Choose `k` experts of each token from scores: (…, E) → (…, K)."""
+Choose = Callable[[Tensor], Tensor]
+"""Numbers of the K chosen experts from their scores, (…, E) → (…, K)."""
 
-    k: int
-
-    def __call__(self, scores: Tensor) -> Tensor: ...
-
-
-class Weigh(Protocol):
-    """Weights of chosen experts, (…, K), from logits and scores (…, E) and the choice (…, K)."""
-
-    def __call__(self, logits: Tensor, scores: Tensor, chosen: Tensor) -> Tensor: ...
+Weigh = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Weights of chosen experts, (…, K), from logits and scores (…, E) and the choice (…, K)."""
 
 
 def softmax_scores(logits: Tensor) -> Tensor:
@@ -89,12 +82,9 @@ class ScoreWeights:
         return weights if self.scale == 1.0 else self.scale * weights
 
 
-class ChosenSoftmax:
-    """A softmax over the logits of the chosen experts only (gpt-oss). It equals normalized probabilities, but rounds
-    less."""
-
-    def __call__(self, logits: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
-        return logits.gather(-1, chosen).softmax(dim=-1)
+def chosen_softmax(logits: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+    """A softmax over the logits of the chosen experts only (gpt-oss); equals normalized probabilities."""
+    return logits.gather(-1, chosen).softmax(dim=-1)
 
 
 class Router(LoadBalanced):

@@ -41,6 +41,8 @@ FUSED_EXPERT_ROWS: Sequence[KeyMapping] = (
 )
 """The same with all experts of a layer in one tensor, as in the parameters of transformers 5."""
 
+EXPERT_TENSORS = ("layers.*.moe.router.weight", *(f"layers.*.moe.experts.{name}" for name in _NAMES))
+
 
 SELECTION_ROW = KeyMapping("layers.*.moe.router.selection.bias_E", "model.layers.*.mlp.gate.e_score_correction_bias")
 """The selection bias."""
