@@ -188,21 +188,21 @@ class _OneByOne(torch.autograd.Function):
         pairs: Pairs,
         activation: Gated,
     ) -> Tensor:
-        gate_RH, up_RH = (x_ND.new_empty(len(weight_R), w1.shape[1]) for _ in range(2))
+        both_RH = x_ND.new_empty(len(weight_R), 2 * w1.shape[1])  # results of w1 and w3, in one product
         out_RD = x_ND.new_empty(len(weight_R), x_ND.shape[1])
         for e, part in _parts(pairs, len(w1)):
-            x = x_ND.index_select(0, pairs.token_R[part]).float()
-            _product(x, w1[e].T, gate_RH[part], None if bias1 is None else bias1[e])
-            _product(x, w3[e].T, up_RH[part], None if bias3 is None else bias3[e])
-            hidden, weight = activation(gate_RH[part].float(), up_RH[part].float()), weight_R[part, None].float()
-            _product(hidden * weight, w2[e].T, out_RD[part], None if bias2 is None else bias2[e] * weight)
-        ctx.save_for_backward(x_ND, weight_R, w1, w2, w3, bias1, bias2, bias3, gate_RH, up_RH, *pairs)
+            x, weight = x_ND.index_select(0, pairs.token_R[part]).float(), weight_R[part, None].float()
+            both = None if bias1 is None or bias3 is None else torch.cat((bias1[e], bias3[e]))
+            _product(x, torch.cat((w1[e], w3[e])).T, both_RH[part], both)
+            hidden = activation(*both_RH[part].float().chunk(2, dim=1)) * weight
+            _product(hidden, w2[e].T, out_RD[part], None if bias2 is None else bias2[e] * weight)
+        ctx.save_for_backward(x_ND, weight_R, w1, w2, w3, bias1, bias2, bias3, both_RH, *pairs)
         ctx.activation = activation
         return _sum_rows(out_RD, pairs.place_NK)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        x_ND, weight_R, w1, w2, w3, bias1, bias2, bias3, gate_RH, up_RH, *saved = ctx.saved_tensors
+        x_ND, weight_R, w1, w2, w3, bias1, bias2, bias3, both_RH, *saved = ctx.saved_tensors
         pairs, (grad_ND,) = Pairs(*saved), grad_outputs
         grad_w1, grad_w2, grad_w3 = weight_grads = [torch.empty_like(weight) for weight in (w1, w2, w3)]
         biases = [] if bias1 is None else [bias1, bias2, bias3]
@@ -213,21 +213,21 @@ class _OneByOne(torch.autograd.Function):
             idle.remove(e)
             tokens, weight = pairs.token_R[part], weight_R[part, None].float()
             x, grad = (rows.index_select(0, tokens).float() for rows in (x_ND, grad_ND))
-            gate, up = (rows[part].float().detach().requires_grad_() for rows in (gate_RH, up_RH))
+            both = both_RH[part].float().detach().requires_grad_()
             with torch.enable_grad():
-                result = ctx.activation(gate, up)
+                result = ctx.activation(*both.chunk(2, dim=1))
             hidden, grad_hidden = result.detach(), grad @ w2[e].float()
             grad_weight = (grad_hidden * hidden).sum(dim=1)
-            grad_gate, grad_up = torch.autograd.grad(result, (gate, up), grad_hidden * weight)
-            _product(grad_gate.T, x, grad_w1[e])
+            (grad_both,) = torch.autograd.grad(result, both, grad_hidden * weight)
+            grad_w1[e], grad_w3[e] = (grad_both.T @ x).chunk(2)
             _product(grad.T, hidden * weight, grad_w2[e])
-            _product(grad_up.T, x, grad_w3[e])
-            for bias_grad, rows in zip(bias_grads, (grad_gate, grad * weight, grad_up), strict=False):
-                bias_grad[e] = rows.sum(dim=0)
             if bias2 is not None:
+                grad_gate, grad_up = grad_both.sum(dim=0).chunk(2)
+                for bias_grad, rows in zip(bias_grads, (grad_gate, (grad * weight).sum(dim=0), grad_up), strict=True):
+                    bias_grad[e] = rows
                 grad_weight += grad @ bias2[e].float()
             grad_weight_R[part] = grad_weight
-            grad_x_RD[part] = torch.addmm(grad_gate @ w1[e].float(), grad_up, w3[e].float())
+            _product(grad_both, torch.cat((w1[e], w3[e])), grad_x_RD[part])
         grads = (*weight_grads, *bias_grads)
         for idle_rows in grads:
             idle_rows[list(idle)] = 0
