@@ -50,11 +50,11 @@ def class_values(plain: BaseModel, names: Sequence[str], seed: int) -> Iterator[
         with torch.random.fork_rng(devices=[]):
             digest = hashlib.blake2b(f"{seed}/{unit}".encode(), digest_size=8).digest()
             torch.manual_seed(int.from_bytes(digest, "big") >> 1)
-            inside = list(plain.get_submodule(unit).modules())
+            within = list(plain.get_submodule(unit).modules())
             around = [plain.get_submodule(unit.rsplit(".", i)[0]) for i in range(1, unit.count(".") + 1)]
-            for module in (*reversed(inside), *around):  # a parent after its children, for which it may have values
-                if id(module) in owners:
-                    owners[id(module)]._init_weights(module)
+            for part in (*reversed(within), *around):  # a parent after its children, for which it may have values
+                if id(part) in owners:
+                    owners[id(part)]._init_weights(part)
         for name, (module, own_name) in places.items():
             value = getattr(module, own_name)
             _replace(module, own_name, torch.empty_like(value, device="meta"))
