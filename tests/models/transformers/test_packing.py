@@ -136,6 +136,7 @@ def test_compiled_blocks_have_one_graph_for_all_batches() -> None:
     ("fault", "case", "mode"),
     [
         ("no window", "windows and soft caps", "masks"),
+        ("no soft cap", "windows and soft caps", "masks"),
         ("documents forgotten in our attention", "llama", "masks"),
         ("documents forgotten in masks", "sinks", "rows"),
         ("an unknown option", "sinks", "masks"),
@@ -145,6 +146,9 @@ def test_the_probe_sees_faults(fault: str, case: str, mode: str, monkeypatch: py
     monkeypatch.setattr(tiny, "_results", {})
     if fault == "no window":
         monkeypatch.setattr(packing, "_window", lambda mask_function: (True, None))
+    elif fault == "no soft cap":
+        uncapped = packing.Attention
+        monkeypatch.setattr(packing, "Attention", lambda scale, softcap: uncapped(scale=scale))
     elif fault == "documents forgotten in our attention":
         whole_rows = AttentionMetadata.of_rows(2, 64)
         monkeypatch.setattr(

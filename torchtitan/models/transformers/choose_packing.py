@@ -1,5 +1,7 @@
 """Choose how a class of transformers gets packed documents, by a trial of a tiny clone."""
 
+import copy
+
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig
@@ -34,6 +36,10 @@ def choose_packing(config: PretrainedConfig) -> Packing:
 
 
 def _try(config: PretrainedConfig) -> Packing:
+    config = copy.deepcopy(config)
+    text = config.get_text_config(decoder=True)
+    if getattr(text, "attn_logit_softcapping", None):
+        text.attn_logit_softcapping = 0.1  # so small that it changes the scores of the clone
     try:
         model = random_clone(config)
         tokens_BL = torch.randint(TEXT_IDS.start, TEXT_IDS.stop, (2, 64))
