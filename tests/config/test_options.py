@@ -103,13 +103,16 @@ def unread_fields(places: dict[type, set[str]], sources: dict[str, str]) -> list
     unread = []
     for cls in places:
         family = [sub for sub in places if issubclass(sub, cls)]
+        bases = [base for base in cls.__mro__ if issubclass(base, Configurable.Config)]
         receivers = {name for place in places[cls] for name in (place, singular(place))} | {cls.__qualname__}
         for name in own_fields(cls):
             if any(name in own_fields(base) for base in cls.__mro__[1:] if base in places):
                 continue  # another default of a field that the parent class reads
             by_place = any((receiver, name) in everywhere for receiver in receivers)
             by_itself = any((f"self of {sub.__qualname__}", name) in reads.get(sub.__module__, ()) for sub in family)
-            by_owner = any(("config", name) in reads.get(sub.__module__, ()) for sub in family)
+            # A parent class may read a property that this field overrides.
+            readers = {*family, *(base for base in bases if isinstance(vars(base).get(name), property))}
+            by_owner = any(("config", name) in reads.get(reader.__module__, ()) for reader in readers)
             if not (by_place or by_itself or (issubclass(cls, Configurable.Config) and by_owner)):
                 unread.append(f"{cls.__qualname__}.{name}")
     return unread

@@ -26,6 +26,9 @@ transformers = pytest.importorskip("transformers")
 TOLERANCE = 1e-5
 """Relative to the largest element. Float32 sums in another order change the seventh digit, and layers add to that."""
 
+ROUNDING = 2
+"""Where transformers itself is less exact in float32 than `TOLERANCE`: error of ours, relative to that of theirs."""
+
 
 def test_every_model_type_has_a_case() -> None:
     types = {name for family in families_with("hf") for name in family.FORMATS["hf"].model_types}
@@ -51,8 +54,15 @@ def test_logits_and_all_gradients_equal_transformers(model_type: str, seed: int)
     # Sums of large terms that nearly cancel have fewer digits, so a small gradient counts as 1 % of the largest.
     least = 0.01 * max(gradient.abs().max().item() for gradient in gradients.values())
     converted = to_external(family, model, ours)
-    for name, gradient in gradients.items():
-        assert relative_error(converted[name], gradient, least) < TOLERANCE, name
+    errors = {name: relative_error(converted[name], gradient, least) for name, gradient in gradients.items()}
+    if max(errors.values()) >= TOLERANCE:
+        single = random_reference(model_type, seed)
+        torch.nn.functional.cross_entropy(
+            single(tokens).logits.flatten(0, 1), labels.flatten(), reduction="sum"
+        ).backward()
+        theirs = {name: relative_error(p.grad, gradients[name], least) for name, p in single.named_parameters()}
+        errors = {name: error for name, error in errors.items() if error >= ROUNDING * max(theirs.values())}
+    assert max(errors.values(), default=0) < TOLERANCE, errors
 
 
 @pytest.mark.parametrize(("model_type", "seed"), all_cases(4))

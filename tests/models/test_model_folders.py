@@ -7,18 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from tests.models.test_pretrained import ODD, SHAPES, assert_identical, assert_same_logits, reference_of
 from torchtitan.cli.main import main
 from torchtitan.components.weights import open_source
 from torchtitan.config.manager import ConfigManager
-from torchtitan.config.registry import suggest
-from torchtitan.models.families import families_with
 from torchtitan.models.pretrained import load_model
 from torchtitan.tools.errors import UserError
-
-transformers = pytest.importorskip("transformers")
 
 BIN = "pytorch_model.bin"
 
@@ -201,19 +198,22 @@ class TestMessages:
 
     @pytest.mark.parametrize("name", CONFIGS)
     def test_real_config_json(self, assets, tmp_path, capsys, name):
-        """An unsupported model, without weights and with weights."""
+        """A model without weights."""
         (tmp_path / "model").mkdir()
         shutil.copy(assets / f"hf-configs/{name}_config.json", tmp_path / "model/config.json")
-        model_type = json.loads((tmp_path / "model/config.json").read_text())["model_type"]
         first, *others = messages("model", tmp_path, capsys)
         assert others == [first] * 3
-        known = {name for family in families_with("hf") for name in family.FORMATS["hf"].model_types}
-        if model_type in known:
-            assert first.startswith("model holds no checkpoint; it contains config.json, but neither .metadata (DCP), ")
-            return
+        assert first.startswith("model holds no checkpoint; it contains config.json, but neither .metadata (DCP), ")
+
+    def test_unknown_type(self, tmp_path, capsys):
+        """Without weights and with weights."""
+        (tmp_path / "model").mkdir()
+        (tmp_path / "model/config.json").write_text('{"model_type": "mixtrall"}')
+        first, *others = messages("model", tmp_path, capsys)
+        assert others == [first] * 3
         assert first == (
-            f"model: model_type is '{model_type}' in its config.json, which is of no family here"
-            f"{suggest(model_type, sorted(known)) or ';'} --module PATH names a family of your own"
+            "config.json: model_type is 'mixtrall', which neither a family here nor transformers "
+            f"{transformers.__version__} knows; did you mean 'mixtral'? --module PATH names a family of your own"
         )
         save_file({"weight": torch.zeros(3)}, tmp_path / "model/model.safetensors")
         assert messages("model", tmp_path, capsys) == [first] * 4

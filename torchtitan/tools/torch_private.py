@@ -81,6 +81,20 @@ def compiler_statistics() -> Any:
     return sys.modules.get("torch._dynamo.utils")
 
 
+def grouped_product_operation() -> Any:
+    """Return the operation of `torch.nn.functional.grouped_mm`."""
+    import torch
+
+    return torch.ops.aten._grouped_mm
+
+
+def reading_operation() -> Any:
+    """Return the operation that reads a value of a tensor, such as `Tensor.item`."""
+    import torch
+
+    return torch.ops.aten._local_scalar_dense.default
+
+
 def attention_operations() -> list[Any]:
     """Return the attention operations, as the operators that a checkpointing policy sees."""
     import torch

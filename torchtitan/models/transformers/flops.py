@@ -8,7 +8,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from torchtitan.protocols.model import BaseModel, converted_modules
 from torchtitan.tools.logging import logger
-from torchtitan.tools.torch_private import OpOverload, TorchDispatchMode
+from torchtitan.tools.torch_private import (
+    OpOverload,
+    TorchDispatchMode,
+    grouped_product_operation,
+    reading_operation,
+)
 
 _STEP = 64
 """Length of the shortest of three passes whose operations are extrapolated; chunks of recurrent layers divide it."""
@@ -23,10 +28,10 @@ class _WithoutValues(TorchDispatchMode):
     """Answers checks of values, such as whether a mask hides anything, with no."""
 
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return False if func is torch.ops.aten._local_scalar_dense.default else func(*args, **(kwargs or {}))
+        return False if func is reading_operation() else func(*args, **(kwargs or {}))
 
 
-_FORMULAS = {torch.ops.aten._grouped_mm: _grouped_product}
+_FORMULAS = {grouped_product_operation(): _grouped_product}
 
 
 def forward_flops(plain: nn.Module, seq_len: int, *, is_recurrent: bool) -> float:
