@@ -182,7 +182,13 @@ OTHERS = {
     "pickle": {"_Unpickler"},
     "named tuples": {"_replace", "_asdict", "_fields"},
     "torchao": {"_tensor"},
-    "transformers": {"_adjust_missing_and_unexpected_keys", "_from_config", "_init_weights", "_no_split_modules"},
+    "transformers": {
+        "_adjust_missing_and_unexpected_keys",
+        "_decode_special_floats",
+        "_from_config",
+        "_init_weights",
+        "_no_split_modules",
+    },
 }
 """Modules whose private names are not PyTorch's."""
 
