@@ -61,6 +61,16 @@ CLASS: Options = {
 """A class of transformers with attention alone."""
 HYBRID_CLASS: Options = {**CLASS, "config": "transformers_debugmodel"}
 """A class of transformers with convolutions, whose documents are rows."""
+PENALTIES: Options = {
+    "model__moe__penalties__batch_loss": 0.3,
+    "model__moe__penalties__sequence_loss": 0.3,
+    "model__moe__penalties__z_loss": 0.01,
+}
+"""Auxiliary losses so large that a wrong scale changes the run."""
+EXPERTS: Options = {"module": "qwen3_moe", **PENALTIES}
+"""A model with experts, of which each token passes through four, with a softmax router."""
+SIGMOID: Options = {"module": "glm4_moe", "model__moe__bias_rate": 0.05, "model__moe__penalties__sequence_loss": 0.3}
+"""A model with a sigmoid router whose selection bias balances, groups of experts, a shared expert and a dense layer."""
 
 DDP2: Options = {"parallelism__data_parallel_replicate_degree": 2, "parallelism__data_parallel_shard_degree": 1}
 HSDP: Options = {"parallelism__data_parallel_replicate_degree": 2, "parallelism__data_parallel_shard_degree": 2}
@@ -199,6 +209,23 @@ TWO_PROCESSES: dict[str, Options] = {
     "FSDP 2, class of transformers, step in backward": {**CLASS, **EARLY_STEP, **local_batch(8)},
     "FSDP 2, hybrid class of transformers": HYBRID_CLASS,
     "FSDP 2, hybrid class of transformers, AC full": {**HYBRID_CLASS, **FULL_AC},
+    "FSDP 2, experts": EXPERTS,
+    "FSDP 2, experts, AC full": {**EXPERTS, **FULL_AC},
+    "FSDP 2, experts, AC selective op": {**EXPERTS, **OP_AC},
+    "FSDP 2, experts, compile": {**EXPERTS, **COMPILED},
+    "DDP 2, experts": {**DDP2, **EXPERTS},
+    "TP 2, experts": {**TP2, **EXPERTS},
+    "TP 2, experts, AC full": {**TP2, **EXPERTS, **FULL_AC},
+    "CP 2, experts": {**CP2, **EXPERTS},
+    "PP 2 1F1B, experts": {**PP2, **EXPERTS},
+    "PP 2 ZBVZeroBubble, experts": {**PP2, **schedule("ZBVZeroBubble"), **EXPERTS},
+    "FSDP 2, sigmoid router": SIGMOID,
+    "FSDP 2, sigmoid router, AC full": {**SIGMOID, **FULL_AC},
+    "TP 2, sigmoid router": {**TP2, **SIGMOID},
+    "TP 2, sigmoid router, compile": {**TP2, **SIGMOID, **COMPILED},
+    "CP 2, sigmoid router": {**CP2, **SIGMOID},
+    "PP 2 1F1B, sigmoid router": {**PP2, **SIGMOID},
+    "PP 2 DualPipeV, sigmoid router": {**PP2, **schedule("DualPipeV"), **SIGMOID},
     "CP 2": CP2,
     "CP 2, AdamW": {**CP2, **ADAMW},
     "CP 2, contiguous": {**CP2, **CONTIGUOUS},
@@ -277,6 +304,12 @@ FOUR_PROCESSES: dict[str, Options] = {
     "PP 2 1F1B x TP 2, Qwen3": {**PP2, **TP2, **QWEN3},
     "HSDP 2 x 2, class of transformers": {**HSDP, **CLASS},
     "FSDP 2 x TP 2, class of transformers": {**TP2, **CLASS},
+    "FSDP 2 x TP 2, experts": {**TP2, **EXPERTS},
+    "TP 2 x CP 2, experts": {**TP2, **CP2, **EXPERTS},
+    "PP 2 1F1B x FSDP 2, experts": {**PP2, **EXPERTS},
+    "HSDP 2 x 2, experts": {**HSDP, **EXPERTS},
+    "FSDP 2 x CP 2, sigmoid router": {**CP2, **SIGMOID},
+    "PP 2 ZBVZeroBubble x TP 2, sigmoid router": {**PP2, **TP2, **schedule("ZBVZeroBubble"), **SIGMOID},
     "TP 2 x CP 2, LongRoPE": {**TP2, **CP2, **LONG_ROPE},
     "TP 2 x CP 2, tied embeddings, AC full": {**TP2, **CP2, **TIED, **FULL_AC},
     **{f"PP 2 {name} x FSDP 2": {**PP2, **schedule(name)} for name in SCHEDULES},

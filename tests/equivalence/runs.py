@@ -15,6 +15,8 @@ from tests.equivalence.layouts import PROBLEM, Options
 from tests.training import RaggedDataLoader, read_metrics, read_validation, tiny_config
 from torchtitan.components.data.dataloader import PretrainDataLoader
 from torchtitan.distributed.initialize import canonical_name
+from torchtitan.models.common.moe.experts import RoutedExperts
+from torchtitan.models.common.moe.router import Router
 from torchtitan.protocols import ModelConverter
 from torchtitan.protocols.initializer import TruncatedNormal, with_initializers
 from torchtitan.trainer import Trainer
@@ -35,6 +37,11 @@ class UnitVariance(ModelConverter):
             elif isinstance(module, nn.Linear):
                 bias = {} if module.bias is None else {"bias": TruncatedNormal(0.1)}
                 with_initializers(module, weight=TruncatedNormal(module.in_features**-0.5), **bias)
+            elif isinstance(module, Router):
+                with_initializers(module, weight=TruncatedNormal(module.weight.shape[-1] ** -0.5))
+            elif isinstance(module, RoutedExperts):
+                stds = {name: weight.shape[-1] ** -0.5 for name, weight in module.named_parameters()}
+                with_initializers(module, **{name: TruncatedNormal(std) for name, std in stds.items()})
 
 
 def make_config(folder: Path, options: Options, loader: type[PretrainDataLoader] = RaggedDataLoader) -> Any:
@@ -59,7 +66,8 @@ def record_run(
         trainer.train()
         parts = trainer.model_parts
         # A list, since a module may be in two pipeline stages of this rank.
-        weights = [(canonical_name(name), _whole(tensor)) for part in parts for name, tensor in part.named_parameters()]
+        named = [pair for part in parts for pair in (*part.named_parameters(), *part.named_buffers())]
+        weights = [(canonical_name(name), _whole(tensor)) for name, tensor in named]
         rank = dist.get_rank() if dist.is_initialized() else 0
         torch.save(weights, folder / f"weights-{rank}.pt")
     finally:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torchtitan.components.cross_entropy import IGNORE_INDEX
 from torchtitan.models.families import families_with
 from torchtitan.protocols import BaseModel
+from torchtitan.protocols.state_dict_adapter import adapter_for
 
 transformers = pytest.importorskip("transformers")
 
@@ -61,6 +62,16 @@ SIZES: Options = {
 """Options of all types."""
 
 WINDOWS: Options = {"sliding_window": [3, 16]}
+
+EXPERTS: Options = {
+    "num_experts": [4, 7],
+    "num_experts_per_tok": [1, 2, 3],
+    "moe_intermediate_size": [24, 40],
+    "norm_topk_prob": [False, True],
+    "decoder_sparse_step": [1, 2],
+    "mlp_only_layers": [[], [0]],
+}
+"""Options of Qwen's types with experts."""
 
 GEMMA: Options = {
     "attention_bias": [False, True],
@@ -273,6 +284,42 @@ CASES = {
             },
         ),
         Case(
+            model_type="mixtral",
+            options={"sliding_window": [None, 3, 16], "num_local_experts": [4, 7], "num_experts_per_tok": [1, 2]},
+        ),
+        Case(
+            model_type="qwen3_moe",
+            options={
+                **EXPERTS,
+                **WINDOWS,
+                "use_sliding_window": [False, True],
+                "attention_bias": [False, True],
+            },
+        ),
+        Case(
+            model_type="qwen2_moe",
+            options={**EXPERTS, "qkv_bias": [False, True], "shared_expert_intermediate_size": [24, 40]},
+            without=["head_dim"],
+        ),
+        Case(
+            model_type="glm4_moe",
+            options={
+                **PARTLY_ROTATED,
+                **_NO_PADDING,
+                "attention_bias": [False, True],
+                "use_qk_norm": [False, True],
+                "n_routed_experts": [12],
+                "num_experts_per_tok": [1, 3],
+                "moe_intermediate_size": [24, 40],
+                "n_shared_experts": [1, 2],
+                "routed_scaling_factor": [1.0, 2.5],
+                "n_group": [2, 4],
+                "topk_group": [1, 2],
+                "first_k_dense_replace": [0, 1],
+                "norm_topk_prob": [False, True],
+            },
+        ),
+        Case(
             model_type="qwen3_5_text",
             options={
                 "head_dim": [16, 24],
@@ -315,6 +362,7 @@ def random_reference(model_type: str, seed: int, **fixed: Any) -> Any:
     print(f"{model_type}, seed {seed}: {document}")
     torch.manual_seed(seed)
     reference = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    reference.config._experts_implementation = "eager"  # grouped products do not support float64
     with torch.no_grad():
         for name, parameter in reference.named_parameters():
             if "norm" in name:
@@ -327,6 +375,9 @@ def random_reference(model_type: str, seed: int, **fixed: Any) -> Any:
         for buffer in reference.state_dict().values():
             if buffer.shape == (1,):  # a factor of a layer
                 buffer.uniform_(0.5, 1.5)
+        for name, buffer in reference.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(std=0.2)
     return reference
 
 
@@ -339,8 +390,9 @@ def to_ours(family: Any, reference: Any) -> tuple[BaseModel, dict[str, Tensor]]:
     """Return our model of transformers' configuration and weights, and those weights as in its files."""
     format = family.FORMATS["hf"]
     config = format.from_external(reference.config.to_dict())
-    adapter = format.adapter(config)
-    theirs = {name: tensor for name, tensor in reference.state_dict().items() if name not in adapter.tied}
+    weights = reference.state_dict()
+    adapter = adapter_for(format, config, weights)
+    theirs = {name: tensor for name, tensor in weights.items() if name not in adapter.tied}
     model: BaseModel = config.build()
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
     ours: dict[str, Tensor] = {}
@@ -353,10 +405,11 @@ def to_ours(family: Any, reference: Any) -> tuple[BaseModel, dict[str, Tensor]]:
 
 
 def to_external(family: Any, model: BaseModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors of our model, weights or gradients, under the names and in the layout of transformers. Tensors
-    that are not given, such as a buffer's gradient, are left out."""
+    """Return tensors of our model, weights or gradients, under the names and in the layout of transformers' class.
+    Tensors that are not given, such as a buffer's gradient, are left out."""
     converted: dict[str, Tensor] = {}
-    for step in family.FORMATS["hf"].adapter(model.config).steps:
+    format = family.FORMATS["hf"]
+    for step in (format.other_adapter(model.config) or format.adapter(model.config)).steps:
         if tensors.keys().isdisjoint(step.internal):
             continue
         outputs = step.transform.to_external([tensors[name] for name in step.internal])

@@ -46,6 +46,9 @@ def apply_compile(model: BaseModel, config: CompileConfig, parallelism: Parallel
     if embedding := getattr(model, "tok_embeddings", None):
         embedding.register_forward_hook(_wait_for_communication)
     for block in model.blocks().values():
+        for module in block.modules():
+            if not getattr(module, "is_compiled", True):
+                module.forward = torch.compiler.disable(module.forward)
         block.compile(backend=config.backend)
 
 

@@ -10,6 +10,7 @@ from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -66,6 +67,20 @@ def apply_context_parallel(model: nn.Module, mesh: DeviceMesh, plan: ShardingPla
     for name, module in model.named_modules():
         if fnmatchcase(name, plan.attention):
             module.register_forward_pre_hook(gather_keys_and_values)
+    sum_rows(model, mesh, plan)
+
+
+def sum_rows(model: nn.Module, mesh: DeviceMesh, plan: ShardingPlan) -> None:
+    """Make the modules `plan.row_sums` add up the results of all ranks of `mesh`, which have parts of the same rows."""
+
+    def add_up(_: nn.Module, args: tuple[Any, ...], sums: Tensor) -> Tensor:
+        total = sums.clone()
+        dist.all_reduce(total, group=mesh.get_group())
+        return total
+
+    for name, module in model.named_modules():
+        if name and fnmatchcase(name, plan.row_sums):  # the model's own name is empty
+            module.register_forward_hook(add_up)
 
 
 def _gather_sequence(x_BLHD: Tensor, mesh: DeviceMesh) -> Tensor:

@@ -6,8 +6,9 @@ from typing import Any, NamedTuple, get_args
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_module, distribute_tensor
 
+from torchtitan.distributed.context_parallel import sum_rows
 from torchtitan.distributed.loss_parallel import gather_for_head
 from torchtitan.protocols.converter import converter_of
 from torchtitan.protocols.output_head import compute_logits
@@ -75,6 +76,8 @@ def shard_parameters(module: nn.Module, mesh: DeviceMesh, features: Features | N
 def _parallelize(module: nn.Module, mesh: DeviceMesh, sharding: TensorSharding) -> None:
     """Apply the plan to one module, in place. PyTorch's `ParallelStyle`s support only a weight and a bias, unlike
     converted layers, and unfreeze a norm's weight."""
+    if sharding == "local tokens":
+        return _replicate(module, mesh)
     interface = _INTERFACES[sharding]
     features: Features | None = "in" if sharding in _EMBEDDINGS else _SHARDED_FEATURES.get(sharding)
 
@@ -98,6 +101,29 @@ def _parallelize(module: nn.Module, mesh: DeviceMesh, sharding: TensorSharding) 
         module.register_forward_pre_hook(lambda module, inputs: prepare_input(module, inputs, mesh))
     else:
         distribute_module(module, mesh, partition, prepare_input, prepare_output)
+
+
+def _replicate(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Replicate the parameters of a module and its submodules, which compute with plain tensors: each rank its own part
+    of the tokens, so that gradients add up over the ranks."""
+
+    def use_local(part: nn.Module, _: Any) -> None:
+        for name, parameter in part._parameters.items():
+            if isinstance(parameter, DTensor):
+                # Not an attribute: a module accepts only a leaf, and gradients must reach the DTensor.
+                part._parameters[name] = parameter.to_local(grad_placements=[Partial()])
+                replaced[part, name] = parameter
+
+    def restore(part: nn.Module, *_: Any) -> None:
+        for name in list(part._parameters):
+            if (part, name) in replaced:
+                part._parameters[name] = replaced.pop((part, name))
+
+    replaced: dict[tuple[nn.Module, str], nn.Parameter] = {}
+    for part in module.modules():
+        shard_parameters(part, mesh, None)
+        part.register_forward_pre_hook(use_local)
+        part.register_forward_hook(restore, always_call=True)
 
 
 def check_parts(model: nn.Module, plan: ShardingPlan, degree: int) -> None:
@@ -158,6 +184,7 @@ def apply_tensor_parallel(
     full tensors. Raise `UserError` like `check_parts`, or naming a parameter whose module is not in `plan`.
     """
     check_parts(model, plan, mesh.size())
+    sum_rows(model, mesh, plan)
     for pattern, sharding in plan.tensor.items():
         for _, module in list(_parts(model, pattern)):
             if module is not None:

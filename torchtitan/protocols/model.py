@@ -146,14 +146,16 @@ def converted_modules(model: nn.Module) -> Iterator[tuple[str, ConvertedModule]]
             yield name, module
 
 
-def count_elements(module: nn.Module) -> Iterator[tuple[int, bool]]:
+def count_elements(module: nn.Module) -> Iterator[tuple[float, bool]]:
     """Yield size and trainability of each parameter used in computation, in order of registration. A `ConvertedModule`
-    has the plain module's parameters, and additional trained ones."""
+    has the plain module's parameters, and additional trained ones. With an `active_fraction`, only that part of a
+    module's parameters multiplies each token."""
     for part in module.modules():
+        fraction = getattr(part, "active_fraction", 1)
         own = dict(part.named_parameters(recurse=False))
         trained = {name: parameter for name, parameter in own.items() if parameter.requires_grad}
         plain: Mapping[str, Tensor] = own
         if isinstance(part, ConvertedModule):
             plain = part.plain_state({name: torch.empty_like(tensor, device="meta") for name, tensor in own.items()})
-        yield from ((tensor.numel(), False) for name, tensor in plain.items() if name not in trained)
-        yield from ((parameter.numel(), True) for parameter in trained.values())
+        yield from ((tensor.numel() * fraction, False) for name, tensor in plain.items() if name not in trained)
+        yield from ((parameter.numel() * fraction, True) for parameter in trained.values())

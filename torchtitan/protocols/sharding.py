@@ -22,12 +22,14 @@ TensorSharding = Literal[
     "whole to rows",
     "vocabulary to whole",
     "whole",
+    "local tokens",
 ]
 """Treatment of a module in tensor parallelism. Between layers, each rank holds its part of the sequence.
 
 - `vocabulary`: an embedding, split by rows (tokens). Takes all tokens, returns its part of the sequence.
 - `sequence`: works on each token separately, with the same weights on every rank, on its part of the sequence.
 - `final norm`: as `sequence`; returns a DTensor, from which the head computes logits or the loss.
+- `local tokens`: as `sequence`, with all its submodules, which get plain tensors.
 - `heads`: works on each head separately, with the same weights on every rank, on its heads of the whole sequence, in
   dimension 2 of (B, L, heads, head_dim).
 - `all heads`: works on the features of all heads together, with the same weights on every rank. Takes and returns a
@@ -76,3 +78,7 @@ class ShardingPlan:
 
     attention: str
     """Modules `attend(queries, keys, values, attention)`, whose keys and values context parallelism gathers."""
+
+    row_sums: str = ""
+    """Modules `row_sums(sums)`, whose results, sums over a rank's part of each row of tokens, are added up over the
+    ranks with the other parts. Empty: there are none."""

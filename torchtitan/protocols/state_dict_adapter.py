@@ -238,12 +238,24 @@ class ExternalFormat:
     model_types: Mapping[str, str] = field(default_factory=dict)
     """Value of `model_type` in config.json that belongs to this family → its class in transformers."""
 
+    other_adapter: Callable[[Any], StateDictAdapter | None] = lambda config: None
+    """As `adapter`, for another layout of the same tensors, which is only read; None: there is none."""
+
     name_of: Callable[[str], str | None] = lambda name: name
     """Name of a tensor in a checkpoint → its name in the table, as written; None if the model has no such part."""
 
     class_adapter: Callable[[Any], StateDictAdapter] | None = None
     """Model configuration → the table of its tensors in the class of transformers, whose modules PEFT adapts; None: the
     class has the names and layouts of the files."""
+
+
+def adapter_for(format: ExternalFormat, config: Any, names: Container[str]) -> StateDictAdapter:
+    """Return the table that fits a checkpoint with these `names`: that of the other layout if it has a name that only
+    the other layout has."""
+    adapter, other = format.adapter(config), format.other_adapter(config)
+    if other and any(name in names for name in set(other.external_names).difference(adapter.external_names)):
+        return other
+    return adapter
 
 
 def _expand(name: str, n_layers: int) -> list[str]:

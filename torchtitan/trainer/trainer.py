@@ -39,6 +39,7 @@ from torchtitan.tools.process import StopRequest
 from torchtitan.trainer.builder import RunBuilder
 from torchtitan.trainer.callbacks import Callback, GarbageCollection, Profiling, RecompileWarning
 from torchtitan.trainer.ledger import Ledger, in_global_order, names_of, shortened
+from torchtitan.trainer.load_balance import LoadBalance
 from torchtitan.trainer.models import RunModel
 from torchtitan.trainer.sample_losses import SampleLosses
 from torchtitan.trainer.step_result import NonFiniteError, StepResult, StopReason, log_stop_reason
@@ -144,7 +145,13 @@ class Trainer(RunBuilder):
 
     def build_callbacks(self) -> list[Callback]:
         """Build the callbacks of every run, then the configuration's `callbacks`."""
-        own = [Ledger.Config(), RecompileWarning.Config(), Profiling.Config(), GarbageCollection.Config()]
+        own = [
+            Ledger.Config(),
+            LoadBalance.Config(),
+            RecompileWarning.Config(),
+            Profiling.Config(),
+            GarbageCollection.Config(),
+        ]
         return [config.build(trainer=self) for config in (*own, *self.config.callbacks)]
 
     # --- the loop ---------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from torchtitan.tools.torch_private import checkpoint_wrapper
 
 transformers = pytest.importorskip("transformers")
 
-from torchtitan.models.transformers import choose_packing, packing  # noqa: E402
+from torchtitan.models.transformers import choose_packing, packing, tiny  # noqa: E402
 from torchtitan.models.transformers.tiny import tiny_config  # noqa: E402
 
 LENGTHS = [30, 3, 1, 14, 20, 28]
@@ -136,15 +136,19 @@ def test_compiled_blocks_have_one_graph_for_all_batches() -> None:
     ("fault", "case", "mode"),
     [
         ("no window", "windows and soft caps", "masks"),
+        ("no soft cap", "windows and soft caps", "masks"),
         ("documents forgotten in our attention", "llama", "masks"),
         ("documents forgotten in masks", "sinks", "rows"),
         ("an unknown option", "sinks", "masks"),
     ],
 )
 def test_the_probe_sees_faults(fault: str, case: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choose_packing, "_chosen", {})
+    monkeypatch.setattr(tiny, "_results", {})
     if fault == "no window":
         monkeypatch.setattr(packing, "_window", lambda mask_function: (True, None))
+    elif fault == "no soft cap":
+        uncapped = packing.Attention
+        monkeypatch.setattr(packing, "Attention", lambda scale, softcap: uncapped(scale=scale))
     elif fault == "documents forgotten in our attention":
         whole_rows = AttentionMetadata.of_rows(2, 64)
         monkeypatch.setattr(
@@ -185,7 +189,7 @@ def test_generation_with_a_cache_equals_the_default() -> None:
 
 
 def test_a_line_says_why_documents_get_rows(log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choose_packing, "_chosen", {})
+    monkeypatch.setattr(tiny, "_results", {})
     for _ in range(2):
         choose_packing.choose_packing(make_config("convolution"))
     assert [record.message.split(" (")[0] for record in log.records] == [
@@ -198,8 +202,8 @@ def test_a_model_without_a_tiny_clone_gets_rows(monkeypatch: pytest.MonkeyPatch)
     def refuse(config: Any) -> Any:
         raise ValueError("sizes do not fit")
 
-    monkeypatch.setattr(choose_packing, "_chosen", {})
-    monkeypatch.setattr(choose_packing, "tiny_config", refuse)
+    monkeypatch.setattr(tiny, "_results", {})
+    monkeypatch.setattr(tiny, "tiny_config", refuse)
     chosen = choose_packing.choose_packing(make_config("llama"))
     assert chosen.mode == "rows" and "sizes do not fit" in chosen.reason
 

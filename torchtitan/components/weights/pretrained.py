@@ -35,7 +35,7 @@ from torchtitan.protocols.conversion import (
     saved_config,
     tensor_shapes,
 )
-from torchtitan.protocols.state_dict_adapter import StateDictAdapter, model_tensor_specs
+from torchtitan.protocols.state_dict_adapter import StateDictAdapter, adapter_for, model_tensor_specs
 from torchtitan.protocols.tensor_source import TensorSource
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
@@ -85,7 +85,12 @@ def internal_source(
         if source_format == "hf":
             check_quantization(Path(path))
         format = format_for(spec, source_format)
-        source, adapter = RenamedView(open_source(path), format.name_of), format.adapter
+        source = RenamedView(open_source(path), format.name_of)
+        names = source.specs
+
+        def adapter(model: BaseModel.Config) -> StateDictAdapter:
+            return adapter_for(format, model, names)
+
         saved = _saved_model(source, model, adapter, added)
         source = InternalView(source, adapter(saved), model_tensor_specs(saved))
     return ResizedEmbedding(source, _find_token_tensors(model), added) if added else source

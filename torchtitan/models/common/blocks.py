@@ -6,6 +6,7 @@ A block's modules have the same names in all of them; a module that a block lack
 import torch
 from torch import Tensor, nn
 
+from torchtitan.models.common.moe.layer import MixtureOfExperts
 from torchtitan.models.common.norms import NormFactory
 from torchtitan.protocols.attention import AttentionMetadata
 from torchtitan.protocols.initializer import Constant, with_initializers
@@ -19,7 +20,7 @@ class PreNormBlock(nn.Module):
 
     Args:
         attention: `attention(x_BLD, rope, attention_metadata)`.
-        feed_forward: `feed_forward(x_BLD)`.
+        feed_forward: `feed_forward(x_BLD)`; experts become `moe`, since they are split over ranks in another way.
         dim: width of the residual stream.
         norm: makes the block's norms.
         multiplier: factor of both parts before they are added.
@@ -34,7 +35,9 @@ class PreNormBlock(nn.Module):
         self.attention = attention
         self.attention_post_norm: nn.Module | None = None
         self.ffn_norm: nn.Module | None = norm(dim)
-        self.feed_forward = feed_forward
+        is_moe = isinstance(feed_forward, MixtureOfExperts)
+        self.feed_forward = None if is_moe else feed_forward
+        self.moe = feed_forward if is_moe else None
         self.ffn_post_norm: nn.Module | None = None
 
     def forward(self, x_BLD: Tensor, rope: Rope, attention: AttentionMetadata) -> Tensor:
@@ -49,8 +52,14 @@ class PreNormBlock(nn.Module):
 
     def _feed_forward(self, x_BLD: Tensor) -> Tensor:
         x_BLD = x_BLD if self.ffn_norm is None else self.ffn_norm(x_BLD)
-        out_BLD: Tensor = self.feed_forward(x_BLD)
+        out_BLD = self._network(x_BLD)
         return out_BLD if self.ffn_post_norm is None else self.ffn_post_norm(out_BLD)
+
+    def _network(self, x_BLD: Tensor) -> Tensor:
+        network = self.moe if self.feed_forward is None else self.feed_forward
+        assert network is not None
+        out_BLD: Tensor = network(x_BLD)
+        return out_BLD
 
     def _add(self, x_BLD: Tensor, out_BLD: Tensor) -> Tensor:
         return x_BLD + (out_BLD if self.multiplier == 1.0 else self.multiplier * out_BLD)
@@ -111,4 +120,4 @@ class ParallelBlock(PreNormBlock):
             return self._add(x_BLD, self._attend(x_BLD, rope, attention) + self._feed_forward(x_BLD))
         normalized_BLD = self.attention_norm(x_BLD)
         attended_BLD: Tensor = self.attention(normalized_BLD, rope, attention)
-        return self._add(x_BLD, attended_BLD + self.feed_forward(normalized_BLD))
+        return self._add(x_BLD, attended_BLD + self._network(normalized_BLD))

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from types import NoneType
 from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 
@@ -11,6 +12,7 @@ from torchtitan.config.configurable import describe, fits
 from torchtitan.models.common.config_reader import ConfigReader
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.hugging_face_rope import check_sections, read_rope, write_rope, write_rope_section
+from torchtitan.models.common.moe.rows import EXPERT_TENSORS, FUSED_EXPERT_ROWS
 from torchtitan.protocols.state_dict_adapter import (
     Concatenated,
     ExternalFormat,
@@ -42,8 +44,9 @@ class ModelType:
     that a model does not have are left out."""
 
     keys: Mapping[str, str] = field(default_factory=dict)
-    """Key → field of `config`, in addition to `_KEYS` or in place of that field's key there. The field's type says what
-    the key may hold; a list has one item per layer, and the field holds its shortest repeating part."""
+    """Key → field of `config`, or of a field of it (`moe.top_k`), in addition to `_KEYS` or in place of its key there.
+    The field's type says what the key may hold; a list has one item per layer, and the field holds its
+    shortest repeating part."""
 
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Key that changes the computation → the only supported value, which is also the default of an absent key."""
@@ -198,10 +201,12 @@ def dense_format(model_types: Mapping[str, ModelType], *, without: tuple[str, ..
     """Return the format of a family from its `model_type`s, the preferred one for writing first. A type NAME besides
     NAME_text has vision too; only its language model is read, `without` tensors whose names start like this."""
     for kind in model_types.values():
-        unknown = {*kind.keys.values(), *kind.ropes} - {field.name for field in dataclasses.fields(kind.config)}
+        named = {name.partition(".")[0] for name in (*kind.keys.values(), *kind.ropes)}
+        unknown = named - {field.name for field in dataclasses.fields(kind.config)}
         assert not unknown, f"{kind.architecture}: no fields of {kind.config.__qualname__}: {unknown}"
     return ExternalFormat(
         adapter=partial(_adapter, model_types),
+        other_adapter=partial(_fused_adapter, model_types),
         to_external=partial(_to_config_json, model_types),
         from_external=partial(_from_config_json, model_types),
         model_types={name: kind.architecture for name, kind in model_types.items()},
@@ -220,8 +225,22 @@ def _written_type(model_types: Mapping[str, ModelType], config: Decoder.Config) 
 
 
 def _adapter(model_types: Mapping[str, ModelType], config: Decoder.Config) -> StateDictAdapter:
-    kind = model_types[_written_type(model_types, config)]
-    rows = kind.rows(config) if callable(kind.rows) else kind.rows
+    return _adapter_of(_rows_of(model_types, config), config)
+
+
+def _fused_adapter(model_types: Mapping[str, ModelType], config: Decoder.Config) -> StateDictAdapter | None:
+    """Return the table of files with the experts of a layer in one tensor; None if the model has no experts."""
+    rows = _rows_of(model_types, config)
+    others = [row for row in rows if row.internal not in EXPERT_TENSORS]
+    return _adapter_of([*others, *FUSED_EXPERT_ROWS], config) if len(others) < len(rows) else None
+
+
+def _rows_of(model_types: Mapping[str, ModelType], config: Decoder.Config) -> Sequence[KeyMapping]:
+    rows = model_types[_written_type(model_types, config)].rows
+    return rows(config) if callable(rows) else rows
+
+
+def _adapter_of(rows: Sequence[KeyMapping], config: Decoder.Config) -> StateDictAdapter:
     tied = {"lm_head.weight": "model.embed_tokens.weight"}
     return StateDictAdapter(
         [*rows, _HEAD],
@@ -252,9 +271,8 @@ def _from_config_json(model_types: Mapping[str, ModelType], document: Mapping[st
         value = document[key]
         if value is not None and value != _NEUTRAL[key]:
             raise UserError(f"config.json: {key} is {value!r}, which this family does not support")
-    hints = get_type_hints(kind.config)
     values = {
-        field_name: _read_field(reader, key, hints[field_name])
+        field_name: _read_field(reader, key, _type_of(kind.config, field_name))
         for key, field_name in keys.items()
         if key in reader.values or field_name in _REQUIRED
     }
@@ -266,7 +284,7 @@ def _from_config_json(model_types: Mapping[str, ModelType], document: Mapping[st
         check_sections(reader, sections)
     for name, section in kind.ropes.items():
         values[name] = read_rope(reader, rotates_part="partial_rotary_factor" in kind.defaults, layer_type=section)
-    config = kind.config(**values)
+    config = kind.config(**_nested(kind.config, values))
     try:
         config.validate()
     except UserError as error:
@@ -278,6 +296,24 @@ def _from_config_json(model_types: Mapping[str, ModelType], document: Mapping[st
 def _keys_of(kind: ModelType) -> dict[str, str]:
     own = {*kind.keys.values()}
     return {**{key: name for key, name in _KEYS.items() if name not in own}, **kind.keys}
+
+
+def _type_of(owner: Any, name: str) -> Any:
+    """Return the declared type of a field, or of a field's field."""
+    first, _, rest = name.partition(".")
+    declared = get_type_hints(owner)[first]
+    return _type_of(declared, rest) if rest else declared
+
+
+def _nested(owner: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of fields, with those of a field's fields in one object."""
+    parts: dict[str, dict[str, Any]] = {}
+    for name, value in values.items():
+        first, _, rest = name.partition(".")
+        if rest:
+            parts.setdefault(first, {})[rest] = value
+    plain = {name: value for name, value in values.items() if "." not in name}
+    return plain | {name: _type_of(owner, name)(**part) for name, part in parts.items()}
 
 
 def _read_field(reader: ConfigReader, key: str, declared: Any) -> Any:
@@ -311,7 +347,7 @@ def _to_config_json(model_types: Mapping[str, ModelType], config: Decoder.Config
     """Return the keys of config.json that the model determines, readable by transformers 4 and 5."""
     model_type = _written_type(model_types, config)
     kind = model_types[model_type]
-    written = {key: getattr(config, name) for key, name in _keys_of(kind).items()}
+    written = {key: attrgetter(name)(config) for key, name in _keys_of(kind).items()}
     written["pad_token_id"] = None  # some types have a default, which may be outside the vocabulary
     for key, value in written.items():
         if isinstance(value, list):

@@ -12,6 +12,7 @@ from torchtitan.components.optimizer import Optimizer
 from torchtitan.components.peft import LoRA
 from torchtitan.components.validate import Validator
 from torchtitan.config import ActivationCheckpointConfig, TrainingConfig
+from torchtitan.models.common.moe.layer import MoEConfig, PenaltyConfig, SigmoidMoEConfig
 from torchtitan.protocols import ModelSpec
 from torchtitan.trainer import Trainer
 
@@ -55,6 +56,17 @@ def large_run(
         metrics=MetricsProcessor.Config(enable_tensorboard=True),
         checkpoint=CheckpointManager.Config(enable=True, interval=500),
     )
+
+
+def balanced(config: Trainer.Config) -> Trainer.Config:
+    """Return `config` for training a model with experts from its beginning: its router's bias or an auxiliary loss
+    balances them."""
+    moe: MoEConfig = config.model_spec.model.moe  # type: ignore[attr-defined]
+    if isinstance(moe, SigmoidMoEConfig):
+        moe.bias_rate, moe.penalties = 1e-3, PenaltyConfig(sequence_loss=1e-4)
+    else:
+        moe.penalties = PenaltyConfig(sequence_loss=0.01, z_loss=1e-4)
+    return config
 
 
 def for_conversations(config: Trainer.Config) -> Trainer.Config:

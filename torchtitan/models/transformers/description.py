@@ -31,6 +31,9 @@ _TASKS = ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT")
 _ABOUT_FILES = {"quantization_config", "transformers_version", "dtype", "torch_dtype"}
 """Keys of config.json about its files and the program that wrote them, not about the model."""
 
+_READ_TOO = {"architectures", "model_type", "rope_theta", "rope_scaling", "partial_rotary_factor"}
+"""Keys that transformers reads, and writes under other names."""
+
 _OF_CODE = {"auto_map", FOLDER_KEY}
 """Keys that are kept only if the model's own code computes it."""
 
@@ -39,14 +42,15 @@ _own_classes: dict[type, Any] = {}
 """Class of a configuration → class of its models, both from code in models' folders."""
 
 
-def model_classes() -> dict[str, str]:
-    """Return model_type → name of the class that trains here, for every type that transformers knows."""
+def model_classes() -> dict[str, list[str]]:
+    """Return model_type → names of the classes that train here, the preferred one first, for every type that
+    transformers knows."""
     from transformers.models.auto import modeling_auto
 
-    names: dict[str, str] = {}
+    names: dict[str, list[str]] = {}
     for task in _TASKS:
         for model_type, name in getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES").items():
-            names.setdefault(model_type, name[0] if isinstance(name, (tuple, list)) else name)
+            names.setdefault(model_type, []).extend([name] if isinstance(name, str) else name)
     return names
 
 
@@ -63,7 +67,7 @@ def checked_document(document: Mapping[str, Any]) -> dict[str, Any]:
     kept = PretrainedConfig._decode_special_floats(kept)  # infinite numbers, which JSON does not have
     try:
         config = transformers_config(kept)
-        known = type(config)().to_dict().keys() | {"architectures", "model_type", *_OF_CODE}
+        known = type(config)().to_dict().keys() | _READ_TOO | _OF_CODE
     except Exception as error:  # validators of transformers raise various types
         reason = " ".join(str(error).split())
         raise UserError(f"config.json: transformers refuses it: {type(error).__name__}: {reason}") from error
@@ -126,9 +130,9 @@ def class_of(config: Any) -> tuple[Any, Any]:
 
     if type(config) in _own_classes:
         return _own_classes[type(config)], config
-    known = model_classes()
-    named = [name for name in config.architectures or () if name in known.values()]
-    cls = getattr(transformers, named[0] if named else known[config.model_type])
+    known = model_classes()[config.model_type]
+    named = [name for name in config.architectures or () if name in known]
+    cls = getattr(transformers, (named or known)[0])
     text = config.get_text_config(decoder=True)
     return cls, text if cls.config_class is type(text) else config  # the language side of a model of images and text
 

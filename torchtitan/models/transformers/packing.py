@@ -9,15 +9,8 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, masking_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import (
-    ALL_MASK_ATTENTION_FUNCTIONS,
-    and_masks,
-    causal_mask_function,
-    eager_mask,
-    sdpa_mask,
-)
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from torchtitan.models.common.attention import Attention, with_kernel
@@ -28,13 +21,13 @@ KERNEL = "torchtitan"
 
 Mode = Literal["kernel", "masks", "rows"]
 
-_current: ContextVar[tuple[AttentionMetadata, bool] | None] = ContextVar("current", default=None)
+_current: ContextVar[tuple[AttentionMetadata | None, bool]] = ContextVar("current", default=(None, False))
 """Documents of the current forward pass, and whether their kernels must have constant shapes."""
 
 
 class Documents:
-    """Takes the place of an attention mask that is causal within documents and a window. As an argument of blocks, it
-    is there too when activation checkpointing recomputes them."""
+    """Takes the place of a mask that is causal within documents and a window. It is an argument of blocks, so that they
+    have it too when activation checkpointing recomputes them."""
 
     def __init__(self, attention: AttentionMetadata, *, static: bool, **properties: Any):
         self.attention, self.static = attention, static
@@ -48,18 +41,13 @@ class Documents:
             self._with_kernels[key] = with_kernel(self.attention, **properties, static=self.static)
         return self._with_kernels[key]
 
-    def dense(self, **properties: Any) -> Tensor:
-        """Return the mask as a tensor (B or 1, 1, L, L), true where a token sees another."""
-        mask: Tensor = with_kernel(replace(self.attention, kernel="dense"), **properties, static=self.static).mask
-        return mask
-
 
 def _window(mask_function: Callable[..., Any]) -> tuple[bool, int | None]:
     """Return whether a mask of transformers is causal within at most a window, and the window."""
     parts = [mask_function]
     if mask_function.__qualname__ == "and_masks.<locals>.and_mask":
         parts = inspect.getclosurevars(mask_function).nonlocals["mask_functions"]
-    windows = [part for part in parts if part is not causal_mask_function]
+    windows = [part for part in parts if part is not masking_utils.causal_mask_function]
     if any(part.__qualname__ != "sliding_window_overlay.<locals>.inner_mask" for part in windows):
         return False, None
     sizes = [inspect.getclosurevars(part).nonlocals["sliding_window"] for part in windows]
@@ -68,14 +56,13 @@ def _window(mask_function: Callable[..., Any]) -> tuple[bool, int | None]:
 
 def _make_mask(**options: Any) -> Tensor | Documents | None:
     """Make the mask of a model whose attention is ours, with the arguments of transformers' `sdpa_mask`."""
-    attention, static = _active(options)
-    is_plain, window = (False, None) if attention is None else _window(options["mask_function"])
+    attention, (is_plain, window) = _active(options), _window(options["mask_function"])
     if attention is None or not is_plain:
-        return _within_documents(sdpa_mask)(**options)
+        return _within_documents(masking_utils.sdpa_mask)(**options)
     fields = vars(options["config"])  # getattr raises for what differs between layers
     return Documents(
         attention.with_window(window),
-        static=static,
+        static=_current.get()[1],
         device=torch.device(options["device"]),
         dtype=options["dtype"],
         head_dim=fields.get("qk_head_dim") or fields.get("head_dim") or 64,
@@ -83,22 +70,21 @@ def _make_mask(**options: Any) -> Tensor | Documents | None:
     )
 
 
-def _active(options: dict[str, Any]) -> tuple[AttentionMetadata | None, bool]:
+def _active(options: dict[str, Any]) -> AttentionMetadata | None:
     """Return the documents of the current forward pass if a mask is one of their tokens."""
-    attention, static = _current.get() or (None, False)
+    attention, _ = _current.get()
     if attention is None or options["q_length"] != options["kv_length"]:
-        return None, static
+        return None
     positions_BL = attention.positions_BL
     shape = (attention.n_rows, attention.max_seqlen) if positions_BL is None else positions_BL.shape
-    return (attention if shape == (options["batch_size"], options["q_length"]) else None), static
+    return attention if shape == (options["batch_size"], options["q_length"]) else None
 
 
 def _within_documents(make: Callable[..., Any]) -> Callable[..., Any]:
     """Let one of transformers' functions for masks keep the documents of the current forward pass apart."""
 
     def make_within(**options: Any) -> Any:
-        attention, _ = _active(options)
-        if attention is not None:
+        if (attention := _active(options)) is not None:
             options["attention_mask"] = None  # all ones, or zeros only after all that a token sees
             if attention.positions_BL is not None:
                 options["mask_function"] = _remap(options["mask_function"], attention.positions_BL)
@@ -117,7 +103,7 @@ def _remap(mask_function: Callable[..., Any], positions_BL: Tensor) -> Callable[
     def at_positions(b: Any, h: Any, q: Any, k: Any) -> Any:
         return mask_function(b, h, positions_BL[b, q], positions_BL[b, k])
 
-    return and_masks(is_same, at_positions)
+    return masking_utils.and_masks(is_same, at_positions)
 
 
 _WITHOUT_EFFECT = {
@@ -140,33 +126,33 @@ def _attend(
 ) -> tuple[Tensor, None]:
     """Attend with our kernels if the mask is ours, else as PyTorch does; (B, heads, L, head_dim) → (B, L, heads,
     head_dim)."""
-    unknown = [name for name, value in options.items() if value is not None and name not in _WITHOUT_EFFECT]
-    if isinstance(attention_mask, Documents) and unknown:
-        raise NotImplementedError(f"attention with {unknown[0]}")
-    # Latent attention has values of another width, which not all kernels support.
-    width = max(query.shape[-1], value.shape[-1])
-    properties = {"device": query.device, "dtype": query.dtype, "head_dim": width, "capped": softcap is not None}
-    if isinstance(attention_mask, Documents) and dropout:  # the kernels have none
-        attention_mask = attention_mask.dense(**properties)
     attend = Attention(scale=query.shape[-1] ** -0.5 if scaling is None else scaling, softcap=softcap)
-    if not isinstance(attention_mask, Documents) and softcap is None:
-        return sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options
-        )
-    if not isinstance(attention_mask, Documents):  # in generation
-        if attention_mask is None:
-            attention_mask = query.new_ones(query.shape[2], key.shape[2], dtype=torch.bool)
-            attention_mask = attention_mask.tril(key.shape[2] - query.shape[2])
-        return attend._products(query, key, value, attn_mask=attention_mask).transpose(1, 2), None
-    padded = (x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in (query, key, value))
-    q, k, v = (x.transpose(1, 2) for x in padded)
-    return attend(q, k, v, attention_mask.with_kernel(**properties))[..., : value.shape[-1]].contiguous(), None
+    if isinstance(attention_mask, Documents):
+        if unknown := sorted(name for name in options.keys() - _WITHOUT_EFFECT if options[name] is not None):
+            raise NotImplementedError(f"attention with {unknown[0]}")
+        # Latent attention has values of another width, which not all kernels support.
+        width = max(query.shape[-1], value.shape[-1])
+        properties = {"device": query.device, "dtype": query.dtype, "head_dim": width, "capped": softcap is not None}
+        if not dropout:
+            padded = (x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in (query, key, value))
+            result = attend(*(x.transpose(1, 2) for x in padded), attention_mask.with_kernel(**properties))
+            return result[..., : value.shape[-1]].contiguous(), None
+        dense = replace(attention_mask.attention, kernel="dense")  # the kernels have no dropout
+        mask: Tensor | None = with_kernel(dense, **properties, static=attention_mask.static).mask
+    else:
+        mask = attention_mask
+    if softcap is None:
+        options |= {"dropout": dropout, "scaling": scaling}
+        return sdpa_attention_forward(module, query, key, value, mask, **options)
+    if mask is None:  # in generation
+        mask = query.new_ones(query.shape[2], key.shape[2], dtype=torch.bool).tril(key.shape[2] - query.shape[2])
+    return attend._products(query, key, value, attn_mask=mask).transpose(1, 2), None
 
 
 ALL_ATTENTION_FUNCTIONS.register(KERNEL, _attend)
-ALL_MASK_ATTENTION_FUNCTIONS.register(KERNEL, _make_mask)
-ALL_MASK_ATTENTION_FUNCTIONS.register("eager", _within_documents(eager_mask))
-ALL_MASK_ATTENTION_FUNCTIONS.register("sdpa", _within_documents(sdpa_mask))
+masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.register(KERNEL, _make_mask)
+masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.register("eager", _within_documents(masking_utils.eager_mask))
+masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.register("sdpa", _within_documents(masking_utils.sdpa_mask))
 
 
 @dataclass(frozen=True)
@@ -193,12 +179,8 @@ class Packing:
         static: bool = False,
         **options: Any,
     ) -> Any:
-        """Call a class on packed tokens. In mode "rows", the results have a row per document: see `gather`.
-
-        Args:
-            attention: the documents; None: each row is one.
-            static: blocks are compiled, so kernels must have constant shapes.
-            options: further arguments of the class.
+        """Call a class on packed tokens, or, without `attention`, on rows of one document each. In mode "rows", the
+        results have a row per document: see `gather`. With `static`, kernels have constant shapes, for compiled blocks.
         """
         attention = attention or AttentionMetadata.of_rows(*tokens_BL.shape)
         inputs: dict[str, Any] = {"use_cache": False}
@@ -209,7 +191,8 @@ class Packing:
             # With a mask, transformers does not look for documents in the positions, which would wait for the device.
             inputs |= {"position_ids": positions_BL, "attention_mask": torch.ones_like(tokens_BL)}
         elif positions_BL is not None:
-            tokens_BL, inputs["attention_mask"] = _rows(tokens_BL, attention)
+            index_NM, inputs["attention_mask"] = (_send(x, tokens_BL.device) for x in _rows(attention))
+            tokens_BL = tokens_BL.flatten()[index_NM]
             attention = AttentionMetadata.of_rows(*tokens_BL.shape)
         takes = inspect.signature(model.forward).parameters
         inputs = {name: value for name, value in inputs.items() if name in takes}
@@ -221,19 +204,17 @@ class Packing:
         """Return the results of a class for packed tokens, (B, L, ...), from those of `run`."""
         if self.mode != "rows" or attention is None or attention.positions_BL is None:
             return hidden_NMD
-        lengths = attention.cu_seqlens.diff().long()
-        row_T = torch.arange(len(lengths)).repeat_interleave(lengths)
-        place_T = torch.arange(len(row_T)) - attention.cu_seqlens.long()[:-1].repeat_interleave(lengths)
-        index_T = _send(row_T * attention.max_seqlen + place_T, hidden_NMD.device)
+        _, mask_NM = _rows(attention)
+        index_T = _send(mask_NM.flatten().nonzero().flatten(), hidden_NMD.device)
         return hidden_NMD.flatten(0, 1)[index_T].unflatten(0, attention.positions_BL.shape)
 
 
-def _rows(tokens_BL: Tensor, attention: AttentionMetadata) -> tuple[Tensor, Tensor]:
-    """Return a row per document, padded with the tokens that follow, and a mask that is 0 there, (N, M)."""
-    boundaries, places_M = attention.cu_seqlens.long(), torch.arange(attention.max_seqlen)
-    index_NM = (boundaries[:-1, None] + places_M).clamp(max=tokens_BL.numel() - 1)
-    mask_NM = (places_M < boundaries.diff()[:, None]).long()
-    return tokens_BL.flatten()[_send(index_NM, tokens_BL.device)], _send(mask_NM, tokens_BL.device)
+def _rows(attention: AttentionMetadata) -> tuple[Tensor, Tensor]:
+    """Return the places of the tokens in a row per document, padded with those that follow, and a mask that is 0 there,
+    (N, M). N M is the size of the batch times (longest / average document), and so are memory and operations."""
+    starts, places_M = attention.cu_seqlens.long(), torch.arange(attention.max_seqlen)
+    index_NM = (starts[:-1, None] + places_M).clamp(max=int(starts[-1]) - 1)
+    return index_NM, (places_M < starts.diff()[:, None]).long()
 
 
 def _send(x: Tensor, device: torch.device) -> Tensor:

@@ -1,7 +1,5 @@
 """Tensor parallelism by a class's own plan, as far as it is one of linear layers."""
 
-import functools
-import json
 import re
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
@@ -10,10 +8,11 @@ from typing import Any
 import torch
 
 from torchtitan.models.transformers.description import build_class, transformers_config
+from torchtitan.models.transformers.tiny import trial
 from torchtitan.protocols.sharding import ShardingPlan, TensorSharding
 from torchtitan.tools.patterns import without_numbers
 
-_KINDS: Mapping[str, TensorSharding] = {
+_KINDS: Mapping[str | None, TensorSharding] = {
     "colwise": "columns",
     "rowwise": "rows to whole",
     "colwise_gather_output": "columns to whole",
@@ -23,35 +22,27 @@ _KINDS: Mapping[str, TensorSharding] = {
 """Style in transformers → ours."""
 
 
+@trial
 def class_plan(document: Mapping[str, Any]) -> tuple[ShardingPlan, str]:
     """Return the plan of the class of a config.json, and why tensor parallelism is not supported; empty: it is."""
-    return _class_plan(json.dumps(document, sort_keys=True, default=str))
-
-
-@functools.cache
-def _class_plan(document: str) -> tuple[ShardingPlan, str]:
     with torch.device("meta"):
-        model = build_class(transformers_config(json.loads(document)))
-    name, styles = type(model).__name__, dict(model.tp_plan or {})
-    output, embedding, decoder = model.get_output_embeddings(), model.get_input_embeddings(), model.get_decoder()
+        model = build_class(transformers_config(document))
+    name, styles, refused = type(model).__name__, dict(model.tp_plan or {}), set[str]()
+    output, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if output is None:
         return ShardingPlan(tensor={}, attention=""), f"{name} names no output layer"
-    tensor: dict[str, TensorSharding] = {"head.output": "columns"} if output.weight is not embedding.weight else {}
-    refused: set[str] = set()
-    parts = set(decoder.modules())
+    tensor: dict[str, TensorSharding] = {} if output.weight is embedding.weight else {"head.output": "columns"}
+    inside = set(model.get_decoder().modules()) - {output}
     for path, module in model.named_modules():
-        if module is output or module not in parts or not list(module.parameters(recurse=False)):
+        if module not in inside or not list(module.parameters(recurse=False)):
             continue
         style = next((style for pattern, style in styles.items() if fnmatchcase(path, pattern)), None)
-        kind = _KINDS.get(style or "")
-        if module is embedding:
-            kind = "vocabulary to whole"
-        elif style is None and "Norm" in type(module).__name__:
-            kind = "whole"
+        is_whole = style is None and "Norm" in type(module).__name__
+        kind = "vocabulary to whole" if module is embedding else "whole" if is_whole else _KINDS.get(style)
         if kind is None:
             refused.add(f"{type(module).__name__} {without_numbers([path])[0]}")
         else:
-            tensor["model." + re.sub(r"(?<=\.)\d+(?=\.)", "*", path)] = kind
+            tensor[re.sub(r"(?<=\.)\d+(?=\.)", "*", f"model.{path}")] = kind
     reason = ""
     if not {"colwise", "rowwise_split_input"} & set(styles.values()):
         reason = f"{name} has no plan for it in transformers"

@@ -1,9 +1,18 @@
-"""Shrink a transformers configuration to a tiny one of the same class that keeps every mechanism."""
+"""Tiny clones of models: their class in transformers, with a shrunk configuration that keeps every mechanism."""
 
+import functools
+import json
 import re
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
 
+import torch
 from transformers import PretrainedConfig
+
+from torchtitan.models.transformers.description import build_class
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 HIDDEN, HEADS, HEAD_DIM = 64, 4, 16
 VOCABULARY, POSITIONS, WINDOW = 128, 256, 8
@@ -43,14 +52,43 @@ _FIRST_LAYERS = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_i
 _PERIODS = re.compile(r".*(period|interval|every_n_layers)")
 
 
+_results: dict[str, Any] = {}
+
+
+def trial(compute: Callable[P, R]) -> Callable[P, R]:
+    """Let a function of a model's description compute on the CPU, without gradients, and once per description."""
+
+    @functools.wraps(compute)
+    def compute_once(*args: P.args, **kwargs: P.kwargs) -> R:
+        key = json.dumps((compute.__qualname__, args, kwargs), sort_keys=True, default=str)
+        if key not in _results:
+            with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
+                _results[key] = compute(*args, **kwargs)
+        result: R = _results[key]
+        return result
+
+    return compute_once
+
+
+def random_clone(config: PretrainedConfig, implementation: str | None = None) -> Any:
+    """Build a tiny clone, in a `trial`, with the same weights each time, so large that each part changes the logits."""
+    torch.manual_seed(0)
+    model = build_class(tiny_config(config), implementation).eval()
+    for parameter in model.parameters():
+        if parameter.ndim < 2:
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+        else:
+            parameter.normal_(std=max(parameter.shape[1:]) ** -0.5)
+    return model
+
+
 def tiny_config(config: PretrainedConfig) -> PretrainedConfig:
-    """Return a configuration of the same class that builds a model of about 100,000 parameters.
+    """Return a configuration of the same class that builds a model of about 100,000 parameters. Raise what the class
+    raises if it refuses it.
 
     Sizes, windows, and counts of heads and experts shrink; one layer stays per kind, where a kind is what all per-layer
-    fields say about a layer. Flags and scalars, such as soft caps and multipliers, keep their values, so that the tiny
-    model behaves like the real one. Special token ids move out of `TEXT_IDS`.
-
-    Raises what the class raises for a configuration that it refuses.
+    fields say about a layer. Flags and scalars, such as soft caps and multipliers, keep their values. Special token ids
+    move out of `TEXT_IDS`.
     """
     values = config.to_dict()
     _shrink(values, config, {})

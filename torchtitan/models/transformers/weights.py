@@ -5,24 +5,16 @@ from the class where transformers renames, stacks, fuses or splits tensors as it
 (`transformers.conversion_mapping`) are applied here, to one group of tensors at a time: the experts of one layer.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import functools
+from collections.abc import Collection, Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import core_model_loading as loading
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    PrefixChange,
-    WeightConverter,
-    WeightRenaming,
-    WeightTransform,
-    apply_converters,
-    apply_renamings,
-    dot_natural_key,
-    rename_source_key,
-)
 from transformers.utils.loading_report import LoadStateDictInfo
 
 from torchtitan.models.transformers.model import TransformersModel
@@ -66,13 +58,12 @@ def class_names(model: TransformersModel) -> dict[str, str]:
 
 @dataclass(frozen=True, eq=False)
 class Converted(Transform):
-    """Tensors that transformers converts together, in one direction: to our layout in a `plan`, to that of files in
-    the adapter's `steps`."""
+    """Tensors that transformers converts together: to our layout in a `plan`, to that of files in `steps`."""
 
     model: Any
-    """The class on the meta device; some conversions need its configuration and shapes."""
-    converter: WeightConverter | None
-    """The conversion, without tensors; None: a single tensor, unchanged."""
+    """The class on the meta device, whose configuration and shapes some conversions need."""
+    converter: loading.WeightConverter | None
+    """The conversion; None: a single tensor, unchanged."""
     key: str
     """Name of the first result."""
     inputs: list[tuple[str | None, str]] = field(default_factory=list)
@@ -118,18 +109,23 @@ class TransformersAdapter(StateDictAdapter):
     def __init__(self, model: TransformersModel):
         self._class: Any = model.model
         aliases: dict[str, str] = self._class.all_tied_weights_keys
-        self._original = dict(aliases)
-        """Name in the class → the same, or the name of the tensor that it is tied to."""
+        # Name in the class → the same, or the name of the tensor that it is tied to.
+        self._original = {name: name for name in aliases.values()} | aliases
+        # Name in the class → our names: more than one if others are tied to it.
         self._ours: dict[str, list[str]] = {}
-        """Name in the class → our names: more than one if others are tied to it."""
         state, tensors = model.state_dict(), {}
         for ours, name in class_names(model).items():
             original = self._original.setdefault(name, name)
             self._ours.setdefault(original, []).append(ours)
             tensors[original] = state[ours]
-        groups, rename = _groups_to_write(self._class, tensors)
+        # As transformers writes a model that was not read from files, which may not have had the prefix.
+        rules = get_model_conversion_mapping(self._class, add_legacy=False)[::-1]
+        rules = [rule.reverse_transform() for rule in rules if not isinstance(rule, loading.PrefixChange)]
+        converters = [rule for rule in rules if isinstance(rule, loading.WeightConverter)]
+        renamings = [rule for rule in rules if isinstance(rule, loading.WeightRenaming)]
+        rename = functools.partial(loading.apply_renamings, weight_renamings=renamings)
         rows = []
-        for group in groups:
+        for group in _group(self._class, tensors, converters).values():
             group.outputs.extend(group.convert([tensors[name] for name in group.names]))
             internal = tuple(ours for name in group.names for ours in self._ours[name])
             external = tuple(rename(name) for name in group.outputs)
@@ -138,12 +134,17 @@ class TransformersAdapter(StateDictAdapter):
 
     def match(self, external: Mapping[str, TensorSpec]) -> Match:
         """Return how to read a checkpoint. Raise `UserError` if it has a tensor twice."""
-        groups, unexpected = self._groups_to_read(external)
+        groups = _group(self._class, external, get_model_conversion_mapping(self._class), self._original)
+        unknown = {key: groups.pop(key).names for key in groups.keys() - self._original.keys()}
+        report = LoadStateDictInfo(set(), set(unknown), set(), [], {}, set())
+        self._class._adjust_missing_and_unexpected_keys(report)  # removes the names that the class ignores
         # A tied tensor is read only if the original is absent.
         chosen = {self._original[key]: key for key in sorted(groups, key=lambda key: self._original[key] == key)}
         tied: dict[str, str] = {}
         steps = []
         for key, group in groups.items():
+            if group.converter is None and len(group.names) > 1:
+                raise UserError(f"the checkpoint has {key} more than once: {summarize_names(group.names)}")
             if (first := chosen[self._original[key]]) != key:
                 tied[group.names[0]] = groups[first].names[0]
                 continue
@@ -154,7 +155,7 @@ class TransformersAdapter(StateDictAdapter):
             wanted = {ours: name for name in results for ours in self._ours.get(self._original.get(name, ""), ())}
             group.outputs.extend(wanted.values())
             steps.append(TensorConversion(tuple(wanted), group.names, group.simplest(wanted)))
-        return Match(steps, tied, unexpected)
+        return Match(steps, tied, [name for key in sorted(report.unexpected_keys) for name in unknown[key]])
 
     def plan(self, external: Mapping[str, TensorSpec], internal: Mapping[str, TensorSpec]) -> Match:
         expected, match = self.external_specs(internal), self.match(external)
@@ -163,72 +164,37 @@ class TransformersAdapter(StateDictAdapter):
             tensors = step.transform.to_internal(_meta(external, step.external), [])
             found |= {ours: tensor.shape for ours, tensor in zip(step.internal, tensors, strict=True)}
         missing: list[str] = []
-        misshapen: dict[str, tuple[torch.Size, torch.Size]] = {}
+        shapes: list[tuple[str, torch.Size, torch.Size]] = []
         for step in self.steps:
             faulty = [ours for ours in step.internal if found.get(ours) != internal[ours].shape]
             absent = [name for name in step.external if name not in external]
             if faulty and absent and (len(absent) < len(step.external) or faulty[0] not in found):
                 missing += absent
-            elif faulty:
-                shapes = {name: (external[name].shape, expected[name].shape) for name in step.external if not absent}
-                misshapen |= {name: pair for name, pair in shapes.items() if pair[0] != pair[1]} or {
-                    ours: (found[ours], internal[ours].shape) for ours in faulty if ours in found
-                }
+            elif faulty:  # a file may have the class's names instead of those that we write
+                pairs = [(name, external[name].shape, expected[name].shape) for name in step.external if not absent]
+                differ = [pair for pair in pairs if pair[1] != pair[2]]
+                shapes += differ or [(ours, found[ours], internal[ours].shape) for ours in faulty if ours in found]
         check_names("the checkpoint", missing, match.unexpected)
-        check_shapes((name, *pair) for name, pair in misshapen.items())
+        check_shapes(shapes)
         return match
-
-    def _groups_to_read(self, external: Iterable[str]) -> tuple[dict[str, Converted], list[str]]:
-        """Return name of the first result → the group of a checkpoint's tensors, and the unexpected tensors."""
-        cls, known = self._class, self._original
-        renamings, converters = _split(get_model_conversion_mapping(cls))
-        matches: list[tuple[str, str, str | None]] = []
-        unknown: dict[str, str] = {}
-        for name in sorted(external, key=dot_natural_key):
-            key, pattern = rename_source_key(name, renamings, converters, cls.base_model_prefix, known)
-            if key not in known and name in known:
-                key, pattern = rename_source_key(name, [], [], cls.base_model_prefix, known)
-            if key in known:
-                matches.append((name, key, pattern))
-            else:
-                unknown[name] = key
-        groups = _group(cls, matches, converters)
-        for key, group in groups.items():
-            if group.converter is None and len(group.names) > 1:
-                raise UserError(f"the checkpoint has {key} more than once: {summarize_names(group.names)}")
-        report = LoadStateDictInfo(set(), set(unknown.values()), set(), [], {}, set())
-        cls._adjust_missing_and_unexpected_keys(report)  # removes the names that the class ignores
-        return groups, [name for name, key in unknown.items() if key in report.unexpected_keys]
-
-
-def _groups_to_write(model: Any, names: Iterable[str]) -> tuple[list[Converted], Callable[[str], str]]:
-    """Return the groups of a class's tensors that are converted together for files, and a function that renames the
-    results."""
-    rules = get_model_conversion_mapping(model, add_legacy=False)
-    # As transformers does for a model that was not read from files, which may not have had the prefix.
-    renamings, converters = _split(
-        [rule.reverse_transform() for rule in rules[::-1] if not isinstance(rule, PrefixChange)]
-    )
-    matches = [(name, *apply_converters(name, converters)) for name in sorted(names, key=dot_natural_key)]
-    return list(_group(model, matches, converters).values()), lambda name: apply_renamings(name, renamings)
 
 
 def _group(
-    model: Any, matches: Iterable[tuple[str, str, str | None]], converters: Iterable[WeightConverter]
+    model: Any, names: Iterable[str], rules: Iterable[Any], known: dict[str, str] | None = None
 ) -> dict[str, Converted]:
-    """Return name of the first result → group, from each tensor's name, its group's first result, and the pattern of
-    its converter."""
+    """Return name of the first result → the tensors of a class, or of files, that transformers' rules convert together.
+    `known` are the class's names, if the tensors are of files."""
+    converters = [rule for rule in rules if isinstance(rule, loading.WeightConverter)]
+    renamings = [rule for rule in rules if isinstance(rule, loading.WeightRenaming)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     groups: dict[str, Converted] = {}
-    for name, key, pattern in matches:
-        converter = by_pattern[pattern] if pattern is not None else None
+    for name in sorted(names, key=loading.dot_natural_key):
+        key, pattern = loading.rename_source_key(name, renamings, converters, model.base_model_prefix, known)
+        if known and name in known and key not in known:
+            key, pattern = name, None
+        converter = None if pattern is None else by_pattern[pattern]
         groups.setdefault(key, Converted(model, converter, key)).inputs.append((pattern, name))
     return groups
-
-
-def _split(rules: Sequence[WeightTransform]) -> tuple[list[WeightRenaming], list[WeightConverter]]:
-    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
-    return renamings, [rule for rule in rules if isinstance(rule, WeightConverter)]
 
 
 def _meta(specs: Mapping[str, TensorSpec], names: Iterable[str]) -> list[Tensor]:

@@ -1,0 +1,335 @@
+"""Parts of a mixture of experts: routers, experts, and the balance of their load."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.models.family_cases import relative_error
+from torchtitan.components.load_balance import LoadBalancer
+from torchtitan.models.common.moe.balance import BatchBalance, SelectionBias, SequenceBalance, ZLoss
+from torchtitan.models.common.moe.experts import InputScaledExperts, RoutedExperts, clamped_swiglu, swiglu
+from torchtitan.models.common.moe.layer import MoEConfig, PenaltyConfig, SigmoidMoEConfig
+from torchtitan.models.common.moe.router import (
+    GroupLimitedTopK,
+    Router,
+    ScoreWeights,
+    TopK,
+    chosen_softmax,
+    sigmoid_scores,
+    softmax_scores,
+)
+from torchtitan.tools.errors import UserError
+
+transformers = pytest.importorskip("transformers")
+
+DIM, HIDDEN, EXPERTS, K, TOKENS = 16, 24, 6, 2, 40
+
+TOLERANCE = 1e-5
+"""Relative to the largest element: float32 sums in another order than the reference's, which is in float64."""
+
+
+def filled(module: Any, std: float = 0.5) -> Any:
+    torch.manual_seed(0)
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=std)
+    return module
+
+
+# --- experts ----------------------------------------------------------------------------------------------------------
+
+
+def choices(*, idle: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return tokens, weights and the chosen experts, never the one that is `idle`."""
+    generator = torch.Generator().manual_seed(1)
+    x_ND = torch.randn(TOKENS, DIM, generator=generator)
+    weights_NK = torch.rand(TOKENS, K, generator=generator)
+    scores_NE = torch.rand(TOKENS, EXPERTS, generator=generator)
+    if idle is not None:
+        scores_NE[:, idle] = -1
+    return x_ND.requires_grad_(), weights_NK.requires_grad_(), scores_NE.topk(K).indices
+
+
+def token_by_token(experts: Any, x_ND: Tensor, weights_NK: Tensor, chosen_NK: Tensor, *, before: bool) -> Tensor:
+    """Compute the definition in float64, a pair at a time."""
+    p = {name: parameter.double() for name, parameter in experts.named_parameters()}
+    bias: Callable[[int, int], Any] = lambda i, e: p[f"bias{i}"][e] if f"bias{i}" in p else 0.0  # noqa: E731
+    rows = []
+    for token, (weights, chosen) in enumerate(zip(weights_NK.double(), chosen_NK.tolist(), strict=True)):
+        row = torch.zeros(DIM, dtype=torch.float64)
+        for weight, e in zip(weights, chosen, strict=True):
+            x = x_ND[token].double() * (weight if before else 1.0)
+            hidden = experts.activation(p["w1"][e] @ x + bias(1, e), p["w3"][e] @ x + bias(3, e))
+            row = row + (p["w2"][e] @ hidden + bias(2, e)) * (1.0 if before else weight)
+        rows.append(row)
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("algorithm", ["cpu", "cuda"])
+@pytest.mark.parametrize(
+    ("kind", "options", "idle"),
+    [
+        (RoutedExperts, {}, None),
+        (RoutedExperts, {}, 2),
+        (RoutedExperts, {"bias": True, "activation": clamped_swiglu}, 0),
+        (InputScaledExperts, {"bias": True}, EXPERTS - 1),
+    ],
+)
+def test_experts_and_all_gradients_equal_their_definition(
+    kind: type[RoutedExperts], options: dict[str, Any], idle: int | None, algorithm: str
+) -> None:
+    """Both algorithms; the grouped products of CUDA also run on a CPU. Large inputs reach the clamps."""
+    sizes = {"n_experts": EXPERTS, "top_k": K, "dim": DIM, "hidden_dim": HIDDEN, "init_std": 1.0, "out_init_std": 1.0}
+    experts = filled(kind(**sizes, **options), std=1.0)
+    experts.device_type = algorithm
+    inputs = choices(idle=idle)
+    upstream = torch.randn(TOKENS, DIM, generator=torch.Generator().manual_seed(2))
+    leaves = [*inputs[:2], *experts.parameters()]
+    out = experts(*inputs)
+    gradients = torch.autograd.grad((out * upstream).sum(), leaves)
+    expected = token_by_token(experts, *inputs, before=kind is InputScaledExperts)
+    expected_gradients = torch.autograd.grad((expected * upstream).sum(), leaves)
+    for ours, theirs in zip((out, *gradients), (expected, *expected_gradients), strict=True):
+        assert relative_error(ours, theirs) < TOLERANCE
+    if idle is not None:
+        assert not gradients[2][idle].any() and gradients[2][1].any()
+
+
+@pytest.mark.parametrize("algorithm", ["cpu", "cuda"])
+def test_experts_in_bfloat16_are_near_float32(algorithm: str) -> None:
+    experts = filled(
+        RoutedExperts(n_experts=EXPERTS, top_k=K, dim=DIM, hidden_dim=HIDDEN, init_std=1, out_init_std=1)
+    ).bfloat16()
+    experts.device_type = algorithm
+    x, weights, chosen = choices()
+    out = experts(x.bfloat16(), weights, chosen)
+    out.backward(torch.ones_like(out))
+    # A few roundings to 8 bits.
+    assert relative_error(out.float(), token_by_token(experts, x, weights, chosen, before=False)) < 0.03
+    assert out.dtype == experts.w1.grad.dtype == torch.bfloat16
+
+
+def test_experts_of_gpt_oss_equal_transformers() -> None:
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+
+    config = transformers.GptOssConfig(hidden_size=DIM, intermediate_size=HIDDEN, num_local_experts=EXPERTS)
+    config._experts_implementation = "eager"
+    reference = filled(GptOssExperts(config), std=1.0)
+    sizes = {"n_experts": EXPERTS, "top_k": K, "dim": DIM, "hidden_dim": HIDDEN, "init_std": 1.0, "out_init_std": 1.0}
+    experts = RoutedExperts(**sizes, bias=True, activation=clamped_swiglu)
+    with torch.no_grad():
+        experts.w1.copy_(reference.gate_up_proj[..., ::2].mT)
+        experts.w3.copy_(reference.gate_up_proj[..., 1::2].mT)
+        experts.w2.copy_(reference.down_proj.mT)
+        experts.bias1.copy_(reference.gate_up_proj_bias[..., ::2])
+        experts.bias3.copy_(reference.gate_up_proj_bias[..., 1::2])
+        experts.bias2.copy_(reference.down_proj_bias)
+    x, weights, chosen = choices()
+    with torch.no_grad():
+        expected = reference.double()(x.double(), chosen, weights.double())
+    assert relative_error(experts(x, weights, chosen), expected) < TOLERANCE
+
+
+# --- routers ----------------------------------------------------------------------------------------------------------
+
+
+def router(**options: Any) -> Any:
+    parts = {"score": softmax_scores, "choose": TopK(K), "weigh": ScoreWeights(), **options}
+    return filled(Router(dim=DIM, n_experts=EXPERTS, init_std=1.0, **parts))
+
+
+def best_in_groups(scores: list[float], groups: int, chosen_groups: int, members: int, k: int) -> set[int]:
+    """Choose by the definition, in plain Python."""
+    size = len(scores) // groups
+    values = {g: sum(sorted(scores[g * size : (g + 1) * size])[-members:]) for g in range(groups)}
+    best = sorted(values, key=lambda g: values[g])[-chosen_groups:]
+    allowed = [e for e in range(len(scores)) if e // size in best]
+    return set(sorted(allowed, key=lambda e: scores[e])[-k:])
+
+
+@pytest.mark.parametrize(("groups", "chosen_groups", "members", "k"), [(4, 2, 2, 3), (2, 1, 1, 4), (4, 4, 2, 5)])
+def test_choice_in_groups_equals_its_definition(groups: int, chosen_groups: int, members: int, k: int) -> None:
+    scores = torch.rand(50, 12, generator=torch.Generator().manual_seed(0)) - 0.5  # a bias makes some negative
+    chosen = GroupLimitedTopK(k, groups, chosen_groups, members)(scores)
+    expected = [best_in_groups(row, groups, chosen_groups, members, k) for row in scores.tolist()]
+    assert [set(row) for row in chosen.tolist()] == expected
+
+
+def test_weights_before_and_after_the_choice() -> None:
+    """A softmax over the chosen logits equals normalized probabilities; plain probabilities add up to less than 1."""
+    x = torch.randn(2, 20, DIM, generator=torch.Generator().manual_seed(0))
+    after, chosen = router(weigh=chosen_softmax)(x)
+    normalized, same = router(weigh=ScoreWeights(normalized=True))(x)
+    assert torch.equal(chosen, same)
+    torch.testing.assert_close(after, normalized)
+    plain, _ = router()(x)
+    scaled, _ = router(weigh=ScoreWeights(normalized=True, scale=2.5))(x)
+    torch.testing.assert_close(scaled, 2.5 * plain / plain.sum(dim=-1, keepdim=True))
+    assert (plain.sum(dim=-1) < 0.999).any()
+
+
+def test_bias_changes_the_choice_but_not_the_weights() -> None:
+    x = torch.randn(1, 30, DIM, generator=torch.Generator().manual_seed(0))
+    selection = SelectionBias(EXPERTS, rate=0.1)
+    biased = router(score=sigmoid_scores, selection=selection)
+    before, _ = biased(x)
+    selection.bias_E[3] = 10.0
+    weights, chosen = biased(x)
+    assert (chosen == 3).any(dim=-1).all()
+    scores = torch.sigmoid(F.linear(x, biased.weight))
+    torch.testing.assert_close(weights, scores.gather(-1, chosen))
+    assert not torch.equal(before, weights)
+
+
+# --- balance ----------------------------------------------------------------------------------------------------------
+
+WEIGHTS = {"batch_loss": 0.3, "sequence_loss": 0.7, "z_loss": 0.2}
+N_BATCHES = 3
+
+
+def micro_batches() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(2, 10, DIM, generator=generator) for _ in range(N_BATCHES)]
+
+
+def published_losses(weight_ED: Tensor, score: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+    """Return each loss of the global batch by its formula, in float64."""
+    x_BLD = torch.cat(micro_batches()).double()
+    logits = x_BLD @ weight_ED.T
+    scores = score(logits)
+    probabilities = scores / scores.sum(dim=-1, keepdim=True)
+    chosen = F.one_hot(scores.topk(K).indices, EXPERTS).sum(dim=2).double()  # (B, L, E)
+    batch = EXPERTS * (chosen.mean(dim=(0, 1)) / K * probabilities.mean(dim=(0, 1))).sum()
+    rows = EXPERTS * (chosen.mean(dim=1) / K * probabilities.mean(dim=1)).sum(dim=-1)
+    return {"batch_loss": batch, "sequence_loss": rows.mean(), "z_loss": torch.logsumexp(logits, -1).square().mean()}
+
+
+def run_step(routed: Any, *, recomputed: bool = False) -> LoadBalancer:
+    """Run a step whose own loss is 0, so that only the auxiliary losses have gradients; return the balancer."""
+    balancer = LoadBalancer([routed])
+    balancer.start_step(N_BATCHES * 20, 1, torch.device("cpu"))
+    if balancer.needs_load:
+        with balancer.measuring():
+            for batch in micro_batches():
+                routed(batch)
+    for batch in micro_batches():
+        weights, _ = checkpoint(routed, batch, use_reentrant=False) if recomputed else routed(batch)
+        (0.0 * weights).sum().backward()
+    return balancer
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+@pytest.mark.parametrize("score", [softmax_scores, sigmoid_scores])
+@pytest.mark.parametrize("names", [["batch_loss"], ["sequence_loss"], ["z_loss"], list(WEIGHTS)])
+def test_gradients_of_auxiliary_losses_are_those_of_the_global_batch(
+    names: list[str], score: Any, recomputed: bool
+) -> None:
+    """Although micro-batches are computed one after the other, with or without activation checkpointing."""
+    penalties = PenaltyConfig(**{name: WEIGHTS[name] for name in names}).build()
+    routed = router(score=score, penalties=penalties)
+    run_step(routed, recomputed=recomputed)
+    weight = routed.weight.detach().double().requires_grad_()
+    losses = published_losses(weight, score)
+    total = sum(WEIGHTS[name] * losses[name] for name in names)
+    (expected,) = torch.autograd.grad(total, weight)
+    assert relative_error(routed.weight.grad, expected) < TOLERANCE
+
+
+def test_batch_loss_is_that_of_transformers() -> None:
+    """Which counts each of a token's experts as a whole choice."""
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    routed = router(penalties=[BatchBalance(1.0)])
+    run_step(routed)
+    weight = routed.weight.detach().double().requires_grad_()
+    logits = (torch.cat(micro_batches()).double() @ weight.T).flatten(0, 1)
+    (expected,) = torch.autograd.grad(load_balancing_loss_func((logits,), EXPERTS, K), weight)
+    assert relative_error(K * routed.weight.grad, expected) < TOLERANCE
+
+
+def test_mean_of_micro_batches_would_be_another_loss() -> None:
+    """The mistake that `measuring` avoids is visible."""
+    routed = router(penalties=[BatchBalance(1.0)])
+    balancer = LoadBalancer([routed])
+    balancer.start_step(N_BATCHES * 20, 1, torch.device("cpu"))
+    for batch in micro_batches():
+        with balancer.measuring():
+            routed(batch)
+        (0.0 * routed(batch)[0]).sum().backward()
+    weight = routed.weight.detach().double().requires_grad_()
+    (expected,) = torch.autograd.grad(published_losses(weight, softmax_scores)["batch_loss"], weight)
+    assert relative_error(routed.weight.grad, expected) > 0.01
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_tokens_are_counted_once(recomputed: bool) -> None:
+    routed = router(penalties=[ZLoss(0.1), BatchBalance(0.1)])
+    run_step(routed, recomputed=recomputed)
+    with torch.no_grad():  # validation
+        routed(micro_batches()[0])
+    routed.eval()
+    routed(micro_batches()[0])[0].sum().backward()
+    chosen = torch.cat([router()(batch)[1].flatten() for batch in micro_batches()])
+    assert torch.equal(routed.counts_E, chosen.bincount(minlength=EXPERTS))
+
+
+def test_selection_bias_follows_the_load() -> None:
+    """By the rule of arXiv:2408.15664, algorithm 1; not if the router is frozen."""
+    routed = router(score=sigmoid_scores, selection=SelectionBias(EXPERTS, rate=0.25))
+    run_step(routed).finish_step()
+    counts = routed.counts_E.tolist()
+    mean = sum(counts) / EXPERTS
+    expected = [0.25 * ((mean > count) - (mean < count)) for count in counts]
+    assert routed.selection.bias_E.tolist() == expected and any(expected)
+    routed.weight.requires_grad_(False)
+    balancer = LoadBalancer([routed])
+    balancer.finish_step()
+    assert routed.selection.bias_E.tolist() == expected
+
+
+def test_bias_evens_out_the_load() -> None:
+    """With fixed scores, in which some experts always win."""
+    routed = router(score=sigmoid_scores, selection=SelectionBias(EXPERTS, rate=0.02), bias=True)
+    with torch.no_grad():
+        routed.bias.copy_(torch.linspace(-1, 1, EXPERTS))
+    loads = []
+    for _ in range(100):
+        run_step(routed).finish_step()
+        loads.append((routed.counts_E.max() / routed.counts_E.double().mean()).item())
+    assert loads[0] > 1.3 and max(loads[-10:]) < 1.15
+
+
+# --- bad input --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (MoEConfig(n_experts=4, top_k=5), "top_k is 5, but must be from 1 to --model.moe.n_experts 4"),
+        (MoEConfig(n_experts=0, top_k=1), "n_experts is 0"),
+        (MoEConfig(n_experts=4, top_k=1, ffn_dim=0), "ffn_dim is 0"),
+        (MoEConfig(n_experts=4, top_k=1, layer_types=[]), "layer_types is empty"),
+        (MoEConfig(n_experts=4, top_k=1, penalties=PenaltyConfig(z_loss=-1.0)), "weight of ZLoss is -1.0"),
+        (MoEConfig(n_experts=4, top_k=1, penalties=PenaltyConfig(z_loss=math.nan)), "weight of ZLoss is nan"),
+        (SigmoidMoEConfig(n_experts=8, top_k=2, n_group=3), "n_group 3 must divide --model.moe.n_experts 8"),
+        (SigmoidMoEConfig(n_experts=8, top_k=2, n_group=2, topk_group=3), "at least --model.moe.topk_group 3"),
+        (SigmoidMoEConfig(n_experts=8, top_k=3, n_group=4), "groups of 2 experts"),
+        (SigmoidMoEConfig(n_experts=8, top_k=2, bias_rate=-0.1), "bias_rate is -0.1"),
+        (SigmoidMoEConfig(n_experts=8, top_k=2, n_shared_experts=0), "n_shared_experts is 0"),
+    ],
+)
+def test_impossible_experts_are_rejected(config: MoEConfig, message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        config.validate()
+    assert "\n" not in str(caught.value)
+
+
+def test_penalties_without_weight_are_not_built() -> None:
+    assert PenaltyConfig().build() == []
+    assert [type(penalty) for penalty in PenaltyConfig(**WEIGHTS).build()] == [BatchBalance, SequenceBalance, ZLoss]
+    assert swiglu(torch.tensor(0.0), torch.tensor(1.0)) == 0

@@ -1,0 +1,333 @@
+"""Families with experts: mistakes are caught; published sizes, config.json, layouts of files, training and adapters."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.models.family_cases import (
+    difference_with,
+    family_of,
+    random_reference,
+    random_tokens,
+    relative_error,
+    to_ours,
+)
+from tests.models.family_runs import assert_adapters_open_in_peft, save_with_tokenizer
+from tests.models.test_attention import metadata_of
+from tests.models.test_sft_configs import chat_file
+from tests.training import read_metrics, train
+from torchtitan.models import glm4_moe, mixtral, qwen3_moe
+from torchtitan.models.common.moe.router import ScoreWeights, sigmoid_scores, softmax_scores
+from torchtitan.models.pretrained import load_model
+from torchtitan.tools.errors import UserError
+from torchtitan.trainer import Trainer
+
+__all__ = ["chat_file"]  # a fixture
+
+transformers = pytest.importorskip("transformers")
+safetensors = pytest.importorskip("safetensors.torch")
+
+# --- mistakes ---------------------------------------------------------------------------------------------------------
+
+
+def in_routers(change: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Return a mistake that `change` makes in each router."""
+
+    def mistake(model: Any) -> None:
+        for layer in model.layers.values():
+            if layer.moe is not None:
+                change(layer.moe.router)
+
+    return mistake
+
+
+def set_part(**parts: Any) -> Callable[[Any], None]:
+    def change(router: Any) -> None:
+        for name, part in parts.items():
+            setattr(router, name, part)
+
+    return in_routers(change)
+
+
+def exchange_gate_and_up(model: Any) -> None:
+    for layer in model.layers.values():
+        experts = layer.moe.experts
+        experts.w1, experts.w3 = experts.w3, experts.w1
+
+
+def without_shared(model: Any) -> None:
+    for layer in model.layers.values():
+        layer.moe.shared = None
+
+
+def open_gate(model: Any) -> None:
+    for layer in model.layers.values():
+        layer.moe.shared.gate.data.zero_()
+
+
+def without_bias(model: Any) -> None:
+    in_routers(lambda router: router.selection.bias_E.zero_())(model)
+
+
+def biased_weights(router: Any) -> None:
+    weigh = router.weigh
+    router.weigh = lambda logits, scores, chosen: weigh(logits, router.selection(scores), chosen)
+
+
+def all_groups(router: Any) -> None:
+    router.choose = lambda scores: scores.topk(2, dim=-1).indices
+
+
+QWEN3 = {"num_experts": 6, "num_experts_per_tok": 2, "norm_topk_prob": True, "decoder_sparse_step": 1}
+QWEN2 = {**QWEN3, "norm_topk_prob": False}
+GLM = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_group": 4,
+    "topk_group": 1,
+    "routed_scaling_factor": 2.5,
+    "first_k_dense_replace": 0,
+    "norm_topk_prob": True,
+}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "options", "mistake"),
+    [
+        ("qwen3_moe", QWEN3, set_part(weigh=ScoreWeights())),
+        ("qwen3_moe", QWEN3, set_part(score=sigmoid_scores)),
+        ("qwen3_moe", QWEN3, exchange_gate_and_up),
+        ("qwen2_moe", QWEN2, set_part(weigh=ScoreWeights(normalized=True))),
+        ("qwen2_moe", QWEN2, without_shared),
+        ("qwen2_moe", QWEN2, open_gate),
+        ("mixtral", {}, set_part(weigh=ScoreWeights())),
+        ("glm4_moe", GLM, set_part(score=softmax_scores)),
+        ("glm4_moe", GLM, set_part(weigh=ScoreWeights(normalized=True))),
+        ("glm4_moe", GLM, without_bias),
+        ("glm4_moe", GLM, in_routers(biased_weights)),
+        ("glm4_moe", GLM, in_routers(all_groups)),
+        ("glm4_moe", GLM, without_shared),
+    ],
+)
+def test_mistake_is_caught(model_type: str, options: dict[str, Any], mistake: Callable[[Any], None]) -> None:
+    if model_type.startswith("qwen"):
+        options = {**options, "mlp_only_layers": []}
+    reference = random_reference(model_type, 0, num_hidden_layers=2, **options)
+    assert difference_with(lambda model: None, reference) < 1e-5
+    assert difference_with(mistake, reference) > 1e-3
+
+
+# --- sizes and config.json --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "flavor", "billions", "active"),
+    # As their publishers state them, where they say how they count; without layers that predict more tokens.
+    [
+        (mixtral, "8x7B", 46.7, 12.9),
+        (mixtral, "8x22B", 140.6, 39.1),
+        (qwen3_moe, "30B-A3B", 30.5, 3.35),
+        (qwen3_moe, "235B-A22B", 235.1, 22.2),
+        (qwen3_moe, "Coder-480B-A35B", 480.2, 35.5),
+        (qwen3_moe, "1.5-A2.7B", 14.3, 2.69),
+        (qwen3_moe, "2-57B-A14B", 57.4, 14.2),
+        (glm4_moe, "4.5-Air-106B", 106.9, None),
+        (glm4_moe, "4.5-355B", 352.8, None),
+    ],
+)
+def test_published_sizes(family: Any, flavor: str, billions: float, active: float | None) -> None:
+    """All parameters and active ones, from which the count of operations follows."""
+    config, format = family.FLAVORS[flavor], family.FORMATS["hf"]
+    with torch.device("meta"):
+        model = family.model_registry(flavor).model.build()
+    assert model.num_parameters() / 1e9 == pytest.approx(billions, rel=5e-3)
+    scores = 12 * config.n_layers * config.n_heads * config.resolved_head_dim * 1024
+    embedding = config.vocab_size * config.dim
+    operations = model.flops_per_token(1024) - scores
+    routed = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+    idle = routed * (1 - config.moe.top_k / config.moe.n_experts)
+    assert operations / 6 == pytest.approx(model.num_parameters() - idle - embedding, rel=1e-9)
+    if active is not None:
+        assert (operations / 6 + embedding) / 1e9 == pytest.approx(active, rel=0.01)
+    assert format.from_external(format.to_external(config)) == config
+
+
+def test_published_files_equal_flavors(assets: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name, family, flavor in (
+        ("Qwen--Qwen3-30B-A3B", qwen3_moe, "30B-A3B"),
+        ("mistralai--Mixtral-8x7B-v0.1", mixtral, "8x7B"),
+    ):
+        document = json.loads((assets / f"hf-configs/{name}_config.json").read_text())
+        assert family.FORMATS["hf"].from_external(document) == family.FLAVORS[flavor]
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe", "qwen2_moe"])
+def test_missing_keys_have_transformers_defaults(model_type: str) -> None:
+    read = family_of(model_type).FORMATS["hf"].from_external
+    theirs = transformers.AutoConfig.for_model(model_type)
+    required = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+    document = {key: getattr(theirs, key) for key in (*required, "max_position_embeddings", "model_type")}
+    assert read(document) == read(theirs.to_dict())
+
+
+@pytest.mark.parametrize(
+    ("model_type", "change", "message"),
+    [
+        ("qwen3_moe", {"num_experts_per_tok": 129}, "top_k is 129, but must be from 1 to --model.moe.n_experts 128"),
+        ("qwen3_moe", {"num_experts": 0}, "num_experts is 0"),
+        ("qwen3_moe", {"num_experts": 2**30}, "n_experts is 1073741824"),
+        ("qwen3_moe", {"moe_intermediate_size": "768"}, "moe_intermediate_size is '768'"),
+        ("qwen3_moe", {"mlp_only_layers": [24]}, "mlp_only_layers is .*numbers of layers"),
+        ("qwen3_moe", {"mlp_only_layers": 3}, "mlp_only_layers is 3"),
+        ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
+        ("qwen3_moe", {"norm_topk_prob": 1}, "norm_topk_prob is 1"),
+        ("qwen2_moe", {"use_sliding_window": True, "layer_types": None}, "use_sliding_window is True"),
+        ("qwen2_moe", {"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size is 0"),
+        ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise is 0.1"),
+        ("mixtral", {"num_local_experts": 1}, "top_k is 2"),
+        ("glm4_moe", {"n_group": 3}, "n_group 3 must divide --model.moe.n_experts 128"),
+        ("glm4_moe", {"first_k_dense_replace": -1}, "first_k_dense_replace is -1"),
+        ("glm4_moe", {"routed_scaling_factor": -1.0}, "routed_scaling_factor is -1.0"),
+        ("glm4_moe", {"num_hidden_layers": 2**31}, "num_hidden_layers is 2147483648"),
+    ],
+)
+def test_unsupported_models_are_rejected_by_name(model_type: str, change: dict[str, Any], message: str) -> None:
+    document = {**transformers.AutoConfig.for_model(model_type).to_dict(), "head_dim": 128}
+    if "num_experts" in change:
+        document.pop("num_local_experts", None)
+    with pytest.raises(UserError, match=message) as caught:
+        family_of(model_type).FORMATS["hf"].from_external({**document, **change})
+    assert "\n" not in str(caught.value)
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe", "qwen2_moe", "glm4_moe"])
+def test_files_with_an_experts_tensors_and_with_all_experts_open(model_type: str, tmp_path: Path) -> None:
+    """transformers writes a tensor for each expert; its class holds one for all experts of a layer."""
+    options = GLM if model_type == "glm4_moe" else {}
+    reference = random_reference(model_type, 1, num_hidden_layers=3, **options)
+    each = save_with_tokenizer(reference, tmp_path / "each")
+    fused = save_with_tokenizer(reference, tmp_path / "fused")
+    tied = reference.config.tie_word_embeddings
+    weights = {k: v.clone() for k, v in reference.state_dict().items() if not (tied and k.startswith("lm_head"))}
+    safetensors.save_file(weights, fused / "model.safetensors", metadata={"format": "pt"})
+    tokens, _ = random_tokens(97, 40)
+    expected = reference(tokens).logits
+    names = set(safetensors.load_file(each / "model.safetensors"))
+    assert any(".experts.0." in name for name in names) and any(
+        name.endswith("experts.gate_up_proj") for name in weights
+    )
+    for folder in (each, fused):
+        assert relative_error(load_model(folder, device="cpu").model(tokens), expected) < 1e-5
+    one = next(name for name in sorted(names) if ".experts.3." in name)
+    rest = {name: tensor for name, tensor in safetensors.load_file(each / "model.safetensors").items() if name != one}
+    safetensors.save_file(rest, each / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=f"missing from the checkpoint: {one}$"):
+        load_model(each, device="cpu")
+
+
+def test_bias_of_the_router_needs_a_family_that_has_it() -> None:
+    """A model that its format cannot describe is not exported as another."""
+    config = glm4_moe.FLAVORS["debugmodel"]
+    config = type(config).from_dict(config.to_dict())
+    config.moe.layer_types = ["sparse", "dense"]
+    with pytest.raises(UserError, match="no model_type of config.json"):
+        glm4_moe.FORMATS["hf"].to_external(config)
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+SIGMOID: dict[str, Any] = {
+    "module": "glm4_moe",
+    "model__n_layers": 2,
+    "model__moe__layer_types": ["dense", "sparse"],
+    "model__moe__bias_rate": 0.01,
+    "training__global_batch_size": 4,
+}
+
+
+def tensors_of(trainer: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in trainer.model_parts[0].state_dict().items()}
+
+
+def test_resumed_run_is_bit_identical(tmp_path: Path) -> None:
+    """With the selection bias, which checkpoints contain and the optimizer does not update."""
+    saving = {"checkpoint__enable": True, "checkpoint__interval": 2}
+    whole = tensors_of(train(tmp_path / "whole", **SIGMOID))
+    train(tmp_path / "parts", **SIGMOID, **saving, training__steps=2, lr_scheduler__total_steps=4)
+    resumed = train(tmp_path / "parts", **SIGMOID, **saving, lr_scheduler__total_steps=4)
+    assert resumed.step == 4
+    after = tensors_of(resumed)
+    assert all(torch.equal(whole[name], after[name]) for name in whole)
+    bias = after["layers.1.moe.router.selection.bias_E"]
+    assert (
+        bias.abs().max() > 0.015
+        and read_metrics(tmp_path / "parts", "loss")[2:] == read_metrics(tmp_path / "whole", "loss")[2:]
+    )
+
+
+class SecondStepIsNaN(Trainer):
+    def clip_gradients(self) -> torch.Tensor:
+        norm = super().clip_gradients()
+        return norm * torch.nan if self.step == 1 else norm
+
+
+def test_skipped_step_leaves_the_bias(tmp_path: Path) -> None:
+    name = "layers.1.moe.router.selection.bias_E"
+    clean = tensors_of(train(tmp_path / "clean", **SIGMOID, training__steps=1))[name]
+    options = {**SIGMOID, "training__steps": 2, "training__on_nonfinite": "skip"}
+    skipped = tensors_of(train(tmp_path / "skipped", trainer_class=SecondStepIsNaN, **options))[name]
+    assert torch.equal(clean, skipped) and clean.any()
+
+
+class OwnLoss(Trainer):
+    def compute_loss(self, batch: Any) -> Any:
+        return super().compute_loss(batch)
+
+
+def test_penalties_change_gradients_but_not_the_loss(tmp_path: Path) -> None:
+    logged = []
+    for weight in (0.0, 1.0):
+        folder = tmp_path / str(weight)
+        penalties = {f"model__moe__penalties__{name}": weight for name in ("batch_loss", "sequence_loss", "z_loss")}
+        train(folder, module="qwen3_moe", **penalties, training__steps=2)
+        logged.append(read_metrics(folder, "loss", "grad_norm"))
+    (_, loss, norm), (_, same, other) = logged[0][0], logged[1][0]
+    assert loss == same and abs(norm - other) > 0.01 * norm
+
+
+def test_penalties_need_a_loss_that_is_divided_beforehand(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"OwnLoss computes its own loss.*--model.moe.penalties"):
+        train(tmp_path / "own", trainer_class=OwnLoss, module="qwen3_moe")
+    train(tmp_path / "fine", trainer_class=OwnLoss, **SIGMOID, model__moe__penalties__sequence_loss=0.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe", "qwen2_moe"])
+def test_adapters_of_other_layers_open_in_peft(model_type: str, tmp_path: Path, chat_file: Path) -> None:
+    """Attention and Qwen2's shared experts; routers and experts stay as they are. No layer is dense, since peft takes a
+    dense network of such models, and GLM's shared experts, for routed ones, and leaves their adapters out."""
+    sparse = {"decoder_sparse_step": 1, "mlp_only_layers": [], "num_experts": 4}
+    options = {} if model_type == "mixtral" else sparse
+    sizes = {"vocab_size": 2048, "num_hidden_layers": 2, "hidden_size": 48, "num_key_value_heads": 2}
+    reference = random_reference(model_type, 0, **sizes, **options)
+    pretrained = save_with_tokenizer(reference, tmp_path / "base")
+    name = family_of(model_type).__name__.rpartition(".")[2]
+    assert_adapters_open_in_peft(name, pretrained, chat_file, tmp_path / "run")
+
+
+def test_packed_documents_equal_documents_alone() -> None:
+    """Experts see one token at a time."""
+    model, _ = to_ours(qwen3_moe, random_reference("qwen3_moe", 2, use_sliding_window=False))
+    tokens = torch.randint(97, (1, 50), generator=torch.Generator().manual_seed(0))
+    packed = model(tokens, metadata_of([[20, 30]]))
+    alone = torch.cat([model(part) for part in tokens.split([20, 30], dim=1)], dim=1)
+    assert relative_error(packed, alone) < 1e-5

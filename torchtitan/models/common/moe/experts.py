@@ -1,0 +1,254 @@
+"""Routed experts: many small gated networks, of which each token passes through a few.
+
+N tokens, K experts for each, E experts in all, H their width. A pair is a token with one of its experts; R = N K pairs
+are computed in the order of experts. No pair is dropped, and no memory is set aside for more.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torchtitan.protocols.initializer import Constant, TruncatedNormal, with_initializers
+
+Gated = Callable[[Tensor, Tensor], Tensor]
+"""Activation of a gated network, from the results of w1 (the gate) and w3."""
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """Return `silu(gate) * up` (arXiv:2002.05202)."""
+    return F.silu(gate) * up
+
+
+def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """Return the activation of gpt-oss: both inputs are limited to 7, the gate only from above."""
+    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    return gate * torch.sigmoid(1.702 * gate) * (up + 1)
+
+
+class Pairs(NamedTuple):
+    """Pairs in the order of experts."""
+
+    token_R: Tensor
+    """Token of each pair."""
+    expert_R: Tensor
+    """Expert of each pair, rising."""
+    place_NK: Tensor
+    """Place of a token's pairs in this order."""
+    slot_R: Tensor
+    """Place of each pair in the order of tokens."""
+
+    @classmethod
+    def of(cls, chosen_NK: Tensor) -> "Pairs":
+        expert_R, slot_R = chosen_NK.flatten().sort(stable=True)
+        place_R = torch.empty_like(slot_R)
+        place_R[slot_R] = torch.arange(len(slot_R), device=slot_R.device)
+        return cls(slot_R // chosen_NK.shape[1], expert_R, place_R.view_as(chosen_NK), slot_R)
+
+    def ends_E(self, n_experts: int) -> Tensor:
+        """Return the end of each expert's pairs, int32. A search, since counting would wait for a GPU."""
+        experts_E = torch.arange(n_experts, device=self.expert_R.device)
+        return torch.searchsorted(self.expert_R, experts_E, right=True, out_int32=True)
+
+
+class RoutedExperts(nn.Module):
+    """Gated networks `w2(activation(w1 x, w3 x))` with stacked weights: `w1`, `w3` (E, H, dim), `w2` (E, dim, H). With
+    `bias`: `bias1`, `bias3` (E, H), `bias2` (E, dim). `top_k`: experts of a token."""
+
+    bias1: nn.Parameter | None
+    bias2: nn.Parameter | None
+    bias3: nn.Parameter | None
+
+    def __init__(
+        self,
+        *,
+        n_experts: int,
+        top_k: int,
+        dim: int,
+        hidden_dim: int,
+        activation: Gated = swiglu,
+        bias: bool = False,
+        init_std: float,
+        out_init_std: float,
+    ):
+        super().__init__()
+        self.activation = activation
+        self.active_fraction = top_k / n_experts
+        """Part of the weights that multiplies a token, for the count of operations (`count_elements`)."""
+        self.device_type: str | None = None
+        """Device whose algorithm is used. None: the tokens' device."""
+        self.w1 = nn.Parameter(torch.empty(n_experts, hidden_dim, dim))
+        self.w2 = nn.Parameter(torch.empty(n_experts, dim, hidden_dim))
+        self.w3 = nn.Parameter(torch.empty(n_experts, hidden_dim, dim))
+        stds = {"w1": init_std, "w2": out_init_std, "w3": out_init_std}
+        for name, width in {"bias1": hidden_dim, "bias2": dim, "bias3": hidden_dim}.items():
+            self.register_parameter(name, nn.Parameter(torch.empty(n_experts, width)) if bias else None)
+        biases = {f"bias{i}": Constant(0.0) for i in (1, 2, 3)} if bias else {}
+        with_initializers(self, **{name: TruncatedNormal(std) for name, std in stds.items()}, **biases)
+
+    def forward(self, x_ND: Tensor, weights_NK: Tensor, chosen_NK: Tensor) -> Tensor:
+        """Return the sum of the chosen experts' results for each token, times their weights: (N, dim)."""
+        pairs = Pairs.of(chosen_NK)
+        weight_R = weights_NK.flatten().gather(0, pairs.slot_R)
+        parameters = (self.w1, self.w2, self.w3, self.bias1, self.bias2, self.bias3)
+        if (self.device_type or x_ND.device.type) == "cpu":
+            result: Tensor = _OneByOne.apply(x_ND, weight_R, *parameters, pairs, self.activation)
+            return result
+        return _grouped(x_ND, weight_R, *parameters, pairs, self.activation)
+
+
+class InputScaledExperts(RoutedExperts):
+    """Experts of which each gets the token times its weight, and whose results are added as they are (Llama 4)."""
+
+    def forward(self, x_ND: Tensor, weights_NK: Tensor, chosen_NK: Tensor) -> Tensor:
+        scaled = (x_ND[:, None] * weights_NK[..., None].to(x_ND.dtype)).flatten(0, 1)
+        ones = torch.ones_like(weights_NK).view(-1, 1)
+        return super().forward(scaled, ones, chosen_NK.view(-1, 1)).unflatten(0, weights_NK.shape).sum(dim=1)
+
+
+def _grouped(
+    x_ND: Tensor,
+    weight_R: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    w3: Tensor,
+    bias1: Tensor | None,
+    bias2: Tensor | None,
+    bias3: Tensor | None,
+    pairs: Pairs,
+    activation: Gated,
+) -> Tensor:
+    """Compute all experts in a product each, without reading a size from the device."""
+    ends_E = pairs.ends_E(len(w1))
+
+    def product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        out = F.grouped_mm(rows, weight.mT, offs=ends_E)
+        return out if bias is None else out + bias[pairs.expert_R]
+
+    rows_RD = _Gathered.apply(x_ND, pairs.token_R, pairs.place_NK)
+    hidden_RH = activation(product(rows_RD, w1, bias1), product(rows_RD, w3, bias3))
+    # The weight multiplies the narrower side of w2.
+    out_RD = product((hidden_RH * weight_R[:, None]).to(x_ND.dtype), w2, None)
+    if bias2 is not None:
+        out_RD = out_RD + (bias2[pairs.expert_R] * weight_R[:, None]).to(x_ND.dtype)
+    result: Tensor = _Summed.apply(out_RD, pairs.token_R, pairs.place_NK)
+    return result
+
+
+class _Gathered(torch.autograd.Function):
+    """Rows of the pairs' tokens: `x[token_R]`. The gradient adds a token's K rows in a fixed order."""
+
+    @staticmethod
+    def forward(ctx: Any, x_ND: Tensor, token_R: Tensor, place_NK: Tensor) -> Tensor:
+        ctx.save_for_backward(place_NK)
+        return x_ND[token_R]
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        (place_NK,) = ctx.saved_tensors
+        return _sum_rows(grad_outputs[0], place_NK), None, None
+
+
+class _Summed(torch.autograd.Function):
+    """The sum of a token's K rows, in a fixed order; the opposite of `_Gathered`."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_RD: Tensor, token_R: Tensor, place_NK: Tensor) -> Tensor:
+        ctx.save_for_backward(token_R)
+        return _sum_rows(rows_RD, place_NK)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        (token_R,) = ctx.saved_tensors
+        return grad_outputs[0][token_R], None, None
+
+
+def _sum_rows(rows_RD: Tensor, place_NK: Tensor) -> Tensor:
+    # Reads and adds in one pass, in float32 for lower precisions.
+    return F.embedding_bag(place_NK, rows_RD, mode="sum")
+
+
+class _OneByOne(torch.autograd.Function):
+    """One expert after the other, for CPUs: its tokens, weights and results stay in the core's cache from the first
+    product to the last. Products are in float32 for any type, which is faster on CPUs, and more accurate."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_ND: Tensor,
+        weight_R: Tensor,
+        w1: Tensor,
+        w2: Tensor,
+        w3: Tensor,
+        bias1: Tensor | None,
+        bias2: Tensor | None,
+        bias3: Tensor | None,
+        pairs: Pairs,
+        activation: Gated,
+    ) -> Tensor:
+        both_RH = x_ND.new_empty(len(weight_R), 2 * w1.shape[1])  # results of w1 and w3, in one product
+        out_RD = x_ND.new_empty(len(weight_R), x_ND.shape[1])
+        for e, part in _parts(pairs, len(w1)):
+            x, weight = x_ND.index_select(0, pairs.token_R[part]).float(), weight_R[part, None].float()
+            both = None if bias1 is None or bias3 is None else torch.cat((bias1[e], bias3[e]))
+            _product(x, torch.cat((w1[e], w3[e])).T, both_RH[part], both)
+            hidden = activation(*both_RH[part].float().chunk(2, dim=1)) * weight
+            _product(hidden, w2[e].T, out_RD[part], None if bias2 is None else bias2[e] * weight)
+        ctx.save_for_backward(x_ND, weight_R, w1, w2, w3, bias1, bias2, bias3, both_RH, *pairs)
+        ctx.activation = activation
+        return _sum_rows(out_RD, pairs.place_NK)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        x_ND, weight_R, w1, w2, w3, bias1, bias2, bias3, both_RH, *saved = ctx.saved_tensors
+        pairs, (grad_ND,) = Pairs(*saved), grad_outputs
+        grad_w1, grad_w2, grad_w3 = weight_grads = [torch.empty_like(weight) for weight in (w1, w2, w3)]
+        biases = [] if bias1 is None else [bias1, bias2, bias3]
+        bias_grads = [torch.empty_like(bias) for bias in biases]
+        grad_weight_R, grad_x_RD = torch.empty_like(weight_R), x_ND.new_empty(len(weight_R), x_ND.shape[1])
+        idle = set(range(len(w1)))
+        for e, part in _parts(pairs, len(w1)):
+            idle.remove(e)
+            tokens, weight = pairs.token_R[part], weight_R[part, None].float()
+            x, grad = (rows.index_select(0, tokens).float() for rows in (x_ND, grad_ND))
+            both = both_RH[part].float().detach().requires_grad_()
+            with torch.enable_grad():
+                result = ctx.activation(*both.chunk(2, dim=1))
+            hidden, grad_hidden = result.detach(), grad @ w2[e].float()
+            grad_weight = (grad_hidden * hidden).sum(dim=1)
+            (grad_both,) = torch.autograd.grad(result, both, grad_hidden * weight)
+            grad_w1[e], grad_w3[e] = (grad_both.T @ x).chunk(2)
+            _product(grad.T, hidden * weight, grad_w2[e])
+            if bias2 is not None:
+                grad_gate, grad_up = grad_both.sum(dim=0).chunk(2)
+                for bias_grad, rows in zip(bias_grads, (grad_gate, (grad * weight).sum(dim=0), grad_up), strict=True):
+                    bias_grad[e] = rows
+                grad_weight += grad @ bias2[e].float()
+            grad_weight_R[part] = grad_weight
+            _product(grad_both, torch.cat((w1[e], w3[e])), grad_x_RD[part])
+        grads = (*weight_grads, *bias_grads)
+        for idle_rows in grads:
+            idle_rows[list(idle)] = 0
+        return _sum_rows(grad_x_RD, pairs.place_NK), grad_weight_R, *grads, *[None] * (8 - len(grads))
+
+
+def _parts(pairs: Pairs, n_experts: int) -> Iterator[tuple[int, slice]]:
+    """Yield each expert that has pairs, with their places."""
+    start = 0
+    for expert, end in enumerate(pairs.ends_E(n_experts).tolist()):
+        if end > start:
+            yield expert, slice(start, end)
+        start = end
+
+
+def _product(a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None = None) -> None:
+    """Write `a @ b + bias` into `out`; `a` is in float32."""
+    result = out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
+    if bias is None:
+        torch.mm(a, b.float(), out=result)
+    else:
+        torch.addmm(bias.float(), a, b.float(), out=result)
+    if result is not out:
+        out.copy_(result)

@@ -1,0 +1,173 @@
+"""The mixture of experts that takes the place of a block's feed-forward network, and its configuration."""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from torchtitan.models.common.moe.balance import BatchBalance, Penalty, SelectionBias, SequenceBalance, ZLoss
+from torchtitan.models.common.moe.experts import RoutedExperts
+from torchtitan.models.common.moe.router import GroupLimitedTopK, Router, ScoreWeights, TopK, sigmoid_scores
+from torchtitan.protocols.initializer import TruncatedNormal, with_initializers
+from torchtitan.tools.errors import UserError
+
+_MOST_EXPERTS = 2**16
+
+
+@dataclass(kw_only=True, slots=True)
+class PenaltyConfig:
+    """Weights of the auxiliary losses, which are means over tokens, added over layers. They change gradients, but not
+    the logged loss."""
+
+    batch_loss: float = 0.0
+    """Weight of the load-balancing loss over the global batch (Switch, GShard). Each step then begins with a forward
+    pass over its tokens that only counts."""
+
+    sequence_loss: float = 0.0
+    """Weight of the load-balancing loss within each row of `training.seq_len` tokens (DeepSeek-V3)."""
+
+    z_loss: float = 0.0
+    """Weight of the squared log-sum-exp of the router's logits (ST-MoE)."""
+
+    def weights(self) -> dict[type[Penalty], float]:
+        """Return the weight of each loss."""
+        return {BatchBalance: self.batch_loss, SequenceBalance: self.sequence_loss, ZLoss: self.z_loss}
+
+    def validate(self) -> None:
+        """Raise `UserError` for a negative weight."""
+        for kind, weight in self.weights().items():
+            if not 0 <= weight < float("inf"):
+                raise UserError(
+                    f"--model.moe.penalties: the weight of {kind.__name__} is {weight}, but must be at least 0"
+                )
+
+    def build(self) -> list[Penalty]:
+        """Return the losses with a weight."""
+        return [kind(weight) for kind, weight in self.weights().items() if weight]
+
+
+@dataclass(kw_only=True, slots=True)
+class MoEConfig:
+    """Experts of a model, in the field `moe` of its configuration. A family adds the fields of its router."""
+
+    n_experts: int
+    """Routed experts of a layer."""
+
+    top_k: int
+    """Routed experts that a token passes through."""
+
+    ffn_dim: int | None = None
+    """Width of a routed expert. None: --model.ffn_dim."""
+
+    layer_types: list[Literal["sparse", "dense"]] = field(default_factory=lambda: ["sparse"])
+    """Types of the first layers, repeated for the others; dense ones have one network of width --model.ffn_dim."""
+
+    penalties: PenaltyConfig = field(default_factory=PenaltyConfig)
+    """Auxiliary losses."""
+
+    def is_sparse(self, index: int) -> bool:
+        """Return whether a layer has experts."""
+        return self.layer_types[index % len(self.layer_types)] == "sparse"
+
+    def validate(self) -> None:
+        """Raise `UserError` for impossible sizes."""
+        if not 1 <= self.n_experts <= _MOST_EXPERTS:
+            raise UserError(f"--model.moe.n_experts is {self.n_experts}, but must be from 1 to {_MOST_EXPERTS}")
+        if not 1 <= self.top_k <= self.n_experts:
+            raise UserError(
+                f"--model.moe.top_k is {self.top_k}, but must be from 1 to --model.moe.n_experts {self.n_experts}"
+            )
+        if self.ffn_dim is not None and not 1 <= self.ffn_dim <= 2**24:
+            raise UserError(f"--model.moe.ffn_dim is {self.ffn_dim}, but must be from 1 to {2**24}")
+        if not self.layer_types:
+            raise UserError("--model.moe.layer_types is empty, but must name at least one type")
+        self.penalties.validate()
+
+
+@dataclass(kw_only=True, slots=True)
+class SigmoidMoEConfig(MoEConfig):
+    """Experts of DeepSeek-V3 and models after it: sigmoid scores, a selection bias, groups and shared experts."""
+
+    n_shared_experts: int = 1
+    """Experts that every token passes through, computed as one that is wider by this factor."""
+
+    norm_topk_prob: bool = True
+    """Divide the weights of a token's experts by their sum."""
+
+    routed_scaling_factor: float = 1.0
+    """Factor of the weights after that."""
+
+    n_group: int = 1
+    """Groups of routed experts; divides n_experts."""
+
+    topk_group: int = 1
+    """Groups that a token's experts are in."""
+
+    bias_rate: float = 0.0
+    """Change of the selection bias after each optimizer step, for balance; DeepSeek-V3 used 0.001."""
+
+    def validate(self) -> None:
+        MoEConfig.validate(self)
+        if not 1 <= self.topk_group <= self.n_group or self.n_experts % self.n_group:
+            raise UserError(
+                f"--model.moe.n_group {self.n_group} must divide --model.moe.n_experts {self.n_experts}, and be at "
+                f"least --model.moe.topk_group {self.topk_group}"
+            )
+        size = self.n_experts // self.n_group
+        if size == 1 or self.top_k > size * self.topk_group:
+            raise UserError(
+                f"--model.moe.n_group {self.n_group} makes groups of {size} experts, of which --model.moe.topk_group "
+                f"{self.topk_group} must have --model.moe.top_k {self.top_k} in all, and each at least 2"
+            )
+        if not 1 <= self.n_shared_experts <= _MOST_EXPERTS:
+            raise UserError(f"--model.moe.n_shared_experts is {self.n_shared_experts}, but must be at least 1")
+        for name in ("routed_scaling_factor", "bias_rate"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise UserError(f"--model.moe.{name} is {getattr(self, name)}, but must be at least 0")
+
+    def router_parts(self) -> dict[str, Any]:
+        """Return the parts of `Router`."""
+        groups = GroupLimitedTopK(self.top_k, self.n_group, self.topk_group, members=2)
+        return {
+            "score": sigmoid_scores,
+            "choose": TopK(self.top_k) if self.n_group == 1 else groups,
+            "weigh": ScoreWeights(self.norm_topk_prob, self.routed_scaling_factor, eps=1e-20),
+            "selection": SelectionBias(self.n_experts, self.bias_rate),
+        }
+
+
+class MixtureOfExperts(nn.Module):
+    """The sum of the routed experts' results, times their weights, and of an expert that gets every token."""
+
+    is_compiled = False
+    """Compiled blocks leave this out, since the sizes of its products differ from step to step."""
+
+    def __init__(self, router: Router, experts: RoutedExperts, shared: nn.Module | None = None):
+        super().__init__()
+        self.router = router
+        self.experts = experts
+        self.shared = shared
+
+    def forward(self, x_BLD: Tensor) -> Tensor:
+        """(B, L, dim) → (B, L, dim)."""
+        weights_BLK, chosen_BLK = self.router(x_BLD)
+        routed_ND = self.experts(x_BLD.flatten(0, 1), weights_BLK.flatten(0, 1), chosen_BLK.flatten(0, 1))
+        routed_BLD: Tensor = routed_ND.view_as(x_BLD)
+        return routed_BLD if self.shared is None else routed_BLD + self.shared(x_BLD)
+
+
+class GatedSharedExpert(nn.Module):
+    """A network times a gate of one number per token (Qwen1.5-MoE)."""
+
+    def __init__(self, network: nn.Module, *, dim: int, init_std: float):
+        super().__init__()
+        self.network = network
+        # Not a linear layer, since it is too narrow for adapters and quantization.
+        self.gate = nn.Parameter(torch.empty(1, dim))
+        with_initializers(self, gate=TruncatedNormal(init_std))
+
+    def forward(self, x_BLD: Tensor) -> Tensor:
+        """(B, L, dim) → (B, L, dim)."""
+        out_BLD: Tensor = self.network(x_BLD)
+        return torch.sigmoid(x_BLD @ self.gate.T) * out_BLD

@@ -1,0 +1,39 @@
+"""The callback that balances the experts of every run's models."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torchtitan.components.data.base import Batch
+from torchtitan.components.load_balance import LoadBalancer
+from torchtitan.tools.errors import UserError
+from torchtitan.trainer.callbacks import Callback
+from torchtitan.trainer.step_result import StepResult
+
+
+class LoadBalance(Callback):
+    """Run a `LoadBalancer` through each step. It sits beside the step: a trainer with its own `train_step` has it too.
+    Raises `UserError` for auxiliary losses with a loss that is not divided by its tokens beforehand."""
+
+    def __init__(self, config: Callback.Config, *, trainer: Any):
+        super().__init__(config, trainer=trainer)
+        parts = [part for model in trainer.models.values() if model.num_trained for part in model.parts]
+        self.balancer = LoadBalancer(parts, trainer.mesh)
+        if trainer.has_own_loss and any(router.has_losses for router in self.balancer.routers):
+            raise UserError(
+                f"{type(trainer).__name__} computes its own loss, which is divided by its weight after the backward "
+                "passes, together with auxiliary losses; set the weights in --model.moe.penalties to 0"
+            )
+
+    def on_batches(self, micro_batches: Sequence[Batch]) -> None:
+        trainer, dims = self.trainer, self.trainer.parallel_dims
+        n_tokens = sum(batch["input"].numel() for batch in micro_batches) // (dims.cp * dims.tp)
+        self.balancer.start_step(n_tokens, dims.gradient_degree, trainer.device)
+        if self.balancer.needs_load:
+            with self.balancer.measuring(), trainer.precision.fixed_weights():
+                for batch in micro_batches:
+                    with trainer.mixed_precision():
+                        trainer.compute_loss(trainer.post_dataloading_process(batch))
+
+    def on_step(self, outcome: StepResult) -> None:
+        if outcome.is_finite:
+            self.balancer.finish_step()
