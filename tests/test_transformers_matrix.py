@@ -22,13 +22,14 @@ KINDS = {
     "granitemoe": "experts, multipliers",
     "deepseek_v3": "latent attention",
     "mamba": "states",
-    "bamba": "states and attention, an infinite number in config.json",
+    "falcon_h1": "states and attention, an infinite number in config.json, buffers that the whole model fills",
     "qwen3_next": "delta nets",
     "lfm2": "convolutions",
     "qwen2_vl": "images and text",
     "bert": "a tied head with a bias",
     "zamba": "layers with the same weights",
-    "chameleon": "a head of its own",
+    "inkling2_text": "a head of its own",
+    "apertus": "initial values that only the constructor gives",
 }
 
 
@@ -115,5 +116,5 @@ def test_a_table_is_written_in_parts(tmp_path: Path) -> None:
             page, "matrix", merge(page, [TableRow((name, "Class", "rows", "no", "own", verdict)) for name in names])
         )
     text = page.read_text()
-    assert "has 3 types. 3 (100.0%) build, and 1 of these (33.3%) train equally" in text
+    assert "has 3 types. 3 (100.0%) build; of these, 1 (33.3%) train equally, 2 are refused" in text
     assert [line.split()[1] for line in text.splitlines() if "| Class |" in line] == ["bert", "blip", "llama"]

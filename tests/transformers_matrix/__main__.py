@@ -105,10 +105,12 @@ def merge(page: Path, rows: Sequence[TableRow]) -> str:
     }
     table = [TableRow(merged[name]) for name in sorted(merged)]
     built = [row for row in table if row.cells[1]]
-    equal = [row for row in built if row.cells[-1] == "equal"]
+    equal = sum(row.cells[-1] == "equal" for row in built)
+    refused = sum(row.cells[-1].startswith("refused") for row in built)
     counts = (
         f"transformers {transformers.__version__} has {len(table)} types. {len(built)} ({len(built) / len(table):.1%}) "
-        f"build, and {len(equal)} of these ({len(equal) / len(built):.1%}) train equally."
+        f"build; of these, {equal} ({equal / len(built):.1%}) train equally, {refused} are refused since they do not "
+        f"predict the next token of text alone, and {len(built) - equal - refused} differ."
     )
     return f"{counts}\n\n{as_markdown(COLUMNS, table)}"
 
