@@ -73,11 +73,10 @@ def _make_mask(**options: Any) -> Tensor | Documents | None:
 def _active(options: dict[str, Any]) -> AttentionMetadata | None:
     """Return the documents of the current forward pass if a mask is one of their tokens."""
     attention, _ = _current.get()
-    if attention is None or options["q_length"] != options["kv_length"]:
+    n_rows, length = options["batch_size"], options["q_length"]
+    if attention is None or (attention.n_rows, int(attention.cu_seqlens[-1])) != (n_rows, n_rows * length):
         return None
-    positions_BL = attention.positions_BL
-    shape = (attention.n_rows, attention.max_seqlen) if positions_BL is None else positions_BL.shape
-    return attention if shape == (options["batch_size"], options["q_length"]) else None
+    return attention if length == options["kv_length"] else None
 
 
 def _within_documents(make: Callable[..., Any]) -> Callable[..., Any]:
@@ -128,7 +127,7 @@ def _attend(
     head_dim)."""
     attend = Attention(scale=query.shape[-1] ** -0.5 if scaling is None else scaling, softcap=softcap)
     if isinstance(attention_mask, Documents):
-        if unknown := sorted(name for name in options.keys() - _WITHOUT_EFFECT if options[name] is not None):
+        if unknown := [name for name, x in options.items() if x is not None and name not in _WITHOUT_EFFECT]:
             raise NotImplementedError(f"attention with {unknown[0]}")
         # Latent attention has values of another width, which not all kernels support.
         width = max(query.shape[-1], value.shape[-1])
@@ -157,13 +156,14 @@ masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.register("sdpa", _within_documents(ma
 
 @dataclass(frozen=True)
 class Packing:
-    """How a class gets packed documents."""
+    """How a class gets packed documents, and why a faster mode does not hold.
+
+    Modes are "kernel": our attention; "masks": the class's attention, with masks of documents; "rows": a row per
+    document.
+    """
 
     mode: Mode
-    """kernel: our attention. masks: the class's attention, with masks of documents. rows: a row per document."""
-
     reason: str = ""
-    """Why a faster mode does not hold."""
 
     @property
     def implementation(self) -> str | None:
