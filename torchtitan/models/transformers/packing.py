@@ -73,10 +73,11 @@ def _make_mask(**options: Any) -> Tensor | Documents | None:
 def _active(options: dict[str, Any]) -> AttentionMetadata | None:
     """Return the documents of the current forward pass if a mask is one of their tokens."""
     attention, _ = _current.get()
-    n_rows, length = options["batch_size"], options["q_length"]
-    if attention is None or (attention.n_rows, int(attention.cu_seqlens[-1])) != (n_rows, n_rows * length):
+    if attention is None or options["q_length"] != options["kv_length"]:
         return None
-    return attention if length == options["kv_length"] else None
+    positions_BL = attention.positions_BL
+    shape = (attention.n_rows, attention.max_seqlen) if positions_BL is None else positions_BL.shape
+    return attention if shape == (options["batch_size"], options["q_length"]) else None
 
 
 def _within_documents(make: Callable[..., Any]) -> Callable[..., Any]:
