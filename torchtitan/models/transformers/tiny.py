@@ -40,6 +40,7 @@ _LIMITS: list[tuple[str, int | None]] = [
     (r".*(positions?|position_embeddings|seq_len|seq_length|model_max_length|n_ctx|context_length)", POSITIONS),
     (r"mamba_d_ssm|attention_hidden_size", 2 * HIDDEN),
     (r"patch_size", 16),
+    (r".*feature_layer", -1),
     (r".*(intermediate|ffn|ff_|mlp).*(size|dim)(_mlp)?|d_ff|dff|dim_ff|n_inner", 96),
     (r".*(size|sizes|size_per_layer_input|dim|width|channels|embd|d_model|length|patches|tokens)|d_.*", HIDDEN),
 ]
