@@ -128,7 +128,7 @@ def _attend(
     head_dim)."""
     attend = Attention(scale=query.shape[-1] ** -0.5 if scaling is None else scaling, softcap=softcap)
     if isinstance(attention_mask, Documents):
-        if unknown := sorted(name for name in options.keys() - _WITHOUT_EFFECT if options[name] is not None):
+        if unknown := [name for name, x in options.items() if x is not None and name not in _WITHOUT_EFFECT]:
             raise NotImplementedError(f"attention with {unknown[0]}")
         # Latent attention has values of another width, which not all kernels support.
         width = max(query.shape[-1], value.shape[-1])
@@ -157,13 +157,14 @@ masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.register("sdpa", _within_documents(ma
 
 @dataclass(frozen=True)
 class Packing:
-    """How a class gets packed documents."""
+    """How a class gets packed documents, and why a faster mode does not hold.
+
+    Modes are "kernel": our attention; "masks": the class's attention, with masks of documents; "rows": a row per
+    document.
+    """
 
     mode: Mode
-    """kernel: our attention. masks: the class's attention, with masks of documents. rows: a row per document."""
-
     reason: str = ""
-    """Why a faster mode does not hold."""
 
     @property
     def implementation(self) -> str | None:

@@ -28,21 +28,18 @@ _LIMITS: list[tuple[str, int | None]] = [
     (r"unpadded_vocab_size", VOCABULARY - 8),
     (r".*vocab.*|num_embeddings|codebook_size|num_centroids", VOCABULARY),
     (r".*(theta|scalar|scaling|scale_|multiplier|factor|_cap|capping|beta|freq|kernel|limit|_base).*", None),
-    (r".*per_tok(en)?|.*top_?k(_experts)?|moe_k", 2),
-    (r".*n_groups?|num_expert_group|topk_group|o_groups|mamba_ngroups", 1),
+    (r".*per_tok(en)?|.*top_?k(_experts)?|moe_k|index_kpool", 2),
+    (r".*n_groups?|num_expert_group|topk_group|o_groups", 1),
     (r".*experts|.*expert_num", 4),
     (r"index_n_heads", None),  # of few heads, scores are often all zero, and the choice among equal ones is arbitrary
     (r"(mamba_(n|num)|n_mamba)_heads", 2 * HIDDEN // HEAD_DIM),
     (r".*heads|n_head", HEADS),
     (r"qk_head_dim|attention_head_dim", 2 * HEAD_DIM),
-    (r"rotary_dim", HEAD_DIM // 2),
     (r".*(head_?dim|d_head|dim_head|head_size)|kv_channels|d_kv", HEAD_DIM),
-    (r".*(rank|state|state_size)", 8),
+    (r".*(rank|state|state_size)|rotary_dim", 8),
     (r".*(positions?|position_embeddings|seq_len|seq_length|model_max_length|n_ctx|context_length)", POSITIONS),
     (r"mamba_d_ssm|attention_hidden_size", 2 * HIDDEN),
-    (r"(image|img)_size", 64),
     (r"patch_size", 16),
-    (r"index_kpool", 2),
     (r".*feature_layer", -1),
     (r".*(intermediate|ffn|ff_|mlp).*(size|dim)(_mlp)?|d_ff|dff|dim_ff|n_inner", 96),
     (r".*(size|sizes|size_per_layer_input|dim|width|channels|embd|d_model|length|patches|tokens)|d_.*", HIDDEN),
@@ -60,7 +57,7 @@ def trial(compute: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(compute)
     def compute_once(*args: P.args, **kwargs: P.kwargs) -> R:
-        key = json.dumps((compute.__qualname__, args, kwargs), sort_keys=True, default=str)
+        key = json.dumps((compute.__name__, args, kwargs), sort_keys=True, default=str)
         if key not in _results:
             with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
                 _results[key] = compute(*args, **kwargs)
@@ -141,7 +138,7 @@ def _smaller(name: str, value: Any, old: dict[str, Any]) -> Any:
 def _relative(name: str, value: Any, old: Any, new: Any) -> Any:
     """Return the value of a field of one layer, where the other layers have `old` in the real model and `new` here."""
     if type(value) is not int or type(old) is not int or value == old:
-        return _smaller(name, value, {}) if old is None else new
+        return new
     if "dim" in name and new * value % old == 0:
         return new * value // old
     return 2 * new if value > old else max(new // 2, 1)
@@ -151,9 +148,8 @@ def _special_id(value: Any, special_ids: dict[int, int]) -> Any:
     """Return an id outside `TEXT_IDS`, the same one for the same `value`."""
     if isinstance(value, (list, tuple)):
         return [_special_id(item, special_ids) for item in value]
-    if type(value) is not int or value < TEXT_IDS.start:
-        return value
-    return special_ids.setdefault(value, VOCABULARY - 1 - len(special_ids))
+    is_special = type(value) is int and value >= TEXT_IDS.start
+    return special_ids.setdefault(value, VOCABULARY - 1 - len(special_ids)) if is_special else value
 
 
 def _keep_layers(values: dict[str, Any]) -> None:
@@ -210,17 +206,13 @@ def _fit(values: dict[str, Any], old: dict[str, Any]) -> None:
             ratio = old.get("original_max_position_embeddings", original) / old["max_position_embeddings"]
             place["original_max_position_embeddings"] = max(int(POSITIONS * ratio), 2)
     for rope in ropes:
-        rotary = rope.get("partial_rotary_factor") or values.get("partial_rotary_factor") or 1.0
         width = values.get("head_dim") or HEAD_DIM
-        if int(width * rotary) % 2:
-            rotary = (int(width * rotary) + 1) / width
-            for place in (rope, values):
-                if "partial_rotary_factor" in place:
-                    place["partial_rotary_factor"] = rotary
-        pairs = int(width * rotary) // 2
+        rotary = int(width * (rope.get("partial_rotary_factor") or values.get("partial_rotary_factor") or 1.0))
+        pairs = (rotary + 1) // 2
+        if rotary % 2:
+            values["partial_rotary_factor"] = rope["partial_rotary_factor"] = 2 * pairs / width
         if axes := len(rope.get("mrope_section") or ()):
             share = (pairs + 1) // axes
             rope["mrope_section"] = [share] * (axes - 1) + [pairs - share * (axes - 1)]
-        for name in ("short_factor", "long_factor"):
-            if name in rope:
-                rope[name] = rope[name][:pairs]
+        for name in rope.keys() & {"short_factor", "long_factor"}:
+            rope[name] = rope[name][:pairs]

@@ -31,8 +31,6 @@ from torchtitan.protocols.state_dict_adapter import (
 from torchtitan.protocols.tensor_source import TensorSpec, summarize_names
 from torchtitan.tools.errors import UserError
 
-_OUTPUT = "head.output."
-
 
 def adapter(config: TransformersModel.Config) -> "TransformersAdapter":
     """Return the table of a model's tensors in files."""
@@ -49,9 +47,9 @@ def class_adapter(config: TransformersModel.Config) -> StateDictAdapter:
 
 def class_names(model: TransformersModel) -> dict[str, str]:
     """Return our name of each tensor → its name in the class."""
-    output = next((name for name, module in model.model.named_modules() if module is model.captured), "")
+    output = model.output_name
     return {
-        ours: f"{output}.{ours.removeprefix(_OUTPUT)}" if ours.startswith(_OUTPUT) else ours.removeprefix("model.")
+        ours: ours.removeprefix("model.") if ours.startswith("model.") else output + ours.removeprefix("head.output")
         for ours in model.state_dict()
     }
 
@@ -166,14 +164,12 @@ class TransformersAdapter(StateDictAdapter):
         missing: list[str] = []
         shapes: list[tuple[str, torch.Size, torch.Size]] = []
         for step in self.steps:
-            faulty = [ours for ours in step.internal if found.get(ours) != internal[ours].shape]
-            absent = [name for name in step.external if name not in external]
-            if faulty and absent and (len(absent) < len(step.external) or faulty[0] not in found):
-                missing += absent
-            elif faulty:  # a file may have the class's names instead of those that we write
-                pairs = [(name, external[name].shape, expected[name].shape) for name in step.external if not absent]
-                differ = [pair for pair in pairs if pair[1] != pair[2]]
-                shapes += differ or [(ours, found[ours], internal[ours].shape) for ours in faulty if ours in found]
+            if all(found.get(ours) == internal[ours].shape for ours in step.internal):
+                continue
+            missing += [name for name in step.external if name not in external]
+            shapes += [(name, external[name].shape, expected[name].shape) for name in step.external if name in external]
+            if isinstance(step.transform, Converted):  # for example, of too many experts
+                shapes += [(ours, found[ours], internal[ours].shape) for ours in step.internal if ours in found]
         check_names("the checkpoint", missing, match.unexpected)
         check_shapes(shapes)
         return match
