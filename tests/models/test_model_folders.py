@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -176,7 +177,11 @@ def messages(folder: Path | str, out: Path, capsys: pytest.CaptureFixture[str]) 
         ["inspect", str(folder)],
     ):
         code = main(words)
-        (line,) = [line for line in capsys.readouterr().err.splitlines() if "WARNING" not in line]
+        (line,) = [
+            line
+            for line in capsys.readouterr().err.splitlines()
+            if not re.search("WARNING|INFO|\\[transformers\\]", line)
+        ]
         assert code == 2 or words[0] == "inspect"
         found.append(line.partition(" ERROR " if words[0] == "train" else ": ")[2])
     return found

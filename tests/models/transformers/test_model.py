@@ -117,7 +117,7 @@ def folder_with(folder: Path, **document: object) -> Path:
 @pytest.mark.parametrize(
     ("document", "message"),
     [
-        ({"model_type": "lama"}, "did you mean 'llama'"),
+        ({"model_type": "llamaa"}, "did you mean 'llama'"),
         ({"model_type": "next_year", "transformers_version": "6.1"}, "written by transformers 6.1"),
         ({"model_type": "vit"}, "no class in transformers that predicts the next token"),
         ({"model_type": "bart"}, "encoder-decoder"),

@@ -1,8 +1,6 @@
 """How a class changes its logits, found by a trial of a tiny clone, since every class writes that in its own way."""
 
-import functools
 import inspect
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from torchtitan.models.transformers.description import build_class, transformers_config
-from torchtitan.models.transformers.tiny import TEXT_IDS, tiny_config
+from torchtitan.models.transformers.tiny import TEXT_IDS, tiny_config, trial
 from torchtitan.protocols.output_head import LogitTransform
 from torchtitan.tools.errors import UserError
 
@@ -30,19 +28,10 @@ class _GivenLogits(nn.Module):
         return self.logits_V.expand(*hidden_BLD.shape[:-1], -1).clone()
 
 
+@trial
 def logit_transform(document: Mapping[str, Any]) -> LogitTransform | None:
     """Return the change that the class of a config.json makes to the logits of its output layer; None if it is no
     `LogitTransform`, or the class calls its output layer in another way."""
-    return _logit_transform(json.dumps(document, sort_keys=True))
-
-
-@functools.cache
-def _logit_transform(document: str) -> LogitTransform | None:
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
-        return _try(json.loads(document))
-
-
-def _try(document: Mapping[str, Any]) -> LogitTransform | None:
     try:
         model = build_class(tiny_config(transformers_config(document)))
     except Exception:  # such sizes do not fit this class
