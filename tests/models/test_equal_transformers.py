@@ -26,7 +26,7 @@ transformers = pytest.importorskip("transformers")
 TOLERANCE = 1e-5
 """Relative to the largest element. Float32 sums in another order change the seventh digit, and layers add to that."""
 
-ROUNDING = 2
+ROUNDING = 3
 """Where transformers itself is less exact in float32 than `TOLERANCE`: error of ours, relative to that of theirs."""
 
 

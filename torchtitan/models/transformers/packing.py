@@ -146,6 +146,7 @@ def _attend(
         return sdpa_attention_forward(module, query, key, value, mask, **options)
     if mask is None:  # in generation
         mask = query.new_ones(query.shape[2], key.shape[2], dtype=torch.bool).tril(key.shape[2] - query.shape[2])
+    mask = mask | ~mask.any(-1, keepdim=True)  # padding sees nothing, whose softmax would be NaN
     return attend._products(query, key, value, attn_mask=mask).transpose(1, 2), None
 
 
