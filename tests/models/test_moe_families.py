@@ -20,6 +20,8 @@ from tests.models.family_runs import assert_adapters_open_in_peft, save_with_tok
 from tests.models.test_attention import metadata_of
 from tests.models.test_sft_configs import chat_file
 from tests.training import read_metrics, train
+from torchtitan.config.manager import ConfigManager
+from torchtitan.dry_run import dry_run
 from torchtitan.models import glm4_moe, mixtral, qwen3_moe
 from torchtitan.models.common.moe.router import ScoreWeights, sigmoid_scores, softmax_scores
 from torchtitan.models.pretrained import load_model
@@ -331,3 +333,9 @@ def test_packed_documents_equal_documents_alone() -> None:
     packed = model(tokens, metadata_of([[20, 30]]))
     alone = torch.cat([model(part) for part in tokens.split([20, 30], dim=1)], dim=1)
     assert relative_error(packed, alone) < 1e-5
+
+
+def test_a_dry_run_counts_active_experts(tmp_path: Path) -> None:
+    words = ["--module", "qwen3_moe", "--config", "debugmodel", "--dump_folder", str(tmp_path)]
+    (rank,) = dry_run(ConfigManager().parse_args(words).config, world_size=2)
+    assert rank.executed_flops == pytest.approx(rank.model_flops, rel=0.01)

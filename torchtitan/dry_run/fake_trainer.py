@@ -124,7 +124,10 @@ class FakeTrainer(Trainer):
         return loss
 
     def init_weights(self) -> None:
-        """Give the parameters fake memory, without values."""
+        """Give the parameters fake memory, without values, and let experts compute as on CUDA."""
+        for module in (module for part in self.model_parts for module in part.modules()):
+            if hasattr(module, "device_type"):
+                module.device_type = "cuda"  # type: ignore[assignment]
         with self.fake_mode:
             for model in self.models.values():
                 for part in model.parts:
