@@ -61,6 +61,13 @@ SLOW = (
     "CP 2, layers without positions",
     "FSDP 2, delta nets",
     "PP 2 1F1B, delta nets",
+    "FSDP 2, class of transformers",
+    "TP 2, class of transformers",
+    "FSDP 2, hybrid class of transformers",
+    "FSDP 2, experts",
+    "TP 2, experts",
+    "PP 2 1F1B, sigmoid router",
+    "CP 2, sigmoid router",
 )
 
 LONG = (
