@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Iterator, Sequence
 
 from torchtitan.config.registry import built_in_modules, list_module, modules_on_disk
+from torchtitan.tools.errors import UserError
 
 
 def ls(args: Sequence[str]) -> int:
@@ -24,7 +25,11 @@ def ls(args: Sequence[str]) -> int:
         print(name)
         print(f"  configs: {', '.join(listing.configs)}")
         if listing.flavors:
-            print(f"  flavors: {', '.join(_sizes(name) if name in built_in else listing.flavors)}")
+            try:
+                flavors = _sizes(name) if name in built_in else listing.flavors
+            except UserError:  # an optional dependency is not installed
+                flavors = listing.flavors
+            print(f"  flavors: {', '.join(flavors)}")
     return 0
 
 

@@ -78,7 +78,9 @@ class LoadBalancer:
         """Return each router with its counts, summed over ranks: one exchange for all of them."""
         if not self.routers:
             return iter(())
-        counts = torch.cat([router.counts_E for router in self.routers if router.counts_E is not None])
+        counts_of = [router.counts_E for router in self.routers if router.counts_E is not None]
+        assert len(counts_of) == len(self.routers), "call start_step first"
+        counts = torch.cat(counts_of)
         for group in self._groups:
             dist.all_reduce(counts, group=group)
         return iter(zip(self.routers, counts.split([router.n_experts for router in self.routers]), strict=True))

@@ -130,7 +130,9 @@ class LayerConverter(ModelConverter):
     def select(self, model: nn.Module) -> dict[str, nn.Module]:
         """Return the layers selected by the patterns, by name. Raise `UserError` like `convert`."""
         config, key = self.config, config_key(self.config)
-        layers = {name: module for name, module in model.named_modules() if isinstance(module, self.layer_types)}
+        unused = getattr(model, "unused_layers", ())
+        named = ((name, module) for name, module in model.named_modules() if name not in unused)
+        layers = {name: module for name, module in named if isinstance(module, self.layer_types)}
         if not self.converts_head:
             layers.pop(HEAD, None)
         is_tied = self.converts_head and is_head_tied(model)

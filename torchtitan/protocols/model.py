@@ -57,6 +57,9 @@ class BaseModel(nn.Module, Configurable):
         def validate(self) -> None:
             """Raise `UserError` for an impossible combination of sizes."""
 
+    unused_layers: Collection[str] = ()
+    """Names of modules that compute nothing in training, such as a vision tower's, and are not converted."""
+
     def __init__(self, config: "BaseModel.Config"):
         nn.Module.__init__(self)
         Configurable.__init__(self, config)

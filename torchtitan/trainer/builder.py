@@ -161,7 +161,9 @@ class RunBuilder(Configurable):
         spec = dataclasses.replace(spec, model=dataclasses.replace(spec.model, vocab_size=vocab_size))
         dtype = training.dtype if trained else training.mixed_precision_param
         with torch.device("meta"):
-            model: BaseModel = spec.model.build().to(getattr(torch, dtype)).requires_grad_(trained)
+            model: BaseModel = spec.model.build().to(getattr(torch, dtype))
+        if not trained:
+            model.requires_grad_(False)
         facts = {"num_parameters": model.num_parameters(), **facts_of(model, training.seq_len)}
         parts = [self.shard(model, spec, offloaded=offloaded)]
         offloaded = offloaded or training.enable_cpu_offload

@@ -276,7 +276,7 @@ class CheckpointManager(Configurable):
         if self.config.export_dtype is None:
             return weights
         # The Hugging Face export converts merged weights itself; derived weights keep their own types.
-        unchanged = state.converted if kind == "huggingface" else state.derived
+        unchanged = {*(state.converted if kind == "huggingface" else state.derived), *state.buffers}
         dtype = getattr(torch, self.config.export_dtype)
         converted = {
             name: value.to(dtype) if value.is_floating_point() and name not in unchanged else value

@@ -58,6 +58,11 @@ class ModelState:
         return self._collect_names(lambda module: module.added)
 
     @property
+    def buffers(self) -> set[str]:
+        """Names of the buffers, which keep their types."""
+        return {canonical_name(name) for part in self.model_parts for name, _ in part.named_buffers()}
+
+    @property
     def derived(self) -> set[str]:
         """Names of the tensors that differ in form from the plain model's (`ConvertedModule.derived`)."""
         return self._collect_names(lambda module: module.derived)

@@ -121,7 +121,7 @@ class LoRALinear(AdaptedLayer, nn.Linear):
         self.bias = linear.bias
         if linear.bias is not None:
             linear.bias.requires_grad_(False)
-            self._add_initializers(bias=initializer_of(linear, "bias"))
+            self._add_initializers(**{name: x for name, x in initializers_of(linear).items() if name == "bias"})
         self.lora_A = nn.Parameter(plain.new_empty(rank, self.in_features))
         self.lora_B = nn.Parameter(plain.new_empty(self.out_features, rank))
         # As in peft: A starts like a linear layer in torch, Kaiming uniform with a = √5.

@@ -9,7 +9,7 @@ from types import ModuleType
 
 from torchtitan.components.peft import LoRA, QLoRA
 from torchtitan.models.common.hugging_face import precision_of
-from torchtitan.models.common.recipes import for_conversations, large_run, with_adapters
+from torchtitan.models.common.recipes import balanced, for_conversations, large_run, with_adapters
 from torchtitan.models.pretrained import huggingface_model
 from torchtitan.trainer import Trainer
 
@@ -32,7 +32,7 @@ def scratch(hf_assets_path: str, family: ModuleType | None = None) -> Trainer.Co
     seq_len = min(2048, spec.model.max_seq_len)
     config = large_run(spec, hf_assets_path, lr=3e-4, local_batch_size=1, seq_len=seq_len)
     config.training.mixed_precision_param = precision_of(document, config.training.mixed_precision_param)
-    return config
+    return balanced(config) if hasattr(spec.model, "moe") else config
 
 
 def sft(hf_assets_path: str, family: ModuleType | None = None) -> Trainer.Config:

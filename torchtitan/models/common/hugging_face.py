@@ -17,9 +17,11 @@ from torchtitan.protocols.state_dict_adapter import (
     Concatenated,
     ExternalFormat,
     KeyMapping,
+    Match,
     StateDictAdapter,
     model_tensor_specs,
 )
+from torchtitan.protocols.tensor_source import TensorSpec
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
 
@@ -242,13 +244,28 @@ def _rows_of(model_types: Mapping[str, ModelType], config: Decoder.Config) -> Se
 
 def _adapter_of(rows: Sequence[KeyMapping], config: Decoder.Config) -> StateDictAdapter:
     tied = {"lm_head.weight": "model.embed_tokens.weight"}
-    return StateDictAdapter(
+    return _Adapter(
         [*rows, _HEAD],
         n_layers=config.n_layers,
         only=model_tensor_specs(dataclasses.replace(config, vocab_size=config.vocab_size or 1)),
         ignored=["model.layers.*.self_attn.rotary_emb.inv_freq"],
         tied=tied if config.tie_embeddings else {},
     )
+
+
+class _Adapter(StateDictAdapter):
+    """A table that leaves out a layer behind the last that predicts further tokens (DeepSeek-V3, GLM-4.5), as
+    transformers does."""
+
+    def __init__(self, rows: Sequence[KeyMapping], *, n_layers: int, **options: Any):
+        super().__init__(rows, n_layers=n_layers, **options)
+        self._further = f"model.layers.{n_layers}."
+
+    def match(self, external: Mapping[str, TensorSpec]) -> Match:
+        found = super().match(external)
+        if f"{self._further}eh_proj.weight" not in external:
+            return found
+        return found._replace(unexpected=[name for name in found.unexpected if not name.startswith(self._further)])
 
 
 def _from_config_json(model_types: Mapping[str, ModelType], document: Mapping[str, Any]) -> Decoder.Config:

@@ -82,7 +82,9 @@ def checked_document(document: Mapping[str, Any]) -> dict[str, Any]:
 
 def _own_code(document: Mapping[str, Any]) -> bool:
     """Return whether the code in the model's folder computes it, and may be executed."""
-    return "AutoModelForCausalLM" in (document.get("auto_map") or {}) and os.environ.get(TRUST_VARIABLE) == "1"
+    code = document.get("auto_map") or {}
+    is_here = not any("--" in str(reference) for reference in code.values())  # else in another repository
+    return is_here and "AutoModelForCausalLM" in code and os.environ.get(TRUST_VARIABLE) == "1"
 
 
 def _refusal(document: Mapping[str, Any]) -> str:
@@ -91,10 +93,11 @@ def _refusal(document: Mapping[str, Any]) -> str:
 
     model_type, known = document.get("model_type"), model_classes()
     if code := document.get("auto_map"):
-        files = sorted({f"{str(path).split('--')[-1].rpartition('.')[0]}.py" for path in code.values()})
+        files = sorted({f"{str(path).rpartition('.')[0]}.py" for path in code.values()})
         return (
             f"config.json: model_type '{model_type}' needs code in the model's folder ({', '.join(files)}), which is "
-            f"not executed; if you trust it, set the environment variable {TRUST_VARIABLE}=1"
+            f"not executed; if you trust it, set the environment variable {TRUST_VARIABLE}=1 (code of another "
+            "repository, as in `repository--file.py`, is never executed)"
         )
     if model_type in CONFIG_MAPPING:
         return f"config.json: model_type '{model_type}' has no class in transformers that predicts the next token"

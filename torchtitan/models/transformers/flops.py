@@ -1,5 +1,6 @@
 """Operations of a class of transformers, counted in its forward pass on tensors without memory."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -62,13 +63,17 @@ def forward_flops(plain: nn.Module, seq_len: int, *, is_recurrent: bool) -> floa
     return (first + n * (second - first) + n * (n - 1) / 2 * (third - 2 * second + first)) / seq_len
 
 
-def with_backward(forward: float, model: BaseModel, used: nn.Module) -> float:
+def with_backward(forward: float, model: BaseModel, used: Iterable[nn.Module]) -> float:
     """Return the operations per token of a forward and a backward pass of `model`. The backward pass takes as many as
     `forward` for the gradients of inputs, and as many for those of weights, less 2 per frozen weight of the linear
-    layers in `used`; adapters add 6 per element. Without trained parameters, there is no backward pass."""
+    layers among the modules `used`; adapters add 6 per element. Without trained parameters, there is no backward
+    pass."""
     if not any(parameter.requires_grad for parameter in model.parameters()):
         return forward
-    layers = [layer for layer in used.modules() if isinstance(layer, nn.Linear)]
-    frozen = sum(layer.weight.numel() for layer in layers if not layer.weight.requires_grad)
+    frozen = 0
+    for layer in used:
+        weight = dict(layer.named_parameters(recurse=False)).get("weight")  # None if it is packed in 4 bits
+        if isinstance(layer, nn.Linear) and not (weight is not None and weight.requires_grad):
+            frozen += layer.in_features * layer.out_features
     adapters = sum(part.get_parameter(name).numel() for _, part in converted_modules(model) for name in part.added)
     return 3 * forward - 2 * frozen + 6 * adapters

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,12 +29,15 @@ class ClassCache:
 
     def __init__(self) -> None:
         self.states: dict[nn.Module, Any] = {}
+        self._cleanup = ExitStack()
         self.clear()
 
     def __enter__(self) -> "ClassCache":
+        self._cleanup.enter_context(torch.compiler.set_stance("force_eager"))  # lengths differ
         return self
 
     def __exit__(self, *exception: object) -> None:
+        self._cleanup.close()
         self.clear()
 
     def clear(self) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from torchtitan.protocols.initializer import Constant, TruncatedNormal, with_initializers
+from torchtitan.protocols.initializer import TruncatedNormal, with_initializers
 from torchtitan.protocols.model import BaseModel
 from torchtitan.tools.torch_private import device_constructors
 
@@ -29,7 +29,7 @@ def add_initializers(model: nn.Module) -> None:
             continue
         stds = (getattr(owner.config, key, None) for key in _STD_KEYS)
         std = next((std for std in stds if std), _DEFAULT_STD)
-        with_initializers(module, weight=TruncatedNormal(std), bias=Constant(0.0))
+        with_initializers(module, weight=TruncatedNormal(std))
 
 
 @torch.no_grad()

@@ -62,6 +62,8 @@ class TransformersModel(BaseModel):
 
         def validate(self) -> None:
             width = self.transformers_config().get_text_config(decoder=True).hidden_size
+            if getattr(self.transformers_config().get_text_config(decoder=True), "layerdrop", 0):
+                raise UserError("config.json: layerdrop is above 0, but each rank would leave out other layers; set 0")
             if self.dim != width:
                 raise UserError(f"--model.dim is {self.dim}, but the hidden_size in config.json is {width}")
 
@@ -107,6 +109,33 @@ class TransformersModel(BaseModel):
         place = self._place[0]
         return None if place is None or place.computes else place
 
+    @property
+    def auxiliary_weight(self) -> float:
+        """Weight of the routers' auxiliary loss. Raise `UserError` if the class has none under a known name."""
+        for owner in (self.model, self.model.config.get_text_config(decoder=True)):
+            for name in ("router_aux_loss_coef", "aux_loss_coef"):
+                if isinstance(weight := getattr(owner, name, None), float | int):
+                    return weight
+        raise UserError(
+            f"{type(self.model).__name__} names no weight of its auxiliary loss; set output_router_logits to false"
+        )
+
+    @property
+    def tok_embeddings(self) -> nn.Module:
+        """The token embedding."""
+        embedding: nn.Module = self.model.get_input_embeddings()
+        return embedding
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """Convert or move parameters and buffers, except the types of buffers: the choice of experts depends on one."""
+        buffers = dict(self.named_buffers())
+        super().to(*args, **kwargs)
+        for name, buffer in self.named_buffers():
+            if buffer.dtype != buffers[name].dtype:
+                path, _, own_name = name.rpartition(".")
+                setattr(self.get_submodule(path), own_name, buffers[name].to(buffer.device))
+        return self
+
     def _freeze_other_modalities(self) -> None:
         """Freeze what does not compute text: vision towers, and their projections."""
         model = self.model
@@ -117,6 +146,10 @@ class TransformersModel(BaseModel):
         for part in parts:
             if part is not None:
                 part.requires_grad_(True)
+        own = {name: list(module.parameters(recurse=False)) for name, module in model.named_modules()}
+        self.unused_layers = {
+            f"model.{name}" for name, parameters in own.items() if not any(p.requires_grad for p in parameters)
+        }
 
     def blocks(self) -> dict[str, nn.Module]:
         return {name: self.get_submodule(name) for name in self._block_names}
@@ -142,7 +175,7 @@ class TransformersModel(BaseModel):
         with torch.device("meta"):
             plain = build_class(self.config.transformers_config(), "eager").eval()
         forward = forward_flops(plain, seq_len, is_recurrent=self.packing.mode == "rows")
-        return with_backward(forward, self, self.model.get_decoder())
+        return with_backward(forward, self, [*self.model.get_decoder().modules(), *self.head.modules()])
 
     def forward(
         self,
@@ -169,9 +202,8 @@ class TransformersModel(BaseModel):
         else:
             result = head(hidden_BLD, None, **head_inputs)
         auxiliary = getattr(outputs, "aux_loss", None)
-        if isinstance(auxiliary, Tensor) and "labels_BL" in head_inputs:
-            factor = self.model.config.get_text_config(decoder=True).router_aux_loss_coef
-            result = result + factor * auxiliary * (head_inputs["labels_BL"] != IGNORE_INDEX).sum()
+        if self.training and isinstance(auxiliary, Tensor) and "labels_BL" in head_inputs:
+            result = result + self.auxiliary_weight * auxiliary * (head_inputs["labels_BL"] != IGNORE_INDEX).sum()
         return result
 
 

@@ -87,11 +87,11 @@ class SelectionBias(nn.Module):
         with_initializers(self, bias_E=Constant(0.0))
 
     def forward(self, scores_BLE: Tensor) -> Tensor:
-        return scores_BLE + self.bias_E
+        return scores_BLE + self.bias_E.to(scores_BLE.device)  # it stays in CPU memory if weights are offloaded
 
     @torch.no_grad()
     def update(self, counts_E: Tensor) -> None:
-        counts = counts_E.double()
+        counts = counts_E.to(self.bias_E.device).double()
         self.bias_E += self.rate * torch.sign(counts.mean() - counts).to(self.bias_E.dtype)
 
 
