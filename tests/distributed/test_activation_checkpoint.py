@@ -167,8 +167,15 @@ def test_selective_op_saves_a_compiled_function_in_an_eager_block():
         def forward(self, x: Tensor) -> Tensor:
             return compiled(x).exp()
 
-    model = nn.Module()
-    model.layers = nn.ModuleDict({"0": Block()})
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleDict({"0": Block()})
+
+        def blocks(self) -> dict[str, nn.Module]:
+            return {"layers.0": self.layers["0"]}
+
+    model = Model()
     apply_activation_checkpointing(model, MODES["op"])
     x = torch.ones(3, requires_grad=True)
     model.layers["0"](x).sum().backward()

@@ -134,8 +134,7 @@ COMMANDS = ("generate", "chat", "eval", "convert", "inspect")
 ADVICE = {
     "native": "package 'homemade', which is neither built in nor installed; if you trust that package, name it with "
     "--module PATH (its folder, or 'homemade' where Python finds it)",
-    "hf": "model_type is 'homemade' in its config.json, which is of no family here; "
-    "--module PATH names a family of your own",
+    "hf": "--module PATH names a family of your own",
     "converted": "converter homemade.converters:Mine, which is not built in; if you trust it, set --module to the "
     "module whose config_registry.py imports it",
 }

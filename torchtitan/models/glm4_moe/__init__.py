@@ -19,7 +19,7 @@ _ALL: dict[str, Any] = {"n_heads": 96, "n_kv_heads": 8, "head_dim": 128, "vocab_
 _ALL |= {"rope": RoPEConfig(theta=1_000_000.0, rotated_fraction=0.5)}
 _106B = {**_ALL, "dim": 4096, "ffn_dim": 10944, **_experts(128, 1408, 1.0, 46, 1)}
 _355B = {**_ALL, "dim": 5120, "ffn_dim": 12288, "use_qk_norm": True, **_experts(160, 1536, 2.5, 92, 3)}
-_SMALL: Any = {"n_experts": 32, "top_k": 4, "ffn_dim": 96, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.0}
+_SMALL: Any = {"n_experts": 32, "top_k": 4, "ffn_dim": 128, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.0}
 
 FLAVORS = {
     "debugmodel": GLM4MoeModel.Config(
