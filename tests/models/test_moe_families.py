@@ -20,11 +20,14 @@ from tests.models.family_runs import assert_adapters_open_in_peft, save_with_tok
 from tests.models.test_attention import metadata_of
 from tests.models.test_sft_configs import chat_file
 from tests.training import read_metrics, train
+from torchtitan.components.weights import open_source
 from torchtitan.config.manager import ConfigManager
 from torchtitan.dry_run import dry_run
 from torchtitan.models import glm4_moe, mixtral, qwen3_moe
 from torchtitan.models.common.moe.router import ScoreWeights, sigmoid_scores, softmax_scores
 from torchtitan.models.pretrained import load_model
+from torchtitan.protocols.state_dict_adapter import model_tensor_specs
+from torchtitan.protocols.tensor_source import TensorSpec
 from torchtitan.tools.errors import UserError
 from torchtitan.trainer import Trainer
 
@@ -339,3 +342,26 @@ def test_a_dry_run_counts_active_experts(tmp_path: Path) -> None:
     words = ["--module", "qwen3_moe", "--config", "debugmodel", "--dump_folder", str(tmp_path)]
     (rank,) = dry_run(ConfigManager().parse_args(words).config, world_size=2)
     assert rank.executed_flops == pytest.approx(rank.model_flops, rel=0.01)
+
+
+def test_a_layer_that_predicts_further_tokens_is_left_out() -> None:
+    """As in the published files of GLM-4.5; without the layer's own projection, it is one layer too many."""
+    model = glm4_moe.model_registry("debugmodel").model
+    model.vocab_size = 64
+    adapter, internal = glm4_moe.FORMATS["hf"].adapter(model), model_tensor_specs(model)
+    external = adapter.external_specs(internal)
+    spec = TensorSpec(torch.Size([4]), torch.float32)
+    further = {f"model.layers.{model.n_layers}.{name}.weight": spec for name in ("eh_proj", "enorm", "mlp.gate")}
+    assert adapter.plan({**external, **further}, internal).unexpected == []
+    del further[f"model.layers.{model.n_layers}.eh_proj.weight"]
+    with pytest.raises(UserError, match="enorm"):
+        adapter.plan({**external, **further}, internal)
+
+
+def test_exports_keep_the_type_of_the_selection_bias(tmp_path: Path) -> None:
+    options = {"checkpoint__enable": True, "checkpoint__last_save_in_hf": True, "checkpoint__export_dtype": "bfloat16"}
+    train(tmp_path, module="glm4_moe", **options)
+    (folder,) = (tmp_path / "checkpoint").glob("step-*")
+    types = {name: spec.dtype for name, spec in open_source(folder).specs.items()}
+    biases = {dtype for name, dtype in types.items() if name.endswith("e_score_correction_bias")}
+    assert biases == {torch.float32} and types["lm_head.weight"] == torch.bfloat16

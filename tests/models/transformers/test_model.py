@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from torchtitan.components.loss import IGNORE_INDEX, CrossEntropyLoss
+from torchtitan.components.peft import LoRA
 from torchtitan.distributed import initialize_weights
 from torchtitan.models.pretrained import huggingface_model
 from torchtitan.tools.errors import UserError
@@ -155,3 +156,31 @@ def test_code_in_the_folder_is_executed_only_if_trusted(tmp_path: Path, monkeypa
     spec, _ = huggingface_model(folder)
     with torch.device("meta"):
         assert type(spec.model.build().model).__name__ == "Own"
+
+
+def test_vision_is_not_converted() -> None:
+    with torch.device("meta"):
+        model = TransformersModel.Config.of(document_of("gemma3")).build()
+    LoRA.Config(include=["_proj"]).build().convert(model)
+    adapted = [name for name, _ in model.named_parameters() if "lora_A" in name]
+    assert adapted and all(".language_model." in name for name in adapted)
+
+
+def test_buffers_keep_their_types() -> None:
+    with torch.device("meta"):
+        model = TransformersModel.Config.of(document_of("deepseek_v3")).build().to(torch.bfloat16)
+    types = {name: buffer.dtype for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")}
+    assert set(types.values()) == {torch.float32}
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+
+
+def test_code_of_another_repository_is_never_executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TRUST_VARIABLE, "1")
+    auto_map = {"AutoConfig": "other/code--own.OwnConfig", "AutoModelForCausalLM": "other/code--own.Own"}
+    with pytest.raises(UserError, match="other/code--own.py"):
+        huggingface_model(folder_with(tmp_path, model_type="own", auto_map=auto_map))
+
+
+def test_layers_are_not_left_out_at_random() -> None:
+    with pytest.raises(UserError, match="layerdrop"):
+        TransformersModel.Config.of(document_of("opt", layerdrop=0.1)).validate()
