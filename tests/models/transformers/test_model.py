@@ -1,5 +1,5 @@
 """A class of transformers as one of our models: the same loss and gradients as the class itself, for any head, and
-refusals of what does not train."""
+refusals of models that do not train."""
 
 import json
 from pathlib import Path

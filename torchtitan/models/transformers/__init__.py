@@ -1,6 +1,7 @@
 """Any class of transformers that predicts the next token, for models without a family of their own."""
 
 from dataclasses import replace
+from typing import Any
 
 from torchtitan.models.families import Family
 from torchtitan.models.transformers.description import written_document
@@ -10,38 +11,29 @@ from torchtitan.models.transformers.weights import adapter, class_adapter
 from torchtitan.protocols import ModelSpec
 from torchtitan.protocols.state_dict_adapter import ExternalFormat
 
+_SIZES = {
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 2048,
+    "vocab_size": 512,
+}
+
+
+def _small(model_type: str, **document: Any) -> TransformersModel.Config:
+    return TransformersModel.Config(
+        dim=_SIZES["hidden_size"],
+        max_seq_len=_SIZES["max_position_embeddings"],
+        document={"model_type": model_type, **_SIZES, **document},
+    )
+
+
 FLAVORS = {
     # Of no family here: a hybrid of short convolutions and attention; attention and network in parallel, with windows.
-    "debugmodel": TransformersModel.Config(
-        dim=256,
-        max_seq_len=2048,
-        document={
-            "model_type": "lfm2",
-            "hidden_size": 256,
-            "intermediate_size": 768,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 4,
-            "layer_types": ["conv", "conv", "full_attention", "conv"],
-            "max_position_embeddings": 2048,
-            "vocab_size": 512,
-        },
-    ),
-    "debugmodel_dense": TransformersModel.Config(
-        dim=256,
-        max_seq_len=2048,
-        document={
-            "model_type": "cohere2",
-            "hidden_size": 256,
-            "intermediate_size": 768,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 4,
-            "sliding_window": 64,
-            "max_position_embeddings": 2048,
-            "vocab_size": 512,
-        },
-    ),
+    "debugmodel": _small("lfm2", layer_types=["conv", "conv", "full_attention", "conv"]),
+    "debugmodel_dense": _small("cohere2", sliding_window=64),
 }
 
 FORMATS = {

@@ -72,6 +72,8 @@ def _construct(plain: BaseModel, seed: int) -> BaseModel:
     """Return the model with its small tensors in memory, as constructed: some classes set values only there."""
 
     class SmallTensors(TorchFunctionMode):
+        """Puts tensors of at most `_SMALL` elements into memory, and others on the meta device."""
+
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             kwargs = kwargs or {}
             if func in device_constructors() and kwargs.get("device") is None:

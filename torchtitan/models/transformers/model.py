@@ -61,11 +61,11 @@ class TransformersModel(BaseModel):
             return transformers_config(self.document, self.vocab_size)
 
         def validate(self) -> None:
-            width = self.transformers_config().get_text_config(decoder=True).hidden_size
-            if getattr(self.transformers_config().get_text_config(decoder=True), "layerdrop", 0):
+            text = self.transformers_config().get_text_config(decoder=True)
+            if getattr(text, "layerdrop", 0):
                 raise UserError("config.json: layerdrop is above 0, but each rank would leave out other layers; set 0")
-            if self.dim != width:
-                raise UserError(f"--model.dim is {self.dim}, but the hidden_size in config.json is {width}")
+            if self.dim != text.hidden_size:
+                raise UserError(f"--model.dim is {self.dim}, but the hidden_size in config.json is {text.hidden_size}")
 
         def unsupported_parallelisms(self) -> dict[str, str]:
             reason = "a class of transformers computes whole sequences, in one piece"
