@@ -16,6 +16,9 @@ TensorSharding = Literal[
     "all heads",
     "whole sequence",
     "columns",
+    "parts to columns",
+    "parts to shared",
+    "shared to columns",
     "rows",
     "columns to whole",
     "rows to whole",
@@ -37,6 +40,9 @@ TensorSharding = Literal[
 - `whole sequence`: has no split weights of its own; its first input is gathered from the ranks' parts.
 - `columns`: a linear layer, split by outputs. Takes the whole sequence, returns its part of the features, or of an
   output head's vocabulary, from which the loss is computed.
+- `parts to columns`: as `columns`; takes its part of the sequence.
+- `parts to shared`: has no weights; gathers the whole sequence, which each rank uses for its own heads.
+- `shared to columns`: as `columns`, for a result of `parts to shared`.
 - `rows`: a linear layer, split by inputs. Takes its part of the features, returns its part of the sequence.
 
 In models whose ranks all have the whole sequence between layers:

@@ -69,7 +69,8 @@ class RoPEConfig:
             raise UserError(
                 f"--model.rope: theta {self.theta} and scaling_factor {self.scaling_factor} must be above 0"
             )
-        if not 0 < self.low_freq_factor < self.high_freq_factor < math.inf:
+        is_step = self.scaling == "yarn" and self.low_freq_factor == self.high_freq_factor  # as in Kimi K2
+        if not (0 < self.low_freq_factor < self.high_freq_factor < math.inf or is_step):
             raise UserError(
                 f"--model.rope.high_freq_factor {self.high_freq_factor} must be above "
                 f"low_freq_factor {self.low_freq_factor}, and both finite and above 0"

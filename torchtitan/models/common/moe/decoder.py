@@ -7,9 +7,10 @@ from typing import Any, cast
 from torch import nn
 
 from torchtitan.models.common.decoder import Decoder
+from torchtitan.models.common.feed_forward import GatedFeedForward
 from torchtitan.models.common.layer_types import WindowedDecoder
 from torchtitan.models.common.moe.experts import RoutedExperts
-from torchtitan.models.common.moe.layer import MixtureOfExperts, MoEConfig
+from torchtitan.models.common.moe.layer import MixtureOfExperts, MoEConfig, SigmoidMoEConfig
 from torchtitan.models.common.moe.router import Router
 
 
@@ -62,3 +63,22 @@ class MoEDecoder(ExpertLayers, WindowedDecoder):
             self.moe.validate()
 
     config: Config
+
+
+class SigmoidMoEDecoder(MoEDecoder):
+    """A decoder with the experts of DeepSeek-V3."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(MoEDecoder.Config):
+        moe: SigmoidMoEConfig
+        """Experts."""
+
+    config: Config
+
+    def router_parts(self) -> Mapping[str, Any]:
+        return self.config.moe.router_parts()
+
+    def make_shared(self, index: int) -> nn.Module:
+        moe, config = self.config.moe, self.config
+        width = (moe.ffn_dim or config.ffn_dim) * moe.n_shared_experts
+        return GatedFeedForward(dim=config.dim, hidden_dim=width, **self.init_stds(index))

@@ -1,7 +1,9 @@
-"""Names of experts' weights in Hugging Face's files, and the sharding plan of models with experts."""
+"""Experts in Hugging Face's format, and the sharding plan of models with experts."""
 
 from collections.abc import Sequence
+from typing import Any
 
+from torchtitan.models.common.config_reader import ConfigReader
 from torchtitan.models.common.decoder import DENSE_SHARDING
 from torchtitan.protocols import ShardingPlan
 from torchtitan.protocols.state_dict_adapter import Concatenated, KeyMapping, Stacked
@@ -53,3 +55,28 @@ def shared_rows(theirs: str, ours: str = "layers.*.moe.shared") -> tuple[KeyMapp
     return tuple(
         KeyMapping(f"{ours}.{w}.weight", f"model.layers.*.mlp.{theirs}.{name}.weight") for w, name in _NAMES.items()
     )
+
+
+SIGMOID_KEYS = {
+    **{"n_routed_experts": "n_experts", "num_experts_per_tok": "top_k", "moe_intermediate_size": "ffn_dim"},
+    **{"mlp_layer_types": "layer_types"},
+    **{k: k for k in ("n_shared_experts", "norm_topk_prob", "routed_scaling_factor", "n_group", "topk_group")},
+}
+"""Key of config.json → field of `SigmoidMoEConfig`."""
+
+
+def prepare_dense_layers(document: dict[str, Any], default: int) -> dict[str, Any]:
+    """Return a config.json with `mlp_layer_types` for the number of dense layers, by `default` this one."""
+    reader = ConfigReader("config.json", {"first_k_dense_replace": default, **document})
+    n_layers, first = reader.n_layers(), reader.values["first_k_dense_replace"]
+    n_dense = first if first == 0 else min(n_layers, reader.whole_number("first_k_dense_replace"))
+    others = {key: value for key, value in document.items() if key != "first_k_dense_replace"}
+    return {**others, "mlp_layer_types": ["dense"] * n_dense + ["sparse"] * (n_layers - n_dense)}
+
+
+def write_dense_layers(config: Any) -> dict[str, Any] | None:
+    """Return the number of dense layers in config.json; None: config.json cannot describe the `SigmoidMoEDecoder`."""
+    sparse = [config.moe.is_sparse(index) for index in range(config.n_layers)]
+    if config.sliding_window is not None or config.moe.ffn_dim is None or sparse != sorted(sparse):
+        return None
+    return {"first_k_dense_replace": sparse.count(False)}
