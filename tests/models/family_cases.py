@@ -139,6 +139,36 @@ _GRANITE: Options = {
     "logits_scaling": [1.0, 8.0],
 }
 
+LATENTS: Options = {
+    "num_key_value_heads": [4],
+    "q_lora_rank": [None, 20],
+    "kv_lora_rank": [12, 24],
+    "qk_nope_head_dim": [6, 16],
+    "qk_rope_head_dim": [8, 4],
+    "v_head_dim": [6, 10],
+    "attention_bias": [False, True],
+    "n_routed_experts": [12],
+    "num_experts_per_tok": [1, 3],
+    "moe_intermediate_size": [24, 40],
+    "n_shared_experts": [1, 2],
+    "routed_scaling_factor": [1.0, 2.5],
+    "n_group": [2, 4],
+    "topk_group": [1, 2],
+    "first_k_dense_replace": [0, 1],
+    "rope_parameters": [
+        *SIZES["rope_parameters"],
+        *(
+            {
+                **{"rope_type": "yarn", "rope_theta": 1e4, "factor": 40.0, "original_max_position_embeddings": 16},
+                **{"beta_fast": fast, "beta_slow": 1.0, "mscale": mscale, "mscale_all_dim": 0.7},
+            }
+            for fast in (32.0, 1.0)
+            for mscale in (0.7, 1.0)
+        ),
+    ],
+}
+"""Options of DeepSeek-V2 and V3."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
@@ -149,7 +179,7 @@ class Case:
     without: Sequence[str] = ()
     """Keys of `SIZES` that the type does not have."""
     query_norm: float = 1.0
-    """Factor of the weights of query norms, for types that do not divide scores: large ones magnify rounding, here and
+    """Factor of the weights of query norms, for types with large scores, which magnify rounding, here and
     in transformers."""
 
 
@@ -320,6 +350,18 @@ CASES = {
             },
         ),
         Case(
+            model_type="deepseek_v3",
+            options={**LATENTS, "norm_topk_prob": [False, True], "rope_interleave": [False, True]},
+            without=["head_dim"],
+            query_norm=0.5,
+        ),
+        Case(
+            model_type="deepseek_v2",
+            options={**LATENTS, "topk_method": ["greedy", "group_limited_greedy"]},
+            without=["head_dim"],
+            query_norm=0.5,
+        ),
+        Case(
             model_type="qwen3_5_text",
             options={
                 "head_dim": [16, 24],
@@ -346,6 +388,9 @@ CASES = {
 WITH_VISION = {"qwen3_5", "gemma4", "gemma4_unified"}
 """Types whose language model is read, and written as another type."""
 
+ALIASES = {"kimi_k2"}
+"""Types without a class in transformers, read as another type."""
+
 
 def random_reference(model_type: str, seed: int, **fixed: Any) -> Any:
     """Return transformers' model of a random configuration, with weights that make every part matter: norms and biases
@@ -367,7 +412,7 @@ def random_reference(model_type: str, seed: int, **fixed: Any) -> Any:
         for name, parameter in reference.named_parameters():
             if "norm" in name:
                 parameter.add_(torch.empty_like(parameter).uniform_(-0.5, 0.5))
-                parameter.mul_(case.query_norm if "q_norm" in name else 1.0)
+                parameter.mul_(case.query_norm if "q_norm" in name or "q_a_" in name else 1.0)
             elif parameter.ndim == 1:
                 parameter.normal_(std=0.5)
             elif "embed" not in name:

@@ -69,14 +69,12 @@ class DeepSeekModel(SigmoidMoEDecoder):
         rope_interleave: bool = True
         """Rotate neighboring pairs of elements."""
 
-        mscale_all_dim: float = 0.0
-        """Growth of scores with the logarithm of --model.rope.scaling_factor (YaRN)."""
+        mscale_all_dim: float | None = None
+        """Growth of scores with the logarithm of --model.rope.scaling_factor (YaRN). None: they do not grow."""
 
         def validate(self) -> None:
             SigmoidMoEDecoder.Config.validate(self)
-            self.check_positive("q_lora_rank", "kv_lora_rank", "v_head_dim")
-            if not 0 <= self.mscale_all_dim < math.inf:
-                raise UserError(f"--model.mscale_all_dim is {self.mscale_all_dim}, but must be at least 0")
+            self.check_positive("q_lora_rank", "kv_lora_rank", "v_head_dim", "mscale_all_dim")
             if not 2 <= self.qk_rope_head_dim <= self.resolved_head_dim or self.qk_rope_head_dim % 2:
                 raise UserError(
                     f"--model.qk_rope_head_dim is {self.qk_rope_head_dim}, but must be even and at most "
@@ -92,7 +90,7 @@ class DeepSeekModel(SigmoidMoEDecoder):
 
     def make_attention(self, index: int, **options: Any) -> nn.Module:
         config = self.config
-        mscale = 1 + 0.1 * config.mscale_all_dim * math.log(max(1.0, config.rope.scaling_factor))
+        mscale = 1 + 0.1 * (config.mscale_all_dim or 0) * math.log(max(1.0, config.rope.scaling_factor))
         return LatentAttention(
             dim=config.dim,
             n_heads=config.n_heads,
