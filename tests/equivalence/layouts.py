@@ -71,6 +71,8 @@ EXPERTS: Options = {"module": "qwen3_moe", **PENALTIES}
 """A model with experts, of which each token passes through four, with a softmax router."""
 SIGMOID: Options = {"module": "glm4_moe", "model__moe__bias_rate": 0.05, "model__moe__penalties__sequence_loss": 0.3}
 """A model with a sigmoid router whose selection bias balances, groups of experts, a shared expert and a dense layer."""
+LATENTS: Options = {"module": "deepseek_v3", "model__moe__bias_rate": 0.05, "model__moe__penalties__sequence_loss": 0.3}
+"""The same with latent attention, whose values are narrower than keys, and RoPE in the last part of each head."""
 
 DDP2: Options = {"parallelism__data_parallel_replicate_degree": 2, "parallelism__data_parallel_shard_degree": 1}
 HSDP: Options = {"parallelism__data_parallel_replicate_degree": 2, "parallelism__data_parallel_shard_degree": 2}
@@ -226,6 +228,14 @@ TWO_PROCESSES: dict[str, Options] = {
     "CP 2, sigmoid router": {**CP2, **SIGMOID},
     "PP 2 1F1B, sigmoid router": {**PP2, **SIGMOID},
     "PP 2 DualPipeV, sigmoid router": {**PP2, **schedule("DualPipeV"), **SIGMOID},
+    "FSDP 2, latent attention": LATENTS,
+    "FSDP 2, latent attention, AC full": {**LATENTS, **FULL_AC},
+    "FSDP 2, latent attention, AC selective op, compile": {**LATENTS, **OP_AC, **COMPILED},
+    "TP 2, latent attention": {**TP2, **LATENTS},
+    "TP 2, latent attention, compile": {**TP2, **LATENTS, **COMPILED},
+    "TP 2, latent attention, no latent of queries": {**TP2, **LATENTS, "model__q_lora_rank": None},
+    "CP 2, latent attention": {**CP2, **LATENTS},
+    "PP 2 1F1B, latent attention": {**PP2, **LATENTS},
     "CP 2": CP2,
     "CP 2, AdamW": {**CP2, **ADAMW},
     "CP 2, contiguous": {**CP2, **CONTIGUOUS},
@@ -310,6 +320,7 @@ FOUR_PROCESSES: dict[str, Options] = {
     "HSDP 2 x 2, experts": {**HSDP, **EXPERTS},
     "FSDP 2 x CP 2, sigmoid router": {**CP2, **SIGMOID},
     "PP 2 ZBVZeroBubble x TP 2, sigmoid router": {**PP2, **TP2, **schedule("ZBVZeroBubble"), **SIGMOID},
+    "TP 2 x CP 2, latent attention": {**TP2, **CP2, **LATENTS},
     "TP 2 x CP 2, LongRoPE": {**TP2, **CP2, **LONG_ROPE},
     "TP 2 x CP 2, tied embeddings, AC full": {**TP2, **CP2, **TIED, **FULL_AC},
     **{f"PP 2 {name} x FSDP 2": {**PP2, **schedule(name)} for name in SCHEDULES},

@@ -46,12 +46,9 @@ class _Interface(NamedTuple):
     """Placement of the output; None: unchanged."""
     use_local_output: bool = True
     """True if the output is the local shard instead of a DTensor."""
-    is_shared: bool = False
-    """True if each rank uses the same plain tensor for its own heads, so that its gradients add up over the ranks."""
-
-    def gradient(self, placement: Placement) -> list[Placement] | None:
-        """Return the placement of the gradient of a plain tensor with this placement; None: the same."""
-        return [Partial()] if self.is_shared and placement == Replicate() else None
+    input_gradient: list[Placement] | None = None
+    output_gradient: list[Placement] | None = None
+    """Placement of the gradient of a plain tensor; None: that of the tensor."""
 
 
 _INTERFACES: Mapping[TensorSharding, _Interface] = {
@@ -63,8 +60,8 @@ _INTERFACES: Mapping[TensorSharding, _Interface] = {
     "whole sequence": _Interface(Shard(1), Replicate()),
     "columns": _Interface(Replicate(), Replicate(), output=Shard(-1)),
     "parts to columns": _Interface(Shard(1), Replicate(), output=Shard(-1)),
-    "parts to shared": _Interface(Shard(1), Replicate(), output=Replicate(), is_shared=True),
-    "shared to columns": _Interface(Replicate(), Replicate(), output=Shard(-1), is_shared=True),
+    "parts to shared": _Interface(Shard(1), Replicate(), output=Replicate(), output_gradient=[Partial()]),
+    "shared to columns": _Interface(Replicate(), Replicate(), output=Shard(-1), input_gradient=[Partial()]),
     "rows": _Interface(Shard(-1), Shard(-1), output=Shard(1)),
     "columns to whole": _Interface(Replicate(), Replicate(), output=Replicate()),
     "rows to whole": _Interface(Shard(-1), Shard(-1), output=Replicate()),
@@ -95,8 +92,7 @@ def _parallelize(module: nn.Module, mesh: DeviceMesh, sharding: TensorSharding) 
     def prepare_input(_: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> Any:
         first, *others = inputs
         if not isinstance(first, DTensor):
-            gradient = interface.gradient(interface.input)
-            first = DTensor.from_local(first, mesh, [interface.input], run_check=False, grad_placements=gradient)
+            first = DTensor.from_local(first, mesh, [interface.input], grad_placements=interface.input_gradient)
         if interface.input != interface.desired_input:
             first = first.redistribute(placements=[interface.desired_input])
         return first, *others
@@ -104,9 +100,7 @@ def _parallelize(module: nn.Module, mesh: DeviceMesh, sharding: TensorSharding) 
     def prepare_output(_: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
         if interface.output is not None and output.placements != (interface.output,):
             output = output.redistribute(placements=[interface.output], async_op=True)
-        if not interface.use_local_output:
-            return output
-        return output.to_local(grad_placements=interface.gradient(output.placements[0]))
+        return output.to_local(grad_placements=interface.output_gradient) if interface.use_local_output else output
 
     def partition(_: str, part: nn.Module, mesh: DeviceMesh) -> None:
         shard_parameters(part, mesh, features)

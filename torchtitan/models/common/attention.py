@@ -103,8 +103,8 @@ class Attention(nn.Module):
         self._products = partial(products, scale=scale, enable_gqa=True)
 
     def forward(self, q_BLHD: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, attention: AttentionMetadata) -> Tensor:
-        """Attend H query heads to K key/value heads (K divides H): (B, L, heads, head_dim) → (B, L, H, head_dim). Values
-        may be narrower than keys, and then the result is too."""
+        """Attend H query heads to K key/value heads (K divides H): (B, L, heads, head_dim) → (B, L, H, head_dim). If
+        values are narrower than keys, so is the result."""
         v_dim = v_BLKD.shape[-1]
         if padding := q_BLHD.shape[-1] - v_dim:  # the fast kernels need equal widths
             return self(q_BLHD, k_BLKD, F.pad(v_BLKD, (0, padding)), attention)[..., :v_dim]

@@ -207,10 +207,6 @@ class Decoder(BaseModel):
         """Return the width of a layer's heads."""
         return self.config.resolved_head_dim
 
-    def rope_dim_of_layer(self, index: int) -> int:
-        """Return the number of elements of a layer's heads that RoPE is for."""
-        return self.head_dim_of_layer(index)
-
     def rope_of_layer(self, index: int) -> RoPEConfig | None:
         """Return the rotary position embedding of a layer; None: it has no positions."""
         return self.config.rope
@@ -266,15 +262,11 @@ class Decoder(BaseModel):
         # The last stage has a tied embedding, but gets hidden states.
         hidden_BLD = tokens_BL if tokens_BL.is_floating_point() else self.embed(tokens_BL)
         layers = [
-            (
-                block,
-                (self.rope_of_layer(i), self.rope_dim_of_layer(i)),
-                (self.window_of_layer(i) or attention.window, self.head_dim_of_layer(i)),
-            )
+            (block, self.rope_of_layer(i), self.window_of_layer(i) or attention.window, self.head_dim_of_layer(i))
             for i, block in zip(map(int, self.layers), self.layers.values(), strict=True)
         ]
         # Computed once for all layers with the same RoPE or window, and heads of the same width.
-        ropes = {(id(rope), dim): (rope, dim) for _, (rope, dim), _ in layers if rope is not None}
+        ropes = {(id(rope), head_dim): (rope, head_dim) for _, rope, _, head_dim in layers if rope is not None}
         lengths_BL = None
         if any(rope.depends_on_length for rope, _ in ropes.values()):
             lengths_BL = attention.document_lengths_BL(device)
@@ -288,10 +280,10 @@ class Decoder(BaseModel):
                 static=self.is_compiled,
                 capped=self.score_softcap() is not None,
             )
-            for window, head_dim in {window for _, _, window in layers}
+            for window, head_dim in {(window, head_dim) for _, _, window, head_dim in layers}
         }
-        for block, (rope, dim), window in layers:
-            hidden_BLD = block(hidden_BLD, cos_sin.get((id(rope), dim)), with_window[window])
+        for block, rope, window, head_dim in layers:
+            hidden_BLD = block(hidden_BLD, cos_sin.get((id(rope), head_dim)), with_window[window, head_dim])
         if self.head is None:
             return hidden_BLD
         tied_VD = None

@@ -113,6 +113,8 @@ def _read_scaling(rope: RoPEConfig, reader: ConfigReader, parameters: ConfigRead
         rope.attention_factor = parameters.number("attention_factor")
     elif parameters.has("mscale") and parameters.has("mscale_all_dim"):
         rope.attention_factor = _mscale(rope, parameters, "mscale") / _mscale(rope, parameters, "mscale_all_dim")
+    if parameters.has("mscale_all_dim"):
+        rope.mscale_all_dim = parameters.number("mscale_all_dim")
     if parameters.has("truncate") and not parameters.flag("truncate"):
         raise UserError("config.json: RoPE's truncate is False, which this family does not support (only True)")
     if rope.scaling == "longrope":
@@ -179,6 +181,8 @@ def _scaling(rope: RoPEConfig, max_seq_len: int) -> Mapping[str, Any] | None:
         scaling[_ORIGINAL_CONTEXT] = rope.original_max_seq_len
     if rope.attention_factor is not None:
         scaling["attention_factor"] = rope.attention_factor
+    if rope.mscale_all_dim:
+        scaling["mscale_all_dim"] = rope.mscale_all_dim
     if rope.scaling == "longrope":
         scaling |= {"short_factor": rope.short_factors, "long_factor": rope.long_factors}
     return scaling

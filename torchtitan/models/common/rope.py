@@ -21,8 +21,8 @@ class RoPEConfig:
     """Base of the geometric series of wavelengths."""
 
     rotated_fraction: float = 1.0
-    """Part of each head that is rotated, from its first element (`proportional`: of both halves); other elements have
-    no position."""
+    """Part of each head that is rotated, from its first element (`proportional`: of both halves; latent attention: the
+    last elements); other elements have no position."""
 
     scaling: Scaling = "llama3"
     """Change of frequencies for long contexts; each one is described at its function in models/common/rope.py."""
@@ -43,6 +43,9 @@ class RoPEConfig:
     attention_factor: float | None = None
     """Factor of queries and keys (`yarn`, `longrope`). None: the published function of scaling_factor."""
 
+    mscale_all_dim: float = 0.0
+    """Growth of scores with the logarithm of scaling_factor (`yarn` in latent attention)."""
+
     short_factors: list[float] | None = None
     """Divisor of each pair's frequency in documents up to original_max_seq_len (`longrope`)."""
 
@@ -51,7 +54,12 @@ class RoPEConfig:
 
     def rotated_dim(self, head_dim: int) -> int:
         """Return the number of elements of a head, from its first, that form pairs with a frequency."""
-        return head_dim if self.scaling == "proportional" else int(head_dim * self.rotated_fraction)
+        return head_dim if self.scaling == "proportional" else int(head_dim * self.rotated_fraction + 1e-6)
+
+    @property
+    def score_factor(self) -> float:
+        """Factor of scores in latent attention, the square of that of queries and keys."""
+        return (1 + 0.1 * self.mscale_all_dim * math.log(max(1.0, self.scaling_factor))) ** 2
 
     @property
     def is_scaled(self) -> bool:

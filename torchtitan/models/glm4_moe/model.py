@@ -7,7 +7,8 @@ from typing import Any
 from torch import nn
 
 from torchtitan.models.common.hugging_face import DENSE_ROWS, ModelType, dense_format
-from torchtitan.models.common.moe.decoder import SigmoidMoEDecoder
+from torchtitan.models.common.moe.decoder import MoEDecoder
+from torchtitan.models.common.moe.layer import SigmoidMoEConfig
 from torchtitan.models.common.moe.rows import (
     SELECTION_ROW,
     SIGMOID_KEYS,
@@ -18,11 +19,14 @@ from torchtitan.models.common.moe.rows import (
 )
 
 
-class GLM4MoeModel(SigmoidMoEDecoder):
+class GLM4MoeModel(MoEDecoder):
     """A decoder with experts in all but the first layers; half of each head is rotated."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(SigmoidMoEDecoder.Config):
+    class Config(MoEDecoder.Config):
+        moe: SigmoidMoEConfig
+        """Experts."""
+
         attention_bias: bool = False
         """Add biases to queries, keys and values."""
 

@@ -37,11 +37,16 @@ class ExpertLayers:
 
     def router_parts(self) -> Mapping[str, Any]:
         """Return the parts that the family's `Router` is made of."""
-        raise NotImplementedError
+        parts: Mapping[str, Any] = self.config.moe.router_parts()
+        return parts
 
     def make_shared(self, index: int) -> nn.Module | None:
         """Return the expert of all tokens; None: there is none."""
-        return None
+        moe, stds = self.config.moe, cast(Decoder, self).init_stds(index)
+        if not isinstance(moe, SigmoidMoEConfig):
+            return None
+        width = (moe.ffn_dim or self.config.ffn_dim) * moe.n_shared_experts
+        return GatedFeedForward(dim=self.config.dim, hidden_dim=width, **stds)
 
 
 class MoEDecoder(ExpertLayers, WindowedDecoder):
@@ -63,22 +68,3 @@ class MoEDecoder(ExpertLayers, WindowedDecoder):
             self.moe.validate()
 
     config: Config
-
-
-class SigmoidMoEDecoder(MoEDecoder):
-    """A decoder with the experts of DeepSeek-V3."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(MoEDecoder.Config):
-        moe: SigmoidMoEConfig
-        """Experts."""
-
-    config: Config
-
-    def router_parts(self) -> Mapping[str, Any]:
-        return self.config.moe.router_parts()
-
-    def make_shared(self, index: int) -> nn.Module:
-        moe, config = self.config.moe, self.config
-        width = (moe.ffn_dim or config.ffn_dim) * moe.n_shared_experts
-        return GatedFeedForward(dim=config.dim, hidden_dim=width, **self.init_stds(index))

@@ -8,7 +8,14 @@ from torch import Tensor, nn
 
 from torchtitan.models.common.moe.balance import BatchBalance, Penalty, SelectionBias, SequenceBalance, ZLoss
 from torchtitan.models.common.moe.experts import RoutedExperts
-from torchtitan.models.common.moe.router import GroupLimitedTopK, Router, ScoreWeights, TopK, sigmoid_scores
+from torchtitan.models.common.moe.router import (
+    GroupLimitedTopK,
+    Router,
+    ScoreWeights,
+    TopK,
+    sigmoid_scores,
+    softmax_scores,
+)
 from torchtitan.protocols.initializer import TruncatedNormal, with_initializers
 from torchtitan.tools.errors import UserError
 
@@ -87,7 +94,11 @@ class MoEConfig:
 
 @dataclass(kw_only=True, slots=True)
 class SigmoidMoEConfig(MoEConfig):
-    """Experts of DeepSeek-V3 and models after it: sigmoid scores, a selection bias, groups and shared experts."""
+    """Experts of DeepSeek-V3 and models after it: sigmoid scores, a selection bias, groups and shared experts. Those of
+    V2 have no such bias, and a group is as good as its best expert."""
+
+    scoring_func: Literal["sigmoid", "softmax"] = "sigmoid"
+    """Scores of experts; `softmax`: as in DeepSeek-V2."""
 
     n_shared_experts: int = 1
     """Experts that every token passes through, computed as one that is wider by this factor."""
@@ -122,18 +133,21 @@ class SigmoidMoEConfig(MoEConfig):
             )
         if not 1 <= self.n_shared_experts <= _MOST_EXPERTS:
             raise UserError(f"--model.moe.n_shared_experts is {self.n_shared_experts}, but must be at least 1")
+        if self.scoring_func == "softmax" and self.bias_rate:
+            raise UserError(f"--model.moe.bias_rate is {self.bias_rate}, but must be 0 with softmax scores")
         for name in ("routed_scaling_factor", "bias_rate"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise UserError(f"--model.moe.{name} is {getattr(self, name)}, but must be at least 0")
 
     def router_parts(self) -> dict[str, Any]:
         """Return the parts of `Router`."""
-        groups = GroupLimitedTopK(self.top_k, self.n_group, self.topk_group, members=2)
+        is_v2 = self.scoring_func == "softmax"
+        groups = GroupLimitedTopK(self.top_k, self.n_group, self.topk_group, members=1 if is_v2 else 2)
         return {
-            "score": sigmoid_scores,
+            "score": softmax_scores if is_v2 else sigmoid_scores,
             "choose": TopK(self.top_k) if self.n_group == 1 else groups,
             "weigh": ScoreWeights(self.norm_topk_prob, self.routed_scaling_factor, eps=1e-20),
-            "selection": SelectionBias(self.n_experts, self.bias_rate),
+            "selection": None if is_v2 else SelectionBias(self.n_experts, self.bias_rate),
         }
 
 

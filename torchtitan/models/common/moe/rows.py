@@ -74,9 +74,11 @@ def prepare_dense_layers(document: dict[str, Any], default: int) -> dict[str, An
     return {**others, "mlp_layer_types": ["dense"] * n_dense + ["sparse"] * (n_layers - n_dense)}
 
 
-def write_dense_layers(config: Any) -> dict[str, Any] | None:
-    """Return the number of dense layers in config.json; None: config.json cannot describe the `SigmoidMoEDecoder`."""
-    sparse = [config.moe.is_sparse(index) for index in range(config.n_layers)]
-    if config.sliding_window is not None or config.moe.ffn_dim is None or sparse != sorted(sparse):
+def write_dense_layers(config: Any, score: str = "sigmoid") -> dict[str, Any] | None:
+    """Return the number of dense layers in config.json; None: it cannot describe a model with these layers."""
+    moe, sparse = config.moe, [config.moe.is_sparse(index) for index in range(config.n_layers)]
+    if config.sliding_window is not None or moe.ffn_dim is None or sparse != sorted(sparse):
+        return None
+    if moe.scoring_func != score or (moe.norm_topk_prob and score == "softmax"):
         return None
     return {"first_k_dense_replace": sparse.count(False)}
