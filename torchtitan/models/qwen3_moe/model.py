@@ -7,14 +7,12 @@ from typing import Any
 from torch import nn
 
 from torchtitan.models.common.config_reader import ConfigReader
-from torchtitan.models.common.feed_forward import GatedFeedForward
 from torchtitan.models.common.hugging_face import DENSE_ROWS, ModelType, dense_format
 from torchtitan.models.common.moe.decoder import MoEDecoder
 from torchtitan.models.common.moe.layer import GatedSharedExpert, MoEConfig
 from torchtitan.models.common.moe.router import ScoreWeights, TopK, softmax_scores
 from torchtitan.models.common.moe.rows import expert_rows, shared_rows
 from torchtitan.protocols.state_dict_adapter import KeyMapping
-from torchtitan.tools.errors import UserError
 
 
 @dataclass(kw_only=True, slots=True)
@@ -60,8 +58,7 @@ class Qwen2MoeModel(Qwen3MoeModel):
 
         def validate(self) -> None:
             Qwen3MoeModel.Config.validate(self)
-            if not 1 <= self.shared_ffn_dim <= 2**24:
-                raise UserError(f"--model.shared_ffn_dim is {self.shared_ffn_dim}, but must be from 1 to {2**24}")
+            self.check_sizes(2**24, "shared_ffn_dim")
 
     config: Config
 
@@ -70,13 +67,8 @@ class Qwen2MoeModel(Qwen3MoeModel):
         return super().make_attention(index, qk_norm=None, biases=biases, **options)
 
     def make_shared(self, index: int) -> nn.Module:
-        stds, dim = self.init_stds(index), self.config.dim
-        network = GatedFeedForward(dim=dim, hidden_dim=self.config.shared_ffn_dim, **stds)
-        return GatedSharedExpert(network, dim=dim, init_std=stds["init_std"])
+        return GatedSharedExpert(dim=self.config.dim, hidden_dim=self.config.shared_ffn_dim, **self.init_stds(index))
 
-
-_SHARED_GATE = KeyMapping("layers.*.moe.shared.gate", "model.layers.*.mlp.shared_expert_gate.weight")
-_DENSE = (*DENSE_ROWS, *shared_rows("shared_expert", "layers.*.moe.shared.network"), _SHARED_GATE)
 
 _KEYS = {
     **{"num_experts": "moe.n_experts", "num_experts_per_tok": "moe.top_k", "norm_topk_prob": "moe.norm_topk_prob"},
@@ -88,7 +80,7 @@ _IGNORED = ("output_router_logits", "router_aux_loss_coef")
 
 
 def _rows(config: Qwen3MoeModel.Config) -> Sequence[KeyMapping]:
-    return (*_DENSE, *expert_rows(config.moe.n_experts))
+    return (*DENSE_ROWS, *shared_rows("shared_expert"), *expert_rows(config.moe.n_experts))
 
 
 def _prepare(document: dict[str, Any]) -> dict[str, Any]:

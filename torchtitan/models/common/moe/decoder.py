@@ -31,34 +31,47 @@ class ExpertLayers:
             **self.router_parts(),
         )
         width = moe.ffn_dim or self.config.ffn_dim
-        experts = RoutedExperts(n_experts=moe.n_experts, top_k=moe.top_k, dim=dim, hidden_dim=width, **stds)
+        experts = self.make_experts(n_experts=moe.n_experts, top_k=moe.top_k, dim=dim, hidden_dim=width, **stds)
         return MixtureOfExperts(router, experts, self.make_shared(index))
 
     def router_parts(self) -> Mapping[str, Any]:
         """Return the parts that the family's `Router` is made of."""
         raise NotImplementedError
 
+    def make_experts(self, **options: Any) -> RoutedExperts:
+        """Return the routed experts of a layer."""
+        return RoutedExperts(**options)
+
     def make_shared(self, index: int) -> nn.Module | None:
         """Return the expert of all tokens; None: there is none."""
         return None
+
+
+class ExpertLayersConfig:
+    """A mixin before the `Config` of a decoder with `ExpertLayers`."""
+
+    __slots__ = ()
+
+    moe: MoEConfig
+    n_layers: int
+
+    @property
+    def tensor_parallel_sizes(self) -> dict[str, int]:
+        is_dense = any(not self.moe.is_sparse(index) for index in range(self.n_layers))
+        sizes = cast(Decoder.Config, super()).tensor_parallel_sizes
+        return {name: size for name, size in sizes.items() if is_dense or name != "ffn_dim"}
+
+    def validate(self) -> None:
+        cast(Decoder.Config, super()).validate()
+        self.moe.validate()
 
 
 class MoEDecoder(ExpertLayers, WindowedDecoder):
     """A decoder with experts in some layers or in all, and windows."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(WindowedDecoder.Config):
+    class Config(ExpertLayersConfig, WindowedDecoder.Config):
         moe: MoEConfig
         """Experts."""
-
-        @property
-        def tensor_parallel_sizes(self) -> dict[str, int]:
-            sizes = {name: getattr(self, name) for name in ("n_heads", "n_kv_heads")}
-            is_dense = any(not self.moe.is_sparse(index) for index in range(self.n_layers))
-            return {**sizes, "ffn_dim": self.ffn_dim} if is_dense else sizes
-
-        def validate(self) -> None:
-            WindowedDecoder.Config.validate(self)
-            self.moe.validate()
 
     config: Config

@@ -6,6 +6,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from torchtitan.models.common.feed_forward import GatedFeedForward
 from torchtitan.models.common.moe.balance import BatchBalance, Penalty, SelectionBias, SequenceBalance, ZLoss
 from torchtitan.models.common.moe.experts import RoutedExperts
 from torchtitan.models.common.moe.router import GroupLimitedTopK, Router, ScoreWeights, TopK, sigmoid_scores
@@ -157,17 +158,15 @@ class MixtureOfExperts(nn.Module):
         return routed_BLD if self.shared is None else routed_BLD + self.shared(x_BLD)
 
 
-class GatedSharedExpert(nn.Module):
+class GatedSharedExpert(GatedFeedForward):
     """A network times a gate of one number per token (Qwen1.5-MoE)."""
 
-    def __init__(self, network: nn.Module, *, dim: int, init_std: float):
-        super().__init__()
-        self.network = network
+    def __init__(self, *, dim: int, init_std: float, **options: Any):
+        super().__init__(dim=dim, init_std=init_std, **options)
         # Not a linear layer, since it is too narrow for adapters and quantization.
         self.gate = nn.Parameter(torch.empty(1, dim))
         with_initializers(self, gate=TruncatedNormal(init_std))
 
     def forward(self, x_BLD: Tensor) -> Tensor:
         """(B, L, dim) → (B, L, dim)."""
-        out_BLD: Tensor = self.network(x_BLD)
-        return torch.sigmoid(x_BLD @ self.gate.T) * out_BLD
+        return torch.sigmoid(x_BLD @ self.gate.T) * super().forward(x_BLD)
