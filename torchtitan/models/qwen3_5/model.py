@@ -1,7 +1,6 @@
 """Qwen3.5's models, dense and with experts, without their vision encoder, and their Hugging Face format."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -9,12 +8,10 @@ from torch import nn
 from torchtitan.models.common.config_reader import ConfigReader
 from torchtitan.models.common.delta_net import DELTA_NET_KEYS, DELTA_NET_ROWS, HybridDecoder
 from torchtitan.models.common.hugging_face import DENSE_ROWS, ModelType, dense_format, write_if
-from torchtitan.models.common.moe.decoder import ExpertLayers, ExpertLayersConfig
-from torchtitan.models.common.moe.layer import GatedSharedExpert, MoEConfig
-from torchtitan.models.common.moe.router import ScoreWeights, TopK, softmax_scores
+from torchtitan.models.common.moe.decoder import QwenExpertLayers
+from torchtitan.models.common.moe.layer import QwenMoEConfig
 from torchtitan.models.common.moe.rows import expert_rows, shared_rows
 from torchtitan.models.common.norms import OffsetRMSNorm
-from torchtitan.protocols.state_dict_adapter import KeyMapping
 from torchtitan.tools.errors import UserError
 
 
@@ -29,34 +26,17 @@ class Qwen35Model(HybridDecoder):
         return super().make_attention(index, qk_norm=self.make_norm, gated=True, **options)
 
 
-class Qwen35MoEModel(ExpertLayers, Qwen35Model):
+class Qwen35MoEModel(QwenExpertLayers, Qwen35Model):
     """Qwen3.5 with experts in each layer, next to one that every token passes through."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(ExpertLayersConfig, Qwen35Model.Config):
-        moe: MoEConfig
+    class Config(Qwen35Model.Config):
+        moe: QwenMoEConfig
         """Experts."""
 
-        shared_ffn_dim: int = 512
-        """Width of the shared expert."""
-
         def validate(self) -> None:
-            ExpertLayersConfig.validate(self)
-            self.check_sizes(2**24, "shared_ffn_dim")
-
-    config: Config
-
-    def router_parts(self) -> Mapping[str, Any]:
-        choose, weigh = TopK(self.config.moe.top_k), ScoreWeights(normalized=True)
-        return {"score": softmax_scores, "choose": choose, "weigh": weigh}
-
-    def make_shared(self, index: int) -> nn.Module:
-        width = self.config.shared_ffn_dim
-        return GatedSharedExpert(dim=self.config.dim, hidden_dim=width, **self.init_stds(index))
-
-
-def _rows(config: Qwen35MoEModel.Config) -> Sequence[KeyMapping]:
-    return (*_DENSE, *shared_rows("shared_expert"), *expert_rows(config.moe.n_experts))
+            Qwen35Model.Config.validate(self)
+            self.moe.validate()
 
 
 def _prepare(document: dict[str, Any]) -> dict[str, Any]:
@@ -79,37 +59,34 @@ def _prepare(document: dict[str, Any]) -> dict[str, Any]:
 
 
 _DENSE = (*DENSE_ROWS, *DELTA_NET_ROWS)
-_KEYS = {**DELTA_NET_KEYS, "attention_bias": "attention_bias"}
-_IGNORED = ("mamba_ssm_dtype", "mlp_only_layers", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")
-_SHARED: dict[str, Any] = {"fixed": {"attn_output_gate": True}, "prepare": _prepare}
-_DEFAULTS = {"num_key_value_heads": 4, "head_dim": 256, "partial_rotary_factor": 0.25}
-
 _TEXT = ModelType(
     architecture="Qwen3_5ForCausalLM",
     config=Qwen35Model.Config,
     rows=_DENSE,
-    keys=_KEYS,
-    defaults=_DEFAULTS,
-    ignored=_IGNORED,
-    **_SHARED,
+    keys={**DELTA_NET_KEYS, "attention_bias": "attention_bias"},
+    fixed={"attn_output_gate": True},
+    defaults={"num_key_value_heads": 4, "head_dim": 256, "partial_rotary_factor": 0.25},
+    ignored=("mamba_ssm_dtype", "mlp_only_layers", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),
+    prepare=_prepare,
 )
-_MOE_TEXT = ModelType(
+
+_KEYS = {
+    "num_experts": "n_experts",
+    "num_experts_per_tok": "top_k",
+    "shared_expert_intermediate_size": "shared_ffn_dim",
+}
+_DEFAULTS = {"num_experts": 256, "num_experts_per_tok": 8, "shared_expert_intermediate_size": 512}
+_MOE = replace(
+    _TEXT,
     architecture="Qwen3_5MoeForCausalLM",
     config=Qwen35MoEModel.Config,
-    rows=_rows,
-    keys={
-        **{**_KEYS, "num_experts": "moe.n_experts", "num_experts_per_tok": "moe.top_k"},
-        **{"moe_intermediate_size": "ffn_dim", "shared_expert_intermediate_size": "shared_ffn_dim"},
-    },
-    defaults={
-        **{**_DEFAULTS, "num_key_value_heads": 2, "moe_intermediate_size": 512},
-        **{"num_experts": 256, "num_experts_per_tok": 8},
-    },
-    ignored=(*_IGNORED, "output_router_logits", "router_aux_loss_coef"),
-    write=write_if(lambda config: config.moe.ffn_dim is None and config.moe.layer_types == ["sparse"]),
-    **_SHARED,
+    rows=lambda config: (*_DENSE, *shared_rows("shared_expert"), *expert_rows(config.moe.n_experts)),
+    keys={**_TEXT.keys, "moe_intermediate_size": "ffn_dim", **{key: f"moe.{name}" for key, name in _KEYS.items()}},
+    defaults={**_TEXT.defaults, **_DEFAULTS, "moe_intermediate_size": 512, "num_key_value_heads": 2},
+    ignored=(*_TEXT.ignored, "output_router_logits", "router_aux_loss_coef"),
+    write=write_if(lambda c: c.moe.norm_topk_prob and c.moe.ffn_dim is None and c.moe.layer_types == ["sparse"]),
 )
 
 # Tensors that predict more tokens at once are left out, as by transformers.
-_TYPES = {"qwen3_5_text": _TEXT, "qwen3_5": _TEXT, "qwen3_5_moe_text": _MOE_TEXT, "qwen3_5_moe": _MOE_TEXT}
+_TYPES = {"qwen3_5_text": _TEXT, "qwen3_5": _TEXT, "qwen3_5_moe_text": _MOE, "qwen3_5_moe": _MOE}
 FORMAT = dense_format(_TYPES, without=("model.visual.", "mtp."))

@@ -1,6 +1,6 @@
 """Decoders with experts in some layers."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -9,14 +9,16 @@ from torch import nn
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.layer_types import WindowedDecoder
 from torchtitan.models.common.moe.experts import RoutedExperts
-from torchtitan.models.common.moe.layer import MixtureOfExperts, MoEConfig
-from torchtitan.models.common.moe.router import Router
+from torchtitan.models.common.moe.layer import GatedSharedExpert, MixtureOfExperts, MoEConfig
+from torchtitan.models.common.moe.router import Router, ScoreWeights, TopK, softmax_scores
 
 
 class ExpertLayers:
     """A mixin before a decoder's class, whose `Config` has a `MoEConfig` as `moe`."""
 
     config: Any
+
+    make_experts: Callable[..., RoutedExperts] = RoutedExperts
 
     def make_feed_forward(self, index: int, *args: Any, **options: Any) -> nn.Module:
         decoder, moe = cast(Decoder, super()), self.config.moe
@@ -35,43 +37,42 @@ class ExpertLayers:
         return MixtureOfExperts(router, experts, self.make_shared(index))
 
     def router_parts(self) -> Mapping[str, Any]:
-        """Return the parts that the family's `Router` is made of."""
-        raise NotImplementedError
-
-    def make_experts(self, **options: Any) -> RoutedExperts:
-        """Return the routed experts of a layer."""
-        return RoutedExperts(**options)
+        """Return the parts of `Router`: by default, normalized probabilities."""
+        choose, weigh = TopK(self.config.moe.top_k), ScoreWeights(normalized=True)
+        return {"score": softmax_scores, "choose": choose, "weigh": weigh}
 
     def make_shared(self, index: int) -> nn.Module | None:
         """Return the expert of all tokens; None: there is none."""
         return None
 
 
-class ExpertLayersConfig:
-    """A mixin before the `Config` of a decoder with `ExpertLayers`."""
+class QwenExpertLayers(ExpertLayers):
+    """`ExpertLayers` with a `QwenMoEConfig`."""
 
-    __slots__ = ()
+    def router_parts(self) -> Mapping[str, Any]:
+        return {**super().router_parts(), "weigh": ScoreWeights(self.config.moe.norm_topk_prob)}
 
-    moe: MoEConfig
-    n_layers: int
-
-    @property
-    def tensor_parallel_sizes(self) -> dict[str, int]:
-        is_dense = any(not self.moe.is_sparse(index) for index in range(self.n_layers))
-        sizes = cast(Decoder.Config, super()).tensor_parallel_sizes
-        return {name: size for name, size in sizes.items() if is_dense or name != "ffn_dim"}
-
-    def validate(self) -> None:
-        cast(Decoder.Config, super()).validate()
-        self.moe.validate()
+    def make_shared(self, index: int) -> nn.Module | None:
+        width, stds = self.config.moe.shared_ffn_dim, cast(Decoder, self).init_stds(index)
+        return None if width is None else GatedSharedExpert(dim=self.config.dim, hidden_dim=width, **stds)
 
 
 class MoEDecoder(ExpertLayers, WindowedDecoder):
     """A decoder with experts in some layers or in all, and windows."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(ExpertLayersConfig, WindowedDecoder.Config):
+    class Config(WindowedDecoder.Config):
         moe: MoEConfig
         """Experts."""
+
+        @property
+        def tensor_parallel_sizes(self) -> dict[str, int]:
+            sizes = {name: getattr(self, name) for name in ("n_heads", "n_kv_heads")}
+            is_dense = any(not self.moe.is_sparse(index) for index in range(self.n_layers))
+            return {**sizes, "ffn_dim": self.ffn_dim} if is_dense else sizes
+
+        def validate(self) -> None:
+            WindowedDecoder.Config.validate(self)
+            self.moe.validate()
 
     config: Config

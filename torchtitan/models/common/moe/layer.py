@@ -87,6 +87,22 @@ class MoEConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class QwenMoEConfig(MoEConfig):
+    """Experts of Qwen's models: softmax scores, and perhaps a shared expert with a gate."""
+
+    norm_topk_prob: bool = True
+    """Divide the weights of a token's experts by their sum."""
+
+    shared_ffn_dim: int | None = None
+    """Width of the shared expert. None: there is none."""
+
+    def validate(self) -> None:
+        MoEConfig.validate(self)
+        if not (self.shared_ffn_dim is None or 1 <= self.shared_ffn_dim <= 2**24):
+            raise UserError(f"--model.moe.shared_ffn_dim is {self.shared_ffn_dim}, but must be from 1 to {2**24}")
+
+
+@dataclass(kw_only=True, slots=True)
 class SigmoidMoEConfig(MoEConfig):
     """Experts of DeepSeek-V3 and models after it: sigmoid scores, a selection bias, groups and shared experts."""
 
