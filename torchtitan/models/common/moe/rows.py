@@ -45,8 +45,10 @@ SELECTION_ROW = KeyMapping("layers.*.moe.router.selection.bias_E", "model.layers
 """The selection bias."""
 
 
-def shared_rows(theirs: str, ours: str = "layers.*.moe.shared") -> tuple[KeyMapping, ...]:
-    """Return the rows of a shared expert."""
+def shared_rows(theirs: str) -> tuple[KeyMapping, ...]:
+    """Return the rows of a shared expert, and of its gate."""
+    names = {**{f"{w}.weight": f".{name}" for w, name in _NAMES.items()}, "gate": "_gate"}
     return tuple(
-        KeyMapping(f"{ours}.{w}.weight", f"model.layers.*.mlp.{theirs}.{name}.weight") for w, name in _NAMES.items()
+        KeyMapping(f"layers.*.moe.shared.{ours}", f"model.layers.*.mlp.{theirs}{name}.weight")
+        for ours, name in names.items()
     )
