@@ -78,30 +78,27 @@ def write_if(
     return lambda config: write(config) if describes(config) else None
 
 
+def module_rows(ours: str, theirs: str, names: Mapping[str, str]) -> tuple[KeyMapping, ...]:
+    """Return the rows of weights and biases of the modules in `ours` and `theirs` with these names."""
+    kinds = ("weight", "bias")
+    return tuple(KeyMapping(f"{ours}.{o}.{k}", f"{theirs}.{t}.{k}") for o, t in names.items() for k in kinds)
+
+
 def attention_rows(theirs: str = "self_attn") -> tuple[KeyMapping, ...]:
     """Return the rows of grouped-query attention with all its options."""
     projections = {"wq": "q_proj", "wk": "k_proj", "wv": "v_proj", "wo": "o_proj"}
     norms = {"q_norm": "q_norm", "k_norm": "k_norm", "q_wide_norm": "q_norm", "k_wide_norm": "k_norm"}
-    names = [(f"{o}.{kind}", f"{t}.{kind}") for o, t in projections.items() for kind in ("weight", "bias")]
-    names += [(f"{ours}.weight", f"{their}.weight") for ours, their in norms.items()]
-    return tuple(KeyMapping(f"layers.*.attention.{o}", f"model.layers.*.{theirs}.{t}") for o, t in names)
+    return module_rows("layers.*.attention", f"model.layers.*.{theirs}", projections | norms)
 
 
 def feed_forward_rows(w1: str = "gate_proj", w2: str = "down_proj", w3: str = "up_proj") -> tuple[KeyMapping, ...]:
     """Return the rows of a feed-forward network; a plain one has no `w3`."""
-    names = {"w1": w1, "w2": w2, "w3": w3}
-    return tuple(
-        KeyMapping(f"layers.*.feed_forward.{ours}.{kind}", f"model.layers.*.mlp.{theirs}.{kind}")
-        for ours, theirs in names.items()
-        for kind in ("weight", "bias")
-    )
+    return module_rows("layers.*.feed_forward", "model.layers.*.mlp", {"w1": w1, "w2": w2, "w3": w3})
 
 
 def norm_rows(**names: str) -> tuple[KeyMapping, ...]:
     """Return the rows of a block's norms, `attention_norm="input_layernorm"`, and of the last norm."""
-    pairs = [(f"layers.*.{ours}", f"model.layers.*.{theirs}") for ours, theirs in names.items()]
-    pairs.append(("head.norm", "model.norm"))
-    return tuple(KeyMapping(f"{o}.{kind}", f"{t}.{kind}") for o, t in pairs for kind in ("weight", "bias"))
+    return module_rows("layers.*", "model.layers.*", names) + module_rows("head", "model", {"norm": "norm"})
 
 
 FUSED_QKV = tuple(

@@ -4,6 +4,7 @@ vector per token, the latent, which is all that caches and other ranks need.
 R is the width of a latent, P of the part of a head that has positions.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -26,7 +27,8 @@ class LatentScores(nn.Module):
         head_dim, self.v_dim = config.resolved_head_dim, config.v_head_dim
         self.plain_dim = head_dim - config.rope.rotated_dim(head_dim)
         self.wkv_b = make_linear(config.kv_lora_rank, config.n_heads * (self.plain_dim + self.v_dim), init_std)
-        self.scores = Attention(scale=head_dim**-0.5 * config.rope.score_factor)
+        mscale = 1 + 0.1 * config.rope.mscale_all_dim * math.log(max(1.0, config.rope.scaling_factor))
+        self.scores = Attention(scale=head_dim**-0.5 * mscale**2)
 
     def forward(self, q_BLHD: Tensor, latent_BS1R: Tensor, k_BS1P: Tensor, attention: AttentionMetadata) -> Tensor:
         """Return (B, L, H, v_dim). `k_BS1P` is the part of the keys with positions, the same for all heads."""

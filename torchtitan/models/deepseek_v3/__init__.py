@@ -1,5 +1,6 @@
 """DeepSeek-V2, V3 and R1, and Kimi K2 in their published sizes, and a small one that trains on a laptop."""
 
+from dataclasses import replace
 from typing import Any
 
 from torchtitan.models.common.moe.layer import SigmoidMoEConfig
@@ -7,7 +8,6 @@ from torchtitan.models.common.moe.rows import MOE_SHARDING
 from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.models.deepseek_v3.model import FORMAT, DeepSeekModel
 from torchtitan.models.families import SMALL, Family
-from torchtitan.protocols import ShardingPlan
 
 
 def _experts(n_experts: int, top_k: int, width: int, n_layers: int, n_dense: int, **options: Any) -> dict[str, Any]:
@@ -56,10 +56,8 @@ _LATENT: Any = {
     **dict.fromkeys(("q_latent", "wkv_a", "kv_norm"), "local tokens"),
     **{"wq": "parts to columns", "latents": "parts to shared", "attend.wkv_b": "shared to columns", "wo": "rows"},
 }
-SHARDING = ShardingPlan(
-    tensor={**_OTHERS, **{f"layers.*.attention.{name}": kind for name, kind in _LATENT.items()}},
-    attention=MOE_SHARDING.attention,
-    row_sums=MOE_SHARDING.row_sums,
+SHARDING = replace(
+    MOE_SHARDING, tensor={**_OTHERS, **{f"layers.*.attention.{name}": kind for name, kind in _LATENT.items()}}
 )
 """Ranks of tensor parallelism compute the latents of their own part of the tokens, and gather them for their heads."""
 

@@ -7,19 +7,12 @@ from typing import Any
 
 from torch import nn
 
+from torchtitan.models.common import hugging_face as hf
 from torchtitan.models.common.config_reader import ConfigReader
-from torchtitan.models.common.hugging_face import EMBEDDING, ModelType, dense_format, feed_forward_rows, norm_rows
 from torchtitan.models.common.latent_attention import LatentAttention
+from torchtitan.models.common.moe import rows
 from torchtitan.models.common.moe.decoder import MoEDecoder
 from torchtitan.models.common.moe.layer import SigmoidMoEConfig
-from torchtitan.models.common.moe.rows import (
-    SELECTION_ROW,
-    SIGMOID_KEYS,
-    expert_rows,
-    prepare_dense_layers,
-    shared_rows,
-    write_dense_layers,
-)
 from torchtitan.protocols.state_dict_adapter import KeyMapping
 from torchtitan.tools.errors import UserError
 
@@ -67,22 +60,18 @@ _LATENT = {
     **{"kv_norm": "kv_a_layernorm", "attend.wkv_b": "kv_b_proj", "wo": "o_proj"},
 }
 _DENSE = (
-    EMBEDDING,
-    *feed_forward_rows(),
-    *norm_rows(attention_norm="input_layernorm", ffn_norm="post_attention_layernorm"),
-    *shared_rows("shared_experts"),
-    SELECTION_ROW,
+    hf.EMBEDDING,
+    *hf.feed_forward_rows(),
+    *hf.norm_rows(attention_norm="input_layernorm", ffn_norm="post_attention_layernorm"),
+    *rows.shared_rows("shared_experts"),
+    rows.SELECTION_ROW,
 )
 
 
 def _rows(config: DeepSeekModel.Config) -> Sequence[KeyMapping]:
     names = {**_LATENT, "wq": "q_b_proj" if config.q_lora_rank else "q_proj"}
-    latent = (
-        KeyMapping(f"layers.*.attention.{ours}.{kind}", f"model.layers.*.self_attn.{theirs}.{kind}")
-        for ours, theirs in names.items()
-        for kind in ("weight", "bias")
-    )
-    return (*_DENSE, *latent, *expert_rows(config.moe.n_experts))
+    latents = hf.module_rows("layers.*.attention", "model.layers.*.self_attn", names)
+    return (*_DENSE, *latents, *rows.expert_rows(config.moe.n_experts))
 
 
 def _prepare(document: dict[str, Any]) -> dict[str, Any]:
@@ -93,22 +82,22 @@ def _prepare(document: dict[str, Any]) -> dict[str, Any]:
     reader = ConfigReader("config.json", {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, **document})
     plain, rotated = (reader.whole_number(f"qk_{part}_head_dim") for part in ("nope", "rope"))
     widths = {"head_dim": plain + rotated, "partial_rotary_factor": rotated / (plain + rotated)}
-    return {**prepare_dense_layers(document, 0 if is_v2 else 3), **widths}
+    return {**rows.prepare_dense_layers(document, 0 if is_v2 else 3), **widths}
 
 
 def _write(config: DeepSeekModel.Config, score: str) -> dict[str, Any] | None:
-    dense, head_dim = write_dense_layers(config, score), config.resolved_head_dim
+    dense, head_dim = rows.write_dense_layers(config, score), config.resolved_head_dim
     rotated = config.rope.rotated_dim(head_dim)
     widths = {"head_dim": rotated, "qk_rope_head_dim": rotated, "qk_nope_head_dim": head_dim - rotated}
     return None if dense is None else {**dense, **widths, "partial_rotary_factor": 1.0}
 
 
 _KEYS = {
-    **{key: f"moe.{name}" for key, name in {**SIGMOID_KEYS, "scoring_func": "scoring_func"}.items()},
+    **{key: f"moe.{name}" for key, name in {**rows.SIGMOID_KEYS, "scoring_func": "scoring_func"}.items()},
     **{name: name for name in ("q_lora_rank", "kv_lora_rank", "v_head_dim", "attention_bias")},
 }
 _WIDTHS = {"q_lora_rank": 1536, "kv_lora_rank": 512, "v_head_dim": 128, "partial_rotary_factor": 1.0}
-_V3 = ModelType(
+_V3 = hf.ModelType(
     architecture="DeepseekV3ForCausalLM",
     config=DeepSeekModel.Config,
     rows=_rows,
@@ -140,4 +129,4 @@ _V2 = replace(
     write=partial(_write, score="softmax"),
 )
 
-FORMAT = dense_format({"deepseek_v3": _V3, "kimi_k2": _V3, "deepseek_v2": _V2})
+FORMAT = hf.dense_format({"deepseek_v3": _V3, "kimi_k2": _V3, "deepseek_v2": _V2})

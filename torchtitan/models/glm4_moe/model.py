@@ -7,16 +7,9 @@ from typing import Any
 from torch import nn
 
 from torchtitan.models.common.hugging_face import DENSE_ROWS, ModelType, dense_format
+from torchtitan.models.common.moe import rows
 from torchtitan.models.common.moe.decoder import MoEDecoder
 from torchtitan.models.common.moe.layer import SigmoidMoEConfig
-from torchtitan.models.common.moe.rows import (
-    SELECTION_ROW,
-    SIGMOID_KEYS,
-    expert_rows,
-    prepare_dense_layers,
-    shared_rows,
-    write_dense_layers,
-)
 
 
 class GLM4MoeModel(MoEDecoder):
@@ -40,16 +33,16 @@ class GLM4MoeModel(MoEDecoder):
         return super().make_attention(index, biases=biases, qk_norm=norm, **options)
 
 
-_DENSE = (*DENSE_ROWS, *shared_rows("shared_experts"), SELECTION_ROW)
+_DENSE = (*DENSE_ROWS, *rows.shared_rows("shared_experts"), rows.SELECTION_ROW)
 
 FORMAT = dense_format(
     {
         "glm4_moe": ModelType(
             architecture="Glm4MoeForCausalLM",
             config=GLM4MoeModel.Config,
-            rows=lambda config: (*_DENSE, *expert_rows(config.moe.n_experts)),
+            rows=lambda config: (*_DENSE, *rows.expert_rows(config.moe.n_experts)),
             keys={
-                **{key: f"moe.{name}" for key, name in SIGMOID_KEYS.items()},
+                **{key: f"moe.{name}" for key, name in rows.SIGMOID_KEYS.items()},
                 **{name: name for name in ("attention_bias", "use_qk_norm")},
             },
             defaults={
@@ -57,8 +50,8 @@ FORMAT = dense_format(
                 **{"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5},
             },
             ignored=("output_router_logits", "router_aux_loss_coef", "num_nextn_predict_layers", "num_mtp_layers"),
-            prepare=partial(prepare_dense_layers, default=1),
-            write=write_dense_layers,
+            prepare=partial(rows.prepare_dense_layers, default=1),
+            write=rows.write_dense_layers,
         )
     }
 )
