@@ -11,13 +11,13 @@ from torchtitan.models.common import hugging_face as hf
 from torchtitan.models.common.config_reader import ConfigReader
 from torchtitan.models.common.latent_attention import LatentAttention
 from torchtitan.models.common.moe import rows
-from torchtitan.models.common.moe.decoder import MoEDecoder
+from torchtitan.models.common.moe.decoder import MoEDecoder, SigmoidExpertLayers
 from torchtitan.models.common.moe.layer import SigmoidMoEConfig
 from torchtitan.protocols.state_dict_adapter import KeyMapping
 from torchtitan.tools.errors import UserError
 
 
-class DeepSeekModel(MoEDecoder):
+class DeepSeekModel(SigmoidExpertLayers, MoEDecoder):
     """A decoder with latent attention, and experts in all but the first layers."""
 
     @dataclass(kw_only=True, slots=True)

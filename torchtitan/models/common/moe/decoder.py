@@ -10,13 +10,8 @@ from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.feed_forward import GatedFeedForward
 from torchtitan.models.common.layer_types import WindowedDecoder
 from torchtitan.models.common.moe.experts import RoutedExperts
-<<<<<<< HEAD
-from torchtitan.models.common.moe.layer import MixtureOfExperts, MoEConfig, SigmoidMoEConfig
-from torchtitan.models.common.moe.router import Router
-=======
 from torchtitan.models.common.moe.layer import GatedSharedExpert, MixtureOfExperts, MoEConfig
 from torchtitan.models.common.moe.router import Router, ScoreWeights, TopK, softmax_scores
->>>>>>> main
 
 
 class ExpertLayers:
@@ -43,23 +38,13 @@ class ExpertLayers:
         return MixtureOfExperts(router, experts, self.make_shared(index))
 
     def router_parts(self) -> Mapping[str, Any]:
-<<<<<<< HEAD
-        """Return the parts that the family's `Router` is made of."""
-        parts: Mapping[str, Any] = self.config.moe.router_parts()
-        return parts
-=======
         """Return the parts of `Router`: by default, normalized probabilities."""
         choose, weigh = TopK(self.config.moe.top_k), ScoreWeights(normalized=True)
         return {"score": softmax_scores, "choose": choose, "weigh": weigh}
->>>>>>> main
 
     def make_shared(self, index: int) -> nn.Module | None:
         """Return the expert of all tokens; None: there is none."""
-        moe, stds = self.config.moe, cast(Decoder, self).init_stds(index)
-        if not isinstance(moe, SigmoidMoEConfig):
-            return None
-        width = (moe.ffn_dim or self.config.ffn_dim) * moe.n_shared_experts
-        return GatedFeedForward(dim=self.config.dim, hidden_dim=width, **stds)
+        return None
 
 
 class QwenExpertLayers(ExpertLayers):
@@ -71,6 +56,18 @@ class QwenExpertLayers(ExpertLayers):
     def make_shared(self, index: int) -> nn.Module | None:
         width, stds = self.config.moe.shared_ffn_dim, cast(Decoder, self).init_stds(index)
         return None if width is None else GatedSharedExpert(dim=self.config.dim, hidden_dim=width, **stds)
+
+
+class SigmoidExpertLayers(ExpertLayers):
+    """`ExpertLayers` with a `SigmoidMoEConfig`."""
+
+    def router_parts(self) -> Mapping[str, Any]:
+        return cast(Mapping[str, Any], self.config.moe.router_parts())
+
+    def make_shared(self, index: int) -> nn.Module:
+        moe, stds = self.config.moe, cast(Decoder, self).init_stds(index)
+        width = (moe.ffn_dim or self.config.ffn_dim) * moe.n_shared_experts
+        return GatedFeedForward(dim=self.config.dim, hidden_dim=width, **stds)
 
 
 class MoEDecoder(ExpertLayers, WindowedDecoder):
