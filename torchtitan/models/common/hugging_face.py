@@ -192,6 +192,8 @@ _WITHOUT_EFFECT = {
     *("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "use_cache", "cache_implementation"),
     *("chunk_size_feed_forward", "id2label", "label2id", "is_encoder_decoder", "problem_type"),
     *("pretraining_tp", "return_dict", "output_attentions", "output_hidden_states", "_attn_implementation"),
+    *("output_router_logits", "router_aux_loss_coef", "aux_loss_alpha", "seq_aux", "ep_size"),
+    *("num_nextn_predict_layers", "num_mtp_layers"),
 }
 """Keys without effect on the model's computation; `pretraining_tp` only changes the order of sums."""
 

@@ -1,8 +1,5 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, 2.1): keys and values of all heads come from one short
-vector per token, the latent, which is all that caches and other ranks need.
-
-R is the width of a latent, P of the part of a head that has positions.
-"""
+vector per token, the latent of width R, which is all that caches and other ranks need."""
 
 import math
 from typing import Any
@@ -20,7 +17,7 @@ _NORM_EPS = 1e-6  # of the published models, whatever the other norms have
 
 
 class LatentScores(nn.Module):
-    """Attention of queries to latents. Context parallelism gathers its inputs, and generation stores them."""
+    """Attention of queries to latents, which context parallelism gathers and generation stores."""
 
     def __init__(self, config: Any, init_std: float):
         super().__init__()
@@ -51,10 +48,9 @@ class LatentAttention(nn.Module):
         dim, q_rank, bias = config.dim, config.q_lora_rank, config.attention_bias
         self.head_dim, self.interleaved = config.resolved_head_dim, config.rope_interleave
         self.widths = [config.kv_lora_rank, config.rope.rotated_dim(self.head_dim)]
-        self.q_latent: nn.Module = nn.Identity()
-        if q_rank:
-            self.q_latent = nn.Sequential(make_linear(dim, q_rank, init_std, bias=bias), RMSNorm(q_rank, _NORM_EPS))
-        self.wq = make_linear(q_rank or dim, config.n_heads * self.head_dim, init_std)
+        wq = make_linear(q_rank or dim, config.n_heads * self.head_dim, init_std)
+        down = [make_linear(dim, q_rank, init_std, bias=bias), RMSNorm(q_rank, _NORM_EPS)] if q_rank else []
+        self.wq, self.q_latent = (None, nn.Sequential(*down, wq)) if q_rank else (wq, None)
         self.wkv_a = make_linear(dim, sum(self.widths), init_std, bias=bias)
         self.kv_norm = RMSNorm(config.kv_lora_rank, _NORM_EPS)
         self.latents = nn.Identity()
@@ -67,7 +63,9 @@ class LatentAttention(nn.Module):
         latent_BLR, k_BLP = self.wkv_a(x_BLD).split(self.widths, dim=-1)
         latents_BLE = self.latents(torch.cat((self.kv_norm(latent_BLR), k_BLP), dim=-1))
         latent_BL1R, k_BL1P = latents_BLE[:, :, None].split(self.widths, dim=-1)
-        q_BLHD = self.wq(self.q_latent(x_BLD)).unflatten(-1, (-1, self.head_dim))
+        to_queries = self.wq or self.q_latent
+        assert to_queries is not None
+        q_BLHD = to_queries(x_BLD).unflatten(-1, (-1, self.head_dim))
         plain_BLHE, q_BLHP = q_BLHD.tensor_split([-self.widths[1]], dim=-1)
         q_BLHD = torch.cat((plain_BLHE, self._rotate(q_BLHP, rope)), dim=-1)
         return self.wo(self.attend(q_BLHD, latent_BL1R, self._rotate(k_BL1P, rope), attention).flatten(-2))

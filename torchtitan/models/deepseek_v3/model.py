@@ -1,6 +1,5 @@
 """DeepSeek-V2 and V3 (arXiv:2405.04434, 2412.19437), Kimi K2 (arXiv:2507.20534), and their Hugging Face format."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -13,7 +12,6 @@ from torchtitan.models.common.latent_attention import LatentAttention
 from torchtitan.models.common.moe import rows
 from torchtitan.models.common.moe.decoder import MoEDecoder, SigmoidExpertLayers
 from torchtitan.models.common.moe.layer import SigmoidMoEConfig
-from torchtitan.protocols.state_dict_adapter import KeyMapping
 from torchtitan.tools.errors import UserError
 
 
@@ -55,23 +53,11 @@ class DeepSeekModel(SigmoidExpertLayers, MoEDecoder):
         return super().score_flops(index, seq_len) * (1 + self.config.v_head_dim / self.config.resolved_head_dim) / 2
 
 
-_LATENT = {
-    **{"q_latent.0": "q_a_proj", "q_latent.1": "q_a_layernorm", "wkv_a": "kv_a_proj_with_mqa"},
-    **{"kv_norm": "kv_a_layernorm", "attend.wkv_b": "kv_b_proj", "wo": "o_proj"},
+_LATENTS = {
+    **{"q_latent.0": "q_a_proj", "q_latent.1": "q_a_layernorm", "q_latent.2": "q_b_proj"},
+    **{"wkv_a": "kv_a_proj_with_mqa", "kv_norm": "kv_a_layernorm", "attend.wkv_b": "kv_b_proj"},
 }
-_DENSE = (
-    hf.EMBEDDING,
-    *hf.feed_forward_rows(),
-    *hf.norm_rows(attention_norm="input_layernorm", ffn_norm="post_attention_layernorm"),
-    *rows.shared_rows("shared_experts"),
-    rows.SELECTION_ROW,
-)
-
-
-def _rows(config: DeepSeekModel.Config) -> Sequence[KeyMapping]:
-    names = {**_LATENT, "wq": "q_b_proj" if config.q_lora_rank else "q_proj"}
-    latents = hf.module_rows("layers.*.attention", "model.layers.*.self_attn", names)
-    return (*_DENSE, *latents, *rows.expert_rows(config.moe.n_experts))
+_DENSE = hf.DENSE_ROWS + hf.module_rows("layers.*.attention", "model.layers.*.self_attn", _LATENTS)
 
 
 def _prepare(document: dict[str, Any]) -> dict[str, Any]:
@@ -92,25 +78,21 @@ def _write(config: DeepSeekModel.Config, score: str) -> dict[str, Any] | None:
     return None if dense is None else {**dense, **widths, "partial_rotary_factor": 1.0}
 
 
-_KEYS = {
-    **{key: f"moe.{name}" for key, name in {**rows.SIGMOID_KEYS, "scoring_func": "scoring_func"}.items()},
-    **{name: name for name in ("q_lora_rank", "kv_lora_rank", "v_head_dim", "attention_bias")},
-}
+_SAME = ("q_lora_rank", "kv_lora_rank", "v_head_dim", "attention_bias")
+_KEYS = {**rows.SIGMOID_KEYS, **{name: name for name in _SAME}}
+_V2_SCORES = {"scoring_func": "softmax", "norm_topk_prob": False}
 _WIDTHS = {"q_lora_rank": 1536, "kv_lora_rank": 512, "v_head_dim": 128, "partial_rotary_factor": 1.0}
 _V3 = hf.ModelType(
     architecture="DeepseekV3ForCausalLM",
     config=DeepSeekModel.Config,
-    rows=_rows,
+    rows=lambda config: (*_DENSE, *rows.shared_rows("shared_experts"), *rows.expert_rows(config.moe.n_experts)),
     keys={**_KEYS, "rope_interleave": "rope_interleave"},
     defaults={
         **{"n_routed_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "n_group": 8},
         **{"topk_group": 4, "routed_scaling_factor": 2.5, **_WIDTHS},
     },
     fixed={"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
-    ignored=(
-        *("output_router_logits", "aux_loss_alpha", "seq_aux", "ep_size", "num_nextn_predict_layers", "num_mtp_layers"),
-        *("qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim"),
-    ),
+    ignored=("qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim"),
     prepare=_prepare,
     write=partial(_write, score="sigmoid"),
 )
@@ -119,13 +101,9 @@ _V2 = replace(
     architecture="DeepseekV2ForCausalLM",
     keys=_KEYS,
     defaults={
-        **{"n_routed_experts": 64, "moe_intermediate_size": 1407, "n_shared_experts": 2, **_WIDTHS},
-        **{"scoring_func": "softmax", "norm_topk_prob": False},
+        **{"n_routed_experts": 64, "moe_intermediate_size": 1407, "n_shared_experts": 2, **_WIDTHS, **_V2_SCORES},
     },
-    fixed={
-        **{"moe_layer_freq": 1, "scoring_func": "softmax", "norm_topk_prob": False},
-        "topk_method": "group_limited_greedy",
-    },
+    fixed={"moe_layer_freq": 1, "topk_method": "group_limited_greedy", **_V2_SCORES},
     write=partial(_write, score="softmax"),
 )
 

@@ -33,7 +33,7 @@ class GLM4MoeModel(SigmoidExpertLayers, MoEDecoder):
         return super().make_attention(index, biases=biases, qk_norm=norm, **options)
 
 
-_DENSE = (*DENSE_ROWS, *rows.shared_rows("shared_experts"), rows.SELECTION_ROW)
+_DENSE = (*DENSE_ROWS, *rows.shared_rows("shared_experts"))
 
 FORMAT = dense_format(
     {
@@ -41,15 +41,12 @@ FORMAT = dense_format(
             architecture="Glm4MoeForCausalLM",
             config=GLM4MoeModel.Config,
             rows=lambda config: (*_DENSE, *rows.expert_rows(config.moe.n_experts)),
-            keys={
-                **{key: f"moe.{name}" for key, name in rows.SIGMOID_KEYS.items()},
-                **{name: name for name in ("attention_bias", "use_qk_norm")},
-            },
+            keys={**rows.SIGMOID_KEYS, **{name: name for name in ("attention_bias", "use_qk_norm")}},
+            fixed={"scoring_func": "sigmoid"},
             defaults={
                 **{"n_routed_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1408},
                 **{"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5},
             },
-            ignored=("output_router_logits", "router_aux_loss_coef", "num_nextn_predict_layers", "num_mtp_layers"),
             prepare=partial(rows.prepare_dense_layers, default=1),
             write=rows.write_dense_layers,
         )

@@ -9,14 +9,7 @@ from torch import Tensor, nn
 from torchtitan.models.common.feed_forward import GatedFeedForward
 from torchtitan.models.common.moe.balance import BatchBalance, Penalty, SelectionBias, SequenceBalance, ZLoss
 from torchtitan.models.common.moe.experts import RoutedExperts
-from torchtitan.models.common.moe.router import (
-    GroupLimitedTopK,
-    Router,
-    ScoreWeights,
-    TopK,
-    sigmoid_scores,
-    softmax_scores,
-)
+from torchtitan.models.common.moe.router import SCORES, GroupLimitedTopK, Router, ScoreWeights, TopK
 from torchtitan.protocols.initializer import TruncatedNormal, with_initializers
 from torchtitan.tools.errors import UserError
 
@@ -150,8 +143,8 @@ class SigmoidMoEConfig(MoEConfig):
             )
         if not 1 <= self.n_shared_experts <= _MOST_EXPERTS:
             raise UserError(f"--model.moe.n_shared_experts is {self.n_shared_experts}, but must be at least 1")
-        if self.scoring_func == "softmax" and self.bias_rate:
-            raise UserError(f"--model.moe.bias_rate is {self.bias_rate}, but must be 0 with softmax scores")
+        if self.scoring_func == "softmax" and (self.bias_rate or self.norm_topk_prob):
+            raise UserError("--model.moe.scoring_func softmax needs --model.moe.bias_rate 0 and no norm_topk_prob")
         for name in ("routed_scaling_factor", "bias_rate"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise UserError(f"--model.moe.{name} is {getattr(self, name)}, but must be at least 0")
@@ -161,7 +154,7 @@ class SigmoidMoEConfig(MoEConfig):
         is_v2 = self.scoring_func == "softmax"
         groups = GroupLimitedTopK(self.top_k, self.n_group, self.topk_group, members=1 if is_v2 else 2)
         return {
-            "score": softmax_scores if is_v2 else sigmoid_scores,
+            "score": SCORES[self.scoring_func],
             "choose": TopK(self.top_k) if self.n_group == 1 else groups,
             "weigh": ScoreWeights(self.norm_topk_prob, self.routed_scaling_factor, eps=1e-20),
             "selection": None if is_v2 else SelectionBias(self.n_experts, self.bias_rate),

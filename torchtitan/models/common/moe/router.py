@@ -37,6 +37,9 @@ def sigmoid_scores(logits: Tensor) -> Tensor:
     return logits.sigmoid()
 
 
+SCORES: dict[str, Score] = {"sigmoid": sigmoid_scores, "softmax": softmax_scores}
+
+
 @dataclass(frozen=True)
 class TopK:
     """The `k` experts with the largest scores."""

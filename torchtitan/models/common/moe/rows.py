@@ -30,7 +30,9 @@ def expert_rows(
         return KeyMapping(f"layers.*.moe.experts.{ours}", each, Stacked(0, n_dims=len(theirs)))
 
     router = KeyMapping("layers.*.moe.router.weight", f"model.layers.*.{folder}.{gate}.weight")
-    return (router, row("w13", names["w1"], names["w3"]), row("w2", names["w2"]))
+    scores = f"model.layers.*.{folder}.{gate}.e_score_correction_bias"
+    bias = KeyMapping("layers.*.moe.router.selection.bias_E", scores)
+    return (router, bias, row("w13", names["w1"], names["w3"]), row("w2", names["w2"]))
 
 
 FUSED_EXPERT_ROWS: Sequence[KeyMapping] = (
@@ -43,10 +45,6 @@ FUSED_EXPERT_ROWS: Sequence[KeyMapping] = (
 EXPERT_TENSORS = tuple(row.internal for row in FUSED_EXPERT_ROWS)
 
 
-SELECTION_ROW = KeyMapping("layers.*.moe.router.selection.bias_E", "model.layers.*.mlp.gate.e_score_correction_bias")
-"""The selection bias."""
-
-
 def shared_rows(theirs: str) -> tuple[KeyMapping, ...]:
     """Return the rows of a shared expert, and of its gate."""
     names = {**{f"{w}.weight": f".{name}" for w, name in _NAMES.items()}, "gate": "_gate"}
@@ -56,10 +54,10 @@ def shared_rows(theirs: str) -> tuple[KeyMapping, ...]:
     )
 
 
+_SAME = ("n_shared_experts", "norm_topk_prob", "routed_scaling_factor", "n_group", "topk_group", "scoring_func")
 SIGMOID_KEYS = {
-    **{"n_routed_experts": "n_experts", "num_experts_per_tok": "top_k", "moe_intermediate_size": "ffn_dim"},
-    **{"mlp_layer_types": "layer_types"},
-    **{k: k for k in ("n_shared_experts", "norm_topk_prob", "routed_scaling_factor", "n_group", "topk_group")},
+    **{"n_routed_experts": "moe.n_experts", "num_experts_per_tok": "moe.top_k", "moe_intermediate_size": "moe.ffn_dim"},
+    **{"mlp_layer_types": "moe.layer_types", **{name: f"moe.{name}" for name in _SAME}},
 }
 """Key of config.json → field of `SigmoidMoEConfig`."""
 
@@ -76,8 +74,5 @@ def prepare_dense_layers(document: dict[str, Any], default: int) -> dict[str, An
 def write_dense_layers(config: Any, score: str = "sigmoid") -> dict[str, Any] | None:
     """Return the number of dense layers in config.json; None: it cannot describe a model with these layers."""
     moe, sparse = config.moe, [config.moe.is_sparse(index) for index in range(config.n_layers)]
-    if config.sliding_window is not None or moe.ffn_dim is None or sparse != sorted(sparse):
-        return None
-    if moe.scoring_func != score or (moe.norm_topk_prob and score == "softmax"):
-        return None
-    return {"first_k_dense_replace": sparse.count(False)}
+    fits = config.sliding_window is None and moe.ffn_dim is not None and moe.scoring_func == score
+    return {"first_k_dense_replace": sparse.count(False)} if fits and sparse == sorted(sparse) else None
