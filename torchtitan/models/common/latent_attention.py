@@ -2,6 +2,7 @@
 vector per token, the latent of width R, which is all that caches and other ranks need."""
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,8 +13,6 @@ from torchtitan.models.common.feed_forward import make_linear
 from torchtitan.models.common.norms import RMSNorm
 from torchtitan.models.common.rope import apply_rope
 from torchtitan.protocols.attention import AttentionMetadata
-
-_NORM_EPS = 1e-6  # of the published models, whatever the other norms have
 
 
 class LatentScores(nn.Module):
@@ -37,24 +36,22 @@ class LatentScores(nn.Module):
 
 
 class LatentAttention(nn.Module):
-    """Causal self-attention to latents. Only the last part of a head has positions; its keys are shared by all heads.
-
-    Args:
-        config: of a decoder, with `q_lora_rank`, `kv_lora_rank`, `v_head_dim` and `rope_interleave`.
-    """
+    """Causal self-attention to latents, of a decoder whose `config` has `q_lora_rank`, `kv_lora_rank`, `v_head_dim` and
+    `rope_interleave`. Only the last part of a head, of width P, has positions; its keys are shared by all heads."""
 
     def __init__(self, config: Any, *, init_std: float, out_init_std: float):
         super().__init__()
+        norm = partial(RMSNorm, eps=1e-6)  # in the published models, whatever their other norms have
         dim, q_rank, bias = config.dim, config.q_lora_rank, config.attention_bias
         self.head_dim, self.interleaved = config.resolved_head_dim, config.rope_interleave
         self.widths = [config.kv_lora_rank, config.rope.rotated_dim(self.head_dim)]
         wq = make_linear(q_rank or dim, config.n_heads * self.head_dim, init_std)
-        down = [make_linear(dim, q_rank, init_std, bias=bias), RMSNorm(q_rank, _NORM_EPS)] if q_rank else []
-        self.wq, self.q_latent = (None, nn.Sequential(*down, wq)) if q_rank else (wq, None)
+        down = [make_linear(dim, q_rank, init_std, bias=bias), norm(q_rank)] if q_rank else []
+        self.wq: nn.Module | None = None if q_rank else wq
+        self.q_latent: nn.Module | None = nn.Sequential(*down, wq) if q_rank else None
         self.wkv_a = make_linear(dim, sum(self.widths), init_std, bias=bias)
-        self.kv_norm = RMSNorm(config.kv_lora_rank, _NORM_EPS)
-        self.latents = nn.Identity()
-        """Of each rank's tokens, which tensor parallelism gathers here."""
+        self.kv_norm = norm(config.kv_lora_rank)
+        self.latents = nn.Identity()  # tensor parallelism gathers its input, the latents of each rank's tokens
         self.attend = LatentScores(config, init_std)
         self.wo = make_linear(config.n_heads * config.v_head_dim, dim, out_init_std, bias=bias)
 
@@ -63,8 +60,7 @@ class LatentAttention(nn.Module):
         latent_BLR, k_BLP = self.wkv_a(x_BLD).split(self.widths, dim=-1)
         latents_BLE = self.latents(torch.cat((self.kv_norm(latent_BLR), k_BLP), dim=-1))
         latent_BL1R, k_BL1P = latents_BLE[:, :, None].split(self.widths, dim=-1)
-        to_queries = self.wq or self.q_latent
-        assert to_queries is not None
+        to_queries: Any = self.wq or self.q_latent
         q_BLHD = to_queries(x_BLD).unflatten(-1, (-1, self.head_dim))
         plain_BLHE, q_BLHP = q_BLHD.tensor_split([-self.widths[1]], dim=-1)
         q_BLHD = torch.cat((plain_BLHE, self._rotate(q_BLHP, rope)), dim=-1)
