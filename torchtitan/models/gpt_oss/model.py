@@ -10,7 +10,7 @@ from torchtitan.models.common.hugging_face_rope import write_rope_section
 from torchtitan.models.common.layer_types import WINDOW_KEYS
 from torchtitan.models.common.moe.decoder import MoEDecoder
 from torchtitan.models.common.moe.experts import RoutedExperts, clamped_swiglu
-from torchtitan.models.common.moe.rows import fused_expert_rows
+from torchtitan.models.common.moe.rows import transposed_expert_rows
 from torchtitan.protocols.state_dict_adapter import KeyMapping
 
 
@@ -45,8 +45,7 @@ FORMAT = dense_format(
             rows=(
                 *DENSE_ROWS,
                 KeyMapping("layers.*.attention.sinks.scores", "model.layers.*.self_attn.sinks"),
-                KeyMapping("layers.*.moe.router.bias", "model.layers.*.mlp.router.bias"),
-                *fused_expert_rows((0, 3, 2, 1)),
+                *transposed_expert_rows((0, 3, 2, 1)),
             ),
             keys={**WINDOW_KEYS, **_EXPERTS, "attention_bias": "attention_bias"},
             fixed={"swiglu_alpha": 1.702, "swiglu_limit": 7.0},

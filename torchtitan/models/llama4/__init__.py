@@ -15,9 +15,7 @@ _DENSE_SPARSE: Any = {"top_k": 1, "layer_types": ["dense", "sparse"]}
 
 FLAVORS = {
     "debugmodel": Llama4Model.Config(**_DEBUG, moe=MoEConfig(n_experts=8, ffn_dim=192, **_DENSE_SPARSE)),
-    "17B-16E": Llama4Model.Config(
-        **_PUBLISHED, moe=MoEConfig(n_experts=16, top_k=1, ffn_dim=8192), rope=RoPEConfig()
-    ),
+    "17B-16E": Llama4Model.Config(**_PUBLISHED, moe=MoEConfig(n_experts=16, top_k=1, ffn_dim=8192), rope=RoPEConfig()),
     "17B-128E": Llama4Model.Config(
         **_PUBLISHED, use_qk_norm=False, moe=MoEConfig(n_experts=128, ffn_dim=8192, **_DENSE_SPARSE), rope=RoPEConfig()
     ),

@@ -16,7 +16,7 @@ from torchtitan.models.common.layer_types import LayerType
 from torchtitan.models.common.moe.decoder import MoEDecoder
 from torchtitan.models.common.moe.experts import InputScaledExperts
 from torchtitan.models.common.moe.router import ScoreWeights, TopK, sigmoid_scores
-from torchtitan.models.common.moe.rows import fused_expert_rows, shared_rows
+from torchtitan.models.common.moe.rows import shared_rows, transposed_expert_rows
 from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.protocols.attention import AttentionMetadata
 from torchtitan.protocols.state_dict_adapter import KeyMapping, RopePermutation
@@ -93,7 +93,7 @@ def _rows(config: Llama4Model.Config) -> list[KeyMapping]:
     turned = {f"layers.*.attention.{name}.{kind}" for name in ("wq", "wk") for kind in ("weight", "bias")}
     permutation = RopePermutation(config.resolved_head_dim)
     rows = [replace(row, transform=permutation) if row.internal in turned else row for row in DENSE_ROWS]
-    rows += [*shared_rows("shared_expert"), *fused_expert_rows((0, 3, 1, 2))]
+    rows += [*shared_rows("shared_expert"), *transposed_expert_rows((0, 3, 1, 2))]
     return [replace(row, external=row.external.replace(".mlp.", ".feed_forward.")) for row in rows]
 
 
