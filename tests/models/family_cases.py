@@ -386,6 +386,7 @@ CASES["llama4_text"] = Case(
         "attn_temperature_tuning": [False, True],
         "use_qk_norm": [False, True],
         "no_rope_layers": [None, (1,), (0, 1)],
+        "layer_types": [None],
         "no_rope_layer_interval": [2, 4],
         "moe_layers": [None, [], [0]],
         "interleave_moe_layer_step": [1, 2],

@@ -195,6 +195,7 @@ _WITHOUT_EFFECT = {
     *("architectures", "_name_or_path", "transformers_version", "initializer_range", "auto_map"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "use_cache", "cache_implementation"),
     *("chunk_size_feed_forward", "id2label", "label2id", "is_encoder_decoder", "problem_type"),
+    *("output_router_logits", "router_aux_loss_coef"),
     *("pretraining_tp", "return_dict", "output_attentions", "output_hidden_states", "_attn_implementation"),
 }
 """Keys without effect on the model's computation; `pretraining_tp` only changes the order of sums."""

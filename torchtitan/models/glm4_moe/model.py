@@ -83,7 +83,7 @@ FORMAT = dense_format(
                 **{"n_routed_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1408},
                 **{"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5},
             },
-            ignored=("output_router_logits", "router_aux_loss_coef", "num_nextn_predict_layers", "num_mtp_layers"),
+            ignored=("num_nextn_predict_layers", "num_mtp_layers"),
             prepare=_prepare,
             write=_write,
         )

@@ -24,6 +24,7 @@ class GptOssModel(MoEDecoder):
         return {**super().router_parts(), "bias": True}
 
 
+_SINKS = KeyMapping("layers.*.attention.sinks.scores", "model.layers.*.self_attn.sinks")
 _YARN = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
 
 
@@ -31,35 +32,28 @@ def _prepare(document: dict[str, Any]) -> dict[str, Any]:
     """Return a config.json with `layer_types` and the scaling of RoPE, which have defaults."""
     n_layers = ConfigReader("config.json", document).n_layers()
     types = ["full_attention" if index % 2 else "sliding_attention" for index in range(n_layers)]
-    scaling = {key: value for key, value in document.items() if key in ("rope_scaling", "rope_parameters") and value}
-    return {"layer_types": types, **document, **(scaling or {"rope_scaling": _YARN})}
+    is_scaled = document.get("rope_scaling") or document.get("rope_parameters")
+    return {"layer_types": types, **document, **({} if is_scaled else {"rope_scaling": _YARN})}
 
 
-_EXPERTS = {"num_local_experts": "moe.n_experts", "num_experts_per_tok": "moe.top_k"}
-
-FORMAT = dense_format(
-    {
-        "gpt_oss": ModelType(
-            architecture="GptOssForCausalLM",
-            config=GptOssModel.Config,
-            rows=(
-                *DENSE_ROWS,
-                KeyMapping("layers.*.attention.sinks.scores", "model.layers.*.self_attn.sinks"),
-                *transposed_expert_rows((0, 3, 2, 1)),
-            ),
-            keys={**WINDOW_KEYS, **_EXPERTS, "attention_bias": "attention_bias"},
-            fixed={"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
-            defaults={
-                **{"num_local_experts": 128, "num_experts_per_tok": 4, "num_key_value_heads": 8, "head_dim": 64},
-                **{"attention_bias": True, "sliding_window": 128, "rope_theta": 150_000.0, "rms_norm_eps": 1e-5},
-            },
-            ignored=("output_router_logits", "router_aux_loss_coef", "experts_per_token", "initial_context_length"),
-            prepare=_prepare,
-            write=write_if(
-                lambda config: config.moe.ffn_dim is None and config.moe.layer_types == ["sparse"],
-                # Without it, the default scaling is meant.
-                lambda config: {"rope_parameters": write_rope_section(config.rope, config.max_seq_len)},
-            ),
-        )
-    }
+_TYPE = ModelType(
+    architecture="GptOssForCausalLM",
+    config=GptOssModel.Config,
+    rows=(*DENSE_ROWS, _SINKS, *transposed_expert_rows((0, 3, 2, 1))),
+    keys={
+        **{**WINDOW_KEYS, "attention_bias": "attention_bias"},
+        **{"num_local_experts": "moe.n_experts", "num_experts_per_tok": "moe.top_k"},
+    },
+    fixed={"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
+    defaults={
+        **{"num_local_experts": 128, "num_experts_per_tok": 4, "num_key_value_heads": 8, "head_dim": 64},
+        **{"attention_bias": True, "sliding_window": 128, "rope_theta": 150_000.0, "rms_norm_eps": 1e-5},
+    },
+    ignored=("experts_per_token", "initial_context_length"),
+    prepare=_prepare,
+    write=write_if(
+        lambda config: config.moe.ffn_dim is None and config.moe.layer_types == ["sparse"],
+        lambda config: {"rope_parameters": write_rope_section(config.rope, config.max_seq_len)},  # also if unscaled
+    ),
 )
+FORMAT = dense_format({"gpt_oss": _TYPE})

@@ -122,7 +122,7 @@ _DENSE_ROWS = (
 _OF_OTHER_LAYERS = (
     *("mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_head", "mamba_d_conv", "mamba_expand"),
     *("mamba_chunk_size", "mamba_conv_bias", "mamba_proj_bias", "time_step_limit"),
-    *("num_experts_per_tok", "output_router_logits", "router_aux_loss_coef", "intermediate_size"),
+    *("num_experts_per_tok", "intermediate_size"),
     *("init_method", "normalization_function"),
 )
 

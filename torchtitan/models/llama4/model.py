@@ -23,13 +23,13 @@ from torchtitan.protocols.state_dict_adapter import KeyMapping, RopePermutation
 
 
 class Llama4Model(MoEDecoder):
-    """A decoder whose windows are chunks of the document, next to layers that see all of it and have no positions; each
-    layer's experts are next to one that every token passes through."""
+    """A decoder whose windows are chunks of the document. Layers without windows have no positions, but temperature
+    tuning. The experts of a layer are next to one that every token passes through."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(MoEDecoder.Config):
         layer_types: list[LayerType] = field(default_factory=lambda: [*["sliding_attention"] * 3, "full_attention"])
-        """Types of the first layers, repeated for the others; those of type full_attention have no positions."""
+        """Types of the first layers, repeated for the others. Those of type full_attention have no positions."""
 
         use_qk_norm: bool = True
         """Normalize the queries and keys of each head, in layers with positions."""
@@ -70,7 +70,7 @@ class Llama4Model(MoEDecoder):
 
 
 class _Attention(Attention):
-    """Attention with norms after RoPE, or without RoPE, with temperature tuning (after arXiv:2501.19399)."""
+    """Attention with norms after RoPE or, without RoPE, with temperature tuning (after arXiv:2501.19399)."""
 
     def __init__(self, config: Llama4Model.Config, has_positions: bool):
         super().__init__()
@@ -97,7 +97,8 @@ def _rows(config: Llama4Model.Config) -> list[KeyMapping]:
     return [replace(row, external=row.external.replace(".mlp.", ".feed_forward.")) for row in rows]
 
 
-_DERIVED = ("no_rope_layers", "no_rope_layer_interval", "moe_layers", "interleave_moe_layer_step")
+def _chunked(types: list[str]) -> list[str]:
+    return [kind.replace("sliding", "chunked") for kind in types]
 
 
 def _prepare(document: dict[str, Any]) -> dict[str, Any]:
@@ -105,46 +106,48 @@ def _prepare(document: dict[str, Any]) -> dict[str, Any]:
     reader = ConfigReader("config.json", document)
     n_layers, interval = reader.n_layers(), reader.whole_number("no_rope_layer_interval", 4)
     step = reader.whole_number("interleave_moe_layer_step", 1)
-    has_rope = document.get("no_rope_layers") or [(index + 1) % interval != 0 for index in range(n_layers)]
+    has_rope = document.pop("no_rope_layers", None) or [(index + 1) % interval for index in range(n_layers)]
     sparse = document["moe_layers"] if reader.has("moe_layers") else [*range(step - 1, n_layers, step)]
-    for key, values in {"no_rope_layers": has_rope, "moe_layers": sparse}.items():
-        if not (isinstance(values, list) and all(value in range(n_layers) for value in values)):
-            raise reader.wrong(key, values, "a list of numbers")
-    types = ["chunked_attention" if rope else "full_attention" for rope in has_rope]
-    if document.get("layer_types", types) != types:
+    if not isinstance(has_rope, list) or len(has_rope) < n_layers:
+        raise reader.wrong("no_rope_layers", has_rope, f"a list with num_hidden_layers = {n_layers} items")
+    if not (isinstance(sparse, list) and all(index in range(n_layers) for index in sparse)):
+        raise reader.wrong("moe_layers", sparse, "a list of numbers of layers")
+    types = ["sliding_attention" if rope else "full_attention" for rope in has_rope[:n_layers]]
+    if document.get("layer_types", _chunked(types)) != _chunked(types):
         raise reader.wrong("layer_types", document["layer_types"], "chunked_attention where layers have positions")
     kinds = ["sparse" if index in sparse else "dense" for index in range(n_layers)]
-    windows = ["sliding_attention" if rope else "full_attention" for rope in has_rope]
-    others = {key: value for key, value in document.items() if key not in _DERIVED}
-    return {**others, "layer_types": windows, "mlp_layer_types": kinds}
+    return {**document, "layer_types": types, "mlp_layer_types": kinds}
 
 
 def _write(config: Llama4Model.Config) -> dict[str, Any]:
     layers = range(config.n_layers)
-    has_rope, sparse = [config.has_window(i) for i in layers], [i for i in layers if config.moe.is_sparse(i)]
-    types = ["chunked_attention" if rope else "full_attention" for rope in has_rope]
-    return {"no_rope_layers": [int(rope) for rope in has_rope], "layer_types": types, "moe_layers": sparse}
+    types = ["sliding_attention" if config.has_window(index) else "full_attention" for index in layers]
+    sparse = [index for index in layers if config.moe.is_sparse(index)]
+    return {
+        "no_rope_layers": [int(config.has_window(index)) for index in layers],
+        "moe_layers": sparse,
+        "layer_types": _chunked(types),
+    }
 
 
 _SAME = ("attention_bias", "layer_types", "use_qk_norm", "attn_temperature_tuning", "floor_scale", "attn_scale")
-_MOE = {"intermediate_size": "ffn_dim", "num_local_experts": "n_experts", "num_experts_per_tok": "top_k"}
-_KEYS = {f"mlp_{name}": f"moe.{name}" for name in ("layer_types",)} | {key: f"moe.{name}" for key, name in _MOE.items()}
-_DEFAULTS = {"intermediate_size": 8192, "intermediate_size_mlp": 16384, "attention_chunk_size": 8192}
-_DEFAULTS |= {"head_dim": 128, "num_key_value_heads": 8, "num_local_experts": 16, "num_experts_per_tok": 1}
-
 _TEXT = ModelType(
     architecture="Llama4ForCausalLM",
     config=Llama4Model.Config,
     rows=_rows,
     keys={
-        **{name: name for name in _SAME},
-        **{**_KEYS, "intermediate_size_mlp": "ffn_dim", "attention_chunk_size": "sliding_window"},
+        **{**{name: name for name in _SAME}, "intermediate_size_mlp": "ffn_dim", "intermediate_size": "moe.ffn_dim"},
+        **{"num_local_experts": "moe.n_experts", "num_experts_per_tok": "moe.top_k"},
+        **{"mlp_layer_types": "moe.layer_types", "attention_chunk_size": "sliding_window"},
     },
-    defaults={**_DEFAULTS, "rope_theta": 500_000.0, "rms_norm_eps": 1e-5},
+    defaults={
+        **{"num_local_experts": 16, "num_experts_per_tok": 1, "num_key_value_heads": 8, "head_dim": 128},
+        **{"intermediate_size": 8192, "intermediate_size_mlp": 16384, "attention_chunk_size": 8192},
+        **{"rope_theta": 500_000.0, "rms_norm_eps": 1e-5},
+    },
     fixed={"router_jitter_noise": 0.0},
-    ignored=("output_router_logits", "router_aux_loss_coef", "for_llm_compressor"),
+    ignored=("no_rope_layer_interval", "moe_layers", "interleave_moe_layer_step", "for_llm_compressor"),
     prepare=_prepare,
     write=write_if(lambda config: config.moe.ffn_dim is not None and config.sliding_window is not None, _write),
 )
-
 FORMAT = dense_format({"llama4_text": _TEXT, "llama4": _TEXT}, without=("vision_model.", "multi_modal_projector."))

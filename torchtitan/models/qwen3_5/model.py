@@ -83,7 +83,6 @@ _MOE = replace(
     rows=lambda config: (*_DENSE, *shared_rows("shared_expert"), *expert_rows(config.moe.n_experts)),
     keys={**_TEXT.keys, "moe_intermediate_size": "ffn_dim", **{key: f"moe.{name}" for key, name in _KEYS.items()}},
     defaults={**_TEXT.defaults, **_DEFAULTS, "moe_intermediate_size": 512, "num_key_value_heads": 2},
-    ignored=(*_TEXT.ignored, "output_router_logits", "router_aux_loss_coef"),
     write=write_if(lambda c: c.moe.norm_topk_prob and c.moe.ffn_dim is None and c.moe.layer_types == ["sparse"]),
 )
 

@@ -52,8 +52,6 @@ _KEYS = {
     **{"moe_intermediate_size": "moe.ffn_dim", "mlp_layer_types": "moe.layer_types"},
 }
 
-_IGNORED = ("output_router_logits", "router_aux_loss_coef")
-
 
 def _rows(config: Qwen3MoeModel.Config) -> Sequence[KeyMapping]:
     return (*DENSE_ROWS, *shared_rows("shared_expert"), *expert_rows(config.moe.n_experts))
@@ -94,7 +92,7 @@ _3 = ModelType(
         **{"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "num_key_value_heads": 4},
         **{"norm_topk_prob": False},
     },
-    ignored=(*_IGNORED, "use_sliding_window"),
+    ignored=("use_sliding_window",),
     prepare=_prepare,
     write=lambda c: _write(c) if c.layer_types == ["sliding_attention"] and not c.moe.shared_ffn_dim else None,
 )
@@ -108,7 +106,6 @@ _2 = ModelType(
         **{"num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408, "num_key_value_heads": 16},
         **{"norm_topk_prob": False, "shared_expert_intermediate_size": 5632},
     },
-    ignored=_IGNORED,
     prepare=_prepare,
     write=lambda c: _write(c) if c.sliding_window is None and c.moe.shared_ffn_dim else None,
 )
