@@ -73,6 +73,12 @@ SIGMOID: Options = {"module": "glm4_moe", "model__moe__bias_rate": 0.05, "model_
 """A model with a sigmoid router whose selection bias balances, groups of experts, a shared expert and a dense layer."""
 LATENTS: Options = {"module": "deepseek_v3", "model__moe__bias_rate": 0.05, "model__moe__penalties__sequence_loss": 0.3}
 """The same with latent attention, whose values are narrower than keys, and RoPE in the last part of each head."""
+SINKS: Options = {"module": "gpt_oss", "model__sliding_window": 12}
+"""Attention sinks, windows in every second layer, and experts with biases."""
+CHUNKS: Options = {"module": "llama4", "model__sliding_window": 12, "model__floor_scale": 8}
+"""Chunks of documents in three of four layers, and queries that grow with their position in the fourth."""
+NETS_AND_EXPERTS: Options = {"module": "qwen3_5", "config": "qwen3_5_moe_debugmodel", "model__norm_eps": 1e-2}
+"""Gated delta nets and experts."""
 
 DDP2: Options = {"parallelism__data_parallel_replicate_degree": 2, "parallelism__data_parallel_shard_degree": 1}
 HSDP: Options = {"parallelism__data_parallel_replicate_degree": 2, "parallelism__data_parallel_shard_degree": 2}
@@ -236,6 +242,18 @@ TWO_PROCESSES: dict[str, Options] = {
     "TP 2, latent attention, no latent of queries": {**TP2, **LATENTS, "model__q_lora_rank": None},
     "CP 2, latent attention": {**CP2, **LATENTS},
     "PP 2 1F1B, latent attention": {**PP2, **LATENTS},
+    "FSDP 2, attention sinks": SINKS,
+    "TP 2, attention sinks": {**TP2, **SINKS},
+    "TP 2, attention sinks, compile": {**TP2, **SINKS, **COMPILED},
+    "CP 2, attention sinks": {**CP2, **SINKS},
+    "PP 2 1F1B, attention sinks": {**PP2, **SINKS},
+    "FSDP 2, chunks": CHUNKS,
+    "TP 2, chunks": {**TP2, **CHUNKS},
+    "TP 2, chunks, compile": {**TP2, **CHUNKS, **COMPILED},
+    "CP 2, chunks": {**CP2, **CHUNKS},
+    "PP 2 1F1B, chunks": {**PP2, **CHUNKS},
+    "FSDP 2, delta nets and experts": NETS_AND_EXPERTS,
+    "PP 2 1F1B, delta nets and experts": {**PP2, **NETS_AND_EXPERTS},
     "CP 2": CP2,
     "CP 2, AdamW": {**CP2, **ADAMW},
     "CP 2, contiguous": {**CP2, **CONTIGUOUS},
@@ -366,6 +384,8 @@ REFUSED: dict[str, tuple[int, Options]] = {
     "TP 2, CPU offload": (2, {**TP2, **OFFLOAD}),
     "TP 4, two key/value heads": (4, {**TP4, "model__n_kv_heads": 2}),
     "TP 2, delta nets": (2, {**TP2, **DELTA_NETS}),
+    "TP 2, delta nets and experts": (2, {**TP2, **NETS_AND_EXPERTS}),
+    "CP 2, delta nets and experts": (2, {**CP2, **NETS_AND_EXPERTS}),
     "CP 2, delta nets": (2, {**CP2, **DELTA_NETS}),
     "CP 2, class of transformers": (2, {**CP2, **CLASS}),
     "PP 2 1F1B, class of transformers": (2, {**PP2, **CLASS}),

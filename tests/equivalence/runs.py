@@ -15,6 +15,7 @@ from tests.equivalence.layouts import PROBLEM, Options
 from tests.training import RaggedDataLoader, read_metrics, read_validation, tiny_config
 from torchtitan.components.data.dataloader import PretrainDataLoader
 from torchtitan.distributed.initialize import canonical_name
+from torchtitan.models.common.attention import Sinks
 from torchtitan.models.common.moe.experts import RoutedExperts
 from torchtitan.models.common.moe.router import Router
 from torchtitan.protocols import ModelConverter
@@ -38,7 +39,10 @@ class UnitVariance(ModelConverter):
                 bias = {} if module.bias is None else {"bias": TruncatedNormal(0.1)}
                 with_initializers(module, weight=TruncatedNormal(module.in_features**-0.5), **bias)
             elif isinstance(module, Router):
-                with_initializers(module, weight=TruncatedNormal(module.weight.shape[-1] ** -0.5))
+                bias = {} if module.bias is None else {"bias": TruncatedNormal(0.1)}
+                with_initializers(module, weight=TruncatedNormal(module.weight.shape[-1] ** -0.5), **bias)
+            elif isinstance(module, Sinks):
+                with_initializers(module, scores=TruncatedNormal(1.0))
             elif isinstance(module, RoutedExperts):
                 stds = {name: weight.shape[-1] ** -0.5 for name, weight in module.named_parameters()}
                 with_initializers(module, **{name: TruncatedNormal(std) for name, std in stds.items()})

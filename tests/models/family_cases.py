@@ -398,8 +398,44 @@ CASES["qwen3_5_moe_text"] = Case(
     options={**CASES["qwen3_5_text"].options, **_QWEN_3_5_MOE},
     without=["intermediate_size"],
 )
+_UNTRUNCATED = {"rope_type": "yarn", "rope_theta": 1e4, "truncate": False, "original_max_position_embeddings": 32}
+CASES["gpt_oss"] = Case(
+    model_type="gpt_oss",
+    options={
+        **WINDOWS,
+        "attention_bias": [False, True],
+        "num_local_experts": [4, 7],
+        "num_experts_per_tok": [1, 2, 3],
+        "layer_types": [None, ("full_attention",), ("full_attention", "sliding_attention")],
+        "rope_parameters": [
+            None,
+            *SIZES["rope_parameters"],
+            {**_UNTRUNCATED, "factor": 4.0},
+            {**_UNTRUNCATED, "factor": 8.0, "beta_fast": 8.0, "beta_slow": 2.0},
+        ],
+    },
+)
+CASES["llama4_text"] = Case(
+    model_type="llama4_text",
+    options={
+        "attention_bias": [False, True],
+        "num_local_experts": [4, 7],
+        "num_experts_per_tok": [1, 2],
+        "intermediate_size_mlp": [24, 56],
+        "attention_chunk_size": [3, 16],
+        "floor_scale": [4, 9],
+        "attn_scale": [0.1, 1.0],
+        "attn_temperature_tuning": [False, True],
+        "use_qk_norm": [False, True],
+        "no_rope_layers": [None, (1,), (0, 1)],
+        "layer_types": [None],
+        "no_rope_layer_interval": [2, 4],
+        "moe_layers": [None, [], [0]],
+        "interleave_moe_layer_step": [1, 2],
+    },
+)
 
-WITH_VISION = {"qwen3_5", "qwen3_5_moe", "gemma4", "gemma4_unified"}
+WITH_VISION = {"llama4", "qwen3_5", "qwen3_5_moe", "gemma4", "gemma4_unified"}
 """Types whose language model is read, and written as another type."""
 
 ALIASES = {"kimi_k2"}

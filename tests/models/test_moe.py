@@ -20,7 +20,6 @@ from torchtitan.models.common.moe.router import (
     Router,
     ScoreWeights,
     TopK,
-    chosen_softmax,
     sigmoid_scores,
     softmax_scores,
 )
@@ -161,7 +160,7 @@ def test_choice_in_groups_equals_its_definition(groups: int, chosen_groups: int,
 def test_weights_before_and_after_the_choice() -> None:
     """A softmax over the chosen logits equals normalized probabilities; plain probabilities add up to less than 1."""
     x = torch.randn(2, 20, DIM, generator=torch.Generator().manual_seed(0))
-    after, chosen = router(weigh=chosen_softmax)(x)
+    after, chosen = router(weigh=lambda logits, scores, chosen: logits.gather(-1, chosen).softmax(dim=-1))(x)
     normalized, same = router(weigh=ScoreWeights(normalized=True))(x)
     assert torch.equal(chosen, same)
     torch.testing.assert_close(after, normalized)

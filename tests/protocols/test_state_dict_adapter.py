@@ -7,9 +7,9 @@ from torchtitan.models.common.rope import RoPEConfig, apply_rope, rope_cos_sin
 from torchtitan.models.llama3 import FORMATS, Llama3Model
 from torchtitan.protocols.state_dict_adapter import (
     Concatenated,
-    Flattened,
     Identity,
     KeyMapping,
+    Permuted,
     Repeated,
     RopePermutation,
     Stacked,
@@ -40,7 +40,9 @@ def spec(*shape: int, dtype: torch.dtype = torch.float32) -> TensorSpec:
         (Stacked(0), [(3, 4, 5)], [(4, 5), (4, 5), (4, 5)]),
         (Stacked(1), [(4, 2, 5)], [(4, 5), (4, 5)]),
         (Stacked(0, 2), [(3, 2, 4)], [(4,)] * 6),
-        (Flattened(1), [(3, 2, 4, 5)], [(3, 8, 5)]),
+        (Permuted((0, 1, 2, 3), 1), [(3, 2, 4, 5)], [(3, 8, 5)]),
+        (Permuted((0, 3, 2, 1), 2), [(3, 2, 4, 5)], [(3, 5, 8)]),
+        (Permuted((0, 2, 1)), [(3, 4, 5)], [(3, 5, 4)]),
         (Repeated(2), [(3, 4)], [(3, 4), (3, 4)]),
     ],
     ids=lambda value: repr(value) if isinstance(value, Transform) else None,

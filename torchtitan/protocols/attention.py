@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -87,6 +88,18 @@ class AttentionMetadata:
     def with_window(self, window: int | None) -> "AttentionMetadata":
         """Describe the same tokens for layers with this window."""
         return replace(self, window=window)
+
+    def with_chunks(self, length: int | None, positions_BL: Tensor) -> "AttentionMetadata":
+        """Describe the same tokens, with these positions, for layers that cut documents into chunks of this length."""
+        if length is None or (self.positions_BL is None and self.max_seqlen <= length):
+            return self
+        starts = [start for first, last in pairwise(self.cu_seqlens.tolist()) for start in range(first, last, length)]
+        return replace(
+            self,
+            positions_BL=(positions_BL % length).expand(self.n_rows, -1),
+            cu_seqlens=torch.tensor([*starts, int(self.cu_seqlens[-1])], dtype=torch.int32, device="cpu"),
+            max_seqlen=min(self.max_seqlen, length),
+        )
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "AttentionMetadata":
         """Copy the positions to a device; the boundaries stay on the host."""

@@ -111,16 +111,21 @@ class Stacked(Transform):
 
 
 @dataclass(frozen=True)
-class Flattened(Transform):
-    """One of our tensors, whose dimensions `dim` and the next are one in the other format."""
+class Permuted(Transform):
+    """One of our tensors, whose dimensions have another `order` in the other format, and there, the one at place
+    `joined` and the next are one; None: all are separate."""
 
-    dim: int
+    order: tuple[int, ...]
+
+    joined: int | None = None
 
     def to_internal(self, tensors: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
-        return [tensors[0].reshape(shapes[0])]
+        separate = tensors[0].reshape([shapes[0][dim] for dim in self.order])
+        return [separate.permute([self.order.index(dim) for dim in range(len(self.order))])]
 
     def to_external(self, tensors: list[Tensor]) -> list[Tensor]:
-        return [tensors[0].flatten(self.dim, self.dim + 1)]
+        permuted = tensors[0].permute(self.order).contiguous()
+        return [permuted if self.joined is None else permuted.flatten(self.joined, self.joined + 1)]
 
 
 @dataclass(frozen=True)

@@ -140,15 +140,7 @@ Products = Callable[..., Tensor]
 
 
 def _capped_attention(
-    q_BHLD: Tensor,
-    k_BKSD: Tensor,
-    v_BKSD: Tensor,
-    *,
-    softcap: float,
-    scale: float | None,
-    attn_mask: Tensor | None = None,
-    is_causal: bool = False,
-    enable_gqa: bool = True,
+    q_BHLD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *, softcap: float, scale: float | None, **options: Any
 ) -> Tensor:
     """Attend with soft-capped scores, all of which are in memory: PyTorch's kernels have no cap, and FlexAttention no
     backward pass on CPUs."""
@@ -156,9 +148,9 @@ def _capped_attention(
     q_BKGLD = q_BHLD.unflatten(1, (n_kv_heads, -1))
     scores = (q_BKGLD @ k_BKSD[:, :, None].mT) * (head_dim**-0.5 if scale is None else scale)
     scores = softcap * torch.tanh(scores / softcap)
-    if is_causal:
+    attn_mask = options.get("attn_mask")
+    if attn_mask is None:
         attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-    assert attn_mask is not None
     # A mask has no dimension of heads, or one of size 1, which the dimension of groups extends.
     mask = attn_mask if attn_mask.ndim == 2 else attn_mask[:, :, None]
     weights = scores.masked_fill(~mask, -torch.inf).softmax(-1, dtype=torch.float32).type_as(v_BKSD)
@@ -166,24 +158,17 @@ def _capped_attention(
 
 
 def _attend_with_sinks(
-    q_BHLD: Tensor,
-    k_BKSD: Tensor,
-    v_BKSD: Tensor,
-    *,
-    scale: float | None,
-    attn_mask: Tensor | None = None,
-    is_causal: bool = False,
-    enable_gqa: bool = True,
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, attn_mask: Tensor | None = None, **options: Any
 ) -> Tensor:
     """Attend to a further key, in front and without a value, whose score is the last element of the query."""
-    scale = k_BKSD.shape[-1] ** -0.5 if scale is None else scale
-    k, v = (F.pad(x, (0, 1, 1, 0)) for x in (k_BKSD, v_BKSD))
+    scale = k.shape[-1] ** -0.5 if scale is None else scale
+    k, v = (F.pad(x, (0, 1, 1, 0)) for x in (k, v))
     k[:, :, 0, -1] = 1 / scale
+    if attn_mask is not None:
+        mask = F.pad(attn_mask, (1, 0), value=True)
+        return F.scaled_dot_product_attention(q, k, v, mask, scale=scale, **options)[..., :-1]
     # With a further query in front too, the others see the keys that they should.
-    q = F.pad(q_BHLD, (0, 0, int(is_causal), 0))
-    mask = None if attn_mask is None else F.pad(attn_mask, (1, 0), value=True)
-    options = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, **options)[:, :, int(is_causal) :, :-1]
+    return F.scaled_dot_product_attention(F.pad(q, (0, 0, 1, 0)), k, v, scale=scale, **options)[:, :, 1:, :-1]
 
 
 @functools.cache

@@ -156,6 +156,9 @@ class Decoder(BaseModel):
     has_sinks = False
     """Attention has a score per head for no token."""
 
+    has_chunks = False
+    """Windows do not move with the token, but are consecutive chunks of the document."""
+
     def __init__(self, config: Config):
         super().__init__(config)
         if config.vocab_size is None:
@@ -283,7 +286,7 @@ class Decoder(BaseModel):
         cos_sin = {key: rope_cos_sin(*rope, positions_BL, lengths_BL) for key, rope in ropes.items()}
         with_window = {
             (window, head_dim): with_kernel(
-                attention.with_window(window),
+                attention.with_chunks(window, positions_BL) if self.has_chunks else attention.with_window(window),
                 device=device,
                 dtype=hidden_BLD.dtype,
                 head_dim=head_dim,

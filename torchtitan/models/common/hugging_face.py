@@ -18,6 +18,7 @@ from torchtitan.protocols.state_dict_adapter import (
     ExternalFormat,
     KeyMapping,
     Match,
+    Stacked,
     StateDictAdapter,
     model_tensor_specs,
 )
@@ -191,6 +192,7 @@ _WITHOUT_EFFECT = {
     *("architectures", "_name_or_path", "transformers_version", "initializer_range", "auto_map"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "use_cache", "cache_implementation"),
     *("chunk_size_feed_forward", "id2label", "label2id", "is_encoder_decoder", "problem_type"),
+    *("output_router_logits", "router_aux_loss_coef"),
     *("pretraining_tp", "return_dict", "output_attentions", "output_hidden_states", "_attn_implementation"),
     *("output_router_logits", "router_aux_loss_coef", "aux_loss_alpha", "seq_aux", "ep_size"),
     *("num_nextn_predict_layers", "num_mtp_layers"),
@@ -211,7 +213,7 @@ def dense_format(model_types: Mapping[str, ModelType], *, without: tuple[str, ..
         to_external=partial(_to_config_json, model_types),
         from_external=partial(_from_config_json, model_types),
         model_types={name: kind.architecture for name, kind in model_types.items()},
-        name_of=lambda name: None if name.startswith(without) else name.replace("model.language_model.", "model."),
+        name_of=lambda name: None if name.startswith(without) else name.replace("language_model.", ""),
     )
 
 
@@ -230,10 +232,11 @@ def _adapter(model_types: Mapping[str, ModelType], config: Decoder.Config) -> St
 
 
 def _fused_adapter(model_types: Mapping[str, ModelType], config: Decoder.Config) -> StateDictAdapter | None:
-    """Return the table of files with the experts of a layer in one tensor; None if the model has no experts."""
+    """Return the table of files with the experts of a layer in one tensor; None if no others have experts."""
     rows = _rows_of(model_types, config)
     others = [row for row in rows if row.internal not in EXPERT_TENSORS]
-    return _adapter_of([*others, *FUSED_EXPERT_ROWS], config) if len(others) < len(rows) else None
+    is_fused = not any(isinstance(row.transform, Stacked) for row in rows)
+    return None if is_fused else _adapter_of([*others, *FUSED_EXPERT_ROWS], config)
 
 
 def _rows_of(model_types: Mapping[str, ModelType], config: Decoder.Config) -> Sequence[KeyMapping]:

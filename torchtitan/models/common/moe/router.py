@@ -71,7 +71,8 @@ class GroupLimitedTopK:
 
 @dataclass(frozen=True)
 class ScoreWeights:
-    """The scores of the chosen experts, divided by their sum if `normalized`, times `scale`."""
+    """The scores of the chosen experts, divided by their sum if `normalized`, times `scale`. Normalized probabilities
+    are the softmax over the logits of the chosen experts (gpt-oss)."""
 
     normalized: bool = False
     scale: float = 1.0
@@ -83,11 +84,6 @@ class ScoreWeights:
         if self.normalized:
             weights = weights / (weights.sum(dim=-1, keepdim=True) + self.eps)
         return weights if self.scale == 1.0 else self.scale * weights
-
-
-def chosen_softmax(logits: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
-    """A softmax over the logits of the chosen experts only (gpt-oss); equals normalized probabilities."""
-    return logits.gather(-1, chosen).softmax(dim=-1)
 
 
 class Router(LoadBalanced):

@@ -6,7 +6,7 @@ from typing import Any
 from torchtitan.models.common.config_reader import ConfigReader
 from torchtitan.models.common.decoder import DENSE_SHARDING
 from torchtitan.protocols import ShardingPlan
-from torchtitan.protocols.state_dict_adapter import Flattened, KeyMapping, Stacked
+from torchtitan.protocols.state_dict_adapter import Identity, KeyMapping, Permuted, Stacked
 
 MOE_SHARDING = ShardingPlan(
     tensor={**DENSE_SHARDING.tensor, "layers.*.moe": "local tokens"},
@@ -37,12 +37,23 @@ def expert_rows(
 
 FUSED_EXPERT_ROWS: Sequence[KeyMapping] = (
     KeyMapping("layers.*.moe.router.weight", "model.layers.*.mlp.gate.weight"),
-    KeyMapping("layers.*.moe.experts.w13", "model.layers.*.mlp.experts.gate_up_proj", Flattened(1)),
+    KeyMapping("layers.*.moe.experts.w13", "model.layers.*.mlp.experts.gate_up_proj", Permuted((0, 1, 2, 3), joined=1)),
     KeyMapping("layers.*.moe.experts.w2", "model.layers.*.mlp.experts.down_proj"),
 )
 """The same with all experts of a layer in one tensor, as in the parameters of transformers 5."""
 
 EXPERT_TENSORS = tuple(row.internal for row in FUSED_EXPERT_ROWS)
+
+
+def transposed_expert_rows(order: tuple[int, ...]) -> tuple[KeyMapping, ...]:
+    """Return the rows of a router and of experts whose fused tensors are transposed: `w13` with dimensions in another
+    `order`, of which the last two are one."""
+    gate_up, bias, others = Permuted(order, joined=2), Permuted((0, 2, 1), joined=1), Permuted((0, 2, 1))
+    names = {"w13": ("gate_up_proj", gate_up), "bias13": ("gate_up_proj_bias", bias), "w2": ("down_proj", others)}
+    rows = {f"experts.{name}": (f"experts.{theirs}", transform) for name, (theirs, transform) in names.items()}
+    rows |= {name: (name, Identity()) for name in ("router.weight", "router.bias")}
+    rows["experts.bias2"] = "experts.down_proj_bias", Identity()
+    return tuple(KeyMapping(f"layers.*.moe.{o}", f"model.layers.*.mlp.{t}", x) for o, (t, x) in rows.items())
 
 
 def shared_rows(theirs: str) -> tuple[KeyMapping, ...]:

@@ -1,0 +1,59 @@
+"""gpt-oss (arXiv:2508.10925), and its Hugging Face format."""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from torchtitan.models.common.config_reader import ConfigReader
+from torchtitan.models.common.hugging_face import DENSE_ROWS, ModelType, dense_format, write_if
+from torchtitan.models.common.hugging_face_rope import write_rope_section
+from torchtitan.models.common.layer_types import WINDOW_KEYS
+from torchtitan.models.common.moe.decoder import MoEDecoder
+from torchtitan.models.common.moe.experts import RoutedExperts, clamped_swiglu
+from torchtitan.models.common.moe.rows import transposed_expert_rows
+from torchtitan.protocols.state_dict_adapter import KeyMapping
+
+
+class GptOssModel(MoEDecoder):
+    """A decoder with attention sinks, biases, windows in every second layer, and experts with a clamped activation."""
+
+    has_sinks = True
+    make_experts = staticmethod(partial(RoutedExperts, activation=clamped_swiglu, bias=True))
+
+    def router_parts(self) -> Mapping[str, Any]:
+        return {**super().router_parts(), "bias": True}
+
+
+_SINKS = KeyMapping("layers.*.attention.sinks.scores", "model.layers.*.self_attn.sinks")
+_YARN = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
+
+
+def _prepare(document: dict[str, Any]) -> dict[str, Any]:
+    """Return a config.json with `layer_types` and the scaling of RoPE, which have defaults."""
+    n_layers = ConfigReader("config.json", document).n_layers()
+    types = ["full_attention" if index % 2 else "sliding_attention" for index in range(n_layers)]
+    is_scaled = document.get("rope_scaling") or document.get("rope_parameters")
+    return {"layer_types": types, **document, **({} if is_scaled else {"rope_scaling": _YARN})}
+
+
+_TYPE = ModelType(
+    architecture="GptOssForCausalLM",
+    config=GptOssModel.Config,
+    rows=(*DENSE_ROWS, _SINKS, *transposed_expert_rows((0, 3, 2, 1))),
+    keys={
+        **{**WINDOW_KEYS, "attention_bias": "attention_bias"},
+        **{"num_local_experts": "moe.n_experts", "num_experts_per_tok": "moe.top_k"},
+    },
+    fixed={"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
+    defaults={
+        **{"num_local_experts": 128, "num_experts_per_tok": 4, "num_key_value_heads": 8, "head_dim": 64},
+        **{"attention_bias": True, "sliding_window": 128, "rope_theta": 150_000.0, "rms_norm_eps": 1e-5},
+    },
+    ignored=("experts_per_token", "initial_context_length"),
+    prepare=_prepare,
+    write=write_if(
+        lambda config: config.moe.ffn_dim is None and config.moe.layer_types == ["sparse"],
+        lambda config: {"rope_parameters": write_rope_section(config.rope, config.max_seq_len)},  # also if unscaled
+    ),
+)
+FORMAT = dense_format({"gpt_oss": _TYPE})
