@@ -10,13 +10,12 @@ from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.models.deepseek_v3.model import FORMAT, DeepSeekModel
 from torchtitan.models.families import SMALL, Family
 
-_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-
 
 def _published(kind: str, sizes: Sequence[int], factor: float, mscale: float, fast: float = 32.0, **keys: Any) -> Any:
     """Return the model of a published config.json; other keys have transformers' defaults, those of DeepSeek-V3."""
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
     yarn = {"type": "yarn", "factor": factor, "original_max_position_embeddings": 4096, "beta_fast": fast}
-    keys |= {"max_position_embeddings": 4096 * int(factor), "model_type": kind, **dict(zip(_SIZES, sizes, strict=True))}
+    keys |= {"max_position_embeddings": 4096 * int(factor), "model_type": kind, **dict(zip(names, sizes, strict=True))}
     return FORMAT.from_external({**keys, "rope_scaling": {**yarn, "mscale": mscale, "mscale_all_dim": mscale}})
 
 
