@@ -48,9 +48,8 @@ class _Interface(NamedTuple):
     """Placement of the output; None: unchanged."""
     use_local_output: bool = True
     """True if the output is the local shard instead of a DTensor."""
-    input_gradient: list[Placement] | None = None
-    output_gradient: list[Placement] | None = None
-    """Placement of the gradient of a plain tensor; None: that of the tensor."""
+    gradients: tuple[list[Placement] | None, list[Placement] | None] = (None, None)
+    """Placements of the gradients of a plain input and output; None: those of the tensors."""
 
 
 _INTERFACES: Mapping[TensorSharding, _Interface] = {
@@ -62,8 +61,8 @@ _INTERFACES: Mapping[TensorSharding, _Interface] = {
     "whole sequence": _Interface(Shard(1), Replicate()),
     "columns": _Interface(Replicate(), Replicate(), output=Shard(-1)),
     "parts to columns": _Interface(Shard(1), Replicate(), output=Shard(-1)),
-    "parts to shared": _Interface(Shard(1), Replicate(), output=Replicate(), output_gradient=[Partial()]),
-    "shared to columns": _Interface(Replicate(), Replicate(), output=Shard(-1), input_gradient=[Partial()]),
+    "parts to shared": _Interface(Shard(1), Replicate(), output=Replicate(), gradients=(None, [Partial()])),
+    "shared to columns": _Interface(Replicate(), Replicate(), output=Shard(-1), gradients=([Partial()], None)),
     "rows": _Interface(Shard(-1), Shard(-1), output=Shard(1)),
     "columns to whole": _Interface(Replicate(), Replicate(), output=Replicate()),
     "rows to whole": _Interface(Shard(-1), Shard(-1), output=Replicate()),
@@ -94,7 +93,7 @@ def _parallelize(module: nn.Module, mesh: DeviceMesh, sharding: TensorSharding) 
     def prepare_input(_: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> Any:
         first, *others = inputs
         if not isinstance(first, DTensor):
-            first = DTensor.from_local(first, mesh, [interface.input], grad_placements=interface.input_gradient)
+            first = DTensor.from_local(first, mesh, [interface.input], grad_placements=interface.gradients[0])
         if interface.input != interface.desired_input:
             first = first.redistribute(placements=[interface.desired_input])
         return first, *others
@@ -102,7 +101,7 @@ def _parallelize(module: nn.Module, mesh: DeviceMesh, sharding: TensorSharding) 
     def prepare_output(_: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
         if interface.output is not None and output.placements != (interface.output,):
             output = output.redistribute(placements=[interface.output], async_op=True)
-        return output.to_local(grad_placements=interface.output_gradient) if interface.use_local_output else output
+        return output.to_local(grad_placements=interface.gradients[1]) if interface.use_local_output else output
 
     def partition(_: str, part: nn.Module, mesh: DeviceMesh) -> None:
         shard_parameters(part, mesh, features)

@@ -107,9 +107,8 @@ class Attention(nn.Module):
         self._products = partial(_attend_with_sinks if has_sinks else products, scale=scale, enable_gqa=True)
 
     def forward(self, q_BLHD: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, attention: AttentionMetadata) -> Tensor:
-        """Attend H query heads to K key/value heads (K divides H): (B, L, heads, head_dim) → (B, L, H, head_dim). If
-        values are narrower than keys, so is the result."""
-        if padding := q_BLHD.shape[-1] - v_BLKD.shape[-1]:  # the fast kernels need equal widths
+        """Attend H query heads to K key/value heads (K divides H): (B, L, heads, head_dim) → (B, L, H, head_dim)."""
+        if padding := q_BLHD.shape[-1] - v_BLKD.shape[-1]:  # narrower values: the fast kernels need equal widths
             return self(q_BLHD, k_BLKD, F.pad(v_BLKD, (0, padding)), attention)[..., :-padding]
         if attention.kernel == "documents":
             return _attend_each_document(self._products, q_BLHD, k_BLKD, v_BLKD, attention)

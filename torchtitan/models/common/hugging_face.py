@@ -79,10 +79,9 @@ def write_if(
     return lambda config: write(config) if describes(config) else None
 
 
-def module_rows(ours: str, theirs: str, names: Mapping[str, str]) -> tuple[KeyMapping, ...]:
-    """Return the rows of weights and biases of the modules in `ours` and `theirs` with these names."""
-    kinds = ("weight", "bias")
-    return tuple(KeyMapping(f"{ours}.{o}.{k}", f"{theirs}.{t}.{k}") for o, t in names.items() for k in kinds)
+def module_rows(our: str, their: str, names: Mapping[str, str]) -> tuple[KeyMapping, ...]:
+    """Return the rows of weights and biases of the modules in `our` and `their` module with these names."""
+    return tuple(KeyMapping(f"{our}.{o}.{k}", f"{their}.{t}.{k}") for o, t in names.items() for k in ("weight", "bias"))
 
 
 def attention_rows(theirs: str = "self_attn") -> tuple[KeyMapping, ...]:

@@ -113,8 +113,7 @@ def _read_scaling(rope: RoPEConfig, reader: ConfigReader, parameters: ConfigRead
         rope.attention_factor = parameters.number("attention_factor")
     elif parameters.has("mscale") and parameters.has("mscale_all_dim"):
         rope.attention_factor = _mscale(rope, parameters, "mscale") / _mscale(rope, parameters, "mscale_all_dim")
-    if parameters.has("mscale_all_dim"):
-        rope.mscale_all_dim = parameters.number("mscale_all_dim")
+    rope.mscale_all_dim = parameters.number("mscale_all_dim") if parameters.has("mscale_all_dim") else 0.0
     if parameters.has("truncate") and not parameters.flag("truncate"):
         rope.scaling = "yarn_untruncated"
     if rope.scaling == "longrope":

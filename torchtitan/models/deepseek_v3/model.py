@@ -48,7 +48,9 @@ class DeepSeekModel(SigmoidExpertLayers, MoEDecoder):
     config: Config
 
     def make_attention(self, index: int, **options: Any) -> nn.Module:
-        return LatentAttention(self.config, **self.init_stds(index))
+        config = self.config
+        ranks: Any = {"q_rank": config.q_lora_rank, "rank": config.kv_lora_rank, "v_dim": config.v_head_dim}
+        return LatentAttention(config, **ranks, interleaved=config.rope_interleave, **self.init_stds(index))
 
     def score_flops(self, index: int, seq_len: int) -> float:
         return super().score_flops(index, seq_len) * (1 + self.config.v_head_dim / self.config.resolved_head_dim) / 2
