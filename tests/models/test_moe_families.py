@@ -19,6 +19,7 @@ from tests.models.family_cases import (
 from tests.models.family_runs import assert_adapters_open_in_peft, save_with_tokenizer
 from tests.models.test_attention import metadata_of
 from tests.models.test_sft_configs import chat_file
+from tests.processes import run_processes
 from tests.training import read_metrics, train
 from torchtitan.components.weights import open_source
 from torchtitan.config.manager import ConfigManager
@@ -277,6 +278,32 @@ def test_resumed_run_is_bit_identical(tmp_path: Path) -> None:
         bias.abs().max() > 0.015
         and read_metrics(tmp_path / "parts", "loss")[2:] == read_metrics(tmp_path / "whole", "loss")[2:]
     )
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "FSDP": {},
+    "TP": {"parallelism__tensor_parallel_degree": 2},
+    "PP": {"parallelism__pipeline_parallel_degree": 2, "parallelism__pipeline_parallel_microbatch_size": 1},
+}
+
+
+def train_layouts(folder: Path) -> None:
+    for name, layout in LAYOUTS.items():
+        train(folder / name, **SIGMOID, **layout)
+
+
+@pytest.mark.slow
+def test_metrics_of_load_are_the_same_in_any_layout(tmp_path: Path) -> None:
+    """Also if the process that writes them has a stage of the pipeline without experts."""
+    keys = [f"{name}/layers.1" for name in ("expert_load", "router_entropy", "selection_bias", "dropped_tokens")]
+    train(tmp_path / "one", **SIGMOID)
+    run_processes(train_layouts, 2, tmp_path)
+    expected = read_metrics(tmp_path / "one", "expert_load", *keys)
+    assert expected[-1][1] > 1 and [row[-1] for row in expected] == [0, 0, 0, 0]
+    for name in LAYOUTS:
+        for ours, theirs in zip(read_metrics(tmp_path / name, "expert_load", *keys), expected, strict=True):
+            # No token of this run is so near to a tie that rounding moves it to another expert.
+            assert ours == pytest.approx(theirs, rel=1e-5)
 
 
 class SecondStepIsNaN(Trainer):
