@@ -29,6 +29,8 @@ _SOURCES = {
     "tree_map_only": "torch.utils._pytree",
     # Differentiable collectives; `torch.distributed` has none.
     "all_gather_single_autograd": "torch.distributed._functional_collectives",
+    "all_to_all_single_autograd": "torch.distributed._functional_collectives",
+    "reduce_scatter_tensor_autograd": "torch.distributed._functional_collectives",
     "wait_tensor": "torch.distributed._functional_collectives",
     "AsyncCollectiveTensor": "torch.distributed._functional_collectives",
     # `torch.utils.checkpoint.checkpoint` wraps a call; this wraps a module without changing names in its state dict.
@@ -128,14 +130,19 @@ def process_groups() -> list["dist.ProcessGroup"]:
     return list(distributed_c10d._world.pg_map)
 
 
-def flatten_mesh(mesh: "DeviceMesh") -> None:
-    """Register the flattened dimensions of a mesh as one; `DeviceMesh` has no public way."""
-    mesh._flatten()
+def flatten_mesh(mesh: "DeviceMesh") -> "DeviceMesh":
+    """Register the flattened dimensions of a mesh as one, and return it; `DeviceMesh` has no public way."""
+    return mesh._flatten()
 
 
-def split_mesh(mesh: "DeviceMesh", sizes: tuple[int, ...], names: tuple[str, ...]) -> "DeviceMesh":
-    """Split a mesh of one dimension into several; `DeviceMesh` has no public way."""
-    return mesh._unflatten(0, sizes, names)
+def split_mesh(mesh: "DeviceMesh", dim: int | str, sizes: tuple[int, ...], names: tuple[str, ...]) -> "DeviceMesh":
+    """Split a dimension of a mesh into several; `DeviceMesh` has no public way."""
+    return mesh._unflatten(dim, sizes, names)
+
+
+def concatenate_meshes(*meshes: "DeviceMesh") -> "DeviceMesh":
+    """Return a mesh with the dimensions of several parts of one mesh; `DeviceMesh` has no public way."""
+    return type(meshes[0])._concatenate(list(meshes))
 
 
 def dtensor_like(local: "Tensor", like: "DTensor") -> "DTensor":

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from torchtitan.protocols.experts import StackedExperts
 from torchtitan.protocols.initializer import Constant, TruncatedNormal, with_initializers
 
 Gated = Callable[[Tensor, Tensor], Tensor]
@@ -53,9 +54,11 @@ class Pairs(NamedTuple):
         return torch.searchsorted(self.expert_R, experts_E, right=True, out_int32=True)
 
 
-class RoutedExperts(nn.Module):
+class RoutedExperts(StackedExperts):
     """Gated networks `w2(activation(w1 x, w3 x))` with stacked weights: `w1`, `w3` (E, H, dim), `w2` (E, dim, H). With
     `bias`: `bias1`, `bias3` (E, H), `bias2` (E, dim). `top_k`: experts of a token."""
+
+    hidden_dims = {"w1": 1, "w2": 2, "w3": 1, "bias1": 1, "bias3": 1}
 
     bias1: nn.Parameter | None
     bias2: nn.Parameter | None
@@ -75,6 +78,7 @@ class RoutedExperts(nn.Module):
     ):
         super().__init__()
         self.activation = activation
+        self.n_experts = n_experts
         self.active_fraction = top_k / n_experts
         """Part of the weights that multiplies a token, for the count of operations (`count_elements`)."""
         self.device_type: str | None = None
@@ -89,7 +93,18 @@ class RoutedExperts(nn.Module):
         with_initializers(self, **{name: TruncatedNormal(std) for name, std in stds.items()}, **biases)
 
     def forward(self, x_ND: Tensor, weights_NK: Tensor, chosen_NK: Tensor) -> Tensor:
-        """Return the sum of the chosen experts' results for each token, times their weights: (N, dim)."""
+        if self.exchange is None:
+            return self._compute(x_ND, weights_NK, chosen_NK)
+        pairs = Pairs.of(chosen_NK)
+        weight_R = weights_NK.flatten().gather(0, pairs.slot_R)
+        rows_RD = _Gathered.apply(x_ND, pairs.token_R, pairs.place_NK)
+        ends_E = pairs.ends_E(self.n_experts)
+        out_RD = self.exchange(rows_RD, weight_R, ends_E.diff(prepend=ends_E.new_zeros(1)), self._compute)
+        result: Tensor = _Summed.apply(out_RD, pairs.token_R, pairs.place_NK)
+        return result
+
+    def _compute(self, x_ND: Tensor, weights_NK: Tensor, chosen_NK: Tensor) -> Tensor:
+        """Compute with the experts of this rank, which `chosen_NK` numbers from 0."""
         pairs = Pairs.of(chosen_NK)
         weight_R = weights_NK.flatten().gather(0, pairs.slot_R)
         parameters = (self.w1, self.w2, self.w3, self.bias1, self.bias2, self.bias3)
