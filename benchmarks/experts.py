@@ -46,9 +46,8 @@ def make_blocks(dtype: torch.dtype, with_eager: bool) -> tuple[dict[str, Block],
     ours = MixtureOfExperts(router, RoutedExperts(n_experts=EXPERTS, top_k=K, dim=DIM, hidden_dim=HIDDEN, **stds))
     with torch.no_grad():
         router.weight.copy_(theirs.gate.weight)
-        gate, up = theirs.experts.gate_up_proj.chunk(2, dim=1)
-        for own, other in ((ours.experts.w1, gate), (ours.experts.w2, theirs.experts.down_proj), (ours.experts.w3, up)):
-            own.copy_(other)
+        ours.experts.w13.copy_(theirs.experts.gate_up_proj.view_as(ours.experts.w13))
+        ours.experts.w2.copy_(theirs.experts.down_proj)
     ours, theirs = ours.to(dtype), theirs.to(dtype)
 
     def implementation(name: str) -> Block:

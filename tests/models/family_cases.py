@@ -342,8 +342,22 @@ CASES = {
         ),
     ]
 }
+_QWEN_3_5_MOE: Options = {
+    "num_experts": [4, 7],
+    "num_experts_per_tok": [1, 2, 3],
+    "moe_intermediate_size": [24, 40],
+    "shared_expert_intermediate_size": [24, 40],
+    # With attention, without which transformers has no length of the cache.
+    "num_hidden_layers": [2, 4],
+    "layer_types": [("linear_attention", "full_attention"), ("full_attention",)],
+}
+CASES["qwen3_5_moe_text"] = Case(
+    model_type="qwen3_5_moe_text",
+    options={**CASES["qwen3_5_text"].options, **_QWEN_3_5_MOE},
+    without=["intermediate_size"],
+)
 
-WITH_VISION = {"qwen3_5", "gemma4", "gemma4_unified"}
+WITH_VISION = {"qwen3_5", "qwen3_5_moe", "gemma4", "gemma4_unified"}
 """Types whose language model is read, and written as another type."""
 
 

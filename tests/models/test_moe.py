@@ -58,14 +58,14 @@ def choices(*, idle: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
 def token_by_token(experts: Any, x_ND: Tensor, weights_NK: Tensor, chosen_NK: Tensor, *, before: bool) -> Tensor:
     """Compute the definition in float64, a pair at a time."""
     p = {name: parameter.double() for name, parameter in experts.named_parameters()}
-    bias: Callable[[int, int], Any] = lambda i, e: p[f"bias{i}"][e] if f"bias{i}" in p else 0.0  # noqa: E731
+    p = {"bias13": torch.zeros(EXPERTS, 2, 1), "bias2": torch.zeros(EXPERTS, 1), **p}
     rows = []
     for token, (weights, chosen) in enumerate(zip(weights_NK.double(), chosen_NK.tolist(), strict=True)):
         row = torch.zeros(DIM, dtype=torch.float64)
         for weight, e in zip(weights, chosen, strict=True):
             x = x_ND[token].double() * (weight if before else 1.0)
-            hidden = experts.activation(p["w1"][e] @ x + bias(1, e), p["w3"][e] @ x + bias(3, e))
-            row = row + (p["w2"][e] @ hidden + bias(2, e)) * (1.0 if before else weight)
+            hidden = experts.activation(*(p["w13"][e] @ x + p["bias13"][e]))
+            row = row + (p["w2"][e] @ hidden + p["bias2"][e]) * (1.0 if before else weight)
         rows.append(row)
     return torch.stack(rows)
 
@@ -111,7 +111,7 @@ def test_experts_in_bfloat16_are_near_float32(algorithm: str) -> None:
     out.backward(torch.ones_like(out))
     # A few roundings to 8 bits.
     assert relative_error(out.float(), token_by_token(experts, x, weights, chosen, before=False)) < 0.03
-    assert out.dtype == experts.w1.grad.dtype == torch.bfloat16
+    assert out.dtype == experts.w13.grad.dtype == torch.bfloat16
 
 
 def test_experts_of_gpt_oss_equal_transformers() -> None:
@@ -123,11 +123,9 @@ def test_experts_of_gpt_oss_equal_transformers() -> None:
     sizes = {"n_experts": EXPERTS, "top_k": K, "dim": DIM, "hidden_dim": HIDDEN, "init_std": 1.0, "out_init_std": 1.0}
     experts = RoutedExperts(**sizes, bias=True, activation=clamped_swiglu)
     with torch.no_grad():
-        experts.w1.copy_(reference.gate_up_proj[..., ::2].mT)
-        experts.w3.copy_(reference.gate_up_proj[..., 1::2].mT)
+        experts.w13.copy_(reference.gate_up_proj.mT.unflatten(1, (-1, 2)).transpose(1, 2))
         experts.w2.copy_(reference.down_proj.mT)
-        experts.bias1.copy_(reference.gate_up_proj_bias[..., ::2])
-        experts.bias3.copy_(reference.gate_up_proj_bias[..., 1::2])
+        experts.bias13.copy_(reference.gate_up_proj_bias.unflatten(1, (-1, 2)).mT)
         experts.bias2.copy_(reference.down_proj_bias)
     x, weights, chosen = choices()
     with torch.no_grad():

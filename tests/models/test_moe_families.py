@@ -61,7 +61,7 @@ def set_part(**parts: Any) -> Callable[[Any], None]:
 def exchange_gate_and_up(model: Any) -> None:
     for layer in model.layers.values():
         experts = layer.moe.experts
-        experts.w1, experts.w3 = experts.w3, experts.w1
+        experts.w13.data = experts.w13.data.flip(1)
 
 
 def without_shared(model: Any) -> None:

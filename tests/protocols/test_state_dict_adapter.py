@@ -7,12 +7,14 @@ from torchtitan.models.common.rope import RoPEConfig, apply_rope, rope_cos_sin
 from torchtitan.models.llama3 import FORMATS, Llama3Model
 from torchtitan.protocols.state_dict_adapter import (
     Concatenated,
+    Flattened,
     Identity,
     KeyMapping,
     Repeated,
     RopePermutation,
     Stacked,
     StateDictAdapter,
+    Transform,
     check_tied,
     model_tensor_specs,
 )
@@ -37,9 +39,11 @@ def spec(*shape: int, dtype: torch.dtype = torch.float32) -> TensorSpec:
         (Concatenated(1), [(5, 2), (5, 3)], [(5, 5)]),
         (Stacked(0), [(3, 4, 5)], [(4, 5), (4, 5), (4, 5)]),
         (Stacked(1), [(4, 2, 5)], [(4, 5), (4, 5)]),
+        (Stacked(0, 2), [(3, 2, 4)], [(4,)] * 6),
+        (Flattened(1), [(3, 2, 4, 5)], [(3, 8, 5)]),
         (Repeated(2), [(3, 4)], [(3, 4), (3, 4)]),
     ],
-    ids=lambda value: repr(value) if isinstance(value, (Identity, RopePermutation, Concatenated, Stacked)) else None,
+    ids=lambda value: repr(value) if isinstance(value, Transform) else None,
 )
 def test_transforms_are_invertible_on_every_device(transform, internal, external):
     for device in ("cpu", "meta"):

@@ -98,7 +98,9 @@ class ParallelDims:
                 raise UserError(f"--parallelism.{option} {degree} does not divide --model.{name} {size}")
         if self.has_expert_mesh and not model.expert_parallel_sizes:
             family = type(model).__qualname__.removesuffix(".Config")
-            raise UserError(f"{_product(experts)} is for models with routed experts that can be divided; {family} has none")
+            raise UserError(
+                f"{_product(experts)} is for models with routed experts that can be divided; {family} has none"
+            )
         pieces = self.tp * self.cp * (2 if self.cp > 1 and self.cp_load_balancer == "headtail" else 1)
         if seq_len % pieces:
             product = _product({"tensor_parallel_degree": self.tp, "context_parallel_degree": self.cp})

@@ -18,6 +18,7 @@ from torchtitan.tools.errors import UserError
 _EMBEDDINGS: tuple[TensorSharding, ...] = ("vocabulary", "vocabulary to whole")
 
 _SHARDED_FEATURES: Mapping[TensorSharding, Features] = {
+    "own heads": "out",
     "columns": "out",
     "rows": "in",
     "columns to whole": "out",
@@ -29,6 +30,7 @@ _SHARDED_FEATURES: Mapping[TensorSharding, Features] = {
 _LAYER_KINDS: Mapping[TensorSharding, type[nn.Module]] = {
     **dict.fromkeys(_EMBEDDINGS, nn.Embedding),
     **dict.fromkeys(_SHARDED_FEATURES, nn.Linear),
+    "own heads": nn.Module,
 }
 """Sharding → required class of its modules; other shardings accept any module."""
 
@@ -50,7 +52,7 @@ _INTERFACES: Mapping[TensorSharding, _Interface] = {
     "vocabulary": _Interface(Replicate(), Replicate(), output=Shard(1)),
     "sequence": _Interface(Shard(1), Shard(1)),
     "final norm": _Interface(Shard(1), Shard(1), use_local_output=False),
-    "heads": _Interface(Shard(2), Shard(2)),
+    **dict.fromkeys(("heads", "own heads"), _Interface(Shard(2), Shard(2))),
     "all heads": _Interface(Shard(-1), Replicate(), output=Shard(-1)),
     "whole sequence": _Interface(Shard(1), Replicate()),
     "columns": _Interface(Replicate(), Replicate(), output=Shard(-1)),

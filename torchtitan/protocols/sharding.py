@@ -13,6 +13,7 @@ TensorSharding = Literal[
     "sequence",
     "final norm",
     "heads",
+    "own heads",
     "all heads",
     "whole sequence",
     "columns",
@@ -32,6 +33,7 @@ TensorSharding = Literal[
 - `local tokens`: as `sequence`, with all its submodules, which get plain tensors.
 - `heads`: works on each head separately, with the same weights on every rank, on its heads of the whole sequence, in
   dimension 2 of (B, L, heads, head_dim).
+- `own heads`: as `heads`, with parameters of one row per head, which are split (`with_features`: "out").
 - `all heads`: works on the features of all heads together, with the same weights on every rank. Takes and returns a
   rank's part of the features, and gathers them.
 - `whole sequence`: has no split weights of its own; its first input is gathered from the ranks' parts.

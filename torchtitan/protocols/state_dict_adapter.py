@@ -95,16 +95,32 @@ class Concatenated(Transform):
 
 @dataclass(frozen=True)
 class Stacked(Transform):
-    """One of our tensors, split into one for each index of `dim` in the other format: the experts of a layer."""
+    """One of our tensors, split into one for each index of `dim` in the other format: the experts of a layer. With
+    `n_dims` 2, also for each index of the next dimension: both input projections of each expert."""
+
+    dim: int
+
+    n_dims: int = 1
+
+    def to_internal(self, tensors: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
+        return [torch.stack(tensors, dim=self.dim).view(shapes[0])]
+
+    def to_external(self, tensors: list[Tensor]) -> list[Tensor]:
+        (stack,) = tensors
+        return list(stack.flatten(self.dim, self.dim + self.n_dims - 1).unbind(self.dim))
+
+
+@dataclass(frozen=True)
+class Flattened(Transform):
+    """One of our tensors, whose dimensions `dim` and the next are one in the other format."""
 
     dim: int
 
     def to_internal(self, tensors: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
-        return [torch.stack(tensors, dim=self.dim)]
+        return [tensors[0].reshape(shapes[0])]
 
     def to_external(self, tensors: list[Tensor]) -> list[Tensor]:
-        (stack,) = tensors
-        return list(stack.unbind(self.dim))
+        return [tensors[0].flatten(self.dim, self.dim + 1)]
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,8 @@ from torchtitan.models.common.feed_forward import make_linear
 from torchtitan.models.common.norms import NormFactory
 from torchtitan.models.common.rope import apply_rope
 from torchtitan.protocols.attention import AttentionMetadata, Kernel
+from torchtitan.protocols.initializer import Constant, with_initializers
+from torchtitan.protocols.sharding import with_features
 
 
 def choose_kernel(
@@ -29,7 +31,7 @@ def choose_kernel(
 
     Args:
         dtype: type of queries, keys and values.
-        capped: scores have a soft cap.
+        capped: scores have a soft cap, or sinks.
         static: compiled code calls the kernel. It specializes on shapes, so they must not depend on the documents.
     """
     is_cuda = device.type == "cuda" and head_dim >= 16  # the least width of FlexAttention
@@ -94,13 +96,15 @@ class Attention(nn.Module):
     Args:
         scale: factor of scores; None: 1 / sqrt(head_dim).
         softcap: bound c of the scaled scores s, which become `c tanh(s / c)` (Gemma 2, arXiv:2408.00118).
+        has_sinks: queries are from `Sinks`.
     """
 
-    def __init__(self, *, scale: float | None = None, softcap: float | None = None):
+    def __init__(self, *, scale: float | None = None, softcap: float | None = None, has_sinks: bool = False):
         super().__init__()
-        self.scale, self.softcap = scale, softcap
+        assert not (softcap and has_sinks), "no kernel has both"
+        self.scale, self.softcap, self.has_sinks = scale, softcap, has_sinks
         products = F.scaled_dot_product_attention if softcap is None else partial(_capped_attention, softcap=softcap)
-        self._products = partial(products, scale=scale, enable_gqa=True)
+        self._products = partial(_attend_with_sinks if has_sinks else products, scale=scale, enable_gqa=True)
 
     def forward(self, q_BLHD: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, attention: AttentionMetadata) -> Tensor:
         """Attend H query heads to K key/value heads (K divides H): (B, L, heads, head_dim) → (B, L, H, head_dim)."""
@@ -116,8 +120,14 @@ class Attention(nn.Module):
         else:
             assert attention.kernel == "flex", "with_kernel must choose a kernel first"
             options = {"block_mask": attention.mask, "scale": self.scale, "enable_gqa": True}
-            score_mod = None if self.softcap is None else _soft_cap(self.softcap)
-            out_BHLD = _compiled("flex_attention")(q, k, v, score_mod=score_mod, **options)
+            if self.has_sinks:
+                from torch.nn.attention.flex_attention import AuxRequest
+
+                attended = _compiled("flex_attention")(q[..., :-1], k, v, return_aux=AuxRequest(lse=True), **options)
+                out_BHLD = (attended[0] * torch.sigmoid(attended[1].lse - q[..., -1])[..., None]).type_as(v)
+            else:
+                score_mod = None if self.softcap is None else _soft_cap(self.softcap)
+                out_BHLD = _compiled("flex_attention")(q, k, v, score_mod=score_mod, **options)
         return out_BHLD.transpose(1, 2)
 
 
@@ -149,6 +159,27 @@ def _capped_attention(
     mask = attn_mask if attn_mask.ndim == 2 else attn_mask[:, :, None]
     weights = scores.masked_fill(~mask, -torch.inf).softmax(-1, dtype=torch.float32).type_as(v_BKSD)
     return (weights @ v_BKSD[:, :, None]).flatten(1, 2)
+
+
+def _attend_with_sinks(
+    q_BHLD: Tensor,
+    k_BKSD: Tensor,
+    v_BKSD: Tensor,
+    *,
+    scale: float | None,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    enable_gqa: bool = True,
+) -> Tensor:
+    """Attend to a further key, in front and without a value, whose score is the last element of the query."""
+    scale = k_BKSD.shape[-1] ** -0.5 if scale is None else scale
+    k, v = (F.pad(x, (0, 1, 1, 0)) for x in (k_BKSD, v_BKSD))
+    k[:, :, 0, -1] = 1 / scale
+    # With a further query in front too, the others see the keys that they should.
+    q = F.pad(q_BHLD, (0, 0, int(is_causal), 0))
+    mask = None if attn_mask is None else F.pad(attn_mask, (1, 0), value=True)
+    options = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, **options)[:, :, int(is_causal) :, :-1]
 
 
 @functools.cache
@@ -185,7 +216,7 @@ def _attend_each_document(
 
     documents = zip(*map(split_documents, (q_BLHD, k_BLKD, v_BLKD)), strict=True)
     outs = [_attend_causally(products, q, k, v, attention.window) for q, k, v in documents]
-    return torch.cat(outs, dim=2).transpose(1, 2).reshape(q_BLHD.shape)
+    return torch.cat(outs, dim=2).transpose(1, 2).reshape(*q_BLHD.shape[:3], -1)
 
 
 def _attend_varlen(
@@ -210,6 +241,21 @@ def _compiled(name: str) -> Any:
     return torch.compile(getattr(flex_attention, name))
 
 
+class Sinks(nn.Module):
+    """A learned score per head for no token, which takes part in the softmax (gpt-oss), as a further element of the
+    head's queries."""
+
+    def __init__(self, n_heads: int):
+        super().__init__()
+        self.scores = nn.Parameter(torch.empty(n_heads))
+        with_features(with_initializers(self, scores=Constant(0.0)), scores=("out",))
+
+    def forward(self, q_BLHD: Tensor) -> Tensor:
+        """(B, L, H, head_dim) → (B, L, H, head_dim + 1)."""
+        scores_BLH1 = self.scores.type_as(q_BLHD)[:, None].expand(*q_BLHD.shape[:-1], 1)
+        return torch.cat((q_BLHD, scores_BLH1), dim=-1)
+
+
 class GroupedQueryAttention(nn.Module):
     """Causal self-attention with fewer key/value heads than query heads.
 
@@ -222,6 +268,7 @@ class GroupedQueryAttention(nn.Module):
         gated: multiply the result by the sigmoid of gates, which follow the queries of each head in `wq`.
         scale: as in `Attention`.
         softcap: as in `Attention`.
+        has_sinks: add `Sinks`.
         init_std: standard deviation of the initial input projections.
         out_init_std: standard deviation of the initial output projection.
     """
@@ -241,12 +288,14 @@ class GroupedQueryAttention(nn.Module):
         gated: bool = False,
         scale: float | None = None,
         softcap: float | None = None,
+        has_sinks: bool = False,
         init_std: float,
         out_init_std: float,
     ):
         super().__init__()
         self.head_dim, self.gated = head_dim, gated
-        self.attend = Attention(scale=scale, softcap=softcap)
+        self.attend = Attention(scale=scale, softcap=softcap, has_sinks=has_sinks)
+        self.sinks = Sinks(n_heads) if has_sinks else None
         q_width, kv_width = n_heads * head_dim, n_kv_heads * head_dim
         self.wq = make_linear(dim, q_width * (2 if gated else 1), init_std, bias="q" in biases)
         self.wk = make_linear(dim, kv_width, init_std, bias="k" in biases)
@@ -273,6 +322,8 @@ class GroupedQueryAttention(nn.Module):
             v_BLKD = self.v_norm(v_BLKD)
         if rope is not None:
             q_BLHD, k_BLKD = apply_rope(q_BLHD, rope), apply_rope(k_BLKD, rope)
+        if self.sinks is not None:
+            q_BLHD = self.sinks(q_BLHD)
         out_BLE = self.attend(q_BLHD, k_BLKD, v_BLKD, attention).flatten(-2)
         if self.gated:
             out_BLE = out_BLE * torch.sigmoid(gate_BLE)

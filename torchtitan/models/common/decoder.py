@@ -42,6 +42,7 @@ DENSE_SHARDING = ShardingPlan(
         "layers.*.attention.wv": "columns",
         "layers.*.attention.q_norm": "heads",
         "layers.*.attention.k_norm": "heads",
+        "layers.*.attention.sinks": "own heads",
         "layers.*.attention.q_wide_norm": "all heads",
         "layers.*.attention.k_wide_norm": "all heads",
         "layers.*.attention.wo": "rows",
@@ -121,11 +122,16 @@ class Decoder(BaseModel):
                 if value is not None and not 0 < value < math.inf:
                     raise UserError(f"--model.{name} is {value}, but must be above 0")
 
-        def validate(self) -> None:
-            for name, most in _MOST.items():
+        def check_sizes(self, most: int, *names: str) -> None:
+            """Raise `UserError` for the first of these fields that is neither None nor from 1 to `most`."""
+            for name in names:
                 size = getattr(self, name)
                 if not (size is None or 1 <= size <= most):
                     raise UserError(f"--model.{name} is {size}, but must be from 1 to {most}")
+
+        def validate(self) -> None:
+            for name, most in _MOST.items():
+                self.check_sizes(most, name)
             self.check_positive("norm_eps")
             if self.head_dim is not None and (self.head_dim < 2 or self.head_dim % 2):
                 raise UserError(f"--model.head_dim is {self.head_dim}, but must be even and at least 2")
@@ -146,6 +152,9 @@ class Decoder(BaseModel):
             self.rope.validate(self.resolved_head_dim)
 
     config: Config
+
+    has_sinks = False
+    """Attention has a score per head for no token."""
 
     def __init__(self, config: Config):
         super().__init__(config)
@@ -182,6 +191,7 @@ class Decoder(BaseModel):
             n_heads=config.n_heads,
             head_dim=self.head_dim_of_layer(index),
             softcap=self.score_softcap(),
+            has_sinks=self.has_sinks,
             **self.init_stds(index),
             **options,
         )
@@ -278,7 +288,7 @@ class Decoder(BaseModel):
                 dtype=hidden_BLD.dtype,
                 head_dim=head_dim,
                 static=self.is_compiled,
-                capped=self.score_softcap() is not None,
+                capped=self.has_sinks or self.score_softcap() is not None,
             )
             for window, head_dim in {(window, head_dim) for _, _, window, head_dim in layers}
         }

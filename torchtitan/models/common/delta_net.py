@@ -248,9 +248,7 @@ class HybridDecoder(Decoder):
             Decoder.Config.validate(self)
             if not self.layer_types:
                 raise UserError("--model.layer_types is empty, but must name at least one type")
-            for name in _SIZES:
-                if not 1 <= getattr(self, name) <= 2**16:
-                    raise UserError(f"--model.{name} is {getattr(self, name)}, but must be from 1 to {2**16}")
+            self.check_sizes(2**16, *_SIZES)
             if self.linear_num_value_heads % self.linear_num_key_heads:
                 raise UserError(
                     f"--model.linear_num_key_heads {self.linear_num_key_heads} must divide "

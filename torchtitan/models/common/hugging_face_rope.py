@@ -114,7 +114,7 @@ def _read_scaling(rope: RoPEConfig, reader: ConfigReader, parameters: ConfigRead
     elif parameters.has("mscale") and parameters.has("mscale_all_dim"):
         rope.attention_factor = _mscale(rope, parameters, "mscale") / _mscale(rope, parameters, "mscale_all_dim")
     if parameters.has("truncate") and not parameters.flag("truncate"):
-        raise UserError("config.json: RoPE's truncate is False, which this family does not support (only True)")
+        rope.scaling = "yarn_untruncated"
     if rope.scaling == "longrope":
         rope.short_factors, rope.long_factors = (_numbers(parameters, key) for key in ("short_factor", "long_factor"))
 
@@ -166,16 +166,17 @@ def write_rope_section(rope: RoPEConfig, max_seq_len: int) -> dict[str, Any]:
 def _scaling(rope: RoPEConfig, max_seq_len: int) -> Mapping[str, Any] | None:
     if not rope.is_scaled:
         return None
-    scaling: dict[str, Any] = {"rope_type": rope.scaling}
+    kind: Scaling = "yarn" if rope.scaling == "yarn_untruncated" else rope.scaling
+    scaling: dict[str, Any] = {"rope_type": kind} | ({} if kind == rope.scaling else {"truncate": False})
     if rope.scaling_factor != 1.0 or rope.scaling != "proportional":
         scaling["factor"] = rope.scaling_factor
-    scaling |= {key: getattr(rope, field) for key, field in _FACTORS.get(rope.scaling, {}).items()}
+    scaling |= {key: getattr(rope, field) for key, field in _FACTORS.get(kind, {}).items()}
     if rope.scaling == "dynamic" and rope.original_max_seq_len != max_seq_len:
         raise UserError(
             f"config.json cannot express dynamic RoPE with original_max_seq_len {rope.original_max_seq_len} and "
             f"max_seq_len {max_seq_len}: there they are equal"
         )
-    if _ORIGINAL_CONTEXT in _OTHER_KEYS[rope.scaling]:
+    if _ORIGINAL_CONTEXT in _OTHER_KEYS[kind]:
         scaling[_ORIGINAL_CONTEXT] = rope.original_max_seq_len
     if rope.attention_factor is not None:
         scaling["attention_factor"] = rope.attention_factor

@@ -43,8 +43,7 @@ class WindowedDecoder(Decoder):
 
         def validate(self) -> None:
             Decoder.Config.validate(self)
-            if self.sliding_window is not None and not 1 <= self.sliding_window <= 2**32:
-                raise UserError(f"--model.sliding_window is {self.sliding_window}, but must be from 1 to {2**32}")
+            self.check_sizes(2**32, "sliding_window")
             if not self.layer_types:
                 raise UserError("--model.layer_types is empty, but must name at least one type")
             self.local_rope.validate(self.resolved_head_dim)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torchtitan.tools.errors import UserError
 
-Scaling = Literal["llama3", "linear", "dynamic", "yarn", "longrope", "proportional"]
+Scaling = Literal["llama3", "linear", "dynamic", "yarn", "yarn_untruncated", "longrope", "proportional"]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -69,9 +69,9 @@ class RoPEConfig:
             raise UserError(
                 f"--model.rope: theta {self.theta} and scaling_factor {self.scaling_factor} must be above 0"
             )
-        if not 0 < self.low_freq_factor < self.high_freq_factor < math.inf:
+        if not 0 < self.low_freq_factor <= self.high_freq_factor < math.inf:
             raise UserError(
-                f"--model.rope.high_freq_factor {self.high_freq_factor} must be above "
+                f"--model.rope.high_freq_factor {self.high_freq_factor} must be at least "
                 f"low_freq_factor {self.low_freq_factor}, and both finite and above 0"
             )
         if not 1 <= self.original_max_seq_len <= 2**32:
@@ -109,21 +109,22 @@ def _llama3(config: RoPEConfig, frequencies: Tensor, lengths: Tensor) -> Tensor:
     """Divide low frequencies, keep high ones, and interpolate in 1 / wavelength in between (Llama 3.1)."""
     # Turns of a pair within the original context: many for high frequencies, few for low ones.
     turns = config.original_max_seq_len * frequencies / (2 * math.pi)
-    kept = (turns - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
+    kept = (turns - config.low_freq_factor) / max(config.high_freq_factor - config.low_freq_factor, 1e-9)
     kept = kept.clamp(0, 1)
     return (1 - kept) * frequencies / config.scaling_factor + kept * frequencies
 
 
 def _yarn(config: RoPEConfig, frequencies: Tensor, lengths: Tensor) -> Tensor:
     """Divide low frequencies, keep high ones, and interpolate in the number of the pair in between (YaRN, Peng et al.
-    2023, arXiv:2309.00071, 3.2)."""
+    2023, arXiv:2309.00071, 3.2). `yarn_untruncated`: its bounds are not rounded to whole pairs (gpt-oss)."""
     n_pairs = len(frequencies)
 
     def pair_with(turns: float) -> float:
         return n_pairs * math.log(config.original_max_seq_len / (turns * 2 * math.pi)) / math.log(config.theta)
 
-    first = max(math.floor(pair_with(config.high_freq_factor)), 0)
-    last = min(math.ceil(pair_with(config.low_freq_factor)), 2 * n_pairs - 1)
+    floor, ceil = (math.floor, math.ceil) if config.scaling == "yarn" else (float, float)
+    first = max(floor(pair_with(config.high_freq_factor)), 0)
+    last = min(ceil(pair_with(config.low_freq_factor)), 2 * n_pairs - 1)
     pairs = torch.arange(n_pairs, dtype=torch.float32, device=frequencies.device)
     scaled = ((pairs - first) / max(last - first, 1e-3)).clamp(0, 1)
     return scaled * frequencies / config.scaling_factor + (1 - scaled) * frequencies
@@ -154,6 +155,7 @@ _SCALINGS: dict[Scaling, Frequencies] = {
     "linear": _linear,
     "llama3": _llama3,
     "yarn": _yarn,
+    "yarn_untruncated": _yarn,
     "dynamic": _dynamic,
     "longrope": _longrope,
     "proportional": _proportional,
@@ -190,15 +192,15 @@ def rope_cos_sin(
 
 def _attention_factor(config: RoPEConfig) -> float:
     factor = config.scaling_factor
-    if config.scaling not in ("yarn", "longrope"):
+    if config.scaling not in ("yarn", "yarn_untruncated", "longrope"):
         return 1.0
     if config.attention_factor is not None:
         return config.attention_factor
     if factor <= 1.0:
         return 1.0
-    if config.scaling == "yarn":  # section 3.4
-        return 0.1 * math.log(factor) + 1.0
-    return math.sqrt(1 + math.log(factor) / math.log(config.original_max_seq_len))
+    if config.scaling == "longrope":
+        return math.sqrt(1 + math.log(factor) / math.log(config.original_max_seq_len))
+    return 0.1 * math.log(factor) + 1.0  # YaRN, section 3.4
 
 
 def apply_rope(x_BLHD: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:

@@ -1,21 +1,15 @@
 """Mixtral ("Mixtral of Experts", arXiv:2401.04088), and its Hugging Face format."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from torchtitan.models.common.hugging_face import EMBEDDING, ModelType, attention_rows, dense_format, norm_rows
 from torchtitan.models.common.moe.decoder import MoEDecoder
-from torchtitan.models.common.moe.router import ScoreWeights, TopK, softmax_scores
 from torchtitan.models.common.moe.rows import expert_rows
 from torchtitan.protocols.state_dict_adapter import KeyMapping
 
 
 class MixtralModel(MoEDecoder):
     """Mistral's decoder with experts in place of each feed-forward network."""
-
-    def router_parts(self) -> Mapping[str, Any]:
-        choose, weigh = TopK(self.config.moe.top_k), ScoreWeights(normalized=True)
-        return {"score": softmax_scores, "choose": choose, "weigh": weigh}
 
 
 _DENSE = (

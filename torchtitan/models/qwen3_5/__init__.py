@@ -1,35 +1,34 @@
-"""The dense models of Qwen3.5 in their published sizes, without vision, and a small one that trains on a laptop."""
+"""Qwen3.5's models in published sizes, without vision, and small ones that train on a laptop."""
 
 from typing import Any
 
+from torchtitan.models.common.moe.layer import QwenMoEConfig
+from torchtitan.models.common.moe.rows import MOE_SHARDING
 from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.models.families import SMALL, Family
-from torchtitan.models.qwen3_5.model import FORMAT, Qwen35Model
+from torchtitan.models.qwen3_5.model import FORMAT, Qwen35Model, Qwen35MoEModel
 
 
-def _published(**sizes: Any) -> Qwen35Model.Config:
-    return Qwen35Model.Config(
-        vocab_size=248_320,
-        max_seq_len=262_144,
-        norm_eps=1e-6,
-        rope=RoPEConfig(theta=10_000_000.0, rotated_fraction=0.25),
-        **sizes,
-    )
+def _published(kind: type[Qwen35Model.Config] = Qwen35Model.Config, **sizes: Any) -> Qwen35Model.Config:
+    rope = RoPEConfig(theta=10_000_000.0, rotated_fraction=0.25)
+    return kind(vocab_size=248_320, max_seq_len=262_144, norm_eps=1e-6, rope=rope, **sizes)
 
 
 _SMALL = {"n_layers": 24, "n_heads": 8, "n_kv_heads": 2, "linear_num_value_heads": 16, "tie_embeddings": True}
 _MEDIUM = {"n_layers": 32, "n_heads": 16, "n_kv_heads": 4}
+_35B = {"dim": 2048, "n_layers": 40, "n_heads": 16, "n_kv_heads": 2, "head_dim": 256, "ffn_dim": 512}
+_DEBUG: Any = {**SMALL, "norm_eps": 1e-6, "rope": RoPEConfig(theta=10_000.0, rotated_fraction=0.25)}
+_DEBUG |= {"linear_num_key_heads": 8, "linear_num_value_heads": 16}
+_DEBUG |= {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
+
+
+def _experts(n_experts: int, top_k: int, shared: int) -> QwenMoEConfig:
+    return QwenMoEConfig(n_experts=n_experts, top_k=top_k, shared_ffn_dim=shared)
+
 
 FLAVORS = {
-    "debugmodel": Qwen35Model.Config(
-        **SMALL,
-        norm_eps=1e-6,
-        rope=RoPEConfig(theta=10_000.0, rotated_fraction=0.25),
-        linear_num_key_heads=8,
-        linear_num_value_heads=16,
-        linear_key_head_dim=32,
-        linear_value_head_dim=32,
-    ),
+    "debugmodel": Qwen35Model.Config(**_DEBUG),
+    "moe-debugmodel": Qwen35MoEModel.Config(**{**_DEBUG, "ffn_dim": 96}, moe=_experts(32, 4, 96)),
     "0.8B": _published(**_SMALL, dim=1024, head_dim=256, ffn_dim=3584),
     "2B": _published(**_SMALL, dim=2048, ffn_dim=6144),
     "4B": _published(**_MEDIUM, dim=2560, head_dim=256, ffn_dim=9216, tie_embeddings=True),
@@ -37,8 +36,9 @@ FLAVORS = {
     "27B": _published(
         dim=5120, n_layers=64, n_heads=24, n_kv_heads=4, head_dim=256, ffn_dim=17408, linear_num_value_heads=48
     ),
+    "35B-A3B": _published(Qwen35MoEModel.Config, **_35B, moe=_experts(256, 8, 512)),
 }
 
 FORMATS = {"hf": FORMAT}
-FAMILY = Family(module=__name__, flavors=FLAVORS, formats=FORMATS)
+FAMILY = Family(module=__name__, flavors=FLAVORS, formats=FORMATS, sharding=MOE_SHARDING)
 model_spec, model_registry = FAMILY.spec, FAMILY.registry

@@ -1,6 +1,6 @@
 """Training configurations of Qwen3.5: `--module qwen3_5 --config debugmodel`."""
 
-from torchtitan.models.common.recipes import large_run, small_run
+from torchtitan.models.common.recipes import balanced, large_run, small_run
 from torchtitan.models.qwen3_5 import model_registry
 from torchtitan.trainer import Trainer
 
@@ -9,6 +9,11 @@ def qwen3_5_debugmodel() -> Trainer.Config:
     """A small model on the built-in stories, three of four layers gated delta nets: a few minutes on two CPU cores, no
     network."""
     return small_run(model_registry("debugmodel"))
+
+
+def qwen3_5_moe_debugmodel() -> Trainer.Config:
+    """A small model with experts on the built-in stories: a few minutes on two CPU cores, no network."""
+    return balanced(small_run(model_registry("moe-debugmodel")))
 
 
 def qwen3_5_800m() -> Trainer.Config:

@@ -1,12 +1,16 @@
-"""Qwen3.5's dense models, without their vision encoder, and their Hugging Face format."""
+"""Qwen3.5's models, dense and with experts, without their vision encoder, and their Hugging Face format."""
 
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
 from torchtitan.models.common.config_reader import ConfigReader
 from torchtitan.models.common.delta_net import DELTA_NET_KEYS, DELTA_NET_ROWS, HybridDecoder
-from torchtitan.models.common.hugging_face import DENSE_ROWS, ModelType, dense_format
+from torchtitan.models.common.hugging_face import DENSE_ROWS, ModelType, dense_format, write_if
+from torchtitan.models.common.moe.decoder import QwenExpertLayers
+from torchtitan.models.common.moe.layer import QwenMoEConfig
+from torchtitan.models.common.moe.rows import expert_rows, shared_rows
 from torchtitan.models.common.norms import OffsetRMSNorm
 from torchtitan.tools.errors import UserError
 
@@ -20,6 +24,19 @@ class Qwen35Model(HybridDecoder):
 
     def make_attention(self, index: int, **options: Any) -> nn.Module:
         return super().make_attention(index, qk_norm=self.make_norm, gated=True, **options)
+
+
+class Qwen35MoEModel(QwenExpertLayers, Qwen35Model):
+    """Qwen3.5 with experts in each layer, next to one that every token passes through."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Qwen35Model.Config):
+        moe: QwenMoEConfig
+        """Experts."""
+
+        def validate(self) -> None:
+            Qwen35Model.Config.validate(self)
+            self.moe.validate()
 
 
 def _prepare(document: dict[str, Any]) -> dict[str, Any]:
@@ -41,10 +58,11 @@ def _prepare(document: dict[str, Any]) -> dict[str, Any]:
     return prepared
 
 
+_DENSE = (*DENSE_ROWS, *DELTA_NET_ROWS)
 _TEXT = ModelType(
     architecture="Qwen3_5ForCausalLM",
     config=Qwen35Model.Config,
-    rows=(*DENSE_ROWS, *DELTA_NET_ROWS),
+    rows=_DENSE,
     keys={**DELTA_NET_KEYS, "attention_bias": "attention_bias"},
     fixed={"attn_output_gate": True},
     defaults={"num_key_value_heads": 4, "head_dim": 256, "partial_rotary_factor": 0.25},
@@ -52,5 +70,23 @@ _TEXT = ModelType(
     prepare=_prepare,
 )
 
+_KEYS = {
+    "num_experts": "n_experts",
+    "num_experts_per_tok": "top_k",
+    "shared_expert_intermediate_size": "shared_ffn_dim",
+}
+_DEFAULTS = {"num_experts": 256, "num_experts_per_tok": 8, "shared_expert_intermediate_size": 512}
+_MOE = replace(
+    _TEXT,
+    architecture="Qwen3_5MoeForCausalLM",
+    config=Qwen35MoEModel.Config,
+    rows=lambda config: (*_DENSE, *shared_rows("shared_expert"), *expert_rows(config.moe.n_experts)),
+    keys={**_TEXT.keys, "moe_intermediate_size": "ffn_dim", **{key: f"moe.{name}" for key, name in _KEYS.items()}},
+    defaults={**_TEXT.defaults, **_DEFAULTS, "moe_intermediate_size": 512, "num_key_value_heads": 2},
+    ignored=(*_TEXT.ignored, "output_router_logits", "router_aux_loss_coef"),
+    write=write_if(lambda c: c.moe.norm_topk_prob and c.moe.ffn_dim is None and c.moe.layer_types == ["sparse"]),
+)
+
 # Tensors that predict more tokens at once are left out, as by transformers.
-FORMAT = dense_format({"qwen3_5_text": _TEXT, "qwen3_5": _TEXT}, without=("model.visual.", "mtp."))
+_TYPES = {"qwen3_5_text": _TEXT, "qwen3_5": _TEXT, "qwen3_5_moe_text": _MOE, "qwen3_5_moe": _MOE}
+FORMAT = dense_format(_TYPES, without=("model.visual.", "mtp."))

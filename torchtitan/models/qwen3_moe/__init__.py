@@ -2,16 +2,18 @@
 
 from typing import Any
 
+from torchtitan.models.common.moe.layer import QwenMoEConfig
 from torchtitan.models.common.moe.rows import MOE_SHARDING
 from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.models.families import SMALL, Family
-from torchtitan.models.qwen3_moe.model import FORMAT, Qwen2MoeModel, Qwen3MoeModel, QwenMoEConfig
+from torchtitan.models.qwen3_moe.model import FORMAT, Qwen2MoeModel, Qwen3MoeModel
 
 _ALL: dict[str, Any] = {"vocab_size": 151_936, "norm_eps": 1e-6}
 
 
-def _experts(n_experts: int, top_k: int, width: int, norm_topk_prob: bool = True) -> QwenMoEConfig:
-    return QwenMoEConfig(n_experts=n_experts, top_k=top_k, ffn_dim=width, norm_topk_prob=norm_topk_prob)
+def _experts(n_experts: int, top_k: int, width: int, shared: int | None = None) -> QwenMoEConfig:
+    sizes: Any = {"n_experts": n_experts, "top_k": top_k, "ffn_dim": width, "shared_ffn_dim": shared}
+    return QwenMoEConfig(**sizes, norm_topk_prob=shared is None)
 
 
 def _3(n_experts: int, width: int, *, theta: float = 1e6, max_seq_len: int = 40_960, **sizes: Any) -> Any:
@@ -19,8 +21,8 @@ def _3(n_experts: int, width: int, *, theta: float = 1e6, max_seq_len: int = 40_
     return Qwen3MoeModel.Config(**_ALL, head_dim=128, max_seq_len=max_seq_len, moe=moe, rope=rope, **sizes)
 
 
-def _2(n_experts: int, top_k: int, width: int, **sizes: Any) -> Qwen2MoeModel.Config:
-    moe, rope = _experts(n_experts, top_k, width, False), RoPEConfig(theta=1e6)
+def _2(n_experts: int, top_k: int, width: int, shared: int, **sizes: Any) -> Qwen2MoeModel.Config:
+    moe, rope = _experts(n_experts, top_k, width, shared), RoPEConfig(theta=1e6)
     return Qwen2MoeModel.Config(**_ALL, moe=moe, rope=rope, **sizes)
 
 
@@ -33,12 +35,12 @@ _SMALL: dict[str, Any] = {**SMALL, "norm_eps": 1e-6, "rope": RoPEConfig(theta=10
 
 FLAVORS = {
     "debugmodel": Qwen3MoeModel.Config(**_SMALL, head_dim=64, moe=_experts(32, 4, 96)),
-    "2-debugmodel": Qwen2MoeModel.Config(**_SMALL, moe=_experts(16, 2, 96, False), shared_ffn_dim=192),
+    "2-debugmodel": Qwen2MoeModel.Config(**_SMALL, moe=_experts(16, 2, 96, 192)),
     "30B-A3B": _3(128, 768, **_30B, ffn_dim=6144),
     "235B-A22B": _3(128, 1536, **_235B, ffn_dim=12288),
     "Coder-480B-A35B": _3(160, 2560, **_480B, ffn_dim=8192, theta=1e7, max_seq_len=262_144),
-    "1.5-A2.7B": _2(60, 4, 1408, **_14B, ffn_dim=5632, shared_ffn_dim=5632, max_seq_len=8192),
-    "2-57B-A14B": _2(64, 8, 2560, **_57B, ffn_dim=18944, shared_ffn_dim=20480, max_seq_len=131_072),
+    "1.5-A2.7B": _2(60, 4, 1408, 5632, **_14B, ffn_dim=5632, max_seq_len=8192),
+    "2-57B-A14B": _2(64, 8, 2560, 20480, **_57B, ffn_dim=18944, max_seq_len=131_072),
 }
 
 FORMATS = {"hf": FORMAT}

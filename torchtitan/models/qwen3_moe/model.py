@@ -1,31 +1,20 @@
 """Qwen3's models with experts (arXiv:2505.09388), and Qwen2's and Qwen1.5's, with their Hugging Face format."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from torchtitan.models.common.config_reader import ConfigReader
-from torchtitan.models.common.feed_forward import GatedFeedForward
 from torchtitan.models.common.hugging_face import DENSE_ROWS, ModelType, dense_format
-from torchtitan.models.common.moe.decoder import MoEDecoder
-from torchtitan.models.common.moe.layer import GatedSharedExpert, MoEConfig
-from torchtitan.models.common.moe.router import ScoreWeights, TopK, softmax_scores
+from torchtitan.models.common.moe.decoder import MoEDecoder, QwenExpertLayers
+from torchtitan.models.common.moe.layer import QwenMoEConfig
 from torchtitan.models.common.moe.rows import expert_rows, shared_rows
 from torchtitan.protocols.state_dict_adapter import KeyMapping
-from torchtitan.tools.errors import UserError
 
 
-@dataclass(kw_only=True, slots=True)
-class QwenMoEConfig(MoEConfig):
-    """Experts whose weights may be normalized."""
-
-    norm_topk_prob: bool = False
-    """Divide the weights of a token's experts by their sum."""
-
-
-class Qwen3MoeModel(MoEDecoder):
+class Qwen3MoeModel(QwenExpertLayers, MoEDecoder):
     """Qwen3's decoder with experts in some layers or in all."""
 
     @dataclass(kw_only=True, slots=True)
@@ -42,10 +31,6 @@ class Qwen3MoeModel(MoEDecoder):
         biases = "qkvo" if self.config.attention_bias else ""
         return super().make_attention(index, **{"qk_norm": self.make_norm, "biases": biases, **options})
 
-    def router_parts(self) -> Mapping[str, Any]:
-        choose, weigh = TopK(self.config.moe.top_k), ScoreWeights(normalized=self.config.moe.norm_topk_prob)
-        return {"score": softmax_scores, "choose": choose, "weigh": weigh}
-
 
 class Qwen2MoeModel(Qwen3MoeModel):
     """Qwen2's decoder with experts in some layers or in all, next to one that every token passes through."""
@@ -55,40 +40,23 @@ class Qwen2MoeModel(Qwen3MoeModel):
         attention_bias: bool = True
         """Add biases to queries, keys and values."""
 
-        shared_ffn_dim: int = 5632
-        """Width of the shared expert."""
-
-        def validate(self) -> None:
-            Qwen3MoeModel.Config.validate(self)
-            if not 1 <= self.shared_ffn_dim <= 2**24:
-                raise UserError(f"--model.shared_ffn_dim is {self.shared_ffn_dim}, but must be from 1 to {2**24}")
-
     config: Config
 
     def make_attention(self, index: int, **options: Any) -> nn.Module:
         biases = "qkv" if self.config.attention_bias else ""
         return super().make_attention(index, qk_norm=None, biases=biases, **options)
 
-    def make_shared(self, index: int) -> nn.Module:
-        stds, dim = self.init_stds(index), self.config.dim
-        network = GatedFeedForward(dim=dim, hidden_dim=self.config.shared_ffn_dim, **stds)
-        return GatedSharedExpert(network, dim=dim, init_std=stds["init_std"])
-
-
-_SHARED_GATE = KeyMapping("layers.*.moe.shared.gate", "model.layers.*.mlp.shared_expert_gate.weight")
-_DENSE = (*DENSE_ROWS, *shared_rows("shared_expert", "layers.*.moe.shared.network"), _SHARED_GATE)
 
 _KEYS = {
     **{"num_experts": "moe.n_experts", "num_experts_per_tok": "moe.top_k", "norm_topk_prob": "moe.norm_topk_prob"},
     **{"moe_intermediate_size": "moe.ffn_dim", "mlp_layer_types": "moe.layer_types"},
 }
 
-
 _IGNORED = ("output_router_logits", "router_aux_loss_coef")
 
 
 def _rows(config: Qwen3MoeModel.Config) -> Sequence[KeyMapping]:
-    return (*_DENSE, *expert_rows(config.moe.n_experts))
+    return (*DENSE_ROWS, *shared_rows("shared_expert"), *expert_rows(config.moe.n_experts))
 
 
 def _prepare(document: dict[str, Any]) -> dict[str, Any]:
@@ -122,21 +90,27 @@ _3 = ModelType(
     config=Qwen3MoeModel.Config,
     rows=_rows,
     keys={**_KEYS, "sliding_window": "sliding_window", "attention_bias": "attention_bias"},
-    defaults={"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "num_key_value_heads": 4},
+    defaults={
+        **{"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "num_key_value_heads": 4},
+        **{"norm_topk_prob": False},
+    },
     ignored=(*_IGNORED, "use_sliding_window"),
     prepare=_prepare,
-    write=lambda config: _write(config) if config.layer_types == ["sliding_attention"] else None,
+    write=lambda c: _write(c) if c.layer_types == ["sliding_attention"] and not c.moe.shared_ffn_dim else None,
 )
 _2 = ModelType(
     architecture="Qwen2MoeForCausalLM",
     config=Qwen2MoeModel.Config,
     rows=_rows,
-    keys={**_KEYS, "qkv_bias": "attention_bias", "shared_expert_intermediate_size": "shared_ffn_dim"},
+    keys={**_KEYS, "qkv_bias": "attention_bias", "shared_expert_intermediate_size": "moe.shared_ffn_dim"},
     fixed={"use_sliding_window": False},
-    defaults={"num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408, "num_key_value_heads": 16},
+    defaults={
+        **{"num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408, "num_key_value_heads": 16},
+        **{"norm_topk_prob": False, "shared_expert_intermediate_size": 5632},
+    },
     ignored=_IGNORED,
     prepare=_prepare,
-    write=lambda config: _write(config) if config.sliding_window is None else None,
+    write=lambda c: _write(c) if c.sliding_window is None and c.moe.shared_ffn_dim else None,
 )
 
 FORMAT = dense_format({"qwen3_moe": _3, "qwen2_moe": _2})

@@ -1,6 +1,6 @@
 """Decoders with experts in some layers."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -9,14 +9,16 @@ from torch import nn
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.layer_types import WindowedDecoder
 from torchtitan.models.common.moe.experts import RoutedExperts
-from torchtitan.models.common.moe.layer import MixtureOfExperts, MoEConfig
-from torchtitan.models.common.moe.router import Router
+from torchtitan.models.common.moe.layer import GatedSharedExpert, MixtureOfExperts, MoEConfig
+from torchtitan.models.common.moe.router import Router, ScoreWeights, TopK, softmax_scores
 
 
 class ExpertLayers:
     """A mixin before a decoder's class, whose `Config` has a `MoEConfig` as `moe`."""
 
     config: Any
+
+    make_experts: Callable[..., RoutedExperts] = RoutedExperts
 
     def make_feed_forward(self, index: int, *args: Any, **options: Any) -> nn.Module:
         decoder, moe = cast(Decoder, super()), self.config.moe
@@ -31,16 +33,28 @@ class ExpertLayers:
             **self.router_parts(),
         )
         width = moe.ffn_dim or self.config.ffn_dim
-        experts = RoutedExperts(n_experts=moe.n_experts, top_k=moe.top_k, dim=dim, hidden_dim=width, **stds)
+        experts = self.make_experts(n_experts=moe.n_experts, top_k=moe.top_k, dim=dim, hidden_dim=width, **stds)
         return MixtureOfExperts(router, experts, self.make_shared(index))
 
     def router_parts(self) -> Mapping[str, Any]:
-        """Return the parts that the family's `Router` is made of."""
-        raise NotImplementedError
+        """Return the parts of `Router`: by default, normalized probabilities."""
+        choose, weigh = TopK(self.config.moe.top_k), ScoreWeights(normalized=True)
+        return {"score": softmax_scores, "choose": choose, "weigh": weigh}
 
     def make_shared(self, index: int) -> nn.Module | None:
         """Return the expert of all tokens; None: there is none."""
         return None
+
+
+class QwenExpertLayers(ExpertLayers):
+    """`ExpertLayers` with a `QwenMoEConfig`."""
+
+    def router_parts(self) -> Mapping[str, Any]:
+        return {**super().router_parts(), "weigh": ScoreWeights(self.config.moe.norm_topk_prob)}
+
+    def make_shared(self, index: int) -> nn.Module | None:
+        width, stds = self.config.moe.shared_ffn_dim, cast(Decoder, self).init_stds(index)
+        return None if width is None else GatedSharedExpert(dim=self.config.dim, hidden_dim=width, **stds)
 
 
 class MoEDecoder(ExpertLayers, WindowedDecoder):

@@ -15,7 +15,7 @@ from torchtitan.protocols.experts import StackedExperts
 from torchtitan.protocols.initializer import Constant, TruncatedNormal, with_initializers
 
 Gated = Callable[[Tensor, Tensor], Tensor]
-"""Activation of a gated network, from the results of w1 (the gate) and w3."""
+"""Activation of a gated network, from the results of both halves of w13, the gate first."""
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -55,14 +55,13 @@ class Pairs(NamedTuple):
 
 
 class RoutedExperts(StackedExperts):
-    """Gated networks `w2(activation(w1 x, w3 x))` with stacked weights: `w1`, `w3` (E, H, dim), `w2` (E, dim, H). With
-    `bias`: `bias1`, `bias3` (E, H), `bias2` (E, dim). `top_k`: experts of a token."""
+    """Gated networks `w2(activation(gate x, up x))` with stacked weights: `w13` (E, 2, H, dim), the gate and up of each
+    expert, and `w2` (E, dim, H). With `bias`: `bias13` (E, 2, H), `bias2` (E, dim). `top_k`: experts of a token."""
 
-    hidden_dims = {"w1": 1, "w2": 2, "w3": 1, "bias1": 1, "bias3": 1}
+    hidden_dims = {"w13": 2, "w2": 2, "bias13": 2}
 
-    bias1: nn.Parameter | None
+    bias13: nn.Parameter | None
     bias2: nn.Parameter | None
-    bias3: nn.Parameter | None
 
     def __init__(
         self,
@@ -83,14 +82,13 @@ class RoutedExperts(StackedExperts):
         """Part of the weights that multiplies a token, for the count of operations (`count_elements`)."""
         self.device_type: str | None = None
         """Device whose algorithm is used. None: the tokens' device."""
-        self.w1 = nn.Parameter(torch.empty(n_experts, hidden_dim, dim))
+        self.w13 = nn.Parameter(torch.empty(n_experts, 2, hidden_dim, dim))
         self.w2 = nn.Parameter(torch.empty(n_experts, dim, hidden_dim))
-        self.w3 = nn.Parameter(torch.empty(n_experts, hidden_dim, dim))
-        stds = {"w1": init_std, "w2": out_init_std, "w3": out_init_std}
-        for name, width in {"bias1": hidden_dim, "bias2": dim, "bias3": hidden_dim}.items():
-            self.register_parameter(name, nn.Parameter(torch.empty(n_experts, width)) if bias else None)
-        biases = {f"bias{i}": Constant(0.0) for i in (1, 2, 3)} if bias else {}
-        with_initializers(self, **{name: TruncatedNormal(std) for name, std in stds.items()}, **biases)
+        for name, weight in {"bias13": self.w13, "bias2": self.w2}.items():
+            self.register_parameter(name, nn.Parameter(torch.empty(weight.shape[:-1])) if bias else None)
+        stds = {"w13": TruncatedNormal(init_std), "w2": TruncatedNormal(out_init_std)}
+        biases = {name: Constant(0.0) for name in ("bias13", "bias2")} if bias else {}
+        with_initializers(self, **stds, **biases)
 
     def forward(self, x_ND: Tensor, weights_NK: Tensor, chosen_NK: Tensor) -> Tensor:
         if self.exchange is None:
@@ -107,7 +105,8 @@ class RoutedExperts(StackedExperts):
         """Compute with the experts of this rank, which `chosen_NK` numbers from 0."""
         pairs = Pairs.of(chosen_NK)
         weight_R = weights_NK.flatten().gather(0, pairs.slot_R)
-        parameters = (self.w1, self.w2, self.w3, self.bias1, self.bias2, self.bias3)
+        bias13 = None if self.bias13 is None else self.bias13.flatten(1)
+        parameters = (self.w13.flatten(1, 2), self.w2, bias13, self.bias2)
         if (self.device_type or x_ND.device.type) == "cpu":
             result: Tensor = _OneByOne.apply(x_ND, weight_R, *parameters, pairs, self.activation)
             return result
@@ -126,24 +125,22 @@ class InputScaledExperts(RoutedExperts):
 def _grouped(
     x_ND: Tensor,
     weight_R: Tensor,
-    w1: Tensor,
+    w13: Tensor,
     w2: Tensor,
-    w3: Tensor,
-    bias1: Tensor | None,
+    bias13: Tensor | None,
     bias2: Tensor | None,
-    bias3: Tensor | None,
     pairs: Pairs,
     activation: Gated,
 ) -> Tensor:
     """Compute all experts in a product each, without reading a size from the device."""
-    ends_E = pairs.ends_E(len(w1))
+    ends_E = pairs.ends_E(len(w13))
 
     def product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         out = F.grouped_mm(rows, weight.mT, offs=ends_E)
         return out if bias is None else out + bias[pairs.expert_R]
 
     rows_RD = _Gathered.apply(x_ND, pairs.token_R, pairs.place_NK)
-    hidden_RH = activation(product(rows_RD, w1, bias1), product(rows_RD, w3, bias3))
+    hidden_RH = activation(*product(rows_RD, w13, bias13).chunk(2, dim=1))
     # The weight multiplies the narrower side of w2.
     out_RD = product((hidden_RH * weight_R[:, None]).to(x_ND.dtype), w2, None)
     if bias2 is not None:
@@ -194,37 +191,33 @@ class _OneByOne(torch.autograd.Function):
         ctx: Any,
         x_ND: Tensor,
         weight_R: Tensor,
-        w1: Tensor,
+        w13: Tensor,
         w2: Tensor,
-        w3: Tensor,
-        bias1: Tensor | None,
+        bias13: Tensor | None,
         bias2: Tensor | None,
-        bias3: Tensor | None,
         pairs: Pairs,
         activation: Gated,
     ) -> Tensor:
-        both_RH = x_ND.new_empty(len(weight_R), 2 * w1.shape[1])  # results of w1 and w3, in one product
+        both_RH = x_ND.new_empty(len(weight_R), w13.shape[1])
         out_RD = x_ND.new_empty(len(weight_R), x_ND.shape[1])
-        for e, part in _parts(pairs, len(w1)):
+        for e, part in _parts(pairs, len(w13)):
             x, weight = x_ND.index_select(0, pairs.token_R[part]).float(), weight_R[part, None].float()
-            both = None if bias1 is None or bias3 is None else torch.cat((bias1[e], bias3[e]))
-            _product(x, torch.cat((w1[e], w3[e])).T, both_RH[part], both)
+            _product(x, w13[e].T, both_RH[part], None if bias13 is None else bias13[e])
             hidden = activation(*both_RH[part].float().chunk(2, dim=1)) * weight
             _product(hidden, w2[e].T, out_RD[part], None if bias2 is None else bias2[e] * weight)
-        ctx.save_for_backward(x_ND, weight_R, w1, w2, w3, bias1, bias2, bias3, both_RH, *pairs)
+        ctx.save_for_backward(x_ND, weight_R, w13, w2, bias13, bias2, both_RH, *pairs)
         ctx.activation = activation
         return _sum_rows(out_RD, pairs.place_NK)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        x_ND, weight_R, w1, w2, w3, bias1, bias2, bias3, both_RH, *saved = ctx.saved_tensors
+        x_ND, weight_R, w13, w2, bias13, bias2, both_RH, *saved = ctx.saved_tensors
         pairs, (grad_ND,) = Pairs(*saved), grad_outputs
-        grad_w1, grad_w2, grad_w3 = weight_grads = [torch.empty_like(weight) for weight in (w1, w2, w3)]
-        biases = [] if bias1 is None else [bias1, bias2, bias3]
-        bias_grads = [torch.empty_like(bias) for bias in biases]
+        grads: list[Any] = [None if weight is None else torch.empty_like(weight) for weight in (w13, w2, bias13, bias2)]
+        grad_w13, grad_w2, grad_bias13, grad_bias2 = grads
         grad_weight_R, grad_x_RD = torch.empty_like(weight_R), x_ND.new_empty(len(weight_R), x_ND.shape[1])
-        idle = set(range(len(w1)))
-        for e, part in _parts(pairs, len(w1)):
+        idle = set(range(len(w13)))
+        for e, part in _parts(pairs, len(w13)):
             idle.remove(e)
             tokens, weight = pairs.token_R[part], weight_R[part, None].float()
             x, grad = (rows.index_select(0, tokens).float() for rows in (x_ND, grad_ND))
@@ -234,19 +227,17 @@ class _OneByOne(torch.autograd.Function):
             hidden, grad_hidden = result.detach(), grad @ w2[e].float()
             grad_weight = (grad_hidden * hidden).sum(dim=1)
             (grad_both,) = torch.autograd.grad(result, both, grad_hidden * weight)
-            grad_w1[e], grad_w3[e] = (grad_both.T @ x).chunk(2)
+            _product(grad_both.T, x, grad_w13[e])
             _product(grad.T, hidden * weight, grad_w2[e])
             if bias2 is not None:
-                grad_gate, grad_up = grad_both.sum(dim=0).chunk(2)
-                for bias_grad, rows in zip(bias_grads, (grad_gate, (grad * weight).sum(dim=0), grad_up), strict=True):
-                    bias_grad[e] = rows
+                grad_bias13[e], grad_bias2[e] = grad_both.sum(dim=0), (grad * weight).sum(dim=0)
                 grad_weight += grad @ bias2[e].float()
             grad_weight_R[part] = grad_weight
-            _product(grad_both, torch.cat((w1[e], w3[e])), grad_x_RD[part])
-        grads = (*weight_grads, *bias_grads)
-        for idle_rows in grads:
-            idle_rows[list(idle)] = 0
-        return _sum_rows(grad_x_RD, pairs.place_NK), grad_weight_R, *grads, *[None] * (8 - len(grads))
+            _product(grad_both, w13[e], grad_x_RD[part])
+        for weight_grad in grads:
+            if weight_grad is not None:
+                weight_grad[list(idle)] = 0
+        return _sum_rows(grad_x_RD, pairs.place_NK), grad_weight_R, *grads, None, None
 
 
 def _parts(pairs: Pairs, n_experts: int) -> Iterator[tuple[int, slice]]:

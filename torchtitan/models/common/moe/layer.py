@@ -6,6 +6,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from torchtitan.models.common.feed_forward import GatedFeedForward
 from torchtitan.models.common.moe.balance import BatchBalance, Penalty, SelectionBias, SequenceBalance, ZLoss
 from torchtitan.models.common.moe.experts import RoutedExperts
 from torchtitan.models.common.moe.router import GroupLimitedTopK, Router, ScoreWeights, TopK, sigmoid_scores
@@ -90,6 +91,22 @@ class MoEConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class QwenMoEConfig(MoEConfig):
+    """Experts of Qwen's models: softmax scores, and perhaps a shared expert with a gate."""
+
+    norm_topk_prob: bool = True
+    """Divide the weights of a token's experts by their sum."""
+
+    shared_ffn_dim: int | None = None
+    """Width of the shared expert. None: there is none."""
+
+    def validate(self) -> None:
+        MoEConfig.validate(self)
+        if not (self.shared_ffn_dim is None or 1 <= self.shared_ffn_dim <= 2**24):
+            raise UserError(f"--model.moe.shared_ffn_dim is {self.shared_ffn_dim}, but must be from 1 to {2**24}")
+
+
+@dataclass(kw_only=True, slots=True)
 class SigmoidMoEConfig(MoEConfig):
     """Experts of DeepSeek-V3 and models after it: sigmoid scores, a selection bias, groups and shared experts."""
 
@@ -161,17 +178,15 @@ class MixtureOfExperts(nn.Module):
         return routed_BLD if self.shared is None else routed_BLD + self.shared(x_BLD)
 
 
-class GatedSharedExpert(nn.Module):
+class GatedSharedExpert(GatedFeedForward):
     """A network times a gate of one number per token (Qwen1.5-MoE)."""
 
-    def __init__(self, network: nn.Module, *, dim: int, init_std: float):
-        super().__init__()
-        self.network = network
+    def __init__(self, *, dim: int, init_std: float, **options: Any):
+        super().__init__(dim=dim, init_std=init_std, **options)
         # Not a linear layer, since it is too narrow for adapters and quantization.
         self.gate = nn.Parameter(torch.empty(1, dim))
         with_initializers(self, gate=TruncatedNormal(init_std))
 
     def forward(self, x_BLD: Tensor) -> Tensor:
         """(B, L, dim) → (B, L, dim)."""
-        out_BLD: Tensor = self.network(x_BLD)
-        return torch.sigmoid(x_BLD @ self.gate.T) * out_BLD
+        return torch.sigmoid(x_BLD @ self.gate.T) * super().forward(x_BLD)

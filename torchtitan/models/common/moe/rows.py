@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torchtitan.models.common.decoder import DENSE_SHARDING
 from torchtitan.protocols import ShardingPlan
-from torchtitan.protocols.state_dict_adapter import Concatenated, KeyMapping, Stacked
+from torchtitan.protocols.state_dict_adapter import Flattened, KeyMapping, Stacked
 
 MOE_SHARDING = ShardingPlan(
     tensor={**DENSE_SHARDING.tensor, "layers.*.moe": "local tokens"},
@@ -22,34 +22,33 @@ def expert_rows(
 ) -> tuple[KeyMapping, ...]:
     """Return the rows of a router and its experts, each of which has its own tensors in the file."""
 
-    def row(ours: str, theirs: str) -> KeyMapping:
-        each = tuple(f"model.layers.*.{folder}.experts.{expert}.{theirs}.weight" for expert in range(n_experts))
-        return KeyMapping(f"layers.*.moe.experts.{ours}", each, Stacked(0))
+    def row(ours: str, *theirs: str) -> KeyMapping:
+        folders = [f"model.layers.*.{folder}.experts.{expert}" for expert in range(n_experts)]
+        each = tuple(f"{expert}.{name}.weight" for expert in folders for name in theirs)
+        return KeyMapping(f"layers.*.moe.experts.{ours}", each, Stacked(0, n_dims=len(theirs)))
 
     router = KeyMapping("layers.*.moe.router.weight", f"model.layers.*.{folder}.{gate}.weight")
-    return (router, *(row(ours, theirs) for ours, theirs in names.items()))
+    return (router, row("w13", names["w1"], names["w3"]), row("w2", names["w2"]))
 
 
 FUSED_EXPERT_ROWS: Sequence[KeyMapping] = (
     KeyMapping("layers.*.moe.router.weight", "model.layers.*.mlp.gate.weight"),
-    KeyMapping(
-        ("layers.*.moe.experts.w1", "layers.*.moe.experts.w3"),
-        "model.layers.*.mlp.experts.gate_up_proj",
-        Concatenated(1),
-    ),
+    KeyMapping("layers.*.moe.experts.w13", "model.layers.*.mlp.experts.gate_up_proj", Flattened(1)),
     KeyMapping("layers.*.moe.experts.w2", "model.layers.*.mlp.experts.down_proj"),
 )
 """The same with all experts of a layer in one tensor, as in the parameters of transformers 5."""
 
-EXPERT_TENSORS = ("layers.*.moe.router.weight", *(f"layers.*.moe.experts.{name}" for name in _NAMES))
+EXPERT_TENSORS = tuple(row.internal for row in FUSED_EXPERT_ROWS)
 
 
 SELECTION_ROW = KeyMapping("layers.*.moe.router.selection.bias_E", "model.layers.*.mlp.gate.e_score_correction_bias")
 """The selection bias."""
 
 
-def shared_rows(theirs: str, ours: str = "layers.*.moe.shared") -> tuple[KeyMapping, ...]:
-    """Return the rows of a shared expert."""
+def shared_rows(theirs: str) -> tuple[KeyMapping, ...]:
+    """Return the rows of a shared expert, and of its gate."""
+    names = {**{f"{w}.weight": f".{name}" for w, name in _NAMES.items()}, "gate": "_gate"}
     return tuple(
-        KeyMapping(f"{ours}.{w}.weight", f"model.layers.*.mlp.{theirs}.{name}.weight") for w, name in _NAMES.items()
+        KeyMapping(f"layers.*.moe.shared.{ours}", f"model.layers.*.mlp.{theirs}{name}.weight")
+        for ours, name in names.items()
     )

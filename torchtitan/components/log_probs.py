@@ -1,0 +1,88 @@
+"""Log-probabilities of single tokens with gradients, without materializing all logits: what preference optimization,
+distillation and reinforcement learning compute their losses from."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from torchtitan.components.cross_entropy import IGNORE_INDEX, add_product, cross_entropy_
+from torchtitan.distributed.loss_parallel import VocabularyShard, local_shards
+from torchtitan.protocols.output_head import UNCHANGED, LogitTransform
+
+CHUNK_TOKENS = 1024
+"""Tokens with logits in memory at a time."""
+
+
+def token_log_probs(
+    hidden_BLD: Tensor,
+    weight_VD: Tensor | None,
+    labels_BL: Tensor,
+    *,
+    transform: LogitTransform = UNCHANGED,
+    chunk_tokens: int = CHUNK_TOKENS,
+) -> Tensor:
+    """Return the log-probability of each label, (B, L) in float32; 0 for label -100. Use it as a model's `head`.
+
+    The backward pass computes the logits again, a chunk at a time, so that any function of the log-probabilities can be
+    the loss, and no gradient of the output weights is held before it.
+
+    Args:
+        hidden_BLD: last hidden states, normalized.
+        weight_VD: output weights. None: `hidden_BLD` are all logits. Under tensor parallelism, a DTensor that is
+            sharded by rows, and so is `hidden_BLD` in any way; the result is the same plain tensor on all ranks.
+        labels_BL: the token after each position, or -100.
+        transform: of the logits, before the softmax.
+    """
+    if weight_VD is None:
+        scores_NV = transform(hidden_BLD.float()).flatten(0, 1)
+        losses_N = F.cross_entropy(scores_NV, labels_BL.flatten(), ignore_index=IGNORE_INDEX, reduction="none")
+        return -losses_N.view(labels_BL.shape)
+    shard = None
+    if isinstance(weight_VD, DTensor):
+        hidden_BLD, weight_VD, shard = local_shards(hidden_BLD, weight_VD)
+    result_N: Tensor = _TokenLogProbs.apply(
+        hidden_BLD.flatten(0, 1), weight_VD, labels_BL.flatten(), transform, shard, chunk_tokens
+    )
+    return result_N.view(labels_BL.shape)
+
+
+class _TokenLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_ND: Tensor,
+        weight_VD: Tensor,
+        labels_N: Tensor,
+        transform: LogitTransform,
+        shard: VocabularyShard | None,
+        chunk_tokens: int,
+    ) -> Tensor:
+        ctx.save_for_backward(hidden_ND, weight_VD, labels_N)
+        ctx.options = {"transform": transform, "shard": shard}
+        ctx.chunk_tokens = chunk_tokens
+        losses = [
+            cross_entropy_(hidden @ weight_VD.T, labels, needs_grad=False, **ctx.options)
+            for hidden, labels in zip(hidden_ND.split(chunk_tokens), labels_N.split(chunk_tokens), strict=True)
+        ]
+        return -torch.cat(losses)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_ND, weight_VD, labels_N = ctx.saved_tensors
+        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        grad_hidden = torch.empty_like(hidden_ND) if needs_hidden else None
+        grad_weight: Tensor | None = None
+        for start in range(0, len(labels_N), ctx.chunk_tokens):
+            part = slice(start, start + ctx.chunk_tokens)
+            logits = hidden_ND[part] @ weight_VD.T
+            cross_entropy_(logits, labels_N[part], needs_grad=True, **ctx.options)
+            logits.mul_(-grad_outputs[0][part, None])
+            if grad_hidden is not None:
+                torch.mm(logits, weight_VD, out=grad_hidden[part])
+            if needs_weight:
+                is_only = len(labels_N) <= ctx.chunk_tokens
+                grad_weight = add_product(grad_weight, logits.T, hidden_ND[part], is_only=is_only)
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight_VD.dtype), None, None, None, None
