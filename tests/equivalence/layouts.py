@@ -69,7 +69,7 @@ PENALTIES: Options = {
 """Auxiliary losses so large that a wrong scale changes the run."""
 EXPERTS: Options = {"module": "qwen3_moe", **PENALTIES}
 """A model with experts, of which each token passes through four, with a softmax router."""
-SIGMOID: Options = {"module": "glm4_moe", "model__moe__bias_rate": 0.05, "model__moe__penalties__sequence_loss": 0.3}
+SIGMOID: Options = {"module": "glm4_moe", "model__moe__bias_rate": 0.04, "model__moe__penalties__sequence_loss": 0.3}
 """A model with a sigmoid router whose selection bias balances, groups of experts, a shared expert and a dense layer."""
 
 DDP2: Options = {"parallelism__data_parallel_replicate_degree": 2, "parallelism__data_parallel_shard_degree": 1}
