@@ -18,8 +18,10 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torchtitan.distributed.tensor_parallel import compute_with_local_parameters
 from torchtitan.protocols.experts import Compute, StackedExperts
 from torchtitan.tools.torch_private import (
+    ShardPlacementResult,
     all_gather_single_autograd,
     all_to_all_single_autograd,
+    fsdp_mesh_info,
     reduce_scatter_tensor_autograd,
     wait_tensor,
 )
@@ -122,7 +124,16 @@ def _gather_tokens(experts: StackedExperts, mesh: DeviceMesh) -> None:
     experts.register_forward_hook(add_up)
 
 
-def shard_dimension(parameter: nn.Parameter, degree: int) -> Shard:
+def expert_placements(model: nn.Module, mesh: DeviceMesh) -> dict[nn.Parameter, Any]:
+    """Return the experts' parameters, and how FSDP shards them over "efsdp" of `mesh`, with the rest of their unit."""
+    replicas = ("dp_replicate",) if mesh["dp_replicate"].size() > 1 else ()
+    info, degree = fsdp_mesh_info(mesh[(*replicas, "efsdp")]), mesh["efsdp"].size()
+    experts = (module for module in model.modules() if isinstance(module, StackedExperts))
+    parameters = (parameter for module in experts for parameter in module.parameters())
+    return {parameter: ShardPlacementResult(_shard_dimension(parameter, degree), info) for parameter in parameters}
+
+
+def _shard_dimension(parameter: nn.Parameter, degree: int) -> Shard:
     """Return the placement of a parameter of experts over `degree` ranks: its experts if these divide them, else the
     first dimension that they divide."""
     assert isinstance(parameter, DTensor)

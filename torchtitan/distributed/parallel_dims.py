@@ -98,9 +98,7 @@ class ParallelDims:
                 raise UserError(f"--parallelism.{option} {degree} does not divide --model.{name} {size}")
         if self.has_expert_mesh and not model.expert_parallel_sizes:
             family = type(model).__qualname__.removesuffix(".Config")
-            raise UserError(
-                f"{_product(experts)} is for models with routed experts that can be divided; {family} has none"
-            )
+            raise UserError(f"{_product(experts)} divides routed experts, and {family} has none; set 1")
         pieces = self.tp * self.cp * (2 if self.cp > 1 and self.cp_load_balancer == "headtail" else 1)
         if seq_len % pieces:
             product = _product({"tensor_parallel_degree": self.tp, "context_parallel_degree": self.cp})
@@ -185,8 +183,8 @@ class ParallelDims:
         return split_mesh(mesh, "fsdp", (self.dp_shard, self.cp), ("dp_shard", "cp"))["cp"]
 
     def expert_mesh(self, mesh: DeviceMesh) -> DeviceMesh:
-        """Return the mesh of routed experts: "dp_replicate", "efsdp", "ep", and "tp" if it splits them. Without it, "ep"
-        includes ranks of tensor parallelism."""
+        """Return the mesh of routed experts: "dp_replicate", "efsdp", "ep", and "tp" if it splits experts; if not, its
+        ranks are among those of the others."""
         if self.etp == self.tp:
             sizes = (self.dp_shard * self.cp // self.ep, self.ep)
             return split_mesh(mesh, "fsdp", sizes, ("efsdp", "ep"))

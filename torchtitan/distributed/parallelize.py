@@ -1,7 +1,6 @@
 """Apply the parallelisms of a run to a model of any family."""
 
 import warnings
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,10 +12,9 @@ from torchtitan.config import ActivationCheckpointConfig, CompileConfig, Paralle
 from torchtitan.distributed.activation_checkpoint import apply_activation_checkpointing
 from torchtitan.distributed.compile import apply_compile
 from torchtitan.distributed.context_parallel import apply_context_parallel
-from torchtitan.distributed.expert_parallel import apply_expert_parallel, shard_dimension
+from torchtitan.distributed.expert_parallel import apply_expert_parallel, expert_placements
 from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.distributed.tensor_parallel import apply_tensor_parallel
-from torchtitan.protocols.experts import StackedExperts
 from torchtitan.protocols.model import BaseModel
 from torchtitan.protocols.sharding import ShardingPlan
 from torchtitan.tools.torch_private import replicate
@@ -85,10 +83,9 @@ def _apply_data_parallel(
     if shards == 1 and dims.dp_replicate > 1 and expert_mesh is None:
         _apply_ddp(model, mesh["dp_replicate"], precision)
     elif shards > 1 or training.mixed_precision_param != training.dtype or expert_mesh is not None:
-        replicas = ("dp_replicate",) if dims.dp_replicate > 1 else ()
-        expert_fsdp_mesh = None if expert_mesh is None else expert_mesh[(*replicas, "efsdp")]
+        fsdp_mesh = mesh["dp_replicate", "fsdp"] if dims.dp_replicate > 1 else mesh["fsdp"]
         offload = _offload_policy(training, mesh)
-        _apply_fsdp(model, mesh[(*replicas, "fsdp")], expert_fsdp_mesh, precision, _reshard(parallelism), offload)
+        _apply_fsdp(model, fsdp_mesh, expert_mesh, precision, _reshard(parallelism), offload)
 
 
 def free_gathered_weights(model: nn.Module) -> None:
@@ -118,20 +115,15 @@ def _apply_fsdp(
     reshard: str,
     offload: OffloadPolicy,
 ) -> None:
+    options: dict[str, Any] = {"mesh": mesh, "mp_policy": precision, "offload_policy": offload}
+    if expert_mesh is not None:
+        options["shard_placement_fn"] = expert_placements(model, expert_mesh).get
     units = model.units()
     for index, unit in enumerate(units):
         # The backward pass begins with the head, whose gradients are known already, and the last layer; keep both.
         should_free = reshard == "always" or (reshard == "default" and index < len(units) - 2)
-        options: dict[str, Any] = {"mp_policy": precision, "offload_policy": offload}
-        options["reshard_after_forward"] = should_free
-        if expert_mesh is not None:
-            degree = expert_mesh["efsdp"].size()
-            for experts in (module for module in unit.modules() if isinstance(module, StackedExperts)):
-                placement = partial(shard_dimension, degree=degree)
-                fully_shard(experts, mesh=expert_mesh, shard_placement_fn=placement, **options)
-        fully_shard(unit, mesh=mesh, **options)
-    should_free = reshard == "always"
-    fully_shard(model, mesh=mesh, mp_policy=precision, reshard_after_forward=should_free, offload_policy=offload)
+        fully_shard(unit, reshard_after_forward=should_free, **options)
+    fully_shard(model, reshard_after_forward=reshard == "always", **options)
 
 
 def _apply_ddp(model: BaseModel, mesh: DeviceMesh, precision: MixedPrecisionPolicy) -> None:

@@ -9,8 +9,8 @@ Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
 """As `StackedExperts.forward`, for the experts of this rank: its tokens, and weights and numbers of their experts."""
 
 Exchange = Callable[[Tensor, Tensor, Tensor, Compute], Tensor]
-"""(rows_RD, weight_R, counts_E, compute) → (R, D): results of tokens in the order of experts, of which E have `counts_E`
-each, from the ranks that have these experts."""
+"""(rows_RD, weight_R, counts_E, compute) → (R, D): the results of the ranks that have the experts. Rows are tokens in
+the order of their experts, with `counts_E` rows for each."""
 
 
 class StackedExperts(nn.Module):

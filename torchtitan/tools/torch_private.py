@@ -37,6 +37,9 @@ _SOURCES = {
     "checkpoint_wrapper": "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
     # DDP built on FSDP2; `DistributedDataParallel` supports neither DTensor parameters nor mixed precision.
     "replicate": "torch.distributed._composable.replicate_with_fsdp",
+    # A mesh for some parameters of a unit: `fully_shard` takes it, but PyTorch 2.13 documents the types nowhere else.
+    "ShardPlacementResult": "torch.distributed.fsdp._fully_shard._fsdp_common",
+    "fsdp_mesh_info": "torch.distributed.fsdp._fully_shard._fsdp_init:_get_mesh_info",
     # Public DTensor methods return the shard, but not its offset in the whole tensor.
     "compute_local_shape_and_global_offset": "torch.distributed.tensor._utils",
     # DTensor infers a result's shape by running operations on whole shapes, which a dry run must not count. It caches
