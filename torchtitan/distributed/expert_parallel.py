@@ -22,7 +22,7 @@ from torchtitan.tools.torch_private import (
     all_gather_single_autograd,
     all_to_all_single_autograd,
     fsdp_mesh_info,
-    reduce_scatter_tensor_autograd,
+    reduce_scatter_single_autograd,
     wait_tensor,
 )
 
@@ -70,7 +70,7 @@ def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh, gradient_degree: i
     what is missing to an average over `gradient_degree`, the ranks that shard the other weights.
     """
     factor = mesh["efsdp"].size() / gradient_degree
-    has_tensor = "tp" in (mesh.mesh_dim_names or ())
+    has_tensor = "tp" in (mesh.mesh_dim_names or ()) and mesh["tp"].size() > 1
     for experts in (module for module in model.modules() if isinstance(module, StackedExperts)):
         _shard(experts, mesh["ep", "tp"] if has_tensor else mesh["ep"])
         compute_with_local_parameters(experts, lambda parameter: _local(parameter, factor))
@@ -118,7 +118,7 @@ def _gather_tokens(experts: StackedExperts, mesh: DeviceMesh) -> None:
         return tuple(wait_tensor(all_gather_single_autograd(x.contiguous(), gather_dim=0, group=mesh)) for x in args)
 
     def add_up(_: nn.Module, args: Any, out_ND: Tensor) -> Tensor:
-        return wait_tensor(reduce_scatter_tensor_autograd(out_ND.contiguous(), "sum", scatter_dim=0, group=mesh))
+        return wait_tensor(reduce_scatter_single_autograd(out_ND.contiguous(), "sum", scatter_dim=0, group=mesh))
 
     experts.register_forward_pre_hook(gather)
     experts.register_forward_hook(add_up)

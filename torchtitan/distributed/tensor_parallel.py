@@ -123,7 +123,7 @@ def compute_with_local_parameters(module: nn.Module, localize: Callable[[DTensor
         for name, parameter in module._parameters.items():
             if isinstance(parameter, DTensor):
                 # Not an attribute: a module accepts only a leaf, and gradients must reach the DTensor.
-                module._parameters[name] = localize(parameter)  # type: ignore[assignment]
+                module._parameters[name] = localize(parameter)
                 replaced[name] = parameter
 
     def restore(module: nn.Module, *_: Any) -> None:

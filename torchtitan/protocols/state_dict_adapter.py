@@ -40,6 +40,11 @@ class Transform(ABC):
     def to_external(self, tensors: list[Tensor]) -> list[Tensor]:
         """Return the other format's tensors from ours."""
 
+    def inputs_of_rows(self, rows: slice, n_rows: int, names: Sequence[str]) -> Sequence[tuple[str, slice]] | None:
+        """Return which of the other format's tensors, called `names`, give these of the `n_rows` rows of our only one,
+        and the rows of each that do; None: all tensors are needed."""
+        return None
+
 
 @dataclass(frozen=True)
 class Identity(Transform):
@@ -103,7 +108,12 @@ class Stacked(Transform):
     n_dims: int = 1
 
     def to_internal(self, tensors: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
-        return [torch.stack(tensors, dim=self.dim).view(shapes[0])]
+        sizes = shapes[0][self.dim + 1 : self.dim + self.n_dims]
+        return [torch.stack(tensors, dim=self.dim).unflatten(self.dim, (-1, *sizes))]
+
+    def inputs_of_rows(self, rows: slice, n_rows: int, names: Sequence[str]) -> Sequence[tuple[str, slice]] | None:
+        n = len(names) // n_rows
+        return None if self.dim else [(name, slice(None)) for name in names[rows.start * n : rows.stop * n]]
 
     def to_external(self, tensors: list[Tensor]) -> list[Tensor]:
         (stack,) = tensors
@@ -117,7 +127,10 @@ class Flattened(Transform):
     dim: int
 
     def to_internal(self, tensors: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
-        return [tensors[0].reshape(shapes[0])]
+        return [tensors[0].unflatten(self.dim, shapes[0][self.dim : self.dim + 2])]
+
+    def inputs_of_rows(self, rows: slice, n_rows: int, names: Sequence[str]) -> Sequence[tuple[str, slice]] | None:
+        return [(names[0], rows)] if self.dim else None
 
     def to_external(self, tensors: list[Tensor]) -> list[Tensor]:
         return [tensors[0].flatten(self.dim, self.dim + 1)]

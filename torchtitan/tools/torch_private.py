@@ -30,7 +30,7 @@ _SOURCES = {
     # Differentiable collectives; `torch.distributed` has none.
     "all_gather_single_autograd": "torch.distributed._functional_collectives",
     "all_to_all_single_autograd": "torch.distributed._functional_collectives",
-    "reduce_scatter_tensor_autograd": "torch.distributed._functional_collectives",
+    "reduce_scatter_single_autograd": "torch.distributed._functional_collectives",
     "wait_tensor": "torch.distributed._functional_collectives",
     "AsyncCollectiveTensor": "torch.distributed._functional_collectives",
     # `torch.utils.checkpoint.checkpoint` wraps a call; this wraps a module without changing names in its state dict.
