@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from torchtitan.protocols.experts import StackedExperts
 from torchtitan.protocols.initializer import Constant, TruncatedNormal, with_initializers
 
 Gated = Callable[[Tensor, Tensor], Tensor]
@@ -59,9 +60,11 @@ class Pairs(NamedTuple):
         return zip(*(tensor.split(sizes) for tensor in tensors), strict=True)
 
 
-class RoutedExperts(nn.Module):
+class RoutedExperts(StackedExperts):
     """Gated networks `w2(activation(gate x, up x))` with stacked weights: `w13` (E, 2, H, dim), the gate and up of each
     expert, and `w2` (E, dim, H). With `bias`: `bias13` (E, 2, H), `bias2` (E, dim). `top_k`: experts of a token."""
+
+    hidden_dims = {"w13": 2, "w2": 2, "bias13": 2}
 
     bias13: nn.Parameter | None
     bias2: nn.Parameter | None
@@ -80,6 +83,7 @@ class RoutedExperts(nn.Module):
     ):
         super().__init__()
         self.activation = activation
+        self.n_experts = n_experts
         self.active_fraction = top_k / n_experts
         """Part of the weights that multiplies a token, for the count of operations (`count_elements`)."""
         self.device_type: str | None = None
@@ -93,7 +97,18 @@ class RoutedExperts(nn.Module):
         with_initializers(self, **stds, **biases)
 
     def forward(self, x_ND: Tensor, weights_NK: Tensor, chosen_NK: Tensor) -> Tensor:
-        """Return the sum of the chosen experts' results for each token, times their weights: (N, dim)."""
+        if self.exchange is None:
+            return self._compute(x_ND, weights_NK, chosen_NK)
+        pairs = Pairs.of(chosen_NK)
+        weight_R = weights_NK.flatten().gather(0, pairs.slot_R)
+        rows_RD = _Gathered.apply(x_ND, pairs.token_R, pairs.place_NK)
+        ends_E = pairs.ends_E(self.n_experts)
+        out_RD = self.exchange(rows_RD, weight_R, ends_E.diff(prepend=ends_E.new_zeros(1)), self._compute)
+        result: Tensor = _Summed.apply(out_RD, pairs.token_R, pairs.place_NK)
+        return result
+
+    def _compute(self, x_ND: Tensor, weights_NK: Tensor, chosen_NK: Tensor) -> Tensor:
+        """Compute with the experts of this rank, which `chosen_NK` numbers from 0."""
         pairs = Pairs.of(chosen_NK)
         weight_R = weights_NK.flatten().gather(0, pairs.slot_R)
         bias13 = None if self.bias13 is None else self.bias13.flatten(1)
