@@ -71,6 +71,10 @@ class MoEConfig:
         """Return whether a layer has experts."""
         return self.layer_types[index % len(self.layer_types)] == "sparse"
 
+    def parallel_sizes(self, ffn_dim: int) -> dict[str, int]:
+        """Return the sizes that expert parallelism and expert tensor parallelism divide, by field."""
+        return {"moe.n_experts": self.n_experts, "moe.ffn_dim": self.ffn_dim or ffn_dim}
+
     def validate(self) -> None:
         """Raise `UserError` for impossible sizes."""
         if not 1 <= self.n_experts <= _MOST_EXPERTS:
