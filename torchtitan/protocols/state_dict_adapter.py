@@ -130,7 +130,7 @@ class Permuted(Transform):
     joined: int | None = None
 
     def to_internal(self, tensors: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
-        separate = tensors[0].reshape([shapes[0][dim] for dim in self.order])
+        separate = tensors[0].reshape([shapes[0][dim] if dim else -1 for dim in self.order])
         return [separate.permute([self.order.index(dim) for dim in range(len(self.order))])]
 
     def inputs_of_rows(self, rows: slice, n_rows: int, names: Sequence[str]) -> Sequence[tuple[str, slice]] | None:
