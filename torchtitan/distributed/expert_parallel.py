@@ -42,10 +42,7 @@ class TokenExchange:
         arriving_E = self._send(counts_E, None, None).view(self.degree, -1)  # this rank's experts, for each sender
         sent, received = self._sizes(torch.stack((counts_E.view(self.degree, -1), arriving_E)), len(rows_RD))
         expert_E = torch.arange(arriving_E.shape[1], device=counts_E.device).repeat(self.degree)
-        if self.is_balanced:
-            expert_M = expert_E.new_zeros(sum(received))
-        else:
-            expert_M = expert_E.repeat_interleave(arriving_E.flatten(), output_size=sum(received))
+        expert_M = expert_E.repeat_interleave(arriving_E.flatten(), output_size=sum(received))
         rows_MD, weight_M = (self._send(tensor, received, sent) for tensor in (rows_RD, weight_R))
         return self._send(compute(rows_MD, weight_M[:, None], expert_M[:, None]), sent, received)
 
