@@ -42,10 +42,7 @@ class TokenExchange:
         arriving_E = self._send(counts_E, None, None).view(self.degree, -1)  # this rank's experts, for each sender
         sent, received = self._sizes(torch.stack((counts_E.view(self.degree, -1), arriving_E)), len(rows_RD))
         expert_E = torch.arange(arriving_E.shape[1], device=counts_E.device).repeat(self.degree)
-        if self.is_balanced:
-            expert_M = expert_E.new_zeros(sum(received))
-        else:
-            expert_M = expert_E.repeat_interleave(arriving_E.flatten(), output_size=sum(received))
+        expert_M = expert_E.repeat_interleave(arriving_E.flatten(), output_size=sum(received))
         rows_MD, weight_M = (self._send(tensor, received, sent) for tensor in (rows_RD, weight_R))
         return self._send(compute(rows_MD, weight_M[:, None], expert_M[:, None]), sent, received)
 
@@ -93,22 +90,11 @@ def _local(parameter: DTensor, factor: float) -> Tensor:
     """Return this rank's part of a parameter, or its share of one that all tensor-parallel ranks have, whose results
     they add up. Gradients are multiplied by `factor`."""
     placements = [Partial() if place.is_replicate() else place for place in parameter.placements]
-    local: Tensor = _ScaledGradient.apply(parameter.to_local(grad_placements=placements), factor)
+    local = parameter.to_local(grad_placements=placements)
+    if local.requires_grad:
+        local.register_hook(lambda gradient: gradient * factor)
     sizes = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
     return local / shares if (shares := prod(size for size, place in sizes if place.is_replicate())) > 1 else local
-
-
-class _ScaledGradient(torch.autograd.Function):
-    """A tensor unchanged, and its gradient times a factor."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, factor: float) -> Tensor:
-        ctx.factor = factor
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        return grad_outputs[0] * ctx.factor, None
 
 
 def _gather_tokens(experts: StackedExperts, mesh: DeviceMesh) -> None:

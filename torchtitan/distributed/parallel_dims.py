@@ -189,9 +189,8 @@ class ParallelDims:
             sizes = (self.dp_shard * self.cp // self.ep, self.ep)
             return split_mesh(mesh, "fsdp", sizes, ("efsdp", "ep"))
         ranks = flatten_mesh(mesh["fsdp", "tp"])
-        return concatenate_meshes(
-            mesh["dp_replicate"], split_mesh(ranks, 0, (ranks.size() // self.ep, self.ep), ("efsdp", "ep"))
-        )
+        inner = split_mesh(ranks, 0, (ranks.size() // self.ep, self.ep), ("efsdp", "ep"))
+        return concatenate_meshes(mesh["dp_replicate"], inner)
 
 
 def _product(degrees: Mapping[str, int]) -> str:

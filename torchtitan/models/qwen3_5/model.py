@@ -34,6 +34,10 @@ class Qwen35MoEModel(QwenExpertLayers, Qwen35Model):
         moe: QwenMoEConfig
         """Experts."""
 
+        @property
+        def expert_parallel_sizes(self) -> dict[str, int]:
+            return self.moe.parallel_sizes(self.ffn_dim)
+
         def validate(self) -> None:
             Qwen35Model.Config.validate(self)
             self.moe.validate()
