@@ -1,7 +1,7 @@
 """The language model of Llama 4 (ai.meta.com/blog/llama-4-multimodal-intelligence), and its Hugging Face format."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
@@ -11,7 +11,6 @@ from torchtitan.models.common.attention import TemperedAttention
 from torchtitan.models.common.config_reader import ConfigReader
 from torchtitan.models.common.feed_forward import GatedFeedForward
 from torchtitan.models.common.hugging_face import DENSE_ROWS, ModelType, dense_format, interleaved, write_if
-from torchtitan.models.common.layer_types import LayerType
 from torchtitan.models.common.moe.decoder import MoEDecoder
 from torchtitan.models.common.moe.experts import InputScaledExperts
 from torchtitan.models.common.moe.router import ScoreWeights, TopK, sigmoid_scores
@@ -22,19 +21,15 @@ from torchtitan.tools.errors import UserError
 
 
 class Llama4Model(MoEDecoder):
-    """A decoder whose windows are chunks of the document. Layers without windows have no positions, but temperature
-    tuning. The experts of a layer are next to one that every token passes through."""
+    """A decoder whose windows are chunks of the document. Layers of type full_attention have no positions."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(MoEDecoder.Config):
-        layer_types: list[LayerType] = field(default_factory=lambda: [*["sliding_attention"] * 3, "full_attention"])
-        """Types of the first layers, repeated for the others. Those of type full_attention have no positions."""
-
         use_qk_norm: bool = True
         """Normalize the queries and keys of each head, in layers with positions."""
 
         attn_temperature_tuning: bool = True
-        """In the other layers, multiply queries by `1 + attn_scale * log(1 + n)` from position n * floor_scale on."""
+        """In layers without, multiply queries by `1 + attn_scale * log(1 + n)` from position n * floor_scale on."""
 
         floor_scale: int = 8192
         """Tokens between steps of this factor."""
@@ -109,7 +104,6 @@ def _write(config: Llama4Model.Config) -> dict[str, Any]:
     return {"no_rope_layers": has_rope, "moe_layers": sparse, "layer_types": _types("chunked", has_rope)}
 
 
-_LAYERS = ("no_rope_layers", "no_rope_layer_interval", "moe_layers", "interleave_moe_layer_step")
 _SAME = ("attention_bias", "layer_types", "use_qk_norm", "attn_temperature_tuning", "floor_scale", "attn_scale")
 _TEXT = ModelType(
     architecture="Llama4ForCausalLM",
@@ -126,7 +120,7 @@ _TEXT = ModelType(
         **{"rope_theta": 500_000.0, "rms_norm_eps": 1e-5},
     },
     fixed={"router_jitter_noise": 0.0},
-    ignored=(*_LAYERS, "for_llm_compressor"),
+    ignored=("no_rope_layers", "no_rope_layer_interval", "moe_layers", "interleave_moe_layer_step"),
     prepare=_prepare,
     write=write_if(lambda config: config.moe.ffn_dim is not None and config.sliding_window is not None, _write),
 )
