@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from tests.tables import Row as TableRow
 from tests.tables import as_markdown, markers, write_docs
 from tests.training import RaggedDataLoader
 from torchtitan.components.loss import CrossEntropyLoss
-from torchtitan.distributed import ParallelDims
+from torchtitan.distributed import ParallelDims, expert_parallel
 from torchtitan.distributed.initialize import canonical_name
 from torchtitan.trainer import Trainer
 
@@ -68,6 +69,11 @@ SLOW = (
     "TP 2, experts",
     "PP 2 1F1B, sigmoid router",
     "CP 2, sigmoid router",
+    "EP 2, experts",
+    "EP 2, sigmoid router, AC selective op",
+    "TP 2 x ETP 2, experts",
+    "FSDP 2 x TP 2 x EP 4, sigmoid router",
+    "PP 2 1F1B x EP 2, experts",
 )
 
 LONG = (
@@ -179,6 +185,15 @@ class SeparateGradients(Trainer):
         return super().clip_gradients()
 
 
+class UnscaledExperts(Trainer):
+    """Sum the gradients of experts over the ranks that send tokens, but divide them as if these were others."""
+
+    def train_step(self, batches: Any) -> Any:
+        unscaled = staticmethod(lambda ctx, *grads: (*grads, None))
+        with mock.patch.object(expert_parallel._ScaledGradient, "backward", unscaled):
+            return super().train_step(batches)
+
+
 class Swapping(RaggedDataLoader):
     """Return two consecutive batches in the wrong order; the first of them has the index `swapped`."""
 
@@ -211,6 +226,7 @@ MISTAKES = {
     "data order": ("FSDP 2", Trainer, SwapsSteps, {"loss", "grad_norm", "weights"}),
     "micro-batch": ("PP 2 1F1B", DroppedMicroBatch, RaggedDataLoader, {"loss", "grad_norm", "weights"}),
     "head": ("PP 2 1F1B, tied embeddings", HeadGradientLost, RaggedDataLoader, {"loss", "grad_norm", "weights"}),
+    "expert gradient scale": ("EP 2, experts", UnscaledExperts, RaggedDataLoader, {"grad_norm", "weights"}),
     "norm": ("PP 2 ZBVZeroBubble, tied embeddings", CountedTwice, RaggedDataLoader, {"grad_norm", "weights"}),
 }
 """Layout, the mistake, and the numbers that must detect it."""

@@ -10,6 +10,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torchtitan.config import ParallelismConfig
 from torchtitan.distributed import ParallelDims
+from torchtitan.models import qwen3_moe
 from torchtitan.models.llama3 import model_registry
 from torchtitan.protocols import BaseModel
 from torchtitan.tools.errors import UserError
@@ -35,7 +36,8 @@ def fake_rank(rank: int, world_size: int) -> Iterator[None]:
 
 
 def make_dims(**sizes: int) -> ParallelDims:
-    return ParallelDims(world_size=prod(sizes.values()), **sizes)
+    ranks = {name: size for name, size in sizes.items() if name not in ("ep", "etp")}
+    return ParallelDims(world_size=prod(ranks.values()), **sizes)
 
 
 def model_config() -> BaseModel.Config:
@@ -85,6 +87,28 @@ def test_the_shard_degree_defaults_to_the_remaining_ranks():
         ({"pipeline_parallel_degree": 0}, 1, "--parallelism.pipeline_parallel_degree is 0"),
         ({"data_parallel_replicate_degree": 0}, 1, "--parallelism.data_parallel_replicate_degree is 0"),
         ({"data_parallel_shard_degree": 0}, 1, "--parallelism.data_parallel_shard_degree is 0"),
+        ({"expert_parallel_degree": 0}, 1, "--parallelism.expert_parallel_degree is 0, but must be at least 1"),
+        (
+            {"expert_parallel_degree": 4, "pipeline_parallel_degree": 2},
+            4,
+            "--parallelism.expert_parallel_degree 4 does not divide --parallelism.data_parallel_shard_degree 2",
+        ),
+        (
+            {"expert_parallel_degree": 3, "tensor_parallel_degree": 2},
+            4,
+            "--parallelism.expert_parallel_degree 3 does not divide --parallelism.data_parallel_shard_degree 2 x "
+            "--parallelism.tensor_parallel_degree 2 = 4",
+        ),
+        (
+            {"expert_parallel_degree": 4, "tensor_parallel_degree": 2, "expert_tensor_parallel_degree": 2},
+            4,
+            "--parallelism.expert_parallel_degree 4 does not divide --parallelism.data_parallel_shard_degree 2",
+        ),
+        (
+            {"expert_tensor_parallel_degree": 4, "tensor_parallel_degree": 2},
+            4,
+            "--parallelism.expert_tensor_parallel_degree 4 is neither 1 nor --parallelism.tensor_parallel_degree 2",
+        ),
     ],
 )
 def test_degrees_that_do_not_fit_the_processes_are_rejected(degrees, world_size, message):
@@ -122,6 +146,30 @@ def test_sizes_that_cannot_be_sharded_are_rejected(sizes, changed, seq_len, mess
         setattr(model, name, value)
     with pytest.raises(UserError) as error:
         make_dims(**sizes).check_fits(model, seq_len)
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    ("sizes", "flavor", "message"),
+    [
+        ({"ep": 3}, "debugmodel", "--parallelism.expert_parallel_degree 3 does not divide --model.moe.n_experts 32"),
+        (
+            {"tp": 5, "etp": 5},
+            "debugmodel",
+            "--parallelism.expert_tensor_parallel_degree 5 does not divide --model.moe.ffn_dim 96",
+        ),
+        (
+            {"ep": 2},
+            None,
+            "--parallelism.expert_parallel_degree 2 divides routed experts, and Llama3Model has none; set 1",
+        ),
+    ],
+)
+def test_experts_that_cannot_be_divided_are_rejected(sizes, flavor, message):
+    model = qwen3_moe.model_registry(flavor).model if flavor else model_config()
+    model.n_heads = model.n_kv_heads = 5 if sizes.get("tp") else model.n_kv_heads
+    with pytest.raises(UserError) as error:
+        make_dims(**{"dp_shard": 6, **sizes}).check_fits(model, 60)
     assert str(error.value) == message
 
 

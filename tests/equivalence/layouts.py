@@ -69,7 +69,7 @@ PENALTIES: Options = {
 """Auxiliary losses so large that a wrong scale changes the run."""
 EXPERTS: Options = {"module": "qwen3_moe", **PENALTIES}
 """A model with experts, of which each token passes through four, with a softmax router."""
-SIGMOID: Options = {"module": "glm4_moe", "model__moe__bias_rate": 0.05, "model__moe__penalties__sequence_loss": 0.3}
+SIGMOID: Options = {"module": "glm4_moe", "model__moe__bias_rate": 0.04, "model__moe__penalties__sequence_loss": 0.3}
 """A model with a sigmoid router whose selection bias balances, groups of experts, a shared expert and a dense layer."""
 LATENTS: Options = {"module": "deepseek_v3", "model__moe__bias_rate": 0.05, "model__moe__penalties__sequence_loss": 0.3}
 """The same with latent attention, whose values are narrower than keys, and RoPE in the last part of each head."""
@@ -84,6 +84,9 @@ DDP2: Options = {"parallelism__data_parallel_replicate_degree": 2, "parallelism_
 HSDP: Options = {"parallelism__data_parallel_replicate_degree": 2, "parallelism__data_parallel_shard_degree": 2}
 TP2: Options = {"parallelism__tensor_parallel_degree": 2}
 TP4: Options = {"parallelism__tensor_parallel_degree": 4}
+EP2: Options = {"parallelism__expert_parallel_degree": 2}
+EP4: Options = {"parallelism__expert_parallel_degree": 4}
+ETP2: Options = {"parallelism__expert_tensor_parallel_degree": 2}
 CP2: Options = {"parallelism__context_parallel_degree": 2}
 CP4: Options = {"parallelism__context_parallel_degree": 4}
 PP2: Options = {"parallelism__pipeline_parallel_degree": 2}
@@ -221,6 +224,20 @@ TWO_PROCESSES: dict[str, Options] = {
     "FSDP 2, experts, AC full": {**EXPERTS, **FULL_AC},
     "FSDP 2, experts, AC selective op": {**EXPERTS, **OP_AC},
     "FSDP 2, experts, compile": {**EXPERTS, **COMPILED},
+    "EP 2, experts": {**EP2, **EXPERTS},
+    "EP 2, experts, AdamW": {**EP2, **EXPERTS, **ADAMW},
+    "EP 2, experts, AC full": {**EP2, **EXPERTS, **FULL_AC},
+    "EP 2, experts, AC selective op": {**EP2, **EXPERTS, **OP_AC},
+    "EP 2, experts, compile": {**EP2, **EXPERTS, **COMPILED},
+    "EP 2, experts, CPU offload": {**EP2, **EXPERTS, **OFFLOAD},
+    "EP 2, experts, step in backward": {**EP2, **EXPERTS, **EARLY_STEP, **local_batch(8)},
+    "EP 2, sigmoid router": {**EP2, **SIGMOID},
+    "EP 2, sigmoid router, AC selective op": {**EP2, **SIGMOID, **OP_AC},
+    "TP 2 x EP 2, experts": {**TP2, **EP2, **EXPERTS},
+    "TP 2 x EP 2, sigmoid router, AC selective op": {**TP2, **EP2, **SIGMOID, **OP_AC},
+    "TP 2 x ETP 2, experts": {**TP2, **ETP2, **EXPERTS},
+    "TP 2 x ETP 2, sigmoid router, AC full": {**TP2, **ETP2, **SIGMOID, **FULL_AC},
+    "CP 2 x EP 2, experts": {**CP2, **EP2, **EXPERTS},
     "DDP 2, experts": {**DDP2, **EXPERTS},
     "TP 2, experts": {**TP2, **EXPERTS},
     "TP 2, experts, AC full": {**TP2, **EXPERTS, **FULL_AC},
@@ -333,6 +350,20 @@ FOUR_PROCESSES: dict[str, Options] = {
     "HSDP 2 x 2, class of transformers": {**HSDP, **CLASS},
     "FSDP 2 x TP 2, class of transformers": {**TP2, **CLASS},
     "FSDP 2 x TP 2, experts": {**TP2, **EXPERTS},
+    "EP 4, experts": {**EP4, **EXPERTS},
+    "EP 4, sigmoid router, AC full": {**EP4, **SIGMOID, **FULL_AC},
+    "FSDP 4 x EP 2, experts": {**EP2, **EXPERTS},
+    "FSDP 4 x EP 2, sigmoid router": {**EP2, **SIGMOID},
+    "HSDP 2 x 2 x EP 2, experts": {**HSDP, **EP2, **EXPERTS},
+    "FSDP 2 x TP 2 x EP 2, experts": {**TP2, **EP2, **EXPERTS},
+    "FSDP 2 x TP 2 x EP 4, sigmoid router": {**TP2, **EP4, **SIGMOID},
+    "FSDP 2 x TP 2 x ETP 2 x EP 2, experts": {**TP2, **ETP2, **EP2, **EXPERTS},
+    "FSDP 2 x TP 2 x ETP 2, sigmoid router": {**TP2, **ETP2, **SIGMOID},
+    "FSDP 2 x CP 2 x EP 4, sigmoid router": {**CP2, **EP4, **SIGMOID},
+    "TP 4 x EP 2, experts": {**TP4, **EP2, **EXPERTS},
+    "DDP 2 x TP 2 x EP 2, experts": {**DDP2, **TP2, **EP2, **EXPERTS},
+    "PP 2 1F1B x EP 2, experts": {**PP2, **EP2, **EXPERTS},
+    "PP 2 ZBVZeroBubble x EP 2, sigmoid router": {**PP2, **EP2, **schedule("ZBVZeroBubble"), **SIGMOID},
     "TP 2 x CP 2, experts": {**TP2, **CP2, **EXPERTS},
     "PP 2 1F1B x FSDP 2, experts": {**PP2, **EXPERTS},
     "HSDP 2 x 2, experts": {**HSDP, **EXPERTS},

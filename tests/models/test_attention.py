@@ -126,6 +126,15 @@ def test_chunks_are_documents(rows, static, length):
     assert_equals_definition(metadata, documents)
 
 
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("rows", [PACKED, WHOLE], ids=["packed", "whole"])
+def test_values_may_be_narrower_than_keys(rows, static):
+    metadata = with_kernel(metadata_of(rows), device=CPU, dtype=torch.float64, head_dim=8, static=static)
+    q, k, v = random_inputs(3, 12)
+    expected = expected_output(q, k, v[..., :5], seen_tokens(rows, None))
+    torch.testing.assert_close(Attention()(q, k, v[..., :5], metadata), expected, rtol=1e-10, atol=1e-10)
+
+
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("static", [False, True])
 def test_rows_without_positions_equal_the_definition(static, window):

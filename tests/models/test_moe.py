@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.models.family_cases import relative_error
+from torchtitan.components import load_balance
 from torchtitan.components.load_balance import LoadBalancer
 from torchtitan.models.common.moe.balance import BatchBalance, SelectionBias, SequenceBalance, ZLoss
 from torchtitan.models.common.moe.experts import InputScaledExperts, RoutedExperts, clamped_swiglu, swiglu
@@ -206,9 +207,23 @@ def published_losses(weight_ED: Tensor, score: Callable[[Tensor], Tensor]) -> di
     return {"batch_loss": batch, "sequence_loss": rows.mean(), "z_loss": torch.logsumexp(logits, -1).square().mean()}
 
 
+class Holder(nn.Module):
+    """A layer with experts, as its decoder names it."""
+
+    def __init__(self, routed: nn.Module):
+        super().__init__()
+        self.moe = nn.ModuleDict({"router": routed})
+
+
 def run_step(routed: Any, *, recomputed: bool = False) -> LoadBalancer:
     """Run a step whose own loss is 0, so that only the auxiliary losses have gradients; return the balancer."""
     balancer = LoadBalancer([routed])
+    step_with(balancer, routed, recomputed=recomputed)
+    return balancer
+
+
+def step_with(balancer: LoadBalancer, routed: Any, *, recomputed: bool = False) -> None:
+    """As `run_step`, with a balancer."""
     balancer.start_step(N_BATCHES * 20, 1, torch.device("cpu"))
     if balancer.needs_load:
         with balancer.measuring():
@@ -217,7 +232,6 @@ def run_step(routed: Any, *, recomputed: bool = False) -> LoadBalancer:
     for batch in micro_batches():
         weights, _ = checkpoint(routed, batch, use_reentrant=False) if recomputed else routed(batch)
         (0.0 * weights).sum().backward()
-    return balancer
 
 
 @pytest.mark.parametrize("recomputed", [False, True])
@@ -299,6 +313,52 @@ def test_bias_evens_out_the_load() -> None:
         run_step(routed).finish_step()
         loads.append((routed.counts_E.max() / routed.counts_E.double().mean()).item())
     assert loads[0] > 1.3 and max(loads[-10:]) < 1.15
+
+
+def test_metrics_equal_those_of_independently_counted_tokens() -> None:
+    selection = SelectionBias(EXPERTS, rate=0.25)
+    routed = router(score=sigmoid_scores, selection=selection)
+    tokens = torch.cat(micro_batches()).flatten(0, 1)
+    scores = torch.sigmoid(tokens.double() @ routed.weight.detach().double().T)
+    counts = scores.topk(K).indices.flatten().bincount(minlength=EXPERTS)
+    entropies = torch.distributions.Categorical(probs=scores).entropy()
+    balancer = LoadBalancer([nn.ModuleDict({"layers": nn.ModuleDict({"7": Holder(routed)})})])
+    step_with(balancer, routed)
+    balancer.finish_step()
+    assert balancer.watch() == {
+        "expert_load": pytest.approx((counts.max() / counts.double().mean()).item()),
+        "expert_load/layers.7": pytest.approx((counts.max() / counts.double().mean()).item()),
+        # Sums of 60 tokens, each rounded to 2⁻²⁰.
+        "router_entropy/layers.7": pytest.approx(entropies.mean().item() / math.log(EXPERTS), abs=1e-6),
+        "selection_bias/layers.7": 0.5,
+        "dropped_tokens/layers.7": 0,
+    }
+
+
+def test_metrics_show_tokens_that_no_layer_counted() -> None:
+    routed = router()
+    balancer = LoadBalancer([routed])
+    balancer.start_step(N_BATCHES * 20, 1, torch.device("cpu"))
+    routed(micro_batches()[0])[0].sum().backward()
+    balancer.finish_step()
+    assert balancer.watch()["dropped_tokens/"] == (N_BATCHES - 1) * 20 * K
+
+
+def test_starving_experts_are_named_once(monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture) -> None:
+    """After three steps without a break."""
+    monkeypatch.setattr(load_balance, "_STARVING_STEPS", 3)
+    routed = router(bias=True)
+    balancer = LoadBalancer([nn.ModuleDict({"0": Holder(routed)})])
+    messages = []
+    for favored in (False, False, True, False, False, False, False, False):
+        with torch.no_grad():
+            routed.bias.zero_()[4] = 100.0 if favored else -100.0
+        step_with(balancer, routed)
+        balancer.finish_step()
+        balancer.watch()
+        messages.append([record.getMessage() for record in log.records])
+    assert [len(some) for some in messages] == [0, 0, 0, 0, 0, 1, 1, 1]
+    assert messages[-1][0].startswith("0 expert 4: less than 1% of the mean load in each of the last 3 steps; raise --")
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------

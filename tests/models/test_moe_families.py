@@ -19,7 +19,9 @@ from tests.models.family_cases import (
 from tests.models.family_runs import assert_adapters_open_in_peft, save_with_tokenizer
 from tests.models.test_attention import metadata_of
 from tests.models.test_sft_configs import chat_file
-from tests.training import read_metrics, train
+from tests.processes import run_processes
+from tests.training import read_metrics, run, train
+from torchtitan.components.freeze import Freeze
 from torchtitan.components.weights import open_source
 from torchtitan.config.manager import ConfigManager
 from torchtitan.dry_run import dry_run
@@ -412,6 +414,58 @@ def test_resumed_run_is_bit_identical(tmp_path: Path) -> None:
     )
 
 
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "FSDP": {},
+    "TP": {"parallelism__tensor_parallel_degree": 2},
+    "PP": {"parallelism__pipeline_parallel_degree": 2, "parallelism__pipeline_parallel_microbatch_size": 1},
+}
+
+
+def train_layouts(folder: Path) -> None:
+    for name, layout in LAYOUTS.items():
+        train(folder / name, **SIGMOID, **layout)
+
+
+@pytest.mark.slow
+def test_metrics_of_load_are_the_same_in_any_layout(tmp_path: Path) -> None:
+    """Also if the process that writes them has a stage of the pipeline without experts."""
+    keys = [f"{name}/layers.1" for name in ("expert_load", "router_entropy", "selection_bias", "dropped_tokens")]
+    train(tmp_path / "one", **SIGMOID)
+    run_processes(train_layouts, 2, tmp_path)
+    expected = read_metrics(tmp_path / "one", "expert_load", *keys)
+    assert expected[-1][1] > 1 and [row[-1] for row in expected] == [0, 0, 0, 0]
+    for name in LAYOUTS:
+        for ours, theirs in zip(read_metrics(tmp_path / name, "expert_load", *keys), expected, strict=True):
+            # No token of this run is so near to a tie that rounding moves it to another expert.
+            assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+def last_means(folder: Path, module: str, *words: str) -> dict[str, float]:
+    """Train a debug model for 300 steps; return the means of its metrics over the last 50."""
+    words = ("--module", module, "--config", "debugmodel", "--dump_folder", str(folder), *words)
+    logging = ("--training.steps", "300", "--metrics.log_freq", "1", "--validator.no_enable")
+    run(ConfigManager().parse_args([*words, *logging]).config)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()[-50:]]
+    return {name: sum(line[name] for line in lines) / 50 for name in lines[0]}
+
+
+WITHOUT_BALANCE = ("--model.moe.penalties.sequence_loss", "0", "--model.moe.penalties.batch_loss", "0")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("module", "without"), [("mixtral", ()), ("qwen3_moe", ()), ("glm4_moe", ("--model.moe.bias_rate", "0"))]
+)
+def test_recipes_balance_every_layer_without_harm(module: str, without: tuple[str, ...], tmp_path: Path) -> None:
+    balanced = last_means(tmp_path / "balanced", module)
+    alone = last_means(tmp_path / "alone", module, *WITHOUT_BALANCE, *without)
+    loads = {name: value for name, value in balanced.items() if name.startswith("expert_load/")}
+    assert loads and max(loads.values()) <= 1.5, loads
+    assert max(value for name, value in alone.items() if name.startswith("expert_load/")) > 2.5, alone
+    # Balance costs little of what the experts learn in so short a run.
+    assert balanced["loss"] < alone["loss"] + 0.05
+
+
 class SecondStepIsNaN(Trainer):
     def clip_gradients(self) -> torch.Tensor:
         norm = super().clip_gradients()
@@ -424,6 +478,16 @@ def test_skipped_step_leaves_the_bias(tmp_path: Path) -> None:
     options = {**SIGMOID, "training__steps": 2, "training__on_nonfinite": "skip"}
     skipped = tensors_of(train(tmp_path / "skipped", trainer_class=SecondStepIsNaN, **options))[name]
     assert torch.equal(clean, skipped) and clean.any()
+
+
+def test_frozen_router_keeps_weights_and_bias(tmp_path: Path) -> None:
+    frozen = Freeze.Config(include=[r"moe\.router"])
+    start = tensors_of(train(tmp_path / "start", frozen, **SIGMOID, training__steps=1, optimizer__lr=0.0))
+    end = tensors_of(train(tmp_path / "end", frozen, **SIGMOID))
+    prefix = "layers.1.moe."
+    for name in ("router.weight", "router.selection.bias_E"):
+        assert torch.equal(start[prefix + name], end[prefix + name])
+    assert not torch.equal(start[f"{prefix}experts.w13"], end[f"{prefix}experts.w13"])
 
 
 class OwnLoss(Trainer):

@@ -2,16 +2,23 @@
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from torchtitan.distributed.initialize import canonical_name
 from torchtitan.protocols.load_balance import LoadBalanced
+from torchtitan.protocols.tensor_source import summarize_names
+from torchtitan.tools.logging import logger
 
 _DIMENSIONS = ("dp_replicate", "fsdp", "tp")
 """Dimensions of the mesh along which ranks route different tokens with the same weights. Pipeline ranks have others."""
+
+_STARVING_SHARE, _STARVING_STEPS = 0.01, 100
+"""An expert starves if it gets less than this share of the mean load for this many steps without a break."""
 
 
 class LoadBalancer:
@@ -25,16 +32,24 @@ class LoadBalancer:
     """
 
     def __init__(self, model_parts: Sequence[nn.Module], mesh: DeviceMesh | None = None):
-        modules = (module for part in model_parts for module in part.modules())
-        self.routers = [module for module in modules if isinstance(module, LoadBalanced)]
+        modules = [pair for part in model_parts for pair in part.named_modules()]
+        named = {canonical_name(name): module for name, module in modules if isinstance(module, LoadBalanced)}
+        self.routers = list(named.values())
+        self._names = [name.removesuffix(".moe.router") for name in named]
+        self._loads: list[tuple[Tensor, Tensor]] = []
+        self._idle_steps = [torch.zeros(router.n_experts, dtype=torch.int64) for router in self.routers]
+        self._reported: set[str] = set()
         sizes = {} if mesh is None else dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
         self._groups = [mesh.get_group(name) for name in _DIMENSIONS if mesh is not None and sizes.get(name, 1) > 1]
         self.needs_load = any(router.needs_load for router in self.routers)
         """True if the steps need `measuring`; under pipeline parallelism, also for stages without routers."""
-        if mesh is not None and sizes["pp"] > 1:
-            flag = torch.full((), self.needs_load, dtype=torch.int32, device=mesh.device_type)
-            dist.all_reduce(flag, dist.ReduceOp.MAX, mesh.get_group("pp"))
-            self.needs_load = bool(flag)
+        self.has_routers = bool(self.routers)
+        """True if any stage of the pipeline has routers."""
+        self._pipeline = mesh.get_group("pp") if mesh is not None and sizes["pp"] > 1 else None
+        if mesh is not None and self._pipeline is not None:
+            flags = torch.tensor([self.needs_load, self.has_routers], dtype=torch.int32, device=mesh.device_type)
+            dist.all_reduce(flags, dist.ReduceOp.MAX, self._pipeline)
+            self.needs_load, self.has_routers = map(bool, flags.tolist())
 
     def start_step(self, n_tokens: int, gradient_degree: int, device: torch.device) -> None:
         """Begin a step. Auxiliary losses are means over the tokens of the global batch.
@@ -49,6 +64,7 @@ class LoadBalancer:
         total = torch.full((), n_tokens, dtype=torch.int64, device=device)
         for group in self._groups:
             dist.all_reduce(total, group=group)
+        self._n_tokens = total
         scale = (gradient_degree / total.clamp(min=1)).float()
         for router in self.routers:
             router.start_step(scale)
@@ -64,23 +80,64 @@ class LoadBalancer:
         finally:
             for router in self.routers:
                 router.is_measuring = False
-        for router, counts_E in self._global_counts():
+        for router, counts_E, _ in self._global_sums():
             router.use_load(counts_E)
             assert router.counts_E is not None
             router.counts_E.zero_()
 
     def finish_step(self) -> None:
         """Let the routers adapt to the step's load."""
-        for router, counts_E in self._global_counts():
+        self._loads = []
+        for index, (router, counts_E, entropy) in enumerate(self._global_sums()):
             router.rebalance(counts_E)
+            self._loads.append((counts_E, entropy))
+            is_idle_E = counts_E * router.n_experts < _STARVING_SHARE * counts_E.sum()
+            self._idle_steps[index] = (self._idle_steps[index].to(counts_E.device) + 1) * is_idle_E
 
-    def _global_counts(self) -> Iterator[tuple[LoadBalanced, Tensor]]:
-        """Return each router with its counts, summed over ranks: one exchange for all of them."""
+    def watch(self) -> dict[str, float]:
+        """Return metrics of the last finished step, the same in any layout, and warn once of each expert that has
+        starved for `_STARVING_STEPS` steps. All ranks of a pipeline call this; it waits for the device.
+
+        - `expert_load`: tokens of the busiest expert, relative to the mean; also `expert_load/LAYER`
+        - `router_entropy/LAYER`: mean entropy of a token's probabilities, relative to the largest
+        - `selection_bias/LAYER`: largest minus smallest
+        - `dropped_tokens/LAYER`: choices of the batch's tokens that were not counted
+        """
+        numbers: dict[str, Tensor] = {}
+        starving: list[str] = []
+        for name, router, (counts_E, entropy), idle_E in zip(
+            self._names, self.routers, self._loads, self._idle_steps, strict=True
+        ):
+            numbers[f"expert_load/{name}"] = counts_E.max() * router.n_experts / counts_E.sum().clamp(min=1)
+            numbers[f"router_entropy/{name}"] = entropy[0] / 2**20 / self._n_tokens.clamp(min=1)
+            numbers[f"dropped_tokens/{name}"] = self._n_tokens * router.top_k - counts_E.sum()
+            if (bias_E := router.biases()) is not None:
+                numbers[f"selection_bias/{name}"] = bias_E.max() - bias_E.min()
+            starving += [f"{name} expert {index}" for index in (idle_E >= _STARVING_STEPS).nonzero().flatten().tolist()]
+        values = {name: float(number) for name, number in numbers.items()}
+        if self._pipeline is not None:
+            parts: list[Any] = [None] * self._pipeline.size()
+            dist.all_gather_object(parts, (values, starving), self._pipeline)
+            values = {name: value for part, _ in parts for name, value in part.items()}
+            starving = [name for _, names in parts for name in names]
+        if new := [name for name in starving if name not in self._reported]:
+            self._reported.update(new)
+            logger.warning(
+                f"{summarize_names(new)}: less than {_STARVING_SHARE:.0%} of the mean load in each of the last "
+                f"{_STARVING_STEPS} steps; raise --model.moe.penalties or --model.moe.bias_rate"
+            )
+        loads = [value for name, value in values.items() if name.startswith("expert_load/")]
+        return {"expert_load": max(loads), **values} if loads else {}
+
+    def _global_sums(self) -> Iterator[tuple[LoadBalanced, Tensor, Tensor]]:
+        """Return each router with its counts and entropy, summed over ranks: one exchange for all of them."""
         if not self.routers:
             return iter(())
         counts_of = [router.counts_E for router in self.routers if router.counts_E is not None]
         assert len(counts_of) == len(self.routers), "call start_step first"
-        counts = torch.cat(counts_of)
+        entropies = [router.entropy for router in self.routers]
+        sums = torch.cat(counts_of + entropies)
         for group in self._groups:
-            dist.all_reduce(counts, group=group)
-        return iter(zip(self.routers, counts.split([router.n_experts for router in self.routers]), strict=True))
+            dist.all_reduce(sums, group=group)
+        parts = sums.split([len(part) for part in counts_of + entropies])
+        return zip(self.routers, parts, parts[len(self.routers) :], strict=False)

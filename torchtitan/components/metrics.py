@@ -110,6 +110,7 @@ class MetricsProcessor(Configurable):
         self.total_steps, self.world_size, self.rank = total_steps, world_size, rank
         self._clock = clock
         self._interval = _Interval(0, clock())
+        self._added: dict[str, float] = {}
         self._unreported: Callable[[], None] | None = None  # reports the last step, if it was not due
         self._first_line: tuple[int, float] | None = None  # step and time of the first log line, after warm-up
         self._peak: PeakFlops | None = None  # set by `start`
@@ -177,6 +178,10 @@ class MetricsProcessor(Configurable):
         """Return whether `log_step` reports this step, independently of interruptions."""
         return step == 1 or step % self.config.log_freq == 0 or step == self.total_steps
 
+    def add(self, numbers: Mapping[str, float]) -> None:
+        """Report further metrics with the next step; the console leaves out those of parts, called NAME/PART."""
+        self._added |= numbers
+
     def log_step(
         self, step: int, *, loss: float, grad_norm: float, lr: float, n_tokens_seen: int, **extra: float
     ) -> None:
@@ -190,6 +195,7 @@ class MetricsProcessor(Configurable):
             n_tokens_seen: tokens since step 1 on all ranks, including padding.
             extra: additional metrics by name.
         """
+        extra, self._added = extra | self._added, {}
         if not self._reports:
             return
         values = {"loss": loss, "grad_norm": grad_norm, "lr": lr, "n_tokens_seen": n_tokens_seen}
@@ -247,6 +253,7 @@ class MetricsProcessor(Configurable):
         self, step: int, values: Mapping[str, float], extra: Mapping[str, float], eta_seconds: float | None
     ) -> str:
         """Return the aligned log line of a step, in color if standard error is a terminal."""
+        extra = {name: value for name, value in extra.items() if "/" not in name}
         eta = "-" if eta_seconds is None else str(timedelta(seconds=round(eta_seconds)))
         parts = [
             (_CYAN, self._step_label(step)),

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from torchtitan.config import Configurable, ParallelismConfig, TrainingConfig
-from torchtitan.distributed.gradients import redistribute_like, row_norms, total_norm
+from torchtitan.distributed.gradients import by_mesh, redistribute_like, row_norms, total_norm
 from torchtitan.distributed.initialize import canonical_name
 from torchtitan.distributed.process_group import gather_objects
 from torchtitan.tools.errors import UserError
@@ -246,8 +246,8 @@ class Optimizer(Configurable):
             group = self.config.param_groups.get(key)
             lr = self.config.lr if group is None or group.lr is None else group.lr
             decay = self.config.weight_decay if group is None or group.weight_decay is None else group.weight_decay
-            parameters = [parameter for _, parameter in members]
-            settings.append({"params": parameters, "lr": lr, "weight_decay": decay})
+            for parameters in by_mesh(parameter for _, parameter in members).values():
+                settings.append({"params": parameters, "lr": lr, "weight_decay": decay})
         return settings
 
     def state_dict(self) -> dict[str, Tensor]:

@@ -135,6 +135,14 @@ class ParallelismConfig:
     """Tokens that each context-parallel rank gets: `headtail`, two pieces at equal distance from the ends of the
     sequence, which balances causal attention; `none`, one contiguous piece."""
 
+    expert_parallel_degree: int = 1
+    """Ranks that divide the routed experts of each layer, and exchange tokens. It divides the experts, and the ranks of
+    one copy of a layer: data_parallel_shard_degree x context_parallel_degree x tensor_parallel_degree, without the last
+    if expert_tensor_parallel_degree equals it."""
+
+    expert_tensor_parallel_degree: int = 1
+    """Ranks that split the width of each routed expert: 1 or tensor_parallel_degree."""
+
     pipeline_parallel_degree: int = 1
     """Ranks that split the layers. Each rank holds one or more stages of the model."""
 
@@ -170,6 +178,8 @@ class ParallelismConfig:
             "data_parallel_shard_degree": -1 if self.data_parallel_shard_degree == -1 else 1,
             "tensor_parallel_degree": 1,
             "context_parallel_degree": 1,
+            "expert_parallel_degree": 1,
+            "expert_tensor_parallel_degree": 1,
             "pipeline_parallel_degree": 1,
             "pipeline_parallel_microbatch_size": 1,
             "pipeline_parallel_layers_per_stage": 1,

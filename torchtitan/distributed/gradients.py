@@ -2,12 +2,15 @@
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+
+TensorT = TypeVar("TensorT", bound=Tensor)
 
 
 @torch.no_grad()
@@ -34,7 +37,7 @@ def clip_grad_norm(
         if parameter not in copies:
             gradients.append(parameter.grad)
     total = total_norm(gradients, pipeline)
-    for group in _by_mesh(with_gradients).values():
+    for group in by_mesh(with_gradients).values():
         torch.nn.utils.clip_grads_with_norm_(group, max_norm, total)
     return total
 
@@ -50,7 +53,7 @@ def divide_gradients(parameters: Iterable[nn.Parameter], divisor: Tensor) -> Non
 def total_norm(gradients: Sequence[Tensor], pipeline: dist.ProcessGroup | None = None) -> Tensor:
     """Return the Euclidean norm of all gradients over all ranks, a plain scalar tensor of at least float32."""
     device = gradients[0].device if gradients else torch.device("cpu")
-    norms = [_norm(group) for group in _by_mesh(gradients).values()]
+    norms = [_norm(group) for group in by_mesh(gradients).values()]
     plain = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
     total = torch.linalg.vector_norm(torch.stack(plain)) if plain else torch.zeros((), device=device)
     if pipeline is None:
@@ -72,9 +75,9 @@ def row_norms(gradient: Tensor) -> Tensor:
     return torch.linalg.vector_norm(gradient, dim=-1, dtype=torch.promote_types(gradient.dtype, torch.float32))
 
 
-def _by_mesh(tensors: Iterable[Tensor]) -> dict[DeviceMesh | None, list[Tensor]]:
+def by_mesh(tensors: Iterable[TensorT]) -> dict[DeviceMesh | None, list[TensorT]]:
     """Group tensors by mesh, since an operation in PyTorch supports only one mesh."""
-    groups: dict[DeviceMesh | None, list[Tensor]] = defaultdict(list)
+    groups: dict[DeviceMesh | None, list[TensorT]] = defaultdict(list)
     for tensor in tensors:
         groups[tensor.device_mesh if isinstance(tensor, DTensor) else None].append(tensor)
     return groups

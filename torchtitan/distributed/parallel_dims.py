@@ -11,7 +11,7 @@ from torchtitan.config import ParallelismConfig
 from torchtitan.distributed.context_parallel import LoadBalancer, SequenceShards
 from torchtitan.protocols import BaseModel
 from torchtitan.tools.errors import UserError
-from torchtitan.tools.torch_private import flatten_mesh, split_mesh
+from torchtitan.tools.torch_private import concatenate_meshes, flatten_mesh, split_mesh
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,8 @@ class ParallelDims:
     tp: int = 1
     pp: int = 1
     cp_load_balancer: LoadBalancer = "headtail"
+    ep: int = 1
+    etp: int = 1
 
     def __post_init__(self) -> None:
         assert prod(self.sizes.values()) == self.world_size
@@ -49,7 +51,7 @@ class ParallelDims:
         degrees = {"data_parallel_shard_degree": shard, **others}
         if prod(degrees.values()) != world_size:
             raise UserError(f"{_product(degrees)} is not the number of processes, {world_size} (NGPU)")
-        return cls(
+        dims = cls(
             world_size=world_size,
             dp_replicate=config.data_parallel_replicate_degree,
             dp_shard=shard,
@@ -57,7 +59,19 @@ class ParallelDims:
             tp=config.tensor_parallel_degree,
             pp=config.pipeline_parallel_degree,
             cp_load_balancer=config.context_parallel_load_balancer,
+            ep=config.expert_parallel_degree,
+            etp=config.expert_tensor_parallel_degree,
         )
+        if dims.etp not in (1, dims.tp):
+            raise UserError(
+                f"--parallelism.expert_tensor_parallel_degree {dims.etp} is neither 1 nor "
+                f"--parallelism.tensor_parallel_degree {dims.tp}"
+            )
+        if dims.dp_shard * dims.cp * dims.tp // dims.etp % dims.ep:
+            names = ["data_parallel_shard_degree", "context_parallel_degree"]
+            ranks = {name: degrees[name] for name in [*names, *(["tensor_parallel_degree"] if dims.etp == 1 else [])]}
+            raise UserError(f"--parallelism.expert_parallel_degree {dims.ep} does not divide {_product(ranks)}")
+        return dims
 
     def check_fits(self, model: BaseModel.Config, seq_len: int) -> None:
         """Raise `UserError` for a degree that the model does not support, or for the first size of the model or the
@@ -78,6 +92,13 @@ class ParallelDims:
             raise UserError(
                 f"--parallelism.tensor_parallel_degree {self.tp} is above --model.vocab_size {model.vocab_size}"
             )
+        experts = {"expert_parallel_degree": self.ep, "expert_tensor_parallel_degree": self.etp}
+        for (option, degree), (name, size) in zip(experts.items(), model.expert_parallel_sizes.items(), strict=False):
+            if size % degree:
+                raise UserError(f"--parallelism.{option} {degree} does not divide --model.{name} {size}")
+        if self.has_expert_mesh and not model.expert_parallel_sizes:
+            family = type(model).__qualname__.removesuffix(".Config")
+            raise UserError(f"{_product(experts)} divides routed experts, and {family} has none; set 1")
         pieces = self.tp * self.cp * (2 if self.cp > 1 and self.cp_load_balancer == "headtail" else 1)
         if seq_len % pieces:
             product = _product({"tensor_parallel_degree": self.tp, "context_parallel_degree": self.cp})
@@ -127,6 +148,11 @@ class ParallelDims:
         return self.dp_degree * self.cp
 
     @property
+    def has_expert_mesh(self) -> bool:
+        """True if routed experts are divided among ranks."""
+        return self.ep > 1 or self.etp > 1
+
+    @property
     def is_batch_leader(self) -> bool:
         """True on one of the ranks with the same samples."""
         return all(self.coordinate(name) == 0 for name in ("pp", "cp", "tp"))
@@ -154,7 +180,18 @@ class ParallelDims:
 
     def context_mesh(self, mesh: DeviceMesh) -> DeviceMesh:
         """Return the dimension of context parallelism inside "fsdp"."""
-        return split_mesh(mesh["fsdp"], (self.dp_shard, self.cp), ("dp_shard", "cp"))["cp"]
+        return split_mesh(mesh, "fsdp", (self.dp_shard, self.cp), ("dp_shard", "cp"))["cp"]
+
+    def expert_mesh(self, mesh: DeviceMesh) -> DeviceMesh:
+        """Return the mesh of routed experts: "dp_replicate", "efsdp", "ep", and "tp" if it splits experts; if not, its
+        ranks are among those of the others."""
+        if self.etp == self.tp:
+            sizes = (self.dp_shard * self.cp // self.ep, self.ep)
+            return split_mesh(mesh, "fsdp", sizes, ("efsdp", "ep"))
+        ranks = flatten_mesh(mesh["fsdp", "tp"])
+        return concatenate_meshes(
+            mesh["dp_replicate"], split_mesh(ranks, 0, (ranks.size() // self.ep, self.ep), ("efsdp", "ep"))
+        )
 
 
 def _product(degrees: Mapping[str, int]) -> str:

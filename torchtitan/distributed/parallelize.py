@@ -1,6 +1,7 @@
 """Apply the parallelisms of a run to a model of any family."""
 
 import warnings
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,6 +12,7 @@ from torchtitan.config import ActivationCheckpointConfig, CompileConfig, Paralle
 from torchtitan.distributed.activation_checkpoint import apply_activation_checkpointing
 from torchtitan.distributed.compile import apply_compile
 from torchtitan.distributed.context_parallel import apply_context_parallel
+from torchtitan.distributed.expert_parallel import apply_expert_parallel, expert_placements
 from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.distributed.tensor_parallel import apply_tensor_parallel
 from torchtitan.protocols.model import BaseModel
@@ -45,6 +47,9 @@ def parallelize_model(
     parallelism = parallelism or ParallelismConfig()
     activation_checkpoint = activation_checkpoint or ActivationCheckpointConfig()
     compile = compile or CompileConfig()
+    expert_mesh = parallel_dims.expert_mesh(mesh) if mesh is not None and parallel_dims.has_expert_mesh else None
+    if expert_mesh is not None:
+        apply_expert_parallel(model, expert_mesh, parallel_dims.dp_shard * parallel_dims.cp)
     if mesh is not None and parallel_dims.tp > 1:
         loss_on_full_tensors = parallelism.disable_loss_parallel
         apply_tensor_parallel(model, mesh["tp"], sharding, disable_loss_parallel=loss_on_full_tensors)
@@ -54,13 +59,14 @@ def parallelize_model(
     if compile.enable and "model" in compile.components:
         apply_compile(model, compile, parallelism)
     if mesh is not None:
-        _apply_data_parallel(model, mesh, parallel_dims, training, parallelism)
+        _apply_data_parallel(model, mesh, expert_mesh, parallel_dims, training, parallelism)
     return model
 
 
 def _apply_data_parallel(
     model: BaseModel,
     mesh: DeviceMesh,
+    expert_mesh: DeviceMesh | None,
     dims: ParallelDims,
     training: TrainingConfig,
     parallelism: ParallelismConfig,
@@ -74,11 +80,12 @@ def _apply_data_parallel(
         cast_forward_inputs=False,
     )
     shards = dims.dp_shard * dims.cp
-    if shards == 1 and dims.dp_replicate > 1:
+    if shards == 1 and dims.dp_replicate > 1 and expert_mesh is None:
         _apply_ddp(model, mesh["dp_replicate"], precision)
-    elif shards > 1 or training.mixed_precision_param != training.dtype:
+    elif shards > 1 or training.mixed_precision_param != training.dtype or expert_mesh is not None:
         fsdp_mesh = mesh["dp_replicate", "fsdp"] if dims.dp_replicate > 1 else mesh["fsdp"]
-        _apply_fsdp(model, fsdp_mesh, precision, _reshard(parallelism), _offload_policy(training, mesh))
+        offload = _offload_policy(training, mesh)
+        _apply_fsdp(model, fsdp_mesh, expert_mesh, precision, _reshard(parallelism), offload)
 
 
 def free_gathered_weights(model: nn.Module) -> None:
@@ -101,15 +108,22 @@ def _offload_policy(training: TrainingConfig, mesh: DeviceMesh) -> OffloadPolicy
 
 
 def _apply_fsdp(
-    model: BaseModel, mesh: DeviceMesh, precision: MixedPrecisionPolicy, reshard: str, offload: OffloadPolicy
+    model: BaseModel,
+    mesh: DeviceMesh,
+    expert_mesh: DeviceMesh | None,
+    precision: MixedPrecisionPolicy,
+    reshard: str,
+    offload: OffloadPolicy,
 ) -> None:
+    options: dict[str, Any] = {"mesh": mesh, "mp_policy": precision, "offload_policy": offload}
+    if expert_mesh is not None:
+        options["shard_placement_fn"] = expert_placements(model, expert_mesh).get
     units = model.units()
     for index, unit in enumerate(units):
         # The backward pass begins with the head, whose gradients are known already, and the last layer; keep both.
         should_free = reshard == "always" or (reshard == "default" and index < len(units) - 2)
-        fully_shard(unit, mesh=mesh, mp_policy=precision, reshard_after_forward=should_free, offload_policy=offload)
-    should_free = reshard == "always"
-    fully_shard(model, mesh=mesh, mp_policy=precision, reshard_after_forward=should_free, offload_policy=offload)
+        fully_shard(unit, reshard_after_forward=should_free, **options)
+    fully_shard(model, reshard_after_forward=reshard == "always", **options)
 
 
 def _apply_ddp(model: BaseModel, mesh: DeviceMesh, precision: MixedPrecisionPolicy) -> None:

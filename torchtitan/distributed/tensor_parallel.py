@@ -1,10 +1,10 @@
 """Tensor, sequence and loss parallelism, according to a family's `ShardingPlan`."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, get_args
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_module, distribute_tensor
 
@@ -117,23 +117,31 @@ def _replicate(module: nn.Module, mesh: DeviceMesh) -> None:
     """Replicate the parameters of a module and its submodules, which compute with plain tensors: each rank its own part
     of the tokens, so that gradients add up over the ranks."""
 
-    def use_local(part: nn.Module, _: Any) -> None:
-        for name, parameter in part._parameters.items():
+    for part in module.modules():
+        if any(isinstance(parameter, DTensor) for parameter in part.parameters(recurse=False)):
+            continue  # experts, which expert parallelism has divided
+        shard_parameters(part, mesh, None)
+        compute_with_local_parameters(part, lambda parameter: parameter.to_local(grad_placements=[Partial()]))
+
+
+def compute_with_local_parameters(module: nn.Module, localize: Callable[[DTensor], Tensor]) -> None:
+    """Let a module's forward pass, not those of its submodules, compute with plain tensors instead of DTensors."""
+
+    def use_local(module: nn.Module, _: Any) -> None:
+        for name, parameter in module._parameters.items():
             if isinstance(parameter, DTensor):
                 # Not an attribute: a module accepts only a leaf, and gradients must reach the DTensor.
-                part._parameters[name] = parameter.to_local(grad_placements=[Partial()])
-                replaced[part, name] = parameter
+                module._parameters[name] = localize(parameter)
+                replaced[name] = parameter
 
-    def restore(part: nn.Module, *_: Any) -> None:
-        for name in list(part._parameters):
-            if (part, name) in replaced:
-                part._parameters[name] = replaced.pop((part, name))
+    def restore(module: nn.Module, *_: Any) -> None:
+        while replaced:
+            name, parameter = replaced.popitem()
+            module._parameters[name] = parameter
 
-    replaced: dict[tuple[nn.Module, str], nn.Parameter] = {}
-    for part in module.modules():
-        shard_parameters(part, mesh, None)
-        part.register_forward_pre_hook(use_local)
-        part.register_forward_hook(restore, always_call=True)
+    replaced: dict[str, nn.Parameter] = {}
+    module.register_forward_pre_hook(use_local)
+    module.register_forward_hook(restore, always_call=True)
 
 
 def check_parts(model: nn.Module, plan: ShardingPlan, degree: int) -> None:

@@ -15,10 +15,12 @@ from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.components.validate import Validator
 from torchtitan.config import CompileConfig
+from torchtitan.distributed.expert_parallel import TokenExchange
 from torchtitan.dry_run.memory_tracker import MemoryTracker
 from torchtitan.dry_run.microbatch_replay import MicrobatchReplay
 from torchtitan.dry_run.observer import observing
 from torchtitan.dry_run.work_tracker import Work, WorkTracker
+from torchtitan.protocols.experts import StackedExperts
 from torchtitan.tools.torch_private import FakeTensorMode, fsdp_parameters, gathered_weights
 from torchtitan.trainer import StepResult, Trainer
 
@@ -124,10 +126,13 @@ class FakeTrainer(Trainer):
         return loss
 
     def init_weights(self) -> None:
-        """Give the parameters fake memory, without values, and let experts compute as on CUDA."""
+        """Give the parameters fake memory, without values; let experts compute as on CUDA, and get equal parts of the
+        tokens."""
         for module in (module for part in self.model_parts for module in part.modules()):
             if hasattr(module, "device_type"):
                 module.device_type = "cuda"  # type: ignore[assignment]
+            if isinstance(module, StackedExperts) and isinstance(module.exchange, TokenExchange):
+                module.exchange.is_balanced = True
         with self.fake_mode:
             for model in self.models.values():
                 for part in model.parts:

@@ -21,11 +21,13 @@ class LoadBalanced(nn.Module):
     has_losses: bool = False
     """True if there are auxiliary losses."""
 
-    def __init__(self, n_experts: int):
+    def __init__(self, n_experts: int, top_k: int):
         super().__init__()
-        self.n_experts = n_experts
+        self.n_experts, self.top_k = n_experts, top_k
         self.counts_E: Tensor | None = None
         """Tokens that this rank has sent to each expert since `start_step`, int64; None before the first step."""
+        self.entropy = torch.zeros(1, dtype=torch.int64)
+        """Sum of the entropies of these tokens' probabilities, in 2⁻²⁰ of the largest, so that sums are exact."""
         self.gradient_scale: Tensor | None = None
         """Factor of the auxiliary losses' gradients, a float32 scalar; the losses are sums over tokens."""
         self.is_measuring = False
@@ -35,6 +37,7 @@ class LoadBalanced(nn.Module):
         """Forget the counts, and let the auxiliary losses' gradients have a scale."""
         device = gradient_scale.device
         self.counts_E = torch.zeros(self.n_experts, dtype=torch.int64, device=device)
+        self.entropy = torch.zeros(1, dtype=torch.int64, device=device)
         self.gradient_scale = gradient_scale
 
     def use_load(self, counts_E: Tensor) -> None:
@@ -42,3 +45,7 @@ class LoadBalanced(nn.Module):
 
     def rebalance(self, counts_E: Tensor) -> None:
         """Adapt to the counts of the global batch, after an optimizer step."""
+
+    def biases(self) -> Tensor | None:
+        """Return the experts' biases that balance, if any."""
+        return None

@@ -39,6 +39,11 @@ class BaseModel(nn.Module, Configurable):
             """Sizes that tensor parallelism splits, by field; its degree must divide each of them."""
             return {}
 
+        @property
+        def expert_parallel_sizes(self) -> dict[str, int]:
+            """Number of routed experts of a layer and their width, by field; empty without routed experts."""
+            return {}
+
         def unsupported_parallelisms(self) -> dict[str, str]:
             """Return the degrees of `--parallelism` that must be 1 for this model, each with the reason."""
             return {}

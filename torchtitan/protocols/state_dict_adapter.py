@@ -40,6 +40,11 @@ class Transform(ABC):
     def to_external(self, tensors: list[Tensor]) -> list[Tensor]:
         """Return the other format's tensors from ours."""
 
+    def inputs_of_rows(self, rows: slice, n_rows: int, names: Sequence[str]) -> Sequence[tuple[str, slice]] | None:
+        """Return which of the other format's tensors, called `names`, give these of the `n_rows` rows of our only one,
+        and the rows of each that do; None: all tensors are needed."""
+        return None
+
 
 @dataclass(frozen=True)
 class Identity(Transform):
@@ -103,7 +108,12 @@ class Stacked(Transform):
     n_dims: int = 1
 
     def to_internal(self, tensors: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
-        return [torch.stack(tensors, dim=self.dim).view(shapes[0])]
+        sizes = shapes[0][self.dim + 1 : self.dim + self.n_dims]
+        return [torch.stack(tensors, dim=self.dim).unflatten(self.dim, (-1, *sizes))]
+
+    def inputs_of_rows(self, rows: slice, n_rows: int, names: Sequence[str]) -> Sequence[tuple[str, slice]] | None:
+        n = len(names) // n_rows
+        return None if self.dim else [(name, slice(None)) for name in names[rows.start * n : rows.stop * n]]
 
     def to_external(self, tensors: list[Tensor]) -> list[Tensor]:
         (stack,) = tensors
@@ -122,6 +132,9 @@ class Permuted(Transform):
     def to_internal(self, tensors: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
         separate = tensors[0].reshape([shapes[0][dim] for dim in self.order])
         return [separate.permute([self.order.index(dim) for dim in range(len(self.order))])]
+
+    def inputs_of_rows(self, rows: slice, n_rows: int, names: Sequence[str]) -> Sequence[tuple[str, slice]] | None:
+        return [(names[0], rows)] if self.order[0] == 0 and self.joined != 0 else None
 
     def to_external(self, tensors: list[Tensor]) -> list[Tensor]:
         permuted = tensors[0].permute(self.order).contiguous()

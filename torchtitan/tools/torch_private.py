@@ -29,12 +29,17 @@ _SOURCES = {
     "tree_map_only": "torch.utils._pytree",
     # Differentiable collectives; `torch.distributed` has none.
     "all_gather_single_autograd": "torch.distributed._functional_collectives",
+    "all_to_all_single_autograd": "torch.distributed._functional_collectives",
+    "reduce_scatter_single_autograd": "torch.distributed._functional_collectives",
     "wait_tensor": "torch.distributed._functional_collectives",
     "AsyncCollectiveTensor": "torch.distributed._functional_collectives",
     # `torch.utils.checkpoint.checkpoint` wraps a call; this wraps a module without changing names in its state dict.
     "checkpoint_wrapper": "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
     # DDP built on FSDP2; `DistributedDataParallel` supports neither DTensor parameters nor mixed precision.
     "replicate": "torch.distributed._composable.replicate_with_fsdp",
+    # A mesh for some parameters of a unit: `fully_shard` takes it, but PyTorch 2.13 documents the types nowhere else.
+    "ShardPlacementResult": "torch.distributed.fsdp._fully_shard._fsdp_common",
+    "fsdp_mesh_info": "torch.distributed.fsdp._fully_shard._fsdp_init:_get_mesh_info",
     # Public DTensor methods return the shard, but not its offset in the whole tensor.
     "compute_local_shape_and_global_offset": "torch.distributed.tensor._utils",
     # DTensor infers a result's shape by running operations on whole shapes, which a dry run must not count. It caches
@@ -128,14 +133,19 @@ def process_groups() -> list["dist.ProcessGroup"]:
     return list(distributed_c10d._world.pg_map)
 
 
-def flatten_mesh(mesh: "DeviceMesh") -> None:
-    """Register the flattened dimensions of a mesh as one; `DeviceMesh` has no public way."""
-    mesh._flatten()
+def flatten_mesh(mesh: "DeviceMesh") -> "DeviceMesh":
+    """Register the flattened dimensions of a mesh as one, and return it; `DeviceMesh` has no public way."""
+    return mesh._flatten()
 
 
-def split_mesh(mesh: "DeviceMesh", sizes: tuple[int, ...], names: tuple[str, ...]) -> "DeviceMesh":
-    """Split a mesh of one dimension into several; `DeviceMesh` has no public way."""
-    return mesh._unflatten(0, sizes, names)
+def split_mesh(mesh: "DeviceMesh", dim: int | str, sizes: tuple[int, ...], names: tuple[str, ...]) -> "DeviceMesh":
+    """Split a dimension of a mesh into several; `DeviceMesh` has no public way."""
+    return mesh._unflatten(dim, sizes, names)
+
+
+def concatenate_meshes(*meshes: "DeviceMesh") -> "DeviceMesh":
+    """Return a mesh with the dimensions of several parts of one mesh; `DeviceMesh` has no public way."""
+    return type(meshes[0])._concatenate(list(meshes))
 
 
 def dtensor_like(local: "Tensor", like: "DTensor") -> "DTensor":

@@ -26,7 +26,7 @@ class LoadBalance(Callback):
 
     def on_batches(self, micro_batches: Sequence[Batch]) -> None:
         trainer, dims = self.trainer, self.trainer.parallel_dims
-        if not (self.balancer.routers or self.balancer.needs_load):
+        if not self.balancer.has_routers:
             return
         inputs = [batch[name] for batch in micro_batches for name in batch if name.endswith("input")]
         n_tokens = sum(tokens.numel() for tokens in inputs) // (dims.cp * dims.tp)
@@ -40,3 +40,5 @@ class LoadBalance(Callback):
     def on_step(self, outcome: StepResult) -> None:
         if outcome.is_finite:
             self.balancer.finish_step()
+            if self.balancer.has_routers and self.trainer.metrics.should_log(self.trainer.step):
+                self.trainer.metrics.add(self.balancer.watch())

@@ -31,7 +31,14 @@ from torchtitan.components.weights import (
     write_meta,
 )
 from torchtitan.components.weights.load import local_slices
-from torchtitan.protocols.state_dict_adapter import Concatenated, KeyMapping, RopePermutation, Stacked, StateDictAdapter
+from torchtitan.protocols.state_dict_adapter import (
+    Concatenated,
+    Flattened,
+    KeyMapping,
+    RopePermutation,
+    Stacked,
+    StateDictAdapter,
+)
 from torchtitan.protocols.tensor_source import TensorSpec
 from torchtitan.tools.errors import UserError
 
@@ -421,6 +428,29 @@ def test_a_mapping_of_several_tensors_is_read_once():
     for name in view.specs:
         view.read(name)
     assert source.elements == {name: tensor.numel() for name, tensor in internal.items()}
+
+
+@pytest.mark.parametrize(
+    ("mapping", "shape", "read"),
+    [
+        (KeyMapping("w", tuple(f"e.{i}" for i in range(4)), Stacked(0)), (4, 6, 2), {"e.1": 12, "e.2": 12}),
+        (
+            KeyMapping("w", tuple(f"e.{i}.{j}" for i in range(4) for j in "gu"), Stacked(0, n_dims=2)),
+            (4, 2, 3, 5),
+            {"e.1.g": 15, "e.1.u": 15, "e.2.g": 15, "e.2.u": 15},
+        ),
+        (KeyMapping("w", "fused", Flattened(1)), (4, 2, 3, 5), {"fused": 60}),
+    ],
+)
+def test_only_the_experts_of_a_rank_are_read(mapping, shape, read):
+    internal = {"w": torch.randn(shape)}
+    adapter = StateDictAdapter([mapping], n_layers=0)
+    external = ExternalView(CountingSource(internal), adapter)
+    source = CountingSource({name: external.read(name) for name in external.specs})
+    view = InternalView(source, adapter, specs_of(internal))
+    part = (slice(1, 3), *(slice(0, size) for size in shape[1:-1]), slice(1, 2))
+    assert same(view.read("w", part), internal["w"][part].clone())
+    assert source.elements == read
 
 
 def test_views_keep_the_types_of_the_files():

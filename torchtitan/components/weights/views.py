@@ -31,6 +31,9 @@ class Recipe(NamedTuple):
     compute: Callable[[list[Tensor]], Iterable[Tensor]] | None
     """None for a single, unchanged tensor."""
 
+    inputs_of_rows: Callable[[slice], Sequence[tuple[str, slice]] | None] = lambda rows: None
+    """Rows of the only output → the inputs, and the rows of each, from which `compute` returns them; None: all."""
+
 
 class View(TensorSource):
     """Computes tensors from another source by recipes. The outputs of the last recipe are cached, since they are
@@ -43,9 +46,12 @@ class View(TensorSource):
         self._last: dict[str, Tensor] = {}
 
     def read(self, name: str, slices: Slices | None = None) -> Tensor:
-        inputs, outputs, compute = self._recipes[name]
+        inputs, outputs, compute, inputs_of_rows = self._recipes[name]
         if compute is None:
             return self._source.read(inputs[0], slices)
+        if slices is not None and (parts := inputs_of_rows(slices[0])) is not None:
+            (tensor,) = compute([self._read_rows(each, rows) for each, rows in parts])
+            return tensor[(slice(None), *slices[1:])]
         if name not in self._last:
             self._last = {}  # free the memory first
             with torch.no_grad():
@@ -55,6 +61,10 @@ class View(TensorSource):
         if len(self._last) == 1:
             self._last = {}
         return tensor if slices is None else tensor[slices]
+
+    def _read_rows(self, name: str, rows: slice) -> Tensor:
+        everything = full_slices(self._source.specs[name].shape)
+        return self._source.read(name, None if rows == slice(None) else (rows, *everything[1:]))
 
 
 class RenamedView(View):
@@ -84,7 +94,9 @@ class InternalView(View):
             dtype = source.specs[step.external[0]].dtype
             specs |= {name: TensorSpec(shape, dtype) for name, shape in zip(step.internal, shapes, strict=True)}
             compute = None if step.transform == Identity() else partial(step.transform.to_internal, shapes=shapes)
-            recipes.append(Recipe(step.external, step.internal, compute))
+            n_rows = shapes[0][0] if shapes[0] else 1
+            of_rows = partial(step.transform.inputs_of_rows, n_rows=n_rows, names=step.external)
+            recipes.append(Recipe(step.external, step.internal, compute, of_rows))
         super().__init__(source, specs, recipes)
         for name, tied_to in match.tied.items():
             _check_tied_tensors(source, name, tied_to)

@@ -109,9 +109,8 @@ class Attention(nn.Module):
     def forward(self, q_BLHD: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, attention: AttentionMetadata) -> Tensor:
         """Attend H query heads to K key/value heads (K divides H): (B, L, heads, head_dim) → (B, L, H, head_dim). If
         values are narrower than keys, so is the result."""
-        v_dim = v_BLKD.shape[-1]
-        if padding := k_BLKD.shape[-1] - v_dim:  # the fast kernels need equal widths
-            return Attention.forward(self, q_BLHD, k_BLKD, F.pad(v_BLKD, (0, padding)), attention)[..., :v_dim]
+        if padding := k_BLKD.shape[-1] - v_BLKD.shape[-1]:  # the fast kernels need equal widths
+            return Attention.forward(self, q_BLHD, k_BLKD, F.pad(v_BLKD, (0, padding)), attention)[..., :-padding]
         if attention.kernel == "documents":
             return _attend_each_document(self._products, q_BLHD, k_BLKD, v_BLKD, attention)
         if attention.kernel == "varlen":

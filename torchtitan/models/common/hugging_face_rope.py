@@ -182,8 +182,7 @@ def _scaling(rope: RoPEConfig, max_seq_len: int) -> Mapping[str, Any] | None:
         scaling[_ORIGINAL_CONTEXT] = rope.original_max_seq_len
     if rope.attention_factor is not None:
         scaling["attention_factor"] = rope.attention_factor
-    if rope.mscale_all_dim:
-        scaling["mscale_all_dim"] = rope.mscale_all_dim
+    scaling |= {"mscale_all_dim": rope.mscale_all_dim} if rope.mscale_all_dim else {}
     if rope.scaling == "longrope":
         scaling |= {"short_factor": rope.short_factors, "long_factor": rope.long_factors}
     return scaling

@@ -2,6 +2,7 @@
 vector per token, the latent of width R, which is all that caches and other ranks need."""
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,8 +13,6 @@ from torchtitan.models.common.feed_forward import make_linear
 from torchtitan.models.common.norms import RMSNorm
 from torchtitan.models.common.rope import apply_rope
 from torchtitan.protocols.attention import AttentionMetadata
-
-_NORM_EPS = 1e-6  # of the published models, whatever the other norms have
 
 
 class LatentScores(nn.Module):
@@ -29,7 +28,6 @@ class LatentScores(nn.Module):
 
     def forward(self, q_BLHD: Tensor, latent_BS1R: Tensor, k_BS1P: Tensor, attention: AttentionMetadata) -> Tensor:
         """Return (B, L, H, v_dim). `k_BS1P` is the part of the keys with positions, the same for all heads."""
-        # -1, because a rank holds only some of the heads under tensor parallelism.
         kv_BSHE = self.wkv_b(latent_BS1R[:, :, 0]).unflatten(-1, (-1, self.plain_dim + self.v_dim))
         plain_BSHD, v_BSHD = kv_BSHE.split([self.plain_dim, self.v_dim], dim=-1)
         k_BSHD = torch.cat((plain_BSHD, k_BS1P.expand(-1, -1, plain_BSHD.shape[2], -1)), dim=-1)
@@ -37,24 +35,22 @@ class LatentScores(nn.Module):
 
 
 class LatentAttention(nn.Module):
-    """Causal self-attention to latents. Only the last part of a head has positions; its keys are shared by all heads.
-
-    Args:
-        config: of a decoder, with `q_lora_rank`, `kv_lora_rank`, `v_head_dim` and `rope_interleave`.
-    """
+    """Causal self-attention to latents, of a decoder whose `config` has `q_lora_rank`, `kv_lora_rank`, `v_head_dim` and
+    `rope_interleave`. Only the last part of a head, of width P, has positions; its keys are shared by all heads."""
 
     def __init__(self, config: Any, *, init_std: float, out_init_std: float):
         super().__init__()
+        norm = partial(RMSNorm, eps=1e-6)  # in the published models, whatever their other norms have
         dim, q_rank, bias = config.dim, config.q_lora_rank, config.attention_bias
         self.head_dim, self.interleaved = config.resolved_head_dim, config.rope_interleave
         self.widths = [config.kv_lora_rank, config.rope.rotated_dim(self.head_dim)]
         wq = make_linear(q_rank or dim, config.n_heads * self.head_dim, init_std)
-        down = [make_linear(dim, q_rank, init_std, bias=bias), RMSNorm(q_rank, _NORM_EPS)] if q_rank else []
-        self.wq, self.q_latent = (None, nn.Sequential(*down, wq)) if q_rank else (wq, None)
+        down = [make_linear(dim, q_rank, init_std, bias=bias), norm(q_rank)] if q_rank else []
+        self.wq: Any = None if q_rank else wq
+        self.q_latent: Any = nn.Sequential(*down, wq) if q_rank else None
         self.wkv_a = make_linear(dim, sum(self.widths), init_std, bias=bias)
-        self.kv_norm = RMSNorm(config.kv_lora_rank, _NORM_EPS)
-        self.latents = nn.Identity()
-        """Of each rank's tokens, which tensor parallelism gathers here."""
+        self.kv_norm = norm(config.kv_lora_rank)
+        self.latents = nn.Identity()  # tensor parallelism gathers its input, the latents of each rank's tokens
         self.attend = LatentScores(config, init_std)
         self.wo = make_linear(config.n_heads * config.v_head_dim, dim, out_init_std, bias=bias)
 
@@ -63,9 +59,7 @@ class LatentAttention(nn.Module):
         latent_BLR, k_BLP = self.wkv_a(x_BLD).split(self.widths, dim=-1)
         latents_BLE = self.latents(torch.cat((self.kv_norm(latent_BLR), k_BLP), dim=-1))
         latent_BL1R, k_BL1P = latents_BLE[:, :, None].split(self.widths, dim=-1)
-        to_queries = self.wq or self.q_latent
-        assert to_queries is not None
-        q_BLHD = to_queries(x_BLD).unflatten(-1, (-1, self.head_dim))
+        q_BLHD = (self.wq or self.q_latent)(x_BLD).unflatten(-1, (-1, self.head_dim))
         plain_BLHE, q_BLHP = q_BLHD.tensor_split([-self.widths[1]], dim=-1)
         q_BLHD = torch.cat((plain_BLHE, self._rotate(q_BLHP, rope)), dim=-1)
         return self.wo(self.attend(q_BLHD, latent_BL1R, self._rotate(k_BL1P, rope), attention).flatten(-2))

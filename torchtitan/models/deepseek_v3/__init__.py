@@ -10,19 +10,20 @@ from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.models.deepseek_v3.model import FORMAT, DeepSeekModel
 from torchtitan.models.families import SMALL, Family
 
-_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-
 
 def _published(kind: str, sizes: Sequence[int], factor: float, mscale: float, fast: float = 32.0, **keys: Any) -> Any:
     """Return the model of a published config.json; other keys have transformers' defaults, those of DeepSeek-V3."""
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
     yarn = {"type": "yarn", "factor": factor, "original_max_position_embeddings": 4096, "beta_fast": fast}
-    keys |= {"max_position_embeddings": 4096 * int(factor), "model_type": kind, **dict(zip(_SIZES, sizes, strict=True))}
+    keys |= {"max_position_embeddings": 4096 * int(factor), "model_type": kind, **dict(zip(names, sizes, strict=True))}
     return FORMAT.from_external({**keys, "rope_scaling": {**yarn, "mscale": mscale, "mscale_all_dim": mscale}})
 
 
-_V2: Any = {"num_experts_per_tok": 6, "first_k_dense_replace": 1}
-_236B: Any = {**_V2, "n_routed_experts": 160, "topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 3}
+_LITE: Any = {"num_experts_per_tok": 6, "first_k_dense_replace": 1, "moe_intermediate_size": 1408}
+_V2: Any = {**_LITE, "n_routed_experts": 160, "topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 3}
+_V2 |= {"moe_intermediate_size": 1536, "routed_scaling_factor": 16.0}
 _K2: Any = {"n_routed_experts": 384, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+_K2 |= {"routed_scaling_factor": 2.827, "rope_theta": 50_000.0}
 _SMALL: Any = {"head_dim": 48, "v_head_dim": 32, "q_lora_rank": 96, "kv_lora_rank": 64, "n_kv_heads": 8}
 _MOE: Any = {"n_experts": 32, "top_k": 4, "ffn_dim": 128, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.0}
 
@@ -32,18 +33,10 @@ FLAVORS = {
         rope=RoPEConfig(theta=10_000.0, rotated_fraction=1 / 3),
         moe=SigmoidMoEConfig(**_MOE, layer_types=["dense", "sparse", "sparse", "sparse"]),
     ),
-    "V2-Lite-16B": _published(
-        "deepseek_v2", (2048, 10944, 27, 16, 102_400), 40.0, 0.707, **_V2, q_lora_rank=None, moe_intermediate_size=1408
-    ),
-    "V2-236B": _published(
-        *("deepseek_v2", (5120, 12288, 60, 128, 102_400), 40.0, 0.707),
-        **{**_236B, "moe_intermediate_size": 1536, "routed_scaling_factor": 16.0},
-    ),
+    "V2-Lite-16B": _published("deepseek_v2", (2048, 10944, 27, 16, 102_400), 40.0, 0.707, q_lora_rank=None, **_LITE),
+    "V2-236B": _published("deepseek_v2", (5120, 12288, 60, 128, 102_400), 40.0, 0.707, **_V2),
     "V3-671B": _published("deepseek_v3", (7168, 18432, 61, 128, 129_280), 40.0, 1.0),
-    "Kimi-K2-1T": _published(
-        *("kimi_k2", (7168, 18432, 61, 64, 163_840), 32.0, 1.0, 1.0),
-        **{**_K2, "routed_scaling_factor": 2.827, "rope_theta": 50_000.0},
-    ),
+    "Kimi-K2-1T": _published("kimi_k2", (7168, 18432, 61, 64, 163_840), 32.0, 1.0, 1.0, **_K2),
 }
 
 _LATENT: Any = {

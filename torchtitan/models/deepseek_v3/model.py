@@ -38,11 +38,12 @@ class DeepSeekModel(SigmoidExpertLayers, MoEDecoder):
         def validate(self) -> None:
             MoEDecoder.Config.validate(self)
             self.check_positive("q_lora_rank", "kv_lora_rank", "v_head_dim")
-            if self.v_head_dim > self.resolved_head_dim or self.n_kv_heads != self.n_heads:
+            if self.v_head_dim > self.resolved_head_dim:
                 raise UserError(
-                    f"--model.v_head_dim {self.v_head_dim} must be at most --model.head_dim {self.resolved_head_dim}, "
-                    f"and --model.n_kv_heads {self.n_kv_heads} equal --model.n_heads {self.n_heads}"
+                    f"--model.v_head_dim is {self.v_head_dim}, above the head width {self.resolved_head_dim}"
                 )
+            if self.n_kv_heads != self.n_heads:
+                raise UserError(f"--model.n_kv_heads {self.n_kv_heads} must equal --model.n_heads {self.n_heads}")
 
     config: Config
 
@@ -78,8 +79,7 @@ def _write(config: DeepSeekModel.Config, score: str) -> dict[str, Any] | None:
     return None if dense is None else {**dense, **widths, "partial_rotary_factor": 1.0}
 
 
-_SAME = ("q_lora_rank", "kv_lora_rank", "v_head_dim", "attention_bias")
-_KEYS = {**rows.SIGMOID_KEYS, **{name: name for name in _SAME}}
+_KEYS = {**rows.SIGMOID_KEYS, **{k: k for k in ("q_lora_rank", "kv_lora_rank", "v_head_dim", "attention_bias")}}
 _V2_SCORES = {"scoring_func": "softmax", "norm_topk_prob": False}
 _WIDTHS = {"q_lora_rank": 1536, "kv_lora_rank": 512, "v_head_dim": 128, "partial_rotary_factor": 1.0}
 _V3 = hf.ModelType(
@@ -100,9 +100,7 @@ _V2 = replace(
     _V3,
     architecture="DeepseekV2ForCausalLM",
     keys=_KEYS,
-    defaults={
-        **{"n_routed_experts": 64, "moe_intermediate_size": 1407, "n_shared_experts": 2, **_WIDTHS, **_V2_SCORES},
-    },
+    defaults={**_WIDTHS, **_V2_SCORES, "n_routed_experts": 64, "n_shared_experts": 2, "moe_intermediate_size": 1407},
     fixed={"moe_layer_freq": 1, "topk_method": "group_limited_greedy", **_V2_SCORES},
     write=partial(_write, score="softmax"),
 )

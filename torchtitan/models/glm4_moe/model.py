@@ -1,7 +1,6 @@
 """GLM-4.5 and 4.6 ("GLM-4.5", arXiv:2508.06471), and their Hugging Face format."""
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from torch import nn
@@ -47,7 +46,7 @@ FORMAT = dense_format(
                 **{"n_routed_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1408},
                 **{"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5},
             },
-            prepare=partial(rows.prepare_dense_layers, default=1),
+            prepare=rows.prepare_dense_layers,
             write=rows.write_dense_layers,
         )
     }

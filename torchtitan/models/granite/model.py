@@ -122,8 +122,7 @@ _DENSE_ROWS = (
 _OF_OTHER_LAYERS = (
     *("mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_head", "mamba_d_conv", "mamba_expand"),
     *("mamba_chunk_size", "mamba_conv_bias", "mamba_proj_bias", "time_step_limit"),
-    *("num_experts_per_tok", "intermediate_size"),
-    *("init_method", "normalization_function"),
+    *("num_experts_per_tok", "intermediate_size", "init_method", "normalization_function"),
 )
 
 FORMAT = dense_format(

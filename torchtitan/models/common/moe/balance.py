@@ -50,7 +50,7 @@ class BatchBalance(Penalty):
     def forward(self, logits_BLE: Tensor, scores_BLE: Tensor, counts_BE: Tensor) -> Tensor:
         assert self.shares_E is not None, "call LoadBalancer.measuring before the step's backward passes"
         factors_E = self.weight * len(self.shares_E) * self.shares_E.float()
-        return (_probabilities(scores_BLE) * factors_E).sum()
+        return (probabilities(scores_BLE) * factors_E).sum()
 
 
 class SequenceBalance(Penalty):
@@ -65,7 +65,7 @@ class SequenceBalance(Penalty):
     def forward(self, logits_BLE: Tensor, scores_BLE: Tensor, counts_BE: Tensor) -> Tensor:
         counts_BE = self.row_sums(counts_BE)
         factors_BE = self.weight * counts_BE.shape[-1] * counts_BE / counts_BE.sum(dim=-1, keepdim=True).clamp(min=1)
-        return (_probabilities(scores_BLE) * factors_BE[:, None]).sum()
+        return (probabilities(scores_BLE) * factors_BE[:, None]).sum()
 
 
 class ZLoss(Penalty):
@@ -95,6 +95,6 @@ class SelectionBias(nn.Module):
         self.bias_E += self.rate * torch.sign(counts.mean() - counts).to(self.bias_E.dtype)
 
 
-def _probabilities(scores: Tensor) -> Tensor:
+def probabilities(scores: Tensor) -> Tensor:
     """Scores that add up to 1 for each token."""
     return scores / scores.sum(dim=-1, keepdim=True)

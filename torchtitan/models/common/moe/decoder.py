@@ -84,6 +84,10 @@ class MoEDecoder(ExpertLayers, WindowedDecoder):
             is_dense = any(not self.moe.is_sparse(index) for index in range(self.n_layers))
             return {**sizes, "ffn_dim": self.ffn_dim} if is_dense else sizes
 
+        @property
+        def expert_parallel_sizes(self) -> dict[str, int]:
+            return self.moe.parallel_sizes(self.ffn_dim)
+
         def validate(self) -> None:
             WindowedDecoder.Config.validate(self)
             self.moe.validate()

@@ -4,6 +4,7 @@ N tokens, K experts for each, E experts in all, H their width. A pair is a token
 are computed in the order of experts. No pair is dropped, and no memory is set aside for more.
 """
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from torchtitan.protocols.experts import StackedExperts
 from torchtitan.protocols.initializer import Constant, TruncatedNormal, with_initializers
 
 Gated = Callable[[Tensor, Tensor], Tensor]
@@ -52,10 +54,17 @@ class Pairs(NamedTuple):
         experts_E = torch.arange(n_experts, device=self.expert_R.device)
         return torch.searchsorted(self.expert_R, experts_E, right=True, out_int32=True)
 
+    def of_experts(self, n_experts: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        """Yield the rows of each expert in tensors with a row for each pair; waits for the sizes."""
+        sizes = self.expert_R.bincount(minlength=n_experts).tolist()
+        return zip(*(tensor.split(sizes) for tensor in tensors), strict=True)
 
-class RoutedExperts(nn.Module):
+
+class RoutedExperts(StackedExperts):
     """Gated networks `w2(activation(gate x, up x))` with stacked weights: `w13` (E, 2, H, dim), the gate and up of each
     expert, and `w2` (E, dim, H). With `bias`: `bias13` (E, 2, H), `bias2` (E, dim). `top_k`: experts of a token."""
+
+    hidden_dims = {"w13": 2, "w2": 2, "bias13": 2}
 
     bias13: nn.Parameter | None
     bias2: nn.Parameter | None
@@ -74,6 +83,7 @@ class RoutedExperts(nn.Module):
     ):
         super().__init__()
         self.activation = activation
+        self.n_experts = n_experts
         self.active_fraction = top_k / n_experts
         """Part of the weights that multiplies a token, for the count of operations (`count_elements`)."""
         self.device_type: str | None = None
@@ -87,7 +97,18 @@ class RoutedExperts(nn.Module):
         with_initializers(self, **stds, **biases)
 
     def forward(self, x_ND: Tensor, weights_NK: Tensor, chosen_NK: Tensor) -> Tensor:
-        """Return the sum of the chosen experts' results for each token, times their weights: (N, dim)."""
+        if self.exchange is None:
+            return self._compute(x_ND, weights_NK, chosen_NK)
+        pairs = Pairs.of(chosen_NK)
+        weight_R = weights_NK.flatten().gather(0, pairs.slot_R)
+        rows_RD = _Gathered.apply(x_ND, pairs.token_R, pairs.place_NK)
+        ends_E = pairs.ends_E(self.n_experts)
+        out_RD = self.exchange(rows_RD, weight_R, ends_E.diff(prepend=ends_E.new_zeros(1)), self._compute)
+        result: Tensor = _Summed.apply(out_RD, pairs.token_R, pairs.place_NK)
+        return result
+
+    def _compute(self, x_ND: Tensor, weights_NK: Tensor, chosen_NK: Tensor) -> Tensor:
+        """Compute with the experts of this rank, which `chosen_NK` numbers from 0."""
         pairs = Pairs.of(chosen_NK)
         weight_R = weights_NK.flatten().gather(0, pairs.slot_R)
         bias13 = None if self.bias13 is None else self.bias13.flatten(1)
@@ -169,7 +190,7 @@ def _sum_rows(rows_RD: Tensor, place_NK: Tensor) -> Tensor:
 
 class _OneByOne(torch.autograd.Function):
     """One expert after the other, for CPUs: its tokens, weights and results stay in the core's cache from the first
-    product to the last. Products are in float32 for any type, which is faster on CPUs, and more accurate."""
+    product to the last. Types that the CPU cannot multiply are multiplied in float32."""
 
     @staticmethod
     def forward(
@@ -183,13 +204,15 @@ class _OneByOne(torch.autograd.Function):
         pairs: Pairs,
         activation: Gated,
     ) -> Tensor:
-        both_RH = x_ND.new_empty(len(weight_R), w13.shape[1])
+        dtype, both_RH = _product_type(x_ND.dtype), x_ND.new_empty(len(weight_R), w13.shape[1])
         out_RD = x_ND.new_empty(len(weight_R), x_ND.shape[1])
-        for e, part in _parts(pairs, len(w13)):
-            x, weight = x_ND.index_select(0, pairs.token_R[part]).float(), weight_R[part, None].float()
-            _product(x, w13[e].T, both_RH[part], None if bias13 is None else bias13[e])
-            hidden = activation(*both_RH[part].float().chunk(2, dim=1)) * weight
-            _product(hidden, w2[e].T, out_RD[part], None if bias2 is None else bias2[e] * weight)
+        rows = pairs.of_experts(len(w13), pairs.token_R, weight_R[:, None].to(dtype), both_RH, out_RD)
+        for e, (tokens, weight, both, out) in enumerate(rows):
+            if len(tokens) > 0:
+                x = x_ND.index_select(0, tokens).to(dtype)
+                _product(x, w13[e].T, both, None if bias13 is None else bias13[e])
+                hidden = activation(*both.to(dtype).chunk(2, dim=1)) * weight
+                _product(hidden, w2[e].T, out, None if bias2 is None else bias2[e] * weight)
         ctx.save_for_backward(x_ND, weight_R, w13, w2, bias13, bias2, both_RH, *pairs)
         ctx.activation = activation
         return _sum_rows(out_RD, pairs.place_NK)
@@ -197,49 +220,51 @@ class _OneByOne(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         x_ND, weight_R, w13, w2, bias13, bias2, both_RH, *saved = ctx.saved_tensors
-        pairs, (grad_ND,) = Pairs(*saved), grad_outputs
+        dtype, pairs, (grad_ND,) = _product_type(x_ND.dtype), Pairs(*saved), grad_outputs
         grads: list[Any] = [None if weight is None else torch.empty_like(weight) for weight in (w13, w2, bias13, bias2)]
         grad_w13, grad_w2, grad_bias13, grad_bias2 = grads
         grad_weight_R, grad_x_RD = torch.empty_like(weight_R), x_ND.new_empty(len(weight_R), x_ND.shape[1])
-        idle = set(range(len(w13)))
-        for e, part in _parts(pairs, len(w13)):
-            idle.remove(e)
-            tokens, weight = pairs.token_R[part], weight_R[part, None].float()
-            x, grad = (rows.index_select(0, tokens).float() for rows in (x_ND, grad_ND))
-            both = both_RH[part].float().detach().requires_grad_()
-            with torch.enable_grad():
-                result = ctx.activation(*both.chunk(2, dim=1))
-            hidden, grad_hidden = result.detach(), grad @ w2[e].float()
-            grad_weight = (grad_hidden * hidden).sum(dim=1)
-            (grad_both,) = torch.autograd.grad(result, both, grad_hidden * weight)
-            _product(grad_both.T, x, grad_w13[e])
-            _product(grad.T, hidden * weight, grad_w2[e])
+        rows = pairs.of_experts(len(w13), pairs.token_R, weight_R[:, None].to(dtype), both_RH, grad_weight_R, grad_x_RD)
+        for e, (tokens, weight, both, grad_weight, grad_x) in enumerate(rows):
+            x, grad = (rows.index_select(0, tokens).to(dtype) for rows in (x_ND, grad_ND))
+            grad_hidden = grad @ w2[e].to(dtype)
+            hidden, grad_both = _activation_backward(ctx.activation, both.to(dtype), grad_hidden * weight)
+            torch.sum(grad_hidden * hidden, dim=1, dtype=weight_R.dtype, out=grad_weight)
             if bias2 is not None:
                 grad_bias13[e], grad_bias2[e] = grad_both.sum(dim=0), (grad * weight).sum(dim=0)
-                grad_weight += grad @ bias2[e].float()
-            grad_weight_R[part] = grad_weight
-            _product(grad_both, w13[e], grad_x_RD[part])
-        for weight_grad in grads:
-            if weight_grad is not None:
-                weight_grad[list(idle)] = 0
+                grad_weight += grad @ bias2[e].to(dtype)
+            _product(grad_both.T, x, grad_w13[e])
+            _product(grad.T, hidden * weight, grad_w2[e])
+            _product(grad_both, w13[e], grad_x)
         return _sum_rows(grad_x_RD, pairs.place_NK), grad_weight_R, *grads, None, None
 
 
-def _parts(pairs: Pairs, n_experts: int) -> Iterator[tuple[int, slice]]:
-    """Yield each expert that has pairs, with their places."""
-    start = 0
-    for expert, end in enumerate(pairs.ends_E(n_experts).tolist()):
-        if end > start:
-            yield expert, slice(start, end)
-        start = end
+def _activation_backward(activation: Gated, both: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the result of an activation, and the gradient of `both` its inputs from that of its result."""
+    if activation is swiglu:  # as below, but without the cost of autograd for each expert
+        gate, up = both.chunk(2, dim=1)
+        gated = F.silu(gate)
+        return gated * up, torch.cat((torch.ops.aten.silu_backward(grad * up, gate), grad * gated), dim=1)
+    both = both.detach().requires_grad_()
+    with torch.enable_grad():
+        result = activation(*both.chunk(2, dim=1))
+    return result.detach(), torch.autograd.grad(result, both, grad)[0]
+
+
+@functools.cache
+def _product_type(dtype: torch.dtype) -> torch.dtype:
+    """Return the type in which this CPU multiplies matrices of a type fastest."""
+    has = torch.cpu.get_capabilities()
+    is_native = dtype == torch.bfloat16 and (has.get("avx512_bf16") or has.get("amx_bf16"))
+    return dtype if is_native else torch.float32
 
 
 def _product(a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None = None) -> None:
-    """Write `a @ b + bias` into `out`; `a` is in float32."""
-    result = out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
+    """Write `a @ b + bias` into `out`, in the type of `a`."""
+    result = out if out.dtype == a.dtype else torch.empty_like(out, dtype=a.dtype)
     if bias is None:
-        torch.mm(a, b.float(), out=result)
+        torch.mm(a, b.to(a.dtype), out=result)
     else:
-        torch.addmm(bias.float(), a, b.float(), out=result)
+        torch.addmm(bias.to(a.dtype), a, b.to(a.dtype), out=result)
     if result is not out:
         out.copy_(result)

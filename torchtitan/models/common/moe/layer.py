@@ -71,6 +71,10 @@ class MoEConfig:
         """Return whether a layer has experts."""
         return self.layer_types[index % len(self.layer_types)] == "sparse"
 
+    def parallel_sizes(self, ffn_dim: int) -> dict[str, int]:
+        """Return the sizes that expert parallelism and expert tensor parallelism divide, by field."""
+        return {"moe.n_experts": self.n_experts, "moe.ffn_dim": self.ffn_dim or ffn_dim}
+
     def validate(self) -> None:
         """Raise `UserError` for impossible sizes."""
         if not 1 <= self.n_experts <= _MOST_EXPERTS:
@@ -104,11 +108,10 @@ class QwenMoEConfig(MoEConfig):
 
 @dataclass(kw_only=True, slots=True)
 class SigmoidMoEConfig(MoEConfig):
-    """Experts of DeepSeek-V3 and models after it: sigmoid scores, a selection bias, groups and shared experts. Those of
-    V2 have no such bias, and a group is as good as its best expert."""
+    """Experts of DeepSeek-V3 and models after it: sigmoid scores, a selection bias, groups and shared experts."""
 
     scoring_func: Literal["sigmoid", "softmax"] = "sigmoid"
-    """Scores of experts; `softmax`: as in DeepSeek-V2."""
+    """Scores of experts. `softmax` (V2): no selection bias, and a group is as good as its best expert."""
 
     n_shared_experts: int = 1
     """Experts that every token passes through, computed as one that is wider by this factor."""

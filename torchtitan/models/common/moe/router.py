@@ -4,6 +4,7 @@ A router is made of parts: scores of all experts, the choice of some of them, th
 bias of the choice, and auxiliary losses (`moe.balance`).
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,16 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchtitan.models.common.moe.balance import Penalty, SelectionBias
+from torchtitan.models.common.moe.balance import Penalty, SelectionBias, probabilities
 from torchtitan.protocols.initializer import Constant, TruncatedNormal, with_initializers
 from torchtitan.protocols.load_balance import LoadBalanced
 
 Score = Callable[[Tensor], Tensor]
 """Scores of all experts from the gate's logits, (…, E) → (…, E) in float32."""
-
-
-Choose = Callable[[Tensor], Tensor]
-"""Numbers of the K chosen experts from their scores, (…, E) → (…, K)."""
 
 Weigh = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Weights of chosen experts, (…, K), from logits and scores (…, E) and the choice (…, K)."""
@@ -86,6 +83,10 @@ class ScoreWeights:
         return weights if self.scale == 1.0 else self.scale * weights
 
 
+Choose = TopK | GroupLimitedTopK
+"""Numbers of the K chosen experts from their scores, (…, E) → (…, K)."""
+
+
 class Router(LoadBalanced):
     """Linear gate, scores, choice and weights, in float32, since rounding would change the choice.
 
@@ -108,7 +109,7 @@ class Router(LoadBalanced):
         selection: SelectionBias | None = None,
         penalties: Sequence[Penalty] = (),
     ):
-        super().__init__(n_experts)
+        super().__init__(n_experts, choose.k)
         self.score, self.choose, self.weigh = score, choose, weigh
         # Not a linear layer: converters, such as LoRA, take all of them, and the router should keep its precision.
         self.weight = nn.Parameter(torch.empty(n_experts, dim))
@@ -139,7 +140,8 @@ class Router(LoadBalanced):
             elif weights_BLK.requires_grad:
                 losses = [penalty(logits_BLE, scores_BLE, counts_BE) for penalty in self.penalties]
                 total = sum(losses, logits_BLE.new_zeros(()))
-                weights_BLK = _Observed.apply(weights_BLK, total, counts_BE.sum(dim=0), self)
+                observed = counts_BE.sum(dim=0), _entropy(scores_BLE.detach())
+                weights_BLK = _Observed.apply(weights_BLK, total, *observed, self)
         return weights_BLK, chosen_BLK
 
     def use_load(self, counts_E: Tensor) -> None:
@@ -152,18 +154,28 @@ class Router(LoadBalanced):
         if self.selection is not None and self.weight.requires_grad:
             self.selection.update(counts_E)
 
+    def biases(self) -> Tensor | None:
+        return None if self.selection is None else self.selection.bias_E
+
+
+def _entropy(scores_BLE: Tensor) -> Tensor:
+    """As `LoadBalanced.entropy`."""
+    entropy_BL = torch.special.entr(probabilities(scores_BLE)).sum(dim=-1) / math.log(max(scores_BLE.shape[-1], 2))
+    return (entropy_BL * 2**20).round().long().sum()
+
 
 class _Observed(torch.autograd.Function):
-    """The weights unchanged; in the backward pass, count the tokens and add the gradient of the auxiliary losses."""
+    """The weights unchanged; in the backward pass, count the tokens, and add the gradient of the auxiliary losses."""
 
     @staticmethod
-    def forward(ctx: Any, weights: Tensor, losses: Tensor, counts_E: Tensor, router: Router) -> Tensor:
+    def forward(ctx: Any, weights: Tensor, losses: Tensor, counts_E: Tensor, entropy: Tensor, router: Router) -> Tensor:
         ctx.router = router
-        ctx.save_for_backward(counts_E)
+        ctx.save_for_backward(counts_E, entropy)
         return weights.view_as(weights)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        (counts_E,) = ctx.saved_tensors
+        counts_E, entropy = ctx.saved_tensors
         ctx.router.counts_E += counts_E
-        return grad_outputs[0], ctx.router.gradient_scale, None, None
+        ctx.router.entropy += entropy
+        return grad_outputs[0], ctx.router.gradient_scale, None, None, None

@@ -73,7 +73,7 @@ SIGMOID_KEYS = {
 """Key of config.json → field of `SigmoidMoEConfig`."""
 
 
-def prepare_dense_layers(document: dict[str, Any], default: int) -> dict[str, Any]:
+def prepare_dense_layers(document: dict[str, Any], default: int = 1) -> dict[str, Any]:
     """Return a config.json with `mlp_layer_types` for the number of dense layers, by `default` this one."""
     reader = ConfigReader("config.json", {"first_k_dense_replace": default, **document})
     n_layers, first = reader.n_layers(), reader.values["first_k_dense_replace"]

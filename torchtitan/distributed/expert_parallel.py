@@ -1,0 +1,142 @@
+"""Expert parallelism: ranks have different experts, and exchange tokens (GShard, arXiv:2006.16668).
+
+Experts have a mesh of their own, "efsdp" x "ep": ranks of "ep" divide a layer's experts, and those of "efsdp" shard
+the weights of the same experts. A token travels to the ranks of its experts, and the results travel back. Expert tensor
+parallelism also splits each expert's width over "tp", whose ranks gather their tokens first.
+
+R rows, one for each token and chosen expert; E experts in all; M rows that a rank receives.
+"""
+
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+
+from torchtitan.distributed.tensor_parallel import compute_with_local_parameters
+from torchtitan.protocols.experts import Compute, StackedExperts
+from torchtitan.tools.torch_private import (
+    ShardPlacementResult,
+    all_gather_single_autograd,
+    all_to_all_single_autograd,
+    fsdp_mesh_info,
+    reduce_scatter_single_autograd,
+    wait_tensor,
+)
+
+
+class TokenExchange:
+    """An `Exchange` over the ranks of a mesh dimension, each of which has an equal part of the experts, in order. The
+    process waits for the device once, to read how many rows come and go."""
+
+    is_balanced = False
+    """Assume as many rows of each expert instead of reading their number: a dry run's tensors have no values."""
+
+    def __init__(self, mesh: DeviceMesh):
+        self.group = mesh.get_group()
+        self.degree = mesh.size()
+
+    def __call__(self, rows_RD: Tensor, weight_R: Tensor, counts_E: Tensor, compute: Compute) -> Tensor:
+        arriving_E = self._send(counts_E, None, None).view(self.degree, -1)  # this rank's experts, for each sender
+        sent, received = self._sizes(torch.stack((counts_E.view(self.degree, -1), arriving_E)), len(rows_RD))
+        expert_E = torch.arange(arriving_E.shape[1], device=counts_E.device).repeat(self.degree)
+        if self.is_balanced:
+            expert_M = expert_E.new_zeros(sum(received))
+        else:
+            expert_M = expert_E.repeat_interleave(arriving_E.flatten(), output_size=sum(received))
+        rows_MD, weight_M = (self._send(tensor, received, sent) for tensor in (rows_RD, weight_R))
+        return self._send(compute(rows_MD, weight_M[:, None], expert_M[:, None]), sent, received)
+
+    def _sizes(self, counts: Tensor, n_rows: int) -> tuple[list[int], list[int]]:
+        """Return the rows to send to each rank and to receive from it; `counts` is (2, ranks, experts of a rank)."""
+        if not self.is_balanced:
+            sent, received = counts.sum(dim=-1).tolist()
+            return sent, received
+        even = [n_rows // self.degree + (rank < n_rows % self.degree) for rank in range(self.degree)]
+        return even, even
+
+    def _send(self, tensor: Tensor, received: list[int] | None, sent: list[int] | None) -> Tensor:
+        # Wait now, for the same reason as in context parallelism.
+        return wait_tensor(all_to_all_single_autograd(tensor.contiguous(), received, sent, self.group))
+
+
+def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh, gradient_degree: int) -> None:
+    """Divide all `StackedExperts` of a model over the dimensions "ep" and, if present, "tp" of `mesh`, in place, before
+    tensor parallelism. Their weights are the same on all ranks, or on the meta device.
+
+    Gradients are summed over the ranks that send tokens, then averaged over "efsdp" only, so they are multiplied by
+    what is missing to an average over `gradient_degree`, the ranks that shard the other weights.
+    """
+    factor = mesh["efsdp"].size() / gradient_degree
+    has_tensor = "tp" in (mesh.mesh_dim_names or ()) and mesh["tp"].size() > 1
+    for experts in (module for module in model.modules() if isinstance(module, StackedExperts)):
+        _shard(experts, mesh["ep", "tp"] if has_tensor else mesh["ep"])
+        compute_with_local_parameters(experts, lambda parameter: _local(parameter, factor))
+        if mesh["ep"].size() > 1:
+            experts.exchange = TokenExchange(mesh["ep"])
+        if has_tensor:
+            _gather_tokens(experts, mesh["tp"])
+
+
+def _shard(experts: StackedExperts, mesh: DeviceMesh) -> None:
+    for name, parameter in list(experts.named_parameters(recurse=False)):
+        placements: list[Placement] = [Shard(0)]
+        if mesh.ndim > 1:
+            placements.append(Shard(experts.hidden_dims[name]) if name in experts.hidden_dims else Replicate())
+        sharded = distribute_tensor(parameter, mesh, placements, src_data_rank=None)
+        experts.register_parameter(name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
+
+
+def _local(parameter: DTensor, factor: float) -> Tensor:
+    """Return this rank's part of a parameter, or its share of one that all tensor-parallel ranks have, whose results
+    they add up. Gradients are multiplied by `factor`."""
+    placements = [Partial() if place.is_replicate() else place for place in parameter.placements]
+    local: Tensor = _ScaledGradient.apply(parameter.to_local(grad_placements=placements), factor)
+    sizes = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
+    return local / shares if (shares := prod(size for size, place in sizes if place.is_replicate())) > 1 else local
+
+
+class _ScaledGradient(torch.autograd.Function):
+    """A tensor unchanged, and its gradient times a factor."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        return grad_outputs[0] * ctx.factor, None
+
+
+def _gather_tokens(experts: StackedExperts, mesh: DeviceMesh) -> None:
+    """Let the ranks of `mesh`, which have parts of the width, compute the tokens of all, and add up their results."""
+
+    def gather(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return tuple(wait_tensor(all_gather_single_autograd(x.contiguous(), gather_dim=0, group=mesh)) for x in args)
+
+    def add_up(_: nn.Module, args: Any, out_ND: Tensor) -> Tensor:
+        return wait_tensor(reduce_scatter_single_autograd(out_ND.contiguous(), "sum", scatter_dim=0, group=mesh))
+
+    experts.register_forward_pre_hook(gather)
+    experts.register_forward_hook(add_up)
+
+
+def expert_placements(model: nn.Module, mesh: DeviceMesh) -> dict[nn.Parameter, Any]:
+    """Return the experts' parameters, and how FSDP shards them over "efsdp" of `mesh`, with the rest of their unit."""
+    replicas = ("dp_replicate",) if mesh["dp_replicate"].size() > 1 else ()
+    info, degree = fsdp_mesh_info(mesh[(*replicas, "efsdp")]), mesh["efsdp"].size()
+    experts = (module for module in model.modules() if isinstance(module, StackedExperts))
+    parameters = (parameter for module in experts for parameter in module.parameters())
+    return {parameter: ShardPlacementResult(_shard_dimension(parameter, degree), info) for parameter in parameters}
+
+
+def _shard_dimension(parameter: nn.Parameter, degree: int) -> Shard:
+    """Return the placement of a parameter of experts over `degree` ranks: its experts if these divide them, else the
+    first dimension that they divide."""
+    assert isinstance(parameter, DTensor)
+    local, taken = parameter.to_local(), {place.dim for place in parameter.placements if isinstance(place, Shard)} - {0}
+    sizes = ((dim, size) for dim, size in enumerate(local.shape) if dim not in taken)
+    return Shard(next((dim for dim, size in sizes if size % degree == 0), 0))
