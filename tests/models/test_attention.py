@@ -12,7 +12,7 @@ from torch.nn.attention import flex_attention, varlen
 
 from tests.models.test_llama3 import small_model
 from torchtitan.models.common import attention as kernels
-from torchtitan.models.common.attention import Attention, choose_kernel, with_kernel
+from torchtitan.models.common.attention import Attention, Sinks, choose_kernel, with_kernel
 from torchtitan.models.llama3.model import Llama3Model
 from torchtitan.protocols.attention import AttentionMetadata, Kernel
 
@@ -76,6 +76,54 @@ def test_kernels_of_the_cpu_equal_the_definition(rows, static, window):
     metadata = with_kernel(metadata_of(rows, window), device=CPU, dtype=torch.float64, head_dim=8, static=static)
     assert metadata.kernel == ("dense" if static else "causal" if rows is WHOLE else "documents")
     assert_equals_definition(metadata, rows)
+
+
+def attend_with_sinks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, seen_BQK: Tensor) -> Tensor:
+    """Return the output from the definition: a further column of the softmax, which has no value."""
+    heads_first = [x.transpose(1, 2).repeat_interleave(4 // x.shape[2], dim=1) for x in (q, k, v)]
+    scores = (heads_first[0] @ heads_first[1].mT / 8**0.5).masked_fill(~seen_BQK[:, None], -torch.inf)
+    scores = torch.cat((scores, sinks[:, None, None].expand(*scores.shape[:3], 1)), dim=-1)
+    return (scores.softmax(-1)[..., :-1] @ heads_first[2]).transpose(1, 2)
+
+
+@pytest.mark.parametrize("window", [None, 3, 12])
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("rows", [PACKED, WHOLE], ids=["packed", "whole"])
+def test_sinks_equal_the_definition(rows, static, window):
+    metadata = metadata_of(rows, window)
+    metadata = with_kernel(metadata, device=CPU, dtype=torch.float64, head_dim=8, static=static, capped=True)
+    (q, k, v), sinks = random_inputs(3, 12), Sinks(4).double()
+    torch.nn.init.normal_(sinks.scores, generator=torch.Generator().manual_seed(1))
+    out = Attention(has_sinks=True)(sinks(q), k, v, metadata)
+    expected = attend_with_sinks(q, k, v, sinks.scores, seen_tokens(rows, window))
+    torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
+    weight, inputs = torch.randn_like(out), (q, k, v, sinks.scores)
+    results, references = (torch.autograd.grad((y * weight).sum(), inputs) for y in (out, expected))
+    torch.testing.assert_close(results, references, rtol=1e-10, atol=1e-10)
+
+
+def test_sinks_of_flex_attention_equal_the_definition(monkeypatch):
+    monkeypatch.setattr(kernels, "_compiled", lambda name: getattr(flex_attention, name))
+    monkeypatch.setattr(kernels, "choose_kernel", lambda *_, **__: "flex")
+    rows = ([100, 156], [30, 1, 225])
+    metadata = with_kernel(metadata_of(rows), device=CPU, dtype=torch.float32, head_dim=8, static=False, capped=True)
+    q, k, v = (x.detach() for x in random_inputs(2, 256, torch.float32))
+    sinks = Sinks(4).requires_grad_(False)
+    torch.nn.init.normal_(sinks.scores, generator=torch.Generator().manual_seed(1))
+    out = Attention(has_sinks=True)(sinks(q), k, v, metadata)
+    expected = attend_with_sinks(q, k, v, sinks.scores, seen_tokens(rows, None))
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)  # float32 sums in another order
+
+
+@pytest.mark.parametrize("length", [1, 3, 5, 12, 20])
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("rows", [PACKED, WHOLE, None], ids=["packed", "whole", "without positions"])
+def test_chunks_are_documents(rows, static, length):
+    documents = [[min(length, n - start) for n in row for start in range(0, n, length)] for row in rows or WHOLE]
+    metadata = metadata_of(rows) if rows else AttentionMetadata.of_rows(3, 12)
+    metadata = metadata.with_chunks(length, positions_of(rows or WHOLE))
+    metadata = with_kernel(metadata, device=CPU, dtype=torch.float64, head_dim=8, static=static)
+    assert_equals_definition(metadata, documents)
 
 
 @pytest.mark.parametrize("static", [False, True])

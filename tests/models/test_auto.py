@@ -108,7 +108,7 @@ class TestConfigJson:
             ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor is 0\.5"),
             ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, r"partial_rotary_factor is 0\.5"),
             ({"rope_scaling": {"type": "ntk", "factor": 2.0}}, "RoPE of type 'ntk'"),
-            ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "truncate": False}}, "truncate is False"),
+            ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "truncate": 0}}, "truncate is 0"),
             ({"rope_parameters": {"rope_type": "longrope"}}, "short_factor is missing, but must be a list of numbers"),
             ({"attn_logit_softcapping": 50.0}, r"attn_logit_softcapping is 50\.0, which this family does not support"),
             ({"num_local_experts": 8}, "num_local_experts is 8"),

@@ -25,7 +25,9 @@ from torchtitan.components.freeze import Freeze
 from torchtitan.components.weights import open_source
 from torchtitan.config.manager import ConfigManager
 from torchtitan.dry_run import dry_run
-from torchtitan.models import glm4_moe, mixtral, qwen3_moe
+from torchtitan.models import glm4_moe, gpt_oss, llama4, mixtral, qwen3_5, qwen3_moe
+from torchtitan.models.common.attention import Attention
+from torchtitan.models.common.moe.experts import RoutedExperts, swiglu
 from torchtitan.models.common.moe.router import ScoreWeights, sigmoid_scores, softmax_scores
 from torchtitan.models.pretrained import load_model
 from torchtitan.protocols.state_dict_adapter import model_tensor_specs
@@ -89,8 +91,46 @@ def all_groups(router: Any) -> None:
     router.choose = lambda scores: scores.topk(2, dim=-1).indices
 
 
+def without_sinks(model: Any) -> None:
+    for layer in model.layers.values():
+        layer.attention.sinks.scores.data.fill_(-100.0)
+
+
+def unclamped(model: Any) -> None:
+    for layer in model.layers.values():
+        layer.moe.experts.activation = swiglu
+
+
+def without_expert_bias(model: Any) -> None:
+    for layer in model.layers.values():
+        layer.moe.experts.bias13.data.zero_()
+
+
+def sliding_windows(model: Any) -> None:
+    model.has_chunks = False
+
+
+def constant_temperature(model: Any) -> None:
+    for layer in model.layers.values():
+        layer.attention.attend = Attention()
+
+
+def without_norms(model: Any) -> None:
+    for layer in model.layers.values():
+        layer.attention.q_norm = layer.attention.k_norm = None
+
+
+def scaled_results(model: Any) -> None:
+    for layer in model.layers.values():
+        layer.moe.experts.__class__ = RoutedExperts
+
+
 QWEN3 = {"num_experts": 6, "num_experts_per_tok": 2, "norm_topk_prob": True, "decoder_sparse_step": 1}
 QWEN2 = {**QWEN3, "norm_topk_prob": False}
+LLAMA4 = {
+    **{"no_rope_layers": [1, 0], "moe_layers": [0, 1], "attention_chunk_size": 5, "num_experts_per_tok": 2},
+    **{"attn_temperature_tuning": True, "use_qk_norm": True},
+}
 GLM = {
     "n_routed_experts": 8,
     "num_experts_per_tok": 2,
@@ -112,6 +152,17 @@ GLM = {
         ("qwen2_moe", QWEN2, without_shared),
         ("qwen2_moe", QWEN2, open_gate),
         ("mixtral", {}, set_part(weigh=ScoreWeights())),
+        ("gpt_oss", {}, without_sinks),
+        ("gpt_oss", {}, unclamped),
+        ("gpt_oss", {}, without_expert_bias),
+        ("gpt_oss", {}, in_routers(lambda router: router.bias.data.zero_())),
+        ("llama4_text", LLAMA4, sliding_windows),
+        ("llama4_text", LLAMA4, constant_temperature),
+        ("llama4_text", LLAMA4, without_norms),
+        ("llama4_text", LLAMA4, scaled_results),
+        ("llama4_text", LLAMA4, without_shared),
+        ("qwen3_5_moe_text", {}, set_part(weigh=ScoreWeights())),
+        ("qwen3_5_moe_text", {}, open_gate),
         ("glm4_moe", GLM, set_part(score=softmax_scores)),
         ("glm4_moe", GLM, set_part(weigh=ScoreWeights(normalized=True))),
         ("glm4_moe", GLM, without_bias),
@@ -136,6 +187,11 @@ def test_mistake_is_caught(model_type: str, options: dict[str, Any], mistake: Ca
     ("family", "flavor", "billions", "active"),
     # As their publishers state them, where they say how they count; without layers that predict more tokens.
     [
+        (gpt_oss, "20B", 20.9, None),
+        (gpt_oss, "120B", 116.8, None),
+        (llama4, "17B-16E", 107.8, 17.2),
+        (llama4, "17B-128E", 400.7, 17.2),
+        (qwen3_5, "35B-A3B", 34.7, None),
         (mixtral, "8x7B", 46.7, 12.9),
         (mixtral, "8x22B", 140.6, 39.1),
         (qwen3_moe, "30B-A3B", 30.5, 3.35),
@@ -153,7 +209,7 @@ def test_published_sizes(family: Any, flavor: str, billions: float, active: floa
     with torch.device("meta"):
         model = family.model_registry(flavor).model.build()
     assert model.num_parameters() / 1e9 == pytest.approx(billions, rel=5e-3)
-    scores = 12 * config.n_layers * config.n_heads * config.resolved_head_dim * 1024
+    scores = 3 * sum(model.score_flops(index, 1024) for index in range(config.n_layers))
     embedding = config.vocab_size * config.dim
     operations = model.flops_per_token(1024) - scores
     routed = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
@@ -168,18 +224,22 @@ def test_published_files_equal_flavors(assets: Path, caplog: pytest.LogCaptureFi
     for name, family, flavor in (
         ("Qwen--Qwen3-30B-A3B", qwen3_moe, "30B-A3B"),
         ("mistralai--Mixtral-8x7B-v0.1", mixtral, "8x7B"),
+        ("openai--gpt-oss-20b", gpt_oss, "20B"),
     ):
         document = json.loads((assets / f"hf-configs/{name}_config.json").read_text())
         assert family.FORMATS["hf"].from_external(document) == family.FLAVORS[flavor]
     assert not caplog.records
 
 
-@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe", "qwen2_moe"])
+@pytest.mark.parametrize(
+    "model_type", ["mixtral", "qwen3_moe", "qwen2_moe", "gpt_oss", "llama4_text", "qwen3_5_moe_text"]
+)
 def test_missing_keys_have_transformers_defaults(model_type: str) -> None:
     read = family_of(model_type).FORMATS["hf"].from_external
     theirs = transformers.AutoConfig.for_model(model_type)
     required = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-    document = {key: getattr(theirs, key) for key in (*required, "max_position_embeddings", "model_type")}
+    keys = (*required, "max_position_embeddings", "model_type")
+    document = {key: getattr(theirs, key) for key in keys if hasattr(theirs, key)}
     assert read(document) == read(theirs.to_dict())
 
 
@@ -198,6 +258,23 @@ def test_missing_keys_have_transformers_defaults(model_type: str) -> None:
         ("qwen2_moe", {"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size is 0"),
         ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise is 0.1"),
         ("mixtral", {"num_local_experts": 1}, "top_k is 2"),
+        ("gpt_oss", {"swiglu_limit": 6.0}, "swiglu_limit is 6.0"),
+        ("gpt_oss", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ("gpt_oss", {"num_experts_per_tok": 129}, "top_k is 129"),
+        ("llama4_text", {"no_rope_layers": [1, 0]}, "no_rope_layers is .* 48 items"),
+        ("llama4_text", {"no_rope_layers": 3}, "no_rope_layers is 3"),
+        ("llama4_text", {"moe_layers": [48]}, "moe_layers is .*numbers of layers"),
+        ("llama4_text", {"layer_types": ["full_attention"] * 48}, "layer_types is .*chunked_attention where"),
+        ("llama4_text", {"attention_chunk_size": 0}, "attention_chunk_size is 0"),
+        ("llama4_text", {"attn_scale": -1.0}, "attn_scale is -1.0"),
+        (
+            "llama4_text",
+            {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}},
+            "rope.scaling is yarn, but with use_qk_norm",
+        ),
+        ("llama4_text", {"floor_scale": 0}, "floor_scale is 0"),
+        ("llama4_text", {"router_jitter_noise": 0.1}, "router_jitter_noise is 0.1"),
+        ("qwen3_5_moe_text", {"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size is 0"),
         ("glm4_moe", {"n_group": 3}, "n_group 3 must divide --model.moe.n_experts 128"),
         ("glm4_moe", {"first_k_dense_replace": -1}, "first_k_dense_replace is -1"),
         ("glm4_moe", {"routed_scaling_factor": -1.0}, "routed_scaling_factor is -1.0"),
@@ -216,7 +293,7 @@ def test_unsupported_models_are_rejected_by_name(model_type: str, change: dict[s
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe", "qwen2_moe", "glm4_moe"])
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe", "qwen2_moe", "glm4_moe", "qwen3_5_moe_text"])
 def test_files_with_an_experts_tensors_and_with_all_experts_open(model_type: str, tmp_path: Path) -> None:
     """transformers writes a tensor for each expert; its class holds one for all experts of a layer."""
     options = GLM if model_type == "glm4_moe" else {}
@@ -239,6 +316,62 @@ def test_files_with_an_experts_tensors_and_with_all_experts_open(model_type: str
     safetensors.save_file(rest, each / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UserError, match=f"missing from the checkpoint: {one}$"):
         load_model(each, device="cpu")
+
+
+def test_mxfp4_experts_are_read_as_transformers_reads_them(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    reference = random_reference("gpt_oss", 0, **sizes)
+    folder = save_with_tokenizer(reference, tmp_path)
+    tensors = safetensors.load_file(folder / "model.safetensors")
+    generator = torch.Generator().manual_seed(0)
+    for name, weight in dict(reference.named_parameters()).items():
+        if name.endswith(("gate_up_proj", "down_proj")):
+            n_experts, n_in, n_out = weight.shape
+            blocks = torch.randint(256, (n_experts, n_out, n_in // 32, 16), generator=generator, dtype=torch.uint8)
+            scales = torch.randint(120, 128, blocks.shape[:3], generator=generator, dtype=torch.uint8)
+            weight.data = transformers.integrations.mxfp4.convert_moe_packed_tensors(blocks, scales).float()
+            tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+            del tensors[name]
+    safetensors.save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    document = json.loads((folder / "config.json").read_text())
+    quantized = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (folder / "config.json").write_text(json.dumps({**document, "quantization_config": quantized}))
+    tokens, _ = random_tokens(97, 40)
+    model = load_model(folder, device="cpu", dtype=torch.float32).model
+    assert relative_error(model(tokens), reference(tokens).logits) < 1e-5
+
+
+def test_language_model_of_llama_4_with_vision_is_read(tmp_path: Path) -> None:
+    reference = random_reference("llama4_text", 0, tie_word_embeddings=False)
+    folder = save_with_tokenizer(reference, tmp_path)
+    tensors = safetensors.load_file(folder / "model.safetensors")
+    whole = {f"language_model.{name}": tensor for name, tensor in tensors.items()}
+    vision = {"vision_model.class_embedding": torch.ones(4), "multi_modal_projector.linear_1.weight": torch.ones(4, 4)}
+    safetensors.save_file({**whole, **vision}, folder / "model.safetensors", metadata={"format": "pt"})
+    text = json.loads((folder / "config.json").read_text())
+    document = {"model_type": "llama4", "text_config": text, "vision_config": {"model_type": "llama4_vision_model"}}
+    (folder / "config.json").write_text(json.dumps(document))
+    tokens, _ = random_tokens(97, 40)
+    assert relative_error(load_model(folder, device="cpu").model(tokens), reference(tokens).logits) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"module": "gpt_oss"},
+        {"module": "llama4"},
+        {"module": "qwen3_5", "config": "qwen3_5_moe_debugmodel", "model__n_layers": 4},
+    ],
+    ids=lambda options: options["module"],
+)
+def test_exports_open_in_transformers(tmp_path: Path, options: dict[str, Any]) -> None:
+    saving = {"checkpoint__enable": True, "checkpoint__last_save_in_hf": True, "checkpoint__export_dtype": "float32"}
+    train(tmp_path, **options, **saving)
+    (folder,) = (tmp_path / "checkpoint").glob("step-*")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    tokens, _ = random_tokens(2000, 200)
+    assert relative_error(load_model(folder, device="cpu").model(tokens), theirs(tokens).logits) < 1e-5
 
 
 def test_bias_of_the_router_needs_a_family_that_has_it() -> None:
@@ -393,9 +526,18 @@ def test_adapters_of_other_layers_open_in_peft(model_type: str, tmp_path: Path, 
     assert_adapters_open_in_peft(name, pretrained, chat_file, tmp_path / "run")
 
 
-def test_packed_documents_equal_documents_alone() -> None:
-    """Experts see one token at a time."""
-    model, _ = to_ours(qwen3_moe, random_reference("qwen3_moe", 2, use_sliding_window=False))
+@pytest.mark.parametrize(
+    ("model_type", "options"),
+    [
+        ("qwen3_moe", {"use_sliding_window": False}),
+        ("gpt_oss", {"layer_types": ["sliding_attention", "full_attention"]}),
+        ("llama4_text", {**LLAMA4, "floor_scale": 4}),
+    ],
+)
+def test_packed_documents_equal_documents_alone(model_type: str, options: dict[str, Any]) -> None:
+    """Experts see one token at a time; chunks and temperatures begin with the document."""
+    reference = random_reference(model_type, 2, **options, num_hidden_layers=2)
+    model, _ = to_ours(family_of(model_type), reference)
     tokens = torch.randint(97, (1, 50), generator=torch.Generator().manual_seed(0))
     packed = model(tokens, metadata_of([[20, 30]]))
     alone = torch.cat([model(part) for part in tokens.split([20, 30], dim=1)], dim=1)

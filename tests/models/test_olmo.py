@@ -212,7 +212,7 @@ def test_missing_keys_have_transformers_defaults(model_type: str) -> None:
         ({"rope_parameters": {"full_attention": 5}}, "full_attention is 5, but must be an object"),
         ({"rope_theta": "1e6"}, "rope_theta is '1e6'"),
         ({"rope_scaling": "yarn"}, "rope_scaling is 'yarn', but must be an object"),
-        ({"rope_scaling": {**YARN, "truncate": False}}, "truncate is False"),
+        ({"rope_scaling": {**YARN, "truncate": 0}}, "truncate is 0"),
         (
             {"rope_scaling": {"type": "linear", "factor": 2.0}},
             "type is 'linear', .* rename the key to rope_type",

@@ -168,7 +168,7 @@ def test_missing_keys_have_transformers_defaults() -> None:
             "num_hidden_layers is 2147483648, .* at most 2000",
         ),
         ({"use_sliding_window": "yes"}, "use_sliding_window is 'yes'"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "truncate": False}}, "truncate is False"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "truncate": 0}}, "truncate is 0"),
         ({"rope_scaling": {"rope_type": "mrope", "mrope_section": [1, 2]}}, "RoPE of type 'mrope'"),
         ({"model_type": "qwen3_moe"}, "model_type is 'qwen3_moe', and this family is qwen3"),
     ],

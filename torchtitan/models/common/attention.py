@@ -107,9 +107,10 @@ class Attention(nn.Module):
         self._products = partial(_attend_with_sinks if has_sinks else products, scale=scale, enable_gqa=True)
 
     def forward(self, q_BLHD: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, attention: AttentionMetadata) -> Tensor:
-        """Attend H query heads to K key/value heads (K divides H): (B, L, heads, head_dim) → (B, L, H, head_dim)."""
-        if padding := q_BLHD.shape[-1] - v_BLKD.shape[-1]:  # narrower values: the fast kernels need equal widths
-            return self(q_BLHD, k_BLKD, F.pad(v_BLKD, (0, padding)), attention)[..., :-padding]
+        """Attend H query heads to K key/value heads (K divides H): (B, L, heads, head_dim) → (B, L, H, head_dim). If
+        values are narrower than keys, so is the result."""
+        if padding := k_BLKD.shape[-1] - v_BLKD.shape[-1]:  # the fast kernels need equal widths
+            return Attention.forward(self, q_BLHD, k_BLKD, F.pad(v_BLKD, (0, padding)), attention)[..., :-padding]
         if attention.kernel == "documents":
             return _attend_each_document(self._products, q_BLHD, k_BLKD, v_BLKD, attention)
         if attention.kernel == "varlen":
@@ -131,6 +132,21 @@ class Attention(nn.Module):
                 score_mod = None if self.softcap is None else _soft_cap(self.softcap)
                 out_BHLD = _compiled("flex_attention")(q, k, v, score_mod=score_mod, **options)
         return out_BHLD.transpose(1, 2)
+
+
+class TemperedAttention(Attention):
+    """Attention whose queries grow with the logarithm of the position (Llama 4, after arXiv:2501.19399)."""
+
+    def __init__(self, floor_scale: int, attn_scale: float):
+        super().__init__()
+        self.floor_scale, self.attn_scale = floor_scale, attn_scale
+
+    def forward(self, q_BLHD: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, attention: AttentionMetadata) -> Tensor:
+        positions_BL = attention.positions_BL
+        if positions_BL is None:
+            positions_BL = torch.arange(q_BLHD.shape[1], device=q_BLHD.device)[None]
+        factor_BL = 1 + self.attn_scale * torch.log1p((positions_BL + 1) // self.floor_scale)
+        return super().forward((q_BLHD * factor_BL[..., None, None]).type_as(q_BLHD), k_BLKD, v_BLKD, attention)
 
 
 Products = Callable[..., Tensor]

@@ -18,6 +18,7 @@ from torchtitan.protocols.state_dict_adapter import (
     ExternalFormat,
     KeyMapping,
     Match,
+    RopePermutation,
     Stacked,
     StateDictAdapter,
     model_tensor_specs,
@@ -89,6 +90,14 @@ def attention_rows(theirs: str = "self_attn") -> tuple[KeyMapping, ...]:
     projections = {"wq": "q_proj", "wk": "k_proj", "wv": "v_proj", "wo": "o_proj"}
     norms = {"q_norm": "q_norm", "k_norm": "k_norm", "q_wide_norm": "q_norm", "k_wide_norm": "k_norm"}
     return module_rows("layers.*.attention", f"model.layers.*.{theirs}", projections | norms)
+
+
+def interleaved(rows: Sequence[KeyMapping], config: Decoder.Config) -> list[KeyMapping]:
+    """Return `rows` for a format that rotates pairs of neighboring elements of queries and keys."""
+    head_dim = config.resolved_head_dim
+    permutation = RopePermutation(head_dim, config.rope.rotated_dim(head_dim))
+    starts = ("layers.*.attention.wq.", "layers.*.attention.wk.")
+    return [dataclasses.replace(r, transform=permutation) if str(r.internal).startswith(starts) else r for r in rows]
 
 
 def feed_forward_rows(w1: str = "gate_proj", w2: str = "down_proj", w3: str = "up_proj") -> tuple[KeyMapping, ...]:
@@ -191,7 +200,6 @@ _WITHOUT_EFFECT = {
     *("architectures", "_name_or_path", "transformers_version", "initializer_range", "auto_map"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "use_cache", "cache_implementation"),
     *("chunk_size_feed_forward", "id2label", "label2id", "is_encoder_decoder", "problem_type"),
-    *("output_router_logits", "router_aux_loss_coef"),
     *("pretraining_tp", "return_dict", "output_attentions", "output_hidden_states", "_attn_implementation"),
     *("output_router_logits", "router_aux_loss_coef", "aux_loss_alpha", "seq_aux", "ep_size"),
     *("num_nextn_predict_layers", "num_mtp_layers"),

@@ -13,9 +13,10 @@ from torchtitan.models.common.hugging_face import (
     ModelType,
     attention_rows,
     dense_format,
+    interleaved,
     norm_rows,
 )
-from torchtitan.protocols.state_dict_adapter import KeyMapping, RopePermutation
+from torchtitan.protocols.state_dict_adapter import KeyMapping
 
 
 class GLMModel(Decoder):
@@ -40,13 +41,6 @@ class GLM4Model(GLMModel):
 
 
 def _rows(config: GLMModel.Config) -> list[KeyMapping]:
-    """Return the names of weights. The format rotates pairs of neighboring elements of queries and keys."""
-    head_dim = config.resolved_head_dim
-    permutation = RopePermutation(head_dim, config.rope.rotated_dim(head_dim))
-    projections = [
-        KeyMapping(row.internal, row.external, permutation) if ".wq." in row.internal or ".wk." in row.internal else row
-        for row in attention_rows()
-    ]
     down = KeyMapping("layers.*.feed_forward.w2.weight", "model.layers.*.mlp.down_proj.weight")
     norms = norm_rows(
         attention_norm="input_layernorm",
@@ -54,7 +48,7 @@ def _rows(config: GLMModel.Config) -> list[KeyMapping]:
         ffn_norm="post_attention_layernorm",
         ffn_post_norm="post_mlp_layernorm",
     )
-    return [EMBEDDING, *projections, FUSED_GATE_UP, down, *norms]
+    return [EMBEDDING, *interleaved(attention_rows(), config), FUSED_GATE_UP, down, *norms]
 
 
 _SHARED: dict[str, Any] = {

@@ -8,18 +8,15 @@ from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.models.families import SMALL, Family
 from torchtitan.models.gpt_oss.model import FORMAT, GptOssModel
 
-_ROPE = RoPEConfig(
-    theta=150_000.0, scaling="yarn_untruncated", scaling_factor=32.0, high_freq_factor=32.0, original_max_seq_len=4096
-)
-_ALL: Any = {"attention_bias": True, "layer_types": ["sliding_attention", "full_attention"], "rope": _ROPE}
-_PUBLISHED = {**_ALL, "dim": 2880, "n_heads": 64, "n_kv_heads": 8, "head_dim": 64, "ffn_dim": 2880}
-_PUBLISHED |= {"sliding_window": 128, "vocab_size": 201_088, "max_seq_len": 131_072}
-_DEBUG = {**_ALL, **SMALL, "ffn_dim": 192, "head_dim": 64, "sliding_window": 64}
+_DEBUG: Any = {**SMALL, "ffn_dim": 192, "head_dim": 64, "attention_bias": True, "sliding_window": 64}
+_DEBUG |= {"layer_types": ["sliding_attention", "full_attention"], "rope": RoPEConfig(theta=10_000.0)}
+_KEYS = {"model_type": "gpt_oss", "hidden_size": 2880, "intermediate_size": 2880, "num_attention_heads": 64}
+_KEYS |= {"vocab_size": 201_088, "max_position_embeddings": 131_072}
 
 FLAVORS = {
     "debugmodel": GptOssModel.Config(**_DEBUG, moe=MoEConfig(n_experts=16, top_k=2)),
-    "20B": GptOssModel.Config(**_PUBLISHED, n_layers=24, moe=MoEConfig(n_experts=32, top_k=4)),
-    "120B": GptOssModel.Config(**_PUBLISHED, n_layers=36, moe=MoEConfig(n_experts=128, top_k=4)),
+    "20B": FORMAT.from_external({**_KEYS, "num_hidden_layers": 24, "num_local_experts": 32}),
+    "120B": FORMAT.from_external({**_KEYS, "num_hidden_layers": 36}),
 }
 
 FORMATS = {"hf": FORMAT}

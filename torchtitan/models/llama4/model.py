@@ -1,41 +1,35 @@
 """The language model of Llama 4 (ai.meta.com/blog/llama-4-multimodal-intelligence), and its Hugging Face format."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, cast
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
-from torchtitan.models.common.attention import Attention
+from torchtitan.models.common.attention import TemperedAttention
 from torchtitan.models.common.config_reader import ConfigReader
 from torchtitan.models.common.feed_forward import GatedFeedForward
-from torchtitan.models.common.hugging_face import DENSE_ROWS, ModelType, dense_format, write_if
-from torchtitan.models.common.layer_types import LayerType
+from torchtitan.models.common.hugging_face import DENSE_ROWS, ModelType, dense_format, interleaved, write_if
 from torchtitan.models.common.moe.decoder import MoEDecoder
 from torchtitan.models.common.moe.experts import InputScaledExperts
 from torchtitan.models.common.moe.router import ScoreWeights, TopK, sigmoid_scores
 from torchtitan.models.common.moe.rows import shared_rows, transposed_expert_rows
 from torchtitan.models.common.rope import RoPEConfig
-from torchtitan.protocols.attention import AttentionMetadata
-from torchtitan.protocols.state_dict_adapter import KeyMapping, RopePermutation
+from torchtitan.protocols.state_dict_adapter import KeyMapping
+from torchtitan.tools.errors import UserError
 
 
 class Llama4Model(MoEDecoder):
-    """A decoder whose windows are chunks of the document. Layers without windows have no positions, but temperature
-    tuning. The experts of a layer are next to one that every token passes through."""
+    """A decoder whose windows are chunks of the document. Layers of type full_attention have no positions."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(MoEDecoder.Config):
-        layer_types: list[LayerType] = field(default_factory=lambda: [*["sliding_attention"] * 3, "full_attention"])
-        """Types of the first layers, repeated for the others. Those of type full_attention have no positions."""
-
         use_qk_norm: bool = True
         """Normalize the queries and keys of each head, in layers with positions."""
 
         attn_temperature_tuning: bool = True
-        """In the other layers, multiply queries by `1 + attn_scale * log(1 + n)` from position n * floor_scale on."""
+        """In layers without, multiply queries by `1 + attn_scale * log(1 + n)` from position n * floor_scale on."""
 
         floor_scale: int = 8192
         """Tokens between steps of this factor."""
@@ -47,6 +41,8 @@ class Llama4Model(MoEDecoder):
             MoEDecoder.Config.validate(self)
             self.check_sizes(2**32, "floor_scale")
             self.check_positive("attn_scale")
+            if self.use_qk_norm and self.rope.scaling in ("yarn", "yarn_untruncated", "longrope"):
+                raise UserError(f"--model.rope.scaling is {self.rope.scaling}, but with use_qk_norm must be another")
 
     config: Config
 
@@ -57,8 +53,14 @@ class Llama4Model(MoEDecoder):
         return self.config.rope if self.config.has_window(index) else None
 
     def make_attention(self, index: int, **options: Any) -> nn.Module:
-        module: Any = super().make_attention(index, **options)
-        module.attend = _Attention(self.config, self.config.has_window(index))
+        config, has_rope = self.config, self.config.has_window(index)
+        # The format's norms are behind RoPE, which does not change them.
+        norm = partial(nn.RMSNorm, eps=config.norm_eps, elementwise_affine=False)
+        module: Any = super().make_attention(
+            index, qk_norm=norm if config.use_qk_norm and has_rope else None, **options
+        )
+        if config.attn_temperature_tuning and not has_rope:
+            module.attend = TemperedAttention(config.floor_scale, config.attn_scale)
         return module
 
     def router_parts(self) -> Mapping[str, Any]:
@@ -69,36 +71,13 @@ class Llama4Model(MoEDecoder):
         return GatedFeedForward(dim=self.config.dim, hidden_dim=width, **self.init_stds(index))
 
 
-class _Attention(Attention):
-    """Attention with norms after RoPE or, without RoPE, with temperature tuning (after arXiv:2501.19399)."""
-
-    def __init__(self, config: Llama4Model.Config, has_positions: bool):
-        super().__init__()
-        self.config, self.has_positions = config, has_positions
-
-    def forward(self, q_BLHD: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, attention: AttentionMetadata) -> Tensor:
-        if self.has_positions and self.config.use_qk_norm:
-            q_BLHD, k_BLKD = (F.rms_norm(x, x.shape[-1:], eps=self.config.norm_eps) for x in (q_BLHD, k_BLKD))
-        elif self.config.attn_temperature_tuning and not self.has_positions:
-            positions_BL = attention.positions_BL
-            if positions_BL is None:
-                positions_BL = torch.arange(q_BLHD.shape[1], device=q_BLHD.device)[None]
-            factor_BL = 1 + self.config.attn_scale * torch.log1p((positions_BL + 1) // self.config.floor_scale)
-            q_BLHD = (q_BLHD * factor_BL[..., None, None]).type_as(q_BLHD)
-        return super().forward(q_BLHD, k_BLKD, v_BLKD, attention)
-
-
 def _rows(config: Llama4Model.Config) -> list[KeyMapping]:
-    """Return the names of weights. The format rotates pairs of neighboring elements of queries and keys."""
-    turned = {f"layers.*.attention.{name}.{kind}" for name in ("wq", "wk") for kind in ("weight", "bias")}
-    permutation = RopePermutation(config.resolved_head_dim)
-    rows = [replace(row, transform=permutation) if row.internal in turned else row for row in DENSE_ROWS]
-    rows += [*shared_rows("shared_expert"), *transposed_expert_rows((0, 3, 1, 2))]
-    return [replace(row, external=row.external.replace(".mlp.", ".feed_forward.")) for row in rows]
+    rows = [*interleaved(DENSE_ROWS, config), *shared_rows("shared_expert"), *transposed_expert_rows((0, 3, 1, 2))]
+    return [replace(row, external=cast(str, row.external).replace(".mlp.", ".feed_forward.")) for row in rows]
 
 
-def _chunked(types: list[str]) -> list[str]:
-    return [kind.replace("sliding", "chunked") for kind in types]
+def _types(kind: str, has_rope: list[Any]) -> list[str]:
+    return [f"{kind}_attention" if rope else "full_attention" for rope in has_rope]
 
 
 def _prepare(document: dict[str, Any]) -> dict[str, Any]:
@@ -106,28 +85,23 @@ def _prepare(document: dict[str, Any]) -> dict[str, Any]:
     reader = ConfigReader("config.json", document)
     n_layers, interval = reader.n_layers(), reader.whole_number("no_rope_layer_interval", 4)
     step = reader.whole_number("interleave_moe_layer_step", 1)
-    has_rope = document.pop("no_rope_layers", None) or [(index + 1) % interval for index in range(n_layers)]
+    has_rope = document.get("no_rope_layers") or [(index + 1) % interval for index in range(n_layers)]
     sparse = document["moe_layers"] if reader.has("moe_layers") else [*range(step - 1, n_layers, step)]
     if not isinstance(has_rope, list) or len(has_rope) < n_layers:
         raise reader.wrong("no_rope_layers", has_rope, f"a list with num_hidden_layers = {n_layers} items")
     if not (isinstance(sparse, list) and all(index in range(n_layers) for index in sparse)):
         raise reader.wrong("moe_layers", sparse, "a list of numbers of layers")
-    types = ["sliding_attention" if rope else "full_attention" for rope in has_rope[:n_layers]]
-    if document.get("layer_types", _chunked(types)) != _chunked(types):
+    types = _types("chunked", has_rope[:n_layers])
+    if document.get("layer_types", types) != types:
         raise reader.wrong("layer_types", document["layer_types"], "chunked_attention where layers have positions")
     kinds = ["sparse" if index in sparse else "dense" for index in range(n_layers)]
-    return {**document, "layer_types": types, "mlp_layer_types": kinds}
+    return {**document, "layer_types": _types("sliding", has_rope[:n_layers]), "mlp_layer_types": kinds}
 
 
 def _write(config: Llama4Model.Config) -> dict[str, Any]:
-    layers = range(config.n_layers)
-    types = ["sliding_attention" if config.has_window(index) else "full_attention" for index in layers]
-    sparse = [index for index in layers if config.moe.is_sparse(index)]
-    return {
-        "no_rope_layers": [int(config.has_window(index)) for index in layers],
-        "moe_layers": sparse,
-        "layer_types": _chunked(types),
-    }
+    has_rope = [int(config.has_window(index)) for index in range(config.n_layers)]
+    sparse = [index for index in range(config.n_layers) if config.moe.is_sparse(index)]
+    return {"no_rope_layers": has_rope, "moe_layers": sparse, "layer_types": _types("chunked", has_rope)}
 
 
 _SAME = ("attention_bias", "layer_types", "use_qk_norm", "attn_temperature_tuning", "floor_scale", "attn_scale")
@@ -146,7 +120,7 @@ _TEXT = ModelType(
         **{"rope_theta": 500_000.0, "rms_norm_eps": 1e-5},
     },
     fixed={"router_jitter_noise": 0.0},
-    ignored=("no_rope_layer_interval", "moe_layers", "interleave_moe_layer_step", "for_llm_compressor"),
+    ignored=("no_rope_layers", "no_rope_layer_interval", "moe_layers", "interleave_moe_layer_step"),
     prepare=_prepare,
     write=write_if(lambda config: config.moe.ffn_dim is not None and config.sliding_window is not None, _write),
 )
