@@ -10,12 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from torchtitan.models.transformers.description import transformers_config
-from torchtitan.models.transformers.tiny import TEXT_IDS, random_clone, trial
+from torchtitan.models.transformers.tiny import CLONE_TOLERANCE, TEXT_IDS, random_clone, trial
 from torchtitan.protocols.attention import AttentionMetadata
 from torchtitan.tools.errors import UserError
-
-_TOLERANCE = 1e-4
-"""Largest change of a float32 logit by the cache and by padding, relative to the largest logit."""
 
 _NAMES = ("past_key_values", "cache_params", "state")
 """Names of the cache among the results of classes."""
@@ -106,4 +103,4 @@ def has_cache(document: Mapping[str, Any], implementation: str | None) -> bool:
                 logits_V = cache.run(model, tokens_1L, cache.attention(positions_1L)).logits[0, -1]
     except Exception:  # classes raise various types
         return False
-    return bool((logits_V - expected_V).abs().max() <= _TOLERANCE * expected_V.abs().max())
+    return bool((logits_V - expected_V).abs().max() <= CLONE_TOLERANCE * expected_V.abs().max())

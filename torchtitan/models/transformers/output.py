@@ -1,6 +1,5 @@
 """How a class changes its logits, found by a trial of a tiny clone, since every class writes that in its own way."""
 
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from torchtitan.models.transformers.description import build_class, transformers_config
-from torchtitan.models.transformers.tiny import TEXT_IDS, tiny_config, trial
+from torchtitan.models.transformers.tiny import TEXT_IDS, text_inputs, tiny_config, trial
 from torchtitan.protocols.output_head import LogitTransform
 from torchtitan.tools.errors import UserError
 
@@ -33,15 +32,14 @@ def logit_transform(document: Mapping[str, Any]) -> LogitTransform | None:
     """Return the change that the class of a config.json makes to the logits of its output layer; None if it is no
     `LogitTransform`, or the class calls its output layer in another way."""
     try:
-        model = build_class(tiny_config(transformers_config(document)))
+        model = build_class(tiny_config(transformers_config(document))).eval()
     except Exception:  # such sizes do not fit this class
         return None
     _check_text_alone(model)
-    model.eval()
 
     def change(logits_V: Tensor) -> Tensor:
         model.set_submodule(name, _GivenLogits(logits_V))
-        logits: Tensor = model(input_ids=torch.zeros(1, 2, dtype=torch.long), use_cache=False).logits[0, -1]
+        logits: Tensor = model(**text_inputs(model, torch.zeros(1, 2, dtype=torch.long))).logits[0, -1]
         return logits
 
     try:
@@ -60,19 +58,13 @@ def logit_transform(document: Mapping[str, Any]) -> LogitTransform | None:
 
 def _check_text_alone(model: Any) -> None:
     """Raise `UserError` if a class computes no logits of text without other inputs, such as images."""
-    parameters = inspect.signature(model.forward).parameters.values()
-    needed = [
-        p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD and p.name != "input_ids"
-    ]
-    reason = f"it needs {', '.join(sorted(needed))}"
-    if not needed:
-        try:
-            logits_BLV = model(input_ids=torch.tensor([TEXT_IDS]), use_cache=False).logits
-            if logits_BLV.shape[:2] == (1, len(TEXT_IDS)):
-                return
-            reason = "it gives no logits for each token"
-        except ValueError as error:  # an explicit check
-            reason = " ".join(str(error).split())
-        except (IndexError, RuntimeError):  # sizes that do not fit, in the clone alone
+    try:
+        logits_BLV = model(**text_inputs(model, torch.tensor([TEXT_IDS]))).logits
+        if logits_BLV.shape[:2] == (1, len(TEXT_IDS)):
             return
+        reason = "it gives no logits for each token"
+    except (TypeError, ValueError) as error:  # an argument is missing, or an explicit check
+        reason = " ".join(str(error).split())
+    except (IndexError, RuntimeError):  # sizes that do not fit, in the clone alone
+        return
     raise UserError(f"config.json: {type(model).__name__} does not compute text alone: {reason}")

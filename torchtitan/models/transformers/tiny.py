@@ -1,6 +1,7 @@
 """Tiny clones of models: their class in transformers, with a shrunk configuration that keeps every mechanism."""
 
 import functools
+import inspect
 import json
 import re
 from collections.abc import Callable
@@ -19,6 +20,10 @@ VOCABULARY, POSITIONS, WINDOW = 128, 256, 8
 
 # Token ids of a tiny model that are ordinary text: special ids are below or above.
 TEXT_IDS = range(8, 64)
+
+CLONE_TOLERANCE = 1e-4
+"""Largest change of a logit in a trial, relative to the largest logit: float32 rounding is far below this, and mistakes
+far above, as the weights of a clone are large."""
 
 # Names of integer fields, and the largest value that each keeps; the first match counts. None keeps the value, since a
 # scalar may be written as an integer. Fields that match nothing keep their values too.
@@ -65,6 +70,13 @@ def trial(compute: Callable[P, R]) -> Callable[P, R]:
         return result
 
     return compute_once
+
+
+def text_inputs(model: Any, tokens_BL: torch.Tensor, **optional: Any) -> dict[str, Any]:
+    """Return the arguments of a class for tokens of text: those of `optional` that it takes, and types of tokens."""
+    optional |= {"use_cache": False, "mm_token_type_ids": torch.zeros_like(tokens_BL)}  # no images
+    takes = inspect.signature(model.forward).parameters
+    return {"input_ids": tokens_BL} | {name: value for name, value in optional.items() if name in takes}
 
 
 def random_clone(config: PretrainedConfig, implementation: str | None = None) -> Any:

@@ -161,17 +161,11 @@ class TransformersAdapter(StateDictAdapter):
         for step in match.steps:
             tensors = step.transform.to_internal(_meta(external, step.external), [])
             found |= {ours: tensor.shape for ours, tensor in zip(step.internal, tensors, strict=True)}
-        missing: list[str] = []
-        shapes: list[tuple[str, torch.Size, torch.Size]] = []
-        for step in self.steps:
-            if all(found.get(ours) == internal[ours].shape for ours in step.internal):
-                continue
-            missing += [name for name in step.external if name not in external]
-            shapes += [(name, external[name].shape, expected[name].shape) for name in step.external if name in external]
-            if isinstance(step.transform, Converted):  # for example, of too many experts
-                shapes += [(ours, found[ours], internal[ours].shape) for ours in step.internal if ours in found]
-        check_names("the checkpoint", missing, match.unexpected)
-        check_shapes(shapes)
+        unread = [step for step in self.steps if any(found.get(x) != internal[x].shape for x in step.internal)]
+        names = [name for step in unread for name in step.external]
+        check_names("the checkpoint", [name for name in names if name not in external], match.unexpected)
+        check_shapes((name, external[name].shape, expected[name].shape) for name in names)
+        check_shapes((name, shape, internal[name].shape) for name, shape in found.items())  # of too many experts
         return match
 
 
