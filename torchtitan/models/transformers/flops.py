@@ -32,13 +32,10 @@ class _WithoutValues(TorchDispatchMode):
 
 def forward_flops(plain: nn.Module, seq_len: int, *, is_recurrent: bool) -> float:
     """Return the operations per token of a forward pass over windows of `seq_len` tokens: matrix products and
-    convolutions, in attention over the whole square.
-
-    A recurrent class may loop over tokens or chunks, so that longer passes are extrapolated: operations are a
-    polynomial of the length, of degree 2. A class that reads values, as to group tokens by expert, is taken to use
-    every matrix once, which a warning says. `plain` is the class on the meta device with attention "eager"; its type
-    changes.
-    """
+    convolutions, in attention over the whole square. A recurrent class may loop over tokens, so that longer passes are
+    extrapolated: operations are a polynomial of the length, of degree 2. A class that reads values, as to group tokens
+    by expert, is taken to use every matrix once, with a warning. `plain` is the class on the meta device with attention
+    "eager"; its type changes."""
     plain.bfloat16()  # grouped products know no other type
 
     def count(length: int) -> int:

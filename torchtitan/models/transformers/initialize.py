@@ -1,9 +1,7 @@
 """Initial values of a class of transformers: the same for every layout, like those of our families.
 
-Linear layers and embeddings, nearly all weights, are normal with the class's standard deviation, drawn shard by shard.
-The others, such as norms, decay rates and RoPE's frequencies, are what the class's constructor and its own
-initialization give, for one block at a time.
-"""
+Linear layers and embeddings are normal with the class's standard deviation, drawn shard by shard. The others, such as
+norms and decay rates, are what the class's constructor and own initialization give, for one block at a time."""
 
 import hashlib
 import itertools
@@ -19,9 +17,6 @@ from transformers import PreTrainedModel
 from torchtitan.protocols.initializer import TruncatedNormal, with_initializers
 from torchtitan.protocols.model import BaseModel
 from torchtitan.tools.torch_private import device_constructors
-
-_STD_KEYS = ("initializer_range", "init_std", "initializer_factor")
-_DEFAULT_STD = 0.02
 
 _SMALL = 2**20
 """Elements of the largest tensor that keeps, in memory, the value that its class's constructor gives."""
@@ -39,8 +34,8 @@ def add_initializers(model: nn.Module) -> None:
             owner._init_weights(module)
     for module, owner in simple.items():
         if module.weight._version == versions[module]:
-            stds = (getattr(owner.config, key, None) for key in _STD_KEYS)
-            with_initializers(module, weight=TruncatedNormal(next((std for std in stds if std), _DEFAULT_STD)))
+            stds = (getattr(owner.config, key, None) for key in ("initializer_range", "init_std", "initializer_factor"))
+            with_initializers(module, weight=TruncatedNormal(next((std for std in stds if std), 0.02)))
 
 
 class _SmallTensors(TorchFunctionMode):
@@ -63,14 +58,18 @@ def class_values(config: BaseModel.Config, names: Sequence[str], seed: int) -> I
         plain: BaseModel = config.build()
     blocks, of_unit = plain.blocks(), dict[str, list[str]]()
     for name in names:
-        *around, module_name = itertools.accumulate(name.split(".")[:-1], "{}.{}".format)
-        of_unit.setdefault(next((path for path in around if path in blocks), module_name), []).append(name)
+        *outer, module_name = itertools.accumulate(name.split(".")[:-1], "{}.{}".format)
+        of_unit.setdefault(next((path for path in outer if path in blocks), module_name), []).append(name)
     owners = {module: owner for owner, module in _with_owners(plain)}
     for unit, members in of_unit.items():
         places = {name: (plain.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in members}
         for module, own_name in places.values():
             if (tensor := getattr(module, own_name)).is_meta:
-                _replace(module, own_name, torch.full_like(tensor, math.nan if tensor.is_floating_point() else 0, device="cpu"))
+                _replace(
+                    module,
+                    own_name,
+                    torch.full_like(tensor, math.nan if tensor.is_floating_point() else 0, device="cpu"),
+                )
         with torch.random.fork_rng(devices=[]):
             digest = hashlib.blake2b(f"{seed}/{unit}".encode(), digest_size=8).digest()
             torch.manual_seed(int.from_bytes(digest, "big") >> 1)

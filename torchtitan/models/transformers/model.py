@@ -1,10 +1,9 @@
 """`TransformersModel`: a class of transformers with the interface of our models."""
 
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -27,9 +26,6 @@ from torchtitan.protocols.output_head import UNCHANGED, Head, LogitTransform, co
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
 
-_NO_LIMIT = 2**20
-"""Context of a model whose configuration names none."""
-
 
 class TransformersModel(BaseModel):
     """A class of transformers, in `model`, without its output weights, which are in `head`: the loss reads them."""
@@ -49,12 +45,8 @@ class TransformersModel(BaseModel):
             for size in ("hidden_size", "vocab_size"):
                 if not isinstance(getattr(text, size, None), int):
                     raise UserError(f"config.json: {type(text).__name__} has no {size}, so it is no language model")
-            return cls(
-                dim=text.hidden_size,
-                vocab_size=text.vocab_size,
-                max_seq_len=getattr(text, "max_position_embeddings", None) or _NO_LIMIT,
-                document=kept,
-            )
+            most = getattr(text, "max_position_embeddings", None) or 2**20
+            return cls(dim=text.hidden_size, vocab_size=text.vocab_size, max_seq_len=most, document=kept)
 
         def transformers_config(self) -> Any:
             """Return transformers' configuration object."""
@@ -114,24 +106,21 @@ class TransformersModel(BaseModel):
             for name in ("router_aux_loss_coef", "aux_loss_coef"):
                 if isinstance(weight := getattr(owner, name, None), float | int):
                     return weight
-        raise UserError(
-            f"{type(self.model).__name__} names no weight of its auxiliary loss; set output_router_logits to false"
-        )
+        name = type(self.model).__name__
+        raise UserError(f"{name} names no weight of its auxiliary loss; set output_router_logits to false")
 
     @property
     def tok_embeddings(self) -> nn.Module:
         """The token embedding."""
-        embedding: nn.Module = self.model.get_input_embeddings()
-        return embedding
+        return cast(nn.Module, self.model.get_input_embeddings())
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
         """Convert or move parameters and buffers, except the types of buffers: the choice of experts depends on one."""
         buffers = dict(self.named_buffers())
         super().to(*args, **kwargs)
         for name, buffer in self.named_buffers():
-            if buffer.dtype != buffers[name].dtype:
-                path, _, own_name = name.rpartition(".")
-                setattr(self.get_submodule(path), own_name, buffers[name].to(buffer.device))
+            path, _, own_name = name.rpartition(".")
+            setattr(self.get_submodule(path), own_name, buffers[name].to(buffer.device))
         return self
 
     def _freeze_other_modalities(self) -> None:
@@ -182,10 +171,10 @@ class TransformersModel(BaseModel):
         captured = self.captured
         if isinstance(attention, NextTokens):
             outputs = attention.cache.run(self.model, tokens_BL, attention)
-            hidden_BLD = (captured.pop() if captured else outputs.logits)[:, -tokens_BL.shape[1] :]
+            hidden_BLD = (captured.hidden.pop() if captured else outputs.logits)[:, -tokens_BL.shape[1] :]
         else:
             outputs = self.packing.run(self.model, tokens_BL, attention, static=self.is_compiled, return_dict=True)
-            hidden_BLD = self.packing.gather(captured.pop() if captured else outputs.logits, attention)
+            hidden_BLD = self.packing.gather(captured.hidden.pop() if captured else outputs.logits, attention)
         if captured:
             tied = captured.shared() if self.is_tied else None
             result = self.head(hidden_BLD, tied, head, **head_inputs)
@@ -215,7 +204,7 @@ class OutputPlace(nn.Module):
                 with_initializers(self, bias=Constant(0.0))
         self._owners = embedding, owner
         self.computes = computes
-        self._hidden_BLD: Tensor | None = None
+        self.hidden: list[Tensor] = []
 
     def shared(self) -> tuple[Tensor, Tensor | None]:
         """Return the weights of the embedding and the bias of an output layer that shares them."""
@@ -225,15 +214,9 @@ class OutputPlace(nn.Module):
     def forward(self, hidden_BLD: Tensor) -> Tensor:
         if self.computes:
             return F.linear(hidden_BLD, *self.shared())
-        assert self._hidden_BLD is None, "the class has one output layer"
-        self._hidden_BLD = hidden_BLD
+        assert not self.hidden, "the class has one output layer"
+        self.hidden.append(hidden_BLD)
         return hidden_BLD[..., :1].detach()
-
-    def pop(self) -> Tensor:
-        """Return the hidden states, and forget them."""
-        hidden_BLD, self._hidden_BLD = self._hidden_BLD, None
-        assert hidden_BLD is not None
-        return hidden_BLD
 
 
 class ClassHead(nn.Module):

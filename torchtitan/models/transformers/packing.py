@@ -15,14 +15,14 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from torchtitan.models.common.attention import Attention, with_kernel
-from torchtitan.models.transformers.description import in_words
+from torchtitan.models.transformers.description import missing_kernels
 from torchtitan.models.transformers.tiny import CLONE_TOLERANCE, TEXT_IDS, random_clone, text_inputs, trial
 from torchtitan.protocols.attention import AttentionMetadata
-from torchtitan.tools.errors import UserError
+from torchtitan.tools.device import send
+from torchtitan.tools.errors import UserError, in_words
 from torchtitan.tools.logging import logger
 
-KERNEL = "torchtitan"
-"""Name of our attention among the implementations of transformers."""
+KERNEL = "torchtitan"  # the name of our attention among those of transformers
 
 Mode = Literal["kernel", "masks", "rows"]
 
@@ -80,8 +80,8 @@ def _active(options: dict[str, Any]) -> AttentionMetadata | None:
     attention, _ = _current.get()
     if attention is None or options["q_length"] != options["kv_length"]:
         return None
-    positions_BL = attention.positions_BL
-    shape = (attention.n_rows, attention.max_seqlen) if positions_BL is None else positions_BL.shape
+    whole = attention.n_rows, attention.max_seqlen
+    shape = whole if attention.positions_BL is None else attention.positions_BL.shape
     return attention if shape == (options["batch_size"], options["q_length"]) else None
 
 
@@ -186,9 +186,8 @@ class Packing:
         static: bool = False,
         **options: Any,
     ) -> Any:
-        """Call a class on packed tokens, or, without `attention`, on rows of one document each. In mode "rows", the
-        results have a row per document: see `gather`. With `static`, kernels have constant shapes, for compiled blocks.
-        """
+        """Call a class on packed tokens, or, without `attention`, on rows of one document each; `gather` its results.
+        With `static`, kernels have constant shapes, for compiled blocks."""
         attention = attention or AttentionMetadata.of_rows(*tokens_BL.shape)
         inputs: dict[str, Any] = {}
         positions_BL = attention.positions_BL
@@ -198,7 +197,7 @@ class Packing:
             # With a mask, transformers does not look for documents in the positions, which would wait for the device.
             inputs |= {"position_ids": positions_BL, "attention_mask": torch.ones_like(tokens_BL)}
         elif positions_BL is not None:
-            index_NM, inputs["attention_mask"] = (_send(x, tokens_BL.device) for x in _rows(attention))
+            index_NM, inputs["attention_mask"] = (send(x, tokens_BL.device) for x in _rows(attention))
             tokens_BL = tokens_BL.flatten()[index_NM]
             attention = AttentionMetadata.of_rows(*tokens_BL.shape)
         context = copy_context()
@@ -210,7 +209,7 @@ class Packing:
         if self.mode != "rows" or attention is None or attention.positions_BL is None:
             return hidden_NMD
         _, mask_NM = _rows(attention)
-        index_T = _send(mask_NM.flatten().nonzero().flatten(), hidden_NMD.device)
+        index_T = send(mask_NM.flatten().nonzero().flatten(), hidden_NMD.device)
         return hidden_NMD.flatten(0, 1)[index_T].unflatten(0, attention.positions_BL.shape)
 
 
@@ -222,11 +221,6 @@ def _rows(attention: AttentionMetadata) -> tuple[Tensor, Tensor]:
     return index_NM, (places_M < starts.diff()[:, None]).long()
 
 
-def _send(x: Tensor, device: torch.device) -> Tensor:
-    """Copy from the host without waiting for the device."""
-    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
-
-
 _LENGTHS = [27, 5, 1, 31, 40, 24]
 """Tokens of the documents of the trial, in two rows; some are longer than the windows and chunks of the clone."""
 
@@ -234,16 +228,16 @@ _LENGTHS = [27, 5, 1, 31, 40, 24]
 @trial
 def choose_packing(config: PretrainedConfig) -> Packing:
     """Return the fastest way in which a class keeps packed documents apart, and log one line if it is not the fastest.
-    Raise `UserError` if tokens see later ones, as in an encoder."""
+    Raise `UserError` if the class needs more than text, or tokens see later ones, as in an encoder."""
     packing = _try(config)
     if packing.mode != "kernel":
-        way = {
-            "masks": "packed documents are kept apart by masks of all pairs of tokens",
-            "rows": "each packed document gets a row, padded to the length of the longest",
-        }[packing.mode]
+        rows = "each packed document gets a row, padded to the length of the longest"
+        way = rows if packing.mode == "rows" else "packed documents are kept apart by masks of all pairs of tokens"
         doubt = "" if packing.is_exact else ", but a trial did not show that they cannot change each other"
         log = logger.info if packing.is_exact else logger.warning
         log("%s: %s%s (%s)", config.model_type, way, doubt, packing.reason)
+    if missing := ", ".join(missing_kernels(config)):
+        logger.info("%s: without %s, its class computes with PyTorch's operations", config.model_type, missing)
     return packing
 
 
@@ -254,14 +248,19 @@ def _try(config: PretrainedConfig) -> Packing:
         text.attn_logit_softcapping = 0.1  # so small that it changes the scores of the clone
         if getattr(text, "attention_dropout", 0):  # our attention has not both
             modes.remove("kernel")
+    model = None
     try:
         model = random_clone(config)
         tokens_BL = torch.randint(TEXT_IDS.start, TEXT_IDS.stop, (2, 64))
         documents = tokens_BL.flatten().split(_LENGTHS)
         alone = [model(**text_inputs(model, document[None])).logits for document in documents]
+        packed = torch.cat(alone, 1)
+        if packed.shape[1] != tokens_BL.numel():
+            raise ValueError("it gives no logits for each token")
     except Exception as error:
+        if model and isinstance(error, TypeError | ValueError):  # an argument is missing, or an explicit check
+            raise UserError(f"model_type {config.model_type} does not compute text alone: {in_words(error)}") from error
         return Packing("rows", f"a tiny clone cannot be built ({in_words(error)})", is_exact=False)
-    packed = torch.cat(alone, 1)
 
     def change(logits: Tensor, expected: Tensor) -> float:
         return float((logits.reshape(expected.shape) - expected).abs().max() / packed.abs().max())
