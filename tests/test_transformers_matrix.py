@@ -62,8 +62,8 @@ def _unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _shifted_states(monkeypatch: pytest.MonkeyPatch) -> None:
-    pop = OutputPlace.pop
-    monkeypatch.setattr(OutputPlace, "pop", lambda self: pop(self) * 1.001)
+    forward = OutputPlace.forward
+    monkeypatch.setattr(OutputPlace, "forward", lambda self, hidden_BLD: forward(self, hidden_BLD * 1.001))
 
 
 def _frozen_embedding(monkeypatch: pytest.MonkeyPatch) -> None:

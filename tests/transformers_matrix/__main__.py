@@ -1,6 +1,7 @@
 """Command line of the matrix of types: run it, print it as a table, and write it into the documentation."""
 
 import argparse
+import contextlib
 import re
 import sys
 import time
@@ -17,8 +18,10 @@ from tests.models.transformers.model_types import CAUSAL, IMAGE_TEXT
 from tests.tables import Row as TableRow
 from tests.tables import as_markdown, markers, print_table, write_docs
 from tests.transformers_matrix.trial import TOLERANCE, Row, run_trial
+from torchtitan.cli.ls import ls
 
-PAGE = PROJECT / "docs" / "transformers_models.md"
+PAGE = PROJECT / "tests" / "transformers_matrix" / "table.md"
+"""The end of docs/models.md, which `torchtitan ls --markdown` prints."""
 COLUMNS = ("model_type", "class", "packing", "tensor parallel", "head", "verdict")
 TYPES = sorted({*CAUSAL, *IMAGE_TEXT})
 
@@ -38,9 +41,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--part", metavar="I/N", default="1/1", help="run every N-th type, from the I-th on")
     parser.add_argument("--processes", metavar="N", type=int, default=1, help="run N types at once")
     parser.add_argument("--list", action="store_true", help="list the types without running them")
-    parser.add_argument(
-        "--write-docs", action="store_true", help=f"replace the rows of these types in {PAGE.relative_to(PROJECT)}"
-    )
+    parser.add_argument("--write-docs", action="store_true", help="replace the rows of these types in docs/models.md")
     return parser.parse_args(words)
 
 
@@ -68,7 +69,14 @@ def main() -> int:
     print(f"{len(rows)} types in {time.monotonic() - start:.0f} s")
     if arguments.write_docs:
         write_docs(PAGE, "matrix", merge(PAGE, shown))
+        write_page()
     return 0 if all(not row.failed for row in shown) else 1
+
+
+def write_page() -> None:
+    """Write docs/models.md, as `torchtitan ls --markdown` prints it."""
+    with (PROJECT / "docs" / "models.md").open("w") as page, contextlib.redirect_stdout(page):
+        ls(["--markdown"])
 
 
 def choose_types(only: str = "", part: str = "1/1") -> list[str]:

@@ -139,7 +139,10 @@ def _steps(model_type: str, folder: Path, facts: dict[str, str]) -> Iterator[str
 
     yield "not reopened"
     reference, report = getattr(transformers, facts["class_name"]).from_pretrained(
-        exported, dtype=torch.float32, output_loading_info=True
+        exported,
+        config=transformers.AutoConfig.from_pretrained(exported),
+        dtype=torch.float32,
+        output_loading_info=True,
     )
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if report[problem]:
@@ -203,7 +206,8 @@ def _our_results(model: TransformersModel, tokens_BL: Tensor) -> dict[str, Tenso
 def _class_results(reference: Any, tokens_BL: Tensor) -> dict[str, Tensor]:
     """Return the class's logits and loss, and leave the gradients in the parameters."""
     reference.zero_grad()
-    outputs = reference(input_ids=tokens_BL, use_cache=False)
+    types = {"mm_token_type_ids": torch.zeros_like(tokens_BL)} if reference.config.model_type == "molmo2" else {}
+    outputs = reference(input_ids=tokens_BL, use_cache=False, **types)
     loss = F.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), tokens_BL[:, 1:].flatten())
     with contextlib.suppress(Exception):  # some classes compute no loss, or not that of the next tokens
         own = reference(input_ids=tokens_BL, labels=tokens_BL, use_cache=False)

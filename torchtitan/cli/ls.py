@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from torchtitan.config.registry import built_in_modules, list_module, modules_on_disk
 from torchtitan.tools.errors import UserError
@@ -74,8 +75,11 @@ Except for the last column, every family supports data (DDP, FSDP, HSDP), tensor
 their combinations, LoRA, DoRA and QLoRA with PEFT's adapter files, Float8, quantization-aware training and dry runs.
 [Parallelism](parallelism.md) has a table in which each part of these models is compared with a single process.
 
-Other types train [through their class in transformers](transformers.md); [a table](transformers_models.md) lists all of
-them."""
+Other types train through their class in transformers, as listed below.
+"""
+
+_CLASSES = Path(__file__).parents[2] / "tests" / "transformers_matrix" / "table.md"
+"""Results of `python -m tests.transformers_matrix --write-docs`, the end of the page."""
 
 
 def _page() -> Iterator[str]:
@@ -94,3 +98,4 @@ def _page() -> Iterator[str]:
         cells = (name, "<br>".join(types), "<br>".join(_sizes(name)), ", ".join(formats), "<br>".join(sorted(missing)))
         yield f"| {' | '.join(cells)} |"
     yield _END
+    yield _CLASSES.read_text().rstrip()

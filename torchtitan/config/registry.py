@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
-from torchtitan.tools.errors import UserError
+from torchtitan.tools.errors import UserError, in_words
 
 _REGISTRY = "config_registry"
 REGISTRY_FILE = f"{_REGISTRY}.py"
@@ -234,4 +234,4 @@ def import_failure(module: str, error: ImportError | SyntaxError) -> UserError:
     """Return the user's import error, with its location in the module."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
     where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames and frames[-1].filename != __file__ else ""
-    return UserError(f"importing module '{module}' failed: {type(error).__name__}: {error}{where}")
+    return UserError(f"importing module '{module}' failed: {in_words(error)}{where}")

@@ -2,7 +2,7 @@
 packages. No other package that a checkpoint names is imported."""
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -34,8 +34,8 @@ class Family:
     formats: Mapping[str, ExternalFormat]
     """Weights in other formats: `hf` (Hugging Face), `meta`."""
 
-    sharding: ShardingPlan = DENSE_SHARDING
-    """Modules that tensor and context parallelism split."""
+    sharding: ShardingPlan | Callable[[Any], ShardingPlan] = DENSE_SHARDING
+    """Modules that tensor and context parallelism split, or model configuration → these."""
 
     @property
     def name(self) -> str:
@@ -49,7 +49,7 @@ class Family:
             module=self.module,
             model=model,
             loss=CrossEntropyLoss.Config(),
-            sharding=self.sharding,
+            sharding=self.sharding(model) if callable(self.sharding) else self.sharding,
             parallelize=parallelize_model,
             formats=self.formats,
         )

@@ -216,8 +216,7 @@ class StateDictAdapter:
         check_names("the weights", [n for n in ours if n not in internal], [n for n in internal if n not in known])
         specs: dict[str, TensorSpec] = {}
         for step in self.steps:
-            tensors = [torch.empty(internal[n].shape, dtype=internal[n].dtype, device="meta") for n in step.internal]
-            converted = step.transform.to_external(tensors)
+            converted = step.transform.to_external([internal[name].on_meta() for name in step.internal])
             specs |= {name: TensorSpec.of(tensor) for name, tensor in zip(step.external, converted, strict=True)}
         return specs
 

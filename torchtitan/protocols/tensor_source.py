@@ -37,6 +37,10 @@ class TensorSpec:
     def n_bytes(self) -> int:
         return self.shape.numel() * self.dtype.itemsize
 
+    def on_meta(self) -> Tensor:
+        """Return such a tensor without memory."""
+        return torch.empty(self.shape, dtype=self.dtype, device="meta")
+
 
 class TensorSource(ABC):
     """Tensors by name. Opening one reads only names, shapes and dtypes; no file stays open, and nothing is cached."""

@@ -77,6 +77,11 @@ def synchronize(device: torch.device) -> None:
         torch.mps.synchronize()
 
 
+def send(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy from the host without waiting for the device, for which CUDA needs pinned memory."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
+
+
 def peak_flops(device: torch.device, dtype: torch.dtype) -> PeakFlops:
     """Return the peak dense matrix-product FLOP/s of one device in `dtype`, the type that training computes in.
 

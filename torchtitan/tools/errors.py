@@ -6,6 +6,11 @@ class UserError(ValueError):
     without a traceback and exits with code 2. A subclass of `ValueError`, for users of single components."""
 
 
+def in_words(error: BaseException) -> str:
+    """Return the type and the message of an exception in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
 class RunComplete(Exception):
     """A run with nothing left to train. The command line prints the message and exits with code 0."""
 

@@ -42,6 +42,8 @@ _BY_TYPE: dict[str, dict[str, Any]] = {
 _AT_START: dict[str, dict[str, Any]] = {
     "dbrx": {"attn_config": {"rope_theta": 10_000.0, "clip_qkv": 8.0}},
     "reformer": {"axial_pos_embds": False, "is_decoder": True},
+    "xlm": {"causal": True},
+    "xlnet": {"attn_type": "uni"},
     "xmod": {"default_language": "en_XX"},
 }
 

@@ -15,7 +15,7 @@ from torchtitan.tools.torch_private import checkpoint_wrapper
 
 transformers = pytest.importorskip("transformers")
 
-from torchtitan.models.transformers import choose_packing, packing, tiny  # noqa: E402
+from torchtitan.models.transformers import packing, tiny  # noqa: E402
 from torchtitan.models.transformers.tiny import tiny_config  # noqa: E402
 
 LENGTHS = [30, 3, 1, 14, 20, 28]
@@ -55,7 +55,7 @@ def make_models(case: str) -> tuple[packing.Packing, nn.Module, nn.Module]:
     """Return the way to pack, and a tiny model of the class as it is by default and as packing needs it. Its weights
     are so large that other documents would change the logits by far more than rounding."""
     config = make_config(case)
-    chosen, tiny = choose_packing.choose_packing(config), tiny_config(config)
+    chosen, tiny = packing.choose_packing(config), tiny_config(config)
     names = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     auto = transformers.AutoModelForCausalLM if case != "text of images" else transformers.AutoModelForImageTextToText
     assert (config.model_type in names) == (auto is transformers.AutoModelForCausalLM)
@@ -159,7 +159,7 @@ def test_the_probe_sees_faults(fault: str, case: str, mode: str, monkeypatch: py
         monkeypatch.setattr(packing, "_remap", lambda mask_function, positions_BL: mask_function)
     else:  # without the error, sinks would have no effect
         monkeypatch.setattr(packing, "_WITHOUT_EFFECT", {*packing._WITHOUT_EFFECT, "s_aux"})
-    assert choose_packing.choose_packing(make_config(case)).mode == mode
+    assert packing.choose_packing(make_config(case)).mode == mode
 
 
 def test_dropout_of_attention_keeps_documents_apart() -> None:
@@ -192,7 +192,7 @@ def test_generation_with_a_cache_equals_the_default() -> None:
 def test_a_line_says_why_documents_get_rows(log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiny, "_results", {})
     for _ in range(2):
-        choose_packing.choose_packing(make_config("convolution"))
+        packing.choose_packing(make_config("convolution"))
     assert [record.message.split(" (")[0] for record in log.records] == [
         "lfm2: each packed document gets a row, padded to the length of the longest"
     ]
@@ -205,15 +205,15 @@ def test_a_model_without_a_tiny_clone_gets_rows(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(tiny, "_results", {})
     monkeypatch.setattr(tiny, "tiny_config", refuse)
-    chosen = choose_packing.choose_packing(make_config("llama"))
+    chosen = packing.choose_packing(make_config("llama"))
     assert chosen.mode == "rows" and "sizes do not fit" in chosen.reason
 
 
 def test_an_encoder_is_refused() -> None:
     with pytest.raises(UserError, match="bert: its tokens see later ones"):
-        choose_packing.choose_packing(transformers.AutoConfig.for_model("bert"))
+        packing.choose_packing(transformers.AutoConfig.for_model("bert"))
     decoder = transformers.AutoConfig.for_model("bert", is_decoder=True)
-    assert choose_packing.choose_packing(decoder).mode == "kernel"
+    assert packing.choose_packing(decoder).mode == "kernel"
 
 
 @pytest.mark.slow

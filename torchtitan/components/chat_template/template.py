@@ -8,7 +8,7 @@ from typing import Any
 from torchtitan.components.chat_template.built_in import BUILT_IN_TEMPLATES, REQUIRED_TOKENS
 from torchtitan.components.chat_template.marks import with_marks
 from torchtitan.components.tokenizer import Tokenizer
-from torchtitan.tools.errors import UserError
+from torchtitan.tools.errors import UserError, in_words
 from torchtitan.tools.files import file_to_copy, read_object
 
 Message = Mapping[str, Any]
@@ -68,7 +68,7 @@ class ChatTemplate:
         except RecursionError as error:
             raise UserError(f"{name} is nested too deeply") from error
         except Exception as error:  # Jinja generates Python code, which may be invalid
-            raise UserError(f"{name} is not valid Jinja: {type(error).__name__}: {error}") from error
+            raise UserError(f"{name} is not valid Jinja: {in_words(error)}") from error
         self.source, self.name, self.of_model = source, name, of_model
         self.variables, self.required_tokens = dict(variables or {}), tuple(required_tokens)
 
@@ -143,7 +143,7 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise UserError(f"{self.name} rejects this conversation: {error}") from error
         except Exception as error:  # a template may raise any error
-            raise UserError(f"{self.name} failed for this conversation: {type(error).__name__}: {error}") from error
+            raise UserError(f"{self.name} failed for this conversation: {in_words(error)}") from error
         return "".join(blocks), progress.marks
 
 

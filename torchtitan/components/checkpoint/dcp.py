@@ -116,7 +116,7 @@ def write_dcp(path: Path, specs: Mapping[str, TensorSpec], make: MakeTensor) -> 
         UserError: if a dtype is too narrow for a value.
         OSError: if a file cannot be written.
     """
-    templates = {name: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for name, spec in specs.items()}
+    templates = {name: spec.on_meta() for name, spec in specs.items()}
     # One file per tensor, since DCP keeps all tensors of a file in memory until it closes the file.
     writer = _Writer(path, single_file_per_rank=False)
     states, planner = {"model": encode("model", templates)}, _LazyPlanner(specs, make)

@@ -6,7 +6,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, Literal, Self, cast
 
 import torch
 import torch.distributed as dist
@@ -216,7 +216,7 @@ class KVCache:
         """First slot of a layer's keys and values, and both from there: all in full layers."""
         self._cleanup = ExitStack()
 
-    def __enter__(self) -> "KVCache":
+    def __enter__(self) -> Self:
         # Compiled blocks were traced without the hooks.
         self._cleanup.enter_context(torch.compiler.set_stance("force_eager"))
         for module in self._modules:

@@ -43,7 +43,7 @@ class LoRA(LayerConverter):
     class Config(LayerConverter.Config):
         """Size and location of adapters."""
 
-        include: list[str] = field(default_factory=lambda: [r"\blayers\."])
+        include: list[str] = field(default_factory=lambda: [r"\.\d+\."])
         """Regular expressions searched in the layers' names (layers.0.attention.wq, head.output, tok_embeddings);
         matching layers get an adapter. Default: all linear layers inside the blocks."""
 

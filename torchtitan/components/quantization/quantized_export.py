@@ -75,9 +75,7 @@ def export_quantized(
         assets,
         lambda ids: {**config_json(spec, ids, dtype), "quantization_config": entry},
     )
-    meta_tensors = {
-        name: maybe_quantize(name, torch.empty(f.shape, dtype=f.dtype, device="meta")) for name, f in specs.items()
-    }
+    meta_tensors = {name: maybe_quantize(name, f.on_meta()) for name, f in specs.items()}
     _write_weights(folder, meta_tensors, make, max_file_bytes)
 
 

@@ -171,7 +171,7 @@ def _make_recipe(
     def add_names(tensors: Sequence[Tensor]) -> dict[str, Tensor]:
         return {_split(name)[1]: tensor for name, tensor in zip(inputs, tensors, strict=True)}
 
-    state = add_names([torch.empty(specs[name].shape, dtype=specs[name].dtype, device="meta") for name in inputs])
+    state = add_names([specs[name].on_meta() for name in inputs])
     plain, types = module.plain_state(state), module.plain_types(state)
     plain_specs = {_join(prefix, name): TensorSpec(tensor.shape, types[name]) for name, tensor in plain.items()}
     return plain_specs, Recipe(

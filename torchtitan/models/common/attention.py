@@ -16,6 +16,7 @@ from torchtitan.models.common.rope import apply_rope
 from torchtitan.protocols.attention import AttentionMetadata, Kernel
 from torchtitan.protocols.initializer import Constant, with_initializers
 from torchtitan.protocols.sharding import with_features
+from torchtitan.tools.device import send
 
 
 def choose_kernel(
@@ -58,8 +59,7 @@ def with_kernel(attention: AttentionMetadata, **properties: Any) -> AttentionMet
     kernel, device = choose_kernel(attention, **properties), properties["device"]
     mask: Any = None
     if kernel == "varlen":
-        # Only a copy from pinned memory does not wait for the device.
-        mask = attention.cu_seqlens.pin_memory().to(device, non_blocking=True)
+        mask = send(attention.cu_seqlens, device)
     elif kernel in ("dense", "flex"):
         starts_BL, queries_L, keys_S = _seen_ranges(attention, device)
         if kernel == "dense":

@@ -1,32 +1,21 @@
 """Any class of transformers that predicts the next token, for models without a family of their own."""
 
-from dataclasses import replace
 from typing import Any
 
-from torchtitan.models.families import Family
+from torchtitan.models.families import SMALL, Family
 from torchtitan.models.transformers.description import written_document
 from torchtitan.models.transformers.model import TransformersModel
 from torchtitan.models.transformers.sharding import class_plan
 from torchtitan.models.transformers.weights import adapter, class_adapter
-from torchtitan.protocols import ModelSpec
 from torchtitan.protocols.state_dict_adapter import ExternalFormat
-
-_SIZES = {
-    "hidden_size": 256,
-    "intermediate_size": 768,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 2048,
-    "vocab_size": 512,
-}
 
 
 def _small(model_type: str, **document: Any) -> TransformersModel.Config:
+    sizes = {"hidden_size": SMALL["dim"], "intermediate_size": SMALL["ffn_dim"], "vocab_size": 512}
+    sizes |= {"num_hidden_layers": 4, "num_attention_heads": SMALL["n_heads"], "num_key_value_heads": 4}
+    sizes |= {"max_position_embeddings": (max_seq_len := SMALL["max_seq_len"])}
     return TransformersModel.Config(
-        dim=_SIZES["hidden_size"],
-        max_seq_len=_SIZES["max_position_embeddings"],
-        document={"model_type": model_type, **_SIZES, **document},
+        dim=SMALL["dim"], max_seq_len=max_seq_len, document={"model_type": model_type, **sizes, **document}
     )
 
 
@@ -46,13 +35,5 @@ FORMATS = {
 }
 
 
-class _AnyClass(Family):
-    """Models whose sharding plan depends on their class."""
-
-    def spec(self, model: TransformersModel.Config, flavor: str) -> ModelSpec:  # type: ignore[override]
-        plan, _ = class_plan(model.document)
-        return replace(super().spec(model, flavor), sharding=plan)
-
-
-FAMILY = _AnyClass(module=__name__, flavors=FLAVORS, formats=FORMATS)
+FAMILY = Family(module=__name__, flavors=FLAVORS, formats=FORMATS, sharding=lambda model: class_plan(model.document)[0])
 model_spec, model_registry = FAMILY.spec, FAMILY.registry

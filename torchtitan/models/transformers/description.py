@@ -2,22 +2,30 @@
 
 import copy
 import importlib.util
+import inspect
 import json
 import os
+import re
 from collections.abc import Mapping
+from importlib.metadata import version
 from typing import Any
 
 import torch
 
 from torchtitan.config.registry import suggest
-from torchtitan.tools.errors import UserError
-from torchtitan.tools.logging import logger
+from torchtitan.tools.errors import UserError, in_words
 
-if importlib.util.find_spec("transformers") is None:
+_found = version("transformers") if importlib.util.find_spec("transformers") else "absent"
+if not _found[:1].isdigit() or [int(number) for number in _found.split(".")[:2]] < [5, 23]:
     raise UserError(
-        "this model is computed by its class in transformers, which is not installed: pip install "
-        "'torchtitan[transformers]', or EXTRA=transformers ./run_train.sh"
+        f"this model is computed by its class in transformers 5.23 or newer, which is not installed ({_found}): pip "
+        "install 'torchtitan[transformers]', or EXTRA=transformers ./run_train.sh"
     )
+
+import transformers  # noqa: E402
+from transformers import CONFIG_MAPPING, PretrainedConfig  # noqa: E402
+from transformers.dynamic_module_utils import get_class_from_dynamic_module  # noqa: E402
+from transformers.models.auto import modeling_auto  # noqa: E402
 
 TRUST_VARIABLE = "TORCHTITAN_TRUST_REMOTE_CODE"
 """Environment variable that, set to 1, allows the code in models' folders to be executed."""
@@ -25,18 +33,8 @@ TRUST_VARIABLE = "TORCHTITAN_TRUST_REMOTE_CODE"
 FOLDER_KEY = "_name_or_path"
 """Key of transformers for the folder of a config.json."""
 
-_TASKS = ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT")
-"""Tasks whose classes train here, in the order of preference."""
-
 _ABOUT_FILES = {"quantization_config", "transformers_version", "dtype", "torch_dtype"}
 """Keys of config.json about its files and the program that wrote them, not about the model."""
-
-_READ_TOO = {"architectures", "model_type", "rope_theta", "rope_scaling", "partial_rotary_factor"}
-"""Keys that transformers reads, and writes under other names."""
-
-_OF_CODE = {"auto_map", FOLDER_KEY}
-"""Keys that are kept only if the model's own code computes it."""
-
 
 _own_classes: dict[type, Any] = {}
 """Class of a configuration → class of its models, both from code in models' folders."""
@@ -45,38 +43,27 @@ _own_classes: dict[type, Any] = {}
 def model_classes() -> dict[str, list[str]]:
     """Return model_type → names of the classes that train here, the preferred one first, for every type that
     transformers knows."""
-    from transformers.models.auto import modeling_auto
-
     names: dict[str, list[str]] = {}
-    for task in _TASKS:
+    for task in ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT"):
         for model_type, name in getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES").items():
             names.setdefault(model_type, []).extend([name] if isinstance(name, str) else name)
     return names
 
 
 def checked_document(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part of a config.json that describes the model. Raise `UserError` if no class here computes it; warn
-    of keys that the class does not know."""
-    from transformers import PretrainedConfig
-
+    """Return the part of a config.json that describes the model. Raise `UserError` if no class here computes it."""
     is_known = document.get("model_type") in model_classes()
     if not is_known and not _own_code(document):
         raise UserError(_refusal(document))
-    left_out = _ABOUT_FILES | (_OF_CODE if is_known else set())
+    left_out = _ABOUT_FILES | ({"auto_map", FOLDER_KEY} if is_known else set())
     kept = {key: value for key, value in document.items() if key not in left_out}
     kept = PretrainedConfig._decode_special_floats(kept)  # infinite numbers, which JSON does not have
     try:
         config = transformers_config(kept)
-        known = type(config)().to_dict().keys() | _READ_TOO | _OF_CODE
     except Exception as error:  # validators of transformers raise various types
-        reason = " ".join(str(error).split())
-        raise UserError(f"config.json: transformers refuses it: {type(error).__name__}: {reason}") from error
+        raise UserError(f"config.json: transformers refuses it: {in_words(error)}") from error
     if config.is_encoder_decoder:
-        raise UserError(
-            f"config.json: model_type '{config.model_type}' is an encoder-decoder; only decoders train here"
-        )
-    if unknown := sorted(kept.keys() - known):
-        logger.warning("config.json: %s does not know %s", type(config).__name__, ", ".join(unknown))
+        raise UserError(f"config.json: {config.model_type} is an encoder-decoder; only decoders train here")
     return kept
 
 
@@ -88,9 +75,6 @@ def _own_code(document: Mapping[str, Any]) -> bool:
 
 
 def _refusal(document: Mapping[str, Any]) -> str:
-    import transformers
-    from transformers import CONFIG_MAPPING
-
     model_type, known = document.get("model_type"), model_classes()
     if code := document.get("auto_map"):
         files = sorted({f"{str(path).rpartition('.')[0]}.py" for path in code.values()})
@@ -112,11 +96,11 @@ def _refusal(document: Mapping[str, Any]) -> str:
 
 def transformers_config(document: Mapping[str, Any], vocab_size: int | None = None) -> Any:
     """Return transformers' configuration object for a `checked_document`, with another size of the vocabulary."""
-    from transformers import CONFIG_MAPPING
-
+    cls: Any
     if "auto_map" in document:
-        cls = _class_in_folder(document, "AutoConfig")
-        _own_classes[cls] = _class_in_folder(document, "AutoModelForCausalLM")
+        names = [document["auto_map"][kind] for kind in ("AutoConfig", "AutoModelForCausalLM")]
+        cls, model_class = (get_class_from_dynamic_module(name, document[FOLDER_KEY]) for name in names)
+        _own_classes[cls] = model_class
     else:
         cls = CONFIG_MAPPING[document["model_type"]]
     config = cls.from_dict(copy.deepcopy(dict(document)))
@@ -129,8 +113,6 @@ def transformers_config(document: Mapping[str, Any], vocab_size: int | None = No
 def class_of(config: Any) -> tuple[Any, Any]:
     """Return the class for a transformers configuration, and the part of the configuration that describes it: the class
     that config.json names in `architectures` if it trains here, otherwise that of its model_type."""
-    import transformers
-
     if type(config) in _own_classes:
         return _own_classes[type(config)], config
     known = model_classes()[config.model_type]
@@ -140,10 +122,11 @@ def class_of(config: Any) -> tuple[Any, Any]:
     return cls, text if cls.config_class is type(text) else config  # the language side of a model of images and text
 
 
-def _class_in_folder(document: Mapping[str, Any], auto_class: str) -> Any:
-    from transformers.dynamic_module_utils import get_class_from_dynamic_module
-
-    return get_class_from_dynamic_module(document["auto_map"][auto_class], document[FOLDER_KEY])
+def missing_kernels(config: Any) -> list[str]:
+    """Return the packages whose kernels a class would use if they were installed."""
+    source = inspect.getsource(inspect.getmodule(class_of(config)[0]))  # type: ignore[arg-type]
+    packages = set(re.findall(r'_with_fallback\("\w+", "(\w+)"\)', source))
+    return sorted(package for package in packages if importlib.util.find_spec(package) is None)
 
 
 def build_class(config: Any, implementation: str | None = None) -> Any:
@@ -154,8 +137,7 @@ def build_class(config: Any, implementation: str | None = None) -> Any:
     try:  # with a copy, since it writes into its configuration
         return cls._from_config(copy.deepcopy(config), dtype=torch.float32, **options)
     except Exception as error:  # impossible sizes raise various types
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise UserError(f"config.json: {cls.__name__} of transformers cannot be built from it: {reason}") from error
+        raise UserError(f"config.json: {cls.__name__} cannot be built from it: {in_words(error)}") from error
 
 
 def written_document(document: Mapping[str, Any], vocab_size: int | None) -> dict[str, Any]:

@@ -19,10 +19,8 @@ from torchtitan.tools.torch_private import (
 _STEP = 64
 """Length of the shortest of three passes whose operations are extrapolated; chunks of recurrent layers divide it."""
 
-
-def _grouped_product(a: torch.Size, b: torch.Size, *_: Any, **__: Any) -> int:
-    """Return the operations of a product of groups of rows (N, K) with one matrix (E, K, M) for each group."""
-    return 2 * a.numel() * b[-1]
+_FORMULAS = {grouped_product_operation(): lambda a, b, *_, **__: 2 * a.numel() * b[-1]}
+"""Operations of a product of groups of rows (N, K) with one matrix (E, K, M) for each group."""
 
 
 class _WithoutValues(TorchDispatchMode):
@@ -32,18 +30,12 @@ class _WithoutValues(TorchDispatchMode):
         return False if func is reading_operation() else func(*args, **(kwargs or {}))
 
 
-_FORMULAS = {grouped_product_operation(): _grouped_product}
-
-
 def forward_flops(plain: nn.Module, seq_len: int, *, is_recurrent: bool) -> float:
     """Return the operations per token of a forward pass over windows of `seq_len` tokens: matrix products and
-    convolutions, in attention over the whole square.
-
-    A recurrent class may loop over tokens or chunks, so that longer passes are extrapolated: operations are a
-    polynomial of the length, of degree 2. A class that reads values, as to group tokens by expert, is taken to use
-    every matrix once, which a warning says. `plain` is the class on the meta device with attention "eager"; its type
-    changes.
-    """
+    convolutions, in attention over the whole square. A recurrent class may loop over tokens, so that longer passes are
+    extrapolated: operations are a polynomial of the length, of degree 2. A class that reads values, as to group tokens
+    by expert, is taken to use every matrix once, with a warning. `plain` is the class on the meta device with attention
+    "eager"; its type changes."""
     plain.bfloat16()  # grouped products know no other type
 
     def count(length: int) -> int:
@@ -56,24 +48,21 @@ def forward_flops(plain: nn.Module, seq_len: int, *, is_recurrent: bool) -> floa
             if not is_recurrent or seq_len <= 3 * _STEP:
                 return count(seq_len) / seq_len
             first, second, third = (count(n * _STEP) for n in (1, 2, 3))
+            n = seq_len / _STEP - 1
+            return (first + n * (second - first) + n * (n - 1) / 2 * (third - 2 * second + first)) / seq_len
     except RuntimeError as error:
         logger.warning("operations are estimated as 6 per parameter, used or not: %s", str(error).split("\n")[0])
         return 2.0 * sum(parameter.numel() for parameter in plain.parameters() if parameter.ndim > 1)
-    n = seq_len / _STEP - 1
-    return (first + n * (second - first) + n * (n - 1) / 2 * (third - 2 * second + first)) / seq_len
 
 
 def with_backward(forward: float, model: BaseModel, used: Iterable[nn.Module]) -> float:
     """Return the operations per token of a forward and a backward pass of `model`. The backward pass takes as many as
     `forward` for the gradients of inputs, and as many for those of weights, less 2 per frozen weight of the linear
-    layers among the modules `used`; adapters add 6 per element. Without trained parameters, there is no backward
-    pass."""
-    if not any(parameter.requires_grad for parameter in model.parameters()):
+    layers among the modules `used`; adapters add 6 per element. Without trained parameters, there is none."""
+    trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    if not trained:
         return forward
-    frozen = 0
-    for layer in used:
-        weight = dict(layer.named_parameters(recurse=False)).get("weight")  # None if it is packed in 4 bits
-        if isinstance(layer, nn.Linear) and not (weight is not None and weight.requires_grad):
-            frozen += layer.in_features * layer.out_features
+    linear = [layer for layer in used if isinstance(layer, nn.Linear)]
+    frozen = sum(x.in_features * x.out_features for x in linear if id(getattr(x, "weight", None)) not in trained)
     adapters = sum(part.get_parameter(name).numel() for _, part in converted_modules(model) for name in part.added)
     return 3 * forward - 2 * frozen + 6 * adapters

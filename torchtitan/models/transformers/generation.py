@@ -7,56 +7,35 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from torchtitan.components.generation.generate import KVCache
 from torchtitan.models.transformers.description import transformers_config
-from torchtitan.models.transformers.tiny import TEXT_IDS, random_clone, trial
+from torchtitan.models.transformers.tiny import CLONE_TOLERANCE, TEXT_IDS, random_clone, trial
 from torchtitan.protocols.attention import AttentionMetadata
 from torchtitan.tools.errors import UserError
 
-_TOLERANCE = 1e-4
-"""Largest change of a float32 logit by the cache and by padding, relative to the largest logit."""
 
-_NAMES = ("past_key_values", "cache_params", "state")
-"""Names of the cache among the results of classes."""
-
-
-class ClassCache:
-    """Tokens of a text and what the class remembers of them; with the interface of `components.generation.KVCache`.
-
-    A class that makes no cache gets all tokens again in each forward pass.
-    """
+class ClassCache(KVCache):
+    """Tokens of a text and what the class remembers of them. A class that makes no cache gets all tokens again in each
+    forward pass."""
 
     def __init__(self) -> None:
-        self.states: dict[nn.Module, Any] = {}
-        self._cleanup = ExitStack()
-        self.clear()
-
-    def __enter__(self) -> "ClassCache":
-        self._cleanup.enter_context(torch.compiler.set_stance("force_eager"))  # lengths differ
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._cleanup.close()
+        self._modules, self.states, self._cleanup = [], {}, ExitStack()
         self.clear()
 
     def clear(self) -> None:
-        """Forget all tokens."""
         self._tokens_BL: Tensor | None = None
         self._remembered: dict[str, Any] = {}
 
     def attention(self, positions_BL: Tensor) -> "NextTokens":
-        """Return the description of the next forward pass, over tokens at these positions."""
         rows = AttentionMetadata.of_rows(*positions_BL.shape)
         return NextTokens(positions_BL=positions_BL, cu_seqlens=rows.cu_seqlens, max_seqlen=rows.max_seqlen, cache=self)
 
     def advance(self, length: int) -> None:
         """Keep the tokens of the last forward pass, of which there must be `length`."""
         if length != self._n_new:
-            raise UserError(
-                "a class of transformers keeps every token in its cache, but tensor parallelism adds padding; generate "
-                "without cache (use_cache=False)"
-            )
+            raise UserError("a class of transformers cannot forget padding of tensor parallelism; set use_cache=False")
 
     def run(self, model: Any, tokens_BL: Tensor, attention: "NextTokens") -> Any:
         """Call a class on the tokens that follow the remembered ones. Padding before a text is masked."""
@@ -79,7 +58,8 @@ class ClassCache:
         inputs["logits_to_keep"] = 0  # all hidden states reach the head
         outputs = model(**{name: value for name, value in inputs.items() if name in takes}, return_dict=True)
         self._tokens_BL = all_BS
-        self._remembered = {name: outputs[name] for name in _NAMES if outputs.get(name) is not None}
+        caches = ("past_key_values", "cache_params", "state")
+        self._remembered = {name: outputs[name] for name in caches if outputs.get(name) is not None}
         return outputs
 
 
@@ -106,4 +86,4 @@ def has_cache(document: Mapping[str, Any], implementation: str | None) -> bool:
                 logits_V = cache.run(model, tokens_1L, cache.attention(positions_1L)).logits[0, -1]
     except Exception:  # classes raise various types
         return False
-    return bool((logits_V - expected_V).abs().max() <= _TOLERANCE * expected_V.abs().max())
+    return bool((logits_V - expected_V).abs().max() <= CLONE_TOLERANCE * expected_V.abs().max())

@@ -1,10 +1,9 @@
 """`TransformersModel`: a class of transformers with the interface of our models."""
 
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -13,12 +12,12 @@ from torch.distributed.tensor import DTensor, Replicate
 from tyro.conf import Suppress
 
 from torchtitan.components.loss import IGNORE_INDEX
-from torchtitan.models.transformers.choose_packing import choose_packing
 from torchtitan.models.transformers.description import build_class, checked_document, transformers_config
 from torchtitan.models.transformers.flops import forward_flops, with_backward
 from torchtitan.models.transformers.generation import ClassCache, NextTokens, has_cache
 from torchtitan.models.transformers.initialize import add_initializers, class_values
 from torchtitan.models.transformers.output import logit_transform
+from torchtitan.models.transformers.packing import choose_packing
 from torchtitan.models.transformers.sharding import class_plan
 from torchtitan.protocols.attention import AttentionMetadata
 from torchtitan.protocols.initializer import Constant, with_initializers
@@ -26,9 +25,6 @@ from torchtitan.protocols.model import BaseModel, effective_weight
 from torchtitan.protocols.output_head import UNCHANGED, Head, LogitTransform, compute_logits
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
-
-_NO_LIMIT = 2**20
-"""Context of a model whose configuration names none."""
 
 
 class TransformersModel(BaseModel):
@@ -49,12 +45,8 @@ class TransformersModel(BaseModel):
             for size in ("hidden_size", "vocab_size"):
                 if not isinstance(getattr(text, size, None), int):
                     raise UserError(f"config.json: {type(text).__name__} has no {size}, so it is no language model")
-            return cls(
-                dim=text.hidden_size,
-                vocab_size=text.vocab_size,
-                max_seq_len=getattr(text, "max_position_embeddings", None) or _NO_LIMIT,
-                document=kept,
-            )
+            most = getattr(text, "max_position_embeddings", None) or 2**20
+            return cls(dim=text.hidden_size, vocab_size=text.vocab_size, max_seq_len=most, document=kept)
 
         def transformers_config(self) -> Any:
             """Return transformers' configuration object."""
@@ -95,19 +87,17 @@ class TransformersModel(BaseModel):
         output, embedding = self.model.get_output_embeddings(), self.model.get_input_embeddings()
         self.is_tied = output is not None and output.weight is embedding.weight
         self.output_name = next((name for name, module in self.model.named_modules() if module is output), "")
-        place = OutputPlace(self.model, computes=not transform) if transform or self.is_tied else None
-        self._place = (place,)  # in a tuple, since it is a module of the class
         self.head = ClassHead(None if self.is_tied or not transform else output, transform or UNCHANGED)
-        if place:
-            self.model.set_submodule(self.output_name, place)
+        if transform or self.is_tied:
+            self.model.set_submodule(self.output_name, OutputPlace(self.model, computes=not transform))
         if not transform:
             logger.info("%s changes its logits in its own way: the loss gets all of them", type(self.model).__name__)
 
     @property
     def captured(self) -> "OutputPlace | None":
         """What is in the place of the class's output layer; None if the class computes its logits itself."""
-        place = self._place[0]
-        return None if place is None or place.computes else place
+        place = self.model.get_submodule(self.output_name)
+        return place if isinstance(place, OutputPlace) and not place.computes else None
 
     @property
     def auxiliary_weight(self) -> float:
@@ -116,24 +106,21 @@ class TransformersModel(BaseModel):
             for name in ("router_aux_loss_coef", "aux_loss_coef"):
                 if isinstance(weight := getattr(owner, name, None), float | int):
                     return weight
-        raise UserError(
-            f"{type(self.model).__name__} names no weight of its auxiliary loss; set output_router_logits to false"
-        )
+        name = type(self.model).__name__
+        raise UserError(f"{name} names no weight of its auxiliary loss; set output_router_logits to false")
 
     @property
     def tok_embeddings(self) -> nn.Module:
         """The token embedding."""
-        embedding: nn.Module = self.model.get_input_embeddings()
-        return embedding
+        return cast(nn.Module, self.model.get_input_embeddings())
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
         """Convert or move parameters and buffers, except the types of buffers: the choice of experts depends on one."""
         buffers = dict(self.named_buffers())
         super().to(*args, **kwargs)
         for name, buffer in self.named_buffers():
-            if buffer.dtype != buffers[name].dtype:
-                path, _, own_name = name.rpartition(".")
-                setattr(self.get_submodule(path), own_name, buffers[name].to(buffer.device))
+            path, _, own_name = name.rpartition(".")
+            setattr(self.get_submodule(path), own_name, buffers[name].to(buffer.device))
         return self
 
     def _freeze_other_modalities(self) -> None:
@@ -141,15 +128,12 @@ class TransformersModel(BaseModel):
         model = self.model
         if model.config.get_text_config(decoder=True) is model.config:
             return
-        parts = [model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings()]
         model.requires_grad_(False)
-        for part in parts:
+        for part in (model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings()):
             if part is not None:
                 part.requires_grad_(True)
-        own = {name: list(module.parameters(recurse=False)) for name, module in model.named_modules()}
-        self.unused_layers = {
-            f"model.{name}" for name, parameters in own.items() if not any(p.requires_grad for p in parameters)
-        }
+        own = {name: module.parameters(recurse=False) for name, module in self.named_modules()}
+        self.unused_layers = {name for name, weights in own.items() if not any(p.requires_grad for p in weights)}
 
     def blocks(self) -> dict[str, nn.Module]:
         return {name: self.get_submodule(name) for name in self._block_names}
@@ -158,14 +142,11 @@ class TransformersModel(BaseModel):
         embedding = [] if self.is_tied else [self.model.get_input_embeddings()]
         head = [] if self.head.output is None else [self.head]
         blocks = self.blocks().values()
-        uses = Counter(id(parameter) for block in blocks for parameter in block.parameters())
-        unshared = [block for block in blocks if all(uses[id(parameter)] == 1 for parameter in block.parameters())]
-        return [*embedding, *unshared, *head]
+        uses = Counter(parameter for block in blocks for parameter in block.parameters())
+        return [*embedding, *(b for b in blocks if all(uses[parameter] == 1 for parameter in b.parameters())), *head]
 
     def values_of(self, names: Sequence[str], seed: int) -> Iterator[tuple[str, Tensor]]:
-        with torch.device("meta"):
-            plain = self.config.build()
-        yield from class_values(plain, names, seed)
+        return class_values(self.config, names, seed)
 
     def generation_cache(self, make_default: Callable[[], Any]) -> ClassCache | None:
         return ClassCache() if has_cache(self.config.document, self.packing.implementation) else None
@@ -187,17 +168,15 @@ class TransformersModel(BaseModel):
     ) -> Tensor:
         """Return logits (B, L, V), or the result of `head`; see `torchtitan.models.common.decoder.Decoder.forward`. A
         loss includes the auxiliary loss of routers, if the class gives one, weighted with the number of labels."""
+        captured = self.captured
         if isinstance(attention, NextTokens):
             outputs = attention.cache.run(self.model, tokens_BL, attention)
+            hidden_BLD = (captured.hidden.pop() if captured else outputs.logits)[:, -tokens_BL.shape[1] :]
         else:
             outputs = self.packing.run(self.model, tokens_BL, attention, static=self.is_compiled, return_dict=True)
-        hidden_BLD = self.captured.pop() if self.captured else outputs.logits
-        if isinstance(attention, NextTokens):
-            hidden_BLD = hidden_BLD[:, -tokens_BL.shape[1] :]
-        else:
-            hidden_BLD = self.packing.gather(hidden_BLD, attention)
-        if self.captured:
-            tied = self.captured.shared() if self.is_tied else None
+            hidden_BLD = self.packing.gather(captured.hidden.pop() if captured else outputs.logits, attention)
+        if captured:
+            tied = captured.shared() if self.is_tied else None
             result = self.head(hidden_BLD, tied, head, **head_inputs)
         else:
             result = head(hidden_BLD, None, **head_inputs)
@@ -225,7 +204,7 @@ class OutputPlace(nn.Module):
                 with_initializers(self, bias=Constant(0.0))
         self._owners = embedding, owner
         self.computes = computes
-        self._hidden_BLD: Tensor | None = None
+        self.hidden: list[Tensor] = []
 
     def shared(self) -> tuple[Tensor, Tensor | None]:
         """Return the weights of the embedding and the bias of an output layer that shares them."""
@@ -235,34 +214,23 @@ class OutputPlace(nn.Module):
     def forward(self, hidden_BLD: Tensor) -> Tensor:
         if self.computes:
             return F.linear(hidden_BLD, *self.shared())
-        assert self._hidden_BLD is None, "the class has one output layer"
-        self._hidden_BLD = hidden_BLD
+        assert not self.hidden, "the class has one output layer"
+        self.hidden.append(hidden_BLD)
         return hidden_BLD[..., :1].detach()
-
-    def pop(self) -> Tensor:
-        """Return the hidden states, and forget them."""
-        hidden_BLD, self._hidden_BLD = self._hidden_BLD, None
-        assert hidden_BLD is not None
-        return hidden_BLD
 
 
 class ClassHead(nn.Module):
     """Output weights, with the loss as their result in training. With tied embeddings, `output` is None."""
 
-    def __init__(self, output: nn.Linear | None, transform: LogitTransform):
+    def __init__(self, output: Any, transform: LogitTransform):
         super().__init__()
         self.output = output
         self.transform = transform
 
-    def forward(
-        self, hidden_BLD: Tensor, tied: tuple[Tensor, Tensor | None] | None, head: Head, **head_inputs: Any
-    ) -> Tensor:
-        """Return `head(hidden states, output weights, …)`; `tied` are weights and bias of others. A bias is one more
-        column of weights."""
-        if self.output is not None:
-            tied = effective_weight(self.output), self.output.bias
-        assert tied is not None
-        weight_VD, bias_V = tied
+    def forward(self, hidden_BLD: Tensor, tied: Any, head: Head, **head_inputs: Any) -> Tensor:
+        """Return `head(hidden states, output weights, …)`; `tied` are weights and bias of others, or None. A bias is
+        one more column of weights."""
+        weight_VD, bias_V = tied or (effective_weight(self.output), self.output.bias)
         if bias_V is not None:
             weight_VD = torch.cat((weight_VD, bias_V[:, None]), dim=1)
             hidden_BLD = torch.cat((hidden_BLD, torch.ones_like(hidden_BLD[..., :1])), dim=-1)
@@ -286,18 +254,16 @@ def _share_modules(model: Any) -> None:
 
 
 def _find_blocks(model: Any) -> list[str]:
-    """Return the names of the modules that the class does not let others split, numbered and outermost. If it names
-    none, they are the list of modules with most parameters."""
-    unsplittable = set(model._no_split_modules or ())
-    decoder = set(model.get_decoder().modules())
-    numbered = {name: module for name, module in model.named_modules() if re.search(r"\.\d+$", name)}
-    names: list[str] = []
-    for name, module in numbered.items():
+    """Return the names of the modules that the class does not let others split, numbered and outermost, and of those in
+    the decoder's largest list if there are none in the decoder."""
+    unsplittable, decoder = set(model._no_split_modules or ()), set(model.get_decoder().modules())
+    names: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
         is_inside = any(name.startswith(f"{outer}.") for outer in names)
-        if type(module).__name__ in unsplittable and not is_inside:
-            names.append(name)
+        if type(module).__name__ in unsplittable and name.rpartition(".")[2].isdigit() and not is_inside:
+            names[name] = module
     lists = [part for part in model.named_modules() if isinstance(part[1], nn.ModuleList) and part[1] in decoder]
-    if lists and not any(numbered[name] in decoder for name in names):
+    if lists and decoder.isdisjoint(names.values()):
         largest, blocks = max(lists, key=lambda part: sum(parameter.numel() for parameter in part[1].parameters()))
-        names += [f"{largest}.{i}" for i in range(len(blocks))]
+        names |= {f"{largest}.{i}": block for i, block in enumerate(blocks)}
     return [f"model.{name}" for name in names]

@@ -1,23 +1,28 @@
-"""Keep packed documents apart in any class of transformers."""
+"""Keep packed documents apart in any class of transformers, in the fastest way that a trial of a tiny clone allows."""
 
+import copy
 import inspect
 from collections.abc import Callable
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedModel, masking_utils
+from transformers import PretrainedConfig, masking_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from torchtitan.models.common.attention import Attention, with_kernel
+from torchtitan.models.transformers.description import missing_kernels
+from torchtitan.models.transformers.tiny import CLONE_TOLERANCE, TEXT_IDS, random_clone, text_inputs, trial
 from torchtitan.protocols.attention import AttentionMetadata
+from torchtitan.tools.device import send
+from torchtitan.tools.errors import UserError, in_words
+from torchtitan.tools.logging import logger
 
-KERNEL = "torchtitan"
-"""Name of our attention among the implementations of transformers."""
+KERNEL = "torchtitan"  # the name of our attention among those of transformers
 
 Mode = Literal["kernel", "masks", "rows"]
 
@@ -75,8 +80,8 @@ def _active(options: dict[str, Any]) -> AttentionMetadata | None:
     attention, _ = _current.get()
     if attention is None or options["q_length"] != options["kv_length"]:
         return None
-    positions_BL = attention.positions_BL
-    shape = (attention.n_rows, attention.max_seqlen) if positions_BL is None else positions_BL.shape
+    whole = attention.n_rows, attention.max_seqlen
+    shape = whole if attention.positions_BL is None else attention.positions_BL.shape
     return attention if shape == (options["batch_size"], options["q_length"]) else None
 
 
@@ -158,14 +163,14 @@ masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.register("sdpa", _within_documents(ma
 
 @dataclass(frozen=True)
 class Packing:
-    """How a class gets packed documents, and why a faster mode does not hold.
-
-    Modes are "kernel": our attention; "masks": the class's attention, with masks of documents; "rows": a row per
-    document.
-    """
+    """How a class gets packed documents: with our attention ("kernel"), with its own and masks of documents, or a row
+    per document."""
 
     mode: Mode
     reason: str = ""
+    """Why faster modes do not hold."""
+    is_exact: bool = True
+    """Whether a trial showed that documents cannot change each other."""
 
     @property
     def implementation(self) -> str | None:
@@ -174,18 +179,17 @@ class Packing:
 
     def run(
         self,
-        model: PreTrainedModel,
+        model: Any,
         tokens_BL: Tensor,
         attention: AttentionMetadata | None,
         *,
         static: bool = False,
         **options: Any,
     ) -> Any:
-        """Call a class on packed tokens, or, without `attention`, on rows of one document each. In mode "rows", the
-        results have a row per document: see `gather`. With `static`, kernels have constant shapes, for compiled blocks.
-        """
+        """Call a class on packed tokens, or, without `attention`, on rows of one document each; `gather` its results.
+        With `static`, kernels have constant shapes, for compiled blocks."""
         attention = attention or AttentionMetadata.of_rows(*tokens_BL.shape)
-        inputs: dict[str, Any] = {"use_cache": False}
+        inputs: dict[str, Any] = {}
         positions_BL = attention.positions_BL
         if self.mode != "rows":
             if positions_BL is None:
@@ -193,21 +197,19 @@ class Packing:
             # With a mask, transformers does not look for documents in the positions, which would wait for the device.
             inputs |= {"position_ids": positions_BL, "attention_mask": torch.ones_like(tokens_BL)}
         elif positions_BL is not None:
-            index_NM, inputs["attention_mask"] = (_send(x, tokens_BL.device) for x in _rows(attention))
+            index_NM, inputs["attention_mask"] = (send(x, tokens_BL.device) for x in _rows(attention))
             tokens_BL = tokens_BL.flatten()[index_NM]
             attention = AttentionMetadata.of_rows(*tokens_BL.shape)
-        takes = inspect.signature(model.forward).parameters
-        inputs = {name: value for name, value in inputs.items() if name in takes}
         context = copy_context()
         context.run(_current.set, (attention, static))
-        return context.run(model, input_ids=tokens_BL, **inputs, **options)
+        return context.run(model, **text_inputs(model, tokens_BL, **inputs), **options)
 
     def gather(self, hidden_NMD: Tensor, attention: AttentionMetadata | None) -> Tensor:
         """Return the results of a class for packed tokens, (B, L, ...), from those of `run`."""
         if self.mode != "rows" or attention is None or attention.positions_BL is None:
             return hidden_NMD
         _, mask_NM = _rows(attention)
-        index_T = _send(mask_NM.flatten().nonzero().flatten(), hidden_NMD.device)
+        index_T = send(mask_NM.flatten().nonzero().flatten(), hidden_NMD.device)
         return hidden_NMD.flatten(0, 1)[index_T].unflatten(0, attention.positions_BL.shape)
 
 
@@ -219,6 +221,67 @@ def _rows(attention: AttentionMetadata) -> tuple[Tensor, Tensor]:
     return index_NM, (places_M < starts.diff()[:, None]).long()
 
 
-def _send(x: Tensor, device: torch.device) -> Tensor:
-    """Copy from the host without waiting for the device."""
-    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
+_LENGTHS = [27, 5, 1, 31, 40, 24]
+"""Tokens of the documents of the trial, in two rows; some are longer than the windows and chunks of the clone."""
+
+
+@trial
+def choose_packing(config: PretrainedConfig) -> Packing:
+    """Return the fastest way in which a class keeps packed documents apart, and log one line if it is not the fastest.
+    Raise `UserError` if the class needs more than text, or tokens see later ones, as in an encoder."""
+    packing = _try(config)
+    if packing.mode != "kernel":
+        rows = "each packed document gets a row, padded to the length of the longest"
+        way = rows if packing.mode == "rows" else "packed documents are kept apart by masks of all pairs of tokens"
+        doubt = "" if packing.is_exact else ", but a trial did not show that they cannot change each other"
+        log = logger.info if packing.is_exact else logger.warning
+        log("%s: %s%s (%s)", config.model_type, way, doubt, packing.reason)
+    if missing := ", ".join(missing_kernels(config)):
+        logger.info("%s: without %s, its class computes with PyTorch's operations", config.model_type, missing)
+    return packing
+
+
+def _try(config: PretrainedConfig) -> Packing:
+    config, modes = copy.deepcopy(config), list(get_args(Mode))
+    text = config.get_text_config(decoder=True)
+    if getattr(text, "attn_logit_softcapping", None):
+        text.attn_logit_softcapping = 0.1  # so small that it changes the scores of the clone
+        if getattr(text, "attention_dropout", 0):  # our attention has not both
+            modes.remove("kernel")
+    model = None
+    try:
+        model = random_clone(config)
+        tokens_BL = torch.randint(TEXT_IDS.start, TEXT_IDS.stop, (2, 64))
+        documents = tokens_BL.flatten().split(_LENGTHS)
+        alone = [model(**text_inputs(model, document[None])).logits for document in documents]
+        packed = torch.cat(alone, 1)
+        if packed.shape[1] != tokens_BL.numel():
+            raise ValueError("it gives no logits for each token")
+    except Exception as error:
+        if model and isinstance(error, TypeError | ValueError):  # an argument is missing, or an explicit check
+            raise UserError(f"model_type {config.model_type} does not compute text alone: {in_words(error)}") from error
+        return Packing("rows", f"a tiny clone cannot be built ({in_words(error)})", is_exact=False)
+
+    def change(logits: Tensor, expected: Tensor) -> float:
+        return float((logits.reshape(expected.shape) - expected).abs().max() / packed.abs().max())
+
+    rows, start = (model(**text_inputs(model, x)).logits for x in (tokens_BL, documents[0][None, :10]))
+    if change(start, alone[0][:, :10]) > CLONE_TOLERANCE:
+        raise UserError(f"model_type {config.model_type}: its tokens see later ones, so it cannot predict them")
+    if change(rows, packed) < 100 * CLONE_TOLERANCE:
+        return Packing("rows", "no leak would be seen in a tiny clone", is_exact=False)
+    attention = AttentionMetadata.from_positions(torch.cat([torch.arange(n) for n in _LENGTHS]).view(2, 64))
+    reasons: list[str] = []
+    for mode in modes:
+        packing = Packing(mode, "; ".join(reasons))
+        try:
+            candidate = random_clone(config, packing.implementation)
+            plain = change(packing.run(candidate, tokens_BL, None).logits, rows)
+            leak = change(packing.gather(packing.run(candidate, tokens_BL, attention).logits, attention), packed)
+        except Exception as error:
+            reasons.append(f"{mode}: {in_words(error)}")
+            continue
+        if max(plain, leak) <= CLONE_TOLERANCE:
+            return packing
+        reasons.append(f"{mode}: leak {leak:.1e}, and without other documents logits change by {plain:.1e}")
+    return Packing("rows", "; ".join(reasons), is_exact=False)

@@ -32,10 +32,8 @@ def class_plan(document: Mapping[str, Any]) -> tuple[ShardingPlan, str]:
     if output is None:
         return ShardingPlan(tensor={}, attention=""), f"{name} names no output layer"
     tensor: dict[str, TensorSharding] = {} if output.weight is embedding.weight else {"head.output": "columns"}
-    inside = set(model.get_decoder().modules()) - {output}
-    for path, module in model.named_modules():
-        if module not in inside or not list(module.parameters(recurse=False)):
-            continue
+    inside = {module for module in model.get_decoder().modules() if list(module.parameters(recurse=False))} - {output}
+    for path, module in ((path, module) for path, module in model.named_modules() if module in inside):
         style = next((style for pattern, style in styles.items() if fnmatchcase(path, pattern)), None)
         is_whole = style is None and "Norm" in type(module).__name__
         kind = "vocabulary to whole" if module is embedding else "whole" if is_whole else _KINDS.get(style)

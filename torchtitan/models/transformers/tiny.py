@@ -1,18 +1,18 @@
 """Tiny clones of models: their class in transformers, with a shrunk configuration that keeps every mechanism."""
 
 import functools
+import inspect
 import json
 import re
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from transformers import PretrainedConfig
 
 from torchtitan.models.transformers.description import build_class
 
-P = ParamSpec("P")
-R = TypeVar("R")
+F = TypeVar("F", bound=Callable[..., Any])
 
 HIDDEN, HEADS, HEAD_DIM = 64, 4, 16
 VOCABULARY, POSITIONS, WINDOW = 128, 256, 8
@@ -20,26 +20,29 @@ VOCABULARY, POSITIONS, WINDOW = 128, 256, 8
 # Token ids of a tiny model that are ordinary text: special ids are below or above.
 TEXT_IDS = range(8, 64)
 
-# Names of integer fields, and the largest value that each keeps; the first match counts. None keeps the value, since a
-# scalar may be written as an integer. Fields that match nothing keep their values too.
+CLONE_TOLERANCE = 1e-4
+"""Largest change of a logit in a trial, relative to the largest logit: far above rounding, far below mistakes."""
+
+# Names of integer fields → largest value; the first match counts. None keeps the value, perhaps of a scalar.
 _LIMITS: list[tuple[str, int | None]] = [
-    (r".*floor.*|index_topk|indexer_budget|rel_extent|compress_rates.*|.*window.*|.*block_size", WINDOW),
-    (r".*chunk_?(size|len|length)", WINDOW),
+    (
+        r".*floor.*|index_topk|.*_budget|rel_extent|compress_rates.*|.*(window|chunk_?(size|len)).*|.*block_size",
+        WINDOW,
+    ),
     (r"unpadded_vocab_size", VOCABULARY - 8),
     (r".*vocab.*|num_embeddings|codebook_size|num_centroids", VOCABULARY),
-    (r".*(theta|scalar|scaling|scale_|multiplier|factor|_cap|capping|beta|freq|kernel|limit|_base).*", None),
+    # Of few index heads, scores are often all zero, and the choice among equal ones is arbitrary.
+    (r".*(theta|scal(ar|ing|e_)|multiplier|factor|_cap|beta|freq|kernel|limit|_base).*|index_n_heads", None),
     (r".*per_tok(en)?|.*top_?k(_experts)?|moe_k|index_kpool", 2),
     (r".*n_groups?|num_expert_group|topk_group|o_groups", 1),
     (r".*experts|.*expert_num", 4),
-    (r"index_n_heads", None),  # of few heads, scores are often all zero, and the choice among equal ones is arbitrary
     (r"(mamba_(n|num)|n_mamba)_heads", 2 * HIDDEN // HEAD_DIM),
     (r".*heads|n_head", HEADS),
     (r"qk_head_dim|attention_head_dim", 2 * HEAD_DIM),
-    (r".*(head_?dim|d_head|dim_head|head_size)|kv_channels|d_kv", HEAD_DIM),
+    (r".*(head_?dim|d_head|dim_head|head_size)|kv_channels|d_kv|patch_size", HEAD_DIM),
     (r".*(rank|state|state_size)|rotary_dim", 8),
     (r".*(positions?|position_embeddings|seq_len|seq_length|model_max_length|n_ctx|context_length)", POSITIONS),
     (r"mamba_d_ssm|attention_hidden_size", 2 * HIDDEN),
-    (r"patch_size", 16),
     (r".*feature_layer", -1),
     (r".*(intermediate|ffn|ff_|mlp).*(size|dim)(_mlp)?|d_ff|dff|dim_ff|n_inner", 96),
     (r".*(size|sizes|size_per_layer_input|dim|width|channels|embd|d_model|length|patches|tokens)|d_.*", HIDDEN),
@@ -48,23 +51,28 @@ _LAYERS = re.compile(r"num_hidden_layers|n_layers?|num_layers|((num_)?(encoder|d
 _FIRST_LAYERS = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index", "max_window_layers")
 _PERIODS = re.compile(r".*(period|interval|every_n_layers)")
 
-
 _results: dict[str, Any] = {}
 
 
-def trial(compute: Callable[P, R]) -> Callable[P, R]:
+def trial(compute: F) -> F:
     """Let a function of a model's description compute on the CPU, without gradients, and once per description."""
 
     @functools.wraps(compute)
-    def compute_once(*args: P.args, **kwargs: P.kwargs) -> R:
+    def compute_once(*args: Any, **kwargs: Any) -> Any:
         key = json.dumps((compute.__name__, args, kwargs), sort_keys=True, default=str)
         if key not in _results:
             with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
                 _results[key] = compute(*args, **kwargs)
-        result: R = _results[key]
-        return result
+        return _results[key]
 
-    return compute_once
+    return cast(F, compute_once)
+
+
+def text_inputs(model: Any, tokens_BL: torch.Tensor, **optional: Any) -> dict[str, Any]:
+    """Return the arguments of a class for tokens of text: those of `optional` that it takes, and types of tokens."""
+    optional |= {"use_cache": False, "mm_token_type_ids": torch.zeros_like(tokens_BL)}  # no images
+    takes = inspect.signature(model.forward).parameters
+    return {"input_ids": tokens_BL} | {name: value for name, value in optional.items() if name in takes}
 
 
 def random_clone(config: PretrainedConfig, implementation: str | None = None) -> Any:
@@ -80,20 +88,14 @@ def random_clone(config: PretrainedConfig, implementation: str | None = None) ->
 
 
 def tiny_config(config: PretrainedConfig) -> PretrainedConfig:
-    """Return a configuration of the same class that builds a model of about 100,000 parameters. Raise what the class
-    raises if it refuses it.
-
-    Sizes, windows, and counts of heads and experts shrink; one layer stays per kind, where a kind is what all per-layer
-    fields say about a layer. Flags and scalars, such as soft caps and multipliers, keep their values. Special token ids
-    move out of `TEXT_IDS`.
-    """
-    values = config.to_dict()
-    _shrink(values, config, {})
+    """Return a configuration of the same class that builds a model of about 100,000 parameters. Sizes, windows, and
+    counts of heads and experts shrink; a layer stays of each kind, which is what all per-layer fields say about it.
+    Flags and scalars, such as soft caps, keep their values. Special token ids move out of `TEXT_IDS`."""
+    _shrink(values := config.to_dict(), config, {})
     return type(config)(**values)
 
 
 def _shrink(values: dict[str, Any], config: PretrainedConfig, special_ids: dict[int, int]) -> None:
-    """Shrink `values`, the fields of `config`, and the configurations in it, in place."""
     for name in ("quantization_config", "auto_map", "dtype", "id2label", "label2id"):
         values.pop(name, None)
     _keep_layers(values)
@@ -157,14 +159,15 @@ def _keep_layers(values: dict[str, Any]) -> None:
     counts = {name: n for name, n in values.items() if _LAYERS.fullmatch(name) and type(n) is int and n > 2}
     n = counts.get("num_hidden_layers") or max(counts.values(), default=len(values.get("layers_block_type") or ()))
     lists = {name: list(v) for name, v in values.items() if isinstance(v, (list, tuple)) and v and n}
-    chosen = {name: v for name, v in lists.items() if re.search("layer|_idx|_index|_ids", name) and _ascends(v, n)}
+    named = {name: v for name, v in lists.items() if re.search("layer|_idx|_index|_ids", name)}
+    chosen = {name: v for name, v in named.items() if all(type(i) is int and i < n for i in v) and v == sorted(set(v))}
     extra = values.get("num_nextn_predict_layers") or 0
     per_layer = {name: v for name, v in lists.items() if n <= len(v) <= n + extra and name not in chosen}
     starts = {name: values[name] for name in _FIRST_LAYERS if type(values.get(name)) is int}
     shared = n - (values.get("num_kv_shared_layers") or 0)
     overrides = {int(i): v for i, v in (values.get("per_layer_config") or {}).items()}
     periods = [v for name, v in values.items() if _PERIODS.fullmatch(name) and type(v) is int and not per_layer]
-    periods += [len(v) for name, v in lists.items() if name == "block_types"]
+    periods += [len(lists[name]) for name in lists.keys() & {"block_types"}]
 
     kinds: dict[str, list[int]] = {}
     for i in range(n):
@@ -186,11 +189,6 @@ def _keep_layers(values: dict[str, Any]) -> None:
         values["attention_types"] = [[values["attention_layers"], 1]]
 
 
-def _ascends(values: list[Any], stop: int) -> bool:
-    """Whether `values` are numbers of layers below `stop`, in order."""
-    return all(type(value) is int and value < stop for value in values) and values == sorted(set(values))
-
-
 def _fit(values: dict[str, Any], old: dict[str, Any]) -> None:
     """Fit the fields that several sizes determine."""
     if "expand" in values and "num_heads" in values:
@@ -202,9 +200,8 @@ def _fit(values: dict[str, Any], old: dict[str, Any]) -> None:
     parameters = values.get("rope_parameters") or {}
     ropes = [rope for rope in parameters.values() if isinstance(rope, dict)] or [parameters]
     for place in (values, *ropes):  # YaRN and others scale by the ratio of the two maxima
-        if original := place.get("original_max_position_embeddings"):
-            ratio = old.get("original_max_position_embeddings", original) / old["max_position_embeddings"]
-            place["original_max_position_embeddings"] = max(int(POSITIONS * ratio), 2)
+        if original := place.get(key := "original_max_position_embeddings"):
+            place[key] = max(POSITIONS * old.get(key, original) // old["max_position_embeddings"], 2)
     for rope in ropes:
         width = values.get("head_dim") or HEAD_DIM
         rotary = int(width * (rope.get("partial_rotary_factor") or values.get("partial_rotary_factor") or 1.0))

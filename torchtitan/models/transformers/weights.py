@@ -1,9 +1,6 @@
-"""Tensor names and layouts of a class of transformers: those of its wrapper here, of the class, and of its files.
-
-The wrapper has the class as `model`, and the class's output weights, taken out of it, in `head.output`. Files differ
-from the class where transformers renames, stacks, fuses or splits tensors as it loads them. Its own rules
-(`transformers.conversion_mapping`) are applied here, to one group of tensors at a time: the experts of one layer.
-"""
+"""Tensor names and layouts of a class of transformers: those of its wrapper here, which has the class as `model` and
+its output weights in `head.output`, of the class, and of its files, to which the rules of transformers
+(`transformers.conversion_mapping`) lead, applied to one group of tensors at a time: the experts of one layer."""
 
 import functools
 from collections.abc import Collection, Iterable, Mapping
@@ -64,15 +61,10 @@ class Converted(Transform):
     """The conversion; None: a single tensor, unchanged."""
     key: str
     """Name of the first result."""
-    inputs: list[tuple[str | None, str]] = field(default_factory=list)
-    """Name of each tensor to convert, after the converter's pattern for it."""
+    inputs: dict[str, str | None] = field(default_factory=dict)
+    """Name of each tensor to convert → the converter's pattern for it."""
     outputs: list[str] = field(default_factory=list)
     """Results that are wanted, by the converter's names."""
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of the tensors to convert."""
-        return tuple(name for _, name in self.inputs)
 
     def simplest(self, results: Collection[str]) -> Transform:
         """Return the transform to these `results`."""
@@ -83,7 +75,7 @@ class Converted(Transform):
         if self.converter is None:
             return {self.key: next(iter(tensors))}
         converter: Any = deepcopy(self.converter)
-        for (pattern, name), tensor in zip(self.inputs, tensors, strict=True):
+        for (name, pattern), tensor in zip(self.inputs.items(), tensors, strict=True):
             converter.add_tensor(self.key, name, pattern, tensor)
         results = converter.convert(self.key, model=self.model, config=self.model.config)
         return {name: value[0] if isinstance(value, list) else value for name, value in results.items()}
@@ -124,8 +116,8 @@ class TransformersAdapter(StateDictAdapter):
         rename = functools.partial(loading.apply_renamings, weight_renamings=renamings)
         rows = []
         for group in _group(self._class, tensors, converters).values():
-            group.outputs.extend(group.convert([tensors[name] for name in group.names]))
-            internal = tuple(ours for name in group.names for ours in self._ours[name])
+            group.outputs.extend(group.convert([tensors[name] for name in group.inputs]))
+            internal = tuple(ours for name in group.inputs for ours in self._ours[name])
             external = tuple(rename(name) for name in group.outputs)
             rows.append(KeyMapping(internal, external, group.simplest(internal)))
         super().__init__(rows, n_layers=0, tied={rename(name): rename(tied_to) for name, tied_to in aliases.items()})
@@ -133,7 +125,7 @@ class TransformersAdapter(StateDictAdapter):
     def match(self, external: Mapping[str, TensorSpec]) -> Match:
         """Return how to read a checkpoint. Raise `UserError` if it has a tensor twice."""
         groups = _group(self._class, external, get_model_conversion_mapping(self._class), self._original)
-        unknown = {key: groups.pop(key).names for key in groups.keys() - self._original.keys()}
+        unknown = {key: groups.pop(key).inputs for key in groups.keys() - self._original.keys()}
         report = LoadStateDictInfo(set(), set(unknown), set(), [], {}, set())
         self._class._adjust_missing_and_unexpected_keys(report)  # removes the names that the class ignores
         # A tied tensor is read only if the original is absent.
@@ -141,37 +133,32 @@ class TransformersAdapter(StateDictAdapter):
         tied: dict[str, str] = {}
         steps = []
         for key, group in groups.items():
-            if group.converter is None and len(group.names) > 1:
-                raise UserError(f"the checkpoint has {key} more than once: {summarize_names(group.names)}")
+            names = tuple(group.inputs)
+            if group.converter is None and len(names) > 1:
+                raise UserError(f"the checkpoint has {key} more than once: {summarize_names(names)}")
             if (first := chosen[self._original[key]]) != key:
-                tied[group.names[0]] = groups[first].names[0]
+                tied[names[0]] = next(iter(groups[first].inputs))
                 continue
             try:
-                results = group.convert(_meta(external, group.names))
+                results = group.convert(external[name].on_meta() for name in names)
             except (RuntimeError, ValueError):  # tensors are missing, or have the wrong shape
                 continue
             wanted = {ours: name for name in results for ours in self._ours.get(self._original.get(name, ""), ())}
             group.outputs.extend(wanted.values())
-            steps.append(TensorConversion(tuple(wanted), group.names, group.simplest(wanted)))
+            steps.append(TensorConversion(tuple(wanted), names, group.simplest(wanted)))
         return Match(steps, tied, [name for key in sorted(report.unexpected_keys) for name in unknown[key]])
 
     def plan(self, external: Mapping[str, TensorSpec], internal: Mapping[str, TensorSpec]) -> Match:
         expected, match = self.external_specs(internal), self.match(external)
         found: dict[str, torch.Size] = {}
         for step in match.steps:
-            tensors = step.transform.to_internal(_meta(external, step.external), [])
+            tensors = step.transform.to_internal([external[name].on_meta() for name in step.external], [])
             found |= {ours: tensor.shape for ours, tensor in zip(step.internal, tensors, strict=True)}
-        missing: list[str] = []
-        shapes: list[tuple[str, torch.Size, torch.Size]] = []
-        for step in self.steps:
-            if all(found.get(ours) == internal[ours].shape for ours in step.internal):
-                continue
-            missing += [name for name in step.external if name not in external]
-            shapes += [(name, external[name].shape, expected[name].shape) for name in step.external if name in external]
-            if isinstance(step.transform, Converted):  # for example, of too many experts
-                shapes += [(ours, found[ours], internal[ours].shape) for ours in step.internal if ours in found]
-        check_names("the checkpoint", missing, match.unexpected)
-        check_shapes(shapes)
+        unread = [step for step in self.steps if any(found.get(x) != internal[x].shape for x in step.internal)]
+        names = [name for step in unread for name in step.external]
+        check_names("the checkpoint", [name for name in names if name not in external], match.unexpected)
+        check_shapes((name, external[name].shape, expected[name].shape) for name in names)
+        check_shapes((name, shape, internal[name].shape) for name, shape in found.items())  # of too many experts
         return match
 
 
@@ -189,9 +176,5 @@ def _group(
         if known and name in known and key not in known:
             key, pattern = name, None
         converter = None if pattern is None else by_pattern[pattern]
-        groups.setdefault(key, Converted(model, converter, key)).inputs.append((pattern, name))
+        groups.setdefault(key, Converted(model, converter, key)).inputs[name] = pattern
     return groups
-
-
-def _meta(specs: Mapping[str, TensorSpec], names: Iterable[str]) -> list[Tensor]:
-    return [torch.empty(specs[name].shape, dtype=specs[name].dtype, device="meta") for name in names]
