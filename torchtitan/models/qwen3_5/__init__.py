@@ -14,9 +14,9 @@ def _published(kind: type[Qwen35Model.Config] = Qwen35Model.Config, **sizes: Any
     return kind(vocab_size=248_320, max_seq_len=262_144, norm_eps=1e-6, rope=rope, **sizes)
 
 
-_SMALL = {"n_layers": 24, "n_heads": 8, "n_kv_heads": 2, "linear_num_value_heads": 16, "tie_embeddings": True}
-_MEDIUM = {"n_layers": 32, "n_heads": 16, "n_kv_heads": 4}
-_35B = {"dim": 2048, "n_layers": 40, "n_heads": 16, "n_kv_heads": 2, "head_dim": 256, "ffn_dim": 512}
+_SMALL: Any = {"n_layers": 24, "n_heads": 8, "n_kv_heads": 2, "linear_num_value_heads": 16, "tie_embeddings": True}
+_MEDIUM: Any = {"n_layers": 32, "n_heads": 16, "n_kv_heads": 4}
+_35B: Any = {"dim": 2048, "n_layers": 40, "n_heads": 16, "n_kv_heads": 2, "head_dim": 256, "ffn_dim": 512}
 _DEBUG: Any = {**SMALL, "norm_eps": 1e-6, "rope": RoPEConfig(theta=10_000.0, rotated_fraction=0.25)}
 _DEBUG |= {"linear_num_key_heads": 8, "linear_num_value_heads": 16}
 _DEBUG |= {"linear_key_head_dim": 32, "linear_value_head_dim": 32}

@@ -6,7 +6,7 @@ from typing import Any
 from torchtitan.models.common.config_reader import ConfigReader
 from torchtitan.models.common.decoder import DENSE_SHARDING
 from torchtitan.protocols import ShardingPlan
-from torchtitan.protocols.state_dict_adapter import Identity, KeyMapping, Permuted, Stacked
+from torchtitan.protocols.state_dict_adapter import Identity, KeyMapping, Permuted, Stacked, Transform
 
 MOE_SHARDING = ShardingPlan(
     tensor={**DENSE_SHARDING.tensor, "layers.*.moe": "local tokens"},
@@ -49,10 +49,10 @@ def transposed_expert_rows(order: tuple[int, ...]) -> tuple[KeyMapping, ...]:
     """Return the rows of a router and of experts whose fused tensors are transposed: `w13` with dimensions in another
     `order`, of which the last two are one."""
     gate_up, bias, others = Permuted(order, joined=2), Permuted((0, 2, 1), joined=1), Permuted((0, 2, 1))
-    names = {"w13": ("gate_up_proj", gate_up), "bias13": ("gate_up_proj_bias", bias), "w2": ("down_proj", others)}
+    names: dict[str, tuple[str, Transform]] = {"w13": ("gate_up_proj", gate_up), "bias13": ("gate_up_proj_bias", bias)}
+    names |= {"w2": ("down_proj", others), "bias2": ("down_proj_bias", Identity())}
     rows = {f"experts.{name}": (f"experts.{theirs}", transform) for name, (theirs, transform) in names.items()}
     rows |= {name: (name, Identity()) for name in ("router.weight", "router.bias")}
-    rows["experts.bias2"] = "experts.down_proj_bias", Identity()
     return tuple(KeyMapping(f"layers.*.moe.{o}", f"model.layers.*.mlp.{t}", x) for o, (t, x) in rows.items())
 
 
