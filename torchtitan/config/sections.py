@@ -136,9 +136,8 @@ class ParallelismConfig:
     sequence, which balances causal attention; `none`, one contiguous piece."""
 
     expert_parallel_degree: int = 1
-    """Ranks that divide the routed experts of each layer, and exchange tokens. It divides the experts, and the ranks of
-    one copy of a layer: data_parallel_shard_degree x context_parallel_degree x tensor_parallel_degree, without the last
-    if expert_tensor_parallel_degree equals it."""
+    """Ranks that divide the routed experts of each layer, and exchange tokens. It divides the experts, and the product
+    of shard, context and tensor degree; without the tensor degree if expert_tensor_parallel_degree equals it."""
 
     expert_tensor_parallel_degree: int = 1
     """Ranks that split the width of each routed expert: 1 or tensor_parallel_degree."""

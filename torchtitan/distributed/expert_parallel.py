@@ -87,8 +87,7 @@ def _shard(experts: StackedExperts, mesh: DeviceMesh) -> None:
 
 
 def _local(parameter: DTensor, factor: float) -> Tensor:
-    """Return this rank's part of a parameter, or its share of one that all tensor-parallel ranks have, whose results
-    they add up. Gradients are multiplied by `factor`."""
+    """Return a rank's part of a parameter, or its share of one that tensor-parallel ranks add up; scale gradients."""
     placements = [Partial() if place.is_replicate() else place for place in parameter.placements]
     local = parameter.to_local(grad_placements=placements)
     if local.requires_grad:

@@ -186,11 +186,13 @@ class ParallelDims:
         """Return the mesh of routed experts: "dp_replicate", "efsdp", "ep", and "tp" if it splits experts; if not, its
         ranks are among those of the others."""
         if self.etp == self.tp:
-            sizes = (self.dp_shard * self.cp // self.ep, self.ep)
-            return split_mesh(mesh, "fsdp", sizes, ("efsdp", "ep"))
-        ranks = flatten_mesh(mesh["fsdp", "tp"])
-        inner = split_mesh(ranks, 0, (ranks.size() // self.ep, self.ep), ("efsdp", "ep"))
-        return concatenate_meshes(mesh["dp_replicate"], inner)
+            experts = split_mesh(mesh, "fsdp", (self.dp_shard * self.cp // self.ep, self.ep), ("efsdp", "ep"))
+        else:
+            ranks = flatten_mesh(mesh["fsdp", "tp"])
+            inner = split_mesh(ranks, 0, (ranks.size() // self.ep, self.ep), ("efsdp", "ep"))
+            experts = concatenate_meshes(mesh["dp_replicate"], inner)
+        flatten_mesh(experts["efsdp", "ep"])  # as in `build_mesh`
+        return experts
 
 
 def _product(degrees: Mapping[str, int]) -> str:
