@@ -106,8 +106,7 @@ class Stacked(Transform):
         return [torch.stack(tensors, dim=self.dim).view(shapes[0])]
 
     def to_external(self, tensors: list[Tensor]) -> list[Tensor]:
-        (stack,) = tensors
-        return list(stack.flatten(self.dim, self.dim + self.n_dims - 1).unbind(self.dim))
+        return list(tensors[0].flatten(self.dim, self.dim + self.n_dims - 1).unbind(self.dim))
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,6 @@ FUSED_EXPERT_ROWS: Sequence[KeyMapping] = (
 
 EXPERT_TENSORS = tuple(row.internal for row in FUSED_EXPERT_ROWS)
 
-
 SELECTION_ROW = KeyMapping("layers.*.moe.router.selection.bias_E", "model.layers.*.mlp.gate.e_score_correction_bias")
 """The selection bias."""
 
