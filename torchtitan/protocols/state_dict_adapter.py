@@ -116,8 +116,7 @@ class Stacked(Transform):
         return None if self.dim else [(name, slice(None)) for name in names[rows.start * n : rows.stop * n]]
 
     def to_external(self, tensors: list[Tensor]) -> list[Tensor]:
-        (stack,) = tensors
-        return list(stack.flatten(self.dim, self.dim + self.n_dims - 1).unbind(self.dim))
+        return list(tensors[0].flatten(self.dim, self.dim + self.n_dims - 1).unbind(self.dim))
 
 
 @dataclass(frozen=True)
