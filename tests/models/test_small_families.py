@@ -18,7 +18,8 @@ FAMILIES = sorted(
     for folder in built_in_modules().values()
     if folder.parent.name == "models" and folder.name not in ("auto", ANY_CLASS)
 )
-SEVERAL_GENERATIONS = {"llama3", "gemma", "olmo", "granite", "phi3", "glm4", "qwen2", "mistral", "qwen3_moe"}
+SEVERAL_GENERATIONS = {"llama3", "gemma", "olmo", "granite", "phi3", "glm4", "qwen2", "mistral"}
+SEVERAL_GENERATIONS |= {"qwen3_moe", "deepseek_v3"}
 DEFAULT = "llama3"
 """The family of experiments and templates."""
 
@@ -47,7 +48,7 @@ def test_package_of_any_class_is_short() -> None:
 
 def test_common_parts_are_short() -> None:
     assert lines_in(list(COMMON.glob("*.py"))) <= 2500
-    assert lines_in(list(COMMON.glob("moe/*.py"))) <= 900
+    assert lines_in(list(COMMON.glob("moe/*.py"))) <= 950
 
 
 def test_configurations_of_common_parts_have_few_fields() -> None:

@@ -126,6 +126,11 @@ def communication_operations() -> list[Any]:
     return [collectives.reduce_scatter_tensor.default, collectives.all_to_all_single.default]
 
 
+def write_count(tensor: "Tensor") -> int:
+    """Return how often a tensor has been changed in place; there is no public way to notice that on the meta device."""
+    return tensor._version
+
+
 def process_groups() -> list["dist.ProcessGroup"]:
     """Return all process groups of this process, which PyTorch lists nowhere else."""
     from torch.distributed import distributed_c10d

@@ -113,7 +113,6 @@ def _read_scaling(rope: RoPEConfig, reader: ConfigReader, parameters: ConfigRead
         rope.attention_factor = parameters.number("attention_factor")
     elif parameters.has("mscale") and parameters.has("mscale_all_dim"):
         rope.attention_factor = _mscale(rope, parameters, "mscale") / _mscale(rope, parameters, "mscale_all_dim")
-    rope.mscale_all_dim = parameters.number("mscale_all_dim") if parameters.has("mscale_all_dim") else 0.0
     if parameters.has("truncate") and not parameters.flag("truncate"):
         rope.scaling = "yarn_untruncated"
     if rope.scaling == "longrope":
@@ -181,7 +180,6 @@ def _scaling(rope: RoPEConfig, max_seq_len: int) -> Mapping[str, Any] | None:
         scaling[_ORIGINAL_CONTEXT] = rope.original_max_seq_len
     if rope.attention_factor is not None:
         scaling["attention_factor"] = rope.attention_factor
-    scaling |= {"mscale_all_dim": rope.mscale_all_dim} if rope.mscale_all_dim else {}
     if rope.scaling == "longrope":
         scaling |= {"short_factor": rope.short_factors, "long_factor": rope.long_factors}
     return scaling

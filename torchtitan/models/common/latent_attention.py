@@ -1,7 +1,6 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, 2.1): keys and values of all heads come from one short
 vector per token, the latent of width R, which is all that caches and other ranks need."""
 
-import math
 from functools import partial
 from typing import Any
 
@@ -19,13 +18,12 @@ from torchtitan.protocols.attention import AttentionMetadata
 class LatentScores(nn.Module):
     """Attention of queries to latents, which context parallelism gathers and generation stores."""
 
-    def __init__(self, config: Decoder.Config, rank: int, v_dim: int, init_std: float):
+    def __init__(self, config: Decoder.Config, rank: int, v_dim: int, scale: float, init_std: float):
         super().__init__()
         head_dim, self.v_dim = config.resolved_head_dim, v_dim
         self.plain_dim = head_dim - config.rope.rotated_dim(head_dim)
         self.wkv_b = make_linear(rank, config.n_heads * (self.plain_dim + v_dim), init_std)
-        mscale = 1 + 0.1 * config.rope.mscale_all_dim * math.log(max(1.0, config.rope.scaling_factor))
-        self.scores = Attention(scale=head_dim**-0.5 * mscale**2)
+        self.scores = Attention(scale=scale)
 
     def forward(self, q_BLHD: Tensor, latent_BS1R: Tensor, k_BS1P: Tensor, attention: AttentionMetadata) -> Tensor:
         """Return (B, L, H, v_dim). `k_BS1P` is the part of the keys with positions, the same for all heads."""
@@ -37,10 +35,19 @@ class LatentScores(nn.Module):
 
 class LatentAttention(nn.Module):
     """Causal self-attention to latents of width `rank`; queries have latents of width `q_rank`, or none. Only the last
-    part of a head, of width P, has positions, and all heads share its keys. `interleaved`: RoPE rotates neighbors."""
+    part of a head, of width P, has positions, and all heads share its keys. `scale`: of scores. `interleaved`: RoPE
+    rotates neighbors."""
 
     def __init__(
-        self, config: Decoder.Config, *, q_rank: int | None, rank: int, v_dim: int, interleaved: bool, **stds: float
+        self,
+        config: Decoder.Config,
+        *,
+        q_rank: int | None,
+        rank: int,
+        v_dim: int,
+        scale: float,
+        interleaved: bool,
+        **stds: float,
     ):
         super().__init__()
         norm = partial(RMSNorm, eps=1e-6)  # in the published models, whatever their other norms have
@@ -54,7 +61,7 @@ class LatentAttention(nn.Module):
         self.wkv_a = make_linear(dim, sum(self.widths), init_std, bias=bias)
         self.kv_norm = norm(rank)
         self.latents = nn.Identity()  # tensor parallelism gathers its input, the latents of each rank's tokens
-        self.attend = LatentScores(config, rank, v_dim, init_std)
+        self.attend = LatentScores(config, rank, v_dim, scale, init_std)
         self.wo = make_linear(config.n_heads * v_dim, dim, stds["out_init_std"], bias=bias)
 
     def forward(self, x_BLD: Tensor, rope: tuple[Tensor, Tensor], attention: AttentionMetadata) -> Tensor:

@@ -43,9 +43,6 @@ class RoPEConfig:
     attention_factor: float | None = None
     """Factor of queries and keys (`yarn`, `longrope`). None: the published function of scaling_factor."""
 
-    mscale_all_dim: float = 0.0
-    """Growth of the square root of scores with the logarithm of scaling_factor (latent attention)."""
-
     short_factors: list[float] | None = None
     """Divisor of each pair's frequency in documents up to original_max_seq_len (`longrope`)."""
 

@@ -1,5 +1,6 @@
 """DeepSeek-V2 and V3 (arXiv:2405.04434, 2412.19437), Kimi K2 (arXiv:2507.20534), and their Hugging Face format."""
 
+import math
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -8,6 +9,7 @@ from torch import nn
 
 from torchtitan.models.common import hugging_face as hf
 from torchtitan.models.common.config_reader import ConfigReader
+from torchtitan.models.common.hugging_face_rope import write_rope
 from torchtitan.models.common.latent_attention import LatentAttention
 from torchtitan.models.common.moe import rows
 from torchtitan.models.common.moe.decoder import MoEDecoder, SigmoidExpertLayers
@@ -32,6 +34,9 @@ class DeepSeekModel(SigmoidExpertLayers, MoEDecoder):
         v_head_dim: int
         """Width of a head's values, at most --model.head_dim."""
 
+        mscale_all_dim: float = 0.0
+        """Growth of the square root of attention scores with the logarithm of --model.rope.scaling_factor."""
+
         rope_interleave: bool = True
         """Rotate neighboring pairs of elements, not the two halves of the rotated part."""
 
@@ -50,7 +55,9 @@ class DeepSeekModel(SigmoidExpertLayers, MoEDecoder):
     def make_attention(self, index: int, **options: Any) -> nn.Module:
         config = self.config
         ranks: Any = {"q_rank": config.q_lora_rank, "rank": config.kv_lora_rank, "v_dim": config.v_head_dim}
-        return LatentAttention(config, **ranks, interleaved=config.rope_interleave, **self.init_stds(index))
+        mscale = 1 + 0.1 * config.mscale_all_dim * math.log(max(1.0, config.rope.scaling_factor))
+        scale, stds = config.resolved_head_dim**-0.5 * mscale**2, self.init_stds(index)
+        return LatentAttention(config, **ranks, scale=scale, interleaved=config.rope_interleave, **stds)
 
     def score_flops(self, index: int, seq_len: int) -> float:
         return super().score_flops(index, seq_len) * (1 + self.config.v_head_dim / self.config.resolved_head_dim) / 2
@@ -71,6 +78,9 @@ def _prepare(document: dict[str, Any]) -> dict[str, Any]:
     reader = ConfigReader("config.json", {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, **document})
     plain, rotated = (reader.whole_number(f"qk_{part}_head_dim") for part in ("nope", "rope"))
     widths = {"head_dim": plain + rotated, "partial_rotary_factor": rotated / (plain + rotated)}
+    for section in ("rope_scaling", "rope_parameters"):
+        if (scaling := reader.section(section)).has("mscale_all_dim"):
+            widths["mscale_all_dim"] = scaling.number("mscale_all_dim")
     return {**rows.prepare_dense_layers(document, 0 if is_v2 else 3), **widths}
 
 
@@ -78,10 +88,15 @@ def _write(config: DeepSeekModel.Config, score: str) -> dict[str, Any] | None:
     dense, head_dim = rows.write_dense_layers(config, score), config.resolved_head_dim
     rotated = config.rope.rotated_dim(head_dim)
     widths = {"head_dim": rotated, "qk_rope_head_dim": rotated, "qk_nope_head_dim": head_dim - rotated}
-    return None if dense is None else {**dense, **widths, "partial_rotary_factor": 1.0}
+    scaling = write_rope(config.rope, config.max_seq_len)["rope_scaling"]
+    ropes = {"rope_scaling": {**scaling, "mscale_all_dim": config.mscale_all_dim}} if scaling else {}
+    return None if dense is None else {**dense, **widths, "partial_rotary_factor": 1.0, **ropes}
 
 
-_KEYS = {**rows.SIGMOID_KEYS, **{k: k for k in ("q_lora_rank", "kv_lora_rank", "v_head_dim", "attention_bias")}}
+_KEYS = {
+    **rows.SIGMOID_KEYS,
+    **{k: k for k in ("q_lora_rank", "kv_lora_rank", "v_head_dim", "attention_bias", "mscale_all_dim")},
+}
 _V2_SCORES = {"scoring_func": "softmax", "norm_topk_prob": False}
 _WIDTHS = {"q_lora_rank": 1536, "kv_lora_rank": 512, "v_head_dim": 128, "partial_rotary_factor": 1.0}
 _V3 = hf.ModelType(

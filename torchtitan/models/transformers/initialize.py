@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from torchtitan.protocols.initializer import TruncatedNormal, with_initializers
 from torchtitan.protocols.model import BaseModel
-from torchtitan.tools.torch_private import device_constructors
+from torchtitan.tools.torch_private import device_constructors, write_count
 
 _SMALL = 2**20
 """Elements of the largest tensor that keeps, in memory, the value that its class's constructor gives."""
@@ -28,12 +28,12 @@ def add_initializers(model: nn.Module) -> None:
     owned = list(_with_owners(model))
     # Subclasses may compute their weights.
     simple = {module: owner for owner, module in owned if type(module) in (nn.Linear, nn.Embedding)}
-    versions = {module: module.weight._version for module in simple}
+    counts = {module: write_count(module.weight) for module in simple}
     for owner, module in owned:
         if module not in simple:
             owner._init_weights(module)
     for module, owner in simple.items():
-        if module.weight._version == versions[module]:
+        if write_count(module.weight) == counts[module]:
             stds = (getattr(owner.config, key, None) for key in ("initializer_range", "init_std", "initializer_factor"))
             with_initializers(module, weight=TruncatedNormal(next((std for std in stds if std), 0.02)))
 
