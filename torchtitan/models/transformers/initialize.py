@@ -28,12 +28,12 @@ def add_initializers(model: nn.Module) -> None:
     owned = list(_with_owners(model))
     # Subclasses may compute their weights.
     simple = {module: owner for owner, module in owned if type(module) in (nn.Linear, nn.Embedding)}
-    counts = {module: write_count(module.weight) for module in simple}
+    counts = {module: write_count(module.get_parameter("weight")) for module in simple}
     for owner, module in owned:
         if module not in simple:
             owner._init_weights(module)
     for module, owner in simple.items():
-        if write_count(module.weight) == counts[module]:
+        if write_count(module.get_parameter("weight")) == counts[module]:
             stds = (getattr(owner.config, key, None) for key in ("initializer_range", "init_std", "initializer_factor"))
             with_initializers(module, weight=TruncatedNormal(next((std for std in stds if std), 0.02)))
 
