@@ -9,7 +9,6 @@ from torchtitan.models.common.recipes import small_run
 from torchtitan.models.llama3 import model_registry
 from torchtitan.trainer import Trainer
 
-
 from .trainer import DistillationTrainer
 
 
