@@ -1,0 +1,112 @@
+"""`torchtitan run`: run command lines as the stages of a recipe, each on the model of an earlier one."""
+
+import argparse
+import json
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torchtitan.cli.model_options import run_command
+from torchtitan.tools import durable
+from torchtitan.tools.errors import UserError
+from torchtitan.tools.files import regular_file
+from torchtitan.tools.logging import init_logger, logger
+from torchtitan.tools.process import StopSignals
+
+_KEYS = {"name", "run", "base"}
+
+
+def run(args: Sequence[str]) -> int:
+    """Run the stages of a recipe that have not finished, and return the exit code: that of the first stage that
+    fails."""
+    parser = argparse.ArgumentParser(
+        prog="torchtitan run",
+        description="Run the stages of a recipe, a YAML file, in order. Finished stages are not repeated, and an "
+        "interrupted training stage resumes from its checkpoint.",
+    )
+    parser.add_argument("recipe", type=Path, help="YAML file: `stages`, a list of `name`, `run` and `base`")
+    parser.add_argument("--folder", type=Path, help="folder of all stages (default: outputs/NAME of the recipe)")
+    options = parser.parse_args(args)
+    code = 0
+
+    def run_stages() -> None:
+        nonlocal code
+        code = _run_stages(_read(options.recipe), options.folder or Path("outputs", options.recipe.stem))
+
+    init_logger()
+    return run_command("run", run_stages) or code
+
+
+def _read(path: Path) -> list[dict[str, str]]:
+    """Return the stages. Raise `UserError` for a file that is no recipe."""
+    import yaml
+
+    try:
+        recipe: Any = yaml.safe_load(regular_file(path).read_text())
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise UserError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
+    stages = recipe.get("stages") if isinstance(recipe, dict) else None
+    if not isinstance(stages, list) or not stages:
+        raise UserError(f"{path} has no list `stages`; each stage has a `name` and a command line `run`")
+    names: list[str] = []
+    for number, stage in enumerate(stages, 1):
+        if not isinstance(stage, dict) or not {"name", "run"} <= stage.keys() <= _KEYS:
+            raise UserError(f"{path}: stage {number} must have `name` and `run`, and may have `base`, and nothing else")
+        if not str(stage["name"]).isidentifier() or stage["name"] in names:
+            raise UserError(f"{path}: stage {number} has the name '{stage['name']}'; use a new word for each stage")
+        if stage.get("base") == "previous" and not names:
+            raise UserError(f"{path}: stage '{stage['name']}' has no previous training stage to be its base")
+        names += [stage["name"]] if _is_training(stage) else []
+    return stages
+
+
+def _is_training(stage: dict[str, str]) -> bool:
+    return shlex.split(stage["run"])[:1] == ["train"]
+
+
+def _run_stages(stages: list[dict[str, str]], folder: Path) -> int:
+    previous = ""
+    for stage in stages:
+        own, base, words = folder / stage["name"], stage.get("base", ""), shlex.split(stage["run"])
+        if base:
+            model = previous if base == "previous" else base
+            words += ["--hf_assets_path" if _is_training(stage) else "--checkpoint", model]
+        words += ["--dump_folder", str(own)] if _is_training(stage) else []
+        done = own / "finished.json"
+        if not done.exists():
+            if code := _run_stage(stage["name"], words, own, shows=not _is_training(stage)):
+                return code
+        elif json.loads(done.read_text()) != words:
+            raise UserError(f"stage '{stage['name']}' finished with another command line; remove {own} to repeat it")
+        if _is_training(stage):
+            previous = _exported(own, stage["name"])
+        if not done.exists():
+            durable.write(done, json.dumps(words).encode())
+    return 0
+
+
+def _run_stage(name: str, words: list[str], folder: Path, *, shows: bool) -> int:
+    """Run a command line, and return its exit code. If it `shows` results, they are printed and kept in output.txt."""
+    logger.info("stage %s: torchtitan %s", name, shlex.join(words))
+    durable.make_folder(folder)
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "torchtitan", *words], stdout=subprocess.PIPE if shows else None
+    )
+    signals = StopSignals(on_first=process.send_signal, on_second=lambda _: process.kill())
+    output, _ = process.communicate()
+    signals.close()
+    if shows:
+        sys.stdout.write(output.decode())
+        (folder / "output.txt").write_bytes(output)
+    return 128 + signals.first if signals.first else abs(process.returncode)
+
+
+def _exported(folder: Path, name: str) -> str:
+    """Return the Hugging Face folder that a training stage has exported. Raise `UserError` if there is none."""
+    found = [path.parent for path in folder.glob("checkpoint/step-*/config.json")]
+    if not found:
+        raise UserError(f"stage '{name}' has exported no model; add --checkpoint.enable --checkpoint.last_save_in_hf")
+    return str(max(found, key=lambda path: int(path.name.removeprefix("step-"))))
