@@ -13,10 +13,8 @@ from torchtitan.cli.model_options import run_command
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.files import regular_file
-from torchtitan.tools.logging import init_logger, logger
+from torchtitan.tools.logging import logger
 from torchtitan.tools.process import StopSignals
-
-_KEYS = {"name", "run", "base"}
 
 
 def run(args: Sequence[str]) -> int:
@@ -30,14 +28,8 @@ def run(args: Sequence[str]) -> int:
     parser.add_argument("recipe", type=Path, help="YAML file: `stages`, a list of `name`, `run` and `base`")
     parser.add_argument("--folder", type=Path, help="folder of all stages (default: outputs/NAME of the recipe)")
     options = parser.parse_args(args)
-    code = 0
-
-    def run_stages() -> None:
-        nonlocal code
-        code = _run_stages(_read(options.recipe), options.folder or Path("outputs", options.recipe.stem))
-
-    init_logger()
-    return run_command("run", run_stages) or code
+    folder = options.folder or Path("outputs", options.recipe.stem)
+    return run_command("run", lambda: _run_stages(_read(options.recipe), folder))
 
 
 def _read(path: Path) -> list[dict[str, str]]:
@@ -51,20 +43,33 @@ def _read(path: Path) -> list[dict[str, str]]:
     stages = recipe.get("stages") if isinstance(recipe, dict) else None
     if not isinstance(stages, list) or not stages:
         raise UserError(f"{path} has no list `stages`; each stage has a `name` and a command line `run`")
-    names: list[str] = []
+    has_trained, names = False, set()
     for number, stage in enumerate(stages, 1):
-        if not isinstance(stage, dict) or not {"name", "run"} <= stage.keys() <= _KEYS:
-            raise UserError(f"{path}: stage {number} must have `name` and `run`, and may have `base`, and nothing else")
-        if not str(stage["name"]).isidentifier() or stage["name"] in names:
-            raise UserError(f"{path}: stage {number} has the name '{stage['name']}'; use a new word for each stage")
-        if stage.get("base") == "previous" and not names:
-            raise UserError(f"{path}: stage '{stage['name']}' has no previous training stage to be its base")
-        names += [stage["name"]] if _is_training(stage) else []
+        if not _is_stage(stage):
+            raise UserError(
+                f"{path}: stage {number} must have `name` and `run`, a command line, and may have `base`, all text"
+            )
+        name = stage["name"]
+        if not name.isidentifier() or name in names:
+            raise UserError(f"{path}: stage {number} has the name '{name}'; use a new word for each stage")
+        if stage.get("base") == "previous" and not has_trained:
+            raise UserError(f"{path}: stage '{name}' has no previous training stage to be its base")
+        has_trained |= _is_training(stage)
+        names.add(name)
     return stages
 
 
+def _is_stage(stage: Any) -> bool:
+    if not isinstance(stage, dict) or not {"name", "run"} <= stage.keys() <= {"name", "run", "base"}:
+        return False
+    try:
+        return all(isinstance(text, str) for text in stage.values()) and bool(shlex.split(stage["run"]))
+    except ValueError:  # a quotation without an end
+        return False
+
+
 def _is_training(stage: dict[str, str]) -> bool:
-    return shlex.split(stage["run"])[:1] == ["train"]
+    return stage["run"].split()[0] == "train"
 
 
 def _run_stages(stages: list[dict[str, str]], folder: Path) -> int:
