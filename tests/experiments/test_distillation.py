@@ -55,18 +55,20 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-def distill(folder: Path, dump: Path, config: str = "pretrain", **options: object) -> DistillationTrainer:
+def distill(
+    folder: Path, dump: Path, config: str = "pretrain", world_size: int = 1, **options: object
+) -> DistillationTrainer:
     changed = {key.replace("__", "."): value for key, value in options.items()}
     common = {"hf_assets_path": folder / "student", "teacher.path": folder / "teacher", "dump_folder": dump}
     data = {"dataloader.cache_dir": folder / "cache", "dataloader.dataset": "stories"}
     words = flags({**common, **data, **OPTIONS, **changed})
     parsed = ConfigManager().parse_args(["--module", "distillation", "--config", config, *words]).config
-    parsed.check(world_size=1 if not torch.distributed.is_initialized() else torch.distributed.get_world_size())
+    parsed.check(world_size)
     return run(parsed)
 
 
 def distill_on_ranks(folder: Path, dump: Path, options: dict[str, object]) -> None:
-    distill(folder, dump, **options)
+    distill(folder, dump, world_size=torch.distributed.get_world_size(), **options)
 
 
 @pytest.mark.parametrize("teacher", ["teacher", "padded"])
@@ -174,9 +176,13 @@ def test_invalid_options_are_rejected(folder, tmp_path):
         ({"loss__chunk_tokens": 0}, r"--loss\.chunk_tokens is 0"),
         ({"parallelism__pipeline_parallel_degree": 2}, r"--parallelism\.pipeline_parallel_degree 2 cannot be combined"),
         ({"teacher__offload": True}, r"offloading a model needs FSDP"),
+        (
+            {"teacher__path": folder / "padded", "parallelism__tensor_parallel_degree": 2},
+            r"the student's has 2048 rows, and the teacher's 2100; set it to 1",
+        ),
     ):
         with pytest.raises(UserError, match=message):
-            distill(folder, tmp_path, **options)
+            distill(folder, tmp_path, world_size=options.get("parallelism__tensor_parallel_degree", 1), **options)
 
 
 def test_different_tokenizers_are_rejected(folder, tmp_path):
@@ -188,7 +194,10 @@ def test_different_tokenizers_are_rejected(folder, tmp_path):
     with pytest.raises(UserError, match=r"differ first in token 1000, which twice is .* for the teacher") as caught:
         distill(folder, tmp_path / "run", teacher__path=tmp_path / "other")
     assert "\n" not in str(caught.value)
-    with pytest.raises(UserError, match=r"has a vocabulary of 2048, and the tokenizer 2049"):
+    with pytest.raises(
+        UserError,
+        match=r"first in token 2048, which twice is None for the teacher and '<\|new\|><\|new\|>' for the student",
+    ):
         distill(folder, tmp_path / "run", tokenizer__added_tokens=["<|new|>"])
 
 

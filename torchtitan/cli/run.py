@@ -1,6 +1,7 @@
 """`torchtitan run`: run command lines as the stages of a recipe, each on the model of an earlier one."""
 
 import argparse
+import contextlib
 import json
 import shlex
 import subprocess
@@ -18,12 +19,10 @@ from torchtitan.tools.process import StopSignals
 
 
 def run(args: Sequence[str]) -> int:
-    """Run the stages of a recipe that have not finished, and return the exit code: that of the first stage that
-    fails."""
+    """Run the stages of a recipe that have not finished; return the exit code of the first one that fails, or 0."""
     parser = argparse.ArgumentParser(
         prog="torchtitan run",
-        description="Run the stages of a recipe, a YAML file, in order. Finished stages are not repeated, and an "
-        "interrupted training stage resumes from its checkpoint.",
+        description="Run the stages of a recipe in order. Finished ones are not repeated, an interrupted one resumes.",
     )
     parser.add_argument("recipe", type=Path, help="YAML file: `stages`, a list of `name`, `run` and `base`")
     parser.add_argument("--folder", type=Path, help="folder of all stages (default: outputs/NAME of the recipe)")
@@ -33,24 +32,19 @@ def run(args: Sequence[str]) -> int:
 
 
 def _read(path: Path) -> list[dict[str, str]]:
-    """Return the stages. Raise `UserError` for a file that is no recipe."""
     import yaml
 
     try:
         recipe: Any = yaml.safe_load(regular_file(path).read_text())
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise UserError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
-    stages = recipe.get("stages") if isinstance(recipe, dict) else None
-    if not isinstance(stages, list) or not stages:
+    if not isinstance(recipe, dict) or not isinstance(stages := recipe.get("stages"), list) or not stages:
         raise UserError(f"{path} has no list `stages`; each stage has a `name` and a command line `run`")
     has_trained, names = False, set()
     for number, stage in enumerate(stages, 1):
         if not _is_stage(stage):
-            raise UserError(
-                f"{path}: stage {number} must have `name` and `run`, a command line, and may have `base`, all text"
-            )
-        name = stage["name"]
-        if not name.isidentifier() or name in names:
+            raise UserError(f"{path}: stage {number} must have `name` and `run`, a command line, and may have `base`")
+        if not (name := stage["name"]).isidentifier() or name in names:
             raise UserError(f"{path}: stage {number} has the name '{name}'; use a new word for each stage")
         if stage.get("base") == "previous" and not has_trained:
             raise UserError(f"{path}: stage '{name}' has no previous training stage to be its base")
@@ -62,10 +56,9 @@ def _read(path: Path) -> list[dict[str, str]]:
 def _is_stage(stage: Any) -> bool:
     if not isinstance(stage, dict) or not {"name", "run"} <= stage.keys() <= {"name", "run", "base"}:
         return False
-    try:
+    with contextlib.suppress(ValueError):  # a quotation without an end
         return all(isinstance(text, str) for text in stage.values()) and bool(shlex.split(stage["run"]))
-    except ValueError:  # a quotation without an end
-        return False
+    return False
 
 
 def _is_training(stage: dict[str, str]) -> bool:
@@ -75,31 +68,26 @@ def _is_training(stage: dict[str, str]) -> bool:
 def _run_stages(stages: list[dict[str, str]], folder: Path) -> int:
     previous = ""
     for stage in stages:
-        own, base, words = folder / stage["name"], stage.get("base", ""), shlex.split(stage["run"])
+        own, base, trains = folder / stage["name"], stage.get("base", ""), _is_training(stage)
+        words, done = shlex.split(stage["run"]), own / "finished.json"
         if base:
-            model = previous if base == "previous" else base
-            words += ["--hf_assets_path" if _is_training(stage) else "--checkpoint", model]
-        words += ["--dump_folder", str(own)] if _is_training(stage) else []
-        done = own / "finished.json"
-        if not done.exists():
-            if code := _run_stage(stage["name"], words, own, shows=not _is_training(stage)):
-                return code
-        elif json.loads(done.read_text()) != words:
+            words += ["--hf_assets_path" if trains else "--checkpoint", previous if base == "previous" else base]
+        words += ["--dump_folder", str(own)] if trains else []
+        if done.exists() and done.read_text() != json.dumps(words):
             raise UserError(f"stage '{stage['name']}' finished with another command line; remove {own} to repeat it")
-        if _is_training(stage):
-            previous = _exported(own, stage["name"])
-        if not done.exists():
-            durable.write(done, json.dumps(words).encode())
+        if not done.exists() and (code := _run_stage(stage["name"], words, own, shows=not trains)):
+            return code
+        previous = _exported(own, stage["name"]) if trains else previous
+        durable.write(done, json.dumps(words))
     return 0
 
 
 def _run_stage(name: str, words: list[str], folder: Path, *, shows: bool) -> int:
-    """Run a command line, and return its exit code. If it `shows` results, they are printed and kept in output.txt."""
+    """Run a command line. Return its exit code; what it `shows` is printed, and kept in output.txt."""
     logger.info("stage %s: torchtitan %s", name, shlex.join(words))
     durable.make_folder(folder)
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "torchtitan", *words], stdout=subprocess.PIPE if shows else None
-    )
+    command = [sys.executable, "-P", "-m", "torchtitan", *words]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE if shows else None)
     signals = StopSignals(on_first=process.send_signal, on_second=lambda _: process.kill())
     output, _ = process.communicate()
     signals.close()
@@ -110,8 +98,6 @@ def _run_stage(name: str, words: list[str], folder: Path, *, shows: bool) -> int
 
 
 def _exported(folder: Path, name: str) -> str:
-    """Return the Hugging Face folder that a training stage has exported. Raise `UserError` if there is none."""
-    found = [path.parent for path in folder.glob("checkpoint/step-*/config.json")]
-    if not found:
-        raise UserError(f"stage '{name}' has exported no model; add --checkpoint.enable --checkpoint.last_save_in_hf")
-    return str(max(found, key=lambda path: int(path.name.removeprefix("step-"))))
+    for path in folder.glob("checkpoint/step-*/config.json"):  # of the last step only
+        return str(path.parent)
+    raise UserError(f"stage '{name}' has exported no model; add --checkpoint.enable --checkpoint.last_save_in_hf")

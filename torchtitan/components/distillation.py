@@ -32,7 +32,7 @@ def divergence(
     Args:
         group: ranks among which the vocabulary is sharded, each with a shard of the logits in float32.
     """
-    log_q, log_p = (_log_softmax(scores / temperature, group) for scores in (student_NV, teacher_NV))
+    log_q, log_p = (_log_softmax(logits / temperature, group) for logits in (student_NV, teacher_NV))
     q, p = log_q.exp(), log_p.exp()
     if kind == "forward_kl":
         values, gradients = _total(p * (log_p - log_q), group), q - p
@@ -75,21 +75,18 @@ class Outputs:
 
     def flat(self, vocabulary: int) -> tuple[Tensor, Tensor | None, VocabularyShard | None]:
         """Return plain tensors: hidden states (N, D) and this rank's weights, or logits, of the first tokens."""
+        if self.weight is None:
+            return self.hidden[..., :vocabulary].flatten(0, 1), None, None
         hidden, weight, shard = self.hidden, self.weight, None
-        if weight is None:
-            return hidden[..., :vocabulary].flatten(0, 1), None, None
         if isinstance(weight, DTensor):
             hidden, weight, shard = local_shards(hidden, weight)
         return hidden.flatten(0, 1), weight[:vocabulary], shard
 
-    @property
-    def vocabulary(self) -> int:
-        return self.hidden.shape[-1] if self.weight is None else len(self.weight)
-
 
 class DistillationLoss(Configurable):
     """Sum over valid tokens of `w` times the cross entropy plus `1 - w` times the divergence from the teacher. If a
-    vocabulary has more (unused) rows than the other, the distributions are over the common ones."""
+    vocabulary has more (unused) rows than the other, the distributions are over the common ones. The forward pass also
+    computes the gradients, so that nothing is recomputed."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
@@ -111,9 +108,7 @@ class DistillationLoss(Configurable):
             if not 0 < self.temperature < math.inf:
                 raise UserError(f"--loss.temperature is {self.temperature}, but must be above 0")
             if not 0 <= self.cross_entropy_weight <= 1:
-                raise UserError(
-                    f"--loss.cross_entropy_weight is {self.cross_entropy_weight}, but must be between 0 and 1"
-                )
+                raise UserError(f"--loss.cross_entropy_weight is {self.cross_entropy_weight}, but must be from 0 to 1")
             if self.chunk_tokens < 1:
                 raise UserError(f"--loss.chunk_tokens is {self.chunk_tokens}, but must be at least 1")
 
@@ -122,21 +117,17 @@ class DistillationLoss(Configurable):
     def __call__(self, student: Outputs, teacher: Outputs, labels_BL: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return three sums over the tokens with a label: the loss, with gradients for the student, its cross entropy
         and its divergence, float32 scalars without."""
-        vocabulary = min(student.vocabulary, teacher.vocabulary)
+        vocabulary = min(x.hidden.shape[-1] if x.weight is None else len(x.weight) for x in (student, teacher))
         hidden, weight, shard = student.flat(vocabulary)
-        with torch.no_grad():
-            teacher_hidden, teacher_weight, _ = teacher.flat(vocabulary)
+        taught, teacher_weight, _ = teacher.flat(vocabulary)
         if not torch.is_grad_enabled():  # a parameter would need gradients nevertheless
             hidden, weight = hidden.detach(), None if weight is None else weight.detach()
-        transforms = student.transform, teacher.transform
-        inputs = hidden, weight, teacher_hidden, teacher_weight, labels_BL.flatten()
-        sums: tuple[Tensor, Tensor, Tensor] = _Distillation.apply(*inputs, transforms, shard, self.config)
+        inputs = hidden, weight, taught, teacher_weight, labels_BL.flatten(), (student.transform, teacher.transform)
+        sums: tuple[Tensor, Tensor, Tensor] = _Distillation.apply(*inputs, shard, self.config)
         return sums
 
 
 class _Distillation(torch.autograd.Function):
-    """The forward pass also computes the gradients, so that nothing is recomputed."""
-
     @staticmethod
     def forward(
         ctx: Any,
@@ -150,9 +141,9 @@ class _Distillation(torch.autograd.Function):
         config: DistillationLoss.Config,
     ) -> tuple[Tensor, Tensor, Tensor]:
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
-        grad_hidden = torch.zeros_like(hidden_ND) if needs_hidden else None
+        grad_hidden = torch.empty_like(hidden_ND) if needs_hidden else None
         grad_weight: Tensor | None = None
-        share = config.cross_entropy_weight
+        share, group = config.cross_entropy_weight, shard.group if shard else None
         sums = hidden_ND.new_zeros(2, dtype=torch.float32)
         for start in range(0, len(labels_N), config.chunk_tokens):
             part = slice(start, start + config.chunk_tokens)
@@ -162,24 +153,22 @@ class _Distillation(torch.autograd.Function):
             with torch.enable_grad():
                 scores = transforms[0](logits.float())
             taught = transforms[1](_logits(teacher_ND[part], teacher_VD).float())
-            group = shard.group if shard else None
             values, gradients = divergence(scores.detach(), taught, config.kind, config.temperature, group)
             of_labels = scores.detach().clone()  # becomes the gradients
             losses = cross_entropy_(of_labels, labels, transform=UNCHANGED, shard=shard, needs_grad=True)
             sums += torch.stack([losses.sum(), (values * is_valid_N).sum()])
-            if grad_hidden is None and not needs_weight:
+            if not (needs_hidden or needs_weight):
                 continue
             gradients.mul_((1 - share) * is_valid_N[:, None]).add_(of_labels, alpha=share)
             (grad_logits,) = torch.autograd.grad(scores, logits, gradients)
             if grad_hidden is not None:
                 grad_hidden[part] = grad_logits if weight_VD is None else grad_logits @ weight_VD
             if needs_weight:
-                is_only = len(labels_N) <= config.chunk_tokens
-                grad_weight = add_product(grad_weight, grad_logits.T, hidden_ND[part], is_only=is_only)
+                product = grad_logits.T, hidden_ND[part]
+                grad_weight = add_product(grad_weight, *product, is_only=len(labels_N) <= config.chunk_tokens)
         ctx.weight_dtype = hidden_ND.dtype if weight_VD is None else weight_VD.dtype
         ctx.save_for_backward(grad_hidden, grad_weight)
-        of_labels_sum, divergence_sum = sums.unbind()
-        result = share * of_labels_sum + (1 - share) * divergence_sum, of_labels_sum.clone(), divergence_sum.clone()
+        result = share * sums[0] + (1 - share) * sums[1], sums[0].clone(), sums[1].clone()
         ctx.mark_non_differentiable(*result[1:])
         return result
 

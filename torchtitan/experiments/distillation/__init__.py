@@ -2,10 +2,8 @@
 
     --module distillation --config sft --hf_assets_path STUDENT --teacher.path TEACHER --dataloader.dataset my.jsonl
 
-Configurations are those of `auto`: `pretrain`, `scratch` and `sft`; `debugmodel` is a small student for the built-in
-stories, whose teacher is a checkpoint of `--module llama3 --config debugmodel`. `--loss.kind` selects the divergence
-(`torchtitan.components.distillation`). Metrics and validation report its mean, and the cross entropy of the student.
-
-The teacher has any size and family, is sharded like the student, and is not saved in checkpoints. Neither model's
-logits are in memory for more than `--loss.chunk_tokens` tokens.
+`pretrain`, `scratch` and `sft` are as in `auto`; `debugmodel` is a small student for the built-in stories, whose teacher
+is a checkpoint of `llama3`'s `debugmodel`. `--loss.kind` selects the divergence (`torchtitan.components.distillation`).
+Metrics and validation report its mean, and the cross entropy of the student. The teacher has any size and family, is
+sharded like the student, and is not saved in checkpoints.
 """

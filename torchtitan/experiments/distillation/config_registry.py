@@ -6,7 +6,7 @@ from types import ModuleType
 from torchtitan.components.distillation import DistillationLoss
 from torchtitan.models.auto import config_registry as auto
 from torchtitan.models.common.recipes import small_run
-from torchtitan.models.llama3 import model_registry
+from torchtitan.models.llama3 import FLAVORS, model_spec
 from torchtitan.trainer import Trainer
 
 from .trainer import DistillationTrainer
@@ -15,9 +15,8 @@ from .trainer import DistillationTrainer
 def distillation_debugmodel() -> DistillationTrainer.Config:
     """A small student on the built-in stories, without network: `--teacher.path` is a checkpoint of `llama3`'s
     `debugmodel`."""
-    spec = model_registry("debugmodel")
-    config = small_run(dataclasses.replace(spec, model=dataclasses.replace(spec.model, n_layers=2)))
-    return with_teacher(config)
+    student = dataclasses.replace(FLAVORS["debugmodel"], n_layers=2)
+    return with_teacher(small_run(model_spec(student, "debugmodel")))
 
 
 def pretrain(hf_assets_path: str, family: ModuleType | None = None) -> DistillationTrainer.Config:

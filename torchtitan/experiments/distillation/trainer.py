@@ -28,17 +28,14 @@ class TeacherConfig:
     offload: bool = False
     """Keep its weights in CPU memory between uses; needs FSDP."""
 
-    def spec(self, vocabulary: int) -> ModelSpec:
-        """Return the teacher's specification. Raise `UserError` if it is no model of at least `vocabulary` tokens."""
+    def spec(self) -> ModelSpec:
+        """Return the teacher's specification. Raise `UserError` if its folder holds no whole model."""
         if not self.path:
             raise UserError("--teacher.path is not set; name the folder of the model to learn from")
         try:
-            spec, _ = internal_source(self.path)
+            return internal_source(self.path)[0]
         except UserError as error:
             raise UserError(f"--teacher.path: {error}") from error
-        if (size := spec.model.vocab_size or 0) < vocabulary:
-            raise UserError(f"--teacher.path: {self.path} has a vocabulary of {size}, and the tokenizer {vocabulary}")
-        return spec
 
 
 class DistillationTrainer(Trainer):
@@ -55,53 +52,46 @@ class DistillationTrainer(Trainer):
             if type(self.chosen_loss) is not DistillationLoss.Config:
                 raise UserError("--module distillation has its own loss (--loss.kind), and takes no other")
             if (degree := self.parallelism.pipeline_parallel_degree) > 1:
-                raise UserError(
-                    f"--parallelism.pipeline_parallel_degree {degree} cannot be combined with --module distillation; "
-                    "set it to 1"
-                )
+                option = f"--parallelism.pipeline_parallel_degree {degree}"
+                raise UserError(f"{option} cannot be combined with --module distillation; set it to 1")
 
         def check(self, world_size: int, *, dry_run: bool = False) -> None:
             Trainer.Config.check(self, world_size, dry_run=dry_run)
             tokenizer = self.tokenizer.build(path=self.hf_assets_path)
-            size, taught = (
-                spec.model.vocab_size
-                for spec in (self.resolve(tokenizer).model_spec, self.teacher.spec(tokenizer.vocab_size))
-            )
+            specs = self.resolve(tokenizer).model_spec, self.teacher.spec()
+            check_same(tokenizer, PretrainedTokenizer.Config().build(path=asset_folder(Path(self.teacher.path))))
+            size, taught = (spec.model.vocab_size for spec in specs)
             if size != taught and (degree := self.parallelism.tensor_parallel_degree) > 1:
                 raise UserError(
                     f"--parallelism.tensor_parallel_degree {degree} shards both vocabularies alike, but the student's "
                     f"has {size} rows, and the teacher's {taught}; set it to 1"
                 )
-            check_same(tokenizer, PretrainedTokenizer.Config().build(path=asset_folder(Path(self.teacher.path))))
 
     config: Config
     loss: DistillationLoss
     measures_named = ("cross_entropy", "divergence")
 
     def build_models(self) -> dict[str, RunModel]:
-        teacher = self.config.teacher
-        spec = teacher.spec(self.tokenizer.vocab_size)
-        built = self.build_other_model(spec, weights=teacher.path, offloaded=teacher.offload)
-        return {**super().build_models(), "teacher": built}
+        config = self.config.teacher
+        teacher = self.build_other_model(config.spec(), weights=config.path, offloaded=config.offload)
+        return {**super().build_models(), "teacher": teacher}
 
     def compute_loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the summed loss of a batch, and the number of its valid tokens."""
-        labels_BL, has_grad, sums = batch["labels"], torch.is_grad_enabled(), []
+        inputs, labels_BL, has_grad = (batch["input"], batch.get("attention")), batch["labels"], torch.is_grad_enabled()
+        sums: list[Tensor] = []
 
-        def forward(name: str, head: Any) -> None:
-            self.models[name](batch["input"], batch.get("attention"), head=head)
-
-        # Output weights are gathered only while a head runs, so the student runs within the teacher's.
+        # FSDP gathers output weights only while a head runs, so the student runs within the teacher's.
         def teach(*outputs: Any, **changes: Any) -> Tensor:
             def learn(*own: Any, **own_changes: Any) -> Tensor:
                 sums.extend(self.loss(Outputs(*own, **own_changes), Outputs(*outputs, **changes), labels_BL))
                 return sums[0]
 
             with torch.set_grad_enabled(has_grad):
-                forward("model", learn)
+                self.models["model"](*inputs, head=learn)
             return sums[0].detach()
 
-        forward("teacher", teach)
+        self.models["teacher"](*inputs, head=teach)
         n_tokens = (labels_BL != IGNORE_INDEX).sum()
         for name, total in zip(self.measures_named, sums[1:], strict=True):
             self.measure(name, total, n_tokens)
@@ -113,12 +103,11 @@ def check_same(student: Tokenizer, teacher: Tokenizer) -> None:
     if student.fingerprint == teacher.fingerprint:
         return
 
-    def text_of(tokenizer: Tokenizer, token_id: int) -> str | None:
-        # Twice, since decoding drops a space at the start of a text.
-        return tokenizer.decode([token_id] * 2) if token_id < tokenizer.vocab_size else None
-
     for token_id in range(max(student.vocab_size, teacher.vocab_size)):
-        ours, theirs = (text_of(tokenizer, token_id) for tokenizer in (student, teacher))
+        ours, theirs = (  # twice, since decoding drops a space at the start of a text
+            tokenizer.decode([token_id] * 2) if token_id < tokenizer.vocab_size else None
+            for tokenizer in (student, teacher)
+        )
         if ours != theirs:
             raise UserError(
                 f"--teacher.path: the tokenizers of teacher and student differ first in token {token_id}, which twice "
