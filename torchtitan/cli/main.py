@@ -14,6 +14,7 @@ _COMMANDS = {
         "train:train",
         "train a model (torchtitan train --module llama3 --config debugmodel; --help lists every option)",
     ),
+    "run": ("run:run", "run the stages of a recipe, such as recipes/tiny_assistant.yaml"),
     "generate": ("generate:generate", "continue a text with the model of a checkpoint"),
     "chat": ("generate:chat", "talk to the model of a checkpoint"),
     "eval": ("evaluate:evaluate", "evaluate the model of a checkpoint on questions, texts or lm-eval tasks"),

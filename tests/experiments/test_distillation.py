@@ -1,0 +1,214 @@
+"""Distillation (`--module distillation`) against full logits, in several layouts, resumed, and with bad input."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.conftest import PROJECT
+from tests.processes import run_processes
+from tests.training import flags, read_metrics, run
+from torchtitan.config.manager import ConfigManager
+from torchtitan.experiments.distillation.trainer import DistillationTrainer
+from torchtitan.models.pretrained import load_model
+from torchtitan.tools.errors import UserError
+
+SIZES = {"intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+OPTIONS = {
+    "training.steps": 4,
+    "training.seq_len": 64,
+    "training.local_batch_size": 2,
+    "training.global_batch_size": 4,
+    "training.mixed_precision_param": "float32",
+    "optimizer.lr": 1e-3,
+    "lr_scheduler.warmup_steps": 0,
+    "metrics.log_freq": 1,
+    "metrics.enable_tensorboard": False,
+    "activation_checkpoint.mode": "none",
+    "loss.cross_entropy_weight": 0.25,
+    "loss.temperature": 2.0,
+    "loss.chunk_tokens": 50,
+}
+NUMBERS = "loss", "grad_norm", "cross_entropy", "divergence"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Folder with a student (Llama) and teachers of another family, one of them with a larger, padded vocabulary."""
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+    folder = tmp_path_factory.mktemp("distillation")
+    torch.manual_seed(0)
+    models = {
+        "student": LlamaForCausalLM(LlamaConfig(**SIZES, hidden_size=32, vocab_size=2048)),
+        "teacher": Qwen3ForCausalLM(Qwen3Config(**SIZES, hidden_size=48, head_dim=16, vocab_size=2048)),
+        "padded": Qwen3ForCausalLM(Qwen3Config(**SIZES, hidden_size=48, head_dim=16, vocab_size=2100)),
+    }
+    for name, model in models.items():
+        model.save_pretrained(folder / name)
+        for file in (PROJECT / "torchtitan/assets/tokenizer").glob("*.json"):
+            shutil.copy(file, folder / name)
+    rows = [{"instruction": f"Is {i} big?", "output": "Quite " * (i % 5) + "small."} for i in range(12)]
+    (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return folder
+
+
+def distill(
+    folder: Path, dump: Path, config: str = "pretrain", world_size: int = 1, **options: object
+) -> DistillationTrainer:
+    changed = {key.replace("__", "."): value for key, value in options.items()}
+    common = {"hf_assets_path": folder / "student", "teacher.path": folder / "teacher", "dump_folder": dump}
+    data = {"dataloader.cache_dir": folder / "cache", "dataloader.dataset": "stories"}
+    words = flags({**common, **data, **OPTIONS, **changed})
+    parsed = ConfigManager().parse_args(["--module", "distillation", "--config", config, *words]).config
+    parsed.check(world_size)
+    return run(parsed)
+
+
+def distill_on_ranks(folder: Path, dump: Path, options: dict[str, object]) -> None:
+    distill(folder, dump, world_size=torch.distributed.get_world_size(), **options)
+
+
+@pytest.mark.parametrize("teacher", ["teacher", "padded"])
+def test_the_first_step_equals_full_logits_in_float64(folder, tmp_path, monkeypatch, teacher):
+    """float32 against float64 over two layers: 1e-5."""
+    batches = []
+    process = DistillationTrainer.post_dataloading_process
+    monkeypatch.setattr(
+        DistillationTrainer,
+        "post_dataloading_process",
+        lambda self, batch: batches.append(process(self, batch)) or batches[-1],
+    )
+    distill(folder, tmp_path, training__steps=1, teacher__path=folder / teacher)
+    student, taught = (
+        load_model(folder / name, device="cpu", dtype=torch.float64).model for name in ("student", teacher)
+    )
+    total, n_tokens = torch.zeros((), dtype=torch.float64), 0
+    for batch in batches:
+        with torch.no_grad():
+            p = (taught(batch["input"], batch["attention"])[..., :2048] / 2).log_softmax(-1)
+        logits = student(batch["input"], batch["attention"])
+        q = (logits / 2).log_softmax(-1)
+        is_valid = batch["labels"] != -100
+        divergence = ((p.exp() * (p - q)).sum(-1) * is_valid).sum() * 4
+        cross_entropy = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum"
+        )
+        total = total + 0.75 * divergence + 0.25 * cross_entropy
+        n_tokens += int(is_valid.sum())
+    (total / n_tokens).backward()
+    norm = torch.stack([p.grad.norm() for p in student.parameters()]).norm()
+    ((_, loss, grad_norm),) = read_metrics(tmp_path, "loss", "grad_norm")
+    assert loss == pytest.approx(total.item() / n_tokens, rel=1e-5)
+    assert grad_norm == pytest.approx(float(norm), rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("processes", "degrees"),
+    [
+        (2, {"data_parallel_shard_degree": 2}),
+        (2, {"tensor_parallel_degree": 2}),
+        (2, {"tensor_parallel_degree": 2, "disable_loss_parallel": True}),
+        (2, {"context_parallel_degree": 2}),
+        (4, {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 2}),
+    ],
+    ids=["FSDP", "TP", "TP, whole logits", "CP", "HSDP"],
+)
+def test_a_sharded_teacher_matches_one_process(folder, tmp_path, processes, degrees):
+    """The tolerance of 1e-4 covers a different order of sums over four steps of Adam."""
+    distill(folder, tmp_path / "one")
+    options = {f"parallelism__{name}": degree for name, degree in degrees.items()}
+    options["training__local_batch_size"] = 1
+    run_processes(distill_on_ranks, processes, folder, tmp_path / "many", options)
+    for row, expected in zip(
+        read_metrics(tmp_path / "many", *NUMBERS), read_metrics(tmp_path / "one", *NUMBERS), strict=True
+    ):
+        assert row == pytest.approx(expected, rel=1e-4)
+
+
+class Killed(Exception):
+    """Simulates the end of a process between two steps."""
+
+
+@pytest.mark.slow
+def test_resume_is_exact(folder, tmp_path, monkeypatch):
+    options = {"checkpoint__interval": 2}
+    distill(folder, tmp_path / "straight", **options)
+    complete_step = DistillationTrainer.complete_step
+
+    def stop_after_three(self, outcome):
+        complete_step(self, outcome)
+        if self.step == 3:
+            raise Killed
+
+    monkeypatch.setattr(DistillationTrainer, "complete_step", stop_after_three)
+    with pytest.raises(Killed):
+        distill(folder, tmp_path / "stopped", **options)
+    monkeypatch.undo()
+    resumed = distill(folder, tmp_path / "stopped", **options)
+    assert read_metrics(tmp_path / "stopped", *NUMBERS) == read_metrics(tmp_path / "straight", *NUMBERS)
+    assert "teacher" not in resumed.states()
+
+
+@pytest.mark.slow
+def test_conversations_and_validation(folder, tmp_path):
+    """Validation after the last step: the divergence is lower than before it, on the same rows."""
+    options = {"dataloader__dataset": [folder / "rows.jsonl"], "dataloader__chat_template": "alpaca"}
+    options |= {"validator__enable": True, "validator__dataset": [folder / "rows.jsonl"], "loss__kind": "reverse_kl"}
+    distill(folder, tmp_path, "sft", **options, training__steps=8, training__seq_len=128)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    (validation,) = (line for line in lines if "validation_loss" in line)
+    first = next(line for line in lines if "loss" in line)
+    assert validation["validation_divergence"] < first["divergence"]
+    assert validation["validation_cross_entropy"] > 0
+    assert (tmp_path / "checkpoint/step-8/config.json").is_file()
+
+
+def test_invalid_options_are_rejected(folder, tmp_path):
+    for options, message in (
+        ({"teacher__path": ""}, r"--teacher\.path is not set"),
+        ({"teacher__path": "/nowhere"}, r"--teacher\.path: /nowhere"),
+        ({"loss__temperature": 0}, r"--loss\.temperature is 0"),
+        ({"loss__cross_entropy_weight": 1.5}, r"--loss\.cross_entropy_weight is 1\.5"),
+        ({"loss__chunk_tokens": 0}, r"--loss\.chunk_tokens is 0"),
+        ({"parallelism__pipeline_parallel_degree": 2}, r"--parallelism\.pipeline_parallel_degree 2 cannot be combined"),
+        ({"teacher__offload": True}, r"offloading a model needs FSDP"),
+        (
+            {"teacher__path": folder / "padded", "parallelism__tensor_parallel_degree": 2},
+            r"the student's has 2048 rows, and the teacher's 2100; set it to 1",
+        ),
+    ):
+        with pytest.raises(UserError, match=message):
+            distill(folder, tmp_path, world_size=options.get("parallelism__tensor_parallel_degree", 1), **options)
+
+
+def test_different_tokenizers_are_rejected(folder, tmp_path):
+    shutil.copytree(folder / "teacher", tmp_path / "other")
+    document = json.loads((tmp_path / "other/tokenizer.json").read_text())
+    names = {number: name for name, number in document["model"]["vocab"].items()}
+    document["model"]["vocab"] |= {names[1000]: 1001, names[1001]: 1000}
+    (tmp_path / "other/tokenizer.json").write_text(json.dumps(document))
+    with pytest.raises(UserError, match=r"differ first in token 1000, which twice is .* for the teacher") as caught:
+        distill(folder, tmp_path / "run", teacher__path=tmp_path / "other")
+    assert "\n" not in str(caught.value)
+    with pytest.raises(
+        UserError,
+        match=r"first in token 2048, which twice is None for the teacher and '<\|new\|><\|new\|>' for the student",
+    ):
+        distill(folder, tmp_path / "run", tokenizer__added_tokens=["<|new|>"])
+
+
+@pytest.mark.slow
+def test_the_embedded_student_learns_from_a_checkpoint(tmp_path):
+    tiny = {"training.steps": 2, "training.seq_len": 32, "training.local_batch_size": 2, "checkpoint.enable": True}
+    words = flags({**tiny, "validator.enable": False, "dump_folder": tmp_path / "teacher"})
+    run(ConfigManager().parse_args(["--module", "llama3", "--config", "debugmodel", *words]).config)
+    options = {**tiny, "teacher.path": tmp_path / "teacher/checkpoint/step-2", "dump_folder": tmp_path / "student"}
+    words = flags({**options, "validator.enable": False, "checkpoint.enable": False})
+    config = ConfigManager().parse_args(["--module", "distillation", "--config", "debugmodel", *words]).config
+    config.check(world_size=1)
+    trainer = run(config)
+    assert trainer.num_parameters < trainer.models["teacher"].num_parameters

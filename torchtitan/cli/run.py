@@ -1,0 +1,103 @@
+"""`torchtitan run`: run command lines as the stages of a recipe, each on the model of an earlier one."""
+
+import argparse
+import contextlib
+import json
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torchtitan.cli.model_options import run_command
+from torchtitan.tools import durable
+from torchtitan.tools.errors import UserError
+from torchtitan.tools.files import regular_file
+from torchtitan.tools.logging import logger
+from torchtitan.tools.process import StopSignals
+
+
+def run(args: Sequence[str]) -> int:
+    """Run the stages of a recipe that have not finished; return the exit code of the first one that fails, or 0."""
+    parser = argparse.ArgumentParser(
+        prog="torchtitan run",
+        description="Run the stages of a recipe in order. Finished ones are not repeated, an interrupted one resumes.",
+    )
+    parser.add_argument("recipe", type=Path, help="YAML file: `stages`, a list of `name`, `run` and `base`")
+    parser.add_argument("--folder", type=Path, help="folder of all stages (default: outputs/NAME of the recipe)")
+    options = parser.parse_args(args)
+    folder = options.folder or Path("outputs", options.recipe.stem)
+    return run_command("run", lambda: _run_stages(_read(options.recipe), folder))
+
+
+def _read(path: Path) -> list[dict[str, str]]:
+    import yaml
+
+    try:
+        recipe: Any = yaml.safe_load(regular_file(path).read_text())
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise UserError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
+    if not isinstance(recipe, dict) or not isinstance(stages := recipe.get("stages"), list) or not stages:
+        raise UserError(f"{path} has no list `stages`; each stage has a `name` and a command line `run`")
+    has_trained, names = False, set()
+    for number, stage in enumerate(stages, 1):
+        if not _is_stage(stage):
+            raise UserError(f"{path}: stage {number} must have `name` and `run`, a command line, and may have `base`")
+        if not (name := stage["name"]).isidentifier() or name in names:
+            raise UserError(f"{path}: stage {number} has the name '{name}'; use a new word for each stage")
+        if stage.get("base") == "previous" and not has_trained:
+            raise UserError(f"{path}: stage '{name}' has no previous training stage to be its base")
+        has_trained |= _is_training(stage)
+        names.add(name)
+    return stages
+
+
+def _is_stage(stage: Any) -> bool:
+    if not isinstance(stage, dict) or not {"name", "run"} <= stage.keys() <= {"name", "run", "base"}:
+        return False
+    with contextlib.suppress(ValueError):  # a quotation without an end
+        return all(isinstance(text, str) for text in stage.values()) and bool(shlex.split(stage["run"]))
+    return False
+
+
+def _is_training(stage: dict[str, str]) -> bool:
+    return stage["run"].split()[0] == "train"
+
+
+def _run_stages(stages: list[dict[str, str]], folder: Path) -> int:
+    previous = ""
+    for stage in stages:
+        own, base, trains = folder / stage["name"], stage.get("base", ""), _is_training(stage)
+        words, done = shlex.split(stage["run"]), own / "finished.json"
+        if base:
+            words += ["--hf_assets_path" if trains else "--checkpoint", previous if base == "previous" else base]
+        words += ["--dump_folder", str(own)] if trains else []
+        if done.exists() and done.read_text() != json.dumps(words):
+            raise UserError(f"stage '{stage['name']}' finished with another command line; remove {own} to repeat it")
+        if not done.exists() and (code := _run_stage(stage["name"], words, own, shows=not trains)):
+            return code
+        previous = _exported(own, stage["name"]) if trains else previous
+        durable.write(done, json.dumps(words))
+    return 0
+
+
+def _run_stage(name: str, words: list[str], folder: Path, *, shows: bool) -> int:
+    """Run a command line. Return its exit code; what it `shows` is printed, and kept in output.txt."""
+    logger.info("stage %s: torchtitan %s", name, shlex.join(words))
+    durable.make_folder(folder)
+    command = [sys.executable, "-P", "-m", "torchtitan", *words]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE if shows else None)
+    signals = StopSignals(on_first=process.send_signal, on_second=lambda _: process.kill())
+    output, _ = process.communicate()
+    signals.close()
+    if shows:
+        sys.stdout.write(output.decode())
+        (folder / "output.txt").write_bytes(output)
+    return 128 + signals.first if signals.first else abs(process.returncode)
+
+
+def _exported(folder: Path, name: str) -> str:
+    for path in folder.glob("checkpoint/step-*/config.json"):  # of the last step only
+        return str(path.parent)
+    raise UserError(f"stage '{name}' has exported no model; add --checkpoint.enable --checkpoint.last_save_in_hf")

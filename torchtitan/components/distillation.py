@@ -1,0 +1,181 @@
+"""Divergences of a student's next-token distributions from a teacher's, with closed-form gradients, a chunk of both
+models' logits at a time."""
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from torchtitan.components.cross_entropy import IGNORE_INDEX, add_product, cross_entropy_, scaled_gradients
+from torchtitan.config import Configurable
+from torchtitan.distributed.loss_parallel import VocabularyShard, local_shards
+from torchtitan.protocols.output_head import UNCHANGED, LogitTransform
+from torchtitan.tools.errors import UserError
+
+Kind = Literal["forward_kl", "reverse_kl", "jensen_shannon"]
+
+
+def divergence(
+    student_NV: Tensor, teacher_NV: Tensor, kind: Kind, temperature: float, group: dist.ProcessGroup | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the divergence of each token (N,), times `temperature`², and its gradients for the student's logits.
+
+    With p and q the softmax of the teacher's and the student's logits divided by the temperature, it is KL(p‖q)
+    (`forward_kl`, Hinton et al., arXiv:1503.02531, also for the factor), KL(q‖p) (`reverse_kl`, Gu et al.,
+    arXiv:2306.08543) or (KL(p‖m) + KL(q‖m)) / 2 with m = (p + q) / 2 (`jensen_shannon`, Agarwal et al.,
+    arXiv:2306.13649).
+
+    Args:
+        group: ranks among which the vocabulary is sharded, each with a shard of the logits in float32.
+    """
+    log_q, log_p = (_log_softmax(logits / temperature, group) for logits in (student_NV, teacher_NV))
+    q, p = log_q.exp(), log_p.exp()
+    if kind == "forward_kl":
+        values, gradients = _total(p * (log_p - log_q), group), q - p
+    elif kind == "reverse_kl":
+        ratios = log_q - log_p
+        values = _total(q * ratios, group)
+        gradients = q * (ratios - values)
+    else:
+        log_m = torch.logaddexp(log_q, log_p) - math.log(2)
+        ratios = log_q - log_m
+        of_q = _total(q * ratios, group)
+        values = (_total(p * (log_p - log_m), group) + of_q) / 2
+        gradients = q * (ratios - of_q) / 2
+    return values.squeeze(1) * temperature**2, gradients * temperature
+
+
+def _log_softmax(scores_NV: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    peaks_N1 = scores_NV.amax(dim=1, keepdim=True)
+    if group:
+        dist.all_reduce(peaks_N1, dist.ReduceOp.MAX, group)
+    shifted = scores_NV - peaks_N1
+    return shifted - _total(shifted.exp(), group).log()
+
+
+def _total(values_NV: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    sums_N1 = values_NV.sum(dim=1, keepdim=True)
+    if group:
+        dist.all_reduce(sums_N1, group=group)
+    return sums_N1
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """Arguments of a model's head: normalized hidden states (B, L, D), output weights (V, D), and the change of logits.
+    Without weights, `hidden` are the logits. Under tensor parallelism, both are DTensors."""
+
+    hidden: Tensor
+    weight: Tensor | None
+    transform: LogitTransform = UNCHANGED
+
+    def flat(self, vocabulary: int) -> tuple[Tensor, Tensor | None, VocabularyShard | None]:
+        """Return plain tensors: hidden states (N, D) and this rank's weights, or logits, of the first tokens."""
+        if self.weight is None:
+            return self.hidden[..., :vocabulary].flatten(0, 1), None, None
+        hidden, weight, shard = self.hidden, self.weight, None
+        if isinstance(weight, DTensor):
+            hidden, weight, shard = local_shards(hidden, weight)
+        return hidden.flatten(0, 1), weight[:vocabulary], shard
+
+
+class DistillationLoss(Configurable):
+    """Sum over valid tokens of `w` times the cross entropy plus `1 - w` times the divergence from the teacher. If a
+    vocabulary has more (unused) rows than the other, the distributions are over the common ones. The forward pass also
+    computes the gradients, so that nothing is recomputed."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Configurable.Config):
+        """Distillation."""
+
+        kind: Kind = "forward_kl"
+        """Divergence: KL(teacher‖student), KL(student‖teacher), or Jensen-Shannon, between the two."""
+
+        temperature: float = 1.0
+        """Divisor of both models' logits in the divergence, which is multiplied by its square."""
+
+        cross_entropy_weight: float = 0.0
+        """Weight of the cross entropy of the labels, from 0 to 1; the divergence has the rest."""
+
+        chunk_tokens: int = 512
+        """Number of tokens with logits in memory at a time."""
+
+        def validate(self) -> None:
+            if not 0 < self.temperature < math.inf:
+                raise UserError(f"--loss.temperature is {self.temperature}, but must be above 0")
+            if not 0 <= self.cross_entropy_weight <= 1:
+                raise UserError(f"--loss.cross_entropy_weight is {self.cross_entropy_weight}, but must be from 0 to 1")
+            if self.chunk_tokens < 1:
+                raise UserError(f"--loss.chunk_tokens is {self.chunk_tokens}, but must be at least 1")
+
+    config: Config
+
+    def __call__(self, student: Outputs, teacher: Outputs, labels_BL: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return three sums over the tokens with a label: the loss, with gradients for the student, its cross entropy
+        and its divergence, float32 scalars without."""
+        vocabulary = min(x.hidden.shape[-1] if x.weight is None else len(x.weight) for x in (student, teacher))
+        hidden, weight, shard = student.flat(vocabulary)
+        taught, teacher_weight, _ = teacher.flat(vocabulary)
+        if not torch.is_grad_enabled():  # a parameter would need gradients nevertheless
+            hidden, weight = hidden.detach(), None if weight is None else weight.detach()
+        inputs = hidden, weight, taught, teacher_weight, labels_BL.flatten(), (student.transform, teacher.transform)
+        sums: tuple[Tensor, Tensor, Tensor] = _Distillation.apply(*inputs, shard, self.config)
+        return sums
+
+
+class _Distillation(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_ND: Tensor,
+        weight_VD: Tensor | None,
+        teacher_ND: Tensor,
+        teacher_VD: Tensor | None,
+        labels_N: Tensor,
+        transforms: tuple[LogitTransform, LogitTransform],
+        shard: VocabularyShard | None,
+        config: DistillationLoss.Config,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        grad_hidden = torch.empty_like(hidden_ND) if needs_hidden else None
+        grad_weight: Tensor | None = None
+        share, group = config.cross_entropy_weight, shard.group if shard else None
+        sums = hidden_ND.new_zeros(2, dtype=torch.float32)
+        for start in range(0, len(labels_N), config.chunk_tokens):
+            part = slice(start, start + config.chunk_tokens)
+            labels = labels_N[part]
+            is_valid_N = labels != IGNORE_INDEX
+            logits = _logits(hidden_ND[part], weight_VD).requires_grad_()
+            with torch.enable_grad():
+                scores = transforms[0](logits.float())
+            taught = transforms[1](_logits(teacher_ND[part], teacher_VD).float())
+            values, gradients = divergence(scores.detach(), taught, config.kind, config.temperature, group)
+            of_labels = scores.detach().clone()  # becomes the gradients
+            losses = cross_entropy_(of_labels, labels, transform=UNCHANGED, shard=shard, needs_grad=True)
+            sums += torch.stack([losses.sum(), (values * is_valid_N).sum()])
+            if not (needs_hidden or needs_weight):
+                continue
+            gradients.mul_((1 - share) * is_valid_N[:, None]).add_(of_labels, alpha=share)
+            (grad_logits,) = torch.autograd.grad(scores, logits, gradients)
+            if grad_hidden is not None:
+                grad_hidden[part] = grad_logits if weight_VD is None else grad_logits @ weight_VD
+            if needs_weight:
+                product = grad_logits.T, hidden_ND[part]
+                grad_weight = add_product(grad_weight, *product, is_only=len(labels_N) <= config.chunk_tokens)
+        ctx.weight_dtype = hidden_ND.dtype if weight_VD is None else weight_VD.dtype
+        ctx.save_for_backward(grad_hidden, grad_weight)
+        result = share * sums[0] + (1 - share) * sums[1], sums[0].clone(), sums[1].clone()
+        ctx.mark_non_differentiable(*result[1:])
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        return *scaled_gradients(ctx, grad_outputs[0]), None, None, None, None, None, None
+
+
+def _logits(hidden_ND: Tensor, weight_VD: Tensor | None) -> Tensor:
+    return hidden_ND.detach() if weight_VD is None else hidden_ND.detach() @ weight_VD.detach().T
