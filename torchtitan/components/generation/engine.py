@@ -6,6 +6,7 @@ from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, TypeVar, cast
 
 import torch
@@ -59,8 +60,9 @@ class _Row:
     max_new_tokens: int
     generator: torch.Generator
     on_token: OnToken | None
-    resume: Callable[[Generation], None]
     generation: Generation = field(default_factory=Generation)
+    resume: Callable[[Generation], None] | None = None
+    """Continues the coroutine that awaits the text."""
     is_done: bool = False
 
     @property
@@ -125,7 +127,7 @@ class Engine:
         _check(self._model, prompt, max_new_tokens)
         if max_new_tokens == 0:
             return Generation()
-        return await _wait(tuple(prompt), max_new_tokens, generator_of(key), on_token)
+        return await _wait(_Row(tuple(prompt), max_new_tokens, generator_of(key), on_token))
 
     @torch.no_grad()
     def run(self, texts: Sequence[Coroutine[Any, Any, ResultT]]) -> list[ResultT]:
@@ -136,23 +138,23 @@ class Engine:
             UserError: raised by a coroutine of any process, in all of them; logits are not finite.
         """
         results: dict[int, ResultT] = {}
-
-        def advance(index: int, generation: Generation | None) -> None:
-            try:
-                waiting = texts[index].send(generation)
-            except StopIteration as end:
-                results[index] = end.value
-            except UserError as error:
-                self._error = self._error or error
-            else:
-                self._waiting.append(_Row(*waiting, resume=lambda generation: advance(index, generation)))
-
         self._waiting: deque[_Row] = deque()
         self._rows: list[_Row] = []
         self._logits_BV: Tensor | None = None
         self._error: UserError | None = None
         self._held: tuple[KVCache, dict[tuple[int, ...], int], Tensor] | None = None
-        # Padding before the first token and, under tensor parallelism, after the last.
+
+        def advance(index: int, generation: Generation | None) -> None:
+            try:
+                row: _Row = texts[index].send(generation)
+            except StopIteration as end:
+                results[index] = end.value
+            except UserError as error:
+                self._error = self._error or error
+            else:
+                row.resume = partial(advance, index)
+                self._waiting.append(row)
+
         cache = self._cache = self._new_cache() if self._use_cache else None
         self._joins = isinstance(cache, KVCache)  # otherwise a new row needs a pass over all tokens of all rows
         self._is_new_batch = True
@@ -205,7 +207,7 @@ class Engine:
     def _decode(self) -> None:
         """Compute the logits of the next token of all rows."""
         rows, cache, degree = self._rows, self._cache, self._degree
-        if not rows:
+        if all(row.is_done for row in rows):
             self._pass_without_rows()
             return
         boundaries = cast(Any, self._model).cache_boundaries()
@@ -266,6 +268,7 @@ class Engine:
             n_slots = max(row.n_tokens for row in rows)
             # Padding before the first token and, under tensor parallelism, after the last.
             longest = max(row.max_new_tokens - len(row.generation.ids) for row in rows)
+            assert self._cache is not None
             self._cache.max_slots = n_slots + longest + 2 * self._degree
             self._cache.assemble(sources, n_slots)
             self._rows, self._logits_BV = rows, torch.cat(logits)
@@ -301,6 +304,7 @@ class Engine:
                 row.is_done = True
                 ended.append(row)
         for row in ended:
+            assert row.resume is not None
             row.resume(row.generation)
 
     def _common_error(self) -> UserError:
@@ -314,7 +318,7 @@ class Engine:
 
 
 @types.coroutine
-def _wait(*row: Any) -> Generator[Any, Generation, Generation]:
+def _wait(row: _Row) -> Generator[_Row, Generation, Generation]:
     return (yield row)
 
 

@@ -102,17 +102,10 @@ class KVCache:
         used = [(cache, torch.tensor(rows)) for cache, rows in sources if rows]
         stored, states = {}, {}
         for module in used[0][0]._stored:
-            widths = [cache.n_slots - cache._stored[module][0] for cache, _ in used]
-            width = min(n_slots, max(widths))
-            keys, values = (
-                torch.cat(
-                    [
-                        _last(cache._stored[module][place], rows, n_valid, width)
-                        for (cache, rows), n_valid in zip(used, widths, strict=True)
-                    ]
-                )
-                for place in (1, 2)
-            )
+            layers = [(cache._stored[module], cache.n_slots - cache._stored[module][0], rows) for cache, rows in used]
+            width = min(n_slots, max(n_valid for _, n_valid, _ in layers))
+            keys = torch.cat([_last(layer[1], rows, n_valid, width) for layer, n_valid, rows in layers])
+            values = torch.cat([_last(layer[2], rows, n_valid, width) for layer, n_valid, rows in layers])
             stored[module] = n_slots - width, keys, values
         for module in used[0][0].states:
             parts = [tree_map(lambda x, rows=rows: x[rows.to(x.device)], cache.states[module]) for cache, rows in used]
@@ -146,7 +139,7 @@ class KVCache:
             grown = [x.new_empty(x.shape[0], self.max_slots, *x.shape[2:]) for x in new]
             for memory, old in zip(grown, stored, strict=True):
                 memory[:, : self.n_slots] = old[:, : self.n_slots]
-            self._stored[module] = 0, *grown
+            self._stored[module] = 0, grown[0], grown[1]
             stored = grown
         for memory, x in zip(stored, new, strict=True):
             memory[:, self.n_slots : end] = x
