@@ -30,7 +30,10 @@ def hybrid_model() -> MixedModel:
     return model
 
 
-def texts_of(engine: Engine, numbers=range(len(PROMPTS))):
+ALL = range(len(PROMPTS))
+
+
+def texts_of(engine: Engine, numbers=ALL):
     return [engine.generate(PROMPTS[n], max_new_tokens=12 + n % 7, key=f"text {n}") for n in numbers]
 
 

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 
-from torchtitan.components.data.base import Batch, to_batch
 from torchtitan.components.data.finetuning.functions import load_function
+from torchtitan.components.data.plan.packing import first_fit_decreasing
 from torchtitan.components.generation import Engine, Generation
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.tokenizer import Tokenizer
@@ -63,37 +62,28 @@ class Trajectory:
             raise UserError(f"a trajectory has the reward {self.reward}, but it must be finite")
 
 
+@dataclass
 class RolloutEngine:
-    """What a rollout may use: the model, the tokenizer and the rewards.
+    """What a rollout may use: the model, the tokenizer and the rewards."""
 
-    Args:
-        prompt: token ids of the row's prompt, after the chat template.
-        max_new_tokens: default and maximum of each continuation.
-        key: seed of the rollout's random numbers.
-        where: name of the row in messages.
-    """
-
-    def __init__(
-        self,
-        engine: Engine,
-        tokenizer: Tokenizer,
-        rewards: Rewards,
-        *,
-        prompt: list[int],
-        max_new_tokens: int,
-        key: str,
-        where: str,
-    ):
-        self.tokenizer, self.prompt, self.max_new_tokens = tokenizer, prompt, max_new_tokens
-        self._engine, self._rewards, self._key, self.where = engine, rewards, key, where
-        self._n_calls = 0
+    engine: Engine
+    tokenizer: Tokenizer
+    rewards: Rewards
+    prompt: list[int]
+    """Token ids of the row's prompt, after the chat template."""
+    max_new_tokens: int
+    """Default and maximum of each continuation."""
+    key: str
+    """Seed of the rollout's random numbers."""
+    where: str
+    """Name of the row in messages."""
+    n_calls: int = 0
 
     async def generate(self, tokens: Sequence[int], max_new_tokens: int | None = None) -> Generation:
         """Return a sampled continuation, which ends with the end of the turn or within the context."""
-        most = min(max_new_tokens or self.max_new_tokens, self._engine.context - len(tokens))
-        self._n_calls += 1
-        key = f"{self._key}/{self._n_calls}"
-        return await self._engine.generate(tokens, max_new_tokens=max(most, 1), key=key)
+        most = min(max_new_tokens or self.max_new_tokens, self.engine.context - len(tokens))
+        self.n_calls += 1
+        return await self.engine.generate(tokens, max_new_tokens=max(most, 1), key=f"{self.key}/{self.n_calls}")
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return text without special tokens."""
@@ -101,7 +91,7 @@ class RolloutEngine:
 
     def reward(self, completion: str, row: Mapping[str, Any]) -> float:
         """Return the sum of `--rewards` for a completion."""
-        return self._rewards(self.decode(self.prompt), completion, row, self.where)
+        return self.rewards(self.decode(self.prompt), completion, row, self.where)
 
 
 Rollout = Callable[[Mapping[str, Any], RolloutEngine], Awaitable[Trajectory]]
@@ -130,49 +120,30 @@ def find_rollout(reference: str) -> Rollout:
 
 
 def pack_trajectories(samples: Sequence[tuple[Trajectory, float]], seq_len: int) -> list[dict[str, np.ndarray]]:
-    """Pack trajectories, each with its advantage, into windows of `seq_len` tokens, first-fit-decreasing.
-
-    Returns:
-        windows with `input`, `labels`, `positions` and, for each label, `logprobs` of the sampler, `advantages`,
-            `lengths` (trained tokens of its trajectory) and `samples` (number of its trajectory).
-    """
-    order = sorted(range(len(samples)), key=lambda index: -len(samples[index][0].tokens))
-    windows: list[dict[str, np.ndarray]] = []
-    used: list[int] = []
-    for index in order:
-        trajectory, advantage = samples[index]
-        length = len(trajectory.tokens) - 1
-        place = next((n for n, start in enumerate(used) if start + length <= seq_len), len(windows))
-        if place == len(windows):
-            windows.append(empty_window(seq_len))
-            used.append(0)
-        window, span = windows[place], slice(used[place], used[place] + length)
-        trained = np.array(trajectory.loss_mask[1:])
-        window["input"][span] = trajectory.tokens[:-1]
-        window["labels"][span] = np.where(trained, trajectory.tokens[1:], IGNORE_INDEX)
-        window["positions"][span] = np.arange(length)
-        window["logprobs"][span] = trajectory.logprobs[1:]
-        window["advantages"][span] = advantage
-        window["lengths"][span] = trained.sum()
-        window["samples"][span] = index
-        used[place] += length
-        window["positions"][used[place] :] = np.arange(seq_len - used[place])
+    """Pack trajectories, each with its advantage, into windows of `seq_len` tokens: `input`, `labels`, `positions`
+    and, for each label, `logprobs` of the sampler, `advantages`, `lengths` (trained tokens of its trajectory) and
+    `samples` (number of its trajectory)."""
+    sizes = np.array([len(trajectory.tokens) - 1 for trajectory, _ in samples], np.int64)
+    windows = []
+    for numbers in first_fit_decreasing(sizes, seq_len):
+        window, start = padding(seq_len), 0
+        for number in numbers.tolist():
+            trajectory, advantage = samples[number]
+            span = slice(start, start := start + int(sizes[number]))
+            trained = np.array(trajectory.loss_mask[1:])
+            window["input"][span] = trajectory.tokens[:-1]
+            window["labels"][span] = np.where(trained, trajectory.tokens[1:], IGNORE_INDEX)
+            window["positions"][span] = np.arange(sizes[number])
+            window["logprobs"][span], window["advantages"][span] = trajectory.logprobs[1:], advantage
+            window["lengths"][span], window["samples"][span] = trained.sum(), number
+        window["positions"][start:] = np.arange(seq_len - start)
+        windows.append(window)
     return windows
 
 
-def empty_window(seq_len: int) -> dict[str, np.ndarray]:
+def padding(seq_len: int) -> dict[str, np.ndarray]:
     """Return a window of padding: one document with ignored labels."""
-    integers = {name: np.zeros(seq_len, np.int64) for name in ("input", "samples")}
-    floats = {name: np.zeros(seq_len, np.float32) for name in ("logprobs", "advantages")}
-    lengths = np.ones(seq_len, np.int64)
-    labels, positions = np.full(seq_len, IGNORE_INDEX, np.int64), np.arange(seq_len)
-    return {**integers, **floats, "labels": labels, "lengths": lengths, "positions": positions}
-
-
-def to_batches(windows: Sequence[dict[str, np.ndarray]], seq_len: int, size: int, n_batches: int) -> list[Batch]:
-    """Return `n_batches` batches of `size` windows, the last ones filled with padding."""
-    filled = [*windows, *(empty_window(seq_len) for _ in range(n_batches * size - len(windows)))]
-    batches = [to_batch(filled[start : start + size]) for start in range(0, len(filled), size)]
-    for batch in batches:
-        batch["old_logprobs"] = torch.full_like(batch["logprobs"], math.nan)
-    return batches
+    zeros = {name: np.zeros(seq_len, np.float32) for name in ("logprobs", "old_logprobs", "advantages")}
+    numbers = {"input": 0, "labels": IGNORE_INDEX, "lengths": 1, "samples": 0}
+    filled = {name: np.full(seq_len, number, np.int64) for name, number in numbers.items()}
+    return {**zeros, **filled, "positions": np.arange(seq_len)}

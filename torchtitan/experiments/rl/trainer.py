@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan.components.data.base import NO_DOCUMENT, BaseDataLoader, Batch
+from torchtitan.components.data.base import NO_DOCUMENT, Batch, to_batch
 from torchtitan.components.data.finetuning.prompts import prompt_ids
 from torchtitan.components.generation import Engine, Sampling, stop_ids
 from torchtitan.components.log_probs import token_log_probs
@@ -30,7 +30,7 @@ from torchtitan.trainer import RunModel, StepResult, Trainer
 from . import losses
 from .data import PromptRowDataLoader
 from .rewards import Rewards
-from .rollout import RolloutEngine, Trajectory, find_rollout, pack_trajectories, to_batches
+from .rollout import RolloutEngine, Trajectory, find_rollout, pack_trajectories, padding
 
 Group = list[Trajectory]
 """Trajectories of one prompt."""
@@ -120,11 +120,6 @@ class RLTrainer(Trainer):
                 value = getattr(policy, name)
                 if value is not None and not 0 <= value < math.inf:
                     raise UserError(f"--policy.{name} is {value}, but must be at least 0")
-            if self.prompt_limit < 1:
-                raise UserError(
-                    f"--rollout.max_new_tokens {rollout.max_new_tokens} leaves no room for a prompt in "
-                    f"--training.seq_len {self.training.seq_len} and the context of {self.model_spec.model.max_seq_len}"
-                )
             for name in ("context", "pipeline"):
                 if (degree := getattr(self.parallelism, f"{name}_parallel_degree")) > 1:
                     raise UserError(
@@ -138,24 +133,21 @@ class RLTrainer(Trainer):
             Rewards(self.rewards, self.reward_weights)
             find_rollout(rollout.function)
 
-        @property
-        def prompt_limit(self) -> int:
-            """Maximum tokens of a prompt."""
-            most = min(self.training.seq_len, self.model_spec.model.max_seq_len)
-            return most - self.rollout.max_new_tokens
-
     config: Config
     dataloader: PromptRowDataLoader
     measures_named = ("reward", "length", "truncated", "entropy", "clip_fraction", "kl", "importance_weight")
 
-    def build_dataloader(self, config: BaseDataLoader.Config, *, epochs: int | None) -> BaseDataLoader:
-        original, training = self.config, self.config.training
-        limited = dataclasses.replace(training, seq_len=original.prompt_limit)
-        self.config = dataclasses.replace(original, training=limited)
-        try:
-            return super().build_dataloader(config, epochs=epochs)
-        finally:
-            self.config = original
+    def __init__(self, config: Trainer.Config):
+        super().__init__(config)
+        config, folder = self.config, self.config.hf_assets_path
+        self.rollout = find_rollout(config.rollout.function)
+        self.rewards = Rewards(config.rewards, config.reward_weights)
+        self.method = losses.METHODS[config.policy.method]
+        assert self.dataloader.template
+        end = self.dataloader.template.end_of_turn_id(self.tokenizer)
+        ends = stop_ids(self.tokenizer, *([Path(folder)] if folder else []))
+        self.stop_ids = ends | (set() if end is None else {end})
+        self.completions: JsonLines | None = None
 
     def build_models(self) -> dict[str, RunModel]:
         models = super().build_models()
@@ -183,11 +175,12 @@ class RLTrainer(Trainer):
         rewards_PG = torch.tensor([[t.reward for t in group] for group in groups], dtype=torch.float64)
         advantages = losses.group_advantages(rewards_PG, self.method.advantage).flatten().tolist() if groups else []
         trajectories = list(itertools.chain.from_iterable(groups))
+        self.describe(trajectories)
         seq_len, size = self.config.training.seq_len, self.config.training.local_batch_size
         windows = pack_trajectories(list(zip(trajectories, advantages, strict=True)), seq_len)
-        n_batches = max(gather_objects(-(-len(windows) // size)))
-        self.describe_groups(groups)
-        return to_batches(windows, seq_len, size, n_batches)
+        n_windows = size * max(gather_objects(-(-len(windows) // size)))  # ranks take equally many forward passes
+        windows += [padding(seq_len)] * (n_windows - len(windows))
+        return [to_batch(windows[start : start + size]) for start in range(0, n_windows, size)]
 
     def sample_groups(self, batches: Iterator[Batch]) -> list[Group]:
         """Return the groups of this rank's prompts; with a method that resamples, only those with unequal rewards."""
@@ -232,8 +225,8 @@ class RLTrainer(Trainer):
                         engine,
                         self.tokenizer,
                         self.rewards,
-                        prompt=ids,
-                        max_new_tokens=config.max_new_tokens,
+                        ids,
+                        config.max_new_tokens,
                         key=f"{self.config.debug.seed}/{phase}/{document}/{number}",
                         where=name_of(document),
                     )
@@ -254,66 +247,33 @@ class RLTrainer(Trainer):
         trajectory.check(self.config.training.seq_len + 1)
         return trajectory
 
-    @cached_property
-    def rollout(self) -> Any:
-        return find_rollout(self.config.rollout.function)
-
-    @cached_property
-    def rewards(self) -> Rewards:
-        return Rewards(self.config.rewards, self.config.reward_weights)
-
-    @cached_property
-    def method(self) -> losses.Method:
-        return losses.METHODS[self.config.policy.method]
-
-    @cached_property
-    def stop_ids(self) -> set[int]:
-        folder = self.config.hf_assets_path
-        assert self.dataloader.template
-        end = self.dataloader.template.end_of_turn_id(self.tokenizer)
-        return stop_ids(self.tokenizer, *([Path(folder)] if folder else [])) | (set() if end is None else {end})
-
-    def describe_groups(self, groups: list[Group]) -> None:
-        """Measure rewards and lengths, and count tokens over all ranks."""
-        trajectories = list(itertools.chain.from_iterable(groups))
-        own = trajectories if self.parallel_dims.is_batch_leader else []
-        everyone = gather_objects([(trajectory.reward, len(trajectory.tokens)) for trajectory in own])
-        described = list(itertools.chain.from_iterable(everyone))
-        rewards = [reward for reward, _ in described] or [math.nan]
-        quantiles = np.quantile(rewards, (0.1, 0.5, 0.9)).tolist()
+    def describe(self, trajectories: list[Trajectory]) -> None:
+        """Measure rewards and lengths, and count the tokens of all ranks."""
+        own = [(trajectory.reward, len(trajectory.tokens)) for trajectory in trajectories]
+        of_ranks = gather_objects(own if self.parallel_dims.is_batch_leader else [])
+        everyone = list(itertools.chain.from_iterable(of_ranks))
+        self.tokens_per_step = sum(length for _, length in everyone)
+        quantiles = np.quantile([reward for reward, _ in everyone] or [math.nan], (0.1, 0.5, 0.9)).tolist()
         self.reward_quantiles = dict(zip(("reward_p10", "reward_p50", "reward_p90"), quantiles, strict=True))
-        self.tokens_per_step = sum(length for _, length in described)
-        self.measure_trajectories(trajectories)
-
-    def measure_trajectories(self, trajectories: list[Trajectory]) -> None:
-        sampled = [float(sum(trajectory.loss_mask)) for trajectory in trajectories]
-        ended = [trajectory.tokens[-1] in self.stop_ids for trajectory in trajectories]
-        values: dict[str, list[float]] = {
-            "reward": [trajectory.reward for trajectory in trajectories],
-            "length": sampled,
-            "truncated": [float(not end) for end in ended],
-        }
-        count = torch.tensor(float(len(trajectories)), device=self.device)
-        for name, numbers in values.items():
-            self.measure(name, torch.tensor(float(sum(numbers)), device=self.device), count)
+        for trajectory in trajectories:
+            truncated = float(trajectory.tokens[-1] not in self.stop_ids)
+            values = {"reward": trajectory.reward, "length": sum(trajectory.loss_mask), "truncated": truncated}
+            for name, value in values.items():
+                self.measure(name, torch.tensor(value, device=self.device), torch.ones((), device=self.device))
 
     def log_samples(self, groups: list[Group]) -> None:
         """Log the first trajectories on rank 0, and append them to completions.jsonl."""
         if self.rank or not self.metrics.should_log(self.step + 1):
             return
-        if self.completions is None and self.config.rollout.logged:
+        if self.completions is None:
             self.completions = JsonLines(Path(self.config.dump_folder) / "completions.jsonl", self.step)
         for trajectory in itertools.islice(itertools.chain.from_iterable(groups), self.config.rollout.logged):
-            assert self.completions is not None
             start = trajectory.loss_mask.index(True)
             parts = trajectory.tokens[:start], trajectory.tokens[start:]
-            prompt, completion = (self.tokenizer.decode(part, skip_special_tokens=False) for part in parts)
-            reward = trajectory.reward
-            logger.info("reward %.3f: %r -> %r", reward, prompt[-200:], completion[:400])
-            line = {"step": self.step + 1, "prompt": prompt, "completion": completion, "reward": reward}
-            self.completions.append({**line, "tokens": trajectory.tokens})
-
-    completions: JsonLines | None = None
+            texts = dict(zip(("prompt", "completion"), map(self.tokenizer.decode, parts), strict=True))
+            logger.info("reward %.3f: %r -> %r", trajectory.reward, texts["prompt"][-200:], texts["completion"][:400])
+            numbers = {"step": self.step + 1, "reward": trajectory.reward, "tokens": trajectory.tokens}
+            self.completions.append({**numbers, **texts})
 
     # --- updates ----------------------------------------------------------------------------------------------------
 
@@ -369,10 +329,9 @@ class RLTrainer(Trainer):
 
     def validation_sums(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the negative rewards of one trajectory for each held-out prompt, and their number."""
-        trajectories = [
-            group[0] for group in self.run_rollouts([batch], 1, "validation", "validation prompt {}".format)
-        ]
-        self.measure_trajectories(trajectories)
+        groups = self.run_rollouts([batch], 1, "validation", "validation prompt {}".format)
+        trajectories = list(itertools.chain.from_iterable(groups))
+        self.describe(trajectories)
         sums = -sum(trajectory.reward for trajectory in trajectories), len(trajectories)
         total, count = (self.local_addend(torch.tensor(float(value), device=self.device)) for value in sums)
         return total, count
