@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from torchtitan.components.data.finetuning.conversions import ANSWERS
 from torchtitan.components.data.finetuning.functions import load_function
@@ -36,18 +36,14 @@ def find_reward(name: str) -> Reward:
         except re.error as error:
             raise UserError(f"--rewards {name}: not a regular expression: {error}") from error
         return lambda prompt, completion, row: float(pattern.search(completion) is not None)
-    if kind == "length":
-        if not value.isdecimal() or not int(value):
-            raise UserError(f"--rewards {name}: the length must be a number of characters, at least 1")
+    if kind == "length" and value.isdecimal() and int(value):
         return lambda prompt, completion, row: max(0.0, 1 - abs(len(completion) / int(value) - 1))
     if ":" not in name:
         raise UserError(
             f"--rewards {name} is unknown; use number, pattern=REGEX, length=N, package.module:function or "
             "file.py:function"
         )
-    function: Any = load_function(name)
-    reward: Reward = function
-    return reward
+    return cast(Reward, load_function(name))
 
 
 class Rewards:
@@ -65,23 +61,13 @@ class Rewards:
         """Return the reward. Raise `UserError` that names the row (`where`) and the function that fails."""
         total = 0.0
         for (name, function), weight in zip(self._functions, self._weights, strict=True):
+            value, subject = None, f"{where}: the reward function {name}"
             try:
                 value = function(prompt, completion, row)
+                total += weight * float(value)
             except Exception as error:
-                raise UserError(
-                    f"{where}: the reward function {name} failed: {type(error).__name__}: {error}; fix it and resume"
-                ) from error
-            total += weight * _checked(value, f"{where}: the reward function {name}")
+                returned = f" returned {value!r:.60}, but must return one number" if value is not None else " failed"
+                raise UserError(f"{subject}{returned}: {type(error).__name__}: {error}") from error
+            if not math.isfinite(total):
+                raise UserError(f"{subject} returned {value}, but must return a finite number")
         return total
-
-
-def _checked(value: Any, subject: str) -> float:
-    if isinstance(value, Sequence):
-        raise UserError(f"{subject} returned {len(value)} values ({value!r:.60}), but must return one number")
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        raise UserError(f"{subject} returned {value!r:.60}, but must return one number") from None
-    if not math.isfinite(number):
-        raise UserError(f"{subject} returned {number}, but must return a finite number")
-    return number

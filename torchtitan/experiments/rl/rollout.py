@@ -3,8 +3,8 @@
 import inspect
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 import numpy as np
 
@@ -21,45 +21,28 @@ from torchtitan.tools.errors import UserError
 class Trajectory:
     """Tokens of a prompt, the model and its environment, with a reward for the model's tokens."""
 
-    tokens: list[int]
-    logprobs: list[float]
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
     """Log-probability of each token when the model sampled it; any value for other tokens."""
-    loss_mask: list[bool]
+    loss_mask: list[bool] = field(default_factory=list)
     """True for the tokens that the model sampled, which are trained."""
-    reward: float
+    reward: float = 0.0
 
-    @classmethod
-    def start(cls, prompt: Sequence[int]) -> "Trajectory":
-        """Return a trajectory of the tokens of a prompt, which are not trained."""
-        return cls([], [], [], 0.0).extended(prompt)
-
-    def extended(self, tokens: Sequence[int]) -> "Trajectory":
-        """Append tokens that the model did not sample, such as a tool's output; return the trajectory."""
+    def append(self, tokens: Sequence[int], logprobs: Sequence[float] | None = None) -> None:
+        """Append tokens that the model sampled, or others, such as the prompt and the output of tools."""
         self.tokens += tokens
-        self.logprobs += [0.0] * len(tokens)
-        self.loss_mask += [False] * len(tokens)
-        return self
-
-    def append(self, generation: Generation) -> None:
-        """Append the tokens that the model sampled."""
-        self.tokens += generation.ids
-        self.logprobs += generation.logprobs
-        self.loss_mask += [True] * len(generation.ids)
+        self.logprobs += [0.0] * len(tokens) if logprobs is None else logprobs
+        self.loss_mask += [logprobs is not None] * len(tokens)
 
     def check(self, most: int) -> None:
         """Raise `UserError` for a trajectory that cannot be trained, or of more than `most` tokens."""
-        lengths = len(self.tokens), len(self.logprobs), len(self.loss_mask)
-        if len(set(lengths)) > 1 or not any(self.loss_mask[1:]):
+        lengths = [len(self.tokens), len(self.logprobs), len(self.loss_mask)]
+        if len(set(lengths)) > 1 or not any(self.loss_mask[1:]) or lengths[0] > most or not math.isfinite(self.reward):
             raise UserError(
-                f"a trajectory has {lengths[0]} tokens, {lengths[1]} logprobs and {lengths[2]} elements of loss_mask, "
-                f"{sum(self.loss_mask[1:])} of them true; all three must be equally long, with a sampled token"
+                f"a trajectory has {lengths} tokens, logprobs and elements of loss_mask, {sum(self.loss_mask)} of them "
+                f"true, and the reward {self.reward}: it needs as many of each, at most {most} (--training.seq_len + 1), "
+                "with a sampled token and a finite reward"
             )
-        if lengths[0] > most:
-            raise UserError(
-                f"a trajectory of {lengths[0]} tokens exceeds {most} (--training.seq_len + 1); end it before"
-            )
-        if not math.isfinite(self.reward):
-            raise UserError(f"a trajectory has the reward {self.reward}, but it must be finite")
 
 
 @dataclass
@@ -100,23 +83,20 @@ Rollout = Callable[[Mapping[str, Any], RolloutEngine], Awaitable[Trajectory]]
 
 async def single_turn(row: Mapping[str, Any], engine: RolloutEngine) -> Trajectory:
     """Answer the prompt once, and rate the answer by `--rewards`."""
-    trajectory = Trajectory.start(engine.prompt)
-    answer = await engine.generate(trajectory.tokens)
-    trajectory.append(answer)
+    trajectory = Trajectory()
+    trajectory.append(engine.prompt)
+    answer = await engine.generate(engine.prompt)
+    trajectory.append(answer.ids, answer.logprobs)
     trajectory.reward = engine.reward(engine.decode(answer.ids), row)
     return trajectory
 
 
 def find_rollout(reference: str) -> Rollout:
-    """Return the rollout `package.module:function` or `file.py:function`; by default `single_turn`. Raise `UserError`
-    if there is none."""
-    if not reference:
-        return single_turn
-    function: Any = load_function(reference)
+    """Return the rollout of `--rollout.function`. Raise `UserError` if there is none."""
+    function: Any = load_function(reference) if reference else single_turn
     if not inspect.iscoroutinefunction(function):
         raise UserError(f"--rollout.function {reference} must be defined as async def rollout(row, engine)")
-    rollout: Rollout = function
-    return rollout
+    return cast(Rollout, function)
 
 
 def pack_trajectories(samples: Sequence[tuple[Trajectory, float]], seq_len: int) -> list[dict[str, np.ndarray]]:

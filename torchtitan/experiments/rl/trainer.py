@@ -35,6 +35,9 @@ from .rollout import RolloutEngine, Trajectory, find_rollout, pack_trajectories,
 Group = list[Trajectory]
 """Trajectories of one prompt."""
 
+_LOGGED = 2
+"""Trajectories to log, and to write to completions.jsonl, when metrics are logged."""
+
 _MOST_ROUNDS = 10
 """Global batches that a step reads at most to replace groups with equal rewards."""
 
@@ -81,9 +84,6 @@ class RolloutConfig:
     max_rows: int = 64
     """Texts that a rank generates at a time; a finished one makes room for the next."""
 
-    logged: int = 2
-    """Trajectories to log, and to write to completions.jsonl, when metrics are logged."""
-
 
 class RLTrainer(Trainer):
     """Sample trajectories, rate them, and raise the probability of those better than their group; see the package."""
@@ -110,12 +110,10 @@ class RLTrainer(Trainer):
                 raise UserError("reinforcement learning computes log-probabilities, and takes no other --loss")
             if rollout.group_size < 2:
                 raise UserError(
-                    f"--rollout.group_size is {rollout.group_size}, but a group needs at least 2 trajectories, which "
-                    "are compared with each other"
+                    f"--rollout.group_size is {rollout.group_size}, but a group needs at least 2 to compare"
                 )
             require_at_least(1, rollout__max_new_tokens=rollout.max_new_tokens, rollout__max_rows=rollout.max_rows)
             require_at_least(1, policy__updates=policy.updates)
-            require_at_least(0, rollout__logged=rollout.logged)
             for name in ("clip_low", "clip_high", "beta", "max_importance_weight"):
                 value = getattr(policy, name)
                 if value is not None and not 0 <= value < math.inf:
@@ -126,8 +124,6 @@ class RLTrainer(Trainer):
                         f"--parallelism.{name}_parallel_degree {degree} cannot be combined with rollouts, which the "
                         "run's own weights generate; set it to 1"
                     )
-            if self.optimizer.early_step_in_backward and policy.updates > 1:
-                raise UserError("--optimizer.early_step_in_backward cannot be combined with --policy.updates above 1")
             if not (self.rewards or rollout.function):
                 raise UserError("--rewards is empty; name a function, such as my_rewards.py:score")
             Rewards(self.rewards, self.reward_weights)
@@ -239,12 +235,14 @@ class RLTrainer(Trainer):
         """Return a valid trajectory. Raise `UserError` that names row and function if the user's code fails."""
         try:
             trajectory = await self.rollout(row, engine)
-        except UserError:
-            raise
+            trajectory.check(self.config.training.seq_len + 1)
         except Exception as error:
             name = self.config.rollout.function
-            raise UserError(f"{engine.where}: the rollout {name} failed: {type(error).__name__}: {error}") from error
-        trajectory.check(self.config.training.seq_len + 1)
+            raise (
+                UserError(f"{engine.where}: the rollout {name} failed: {type(error).__name__}: {error}")
+                if name
+                else error
+            ) from error
         return trajectory
 
     def describe(self, trajectories: list[Trajectory]) -> None:
@@ -267,7 +265,7 @@ class RLTrainer(Trainer):
             return
         if self.completions is None:
             self.completions = JsonLines(Path(self.config.dump_folder) / "completions.jsonl", self.step)
-        for trajectory in itertools.islice(itertools.chain.from_iterable(groups), self.config.rollout.logged):
+        for trajectory in itertools.islice(itertools.chain.from_iterable(groups), _LOGGED):
             start = trajectory.loss_mask.index(True)
             parts = trajectory.tokens[:start], trajectory.tokens[start:]
             texts = dict(zip(("prompt", "completion"), map(self.tokenizer.decode, parts), strict=True))
