@@ -189,20 +189,15 @@ class Engine:
             raise self._common_error()
         if not is_busy:
             return False
-        if not self._joins:
-            self._replace_rows(chosen)
+        if chosen and not self._joins:
+            self._rows = [row for row in self._rows if not row.is_done] + chosen
+            self._is_new_batch = True
         if decodes:
             self._decode()
         if self._joins:
             self._join(chosen, new, prefills=prefills)
         self._sample()
         return True
-
-    def _replace_rows(self, chosen: list[_Row]) -> None:
-        """Let new rows take the place of finished ones, for a pass over all tokens of all rows."""
-        if chosen:
-            self._rows = [row for row in self._rows if not row.is_done] + chosen
-            self._is_new_batch = True
 
     def _decode(self) -> None:
         """Compute the logits of the next token of all rows."""

@@ -40,8 +40,7 @@ class Trajectory:
         if len(set(lengths)) > 1 or not any(self.loss_mask[1:]) or lengths[0] > most or not math.isfinite(self.reward):
             raise UserError(
                 f"a trajectory has {lengths} tokens, logprobs and elements of loss_mask, {sum(self.loss_mask)} of them "
-                f"true, and the reward {self.reward}: it needs as many of each, at most {most} (--training.seq_len + 1), "
-                "with a sampled token and a finite reward"
+                f"true, and the reward {self.reward}; it needs as many of each, from 1 to {most}, and a finite reward"
             )
 
 

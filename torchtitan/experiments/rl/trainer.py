@@ -109,9 +109,7 @@ class RLTrainer(Trainer):
             if type(self.chosen_loss) is not CrossEntropyLoss.Config:
                 raise UserError("reinforcement learning computes log-probabilities, and takes no other --loss")
             if rollout.group_size < 2:
-                raise UserError(
-                    f"--rollout.group_size is {rollout.group_size}, but a group needs at least 2 to compare"
-                )
+                raise UserError(f"--rollout.group_size is {rollout.group_size}, but must be 2 or more")
             require_at_least(1, rollout__max_new_tokens=rollout.max_new_tokens, rollout__max_rows=rollout.max_rows)
             require_at_least(1, policy__updates=policy.updates)
             for name in ("clip_low", "clip_high", "beta", "max_importance_weight"):
@@ -238,11 +236,8 @@ class RLTrainer(Trainer):
             trajectory.check(self.config.training.seq_len + 1)
         except Exception as error:
             name = self.config.rollout.function
-            raise (
-                UserError(f"{engine.where}: the rollout {name} failed: {type(error).__name__}: {error}")
-                if name
-                else error
-            ) from error
+            failed = f"{engine.where}: the rollout {name} failed: {type(error).__name__}: {error}"
+            raise UserError(failed) if name else error from error
         return trajectory
 
     def describe(self, trajectories: list[Trajectory]) -> None:
@@ -277,13 +272,15 @@ class RLTrainer(Trainer):
 
     def update(self, micro_batches: list[Batch]) -> StepResult:
         on_device = [self.post_dataloading_process(batch) for batch in micro_batches]
+        outcome = super().update(on_device)
         for _ in range(self.config.policy.updates - 1):
-            outcome = super().update(on_device)
             if not outcome.is_finite or outcome.data_exhausted:
-                return outcome
+                break
             self.is_first_update = False
             self.optimizer.zero_grad()
-        return super().update(on_device)
+            last = super().update(on_device)
+            outcome = dataclasses.replace(last, measures={**outcome.measures, **last.measures})
+        return outcome
 
     def compute_loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the summed loss of a batch's sampled tokens, and the number of trajectories, or of tokens."""
