@@ -147,8 +147,7 @@ def test_cache_is_computed_again_with_padding_of_tensor_parallelism(
 ) -> None:
     model, _ = tiny(sliding_window=None)
     expected = generated(model)
-    # The package's function of the same name hides the module.
-    module = importlib.import_module("torchtitan.components.generation.generate")
+    module = importlib.import_module("torchtitan.components.generation.engine")
     monkeypatch.setattr(module, "_tensor_parallel_degree", lambda model: degree)
     assert generated(model) == expected
 

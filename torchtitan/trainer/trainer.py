@@ -233,7 +233,10 @@ class Trainer(RunBuilder):
         """Take one optimizer step over the next global batch."""
         self.optimizer.zero_grad()
         self.watchdog.phase("data")
-        micro_batches = self.next_micro_batches(batches)
+        return self.update(self.next_micro_batches(batches))
+
+    def update(self, micro_batches: list[Batch]) -> StepResult:
+        """Update the weights once with this rank's part of a global batch."""
         self.watchdog.phase("forward and backward")  # includes the exchange of token counts between ranks
         n_tokens = self.count_valid_tokens(micro_batches)
         loss = torch.zeros((), device=self.device)

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from tests.models.test_llama3 import VARIANTS, reference_of, small_config, small_model, windowed_model
 from torchtitan.components.generation import KVCache, Sampling, TextStream, generate, start_id, stop_ids
-from torchtitan.components.generation.generate import CachedAttention
-from torchtitan.components.generation.sampling import Sampler, restricted_logits
+from torchtitan.components.generation.kv_cache import CachedAttention
+from torchtitan.components.generation.sampling import draw, generator_of, restricted_logits
 from torchtitan.components.tokenizer import PretrainedTokenizer
 from torchtitan.config import ParallelismConfig, TrainingConfig
 from torchtitan.distributed.context_parallel import apply_context_parallel
@@ -409,8 +409,7 @@ def test_recurrent_states_continue_in_the_cache():
 
 
 def test_recurrent_states_under_tensor_parallelism_are_refused(monkeypatch):
-    # The package's function of the same name hides the module.
-    module = importlib.import_module("torchtitan.components.generation.generate")
+    module = importlib.import_module("torchtitan.components.generation.engine")
     monkeypatch.setattr(module, "_tensor_parallel_degree", lambda model: 2)
     generate(small_model(), [[1, 2]], max_new_tokens=2)
     with pytest.raises(UserError, match="tensor parallelism .degree 2. supports no recurrent"):
@@ -439,8 +438,8 @@ def test_the_cache_has_the_type_of_mixed_precision():
 def test_sampled_frequencies_follow_the_softmax():
     logits = torch.tensor([[1.0, 0.0, -1.0, 2.0, 0.5]])
     for temperature in (1.0, 0.5):
-        draws, n = Sampler(Sampling(temperature=temperature, seed=1), rows=1), 4000
-        counts = torch.bincount(torch.cat([draws.draw(logits) for _ in range(n)]), minlength=5)
+        sampling, generator, n = Sampling(temperature=temperature), generator_of("1"), 4000
+        counts = torch.bincount(torch.cat([draw(logits, sampling, [generator]) for _ in range(n)]), minlength=5)
         expected = n * (logits[0] / temperature).softmax(-1)
         # Pearson's statistic with 4 degrees of freedom exceeds 18.5 for one seed in a thousand.
         assert ((counts - expected) ** 2 / expected).sum() < 18.5
@@ -466,14 +465,14 @@ def test_restrictions_equal_transformers(temperature, top_k, top_p):
 @pytest.mark.parametrize("temperature", [1e-30, 1e-40, 1e-300])
 def test_low_temperature_samples_the_most_probable_token(temperature):
     logits = 50 * torch.randn(8, 20, generator=torch.Generator().manual_seed(0))
-    sampler = Sampler(Sampling(temperature=temperature, top_k=5, top_p=0.9), rows=8)
-    assert torch.equal(sampler.draw(logits), logits.argmax(-1))
+    sampling = Sampling(temperature=temperature, top_k=5, top_p=0.9)
+    assert torch.equal(draw(logits, sampling, [generator_of("0")] * 8), logits.argmax(-1))
 
 
 def test_only_top_k_tokens_are_sampled():
     logits = torch.tensor([[0.0, 3.0, 2.0, 1.0]])
-    sampler = Sampler(Sampling(temperature=5.0, top_k=2), rows=1)
-    assert {sampler.draw(logits).item() for _ in range(200)} == {1, 2}
+    sampling, generator = Sampling(temperature=5.0, top_k=2), generator_of("0")
+    assert {draw(logits, sampling, [generator]).item() for _ in range(200)} == {1, 2}
 
 
 def test_samples_of_a_row_do_not_depend_on_the_batch():

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchtitan.components.generation.generate import NOT_FINITE_HINT, evaluating
+from torchtitan.components.generation.engine import NOT_FINITE_HINT, evaluating
 from torchtitan.protocols.output_head import UNCHANGED, LogitTransform
 from torchtitan.tools.errors import UserError
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -38,25 +39,28 @@ class Sampling:
             raise UserError(f"top_p is {self.top_p}, but must be above 0 and at most 1")
 
 
-class Sampler:
-    """Samples one token per row. Each row has a random number generator on the CPU, so that results depend only on the
-    row's logits, the seed and the row number, not on other rows or the device."""
+def generator_of(key: str) -> torch.Generator:
+    """Return a text's random number generator, which depends on all characters of `key`."""
+    digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
 
-    def __init__(self, sampling: Sampling, rows: int):
-        sampling.validate()
-        self.sampling = sampling
-        self._generators = [torch.Generator().manual_seed(_row_seed(sampling.seed, row)) for row in range(rows)]
 
-    def draw(self, logits_BV: Tensor) -> Tensor:
-        """Return one token id per row, int64, shape (B,) on the CPU, for logits of any floating-point type."""
-        if self.sampling.temperature == 0:
-            return logits_BV.argmax(dim=-1).cpu()
-        weights_BV = restricted_logits(logits_BV, self.sampling).softmax(dim=-1).cpu()
-        drawn = [
-            torch.multinomial(weights_V, 1, generator=generator)
-            for weights_V, generator in zip(weights_BV, self._generators, strict=True)
-        ]
-        return torch.cat(drawn)
+def draw(logits_BV: Tensor, sampling: Sampling, generators: Sequence[torch.Generator]) -> Tensor:
+    """Return one token id per row, int64, shape (B,) on the CPU, for logits of any floating-point type.
+
+    Each row draws one number from its own generator, and looks it up in its cumulative distribution, in float64. So a
+    row depends only on its logits and its generator; logits that differ by rounding give another token only if the
+    number is that close to a boundary of the distribution.
+    """
+    if sampling.temperature == 0:
+        return logits_BV.argmax(dim=-1).cpu()
+    if logits_BV.device.type == "mps":  # has no float64
+        logits_BV = logits_BV.cpu()
+    total_BV = restricted_logits(logits_BV, sampling).double().softmax(dim=-1).cumsum(dim=-1)
+    drawn_B = torch.cat([torch.rand(1, generator=generator, dtype=torch.float64) for generator in generators])
+    places_B1 = drawn_B.to(total_BV.device)[:, None] * total_BV[:, -1:]
+    tokens_B1 = torch.searchsorted(total_BV, places_B1, right=True).clamp(max=total_BV.shape[1] - 1)
+    return tokens_B1[:, 0].cpu()
 
 
 def restricted_logits(logits_BV: Tensor, sampling: Sampling) -> Tensor:
@@ -76,8 +80,3 @@ def restricted_logits(logits_BV: Tensor, sampling: Sampling) -> Tensor:
         dropped_BV = (more_probable_BV >= sampling.top_p).scatter(1, order_BV, more_probable_BV >= sampling.top_p)
         logits_BV = logits_BV.masked_fill(dropped_BV, -math.inf)
     return logits_BV
-
-
-def _row_seed(seed: int, row: int) -> int:
-    """Hash seed and row. (With seed + row, row 1 of seed 0 would equal row 0 of seed 1.)"""
-    return int.from_bytes(hashlib.blake2b(f"{seed}/{row}".encode(), digest_size=8).digest(), "big") >> 1

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchtitan.components.generation.generate import KVCache
+from torchtitan.components.generation import KVCache
 from torchtitan.models.transformers.description import transformers_config
 from torchtitan.models.transformers.tiny import CLONE_TOLERANCE, TEXT_IDS, random_clone, trial
 from torchtitan.protocols.attention import AttentionMetadata

@@ -80,6 +80,8 @@ class Prompt:
 
     prompt: Conversation
     answer: str | None
+    row: dict[str, Any] = field(default_factory=dict, compare=False)
+    """All columns of the row."""
 
 
 Sample = Conversation | Text | Pair | Prompt

@@ -140,7 +140,7 @@ def read_prompt(prompt: Callable[[Cells], list[Any]]) -> Callable[[Cells], Promp
         conversation = _conversation(row, prompt(row))
         if conversation.messages[-1]["role"] == "assistant":
             raise BrokenSample("the prompt must not end with a message of the assistant")
-        return Prompt(conversation, _answer(row))
+        return Prompt(conversation, _answer(row), row)
 
     return read
 

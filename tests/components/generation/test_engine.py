@@ -1,0 +1,133 @@
+"""The engine: rows that join and leave, shared prompts, several turns, several processes."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.components.generation.test_generation import TINY_PROMPTS, mixed_model
+from tests.models.test_delta_net import MixedModel, small_config
+from torchtitan.components.generation import Engine, Generation, Sampling
+from torchtitan.components.generation.sampling import draw, generator_of
+from torchtitan.config import ParallelismConfig, TrainingConfig
+from torchtitan.distributed import initialize_weights
+from torchtitan.distributed.parallel_dims import ParallelDims
+from torchtitan.distributed.parallelize import parallelize_model
+from torchtitan.models.llama3 import SHARDING
+from torchtitan.tools.errors import UserError
+
+SAMPLING = Sampling(temperature=1.0)
+STOP_IDS = set(range(8))
+"""A twelfth of the vocabulary, so that texts end at various lengths."""
+
+# A prompt shared by several texts, also beyond the room in the batch.
+PROMPTS = [prompt for prompt in TINY_PROMPTS for _ in range(5)]
+
+
+def hybrid_model() -> MixedModel:
+    """Return a model with a recurrent layer."""
+    model = MixedModel(small_config()).double()
+    initialize_weights(model, 0)
+    return model
+
+
+ALL = range(len(PROMPTS))
+
+
+def texts_of(engine: Engine, numbers=ALL):
+    return [engine.generate(PROMPTS[n], max_new_tokens=12 + n % 7, key=f"text {n}") for n in numbers]
+
+
+def alone(model) -> list[Generation]:
+    """Return the texts, each generated in a batch of its own, without cache."""
+    engine = Engine(model, sampling=SAMPLING, stop_ids=STOP_IDS, use_cache=False)
+    return [engine.run(texts_of(engine, [n]))[0] for n in range(len(PROMPTS))]
+
+
+def check_equal(found: list[Generation], expected: list[Generation]) -> None:
+    assert [text.ids for text in found] == [text.ids for text in expected]
+    for one, other in zip(found, expected, strict=True):
+        assert one.finish_reason == other.finish_reason
+        # Float32 sums in another order, for logits of about 1.
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+
+
+@pytest.mark.parametrize("max_rows", [1, 3, 7, None])
+@pytest.mark.parametrize("make_model", [mixed_model, hybrid_model])
+def test_texts_do_not_depend_on_the_batch(make_model, max_rows):
+    """Layers with and without windows, and recurrent layers."""
+    model = make_model()
+    expected = alone(model)
+    assert len({len(text.ids) for text in expected}) > 4
+    engine = Engine(model, sampling=SAMPLING, stop_ids=STOP_IDS, max_rows=max_rows)
+    check_equal(engine.run(texts_of(engine)), expected)
+
+
+def test_a_shared_prompt_is_computed_once_and_finished_rows_make_room():
+    model, passes = mixed_model(), []
+    model.register_forward_pre_hook(lambda module, args: passes.append(tuple(args[0].shape)))
+    engine = Engine(model, sampling=SAMPLING, stop_ids=STOP_IDS, max_rows=3)
+    texts = engine.run(texts_of(engine))
+    prompts = [shape for shape in passes if shape[1] > 1 or shape[0] > 3]
+    # One pass per prompt; the first prompt has a single token, like each later token of three rows.
+    assert prompts == [(1, len(prompt)) for prompt in TINY_PROMPTS[1:]]
+    n_tokens = sum(len(text.ids) for text in texts)
+    n_passes = len(passes) - len(TINY_PROMPTS)
+    # The first token of each text needs no pass of its own. Without new rows, groups of three wait for the longest.
+    assert (n_tokens - len(texts)) / 3 <= n_passes < 1.25 * n_tokens / 3
+
+
+def test_several_turns_keep_sampled_tokens():
+    model = mixed_model()
+    engine = Engine(model, sampling=SAMPLING, stop_ids=STOP_IDS, max_rows=2)
+
+    async def converse(number: int) -> list[int]:
+        tokens = list(TINY_PROMPTS[number])
+        for turn in range(number + 1):
+            reply = await engine.generate(tokens, max_new_tokens=5, key=f"{number}/{turn}")
+            tokens += [*reply.ids, 50 + turn]
+        return tokens
+
+    together = engine.run([converse(number) for number in range(4)])
+    assert together == [engine.run([converse(number)])[0] for number in range(4)]
+
+
+def test_a_boundary_of_the_distribution_decides():
+    """The token is the one at the drawn number in the cumulative distribution."""
+    logits_BV = torch.randn(64, 30, generator=torch.Generator().manual_seed(0))
+    keys = [str(row) for row in range(64)]
+    found = draw(logits_BV, SAMPLING, [generator_of(key) for key in keys])
+    for row, key in enumerate(keys):
+        place = torch.rand(1, generator=generator_of(key), dtype=torch.float64)
+        assert found[row] == int((logits_BV[row].double().softmax(-1).cumsum(-1) <= place).sum())
+
+
+def sharded_texts(layout: str, expected: list[Generation]) -> None:
+    rank = dist.get_rank()
+    degrees = {"fsdp": {"dp_shard": 2}, "tp": {"tp": 2}}[layout]
+    dims = ParallelDims(**{"dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1, "pp": 1, "world_size": 2, **degrees})
+    model = mixed_model()
+    parallelize_model(
+        model,
+        parallel_dims=dims,
+        mesh=dims.build_mesh("cpu"),
+        sharding=SHARDING,
+        training=TrainingConfig(mixed_precision_param="float32"),
+        parallelism=ParallelismConfig(),
+    )
+    # Under FSDP, rank 1 has fewer texts; then none.
+    for mine in ([range(14), range(14, 20)], [range(20), range(0)]) if layout == "fsdp" else [[range(20)] * 2]:
+        engine = Engine(model, sampling=SAMPLING, stop_ids=STOP_IDS, max_rows=3, group=dist.group.WORLD)
+        check_equal(engine.run(texts_of(engine, mine[rank])), [expected[n] for n in mine[rank]])
+    if layout == "fsdp":
+
+        async def fail() -> None:
+            raise UserError("no reward")
+
+        with pytest.raises(UserError, match="no reward"):  # on both ranks
+            engine.run([fail()] if rank else texts_of(engine))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["fsdp", "tp"])
+def test_sharded_models_generate_the_same_texts(workers, layout):
+    workers.run(sharded_texts, layout, alone(mixed_model()))

@@ -1,0 +1,381 @@
+"""Reinforcement learning (`--module rl`): losses against float64 and TRL, exact runs, several processes, tools."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.conftest import PROJECT
+from tests.experiments.calculator import calculate
+from tests.processes import run_processes
+from tests.training import flags, read_metrics, run
+from torchtitan.components.generation import Generation
+from torchtitan.config.manager import ConfigManager
+from torchtitan.experiments.rl import losses
+from torchtitan.experiments.rl.rewards import Rewards, number_match
+from torchtitan.experiments.rl.rollout import RolloutEngine, Trajectory, pack_trajectories
+from torchtitan.experiments.rl.trainer import RLTrainer
+from torchtitan.tools.errors import UserError
+
+SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 2048}
+TEMPLATE = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+OPTIONS = {
+    "training.steps": 4,
+    "training.seq_len": 64,
+    "training.local_batch_size": 2,
+    "training.global_batch_size": 4,
+    "training.mixed_precision_param": "float32",
+    "optimizer.lr": 1e-2,
+    "lr_scheduler.warmup_steps": 0,
+    "metrics.log_freq": 1,
+    "metrics.enable_tensorboard": False,
+    "activation_checkpoint.mode": "none",
+    "rollout.group_size": 4,
+    "rollout.max_new_tokens": 8,
+    "rollout.max_rows": 5,
+    "rewards": ["length=20"],
+    "checkpoint.interval": 2,
+}
+NUMBERS = ("loss", "grad_norm", "reward", "length", "entropy", "clip_fraction", "reward_p50")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Folder with a random model saved by transformers, prompts and reward functions."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("rl")
+    torch.manual_seed(0)
+    config = LlamaConfig(**SIZES, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256)
+    LlamaForCausalLM(config).save_pretrained(folder / "model")
+    for file in (PROJECT / "torchtitan/assets/tokenizer").glob("*.json"):
+        shutil.copy(file, folder / "model")
+    (folder / "model/chat_template.jinja").write_text(TEMPLATE)
+    rows = [{"prompt": f"Tell me about {i} " + "very " * (i % 4) + "old cats.", "number": i} for i in range(12)]
+    (folder / "prompts.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    (folder / "rewards.py").write_text(
+        "def many(prompt, completion, row):\n    return [1.0] * 3\n"
+        "def nan(prompt, completion, row):\n    return float('nan')\n"
+        "def fails(prompt, completion, row):\n    return row['absent']\n"
+        "def sees(prompt, completion, row):\n    assert str(row['number']) in prompt\n    return len(completion)\n"
+    )
+    return folder
+
+
+def train_rl(folder: Path, dump: Path, **options: object) -> RLTrainer:
+    changed = {key.replace("__", "."): value for key, value in options.items()}
+    common = {"hf_assets_path": folder / "model", "dataloader.dataset": [folder / "prompts.jsonl"], "dump_folder": dump}
+    common["dataloader.cache_dir"] = folder / "cache"
+    words = flags({**common, **OPTIONS, **changed})
+    config = ConfigManager().parse_args(["--module", "rl", "--config", "grpo", *words]).config
+    config.check(world_size=1 if not torch.distributed.is_initialized() else torch.distributed.get_world_size())
+    trainer = run(config)
+    assert isinstance(trainer, RLTrainer)
+    return trainer
+
+
+# Losses.
+
+
+def random_tokens(n: int = 12) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return list(torch.randn(4, n, generator=generator) * 0.3 - torch.tensor([[1.0], [1.0], [1.0], [0.0]]))
+
+
+def test_losses_equal_float64():
+    """Loops over tokens in Python's numbers; float32 rounds to 1e-7."""
+    log_probs, old, reference, advantages = random_tokens()
+    rows = [x.double().tolist() for x in (log_probs, old, reference, advantages)]
+    found, is_clipped = losses.clipped_losses(log_probs - old, advantages, 0.1, 0.2)
+    for n, (p, q, r, a) in enumerate(zip(*rows, strict=True)):
+        ratio = math.exp(p - q)
+        clipped = min(max(ratio, 0.9), 1.2)
+        assert found[n].item() == pytest.approx(-min(ratio * a, clipped * a), rel=1e-5)
+        assert is_clipped[n].item() == (clipped * a < ratio * a)
+        d = r - p
+        for kind, expected in (("k1", -d), ("k2", d * d / 2), ("k3", math.exp(d) - d - 1)):
+            assert losses.kl_estimates(log_probs, reference, kind)[n].item() == pytest.approx(
+                expected, rel=1e-4, abs=1e-6
+            )
+        weight = losses.truncated_weights(log_probs, old, 1.1)[n].item()
+        assert weight == pytest.approx(min(ratio, 1.1), rel=1e-5)
+    assert is_clipped.any() and not is_clipped.all()
+    numbers = torch.tensor([2, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 2])
+    means = losses.mean_by_sample(log_probs, numbers)
+    for n, number in enumerate(numbers.tolist()):
+        values = [row for row, other in zip(rows[0], numbers.tolist(), strict=True) if other == number]
+        assert means[n].item() == pytest.approx(sum(values) / len(values), rel=1e-5)
+
+
+def test_advantages_equal_their_definitions():
+    rewards = torch.tensor([[1.0, 0.0, 0.5, 0.25], [2.0, 2.0, 2.0, 2.0]], dtype=torch.float64)
+    for kind in ("normalized", "centered", "leave_one_out"):
+        found = losses.group_advantages(rewards, kind)
+        for row, result in zip(rewards.tolist(), found.tolist(), strict=True):
+            mean = sum(row) / 4
+            std = math.sqrt(sum((x - mean) ** 2 for x in row) / 3)
+            expected = {
+                "normalized": [(x - mean) / (std + 1e-4) for x in row],
+                "centered": [x - mean for x in row],
+                "leave_one_out": [x - (sum(row) - x) / 3 for x in row],
+            }[kind]
+            assert result == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo"])
+def test_the_loss_equals_trl(folder, tmp_path, loss_type):
+    """On one batch of random completions, where all ratios are 1 and gradients differ. Both round to float32."""
+    trl = pytest.importorskip("trl")
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    captured: list[tuple[list[dict], list, float, dict]] = []
+
+    class Capturing(RLTrainer):
+        def update(self, micro_batches):
+            trajectories = self.seen
+            result = super().update(micro_batches)
+            captured.append((trajectories, result.loss, result.grad_norm))
+            return result
+
+        def describe(self, trajectories):
+            self.seen = trajectories
+            super().describe(trajectories)
+
+    words = {"hf_assets_path": folder / "model", "dataloader.dataset": [folder / "prompts.jsonl"]}
+    words |= {"dump_folder": tmp_path, "dataloader.cache_dir": folder / "cache", **OPTIONS, "training.steps": 1}
+    words |= {"policy.method": loss_type, "policy.beta": 0.0}
+    config = ConfigManager().parse_args(["--module", "rl", "--config", "grpo", *flags(words)]).config
+    run(config, Capturing)
+    ((trajectories, loss, grad_norm),) = captured
+    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    args = trl.GRPOConfig(
+        output_dir=str(tmp_path / "trl"),
+        loss_type=loss_type,
+        max_completion_length=8,
+        num_generations=4,
+        per_device_train_batch_size=4,
+        epsilon_high=0.28 if loss_type == "dapo" else 0.2,
+        bf16=False,
+        use_cpu=True,
+        report_to=[],
+        save_strategy="no",
+    )
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    trainer = trl.GRPOTrainer(
+        model,
+        reward_funcs=lambda completions, **_: [0.0] * len(completions),
+        args=args,
+        train_dataset=Dataset.from_list([{"prompt": "a"}] * 4),
+        processing_class=tokenizer,
+    )
+    trainer.current_gradient_accumulation_steps = 1
+    starts = [t.loss_mask.index(True) for t in trajectories]
+    widths = max(starts), max(len(t.tokens) - start for t, start in zip(trajectories, starts, strict=True))
+    batch = {
+        name: torch.zeros(len(trajectories), widths[name[0] == "c"], dtype=torch.long)
+        for name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
+    }
+    for row, (t, start) in enumerate(zip(trajectories, starts, strict=True)):
+        batch["prompt_ids"][row, widths[0] - start :] = torch.tensor(t.tokens[:start])
+        batch["prompt_mask"][row, widths[0] - start :] = 1
+        n = len(t.tokens) - start
+        batch["completion_ids"][row, :n], batch["completion_mask"][row, :n] = torch.tensor(t.tokens[start:]), 1
+    rewards = torch.tensor([t.reward for t in trajectories]).view(-1, 4)
+    kind = losses.METHODS[loss_type].advantage
+    batch["advantages"] = losses.group_advantages(rewards, kind).flatten()
+    batch["num_items_in_batch"] = batch["completion_mask"].sum()
+    expected = trainer._compute_loss(model, batch)
+    expected.backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+    assert loss == pytest.approx(expected.item(), abs=1e-5)
+    assert grad_norm == pytest.approx(norm.item(), rel=1e-4)
+    assert norm > 0.01
+
+
+# Trajectories.
+
+
+def test_trajectories_are_packed_without_padding():
+    samples = []
+    for n, length in enumerate((5, 9, 3, 7)):
+        tokens = list(range(10 * n, 10 * n + length))
+        samples.append(
+            (Trajectory(tokens, [-0.5 * t for t in tokens], [False] * 2 + [True] * (length - 2), 1.0), n - 1.5)
+        )
+    windows = pack_trajectories(samples, 10)
+    assert len(windows) == 2  # 8 + 2 and 6 + 4 positions
+    for window in windows:
+        for place in (window["labels"] != -100).nonzero()[0]:
+            number = window["samples"][place]
+            trajectory, advantage = samples[number]
+            index = trajectory.tokens.index(window["labels"][place])
+            assert window["input"][place] == trajectory.tokens[index - 1]
+            assert window["positions"][place] == index - 1
+            assert window["logprobs"][place] == trajectory.logprobs[index]
+            assert (window["advantages"][place], window["lengths"][place]) == (advantage, len(trajectory.tokens) - 2)
+    assert sum(int((window["labels"] != -100).sum()) for window in windows) == 24 - 8
+
+
+class FixedEngine:
+    """Returns prepared continuations."""
+
+    context = 100
+
+    def __init__(self, tokenizer, texts):
+        self.turns, self.tokenizer, self.asked = texts, tokenizer, []
+
+    async def generate(self, tokens, *, max_new_tokens, key):
+        self.asked.append(list(tokens))
+        ids = self.turns.pop(0)
+        return Generation(ids, [-1.0] * len(ids))
+
+
+def finish(coroutine):
+    with pytest.raises(StopIteration) as end:
+        coroutine.send(None)
+    return end.value.value
+
+
+def test_a_calculator_is_used_and_sampled_ids_stay(tokenizer):
+    """The model writes its call in single characters, which encoding the text would merge."""
+    from tests.experiments.calculator import rollout
+
+    call = [token for character in "It is <calc>6*7</calc>" for token in tokenizer.encode(character, add_bos=False)]
+    assert call != tokenizer.encode("It is <calc>6*7</calc>", add_bos=False)
+    answer = tokenizer.encode("So 42.", add_bos=False)
+    prompt = tokenizer.encode("What is 6 times 7?")
+    fixed = FixedEngine(tokenizer, [call, answer])
+    engine = RolloutEngine(fixed, tokenizer, Rewards(["number"], []), prompt, 40, key="0", where="row 1")
+    trajectory = finish(rollout({"answer": "42"}, engine))
+    result = tokenizer.encode(" = 42\n", add_bos=False, add_eos=False)
+    assert trajectory.tokens == prompt + call + result + answer
+    assert fixed.asked == [prompt, prompt + call + result]
+    assert trajectory.loss_mask == [False] * len(prompt) + [True] * len(call) + [False] * len(result) + [True] * len(
+        answer
+    )
+    assert trajectory.reward == 1
+    trajectory.check(1000)
+    assert [calculate(text) for text in ("1+2*3", "(1+2)/4", "1/0", "a", "2**9")] == [
+        "7",
+        "0.75",
+        "error",
+        "error",
+        "error",
+    ]
+
+
+def test_built_in_rewards():
+    assert number_match("", "first 3, then 1,042", {"answer": "... #### 1042"}) == 1
+    assert number_match("", "41", {"answer": "42"}) == number_match("", "none", {"answer": "42"}) == 0
+    rewards = Rewards([r"pattern=\bcat\b", "length=10"], [2.0, 1.0])
+    assert rewards("", "a cat here", {}, "row") == 3
+    assert rewards("", "concatenat" * 2, {}, "row") == 0
+
+
+# Runs.
+
+
+@pytest.mark.parametrize("method", ["grpo", "gspo"])
+def test_the_reward_rises(folder, tmp_path, method):
+    clip = {"policy__clip_low": 0.2, "policy__clip_high": 0.2}
+    train_rl(folder, tmp_path, training__steps=8, policy__method=method, policy__updates=2, **clip)
+    rewards = [row[1] for row in read_metrics(tmp_path, "reward")]
+    assert sum(rewards[-2:]) > sum(rewards[:2]) + 0.1
+    assert max(row[1] for row in read_metrics(tmp_path, "clip_fraction")) > 0  # in the second update
+    lines = [json.loads(line) for line in (tmp_path / "completions.jsonl").read_text().splitlines()]
+    assert {line["step"] for line in lines} == set(range(1, 9)) and len(lines[0]["tokens"]) > 8
+
+
+class Killed(BaseException):
+    """Simulates the end of a process."""
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_resume_is_exact(folder, tmp_path, monkeypatch, inside):
+    options = {"policy__beta": 0.1, "policy__updates": 2}
+    train_rl(folder, tmp_path / "straight", **options)
+    where, count = ("checked_rollout", 16 * 2 + 5) if inside else ("complete_step", 3)
+    original, calls = getattr(RLTrainer, where), []
+
+    def stop(self, *args):
+        calls.append(0)
+        if len(calls) == count:
+            raise Killed
+        return original(self, *args)
+
+    monkeypatch.setattr(RLTrainer, where, stop)
+    with pytest.raises(Killed):
+        train_rl(folder, tmp_path / "stopped", **options)
+    monkeypatch.undo()
+    train_rl(folder, tmp_path / "stopped", **options)
+    measured = [read_metrics(tmp_path / name, *NUMBERS, "kl") for name in ("stopped", "straight")]
+    assert measured[0] == measured[1] and len(measured[0]) == 4
+    texts = [(tmp_path / name / "completions.jsonl").read_text() for name in ("stopped", "straight")]
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["data_parallel_shard_degree", "tensor_parallel_degree"])
+def test_two_processes_write_the_same(folder, tmp_path, layout):
+    """Rounding may change a token only at a boundary of its distribution, which does not happen here."""
+    options = {"training__steps": 3, "training__local_batch_size": 4}
+    train_rl(folder, tmp_path / "one", **options)
+    options["training__local_batch_size"] = 2 if layout.startswith("data") else 4
+    degrees = {"parallelism__data_parallel_shard_degree": 1, f"parallelism__{layout}": 2}
+    run_processes(train_on_ranks, 2, folder, tmp_path / "two", {**options, **degrees})
+    lines = [(tmp_path / name / "completions.jsonl").read_text().splitlines() for name in ("one", "two")]
+    assert [json.loads(line)["tokens"] for line in lines[0]] == [json.loads(line)["tokens"] for line in lines[1]]
+    for row, expected in zip(*(read_metrics(tmp_path / name, *NUMBERS) for name in ("two", "one")), strict=True):
+        assert row == pytest.approx(expected, rel=1e-4, abs=1e-5)
+
+
+def train_on_ranks(folder: Path, dump: Path, options: dict[str, object]) -> None:
+    train_rl(folder, dump, **options)
+
+
+@pytest.mark.parametrize("method", ["dr_grpo", "dapo", "rloo"])
+def test_other_methods_run(folder, tmp_path, method):
+    train_rl(folder, tmp_path, training__steps=2, policy__method=method)
+    assert all(norm > 0 for _, norm in read_metrics(tmp_path, "grad_norm"))
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("many", r"prompts\.jsonl:\d+: the reward function .*:many returned \[1\.0, 1\.0, 1\.0\], but must return one"),
+        ("nan", r"prompts\.jsonl:\d+: the reward function .*:nan returned nan"),
+        ("fails", r"prompts\.jsonl:\d+: the reward function .*:fails failed: KeyError: 'absent'"),
+    ],
+)
+def test_broken_rewards_are_named_after_a_save(folder, tmp_path, function, message):
+    """The run goes on at the same prompts once the function is mended."""
+    good = [f"{folder}/rewards.py:sees"]
+    options = {"checkpoint__interval": 100, "training__steps": 2}
+    train_rl(folder, tmp_path / "straight", **options, rewards=good)
+    train_rl(folder, tmp_path / "run", checkpoint__interval=1, training__steps=2, rewards=good)
+    shutil.rmtree(tmp_path / "run/checkpoint/step-2")
+    with pytest.raises(UserError, match=message):
+        train_rl(folder, tmp_path / "run", **options, rewards=[f"{folder}/rewards.py:{function}"])
+    train_rl(folder, tmp_path / "run", **options, rewards=good)
+    assert read_metrics(tmp_path / "run", *NUMBERS) == read_metrics(tmp_path / "straight", *NUMBERS)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rollout__group_size": 1}, r"--rollout\.group_size is 1"),
+        ({"training__seq_len": 8}, r"prompts\.jsonl:\d+: \d+ tokens, 8 fit"),
+        ({"rewards": ["nothing"]}, r"--rewards nothing is unknown"),
+        ({"rewards": ["pattern=("]}, r"not a regular expression"),
+        ({"reward_weights": [1, 2]}, r"--reward_weights has 2 numbers for 1 --rewards"),
+        ({"parallelism__pipeline_parallel_degree": 2}, r"--parallelism\.pipeline_parallel_degree 2 cannot be combined"),
+    ],
+)
+def test_invalid_options_are_rejected(folder, tmp_path, options, message):
+    with pytest.raises(UserError, match=message):
+        train_rl(folder, tmp_path, **options)

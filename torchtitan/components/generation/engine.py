@@ -1,0 +1,407 @@
+"""The engine of generation: coroutines that await continuations, computed together by the model's own weights."""
+
+import types
+from collections import deque
+from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from torchtitan.components.generation.kv_cache import KVCache
+from torchtitan.components.generation.sampling import Sampling, draw, generator_of
+from torchtitan.distributed import context_parallel
+from torchtitan.distributed.parallelize import free_gathered_weights
+from torchtitan.protocols.attention import AttentionMetadata
+from torchtitan.protocols.model import BaseModel
+from torchtitan.protocols.output_head import UNCHANGED, LogitTransform, compute_logits
+from torchtitan.tools.errors import UserError
+from torchtitan.tools.torch_private import forward_pre_hooks
+
+FinishReason = Literal["stop", "length"]
+
+OnToken = Callable[[int], bool]
+"""Called with each new token except stop tokens; return True to end the text."""
+
+ResultT = TypeVar("ResultT")
+
+NOT_FINITE_HINT = (
+    "the weights may be damaged, the training may have diverged, or the values are too large for the computation type "
+    "(--dtype)"
+)
+"""Possible causes of NaN in a model's output."""
+
+_PADDING = 0  # arbitrary: nothing attends to it
+
+
+@dataclass(slots=True)
+class Generation:
+    """Continuation of one prompt."""
+
+    ids: list[int] = field(default_factory=list)
+    """New tokens, ending with the stop token, if any."""
+    logprobs: list[float] = field(default_factory=list)
+    """Natural logarithm of each new token's probability at temperature 1, before top_k and top_p."""
+    finish_reason: FinishReason = "length"
+    """`stop`: ended by a stop token or `on_token`. `length`: reached max_new_tokens."""
+
+
+@dataclass(slots=True, eq=False)
+class _Row:
+    """A text in the batch, or waiting for room in it."""
+
+    prompt: tuple[int, ...]
+    max_new_tokens: int
+    generator: torch.Generator
+    on_token: OnToken | None
+    generation: Generation = field(default_factory=Generation)
+    resume: Callable[[Generation], None] | None = None
+    """Continues the coroutine that awaits the text."""
+    is_done: bool = False
+
+    @property
+    def tokens(self) -> list[int]:
+        """All tokens; of a finished row, which may stay in the batch, a single one that is not read."""
+        return [_PADDING] if self.is_done else [*self.prompt, *self.generation.ids]
+
+    @property
+    def n_tokens(self) -> int:
+        return 1 if self.is_done else len(self.prompt) + len(self.generation.ids)
+
+
+class Engine:
+    """Continue texts in batches with a model that is plain or under FSDP, DDP, tensor parallelism, activation
+    checkpointing or compilation (blocks run uncompiled), but not under pipeline or context parallelism.
+
+    A finished text makes room for the next one. A prompt that several waiting texts share is computed once. Each text
+    has its own random numbers, so that it depends only on weights, prompt and key, up to the rounding of logits.
+
+    Args:
+        sampling: without its seed, which `generate` gets as the key.
+        stop_ids: tokens that end a text; not passed to `on_token`.
+        max_rows: texts that are computed at a time; None: all.
+        use_cache: use a key/value cache; otherwise every token needs a forward pass over all previous tokens.
+        group: processes that run forward passes together (FSDP, tensor parallelism) until all texts are finished. Their
+            texts may differ, except under tensor parallelism.
+
+    Raises:
+        UserError: the model is a pipeline stage or uses context parallelism; a sampling option is out of range.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        sampling: Sampling,
+        stop_ids: AbstractSet[int] = frozenset(),
+        max_rows: int | None = None,
+        use_cache: bool = True,
+        group: dist.ProcessGroup | None = None,
+    ):
+        _reject_partial_model(model)
+        sampling.validate()
+        self.context: int = cast(Any, model).config.max_seq_len
+        self._model, self._sampling, self._stop_ids, self._group = model, sampling, stop_ids, group
+        self._max_rows, self._use_cache = max_rows, use_cache
+        self._degree, self._device = _tensor_parallel_degree(model), _device_of(model)
+
+    async def generate(
+        self, prompt: Sequence[int], *, max_new_tokens: int, key: str, on_token: OnToken | None = None
+    ) -> Generation:
+        """Return a continuation of `prompt`; await it in a coroutine that `run` runs.
+
+        Args:
+            prompt: token ids, at least one.
+            max_new_tokens: maximum, including the stop token.
+            key: seed of the text's random numbers.
+
+        Raises:
+            UserError: the prompt is empty or has an unknown token; prompt and continuation exceed the context.
+        """
+        _check(self._model, prompt, max_new_tokens)
+        if max_new_tokens == 0:
+            return Generation()
+        return await _wait(_Row(tuple(prompt), max_new_tokens, generator_of(key), on_token))
+
+    @torch.no_grad()
+    def run(self, texts: Sequence[Coroutine[Any, Any, ResultT]]) -> list[ResultT]:
+        """Run coroutines that await `generate` until all have returned, with the model in evaluation mode; return their
+        results in order.
+
+        Raises:
+            UserError: raised by a coroutine of any process, in all of them; logits are not finite.
+        """
+        results: dict[int, ResultT] = {}
+        self._waiting: deque[_Row] = deque()
+        self._rows: list[_Row] = []
+        self._logits_BV: Tensor | None = None
+        self._error: UserError | None = None
+        self._held: tuple[KVCache, dict[tuple[int, ...], int], Tensor] | None = None
+
+        def advance(index: int, generation: Generation | None) -> None:
+            try:
+                row: _Row = texts[index].send(generation)
+            except StopIteration as end:
+                results[index] = end.value
+            except UserError as error:
+                self._error = self._error or error
+            else:
+                row.resume = partial(advance, index)
+                self._waiting.append(row)
+
+        cache = self._cache = self._new_cache() if self._use_cache else None
+        self._joins = type(cache) is KVCache  # otherwise a new row needs a pass over all tokens of all rows
+        self._is_new_batch = True
+        try:
+            with evaluating(self._model), nullcontext() if cache is None else cache:
+                for index in range(len(texts)):
+                    advance(index, None)
+                while self._step():
+                    pass
+        finally:
+            for text in texts:
+                text.close()
+        return [results[index] for index in range(len(texts))]
+
+    def _new_cache(self) -> Any:
+        model = self._model
+        return model.generation_cache(lambda: KVCache(model, 0)) if isinstance(model, BaseModel) else KVCache(model, 0)
+
+    def _step(self) -> bool:
+        """Append a token to each row and let waiting texts join; return False if no process has any. Each process
+        takes the same number of forward passes."""
+        n_alive = sum(not row.is_done for row in self._rows)
+        n_free = len(self._waiting) if self._max_rows is None else self._max_rows - n_alive
+        chosen = [self._waiting.popleft() for _ in range(min(n_free, len(self._waiting)))]
+        new: list[tuple[int, ...]] = []
+        if self._joins:
+            known = self._held[1] if self._held else {}
+            new = list(dict.fromkeys(row.prompt for row in chosen if row.prompt not in known))
+        flags = [n_alive + len(chosen) > 0, n_alive > 0 or not self._joins, bool(new), self._error is not None]
+        is_busy, decodes, prefills, has_failed = _any_process(flags, self._group)
+        if has_failed:
+            raise self._common_error()
+        if not is_busy:
+            return False
+        if chosen and not self._joins:
+            self._rows = [row for row in self._rows if not row.is_done] + chosen
+            self._is_new_batch = True
+        if decodes:
+            self._decode()
+        if self._joins:
+            self._join(chosen, new, prefills=prefills)
+        self._sample()
+        return True
+
+    def _decode(self) -> None:
+        """Compute the logits of the next token of all rows."""
+        rows, cache, degree = self._rows, self._cache, self._degree
+        if all(row.is_done for row in rows):
+            self._pass_without_rows()
+            return
+        boundaries = cast(Any, self._model).cache_boundaries()
+        if cache is None or self._is_new_batch or any(row.n_tokens - 1 in boundaries for row in rows):
+            tokens_BL, positions_BL = _left_padded([row.tokens for row in rows], degree)
+            if cache is None:
+                attention = AttentionMetadata.from_positions(positions_BL).to(self._device)
+                self._logits_BV = _logits_at(self._model, -1, tokens_BL.to(self._device), attention)
+                return
+            cache.clear()
+            n_kept = tokens_BL.shape[1]
+        else:
+            # Tensor parallelism needs equally many tokens per rank: all after the first are padding, and not kept.
+            tokens_BL = torch.tensor([[row.tokens[-1]] * degree for row in rows])
+            positions_BL = torch.tensor([[row.n_tokens - 1] * degree for row in rows])
+            n_kept = 1
+        self._is_new_batch = False
+        self._logits_BV = self._cached_logits(cache, tokens_BL, positions_BL, n_kept)
+
+    def _cached_logits(self, cache: Any, tokens_BL: Tensor, positions_BL: Tensor, n_kept: int) -> Tensor:
+        attention = cache.attention(positions_BL.to(self._device))
+        logits_BV = _logits_at(self._model, n_kept - 1, tokens_BL.to(self._device), attention)
+        if self._degree > 1 and cache.states:
+            raise UserError(
+                f"a key/value cache under tensor parallelism (degree {self._degree}) supports no recurrent layers: "
+                "padding tokens would change their states; generate without cache (use_cache=False)"
+            )
+        cache.advance(n_kept)
+        return logits_BV
+
+    def _pass_without_rows(self) -> None:
+        """Take part in a forward pass of the other processes."""
+        tokens_BL = torch.full((1, self._degree), _PADDING, device=self._device)
+        _logits_at(self._model, 0, tokens_BL, AttentionMetadata.of_rows(*tokens_BL.shape))
+
+    def _join(self, chosen: list[_Row], new: list[tuple[int, ...]], *, prefills: bool) -> None:
+        """Compute new prompts, and let the chosen rows join the batch after their prompts. Finished rows leave it if
+        room is needed, or if they are the majority."""
+        held = [self._held] if self._held else []
+        if new:
+            tokens_BL, positions_BL = _left_padded(new, self._degree)
+            prompts = KVCache(self._model, tokens_BL.shape[1] + self._degree)
+            logits_NV = self._cached_logits(prompts, tokens_BL, positions_BL, tokens_BL.shape[1])
+            self._held = prompts, {prompt: index for index, prompt in enumerate(new)}, logits_NV
+            held.append(self._held)
+        elif prefills:
+            self._pass_without_rows()
+        kept = [index for index, row in enumerate(self._rows) if not row.is_done]
+        if chosen or 0 < 2 * len(kept) < len(self._rows):
+            rows = [self._rows[index] for index in kept]
+            sources, logits = [(self._cache, kept)], [self._logits_BV[kept]] if self._logits_BV is not None else []
+            for source, prompts_held, logits_NV in held:
+                joining = [row for row in chosen if row.prompt in prompts_held]
+                places = [prompts_held[row.prompt] for row in joining]
+                sources.append((source, places))
+                logits.append(logits_NV[places])
+                rows += joining
+            n_slots = max(row.n_tokens for row in rows)
+            # Padding before the first token and, under tensor parallelism, after the last.
+            longest = max(row.max_new_tokens - len(row.generation.ids) for row in rows)
+            assert self._cache is not None
+            self._cache.max_slots = n_slots + longest + 2 * self._degree
+            self._cache.assemble(sources, n_slots)
+            self._rows, self._logits_BV = rows, torch.cat(logits)
+            self._is_new_batch = False
+        if self._held and not any(row.prompt in self._held[1] for row in self._waiting):
+            self._held = None
+
+    def _sample(self) -> None:
+        """Draw a token for each row, and continue the coroutines of those that end."""
+        if not any(not row.is_done for row in self._rows):
+            return
+        assert self._logits_BV is not None
+        logits_BV = self._logits_BV.float()
+        is_finite_B = logits_BV.logsumexp(dim=-1).isfinite().tolist()
+        if not all(row.is_done or is_finite for row, is_finite in zip(self._rows, is_finite_B, strict=True)):
+            # The most probable token would silently be token 0.
+            self._error = UserError(f"the model's logits are not finite (NaN or infinite); {NOT_FINITE_HINT}")
+            return
+        unusable = [index for index, is_finite in enumerate(is_finite_B) if not is_finite]
+        logits_BV = logits_BV.index_fill(0, torch.tensor(unusable, device=logits_BV.device, dtype=torch.long), 0.0)
+        tokens_B = draw(logits_BV, self._sampling, [row.generator for row in self._rows])
+        logprobs_B = logits_BV.log_softmax(dim=-1).gather(1, tokens_B.to(logits_BV.device)[:, None])[:, 0]
+        ended = []
+        for row, token, logprob in zip(self._rows, tokens_B.tolist(), logprobs_B.tolist(), strict=True):
+            if row.is_done:
+                continue
+            row.generation.ids.append(token)
+            row.generation.logprobs.append(logprob)
+            stopped = token in self._stop_ids or (row.on_token is not None and row.on_token(token))
+            if stopped:
+                row.generation.finish_reason = "stop"
+            if stopped or len(row.generation.ids) == row.max_new_tokens:
+                row.is_done = True
+                ended.append(row)
+        for row in ended:
+            assert row.resume is not None
+            row.resume(row.generation)
+
+    def _common_error(self) -> UserError:
+        """Return the first error of all processes."""
+        if self._group is None:
+            assert self._error is not None
+            return self._error
+        errors: list[str | None] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(errors, self._error and str(self._error), group=self._group)
+        return UserError(next(filter(None, errors)))
+
+
+@types.coroutine
+def _wait(row: _Row) -> Generator[_Row, Generation, Generation]:
+    return (yield row)
+
+
+def _check(model: nn.Module, prompt: Sequence[int], max_new_tokens: int) -> None:
+    if isinstance(prompt, str) or not isinstance(prompt, Sequence):
+        raise UserError("prompts must be lists of token ids, such as [tokenizer.encode(text)]")
+    if not prompt:
+        raise UserError("each prompt must have at least one token; use BOS for an empty text")
+    config = cast(Any, model).config
+    if unknown := [token for token in prompt if not 0 <= token < config.vocab_size]:
+        raise UserError(
+            f"a prompt contains token {unknown[0]}, but the model's vocabulary ends at {config.vocab_size - 1}"
+        )
+    if max_new_tokens < 0:
+        raise UserError(f"max_new_tokens is {max_new_tokens}, but must be 0 or more")
+    if len(prompt) + max_new_tokens > config.max_seq_len:
+        raise UserError(
+            f"a prompt of {len(prompt)} tokens plus max_new_tokens {max_new_tokens} exceeds the model's context of "
+            f"{config.max_seq_len} tokens (max_seq_len); reduce either"
+        )
+
+
+def _reject_partial_model(model: nn.Module) -> None:
+    # The last stage has the embedding too if it is tied, but not the first layer.
+    lacks_layers = "0" not in getattr(model, "layers", "0")
+    if lacks_layers or any(getattr(model, name, model) is None for name in ("tok_embeddings", "head")):
+        raise UserError("a pipeline stage cannot generate text: it has only some of the model's layers")
+    hooks = (hook for module in model.modules() for hook in forward_pre_hooks(module))
+    if any(getattr(hook, "__module__", None) == context_parallel.__name__ for hook in hooks):
+        raise UserError("a model under context parallelism cannot generate text: each rank has only some of the tokens")
+
+
+def _any_process(flags: Sequence[bool], group: dist.ProcessGroup | None) -> list[bool]:
+    """Return which flags are true in any process of the group."""
+    if group is None:
+        return list(flags)
+    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else None
+    counts = torch.tensor([int(flag) for flag in flags], device=device)
+    dist.all_reduce(counts, group=group)
+    return [count > 0 for count in counts.tolist()]
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put the model in evaluation mode within the block; then restore its mode and free weights gathered by FSDP."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        free_gathered_weights(model)
+        model.train(was_training)
+
+
+def _left_padded(sequences: Sequence[Sequence[int]], multiple: int) -> tuple[Tensor, Tensor]:
+    """Return tokens and positions (B, L) on the host, with L divisible by `multiple`. Each padding token has position
+    0, so it is a separate document."""
+    longest = -(-max(map(len, sequences)) // multiple) * multiple
+    paddings = [longest - len(sequence) for sequence in sequences]
+    tokens = [[_PADDING] * padding + list(sequence) for padding, sequence in zip(paddings, sequences, strict=True)]
+    return torch.tensor(tokens), (torch.arange(longest) - torch.tensor(paddings)[:, None]).clamp(min=0)
+
+
+def _logits_at(model: nn.Module, index: int, tokens_BL: Tensor, attention: AttentionMetadata) -> Tensor:
+    """Return the logits (B, V) of the token in column `index`."""
+
+    def head(hidden_BLD: Tensor, weight_VD: Tensor, transform: LogitTransform = UNCHANGED) -> Tensor:
+        if isinstance(hidden_BLD, DTensor):
+            hidden_BLD = hidden_BLD.full_tensor()
+        hidden_BD = hidden_BLD[:, index]
+        if not isinstance(weight_VD, DTensor):
+            return compute_logits(hidden_BD, weight_VD, transform)
+        # Weights are sharded by vocabulary; gathering logits is cheaper than gathering weights.
+        shared_BD = DTensor.from_local(hidden_BD, weight_VD.device_mesh, [Replicate()])
+        return cast(DTensor, compute_logits(shared_BD, weight_VD, transform)).full_tensor()
+
+    logits: Tensor = model(tokens_BL, attention, head=head)
+    return logits
+
+
+def _tensor_parallel_degree(model: nn.Module) -> int:
+    for parameter in model.parameters():
+        if isinstance(parameter, DTensor) and "tp" in (parameter.device_mesh.mesh_dim_names or ()):
+            return parameter.device_mesh["tp"].size()
+    return 1
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    """Return the compute device of the model, even if FSDP offloads the parameters."""
+    parameter = next(model.parameters())
+    return torch.device(parameter.device_mesh.device_type) if isinstance(parameter, DTensor) else parameter.device

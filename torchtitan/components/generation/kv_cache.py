@@ -1,0 +1,155 @@
+"""A key/value cache of any model for incremental decoding; rows may join and leave."""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from torchtitan.protocols.attention import AttentionMetadata
+
+_ATTENTION = "*.attend"
+"""Pattern of the modules `attend(queries, keys, values, attention)` in all families (`ShardingPlan.attention`)."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CachedAttention(AttentionMetadata):
+    """Attention of new tokens to the cached ones and to each other."""
+
+    cache: "KVCache"
+
+    def document_lengths_BL(self, device: torch.device) -> Tensor:
+        """Return the length of each row's text up to its last new token, (B, 1)."""
+        assert self.positions_BL is not None
+        return self.positions_BL[:, -1:].to(device) + 1
+
+    def with_window(self, window: int | None) -> AttentionMetadata:
+        """Describe the same tokens for layers with this window, which keep only the keys that new tokens see."""
+        assert self.query_places_L is not None and self.key_places_S is not None
+        n_keys = len(self.key_places_S) if window is None else window - 1 + len(self.query_places_L)
+        return replace(self, window=window, key_places_S=self.key_places_S[-n_keys:])
+
+
+class KVCache:
+    """Key/value cache of a model, active within a `with` block.
+
+    Each forward pass receives the new tokens that follow the cached ones, and `attention` of their positions. Call
+    `advance` after it with the number of tokens to keep. Hooks on the model's attention store new keys and values, and
+    pass all cached keys and values that the layer's window reaches. Padding before a row's first token has position 0,
+    so that it sees only itself (a softmax over nothing would be NaN).
+
+    `model` may be sharded by tensor parallelism or FSDP; `max_slots` is the capacity in tokens per row, including
+    padding. Raises `ValueError` if the model has no such attention.
+    """
+
+    def __init__(self, model: nn.Module, max_slots: int):
+        self.max_slots, self.n_slots = max_slots, 0
+        self.states: dict[nn.Module, Any] = {}
+        """States of recurrent modules after all tokens of the last forward pass."""
+        self._modules = [module for name, module in model.named_modules() if fnmatchcase(name, _ATTENTION)]
+        if not self._modules:
+            raise ValueError(f"{type(model).__name__} has no modules named {_ATTENTION}, whose keys could be cached")
+        self._stored: dict[nn.Module, tuple[int, Tensor, Tensor]] = {}
+        """First slot of a layer's keys and values, and both from there: all in full layers."""
+        self._cleanup = ExitStack()
+
+    def __enter__(self) -> Self:
+        # Compiled blocks were traced without the hooks.
+        self._cleanup.enter_context(torch.compiler.set_stance("force_eager"))
+        for module in self._modules:
+            self._cleanup.callback(module.register_forward_pre_hook(self._attend_to_cached).remove)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._cleanup.close()
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all tokens."""
+        self.n_slots = 0
+        self._stored.clear()
+        self.states.clear()
+
+    def attention(self, positions_BL: Tensor) -> AttentionMetadata:
+        """Return the attention of the next forward pass: new tokens see all cached tokens of their row's text."""
+        end = self.n_slots + positions_BL.shape[1]
+        assert end <= self.max_slots, f"{end} tokens in a cache for {self.max_slots}"
+        slots_S = torch.arange(end, device=positions_BL.device)
+        rows = AttentionMetadata.of_rows(*positions_BL.shape)
+        return CachedAttention(
+            cache=self,
+            positions_BL=positions_BL,
+            cu_seqlens=rows.cu_seqlens,
+            max_seqlen=rows.max_seqlen,
+            query_places_L=slots_S[self.n_slots :],
+            key_places_S=slots_S,
+            kernel="dense",  # a mask, since FlexAttention would compile for each number of keys
+            states=self.states,
+        )
+
+    def advance(self, length: int) -> None:
+        """Keep the first `length` tokens of the last forward pass; the other slots are reused."""
+        self.n_slots += length
+
+    def assemble(self, sources: "Sequence[tuple[KVCache, list[int]]]", n_slots: int) -> None:
+        """Replace the content by rows of caches of the same model, which may include this one, aligned at their last
+        tokens. `n_slots` is the number of tokens to keep, at least those of the longest row."""
+        used = [(cache, torch.tensor(rows)) for cache, rows in sources if rows]
+        stored, states = {}, {}
+        for module in used[0][0]._stored:
+            layers = [(cache._stored[module], cache.n_slots - cache._stored[module][0], rows) for cache, rows in used]
+            width = min(n_slots, max(n_valid for _, n_valid, _ in layers))
+            keys = torch.cat([_last(layer[1], rows, n_valid, width) for layer, n_valid, rows in layers])
+            values = torch.cat([_last(layer[2], rows, n_valid, width) for layer, n_valid, rows in layers])
+            stored[module] = n_slots - width, keys, values
+        for module in used[0][0].states:
+            parts = [tree_map(lambda x, rows=rows: x[rows.to(x.device)], cache.states[module]) for cache, rows in used]
+            states[module] = tree_map(lambda *xs: torch.cat(xs), *parts)
+        self.n_slots, self._stored = n_slots, stored
+        self.states.clear()
+        self.states.update(states)
+
+    @staticmethod
+    def _attend_to_cached(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        q_BLHD, k_BLKD, v_BLKD, attention = args
+        if not isinstance(attention, CachedAttention):
+            return args
+        keys, values = attention.cache._store(module, k_BLKD, v_BLKD, attention)
+        return q_BLHD, keys, values, attention
+
+    def _store(
+        self, module: nn.Module, k_BLKD: Tensor, v_BLKD: Tensor, attention: CachedAttention
+    ) -> tuple[Tensor, Tensor]:
+        """Store new keys and values of a layer; return all that its window reaches."""
+        end, new = self.n_slots + k_BLKD.shape[1], (k_BLKD, v_BLKD)
+        stored_first, *stored = self._stored.get(module, (0, k_BLKD[:, :0], v_BLKD[:, :0]))
+        if attention.window is not None:
+            assert attention.key_places_S is not None
+            first = end - len(attention.key_places_S)
+            kept = slice(first - stored_first, self.n_slots - stored_first)
+            keys, values = (torch.cat((old[:, kept], x), dim=1) for old, x in zip(stored, new, strict=True))
+            self._stored[module] = first, keys, values
+            return keys, values
+        if stored[0].shape[1] < end:
+            grown = [x.new_empty(x.shape[0], self.max_slots, *x.shape[2:]) for x in new]
+            for memory, old in zip(grown, stored, strict=True):
+                memory[:, : self.n_slots] = old[:, : self.n_slots]
+            self._stored[module] = 0, grown[0], grown[1]
+            stored = grown
+        for memory, x in zip(stored, new, strict=True):
+            memory[:, self.n_slots : end] = x
+        keys, values = (memory[:, :end] for memory in stored)
+        return keys, values
+
+
+def _last(x_BSKD: Tensor, rows: Tensor, n_valid: int, width: int) -> Tensor:
+    """Return the last `width` of the first `n_valid` slots of some rows, after zeros if there are fewer (a masked key
+    of NaN would poison the sum)."""
+    kept = min(n_valid, width)
+    part = x_BSKD[:, n_valid - kept : n_valid].index_select(0, rows.to(x_BSKD.device))
+    return F.pad(part, (0, 0, 0, 0, width - kept, 0))

@@ -1,0 +1,73 @@
+"""Rewards: plain functions of prompt, completion and row."""
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+from torchtitan.components.data.finetuning.conversions import ANSWERS
+from torchtitan.components.data.finetuning.functions import load_function
+from torchtitan.tools.errors import UserError
+
+Reward = Callable[[str, str, Mapping[str, Any]], Any]
+"""Returns one number for prompt, completion and the row of the dataset with the prompt."""
+
+_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+
+
+def number_match(prompt: str, completion: str, row: Mapping[str, Any]) -> float:
+    """Return 1 if the last number in the completion is the last one in the row's reference answer, else 0."""
+    answer = next((row[column] for column in ANSWERS if row.get(column) is not None), "")
+    found, expected = (
+        [float(x.replace(",", "")) for x in _NUMBER.findall(str(text))][-1:] for text in (completion, answer)
+    )
+    return float(bool(expected) and found == expected)
+
+
+def find_reward(name: str) -> Reward:
+    """Return the function of `--rewards`: number, pattern=REGEX (1 if it occurs in the completion), length=N (1 for N
+    characters, falling linearly to 0), or a function to import. Raise `UserError` if there is none."""
+    kind, _, value = name.partition("=")
+    if name == "number":
+        return number_match
+    if kind == "pattern":
+        try:
+            pattern = re.compile(value, re.DOTALL)
+        except re.error as error:
+            raise UserError(f"--rewards {name}: not a regular expression: {error}") from error
+        return lambda prompt, completion, row: float(pattern.search(completion) is not None)
+    if kind == "length" and value.isdecimal() and int(value):
+        return lambda prompt, completion, row: max(0.0, 1 - abs(len(completion) / int(value) - 1))
+    if ":" not in name:
+        raise UserError(
+            f"--rewards {name} is unknown; use number, pattern=REGEX, length=N, package.module:function or "
+            "file.py:function"
+        )
+    return cast(Reward, load_function(name))
+
+
+class Rewards:
+    """Weighted sum of reward functions. Raises `UserError` for an unknown function or a wrong number of weights."""
+
+    def __init__(self, names: Sequence[str], weights: Sequence[float]):
+        if weights and len(weights) != len(names):
+            raise UserError(
+                f"--reward_weights has {len(weights)} numbers for {len(names)} --rewards; give one for each"
+            )
+        self._functions = [(name, find_reward(name)) for name in names]
+        self._weights = weights or [1.0] * len(names)
+
+    def __call__(self, prompt: str, completion: str, row: Mapping[str, Any], where: str) -> float:
+        """Return the reward. Raise `UserError` that names the row (`where`) and the function that fails."""
+        total = 0.0
+        for (name, function), weight in zip(self._functions, self._weights, strict=True):
+            value, subject = None, f"{where}: the reward function {name}"
+            try:
+                value = function(prompt, completion, row)
+                total += weight * float(value)
+            except Exception as error:
+                returned = f" returned {value!r:.60}, but must return one number" if value is not None else " failed"
+                raise UserError(f"{subject}{returned}: {type(error).__name__}: {error}") from error
+            if not math.isfinite(total):
+                raise UserError(f"{subject} returned {value}, but must return a finite number")
+        return total
