@@ -160,8 +160,8 @@ class PreferenceLoss(Configurable):
                 return cpo_loss(x, chosen.mean_log_ratios, config.weight)
             case "orpo":
                 # Any value below 0 in place of a missing answer: 0 would have infinite odds.
-                means = [side.mean_log_ratios.where(side.lengths > 0, -1.0) for side in (chosen, rejected)]
-                return orpo_loss(*means, config.weight)
+                first, second = (side.mean_log_ratios.where(side.lengths > 0, -1.0) for side in (chosen, rejected))
+                return orpo_loss(first, second, config.weight)
 
 
 class KTOLoss(Configurable):

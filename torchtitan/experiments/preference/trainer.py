@@ -58,7 +58,7 @@ class PreferenceTrainer(Trainer):
 
         def validate(self) -> None:
             if not isinstance(self.chosen_loss, PreferenceLoss.Config | KTOLoss.Config):
-                raise UserError(f"--module preference has its own losses, and takes no other one")
+                raise UserError("--module preference has its own losses, and takes no other one")
             for name in ("context", "pipeline"):
                 if (degree := getattr(self.parallelism, f"{name}_parallel_degree")) > 1:
                     raise UserError(

@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from torchtitan.components.data.base import Batch, to_batch
 from torchtitan.components.data.finetuning.chat_encoding import ChatEncoder, EncodedRow, EncodedSample, RowEncoder
 from torchtitan.components.data.finetuning.conversation import EmptySample, Pair, Sample
 from torchtitan.components.data.finetuning.planned_loader import PlannedDataLoader
+from torchtitan.components.data.finetuning.row_formats import Kind
 from torchtitan.components.data.finetuning.samples import Windows, pack_samples
 from torchtitan.components.data.plan import Packing, Planner, Sampler
 from torchtitan.components.tokenizer import Tokenizer
@@ -75,8 +76,8 @@ class PreferenceDataLoader(PlannedDataLoader):
             return [*PlannedDataLoader.Config.order_key(self), self.packing]
 
     config: Config
-    kind = "preference"
-    token_tensors = ("input", "labels", "sequences")
+    kind: ClassVar[Kind] = "preference"
+    token_tensors: ClassVar[tuple[str, ...]] = ("input", "labels", "sequences")
 
     @staticmethod
     def collate(windows: Windows, seq_len: int) -> Batch:
