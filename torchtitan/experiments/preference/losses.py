@@ -2,7 +2,7 @@
 
 `x` is the margin of a pair, the reward of its chosen answer minus that of its rejected answer. The reward of an answer
 is beta times the logarithm of pi / pi_ref, its probability under the trained model and under the reference; methods
-without a reference leave out pi_ref. Methods with normalization divide the logarithm by the answer's tokens.
+without a reference leave out pi_ref, and SimPO and ORPO divide the logarithm by the tokens of the answer.
 """
 
 import math
@@ -18,7 +18,7 @@ from torchtitan.tools.errors import UserError
 
 Kind = Literal["dpo", "cdpo", "robust", "hinge", "ipo", "dpo_normalized", "simpo", "orpo", "cpo"]
 WITHOUT_REFERENCE = ("simpo", "orpo", "cpo")
-NORMALIZED = ("ipo", "dpo_normalized", "simpo", "orpo")
+NORMALIZED = ("simpo", "orpo")
 SMOOTHED = ("cdpo", "robust")
 
 
@@ -143,9 +143,12 @@ class PreferenceLoss(Configurable):
         """Return the loss of each pair."""
         config = self.config
         x = self.rewards(chosen) - self.rewards(rejected)
+        per_token = config.beta * (chosen.mean_log_ratios - rejected.mean_log_ratios)
         match config.kind:
-            case "dpo" | "dpo_normalized":
+            case "dpo":
                 return dpo_loss(x)
+            case "dpo_normalized":
+                return dpo_loss(per_token)
             case "cdpo":
                 return cdpo_loss(x, config.label_smoothing)
             case "robust":
@@ -153,7 +156,7 @@ class PreferenceLoss(Configurable):
             case "hinge":
                 return hinge_loss(x)
             case "ipo":
-                return ipo_loss(x, config.beta)
+                return ipo_loss(per_token, config.beta)
             case "simpo":
                 return simpo_loss(x, config.gamma)
             case "cpo":

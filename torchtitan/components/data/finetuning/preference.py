@@ -145,12 +145,12 @@ def _answer_key(part: EncodedSample) -> int:
 
 
 def _mismatched(window: Sequence[EncodedRow]) -> list[EncodedSample]:
-    """Return each prompt of a window followed by the next answer, in all as many tokens; the desirable answers come
-    first, so that the next answer has another prompt. If it has the same one, it is not trained."""
+    """Return each prompt of a window followed by the previous answer, in all as many tokens; the desirable answers
+    come first, so that the previous answer has another prompt. If it has the same one, it is not trained."""
     answers = [(i, row.parts[side]) for side in range(len(SIDES)) for i, row in enumerate(window)]
     answers = [(i, part) for i, part in answers if len(part.ids)]
     result = []
-    for (i, part), (j, other) in zip(answers, [*answers[1:], *answers[:1]], strict=True):
+    for (i, part), (j, other) in zip(answers, [*answers[-1:], *answers[:-1]], strict=True):
         n_prompt, start = int(part.trained.argmax()), int(other.trained.argmax())
         trained = np.concatenate([part.trained[:n_prompt], other.trained[start:] & (i != j)])
         result.append(EncodedSample(np.concatenate([part.ids[:n_prompt], other.ids[start:]]), trained))
