@@ -10,6 +10,7 @@ from tests.experiments.test_preference import OPTIONS, folder  # noqa: F401
 from tests.processes import run_processes
 from tests.training import flags, read_metrics, run
 from torchtitan.config.manager import ConfigManager
+from torchtitan.experiments.preference.losses import Answers, PreferenceLoss
 from torchtitan.experiments.preference.trainer import KTOTrainer, PreferenceTrainer
 from torchtitan.tools.errors import UserError
 
@@ -49,10 +50,7 @@ def train_with_trl(folder: Path, output: Path, method: str, data: Path, **option
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    if method == "cpo":
-        from trl.experimental.cpo import CPOConfig as Config
-        from trl.experimental.cpo import CPOTrainer as Base
-    elif method == "kto":
+    if method == "kto":
         from trl import KTOConfig as Config
         from trl import KTOTrainer as Base
     else:
@@ -107,14 +105,17 @@ def train_with_trl(folder: Path, output: Path, method: str, data: Path, **option
             {"loss_type": ["robust"], "label_smoothing": 0.1},
         ),
         ({"loss__kind": "dpo_normalized"}, "dpo", {"loss_type": ["sigmoid_norm"]}),
-        ({"loss__kind": "simpo"}, "cpo", {"loss_type": "simpo", "cpo_alpha": 0.0, "simpo_gamma": 1.0}),
     ],
     ids=lambda value: value.get("loss__kind") if isinstance(value, dict) else None,
 )
 def test_packed_pairs_match_trl(folder, tmp_path, ours, method, theirs):  # noqa: F811
     """All pairs in one window against TRL's padded rows. Tolerances cover four steps of Adam from rounded gradients."""
     rows = [
-        {"prompt": f"Is {n} big?", "chosen": "No, " + "quite " * n + "small.", "rejected": "Yes, big." + " Big." * n}
+        {
+            "prompt": f"Is {n} big?",
+            "chosen": "No, " + "quite " * n + "small.",
+            "rejected": "No, it is " + "very " * (n % 3) + "big.",
+        }
         for n in range(6)
     ]
     data = tmp_path / "pairs.jsonl"
@@ -123,6 +124,31 @@ def test_packed_pairs_match_trl(folder, tmp_path, ours, method, theirs):  # noqa
     expected = train_with_trl(folder, tmp_path / "trl", method, data, **theirs)
     for row, reference in zip(read_metrics(tmp_path, *PAIR_NUMBERS), expected, strict=True):
         assert row[1:] == pytest.approx([reference[name] for name in PAIR_NUMBERS], rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.slow
+def test_simpo_matches_trl(folder, tmp_path):  # noqa: F811
+    """TRL's trainer splits tokens differently between prompt and answer, so the same log-probabilities are compared."""
+    cpo = pytest.importorskip("trl.experimental.cpo")
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    options = {"beta": 0.7, "loss_type": "simpo", "cpo_alpha": 0.0, "simpo_gamma": 0.4}
+    config = cpo.CPOConfig(output_dir=str(tmp_path), bf16=False, use_cpu=True, report_to=[], **options)
+    trainer = cpo.CPOTrainer(
+        AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32),
+        args=config,
+        train_dataset=Dataset.from_list([{"prompt": "Hi?", "chosen": "Yes.", "rejected": "No."}]),
+        processing_class=AutoTokenizer.from_pretrained(folder / "model"),
+    )
+    generator = torch.Generator().manual_seed(0)
+    sums, lengths = -50 * torch.rand(2, 9, generator=generator), torch.randint(1, 20, (2, 9), generator=generator)
+    expected = trainer.cpo_loss(*(sums / lengths))
+    loss = PreferenceLoss.Config(kind="simpo", beta=0.7, gamma=0.4).build()
+    sides = [Answers(*values, n) for values, n in zip(zip(sums, torch.zeros(2, 9), strict=True), lengths, strict=True)]
+    measured = (loss(*sides), *(loss.rewards(side) for side in sides))
+    for ours, theirs in zip(measured, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.slow
