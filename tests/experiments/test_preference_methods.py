@@ -208,6 +208,61 @@ def train_kto_on_ranks(folder: Path, dump: Path, options: dict[str, object]) -> 
     assert isinstance(trainer, KTOTrainer)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("config", "options"),
+    [
+        ("dpo", {"reference__kind": "cached"}),
+        ("dpo_lora", {}),
+        ("dpo_lora", {"parallelism__tensor_parallel_degree": 2, "parallelism__data_parallel_shard_degree": 1}),
+        ("kto", {"parallelism__tensor_parallel_degree": 2, "parallelism__data_parallel_shard_degree": 1}),
+    ],
+    ids=["FSDP, cached", "FSDP, adapters off", "TP, adapters off", "TP, KTO"],
+)
+def test_two_processes_match_one(folder, tmp_path, config, options):  # noqa: F811
+    """Tolerances as for KTO above: another order of sums in four steps of Adam."""
+    options |= {"dataloader__dataset": [folder / "pairs.jsonl"], "training__seq_len": 64}
+    options |= {"training__global_batch_size": 2}
+    one = {name: value for name, value in options.items() if not name.startswith("parallelism")}
+    if "reference__kind" in options:  # each fills its own cache
+        one["dataloader__cache_dir"], options["dataloader__cache_dir"] = tmp_path / "cache1", tmp_path / "cache2"
+    train(folder, tmp_path / "one", config, **one)
+    run_processes(train_on_ranks, 2, folder, tmp_path / "two", config, options)
+    names = KTO_NUMBERS if config == "kto" else [*PAIR_NUMBERS, "kl"]
+    rows = [read_metrics(tmp_path / name, *names) for name in ("two", "one")]
+    for row, expected in zip(*rows, strict=True):
+        assert row == pytest.approx(expected, rel=1e-4, abs=1e-5)
+
+
+def train_on_ranks(folder: Path, dump: Path, config: str, options: dict[str, object]) -> None:  # noqa: F811
+    train(folder, dump, config, **options)
+
+
+class Killed(Exception):
+    """Simulates the end of a process between two steps."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", ["kto", "dpo_lora"])
+def test_packed_runs_resume_exactly(folder, tmp_path, monkeypatch, config):  # noqa: F811
+    options = {"dataloader__dataset": [folder / "pairs.jsonl"], "training__seq_len": 64, "checkpoint__interval": 2}
+    train(folder, tmp_path / "straight", config, **options)
+    complete_step = PreferenceTrainer.complete_step
+
+    def stop_after_three(self, outcome):
+        complete_step(self, outcome)
+        if self.step == 3:
+            raise Killed
+
+    monkeypatch.setattr(PreferenceTrainer, "complete_step", stop_after_three)
+    with pytest.raises(Killed):
+        train(folder, tmp_path / "stopped", config, **options)
+    monkeypatch.undo()
+    train(folder, tmp_path / "stopped", config, **options)
+    names = ("loss", "grad_norm", "rewards/chosen", "rewards/rejected", "kl")
+    assert read_metrics(tmp_path / "stopped", *names) == read_metrics(tmp_path / "straight", *names)
+
+
 def test_invalid_combinations_are_rejected(folder, tmp_path):  # noqa: F811
     with pytest.raises(UserError, match="--reference.kind adapters_off is the base model of adapters"):
         train(folder, tmp_path, "dpo", reference__kind="adapters_off")

@@ -83,13 +83,13 @@ def without_data(config: Trainer.Config) -> Trainer.Config:
     vocab_size = config.model_spec.model.vocab_size
     if vocab_size is None:
         vocab_size = config.tokenizer.build(path=config.hf_assets_path).vocab_size
-    loader = config.dataloader._owner
-    assert issubclass(loader, BaseDataLoader)
+    loader, trainer = config.dataloader._owner, config._owner
+    assert issubclass(loader, BaseDataLoader) and issubclass(trainer, Trainer)
     return dataclasses.replace(
         config,
         tokenizer=VocabularySize.Config(vocab_size=vocab_size),
         dataloader=ZeroBatches.Config(
-            names=list(loader.token_tensors), sequences_per_sample=config._owner.sequences_per_sample
+            names=list(loader.token_tensors), sequences_per_sample=trainer.sequences_per_sample
         ),
         validator=Validator.Config(),
         checkpoint=CheckpointManager.Config(),
