@@ -426,9 +426,9 @@ def test_pairs_side_by_side(module, folder, capsys):
     loader, _ = build_loader(words, 2)
     batch = next(loader)
     for index, shown in enumerate(page.tokens):
-        sides = [batch[f"{side}_labels"][index] for side in ("chosen", "rejected")]
-        assert [token for token, _, marked in shown if marked] == [i for side in sides for i in side.tolist() if i >= 0]
-    assert page.text.count("chosen") == page.text.count("rejected") == 2
+        labels = batch["labels"][index].tolist()
+        assert [token for token, _, marked in shown if marked] == [label for label in labels if label >= 0]
+    assert page.text.count("chosen") == page.text.count("rejected") == 5
     printed = capsys.readouterr().out
     assert "chosen" in printed and re.search(r"⟦Good \d", printed) and re.search(r"⟦Bad \d", printed)
     assert main(["data", "show", "--step", "1", *words]) == 0

@@ -12,7 +12,7 @@ from tests.conftest import PROJECT
 from tests.processes import run_processes
 from tests.training import flags, read_metrics, run
 from torchtitan.config.manager import ConfigManager
-from torchtitan.experiments.preference.trainer import DPOTrainer
+from torchtitan.experiments.preference.trainer import PreferenceTrainer
 from torchtitan.tools.errors import UserError
 
 TEMPLATE = (
@@ -33,16 +33,17 @@ OPTIONS = {
     "metrics.log_freq": 1,
     "metrics.enable_tensorboard": False,
     "activation_checkpoint.mode": "none",
-    "beta": 0.3,
+    "loss.beta": 0.3,
+    "dataloader.packing": "none",
     "dataloader.sampler.shuffle": False,
 }
 NUMBERS = {  # ours → TRL's
     "loss": "loss",
     "grad_norm": "grad_norm",
-    "margin": "rewards/margins",
-    "preferred": "rewards/accuracies",
-    "chosen_reward": "rewards/chosen",
-    "rejected_reward": "rewards/rejected",
+    "rewards/margins": "rewards/margins",
+    "rewards/accuracies": "rewards/accuracies",
+    "rewards/chosen": "rewards/chosen",
+    "rewards/rejected": "rewards/rejected",
 }
 
 
@@ -75,7 +76,7 @@ def write_pairs(path: Path, n: int) -> None:
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
 
 
-def train_dpo(folder: Path, dump: Path, **options: object) -> DPOTrainer:
+def train_dpo(folder: Path, dump: Path, **options: object) -> PreferenceTrainer:
     changed = {key.replace("__", "."): value for key, value in options.items()}
     common = {"hf_assets_path": folder / "model", "dataloader.dataset": [folder / "pairs.jsonl"], "dump_folder": dump}
     common["dataloader.cache_dir"] = folder / "cache"
@@ -83,7 +84,7 @@ def train_dpo(folder: Path, dump: Path, **options: object) -> DPOTrainer:
     config = ConfigManager().parse_args(["--module", "preference", "--config", "dpo", *words]).config
     config.check(world_size=1 if not torch.distributed.is_initialized() else torch.distributed.get_world_size())
     trainer = run(config)
-    assert isinstance(trainer, DPOTrainer)
+    assert isinstance(trainer, PreferenceTrainer)
     return trainer
 
 
@@ -115,7 +116,7 @@ def train_with_trl(folder: Path, output: Path) -> list[dict[str, float]]:
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     config = DPOConfig(
         output_dir=str(output),
-        beta=OPTIONS["beta"],
+        beta=OPTIONS["loss.beta"],
         learning_rate=OPTIONS["optimizer.lr"],
         lr_scheduler_type="constant",
         adam_beta2=0.95,
@@ -183,14 +184,14 @@ class Killed(Exception):
 def test_resume_is_exact(folder, tmp_path, monkeypatch):
     options = {"checkpoint__interval": 2, "training__steps": 4}
     train_dpo(folder, tmp_path / "straight", **options)
-    complete_step = DPOTrainer.complete_step
+    complete_step = PreferenceTrainer.complete_step
 
     def stop_after_three(self, outcome):
         complete_step(self, outcome)
         if self.step == 3:
             raise Killed
 
-    monkeypatch.setattr(DPOTrainer, "complete_step", stop_after_three)
+    monkeypatch.setattr(PreferenceTrainer, "complete_step", stop_after_three)
     with pytest.raises(Killed):
         train_dpo(folder, tmp_path / "stopped", **options)
     monkeypatch.undo()
@@ -205,17 +206,17 @@ def test_validation_reports_the_margin(folder, tmp_path):
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     (validation,) = (line for line in lines if "validation_loss" in line)
     last = next(line for line in reversed(lines) if "loss" in line)
-    assert validation["validation_margin"] > last["margin"] > 0
+    assert validation["validation_rewards/margins"] > last["rewards/margins"] > 0
     assert validation["validation_loss"] < last["loss"]
-    assert validation["validation_preferred"] == 1
+    assert validation["validation_rewards/accuracies"] == 1
     assert "validation_bits_per_byte" not in validation
 
 
 def test_invalid_options_are_rejected(folder, tmp_path):
-    with pytest.raises(UserError, match=r"--beta is 0"):
-        train_dpo(folder, tmp_path, beta=0)
+    with pytest.raises(UserError, match=r"--loss\.beta is 0"):
+        train_dpo(folder, tmp_path, loss__beta=0)
     with pytest.raises(
-        UserError, match=r"--parallelism\.pipeline_parallel_degree 2 cannot be combined with --config dpo"
+        UserError, match=r"--parallelism\.pipeline_parallel_degree 2 cannot be combined with --module preference"
     ):
         train_dpo(folder, tmp_path, parallelism__pipeline_parallel_degree=2)
     with pytest.raises(
@@ -250,7 +251,7 @@ def test_the_model_starts_equal_to_the_reference(folder, tmp_path):
     train_dpo(folder, tmp_path / "one", **options)
     run_processes(train_dpo_on_ranks, 2, folder, tmp_path / "two", options)
     for name in ("one", "two"):
-        ((_, loss, margin),) = read_metrics(tmp_path / name, "loss", "margin")
+        ((_, loss, margin),) = read_metrics(tmp_path / name, "loss", "rewards/margins")
         assert (loss, margin) == (pytest.approx(math.log(2), rel=1e-6), 0)
 
 

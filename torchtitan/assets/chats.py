@@ -9,6 +9,7 @@ are the hero's pronouns; `{He}` starts a sentence. All other names are drawn onc
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from torchtitan.assets.generated import Draw, Generated, capitalized, draw_pair, read_tables, version_of
 from torchtitan.assets.stories import CHILDREN, MOTIVES, PRONOUNS
@@ -31,6 +32,23 @@ class Chats(Generated[list[dict[str, str]]]):
     def write(self, draw: Draw, *, held_out: bool) -> list[dict[str, str]]:
         """Return the messages of a new conversation."""
         return _Chat(draw, held_out=held_out).messages
+
+
+class Preferences(Generated[dict[str, Any]]):
+    """Preference pairs of one split: the beginning of a conversation, its next answer as `chosen`, and as `rejected` an
+    answer from another conversation."""
+
+    n_default = N_CHATS
+
+    def write(self, draw: Draw, *, held_out: bool) -> dict[str, Any]:
+        """Return the columns of a new pair."""
+        messages = _Chat(draw, held_out=held_out).messages
+        n_prompt = next(n for n, message in enumerate(messages) if message["role"] == "assistant")
+        chosen, rejected = messages[n_prompt]["content"], messages[n_prompt]["content"]
+        while rejected == chosen:
+            other = _Chat(draw, held_out=held_out).messages
+            rejected = next(message["content"] for message in other if message["role"] == "assistant")
+        return {"prompt": messages[:n_prompt], "chosen": chosen, "rejected": rejected}
 
 
 class _Names(dict[str, str]):

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from torchtitan.components.data.base import NO_DOCUMENT, BaseDataLoader, Batch
+from torchtitan.components.data.finetuning.preference import SIDES
 from torchtitan.components.data.finetuning.prompts import PromptDataLoader, prompt_ids
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.tokenizer import Tokenizer
@@ -102,6 +103,9 @@ def _row(prefix: str, row: Batch, names: Sequence[str], tokenizer: Tokenizer) ->
     starts = [0] if attention is None else attention.cu_seqlens[:-1].tolist()
     n_data = len(inputs) - _n_padding(inputs, labels, None if attention is None else starts[-1])
     starts = [start for start in starts if start < n_data]
+    if "sequences" in row and not prefix:
+        sequences = row["sequences"][starts].tolist()
+        names = [f"{names[number // len(SIDES)]} {SIDES[number % len(SIDES)]}" for number in sequences]
     own_names = names if len(names) == len(starts) else [""] * len(starts)
     ids, predicted = inputs.tolist(), labels.tolist()
     documents = [

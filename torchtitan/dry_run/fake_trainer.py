@@ -56,11 +56,14 @@ class ZeroBatches(BaseDataLoader):
         names: list[str]
         """As `BaseDataLoader.token_tensors`."""
 
+        sequences_per_sample: int = 1
+        """As `Trainer.sequences_per_sample`."""
+
     config: Config
 
     def __init__(self, config: Config, *, seq_len: int, local_batch_size: int, **_: Any):
         super().__init__(config)
-        self.shape = (local_batch_size, seq_len)
+        self.shape = (local_batch_size, seq_len * config.sequences_per_sample)
 
     def __next__(self) -> Batch:
         return self.batch
@@ -82,12 +85,14 @@ def without_data(config: Trainer.Config) -> Trainer.Config:
     vocab_size = config.model_spec.model.vocab_size
     if vocab_size is None:
         vocab_size = config.tokenizer.build(path=config.hf_assets_path).vocab_size
-    loader = config.dataloader._owner
-    assert issubclass(loader, BaseDataLoader)
+    loader, trainer = config.dataloader._owner, config._owner
+    assert issubclass(loader, BaseDataLoader) and issubclass(trainer, Trainer)
     return dataclasses.replace(
         config,
         tokenizer=VocabularySize.Config(vocab_size=vocab_size),
-        dataloader=ZeroBatches.Config(names=list(loader.token_tensors)),
+        dataloader=ZeroBatches.Config(
+            names=list(loader.token_tensors), sequences_per_sample=trainer.sequences_per_sample
+        ),
         validator=Validator.Config(),
         checkpoint=CheckpointManager.Config(),
         training=dataclasses.replace(config.training, epochs=None),

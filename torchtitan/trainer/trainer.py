@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 class Trainer(RunBuilder):
     """Build every part of a run from its configuration, then train. Subclasses override methods (docs/extending.md)."""
 
-    measures_named: ClassVar[tuple[str, ...]] = ()
+    measures_named: tuple[str, ...] = ()
     """Names of further means that `compute_loss` records with `measure`, for metrics and validation."""
 
     sequences_per_sample: ClassVar[int] = 1

@@ -6,8 +6,9 @@ An adapted matrix is `W + scaling · B A`, with W frozen and A and B trained. Do
 magnitude: `magnitude · (W + scaling · B A) / ‖W + scaling · B A‖`.
 """
 
+import contextlib
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -63,6 +64,8 @@ class AdaptedLayer(ConvertedModule):
     def __init__(self, rank: int, scaling: float):
         nn.Module.__init__(self)  # the plain class's __init__ would create new parameters
         self.rank, self.scaling = rank, scaling
+        self.is_adapted = True
+        """False to compute what the plain layer does; see `adapters_off`."""
         self.adapter: tuple[str, ...] = ("lora_A", "lora_B")
 
     @property
@@ -87,6 +90,8 @@ class AdaptedLayer(ConvertedModule):
 
     def effective_weight(self) -> Tensor:
         """Return the adapted matrix, with a gradient for the adapter."""
+        if not self.is_adapted:
+            return self.base_weight()
         return self._merge(self.base_weight(), {name: getattr(self, name) for name in self.adapter})
 
     @abstractmethod
@@ -155,6 +160,8 @@ class LoRALinear(AdaptedLayer, nn.Linear):
         """Map (..., in) to (..., out). DoRA is computed as a change of the plain layer's output, so that the initial
         output is exactly the same. As in peft, dropout applies to the whole change."""
         base = self.base_output(x)
+        if not self.is_adapted:
+            return base
         inputs = _apply_dropout(x, self.dropout) if self.training and self.dropout else x
         lora_A, lora_B = self.lora_A.to(x.dtype), self.lora_B.to(x.dtype)
         added = F.linear(F.linear(inputs, lora_A), lora_B) * self.scaling
@@ -243,6 +250,8 @@ class LoRAEmbedding(AdaptedLayer, nn.Embedding):
     def forward(self, tokens: Tensor) -> Tensor:
         """Map token ids (...) to (..., D)."""
         base = _look_up(tokens, self.weight)
+        if not self.is_adapted:
+            return base
         added = F.linear(_look_up(tokens, self.lora_A.T), self.lora_B) * self.scaling
         return base + added.to(base.dtype)
 
@@ -252,6 +261,19 @@ class LoRAEmbedding(AdaptedLayer, nn.Embedding):
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}, rank={self.rank}, scaling={self.scaling:g}"
+
+
+@contextlib.contextmanager
+def adapters_off(parts: Iterable[nn.Module]) -> Iterator[None]:
+    """Compute with the base model inside the block: adapted layers leave out their adapters."""
+    layers = [layer for part in parts for layer in part.modules() if isinstance(layer, AdaptedLayer)]
+    for layer in layers:
+        layer.is_adapted = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.is_adapted = True
 
 
 def _row_scale(magnitude: Tensor, adapted: Tensor) -> Tensor:

@@ -1,12 +1,13 @@
-"""Training on preferences: pairs of answers to one prompt, one of them preferred.
+"""Training on preferences: pairs of answers to one prompt, one of them preferred, or single answers with labels.
 
-    --module preference --config dpo --hf_assets_path DIR --dataloader.dataset pairs.jsonl
+    --module preference --config dpo|ipo|simpo|kto --hf_assets_path DIR --dataloader.dataset pairs.jsonl
 
-`dpo` is direct preference optimization (Rafailov et al., arXiv:2305.18290). The reward of an answer is `beta` times the
-difference of its log-probabilities under the trained model and under a frozen reference. The loss of a pair is
--log sigmoid(reward of the chosen answer - reward of the rejected one). Metrics and validation report the mean `margin`
-of the rewards, the share of pairs whose chosen answer has the higher reward (`preferred`), and both rewards.
+`losses` has the formulas and their sources; `--loss.kind` selects one for pairs. Metrics and validation report the mean
+rewards of the chosen and rejected answers (`rewards/chosen`, `rewards/rejected`), their difference (`rewards/margins`),
+the share of pairs whose chosen answer has the higher reward (`rewards/accuracies`), and `kl`: the mean log-ratio of
+reference and model per token of the answers, which estimates the divergence if the reference would write them. KTO
+reports the rewards of desirable and undesirable answers, and its own estimate of the divergence as `kl`.
 
-The reference has the initial weights of the run, or the weights in `--reference.path`; it is sharded like the model and
-not saved in checkpoints.
+The reference has the initial weights of the run, or the weights in `--reference.path`, and is not saved in checkpoints.
+`--reference.kind` chooses between a second model, the same model without its adapters, and cached log-probabilities.
 """

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from collections import Counter
 from dataclasses import dataclass
 from operator import attrgetter
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 
 from tests.components.data.helpers import write_jsonl
 from torchtitan.components.data.base import NO_DOCUMENT
-from torchtitan.components.data.finetuning.preference import PreferenceDataLoader
+from torchtitan.components.data.finetuning.preference import AnswerDataLoader, PreferenceDataLoader
 from torchtitan.components.data.finetuning.prompts import PromptDataLoader, prompt_ids
 from torchtitan.components.data.plan import ShuffleSampler, StepStatistics
 from torchtitan.components.loss import IGNORE_INDEX
@@ -48,6 +49,8 @@ def questions(n):
 
 
 def build(tokenizer, cls: Any = PreferenceDataLoader, dataset=("data.jsonl",), seq_len=SEQ_LEN, batch=2, **options):
+    if cls is PreferenceDataLoader:
+        options.setdefault("packing", "none")
     runtime = {name: options.pop(name) for name in ("dp_rank", "dp_world_size", "seed", "epochs") if name in options}
     config = cls.Config(**{"chat_template": "template.jinja", **options}, dataset=list(dataset))
     return config.build(tokenizer=tokenizer, seq_len=seq_len, local_batch_size=batch, **runtime)
@@ -59,6 +62,20 @@ def in_order(**options):
 
 def trained_text(tokenizer, labels):
     return tokenizer.decode(labels[labels != IGNORE_INDEX].tolist(), skip_special_tokens=False)
+
+
+def sides_of(batch, side, name, n=SEQ_LEN):
+    """Return a tensor of the sequences of one side, (B, n), for windows of one pair; the rest is padding."""
+    padding = IGNORE_INDEX if name == "labels" else 0
+    result = torch.full((len(batch["input"]), n), padding)
+    for row, values in enumerate(batch[name]):
+        lengths = batch["attention"].rows(row, row + 1).lengths
+        if len(lengths) > 1:
+            start = lengths[0] if side == "rejected" else 0
+            stop = start + lengths[side == "rejected"]
+            assert (batch["sequences"][row, start:stop] == (side == "rejected")).all()
+            result[row, : stop - start] = values[start:stop]
+    return result
 
 
 def assert_same(batch, expected):
@@ -75,14 +92,12 @@ def test_both_sides_of_a_pair(tokenizer, folder):
     eos = tokenizer.decode([tokenizer.eos_id], skip_special_tokens=False)
     for batch, row, pair in ((batches[i // 2], i % 2, pair) for i, pair in enumerate(pairs(3))):
         for side in ("chosen", "rejected"):
-            inputs, labels = (batch[f"{side}_{name}"][row] for name in ("input", "labels"))
-            positions = batch[f"{side}_attention"].positions_BL[row]
-            assert inputs.shape == labels.shape == positions.shape == (SEQ_LEN,)
+            inputs, labels = (sides_of(batch, side, name)[row] for name in ("input", "labels"))
             text = f"Q: {pair['prompt']}\nA: {pair[side]}{eos}\n"
             ids = tokenizer.tokenize([text], allow_special=True)[0]
             n = len(ids) - 1
             assert inputs[:n].tolist() == ids[:-1]
-            assert positions.tolist() == [*range(n), *range(SEQ_LEN - n)]
+            assert batch["attention"].rows(row, row + 1).lengths[side == "rejected"] == n
             assert trained_text(tokenizer, labels) == f" {pair[side]}{eos}"
             trained = labels[:n] != IGNORE_INDEX
             assert torch.equal(labels[:n][trained], torch.tensor(ids[1:])[trained])
@@ -94,7 +109,8 @@ def test_padding_rows_have_no_labels(tokenizer, folder):
     loader = build(tokenizer, batch=3, **in_order())
     (batch,) = loader
     for side in ("chosen", "rejected"):
-        assert (batch[f"{side}_labels"][1:] == IGNORE_INDEX).all()
+        assert (sides_of(batch, side, "labels")[1:] == IGNORE_INDEX).all()
+    assert (batch["answer_keys"][1:] == 0).all()
     assert loader.n_samples == 1 and loader.exhausted
     assert loader.document_names(batch["documents"][0]) == ["data.jsonl:1"]
     assert loader.document_names(batch["documents"][1]) == []
@@ -115,15 +131,55 @@ def test_padded_batches_give_the_log_probabilities_of_single_sequences(tokenizer
         return -F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape).sum(dim=1)
 
     with torch.no_grad():
-        for i, side in enumerate(("chosen", "rejected")):
-            logits = model(batch[f"{side}_input"], batch[f"{side}_attention"])
-            together = log_probability(logits, batch[f"{side}_labels"])
+        for i in range(2):
+            logits = model(batch["input"], batch["attention"])
+            together = log_probability(logits, batch["labels"].where(batch["sequences"] == i, IGNORE_INDEX))
             for row in range(4):
                 part = loader.samples.sets[0].sample(row).parts[i]
                 ids, trained = torch.from_numpy(part.ids), torch.from_numpy(part.trained)
                 labels = torch.where(trained, ids, IGNORE_INDEX)
                 alone = log_probability(model(ids[None, :-1]), labels[None, 1:])
                 torch.testing.assert_close(together[row], alone[0], rtol=1e-5, atol=1e-4)
+
+
+def test_packed_pairs_hold_every_pair_once(tokenizer, folder):
+    rows = [{**pair, "chosen": pair["chosen"] * (i % 4 + 1)} for i, pair in enumerate(pairs(20))]
+    write_jsonl(folder / "data.jsonl", rows)
+    loader = build(tokenizer, packing="ffd", batch=1, seq_len=64, epochs=1)
+    seen = []
+    for batch in loader:
+        numbers = [number for number in batch["documents"][0].tolist() if number != NO_DOCUMENT]
+        for pair, number in enumerate(numbers):
+            for side, part in enumerate(loader.samples.sets[0].sample(number).parts):
+                is_own = (batch["sequences"][0] == 2 * pair + side) & (batch["labels"][0] != IGNORE_INDEX)
+                assert batch["labels"][0][is_own].tolist() == part.ids[part.trained].tolist()
+        assert (batch["answer_keys"][0] != 0).sum() == 2 * len(numbers)
+        seen += numbers
+    assert sorted(seen) == list(range(20)) and loader.n_samples < 20
+
+
+def test_single_answers_and_their_mismatched_prompts(tokenizer, folder):
+    """Rows with labels and pairs may be mixed; a mismatched answer has the prompt of another row."""
+    rated = [{"prompt": f"Is {i} big?", "completion": f"No, {i} is not.", "label": i % 2 == 0} for i in range(4)]
+    write_jsonl(folder / "rated.jsonl", rated)
+    write_jsonl(folder / "pairs.jsonl", pairs(3))
+    for name, n_desirable, n_others in (("rated.jsonl", 2, 2), ("pairs.jsonl", 3, 3)):
+        loader = build(tokenizer, AnswerDataLoader, [name], seq_len=128, batch=1, **in_order())
+        (batch,) = loader
+        sides = [(batch["answer_keys"][0, :, side] != 0).sum() for side in range(2)]
+        assert sides == [n_desirable, n_others]
+        n = n_desirable + n_others
+        assert batch["n_mismatched"].tolist() == [n]
+        assert (batch["mismatched_labels"] != IGNORE_INDEX).sum() == (batch["labels"] != IGNORE_INDEX).sum()
+        text = tokenizer.decode(batch["mismatched_input"][0].tolist(), skip_special_tokens=False)
+        found = re.findall(r"Q: Is (\d) big\?\nA: (?:No, |I like )(\d)", text)
+        assert len(found) == n and all(prompt != answer for prompt, answer in found)
+
+
+def test_wrong_labels(tokenizer, folder):
+    write_jsonl(folder / "data.jsonl", [{"prompt": "a", "completion": "b", "label": "maybe"}])
+    with pytest.raises(UserError, match="label must be true or false, not 'maybe'"):
+        build(tokenizer, AnswerDataLoader)
 
 
 def test_only_the_last_answer_is_trained(tokenizer, folder):
@@ -136,8 +192,8 @@ def test_only_the_last_answer_is_trained(tokenizer, folder):
     write_jsonl(folder / "data.jsonl", [row])
     batch = next(build(tokenizer, batch=1, **in_order()))
     eos = tokenizer.decode([tokenizer.eos_id], skip_special_tokens=False)
-    assert trained_text(tokenizer, batch["chosen_labels"][0]) == f" Yes.{eos}"
-    assert trained_text(tokenizer, batch["rejected_labels"][0]) == f" No.{eos}"
+    assert trained_text(tokenizer, sides_of(batch, "chosen", "labels")[0]) == f" Yes.{eos}"
+    assert trained_text(tokenizer, sides_of(batch, "rejected", "labels")[0]) == f" No.{eos}"
 
 
 class TestTooLong:
@@ -154,7 +210,7 @@ class TestTooLong:
         assert loader.document_names(batch["documents"][0]) == ["data.jsonl:3"]
         report = loader.samples.sets[0].report
         assert (report.rows, report.kept, report.dropped["too_long"].count) == (3, 1, 2)
-        labels = torch.cat([batch["chosen_labels"], batch["rejected_labels"]])
+        labels = torch.cat([sides_of(batch, "chosen", "labels"), sides_of(batch, "rejected", "labels")])
         assert report.trained_tokens == (labels != IGNORE_INDEX).sum()
         eos = tokenizer.decode([tokenizer.eos_id], skip_special_tokens=False)
         ids = tokenizer.tokenize([f"Q: Is it?\nA: {a}{eos}\n" for a in ("No.", "I like it.")], allow_special=True)
@@ -167,10 +223,10 @@ class TestTooLong:
         assert [loader.describe(row) for row in batch["documents"]] == ["data.jsonl:1", "data.jsonl:3"]
         report = loader.samples.sets[0].report
         assert (report.kept, report.truncated.count, report.dropped["too_long"].count) == (2, 1, 1)
-        chosen, rejected = batch["chosen_input"][0], batch["rejected_input"][0]
-        n_prompt = int((batch["chosen_labels"][0] != IGNORE_INDEX).nonzero()[0])
+        chosen, rejected = sides_of(batch, "chosen", "input")[0], sides_of(batch, "rejected", "input")[0]
+        n_prompt = int((sides_of(batch, "chosen", "labels")[0] != IGNORE_INDEX).nonzero()[0])
         assert n_prompt > 20 and torch.equal(chosen[:n_prompt], rejected[:n_prompt])
-        assert trained_text(tokenizer, batch["chosen_labels"][0]).startswith(" No, it is small.")
+        assert trained_text(tokenizer, sides_of(batch, "chosen", "labels")[0]).startswith(" No, it is small.")
         assert report.tokens == sum(len(part.ids) for i in range(2) for part in loader.samples.sets[0].sample(i).parts)
         longest = max(len(part.ids) for part in loader.samples.sets[0].sample(0).parts)
         assert longest == SEQ_LEN + 1, "no more is cut than must be"
@@ -212,7 +268,7 @@ def test_transcripts_equal_pairs_with_prompts(tokenizer, folder):
 
 def test_rows_with_a_label_are_rejected(tokenizer, folder):
     write_jsonl(folder / "data.jsonl", [{"prompt": "a", "completion": "b", "label": True}])
-    with pytest.raises(UserError, match="the column label rates single answers, as for KTO"):
+    with pytest.raises(UserError, match="the column label rates single answers; use --config kto"):
         build(tokenizer)
 
 
@@ -358,7 +414,7 @@ def test_position_is_valid_if_changed_code_makes_the_same_samples(tokenizer, fol
 def test_validation_keeps_the_order_of_the_file(tokenizer, folder):
     write_jsonl(folder / "data.jsonl", pairs(5))
     write_jsonl(folder / "held_out.jsonl", pairs(4))
-    config = PreferenceDataLoader.Config(dataset=["data.jsonl"], chat_template="template.jinja")
+    config = PreferenceDataLoader.Config(dataset=["data.jsonl"], chat_template="template.jinja", packing="none")
     assert config.for_validation("") is None
     validation = config.for_validation("held_out.jsonl")
     assert isinstance(validation, PreferenceDataLoader.Config)
@@ -475,8 +531,8 @@ class TestRealFiles:
             for side in ("chosen", "rejected"):
                 ids = reference(f"<s>[INST] {prompt}[/INST] {row[side]}</s>")
                 n_prompt = len(reference(f"<s>[INST] {prompt}[/INST]"))
-                assert batch[f"{side}_input"][i, : len(ids) - 1].tolist() == ids[:-1]
-                labels = batch[f"{side}_labels"][i]
+                assert sides_of(batch, side, "input", 512)[i, : len(ids) - 1].tolist() == ids[:-1]
+                labels = sides_of(batch, side, "labels", 512)[i]
                 assert labels[labels != IGNORE_INDEX].tolist() == ids[n_prompt:]
 
     def test_sharegpt_pairs(self, mistral, assets, folder):
@@ -486,7 +542,7 @@ class TestRealFiles:
         (batch,) = loader
         for i, row in enumerate(rows):
             for side in ("chosen", "rejected"):
-                labels = batch[f"{side}_labels"][i]
+                labels = sides_of(batch, side, "labels", 4096)[i]
                 answer = labels[labels != IGNORE_INDEX].tolist()
                 assert mistral.decode(answer, skip_special_tokens=True).strip() == row[side]["value"].strip()
                 assert answer[-1] == mistral.eos_id

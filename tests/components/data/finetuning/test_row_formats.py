@@ -298,7 +298,7 @@ class TestLabels:
         assert converted({"text": "t", "label": False}) == Text("t")
 
     def test_labeled_rows_are_no_pairs(self):
-        with raises("the column label rates single answers, as for KTO; preference training"):
+        with raises("the column label rates single answers; use --config kto"):
             find_format(["prompt", "completion", "label"], "auto", {}, "preference")
 
 

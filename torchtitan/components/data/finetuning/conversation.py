@@ -67,7 +67,8 @@ class Text:
 
 @dataclass(slots=True)
 class Pair:
-    """Preferred and rejected continuation of a conversation. Both begin with an assistant message."""
+    """Preferred and rejected continuation of a conversation. Both begin with an assistant message. For methods that
+    judge single answers, one of the two may be missing: an empty list."""
 
     prompt: Conversation
     chosen: list[Message]

@@ -54,6 +54,9 @@ ANSWERS = ("answer", "solution", "ground_truth")
 """Columns with a reference answer; the first one present is used."""
 
 
+_LABEL_VALUES = {"true": True, "1": True, "desirable": True, "false": False, "0": False, "undesirable": False}
+
+
 def read_text(row: Cells) -> Text:
     return Text(_filled(row, "text"))
 
@@ -109,6 +112,23 @@ def read_pair(prompt: Callable[[Cells], list[Any]]) -> Callable[[Cells], Pair]:
         limit = min(len(first.messages), len(second.messages)) - 1
         equal = (a == b for a, b in zip(first.messages[:limit], second.messages[:limit], strict=True))
         return _pair(first, second, next((n for n, is_equal in enumerate(equal) if not is_equal), limit))
+
+    return read
+
+
+def read_rated(question: str, answer: str, label: str) -> Callable[[Cells], Pair]:
+    """Return a reader of an answer and its label: a pair without a rejected answer if the label is true, or without a
+    chosen one."""
+    read_answer = read_question(question, answer)
+
+    def read(row: Cells) -> Pair:
+        is_desirable = _LABEL_VALUES.get(str(row[label]).lower())
+        if is_desirable is None:
+            raise BrokenSample(f"{label} must be true or false, not {shortened(row[label])}")
+        conversation = read_answer(row)
+        prompt = Conversation(conversation.messages[:-1], conversation.tools, conversation.trained[:-1])
+        answers = conversation.messages[-1:]
+        return Pair(prompt, answers, []) if is_desirable else Pair(prompt, [], answers)
 
     return read
 

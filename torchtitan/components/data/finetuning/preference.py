@@ -1,43 +1,62 @@
-"""Data loader for preference methods: pairs of a chosen and a rejected answer to one prompt."""
+"""Data loaders for preference methods: a chosen and a rejected answer to one prompt, or single answers with labels."""
 
+import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import torch
 
 from torchtitan.components.chat_template import ChatTemplate
-from torchtitan.components.data.base import Batch
-from torchtitan.components.data.finetuning.chat_encoding import ChatEncoder, EncodedRow, RowEncoder
+from torchtitan.components.data.base import Batch, to_batch
+from torchtitan.components.data.finetuning.chat_encoding import ChatEncoder, EncodedRow, EncodedSample, RowEncoder
 from torchtitan.components.data.finetuning.conversation import EmptySample, Pair, Sample
 from torchtitan.components.data.finetuning.planned_loader import PlannedDataLoader
-from torchtitan.components.data.finetuning.samples import Windows, pack_windows
+from torchtitan.components.data.finetuning.row_formats import Kind
+from torchtitan.components.data.finetuning.samples import Windows, pack_samples
+from torchtitan.components.data.plan import Packing, Planner, Sampler
 from torchtitan.components.tokenizer import Tokenizer
 
 SIDES = ("chosen", "rejected")
+SEQUENCES_PER_SAMPLE = len(SIDES)
+"""A window has room for both answers of the longest pair: this number times `seq_len` positions."""
+
+
+_MISSING = EncodedSample(np.zeros(0, np.int64), np.zeros(0, bool))
 
 
 class PairEncoder(RowEncoder):
-    """Encodes pairs: the prompt with the chosen answer, and the prompt with the rejected answer."""
+    """Encodes pairs: the prompt with the chosen answer, and the prompt with the rejected answer. The sequence of a
+    missing answer is empty."""
 
     n_parts = len(SIDES)
 
     def encode(self, sample: Sample) -> EncodedRow:
         assert isinstance(sample, Pair)
-        parts = self._chat.encode_pair(sample)
-        for side, part in zip(SIDES, parts, strict=True):
+        both = Pair(sample.prompt, sample.chosen or sample.rejected, sample.rejected or sample.chosen)
+        chosen, rejected = self._chat.encode_pair(both)
+        for side, part in zip(SIDES, (chosen, rejected), strict=True):
             if not part.trained[1:].any():
                 raise EmptySample(f"{side} has no token to predict")
-        return EncodedRow(parts)
+        if sample.chosen and sample.rejected and np.array_equal(chosen.ids, rejected.ids):
+            raise EmptySample("chosen and rejected have the same tokens")
+        return EncodedRow((chosen if sample.chosen else _MISSING, rejected if sample.rejected else _MISSING))
 
 
 class PreferenceDataLoader(PlannedDataLoader):
-    """Pairs for the two forward passes of a preference method; see `PlannedDataLoader` for order and position.
+    """Pairs, packed into windows without splitting; see `PlannedDataLoader` for order and position.
 
-    A batch has `chosen_input`, `chosen_labels`, `chosen_attention` and likewise `rejected_…`, all (B, T) with T =
-    `seq_len`. Row b of both sides is one pair: the prompt with ignored labels, then the answer with labels on the
-    assistant's turns, then padding as a separate document with ignored labels. Since padding comes last, attention
-    without documents gives the same loss.
+    A window has W = 2 `seq_len` positions and holds one or more pairs, so each sequence, the prompt with one of the
+    answers, may take `seq_len` positions. A batch has `input`, `labels` (on the assistant's turns of the answers) and
+    `attention` as in SFT, each sequence being a document, and
 
-    `too_long` applies to pairs with a side longer than T positions. `truncate_left` removes the same number of tokens
-    from both sides, and drops pairs if an answer alone is too long.
+    - `sequences` (B, W): number of each position's sequence in its row, 2 i for the chosen answer of the i-th pair and
+      2 i + 1 for the rejected one. Padding has no labels, so its number, 0, does not matter.
+    - `answer_keys` (B, W, 2): a hash of the tokens and labels of each answer, 0 without one.
+
+    `too_long` applies to pairs with a side longer than `seq_len` positions. `truncate_left` removes the same number of
+    tokens from both sides, and drops pairs if an answer alone is too long.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -47,14 +66,92 @@ class PreferenceDataLoader(PlannedDataLoader):
         too_long: Literal["drop", "truncate_left", "error"] = "drop"
         """Pairs longer than the sequence length: drop, truncate_left (shortens the prompt), or error."""
 
+        packing: Packing = "ffd"
+        """Packing of pairs into windows: ffd (first-fit-decreasing), multipack (equally full windows), or none."""
+
         def encoder(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> PairEncoder:
             return PairEncoder(ChatEncoder(tokenizer, template, "assistant"))
 
+        def order_key(self) -> list[Any]:
+            return [*PlannedDataLoader.Config.order_key(self), self.packing]
+
     config: Config
-    kind = "preference"
-    token_tensors = tuple(f"{side}_{name}" for side in SIDES for name in ("input", "labels"))
+    kind: ClassVar[Kind] = "preference"
+    token_tensors: ClassVar[tuple[str, ...]] = ("input", "labels", "sequences")
 
     @staticmethod
     def collate(windows: Windows, seq_len: int) -> Batch:
-        sides = [(side, pack_windows(windows, seq_len, part)) for part, side in enumerate(SIDES)]
-        return {f"{side}_{name}": values for side, packed in sides for name, values in packed.items()}
+        return to_batch([pack_pairs(window, seq_len * SEQUENCES_PER_SAMPLE) for window in windows])
+
+    def plan(self, samplers: list[Sampler], *, epochs: int | None, windows_per_step: int, **order: Any) -> Planner:
+        positions = [data.total_positions() for data in self.samples.sets]
+        capacity = self._layout.seq_len * SEQUENCES_PER_SAMPLE
+        return Planner(positions, capacity, samplers, packing=self.config.packing, epochs=epochs, **order)
+
+    @property
+    def windows_per_epoch(self) -> int:
+        """Windows in one pass over all data, if they are as full as the pairs allow."""
+        if (windows := self._planner.windows_by_epoch) is not None:
+            return windows[0]
+        if self.config.packing == "none":
+            return self.samples.first[-1]
+        return max(1, -(-sum(self._planner.n_tokens) // (self._layout.seq_len * SEQUENCES_PER_SAMPLE)))
+
+
+class AnswerDataLoader(PreferenceDataLoader):
+    """Single answers with a label, as for KTO: rows with a prompt, an answer and `label`, or pairs.
+
+    The batches are those of pairs, in which one of the answers may be missing: a desirable answer is a chosen one. They
+    also have `mismatched_input`, `mismatched_labels` and `mismatched_attention`: the answers of each window with the
+    prompt of another answer, and `n_mismatched` (B,), their number.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(PreferenceDataLoader.Config):
+        """Answers with labels."""
+
+    kind = "rated"
+    token_tensors = (*PreferenceDataLoader.token_tensors, "mismatched_input", "mismatched_labels", "n_mismatched")
+
+    @staticmethod
+    def collate(windows: Windows, seq_len: int) -> Batch:
+        batch = PreferenceDataLoader.collate(windows, seq_len)
+        mismatched = [_mismatched(window) for window in windows]
+        others = to_batch([pack_samples(samples, seq_len * SEQUENCES_PER_SAMPLE) for samples in mismatched])
+        batch |= {f"mismatched_{name}": value for name, value in others.items()}
+        batch["n_mismatched"] = torch.tensor([sum(part.trained.any() for part in samples) for samples in mismatched])
+        return batch
+
+
+def pack_pairs(window: Sequence[EncodedRow], n_positions: int) -> dict[str, np.ndarray]:
+    """Pack the answers of all pairs as by `pack_samples`, and add `sequences` and `answer_keys`; see the loader."""
+    answers = [(pair, side, part) for pair, row in enumerate(window) for side, part in enumerate(row.parts)]
+    answers = [answer for answer in answers if len(answer[2].ids)]
+    packed = pack_samples([part for *_, part in answers], n_positions)
+    sequences = np.zeros(n_positions, np.int64)
+    keys = np.zeros((n_positions, len(SIDES)), np.int64)
+    start = 0
+    for pair, side, part in answers:
+        stop = start + len(part.ids) - 1
+        sequences[start:stop] = pair * len(SIDES) + side
+        keys[pair, side] = _answer_key(part)
+        start = stop
+    return {**packed, "sequences": sequences, "answer_keys": keys}
+
+
+def _answer_key(part: EncodedSample) -> int:
+    content = part.ids.astype(np.int64).tobytes() + part.trained.tobytes()
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little", signed=True)
+
+
+def _mismatched(window: Sequence[EncodedRow]) -> list[EncodedSample]:
+    """Return each prompt of a window followed by the previous answer, in all as many tokens; the desirable answers
+    come first, so that the previous answer has another prompt. If it has the same one, it is not trained."""
+    answers = [(i, row.parts[side]) for side in range(len(SIDES)) for i, row in enumerate(window)]
+    answers = [(i, part) for i, part in answers if len(part.ids)]
+    result = []
+    for (i, part), (j, other) in zip(answers, [*answers[-1:], *answers[:-1]], strict=True):
+        n_prompt, start = int(part.trained.argmax()), int(other.trained.argmax())
+        trained = np.concatenate([part.trained[:n_prompt], other.trained[start:] & (i != j)])
+        result.append(EncodedSample(np.concatenate([part.ids[:n_prompt], other.ids[start:]]), trained))
+    return result

@@ -25,6 +25,7 @@ from torchtitan.components.data.finetuning.conversions import (
     read_pair,
     read_prompt,
     read_question,
+    read_rated,
     read_text,
     read_turns,
     turns_in,
@@ -35,8 +36,8 @@ from torchtitan.components.data.sources.source import AUTO, CHAT_DATASETS, RowFu
 from torchtitan.config.registry import suggest
 from torchtitan.tools.errors import UserError
 
-Kind = Literal["sft", "preference", "prompt"]
-"""Purpose of rows: samples to imitate, pairs to compare, prompts to answer."""
+Kind = Literal["sft", "preference", "rated", "prompt"]
+"""Purpose of rows: samples to imitate, pairs to compare, answers to judge (pairs too), prompts to answer."""
 
 
 @dataclass(frozen=True)
@@ -109,11 +110,22 @@ FORMATS: Sequence[RowFormat] = (
     ),
     RowFormat("chosen_rejected", "preference", _CHOICE, read_pair(no_prompt), _TURNS),
     *(
+        RowFormat("_".join((*columns, label)), "rated", (*columns, label), read_rated(*columns, label), _TURNS)
+        for columns in _QUESTIONS
+        for label in LABELS
+    ),
+    *(
         RowFormat(column, "prompt", (column,), read_prompt(prompt), (*ANSWERS, *optional))
         for column, (prompt, optional) in _PROMPTS.items()
     ),
 )
 """All formats. The first one whose required columns are present is used."""
+
+
+def formats_of(kind: Kind) -> list[RowFormat]:
+    """Return the formats of a kind of rows, in the order of detection."""
+    kinds = ("rated", "preference") if kind == "rated" else (kind,)
+    return [format for format in FORMATS if format.kind in kinds]
 
 
 def find_format(columns: Sequence[str], format: str, mapping: Mapping[str, str], kind: Kind) -> RowFormat:
@@ -240,8 +252,8 @@ def _preference_rows_error(known: Mapping[str, str]) -> UserError:
 def _mismatch_error(columns: Sequence[str], format: RowFormat | None, kind: Kind) -> UserError:
     if kind == "preference" and (label := next((name for name in LABELS if name in columns), None)):
         return UserError(
-            f"the column {label} rates single answers, as for KTO; preference training needs two answers per prompt, "
-            "in the columns chosen and rejected"
+            f"the column {label} rates single answers; use --config kto, since this method needs two answers per "
+            "prompt, in the columns chosen and rejected"
         )
     if format:
         problem, suggested, formats = f"but {format.name!r} needs {_needs(format)}", "OURS=THEIRS", ""
@@ -257,12 +269,12 @@ def _mismatch_error(columns: Sequence[str], format: RowFormat | None, kind: Kind
 def _detect(columns: Iterable[str], kind: Kind, mapped: Iterable[str] = ()) -> RowFormat | None:
     """Return the first format with all required columns present that reads all mapped columns."""
     available = set(columns)
-    matching = (f for f in FORMATS if f.kind == kind and set(f.required) <= available)
+    matching = (f for f in formats_of(kind) if set(f.required) <= available)
     return next((f for f in matching if set(mapped) <= set(f.columns)), None)
 
 
 def _format_by_name(name: str, kind: Kind) -> RowFormat:
-    formats = {format.name: format for format in FORMATS if format.kind == kind}
+    formats = {format.name: format for format in formats_of(kind)}
     if name not in formats:
         raise UserError(
             f"--dataloader.format {name!r} is unknown; use one of: {AUTO}, "
@@ -272,7 +284,7 @@ def _format_by_name(name: str, kind: Kind) -> RowFormat:
 
 
 def _check_mapping(columns: Sequence[str], mapping: Mapping[str, str], kind: Kind) -> None:
-    known = sorted({column for f in FORMATS if f.kind == kind for column in f.columns})
+    known = sorted({column for f in formats_of(kind) for column in f.columns})
     for ours, theirs in mapping.items():
         if ours not in known:
             raise UserError(
@@ -358,7 +370,7 @@ def _convert_by_function(function: RowFunction, kind: Kind, row: Mapping[str, An
 
 
 def _overview(kind: Kind) -> str:
-    return "; ".join(f"{format.name}: {_needs(format)}" for format in FORMATS if format.kind == kind)
+    return "; ".join(f"{format.name}: {_needs(format)}" for format in formats_of(kind))
 
 
 def _needs(format: RowFormat) -> str:

@@ -76,9 +76,14 @@ class SampleCache:
         return self.report.kept
 
     @property
+    def sequence_lengths(self) -> Array:
+        """Tokens of each sequence, (n_samples, n_parts)."""
+        return np.diff(self._offsets).reshape(-1, self._n_parts)
+
+    @property
     def lengths(self) -> Array:
         """Tokens of the longest sequence of each sample, (n_samples,)."""
-        longest: Array = np.diff(self._offsets).reshape(-1, self._n_parts).max(axis=1)
+        longest: Array = self.sequence_lengths.max(axis=1)
         return longest
 
     def sample(self, index: int) -> EncodedRow:

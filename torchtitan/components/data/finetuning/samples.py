@@ -67,6 +67,13 @@ class LengthFilteredDataset:
     def sample(self, index: int) -> EncodedRow:
         return self._truncate(self._cache.sample(int(self._indices[index])))
 
+    def total_positions(self) -> Array:
+        """Return the window positions of each sample's sequences together, (n_samples,)."""
+        lengths = self._cache.sequence_lengths[self._indices]
+        n_excess = np.maximum(lengths.max(axis=1, keepdims=True) - self.max_length, 0)
+        positions: Array = np.maximum(lengths - n_excess - 1, 0).sum(axis=1)
+        return positions
+
     def describe(self, index: int) -> str:
         """Return the location of the sample's row: `my.jsonl:17`."""
         return self._cache.describe(int(self._indices[index]))

@@ -108,6 +108,7 @@ class _Embedded(NamedTuple):
 
 _STORIES = _Embedded(stories.Stories, stories.VERSION, "text")
 _CHATS = _Embedded(chats.Chats, chats.VERSION, "messages")
+_PREFERENCES = _Embedded(chats.Preferences, chats.VERSION, "")
 
 D = TypeVar("D", HubDataset, ChatDataset)
 
@@ -143,7 +144,9 @@ DOCUMENTS: Catalog[HubDataset] = Catalog(
     {"c4": HubDataset(path="allenai/c4", name="en", splits=("train", "validation"))},
 )
 
-CHAT_DATASETS: Catalog[ChatDataset] = Catalog("chat dataset", {"chats": _CHATS, "stories": _STORIES}, {})
+CHAT_DATASETS: Catalog[ChatDataset] = Catalog(
+    "chat dataset", {"chats": _CHATS, "stories": _STORIES, "preferences": _PREFERENCES}, {}
+)
 
 
 def register_dataset(name: str, dataset: HubDataset) -> None:
@@ -171,7 +174,7 @@ class _EmbeddedPart(Part):
 
     def rows(self, on_read: OnRead) -> Iterator[Row]:
         for number, item in enumerate(self.items, 1):
-            yield Row(f"{self.name}, row {number}", {self.text_column: item})
+            yield Row(f"{self.name}, row {number}", {self.text_column: item} if self.text_column else item)
             on_read(1)
 
     def documents(self, on_read: OnRead) -> Iterator[Document]:

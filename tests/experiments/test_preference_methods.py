@@ -1,0 +1,281 @@
+"""IPO, SimPO and KTO against TRL on packed batches, kinds of reference, and sharded and resumed KTO."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.experiments.test_preference import OPTIONS, folder  # noqa: F401
+from tests.processes import run_processes
+from tests.training import flags, read_metrics, run
+from torchtitan.config.manager import ConfigManager
+from torchtitan.experiments.preference.losses import Answers, PreferenceLoss
+from torchtitan.experiments.preference.trainer import KTOTrainer, PreferenceTrainer
+from torchtitan.tools.errors import UserError
+
+PACKED = {"dataloader.packing": "ffd", "training.seq_len": 256, "training.local_batch_size": 1}
+PACKED |= {"training.global_batch_size": 1}
+PAIR_NUMBERS = ["loss", "grad_norm", "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies"]
+SMOOTHING = {"label_smoothing": 0.1}
+KTO_NUMBERS = ["loss", "grad_norm", "rewards/chosen", "rewards/rejected", "kl"]
+
+
+def train(folder: Path, dump: Path, config: str, **options: object) -> PreferenceTrainer:  # noqa: F811
+    changed = {key.replace("__", "."): value for key, value in options.items()}
+    common = {"hf_assets_path": folder / "model", "dataloader.dataset": [folder / "odd.jsonl"], "dump_folder": dump}
+    common["dataloader.cache_dir"] = folder / "cache"
+    words = flags({**common, **OPTIONS, **PACKED, **changed})
+    parsed = ConfigManager().parse_args(["--module", "preference", "--config", config, *words]).config
+    parsed.check(world_size=1 if not torch.distributed.is_initialized() else torch.distributed.get_world_size())
+    trainer = run(parsed)
+    assert isinstance(trainer, PreferenceTrainer)
+    return trainer
+
+
+def write_answers(folder: Path) -> Path:  # noqa: F811
+    """Write single answers, desirable ones first and each part by falling length: the order within a window."""
+    rows = [
+        {"prompt": f"Is {i} a big number?", "completion": "No, it is " + "quite " * n + "small.", "label": label}
+        for label in (True, False)
+        for i, n in enumerate(((7, 5, 3), (6, 4, 2, 0))[not label])
+    ]
+    path = folder / "answers.jsonl"
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return path
+
+
+def train_with_trl(folder: Path, output: Path, method: str, data: Path, **options: object) -> list[dict[str, float]]:  # noqa: F811
+    pytest.importorskip("trl")
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    if method == "kto":
+        from trl import KTOConfig as Config
+        from trl import KTOTrainer as Base
+    else:
+        from trl import DPOConfig as Config
+        from trl import DPOTrainer as Base
+    rows = [json.loads(line) for line in data.read_text().splitlines()]
+    roles = {"prompt": "user", "chosen": "assistant", "rejected": "assistant", "completion": "assistant"}
+    chats = [
+        {name: [{"role": roles[name], "content": text}] if name in roles else text for name, text in row.items()}
+        for row in rows
+    ]
+
+    class InOrder(Base):
+        def _get_train_sampler(self, *_: object) -> torch.utils.data.SequentialSampler:
+            return torch.utils.data.SequentialSampler(self.train_dataset)
+
+    config = Config(
+        output_dir=str(output),
+        beta=OPTIONS["loss.beta"],
+        learning_rate=OPTIONS["optimizer.lr"],
+        lr_scheduler_type="constant",
+        adam_beta2=0.95,
+        weight_decay=0.0,
+        max_grad_norm=0.0,
+        max_steps=4,
+        per_device_train_batch_size=len(rows),
+        logging_steps=1,
+        logging_first_step=True,
+        bf16=False,
+        use_cpu=True,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+        **options,
+    )
+    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    trainer = InOrder(model, args=config, train_dataset=Dataset.from_list(chats), processing_class=tokenizer)
+    trainer.train()
+    return [entry for entry in trainer.state.log_history if "loss" in entry]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ours", "method", "theirs"),
+    [
+        ({"loss__kind": "ipo"}, "dpo", {"loss_type": ["ipo"]}),
+        ({"loss__kind": "hinge"}, "dpo", {"loss_type": ["hinge"]}),
+        (
+            {"loss__kind": "robust", "loss__label_smoothing": 0.1},
+            "dpo",
+            {"loss_type": ["robust"], "label_smoothing": 0.1},
+        ),
+        ({"loss__kind": "dpo_normalized"}, "dpo", {"loss_type": ["sigmoid_norm"]}),
+    ],
+    ids=lambda value: value.get("loss__kind") if isinstance(value, dict) else None,
+)
+def test_packed_pairs_match_trl(folder, tmp_path, ours, method, theirs):  # noqa: F811
+    """All pairs in one window against TRL's padded rows. Tolerances cover four steps of Adam from rounded gradients."""
+    rows = [
+        {
+            "prompt": f"Is {n} big?",
+            "chosen": "No, " + "quite " * n + "small.",
+            "rejected": "No, it is " + "very " * (n % 3) + "big.",
+        }
+        for n in range(6)
+    ]
+    data = tmp_path / "pairs.jsonl"
+    data.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    train(folder, tmp_path, "dpo", dataloader__dataset=[data], **ours)
+    expected = train_with_trl(folder, tmp_path / "trl", method, data, **theirs)
+    for row, reference in zip(read_metrics(tmp_path, *PAIR_NUMBERS), expected, strict=True):
+        assert row[1:] == pytest.approx([reference[name] for name in PAIR_NUMBERS], rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.slow
+def test_simpo_matches_trl(folder, tmp_path):  # noqa: F811
+    """TRL's trainer splits tokens differently between prompt and answer, so the same log-probabilities are compared."""
+    cpo = pytest.importorskip("trl.experimental.cpo")
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    options = {"beta": 0.7, "loss_type": "simpo", "cpo_alpha": 0.0, "simpo_gamma": 0.4}
+    config = cpo.CPOConfig(output_dir=str(tmp_path), bf16=False, use_cpu=True, report_to=[], **options)
+    trainer = cpo.CPOTrainer(
+        AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32),
+        args=config,
+        train_dataset=Dataset.from_list([{"prompt": "Hi?", "chosen": "Yes.", "rejected": "No."}]),
+        processing_class=AutoTokenizer.from_pretrained(folder / "model"),
+    )
+    generator = torch.Generator().manual_seed(0)
+    sums, lengths = -50 * torch.rand(2, 9, generator=generator), torch.randint(1, 20, (2, 9), generator=generator)
+    expected = trainer.cpo_loss(*(sums / lengths))
+    loss = PreferenceLoss.Config(kind="simpo", beta=0.7, gamma=0.4).build()
+    sides = [Answers(*values, n) for values, n in zip(zip(sums, torch.zeros(2, 9), strict=True), lengths, strict=True)]
+    measured = (loss(*sides), *(loss.rewards(side) for side in sides))
+    for ours, theirs in zip(measured, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_kto_matches_trl(folder, tmp_path):  # noqa: F811
+    data = write_answers(folder)
+    weights = {"desirable_weight": 1.5, "undesirable_weight": 0.7}
+    options = {f"loss__{name}": value for name, value in weights.items()}
+    train(folder, tmp_path, "kto", dataloader__dataset=[data], **options)
+    expected = train_with_trl(folder, tmp_path / "trl", "kto", data, **weights)
+    measured = read_metrics(tmp_path, *KTO_NUMBERS)
+    for row, reference in zip(measured, expected, strict=True):
+        assert row[1:] == pytest.approx([reference[name] for name in KTO_NUMBERS], rel=1e-4, abs=1e-5)
+    assert any(row[-1] > 0 for row in measured)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["cached", "adapters_off"])
+def test_references_without_a_second_model(folder, tmp_path, kind):  # noqa: F811
+    """Equal to a second model, except for rounding: cached sums are of other windows."""
+    adapters = {"config": "dpo_lora"} if kind == "adapters_off" else {"config": "dpo"}
+    options = {"dataloader__packing": "none", "training__local_batch_size": 4, "training__global_batch_size": 4}
+    train(folder, tmp_path / "model", **adapters, reference__kind="model", **options)
+    trainer = train(folder, tmp_path / kind, **adapters, reference__kind=kind, **options)
+    assert list(trainer.models) == ["model"]
+    rows = [read_metrics(tmp_path / name, *PAIR_NUMBERS, "kl") for name in ("model", kind)]
+    for row, expected in zip(*rows, strict=True):
+        assert row == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    assert abs(rows[0][-1][3]) > 1e-3
+
+
+@pytest.mark.slow
+def test_a_cached_reference_is_computed_once(folder, tmp_path, monkeypatch):  # noqa: F811
+    options = {"reference__kind": "cached", "dataloader__cache_dir": tmp_path / "cache", "training__steps": 2}
+    options |= {"checkpoint__last_save_in_hf": False, "checkpoint__export_dtype": "None"}
+    train(folder, tmp_path / "first", "dpo", **options)
+    monkeypatch.setattr(PreferenceTrainer, "fill_cache", None)
+    train(folder, tmp_path / "second", "dpo", **options)
+    assert read_metrics(tmp_path / "second", "loss") == read_metrics(tmp_path / "first", "loss")
+    resumed = train(folder, tmp_path / "first", "dpo", **{**options, "training__steps": 3})
+    assert resumed.step == 3
+
+
+@pytest.mark.slow
+def test_kto_on_two_processes_matches_one(folder, tmp_path):  # noqa: F811
+    """The estimate of the divergence covers the global batch, so it does not depend on the layout."""
+    options = {"dataloader__dataset": [folder / "pairs.jsonl"], "training__seq_len": 64}
+    options |= {"training__global_batch_size": 2}
+    train(folder, tmp_path / "one", "kto", **options)
+    run_processes(train_kto_on_ranks, 2, folder, tmp_path / "two", options)
+    rows = [read_metrics(tmp_path / name, *KTO_NUMBERS) for name in ("two", "one")]
+    for row, expected in zip(*rows, strict=True):
+        assert row == pytest.approx(expected, rel=1e-4, abs=1e-5)
+
+
+def train_kto_on_ranks(folder: Path, dump: Path, options: dict[str, object]) -> None:  # noqa: F811
+    trainer = train(folder, dump, "kto", **options)
+    assert isinstance(trainer, KTOTrainer)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("config", "options"),
+    [
+        ("dpo", {"reference__kind": "cached"}),
+        ("dpo_lora", {}),
+        ("dpo_lora", {"parallelism__tensor_parallel_degree": 2, "parallelism__data_parallel_shard_degree": 1}),
+        ("kto", {"parallelism__tensor_parallel_degree": 2, "parallelism__data_parallel_shard_degree": 1}),
+    ],
+    ids=["FSDP, cached", "FSDP, adapters off", "TP, adapters off", "TP, KTO"],
+)
+def test_two_processes_match_one(folder, tmp_path, config, options):  # noqa: F811
+    """Tolerances as for KTO above: another order of sums in four steps of Adam."""
+    options |= {"dataloader__dataset": [folder / "pairs.jsonl"], "training__seq_len": 64}
+    options |= {"training__global_batch_size": 2}
+    one = {name: value for name, value in options.items() if not name.startswith("parallelism")}
+    if "reference__kind" in options:  # each fills its own cache
+        one["dataloader__cache_dir"], options["dataloader__cache_dir"] = tmp_path / "cache1", tmp_path / "cache2"
+    train(folder, tmp_path / "one", config, **one)
+    run_processes(train_on_ranks, 2, folder, tmp_path / "two", config, options)
+    names = KTO_NUMBERS if config == "kto" else [*PAIR_NUMBERS, "kl"]
+    rows = [read_metrics(tmp_path / name, *names) for name in ("two", "one")]
+    for row, expected in zip(*rows, strict=True):
+        assert row == pytest.approx(expected, rel=1e-4, abs=1e-5)
+
+
+def train_on_ranks(folder: Path, dump: Path, config: str, options: dict[str, object]) -> None:  # noqa: F811
+    train(folder, dump, config, **options)
+
+
+class Killed(Exception):
+    """Simulates the end of a process between two steps."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", ["kto", "dpo_lora"])
+def test_packed_runs_resume_exactly(folder, tmp_path, monkeypatch, config):  # noqa: F811
+    options = {"dataloader__dataset": [folder / "pairs.jsonl"], "training__seq_len": 64, "checkpoint__interval": 2}
+    train(folder, tmp_path / "straight", config, **options)
+    complete_step = PreferenceTrainer.complete_step
+
+    def stop_after_three(self, outcome):
+        complete_step(self, outcome)
+        if self.step == 3:
+            raise Killed
+
+    monkeypatch.setattr(PreferenceTrainer, "complete_step", stop_after_three)
+    with pytest.raises(Killed):
+        train(folder, tmp_path / "stopped", config, **options)
+    monkeypatch.undo()
+    train(folder, tmp_path / "stopped", config, **options)
+    names = ("loss", "grad_norm", "rewards/chosen", "rewards/rejected", "kl")
+    assert read_metrics(tmp_path / "stopped", *names) == read_metrics(tmp_path / "straight", *names)
+
+
+def test_invalid_combinations_are_rejected(folder, tmp_path):  # noqa: F811
+    with pytest.raises(UserError, match="--reference.kind adapters_off is the base model of adapters"):
+        train(folder, tmp_path, "dpo", reference__kind="adapters_off")
+    with pytest.raises(UserError, match="--reference.kind cached has no answers to other prompts"):
+        train(folder, tmp_path, "kto", reference__kind="cached")
+    with pytest.raises(UserError, match="--dataloader.packing none leaves no answers to other prompts"):
+        train(folder, tmp_path, "kto", dataloader__packing="none")
+    with pytest.raises(UserError, match=r"--loss\.label_smoothing is 0\.5, but must be from 0 to below 0\.5"):
+        train(folder, tmp_path, "dpo", loss__kind="cdpo", loss__label_smoothing=0.5)
+
+
+def test_pairs_without_a_difference_are_refused(folder, tmp_path):  # noqa: F811
+    path = tmp_path / "equal.jsonl"
+    path.write_text(json.dumps({"prompt": "Hi?", "chosen": "Yes.", "rejected": "Yes."}) + "\n")
+    with pytest.raises(UserError, match="chosen and rejected are equal"):
+        train(folder, tmp_path, "dpo", dataloader__dataset=[path])
