@@ -26,6 +26,7 @@ _SOURCES = {
     "device_constructors": "torch.utils._device:_device_constructors",
     # Nested containers of tensors, as passed to PyTorch's operations; `optree` adds a dependency and has fewer types.
     "tree_iter": "torch.utils._pytree",
+    "tree_map": "torch.utils._pytree",
     "tree_map_only": "torch.utils._pytree",
     # Differentiable collectives; `torch.distributed` has none.
     "all_gather_single_autograd": "torch.distributed._functional_collectives",

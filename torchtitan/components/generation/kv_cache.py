@@ -9,9 +9,9 @@ from typing import Any, Self
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from torchtitan.protocols.attention import AttentionMetadata
+from torchtitan.tools.torch_private import tree_map
 
 _ATTENTION = "*.attend"
 """Pattern of the modules `attend(queries, keys, values, attention)` in all families (`ShardingPlan.attention`)."""
