@@ -47,7 +47,7 @@ def test_links_resolve(page):
 
 
 def test_options_in_commands_exist():
-    """Every --section.key in a shell block is an option of the debug model, in pre-training, fine-tuning or distillation."""
+    """Every --section.key in a shell block is an option of a debug model: pre-training, fine-tuning, distillation."""
     from torchtitan.config.configurable import leaves
     from torchtitan.experiments.distillation.config_registry import distillation_debugmodel
     from torchtitan.models.llama3.config_registry import llama3_debugmodel, llama3_debugmodel_sft
