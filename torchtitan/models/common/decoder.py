@@ -310,7 +310,7 @@ class Decoder(BaseModel):
         return self.head(hidden_BLD, tied_VD, head, **head_inputs)
 
     def training_head(self, head: Head, tokens_BL: Tensor, positions_BL: Tensor, *inputs: Any) -> Head:
-        """Return the loss in training of a model with layers behind the last, which get `inputs` like it."""
+        """Return the loss in training of a model with layers after the last, which get `inputs` like it."""
         raise NotImplementedError
 
     def blocks(self) -> dict[str, nn.Module]:

@@ -39,7 +39,7 @@ class DeepSeekModel(SigmoidExpertLayers, MoEDecoder):
 
         n_mtp_modules: int = 0
         """Modules of multi-token prediction, which train the model to predict as many tokens after the next one. Files
-        have them as layers behind the last, which are read only with this option; DeepSeek-V3 has 1."""
+        have them as layers after the last, which are read only with this option; DeepSeek-V3 has 1."""
 
         mtp_weight: float = field(default=0.3, compare=False)  # not in config.json
         """Weight of the modules' mean loss in gradients. DeepSeek-V3 used 0.3, then 0.1."""
