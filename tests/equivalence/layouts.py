@@ -73,6 +73,8 @@ SIGMOID: Options = {"module": "glm4_moe", "model__moe__bias_rate": 0.04, "model_
 """A model with a sigmoid router whose selection bias balances, groups of experts, a shared expert and a dense layer."""
 LATENTS: Options = {"module": "deepseek_v3", "model__moe__bias_rate": 0.05, "model__moe__penalties__sequence_loss": 0.3}
 """The same with latent attention, whose values are narrower than keys, and RoPE in the last part of each head."""
+FURTHER_TOKENS: Options = {**LATENTS, "model__n_mtp_modules": 2, "model__moe__penalties__batch_loss": 0.3}
+"""The same with multi-token prediction, by modules with experts and penalties of their own."""
 SINKS: Options = {"module": "gpt_oss", "model__sliding_window": 12}
 """Attention sinks, windows in every second layer, and experts with biases."""
 CHUNKS: Options = {"module": "llama4", "model__sliding_window": 12, "model__floor_scale": 8}
@@ -257,6 +259,8 @@ TWO_PROCESSES: dict[str, Options] = {
     "TP 2, latent attention": {**TP2, **LATENTS},
     "TP 2, latent attention, compile": {**TP2, **LATENTS, **COMPILED},
     "TP 2, latent attention, no latent of queries": {**TP2, **LATENTS, "model__q_lora_rank": None},
+    "FSDP 2, multi-token prediction": FURTHER_TOKENS,
+    "TP 2, multi-token prediction": {**TP2, **FURTHER_TOKENS},
     "CP 2, latent attention": {**CP2, **LATENTS},
     "PP 2 1F1B, latent attention": {**PP2, **LATENTS},
     "FSDP 2, attention sinks": SINKS,
@@ -420,6 +424,8 @@ REFUSED: dict[str, tuple[int, Options]] = {
     "CP 2, delta nets": (2, {**CP2, **DELTA_NETS}),
     "CP 2, class of transformers": (2, {**CP2, **CLASS}),
     "PP 2 1F1B, class of transformers": (2, {**PP2, **CLASS}),
+    "CP 2, multi-token prediction": (2, {**CP2, **FURTHER_TOKENS}),
+    "PP 2 1F1B, multi-token prediction": (2, {**PP2, **FURTHER_TOKENS}),
     "TP 2, hybrid class of transformers": (2, {**TP2, **HYBRID_CLASS}),
 }
 """Layouts that the configuration must reject, since PyTorch or the model sizes do not support them."""

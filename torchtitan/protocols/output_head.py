@@ -1,7 +1,8 @@
 """Output heads: functions of the last hidden states and the output weights, such as a loss."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +29,28 @@ class LogitTransform:
 
 
 UNCHANGED = LogitTransform()
+
+
+def with_further_tokens(
+    head: Head, modules: Sequence[Callable[..., Tensor]], tokens_BL: Tensor, positions_BL: Tensor, weight: float
+) -> Head:
+    """Return a loss with the value of the summed loss `head`, and the gradient of that plus `weight` times the mean of
+    the modules' losses (DeepSeek-V3, arXiv:2412.19437, equation 25). `module(states, tokens)` returns the next states;
+    the k-th gets the tokens k later, and no label of the next document. It runs while FSDP has the output weights."""
+
+    def shift(x_BL: Tensor, k: int, last: int) -> Tensor:
+        return F.pad(x_BL[:, k:], (0, min(k, x_BL.shape[1])), value=last)
+
+    def loss_of(hidden_BLD: Tensor, weight_VD: Tensor | None, labels_BL: Tensor, **inputs: Any) -> Tensor:
+        losses = [head(hidden_BLD, weight_VD, labels_BL=labels_BL, **inputs)]
+        for k, module in enumerate(modules, start=1):
+            hidden_BLD = module(hidden_BLD, shift(tokens_BL, k, 0))
+            later_BL = shift(labels_BL, k, -100).where(shift(positions_BL, k, -1) == positions_BL + k, -100)
+            losses.append(head(hidden_BLD, weight_VD, labels_BL=later_BL, **inputs))
+        further = weight * torch.stack(losses[1:]).mean()
+        return losses[0] + (further - further.detach())
+
+    return loss_of
 
 
 def compute_logits(hidden_BLD: Tensor, weight_VD: Tensor | None, transform: LogitTransform = UNCHANGED) -> Tensor:

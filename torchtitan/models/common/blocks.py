@@ -3,9 +3,12 @@
 A block's modules have the same names in all of them; a module that a block lacks is None.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
+from torchtitan.models.common.feed_forward import make_linear
 from torchtitan.models.common.moe.layer import MixtureOfExperts
 from torchtitan.models.common.norms import NormFactory
 from torchtitan.protocols.attention import AttentionMetadata
@@ -39,6 +42,7 @@ class PreNormBlock(nn.Module):
         self.feed_forward = None if is_moe else feed_forward
         self.moe = feed_forward if is_moe else None
         self.ffn_post_norm: nn.Module | None = None
+        self.mtp: Any = None
 
     def forward(self, x_BLD: Tensor, rope: Rope, attention: AttentionMetadata) -> Tensor:
         """(B, L, dim) → (B, L, dim)."""
@@ -63,6 +67,22 @@ class PreNormBlock(nn.Module):
 
     def _add(self, x_BLD: Tensor, out_BLD: Tensor) -> Tensor:
         return x_BLD + (out_BLD if self.multiplier == 1.0 else self.multiplier * out_BLD)
+
+
+class MultiTokenBlock(PreNormBlock):
+    """A module of multi-token prediction (DeepSeek-V3, arXiv:2412.19437, equations 21 and 22). Its input is the state
+    of the previous one, or of the last layer, after the final norm, as in the code published with DeepSeek's weights
+    and in vLLM; the paper draws it before the norm."""
+
+    def __init__(self, *parts: nn.Module, dim: int, norm: NormFactory):
+        super().__init__(*parts, dim=dim, norm=norm)
+        norms = {name: norm(dim) for name in ("enorm", "hnorm", "norm")}
+        self.mtp = nn.ModuleDict({**norms, "eh_proj": make_linear(2 * dim, dim, init_std=0.02)})
+
+    def forward(self, x_BLD: Tensor, rope: Rope, attention: AttentionMetadata, *embedded_BLD: Tensor) -> Tensor:
+        """(B, L, dim) → (B, L, dim), normalized; also takes the embeddings of later tokens."""
+        parts = *map(self.mtp["enorm"], embedded_BLD), self.mtp["hnorm"](x_BLD)
+        return self.mtp["norm"](super().forward(self.mtp["eh_proj"](torch.cat(parts, dim=-1)), rope, attention))
 
 
 class PostNormBlock(PreNormBlock):

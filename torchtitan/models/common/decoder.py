@@ -277,6 +277,7 @@ class Decoder(BaseModel):
         layers = [
             (block, self.rope_of_layer(i), self.window_of_layer(i) or attention.window, self.head_dim_of_layer(i))
             for i, block in zip(map(int, self.layers), self.layers.values(), strict=True)
+            if i < self.config.n_layers
         ]
         # Computed once for all layers with the same RoPE or window, and heads of the same width.
         ropes = {(id(rope), head_dim): (rope, head_dim) for _, rope, _, head_dim in layers if rope is not None}
@@ -296,14 +297,21 @@ class Decoder(BaseModel):
             for window, head_dim in {(window, head_dim) for _, _, window, head_dim in layers}
         }
         for block, rope, window, head_dim in layers:
-            hidden_BLD = block(hidden_BLD, cos_sin.get((id(rope), head_dim)), with_window[window, head_dim])
+            inputs = cos_sin.get((id(rope), head_dim)), with_window[window, head_dim]
+            hidden_BLD = block(hidden_BLD, *inputs)
         if self.head is None:
             return hidden_BLD
         tied_VD = None
         if self.config.tie_embeddings:
             assert self.tok_embeddings is not None, "the stage with the head has a copy (shared_modules)"
             tied_VD = effective_weight(self.tok_embeddings)
+        if self.training and len(self.layers) > self.config.n_layers and "labels_BL" in head_inputs:
+            head = self.training_head(head, tokens_BL, positions_BL, *inputs)
         return self.head(hidden_BLD, tied_VD, head, **head_inputs)
+
+    def training_head(self, head: Head, tokens_BL: Tensor, positions_BL: Tensor, *inputs: Any) -> Head:
+        """Return the loss in training of a model with layers after the last, which get `inputs` like it."""
+        raise NotImplementedError
 
     def blocks(self) -> dict[str, nn.Module]:
         return {f"layers.{index}": block for index, block in self.layers.items()}
@@ -332,7 +340,8 @@ class Decoder(BaseModel):
         assert self.tok_embeddings is not None, "asked of a whole model, not of a pipeline stage"
         scores = [self.score_flops(int(index), seq_len) for index in self.layers]
         behind = [module for module in self.children() if module not in (self.tok_embeddings, self.layers)]
-        head = [self.tok_embeddings] if self.config.tie_embeddings else []
+        output: Any = self.tok_embeddings if self.config.tie_embeddings else getattr(self.head, "output", None)
+        head = [output] * (self.config.tie_embeddings + len(self.layers) - self.config.n_layers)
         parts = [*zip(self.layers.values(), scores, strict=True), *((module, 0) for module in (*behind, *head))]
         has_gradient = any(parameter.requires_grad for parameter in self.tok_embeddings.parameters())
         flops = 0.0

@@ -252,13 +252,18 @@ def _rows_of(model_types: Mapping[str, ModelType], config: Decoder.Config) -> Se
 
 
 def _adapter_of(rows: Sequence[KeyMapping], config: Decoder.Config) -> StateDictAdapter:
-    tied = {"lm_head.weight": "model.embed_tokens.weight"}
+    specs = model_tensor_specs(dataclasses.replace(config, vocab_size=config.vocab_size or 1))
+    n_layers = len({name.split(".")[1] for name in specs if name.startswith("layers.")})
+    embedding, output = "model.embed_tokens.weight", "lm_head.weight"
+    tied = {output: embedding} if config.tie_embeddings else {}
+    copies = {"embed_tokens": embedding, "shared_head.head": tied.get(output, output)}
+    tied |= {f"model.layers.{i}.{k}.weight": copies[k] for i in range(config.n_layers, n_layers) for k in copies}
     return _Adapter(
         [*rows, _HEAD],
-        n_layers=config.n_layers,
-        only=model_tensor_specs(dataclasses.replace(config, vocab_size=config.vocab_size or 1)),
+        n_layers=n_layers,
+        only=specs,
         ignored=["model.layers.*.self_attn.rotary_emb.inv_freq"],
-        tied=tied if config.tie_embeddings else {},
+        tied=tied,
     )
 
 

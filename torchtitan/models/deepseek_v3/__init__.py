@@ -46,6 +46,7 @@ _LATENT: Any = {
 }
 _OTHERS = {name: kind for name, kind in MOE_SHARDING.tensor.items() if not f"{name}.".startswith("layers.*.attention.")}
 _TENSOR = {**_OTHERS, **{f"layers.*.attention.{name}": kind for name, kind in _LATENT.items()}}
+_TENSOR |= {"layers.*.mtp.?norm": "sequence", "layers.*.mtp.eh_proj": "local tokens", "layers.*.mtp.norm": "final norm"}
 
 FORMATS = {"hf": FORMAT}
 FAMILY = Family(module=__name__, flavors=FLAVORS, formats=FORMATS, sharding=replace(MOE_SHARDING, tensor=_TENSOR))

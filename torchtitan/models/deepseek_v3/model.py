@@ -1,19 +1,21 @@
 """DeepSeek-V2 and V3 (arXiv:2405.04434, 2412.19437), Kimi K2 (arXiv:2507.20534), and their Hugging Face format."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from torchtitan.models.common import hugging_face as hf
+from torchtitan.models.common.blocks import MultiTokenBlock
 from torchtitan.models.common.config_reader import ConfigReader
 from torchtitan.models.common.hugging_face_rope import write_rope
 from torchtitan.models.common.latent_attention import LatentAttention
 from torchtitan.models.common.moe import rows
 from torchtitan.models.common.moe.decoder import MoEDecoder, SigmoidExpertLayers
 from torchtitan.models.common.moe.layer import SigmoidMoEConfig
+from torchtitan.protocols.output_head import Head, with_further_tokens
 from torchtitan.tools.errors import UserError
 
 
@@ -40,9 +42,21 @@ class DeepSeekModel(SigmoidExpertLayers, MoEDecoder):
         rope_interleave: bool = True
         """Rotate neighboring pairs of elements, not the two halves of the rotated part."""
 
+        n_mtp_modules: int = 0
+        """Modules of multi-token prediction, which train the model to predict as many tokens after the next one. Files
+        have them as layers after the last, which are read only with this option; DeepSeek-V3 has 1."""
+
+        mtp_weight: float = field(default=0.3, compare=False)  # not in config.json
+        """Weight of the modules' mean loss in gradients. DeepSeek-V3 used 0.3, then 0.1."""
+
+        def unsupported_parallelisms(self) -> dict[str, str]:
+            reason, kinds = "multi-token prediction needs embedding and all tokens of a row", ("context", "pipeline")
+            return {f"{kind}_parallel_degree": reason for kind in kinds if self.n_mtp_modules}
+
         def validate(self) -> None:
             MoEDecoder.Config.validate(self)
-            self.check_positive("q_lora_rank", "kv_lora_rank", "v_head_dim")
+            self.check_positive("q_lora_rank", "kv_lora_rank", "v_head_dim", "mtp_weight")
+            self.check_sizes(64, *(["n_mtp_modules"] if self.n_mtp_modules else []))
             if self.v_head_dim > self.resolved_head_dim:
                 raise UserError(
                     f"--model.v_head_dim is {self.v_head_dim}, above the head width {self.resolved_head_dim}"
@@ -51,6 +65,16 @@ class DeepSeekModel(SigmoidExpertLayers, MoEDecoder):
                 raise UserError(f"--model.n_kv_heads {self.n_kv_heads} must equal --model.n_heads {self.n_heads}")
 
     config: Config
+
+    def __init__(self, config: Config):
+        super().__init__(config)
+        for index in range(config.n_layers, config.n_layers + config.n_mtp_modules):
+            self.layers[str(index)] = self.make_block(config.n_layers - 1, kind=MultiTokenBlock)
+
+    def training_head(self, head: Head, tokens_BL: Tensor, positions_BL: Tensor, *inputs: Any) -> Head:
+        blocks = list(self.layers.values())[self.config.n_layers :]
+        modules = [lambda x_BLD, t_BL, block=block: block(x_BLD, *inputs, self.embed(t_BL)) for block in blocks]
+        return with_further_tokens(head, modules, tokens_BL, positions_BL, self.config.mtp_weight)
 
     def make_attention(self, index: int, **options: Any) -> nn.Module:
         config = self.config
@@ -67,7 +91,9 @@ _LATENTS = {
     **{"q_latent.0": "q_a_proj", "q_latent.1": "q_a_layernorm", "q_latent.2": "q_b_proj"},
     **{"wkv_a": "kv_a_proj_with_mqa", "kv_norm": "kv_a_layernorm", "attend.wkv_b": "kv_b_proj"},
 }
+_MTP = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "norm": "shared_head.norm"}
 _DENSE = hf.DENSE_ROWS + hf.module_rows("layers.*.attention", "model.layers.*.self_attn", _LATENTS)
+_DENSE += hf.module_rows("layers.*.mtp", "model.layers.*", _MTP)
 
 
 def _prepare(document: dict[str, Any]) -> dict[str, Any]:
@@ -81,6 +107,7 @@ def _prepare(document: dict[str, Any]) -> dict[str, Any]:
     for section in ("rope_scaling", "rope_parameters"):
         if (scaling := reader.section(section)).has("mscale_all_dim"):
             widths["mscale_all_dim"] = scaling.number("mscale_all_dim")
+    document.pop("num_nextn_predict_layers", None)  # an option, since other files name modules that they lack
     return {**rows.prepare_dense_layers(document, 0 if is_v2 else 3), **widths}
 
 
@@ -103,7 +130,7 @@ _V3 = hf.ModelType(
     architecture="DeepseekV3ForCausalLM",
     config=DeepSeekModel.Config,
     rows=lambda config: (*_DENSE, *rows.shared_rows("shared_experts"), *rows.expert_rows(config.moe.n_experts)),
-    keys={**_KEYS, "rope_interleave": "rope_interleave"},
+    keys={**_KEYS, "rope_interleave": "rope_interleave", "num_nextn_predict_layers": "n_mtp_modules"},
     defaults={
         **{"n_routed_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "n_group": 8},
         **{"topk_group": 4, "routed_scaling_factor": 2.5, **_WIDTHS},
