@@ -1,6 +1,7 @@
 """Multi-token prediction of DeepSeek-V3 against its equations (arXiv:2412.19437, 21 to 25), files, and runs."""
 
 import json
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from tests.models.test_deepseek import V3
 from tests.training import train
 from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.config.manager import ConfigManager
+from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.dry_run import dry_run
 from torchtitan.models import deepseek_v3
 from torchtitan.models.deepseek_v3 import FORMAT
@@ -23,6 +25,7 @@ from torchtitan.models.deepseek_v3 import model as deepseek_model
 from torchtitan.protocols.output_head import with_further_tokens
 from torchtitan.protocols.tensor_source import TensorSpec
 from torchtitan.tools.errors import UserError
+from torchtitan.trainer.sample_losses import SampleLosses
 
 transformers = pytest.importorskip("transformers")
 
@@ -210,6 +213,19 @@ def test_only_training_computes_modules() -> None:
     assert torch.equal(trained, validated)  # the logged loss is the main one
 
 
+def test_losses_of_samples_leave_modules_out() -> None:
+    model, _, _ = make_pair(1)
+    tokens, labels = random_tokens(97, 50)
+    batch = {"input": tokens, "labels": labels, "attention": metadata_of(DOCUMENTS)}
+    batch["documents"] = torch.arange(6).view(2, 3)
+    loss = CrossEntropyLoss.Config().build()
+    samples = SampleLosses(loss, ParallelDims(world_size=1), wanted=True)
+    with samples.of(batch):
+        total = model(tokens, batch["attention"], head=loss, labels_BL=labels)
+    ((_, losses),) = samples._recorded
+    assert relative_error(losses.sum(), total) < TOLERANCE
+
+
 # --- files and runs ---------------------------------------------------------------------------------------------------
 
 
@@ -256,6 +272,18 @@ def test_a_dry_run_counts_modules(tmp_path: Path) -> None:
     (executed, computed), (base, _) = flops(2), flops(0)
     assert executed == pytest.approx(computed, rel=0.01)
     assert executed > 1.3 * base
+
+
+@pytest.mark.slow
+def test_a_run_resumes_exactly(tmp_path: Path) -> None:
+    options = {"module": "deepseek_v3", "model__n_mtp_modules": 1, "model__moe__bias_rate": 0.01}
+    options |= {"checkpoint__enable": True, "checkpoint__interval": 2}
+    straight = train(tmp_path / "straight", **options)
+    shutil.copytree(tmp_path / "straight", tmp_path / "resumed")
+    shutil.rmtree(tmp_path / "resumed/checkpoint/step-4")
+    resumed = train(tmp_path / "resumed", **options)
+    weights, expected = (run.model_parts[0].state_dict() for run in (resumed, straight))
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
 @pytest.mark.slow
