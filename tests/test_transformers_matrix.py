@@ -1,6 +1,7 @@
 """Types of transformers train as their classes do; mistakes of the back end are detected."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,29 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
+from tests.equivalence.runs import Outcome, compare  # noqa: E402
 from tests.tables import Row as TableRow  # noqa: E402
 from tests.tables import markers, write_docs  # noqa: E402
 from tests.transformers_matrix import trial  # noqa: E402
-from tests.transformers_matrix.__main__ import PAGE, TYPES, choose_types, merge, run  # noqa: E402
+from tests.transformers_matrix.__main__ import (  # noqa: E402
+    PAGE,
+    TYPES,
+    choose_types,
+    mechanism_cells,
+    merge,
+    run,
+    stored_rows,
+)
+from tests.transformers_matrix.mechanisms import (  # noqa: E402
+    MECHANISMS,
+    MechanismRow,
+    changed,
+    compare_packed,
+    run_mechanisms,
+    write_model,
+)
 from tests.transformers_matrix.trial import run_trial  # noqa: E402
+from torchtitan.models.transformers import packing  # noqa: E402
 from torchtitan.models.transformers.model import OutputPlace, TransformersModel  # noqa: E402
 
 KINDS = {
@@ -49,9 +68,16 @@ def test_all_types_are_equal_or_as_the_page_says() -> None:
 
 
 def test_the_page_has_every_type() -> None:
-    begin, end = markers("matrix")
-    shown = [line.split(" | ")[0][2:] for line in PAGE.read_text().partition(begin)[2].splitlines() if line[:2] == "| "]
-    assert shown[1:] == TYPES
+    assert list(stored_rows(PAGE, "matrix"))[1:] == TYPES
+    assert list(stored_rows(PAGE, "mechanisms"))[1:] == list(MECHANISMS)
+    assert len(MECHANISMS) <= 25
+
+
+@pytest.mark.slow
+def test_mechanisms_are_equal_in_two_processes_resumed_and_packed() -> None:
+    rows = list(run_mechanisms(["gpt_oss", "mamba", "qwen3_next"]))
+    assert [row.problems for row in rows] == [[], [], []]
+    assert [row.packing for row in rows] == ["masks", "rows", "rows"]
 
 
 # --- mistakes are detected --------------------------------------------------------------------------------------------
@@ -98,6 +124,25 @@ def test_mistakes_are_found(
     mistake(monkeypatch)
     row = run_trial("qwen3")
     assert row.outcome == "different" and found in row.details
+
+
+def test_a_leak_between_packed_documents_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_model("gpt_oss", tmp_path / "model")
+    mode, leak = compare_packed(tmp_path / "model")
+    assert mode == "masks" and leak < 1e-5
+    monkeypatch.setattr(packing, "_remap", lambda mask_function, positions_BL: mask_function)
+    assert compare_packed(tmp_path / "model")[1] > 1e-3  # the mode, found before, stays
+
+
+def test_differences_of_mechanisms_are_named() -> None:
+    outcome = Outcome([2.0, 1.0], [0.5, 0.5], [1.5], {"weight": torch.ones(2)})
+    other = replace(outcome, grad_norms=[0.5, 0.5 + 1e-9], weights={"weight": torch.tensor([1.0, 1.01])})
+    assert list(changed(outcome, outcome)) == [] and list(changed(other, outcome)) == ["grad norms", "weights"]
+    row = MechanismRow("llama", 1.0, "kernel", 1e-4, compare(other, outcome), "weights")
+    kinds = ["packed documents differ by 1.0e-04", "FSDP differs", "resumed: other weights"]
+    assert [problem.split(":")[0] if "FSDP" in problem else problem for problem in row.problems] == kinds
+    assert "equal" not in mechanism_cells(row)
+    assert not MechanismRow("llama", 1.0, "kernel", 0.0, compare(outcome, outcome)).problems
 
 
 def test_refusals_and_exceptions_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,11 +34,13 @@ class WorkerFailure(Exception):
 class Workers:
     """Processes in one process group that run functions one after the other.
 
-    They start with the first function, and restart after a failure. Use it in a `with` statement, or `close` it.
+    They start with the first function, and restart after a failure and `runs_per_process` functions. Use it in a `with`
+    statement, or `close` it.
     """
 
-    def __init__(self, count: int):
+    def __init__(self, count: int, runs_per_process: int = _RUNS_PER_PROCESS):
         self.count = count
+        self._runs_per_process = runs_per_process
         self._processes: list[BaseProcess] = []
         self._connections: list[Connection] = []
         self._runs = 0
@@ -49,7 +51,7 @@ class Workers:
         Raises:
             WorkerFailure: if the function raised in a process, a process died, or the run timed out.
         """
-        if self._runs == _RUNS_PER_PROCESS:
+        if self._runs == self._runs_per_process:
             self.close()
         if not self._processes:
             self._start()

@@ -17,12 +17,17 @@ from tests.conftest import PROJECT
 from tests.models.transformers.model_types import CAUSAL, IMAGE_TEXT
 from tests.tables import Row as TableRow
 from tests.tables import as_markdown, markers, print_table, write_docs
+from tests.transformers_matrix.mechanisms import MECHANISMS, MechanismRow, run_mechanisms
 from tests.transformers_matrix.trial import TOLERANCE, Row, run_trial
 from torchtitan.cli.ls import ls
 
 PAGE = PROJECT / "tests" / "transformers_matrix" / "table.md"
 """The end of docs/models.md, which `torchtitan ls --markdown` prints."""
 COLUMNS = ("model_type", "class", "packing", "tensor parallel", "head", "verdict")
+MECHANISM_COLUMNS = (
+    *("model_type", "mechanism", "loss", "gradient norm", "validation", "weights"),
+    *("resumed", "packed documents", "verdict", "seconds"),
+)
 TYPES = sorted({*CAUSAL, *IMAGE_TEXT})
 
 _LONGEST = 200
@@ -40,6 +45,13 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--part", metavar="I/N", default="1/1", help="run every N-th type, from the I-th on")
     parser.add_argument("--processes", metavar="N", type=int, default=1, help="run N types at once")
+    parser.add_argument(
+        "--mechanisms",
+        metavar="NAME",
+        nargs="*",
+        choices=MECHANISMS,
+        help="train these types, one with each mechanism, in two processes instead (default: all of them)",
+    )
     parser.add_argument("--list", action="store_true", help="list the types without running them")
     parser.add_argument("--write-docs", action="store_true", help="replace the rows of these types in docs/models.md")
     return parser.parse_args(words)
@@ -48,6 +60,8 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> int:
     """Run the selected types; return 0 if every one is equal to its class or refused, else 1."""
     arguments = parse_arguments()
+    if arguments.mechanisms is not None:
+        return train_mechanisms(arguments.mechanisms or list(MECHANISMS), is_written=arguments.write_docs)
     types = choose_types(arguments.only, arguments.part)
     if not types:
         print(f"no type matches --only '{arguments.only}' --part {arguments.part}", file=sys.stderr)
@@ -73,6 +87,27 @@ def main() -> int:
     return 0 if all(not row.failed for row in shown) else 1
 
 
+def train_mechanisms(model_types: Sequence[str], *, is_written: bool) -> int:
+    """Run the second tier for these types; return 0 if all are equal, else 1."""
+    torch.set_num_threads(1)
+    start, shown = time.monotonic(), list[TableRow]()
+    for number, row in enumerate(run_mechanisms(model_types), start=1):
+        shown.append(TableRow(mechanism_cells(row), failed=bool(row.problems)))
+        line = f"[{number}/{len(model_types)}] {row.model_type}: {'; '.join(row.problems) or 'equal'}"
+        print(f"{line}, {row.seconds:.0f} s", file=sys.stderr, flush=True)
+    print_table("FSDP over two processes compared with one process", MECHANISM_COLUMNS, shown)
+    print(f"{len(shown)} mechanisms in {time.monotonic() - start:.0f} s")
+    if is_written:
+        stored = stored_rows(PAGE, "mechanisms") | {row.cells[0]: tuple(row.cells) for row in shown}
+        table = [TableRow(stored[name]) for name in MECHANISMS if name in stored]
+        equal = sum(row.cells[-2] == "equal" for row in table)
+        seconds = sum(int(row.cells[-1]) for row in table)
+        counts = f"{equal} of {len(table)} are equal. They took {seconds} s."
+        write_docs(PAGE, "mechanisms", f"{counts}\n\n{as_markdown(MECHANISM_COLUMNS, table)}")
+        write_page()
+    return 0 if all(not row.failed for row in shown) else 1
+
+
 def write_page() -> None:
     """Write docs/models.md, as `torchtitan ls --markdown` prints it."""
     with (PROJECT / "docs" / "models.md").open("w") as page, contextlib.redirect_stdout(page):
@@ -93,9 +128,25 @@ def run(types: Sequence[str], processes: int = 1) -> Iterator[Row]:
 
 def verdict(row: Row) -> str:
     """Return the result in words."""
-    text = f"{row.outcome}: {row.details}" if row.details else row.outcome
+    return in_cell(f"{row.outcome}: {row.details}" if row.details else row.outcome)
+
+
+def in_cell(text: str) -> str:
+    """Return a message as one cell of a table."""
     text = re.sub(r"\s+", " ", text).replace("|", "/").replace("<", "&lt;")
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
+
+
+def mechanism_cells(row: MechanismRow) -> tuple[str, ...]:
+    """Return the text of a row for each of `MECHANISM_COLUMNS`."""
+    numbers, resumed = ("",) * 4, ""
+    if row.differences:
+        d = row.differences
+        numbers = tuple(f"{value:.0e}" for value in (d.loss, d.grad_norm, d.validation_loss, d.weights))  # type: ignore[assignment]
+        resumed = f"other {row.changed_bits}" if row.changed_bits else "same bits"
+    packing = f"{row.packing}: {row.leak:.0e}" if row.packing else ""
+    result = in_cell("; ".join(row.problems) or "equal")
+    return (row.model_type, MECHANISMS[row.model_type], *numbers, resumed, packing, result, f"{row.seconds:.0f}")
 
 
 def cells(row: Row) -> tuple[str, ...]:
@@ -103,14 +154,18 @@ def cells(row: Row) -> tuple[str, ...]:
     return row.model_type, row.class_name, row.packing, row.tensor_parallel, row.head, verdict(row)
 
 
+def stored_rows(page: Path, name: str) -> dict[str, tuple[str, ...]]:
+    """Return the first cell → all cells of each line of the table `name` on a page."""
+    begin, end = markers(name)
+    text = page.read_text().partition(begin)[2].partition(end)[0]
+    lines = [tuple(re.split(r" ?\| ?", line)[1:-1]) for line in text.splitlines() if line.startswith("| ")]
+    return {line[0]: line for line in lines}
+
+
 def merge(page: Path, rows: Sequence[TableRow]) -> str:
     """Return the table of a page with these rows instead of those of the same types, below a line that counts them."""
-    begin, end = markers("matrix")
-    old = page.read_text().partition(begin)[2].partition(end)[0]
-    lines = [re.split(r" ?\| ?", line)[1:-1] for line in old.splitlines() if line.startswith("| ")]
-    merged = {line[0]: tuple(line) for line in lines if line[0] in TYPES} | {
-        row.cells[0]: tuple(row.cells) for row in rows
-    }
+    stored = {name: line for name, line in stored_rows(page, "matrix").items() if name in TYPES}
+    merged = stored | {row.cells[0]: tuple(row.cells) for row in rows}
     table = [TableRow(merged[name]) for name in sorted(merged)]
     built = [row for row in table if row.cells[1]]
     equal = sum(row.cells[-1] == "equal" for row in built)

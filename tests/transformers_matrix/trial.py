@@ -66,7 +66,7 @@ def run_trial(model_type: str) -> Row:
     """Run the trial of a type; errors are recorded in the row."""
     start, facts, step = time.monotonic(), dict[str, str](), "not built"
     outcome, details = "equal", ""
-    with tempfile.TemporaryDirectory() as folder, _quiet():
+    with tempfile.TemporaryDirectory() as folder, quiet():
         try:
             for step in _steps(model_type, Path(folder), facts):  # noqa: B007
                 pass
@@ -80,7 +80,7 @@ def run_trial(model_type: str) -> Row:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     level = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity(50)
     transformers.logging.disable_progress_bar()
@@ -94,7 +94,7 @@ def _quiet() -> Iterator[None]:
 def _steps(model_type: str, folder: Path, facts: dict[str, str]) -> Iterator[str]:
     """Do one step after another; yield, before each, what is said if it raises an exception. Fill `facts` for a row."""
     config = tiny_config(decoder_config(model_type))
-    document = _without_dropout(json.loads(config.to_json_string(use_diff=False)))
+    document = without_dropout(json.loads(config.to_json_string(use_diff=False)))
     (folder / "config.json").write_text(json.dumps(document))
     spec, _ = huggingface_model(folder, any_class)
     assert isinstance(spec.model, TransformersModel.Config)
@@ -153,14 +153,14 @@ def _steps(model_type: str, folder: Path, facts: dict[str, str]) -> Iterator[str
     yield ""
 
 
-def _without_dropout(values: Any) -> Any:
+def without_dropout(values: Any) -> Any:
     """Return a document of a model without random numbers in training."""
     if isinstance(values, list):
-        return [_without_dropout(value) for value in values]
+        return [without_dropout(value) for value in values]
     if not isinstance(values, dict):
         return values
     is_rate = {key for key, value in values.items() if ("drop" in key or "jitter" in key) and type(value) is float}
-    return {key: 0.0 if key in is_rate else _without_dropout(value) for key, value in values.items()}
+    return {key: 0.0 if key in is_rate else without_dropout(value) for key, value in values.items()}
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
