@@ -49,7 +49,7 @@ MECHANISMS = {
     "bert": "a tied head with a bias",
     "mamba": "Mamba",
     "mamba2": "Mamba-2",
-    "falcon_h1": "Mamba-2 beside attention",
+    "falcon_h1": "Mamba-2 and attention in parallel",
     "zamba2": "layers with the same weights",
     "qwen3_next": "gated delta net, experts",
     "minimax": "linear attention",

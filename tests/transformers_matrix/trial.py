@@ -101,7 +101,7 @@ def _steps(model_type: str, folder: Path, facts: dict[str, str]) -> Iterator[str
     with torch.device("meta"):
         facts["class_name"] = type(build_class(spec.model.transformers_config())).__name__
         model = spec.model.build()
-    facts["packing"] = model.packing.mode
+    facts["packing"] = model.packing.mode if model.packing.is_exact else f"{model.packing.mode}?"
     facts["tensor_parallel"] = "no" if "tensor_parallel_degree" in spec.model.unsupported_parallelisms() else "yes"
     facts["head"] = "ours" if model.captured else "own"
 

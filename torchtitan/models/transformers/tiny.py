@@ -26,13 +26,13 @@ CLONE_TOLERANCE = 1e-4
 # Names of integer fields → largest value; the first match counts. None keeps the value, perhaps of a scalar.
 _LIMITS: list[tuple[str, int | None]] = [
     (
-        r".*floor.*|index_topk|.*_budget|rel_extent|compress_rates.*|.*(window|chunk_?(size|len)).*|.*block_size",
+        r".*floor.*|index_topk|.*_budget|rel_extent|compress_rates.*|.*(window|chunk_(size|len)).*|.*block_size",
         WINDOW,
     ),
     (r"unpadded_vocab_size", VOCABULARY - 8),
     (r".*vocab.*|num_embeddings|codebook_size|num_centroids", VOCABULARY),
     # Of few index heads, scores are often all zero, and the choice among equal ones is arbitrary.
-    (r".*(theta|scal(ar|ing|e_)|multiplier|factor|_cap|beta|freq|kernel|limit|_base).*|index_n_heads", None),
+    (r".*(theta|scal(ar|ing|e_)|multiplier|factor|_cap|beta|freq|kernel|limit|_base|inference).*|index_n_heads", None),
     (r".*per_tok(en)?|.*top_?k(_experts)?|moe_k|index_kpool", 2),
     (r".*n_groups?|num_expert_group|topk_group|o_groups", 1),
     (r".*experts|.*expert_num", 4),
