@@ -1,6 +1,6 @@
 """GLM-4 against transformers: mistakes that `test_equal_transformers` catches, config.json, published sizes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +10,12 @@ import torch
 from tests.models.family_cases import random_reference, random_tokens, relative_error, to_ours
 from torchtitan.cli.main import main
 from torchtitan.models import glm4
+from torchtitan.models.common import hugging_face
+from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.glm4 import FLAVORS, FORMATS, model_registry
 from torchtitan.models.glm4 import model as glm4_model
 from torchtitan.models.pretrained import load_model
-from torchtitan.protocols.state_dict_adapter import KeyMapping, RopePermutation, Transform
+from torchtitan.protocols.state_dict_adapter import KeyMapping, RopePermutation
 from torchtitan.tools.errors import UserError
 
 transformers = pytest.importorskip("transformers")
@@ -84,15 +86,16 @@ def test_misplaced_norm_changes_logits(mistake: Callable[[Any], None]) -> None:
     ids=["whole heads", "too few elements"],
 )
 def test_other_permutation_changes_logits(monkeypatch: pytest.MonkeyPatch, permutation: Any) -> None:
-    monkeypatch.setattr(glm4_model, "RopePermutation", permutation)
+    monkeypatch.setattr(hugging_face, "RopePermutation", permutation)
     assert logits_error("glm4") > 1e-3
 
 
 def test_biases_are_permuted(monkeypatch: pytest.MonkeyPatch) -> None:
-    def of_weights_only(internal: Any, external: str, *transform: Transform) -> KeyMapping:
-        return KeyMapping(internal, external, *(transform if internal[-5:] != ".bias" else ()))
+    def of_weights_only(rows: Sequence[KeyMapping], config: Decoder.Config) -> list[KeyMapping]:
+        pairs = zip(rows, hugging_face.interleaved(rows, config), strict=True)
+        return [row if str(row.internal).endswith(".bias") else changed for row, changed in pairs]
 
-    monkeypatch.setattr(glm4_model, "KeyMapping", of_weights_only)
+    monkeypatch.setattr(glm4_model, "interleaved", of_weights_only)
     assert logits_error("glm4") > 1e-3
 
 

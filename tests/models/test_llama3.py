@@ -234,7 +234,7 @@ def test_packed_documents_on_cuda_equal_the_cpu():
 
 
 @pytest.mark.parametrize(
-    "overrides", [{"dim": 66}, {"n_kv_heads": 3}, {"n_layers": 0}, {"rope": RoPEConfig(low_freq_factor=4.0)}]
+    "overrides", [{"dim": 66}, {"n_kv_heads": 3}, {"n_layers": 0}, {"rope": RoPEConfig(low_freq_factor=5.0)}]
 )
 def test_inconsistent_sizes_are_rejected(overrides):
     with pytest.raises(UserError, match="--model"):

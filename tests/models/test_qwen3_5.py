@@ -277,7 +277,7 @@ def test_coordinates_of_images_have_no_effect_on_text() -> None:
         ({"rope_parameters": {"rope_type": "mrope"}}, "RoPE of type 'mrope'"),
         ({"rope_parameters": [1]}, "rope_parameters is .*an object"),
         ({"partial_rotary_factor": 0.001, "rope_parameters": None}, "rotated_fraction 0.001"),
-        ({"model_type": "qwen3_5_moe_text"}, "model_type is 'qwen3_5_moe_text'"),
+        ({"model_type": "qwen3_next"}, "model_type is 'qwen3_next'"),
     ],
 )
 def test_unsupported_models_are_rejected_by_name(change: dict[str, Any], message: str) -> None:

@@ -24,7 +24,7 @@ _V2: Any = {**_LITE, "n_routed_experts": 160, "topk_method": "group_limited_gree
 _V2 |= {"moe_intermediate_size": 1536, "routed_scaling_factor": 16.0}
 _K2: Any = {"n_routed_experts": 384, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
 _K2 |= {"routed_scaling_factor": 2.827, "rope_theta": 50_000.0}
-_SMALL: Any = {"head_dim": 48, "v_head_dim": 32, "q_lora_rank": 96, "kv_lora_rank": 64, "n_kv_heads": 8}
+_SMALL: Any = {"head_dim": 48, "v_head_dim": 32, "q_lora_rank": 128, "kv_lora_rank": 64, "n_kv_heads": 8}
 _MOE: Any = {"n_experts": 32, "top_k": 4, "ffn_dim": 128, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.0}
 
 FLAVORS = {

@@ -36,7 +36,7 @@ class DeepSeekModel(SigmoidExpertLayers, MoEDecoder):
         v_head_dim: int
         """Width of a head's values, at most --model.head_dim."""
 
-        mscale_all_dim: float = 0.0
+        mscale_all_dim: float | None = None
         """Growth of the square root of attention scores with the logarithm of --model.rope.scaling_factor."""
 
         rope_interleave: bool = True
@@ -79,7 +79,7 @@ class DeepSeekModel(SigmoidExpertLayers, MoEDecoder):
     def make_attention(self, index: int, **options: Any) -> nn.Module:
         config = self.config
         ranks: Any = {"q_rank": config.q_lora_rank, "rank": config.kv_lora_rank, "v_dim": config.v_head_dim}
-        mscale = 1 + 0.1 * config.mscale_all_dim * math.log(max(1.0, config.rope.scaling_factor))
+        mscale = 1 + 0.1 * (config.mscale_all_dim or 0.0) * math.log(max(1.0, config.rope.scaling_factor))
         scale, stds = config.resolved_head_dim**-0.5 * mscale**2, self.init_stds(index)
         return LatentAttention(config, **ranks, scale=scale, interleaved=config.rope_interleave, **stds)
 
@@ -116,7 +116,8 @@ def _write(config: DeepSeekModel.Config, score: str) -> dict[str, Any] | None:
     rotated = config.rope.rotated_dim(head_dim)
     widths = {"head_dim": rotated, "qk_rope_head_dim": rotated, "qk_nope_head_dim": head_dim - rotated}
     scaling = write_rope(config.rope, config.max_seq_len)["rope_scaling"]
-    ropes = {"rope_scaling": {**scaling, "mscale_all_dim": config.mscale_all_dim}} if scaling else {}
+    growth = {"mscale_all_dim": config.mscale_all_dim} if config.mscale_all_dim else {}
+    ropes = {"rope_scaling": {**scaling, **growth}} if scaling else {}
     return None if dense is None else {**dense, **widths, "partial_rotary_factor": 1.0, **ropes}
 
 
