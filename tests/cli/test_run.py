@@ -1,6 +1,7 @@
 """`torchtitan run`: stages in order, each on the model of an earlier one; finished stages are not repeated."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -39,14 +40,19 @@ def test_stages_build_on_each_other_and_are_not_repeated(tmp_path, capsys):
     write(recipe, *stages)
     assert main(["run", str(recipe), "--folder", str(folder / "out")]) == 0
     assert metrics.stat().st_mtime_ns == written
-    base = json.loads((folder / "out/second/finished.json").read_text())
-    assert str(folder / "out/first/checkpoint/step-1") in base
+    record = json.loads((folder / "out/second/finished.json").read_text())
+    assert str(folder / "out/first/checkpoint/step-1") in record["command"]
     text = (folder / "out/samples/output.txt").read_text()
     assert text.startswith("Once") and text in capsys.readouterr().out
 
     write(recipe, {"name": "first", "run": FIRST + " --optimizer.lr 1e-3"})
     assert main(["run", str(recipe), "--folder", str(folder / "out")]) == 2
-    assert "stage 'first' finished with another command line; remove" in capsys.readouterr().err
+    assert "stage 'first' finished with another command line or base; remove" in capsys.readouterr().err
+
+    shutil.rmtree(folder / "out/first")
+    write(recipe, *stages)
+    assert main(["run", str(recipe), "--folder", str(folder / "out")]) == 2
+    assert "stage 'second' finished with another command line or base; remove" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

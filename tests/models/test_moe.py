@@ -358,7 +358,9 @@ def test_starving_experts_are_named_once(monkeypatch: pytest.MonkeyPatch, log: p
         balancer.watch()
         messages.append([record.getMessage() for record in log.records])
     assert [len(some) for some in messages] == [0, 0, 0, 0, 0, 1, 1, 1]
-    assert messages[-1][0].startswith("0 expert 4: less than 1% of the mean load in each of the last 3 steps; raise --")
+    assert messages[-1][0].startswith(
+        "0 expert 4: less than 1% of the mean load in each of the last 3 steps; increase --"
+    )
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import json
 import shlex
 import subprocess
 import sys
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -66,19 +67,27 @@ def _is_training(stage: dict[str, str]) -> bool:
 
 
 def _run_stages(stages: list[dict[str, str]], folder: Path) -> int:
-    previous = ""
+    previous, id_of_previous = "", ""
     for stage in stages:
         own, base, trains = folder / stage["name"], stage.get("base", ""), _is_training(stage)
         words, done = shlex.split(stage["run"]), own / "finished.json"
         if base:
             words += ["--hf_assets_path" if trains else "--checkpoint", previous if base == "previous" else base]
         words += ["--dump_folder", str(own)] if trains else []
-        if done.exists() and done.read_text() != json.dumps(words):
-            raise UserError(f"stage '{stage['name']}' finished with another command line; remove {own} to repeat it")
-        if not done.exists() and (code := _run_stage(stage["name"], words, own, shows=not trains)):
-            return code
-        previous = _exported(own, stage["name"]) if trains else previous
-        durable.write(done, json.dumps(words))
+        record = {"command": words, "base": id_of_previous if base == "previous" else ""}
+        if not done.exists():
+            if code := _run_stage(stage["name"], words, own, shows=not trains):
+                return code
+            if trains:
+                _exported(own, stage["name"])
+            durable.write(done, json.dumps({**record, "id": uuid.uuid4().hex}))
+        finished = json.loads(done.read_text())
+        if finished != {**record, "id": finished["id"]}:
+            raise UserError(
+                f"stage '{stage['name']}' finished with another command line or base; remove {own} to repeat it"
+            )
+        if trains:
+            previous, id_of_previous = _exported(own, stage["name"]), finished["id"]
     return 0
 
 

@@ -108,6 +108,8 @@ class LoadBalancer:
         for name, router, (counts_E, entropy), idle_E in zip(
             self._names, self.routers, self._loads, self._idle_steps, strict=True
         ):
+            if not counts_E.any():
+                continue  # below the first trained layer, nothing counts
             numbers[f"expert_load/{name}"] = counts_E.max() * router.n_experts / counts_E.sum().clamp(min=1)
             numbers[f"router_entropy/{name}"] = entropy[0] / 2**20 / self._n_tokens.clamp(min=1)
             numbers[f"dropped_tokens/{name}"] = self._n_tokens * router.top_k - counts_E.sum()
@@ -124,7 +126,8 @@ class LoadBalancer:
             self._reported.update(new)
             logger.warning(
                 f"{summarize_names(new)}: less than {_STARVING_SHARE:.0%} of the mean load in each of the last "
-                f"{_STARVING_STEPS} steps; raise --model.moe.penalties or --model.moe.bias_rate"
+                f"{_STARVING_STEPS} steps; increase --model.moe.penalties.batch_loss, or --model.moe.bias_rate of a "
+                "router with selection biases"
             )
         loads = [value for name, value in values.items() if name.startswith("expert_load/")]
         return {"expert_load": max(loads), **values} if loads else {}

@@ -63,7 +63,7 @@ class RolloutEngine:
 
     async def generate(self, tokens: Sequence[int], max_new_tokens: int | None = None) -> Generation:
         """Return a sampled continuation, which ends with the end of the turn or within the context."""
-        most = min(max_new_tokens or self.max_new_tokens, self.engine.context - len(tokens))
+        most = min(max_new_tokens or self.max_new_tokens, self.max_new_tokens, self.engine.context - len(tokens))
         self.n_calls += 1
         return await self.engine.generate(tokens, max_new_tokens=max(most, 1), key=f"{self.key}/{self.n_calls}")
 

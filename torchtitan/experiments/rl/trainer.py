@@ -192,6 +192,11 @@ class RLTrainer(Trainer):
             groups += [group for group in sampled if len({trajectory.reward for trajectory in group}) > 1]
             if all(gather_objects(len(groups) >= wanted or not loaded)):
                 break
+        if not any(gather_objects(bool(groups))) and any(gather_objects(bool(loaded))):
+            raise UserError(
+                f"the rewards of each prompt's answers were equal in {_MOST_ROUNDS} global batches, from which "
+                f"--policy.method {self.config.policy.method} learns nothing; use an easier reward, or grpo"
+            )
         return groups[:wanted]
 
     def run_rollouts(
@@ -227,6 +232,10 @@ class RLTrainer(Trainer):
                     texts.append(self.checked_rollout(json.loads(row), view))
         with self.mixed_precision():
             trajectories = engine.run(texts)
+        if self.parallel_dims.tp > 1:  # else a reward with random numbers would differ between ranks
+            leader = self.rank - self.parallel_dims.coordinate("tp")
+            rewards = gather_objects([trajectory.reward for trajectory in trajectories])[leader]
+            trajectories = [dataclasses.replace(t, reward=r) for t, r in zip(trajectories, rewards, strict=True)]
         return [trajectories[start : start + group_size] for start in range(0, len(trajectories), group_size)]
 
     async def checked_rollout(self, row: dict[str, Any], engine: RolloutEngine) -> Trajectory:

@@ -63,7 +63,7 @@ def balanced(config: Trainer.Config) -> Trainer.Config:
     balances them. A short run needs more than DeepSeek-V3's rate of 0.001 and Switch's weight of 0.01."""
     moe: MoEConfig = config.model_spec.model.moe  # type: ignore[attr-defined]
     is_short = config.training.steps < 1000
-    if isinstance(moe, SigmoidMoEConfig):
+    if isinstance(moe, SigmoidMoEConfig) and moe.scoring_func == "sigmoid":
         moe.bias_rate = 0.01 if is_short else 1e-3
         moe.penalties = PenaltyConfig(sequence_loss=1e-4)
     else:

@@ -101,9 +101,9 @@ class PreferenceDataLoader(PlannedDataLoader):
 class AnswerDataLoader(PreferenceDataLoader):
     """Single answers with a label, as for KTO: rows with a prompt, an answer and `label`, or pairs.
 
-    The batches are those of pairs, in which one of the answers may be missing: a desirable answer is a chosen one. They
-    also have `mismatched_input`, `mismatched_labels` and `mismatched_attention`: the answers of each window with the
-    prompt of another answer, and `n_mismatched` (B,), their number.
+    The batches are like batches of pairs, in which one of the answers may be missing: a desirable answer is a chosen
+    one. They also have `mismatched_input`, `mismatched_labels` and `mismatched_attention`: the answers of each window
+    with the prompt of another answer, and `n_mismatched` (B,), their number.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -116,7 +116,7 @@ class AnswerDataLoader(PreferenceDataLoader):
     @staticmethod
     def collate(windows: Windows, seq_len: int) -> Batch:
         batch = PreferenceDataLoader.collate(windows, seq_len)
-        mismatched = [_mismatched(window) for window in windows]
+        mismatched = [_mismatched(window, seq_len) for window in windows]
         others = to_batch([pack_samples(samples, seq_len * SEQUENCES_PER_SAMPLE) for samples in mismatched])
         batch |= {f"mismatched_{name}": value for name, value in others.items()}
         batch["n_mismatched"] = torch.tensor([sum(part.trained.any() for part in samples) for samples in mismatched])
@@ -144,14 +144,16 @@ def _answer_key(part: EncodedSample) -> int:
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little", signed=True)
 
 
-def _mismatched(window: Sequence[EncodedRow]) -> list[EncodedSample]:
-    """Return each prompt of a window followed by the previous answer, in all as many tokens; the desirable answers
-    come first, so that the previous answer has another prompt. If it has the same one, it is not trained."""
+def _mismatched(window: Sequence[EncodedRow], seq_len: int) -> list[EncodedSample]:
+    """Return each prompt of a window followed by the previous answer, without the first tokens of prompts if it is
+    longer than `seq_len` positions. The desirable answers come first, so that the previous answer has another prompt;
+    if it has the same one, it is not trained."""
     answers = [(i, row.parts[side]) for side in range(len(SIDES)) for i, row in enumerate(window)]
     answers = [(i, part) for i, part in answers if len(part.ids)]
     result = []
     for (i, part), (j, other) in zip(answers, [*answers[-1:], *answers[:-1]], strict=True):
         n_prompt, start = int(part.trained.argmax()), int(other.trained.argmax())
-        trained = np.concatenate([part.trained[:n_prompt], other.trained[start:] & (i != j)])
-        result.append(EncodedSample(np.concatenate([part.ids[:n_prompt], other.ids[start:]]), trained))
+        prompt = slice(max(0, n_prompt + len(other.ids[start:]) - seq_len - 1), n_prompt)
+        trained = np.concatenate([part.trained[prompt], other.trained[start:] & (i != j)])
+        result.append(EncodedSample(np.concatenate([part.ids[prompt], other.ids[start:]]), trained))
     return result
