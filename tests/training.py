@@ -1,10 +1,16 @@
 """Small training runs for tests: in this process, or in several through the command line."""
 
+import contextlib
+import itertools
 import json
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
+
+import pytest
 
 from tests.commands import run_command
 from torchtitan.components.data.base import Batch
@@ -86,6 +92,24 @@ def train(folder: Path, *converters: Any, trainer_class: type[Trainer] | None = 
     config.model_converters += filter(None, converters)
     config.check(world_size=int(os.environ.get("WORLD_SIZE", 1)))
     return run(config, trainer_class)
+
+
+class Killed(BaseException):
+    """Simulates the end of a process."""
+
+
+@contextlib.contextmanager
+def killed_in(trainer_class: type[Trainer], method: str, call: int) -> Iterator[None]:
+    """Let this call of a method, counted from 1, end the run of the block; fail if it does not come."""
+    original, calls = getattr(trainer_class, method), itertools.count(1)
+
+    def stop(*args: Any) -> Any:
+        if next(calls) == call:
+            raise Killed
+        return original(*args)
+
+    with mock.patch.object(trainer_class, method, stop), pytest.raises(Killed):
+        yield
 
 
 def launch(folder: Path, processes: int, **options: Any) -> str:

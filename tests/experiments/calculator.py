@@ -1,4 +1,4 @@
-"""A rollout with a tool: the model writes <calc>2*3</calc>, and reads the result before it goes on."""
+"""A rollout with a tool: the model writes <calc>2*3</calc>, and reads the result before it continues."""
 
 import ast
 import operator

@@ -9,7 +9,7 @@ import torch
 
 from tests.conftest import PROJECT
 from tests.processes import run_processes
-from tests.training import flags, read_metrics, run
+from tests.training import flags, killed_in, read_metrics, run
 from torchtitan.config.manager import ConfigManager
 from torchtitan.experiments.distillation.trainer import DistillationTrainer
 from torchtitan.models.pretrained import load_model
@@ -129,25 +129,12 @@ def test_a_sharded_teacher_matches_one_process(folder, tmp_path, processes, degr
         assert row == pytest.approx(expected, rel=1e-4)
 
 
-class Killed(Exception):
-    """Simulates the end of a process between two steps."""
-
-
 @pytest.mark.slow
-def test_resume_is_exact(folder, tmp_path, monkeypatch):
+def test_resume_is_exact(folder, tmp_path):
     options = {"checkpoint__interval": 2}
     distill(folder, tmp_path / "straight", **options)
-    complete_step = DistillationTrainer.complete_step
-
-    def stop_after_three(self, outcome):
-        complete_step(self, outcome)
-        if self.step == 3:
-            raise Killed
-
-    monkeypatch.setattr(DistillationTrainer, "complete_step", stop_after_three)
-    with pytest.raises(Killed):
+    with killed_in(DistillationTrainer, "train_step", 4):
         distill(folder, tmp_path / "stopped", **options)
-    monkeypatch.undo()
     resumed = distill(folder, tmp_path / "stopped", **options)
     assert read_metrics(tmp_path / "stopped", *NUMBERS) == read_metrics(tmp_path / "straight", *NUMBERS)
     assert "teacher" not in resumed.states()

@@ -10,7 +10,7 @@ import torch
 
 from tests.conftest import PROJECT
 from tests.processes import run_processes
-from tests.training import flags, read_metrics, run
+from tests.training import flags, killed_in, read_metrics, run
 from torchtitan.config.manager import ConfigManager
 from torchtitan.experiments.preference.trainer import PreferenceTrainer
 from torchtitan.tools.errors import UserError
@@ -177,24 +177,11 @@ def train_dpo_on_ranks(folder: Path, dump: Path, options: dict[str, object]) -> 
     train_dpo(folder, dump, training__local_batch_size=1, **options)
 
 
-class Killed(Exception):
-    """Simulates the end of a process between two steps."""
-
-
-def test_resume_is_exact(folder, tmp_path, monkeypatch):
+def test_resume_is_exact(folder, tmp_path):
     options = {"checkpoint__interval": 2, "training__steps": 4}
     train_dpo(folder, tmp_path / "straight", **options)
-    complete_step = PreferenceTrainer.complete_step
-
-    def stop_after_three(self, outcome):
-        complete_step(self, outcome)
-        if self.step == 3:
-            raise Killed
-
-    monkeypatch.setattr(PreferenceTrainer, "complete_step", stop_after_three)
-    with pytest.raises(Killed):
+    with killed_in(PreferenceTrainer, "train_step", 4):
         train_dpo(folder, tmp_path / "stopped", **options)
-    monkeypatch.undo()
     resumed = train_dpo(folder, tmp_path / "stopped", **options)
     assert read_metrics(tmp_path / "stopped", *NUMBERS) == read_metrics(tmp_path / "straight", *NUMBERS)
     assert "reference" not in resumed.states()

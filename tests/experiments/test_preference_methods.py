@@ -8,7 +8,7 @@ import torch
 
 from tests.experiments.test_preference import OPTIONS, folder  # noqa: F401
 from tests.processes import run_processes
-from tests.training import flags, read_metrics, run
+from tests.training import flags, killed_in, read_metrics, run
 from torchtitan.config.manager import ConfigManager
 from torchtitan.experiments.preference.losses import Answers, PreferenceLoss
 from torchtitan.experiments.preference.trainer import KTOTrainer, PreferenceTrainer
@@ -238,26 +238,13 @@ def train_on_ranks(folder: Path, dump: Path, config: str, options: dict[str, obj
     train(folder, dump, config, **options)
 
 
-class Killed(Exception):
-    """Simulates the end of a process between two steps."""
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("config", ["kto", "dpo_lora"])
-def test_packed_runs_resume_exactly(folder, tmp_path, monkeypatch, config):  # noqa: F811
+def test_packed_runs_resume_exactly(folder, tmp_path, config):  # noqa: F811
     options = {"dataloader__dataset": [folder / "pairs.jsonl"], "training__seq_len": 64, "checkpoint__interval": 2}
     train(folder, tmp_path / "straight", config, **options)
-    complete_step = PreferenceTrainer.complete_step
-
-    def stop_after_three(self, outcome):
-        complete_step(self, outcome)
-        if self.step == 3:
-            raise Killed
-
-    monkeypatch.setattr(PreferenceTrainer, "complete_step", stop_after_three)
-    with pytest.raises(Killed):
+    with killed_in(PreferenceTrainer, "train_step", 4):
         train(folder, tmp_path / "stopped", config, **options)
-    monkeypatch.undo()
     train(folder, tmp_path / "stopped", config, **options)
     names = ("loss", "grad_norm", "rewards/chosen", "rewards/rejected", "kl")
     assert read_metrics(tmp_path / "stopped", *names) == read_metrics(tmp_path / "straight", *names)

@@ -11,7 +11,7 @@ import torch
 from tests.conftest import PROJECT
 from tests.experiments.calculator import calculate
 from tests.processes import run_processes
-from tests.training import flags, read_metrics, run
+from tests.training import flags, killed_in, read_metrics, run
 from torchtitan.components.generation import Generation
 from torchtitan.config.manager import ConfigManager
 from torchtitan.experiments.rl import losses
@@ -291,27 +291,13 @@ def test_the_reward_rises(folder, tmp_path, method):
     assert {line["step"] for line in lines} == set(range(1, 9)) and len(lines[0]["tokens"]) > 8
 
 
-class Killed(BaseException):
-    """Simulates the end of a process."""
-
-
 @pytest.mark.parametrize("inside", [True, False])
-def test_resume_is_exact(folder, tmp_path, monkeypatch, inside):
+def test_resume_is_exact(folder, tmp_path, inside):
     options = {"policy__beta": 0.1, "policy__updates": 2}
     train_rl(folder, tmp_path / "straight", **options)
     where, count = ("checked_rollout", 16 * 2 + 5) if inside else ("complete_step", 3)
-    original, calls = getattr(RLTrainer, where), []
-
-    def stop(self, *args):
-        calls.append(0)
-        if len(calls) == count:
-            raise Killed
-        return original(self, *args)
-
-    monkeypatch.setattr(RLTrainer, where, stop)
-    with pytest.raises(Killed):
+    with killed_in(RLTrainer, where, count):
         train_rl(folder, tmp_path / "stopped", **options)
-    monkeypatch.undo()
     train_rl(folder, tmp_path / "stopped", **options)
     measured = [read_metrics(tmp_path / name, *NUMBERS, "kl") for name in ("stopped", "straight")]
     assert measured[0] == measured[1] and len(measured[0]) == 4
@@ -344,6 +330,11 @@ def test_other_methods_run(folder, tmp_path, method):
     assert all(norm > 0 for _, norm in read_metrics(tmp_path, "grad_norm"))
 
 
+def test_equal_rewards_end_a_method_that_resamples(folder, tmp_path):
+    with pytest.raises(UserError, match="rewards of each prompt's answers were equal in 10 global batches"):
+        train_rl(folder, tmp_path, policy__method="dapo", rewards=["pattern=^"])
+
+
 @pytest.mark.parametrize(
     ("function", "message"),
     [
@@ -353,7 +344,7 @@ def test_other_methods_run(folder, tmp_path, method):
     ],
 )
 def test_broken_rewards_are_named_after_a_save(folder, tmp_path, function, message):
-    """The run goes on at the same prompts once the function is mended."""
+    """The run continues at the same prompts once the function is mended."""
     good = [f"{folder}/rewards.py:sees"]
     options = {"checkpoint__interval": 100, "training__steps": 2}
     train_rl(folder, tmp_path / "straight", **options, rewards=good)

@@ -95,19 +95,19 @@ class MechanismRow:
     model_type: str
     seconds: float
     packing: str = ""
-    """How documents are packed."""
+    """Form of packing."""
     leak: float = 0.0
-    """Largest difference of a logit of packed documents from those of each alone, relative to the largest logit."""
+    """Largest difference of a logit from the logits of the document alone, relative to the largest."""
     differences: Differences | None = None
     """FSDP over two processes and one process; None: a run did not finish."""
     changed_bits: str = ""
-    """What is not bitwise equal in the resumed run."""
+    """Quantities of the resumed run that are not bitwise equal."""
     failure: str = ""
     """The refusal, or the last line of the first exception."""
 
     @property
     def problems(self) -> list[str]:
-        """What is not as it should be."""
+        """Differences from the expected results."""
         problems = [self.failure] if self.failure else []
         if not self.leak <= TOLERANCE:
             problems.append(f"packed documents differ by {self.leak:.1e}")
@@ -187,7 +187,7 @@ def changed(outcome: Outcome, expected: Outcome) -> Iterator[str]:
 
 @torch.no_grad()
 def compare_packed(folder: Path) -> tuple[str, float]:
-    """Return how documents are packed, and by how much the largest logit differs from that of the class, which gets
+    """Return how documents are packed, and by how much the largest logit differs from the class's, which gets
     each document alone."""
     spec, _ = huggingface_model(folder, any_class)
     assert isinstance(spec.model, TransformersModel.Config)

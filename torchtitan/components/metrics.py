@@ -179,7 +179,7 @@ class MetricsProcessor(Configurable):
         return step == 1 or step % self.config.log_freq == 0 or step == self.total_steps
 
     def add(self, numbers: Mapping[str, float]) -> None:
-        """Report further metrics with the next step; the console leaves out those of parts, called NAME/PART."""
+        """Report further metrics with the next step; the console leaves out numbers of parts, called NAME/PART."""
         self._added |= numbers
 
     def log_step(

@@ -32,7 +32,7 @@ class TokenExchange:
     process waits for the device once, to read how many rows come and go."""
 
     is_balanced = False
-    """Assume as many rows of each expert instead of reading their number: a dry run's tensors have no values."""
+    """Assume the same number of rows of each expert instead of reading it: a dry run's tensors have no values."""
 
     def __init__(self, mesh: DeviceMesh):
         self.group = mesh.get_group()
@@ -64,7 +64,7 @@ def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh, gradient_degree: i
     tensor parallelism. Their weights are the same on all ranks, or on the meta device.
 
     Gradients are summed over the ranks that send tokens, then averaged over "efsdp" only, so they are multiplied by
-    what is missing to an average over `gradient_degree`, the ranks that shard the other weights.
+    the factor that is missing to an average over `gradient_degree`, the ranks that shard the other weights.
     """
     factor = mesh["efsdp"].size() / gradient_degree
     has_tensor = "tp" in (mesh.mesh_dim_names or ()) and mesh["tp"].size() > 1

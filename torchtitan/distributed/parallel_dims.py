@@ -184,7 +184,7 @@ class ParallelDims:
 
     def expert_mesh(self, mesh: DeviceMesh) -> DeviceMesh:
         """Return the mesh of routed experts: "dp_replicate", "efsdp", "ep", and "tp" if it splits experts; if not, its
-        ranks are among those of the others."""
+        ranks are among the ranks of "efsdp" and "ep"."""
         if self.etp == self.tp:
             experts = split_mesh(mesh, "fsdp", (self.dp_shard * self.cp // self.ep, self.ep), ("efsdp", "ep"))
         else:

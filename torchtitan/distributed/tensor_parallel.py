@@ -49,7 +49,7 @@ class _Interface(NamedTuple):
     use_local_output: bool = True
     """True if the output is the local shard instead of a DTensor."""
     gradients: tuple[list[Placement] | None, list[Placement] | None] = (None, None)
-    """Placements of the gradients of a plain input and output; None: those of the tensors."""
+    """Placements of the gradients of a plain input and output; None: the placements of the tensors."""
 
 
 _INTERFACES: Mapping[TensorSharding, _Interface] = {
@@ -124,7 +124,7 @@ def _replicate(module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def compute_with_local_parameters(module: nn.Module, localize: Callable[[DTensor], Tensor]) -> None:
-    """Let a module's forward pass, not those of its submodules, compute with plain tensors instead of DTensors."""
+    """Let a module's forward pass, not the passes of its submodules, compute with plain tensors instead of DTensors."""
 
     def use_local(module: nn.Module, _: Any) -> None:
         for name, parameter in module._parameters.items():

@@ -54,7 +54,7 @@ class SampleLosses:
             per_token = shard_sequences(per_token, self._dims.sequence_shards, self._dims.coordinate("cp"))
         counts = (per_token["labels"] != IGNORE_INDEX) & (per_token["numbers"] != NO_DOCUMENT)
         numbers = torch.where(counts, per_token["numbers"], NO_DOCUMENT).flatten()
-        losses = torch.cat(chunks)[: len(numbers)]  # then those of multi-token prediction
+        losses = torch.cat(chunks)[: len(numbers)]  # then the losses of multi-token prediction
         assert losses.shape == numbers.shape, "expected exactly one forward pass of the batch"
         if self._dims.is_tensor_leader:
             self._recorded.append((numbers.numpy(), losses))

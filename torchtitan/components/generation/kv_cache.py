@@ -98,7 +98,7 @@ class KVCache:
 
     def assemble(self, sources: "Sequence[tuple[KVCache, list[int]]]", n_slots: int) -> None:
         """Replace the content by rows of caches of the same model, which may include this one, aligned at their last
-        tokens. `n_slots` is the number of tokens to keep, at least those of the longest row."""
+        tokens. `n_slots` is the number of tokens to keep, at least the length of the longest row."""
         used = [(cache, torch.tensor(rows)) for cache, rows in sources if rows]
         stored, states = {}, {}
         for module in used[0][0]._stored:

@@ -1,8 +1,8 @@
 """Losses of preference optimization: functions of log-probabilities, without anything of a trainer.
 
-`x` is the margin of a pair, the reward of its chosen answer minus that of its rejected answer. The reward of an answer
-is beta times the logarithm of pi / pi_ref, its probability under the trained model and under the reference; methods
-without a reference leave out pi_ref, and SimPO and ORPO divide the logarithm by the tokens of the answer.
+`x` is the margin of a pair, the reward of its chosen answer minus the reward of its rejected answer. The reward of an
+answer is beta times the logarithm of pi / pi_ref, its probability under the trained model and under the reference;
+methods without a reference leave out pi_ref, and SimPO and ORPO divide the logarithm by the tokens of the answer.
 """
 
 import math

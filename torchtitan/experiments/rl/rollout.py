@@ -40,13 +40,13 @@ class Trajectory:
         if len(set(lengths)) > 1 or not any(self.loss_mask[1:]) or lengths[0] > most or not math.isfinite(self.reward):
             raise UserError(
                 f"a trajectory has {lengths} tokens, logprobs and elements of loss_mask, {sum(self.loss_mask)} of them "
-                f"true, and the reward {self.reward}; it needs as many of each, from 1 to {most}, and a finite reward"
+                f"true, and the reward {self.reward}; it needs equal numbers, from 1 to {most}, and a finite reward"
             )
 
 
 @dataclass
 class RolloutEngine:
-    """What a rollout may use: the model, the tokenizer and the rewards."""
+    """The parts that a rollout may use: the model, the tokenizer and the rewards."""
 
     engine: Engine
     tokenizer: Tokenizer

@@ -50,10 +50,10 @@ class PolicyConfig:
     """Method; see losses.METHODS."""
 
     clip_low: float | None = None
-    """How far the ratio of probabilities may fall below 1. None: the method's."""
+    """Largest distance of the ratio of probabilities below 1. None: the method's."""
 
     clip_high: float | None = None
-    """How far the ratio of probabilities may rise above 1. None: the method's."""
+    """Largest distance of the ratio of probabilities above 1. None: the method's."""
 
     beta: float = 0.0
     """Factor of the KL divergence from the initial weights, kept as a frozen reference; 0: without a reference."""
@@ -177,7 +177,7 @@ class RLTrainer(Trainer):
         return [to_batch(windows[start : start + size]) for start in range(0, n_windows, size)]
 
     def sample_groups(self, batches: Iterator[Batch]) -> list[Group]:
-        """Return the groups of this rank's prompts; with a method that resamples, only those with unequal rewards."""
+        """Return the groups of this rank's prompts; with a method that resamples, only groups with unequal rewards."""
         training = self.config.training
         wanted = self.gradient_accumulation_steps * training.local_batch_size
         groups: list[Group] = []

@@ -12,7 +12,7 @@ from torchtitan.models.families import SMALL, Family
 
 
 def _published(kind: str, sizes: Sequence[int], factor: float, mscale: float, fast: float = 32.0, **keys: Any) -> Any:
-    """Return the model of a published config.json; other keys have transformers' defaults, those of DeepSeek-V3."""
+    """Return the model of a published config.json; other keys have transformers' defaults, which are DeepSeek-V3's."""
     names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
     yarn = {"type": "yarn", "factor": factor, "original_max_position_embeddings": 4096, "beta_fast": fast}
     keys |= {"max_position_embeddings": 4096 * int(factor), "model_type": kind, **dict(zip(names, sizes, strict=True))}

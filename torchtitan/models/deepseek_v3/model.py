@@ -43,8 +43,8 @@ class DeepSeekModel(SigmoidExpertLayers, MoEDecoder):
         """Rotate neighboring pairs of elements, not the two halves of the rotated part."""
 
         n_mtp_modules: int = 0
-        """Modules of multi-token prediction, which train the model to predict as many tokens after the next one. Files
-        have them as layers after the last, which are read only with this option; DeepSeek-V3 has 1."""
+        """Modules of multi-token prediction, which train the model to predict one more token after the next one each.
+        Files have them as layers after the last, which are read only with this option; DeepSeek-V3 has 1."""
 
         mtp_weight: float = field(default=0.3, compare=False)  # not in config.json
         """Weight of the modules' mean loss in gradients. DeepSeek-V3 used 0.3, then 0.1."""

@@ -22,7 +22,7 @@ from torchtitan.tools.device import send
 from torchtitan.tools.errors import UserError, in_words
 from torchtitan.tools.logging import logger
 
-KERNEL = "torchtitan"  # the name of our attention among those of transformers
+KERNEL = "torchtitan"  # the name of our attention among transformers' names
 
 Mode = Literal["kernel", "masks", "rows"]
 
@@ -163,14 +163,14 @@ masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.register("sdpa", _within_documents(ma
 
 @dataclass(frozen=True)
 class Packing:
-    """How a class gets packed documents: with our attention ("kernel"), with its own and masks of documents, or a row
-    per document."""
+    """Form in which a class gets packed documents: with our attention ("kernel"), with its own and masks of documents,
+    or a row per document."""
 
     mode: Mode
     reason: str = ""
     """Why faster modes do not hold."""
     is_exact: bool = True
-    """Whether a trial showed that documents cannot change each other."""
+    """True if a trial showed that documents cannot change each other."""
 
     @property
     def implementation(self) -> str | None:

@@ -1,5 +1,5 @@
-"""Tensor names and layouts of a class of transformers: those of its wrapper here, which has the class as `model` and
-its output weights in `head.output`, of the class, and of its files, to which the rules of transformers
+"""Tensor names and layouts of a class of transformers: of its wrapper here, which has the class as `model` and its
+output weights in `head.output`, of the class, and of its files, to which the rules of transformers
 (`transformers.conversion_mapping`) lead, applied to one group of tensors at a time: the experts of one layer."""
 
 import functools

@@ -176,6 +176,17 @@ def test_single_answers_and_their_mismatched_prompts(tokenizer, folder):
         assert len(found) == n and all(prompt != answer for prompt, answer in found)
 
 
+def test_a_mismatched_answer_fits_a_sequence(tokenizer, folder):
+    """A long prompt with another row's long answer loses its first tokens."""
+    long = "many words " * 8
+    rows = [{"prompt": long, "completion": "No.", "label": True}, {"prompt": "Is it?", "completion": long, "label": 0}]
+    write_jsonl(folder / "rated.jsonl", [{**row, "label": bool(row["label"])} for row in rows])
+    (batch,) = build(tokenizer, AnswerDataLoader, ["rated.jsonl"], seq_len=56, batch=1, **in_order())
+    assert batch["n_mismatched"].tolist() == [2]
+    assert batch["mismatched_attention"].cu_seqlens.diff().max() <= 56
+    assert (batch["mismatched_labels"] != IGNORE_INDEX).sum() == (batch["labels"] != IGNORE_INDEX).sum()
+
+
 def test_wrong_labels(tokenizer, folder):
     write_jsonl(folder / "data.jsonl", [{"prompt": "a", "completion": "b", "label": "maybe"}])
     with pytest.raises(UserError, match="label must be true or false, not 'maybe'"):

@@ -240,7 +240,7 @@ class _OneByOne(torch.autograd.Function):
 
 
 def _activation_backward(activation: Gated, both: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the result of an activation, and the gradient of `both` its inputs from that of its result."""
+    """Return the result of an activation, and the gradient of `both` its inputs from the gradient of its result."""
     if activation is swiglu:  # as below, but without the cost of autograd for each expert
         gate, up = both.chunk(2, dim=1)
         gated = F.silu(gate)
