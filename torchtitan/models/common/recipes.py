@@ -1,7 +1,8 @@
 """Training configurations shared by families; a family's `config_registry.py` supplies models and numbers."""
 
 import dataclasses
-from typing import TypeVar
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.data.dataloader import PretrainDataLoader
@@ -13,6 +14,7 @@ from torchtitan.components.peft import LoRA
 from torchtitan.components.validate import Validator
 from torchtitan.config import ActivationCheckpointConfig, TrainingConfig
 from torchtitan.models.common.moe.layer import MoEConfig, PenaltyConfig, SigmoidMoEConfig
+from torchtitan.models.families import Family
 from torchtitan.protocols import ModelSpec
 from torchtitan.trainer import Trainer
 
@@ -56,6 +58,17 @@ def large_run(
         metrics=MetricsProcessor.Config(enable_tensorboard=True),
         checkpoint=CheckpointManager.Config(enable=True, interval=500),
     )
+
+
+def published(family: Family, flavor: str, assets: str, **options: Any) -> Callable[[], Trainer.Config]:
+    """Return a configuration function for `config_registry.py`: a `large_run` of a flavor with these `options`, and the
+    tokenizer in ./assets/hf/`assets`."""
+
+    def run() -> Trainer.Config:
+        return large_run(family.registry(flavor), f"./assets/hf/{assets}", **options)
+
+    run.__module__ = f"{family.module}.config_registry"
+    return run
 
 
 def balanced(config: Trainer.Config) -> Trainer.Config:

@@ -1,7 +1,7 @@
 """Training configurations of Gemma 4: `--module gemma4 --config debugmodel`."""
 
-from torchtitan.models.common.recipes import large_run, small_run
-from torchtitan.models.gemma4 import model_registry
+from torchtitan.models.common.recipes import published, small_run
+from torchtitan.models.gemma4 import FAMILY, model_registry
 from torchtitan.trainer import Trainer
 
 
@@ -10,6 +10,4 @@ def gemma4_debugmodel() -> Trainer.Config:
     return small_run(model_registry("debugmodel"))
 
 
-def gemma4_12b() -> Trainer.Config:
-    """The text model of Gemma 4 12B."""
-    return large_run(model_registry("12B"), "./assets/hf/gemma-4-12B", lr=3e-4, local_batch_size=2)
+gemma4_12b = published(FAMILY, "12B", "gemma-4-12B", lr=3e-4, local_batch_size=2)

@@ -1,7 +1,7 @@
 """Training configurations of Qwen2 and Qwen2.5: `--module qwen2 --config debugmodel`."""
 
-from torchtitan.models.common.recipes import large_run, small_run
-from torchtitan.models.qwen2 import model_registry
+from torchtitan.models.common.recipes import published, small_run
+from torchtitan.models.qwen2 import FAMILY, model_registry
 from torchtitan.trainer import Trainer
 
 
@@ -10,11 +10,5 @@ def qwen2_debugmodel() -> Trainer.Config:
     return small_run(model_registry("debugmodel"))
 
 
-def qwen2_500m() -> Trainer.Config:
-    """Qwen2.5 0.5B."""
-    return large_run(model_registry("2.5-0.5B"), "./assets/hf/Qwen2.5-0.5B", lr=4e-4, local_batch_size=4)
-
-
-def qwen2_7b() -> Trainer.Config:
-    """Qwen2.5 7B."""
-    return large_run(model_registry("2.5-7B"), "./assets/hf/Qwen2.5-7B", lr=3e-4, local_batch_size=2)
+qwen2_500m = published(FAMILY, "2.5-0.5B", "Qwen2.5-0.5B", lr=4e-4, local_batch_size=4)
+qwen2_7b = published(FAMILY, "2.5-7B", "Qwen2.5-7B", lr=3e-4, local_batch_size=2)
