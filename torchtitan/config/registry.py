@@ -21,8 +21,8 @@ REGISTRY_FILE = f"{_REGISTRY}.py"
 ASSETS_PARAMETER = "hf_assets_path"
 """Parameter of a configuration function that computes the configuration from that folder."""
 
-_RECIPE = "published"
-"""Function whose result is a configuration function where a registry assigns it to a name."""
+_RECIPES = ("small", "published")
+"""Functions whose result, which a registry assigns to a name, is a configuration function."""
 
 _PARAMETERS: tuple[list[str], ...] = ([], [ASSETS_PARAMETER], [ASSETS_PARAMETER, "family"])
 """Permitted parameters of configuration functions; `family` is the package of the model's family."""
@@ -71,15 +71,19 @@ def modules_on_disk() -> dict[str, Path]:
 
 
 def list_module(name: str, folder: Path) -> ModuleListing:
-    """Return configurations (functions with `_PARAMETERS`, results of `_RECIPE`) and flavors (keys of `FLAVORS`) from a
+    """Return configurations (functions with `_PARAMETERS`, or made by `_RECIPES`) and flavors (keys of `FLAVORS`) from a
     module's source."""
     configs = []
     for statement in ast.parse((folder / REGISTRY_FILE).read_text()).body:
         match statement:
-            case ast.FunctionDef(name=name, args=arguments) if _is_config(name, _parameters(arguments)):
-                configs.append(name)
-            case ast.Assign(targets=[ast.Name(name)], value=ast.Call(func=ast.Name(function))) if function == _RECIPE:
-                configs.append(name)
+            case ast.FunctionDef(name=name, args=arguments):
+                parameters = _parameters(arguments)
+            case ast.Assign(targets=[ast.Name(name)], value=ast.Call(func=ast.Name(function))) if function in _RECIPES:
+                parameters = []
+            case _:
+                continue
+        if _is_config(name, parameters):
+            configs.append(name)
     flavors: list[str] = []
     init = folder / "__init__.py"
     for node in ast.parse(init.read_text()).body if init.exists() else []:

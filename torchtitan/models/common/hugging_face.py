@@ -151,7 +151,7 @@ DENSE_ROWS = dense_rows(attention_norm="input_layernorm", ffn_norm="post_attenti
 
 
 def replaced(rows: Sequence[KeyMapping], *others: KeyMapping) -> tuple[KeyMapping, ...]:
-    """Return `rows` with `others` in place of those of the same tensors."""
+    """Return `rows` with `others` in place of the rows of the same tensors."""
 
     def tensors(row: KeyMapping) -> set[str]:
         return {row.internal} if isinstance(row.internal, str) else {*row.internal}

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 from torchtitan.components.checkpoint import CheckpointManager
@@ -60,15 +61,24 @@ def large_run(
     )
 
 
+def small(family: Family, flavor: str) -> Callable[[], Trainer.Config]:
+    """Return a configuration function for `config_registry.py`: a `small_run` of a flavor."""
+    return _configuration(family, flavor, small_run)
+
+
 def published(family: Family, flavor: str, assets: str, **options: Any) -> Callable[[], Trainer.Config]:
     """Return a configuration function for `config_registry.py`: a `large_run` of a flavor with these `options`, and the
     tokenizer in ./assets/hf/`assets`."""
+    return _configuration(family, flavor, partial(large_run, assets=f"./assets/hf/{assets}", **options))
 
-    def run() -> Trainer.Config:
-        return large_run(family.registry(flavor), f"./assets/hf/{assets}", **options)
 
-    run.__module__ = f"{family.module}.config_registry"
-    return run
+def _configuration(family: Family, flavor: str, run: Callable[..., Trainer.Config]) -> Callable[[], Trainer.Config]:
+    def configuration() -> Trainer.Config:
+        config = run(family.registry(flavor))
+        return balanced(config) if hasattr(config.model_spec.model, "moe") else config
+
+    configuration.__module__ = f"{family.module}.config_registry"
+    return configuration
 
 
 def balanced(config: Trainer.Config) -> Trainer.Config:

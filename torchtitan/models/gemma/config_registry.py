@@ -1,20 +1,10 @@
 """Training configurations of Gemma: `--module gemma --config debugmodel`."""
 
-from torchtitan.models.common.recipes import published, small_run
-from torchtitan.models.gemma import FAMILY, model_registry
-from torchtitan.trainer import Trainer
+from torchtitan.models.common.recipes import published, small
+from torchtitan.models.gemma import FAMILY
 
-
-def gemma_debugmodel() -> Trainer.Config:
-    """A small Gemma 3 (windows) on the built-in stories: about a minute on two CPU cores, no network."""
-    return small_run(model_registry("debugmodel"))
-
-
-def gemma2_debugmodel() -> Trainer.Config:
-    """A small Gemma 2 (windows, soft caps) on the built-in stories: about a minute on two CPU cores, no network."""
-    return small_run(model_registry("2-debugmodel"))
-
-
+gemma_debugmodel = small(FAMILY, "debugmodel")
+gemma2_debugmodel = small(FAMILY, "2-debugmodel")
 gemma2_2b = published(FAMILY, "2-2B", "gemma-2-2b", lr=4e-4, local_batch_size=4)
 gemma2_9b = published(FAMILY, "2-9B", "gemma-2-9b", lr=3e-4, local_batch_size=2)
 gemma3_270m = published(FAMILY, "3-270M", "gemma-3-270m", lr=4e-4, local_batch_size=4)
