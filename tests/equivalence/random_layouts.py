@@ -87,7 +87,9 @@ def _draw(generator: random.Random) -> Layout:
     samples = PROBLEM["training__global_batch_size"]
     ranks = degrees["data_parallel_replicate_degree"] * degrees["data_parallel_shard_degree"]
     options["training__local_batch_size"] = samples // ranks // generator.choice((1, 2, 4))
-    changed = [f"{name.partition('__')[2] or name}={value}" for name, value in options.items() if value not in (1, False)]
+    changed = [
+        f"{name.partition('__')[2] or name}={value}" for name, value in options.items() if value not in (1, False)
+    ]
     return Layout(" ".join(changed), processes, options)
 
 
