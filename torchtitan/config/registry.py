@@ -71,7 +71,7 @@ def modules_on_disk() -> dict[str, Path]:
 
 
 def list_module(name: str, folder: Path) -> ModuleListing:
-    """Return configurations (functions with `_PARAMETERS`, or made by `_RECIPES`) and flavors (keys of `FLAVORS`) from a
+    """Return configurations (functions with `_PARAMETERS` or made by `_RECIPES`) and flavors (keys of `FLAVORS`) from a
     module's source."""
     configs = []
     for statement in ast.parse((folder / REGISTRY_FILE).read_text()).body:
