@@ -139,6 +139,13 @@ def pack_pairs(window: Sequence[EncodedRow], n_positions: int) -> dict[str, np.n
     return {**packed, "sequences": sequences, "answer_keys": keys}
 
 
+def sum_answers(values_BW: torch.Tensor, sequences_BW: torch.Tensor) -> torch.Tensor:
+    """Return the sums of values over the positions of each answer, (B, W, 2) as `answer_keys`; see the loader."""
+    n_windows, width = values_BW.shape
+    sums = values_BW.new_zeros(n_windows, width * len(SIDES)).scatter_add(1, sequences_BW, values_BW)
+    return sums.view(n_windows, width, len(SIDES))
+
+
 def _answer_key(part: EncodedSample) -> int:
     content = part.ids.astype(np.int64).tobytes() + part.trained.tobytes()
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little", signed=True)
