@@ -10,9 +10,7 @@ from torch import Tensor
 
 from torchtitan.components.chat_template import resolve_chat_template
 from torchtitan.components.data.base import Batch
-from torchtitan.components.data.finetuning.preference import SEQUENCES_PER_SAMPLE
 from torchtitan.components.data.finetuning.row_formats import find_format
-from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.tokenizer import PretrainedTokenizer
 from torchtitan.models.pretrained import load_model
 from torchtitan.tools.device import device_type
@@ -40,16 +38,15 @@ class RewardTrainer(Trainer):
                     option = f"--parallelism.{name}_parallel_degree {degree}"
                     raise UserError(f"{option} cannot be combined with --module reward; set it to 1")
 
-    sequences_per_sample = SEQUENCES_PER_SAMPLE
+    sequences_per_sample = 2  # both answers
     measures_named = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
 
     def compute_loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the summed loss of a batch's pairs, and their number."""
         scores_BL1 = self.models["model"](batch["input"], batch["attention"], head=F.linear)
-        chosen, rejected = scores_BL1[batch["labels"] != IGNORE_INDEX].float().view(-1, 2).unbind(1)
+        chosen, rejected = scores_BL1[batch["labels"] >= 0].float().view(-1, 2).unbind(1)
         margins, n_pairs = chosen - rejected, torch.tensor(len(chosen), device=self.device)
-        measured = chosen, rejected, margins, (margins > 0).float()
-        for name, values in zip(self.measures_named, measured, strict=True):
+        for name, values in zip(self.measures_named, (chosen, rejected, margins, (margins > 0).float()), strict=True):
             self.measure(name, values.sum(), n_pairs)
         return bradley_terry_loss(chosen, rejected, batch["margins"]).sum(), n_pairs
 

@@ -92,7 +92,7 @@ class Decoder(BaseModel):
         """Use the embedding matrix as output weights too."""
 
         scores: bool = False
-        """Compute one score per token, a reward, in place of logits."""
+        """Compute one score per token, a reward, in place of logits; `F.linear` is then the only head."""
 
         attention_bias: bool = False
         """Add biases to all projections of attention."""
@@ -180,8 +180,7 @@ class Decoder(BaseModel):
         if config.scores or not config.tie_embeddings:
             width = 1 if config.scores else config.vocab_size
             output = init(nn.Linear(config.dim, width, bias=False), weight=self.output_init())
-        transform = UNCHANGED if config.scores else self.logit_transform()
-        self.head: OutputHead | None = OutputHead(self.make_norm(config.dim), output, transform)
+        self.head: OutputHead | None = OutputHead(self.make_norm(config.dim), output, self.logit_transform())
         self.is_compiled = False
         """True if blocks are compiled, so that attention needs kernels with constant shapes."""
 
@@ -380,6 +379,6 @@ class OutputHead(nn.Module):
         weight_VD = tied_VD if self.output is None else effective_weight(self.output)
         if weight_VD is not None and len(weight_VD) == 1 and head is not F.linear:
             raise UserError("this is a reward model, which predicts no tokens; choose a language model")
-        if self.transform != UNCHANGED:
+        if self.transform != UNCHANGED and head is not F.linear:
             head_inputs["transform"] = self.transform
         return head(self.norm(hidden_BLD), weight_VD, **head_inputs)

@@ -328,8 +328,9 @@ def _from_config_json(model_types: Mapping[str, ModelType], document: Mapping[st
     for name, section in kind.ropes.items():
         values[name] = read_rope(reader, rotates_part="partial_rotary_factor" in kind.defaults, layer_type=section)
     values["scores"] = _CLASSIFIER in str(document.get("architectures"))
-    if values["scores"] and (n_labels := len(reader.section("id2label").values or range(2))) != 1:
-        raise UserError(f"config.json: the classifier has {n_labels} labels (id2label), but a reward model has 1")
+    n_labels = len(reader.section("id2label").values) or document.get("num_labels", 2)
+    if values["scores"] and n_labels != 1:
+        raise UserError(f"config.json: the classifier has {n_labels} labels (num_labels), but a reward model has 1")
     config = kind.config(**_nested(kind.config, values))
     try:
         config.validate()
@@ -407,13 +408,11 @@ def _to_config_json(model_types: Mapping[str, ModelType], config: Decoder.Config
     else:
         written_ropes = {s: write_rope_section(getattr(config, n), config.max_seq_len) for n, s in kind.ropes.items()}
         rope = {"rope_parameters": written_ropes}
-    architecture = kind.architecture
     if config.scores:
-        text = "Text" if model_type.endswith("_text") else ""
-        architecture = architecture.replace("ForCausalLM", text + _CLASSIFIER)
-        written |= {"num_labels": 1, "id2label": {"0": "reward"}, "label2id": {"reward": 0}}
+        ending = ("Text" if model_type.endswith("_text") else "") + _CLASSIFIER
+        written |= {"architectures": [kind.architecture.replace("ForCausalLM", ending)], "num_labels": 1}
     return {
-        "architectures": [architecture],
+        "architectures": [kind.architecture],
         "model_type": model_type,
         **written,
         "head_dim": config.resolved_head_dim,

@@ -1,7 +1,6 @@
 """Data loaders for preference methods: a chosen and a rejected answer to one prompt, or single answers with labels."""
 
 import hashlib
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -131,7 +130,7 @@ class RewardEncoder(PairEncoder):
 
     def encode(self, sample: Sample) -> EncodedRow:
         parts, margin = super().encode(sample).parts, sample.margin or 0  # type: ignore[union-attr]
-        if not (isinstance(margin, int | float) and math.isfinite(margin)):
+        if not (isinstance(margin, int | float) and abs(margin) < float("inf")):
             raise BrokenSample(f"margin must be a number, not {shortened(margin)}")
         ended = [EncodedSample(np.append(part.ids, 0), np.append(part.trained & False, True)) for part in parts]
         return EncodedRow(tuple(ended), str(margin))
