@@ -99,7 +99,7 @@ class RLTrainer(Trainer):
         """Sampling of trajectories."""
 
         rewards: list[str] = field(default_factory=list)
-        """Reward functions: number, pattern=REGEX, length=N, package.module:function or file.py:function."""
+        """Rewards: number, pattern=REGEX, length=N, reward_model=DIR, package.module:function or file.py:function."""
 
         reward_weights: list[float] = field(default_factory=list)
         """Weight of each reward function; empty: 1."""
