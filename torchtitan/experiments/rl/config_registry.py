@@ -3,13 +3,14 @@
 import dataclasses
 from types import ModuleType
 
+from torchtitan.components.data.finetuning import prompts
 from torchtitan.components.optimizer import Optimizer
+from torchtitan.components.rollout.rollout import Rollouts
 from torchtitan.models.auto.config_registry import sft
 from torchtitan.models.llama3.config_registry import llama3_debugmodel_sft
 from torchtitan.trainer import Trainer
 
-from .data import PromptRowDataLoader
-from .trainer import RLTrainer, RolloutConfig
+from .trainer import RLTrainer
 
 
 def grpo(hf_assets_path: str, family: ModuleType | None = None) -> RLTrainer.Config:
@@ -24,8 +25,8 @@ def grpo(hf_assets_path: str, family: ModuleType | None = None) -> RLTrainer.Con
 def rl_debugmodel() -> RLTrainer.Config:
     """Train the small Llama 3, from random weights, to write 20 characters in reply to the built-in conversations."""
     config = with_rollouts(llama3_debugmodel_sft())
-    config.dataloader = PromptRowDataLoader.Config(dataset=["chats"], format=f"{__package__}.data:first_message")
-    config.rollout = RolloutConfig(group_size=4, max_new_tokens=16)
+    config.dataloader = prompts.PromptDataLoader.Config(dataset=["chats"], format=f"{prompts.__name__}:first_message")
+    config.rollout = Rollouts.Config(group_size=4, max_new_tokens=16)
     config.rewards = ["length=20"]
     config.training = dataclasses.replace(config.training, steps=20)
     return config
@@ -34,4 +35,4 @@ def rl_debugmodel() -> RLTrainer.Config:
 def with_rollouts(config: Trainer.Config) -> RLTrainer.Config:
     """Return `config` for rollouts from user-supplied prompts."""
     sections = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    return RLTrainer.Config(**{**sections, "dataloader": PromptRowDataLoader.Config(dataset=[], too_long="error")})
+    return RLTrainer.Config(**{**sections, "dataloader": prompts.PromptDataLoader.Config(dataset=[], too_long="error")})
