@@ -57,10 +57,7 @@ class RLTrainer(Trainer):
             rollout.validate()
             if rollout.group_size < 2:
                 raise UserError(f"--rollout.group_size is {rollout.group_size}, but must be 2 or more")
-            for name in ("context", "pipeline"):
-                if (degree := getattr(self.parallelism, f"{name}_parallel_degree")) > 1:
-                    chosen = f"--parallelism.{name}_parallel_degree {degree} cannot be combined with rollouts"
-                    raise UserError(f"{chosen}, which the run's own weights generate; set it to 1")
+            self.parallelism.require_one("context", "pipeline", user="rollouts, which the run's own weights generate")
             if not (self.rewards or rollout.function):
                 raise UserError("--rewards is empty; name a function, such as my_rewards.py:score")
             Rewards(self.rewards, self.reward_weights)
