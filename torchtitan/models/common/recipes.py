@@ -14,7 +14,8 @@ from torchtitan.components.optimizer import Optimizer
 from torchtitan.components.peft import LoRA
 from torchtitan.components.validate import Validator
 from torchtitan.config import ActivationCheckpointConfig, TrainingConfig
-from torchtitan.models.common.moe.layer import MoEConfig, PenaltyConfig, SigmoidMoEConfig
+from torchtitan.models.common.moe.balance import PenaltyConfig
+from torchtitan.models.common.moe.layer import MoEConfig, SigmoidMoEConfig
 from torchtitan.models.families import Family
 from torchtitan.protocols import ModelSpec
 from torchtitan.trainer import Trainer
