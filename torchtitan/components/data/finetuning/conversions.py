@@ -25,26 +25,16 @@ from torchtitan.components.data.sources.rows import kind_of
 Cells = dict[str, Any]
 """A row's cells by column."""
 
-SPEAKERS = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "ai": "assistant",
-    "model": "assistant",
-    "function_call": "assistant",
-    "tool_call": "assistant",
-    "system": "system",
-    "developer": "developer",
-    "tool": "tool",
-    "observation": "tool",
-    "function": "tool",
-    "tool_response": "tool",
-}
-"""Speaker in public datasets → role."""
-
 _CALL_SPEAKERS = ("function_call", "tool_call")
 """Speakers whose content is one or more function calls in JSON."""
+
+SPEAKERS = {
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "ai", "model", *_CALL_SPEAKERS), "assistant"),
+    **{"system": "system", "developer": "developer"},
+    **dict.fromkeys(("tool", "observation", "function", "tool_response"), "tool"),
+}
+"""Speaker in public datasets → role."""
 
 _BEGINS_TRANSCRIPT = re.compile(r"\s*Human:")
 _SPEAKER_IN_TRANSCRIPT = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):")
