@@ -83,10 +83,10 @@ class Router(LoadBalanced):
         with_initializers(self, weight=TruncatedNormal(init_std), **biases)
         self.bias: nn.Parameter | None
         self.selection = selection
-        self.penalties = Penalties(penalties or PenaltyConfig())
-        weights = self.penalties.weights
-        self.needs_load = bool(weights.batch_loss)
-        self.has_losses = bool(weights.batch_loss or weights.sequence_loss or weights.z_loss)
+        penalties = penalties or PenaltyConfig()
+        self.penalties = Penalties(penalties)
+        self.needs_load = bool(penalties.batch_loss)
+        self.has_losses = bool(penalties.batch_loss or penalties.sequence_loss or penalties.z_loss)
 
     def forward(self, x_BLD: Tensor) -> tuple[Tensor, Tensor]:
         """(B, L, dim) → weights and numbers of the chosen experts, both (B, L, K)."""
