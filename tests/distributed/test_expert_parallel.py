@@ -22,6 +22,7 @@ from torchtitan.dry_run import dry_run
 from torchtitan.models.common.moe.experts import InputScaledExperts, RoutedExperts
 from torchtitan.models.common.moe.rows import MOE_SHARDING
 from torchtitan.models.qwen3_moe import model_registry
+from torchtitan.tools.errors import UserError
 
 N_EXPERTS, TOP_K, DIM, WIDTH, TOKENS = 4, 2, 16, 8, 6
 
@@ -158,6 +159,15 @@ def test_runs_with_divided_experts_and_their_exports_equal_one_process(workers, 
     with torch.no_grad():
         expected, found = model(tokens), theirs(tokens).logits
     assert torch.allclose(found, expected, rtol=1e-5, atol=1e-5 * expected.abs().max())
+
+
+def test_ranks_that_cannot_shard_the_same_experts_are_refused(tmp_path):
+    """Three of six ranks have 16 experts each, and divide the widths of the second case."""
+    options = {"module": "qwen3_moe", "parallelism__expert_parallel_degree": 2, "training__local_batch_size": 2}
+    with pytest.raises(UserError, match=r"leaves 3 ranks for the same experts.* their weights \[16, 2, 64, 64\]; set"):
+        dry_run(tiny_config(tmp_path / "refused", **options, model__moe__ffn_dim=64), 6)
+    sizes = {"model__moe__ffn_dim": 48, "model__dim": 96}
+    dry_run(tiny_config(tmp_path / "fine", **options, **sizes), 6)
 
 
 @pytest.mark.parametrize(("mode", "exchanges"), [("none", 7), ("selective", 7), ("full", 11)])
