@@ -64,6 +64,7 @@ class RoutedExperts(StackedExperts):
     """Gated networks `w2(activation(gate x, up x))` with stacked weights: `w13` (E, 2, H, dim), the gate and up of each
     expert, and `w2` (E, dim, H). With `bias`: `bias13` (E, 2, H), `bias2` (E, dim). `top_k`: experts of a token."""
 
+    matrices = ("w13", "w2")
     hidden_dims = {"w13": 2, "w2": 2, "bias13": 2}
 
     bias13: nn.Parameter | None
@@ -112,11 +113,12 @@ class RoutedExperts(StackedExperts):
         pairs = Pairs.of(chosen_NK)
         weight_R = weights_NK.flatten().gather(0, pairs.slot_R)
         bias13 = None if self.bias13 is None else self.bias13.flatten(1)
-        parameters = (self.w13.flatten(1, 2), self.w2, bias13, self.bias2)
         if (self.device_type or x_ND.device.type) == "cpu":
+            parameters = (self.w13.flatten(1, 2), self.w2, bias13, self.bias2)
             result: Tensor = _OneByOne.apply(x_ND, weight_R, *parameters, pairs, self.activation)
             return result
-        return _grouped(x_ND, weight_R, *parameters, pairs, self.activation)
+        product = functools.partial(self.product, ends_E=pairs.ends_E(len(self.w13)))
+        return _grouped(x_ND, weight_R, product, bias13, self.bias2, pairs, self.activation)
 
 
 class InputScaledExperts(RoutedExperts):
@@ -131,24 +133,18 @@ class InputScaledExperts(RoutedExperts):
 def _grouped(
     x_ND: Tensor,
     weight_R: Tensor,
-    w13: Tensor,
-    w2: Tensor,
+    product: Callable[[Tensor, str], Tensor],
     bias13: Tensor | None,
     bias2: Tensor | None,
     pairs: Pairs,
     activation: Gated,
 ) -> Tensor:
-    """Compute all experts in a product each, without reading a size from the device."""
-    ends_E = pairs.ends_E(len(w13))
-
-    def product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        out = F.grouped_mm(rows, weight.mT, offs=ends_E)
-        return out if bias is None else out + bias[pairs.expert_R]
-
-    rows_RD = _Gathered.apply(x_ND, pairs.token_R, pairs.place_NK)
-    hidden_RH = activation(*product(rows_RD, w13, bias13).chunk(2, dim=1))
+    """Compute all experts in a `product` each with w13 and w2, without reading a size from the device."""
+    both_RH = product(_Gathered.apply(x_ND, pairs.token_R, pairs.place_NK), "w13")
+    both_RH = both_RH if bias13 is None else both_RH + bias13[pairs.expert_R]
+    hidden_RH = activation(*both_RH.chunk(2, dim=1))
     # The weight multiplies the narrower side of w2.
-    out_RD = product((hidden_RH * weight_R[:, None]).to(x_ND.dtype), w2, None)
+    out_RD = product((hidden_RH * weight_R[:, None]).to(x_ND.dtype), "w2")
     if bias2 is not None:
         out_RD = out_RD + (bias2[pairs.expert_R] * weight_R[:, None]).to(x_ND.dtype)
     result: Tensor = _Summed.apply(out_RD, pairs.token_R, pairs.place_NK)
