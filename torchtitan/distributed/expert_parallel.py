@@ -7,7 +7,6 @@ parallelism also splits each expert's width over "tp", whose ranks gather their 
 R rows, one for each token and chosen expert; E experts in all; M rows that a rank receives.
 """
 
-from collections.abc import Mapping
 from functools import partial
 from math import prod
 from typing import Any
@@ -72,7 +71,7 @@ def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh, gradient_degree: i
     has_tensor = "tp" in (mesh.mesh_dim_names or ()) and mesh["tp"].size() > 1
     for experts in (module for module in model.modules() if isinstance(module, StackedExperts)):
         _shard(experts, mesh["ep", "tp"] if has_tensor else mesh["ep"])
-        compute_with_local_parameters(experts, partial(_local, experts.hidden_dims, factor))
+        compute_with_local_parameters(experts, partial(_local, experts, factor))
         if mesh["ep"].size() > 1:
             experts.exchange = TokenExchange(mesh["ep"])
         if has_tensor:
@@ -89,13 +88,13 @@ def _shard(experts: StackedExperts, mesh: DeviceMesh) -> None:
         experts.register_parameter(name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
 
 
-def _local(hidden_dims: Mapping[str, int | None], factor: float, name: str, parameter: DTensor) -> Tensor:
+def _local(experts: StackedExperts, factor: float, name: str, parameter: DTensor) -> Tensor:
     """Return a rank's part of a parameter, or its share of one that tensor-parallel ranks add up; scale gradients."""
     placements = [Partial() if place.is_replicate() else place for place in parameter.placements]
     local = parameter.to_local(grad_placements=placements)
     if local.requires_grad:
         local.register_hook(lambda gradient: gradient * factor)
-    if name in hidden_dims:
+    if name in experts.hidden_dims:
         return local
     sizes = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
     return local / shares if (shares := prod(size for size, place in sizes if place.is_replicate())) > 1 else local

@@ -124,8 +124,7 @@ def _replicate(module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def compute_with_local_parameters(module: nn.Module, localize: Callable[[str, DTensor], Tensor]) -> None:
-    """Let a module's forward pass, not the passes of its submodules, compute with plain tensors instead of DTensors:
-    with the results of `localize` for each parameter's name and value."""
+    """Let a module's forward pass, not the passes of its submodules, compute with plain tensors instead of DTensors."""
 
     def use_local(module: nn.Module, _: Any) -> None:
         for name, parameter in module._parameters.items():

@@ -187,10 +187,7 @@ class _FusedEntry(_Entry):
 
 @dataclass(frozen=True)
 class _ExpertsEntry(_Entry):
-    """Tensor of routed experts' adapter, in PEFT a matrix with a row or column for each rank of each expert."""
-
-    parameter: str
-    """Name of the adapted parameter in Hugging Face's model."""
+    """Tensor of experts' adapters, which PEFT has in one matrix for all experts. `module` is a parameter's name."""
 
     @property
     def file_shape(self) -> torch.Size:
@@ -242,8 +239,8 @@ class AdapterSource(TensorSource):
 
     def read(self, name: str, slices: Slices | None = None) -> Tensor:
         entry = self._entries[name]
-        is_same = not isinstance(entry, _ExpertsEntry) and entry.transform == Identity()
-        if is_same or (entry.rows is None and entry.transform.rows_only):
+        is_same = entry.transform == Identity() or (entry.rows is None and entry.transform.rows_only)
+        if is_same and not isinstance(entry, _ExpertsEntry):
             return self._file.read(entry.key, slices)
         tensor = entry.to_internal(self._file.read(entry.key))
         return tensor if slices is None else tensor[slices]
@@ -278,7 +275,7 @@ def write_adapter(
         key: entries[parts[0]].to_external([read(name) for name in parts]).cpu().contiguous()
         for key, parts in names.items()
     }
-    parameters = {entry.parameter for entry in entries.values() if isinstance(entry, _ExpertsEntry)}
+    parameters = {entry.module for entry in entries.values() if isinstance(entry, _ExpertsEntry)}
     document = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -291,7 +288,7 @@ def write_adapter(
         "use_dora": config.dora,
         "bias": "none",
         "init_lora_weights": True,
-        "target_modules": _find_target_modules({entry.module for entry in entries.values()}, spec),
+        "target_modules": _find_target_modules({entry.module for entry in entries.values()} - parameters, spec),
         **({"target_parameters": sorted(parameters)} if parameters else {}),
         **_patterns(entries, config),
     }
@@ -361,11 +358,9 @@ def _make_entries(model: nn.Module, spec: ModelSpec) -> dict[str, _Entry]:
     """Return the entry of each adapter tensor and base weight, with the parts of a fused layer in order. Errors are as
     in `write_adapter`."""
     plain = model_tensor_specs(spec.model)
-    adapted_layers = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, AdaptedLayer)]
+    adapted_layers = ((name, layer) for name, layer in model.named_modules() if isinstance(layer, AdaptedLayer))
     layers = {
-        f"{name}.{weight}": layer
-        for name, layer in adapted_layers
-        for weight in (layer.matrices if isinstance(layer, AdaptedExperts) else ["weight"])
+        f"{name}.{own}": layer for name, layer in adapted_layers for own in getattr(layer, "matrices", ["weight"])
     }
     entries: dict[str, _Entry] = {}
     unsupported: list[str] = []
@@ -402,16 +397,15 @@ def _make_experts_entries(
         kind = "experts with DoRA" if f"{matrix}_magnitude" in experts.adapter else "Llama 4's experts"
         raise UserError(f"PEFT files do not support adapters of {kind}: {weight}")
     # PEFT wraps experts once for each adapted parameter, beginning with the first.
-    wrappers = ".base_layer" * (len(experts.matrices) - 1 - list(experts.matrices).index(matrix))
-    module = parameter.rpartition(".")[0] + wrappers
+    outer = list(experts.matrices)[::-1].index(matrix)
+    wrapper = parameter.rpartition(".")[0] + ".base_layer" * outer
     return {
         f"{weight}_{part}": _ExpertsEntry(
-            module=module,
-            key=f"{_PREFIX}{module}.lora_{part}.weight",
+            module=parameter,
+            key=f"{_PREFIX}{wrapper}.lora_{part}.weight",
             shape=experts.get_parameter(f"{matrix}_{part}").shape,
             transform=step.transform,
             rows=None if part == "A" else 1,
-            parameter=parameter,
         )
         for part in "AB"
     }
@@ -472,7 +466,7 @@ def _check_layers(
     """Raise `UserError` if the adapter's file has other layers than the run, or missing or unexpected tensors, or
     tensors of the wrong shape or type."""
     expected = {entry.key: entry for entry in entries}
-    run_modules = {entry.module for entry in entries}
+    run_modules = {_module_of(entry.key) for entry in entries}
     saved_modules = {_module_of(key) for key in saved}
     if run_modules != saved_modules:
         differences = {"only in the file": saved_modules - run_modules, "only in the run": run_modules - saved_modules}

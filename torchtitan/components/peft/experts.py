@@ -8,10 +8,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchtitan.components.peft.lora import AdaptedLayer, row_scale, uniform_start
+from torchtitan.components.peft.lora import AdaptedLayer, row_scale
 from torchtitan.distributed.gradients import row_norms
 from torchtitan.protocols.experts import StackedExperts
-from torchtitan.protocols.initializer import Constant, DerivedRows, Initializer, initializers_of, with_initializers
+from torchtitan.protocols.initializer import Constant, DerivedRows, Initializer, Uniform, initializer_of
 
 
 class AdaptedExperts(AdaptedLayer, StackedExperts):
@@ -49,34 +49,30 @@ class AdaptedExperts(AdaptedLayer, StackedExperts):
         weight, lora_A, lora_B = (own[key].to(own[name].dtype) for key in (name, f"{name}_A", f"{name}_B"))
         return torch.baddbmm(weight.flatten(1, -2), lora_B.flatten(1, -2), lora_A, alpha=self.scaling).view_as(weight)
 
-    @torch.no_grad()
-    def _norms(self, name: str, own: Mapping[str, Tensor]) -> Tensor:
-        norms = row_norms(self._add_adapter(name, own))
-        if self.width_group is None or self.hidden_dims[f"{name}_A"] is None:
-            return norms
-        squares = norms.square()  # of this rank's part of each row
-        dist.all_reduce(squares, group=self.width_group)
-        return squares.sqrt()
-
     def _scale(self, name: str, own: Mapping[str, Tensor]) -> Tensor:
-        return row_scale(own[f"{name}_magnitude"], self._norms(name, own))
+        norms = row_norms(self._add_adapter(name, own).detach())
+        if self.width_group is not None and self.hidden_dims[f"{name}_A"] is not None:
+            dist.all_reduce(norms.square_(), group=self.width_group)  # of this rank's part of each row
+            norms.sqrt_()
+        return row_scale(own[f"{name}_magnitude"], norms)
 
 
 def adapt_experts(experts: StackedExperts, *, rank: int, scaling: float, dora: bool) -> AdaptedExperts:
     """Freeze experts and give them adapters, in place: they become `AdaptedExperts` of their class. Return them."""
     experts.requires_grad_(False)
-    starts, split_dims = initializers_of(experts), dict[str, int | None]()
+    starts: dict[str, Initializer] = {}
+    split_dims: dict[str, int | None] = {}
     for name in experts.matrices:
         weight, hidden_dim = experts.get_parameter(name), experts.hidden_dims.get(name)
         *rows, inputs = weight.shape
         are_inputs_split = hidden_dim == len(rows)
         added: dict[str, tuple[list[int], Initializer, int | None]] = {
-            "A": ([rows[0], rank, inputs], uniform_start(inputs), 2 if are_inputs_split else None),
+            "A": ([rows[0], rank, inputs], Uniform(-(inputs**-0.5), inputs**-0.5), 2 if are_inputs_split else None),
             "B": ([*rows, rank], Constant(0.0), None if are_inputs_split else hidden_dim),
         }
         if dora:
-            norms = partial(_norms_of_type, weight.dtype)
-            added["magnitude"] = rows, DerivedRows(name, weight.shape, starts[name], norms), added["B"][2]
+            norms = DerivedRows(name, weight.shape, initializer_of(experts, name), partial(_row_norms, weight.dtype))
+            added["magnitude"] = rows, norms, added["B"][2]
         for part, (shape, start, split_dim) in added.items():
             experts.register_parameter(f"{name}_{part}", nn.Parameter(weight.new_empty(shape)))
             starts[f"{name}_{part}"], split_dims[f"{name}_{part}"] = start, split_dim
@@ -85,8 +81,9 @@ def adapt_experts(experts: StackedExperts, *, rank: int, scaling: float, dora: b
     experts.scaling, experts.is_adapted, experts.adapter = scaling, True, tuple(split_dims)
     experts.hidden_dims = {**experts.hidden_dims, **split_dims}
     experts.device_type = "cuda"  # its algorithm calls `product`
-    return with_initializers(experts, **starts)
+    experts._add_initializers(**starts)
+    return experts
 
 
-def _norms_of_type(dtype: torch.dtype, rows: Tensor) -> Tensor:
+def _row_norms(dtype: torch.dtype, rows: Tensor) -> Tensor:
     return row_norms(rows.to(dtype).float())

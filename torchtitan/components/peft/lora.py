@@ -109,7 +109,9 @@ class LoRALinear(AdaptedLayer, nn.Linear):
             self._add_initializers(**{name: x for name, x in initializers_of(linear).items() if name == "bias"})
         self.lora_A = nn.Parameter(plain.new_empty(rank, self.in_features))
         self.lora_B = nn.Parameter(plain.new_empty(self.out_features, rank))
-        self._add_initializers(lora_A=uniform_start(self.in_features), lora_B=Constant(0.0))
+        # As in peft: A starts like a linear layer in torch, Kaiming uniform with a = √5.
+        bound = self.in_features**-0.5
+        self._add_initializers(lora_A=Uniform(-bound, bound), lora_B=Constant(0.0))
         with_features(self, lora_A=(None, "in"), lora_B=("out", None))
         self.register_parameter("magnitude", None)
         if dora:
@@ -254,11 +256,6 @@ def adapters_off(parts: Iterable[nn.Module]) -> Iterator[None]:
     finally:
         for layer in layers:
             layer.is_adapted = True
-
-
-def uniform_start(n_inputs: int) -> Uniform:
-    """Return the initial values of A, as in peft: those of a linear layer in torch, Kaiming uniform with a = √5."""
-    return Uniform(-(n_inputs**-0.5), n_inputs**-0.5)
 
 
 def row_scale(magnitude: Tensor, lengths: Tensor) -> Tensor:
