@@ -20,6 +20,7 @@ from torchtitan.components.policy_loss import PolicyLoss, group_advantages
 from torchtitan.components.rollout.rewards import Rewards
 from torchtitan.components.rollout.rollout import Group, Rollouts, log_completions, pack_trajectories, padding
 from torchtitan.distributed.process_group import gather_objects
+from torchtitan.experiments.reward.trainer import reward_function
 from torchtitan.tools.errors import UserError
 from torchtitan.trainer import RunModel, StepResult, Trainer
 
@@ -60,7 +61,7 @@ class RLTrainer(Trainer):
             self.parallelism.require_one("context", "pipeline", user="rollouts, which the run's own weights generate")
             if not (self.rewards or rollout.function):
                 raise UserError("--rewards is empty; name a function, such as my_rewards.py:score")
-            Rewards(self.rewards, self.reward_weights)
+            Rewards(self.rewards, self.reward_weights, reward_function)
 
     config: Config
     dataloader: PromptDataLoader
@@ -73,7 +74,7 @@ class RLTrainer(Trainer):
         self.rollouts = config.rollout.build(
             engine=self.build_engine(),
             tokenizer=self.tokenizer,
-            rewards=Rewards(config.rewards, config.reward_weights),
+            rewards=Rewards(config.rewards, config.reward_weights, reward_function),
             seed=config.debug.seed,
             leader=self.rank - self.parallel_dims.coordinate("tp"),
         )
