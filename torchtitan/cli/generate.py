@@ -34,10 +34,7 @@ def generate(args: Sequence[str]) -> int:
         "--prompt", action="append", default=[], metavar="TEXT", help="text to continue; may be repeated"
     )
     parser.add_argument(
-        "--prompt_file",
-        type=Path,
-        metavar="FILE",
-        help="file with another prompt; a newline at the end is removed",
+        "--prompt_file", type=Path, metavar="FILE", help="file with another prompt; a newline at the end is removed"
     )
     parser.add_argument(
         "--json", action="store_true", help="print a line of JSON per prompt: prompt, text, finish_reason, tokens"

@@ -69,10 +69,7 @@ def launch(args: Sequence[str], *, hosts: Hosts, processes: int, max_restarts: i
     to `max_restarts` times, unless the run was asked to stop.
     """
     workers: list[_Worker] = []
-    signals = StopSignals(
-        on_first=lambda number: _stop(workers, number),
-        on_second=lambda number: _kill(workers),
-    )
+    signals = StopSignals(on_first=lambda number: _stop(workers, number), on_second=lambda number: _kill(workers))
     try:
         failures = _run_once(workers, signals, args, hosts, processes)
         for restart in range(1, max_restarts + 1):

@@ -69,10 +69,8 @@ class LRScheduler(Configurable):
         self.warmup_steps = min(config.warmup_steps, self.total_steps)
         if self.warmup_steps < config.warmup_steps:
             logger.warning(
-                "lr_scheduler.warmup_steps (%d) exceeds the length of the schedule (%d): the learning rate rises until "
-                "the last step and never decays",
-                config.warmup_steps,
-                self.total_steps,
+                f"lr_scheduler.warmup_steps ({config.warmup_steps}) exceeds the length of the schedule "
+                f"({self.total_steps}): the learning rate rises until the last step and never decays"
             )
         after_warmup = self.total_steps - self.warmup_steps
         decay_steps = after_warmup if config.decay_ratio is None else round(self.total_steps * config.decay_ratio)

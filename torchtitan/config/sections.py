@@ -171,6 +171,14 @@ class ParallelismConfig:
         schedules = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
         return self.pipeline_parallel_degree > 1 and self.pipeline_parallel_schedule in schedules
 
+    def require_one(self, *kinds: str, user: str) -> None:
+        """Raise `UserError` for the first kind of parallelism ("context") with a degree above 1, which `user`, the
+        noun for a method, does not support."""
+        for kind in kinds:
+            if (degree := getattr(self, f"{kind}_parallel_degree")) > 1:
+                option = f"--parallelism.{kind}_parallel_degree {degree}"
+                raise UserError(f"{option} cannot be combined with {user}; set it to 1")
+
     def validate(self) -> None:
         least = {
             "data_parallel_replicate_degree": 1,

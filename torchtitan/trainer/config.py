@@ -124,6 +124,12 @@ class RunConfig(Configurable.Config):
         spec = dataclasses.replace(self.model_spec, loss=self.chosen_loss)
         return dataclasses.replace(self, registered_as=name, model_spec=spec, loss=None)
 
+    @classmethod
+    def based_on(cls, other: "RunConfig", **sections: Any) -> Self:
+        """Return the configuration of this class's trainer with the sections of `other`, another trainer's, except for
+        the given ones."""
+        return cls(**{**{field.name: getattr(other, field.name) for field in dataclasses.fields(other)}, **sections})
+
     def to_dict(self) -> dict[str, Any]:
         """Return the configuration in the shape of the command line, with separate sections `model` and `loss`."""
         document = Configurable.Config.to_dict(self)

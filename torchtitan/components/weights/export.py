@@ -12,14 +12,7 @@ from torch import Tensor
 
 from torchtitan.components.checkpoint.ranks import Ranks
 from torchtitan.components.tokenizer.auto_tokenizer import make_loadable_by_auto_tokenizer
-from torchtitan.components.weights.assets import (
-    FOLDER,
-    AssetFile,
-    CheckpointAssets,
-    files_in,
-    token_ids,
-    write_files,
-)
+from torchtitan.components.weights.assets import FOLDER, AssetFile, CheckpointAssets, files_in, token_ids, write_files
 from torchtitan.components.weights.huggingface import MAX_FILE_BYTES, write_huggingface
 from torchtitan.components.weights.sources import Format
 from torchtitan.components.weights.torch_files import META_PARAMETERS, write_meta

@@ -65,9 +65,7 @@ class DistillationTrainer(Trainer):
         def validate(self) -> None:
             if type(self.chosen_loss) is not DistillationLoss.Config:
                 raise UserError("--module distillation has its own loss (--loss.kind), and takes no other")
-            if (degree := self.parallelism.pipeline_parallel_degree) > 1:
-                option = f"--parallelism.pipeline_parallel_degree {degree}"
-                raise UserError(f"{option} cannot be combined with --module distillation; set it to 1")
+            self.parallelism.require_one("pipeline", user="--module distillation")
 
         def check(self, world_size: int, *, dry_run: bool = False) -> None:
             Trainer.Config.check(self, world_size, dry_run=dry_run)

@@ -59,12 +59,7 @@ class PreferenceTrainer(Trainer):
         def validate(self) -> None:
             if not isinstance(self.chosen_loss, PreferenceLoss.Config | KTOLoss.Config):
                 raise UserError("--module preference has its own losses, and takes no other one")
-            for name in ("context", "pipeline"):
-                if (degree := getattr(self.parallelism, f"{name}_parallel_degree")) > 1:
-                    raise UserError(
-                        f"--parallelism.{name}_parallel_degree {degree} cannot be combined with --module preference; "
-                        "set it to 1"
-                    )
+            self.parallelism.require_one("context", "pipeline", user="--module preference")
             if self.reference.kind == "adapters_off" and (
                 self.reference.path or not any(isinstance(item, LoRA.Config) for item in self.model_converters)
             ):

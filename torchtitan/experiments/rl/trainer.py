@@ -116,12 +116,7 @@ class RLTrainer(Trainer):
                 value = getattr(policy, name)
                 if value is not None and not 0 <= value < math.inf:
                     raise UserError(f"--policy.{name} is {value}, but must be at least 0")
-            for name in ("context", "pipeline"):
-                if (degree := getattr(self.parallelism, f"{name}_parallel_degree")) > 1:
-                    raise UserError(
-                        f"--parallelism.{name}_parallel_degree {degree} cannot be combined with rollouts, which the "
-                        "run's own weights generate; set it to 1"
-                    )
+            self.parallelism.require_one("context", "pipeline", user="rollouts, which the run's own weights generate")
             if not (self.rewards or rollout.function):
                 raise UserError("--rewards is empty; name a function, such as my_rewards.py:score")
             Rewards(self.rewards, self.reward_weights)

@@ -85,11 +85,11 @@ def module_rows(our: str, their: str, names: Mapping[str, str]) -> tuple[KeyMapp
     return tuple(KeyMapping(f"{our}.{o}.{k}", f"{their}.{t}.{k}") for o, t in names.items() for k in ("weight", "bias"))
 
 
-def attention_rows(theirs: str = "self_attn") -> tuple[KeyMapping, ...]:
+def attention_rows() -> tuple[KeyMapping, ...]:
     """Return the rows of grouped-query attention with all its options."""
     projections = {"wq": "q_proj", "wk": "k_proj", "wv": "v_proj", "wo": "o_proj"}
     norms = {"q_norm": "q_norm", "k_norm": "k_norm", "q_wide_norm": "q_norm", "k_wide_norm": "k_norm"}
-    return module_rows("layers.*.attention", f"model.layers.*.{theirs}", projections | norms)
+    return module_rows("layers.*.attention", "model.layers.*.self_attn", projections | norms)
 
 
 def interleaved(rows: Sequence[KeyMapping], config: Decoder.Config) -> list[KeyMapping]:
@@ -148,6 +148,17 @@ SANDWICH_ROWS = (
 
 DENSE_ROWS = dense_rows(attention_norm="input_layernorm", ffn_norm="post_attention_layernorm")
 """Names of weights as in Llama."""
+
+
+def replaced(rows: Sequence[KeyMapping], *others: KeyMapping) -> tuple[KeyMapping, ...]:
+    """Return `rows` with `others` in place of the rows of the same tensors."""
+
+    def tensors(row: KeyMapping) -> set[str]:
+        return {row.internal} if isinstance(row.internal, str) else {*row.internal}
+
+    theirs = set().union(*map(tensors, others))
+    return (*(row for row in rows if theirs.isdisjoint(tensors(row))), *others)
+
 
 _HEAD = KeyMapping("head.output.weight", "lm_head.weight")
 

@@ -13,13 +13,13 @@ from torchtitan.models.common.config_reader import ConfigReader
 from torchtitan.models.common.hugging_face_rope import write_rope
 from torchtitan.models.common.latent_attention import LatentAttention
 from torchtitan.models.common.moe import rows
-from torchtitan.models.common.moe.decoder import MoEDecoder, SigmoidExpertLayers
+from torchtitan.models.common.moe.decoder import MoEDecoder
 from torchtitan.models.common.moe.layer import SigmoidMoEConfig
 from torchtitan.protocols.output_head import Head, with_further_tokens
 from torchtitan.tools.errors import UserError
 
 
-class DeepSeekModel(SigmoidExpertLayers, MoEDecoder):
+class DeepSeekModel(MoEDecoder):
     """A decoder with latent attention, and experts in all but the first layers."""
 
     @dataclass(kw_only=True, slots=True)

@@ -7,11 +7,11 @@ from torch import nn
 
 from torchtitan.models.common.hugging_face import DENSE_ROWS, ModelType, dense_format
 from torchtitan.models.common.moe import rows
-from torchtitan.models.common.moe.decoder import MoEDecoder, SigmoidExpertLayers
+from torchtitan.models.common.moe.decoder import MoEDecoder
 from torchtitan.models.common.moe.layer import SigmoidMoEConfig
 
 
-class GLM4MoeModel(SigmoidExpertLayers, MoEDecoder):
+class GLM4MoeModel(MoEDecoder):
     """A decoder with experts in all but the first layers; half of each head is rotated."""
 
     @dataclass(kw_only=True, slots=True)

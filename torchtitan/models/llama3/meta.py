@@ -92,10 +92,8 @@ def from_params_json(document: Mapping[str, Any]) -> Llama3Model.Config:
     config.validate()
     if "rope_theta" not in document and "max_seq_len" not in extra.values:
         logger.warning(
-            "params.json: no rope_theta, as in Llama 1 and 2: the base %g and a context of %d are assumed "
-            "(--model.max_seq_len)",
-            config.rope.theta,
-            config.max_seq_len,
+            f"params.json: no rope_theta, as in Llama 1 and 2: the base {config.rope.theta:g} and a context of "
+            f"{config.max_seq_len} are assumed (--model.max_seq_len)"
         )
     if config.rope.scaling_factor != 1.0 and "rope_scaling_factor" not in extra.values:
         logger.warning(
@@ -112,19 +110,13 @@ def to_params_json(config: Llama3Model.Config) -> dict[str, Any]:
     _check_expressible(config)
     multiple_of, multiplier = _ffn_parameters(config.dim, config.ffn_dim)
     factor = config.rope.scaling_factor
-    said = {
-        "tie_embeddings": config.tie_embeddings,
-        "max_seq_len": config.max_seq_len,
-        "rope_scaling_factor": factor,
-    }
+    said = {"tie_embeddings": config.tie_embeddings, "max_seq_len": config.max_seq_len, "rope_scaling_factor": factor}
     implied = _implied(factor != 1.0)
     extra = {key: value for key, value in said.items() if value != implied[key]}
     if "rope_scaling_factor" in extra:
         logger.warning(
-            "params.json cannot say that RoPE is scaled by %g: Meta's own code scales by %g, as it does with its "
-            "Llama 3.2; torchtitan reads it back right",
-            factor,
-            _SCALING_FACTOR,
+            f"params.json cannot say that RoPE is scaled by {factor:g}: Meta's own code scales by {_SCALING_FACTOR:g}, "
+            "as it does with its Llama 3.2; torchtitan reads it back right"
         )
     return {
         "dim": config.dim,

@@ -8,7 +8,7 @@ from torch import nn
 from torchtitan.models.common.config_reader import ConfigReader
 from torchtitan.models.common.delta_net import DELTA_NET_KEYS, DELTA_NET_ROWS, HybridDecoder
 from torchtitan.models.common.hugging_face import DENSE_ROWS, ModelType, dense_format, write_if
-from torchtitan.models.common.moe.decoder import QwenExpertLayers
+from torchtitan.models.common.moe.decoder import ExpertLayers
 from torchtitan.models.common.moe.layer import QwenMoEConfig
 from torchtitan.models.common.moe.rows import expert_rows, shared_rows
 from torchtitan.models.common.norms import OffsetRMSNorm
@@ -26,7 +26,7 @@ class Qwen35Model(HybridDecoder):
         return super().make_attention(index, qk_norm=self.make_norm, gated=True, **options)
 
 
-class Qwen35MoEModel(QwenExpertLayers, Qwen35Model):
+class Qwen35MoEModel(ExpertLayers, Qwen35Model):
     """Qwen3.5 with experts in each layer, next to one that every token passes through."""
 
     @dataclass(kw_only=True, slots=True)

@@ -8,13 +8,13 @@ from torch import nn
 
 from torchtitan.models.common.config_reader import ConfigReader
 from torchtitan.models.common.hugging_face import DENSE_ROWS, ModelType, dense_format
-from torchtitan.models.common.moe.decoder import MoEDecoder, QwenExpertLayers
+from torchtitan.models.common.moe.decoder import MoEDecoder
 from torchtitan.models.common.moe.layer import QwenMoEConfig
 from torchtitan.models.common.moe.rows import expert_rows, shared_rows
 from torchtitan.protocols.state_dict_adapter import KeyMapping
 
 
-class Qwen3MoeModel(QwenExpertLayers, MoEDecoder):
+class Qwen3MoeModel(MoEDecoder):
     """Qwen3's decoder with experts in some layers or in all."""
 
     @dataclass(kw_only=True, slots=True)

@@ -9,12 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from torchtitan.protocols.model import BaseModel, converted_modules
 from torchtitan.tools.logging import logger
-from torchtitan.tools.torch_private import (
-    OpOverload,
-    TorchDispatchMode,
-    grouped_product_operation,
-    reading_operation,
-)
+from torchtitan.tools.torch_private import OpOverload, TorchDispatchMode, grouped_product_operation, reading_operation
 
 _STEP = 64
 """Length of the shortest of three passes whose operations are extrapolated; chunks of recurrent layers divide it."""
