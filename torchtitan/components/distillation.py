@@ -172,18 +172,19 @@ class DistillationLoss(Configurable):
         sums: tuple[Tensor, Tensor, Tensor] = _Distillation.apply(*inputs)
         return sums
 
-    def top_tokens(self, *outputs: Any, vocabulary: int, k: int, **changes: Any) -> TopTokens:
-        """Return a teacher's `k` likeliest of the first `vocabulary` tokens. Use it as the teacher's head."""
-        whole = [x.full_tensor() if isinstance(x, DTensor) else x for x in outputs]
-        teacher, parts = Outputs(*whole, **changes), []
-        hidden_ND, weight, _ = teacher.flat(vocabulary)
-        for hidden in hidden_ND.split(self.config.chunk_tokens):
-            scores = teacher.transform(_logits(hidden, weight).float()) / self.config.temperature
+    def top_tokens(self, teacher: Outputs, vocabulary: int, k: int) -> TopTokens:
+        """Return the teacher's `k` likeliest of the first `vocabulary` tokens, without gradients."""
+        hidden, weight, parts = teacher.hidden, teacher.weight, []
+        if isinstance(hidden, DTensor) and isinstance(weight, DTensor):
+            hidden, weight = hidden.full_tensor(), weight.full_tensor()
+        hidden_ND, weight, _ = Outputs(hidden, weight).flat(vocabulary)
+        for chunk in hidden_ND.split(self.config.chunk_tokens):
+            scores = teacher.transform(_logits(chunk, weight).float()) / self.config.temperature
             log_p, ids = scores.log_softmax(dim=1).topk(k)
             others = scores.scatter(1, ids, -math.inf).logsumexp(1, keepdim=True) - scores.logsumexp(1, keepdim=True)
             parts.append((ids.int(), torch.cat([log_p, others], dim=1) if k < vocabulary else log_p))
-        shape = teacher.hidden.shape[:2]
-        return TopTokens(*(torch.cat(part).unflatten(0, shape) for part in zip(*parts, strict=True)), vocabulary)
+        ids, log_probs = (torch.cat(part).unflatten(0, hidden.shape[:2]) for part in zip(*parts, strict=True))
+        return TopTokens(ids, log_probs, vocabulary)
 
 
 class _Distillation(torch.autograd.Function):

@@ -3,7 +3,6 @@
 import contextlib
 import itertools
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +125,10 @@ class DistillationTrainer(Trainer):
     def write_cache(self, cache: TeacherCache) -> None:
         """Write what the cache lacks of the run's steps and of validation."""
         config, top_k = self.config, self.config.teacher.top_k
-        head = partial(self.loss.top_tokens, vocabulary=cache.properties["vocabulary"], k=top_k)
+
+        def head(*outputs: Any, **changes: Any) -> TopTokens:
+            return self.loss.top_tokens(Outputs(*outputs, **changes), cache.properties["vocabulary"], top_k)
+
         data = [(config.dataloader, config.training.epochs, self.run_length.data_steps(self.total_steps))]
         data += [(loader, 1, config.validator.steps) for loader in config.validation_dataloaders().values()]
         for loader_config, epochs, steps in data:
