@@ -9,8 +9,9 @@ import torch
 from tests.experiments.test_preference import OPTIONS, folder  # noqa: F401
 from tests.processes import run_processes
 from tests.training import flags, killed_in, read_metrics, run
+from torchtitan.components.preference_losses import Answers, PreferenceLoss
+from torchtitan.components.reference_cache import ReferenceCache
 from torchtitan.config.manager import ConfigManager
-from torchtitan.experiments.preference.losses import Answers, PreferenceLoss
 from torchtitan.experiments.preference.trainer import KTOTrainer, PreferenceTrainer
 from torchtitan.tools.errors import UserError
 
@@ -145,8 +146,7 @@ def test_simpo_matches_trl(folder, tmp_path):  # noqa: F811
     sums, lengths = -50 * torch.rand(2, 9, generator=generator), torch.randint(1, 20, (2, 9), generator=generator)
     expected = trainer.cpo_loss(*(sums / lengths))
     loss = PreferenceLoss.Config(kind="simpo", beta=0.7, gamma=0.4).build()
-    sides = [Answers(*values, n) for values, n in zip(zip(sums, torch.zeros(2, 9), strict=True), lengths, strict=True)]
-    measured = (loss(*sides), *(loss.rewards(side) for side in sides))
+    measured = loss(*(Answers(*side) for side in zip(sums, lengths, strict=True)))
     for ours, theirs in zip(measured, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
@@ -172,7 +172,7 @@ def test_references_without_a_second_model(folder, tmp_path, kind):  # noqa: F81
     options = {"dataloader__packing": "none", "training__local_batch_size": 4, "training__global_batch_size": 4}
     train(folder, tmp_path / "model", **adapters, reference__kind="model", **options)
     trainer = train(folder, tmp_path / kind, **adapters, reference__kind=kind, **options)
-    assert list(trainer.models) == ["model"]
+    assert all(name == "model" or not model.parts for name, model in trainer.models.items())
     rows = [read_metrics(tmp_path / name, *PAIR_NUMBERS, "kl") for name in ("model", kind)]
     for row, expected in zip(*rows, strict=True):
         assert row == pytest.approx(expected, rel=1e-5, abs=1e-6)
@@ -184,7 +184,7 @@ def test_a_cached_reference_is_computed_once(folder, tmp_path, monkeypatch):  # 
     options = {"reference__kind": "cached", "dataloader__cache_dir": tmp_path / "cache", "training__steps": 2}
     options |= {"checkpoint__last_save_in_hf": False, "checkpoint__export_dtype": "None"}
     train(folder, tmp_path / "first", "dpo", **options)
-    monkeypatch.setattr(PreferenceTrainer, "fill_cache", None)
+    monkeypatch.setattr(ReferenceCache, "add", None)
     train(folder, tmp_path / "second", "dpo", **options)
     assert read_metrics(tmp_path / "second", "loss") == read_metrics(tmp_path / "first", "loss")
     resumed = train(folder, tmp_path / "first", "dpo", **{**options, "training__steps": 3})

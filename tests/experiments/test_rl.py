@@ -12,11 +12,11 @@ from tests.conftest import PROJECT
 from tests.experiments.calculator import calculate
 from tests.processes import run_processes
 from tests.training import flags, killed_in, read_metrics, run
+from torchtitan.components import policy_loss as losses
 from torchtitan.components.generation import Generation
+from torchtitan.components.rollout.rewards import Rewards, number_match
+from torchtitan.components.rollout.rollout import RolloutEngine, Rollouts, Trajectory, pack_trajectories
 from torchtitan.config.manager import ConfigManager
-from torchtitan.experiments.rl import losses
-from torchtitan.experiments.rl.rewards import Rewards, number_match
-from torchtitan.experiments.rl.rollout import RolloutEngine, Trajectory, pack_trajectories
 from torchtitan.experiments.rl.trainer import RLTrainer
 from torchtitan.tools.errors import UserError
 
@@ -142,9 +142,9 @@ def test_the_loss_equals_trl(folder, tmp_path, loss_type):
             captured.append((trajectories, result.loss, result.grad_norm))
             return result
 
-        def describe(self, trajectories):
-            self.seen = trajectories
-            super().describe(trajectories)
+        def describe(self, groups):
+            self.seen = [trajectory for group in groups for trajectory in group]
+            super().describe(groups)
 
     words = {"hf_assets_path": folder / "model", "dataloader.dataset": [folder / "prompts.jsonl"]}
     words |= {"dump_folder": tmp_path, "dataloader.cache_dir": folder / "cache", **OPTIONS, "training.steps": 1}
@@ -217,7 +217,7 @@ def test_trajectories_are_packed_without_padding():
             assert window["input"][place] == trajectory.tokens[index - 1]
             assert window["positions"][place] == index - 1
             assert window["logprobs"][place] == trajectory.logprobs[index]
-            assert (window["advantages"][place], window["lengths"][place]) == (advantage, len(trajectory.tokens) - 2)
+            assert window["advantages"][place] == advantage
     assert sum(int((window["labels"] != -100).sum()) for window in windows) == 24 - 8
 
 
@@ -259,7 +259,7 @@ def test_a_calculator_is_used_and_sampled_ids_stay(tokenizer):
         answer
     )
     assert trajectory.reward == 1
-    trajectory.check(1000)
+    trajectory.check(1000, "row 1")
     assert [calculate(text) for text in ("1+2*3", "(1+2)/4", "1/0", "a", "2**9")] == [
         "7",
         "0.75",
@@ -295,8 +295,8 @@ def test_the_reward_rises(folder, tmp_path, method):
 def test_resume_is_exact(folder, tmp_path, inside):
     options = {"policy__beta": 0.1, "policy__updates": 2}
     train_rl(folder, tmp_path / "straight", **options)
-    where, count = ("checked_rollout", 16 * 2 + 5) if inside else ("complete_step", 3)
-    with killed_in(RLTrainer, where, count):
+    kind, where, count = (Rollouts, "checked_rollout", 16 * 2 + 5) if inside else (RLTrainer, "complete_step", 3)
+    with killed_in(kind, where, count):
         train_rl(folder, tmp_path / "stopped", **options)
     train_rl(folder, tmp_path / "stopped", **options)
     measured = [read_metrics(tmp_path / name, *NUMBERS, "kl") for name in ("stopped", "straight")]

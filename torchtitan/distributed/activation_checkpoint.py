@@ -22,19 +22,21 @@ _MATRIX_PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, tor
 
 
 def check_activation_checkpoint(
-    config: ActivationCheckpointConfig, compile: CompileConfig, parallelism: ParallelismConfig
+    config: ActivationCheckpointConfig, compile: CompileConfig, parallelism: ParallelismConfig, *, has_experts: bool
 ) -> None:
-    """Raise `UserError` for a memory budget without a compiler, or an option that a pipeline does not support."""
-    if compile.enable and "model" in compile.components:
-        return
-    if config.mode == "selective" and config.selective_option == "op" and parallelism.splits_backward:
+    """Raise `UserError` for a memory budget without a compiler, or an option that a pipeline does not support. Compiled
+    blocks leave routed experts out."""
+    is_compiled = compile.enable and "model" in compile.components
+    is_by_operation = config.mode == "selective" and config.selective_option == "op"
+    if is_by_operation and parallelism.splits_backward and (has_experts or not is_compiled):
         # The first part of the backward pass frees saved results that the second part needs.
         raise UserError(
             "--activation_checkpoint.mode selective with selective_option op cannot be combined with "
             f"--parallelism.pipeline_parallel_schedule {parallelism.pipeline_parallel_schedule}, which splits the "
-            "backward pass; set --activation_checkpoint.selective_option 2, mode full, or --compile.enable"
+            "backward pass; set --activation_checkpoint.selective_option 2, mode full"
+            + ("" if has_experts else ", or --compile.enable")
         )
-    if config.mode == "memory_budget":
+    if config.mode == "memory_budget" and not is_compiled:
         raise UserError(
             "--activation_checkpoint.mode memory_budget is a compiler setting; set --compile.enable with `model` in "
             "--compile.components"

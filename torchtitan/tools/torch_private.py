@@ -87,11 +87,16 @@ def compiler_statistics() -> Any:
     return sys.modules.get("torch._dynamo.utils")
 
 
-def grouped_product_operation() -> Any:
-    """Return the operation of `torch.nn.functional.grouped_mm`."""
+def flop_formulas() -> dict[Any, Any]:
+    """Return operation → function of its arguments that counts floating-point operations, as in `FlopCounterMode`, but
+    also of `torch.nn.functional.grouped_mm`: products of groups of rows (N, K) with a matrix each (E, K, M), or of
+    groups of columns (K, N) with groups of rows (N, M), as for the gradient of the matrices."""
     import torch
+    from torch.utils.flop_counter import flop_registry, register_flop_formula
 
-    return torch.ops.aten._grouped_mm
+    if torch.ops.aten._grouped_mm not in flop_registry:
+        register_flop_formula(torch.ops.aten._grouped_mm)(lambda a, b, *_, **__: 2 * a.numel() * b[-1])
+    return flop_registry
 
 
 def reading_operation() -> Any:

@@ -11,7 +11,7 @@ import torch
 from torchtitan.components.chat_template import ChatTemplate
 from torchtitan.components.data.base import Batch, to_batch
 from torchtitan.components.data.finetuning.chat_encoding import ChatEncoder, EncodedRow, EncodedSample, RowEncoder
-from torchtitan.components.data.finetuning.conversation import EmptySample, Pair, Sample
+from torchtitan.components.data.finetuning.conversation import BrokenSample, EmptySample, Pair, Sample, shortened
 from torchtitan.components.data.finetuning.planned_loader import PlannedDataLoader
 from torchtitan.components.data.finetuning.row_formats import Kind
 from torchtitan.components.data.finetuning.samples import Windows, pack_samples
@@ -123,6 +123,35 @@ class AnswerDataLoader(PreferenceDataLoader):
         return batch
 
 
+class RewardEncoder(PairEncoder):
+    """Encodes pairs with their margins. The only label of an answer is a token behind its last one."""
+
+    has_answers = True
+
+    def encode(self, sample: Sample) -> EncodedRow:
+        parts, margin = super().encode(sample).parts, sample.margin or 0  # type: ignore[union-attr]
+        if not (isinstance(margin, int | float) and abs(margin) < float("inf")):
+            raise BrokenSample(f"margin must be a number, not {shortened(margin)}")
+        ended = [EncodedSample(np.append(part.ids, 0), np.append(part.trained & False, True)) for part in parts]
+        return EncodedRow(tuple(ended), str(margin))
+
+
+class RewardDataLoader(PreferenceDataLoader):
+    """Pairs for reward models, with a label only at the last token of each answer. `margins` (n,) are in order."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(PreferenceDataLoader.Config):
+        """Preference data with margins."""
+
+        def encoder(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> RewardEncoder:
+            return RewardEncoder(ChatEncoder(tokenizer, template, "assistant"))
+
+    @staticmethod
+    def collate(windows: Windows, seq_len: int) -> Batch:
+        margins = torch.tensor([float(row.answer or 0) for window in windows for row in window])
+        return {**PreferenceDataLoader.collate(windows, seq_len), "margins": margins}
+
+
 def pack_pairs(window: Sequence[EncodedRow], n_positions: int) -> dict[str, np.ndarray]:
     """Pack the answers of all pairs as by `pack_samples`, and add `sequences` and `answer_keys`; see the loader."""
     answers = [(pair, side, part) for pair, row in enumerate(window) for side, part in enumerate(row.parts)]
@@ -137,6 +166,13 @@ def pack_pairs(window: Sequence[EncodedRow], n_positions: int) -> dict[str, np.n
         keys[pair, side] = _answer_key(part)
         start = stop
     return {**packed, "sequences": sequences, "answer_keys": keys}
+
+
+def sum_answers(values_BW: torch.Tensor, sequences_BW: torch.Tensor) -> torch.Tensor:
+    """Return the sums of values over the positions of each answer, (B, W, 2) as `answer_keys`; see the loader."""
+    n_windows, width = values_BW.shape
+    sums = values_BW.new_zeros(n_windows, width * len(SIDES)).scatter_add(1, sequences_BW, values_BW)
+    return sums.view(n_windows, width, len(SIDES))
 
 
 def _answer_key(part: EncodedSample) -> int:

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 from torchtitan.components.data.finetuning.conversions import ANSWERS
 from torchtitan.components.data.finetuning.functions import load_function
+from torchtitan.experiments.reward.trainer import reward_function
 from torchtitan.tools.errors import UserError
 
 Reward = Callable[[str, str, Mapping[str, Any]], Any]
@@ -26,7 +27,7 @@ def number_match(prompt: str, completion: str, row: Mapping[str, Any]) -> float:
 
 def find_reward(name: str) -> Reward:
     """Return the function of `--rewards`: number, pattern=REGEX (1 if it occurs in the completion), length=N (1 for N
-    characters, falling linearly to 0), or a function to import. Raise `UserError` if there is none."""
+    characters, falling linearly to 0), reward_model=DIR, or a function to import. Raise `UserError` for others."""
     kind, _, value = name.partition("=")
     if name == "number":
         return number_match
@@ -38,10 +39,12 @@ def find_reward(name: str) -> Reward:
         return lambda prompt, completion, row: float(pattern.search(completion) is not None)
     if kind == "length" and value.isdecimal() and int(value):
         return lambda prompt, completion, row: max(0.0, 1 - abs(len(completion) / int(value) - 1))
+    if kind == "reward_model":
+        return reward_function(value)
     if ":" not in name:
         raise UserError(
-            f"--rewards {name} is unknown; use number, pattern=REGEX, length=N, package.module:function or "
-            "file.py:function"
+            f"--rewards {name} is unknown; use number, pattern=REGEX, length=N, reward_model=DIR, "
+            "package.module:function or file.py:function"
         )
     return cast(Reward, load_function(name))
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from torchtitan.experiments.preference.losses import Answers, PreferenceLoss, kto_loss
+from torchtitan.components.preference_losses import Answers, PreferenceLoss, kto_loss
 
 # Log-probability, reference, tokens.
 CHOSEN = [(-12.0, -14.0, 7), (-3.5, -3.0, 2), (-40.0, -41.5, 30)]
@@ -39,7 +39,7 @@ def expected_loss(kind: str, chosen: tuple[float, float, int], rejected: tuple[f
 def answers(rows: list[tuple[float, float, int]], kind: str) -> Answers:
     log_probs, reference, lengths = torch.tensor(rows, dtype=torch.float64).T
     without = kind in ("simpo", "orpo", "cpo")
-    return Answers(log_probs, torch.zeros_like(reference) if without else reference, lengths)
+    return Answers(log_probs if without else log_probs - reference, lengths)
 
 
 @pytest.mark.parametrize("kind", ["dpo", "cdpo", "robust", "hinge", "ipo", "dpo_normalized", "simpo", "orpo", "cpo"])
@@ -49,8 +49,8 @@ def test_losses_and_gradients(kind):
     loss = PreferenceLoss.Config(kind=kind, beta=BETA, label_smoothing=smoothing, gamma=GAMMA, weight=WEIGHT).build()
     chosen, rejected = answers(CHOSEN, kind), answers(REJECTED, kind)
     for side in (chosen, rejected):
-        side.log_probs.requires_grad_()
-    values = loss(chosen, rejected)
+        side.log_ratios.requires_grad_()
+    values, *_ = loss(chosen, rejected)
     expected = [expected_loss(kind, *pair) for pair in zip(CHOSEN, REJECTED, strict=True)]
     torch.testing.assert_close(values, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-12)
     values.sum().backward()
@@ -61,14 +61,15 @@ def test_losses_and_gradients(kind):
             (rejected, ([(c, (r[0] + d, *r[1:])) for d in (-step, step)])),
         ):
             slope = (expected_loss(kind, *high) - expected_loss(kind, *low)) / (2 * step)
-            assert side.log_probs.grad[number].item() == pytest.approx(slope, rel=1e-6, abs=1e-8)
+            assert side.log_ratios.grad[number].item() == pytest.approx(slope, rel=1e-6, abs=1e-8)
 
 
 def test_missing_answers_have_finite_gradients():
     for kind in ("orpo", "ipo", "simpo"):
         log_probs = torch.zeros(1, requires_grad=True)
-        missing = Answers(log_probs, torch.zeros(1), torch.zeros(1))
-        (PreferenceLoss.Config(kind=kind).build()(missing, missing) * 0).sum().backward()
+        missing = Answers(log_probs, torch.zeros(1))
+        losses, *_ = PreferenceLoss.Config(kind=kind).build()(missing, missing)
+        (losses * 0).sum().backward()
         assert log_probs.grad.item() == 0
 
 
