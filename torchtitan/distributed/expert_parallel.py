@@ -20,7 +20,6 @@ from torchtitan.distributed.tensor_parallel import compute_with_local_parameters
 from torchtitan.protocols.experts import Compute, StackedExperts
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.torch_private import (
-    ShardPlacementResult,
     all_gather_single_autograd,
     all_to_all_single_autograd,
     fsdp_mesh_info,
@@ -117,6 +116,8 @@ def _gather_tokens(experts: StackedExperts, mesh: DeviceMesh) -> None:
 
 def expert_placements(model: nn.Module, mesh: DeviceMesh) -> dict[nn.Parameter, Any]:
     """Return the experts' parameters, and how FSDP shards them over "efsdp" of `mesh`, with the rest of their unit."""
+    from torchtitan.tools.torch_private import ShardPlacementResult  # since torch 2.13
+
     replicas = ("dp_replicate",) if mesh["dp_replicate"].size() > 1 else ()
     info, degree = fsdp_mesh_info(mesh[(*replicas, "efsdp")]), mesh["efsdp"].size()
     experts = (module for module in model.modules() if isinstance(module, StackedExperts))
