@@ -13,6 +13,7 @@ from tests.experiments.calculator import calculate
 from tests.processes import run_processes
 from tests.training import flags, killed_in, read_metrics, run
 from torchtitan.components import policy_loss as losses
+from torchtitan.components.critic import estimate_advantages, generalized_advantages
 from torchtitan.components.generation import Generation
 from torchtitan.components.rollout.rewards import Rewards, number_match
 from torchtitan.components.rollout.rollout import RolloutEngine, Rollouts, Trajectory, pack_trajectories
@@ -65,14 +66,14 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-def train_rl(folder: Path, dump: Path, **options: object) -> RLTrainer:
+def train_rl(folder: Path, dump: Path, config: str = "grpo", **options: object) -> RLTrainer:
     changed = {key.replace("__", "."): value for key, value in options.items()}
     common = {"hf_assets_path": folder / "model", "dataloader.dataset": [folder / "prompts.jsonl"], "dump_folder": dump}
     common["dataloader.cache_dir"] = folder / "cache"
     words = flags({**common, **OPTIONS, **changed})
-    config = ConfigManager().parse_args(["--module", "rl", "--config", "grpo", *words]).config
-    config.check(world_size=1 if not torch.distributed.is_initialized() else torch.distributed.get_world_size())
-    trainer = run(config)
+    parsed = ConfigManager().parse_args(["--module", "rl", "--config", config, *words]).config
+    parsed.check(world_size=1 if not torch.distributed.is_initialized() else torch.distributed.get_world_size())
+    trainer = run(parsed)
     assert isinstance(trainer, RLTrainer)
     return trainer
 
@@ -123,6 +124,43 @@ def test_advantages_equal_their_definitions():
                 "leave_one_out": [x - (sum(row) - x) / 3 for x in row],
             }[kind]
             assert result == pytest.approx(expected, abs=1e-12)
+
+
+def test_generalized_advantages_equal_their_definition():
+    """The sum of later surprises, each times a power of λ; and the clipped loss of values."""
+    generator = torch.Generator().manual_seed(1)
+    samples = torch.tensor([4, 4, 4, 4, 0, 7, 7, 7])
+    values = torch.randn(8, generator=generator, dtype=torch.float64)
+    rewards = torch.randn(8, generator=generator, dtype=torch.float64)[samples]
+    found = generalized_advantages(rewards, values, samples, 0.9)
+    for n, number in enumerate(samples.tolist()):
+        own = [m for m in range(n, 8) if samples[m] == number]
+        expected = 0.0
+        for m in own:
+            after = rewards[m] if m == own[-1] else values[m + 1]
+            expected += 0.9 ** (m - n) * (after - values[m]).item()
+        assert found[n].item() == pytest.approx(expected, abs=1e-12)
+    old = values + 0.5
+    for v, o, r, loss in zip(values, old, rewards, losses.clipped_value_losses(values, old, rewards, 0.2), strict=True):
+        near = max(o - 0.2, min(v, o + 0.2))
+        assert loss == pytest.approx(max((v - r) ** 2, (near - r) ** 2).item() / 2)
+
+
+def test_normalized_advantages_have_mean_0_over_all_batches():
+    labels = torch.tensor([[-100, 5, 6, 7], [-100, -100, 8, 9]])
+    samples = torch.tensor([[0, 0, 0, 1], [2, 2, 2, 2]])
+    rewards = torch.tensor([[1.0, 1.0, 1.0, 2.0], [4.0, 4.0, 4.0, 4.0]])
+    batches = [
+        {"labels": labels[i : i + 1], "samples": samples[i : i + 1], "advantages": rewards[i : i + 1]} for i in (0, 1)
+    ]
+    for batch in batches:
+        batch["old_values"] = torch.full((1, 4), 0.5)
+    estimate_advantages(batches, 1.0, lambda sums: sums)
+    advantages = torch.cat([batch["advantages"][batch["labels"] != -100] for batch in batches])
+    expected = torch.tensor([0.5, 0.5, 1.5, 3.5, 3.5])  # with λ = 1, reward minus value
+    assert advantages == pytest.approx(((expected - expected.mean()) / expected.std(correction=0)).tolist(), abs=1e-5)
+    returns = torch.cat([batch["returns"][batch["labels"] != -100] for batch in batches])
+    assert returns.tolist() == pytest.approx([1, 1, 2, 4, 4])
 
 
 @pytest.mark.slow
@@ -280,7 +318,7 @@ def test_built_in_rewards():
 # Runs.
 
 
-@pytest.mark.parametrize("method", ["grpo", "gspo"])
+@pytest.mark.parametrize("method", ["grpo", "gspo", "ppo"])
 def test_the_reward_rises(folder, tmp_path, method):
     clip = {"policy__clip_low": 0.2, "policy__clip_high": 0.2}
     train_rl(folder, tmp_path, training__steps=8, policy__method=method, policy__updates=2, **clip)

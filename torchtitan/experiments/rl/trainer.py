@@ -2,15 +2,15 @@
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from torchtitan.components.critic import estimate_advantages, value_head
 from torchtitan.components.data import PromptDataLoader
 from torchtitan.components.data.base import Batch, to_batch
 from torchtitan.components.generation import Engine, Sampling, stop_ids
@@ -20,6 +20,7 @@ from torchtitan.components.policy_loss import PolicyLoss, group_advantages
 from torchtitan.components.rollout.rewards import Rewards
 from torchtitan.components.rollout.rollout import Group, Rollouts, log_completions, pack_trajectories, padding
 from torchtitan.distributed.process_group import gather_objects
+from torchtitan.experiments.reward.trainer import reward_function
 from torchtitan.tools.errors import UserError
 from torchtitan.trainer import RunModel, StepResult, Trainer
 
@@ -55,16 +56,19 @@ class RLTrainer(Trainer):
                 raise UserError("reinforcement learning computes log-probabilities, and takes no other --loss")
             policy.validate()
             rollout.validate()
-            if rollout.group_size < 2:
+            if rollout.group_size < 2 and policy.method != "ppo":
                 raise UserError(f"--rollout.group_size is {rollout.group_size}, but must be 2 or more")
             self.parallelism.require_one("context", "pipeline", user="rollouts, which the run's own weights generate")
             if not (self.rewards or rollout.function):
                 raise UserError("--rewards is empty; name a function, such as my_rewards.py:score")
-            Rewards(self.rewards, self.reward_weights)
+            Rewards(self.rewards, self.reward_weights, reward_function)
 
     config: Config
     dataloader: PromptDataLoader
-    measures_named = ("reward", "length", "truncated", "entropy", "clip_fraction", "kl", "importance_weight")
+    measures_named = (
+        *("reward", "reward_p10", "reward_p50", "reward_p90", "length", "truncated"),
+        *("entropy", "clip_fraction", "kl", "importance_weight", "value_loss"),
+    )
 
     def __init__(self, config: Trainer.Config):
         super().__init__(config)
@@ -73,7 +77,7 @@ class RLTrainer(Trainer):
         self.rollouts = config.rollout.build(
             engine=self.build_engine(),
             tokenizer=self.tokenizer,
-            rewards=Rewards(config.rewards, config.reward_weights),
+            rewards=Rewards(config.rewards, config.reward_weights, reward_function),
             seed=config.debug.seed,
             leader=self.rank - self.parallel_dims.coordinate("tp"),
         )
@@ -99,6 +103,8 @@ class RLTrainer(Trainer):
         if self.config.policy.beta:
             weights = self.config.checkpoint.initial_load_path
             models["reference"] = self.build_other_model(self.config.model_spec, weights=weights)
+        if self.config.policy.method == "ppo":
+            models["value"] = self.build_other_model(value_head(self.config.model_spec), trained=True, saved=True)
         return models
 
     # --- rollouts ---------------------------------------------------------------------------------------------------
@@ -161,13 +167,19 @@ class RLTrainer(Trainer):
         of_ranks = gather_objects(own if self.parallel_dims.is_batch_leader else ([], 0))
         everyone = list(itertools.chain(*(rewards for rewards, _ in of_ranks)))
         self.tokens_per_step = sum(n_tokens for _, n_tokens in of_ranks)
-        quantiles = np.quantile(everyone or [math.nan], (0.1, 0.5, 0.9)).tolist()
-        self.reward_quantiles = dict(zip(("reward_p10", "reward_p50", "reward_p90"), quantiles, strict=True))
+        for name, part in {"reward_p10": 0.1, "reward_p50": 0.5, "reward_p90": 0.9}.items():
+            n_known = torch.tensor(float(bool(everyone)), device=self.device)  # the same on all ranks
+            self.measure(name, n_known * float(np.quantile(everyone or [0], part)), n_known)
 
     # --- updates ----------------------------------------------------------------------------------------------------
 
     def update(self, micro_batches: list[Batch]) -> StepResult:
         on_device = [self.post_dataloading_process(batch) for batch in micro_batches]
+        if "value" in self.models:
+            with torch.no_grad(), self.precision.fixed_weights(), self.mixed_precision():
+                for batch in on_device:
+                    batch["old_values"] = self.log_probs("model", batch)[1]
+            estimate_advantages(on_device, self.config.policy.gae_decay, self.local_addend)
         outcome = super().update(on_device)
         for _ in range(self.config.policy.updates - 1):
             if not outcome.is_finite or outcome.data_exhausted:
@@ -178,28 +190,30 @@ class RLTrainer(Trainer):
             outcome = dataclasses.replace(last, measures={**outcome.measures, **last.measures})
         return outcome
 
-    def log_probs(self, model: str, batch: Batch) -> Tensor:
-        """Return the log-probability of each label (B, L)."""
-        head = partial(token_log_probs, labels_BL=batch["labels"])
-        log_probs_BL: Tensor = self.models[model](batch["input"], batch["attention"], head=head)
-        return log_probs_BL
+    def log_probs(self, name: str, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        """Return the log-probability of each label (B, L), and the value of the state before it if there are values."""
+        hidden: list[Tensor] = []
+
+        def head(hidden_BLD: Tensor, weight_VD: Tensor | None, **changes: Any) -> Tensor:
+            hidden.append(hidden_BLD)
+            return token_log_probs(hidden_BLD, weight_VD, batch["labels"], **changes)
+
+        log_probs_BL = self.models[name](batch["input"], batch["attention"], head=head)
+        return log_probs_BL, self.models["value"](*hidden) if "value" in self.models and name == "model" else None
 
     def compute_loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the summed loss of a batch's sampled tokens, and the number of trajectories, or of tokens."""
         is_trained = batch["labels"] != IGNORE_INDEX
-        reference = self.log_probs("reference", batch)[is_trained] if self.config.policy.beta else None
-        log_probs_BL = self.log_probs("model", batch)
+        reference = self.log_probs("reference", batch)[0][is_trained] if self.config.policy.beta else None
+        log_probs_BL, values_BL = self.log_probs("model", batch)
         if self.is_first_update:
             batch["old_logprobs"].copy_(log_probs_BL.detach())
-        tokens = {name: batch[name][is_trained] for name in ("old_logprobs", "logprobs", "advantages", "samples")}
-        loss, weight, measures = self.policy(log_probs_BL[is_trained], tokens, reference)
+        tokens = {name: batch[name][is_trained] for name in batch.keys() - {"attention"}}
+        values = None if values_BL is None else values_BL[is_trained]
+        loss, weight, measures = self.policy(log_probs_BL[is_trained], tokens, reference, values)
         for name, values in measures.items():
             self.measure(name, values.sum(), is_trained.sum())
         return loss, weight
-
-    def read_result(self, loss: Tensor, grad_norm: Tensor, n_tokens: Tensor) -> StepResult:
-        outcome = super().read_result(loss, grad_norm, n_tokens)
-        return dataclasses.replace(outcome, measures={**outcome.measures, **self.reward_quantiles})
 
     def validation_sums(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the negative rewards of one trajectory for each held-out prompt, and their number."""

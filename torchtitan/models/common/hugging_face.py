@@ -328,9 +328,8 @@ def _from_config_json(model_types: Mapping[str, ModelType], document: Mapping[st
     for name, section in kind.ropes.items():
         values[name] = read_rope(reader, rotates_part="partial_rotary_factor" in kind.defaults, layer_type=section)
     values["scores"] = _CLASSIFIER in str(document.get("architectures"))
-    n_labels = len(reader.section("id2label").values) or document.get("num_labels", 2)
-    if values["scores"] and n_labels != 1:
-        raise UserError(f"config.json: the classifier has {n_labels} labels (num_labels), but a reward model has 1")
+    if values["scores"] and (n := len(reader.section("id2label").values) or document.get("num_labels", 2)) != 1:
+        raise UserError(f"config.json: num_labels is {n}, but a reward model has 1")
     config = kind.config(**_nested(kind.config, values))
     try:
         config.validate()
