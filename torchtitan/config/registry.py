@@ -71,8 +71,8 @@ def modules_on_disk() -> dict[str, Path]:
 
 
 def list_module(name: str, folder: Path) -> ModuleListing:
-    """Return configurations (functions with `_PARAMETERS`, or made by `_RECIPES`) and flavors (keys of `FLAVORS`) from a
-    module's source."""
+    """Return the flavors (keys of `FLAVORS`) and the configurations in a module's source: functions with `_PARAMETERS`,
+    or made by `_RECIPES`."""
     configs = []
     for statement in ast.parse((folder / REGISTRY_FILE).read_text()).body:
         match statement:

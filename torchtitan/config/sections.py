@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import ClassVar, Literal
 
 from torchtitan.tools.errors import UserError
@@ -180,21 +180,10 @@ class ParallelismConfig:
                 raise UserError(f"{option} cannot be combined with {user}; set it to 1")
 
     def validate(self) -> None:
-        least = {
-            "data_parallel_replicate_degree": 1,
-            "data_parallel_shard_degree": -1 if self.data_parallel_shard_degree == -1 else 1,
-            "tensor_parallel_degree": 1,
-            "context_parallel_degree": 1,
-            "expert_parallel_degree": 1,
-            "expert_tensor_parallel_degree": 1,
-            "pipeline_parallel_degree": 1,
-            "pipeline_parallel_microbatch_size": 1,
-            "pipeline_parallel_layers_per_stage": 1,
-            "pipeline_parallel_first_stage_less_layers": 0,
-            "pipeline_parallel_last_stage_less_layers": 0,
-        }
-        for name, minimum in least.items():
-            require_at_least(minimum, **{f"parallelism__{name}": getattr(self, name)})
+        numbers = {name: value for name, value in asdict(self).items() if type(value) is int}
+        for name, value in numbers.items():
+            if (name, value) != ("data_parallel_shard_degree", -1):
+                require_at_least(0 if name.endswith("less_layers") else 1, **{f"parallelism__{name}": value})
 
 
 @dataclass(kw_only=True, slots=True)

@@ -81,7 +81,9 @@ def _apply_data_parallel(
     )
     shards = dims.dp_shard * dims.cp
     if shards == 1 and dims.dp_replicate > 1 and expert_mesh is None:
-        _apply_ddp(model, mesh["dp_replicate"], precision)
+        # DDP through FSDP2: replicated weights, with gradients reduced per unit during the backward pass.
+        for unit in [*model.units(), model]:
+            replicate(unit, mesh=mesh["dp_replicate"], mp_policy=precision)
     elif shards > 1 or training.mixed_precision_param != training.dtype or expert_mesh is not None:
         fsdp_mesh = mesh["dp_replicate", "fsdp"] if dims.dp_replicate > 1 else mesh["fsdp"]
         offload = _offload_policy(training, mesh)
@@ -124,9 +126,3 @@ def _apply_fsdp(
         should_free = reshard == "always" or (reshard == "default" and index < len(units) - 2)
         fully_shard(unit, reshard_after_forward=should_free, **options)
     fully_shard(model, reshard_after_forward=reshard == "always", **options)
-
-
-def _apply_ddp(model: BaseModel, mesh: DeviceMesh, precision: MixedPrecisionPolicy) -> None:
-    """Apply DDP through FSDP2: replicated weights, with gradients reduced per unit during the backward pass."""
-    for unit in [*model.units(), model]:
-        replicate(unit, mesh=mesh, mp_policy=precision)

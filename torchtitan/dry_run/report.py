@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
@@ -138,7 +138,9 @@ def dry_run(config: Trainer.Config, world_size: int) -> list[RankReport]:
             logger.info("rank %d: %s %s at most", rank, _shown(reports[-1].peak_bytes / size), unit)
     _print(reports)
     path = Path(config.dump_folder) / "dry_run.json"
-    durable.write(path, json.dumps(_document(config, world_size, reports), indent=2) + "\n")
+    ranks = [dataclasses.asdict(report) for report in reports]
+    document = {"world_size": world_size, "ranks": ranks, "config": config.to_dict()}
+    durable.write(path, json.dumps(document, indent=2) + "\n")
     logger.info("the same numbers in bytes: %s", path)
     return reports
 
@@ -169,11 +171,6 @@ def _try_rank(config: Trainer.Config, rank: int, world_size: int) -> RankReport:
         sys.excepthook = exception_hook
         # PyTorch caches the process groups of one rank, and would reuse them for the mesh of the next rank.
         clear_sharding_cache()
-
-
-def _document(config: Trainer.Config, world_size: int, reports: Sequence[RankReport]) -> dict[str, Any]:
-    ranks = [dataclasses.asdict(report) for report in reports]
-    return {"world_size": world_size, "ranks": ranks, "config": config.to_dict()}
 
 
 def _print(reports: Sequence[RankReport]) -> None:

@@ -19,6 +19,7 @@ from torchtitan.components.policy_loss import PolicyLoss, group_advantages
 from torchtitan.components.rollout.rewards import Rewards
 from torchtitan.components.rollout.rollout import Group, Rollouts, log_completions, to_batches
 from torchtitan.distributed.process_group import gather_objects
+from torchtitan.experiments.reward.trainer import reward_function
 from torchtitan.tools.errors import UserError
 from torchtitan.trainer import RunModel, StepResult, Trainer
 
@@ -40,7 +41,7 @@ class RLTrainer(Trainer):
         """Sampling of trajectories."""
 
         rewards: list[str] = field(default_factory=list)
-        """Reward functions: number, pattern=REGEX, length=N, package.module:function or file.py:function."""
+        """Rewards: number, pattern=REGEX, length=N, reward_model=DIR, package.module:function or file.py:function."""
 
         reward_weights: list[float] = field(default_factory=list)
         """Weight of each reward function; empty: 1."""
@@ -56,7 +57,7 @@ class RLTrainer(Trainer):
             self.parallelism.require_one("context", "pipeline", user="rollouts, which the run's own weights generate")
             if not (self.rewards or rollout.function):
                 raise UserError("--rewards is empty; name a function, such as my_rewards.py:score")
-            Rewards(self.rewards, self.reward_weights)
+            Rewards(self.rewards, self.reward_weights, reward_function)
 
     config: Config
     dataloader: PromptDataLoader
@@ -74,7 +75,7 @@ class RLTrainer(Trainer):
             model=self.model_parts[0],
             tokenizer=self.tokenizer,
             template=self.dataloader.template,
-            rewards=Rewards(config.rewards, config.reward_weights),
+            rewards=Rewards(config.rewards, config.reward_weights, reward_function),
             context=config.training.seq_len + 1,
             seed=config.debug.seed,
             leader=self.rank - self.parallel_dims.coordinate("tp"),
@@ -119,7 +120,7 @@ class RLTrainer(Trainer):
         with self.mixed_precision():
             if self.policy.method.resample:
                 return self.rollouts.run_unequal(lambda: load(batches), wanted, step, name_of)
-            return self.rollouts.run(load(batches), step, name_of)
+            return self.rollouts.run(load(batches), f"{step}/0", name_of)
 
     def describe(self, groups: list[Group], *, is_validation: bool = False) -> None:
         """Measure rewards and lengths, and count the tokens of all ranks."""
