@@ -54,8 +54,8 @@ def divergence(
 def top_logits(
     student_NV: Tensor, ids_NK: Tensor, log_p_NE: Tensor, temperature: float, shard: VocabularyShard | None = None
 ) -> Tensor:
-    """Return the logits (N, V) of a teacher of which K tokens are known, for its divergence from `student_NV`. The other
-    tokens get the student's shares of the rest, and so count as one event: the divergence is at most the full one. K
+    """Return the logits (N, V) of a teacher of which K tokens are known, to compare them with `student_NV`. The others
+    get the student's shares of the rest, and so count as one event: the divergence is at most the full one. K
     renormalized probabilities instead would teach overconfidence (arXiv:2503.16870).
 
     Args:

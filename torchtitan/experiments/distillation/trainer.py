@@ -124,8 +124,8 @@ class DistillationTrainer(Trainer):
         for loader_config, epochs, steps in data:
             with contextlib.closing(self.build_dataloader(loader_config, epochs=epochs)) as loader:
                 n_windows = steps * self.global_batch_size if steps > 0 else loader.n_samples or 0
-                size = n_windows * config.training.seq_len * (8 * k + 4) / 2**30
-                logger.info("%s: at most %d windows, %.3f GiB (0: a stream)", cache.folder, n_windows, size)
+                size = n_windows * config.training.seq_len * (8 * k + 4) / 2**20
+                logger.info("%s: at most %d windows, %.1f MiB (0: a stream)", cache.folder, n_windows, size)
                 for batch in itertools.islice(loader, steps * self.gradient_accumulation_steps if steps > 0 else None):
                     if loader.n_samples is None and on_all_ranks(loader.exhausted):
                         break
