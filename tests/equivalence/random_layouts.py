@@ -51,7 +51,7 @@ _CHOICES_OF_ALL: Mapping[str, Sequence[Any]] = {
     "model__vocab_size": (2048, 2051),
 }
 
-_WITH_EXPERTS: Sequence[Options] = (EXPERTS, SIGMOID, LATENTS, SINKS, CHUNKS)
+_WITH_EXPERTS: Sequence[Options] = (EXPERTS, SIGMOID, {**LATENTS, "model__n_kv_heads": 8}, SINKS, CHUNKS)
 """Models with experts, of which half of the layouts have one."""
 
 
@@ -88,7 +88,9 @@ def _draw(generator: random.Random) -> Layout:
     ranks = degrees["data_parallel_replicate_degree"] * degrees["data_parallel_shard_degree"]
     options["training__local_batch_size"] = samples // ranks // generator.choice((1, 2, 4))
     changed = [
-        f"{name.partition('__')[2] or name}={value}" for name, value in options.items() if value not in (1, False)
+        f"{name.partition('__')[2] or name}={value}"
+        for name, value in options.items()
+        if value is True or value not in (1, False)
     ]
     return Layout(" ".join(changed), processes, options)
 

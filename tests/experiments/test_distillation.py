@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.conftest import PROJECT
 from tests.processes import run_processes
 from tests.training import flags, killed_in, read_metrics, run
+from torchtitan.components.teacher_cache import TeacherCache
 from torchtitan.config.manager import ConfigManager
 from torchtitan.experiments.distillation.trainer import DistillationTrainer
 from torchtitan.models.pretrained import load_model
@@ -199,3 +201,85 @@ def test_the_embedded_student_learns_from_a_checkpoint(tmp_path):
     config.check(world_size=1)
     trainer = run(config)
     assert trainer.num_parameters < trainer.models["teacher"].num_parameters
+
+
+def test_a_cache_of_the_whole_vocabulary_replaces_the_teacher(folder, tmp_path):
+    """With all tokens, training from the cache equals training with the teacher but for the rounding of stored
+    log-probabilities (float32): 1e-5. Validation reads the cache too."""
+    options = {"teacher__cache": tmp_path / "cache", "training__steps": 2, "teacher__top_k": 2048}
+    distill(folder, tmp_path / "write", **options)
+    distill(folder, tmp_path / "cached", **options, teacher__path="")
+    distill(folder, tmp_path / "live", training__steps=2)
+    for row, expected in zip(
+        read_metrics(tmp_path / "cached", *NUMBERS), read_metrics(tmp_path / "live", *NUMBERS), strict=True
+    ):
+        assert row == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.fixture(scope="module")
+def cache(folder, tmp_path_factory) -> Path:
+    """A cache of the first four steps, with all but 50 tokens as one event."""
+    path = tmp_path_factory.mktemp("teacher") / "cache"
+    distill(folder, path.parent / "write", teacher__cache=path, teacher__top_k=50)
+    return path
+
+
+def stamps(folder: Path) -> dict[Path, int]:
+    return {file: file.stat().st_mtime_ns for file in folder.rglob("*.safetensors")}
+
+
+@pytest.mark.slow
+def test_writing_a_cache_continues_after_a_kill(folder, cache, tmp_path, caplog):
+    """It keeps what it has written, and ends with the files of an uninterrupted one."""
+    options = {"teacher__cache": tmp_path / "cache", "teacher__top_k": 50}
+    with killed_in(TeacherCache, "write", 4):
+        distill(folder, tmp_path / "run", **options)
+    before = stamps(tmp_path / "cache")
+    distill(folder, tmp_path / "run", **options)
+    after = stamps(tmp_path / "cache")
+    assert 0 < len(before) < len(after) == 16 and before.items() <= after.items()
+    for file in after:
+        assert file.read_bytes() == (cache / file.relative_to(tmp_path / "cache")).read_bytes()
+    assert f"{tmp_path / 'cache'}: at most 16 windows, 0.000 GiB" in caplog.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "degrees", [{"data_parallel_shard_degree": 2}, {"tensor_parallel_degree": 2}, {"context_parallel_degree": 2}]
+)
+def test_a_cache_serves_other_layouts(folder, cache, tmp_path, degrees):
+    """The tolerances of 1e-4 cover a different order of sums."""
+    distill(folder, tmp_path / "one", teacher__path="", teacher__cache=cache)
+    options = {f"parallelism__{name}": degree for name, degree in degrees.items()}
+    options |= {"training__local_batch_size": 1, "teacher__path": "", "teacher__cache": cache}
+    run_processes(distill_on_ranks, 2, folder, tmp_path / "many", options)
+    for row, expected in zip(
+        read_metrics(tmp_path / "many", *NUMBERS), read_metrics(tmp_path / "one", *NUMBERS), strict=True
+    ):
+        assert row == pytest.approx(expected, rel=1e-4)
+    if "context_parallel_degree" in degrees:
+        return
+    options |= {"teacher__path": folder / "teacher", "teacher__cache": tmp_path / "cache", "teacher__top_k": 50}
+    run_processes(distill_on_ranks, 2, folder, tmp_path / "write", options)
+    for file in stamps(cache):
+        ours, theirs = (load_file(path / file.relative_to(cache)) for path in (tmp_path / "cache", cache))
+        torch.testing.assert_close(ours["log_probs"], theirs["log_probs"], rtol=1e-4, atol=1e-4)
+
+
+def test_a_cache_of_something_else_is_rejected(folder, cache, tmp_path):
+    for options, message in (
+        ({"teacher__path": "", "teacher__cache": tmp_path}, r"--teacher\.cache .* holds no cache; set --teacher\.path"),
+        ({"teacher__path": folder / "padded"}, r"was written with teacher \w+, not"),
+        ({"teacher__top_k": 51}, r"was written with top_k 50, not 51"),
+        ({"teacher__top_k": 2049}, r"--teacher\.top_k is 2049, but must be from 1 to the vocabulary, 2048"),
+        ({"teacher__path": "", "loss__temperature": 3.0}, r"was written with temperature 2\.0, not 3\.0"),
+        ({"teacher__path": "", "tokenizer__added_tokens": ["<|new|>"]}, r"was written with tokenizer \w+, not"),
+        ({"teacher__path": "", "training__seq_len": 32}, r"has no window \w+ of the data; set --teacher\.path"),
+        ({"parallelism__context_parallel_degree": 2}, r"--teacher\.cache: neither a dry run nor context parallelism"),
+    ):
+        given = {"teacher__cache": cache, "teacher__top_k": 50, **options}
+        with pytest.raises(UserError, match=message) as caught:
+            distill(
+                folder, tmp_path / "run", world_size=options.get("parallelism__context_parallel_degree", 1), **given
+            )
+        assert "\n" not in str(caught.value)

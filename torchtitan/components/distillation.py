@@ -2,11 +2,13 @@
 models' logits at a time."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -49,6 +51,27 @@ def divergence(
     return values.squeeze(1) * temperature**2, gradients * temperature
 
 
+def top_logits(
+    student_NV: Tensor, ids_NK: Tensor, log_p_NE: Tensor, temperature: float, shard: VocabularyShard | None = None
+) -> Tensor:
+    """Return logits (N, V) of a teacher of which only the K likeliest tokens are known, for `divergence` with the
+    student's. Each other token gets the student's share of what is left, so that the divergence is that of K + 1
+    events: at most the full one, and 0 only if the student has the teacher's K probabilities. K probabilities that are
+    renormalized instead would teach overconfidence (Anshumann et al., arXiv:2503.16870).
+
+    Args:
+        log_p_NE: log-probabilities at `temperature` of the K tokens and, unless they are all, of the others together.
+        shard: position of the logits in a sharded vocabulary.
+    """
+    size, n_ids = student_NV.shape[1], ids_NK.shape[1]
+    columns_NK = ids_NK - (shard.first if shard else 0)
+    columns_NK = columns_NK.where((columns_NK >= 0) & (columns_NK < size), size)  # a column for other ranks' tokens
+    result = F.pad(student_NV / temperature, (0, 1), value=-math.inf).scatter(1, columns_NK, -math.inf)
+    if log_p_NE.shape[1] > n_ids:
+        result = _log_softmax(result, shard.group if shard else None) + log_p_NE[:, n_ids:]
+    return result.scatter(1, columns_NK, log_p_NE[:, :n_ids])[:, :size] * temperature
+
+
 def _log_softmax(scores_NV: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     peaks_N1 = scores_NV.amax(dim=1, keepdim=True)
     if group:
@@ -73,6 +96,10 @@ class Outputs:
     weight: Tensor | None
     transform: LogitTransform = UNCHANGED
 
+    @property
+    def vocabulary(self) -> int:
+        return self.hidden.shape[-1] if self.weight is None else len(self.weight)
+
     def flat(self, vocabulary: int) -> tuple[Tensor, Tensor | None, VocabularyShard | None]:
         """Return plain tensors: hidden states (N, D) and this rank's weights, or logits, of the first tokens."""
         if self.weight is None:
@@ -81,6 +108,15 @@ class Outputs:
         if isinstance(weight, DTensor):
             hidden, weight, shard = local_shards(hidden, weight)
         return hidden.flatten(0, 1), weight[:vocabulary], shard
+
+
+@dataclass(frozen=True)
+class TopTokens:
+    """What `top_logits` needs of a teacher: `ids` (B, L, K) of the first `vocabulary` tokens, `log_probs` (B, L, E)."""
+
+    ids: Tensor
+    log_probs: Tensor
+    vocabulary: int
 
 
 class DistillationLoss(Configurable):
@@ -114,17 +150,41 @@ class DistillationLoss(Configurable):
 
     config: Config
 
-    def __call__(self, student: Outputs, teacher: Outputs, labels_BL: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def __call__(
+        self, student: Outputs, teacher: Outputs | TopTokens, labels_BL: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return three sums over the tokens with a label: the loss, with gradients for the student, its cross entropy
         and its divergence, float32 scalars without."""
-        vocabulary = min(x.hidden.shape[-1] if x.weight is None else len(x.weight) for x in (student, teacher))
+        vocabulary = min(student.vocabulary, teacher.vocabulary)
         hidden, weight, shard = student.flat(vocabulary)
-        taught, teacher_weight, _ = teacher.flat(vocabulary)
         if not torch.is_grad_enabled():  # a parameter would need gradients nevertheless
             hidden, weight = hidden.detach(), None if weight is None else weight.detach()
-        inputs = hidden, weight, taught, teacher_weight, labels_BL.flatten(), (student.transform, teacher.transform)
-        sums: tuple[Tensor, Tensor, Tensor] = _Distillation.apply(*inputs, shard, self.config)
+        outputs = teacher.flat(vocabulary) if isinstance(teacher, Outputs) else None
+
+        def teach(scores: Tensor, part: slice) -> Tensor:
+            if isinstance(teacher, TopTokens):
+                ids, log_probs = (x.flatten(0, 1)[part] for x in (teacher.ids, teacher.log_probs))
+                return top_logits(scores, ids.long(), log_probs, self.config.temperature, shard)
+            assert outputs
+            return teacher.transform(_logits(outputs[0][part], outputs[1]).float())
+
+        inputs = hidden, weight, labels_BL.flatten(), student.transform, teach, shard, self.config
+        sums: tuple[Tensor, Tensor, Tensor] = _Distillation.apply(*inputs)
         return sums
+
+    def top_tokens(self, teacher: Outputs, vocabulary: int, k: int) -> TopTokens:
+        """Return the teacher's `k` likeliest of the first `vocabulary` tokens, without gradients."""
+        hidden, weight, parts = teacher.hidden, teacher.weight, []
+        if isinstance(hidden, DTensor) and isinstance(weight, DTensor):
+            hidden, weight = hidden.full_tensor(), weight.full_tensor()
+        hidden_ND, weight, _ = Outputs(hidden, weight).flat(vocabulary)
+        for chunk in hidden_ND.split(self.config.chunk_tokens):
+            scores = teacher.transform(_logits(chunk, weight).float()) / self.config.temperature
+            log_p, ids = scores.log_softmax(dim=1).topk(k)
+            others = scores.scatter(1, ids, -math.inf).logsumexp(1, keepdim=True) - scores.logsumexp(1, keepdim=True)
+            parts.append((ids.int(), torch.cat([log_p, others], dim=1) if k < vocabulary else log_p))
+        ids, log_probs = (torch.cat(part).unflatten(0, hidden.shape[:2]) for part in zip(*parts, strict=True))
+        return TopTokens(ids, log_probs, vocabulary)
 
 
 class _Distillation(torch.autograd.Function):
@@ -133,10 +193,9 @@ class _Distillation(torch.autograd.Function):
         ctx: Any,
         hidden_ND: Tensor,
         weight_VD: Tensor | None,
-        teacher_ND: Tensor,
-        teacher_VD: Tensor | None,
         labels_N: Tensor,
-        transforms: tuple[LogitTransform, LogitTransform],
+        transform: LogitTransform,
+        teach: Callable[[Tensor, slice], Tensor],
         shard: VocabularyShard | None,
         config: DistillationLoss.Config,
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -151,8 +210,8 @@ class _Distillation(torch.autograd.Function):
             is_valid_N = labels != IGNORE_INDEX
             logits = _logits(hidden_ND[part], weight_VD).requires_grad_()
             with torch.enable_grad():
-                scores = transforms[0](logits.float())
-            taught = transforms[1](_logits(teacher_ND[part], teacher_VD).float())
+                scores = transform(logits.float())
+            taught = teach(scores.detach(), part)
             values, gradients = divergence(scores.detach(), taught, config.kind, config.temperature, group)
             of_labels = scores.detach().clone()  # becomes the gradients
             losses = cross_entropy_(of_labels, labels, transform=UNCHANGED, shard=shard, needs_grad=True)
@@ -174,7 +233,7 @@ class _Distillation(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        return *scaled_gradients(ctx, grad_outputs[0]), None, None, None, None, None, None
+        return *scaled_gradients(ctx, grad_outputs[0]), None, None, None, None, None
 
 
 def _logits(hidden_ND: Tensor, weight_VD: Tensor | None) -> Tensor:

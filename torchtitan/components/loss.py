@@ -5,7 +5,6 @@ the full logits, the largest tensor of a training step with a large vocabulary.
 """
 
 import contextlib
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -199,6 +198,6 @@ class Measures:
         return sums.flatten()
 
     def means(self, sums: Sequence[float]) -> dict[str, float]:
-        """Return the means from the results of `take` summed over ranks; NaN for zero weight."""
+        """Return the means from the results of `take` summed over ranks, without those of zero weight."""
         pairs = zip(self.names, sums[::2], sums[1::2], strict=True)
-        return {name: total / weight if weight else math.nan for name, total, weight in pairs}
+        return {name: total / weight for name, total, weight in pairs if weight}

@@ -49,6 +49,8 @@ class Trainer(RunBuilder):
     measures_named: tuple[str, ...] = ()
     """Names of further means that `compute_loss` records with `measure`, for metrics and validation."""
 
+    measures_class: ClassVar[type[Measures]] = Measures
+
     sequences_per_sample: ClassVar[int] = 1
     """Sequences of `training.seq_len` tokens in a sample, for the count of tokens."""
 
@@ -79,7 +81,7 @@ class Trainer(RunBuilder):
         self.converters = [converter.build() for converter in config.model_converters]
         self.loss = self.build_loss()
         self.sample_losses = SampleLosses(self.loss, self.parallel_dims, wanted=self.dataloader.needs_sample_losses)
-        self.measures = Measures(self.measures_named, device=self.device, dtype=self.statistics_dtype)
+        self.measures = self.measures_class(self.measures_named, device=self.device, dtype=self.statistics_dtype)
         self.weight = torch.zeros((), device=self.device, dtype=self.statistics_dtype)  # of the step, on this rank
         self.pipeline_plan = self.plan_pipeline()
         self.models = self.build_models()
@@ -88,8 +90,8 @@ class Trainer(RunBuilder):
         self.num_parameters, self.num_trained = main.num_parameters, main.num_trained
         self.precision = MixedPrecision(getattr(torch, training.mixed_precision_param))
         self.is_divided = False  # whether the step's gradients are divided by the weight of an own loss
-        self.flops_per_token = sum(model.flops_per_token for model in self.models.values())
         self.init_weights()
+        self.flops_per_token = sum(model.flops_per_token for model in self.models.values())
         self.pipeline = self.build_pipeline()
         self.optimizer = self.build_optimizer()
         self.lr_scheduler = config.lr_scheduler.build(optimizer=self.optimizer, training_steps=self.total_steps)
@@ -560,7 +562,7 @@ class Trainer(RunBuilder):
         loads: dict[str, Callable[[], None]] = {
             name: self._initial_load(model, model.weights, [])
             for name, model in self.models.items()
-            if name != "model" and model.weights
+            if name != "model" and model.weights and model.parts
         }
         path = config.initial_load_path
         is_other = path and not is_url(path) and (self.tokenizer.added or read_converters(path))

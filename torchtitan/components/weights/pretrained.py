@@ -26,6 +26,7 @@ from torchtitan.components.weights.views import (
     PlainView,
     RenamedView,
     ResizedEmbedding,
+    with_new_score,
 )
 from torchtitan.protocols import BaseModel, ModelConverter, ModelSpec
 from torchtitan.protocols.conversion import (
@@ -86,6 +87,8 @@ def internal_source(
             check_quantization(Path(path))
         format = format_for(spec, source_format)
         source = RenamedView(open_source(path), format.name_of)
+        if getattr(model, "scores", False) and "score.weight" not in source.specs:
+            source = with_new_score(source, model.dim)
         names = source.specs
 
         def adapter(model: BaseModel.Config) -> StateDictAdapter:

@@ -6,20 +6,20 @@ from types import ModuleType
 from torchtitan.components.data.finetuning.preference import AnswerDataLoader, PreferenceDataLoader
 from torchtitan.components.optimizer import Optimizer
 from torchtitan.components.peft import LoRA
+from torchtitan.components.preference_losses import KTOLoss, PreferenceLoss
 from torchtitan.components.tokenizer import PretrainedTokenizer
-from torchtitan.models.auto import config_registry as auto
-from torchtitan.models.common.recipes import small_run
+from torchtitan.models.auto.config_registry import sft
+from torchtitan.models.common.recipes import small_run, with_adapters
 from torchtitan.models.llama3 import model_registry
-from torchtitan.trainer import Trainer
+from torchtitan.trainer.reference import ReferenceConfig
 
-from .losses import KTOLoss, PreferenceLoss
-from .trainer import KTOTrainer, PreferenceTrainer, ReferenceConfig
+from .trainer import KTOTrainer, PreferenceTrainer
 
 
 def dpo(hf_assets_path: str, family: ModuleType | None = None) -> PreferenceTrainer.Config:
     """Direct preference optimization of the model in a Hugging Face folder: `--dataloader.dataset pairs.jsonl`."""
     return PreferenceTrainer.Config.based_on(
-        auto.sft(hf_assets_path, family),
+        sft(hf_assets_path, family),
         dataloader=PreferenceDataLoader.Config(dataset=[]),
         loss=PreferenceLoss.Config(),
         optimizer=Optimizer.Config(lr=5e-7, weight_decay=0.0),
@@ -28,14 +28,7 @@ def dpo(hf_assets_path: str, family: ModuleType | None = None) -> PreferenceTrai
 
 def dpo_lora(hf_assets_path: str, family: ModuleType | None = None) -> PreferenceTrainer.Config:
     """Direct preference optimization of low-rank adapters; the reference is the model without them."""
-    config = auto.lora(hf_assets_path, family)
-    return PreferenceTrainer.Config.based_on(
-        config,
-        dataloader=PreferenceDataLoader.Config(dataset=[]),
-        loss=PreferenceLoss.Config(),
-        optimizer=dataclasses.replace(config.optimizer, lr=5e-6),
-        reference=ReferenceConfig(kind="adapters_off"),
-    )
+    return _with_adapters(dpo(hf_assets_path, family), lr=5e-6)
 
 
 def ipo(hf_assets_path: str, family: ModuleType | None = None) -> PreferenceTrainer.Config:
@@ -57,24 +50,26 @@ def kto(hf_assets_path: str, family: ModuleType | None = None) -> KTOTrainer.Con
 def dpo_debugmodel() -> PreferenceTrainer.Config:
     """Direct preference optimization of the small Llama 3 on built-in pairs: minutes on two CPU cores, no network.
     `--checkpoint.initial_load_path` starts from a checkpoint of llama3's `debugmodel_sft`."""
-    config: Trainer.Config = small_run(model_registry("debugmodel"))
-    return PreferenceTrainer.Config.based_on(
-        config,
-        dataloader=PreferenceDataLoader.Config(dataset=["preferences"], chat_template="chatml"),
-        loss=PreferenceLoss.Config(),
-        optimizer=Optimizer.Config(lr=2e-4, weight_decay=0.0),
-        tokenizer=PretrainedTokenizer.Config(added_tokens=["<|im_start|>", "<|im_end|>"]),
-        training=dataclasses.replace(config.training, seq_len=256, local_batch_size=4),
-    )
+    config = small_run(model_registry("debugmodel"), PreferenceTrainer.Config)
+    config.loss = PreferenceLoss.Config()
+    config.dataloader = PreferenceDataLoader.Config(dataset=["preferences"], chat_template="chatml")
+    config.tokenizer = PretrainedTokenizer.Config(added_tokens=["<|im_start|>", "<|im_end|>"])
+    config.optimizer = Optimizer.Config(lr=2e-4, weight_decay=0.0)
+    config.training.local_batch_size = 4
+    return config
 
 
 def dpo_lora_debugmodel() -> PreferenceTrainer.Config:
     """As `dpo_debugmodel` with low-rank adapters, and the model without them as the reference."""
-    reference = ReferenceConfig(kind="adapters_off")
-    return dataclasses.replace(dpo_debugmodel(), model_converters=[LoRA.Config()], reference=reference)
+    return _with_adapters(dpo_debugmodel(), lr=2e-4)
 
 
 def kto_debugmodel() -> KTOTrainer.Config:
     """As `dpo_debugmodel`, with KTO on the same answers."""
     loader = AnswerDataLoader.Config(dataset=["preferences"], chat_template="chatml")
     return KTOTrainer.Config.based_on(dpo_debugmodel(), dataloader=loader, loss=KTOLoss.Config())
+
+
+def _with_adapters(config: PreferenceTrainer.Config, lr: float) -> PreferenceTrainer.Config:
+    reference = ReferenceConfig(kind="adapters_off")
+    return dataclasses.replace(with_adapters(config, LoRA.Config(), lr), reference=reference)

@@ -116,7 +116,7 @@ def for_conversations(config: Trainer.Config) -> Trainer.Config:
     )
 
 
-def with_adapters(config: Trainer.Config, adapters: LoRA.Config, lr: float = 2e-4) -> Trainer.Config:
+def with_adapters(config: ConfigT, adapters: LoRA.Config, lr: float = 2e-4) -> ConfigT:
     """Return `config` for training adapters only, without weight decay, which would pull the adapted weights back to
     the original ones. Checkpoints for resuming contain only the adapters."""
     return dataclasses.replace(

@@ -138,6 +138,8 @@ def _implied(is_scaled: bool, *, has_theta: bool = True) -> dict[str, Any]:
 
 
 def _check_expressible(config: Llama3Model.Config) -> None:
+    if config.scores:
+        raise UserError("Meta's format has no reward models; use --to hf")
     if config.resolved_head_dim * config.n_heads != config.dim:
         raise UserError(
             f"Meta's format has no model.head_dim, and this model's {config.head_dim} is not dim / n_heads = "

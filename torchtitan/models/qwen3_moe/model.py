@@ -22,14 +22,10 @@ class Qwen3MoeModel(MoEDecoder):
         moe: QwenMoEConfig
         """Experts."""
 
-        attention_bias: bool = False
-        """Add biases to all projections of attention."""
-
     config: Config
 
     def make_attention(self, index: int, **options: Any) -> nn.Module:
-        biases = "qkvo" if self.config.attention_bias else ""
-        return super().make_attention(index, **{"qk_norm": self.make_norm, "biases": biases, **options})
+        return super().make_attention(index, **{"qk_norm": self.make_norm, **options})
 
 
 class Qwen2MoeModel(Qwen3MoeModel):

@@ -102,10 +102,10 @@ FORMATS: Sequence[RowFormat] = (
     *(RowFormat("_".join(columns), "sft", columns, read_question(*columns), _TURNS) for columns in _QUESTIONS),
     RowFormat("text", "sft", ("text",), read_text),
     *(
-        RowFormat(column, "preference", (column, *_CHOICE), read_pair(prompt), optional)
+        RowFormat(column, "preference", (column, *_CHOICE), read_pair(prompt), ("margin", *optional))
         for column, (prompt, optional) in _PROMPTS.items()
     ),
-    RowFormat("chosen_rejected", "preference", _CHOICE, read_pair(no_prompt), _TURNS),
+    RowFormat("chosen_rejected", "preference", _CHOICE, read_pair(no_prompt), ("margin", *_TURNS)),
     *(
         RowFormat("_".join((*columns, label)), "rated", (*columns, label), read_rated(*columns, label), _TURNS)
         for columns in _QUESTIONS

@@ -41,9 +41,9 @@ class Penalties(nn.Module):
     first backward pass needs them. So each step begins with forward passes that only count.
     """
 
-    def __init__(self, weights: PenaltyConfig):
+    def __init__(self, penalties: PenaltyConfig):
         super().__init__()
-        self.weights = weights
+        self.penalties = penalties
         self.batch_counts_E: Tensor | None = None
         """Tokens of the global batch that each expert gets."""
         self.row_sums = nn.Identity()
@@ -52,14 +52,14 @@ class Penalties(nn.Module):
     def forward(self, logits_BLE: Tensor, scores_BLE: Tensor, counts_BE: Tensor) -> Tensor:
         """Return the sum over these tokens, a scalar; `counts_BE` counts the tokens of a row that each expert gets."""
         total = logits_BLE.new_zeros(())
-        if self.weights.batch_loss:
+        if self.penalties.batch_loss:
             assert self.batch_counts_E is not None, "call LoadBalancer.measuring before the step's backward passes"
-            total = total + self.weights.batch_loss * _imbalance(scores_BLE, self.batch_counts_E)
-        if self.weights.sequence_loss:
+            total = total + self.penalties.batch_loss * _imbalance(scores_BLE, self.batch_counts_E)
+        if self.penalties.sequence_loss:
             row_counts_B1E = self.row_sums(counts_BE)[:, None]
-            total = total + self.weights.sequence_loss * _imbalance(scores_BLE, row_counts_B1E)
-        if self.weights.z_loss:
-            total = total + self.weights.z_loss * logits_BLE.logsumexp(dim=-1).square().sum()
+            total = total + self.penalties.sequence_loss * _imbalance(scores_BLE, row_counts_B1E)
+        if self.penalties.z_loss:
+            total = total + self.penalties.z_loss * logits_BLE.logsumexp(dim=-1).square().sum()
         return total
 
 

@@ -83,10 +83,10 @@ class Router(LoadBalanced):
         with_initializers(self, weight=TruncatedNormal(init_std), **biases)
         self.bias: nn.Parameter | None
         self.selection = selection
-        self.penalties = Penalties(penalties or PenaltyConfig())
-        weights = self.penalties.weights
-        self.needs_load = bool(weights.batch_loss)
-        self.has_losses = bool(weights.batch_loss or weights.sequence_loss or weights.z_loss)
+        penalties = penalties or PenaltyConfig()
+        self.penalties = Penalties(penalties)
+        self.needs_load = bool(penalties.batch_loss)
+        self.has_losses = bool(penalties.batch_loss or penalties.sequence_loss or penalties.z_loss)
 
     def forward(self, x_BLD: Tensor) -> tuple[Tensor, Tensor]:
         """(B, L, dim) → weights and numbers of the chosen experts, both (B, L, K)."""
@@ -99,16 +99,16 @@ class Router(LoadBalanced):
         if self.normalized:
             weights_BLK = weights_BLK / (weights_BLK.sum(dim=-1, keepdim=True) + 1e-20)
         weights_BLK = self.scale * weights_BLK
-        if self.training and self.counts_E is not None:
+        if self.training and self.totals is not None:
             # Not `bincount`, which waits for a GPU.
             places, one = chosen_BLK.flatten(1), chosen_BLK.new_ones(()).expand(chosen_BLK.flatten(1).shape)
             counts_BE = chosen_BLK.new_zeros(len(chosen_BLK), self.n_experts).scatter_add_(1, places, one)
+            totals = torch.cat((counts_BE.sum(dim=0), _entropy(scores_BLE.detach())))
             if self.is_measuring:
-                self.counts_E += counts_BE.sum(dim=0)
+                self.totals += totals
             elif weights_BLK.requires_grad:
                 losses = self.penalties(logits_BLE, scores_BLE, counts_BE)
-                observed = counts_BE.sum(dim=0), _entropy(scores_BLE.detach())
-                weights_BLK = _Observed.apply(weights_BLK, losses, *observed, self)
+                weights_BLK = _Observed.apply(weights_BLK, losses, totals, self)
         return weights_BLK, chosen_BLK
 
     def use_load(self, counts_E: Tensor) -> None:
@@ -124,23 +124,21 @@ class Router(LoadBalanced):
 
 
 def _entropy(scores_BLE: Tensor) -> Tensor:
-    """As `LoadBalanced.entropy`."""
+    """Return the last element of `LoadBalanced.totals`."""
     entropy_BL = torch.special.entr(probabilities(scores_BLE)).sum(dim=-1) / math.log(max(scores_BLE.shape[-1], 2))
-    return (entropy_BL * 2**20).round().long().sum()
+    return (entropy_BL * 2**20).round().long().sum().view(1)
 
 
 class _Observed(torch.autograd.Function):
-    """The weights unchanged; in the backward pass, count the tokens, and add the gradient of the auxiliary losses."""
+    """The weights unchanged; in the backward pass, add up the totals, and the gradient of the auxiliary losses."""
 
     @staticmethod
-    def forward(ctx: Any, weights: Tensor, losses: Tensor, counts_E: Tensor, entropy: Tensor, router: Router) -> Tensor:
+    def forward(ctx: Any, weights: Tensor, losses: Tensor, totals: Tensor, router: Router) -> Tensor:
         ctx.router = router
-        ctx.save_for_backward(counts_E, entropy)
+        ctx.save_for_backward(totals)
         return weights.view_as(weights)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        counts_E, entropy = ctx.saved_tensors
-        ctx.router.counts_E += counts_E
-        ctx.router.entropy += entropy
-        return grad_outputs[0], ctx.router.gradient_scale, None, None, None
+        ctx.router.totals += ctx.saved_tensors[0]
+        return grad_outputs[0], ctx.router.gradient_scale, None, None
