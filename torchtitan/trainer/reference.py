@@ -25,9 +25,6 @@ from torchtitan.tools.logging import logger
 from torchtitan.trainer.models import RunModel
 from torchtitan.trainer.trainer import Trainer
 
-_WRITE_EVERY = 50
-"""Batches between writes of the cache."""
-
 
 @dataclass(kw_only=True, slots=True)
 class ReferenceConfig:
@@ -56,23 +53,19 @@ class ReferenceTrainer(Trainer):
         """Reference model; methods without one ignore it."""
 
         def validate(self) -> None:
-            if self.reference.kind == "adapters_off" and (
-                self.reference.path or not any(isinstance(item, LoRA.Config) for item in self.model_converters)
-            ):
-                raise UserError(
-                    "--reference.kind adapters_off is the base model of adapters: use --config dpo_lora, without "
-                    "--reference.path"
-                )
+            has_adapters = any(isinstance(converter, LoRA.Config) for converter in self.model_converters)
+            if self.reference.kind == "adapters_off" and (self.reference.path or not has_adapters):
+                remedy = "use --config dpo_lora, without --reference.path"
+                raise UserError(f"--reference.kind adapters_off is the base model of adapters: {remedy}")
 
         def check(self, world_size: int, *, dry_run: bool = False) -> None:
             Trainer.Config.check(self, world_size, dry_run=dry_run)
-            if not self.reference.path:
-                return
-            tokenizer = self.tokenizer.build(path=self.hf_assets_path)
-            try:
-                internal_source(self.reference.path, self.resolve(tokenizer).model_spec, added=tokenizer.added)
-            except UserError as error:
-                raise UserError(f"--reference.path: {error}") from error
+            if self.reference.path:
+                tokenizer = self.tokenizer.build(path=self.hf_assets_path)
+                try:
+                    internal_source(self.reference.path, self.resolve(tokenizer).model_spec, added=tokenizer.added)
+                except UserError as error:
+                    raise UserError(f"--reference.path: {error}") from error
 
     config: Config
     needs_reference = True
@@ -131,14 +124,13 @@ class ReferenceTrainer(Trainer):
         for number, batch in enumerate(self.all_batches(), start=1):
             keys = batch["answer_keys"].flatten().tolist()
             if any(ranks.gather(not cache.keys() >= set(keys))):
-                if reference.weights and not reference.is_initialized:
+                if not reference.is_initialized:
                     self._initial_load(reference, reference.weights, [])()
-                reference.initialize(config.debug.seed)
                 with self.precision.fixed_weights(), self.mixed_precision():
                     values = self.log_probs("reference", super().post_dataloading_process(batch)).flatten().tolist()
                 for of_rank in ranks.gather(dict(zip(keys, values, strict=True))):
                     cache |= of_rank
-                if number % _WRITE_EVERY == 0:
+                if number % 50 == 0:  # an interrupted pass continues here
                     ranks.broadcast_from_rank0(write)
         ranks.broadcast_from_rank0(write)
         logger.info("reference: the log-probabilities of %d answers are in %s", len(cache) - 1, path)
