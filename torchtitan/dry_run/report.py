@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
@@ -123,16 +123,11 @@ def dry_run(config: Trainer.Config, world_size: int) -> list[RankReport]:
     _check(config)
     dry_config = without_data(config)
     dry_config.check(world_size, dry_run=True)
+    spec, training = config.model_spec, config.training
     logger.info(
-        "%s %s on %d ranks (%s): local batch %d x %d tokens, activation checkpointing %s, computed in %s",
-        config.model_spec.name,
-        config.model_spec.flavor,
-        world_size,
-        dry_config.check_layout(world_size),
-        config.training.local_batch_size,
-        config.training.seq_len,
-        config.activation_checkpoint.mode,
-        config.training.mixed_precision_param,
+        f"{spec.name} {spec.flavor} on {world_size} ranks ({dry_config.check_layout(world_size)}): local batch "
+        f"{training.local_batch_size} x {training.seq_len} tokens, activation checkpointing "
+        f"{config.activation_checkpoint.mode}, computed in {training.mixed_precision_param}"
     )
     pipeline_degree = config.parallelism.pipeline_parallel_degree
     reports = []
@@ -143,7 +138,9 @@ def dry_run(config: Trainer.Config, world_size: int) -> list[RankReport]:
             logger.info("rank %d: %s %s at most", rank, _shown(reports[-1].peak_bytes / size), unit)
     _print(reports)
     path = Path(config.dump_folder) / "dry_run.json"
-    durable.write(path, json.dumps(_document(config, world_size, reports), indent=2) + "\n")
+    ranks = [dataclasses.asdict(report) for report in reports]
+    document = {"world_size": world_size, "ranks": ranks, "config": config.to_dict()}
+    durable.write(path, json.dumps(document, indent=2) + "\n")
     logger.info("the same numbers in bytes: %s", path)
     return reports
 
@@ -174,14 +171,6 @@ def _try_rank(config: Trainer.Config, rank: int, world_size: int) -> RankReport:
         sys.excepthook = exception_hook
         # PyTorch caches the process groups of one rank, and would reuse them for the mesh of the next rank.
         clear_sharding_cache()
-
-
-def _document(config: Trainer.Config, world_size: int, reports: Sequence[RankReport]) -> dict[str, Any]:
-    return {
-        "world_size": world_size,
-        "ranks": [dataclasses.asdict(report) for report in reports],
-        "config": config.to_dict(),
-    }
 
 
 def _print(reports: Sequence[RankReport]) -> None:

@@ -6,6 +6,8 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from torchtitan.tools.errors import UserError
+
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
@@ -79,7 +81,13 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__} has no attribute {name}")
     module, _, torch_name = _SOURCES[name].partition(":")
     imported = importlib.import_module(module)
-    return imported if _SOURCES[name].endswith(":") else getattr(imported, torch_name or name)
+    if _SOURCES[name].endswith(":"):
+        return imported
+    for known_as in (torch_name or name, name.replace("_single_", "_tensor_")):  # the second in PyTorch 2.11 and 2.12
+        if hasattr(imported, known_as):
+            return getattr(imported, known_as)
+    version = importlib.import_module("torch").__version__
+    raise UserError(f"torch {version} has no {module}.{name}, which this feature needs; install torch 2.13 or newer")
 
 
 def compiler_statistics() -> Any:
@@ -87,11 +95,16 @@ def compiler_statistics() -> Any:
     return sys.modules.get("torch._dynamo.utils")
 
 
-def grouped_product_operation() -> Any:
-    """Return the operation of `torch.nn.functional.grouped_mm`."""
+def flop_formulas() -> dict[Any, Any]:
+    """Return operation → function of its arguments that counts floating-point operations, as in `FlopCounterMode`, but
+    also of `torch.nn.functional.grouped_mm`: products of groups of rows (N, K) with a matrix each (E, K, M), or of
+    groups of columns (K, N) with groups of rows (N, M), as for the gradient of the matrices."""
     import torch
+    from torch.utils.flop_counter import flop_registry, register_flop_formula
 
-    return torch.ops.aten._grouped_mm
+    if torch.ops.aten._grouped_mm not in flop_registry:
+        register_flop_formula(torch.ops.aten._grouped_mm)(lambda a, b, *_, **__: 2 * a.numel() * b[-1])
+    return flop_registry
 
 
 def reading_operation() -> Any:

@@ -128,13 +128,7 @@ class RunBuilder(Configurable):
         return {"model": RunModel(spec=spec, parts=parts, num_parameters=num_parameters, offloaded=offloaded, **facts)}
 
     def build_other_model(
-        self,
-        spec: ModelSpec,
-        *,
-        weights: str = "",
-        trained: bool = False,
-        saved: bool = False,
-        offloaded: bool = False,
+        self, spec: ModelSpec, *, weights: str = "", trained: bool = False, saved: bool = False, offloaded: bool = False
     ) -> RunModel:
         """Build an additional model, sharded like the main one. A trained model shares the optimizer and the schedule;
         a frozen model has the type that FSDP computes in.
@@ -173,10 +167,9 @@ class RunBuilder(Configurable):
         """Build the model on the meta device, in the type of the master weights."""
         config, training = self.config.model_spec.model, self.config.training
         if training.seq_len > config.max_seq_len:
+            most = config.max_seq_len
             logger.warning(
-                "training.seq_len %d exceeds the model's maximum sequence length of %d tokens",
-                training.seq_len,
-                config.max_seq_len,
+                f"training.seq_len {training.seq_len} exceeds the model's maximum sequence length of {most} tokens"
             )
         with torch.device("meta"):
             return config.build().to(getattr(torch, training.dtype))

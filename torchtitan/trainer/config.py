@@ -201,7 +201,8 @@ class RunConfig(Configurable.Config):
         for name in ("module_fqns_per_model_part", "pipeline_parallel_layers_per_stage"):
             if dims.pp == 1 and getattr(self.parallelism, name) is not None:
                 raise UserError(f"--parallelism.{name} needs --parallelism.pipeline_parallel_degree above 1")
-        check_activation_checkpoint(self.activation_checkpoint, self.compile, self.parallelism)
+        has_experts = bool(self.model_spec.model.expert_parallel_sizes)
+        check_activation_checkpoint(self.activation_checkpoint, self.compile, self.parallelism, has_experts=has_experts)
         check_compile(self.compile)
         check_early_step(self.optimizer, self.training, self.parallelism, dims.dp_degree)
         self.training.resolve_global_batch_size(dims.dp_degree)

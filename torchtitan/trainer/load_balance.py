@@ -16,8 +16,7 @@ class LoadBalance(Callback):
 
     def __init__(self, config: Callback.Config, *, trainer: Any):
         super().__init__(config, trainer=trainer)
-        parts = [part for model in trainer.models.values() if model.num_trained for part in model.parts]
-        self.balancer = LoadBalancer(parts, trainer.mesh)
+        self.balancer = LoadBalancer(trainer.trained_parts, trainer.mesh)
         if trainer.has_own_loss and any(router.has_losses for router in self.balancer.routers):
             raise UserError(
                 f"{type(trainer).__name__} computes its own loss, which is divided by its weight after the backward "

@@ -24,12 +24,7 @@ from torchtitan.components.weights.sources import base_weights
 from torchtitan.distributed.context_parallel import shard_sequences
 from torchtitan.distributed.gradients import clip_grad_norm, divide_gradients
 from torchtitan.distributed.mixed_precision import MixedPrecision
-from torchtitan.distributed.process_group import (
-    destroy_process_group,
-    set_timeouts,
-    sum_over_ranks,
-    world_size,
-)
+from torchtitan.distributed.process_group import destroy_process_group, set_timeouts, sum_over_ranks, world_size
 from torchtitan.distributed.watchdog import Watchdog
 from torchtitan.protocols import ModelConverter
 from torchtitan.protocols.conversion import converter_records, simulation_records
@@ -124,7 +119,7 @@ class Trainer(RunBuilder):
                 )
             return None
         return self.config.validator.build(
-            model_parts=[part for model in self.models.values() if model.num_trained for part in model.parts],
+            model_parts=self.trained_parts,
             dataloaders={name: self.build_dataloader(config, epochs=1) for name, config in data.items()},
             tokenizer=None if self.has_own_loss else self.tokenizer,
             batches_per_step=self.gradient_accumulation_steps,
@@ -147,13 +142,7 @@ class Trainer(RunBuilder):
 
     def build_callbacks(self) -> list[Callback]:
         """Build the callbacks of every run, then the configuration's `callbacks`."""
-        own = [
-            Ledger.Config(),
-            LoadBalance.Config(),
-            RecompileWarning.Config(),
-            Profiling.Config(),
-            GarbageCollection.Config(),
-        ]
+        own = [kind.Config() for kind in (Ledger, LoadBalance, RecompileWarning, Profiling, GarbageCollection)]
         return [config.build(trainer=self) for config in (*own, *self.config.callbacks)]
 
     # --- the loop ---------------------------------------------------------------------------------------------------
@@ -358,10 +347,14 @@ class Trainer(RunBuilder):
         loss /= divisor.to(loss.dtype)
         return weight
 
+    @property
+    def trained_parts(self) -> list[nn.Module]:
+        """This rank's parts of all trained models."""
+        return [part for model in self.models.values() if model.num_trained for part in model.parts]
+
     def trained_parameters(self) -> list[nn.Parameter]:
         """Return this rank's parameters of all trained models."""
-        parts = [part for model in self.models.values() if model.num_trained for part in model.parts]
-        return [parameter for part in parts for parameter in part.parameters()]
+        return [parameter for part in self.trained_parts for parameter in part.parameters()]
 
     def validation_sums(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return this rank's part of a batch's summed loss and weight; the batch is as the loader returned it."""
@@ -504,20 +497,11 @@ class Trainer(RunBuilder):
         spec, training = self.config.model_spec, self.config.training
         counts = f" in the plain model, {self.num_trained:,} trained in the converted model"
         trained = counts if self.num_trained < self.num_parameters else ""  # this count excludes adapters
+        dims, n_sequences = self.parallel_dims, self.global_batch_size * self.sequences_per_sample
         logger.info(
-            "%s %s: %s parameters%s, vocabulary %d; %d x %d tokens per step, steps %d to %d on %d process(es)%s, %s",
-            spec.name,
-            spec.flavor,
-            f"{self.num_parameters:,}",
-            trained,
-            spec.model.vocab_size,
-            self.global_batch_size * self.sequences_per_sample,
-            training.seq_len,
-            self.step + 1,
-            self.total_steps,
-            self.parallel_dims.world_size,
-            f" ({self.parallel_dims})" if self.mesh else "",
-            self.device,
+            f"{spec.name} {spec.flavor}: {self.num_parameters:,} parameters{trained}, vocabulary "
+            f"{spec.model.vocab_size}; {n_sequences} x {training.seq_len} tokens per step, steps {self.step + 1} to "
+            f"{self.total_steps} on {dims.world_size} process(es){f' ({dims})' if self.mesh else ''}, {self.device}"
         )
         for name, model in list(self.models.items())[1:]:
             kind = "trained" if model.num_trained else "frozen"

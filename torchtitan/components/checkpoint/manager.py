@@ -93,12 +93,7 @@ class CheckpointManager(Configurable):
         self._base_digest = self._ranks.broadcast_from_rank0(base_model.digest) if config.save_trainable_only else ""
         self._identity = self._ranks.broadcast_from_rank0(identity) if identity and config.enable else None
         self._saver = Saver(
-            self.folder,
-            self._ranks,
-            async_mode=config.async_mode,
-            assets=assets,
-            export=export,
-            prune=self._prune,
+            self.folder, self._ranks, async_mode=config.async_mode, assets=assets, export=export, prune=self._prune
         )
         # Lowest validation loss of a complete checkpoint, now and before the most recent save.
         self._best_loss = self._previous_best_loss = math.inf
@@ -288,9 +283,8 @@ class CheckpointManager(Configurable):
             return converted
         if self._ranks.rank == 0:
             logger.warning(
-                "checkpoint.export_dtype: values of %s overflow in %s; the weights are saved in their training type",
-                ", ".join(overflowing),
-                self.config.export_dtype,
+                f"checkpoint.export_dtype: values of {', '.join(overflowing)} overflow in {self.config.export_dtype}; "
+                "the weights are saved in their training type"
             )
         return weights
 

@@ -1,6 +1,5 @@
 """gpt-oss (arXiv:2508.10925), and its Hugging Face format."""
 
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -19,9 +18,7 @@ class GptOssModel(MoEDecoder):
 
     has_sinks = True
     make_experts = staticmethod(partial(RoutedExperts, activation=clamped_swiglu, bias=True))
-
-    def router_parts(self) -> Mapping[str, Any]:
-        return {**super().router_parts(), "bias": True}
+    router_options = {"bias": True}
 
 
 _SINKS = KeyMapping("layers.*.attention.sinks.scores", "model.layers.*.self_attn.sinks")

@@ -268,10 +268,8 @@ class _SpecialTokenFinder:
 
     def count(self, conversation: Conversation) -> int:
         texts = chain(_texts(conversation.messages), _texts(conversation.tools))
-        return sum(self._starts_at(text, found.start()) for text in texts for found in self._candidate.finditer(text))
-
-    def _starts_at(self, text: str, position: int) -> bool:
-        return any(text[position : position + length] in self._tokens for length in self._lengths)
+        places = ((text, found.start()) for text in texts for found in self._candidate.finditer(text))
+        return sum(any(text[i : i + length] in self._tokens for length in self._lengths) for text, i in places)
 
 
 def _texts(value: Any) -> Iterator[str]:

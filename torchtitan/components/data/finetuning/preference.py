@@ -8,15 +8,13 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import torch
 
-from torchtitan.components.chat_template import ChatTemplate
 from torchtitan.components.data.base import Batch, to_batch
-from torchtitan.components.data.finetuning.chat_encoding import ChatEncoder, EncodedRow, EncodedSample, RowEncoder
-from torchtitan.components.data.finetuning.conversation import EmptySample, Pair, Sample
+from torchtitan.components.data.finetuning.chat_encoding import EncodedRow, EncodedSample, RowEncoder
+from torchtitan.components.data.finetuning.conversation import BrokenSample, EmptySample, Pair, Sample, shortened
 from torchtitan.components.data.finetuning.planned_loader import PlannedDataLoader
 from torchtitan.components.data.finetuning.row_formats import Kind
 from torchtitan.components.data.finetuning.samples import Windows, pack_samples
 from torchtitan.components.data.plan import Packing, Planner, Sampler
-from torchtitan.components.tokenizer import Tokenizer
 
 SIDES = ("chosen", "rejected")
 SEQUENCES_PER_SAMPLE = len(SIDES)
@@ -69,14 +67,12 @@ class PreferenceDataLoader(PlannedDataLoader):
         packing: Packing = "ffd"
         """Packing of pairs into windows: ffd (first-fit-decreasing), multipack (equally full windows), or none."""
 
-        def encoder(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> PairEncoder:
-            return PairEncoder(ChatEncoder(tokenizer, template, "assistant"))
-
         def order_key(self) -> list[Any]:
             return [*PlannedDataLoader.Config.order_key(self), self.packing]
 
     config: Config
     kind: ClassVar[Kind] = "preference"
+    encoder_class: ClassVar[type[RowEncoder]] = PairEncoder
     token_tensors: ClassVar[tuple[str, ...]] = ("input", "labels", "sequences")
 
     @staticmethod
@@ -117,6 +113,41 @@ class AnswerDataLoader(PreferenceDataLoader):
         batch |= {f"mismatched_{name}": value for name, value in others.items()}
         batch["n_mismatched"] = torch.tensor([sum(part.trained.any() for part in samples) for samples in mismatched])
         return batch
+
+
+class RewardEncoder(PairEncoder):
+    """Encodes pairs with their margins. Another token follows each answer, so that the model sees the last one."""
+
+    has_answers = True
+
+    def encode(self, sample: Sample) -> EncodedRow:
+        parts, margin = super().encode(sample).parts, sample.margin or 0  # type: ignore[union-attr]
+        if not (isinstance(margin, int | float) and abs(margin) < float("inf")):
+            raise BrokenSample(f"margin must be a number, not {shortened(margin)}")
+        longer = (EncodedSample(np.append(part.ids, 0), np.append(part.trained, False)) for part in parts)
+        return EncodedRow(tuple(longer), str(margin))
+
+
+class RewardDataLoader(PreferenceDataLoader):
+    """Pairs for reward models, with `ends` (B, W), the positions of the last tokens of the first answers, chosen and
+    rejected in turn, and 0 for others; and `margins` (B, W), of the pair at its chosen answer's place."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(PreferenceDataLoader.Config):
+        """Preference data with margins."""
+
+    encoder_class = RewardEncoder
+    token_tensors = ("input", "ends", "margins")
+
+    @staticmethod
+    def collate(windows: Windows, seq_len: int) -> Batch:
+        batch = PreferenceDataLoader.collate(windows, seq_len)
+        ends, margins = torch.zeros_like(batch["input"]), torch.zeros(batch["input"].shape)
+        for number, window in enumerate(windows):
+            lengths = torch.tensor([len(part.ids) - 1 for row in window for part in row.parts])
+            ends[number, : len(lengths)] = lengths.cumsum(0) - 1
+            margins[number, : len(lengths) : 2] = torch.tensor([float(row.answer or 0) for row in window])
+        return {**batch, "ends": ends, "margins": margins}
 
 
 def pack_pairs(window: Sequence[EncodedRow], n_positions: int) -> dict[str, np.ndarray]:

@@ -139,9 +139,7 @@ class Catalog(Generic[D]):
 
 
 DOCUMENTS: Catalog[HubDataset] = Catalog(
-    "dataset",
-    {"stories": _STORIES},
-    {"c4": HubDataset(path="allenai/c4", name="en", splits=("train", "validation"))},
+    "dataset", {"stories": _STORIES}, {"c4": HubDataset(path="allenai/c4", name="en", splits=("train", "validation"))}
 )
 
 CHAT_DATASETS: Catalog[ChatDataset] = Catalog(
