@@ -5,7 +5,9 @@ import math
 import pytest
 import torch
 
-from torchtitan.components.preference_losses import Answers, PreferenceLoss, kto_loss
+from torchtitan.components.preference_losses import Answers, PreferenceLoss, kto_loss, orpo_loss
+
+F32, F64 = torch.float32, torch.float64
 
 # Log-probability, reference, tokens.
 CHOSEN = [(-12.0, -14.0, 7), (-3.5, -3.0, 2), (-40.0, -41.5, 30)]
@@ -71,6 +73,22 @@ def test_missing_answers_have_finite_gradients():
         losses, *_ = PreferenceLoss.Config(kind=kind).build()(missing, missing)
         (losses * 0).sum().backward()
         assert log_probs.grad.item() == 0
+
+
+def test_orpo_of_almost_certain_answers():
+    """Log odds in float32 against float64, to the rounding of float32. At probability 1, loss and gradient are finite,
+    and the loss is the one of the largest probability below 1."""
+    other = torch.tensor(-0.5)
+    for mean in (-30.0, -0.69, -1e-3, -1e-7):
+        measured, expected = (orpo_loss(torch.tensor(mean, dtype=t), other.to(t), 1.0) for t in (F32, F64))
+        torch.testing.assert_close(measured.double(), expected, rtol=1e-6, atol=1e-7)
+        odds = [math.log(math.exp(p) / -math.expm1(p)) for p in (mean, -0.5)]
+        assert expected.item() == pytest.approx(-mean - log_sigmoid(odds[0] - odds[1]), rel=1e-12)
+    certain = torch.zeros((), requires_grad=True)
+    loss = orpo_loss(other, certain, 1.0)
+    loss.backward()
+    assert loss == orpo_loss(other, torch.tensor(-torch.finfo(F32).eps), 1.0)
+    assert certain.grad == 0
 
 
 def test_kto_loss():

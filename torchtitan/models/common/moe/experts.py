@@ -93,6 +93,7 @@ class RoutedExperts(StackedExperts):
     """Gated networks `w2(activation(gate x, up x))` with stacked weights: `w13` (E, 2, H, dim), the gate and up of each
     expert, and `w2` (E, dim, H). With `bias`: `bias13` (E, 2, H), `bias2` (E, dim). `top_k`: experts of a token."""
 
+    matrices = ("w13", "w2")
     hidden_dims = {"w13": 2, "w2": 2, "bias13": 2}
 
     bias13: nn.Parameter | None
@@ -139,8 +140,21 @@ class RoutedExperts(StackedExperts):
         weight_R = weights_NK.flatten().gather(0, pairs.slot_R)
         bias13 = None if self.bias13 is None else self.bias13.flatten(1)
         on_cpu = (self.device_type or x_ND.device.type) == "cpu"
-        compute: Callable[..., Tensor] = _OneByOne.apply if on_cpu else _grouped
+        compute: Callable[..., Tensor] = _OneByOne.apply if on_cpu else self._grouped
         return compute(x_ND, weight_R, pairs, self.activation, self.w13.flatten(1, 2), self.w2, bias13, self.bias2)
+
+    def _grouped(self, x_ND: Tensor, weight_R: Tensor, pairs: Pairs, activation: Gated, *parameters: Any) -> Tensor:
+        """Compute all experts in a product each, without reading a size from the device."""
+        w13, _, bias13, bias2 = parameters
+        ends_E = pairs.ends_E(len(w13))
+        both_RH = self.product(pairs.rows_of(x_ND), "w13", ends_E)
+        both_RH = both_RH if bias13 is None else both_RH + bias13[pairs.expert_R]
+        hidden_RH = activation(*both_RH.chunk(2, dim=1))
+        # The weight multiplies the narrower side of w2.
+        out_RD = self.product((hidden_RH * weight_R[:, None]).to(x_ND.dtype), "w2", ends_E)
+        if bias2 is not None:
+            out_RD = out_RD + (bias2[pairs.expert_R] * weight_R[:, None]).to(x_ND.dtype)
+        return pairs.sums_of(out_RD)
 
 
 class InputScaledExperts(RoutedExperts):
@@ -150,23 +164,6 @@ class InputScaledExperts(RoutedExperts):
         scaled = (x_ND[:, None] * weights_NK[..., None].to(x_ND.dtype)).flatten(0, 1)
         ones = torch.ones_like(weights_NK).view(-1, 1)
         return super().forward(scaled, ones, chosen_NK.view(-1, 1)).unflatten(0, weights_NK.shape).sum(dim=1)
-
-
-def _grouped(x_ND: Tensor, weight_R: Tensor, pairs: Pairs, activation: Gated, *parameters: Any) -> Tensor:
-    """Compute all experts in a product each, without reading a size from the device."""
-    w13, w2, bias13, bias2 = parameters
-    ends_E = pairs.ends_E(len(w13))
-
-    def product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        out = F.grouped_mm(rows, weight.mT, offs=ends_E)
-        return out if bias is None else out + bias[pairs.expert_R]
-
-    hidden_RH = activation(*product(pairs.rows_of(x_ND), w13, bias13).chunk(2, dim=1))
-    # The weight multiplies the narrower side of w2.
-    out_RD = product((hidden_RH * weight_R[:, None]).to(x_ND.dtype), w2, None)
-    if bias2 is not None:
-        out_RD = out_RD + (bias2[pairs.expert_R] * weight_R[:, None]).to(x_ND.dtype)
-    return pairs.sums_of(out_RD)
 
 
 class _OneByOne(torch.autograd.Function):
@@ -232,11 +229,9 @@ def _product_type(dtype: torch.dtype) -> torch.dtype:
 
 
 def _product(a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None = None) -> None:
-    """Write `a @ b + bias` into `out`, in the type of `a`."""
-    result = out if out.dtype == a.dtype else torch.empty_like(out, dtype=a.dtype)
-    if bias is None:
-        torch.mm(a, b.to(a.dtype), out=result)
-    else:
-        torch.addmm(bias.to(a.dtype), a, b.to(a.dtype), out=result)
+    """Write `a @ b + bias` into `out`, computed in the type of `a`."""
+    result = torch.mm(a, b.to(a.dtype), out=out if out.dtype == a.dtype else None)
+    if bias is not None:
+        result += bias
     if result is not out:
         out.copy_(result)
