@@ -244,7 +244,7 @@ class RunBuilder(Configurable):
         return optimizer
 
     def build_pipeline(self) -> Pipeline | None:
-        if self.pipeline_plan is None:
+        if (plan := self.pipeline_plan) is None:
             return None
         assert self.mesh is not None
         config, dims = self.config, self.parallel_dims
@@ -256,14 +256,8 @@ class RunBuilder(Configurable):
             device="meta",
             requires_grad=True,
         )
-        return Pipeline(
-            self.pipeline_plan,
-            self.model_parts,
-            mesh=self.mesh["pp"],
-            device=self.device,
-            hidden=hidden,
-            head=self.loss,
-        )
+        mesh = self.mesh["pp"]
+        return Pipeline(plan, self.model_parts, mesh=mesh, device=self.device, hidden=hidden, head=self.loss)
 
     @property
     def ranks(self) -> Ranks:
