@@ -86,8 +86,16 @@ class SFTDataLoader(PlannedDataLoader):
 
         def filters(self) -> FilterConfig:
             """Return the filters for rows. Raise `UserError` for invalid limits."""
-            options = {field.name: getattr(self, field.name) for field in dataclasses.fields(FilterConfig)}
-            return FilterConfig(**{**options, "token_range": parse_token_range(self.token_range)})
+            return FilterConfig(
+                empty=self.empty,
+                broken=self.broken,
+                untrained=self.untrained,
+                min_tokens=self.min_tokens,
+                max_tokens=self.max_tokens,
+                token_range=parse_token_range(self.token_range),
+                max_repetition=self.max_repetition,
+                repetition_ngram=self.repetition_ngram,
+            )
 
         def encoder(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> ConversationEncoder:
             return ConversationEncoder(ChatEncoder(tokenizer, template, self.train_on))
