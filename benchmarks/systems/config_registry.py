@@ -1,4 +1,5 @@
-"""Configurations of torchtitan for `benchmarks/peers.py`, which sets sizes, lengths and files on the command line."""
+"""Configurations of torchtitan for `benchmarks/peers.py` and `post_training.py`, which set sizes, lengths and files on
+the command line."""
 
 import time
 from collections.abc import Sequence
@@ -8,7 +9,10 @@ from pathlib import Path
 from torchtitan.components.data import SFTDataLoader
 from torchtitan.components.data.base import NO_DOCUMENT, Batch
 from torchtitan.components.data.dataloader import PretrainDataLoader
+from torchtitan.components.data.finetuning.preference import PreferenceDataLoader
 from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.components.preference_losses import PreferenceLoss
+from torchtitan.experiments.preference.trainer import PreferenceTrainer
 from torchtitan.models.llama3 import model_registry
 from torchtitan.models.pretrained import huggingface_model
 from torchtitan.protocols import ModelSpec
@@ -45,14 +49,15 @@ class Steps(Callback):
 
 
 def useful_tokens(batch: Batch) -> int:
-    """Return the tokens of a batch without padding, which is the last document of a window."""
+    """Return the tokens of a batch without padding, which is the last document of a window. Each answer of a pair is a
+    document."""
     positions_BL = batch["attention"].positions_BL if "attention" in batch else None
     if positions_BL is None:
         return batch["input"].numel()
     total = 0
-    for positions, documents in zip(positions_BL, batch["documents"], strict=True):
+    is_document = batch["answer_keys"].flatten(1) != 0 if "answer_keys" in batch else batch["documents"] != NO_DOCUMENT
+    for positions, n_documents in zip(positions_BL, is_document.sum(dim=1).tolist(), strict=True):
         starts = (positions == 0).nonzero().flatten().tolist()
-        n_documents = int((documents != NO_DOCUMENT).sum())
         total += starts[n_documents] if len(starts) > n_documents else len(positions)
     return total
 
@@ -72,6 +77,13 @@ def sft() -> Trainer.Config:
         model_spec=model_registry("debugmodel"),
         dataloader=SFTDataLoader.Config(),
         callbacks=[Steps.Config()],
+    )
+
+
+def dpo() -> Trainer.Config:
+    """Train on packed pairs; the reference is a second model with the same initial weights."""
+    return PreferenceTrainer.Config.based_on(
+        sft(), dataloader=PreferenceDataLoader.Config(), loss=PreferenceLoss.Config()
     )
 
 

@@ -30,6 +30,7 @@ class System:
     package: str
     program: str = ""
     compile: bool = False
+    checkpointing: bool = False
 
 
 SYSTEMS = {
@@ -39,6 +40,7 @@ SYSTEMS = {
     "trainer-compiled": System("transformers", "run_trainer.py", compile=True),
     "litgpt": System("litgpt", "run_litgpt.py"),
     "trl": System("trl", "run_trl.py"),
+    "trl-checkpointing": System("trl", "run_trl.py", checkpointing=True),
 }
 
 
@@ -98,7 +100,7 @@ def command_of(system: str, task: Task, python: str, folder: str) -> list[str]:
     options: dict[str, Any] = {}
     if task.model:
         (Path(folder) / "config.json").write_text(json.dumps(task.document))
-        tokenizer = Path(task.tokenizer) if task.kind == "sft" else OWN_TOKENIZER
+        tokenizer = OWN_TOKENIZER if task.kind == "pretrain" else Path(task.tokenizer)
         shutil.copy(tokenizer / "tokenizer.json", folder)
         options["hf_assets_path"] = folder
     else:
@@ -107,13 +109,14 @@ def command_of(system: str, task: Task, python: str, folder: str) -> list[str]:
     options |= {
         "training.steps": task.steps,
         "training.seq_len": task.seq_len,
-        "training.local_batch_size": task.batch_size,
+        # A window has room for two answers of the greatest length: two pairs of half of it, the mean in job DPO.
+        "training.local_batch_size": task.batch_size // 2 if task.kind == "dpo" else task.batch_size,
         "training.mixed_precision_param": task.precision,
         "dataloader.cache_dir": f"{folder}/cache",
         "dump_folder": f"{folder}/out",
         "callbacks.steps.folder": folder,
     }
-    if task.kind == "sft":
+    if task.kind != "pretrain":
         options |= {
             "hf_assets_path": folder if task.model else task.tokenizer,
             "dataloader.dataset": task.data,

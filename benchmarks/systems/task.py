@@ -33,7 +33,7 @@ class Task:
     """A run of one system."""
 
     kind: str
-    """`pretrain` on windows full of text, or `sft` on questions and answers."""
+    """`pretrain` on windows full of text, `sft` on questions and answers, or `dpo` on pairs of answers."""
 
     vocab_size: int
     seq_len: int
@@ -49,10 +49,10 @@ class Task:
     """Use torch.compile, in systems that leave the choice to the user."""
 
     data: str
-    """JSON Lines file with the columns `question` and `answer`, for `sft`."""
+    """JSON Lines file with the columns `question` and `answer` for `sft`, or `prompt`, `chosen` and `rejected`."""
 
     tokenizer: str
-    """Folder with `tokenizer.json`, for `sft`."""
+    """Folder with `tokenizer.json`; only `pretrain` needs none."""
 
     model: str = ""
     """Key of `CLASSES`; empty: the Llama of `widths`."""
@@ -61,7 +61,10 @@ class Task:
     """Sizes of the model except its vocabulary, under torchtitan's names."""
 
     batch_size: int = 4
-    """Windows that the system processes at once."""
+    """Windows that the system processes at once; pairs in `dpo`."""
+
+    checkpointing: bool = False
+    """Recompute activations in the backward pass, in systems that leave the choice to the user."""
 
     @property
     def document(self) -> dict[str, Any]:

@@ -58,11 +58,6 @@ def ipo_loss(h: Tensor, beta: float) -> Tensor:
     return (h - 1 / (2 * beta)) ** 2
 
 
-def simpo_loss(x: Tensor, gamma: float) -> Tensor:
-    """Return -log sigmoid(x - gamma) (Meng et al., arXiv:2405.14734, equation 6)."""
-    return -F.logsigmoid(x - gamma)
-
-
 def orpo_loss(chosen: Tensor, rejected: Tensor, weight: float) -> Tensor:
     """Return the negative log-likelihood of the chosen answer plus `weight` times -log sigmoid(log odds ratio) (Hong et
     al., arXiv:2403.07691, equations 3 to 7). Both arguments are mean log-probabilities per token; one that rounds to 0
@@ -75,7 +70,7 @@ def orpo_loss(chosen: Tensor, rejected: Tensor, weight: float) -> Tensor:
 def cpo_loss(x: Tensor, chosen: Tensor, weight: float) -> Tensor:
     """Return -log sigmoid(x) minus `weight` times the chosen answer's mean log-probability per token (Xu et al.,
     arXiv:2401.08417, equation 5, with the likelihood per token)."""
-    return -F.logsigmoid(x) - weight * chosen
+    return dpo_loss(x) - weight * chosen
 
 
 def kto_loss(reward: Tensor, baseline: Tensor | float, is_desirable: Tensor) -> Tensor:
@@ -104,7 +99,7 @@ class PreferenceLoss(Configurable):
         """Probability that a label is wrong, below 0.5, for cdpo and robust."""
 
         gamma: float = 1.0
-        """Target margin of simpo."""
+        """Target margin of simpo (Meng et al., arXiv:2405.14734, equation 6)."""
 
         weight: float = 1.0
         """Weight of the odds ratio in orpo, and of the likelihood in cpo."""
@@ -138,7 +133,7 @@ class PreferenceLoss(Configurable):
             "hinge": lambda: hinge_loss(x),
             "ipo": lambda: ipo_loss(h, config.beta),
             "dpo_normalized": lambda: dpo_loss(config.beta * h),
-            "simpo": lambda: simpo_loss(x, config.gamma),
+            "simpo": lambda: dpo_loss(x - config.gamma),
             "orpo": lambda: orpo_loss(*means, config.weight),
             "cpo": lambda: cpo_loss(x, means[0], config.weight),
         }

@@ -142,10 +142,9 @@ class LayerConverter(ModelConverter):
         for name in names:
             is_plain = type(layers[name]) in self.layer_types or isinstance(layers[name], StackedExperts)
             if (other := converter_of(layers[name])) or not is_plain:
-                other = other or type(layers[name]).__name__
                 raise UserError(
-                    f"model_converters: {name} is already converted by {other}, and {key} cannot convert it again; "
-                    f"exclude it from one of them (--model_converters.{key}.exclude)"
+                    f"model_converters: {name} is already converted by {other or type(layers[name]).__name__}, and "
+                    f"{key} cannot convert it again; exclude it from one of them (--model_converters.{key}.exclude)"
                 )
         selected = {name: layers[name] for name in names if self.accepts(name, layers[name])}
         if not selected:

@@ -22,9 +22,8 @@ class StackedExperts(nn.Module):
     """Parameters (experts, …, outputs, inputs) that `product` multiplies with rows."""
 
     hidden_dims: Mapping[str, int | None] = {}
-    """Parameter → its dimension over the experts' width, which expert tensor parallelism splits; None: each rank needs
-    it whole. Of parameters that are not here, each rank adds its share to the sum of results: they are biases of
-    results."""
+    """Parameter → its dimension over the experts' width, which expert tensor parallelism splits; None: ranks have it
+    whole. Of others, each rank adds its share to the sum of results: they are biases of results."""
 
     exchange: Exchange | None = None
     """Set by expert parallelism. None: this rank has all experts."""

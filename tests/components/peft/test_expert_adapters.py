@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 from torch import Tensor
 
 from tests.components.peft.test_adapter_files import (
@@ -26,6 +27,7 @@ from tests.pretrained import assert_equal
 from tests.training import read_metrics, run, tiny_config
 from torchtitan.cli.main import main
 from torchtitan.components.peft import LoRA, QLoRA
+from torchtitan.components.peft.adapter_files import WEIGHTS
 from torchtitan.components.peft.experts import adapt_experts
 from torchtitan.models.common.moe.experts import InputScaledExperts, RoutedExperts, clamped_swiglu, swiglu
 from torchtitan.tools.errors import UserError
@@ -148,8 +150,8 @@ def test_round_trip_of_a_peft_adapter(tmp_path: Path, model_type: str) -> None:
 @pytest.mark.parametrize(
     ("model_type", "options", "message"),
     [
-        ("llama4_text", {}, r"Llama 4's experts: layers\.\d\.moe\.experts\.w13"),
-        ("qwen3_moe", {"dora": True}, r"experts with DoRA: layers\.0\.moe\.experts\.w13"),
+        ("llama4_text", {}, r"Llama 4's experts, .*: layers\.\d\.moe\.experts\.w13"),
+        ("qwen3_moe", {"dora": True}, r"DoRA of experts: layers\.0\.moe\.experts\.w13"),
     ],
 )
 def test_adapters_that_peft_cannot_express(
@@ -159,6 +161,19 @@ def test_adapters_that_peft_cannot_express(
     spec, plain = plain_weights(save_base(tmp_path / "base", model_type))
     with pytest.raises(UserError, match=message):
         write(tmp_path / "ours", config, adapted(spec, config, plain, seed=1), spec)
+
+
+def test_adapters_of_each_experts_layers_are_refused(tmp_path: Path) -> None:
+    """As PEFT made them with transformers 4."""
+    config = LoRA.Config(**CONFIG, include=["experts"])
+    spec, plain = plain_weights(save_base(tmp_path / "base", "qwen3_moe"))
+    model = adapted(spec, config, plain, seed=1)
+    write(tmp_path / "ours", config, model, spec)
+    layer = "base_model.model.model.layers.0.mlp.experts.0.gate_proj"
+    shapes = {f"{layer}.lora_A.weight": (4, 48), f"{layer}.lora_B.weight": (24, 4)}
+    save_file({name: torch.ones(shape) for name, shape in shapes.items()}, tmp_path / "ours" / WEIGHTS)
+    with pytest.raises(UserError, match=r"only in the file: model\.layers\.0\.mlp\.experts\.0\.gate_proj; only in"):
+        read(tmp_path / "ours", config, spec, model)
 
 
 # --- runs -------------------------------------------------------------------------------------------------------------
@@ -193,12 +208,12 @@ def train_layout(folder: Path, name: str, dora: bool) -> None:
     run(adapter_config(folder, adapter__dora=dora, **LAYOUTS[name]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "dora"),
     [
-        ("TP x ETP", True),
-        *(pytest.param(name, False, marks=pytest.mark.slow) for name in LAYOUTS),
-        *(pytest.param(name, True, marks=pytest.mark.slow) for name in ("FSDP", "TP x EP")),
+        *((name, False) for name in LAYOUTS),
+        *((name, True) for name in ("FSDP", "TP x EP", "TP x ETP")),
     ],
 )
 def test_two_processes_equal_one(workers, tmp_path: Path, name: str, dora: bool) -> None:

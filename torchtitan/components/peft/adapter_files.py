@@ -90,8 +90,7 @@ _SUPPORTED: Mapping[str, tuple[Any, ...]] = {
 _WITHOUT_EFFECT = {
     *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "task_type"),
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),  # implied by the tensor names
-    "target_parameters",
-    *("lora_dropout", "eva_config", "megatron_core", "qalora_group_size", "runtime_config"),
+    *("target_parameters", "lora_dropout", "eva_config", "megatron_core", "qalora_group_size", "runtime_config"),
 }
 """PEFT's options without effect on the output of a trained adapter. Any other option that is set is an error."""
 
@@ -358,16 +357,14 @@ def _make_entries(model: nn.Module, spec: ModelSpec) -> dict[str, _Entry]:
     """Return the entry of each adapter tensor and base weight, with the parts of a fused layer in order. Errors are as
     in `write_adapter`."""
     plain = model_tensor_specs(spec.model)
-    adapted_layers = ((name, layer) for name, layer in model.named_modules() if isinstance(layer, AdaptedLayer))
-    layers = {
-        f"{name}.{own}": layer for name, layer in adapted_layers for own in getattr(layer, "matrices", ["weight"])
-    }
+    modules = [(name, module) for name, module in model.named_modules() if isinstance(module, AdaptedLayer)]
+    layers = {f"{name}.{own}": module for name, module in modules for own in getattr(module, "matrices", ["weight"])}
     entries: dict[str, _Entry] = {}
     unsupported: list[str] = []
     for step in _class_adapter(spec).steps:
         adapted = [name for name in step.internal if name in layers]
         if adapted and isinstance(experts := layers[adapted[0]], AdaptedExperts):
-            entries |= _make_experts_entries(adapted[0], experts, step, spec)
+            entries |= _make_experts_entries(adapted[0], experts, step, spec.name)
         elif adapted and step.transform.rows_only:
             (name,) = adapted
             entries |= _make_layer_entries(name.removesuffix(".weight"), layers[name], step, plain[name].shape)
@@ -390,12 +387,11 @@ def _class_adapter(spec: ModelSpec) -> StateDictAdapter:
 
 
 def _make_experts_entries(
-    weight: str, experts: AdaptedExperts, step: TensorConversion, spec: ModelSpec
-) -> dict[str, _Entry]:
+    weight: str, experts: AdaptedExperts, step: TensorConversion, family: str
+) -> Mapping[str, _Entry]:
     (parameter,), matrix = step.external, weight.rpartition(".")[2]
-    if spec.name == "llama4" or f"{matrix}_magnitude" in experts.adapter:
-        kind = "experts with DoRA" if f"{matrix}_magnitude" in experts.adapter else "Llama 4's experts"
-        raise UserError(f"PEFT files do not support adapters of {kind}: {weight}")
+    if family == "llama4" or f"{matrix}_magnitude" in experts.adapter:
+        raise UserError(f"PEFT files do not support adapters of Llama 4's experts, or DoRA of experts: {weight}")
     # PEFT wraps experts once for each adapted parameter, beginning with the first.
     outer = list(experts.matrices)[::-1].index(matrix)
     wrapper = parameter.rpartition(".")[0] + ".base_layer" * outer

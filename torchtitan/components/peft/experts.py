@@ -1,7 +1,6 @@
 """LoRA and DoRA of routed experts, in grouped products."""
 
 from collections.abc import Mapping
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -60,8 +59,8 @@ class AdaptedExperts(AdaptedLayer, StackedExperts):
 def adapt_experts(experts: StackedExperts, *, rank: int, scaling: float, dora: bool) -> AdaptedExperts:
     """Freeze experts and give them adapters, in place: they become `AdaptedExperts` of their class. Return them."""
     experts.requires_grad_(False)
-    starts: dict[str, Initializer] = {}
-    split_dims: dict[str, int | None] = {}
+    dtype = next(experts.parameters()).dtype
+    starts, split_dims = dict[str, Initializer](), dict[str, int | None]()
     for name in experts.matrices:
         weight, hidden_dim = experts.get_parameter(name), experts.hidden_dims.get(name)
         *rows, inputs = weight.shape
@@ -71,7 +70,8 @@ def adapt_experts(experts: StackedExperts, *, rank: int, scaling: float, dora: b
             "B": ([*rows, rank], Constant(0.0), None if are_inputs_split else hidden_dim),
         }
         if dora:
-            norms = DerivedRows(name, weight.shape, initializer_of(experts, name), partial(_row_norms, weight.dtype))
+            start = initializer_of(experts, name)
+            norms = DerivedRows(name, weight.shape, start, lambda rows: row_norms(rows.to(dtype).float()))
             added["magnitude"] = rows, norms, added["B"][2]
         for part, (shape, start, split_dim) in added.items():
             experts.register_parameter(f"{name}_{part}", nn.Parameter(weight.new_empty(shape)))
@@ -83,7 +83,3 @@ def adapt_experts(experts: StackedExperts, *, rank: int, scaling: float, dora: b
     experts.device_type = "cuda"  # its algorithm calls `product`
     experts._add_initializers(**starts)
     return experts
-
-
-def _row_norms(dtype: torch.dtype, rows: Tensor) -> Tensor:
-    return row_norms(rows.to(dtype).float())

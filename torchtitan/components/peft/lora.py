@@ -110,8 +110,7 @@ class LoRALinear(AdaptedLayer, nn.Linear):
         self.lora_A = nn.Parameter(plain.new_empty(rank, self.in_features))
         self.lora_B = nn.Parameter(plain.new_empty(self.out_features, rank))
         # As in peft: A starts like a linear layer in torch, Kaiming uniform with a = √5.
-        bound = self.in_features**-0.5
-        self._add_initializers(lora_A=Uniform(-bound, bound), lora_B=Constant(0.0))
+        self._add_initializers(lora_A=Uniform(-(self.in_features**-0.5), self.in_features**-0.5), lora_B=Constant(0.0))
         with_features(self, lora_A=(None, "in"), lora_B=("out", None))
         self.register_parameter("magnitude", None)
         if dora:

@@ -12,13 +12,12 @@ from torch import Tensor
 
 from torchtitan.components.critic import estimate_advantages, value_head
 from torchtitan.components.data import PromptDataLoader
-from torchtitan.components.data.base import Batch, to_batch
-from torchtitan.components.generation import Engine, Sampling, stop_ids
+from torchtitan.components.data.base import Batch
 from torchtitan.components.log_probs import token_log_probs
 from torchtitan.components.loss import IGNORE_INDEX, CrossEntropyLoss
 from torchtitan.components.policy_loss import PolicyLoss, group_advantages
 from torchtitan.components.rollout.rewards import Rewards
-from torchtitan.components.rollout.rollout import Group, Rollouts, log_completions, pack_trajectories, padding
+from torchtitan.components.rollout.rollout import Group, Rollouts, log_completions, to_batches
 from torchtitan.distributed.process_group import gather_objects
 from torchtitan.experiments.reward.trainer import reward_function
 from torchtitan.tools.errors import UserError
@@ -26,9 +25,6 @@ from torchtitan.trainer import RunModel, StepResult, Trainer
 
 _LOGGED = 2
 """Trajectories to log, and to write to completions.jsonl, when metrics are logged."""
-
-_MOST_ROUNDS = 10
-"""Global batches that a step reads at most to replace groups with equal rewards."""
 
 
 class RLTrainer(Trainer):
@@ -74,29 +70,16 @@ class RLTrainer(Trainer):
         super().__init__(config)
         config = self.config
         self.policy = config.policy.build(max_new_tokens=config.rollout.max_new_tokens)
+        assert self.dataloader.template
         self.rollouts = config.rollout.build(
-            engine=self.build_engine(),
+            model=self.model_parts[0],
             tokenizer=self.tokenizer,
+            template=self.dataloader.template,
             rewards=Rewards(config.rewards, config.reward_weights, reward_function),
+            context=config.training.seq_len + 1,
             seed=config.debug.seed,
             leader=self.rank - self.parallel_dims.coordinate("tp"),
         )
-
-    def build_engine(self) -> Engine:
-        """Build the engine that samples from the model."""
-        folder, template = self.tokenizer.folder, self.dataloader.template
-        assert folder and template
-        end = template.end_of_turn_id(self.tokenizer)
-        self.stop_ids = stop_ids(self.tokenizer, folder) | (set() if end is None else {end})
-        engine = Engine(
-            self.model_parts[0],
-            sampling=Sampling(temperature=1.0),
-            stop_ids=self.stop_ids,
-            max_rows=self.config.rollout.max_rows,
-            group=self.ranks.group,
-        )
-        engine.context = min(engine.context, self.config.training.seq_len + 1)
-        return engine
 
     def build_models(self) -> dict[str, RunModel]:
         models = super().build_models()
@@ -127,49 +110,32 @@ class RLTrainer(Trainer):
         trajectories = list(itertools.chain(*groups))
         if self.rank == 0 and self.metrics.should_log(self.step + 1):
             log_completions(self.config.dump_folder, self.step + 1, trajectories[:_LOGGED], self.tokenizer)
-        seq_len, size = self.config.training.seq_len, self.config.training.local_batch_size
-        windows = pack_trajectories(list(zip(trajectories, advantages, strict=True)), seq_len)
-        n_windows = size * max(gather_objects(-(-len(windows) // size)))  # ranks take equally many forward passes
-        windows += [padding(seq_len)] * (n_windows - len(windows))
-        return [to_batch(windows[start : start + size]) for start in range(0, n_windows, size)]
+        samples, training = list(zip(trajectories, advantages, strict=True)), self.config.training
+        return to_batches(samples, training.seq_len, training.local_batch_size)
 
     def sample_groups(self, batches: Iterator[Batch]) -> list[Group]:
         """Return the groups of this rank's prompts; with a method that resamples, only groups with unequal rewards."""
+        load, step, name_of = super().next_micro_batches, str(self.step + 1), self.dataloader.sample_name
         wanted = self.gradient_accumulation_steps * self.config.training.local_batch_size
-        groups: list[Group] = []
-        for number in range(_MOST_ROUNDS):
-            loaded = super().next_micro_batches(batches)
-            self.watchdog.phase("rollouts")
-            with self.mixed_precision():
-                phase, size = f"{self.step + 1}/{number}", self.config.rollout.group_size
-                sampled = self.rollouts.run(loaded, phase, size, self.dataloader.sample_name)
-            if not self.policy.method.resample:
-                return sampled
-            groups += [group for group in sampled if len({trajectory.reward for trajectory in group}) > 1]
-            if all(gather_objects(len(groups) >= wanted or not loaded)):
-                break
-        if not any(gather_objects(bool(groups))) and any(gather_objects(bool(loaded))):
-            raise UserError(
-                f"the rewards of each prompt's answers were equal in {_MOST_ROUNDS} global batches, from which "
-                f"--policy.method {self.config.policy.method} learns nothing; use an easier reward, or grpo"
-            )
-        return groups[:wanted]
+        with self.mixed_precision():
+            if self.policy.method.resample:
+                return self.rollouts.run_unequal(lambda: load(batches), wanted, step, name_of)
+            return self.rollouts.run(load(batches), f"{step}/0", name_of)
 
-    def describe(self, groups: list[Group]) -> None:
+    def describe(self, groups: list[Group], *, is_validation: bool = False) -> None:
         """Measure rewards and lengths, and count the tokens of all ranks."""
-        trajectories = list(itertools.chain(*groups))
-        rewards = [trajectory.reward for trajectory in trajectories]
-        lengths = [sum(trajectory.loss_mask) for trajectory in trajectories]
-        truncated = [trajectory.tokens[-1] not in self.stop_ids for trajectory in trajectories]
-        for name, total in {"reward": sum(rewards), "length": sum(lengths), "truncated": sum(truncated)}.items():
-            self.measure(name, *torch.tensor([total, len(trajectories)], device=self.device))
-        own = rewards, sum(len(trajectory.tokens) for trajectory in trajectories)
-        of_ranks = gather_objects(own if self.parallel_dims.is_batch_leader else ([], 0))
-        everyone = list(itertools.chain(*(rewards for rewards, _ in of_ranks)))
-        self.tokens_per_step = sum(n_tokens for _, n_tokens in of_ranks)
-        for name, part in {"reward_p10": 0.1, "reward_p50": 0.5, "reward_p90": 0.9}.items():
-            n_known = torch.tensor(float(bool(everyone)), device=self.device)  # the same on all ranks
-            self.measure(name, n_known * float(np.quantile(everyone or [0], part)), n_known)
+        stops, trajectories = self.rollouts.stop_ids, itertools.chain(*groups)
+        own = [(t.reward, sum(t.loss_mask), t.tokens[-1] not in stops, len(t.tokens)) for t in trajectories]
+        of_ranks = gather_objects(own if self.parallel_dims.is_batch_leader else [])
+        rewards, lengths, truncated, n_tokens = np.array(list(itertools.chain(*of_ranks)), float).reshape(-1, 4).T
+        for name, values in {"reward": rewards, "length": lengths, "truncated": truncated}.items():
+            self.measure(name, *torch.tensor([values.sum(), len(values)]).to(self.device))
+        if is_validation or not len(rewards):
+            return
+        self.tokens_per_step = int(n_tokens.sum())
+        for percent in (10, 50, 90):
+            numbers = [np.percentile(rewards, percent), 1.0]
+            self.measure(f"reward_p{percent}", *torch.tensor(numbers).to(self.device))
 
     # --- updates ----------------------------------------------------------------------------------------------------
 
@@ -218,7 +184,7 @@ class RLTrainer(Trainer):
     def validation_sums(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the negative rewards of one trajectory for each held-out prompt, and their number."""
         with self.mixed_precision():
-            groups = self.rollouts.run([batch], "validation", 1, "validation prompt {}".format)
-        self.describe(groups)
+            groups = self.rollouts.run([batch], "validation", "validation prompt {}".format, size=1)
+        self.describe(groups, is_validation=True)
         rewards = torch.tensor([-trajectory.reward for (trajectory,) in groups], device=self.device)
         return self.local_addend(rewards.sum()), self.local_addend(torch.full_like(rewards.sum(), len(groups)))

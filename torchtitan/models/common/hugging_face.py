@@ -211,7 +211,7 @@ _DROPOUTS = ("attention_dropout", "resid_pdrop", "embd_pdrop")
 _WITHOUT_EFFECT = {
     *("architectures", "_name_or_path", "transformers_version", "initializer_range", "auto_map"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "use_cache", "cache_implementation"),
-    *("chunk_size_feed_forward", "id2label", "label2id", "is_encoder_decoder", "problem_type"),
+    *("chunk_size_feed_forward", "id2label", "label2id", "num_labels", "is_encoder_decoder", "problem_type"),
     *("pretraining_tp", "return_dict", "output_attentions", "output_hidden_states", "_attn_implementation"),
     *("output_router_logits", "router_aux_loss_coef", "aux_loss_alpha", "seq_aux", "ep_size"),
     *("num_nextn_predict_layers", "num_mtp_layers"),

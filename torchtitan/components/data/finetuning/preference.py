@@ -156,18 +156,14 @@ class RewardDataLoader(PreferenceDataLoader):
 
 def pack_pairs(window: Sequence[EncodedRow], n_positions: int) -> dict[str, np.ndarray]:
     """Pack the answers of all pairs as by `pack_samples`, and add `sequences` and `answer_keys`; see the loader."""
-    answers = [(pair, side, part) for pair, row in enumerate(window) for side, part in enumerate(row.parts)]
-    answers = [answer for answer in answers if len(answer[2].ids)]
-    packed = pack_samples([part for *_, part in answers], n_positions)
-    sequences = np.zeros(n_positions, np.int64)
-    keys = np.zeros((n_positions, len(SIDES)), np.int64)
-    start = 0
-    for pair, side, part in answers:
-        stop = start + len(part.ids) - 1
-        sequences[start:stop] = pair * len(SIDES) + side
-        keys[pair, side] = _answer_key(part)
-        start = stop
-    return {**packed, "sequences": sequences, "answer_keys": keys}
+    parts = enumerate(part for row in window for part in row.parts)
+    present = {number: part for number, part in parts if len(part.ids)}
+    packed = pack_samples(list(present.values()), n_positions)
+    numbers = np.array([*present, 0])  # the last is of padding
+    keys = np.zeros(n_positions * len(SIDES), np.int64)
+    keys[numbers[:-1]] = [_answer_key(part) for part in present.values()]
+    sequences = numbers[np.cumsum(packed["positions"] == 0) - 1]
+    return {**packed, "sequences": sequences, "answer_keys": keys.reshape(n_positions, len(SIDES))}
 
 
 def sum_answers(values_BW: torch.Tensor, sequences_BW: torch.Tensor) -> torch.Tensor:
