@@ -110,9 +110,8 @@ class AnswerDataLoader(PreferenceDataLoader):
         batch = PreferenceDataLoader.collate(windows, seq_len)
         mismatched = [_mismatched(window, seq_len) for window in windows]
         others = to_batch([pack_samples(samples, seq_len * SEQUENCES_PER_SAMPLE) for samples in mismatched])
-        batch |= {f"mismatched_{name}": value for name, value in others.items()}
-        batch["n_mismatched"] = torch.tensor([sum(part.trained.any() for part in samples) for samples in mismatched])
-        return batch
+        numbers = [sum(part.trained.any() for part in samples) for samples in mismatched]
+        return batch | {f"mismatched_{k}": v for k, v in others.items()} | {"n_mismatched": torch.tensor(numbers)}
 
 
 class RewardEncoder(PairEncoder):
