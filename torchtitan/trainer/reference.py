@@ -73,10 +73,9 @@ class ReferenceTrainer(Trainer):
     """Log-probabilities of answers under the reference by their `answer_keys`, if they are cached."""
 
     def build_models(self) -> dict[str, RunModel]:
-        models, config = super().build_models(), self.config.reference
+        models, config, spec = super().build_models(), self.config.reference, self.config.model_spec
         if self.needs_reference and config.kind != "adapters_off":
             weights = config.path or self.config.checkpoint.initial_load_path
-            spec = self.config.model_spec
             models["reference"] = self.build_other_model(spec, weights=weights, offloaded=config.offload)
         return models
 

@@ -46,10 +46,9 @@ if TYPE_CHECKING:
 class Trainer(RunBuilder):
     """Build every part of a run from its configuration, then train. Subclasses override methods (docs/extending.md)."""
 
+    measures_class: ClassVar[type[Measures]] = Measures
     measures_named: tuple[str, ...] = ()
     """Names of further means that `compute_loss` records with `measure`, for metrics and validation."""
-
-    measures_class: ClassVar[type[Measures]] = Measures
 
     sequences_per_sample: ClassVar[int] = 1
     """Sequences of `training.seq_len` tokens in a sample, for the count of tokens."""

@@ -20,7 +20,6 @@ SIDES = ("chosen", "rejected")
 SEQUENCES_PER_SAMPLE = len(SIDES)
 """A window has room for both answers of the longest pair: this number times `seq_len` positions."""
 
-
 _MISSING = EncodedSample(np.zeros(0, np.int64), np.zeros(0, bool))
 
 
