@@ -1,5 +1,4 @@
 """Run a trainer of TRL on the task in a folder. SFTTrainer packs samples, with its default strategy."""
-strategy."""
 
 import json
 import sys
