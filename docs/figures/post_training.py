@@ -36,7 +36,8 @@ COLORS = ("#1f77b4", "#d62728")
 def points(folder: Path, metric: str) -> list[tuple[float, float]]:
     """Return (step, value) of each line of a run's metrics.jsonl that has the metric."""
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    found = [(line["step"], line[metric]) for line in lines if metric in line]
+    # Before the first step, all pairs are ties, which an accuracy counts as wrong.
+    found = [(x["step"], x[metric]) for x in lines if metric in x and (x["step"] or "accurac" not in metric)]
     if not found:
         raise SystemExit(f"{folder}/metrics.jsonl has no {metric}")
     return found

@@ -298,8 +298,10 @@ def test_on_policy_distillation_compares_the_models_on_the_students_own_answers(
     prompts = [{"prompt": f"Is {i} big?"} for i in range(8)]
     (tmp_path / "prompts.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in prompts))
     batches = []
-    sample = OnPolicyTrainer.sample
-    monkeypatch.setattr(OnPolicyTrainer, "sample", lambda *args: batches.append(sample(*args)) or batches[-1])
+    answers = OnPolicyTrainer.answers
+    monkeypatch.setattr(
+        OnPolicyTrainer, "answers", lambda *args, **options: batches.append(answers(*args, **options)) or batches[-1]
+    )
     options = {"dataloader__dataset": [tmp_path / "prompts.jsonl"], "training__steps": 1, "rollout__max_new_tokens": 6}
     options |= {"rollout__group_size": 2, "loss__cross_entropy_weight": 0.0, "validator__enable": True}
     options |= {"validator__dataset": [tmp_path / "prompts.jsonl"]}

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,9 @@ class TeacherCache:
         """Write the files of a loader's windows durably."""
         for file, ids, log_probs in zip(self.files(batch), tokens.ids.cpu(), tokens.log_probs.cpu(), strict=True):
             durable.make_folder(file.parent)
-            durable.write(file, safetensors.torch.save({"ids": ids, "log_probs": log_probs}))
+            unfinished = file.with_suffix(f".{uuid.uuid4().hex}")  # several ranks may have the same window
+            safetensors.torch.save_file({"ids": ids, "log_probs": log_probs}, unfinished)
+            durable.replace(unfinished, file)
 
     def read(self, batch: Batch) -> Batch:
         """Return `ids` and `log_probs` of a loader's windows. Raise `UserError` if one has no file."""

@@ -1,18 +1,16 @@
 """The trainer of on-policy distillation."""
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
 from torchtitan.components.data import PromptDataLoader
-from torchtitan.components.data.base import Batch, to_batch
+from torchtitan.components.data.base import Batch
 from torchtitan.components.rollout.rewards import Rewards
-from torchtitan.components.rollout.rollout import Rollouts, pack_trajectories, padding
-from torchtitan.distributed.process_group import gather_objects
-from torchtitan.experiments.rl.trainer import RLTrainer
+from torchtitan.components.rollout.rollout import Rollouts, to_batches
 from torchtitan.tools.errors import UserError
 from torchtitan.trainer import Trainer
 
@@ -39,30 +37,33 @@ class OnPolicyTrainer(DistillationTrainer):
 
     config: Config
     dataloader: PromptDataLoader
-    build_engine: Any = RLTrainer.build_engine
 
     def __init__(self, config: Trainer.Config):
         super().__init__(config)
-        parts = {"tokenizer": self.tokenizer, "rewards": Rewards([], []), "seed": self.config.debug.seed}
-        self.rollouts = self.config.rollout.build(engine=self.build_engine(), **parts)
+        parts = {"model": self.model_parts[0], "tokenizer": self.tokenizer, "template": self.dataloader.template}
+        self.rollouts = self.config.rollout.build(
+            **parts,
+            rewards=Rewards([], []),
+            context=self.config.training.seq_len + 1,
+            seed=self.config.debug.seed,
+            leader=self.rank - self.parallel_dims.coordinate("tp"),
+        )
 
     def next_micro_batches(self, batches: Iterator[Batch]) -> list[Batch]:
-        prompts, size = super().next_micro_batches(batches), self.config.rollout.group_size
-        return self.sample(prompts, str(self.step + 1), size, self.dataloader.sample_name)
+        prompts = super().next_micro_batches(batches)
+        answers = self.answers(prompts, str(self.step + 1), self.dataloader.sample_name)
+        self.tokens_per_step = sum(batch["input"].numel() for batch in answers) * self.parallel_dims.dp_degree
+        return answers
 
-    def sample(self, prompts: list[Batch], phase: str, size: int, name_of: Callable[[int], str]) -> list[Batch]:
-        """Return `size` answers to each prompt in packed windows, equally many on each rank."""
+    def answers(self, prompts: list[Batch], *names: Any, **options: Any) -> list[Batch]:
+        """Return answers to prompts, packed, in equally many batches on each rank."""
         with self.mixed_precision():
-            trajectories = itertools.chain(*self.rollouts.run(prompts, phase, size, name_of))
-        seq_len, n_rows = self.config.training.seq_len, self.config.training.local_batch_size
-        windows = pack_trajectories([(trajectory, 0.0) for trajectory in trajectories], seq_len)
-        n_batches = max(gather_objects(-(-len(windows) // n_rows)))
-        self.tokens_per_step = n_batches * n_rows * self.parallel_dims.dp_degree * seq_len
-        windows += [padding(seq_len)] * (n_batches * n_rows - len(windows))
-        return [to_batch(windows[start : start + n_rows]) for start in range(0, len(windows), n_rows)]
+            groups = self.rollouts.run(prompts, *names, **options)
+        training, trajectories = self.config.training, itertools.chain(*groups)
+        return to_batches([(answer, 0.0) for answer in trajectories], training.seq_len, training.local_batch_size)
 
     def validation_sums(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return sums over one answer to each held-out prompt."""
-        answers = self.sample([batch], "validation", 1, "validation prompt {}".format)
-        losses, weights = zip(*(DistillationTrainer.validation_sums(self, answer) for answer in answers), strict=True)
+        answers = self.answers([batch], "validation", "validation prompt {}".format, size=1)
+        losses, weights = zip(*map(super().validation_sums, answers), strict=True)
         return sum(losses[1:], losses[0]), sum(weights[1:], weights[0])
