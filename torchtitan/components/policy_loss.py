@@ -71,12 +71,18 @@ class PolicyLoss(Configurable):
         max_importance_weight: float = 2.0
         """Maximum correction of a token for a difference between the sampler's probability and the trainer's."""
 
+        value_weight: float = 0.1
+        """Factor of the loss of the values (ppo)."""
+
+        gae_decay: float = 0.95
+        """Decay of later surprises in the advantage of a token, λ in GAE (ppo)."""
+
         updates: int = 1
         """Optimizer updates per step, all on the same samples."""
 
         def validate(self) -> None:
             require_at_least(1, policy__updates=self.updates)
-            for name in ("clip_low", "clip_high", "beta", "max_importance_weight"):
+            for name in ("clip_low", "clip_high", "beta", "max_importance_weight", "value_weight", "gae_decay"):
                 value = getattr(self, name)
                 if value is not None and not 0 <= value < math.inf:
                     raise UserError(f"--policy.{name} is {value}, but must be at least 0")
@@ -88,14 +94,19 @@ class PolicyLoss(Configurable):
         self.method, self.max_new_tokens = METHODS[config.method], max_new_tokens
 
     def __call__(
-        self, log_probs_N: Tensor, tokens: Mapping[str, Tensor], reference_N: Tensor | None = None
+        self,
+        log_probs_N: Tensor,
+        tokens: Mapping[str, Tensor],
+        reference_N: Tensor | None = None,
+        values_N: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Return the summed loss, its weight (the number of samples, or of tokens), and measures of each token (N,).
 
         Args:
             tokens: log-probabilities `old_logprobs` at the start of the step and `logprobs` of the sampler,
-                `advantages`, and the numbers of their `samples`, each (N,).
+                `advantages`, and the numbers of their `samples`, each (N,); for a critic, `old_values` and `returns`.
             reference_N: log-probabilities under the reference, for a `beta` above 0.
+            values_N: values of a critic, in float32.
         """
         config, method, old_N, samples_N = self.config, self.method, tokens["old_logprobs"], tokens["samples"]
         log_ratio_N = log_probs_N - old_N
@@ -112,8 +123,12 @@ class PolicyLoss(Configurable):
             losses_N = losses_N + config.beta * measures["kl"]
         _, places_N, lengths = samples_N.unique(return_inverse=True, return_counts=True)
         divisors = {"mean": lengths[places_N], "constant": self.max_new_tokens, "sum": 1}
+        losses_N = losses_N / divisors[method.token_weight]
+        if values_N is not None:
+            measures["value_loss"] = clipped_value_losses(values_N, tokens["old_values"], tokens["returns"], high)
+            losses_N = losses_N + config.value_weight * measures["value_loss"]
         counted = samples_N if method.per_token else lengths
-        return (losses_N / divisors[method.token_weight]).sum(), torch.ones_like(counted).sum(), measures
+        return losses_N.sum(), torch.ones_like(counted).sum(), measures
 
 
 def group_advantages(rewards_PG: Tensor, kind: str = "normalized") -> Tensor:
@@ -138,6 +153,13 @@ def clipped_losses(
     losses_N = -ratio_N * advantages_N
     clipped_N = -ratio_N.clamp(1 - clip_low, 1 + clip_high) * advantages_N
     return torch.maximum(losses_N, clipped_N), clipped_N > losses_N
+
+
+def clipped_value_losses(values_N: Tensor, old_N: Tensor, returns_N: Tensor, clip: float = 0.2) -> Tensor:
+    """Return half the squared error of each value, or of the value at most `clip` from the old one, if it is larger
+    (https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details, 9)."""
+    clipped_N = old_N + (values_N - old_N).clamp(-clip, clip)
+    return torch.maximum((values_N - returns_N).square(), (clipped_N - returns_N).square()) / 2
 
 
 def mean_by_sample(values_N: Tensor, samples_N: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ methods without a reference leave out pi_ref, and SimPO and ORPO divide the loga
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -19,20 +19,6 @@ from torchtitan.config import Configurable
 from torchtitan.tools.errors import UserError
 
 Kind = Literal["dpo", "cdpo", "robust", "hinge", "ipo", "dpo_normalized", "simpo", "orpo", "cpo"]
-
-
-class Answers(NamedTuple):
-    """Answers to prompts, in tensors of one shape."""
-
-    log_ratios: Tensor
-    """Logarithm of pi / pi_ref, of the whole answer."""
-    lengths: Tensor
-    """Tokens of the answer; 0 if there is none."""
-
-    @property
-    def per_token(self) -> Tensor:
-        """Logarithm of pi / pi_ref, divided by the tokens."""
-        return self.log_ratios / self.lengths.clamp(min=1)
 
 
 def dpo_loss(x: Tensor, smoothing: float = 0.0) -> Tensor:
@@ -58,11 +44,6 @@ def ipo_loss(h: Tensor, beta: float) -> Tensor:
     return (h - 1 / (2 * beta)) ** 2
 
 
-def simpo_loss(x: Tensor, gamma: float) -> Tensor:
-    """Return -log sigmoid(x - gamma) (Meng et al., arXiv:2405.14734, equation 6)."""
-    return -F.logsigmoid(x - gamma)
-
-
 def orpo_loss(chosen: Tensor, rejected: Tensor, weight: float) -> Tensor:
     """Return the negative log-likelihood of the chosen answer plus `weight` times -log sigmoid(log odds ratio) (Hong et
     al., arXiv:2403.07691, equations 3 to 7). Both arguments are mean log-probabilities per token; one that rounds to 0
@@ -75,7 +56,7 @@ def orpo_loss(chosen: Tensor, rejected: Tensor, weight: float) -> Tensor:
 def cpo_loss(x: Tensor, chosen: Tensor, weight: float) -> Tensor:
     """Return -log sigmoid(x) minus `weight` times the chosen answer's mean log-probability per token (Xu et al.,
     arXiv:2401.08417, equation 5, with the likelihood per token)."""
-    return -F.logsigmoid(x) - weight * chosen
+    return dpo_loss(x) - weight * chosen
 
 
 def kto_loss(reward: Tensor, baseline: Tensor | float, is_desirable: Tensor) -> Tensor:
@@ -104,7 +85,7 @@ class PreferenceLoss(Configurable):
         """Probability that a label is wrong, below 0.5, for cdpo and robust."""
 
         gamma: float = 1.0
-        """Target margin of simpo."""
+        """Target margin of simpo (Meng et al., arXiv:2405.14734, equation 6)."""
 
         weight: float = 1.0
         """Weight of the odds ratio in orpo, and of the likelihood in cpo."""
@@ -125,12 +106,12 @@ class PreferenceLoss(Configurable):
 
     config: Config
 
-    def __call__(self, chosen: Answers, rejected: Answers) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the loss of each pair, and the rewards of both answers."""
-        config, means = self.config, (chosen.per_token, rejected.per_token)
-        ratios = means if config.kind in ("simpo", "orpo") else (chosen.log_ratios, rejected.log_ratios)
-        rewards = config.beta * ratios[0], config.beta * ratios[1]
-        x, h = rewards[0] - rewards[1], means[0] - means[1]
+    def __call__(self, log_ratios: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        """Return losses (...) and rewards (..., 2) of pairs, from log(pi / pi_ref) and the number of tokens of chosen
+        and rejected answers, (..., 2)."""
+        config, means = self.config, log_ratios / lengths.clamp(min=1)
+        rewards = config.beta * (means if config.kind in ("simpo", "orpo") else log_ratios)
+        x, h = (values[..., 0] - values[..., 1] for values in (rewards, means))
         losses: dict[Kind, Callable[[], Tensor]] = {
             "dpo": lambda: dpo_loss(x),
             "cdpo": lambda: dpo_loss(x, config.label_smoothing),
@@ -138,11 +119,11 @@ class PreferenceLoss(Configurable):
             "hinge": lambda: hinge_loss(x),
             "ipo": lambda: ipo_loss(h, config.beta),
             "dpo_normalized": lambda: dpo_loss(config.beta * h),
-            "simpo": lambda: simpo_loss(x, config.gamma),
-            "orpo": lambda: orpo_loss(*means, config.weight),
-            "cpo": lambda: cpo_loss(x, means[0], config.weight),
+            "simpo": lambda: dpo_loss(x - config.gamma),
+            "orpo": lambda: orpo_loss(means[..., 0], means[..., 1], config.weight),
+            "cpo": lambda: cpo_loss(x, means[..., 0], config.weight),
         }
-        return losses[config.kind](), *rewards
+        return losses[config.kind](), rewards
 
 
 class KTOLoss(Configurable):
@@ -171,8 +152,8 @@ class KTOLoss(Configurable):
     config: Config
 
     def __call__(self, log_ratios: Tensor, kl: Tensor) -> tuple[Tensor, Tensor]:
-        """Return weighted losses and rewards (..., 2) of desirable and undesirable answers; `kl` is the divergence of
-        the model from the reference."""
+        """Return weighted losses and rewards, (..., 2), of desirable and undesirable answers from log(pi / pi_ref);
+        `kl` is the divergence of the model from the reference."""
         config, is_desirable = self.config, torch.tensor([True, False], device=log_ratios.device)
         weights = torch.where(is_desirable, config.desirable_weight, config.undesirable_weight)
         rewards = config.beta * log_ratios

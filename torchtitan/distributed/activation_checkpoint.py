@@ -77,15 +77,14 @@ def _always_saved() -> frozenset[Any]:
 
 def _save_costly_results() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Return contexts of a forward pass and its recomputation: keep `_always_saved` and every second matrix product."""
-    products = 0
+    products = {False: 0, True: 0}
 
     def policy(context: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        nonlocal products
         kept = op in _always_saved()
-        # PyTorch calls this only in the forward pass, and repeats the decisions in the recomputation.
+        # PyTorch 2.13 calls this only in the forward pass, 2.11 also in the recomputation, which must decide alike.
         if op in _MATRIX_PRODUCTS:
-            products += 1
-            kept = products % 2 == 0
+            products[context.is_recompute] += 1
+            kept = products[context.is_recompute] % 2 == 0
         return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)

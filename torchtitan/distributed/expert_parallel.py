@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from torchtitan.distributed.tensor_parallel import compute_with_local_parameters
 from torchtitan.protocols.experts import Compute, StackedExperts
+from torchtitan.tools.errors import UserError
 from torchtitan.tools.torch_private import (
-    ShardPlacementResult,
     all_gather_single_autograd,
     all_to_all_single_autograd,
     fsdp_mesh_info,
@@ -116,6 +116,8 @@ def _gather_tokens(experts: StackedExperts, mesh: DeviceMesh) -> None:
 
 def expert_placements(model: nn.Module, mesh: DeviceMesh) -> dict[nn.Parameter, Any]:
     """Return the experts' parameters, and how FSDP shards them over "efsdp" of `mesh`, with the rest of their unit."""
+    from torchtitan.tools.torch_private import ShardPlacementResult  # since torch 2.13
+
     replicas = ("dp_replicate",) if mesh["dp_replicate"].size() > 1 else ()
     info, degree = fsdp_mesh_info(mesh[(*replicas, "efsdp")]), mesh["efsdp"].size()
     experts = (module for module in model.modules() if isinstance(module, StackedExperts))
@@ -125,8 +127,13 @@ def expert_placements(model: nn.Module, mesh: DeviceMesh) -> dict[nn.Parameter, 
 
 def _shard_dimension(parameter: nn.Parameter, degree: int) -> Shard:
     """Return the placement of a parameter of experts over `degree` ranks: its experts if these divide them, else the
-    first dimension that they divide."""
+    first dimension that they divide. Raise `UserError` if there is none."""
     assert isinstance(parameter, DTensor)
     local, taken = parameter.to_local(), {place.dim for place in parameter.placements if isinstance(place, Shard)} - {0}
-    sizes = ((dim, size) for dim, size in enumerate(local.shape) if dim not in taken)
-    return Shard(next((dim for dim, size in sizes if size % degree == 0), 0))
+    fitting = [dim for dim, size in enumerate(local.shape) if dim not in taken and size % degree == 0]
+    if not fitting:
+        raise UserError(
+            f"--parallelism.expert_parallel_degree leaves {degree} ranks for the same experts, and they divide no size "
+            f"of their weights {list(local.shape)}; set a degree that leaves another number"
+        )
+    return Shard(fitting[0])

@@ -87,7 +87,9 @@ def _apply_data_parallel(
     elif shards > 1 or training.mixed_precision_param != training.dtype or expert_mesh is not None:
         fsdp_mesh = mesh["dp_replicate", "fsdp"] if dims.dp_replicate > 1 else mesh["fsdp"]
         offload = _offload_policy(training, mesh)
-        _apply_fsdp(model, fsdp_mesh, expert_mesh, precision, _reshard(parallelism), offload)
+        reshard = parallelism.fsdp_reshard_after_forward
+        reshard = "never" if reshard == "default" and parallelism.pipeline_parallel_degree > 1 else reshard
+        _apply_fsdp(model, fsdp_mesh, expert_mesh, precision, reshard, offload)
 
 
 def free_gathered_weights(model: nn.Module) -> None:
@@ -95,11 +97,6 @@ def free_gathered_weights(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-
-
-def _reshard(parallelism: ParallelismConfig) -> str:
-    chosen = parallelism.fsdp_reshard_after_forward
-    return "never" if chosen == "default" and parallelism.pipeline_parallel_degree > 1 else chosen
 
 
 def _offload_policy(training: TrainingConfig, mesh: DeviceMesh) -> OffloadPolicy:

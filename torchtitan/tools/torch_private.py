@@ -6,6 +6,8 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from torchtitan.tools.errors import UserError
+
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
@@ -79,7 +81,13 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__} has no attribute {name}")
     module, _, torch_name = _SOURCES[name].partition(":")
     imported = importlib.import_module(module)
-    return imported if _SOURCES[name].endswith(":") else getattr(imported, torch_name or name)
+    if _SOURCES[name].endswith(":"):
+        return imported
+    for known_as in (torch_name or name, name.replace("_single_", "_tensor_")):  # the second in PyTorch 2.11 and 2.12
+        if hasattr(imported, known_as):
+            return getattr(imported, known_as)
+    version = importlib.import_module("torch").__version__
+    raise UserError(f"torch {version} has no {module}.{name}, which this feature needs; install torch 2.13 or newer")
 
 
 def compiler_statistics() -> Any:

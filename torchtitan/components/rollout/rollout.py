@@ -9,14 +9,17 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+import torch.distributed as dist
+from torch import nn
 
-from torchtitan.components.data.base import Batch
+from torchtitan.components.chat_template import ChatTemplate
+from torchtitan.components.data.base import Batch, to_batch
 from torchtitan.components.data.finetuning.chat_encoding import EncodedSample
 from torchtitan.components.data.finetuning.functions import load_function
 from torchtitan.components.data.finetuning.prompts import prompts_in
 from torchtitan.components.data.finetuning.samples import pack_samples
 from torchtitan.components.data.plan.packing import first_fit_decreasing
-from torchtitan.components.generation import Engine, Generation
+from torchtitan.components.generation import Engine, Generation, Sampling, stop_ids
 from torchtitan.components.metric_sinks import JsonLines
 from torchtitan.components.rollout.rewards import Rewards
 from torchtitan.components.tokenizer import Tokenizer
@@ -91,6 +94,11 @@ class RolloutEngine:
 Group = list[Trajectory]
 """Trajectories of one prompt."""
 
+NameOf = Callable[[int], str]
+"""Returns the name of the row with a number in the data."""
+
+_MOST_ROUNDS = 10
+
 Rollout = Callable[[Mapping[str, Any], RolloutEngine], Awaitable[Trajectory]]
 """`async def rollout(row, engine) -> Trajectory`, with the row of the dataset. Many run at a time."""
 
@@ -142,20 +150,47 @@ class Rollouts(Configurable):
     config: Config
 
     def __init__(
-        self, config: Config, *, engine: Engine, tokenizer: Tokenizer, rewards: Rewards, seed: int, leader: int = 0
+        self,
+        config: Config,
+        *,
+        model: nn.Module,
+        tokenizer: Tokenizer,
+        template: ChatTemplate,
+        rewards: Rewards,
+        context: int,
+        seed: int,
+        leader: int = 0,
     ):
         super().__init__(config)
-        self.engine, self._tokenizer, self._rewards, self._seed = engine, tokenizer, rewards, seed
-        self._function, self._leader = find_rollout(config.function), leader
+        end, folders = template.end_of_turn_id(tokenizer), [tokenizer.folder] if tokenizer.folder else []
+        self.stop_ids = stop_ids(tokenizer, *folders) | (set() if end is None else {end})
+        group, sampling = dist.group.WORLD if dist.is_initialized() else None, Sampling(temperature=1.0)
+        self.engine = Engine(model, sampling=sampling, stop_ids=self.stop_ids, max_rows=config.max_rows, group=group)
+        self.engine.context = min(self.engine.context, context)
+        self._function, self._tokenizer, self._rewards = find_rollout(config.function), tokenizer, rewards
+        self._seed, self._leader = seed, leader
 
-    def run(self, batches: Iterable[Batch], phase: str, size: int, name_of: Callable[[int], str]) -> list[Group]:
-        """Return `size` trajectories of each prompt. Raise `UserError` for a rollout or reward that fails on any rank.
+    def run_unequal(self, load: Callable[[], list[Batch]], wanted: int, phase: str, name_of: NameOf) -> list[Group]:
+        """Return `wanted` groups with unequal rewards, fewer at the end of the data. Raise `UserError` like `run`, and
+        if all groups of ten calls of `load` have equal rewards."""
+        groups: list[Group] = []
+        for number in range(_MOST_ROUNDS):
+            loaded = load()
+            sampled = self.run(loaded, f"{phase}/{number}", name_of)
+            groups += [group for group in sampled if len({trajectory.reward for trajectory in group}) > 1]
+            if all(gather_objects(len(groups) >= wanted or not loaded)):
+                break
+        if not any(gather_objects(bool(groups))) and any(gather_objects(bool(loaded))):
+            raise UserError(
+                f"the rewards of each prompt's answers were equal in {_MOST_ROUNDS} global batches, from which a "
+                "--policy.method that replaces such groups learns nothing; use an easier reward, or grpo"
+            )
+        return groups[:wanted]
 
-        Args:
-            batches: from `PromptDataLoader`.
-            name_of: number in the data → name of the row.
-        """
-        most, texts = self.config.max_new_tokens, []
+    def run(self, batches: Iterable[Batch], phase: str, name_of: NameOf, size: int | None = None) -> list[Group]:
+        """Return `size` trajectories, by default `group_size`, of each prompt in batches of a `PromptDataLoader`. Raise
+        `UserError` for a rollout or reward that fails on any rank."""
+        most, size, texts = self.config.max_new_tokens, size or self.config.group_size, []
         for (ids, row, document), number in itertools.product(itertools.chain(*map(prompts_in, batches)), range(size)):
             key = f"{self._seed}/{phase}/{document}/{number}"
             parts = self.engine, self._tokenizer, self._rewards, ids, most, key, name_of(document)
@@ -200,7 +235,7 @@ def pack_trajectories(samples: Sequence[tuple[Trajectory, float]], seq_len: int)
     for numbers in first_fit_decreasing(sizes, seq_len):
         chosen = [samples[number] for number in numbers]
         parts = [EncodedSample(np.array(t.tokens), np.array(t.loss_mask)) for t, _ in chosen]
-        window, ends = padding(seq_len) | pack_samples(parts, seq_len), np.cumsum(sizes[numbers])
+        window, ends = _padding(seq_len) | pack_samples(parts, seq_len), np.cumsum(sizes[numbers])
         for number, end, (trajectory, advantage) in zip(numbers, ends, chosen, strict=True):
             span = slice(end - sizes[number], end)
             window["logprobs"][span], window["advantages"][span] = trajectory.logprobs[1:], advantage
@@ -209,7 +244,15 @@ def pack_trajectories(samples: Sequence[tuple[Trajectory, float]], seq_len: int)
     return windows
 
 
-def padding(seq_len: int) -> dict[str, np.ndarray]:
+def to_batches(samples: Sequence[tuple[Trajectory, float]], seq_len: int, size: int) -> list[Batch]:
+    """Return the windows of `pack_trajectories` in batches of `size`, equally many on each rank."""
+    windows = pack_trajectories(samples, seq_len)
+    n_windows = size * max(gather_objects(-(-len(windows) // size)))
+    windows += [_padding(seq_len)] * (n_windows - len(windows))
+    return [to_batch(windows[start : start + size]) for start in range(0, n_windows, size)]
+
+
+def _padding(seq_len: int) -> dict[str, np.ndarray]:
     """Return a window of padding: one document with ignored labels."""
     zeros = {name: np.zeros(seq_len, np.float32) for name in ("logprobs", "old_logprobs", "advantages")}
     return {**zeros, "samples": np.zeros(seq_len, np.int64), **pack_samples([], seq_len)}

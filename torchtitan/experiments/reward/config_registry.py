@@ -1,6 +1,5 @@
 """Configurations of reward models."""
 
-import dataclasses
 from types import ModuleType
 
 from torchtitan.components.data.finetuning.preference import RewardDataLoader
@@ -16,5 +15,4 @@ def bradley_terry(hf_assets_path: str, family: ModuleType | None = None) -> Rewa
     if not hasattr(config.model_spec.model, "scores"):
         raise UserError(f"{hf_assets_path}: reward models need a family of torchtitan, not a class of transformers")
     config.model_spec.model.scores = True
-    sections = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    return RewardTrainer.Config(**{**sections, "dataloader": RewardDataLoader.Config()})
+    return RewardTrainer.Config.based_on(config, dataloader=RewardDataLoader.Config())

@@ -33,22 +33,20 @@ class RewardTrainer(Trainer):
         def validate(self) -> None:
             if any(converter._owner.freezes for converter in self.model_converters):  # type: ignore[attr-defined]
                 raise UserError("--model_converters would freeze the new head of a reward model; train all weights")
-            for name in ("tensor", "context"):
-                if (degree := getattr(self.parallelism, f"{name}_parallel_degree")) > 1:
-                    option = f"--parallelism.{name}_parallel_degree {degree}"
-                    raise UserError(f"{option} cannot be combined with --module reward; set it to 1")
+            self.parallelism.require_one("tensor", "context", "pipeline", user="--module reward")
 
     sequences_per_sample = 2  # both answers
     measures_named = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
 
     def compute_loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the summed loss of a batch's pairs, and their number."""
-        scores_BL1 = self.models["model"](batch["input"], batch["attention"], head=F.linear)
-        chosen, rejected = scores_BL1[batch["labels"] >= 0].float().view(-1, 2).unbind(1)
-        margins, n_pairs = chosen - rejected, torch.tensor(len(chosen), device=self.device)
+        scores_BL1 = self.models["model"](batch["input"], batch.get("attention"), head=F.linear)
+        chosen, rejected = scores_BL1[..., 0].float().gather(1, batch["ends"]).view(-1, 2).unbind(1)
+        is_pair, margins = batch["ends"].view(-1, 2)[:, 1] > 0, chosen - rejected
         for name, values in zip(self.measures_named, (chosen, rejected, margins, (margins > 0).float()), strict=True):
-            self.measure(name, values.sum(), n_pairs)
-        return bradley_terry_loss(chosen, rejected, batch["margins"]).sum(), n_pairs
+            self.measure(name, (values * is_pair).sum(), is_pair.sum())
+        losses = bradley_terry_loss(chosen, rejected, batch["margins"].view(-1, 2)[:, 0])
+        return (losses * is_pair).sum(), is_pair.sum()
 
 
 def reward_function(folder: str) -> Callable[[str, str, Mapping[str, Any]], float]:

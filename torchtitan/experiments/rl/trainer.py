@@ -2,32 +2,29 @@
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from torchtitan.components.critic import estimate_advantages, value_head
 from torchtitan.components.data import PromptDataLoader
-from torchtitan.components.data.base import Batch, to_batch
-from torchtitan.components.generation import Engine, Sampling, stop_ids
+from torchtitan.components.data.base import Batch
 from torchtitan.components.log_probs import token_log_probs
 from torchtitan.components.loss import IGNORE_INDEX, CrossEntropyLoss
 from torchtitan.components.policy_loss import PolicyLoss, group_advantages
 from torchtitan.components.rollout.rewards import Rewards
-from torchtitan.components.rollout.rollout import Group, Rollouts, log_completions, pack_trajectories, padding
+from torchtitan.components.rollout.rollout import Group, Rollouts, log_completions, to_batches
 from torchtitan.distributed.process_group import gather_objects
+from torchtitan.experiments.reward.trainer import reward_function
 from torchtitan.tools.errors import UserError
 from torchtitan.trainer import RunModel, StepResult, Trainer
 
 _LOGGED = 2
 """Trajectories to log, and to write to completions.jsonl, when metrics are logged."""
-
-_MOST_ROUNDS = 10
-"""Global batches that a step reads at most to replace groups with equal rewards."""
 
 
 class RLTrainer(Trainer):
@@ -55,50 +52,42 @@ class RLTrainer(Trainer):
                 raise UserError("reinforcement learning computes log-probabilities, and takes no other --loss")
             policy.validate()
             rollout.validate()
-            if rollout.group_size < 2:
+            if rollout.group_size < 2 and policy.method != "ppo":
                 raise UserError(f"--rollout.group_size is {rollout.group_size}, but must be 2 or more")
             self.parallelism.require_one("context", "pipeline", user="rollouts, which the run's own weights generate")
             if not (self.rewards or rollout.function):
                 raise UserError("--rewards is empty; name a function, such as my_rewards.py:score")
-            Rewards(self.rewards, self.reward_weights)
+            Rewards(self.rewards, self.reward_weights, reward_function)
 
     config: Config
     dataloader: PromptDataLoader
-    measures_named = ("reward", "length", "truncated", "entropy", "clip_fraction", "kl", "importance_weight")
+    measures_named = (
+        *("reward", "reward_p10", "reward_p50", "reward_p90", "length", "truncated"),
+        *("entropy", "clip_fraction", "kl", "importance_weight", "value_loss"),
+    )
 
     def __init__(self, config: Trainer.Config):
         super().__init__(config)
         config = self.config
         self.policy = config.policy.build(max_new_tokens=config.rollout.max_new_tokens)
+        assert self.dataloader.template
         self.rollouts = config.rollout.build(
-            engine=self.build_engine(),
+            model=self.model_parts[0],
             tokenizer=self.tokenizer,
-            rewards=Rewards(config.rewards, config.reward_weights),
+            template=self.dataloader.template,
+            rewards=Rewards(config.rewards, config.reward_weights, reward_function),
+            context=config.training.seq_len + 1,
             seed=config.debug.seed,
             leader=self.rank - self.parallel_dims.coordinate("tp"),
         )
-
-    def build_engine(self) -> Engine:
-        """Build the engine that samples from the model."""
-        folder, template = self.tokenizer.folder, self.dataloader.template
-        assert folder and template
-        end = template.end_of_turn_id(self.tokenizer)
-        self.stop_ids = stop_ids(self.tokenizer, folder) | (set() if end is None else {end})
-        engine = Engine(
-            self.model_parts[0],
-            sampling=Sampling(temperature=1.0),
-            stop_ids=self.stop_ids,
-            max_rows=self.config.rollout.max_rows,
-            group=self.ranks.group,
-        )
-        engine.context = min(engine.context, self.config.training.seq_len + 1)
-        return engine
 
     def build_models(self) -> dict[str, RunModel]:
         models = super().build_models()
         if self.config.policy.beta:
             weights = self.config.checkpoint.initial_load_path
             models["reference"] = self.build_other_model(self.config.model_spec, weights=weights)
+        if self.config.policy.method == "ppo":
+            models["value"] = self.build_other_model(value_head(self.config.model_spec), trained=True, saved=True)
         return models
 
     # --- rollouts ---------------------------------------------------------------------------------------------------
@@ -121,53 +110,42 @@ class RLTrainer(Trainer):
         trajectories = list(itertools.chain(*groups))
         if self.rank == 0 and self.metrics.should_log(self.step + 1):
             log_completions(self.config.dump_folder, self.step + 1, trajectories[:_LOGGED], self.tokenizer)
-        seq_len, size = self.config.training.seq_len, self.config.training.local_batch_size
-        windows = pack_trajectories(list(zip(trajectories, advantages, strict=True)), seq_len)
-        n_windows = size * max(gather_objects(-(-len(windows) // size)))  # ranks take equally many forward passes
-        windows += [padding(seq_len)] * (n_windows - len(windows))
-        return [to_batch(windows[start : start + size]) for start in range(0, n_windows, size)]
+        samples, training = list(zip(trajectories, advantages, strict=True)), self.config.training
+        return to_batches(samples, training.seq_len, training.local_batch_size)
 
     def sample_groups(self, batches: Iterator[Batch]) -> list[Group]:
         """Return the groups of this rank's prompts; with a method that resamples, only groups with unequal rewards."""
+        load, step, name_of = super().next_micro_batches, str(self.step + 1), self.dataloader.sample_name
         wanted = self.gradient_accumulation_steps * self.config.training.local_batch_size
-        groups: list[Group] = []
-        for number in range(_MOST_ROUNDS):
-            loaded = super().next_micro_batches(batches)
-            self.watchdog.phase("rollouts")
-            with self.mixed_precision():
-                phase, size = f"{self.step + 1}/{number}", self.config.rollout.group_size
-                sampled = self.rollouts.run(loaded, phase, size, self.dataloader.sample_name)
-            if not self.policy.method.resample:
-                return sampled
-            groups += [group for group in sampled if len({trajectory.reward for trajectory in group}) > 1]
-            if all(gather_objects(len(groups) >= wanted or not loaded)):
-                break
-        if not any(gather_objects(bool(groups))) and any(gather_objects(bool(loaded))):
-            raise UserError(
-                f"the rewards of each prompt's answers were equal in {_MOST_ROUNDS} global batches, from which "
-                f"--policy.method {self.config.policy.method} learns nothing; use an easier reward, or grpo"
-            )
-        return groups[:wanted]
+        with self.mixed_precision():
+            if self.policy.method.resample:
+                return self.rollouts.run_unequal(lambda: load(batches), wanted, step, name_of)
+            return self.rollouts.run(load(batches), f"{step}/0", name_of)
 
-    def describe(self, groups: list[Group]) -> None:
+    def describe(self, groups: list[Group], *, is_validation: bool = False) -> None:
         """Measure rewards and lengths, and count the tokens of all ranks."""
-        trajectories = list(itertools.chain(*groups))
-        rewards = [trajectory.reward for trajectory in trajectories]
-        lengths = [sum(trajectory.loss_mask) for trajectory in trajectories]
-        truncated = [trajectory.tokens[-1] not in self.stop_ids for trajectory in trajectories]
-        for name, total in {"reward": sum(rewards), "length": sum(lengths), "truncated": sum(truncated)}.items():
-            self.measure(name, *torch.tensor([total, len(trajectories)], device=self.device))
-        own = rewards, sum(len(trajectory.tokens) for trajectory in trajectories)
-        of_ranks = gather_objects(own if self.parallel_dims.is_batch_leader else ([], 0))
-        everyone = list(itertools.chain(*(rewards for rewards, _ in of_ranks)))
-        self.tokens_per_step = sum(n_tokens for _, n_tokens in of_ranks)
-        quantiles = np.quantile(everyone or [math.nan], (0.1, 0.5, 0.9)).tolist()
-        self.reward_quantiles = dict(zip(("reward_p10", "reward_p50", "reward_p90"), quantiles, strict=True))
+        stops, trajectories = self.rollouts.stop_ids, itertools.chain(*groups)
+        own = [(t.reward, sum(t.loss_mask), t.tokens[-1] not in stops, len(t.tokens)) for t in trajectories]
+        of_ranks = gather_objects(own if self.parallel_dims.is_batch_leader else [])
+        rewards, lengths, truncated, n_tokens = np.array(list(itertools.chain(*of_ranks)), float).reshape(-1, 4).T
+        for name, values in {"reward": rewards, "length": lengths, "truncated": truncated}.items():
+            self.measure(name, *torch.tensor([values.sum(), len(values)]).to(self.device))
+        if is_validation or not len(rewards):
+            return
+        self.tokens_per_step = int(n_tokens.sum())
+        for percent in (10, 50, 90):
+            numbers = [np.percentile(rewards, percent), 1.0]
+            self.measure(f"reward_p{percent}", *torch.tensor(numbers).to(self.device))
 
     # --- updates ----------------------------------------------------------------------------------------------------
 
     def update(self, micro_batches: list[Batch]) -> StepResult:
         on_device = [self.post_dataloading_process(batch) for batch in micro_batches]
+        if "value" in self.models:
+            with torch.no_grad(), self.precision.fixed_weights(), self.mixed_precision():
+                for batch in on_device:
+                    batch["old_values"] = self.log_probs("model", batch)[1]
+            estimate_advantages(on_device, self.config.policy.gae_decay, self.local_addend)
         outcome = super().update(on_device)
         for _ in range(self.config.policy.updates - 1):
             if not outcome.is_finite or outcome.data_exhausted:
@@ -178,33 +156,35 @@ class RLTrainer(Trainer):
             outcome = dataclasses.replace(last, measures={**outcome.measures, **last.measures})
         return outcome
 
-    def log_probs(self, model: str, batch: Batch) -> Tensor:
-        """Return the log-probability of each label (B, L)."""
-        head = partial(token_log_probs, labels_BL=batch["labels"])
-        log_probs_BL: Tensor = self.models[model](batch["input"], batch["attention"], head=head)
-        return log_probs_BL
+    def log_probs(self, name: str, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        """Return the log-probability of each label (B, L), and the value of the state before it if there are values."""
+        hidden: list[Tensor] = []
+
+        def head(hidden_BLD: Tensor, weight_VD: Tensor | None, **changes: Any) -> Tensor:
+            hidden.append(hidden_BLD)
+            return token_log_probs(hidden_BLD, weight_VD, batch["labels"], **changes)
+
+        log_probs_BL = self.models[name](batch["input"], batch["attention"], head=head)
+        return log_probs_BL, self.models["value"](*hidden) if "value" in self.models and name == "model" else None
 
     def compute_loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the summed loss of a batch's sampled tokens, and the number of trajectories, or of tokens."""
         is_trained = batch["labels"] != IGNORE_INDEX
-        reference = self.log_probs("reference", batch)[is_trained] if self.config.policy.beta else None
-        log_probs_BL = self.log_probs("model", batch)
+        reference = self.log_probs("reference", batch)[0][is_trained] if self.config.policy.beta else None
+        log_probs_BL, values_BL = self.log_probs("model", batch)
         if self.is_first_update:
             batch["old_logprobs"].copy_(log_probs_BL.detach())
-        tokens = {name: batch[name][is_trained] for name in ("old_logprobs", "logprobs", "advantages", "samples")}
-        loss, weight, measures = self.policy(log_probs_BL[is_trained], tokens, reference)
+        tokens = {name: batch[name][is_trained] for name in batch.keys() - {"attention"}}
+        values = None if values_BL is None else values_BL[is_trained]
+        loss, weight, measures = self.policy(log_probs_BL[is_trained], tokens, reference, values)
         for name, values in measures.items():
             self.measure(name, values.sum(), is_trained.sum())
         return loss, weight
 
-    def read_result(self, loss: Tensor, grad_norm: Tensor, n_tokens: Tensor) -> StepResult:
-        outcome = super().read_result(loss, grad_norm, n_tokens)
-        return dataclasses.replace(outcome, measures={**outcome.measures, **self.reward_quantiles})
-
     def validation_sums(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the negative rewards of one trajectory for each held-out prompt, and their number."""
         with self.mixed_precision():
-            groups = self.rollouts.run([batch], "validation", 1, "validation prompt {}".format)
-        self.describe(groups)
+            groups = self.rollouts.run([batch], "validation", "validation prompt {}".format, size=1)
+        self.describe(groups, is_validation=True)
         rewards = torch.tensor([-trajectory.reward for (trajectory,) in groups], device=self.device)
         return self.local_addend(rewards.sum()), self.local_addend(torch.full_like(rewards.sum(), len(groups)))

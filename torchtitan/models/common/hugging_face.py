@@ -211,7 +211,7 @@ _DROPOUTS = ("attention_dropout", "resid_pdrop", "embd_pdrop")
 _WITHOUT_EFFECT = {
     *("architectures", "_name_or_path", "transformers_version", "initializer_range", "auto_map"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "use_cache", "cache_implementation"),
-    *("chunk_size_feed_forward", "id2label", "label2id", "is_encoder_decoder", "problem_type"),
+    *("chunk_size_feed_forward", "id2label", "label2id", "num_labels", "is_encoder_decoder", "problem_type"),
     *("pretraining_tp", "return_dict", "output_attentions", "output_hidden_states", "_attn_implementation"),
     *("output_router_logits", "router_aux_loss_coef", "aux_loss_alpha", "seq_aux", "ep_size"),
     *("num_nextn_predict_layers", "num_mtp_layers"),
@@ -328,9 +328,8 @@ def _from_config_json(model_types: Mapping[str, ModelType], document: Mapping[st
     for name, section in kind.ropes.items():
         values[name] = read_rope(reader, rotates_part="partial_rotary_factor" in kind.defaults, layer_type=section)
     values["scores"] = _CLASSIFIER in str(document.get("architectures"))
-    n_labels = len(reader.section("id2label").values) or document.get("num_labels", 2)
-    if values["scores"] and n_labels != 1:
-        raise UserError(f"config.json: the classifier has {n_labels} labels (num_labels), but a reward model has 1")
+    if values["scores"] and (n := len(reader.section("id2label").values) or document.get("num_labels", 2)) != 1:
+        raise UserError(f"config.json: num_labels is {n}, but a reward model has 1")
     config = kind.config(**_nested(kind.config, values))
     try:
         config.validate()
@@ -370,12 +369,9 @@ def _read_field(reader: ConfigReader, key: str, declared: Any) -> Any:
     if value is None and (is_optional or key == "num_key_value_heads"):
         return None
     (plain,) = [item for item in types if item is not NoneType] if is_optional else [declared]
-    if plain is bool:
-        return reader.flag(key)
-    if plain is int:
-        return reader.whole_number(key)
-    if plain is float:
-        return reader.number(key)
+    readers: dict[Any, Callable[[str], Any]] = {bool: reader.flag, int: reader.whole_number, float: reader.number}
+    if plain in readers:
+        return readers[plain](key)
     if not fits(value, plain, quoted=False):
         raise reader.wrong(key, value, describe(plain))
     return _shortest_period(reader, key, cast(list[Any], value)) if get_origin(plain) is list else value

@@ -32,14 +32,12 @@ class GLM4MoeModel(MoEDecoder):
         return super().make_attention(index, biases=biases, qk_norm=norm, **options)
 
 
-_DENSE = (*DENSE_ROWS, *rows.shared_rows("shared_experts"))
-
 FORMAT = dense_format(
     {
         "glm4_moe": ModelType(
             architecture="Glm4MoeForCausalLM",
             config=GLM4MoeModel.Config,
-            rows=lambda config: (*_DENSE, *rows.expert_rows(config.moe.n_experts)),
+            rows=rows.expert_rows(DENSE_ROWS, shared="shared_experts"),
             keys={**rows.SIGMOID_KEYS, **{name: name for name in ("attention_bias", "use_qk_norm")}},
             fixed={"scoring_func": "sigmoid"},
             defaults={

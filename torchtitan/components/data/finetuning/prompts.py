@@ -8,13 +8,11 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from torchtitan.components.chat_template import ChatTemplate
 from torchtitan.components.data.base import NO_DOCUMENT, Batch
-from torchtitan.components.data.finetuning.chat_encoding import ChatEncoder, EncodedRow, EncodedSample, RowEncoder
+from torchtitan.components.data.finetuning.chat_encoding import EncodedRow, EncodedSample, RowEncoder
 from torchtitan.components.data.finetuning.conversation import Prompt, Sample
 from torchtitan.components.data.finetuning.planned_loader import PlannedDataLoader
 from torchtitan.components.data.finetuning.samples import Windows
-from torchtitan.components.tokenizer import Tokenizer
 
 
 def first_message(row: dict[str, Any]) -> dict[str, Any]:
@@ -51,11 +49,9 @@ class PromptDataLoader(PlannedDataLoader):
         too_long: Literal["drop", "truncate_left", "error"] = "drop"
         """Prompts longer than the sequence length: drop, truncate_left (keeps the end), or error."""
 
-        def encoder(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> PromptRowEncoder:
-            return PromptRowEncoder(ChatEncoder(tokenizer, template, "assistant"))
-
     config: Config
     kind = "prompt"
+    encoder_class = PromptRowEncoder
 
     @staticmethod
     def max_length(seq_len: int) -> int:

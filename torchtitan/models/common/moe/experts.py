@@ -227,11 +227,9 @@ def _product_type(dtype: torch.dtype) -> torch.dtype:
 
 
 def _product(a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None = None) -> None:
-    """Write `a @ b + bias` into `out`, in the type of `a`."""
-    result = out if out.dtype == a.dtype else torch.empty_like(out, dtype=a.dtype)
-    if bias is None:
-        torch.mm(a, b.to(a.dtype), out=result)
-    else:
-        torch.addmm(bias.to(a.dtype), a, b.to(a.dtype), out=result)
+    """Write `a @ b + bias` into `out`, computed in the type of `a`."""
+    result = torch.mm(a, b.to(a.dtype), out=out if out.dtype == a.dtype else None)
+    if bias is not None:
+        result += bias
     if result is not out:
         out.copy_(result)

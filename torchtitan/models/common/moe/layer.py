@@ -120,16 +120,12 @@ class SigmoidMoEConfig(MoEConfig):
 
     def validate(self) -> None:
         MoEConfig.validate(self)
-        if not 1 <= self.topk_group <= self.n_group or self.n_experts % self.n_group:
+        size, rest = divmod(self.n_experts, max(1, self.n_group))
+        if rest or size < 2 or not 1 <= self.topk_group <= self.n_group or self.top_k > size * self.topk_group:
             raise UserError(
-                f"--model.moe.n_group {self.n_group} must divide --model.moe.n_experts {self.n_experts}, and be at "
-                f"least --model.moe.topk_group {self.topk_group}"
-            )
-        size = self.n_experts // self.n_group
-        if size == 1 or self.top_k > size * self.topk_group:
-            raise UserError(
-                f"--model.moe.n_group {self.n_group} makes groups of {size} experts, of which --model.moe.topk_group "
-                f"{self.topk_group} must have --model.moe.top_k {self.top_k} in all, and each at least 2"
+                f"--model.moe.n_group {self.n_group} must divide --model.moe.n_experts {self.n_experts} into groups of "
+                f"at least 2, and --model.moe.topk_group {self.topk_group} of them must have --model.moe.top_k "
+                f"{self.top_k} experts"
             )
         _check(self, 1, "n_shared_experts")
         _check(self, 0, "routed_scaling_factor", "bias_rate")

@@ -1,6 +1,6 @@
 """Experts in Hugging Face's format, and the sharding plan of models with experts."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torchtitan.models.common.config_reader import ConfigReader
@@ -20,19 +20,26 @@ _NAMES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 
 
 def expert_rows(
-    n_experts: int, folder: str = "mlp", names: dict[str, str] = _NAMES, gate: str = "gate"
-) -> tuple[KeyMapping, ...]:
-    """Return the rows of a router and its experts, each of which has its own tensors in the file."""
+    dense: Sequence[KeyMapping], *, shared: str = "", folder: str = "mlp", names: Mapping[str, str] = _NAMES
+) -> Callable[[Any], Sequence[KeyMapping]]:
+    """Return `ModelType.rows`: `dense` rows, and the rows of a router, of its experts, each of which has its own
+    tensors in the file, and of a `shared` expert."""
+    gate, experts = f"model.layers.*.{folder}.gate", f"model.layers.*.{folder}.experts"
 
-    def row(ours: str, *theirs: str) -> KeyMapping:
-        folders = [f"model.layers.*.{folder}.experts.{expert}" for expert in range(n_experts)]
-        each = tuple(f"{expert}.{name}.weight" for expert in folders for name in theirs)
-        return KeyMapping(f"layers.*.moe.experts.{ours}", each, Stacked(0, n_dims=len(theirs)))
+    def rows(config: Any) -> Sequence[KeyMapping]:
+        def stacked(*theirs: str) -> tuple[str, ...]:
+            return tuple(f"{experts}.{e}.{names[w]}.weight" for e in range(config.moe.n_experts) for w in theirs)
 
-    router = KeyMapping("layers.*.moe.router.weight", f"model.layers.*.{folder}.{gate}.weight")
-    scores = f"model.layers.*.{folder}.{gate}.e_score_correction_bias"
-    bias = KeyMapping("layers.*.moe.router.selection.bias_E", scores)
-    return (router, bias, row("w13", names["w1"], names["w3"]), row("w2", names["w2"]))
+        return (
+            *dense,
+            *shared_rows(shared),
+            KeyMapping("layers.*.moe.router.weight", f"{gate}.weight"),
+            KeyMapping("layers.*.moe.router.selection.bias_E", f"{gate}.e_score_correction_bias"),
+            KeyMapping("layers.*.moe.experts.w13", stacked("w1", "w3"), Stacked(0, n_dims=2)),
+            KeyMapping("layers.*.moe.experts.w2", stacked("w2"), Stacked(0)),
+        )
+
+    return rows
 
 
 FUSED_EXPERT_ROWS: Sequence[KeyMapping] = (
