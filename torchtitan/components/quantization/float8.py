@@ -94,7 +94,6 @@ class Float8LinearConverter(LayerConverter):
                 )
 
     config: Config
-
     layer_types = (nn.Linear, StackedExperts)
 
     def convert(self, model: nn.Module) -> None:
