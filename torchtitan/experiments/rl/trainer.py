@@ -144,7 +144,7 @@ class RLTrainer(ReferenceTrainer):
 
     def update(self, micro_batches: list[Batch]) -> StepResult:
         on_device = [self.post_dataloading_process(batch) for batch in micro_batches]
-        if "value" in self.models:
+        if "value" in self.models and on_device:
             with torch.no_grad(), self.precision.fixed_weights(), self.mixed_precision():
                 for batch in on_device:
                     batch["old_values"] = self.policy_outputs(batch)[1]
