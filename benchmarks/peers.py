@@ -68,7 +68,7 @@ class Job:
             steps=1 if self.first_step_only else options.steps,
             compile=SYSTEMS[system].compile,
             checkpointing=SYSTEMS[system].checkpointing,
-            data=options.data,
+            data=getattr(options, f"{self.kind}_data", options.data),
             tokenizer=options.tokenizer,
         )
 

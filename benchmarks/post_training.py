@@ -10,9 +10,12 @@ with fused AdamW and clipped gradients.
   1,024 tokens, with a second model as the reference. TRL trains as the page of its DPOTrainer shows: a folder as the
   model, and batches of 4 pairs padded to the longest; `trl-checkpointing` with its default gradient checkpointing, and
   `trl` without, which is faster and needs more memory. torchtitan packs pairs, 2 windows of 2,048 positions at a time
+- GRPO: 4 prompts of the same rows per step, of at most 400 characters, with 8 answers of 128 tokens each. TRL samples
+  with transformers, without vLLM, as the page of its GRPOTrainer shows, and trains on all 32 answers at once; the
+  reward is the length of the text. Tokens are the sampled ones, and labels the answers: labels/s are samples/s
 
-Processes, rounds, numbers and results are as in benchmarks/peers.py: tokens/s count the tokens of all answers with
-their prompts, without padding. MFU leaves out the work of the reference.
+Processes, rounds, numbers and results are as in benchmarks/peers.py: tokens/s of DPO count the tokens of all
+answers with their prompts, without padding. MFU leaves out the work of the reference.
 """
 
 import json
@@ -30,7 +33,10 @@ JOBS = {
         seq_len=1024,
         systems=(OURS, "trl", "trl-checkpointing"),
     ),
+    "GRPO": Job(kind="grpo", vocab_size=50_257, seq_len=512, systems=(OURS, "trl", "trl-checkpointing")),
 }
+MOST_CHARACTERS = 400
+"""Of a prompt of GRPO, which thus has room for an answer."""
 
 
 def text_rows(pairs: list[dict[str, Any]]) -> list[dict[str, str]]:
@@ -46,7 +52,7 @@ def text_rows(pairs: list[dict[str, Any]]) -> list[dict[str, str]]:
 
 def main() -> None:
     parser = parser_of(JOBS, list(JOBS), __doc__)
-    parser.add_argument("--pairs", type=Path, required=True, help="for DPO: JSON list of ShareGPT rows")
+    parser.add_argument("--pairs", type=Path, required=True, help="JSON list of ShareGPT rows")
     options = parser.parse_args()
     if not options.tokenizer:
         parser.error("--tokenizer is not set; name a folder with GPT-2's tokenizer.json")
@@ -54,6 +60,9 @@ def main() -> None:
         options.data = f"{folder}/pairs.jsonl"
         rows = text_rows(json.loads(options.pairs.read_text()))
         Path(options.data).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        options.grpo_data = f"{folder}/prompts.jsonl"
+        prompts = [{"prompt": row["prompt"]} for row in rows if len(row["prompt"]) <= MOST_CHARACTERS]
+        Path(options.grpo_data).write_text("".join(f"{json.dumps(row)}\n" for row in prompts))
         run(JOBS, options)
 
 

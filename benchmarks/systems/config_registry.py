@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from torchtitan.components.data import SFTDataLoader
+from torchtitan.components.data import PromptDataLoader, SFTDataLoader
 from torchtitan.components.data.base import NO_DOCUMENT, Batch
 from torchtitan.components.data.dataloader import PretrainDataLoader
 from torchtitan.components.data.finetuning.preference import PreferenceDataLoader
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.preference_losses import PreferenceLoss
 from torchtitan.experiments.preference.trainer import PreferenceTrainer
+from torchtitan.experiments.rl.trainer import RLTrainer
 from torchtitan.models.llama3 import model_registry
 from torchtitan.models.pretrained import huggingface_model
 from torchtitan.protocols import ModelSpec
@@ -24,7 +25,7 @@ from .task import StepLog
 
 
 class Steps(Callback):
-    """Log the end of each step with its useful tokens and labels."""
+    """Log the end of each step with its useful tokens and labels; in `grpo`, with sampled tokens and samples."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Callback.Config):
@@ -41,11 +42,15 @@ class Steps(Callback):
         self.tokens = self.labels = 0
 
     def on_batches(self, micro_batches: Sequence[Batch]) -> None:
+        if "prompts" in micro_batches[0]:
+            self.labels = sum(len(batch["prompts"]) for batch in micro_batches) * self.trainer.config.rollout.group_size
+            return
         self.tokens = sum(map(useful_tokens, micro_batches))
         self.labels = sum(int((batch["labels"] != IGNORE_INDEX).sum()) for batch in micro_batches)
 
     def after_step(self, outcome: StepResult) -> None:
-        self.log.end_step(time.monotonic(), self.tokens, self.labels)
+        tokens = round(outcome.measures["length"] * self.labels) if "length" in outcome.measures else self.tokens
+        self.log.end_step(time.monotonic(), tokens, self.labels)
 
 
 def useful_tokens(batch: Batch) -> int:
@@ -85,6 +90,11 @@ def dpo() -> Trainer.Config:
     return PreferenceTrainer.Config.based_on(
         sft(), dataloader=PreferenceDataLoader.Config(), loss=PreferenceLoss.Config()
     )
+
+
+def grpo() -> Trainer.Config:
+    """Sample groups of answers of a fixed length, as long as none ends; the reward depends on their text."""
+    return RLTrainer.Config.based_on(sft(), dataloader=PromptDataLoader.Config(), rewards=["length=500"])
 
 
 def class_pretrain(hf_assets_path: str) -> Trainer.Config:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from systems.report import OURS
-from systems.task import Task
+from systems.task import GROUP_SIZE, NEW_TOKENS, Task
 
 PROGRAMS = Path(__file__).resolve().parent
 OWN_TOKENIZER = PROGRAMS.parents[1] / "torchtitan" / "assets" / "tokenizer"
@@ -123,6 +123,8 @@ def command_of(system: str, task: Task, python: str, folder: str) -> list[str]:
             "dataloader.chat_template": PROGRAMS / "question_answer.jinja",
         }
     arguments = [text for name, value in options.items() for text in (f"--{name}", str(value))]
+    if task.kind == "grpo":
+        options |= {"rollout.group_size": GROUP_SIZE, "rollout.max_new_tokens": NEW_TOKENS}
     config = f"class_{task.kind}" if task.model else task.kind
     return [python, "-m", "torchtitan", "train", "--module", str(PROGRAMS), "--config", config, *arguments]
 

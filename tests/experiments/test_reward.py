@@ -189,7 +189,8 @@ QUICK = ("llama", "qwen3", "gemma2", "gemma3_text", "olmo2")
     "model_type", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in TYPES]
 )
 def test_every_family_reads_and_writes_classifiers_of_transformers(model_type, tmp_path):
-    config = random_reference(model_type, 0).config
+    capped = {"final_logit_softcapping": 2.0} if model_type == "gemma2" else {}  # of logits, not of scores
+    config = random_reference(model_type, 0, **capped).config
     config.num_labels, config.pad_token_id = 1, 0
     torch.manual_seed(0)
     reference = transformers.AutoModelForSequenceClassification.from_config(config).eval()
@@ -268,12 +269,12 @@ def test_mistakes_are_one_line(folder, tmp_path, capsys):
     assert generate(["--checkpoint", str(trained(folder)), "--prompt", "Why?"]) == 2
     first, second = capsys.readouterr().err.strip().splitlines()
     assert "--best_of 2 needs a number above 0, --reward_model DIR and a --temperature above 0" in first
-    assert "this is a reward model" in second
+    assert "the model is a reward model" in second
 
 
 def test_other_trainers_refuse_a_reward_model(folder, tmp_path):
     words = flags({"hf_assets_path": trained(folder), "dataloader.dataset": [folder / "sft.jsonl"], **OPTIONS})
     write_pairs(folder / "sft.jsonl", [{"prompt": "Why?", "response": "So."}])
     config = ConfigManager().parse_args(["--module", "auto", "--config", "sft", *words, f"--dump_folder={tmp_path}"])
-    with pytest.raises(UserError, match="this is a reward model"):
+    with pytest.raises(UserError, match="the model is a reward model"):
         run(config.config)

@@ -513,9 +513,12 @@ def test_penalties_need_a_loss_that_is_divided_beforehand(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe", "qwen2_moe"])
-def test_adapters_of_other_layers_open_in_peft(model_type: str, tmp_path: Path, chat_file: Path) -> None:
-    """Attention and Qwen2's shared experts; routers and experts stay as they are. No layer is dense, since peft takes a
+@pytest.mark.parametrize(
+    ("model_type", "include"),
+    [("mixtral", None), ("qwen3_moe", None), ("qwen2_moe", None), ("qwen3_moe", ["attention", "experts"])],
+)
+def test_adapters_open_in_peft(model_type: str, include: list[str] | None, tmp_path: Path, chat_file: Path) -> None:
+    """By default, attention and Qwen2's shared experts; routers stay as they are. No layer is dense, since peft takes a
     dense network of such models, and GLM's shared experts, for routed ones, and leaves their adapters out."""
     sparse = {"decoder_sparse_step": 1, "mlp_only_layers": [], "num_experts": 4}
     options = {} if model_type == "mixtral" else sparse
@@ -523,7 +526,10 @@ def test_adapters_of_other_layers_open_in_peft(model_type: str, tmp_path: Path, 
     reference = random_reference(model_type, 0, **sizes, **options)
     pretrained = save_with_tokenizer(reference, tmp_path / "base")
     name = family_of(model_type).__name__.rpartition(".")[2]
-    assert_adapters_open_in_peft(name, pretrained, chat_file, tmp_path / "run")
+    chosen = {"model_converters__lora__include": include} if include else {}
+    assert_adapters_open_in_peft(name, pretrained, chat_file, tmp_path / "run", **chosen)
+    (saved,) = tmp_path.glob("run/checkpoint/*/adapter/adapter_config.json")
+    assert len(json.loads(saved.read_text()).get("target_parameters", [])) == (4 if include else 0)
 
 
 @pytest.mark.parametrize(

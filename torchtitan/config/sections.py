@@ -170,8 +170,7 @@ class ParallelismConfig:
         return self.pipeline_parallel_degree > 1 and self.pipeline_parallel_schedule in schedules
 
     def require_one(self, *kinds: str, user: str) -> None:
-        """Raise `UserError` for the first kind of parallelism ("context") with a degree above 1, which `user`, the
-        noun for a method, does not support."""
+        """Raise `UserError` for the first kind of parallelism with a degree above 1, which `user` does not support."""
         for kind in kinds:
             if (degree := getattr(self, f"{kind}_parallel_degree")) > 1:
                 option = f"--parallelism.{kind}_parallel_degree {degree}"

@@ -17,8 +17,9 @@ from torchtitan.tools.torch_private import (
     functorch_config,
 )
 
-_MATRIX_PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.linear.default}
-"""Operations of a linear layer: without bias, with bias, and on MPS."""
+_aten: Any = torch.ops.aten
+_MATRIX_PRODUCTS = {_aten.mm.default, _aten.addmm.default, _aten.linear.default, _aten._scaled_mm.default}
+"""Operations of a linear layer: without bias, with bias, on MPS, and in float8."""
 
 
 def check_activation_checkpoint(

@@ -20,14 +20,12 @@ ConverterRecord = Mapping[str, Any]
 def convert_model(
     model: nn.Module, converters: Sequence[ModelConverter], *, frozen_dtype: torch.dtype | None = None
 ) -> None:
-    """Apply `converters` in order to a model on the meta device, in place.
+    """Apply `converters` in order to a model on the meta device, in place. Raise `UserError` if a converter finds
+    nothing to convert, or nothing is left to train.
 
     Args:
         frozen_dtype: type of the frozen weights of linear layers if a converter `freezes`; None: unchanged. Other
             modules keep their types, since an embedding, for example, determines the type of the hidden states.
-
-    Raises:
-        UserError: if a converter finds nothing to convert, or nothing is left to train.
     """
     for converter in converters:
         converter.convert(model)

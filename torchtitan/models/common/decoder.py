@@ -375,8 +375,8 @@ class OutputHead(nn.Module):
     def forward(self, hidden_BLD: Tensor, tied_VD: Tensor | None, head: Head, **head_inputs: Any) -> Tensor:
         """Return `head(normalized hidden states, output weights, …)`; `tied_VD` are the weights of a tied embedding."""
         weight_VD = tied_VD if self.output is None else effective_weight(self.output)
-        if weight_VD is not None and len(weight_VD) == 1 and head is not F.linear:
-            raise UserError("this is a reward model, which predicts no tokens; choose a language model")
+        if weight_VD is not None and (len(weight_VD) == 1) != (head is F.linear):
+            raise UserError(f"the model is {'no' if head is F.linear else 'a'} reward model; choose another model")
         if self.transform != UNCHANGED and head is not F.linear:
             head_inputs["transform"] = self.transform
         return head(self.norm(hidden_BLD), weight_VD, **head_inputs)

@@ -369,12 +369,9 @@ def _read_field(reader: ConfigReader, key: str, declared: Any) -> Any:
     if value is None and (is_optional or key == "num_key_value_heads"):
         return None
     (plain,) = [item for item in types if item is not NoneType] if is_optional else [declared]
-    if plain is bool:
-        return reader.flag(key)
-    if plain is int:
-        return reader.whole_number(key)
-    if plain is float:
-        return reader.number(key)
+    readers: dict[Any, Callable[[str], Any]] = {bool: reader.flag, int: reader.whole_number, float: reader.number}
+    if plain in readers:
+        return readers[plain](key)
     if not fits(value, plain, quoted=False):
         raise reader.wrong(key, value, describe(plain))
     return _shortest_period(reader, key, cast(list[Any], value)) if get_origin(plain) is list else value

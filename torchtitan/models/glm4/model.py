@@ -1,14 +1,21 @@
 """GLM-4 ("ChatGLM", arXiv:2406.12793) and the GLM-4 and GLM-Z1 of April 2025, and their Hugging Face format."""
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from torch import nn
 
-from torchtitan.models.common import hugging_face as hf
 from torchtitan.models.common.blocks import SandwichBlock
 from torchtitan.models.common.decoder import Decoder
+from torchtitan.models.common.hugging_face import (
+    FUSED_GATE_UP,
+    ModelType,
+    dense_format,
+    dense_rows,
+    interleaved,
+    replaced,
+)
+from torchtitan.protocols.state_dict_adapter import KeyMapping
 
 
 class GLMModel(Decoder):
@@ -35,15 +42,20 @@ class GLM4Model(GLMModel):
 _NORMS = {"attention_norm": "input_layernorm", "attention_post_norm": "post_self_attn_layernorm"}
 _NORMS |= {"ffn_norm": "post_attention_layernorm", "ffn_post_norm": "post_mlp_layernorm"}
 
+
+def _rows(config: GLMModel.Config) -> list[KeyMapping]:
+    return interleaved(replaced(dense_rows(**_NORMS), FUSED_GATE_UP), config)
+
+
 _SHARED: dict[str, Any] = {
-    "rows": partial(hf.interleaved, hf.replaced(hf.dense_rows(**_NORMS), hf.FUSED_GATE_UP)),
+    "rows": _rows,
     "keys": {"attention_bias": "attention_bias"},
     "defaults": {"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1.5625e-7, "partial_rotary_factor": 0.5},
 }
 
-FORMAT = hf.dense_format(
+FORMAT = dense_format(
     {
-        "glm4": hf.ModelType(architecture="Glm4ForCausalLM", config=GLM4Model.Config, **_SHARED),
-        "glm": hf.ModelType(architecture="GlmForCausalLM", config=GLMModel.Config, **_SHARED),
+        "glm4": ModelType(architecture="Glm4ForCausalLM", config=GLM4Model.Config, **_SHARED),
+        "glm": ModelType(architecture="GlmForCausalLM", config=GLMModel.Config, **_SHARED),
     }
 )

@@ -22,8 +22,8 @@ _NAMES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 def expert_rows(
     dense: Sequence[KeyMapping], *, shared: str = "", folder: str = "mlp", names: Mapping[str, str] = _NAMES
 ) -> Callable[[Any], Sequence[KeyMapping]]:
-    """Return `ModelType.rows`: `dense` ones, and those of a router, of its experts, each of which has its own tensors
-    in the file, and of a `shared` expert."""
+    """Return `ModelType.rows`: `dense` rows, and the rows of a router, of its experts, each of which has its own
+    tensors in the file, and of a `shared` expert."""
     gate, experts = f"model.layers.*.{folder}.gate", f"model.layers.*.{folder}.experts"
 
     def rows(config: Any) -> Sequence[KeyMapping]:
