@@ -14,7 +14,7 @@ FIGURES: dict[str, list[tuple[str, list[tuple[str, str, str]]]]] = {
         ("reward margin of held-out pairs", [("dpo", "validation_rewards/margins", "")]),
         ("accuracy on held-out pairs", [("dpo", "validation_rewards/accuracies", "")]),
     ],
-    "reward": [("accuracy on held-out pairs", [("reward", "validation_accuracy", "")])],
+    "reward": [("accuracy on held-out pairs", [("reward", "validation_rewards/accuracies", "")])],
     "grpo": [
         ("reward of training answers", [("grpo", "reward", "")]),
         ("reward of held-out answers", [("grpo", "validation_reward", "")]),
