@@ -11,8 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from torchtitan.components.quantization import check_torchao
-from torchtitan.components.quantization.adamw_8bit import make_adamw_8bit
+from torchtitan.components.adamw_8bit import make_adamw_8bit
 from torchtitan.config import Configurable, ParallelismConfig, TrainingConfig
 from torchtitan.distributed.gradients import by_mesh, redistribute_like, row_norms, total_norm
 from torchtitan.distributed.initialize import canonical_name
@@ -20,6 +19,7 @@ from torchtitan.distributed.process_group import gather_objects
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
 from torchtitan.tools.patterns import check_pattern, without_numbers
+from torchtitan.tools.torchao import check_torchao
 
 
 @dataclass(kw_only=True, slots=True)

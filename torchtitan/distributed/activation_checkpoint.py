@@ -14,11 +14,12 @@ from torchtitan.tools.torch_private import (
     attention_operations,
     checkpoint_wrapper,
     communication_operations,
+    float8_product_operation,
     functorch_config,
 )
 
 _aten: Any = torch.ops.aten
-_MATRIX_PRODUCTS = {_aten.mm.default, _aten.addmm.default, _aten.linear.default, _aten._scaled_mm.default}
+_MATRIX_PRODUCTS = {_aten.mm.default, _aten.addmm.default, _aten.linear.default, float8_product_operation()}
 """Operations of a linear layer: without bias, with bias, on MPS, and in float8."""
 
 

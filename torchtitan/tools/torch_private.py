@@ -102,6 +102,13 @@ def grouped_product_operation() -> Any:
     return torch.ops.aten._grouped_mm
 
 
+def float8_product_operation() -> Any:
+    """Return the operation that torchao computes float8 products with; `torch.nn.functional.scaled_mm` is another."""
+    import torch
+
+    return torch.ops.aten._scaled_mm.default
+
+
 def reading_operation() -> Any:
     """Return the operation that reads a value of a tensor, such as `Tensor.item`."""
     import torch

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from torchtitan.components.quantization import import_torchao
 from torchtitan.tools.torch_private import dtensor_like
+from torchtitan.tools.torchao import import_torchao
 
 
 def make_adamw_8bit(groups: list[dict[str, Any]], **settings: Any) -> torch.optim.Optimizer:
@@ -46,15 +46,16 @@ def make_adamw_8bit(groups: list[dict[str, Any]], **settings: Any) -> torch.opti
             return document
 
         def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            """Load moments; those of all parameters must have been allocated."""
+            parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+            moments = [dict(self.state[parameter]) for parameter in parameters]
             super().load_state_dict(state_dict)
             # PyTorch keeps the given tensors, in the type of the parameters.
-            parameters = [parameter for group in self.param_groups for parameter in group["params"]]
             keys = [key for group in state_dict["param_groups"] for key in group["params"]]
-            for parameter, key in zip(parameters, keys, strict=True):
+            for parameter, key, own in zip(parameters, keys, moments, strict=True):
                 for name in ("exp_avg", "exp_avg_sq"):
-                    moment = self._new_buffer(parameter, name == "exp_avg")
-                    _local(moment).copy_(_local(state_dict["state"][key][name]))
-                    self.state[parameter][name] = moment
+                    _local(own[name]).copy_(_local(state_dict["state"][key][name]))
+                    self.state[parameter][name] = own[name]
 
     optimizer = AdamW8bit(groups, **settings)
     for group in optimizer.param_groups:
