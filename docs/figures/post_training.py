@@ -14,7 +14,7 @@ FIGURES: dict[str, list[tuple[str, list[tuple[str, str, str]]]]] = {
         ("reward margin of held-out pairs", [("dpo", "validation_rewards/margins", "")]),
         ("accuracy on held-out pairs", [("dpo", "validation_rewards/accuracies", "")]),
     ],
-    "reward": [("accuracy on held-out pairs", [("reward", "validation_accuracy", "")])],
+    "reward": [("accuracy on held-out pairs", [("reward", "validation_rewards/accuracies", "")])],
     "grpo": [
         ("reward of training answers", [("grpo", "reward", "")]),
         ("reward of held-out answers", [("grpo", "validation_reward", "")]),
@@ -75,8 +75,8 @@ def panel(title: str, lines: list[tuple[str, list[tuple[float, float]]]], left: 
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(*point) for point in part))
         color = COLORS[number]
         parts.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="2"/>')
-        x, y = place(*part[-1])
-        parts.append(f'<text x="{x:.1f}" y="{y - 7:.1f}" text-anchor="end" fill="{color}">{escape(label)}</text>')
+        right, below = left + WIDTH - MARGIN / 2, MARGIN + 16 * (number + 1)
+        parts.append(f'<text x="{right}" y="{below}" text-anchor="end" fill="{color}">{escape(label)}</text>')
     return parts
 
 

@@ -13,6 +13,7 @@ from tests.processes import run_processes
 from tests.training import flags, killed_in, read_metrics, run
 from torchtitan.components.teacher_cache import TeacherCache
 from torchtitan.config.manager import ConfigManager
+from torchtitan.dry_run import dry_run
 from torchtitan.experiments.distillation import trainer
 from torchtitan.experiments.distillation.on_policy import OnPolicyTrainer
 from torchtitan.experiments.distillation.trainer import DistillationTrainer
@@ -131,6 +132,20 @@ def test_a_sharded_teacher_matches_one_process(folder, tmp_path, processes, degr
         read_metrics(tmp_path / "many", *NUMBERS), read_metrics(tmp_path / "one", *NUMBERS), strict=True
     ):
         assert row == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.slow
+def test_a_dry_run_has_both_models(folder, tmp_path, monkeypatch):
+    """The teacher's frozen weights are in memory, and not written to a cache; sampled answers are refused."""
+    options = {"hf_assets_path": folder / "student", "teacher.path": folder / "teacher", "dump_folder": tmp_path}
+    words = ["--module", "distillation", "--config", "pretrain", *flags({**options, **OPTIONS})]
+    (report,) = dry_run(ConfigManager().parse_args(words).config, 1)
+    models = [load_model(folder / name, device="cpu").model for name in ("student", "teacher")]
+    sizes = [sum(p.numel() for p in model.parameters()) for model in models]
+    assert report.parameters == sum(sizes)
+    words[3:4] = ["on_policy", "--dataloader.dataset", str(folder / "rows.jsonl")]
+    with pytest.raises(UserError, match="a dry run cannot sample answers"):
+        dry_run(ConfigManager().parse_args(words).config, 1)
 
 
 @pytest.mark.slow

@@ -92,6 +92,13 @@ def _apply_data_parallel(
         _apply_fsdp(model, fsdp_mesh, expert_mesh, precision, reshard, offload)
 
 
+def set_replica_reduction(model: nn.Module, enabled: bool) -> None:
+    """Set whether backward passes of a model under HSDP or DDP add up gradients over replicas; otherwise they
+    accumulate on each replica until a backward pass does."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_all_reduce(enabled)
+
+
 def free_gathered_weights(model: nn.Module) -> None:
     """Free weights that a forward pass left gathered; call this if no backward pass follows."""
     for module in model.modules():

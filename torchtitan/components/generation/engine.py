@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, TypeVar, cast
 
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from torchtitan.components.generation.kv_cache import KVCache
+from torchtitan.components.generation.kv_cache import CachedAttention, KVCache
 from torchtitan.components.generation.sampling import Sampling, draw, generator_of
 from torchtitan.distributed import context_parallel
 from torchtitan.distributed.parallelize import free_gathered_weights
@@ -225,6 +225,9 @@ class Engine:
 
     def _cached_logits(self, cache: Any, tokens_BL: Tensor, positions_BL: Tensor, n_kept: int) -> Tensor:
         attention = cache.attention(positions_BL.to(self._device))
+        places_BL = torch.arange(positions_BL.shape[1]).expand_as(positions_BL)
+        if isinstance(attention, CachedAttention) and not cache.n_slots and torch.equal(positions_BL, places_BL):
+            attention = replace(attention, kernel="causal")  # no padding, and no keys but the new ones: no mask
         logits_BV = _logits_at(self._model, n_kept - 1, tokens_BL.to(self._device), attention)
         if self._degree > 1 and cache.states:
             raise UserError(
@@ -278,19 +281,21 @@ class Engine:
             return
         assert self._logits_BV is not None
         logits_BV = self._logits_BV.float()
-        is_finite_B = logits_BV.logsumexp(dim=-1).isfinite().tolist()
-        if not all(row.is_done or is_finite for row, is_finite in zip(self._rows, is_finite_B, strict=True)):
+        is_finite_B = logits_BV.logsumexp(dim=-1).isfinite()
+        logits_BV = logits_BV.where(is_finite_B[:, None], 0.0)
+        tokens_B = draw(logits_BV, self._sampling, [row.generator for row in self._rows])
+        logprobs_B = logits_BV.log_softmax(dim=-1).gather(1, tokens_B[:, None])[:, 0]
+        # Read once, since reading waits for the device. A float32 holds any token id exactly.
+        drawn = torch.stack((tokens_B.to(logprobs_B.dtype), logprobs_B, is_finite_B.to(logprobs_B.dtype))).T.tolist()
+        if not all(row.is_done or is_finite for row, (_, _, is_finite) in zip(self._rows, drawn, strict=True)):
             # The most probable token would silently be token 0.
             self._error = UserError(f"the model's logits are not finite (NaN or infinite); {NOT_FINITE_HINT}")
             return
-        unusable = [index for index, is_finite in enumerate(is_finite_B) if not is_finite]
-        logits_BV = logits_BV.index_fill(0, torch.tensor(unusable, device=logits_BV.device, dtype=torch.long), 0.0)
-        tokens_B = draw(logits_BV, self._sampling, [row.generator for row in self._rows])
-        logprobs_B = logits_BV.log_softmax(dim=-1).gather(1, tokens_B.to(logits_BV.device)[:, None])[:, 0]
         ended = []
-        for row, token, logprob in zip(self._rows, tokens_B.tolist(), logprobs_B.tolist(), strict=True):
+        for row, (drawn_id, logprob, _) in zip(self._rows, drawn, strict=True):
             if row.is_done:
                 continue
+            token = int(drawn_id)
             row.generation.ids.append(token)
             row.generation.logprobs.append(logprob)
             stopped = token in self._stop_ids or (row.on_token is not None and row.on_token(token))

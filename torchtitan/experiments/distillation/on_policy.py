@@ -41,8 +41,13 @@ class OnPolicyTrainer(DistillationTrainer):
     def __init__(self, config: Trainer.Config):
         super().__init__(config)
         parts = {"model": self.model_parts[0], "tokenizer": self.tokenizer, "template": self.dataloader.template}
-        context, seed = self.config.training.seq_len + 1, self.config.debug.seed
-        self.rollouts = self.config.rollout.build(**parts, rewards=Rewards([], []), context=context, seed=seed)
+        self.rollouts = self.config.rollout.build(
+            **parts,
+            rewards=Rewards([], []),
+            context=self.config.training.seq_len + 1,
+            seed=self.config.debug.seed,
+            leader=self.rank - self.parallel_dims.coordinate("tp"),
+        )
 
     def next_micro_batches(self, batches: Iterator[Batch]) -> list[Batch]:
         prompts = super().next_micro_batches(batches)

@@ -161,11 +161,8 @@ def dataset_formats(
     """Return the row formats of datasets, given the columns of each.
 
     `format` (other than "auto") and `mapping` apply to all datasets that they fit and override the registration. Other
-    datasets use the registered or detected format. A function fits all datasets registered without a format.
-
-    Raises:
-        UserError: see `find_format`; also if `format` and `mapping` fit no dataset.
-    """
+    datasets use the registered or detected format. A function fits all datasets registered without a format. Raise
+    `UserError` like `find_format`, and if `format` and `mapping` fit no dataset."""
     if format == AUTO and not mapping:
         return [_default_format(dataset, names, kind) for dataset, names in zip(datasets, columns, strict=True)]
     formats: list[RowFormat | None] = []
