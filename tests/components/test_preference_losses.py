@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from torchtitan.components.preference_losses import Answers, PreferenceLoss, kto_loss, orpo_loss
+from torchtitan.components.preference_losses import PreferenceLoss, kto_loss, orpo_loss
 
 F32, F64 = torch.float32, torch.float64
 
@@ -38,10 +38,11 @@ def expected_loss(kind: str, chosen: tuple[float, float, int], rejected: tuple[f
     return losses[kind]
 
 
-def answers(rows: list[tuple[float, float, int]], kind: str) -> Answers:
-    log_probs, reference, lengths = torch.tensor(rows, dtype=torch.float64).T
+def answers(kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-ratios and lengths, (pairs, 2)."""
+    log_probs, reference, lengths = torch.tensor([CHOSEN, REJECTED], dtype=torch.float64).permute(2, 1, 0)
     without = kind in ("simpo", "orpo", "cpo")
-    return Answers(log_probs if without else log_probs - reference, lengths)
+    return log_probs if without else log_probs - reference, lengths
 
 
 @pytest.mark.parametrize("kind", ["dpo", "cdpo", "robust", "hinge", "ipo", "dpo_normalized", "simpo", "orpo", "cpo"])
@@ -49,30 +50,28 @@ def test_losses_and_gradients(kind):
     """Gradients are compared with central differences of the Python formula, whose error is below 1e-8."""
     smoothing = SMOOTHING if kind in ("cdpo", "robust") else 0.0
     loss = PreferenceLoss.Config(kind=kind, beta=BETA, label_smoothing=smoothing, gamma=GAMMA, weight=WEIGHT).build()
-    chosen, rejected = answers(CHOSEN, kind), answers(REJECTED, kind)
-    for side in (chosen, rejected):
-        side.log_ratios.requires_grad_()
-    values, *_ = loss(chosen, rejected)
+    log_ratios, lengths = answers(kind)
+    log_ratios.requires_grad_()
+    values, _ = loss(log_ratios, lengths)
     expected = [expected_loss(kind, *pair) for pair in zip(CHOSEN, REJECTED, strict=True)]
     torch.testing.assert_close(values, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-12)
     values.sum().backward()
     step = 1e-5
     for number, (c, r) in enumerate(zip(CHOSEN, REJECTED, strict=True)):
         for side, (low, high) in (
-            (chosen, ([((c[0] + d, *c[1:]), r) for d in (-step, step)])),
-            (rejected, ([(c, (r[0] + d, *r[1:])) for d in (-step, step)])),
+            (0, ([((c[0] + d, *c[1:]), r) for d in (-step, step)])),
+            (1, ([(c, (r[0] + d, *r[1:])) for d in (-step, step)])),
         ):
             slope = (expected_loss(kind, *high) - expected_loss(kind, *low)) / (2 * step)
-            assert side.log_ratios.grad[number].item() == pytest.approx(slope, rel=1e-6, abs=1e-8)
+            assert log_ratios.grad[number, side].item() == pytest.approx(slope, rel=1e-6, abs=1e-8)
 
 
 def test_missing_answers_have_finite_gradients():
     for kind in ("orpo", "ipo", "simpo"):
-        log_probs = torch.zeros(1, requires_grad=True)
-        missing = Answers(log_probs, torch.zeros(1))
-        losses, *_ = PreferenceLoss.Config(kind=kind).build()(missing, missing)
-        (losses * 0).sum().backward()
-        assert log_probs.grad.item() == 0
+        log_ratios = torch.zeros(2, requires_grad=True)
+        loss, _ = PreferenceLoss.Config(kind=kind).build()(log_ratios, torch.zeros(2))
+        (loss * 0).backward()
+        assert log_ratios.grad.tolist() == [0, 0]
 
 
 def test_orpo_of_almost_certain_answers():

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 from tests.processes import run_processes
 from tests.training import llama_config
@@ -21,7 +22,11 @@ from torchtitan.components.checkpoint import ModelState
 from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.config import ActivationCheckpointConfig, CompileConfig, ParallelismConfig
 from torchtitan.distributed import initialize_weights
-from torchtitan.distributed.activation_checkpoint import apply_activation_checkpointing, check_activation_checkpoint
+from torchtitan.distributed.activation_checkpoint import (
+    _save_costly_results,
+    apply_activation_checkpointing,
+    check_activation_checkpoint,
+)
 from torchtitan.distributed.initialize import canonical_name
 from torchtitan.distributed.mixed_precision import MixedPrecision
 from torchtitan.models.llama3.model import Llama3Model
@@ -36,6 +41,23 @@ MODES = {
     "every second": ActivationCheckpointConfig(mode="selective", selective_option="2"),
 }
 NONE = ActivationCheckpointConfig()
+
+
+def test_every_second_float8_product_is_kept():
+    """With random inputs in float8, as torchao computes a converted layer."""
+    one = torch.ones(())
+    weight = torch.randn(16, 16).to(torch.float8_e4m3fn).T
+
+    def compute(x: Tensor) -> Tensor:
+        for _ in range(4):
+            y = torch._scaled_mm(x.detach().to(torch.float8_e4m3fn), weight, one, one, out_dtype=torch.bfloat16)
+            x = x * y.sin()
+        return x
+
+    x = torch.randn(16, 16, requires_grad=True)
+    with Recorder() as recorder:
+        checkpoint(compute, x, use_reentrant=False, context_fn=_save_costly_results).sum().backward()
+    assert recorder.calls["_scaled_mm"] == 4 + 2
 
 
 def make_model(config: ActivationCheckpointConfig = NONE) -> Llama3Model:

@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.training import llama_config
-from torchtitan.distributed import initialize_weights
+from torchtitan.distributed import context_parallel, initialize_weights
 from torchtitan.distributed.context_parallel import (
     LoadBalancer,
     SequenceShards,
@@ -55,6 +56,28 @@ def test_headtail_balances_causal_attention(degree):
 
     assert len(set(costs("headtail"))) == 1
     assert max(costs("none")) > 2 * min(costs("none"))
+
+
+def test_places_are_copied_without_waiting_for_the_device(monkeypatch: pytest.MonkeyPatch):
+    """`send` pins memory on CUDA; every other copy to a device would wait."""
+    sent = []
+    monkeypatch.setattr(context_parallel, "send", lambda x, device: sent.append(x.tolist()) or x.to(device))
+    batch = {"input": torch.zeros(1, 8, dtype=torch.long, device="meta")}
+    with CopiesToMeta() as copies:
+        shard_sequences(batch, SequenceShards(2, "none"), 1)
+    assert sent == [[4, 5, 6, 7], [0, 1, 2, 3, 4, 5, 6, 7]]
+    assert copies.count == len(sent)
+
+
+class CopiesToMeta(TorchDispatchMode):
+    """Counts copies of host tensors to the meta device."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_host = args and isinstance(args[0], Tensor) and args[0].device.type == "cpu"
+        self.count += bool(is_host and (kwargs or {}).get("device") == torch.device("meta"))
+        return function(*args, **(kwargs or {}))
 
 
 def test_a_batch_is_sharded_with_the_positions_of_its_tokens():

@@ -13,6 +13,9 @@ from tests.processes import run_processes
 from tests.training import flags, killed_in, read_metrics, run
 from torchtitan.components.teacher_cache import TeacherCache
 from torchtitan.config.manager import ConfigManager
+from torchtitan.dry_run import dry_run
+from torchtitan.experiments.distillation import trainer
+from torchtitan.experiments.distillation.on_policy import OnPolicyTrainer
 from torchtitan.experiments.distillation.trainer import DistillationTrainer
 from torchtitan.models.pretrained import load_model
 from torchtitan.tools.errors import UserError
@@ -132,6 +135,20 @@ def test_a_sharded_teacher_matches_one_process(folder, tmp_path, processes, degr
 
 
 @pytest.mark.slow
+def test_a_dry_run_has_both_models(folder, tmp_path, monkeypatch):
+    """The teacher's frozen weights are in memory, and not written to a cache; sampled answers are refused."""
+    options = {"hf_assets_path": folder / "student", "teacher.path": folder / "teacher", "dump_folder": tmp_path}
+    words = ["--module", "distillation", "--config", "pretrain", *flags({**options, **OPTIONS})]
+    (report,) = dry_run(ConfigManager().parse_args(words).config, 1)
+    models = [load_model(folder / name, device="cpu").model for name in ("student", "teacher")]
+    sizes = [sum(p.numel() for p in model.parameters()) for model in models]
+    assert report.parameters == sum(sizes)
+    words[3:4] = ["on_policy", "--dataloader.dataset", str(folder / "rows.jsonl")]
+    with pytest.raises(UserError, match="a dry run cannot sample answers"):
+        dry_run(ConfigManager().parse_args(words).config, 1)
+
+
+@pytest.mark.slow
 def test_resume_is_exact(folder, tmp_path):
     options = {"checkpoint__interval": 2}
     distill(folder, tmp_path / "straight", **options)
@@ -229,9 +246,11 @@ def stamps(folder: Path) -> dict[Path, int]:
 
 
 @pytest.mark.slow
-def test_writing_a_cache_continues_after_a_kill(folder, cache, tmp_path, caplog):
+def test_writing_a_cache_continues_after_a_kill(folder, cache, tmp_path, monkeypatch):
     """It keeps what it has written, and ends with the files of an uninterrupted one."""
     options = {"teacher__cache": tmp_path / "cache", "teacher__top_k": 50}
+    logged: list[str] = []
+    monkeypatch.setattr(trainer.logger, "info", lambda text, *values: logged.append(text % values))
     with killed_in(TeacherCache, "write", 4):
         distill(folder, tmp_path / "run", **options)
     before = stamps(tmp_path / "cache")
@@ -240,7 +259,7 @@ def test_writing_a_cache_continues_after_a_kill(folder, cache, tmp_path, caplog)
     assert 0 < len(before) < len(after) == 16 and before.items() <= after.items()
     for file in after:
         assert file.read_bytes() == (cache / file.relative_to(tmp_path / "cache")).read_bytes()
-    assert f"{tmp_path / 'cache'}: at most 16 windows, 0.000 GiB" in caplog.text
+    assert f"{tmp_path / 'cache'}: at most 16 windows, 0.4 MiB" in "".join(logged)
 
 
 @pytest.mark.slow
@@ -257,7 +276,7 @@ def test_a_cache_serves_other_layouts(folder, cache, tmp_path, degrees):
         read_metrics(tmp_path / "many", *NUMBERS), read_metrics(tmp_path / "one", *NUMBERS), strict=True
     ):
         assert row == pytest.approx(expected, rel=1e-4)
-    if "context_parallel_degree" in degrees:
+    if "data_parallel_shard_degree" not in degrees:
         return
     options |= {"teacher__path": folder / "teacher", "teacher__cache": tmp_path / "cache", "teacher__top_k": 50}
     run_processes(distill_on_ranks, 2, folder, tmp_path / "write", options)
@@ -267,15 +286,16 @@ def test_a_cache_serves_other_layouts(folder, cache, tmp_path, degrees):
 
 
 def test_a_cache_of_something_else_is_rejected(folder, cache, tmp_path):
+    lacks = r"--teacher\.cache lacks .*; write it with --teacher\.path, or use the data, tokenizer, --training"
     for options, message in (
-        ({"teacher__path": "", "teacher__cache": tmp_path}, r"--teacher\.cache .* holds no cache; set --teacher\.path"),
-        ({"teacher__path": folder / "padded"}, r"was written with teacher \w+, not"),
-        ({"teacher__top_k": 51}, r"was written with top_k 50, not 51"),
-        ({"teacher__top_k": 2049}, r"--teacher\.top_k is 2049, but must be from 1 to the vocabulary, 2048"),
-        ({"teacher__path": "", "loss__temperature": 3.0}, r"was written with temperature 2\.0, not 3\.0"),
-        ({"teacher__path": "", "tokenizer__added_tokens": ["<|new|>"]}, r"was written with tokenizer \w+, not"),
-        ({"teacher__path": "", "training__seq_len": 32}, r"has no window \w+ of the data; set --teacher\.path"),
-        ({"parallelism__context_parallel_degree": 2}, r"--teacher\.cache: neither a dry run nor context parallelism"),
+        ({"teacher__path": "", "teacher__cache": tmp_path}, lacks),
+        ({"teacher__path": "", "loss__temperature": 3.0}, lacks),
+        ({"teacher__path": "", "tokenizer__added_tokens": ["<|new|>"]}, lacks),
+        ({"teacher__path": "", "training__seq_len": 32}, lacks),
+        ({"teacher__path": folder / "padded"}, r"has another teacher, --teacher\.top_k or type; use a new folder"),
+        ({"teacher__top_k": 51}, r"has another teacher"),
+        ({"teacher__top_k": 2049}, r"--teacher\.top_k is 2049, but must be from 1 to the student's vocabulary, 2048"),
+        ({"parallelism__context_parallel_degree": 2}, r"context_parallel_degree 2 cannot be combined with writing"),
     ):
         given = {"teacher__cache": cache, "teacher__top_k": 50, **options}
         with pytest.raises(UserError, match=message) as caught:
@@ -283,3 +303,45 @@ def test_a_cache_of_something_else_is_rejected(folder, cache, tmp_path):
                 folder, tmp_path / "run", world_size=options.get("parallelism__context_parallel_degree", 1), **given
             )
         assert "\n" not in str(caught.value)
+
+
+def test_on_policy_distillation_compares_the_models_on_the_students_own_answers(folder, tmp_path, monkeypatch):
+    """The first step equals float64 on all logits at the sampled tokens (1e-5), for answers that the student's own
+    probabilities explain; a teacher that is the student gives no loss. Validation samples too."""
+    for file in ("student", "teacher"):
+        (folder / file / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    prompts = [{"prompt": f"Is {i} big?"} for i in range(8)]
+    (tmp_path / "prompts.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in prompts))
+    batches = []
+    answers = OnPolicyTrainer.answers
+    monkeypatch.setattr(
+        OnPolicyTrainer, "answers", lambda *args, **options: batches.append(answers(*args, **options)) or batches[-1]
+    )
+    options = {"dataloader__dataset": [tmp_path / "prompts.jsonl"], "training__steps": 1, "rollout__max_new_tokens": 6}
+    options |= {"rollout__group_size": 2, "loss__cross_entropy_weight": 0.0, "validator__enable": True}
+    options |= {"validator__dataset": [tmp_path / "prompts.jsonl"]}
+    distill(folder, tmp_path / "run", "on_policy", **options)
+    student, teacher = (
+        load_model(folder / name, device="cpu", dtype=torch.float64).model for name in ("student", "teacher")
+    )
+    total, n_tokens, surprise = 0.0, 0, 0.0
+    for batch in batches[0]:
+        is_sampled = batch["labels"] != -100
+        with torch.no_grad():
+            inputs = batch["input"], batch["attention"]
+            q, p = ((model(*inputs)[is_sampled] / 2).log_softmax(-1) for model in (student, teacher))
+            total += float((q.exp() * (q - p)).sum()) * 4
+            labels = batch["labels"][is_sampled]
+            surprise = student(*inputs)[is_sampled].log_softmax(-1).gather(1, labels[:, None])[:, 0]
+            torch.testing.assert_close(surprise.float(), batch["logprobs"][is_sampled], rtol=1e-4, atol=1e-5)
+        n_tokens += int(is_sampled.sum())
+    assert n_tokens == 4 * 2 * 6  # prompts, answers, tokens: a random model does not end
+    ((_, loss),) = read_metrics(tmp_path / "run", "loss")
+    assert loss == pytest.approx(total / n_tokens, rel=1e-5)
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert any(line.get("validation_divergence", 0) > 0 for line in lines)
+    distill(folder, tmp_path / "self", "on_policy", **options, teacher__path=folder / "student")
+    ((_, loss),) = read_metrics(tmp_path / "self", "loss")
+    assert loss == pytest.approx(0, abs=1e-6)
+    with pytest.raises(UserError, match=r"--teacher\.cache has no scores of new answers; leave it out"):
+        distill(folder, tmp_path / "cached", "on_policy", **options, teacher__cache=tmp_path / "cache")

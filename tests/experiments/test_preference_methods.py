@@ -9,7 +9,6 @@ import torch
 from tests.experiments.test_preference import OPTIONS, folder  # noqa: F401
 from tests.processes import run_processes
 from tests.training import flags, killed_in, read_metrics, run
-from torchtitan.components.reference_cache import ReferenceCache
 from torchtitan.config.manager import ConfigManager
 from torchtitan.experiments.preference.trainer import KTOTrainer, PreferenceTrainer
 from torchtitan.tools.errors import UserError
@@ -161,12 +160,20 @@ def test_references_without_a_second_model(folder, tmp_path, kind):  # noqa: F81
     assert abs(rows[0][-1][3]) > 1e-3
 
 
+def only_of_the_model(trainer: PreferenceTrainer, model: str, *arguments: object) -> torch.Tensor:
+    assert model == "model"
+    return LOG_PROBS(trainer, model, *arguments)
+
+
+LOG_PROBS = PreferenceTrainer.log_probs
+
+
 @pytest.mark.slow
 def test_a_cached_reference_is_computed_once(folder, tmp_path, monkeypatch):  # noqa: F811
     options = {"reference__kind": "cached", "dataloader__cache_dir": tmp_path / "cache", "training__steps": 2}
     options |= {"checkpoint__last_save_in_hf": False, "checkpoint__export_dtype": "None"}
     train(folder, tmp_path / "first", "dpo", **options)
-    monkeypatch.setattr(ReferenceCache, "add", None)
+    monkeypatch.setattr(PreferenceTrainer, "log_probs", only_of_the_model)
     train(folder, tmp_path / "second", "dpo", **options)
     assert read_metrics(tmp_path / "second", "loss") == read_metrics(tmp_path / "first", "loss")
     resumed = train(folder, tmp_path / "first", "dpo", **{**options, "training__steps": 3})

@@ -374,13 +374,23 @@ def test_exports_open_in_transformers(tmp_path: Path, options: dict[str, Any]) -
     assert relative_error(load_model(folder, device="cpu").model(tokens), theirs(tokens).logits) < 1e-5
 
 
-def test_bias_of_the_router_needs_a_family_that_has_it() -> None:
-    """A model that its format cannot describe is not exported as another."""
-    config = glm4_moe.FLAVORS["debugmodel"]
-    config = type(config).from_dict(config.to_dict())
-    config.moe.layer_types = ["sparse", "dense"]
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        (glm4_moe, {"layer_types": ["sparse", "dense"]}),
+        (mixtral, {"ffn_dim": 64}),
+        (gpt_oss, {"layer_types": ["sparse", "dense"]}),
+        (qwen3_5, {"norm_topk_prob": False}),
+    ],
+)
+def test_models_that_a_format_cannot_describe_are_not_exported_as_others(family: Any, options: dict[str, Any]) -> None:
+    config: Any = family.model_registry("moe-debugmodel" if family is qwen3_5 else "debugmodel").model
+    config.moe.penalties.z_loss = 0.1
+    family.FORMATS["hf"].to_external(config)
+    for name, value in options.items():
+        setattr(config.moe, name, value)
     with pytest.raises(UserError, match="no model_type of config.json"):
-        glm4_moe.FORMATS["hf"].to_external(config)
+        family.FORMATS["hf"].to_external(config)
 
 
 # --- training ---------------------------------------------------------------------------------------------------------
@@ -513,9 +523,12 @@ def test_penalties_need_a_loss_that_is_divided_beforehand(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe", "qwen2_moe"])
-def test_adapters_of_other_layers_open_in_peft(model_type: str, tmp_path: Path, chat_file: Path) -> None:
-    """Attention and Qwen2's shared experts; routers and experts stay as they are. No layer is dense, since peft takes a
+@pytest.mark.parametrize(
+    ("model_type", "include"),
+    [("mixtral", None), ("qwen3_moe", None), ("qwen2_moe", None), ("qwen3_moe", ["attention", "experts"])],
+)
+def test_adapters_open_in_peft(model_type: str, include: list[str] | None, tmp_path: Path, chat_file: Path) -> None:
+    """By default, attention and Qwen2's shared experts; routers stay as they are. No layer is dense, since peft takes a
     dense network of such models, and GLM's shared experts, for routed ones, and leaves their adapters out."""
     sparse = {"decoder_sparse_step": 1, "mlp_only_layers": [], "num_experts": 4}
     options = {} if model_type == "mixtral" else sparse
@@ -523,7 +536,10 @@ def test_adapters_of_other_layers_open_in_peft(model_type: str, tmp_path: Path, 
     reference = random_reference(model_type, 0, **sizes, **options)
     pretrained = save_with_tokenizer(reference, tmp_path / "base")
     name = family_of(model_type).__name__.rpartition(".")[2]
-    assert_adapters_open_in_peft(name, pretrained, chat_file, tmp_path / "run")
+    chosen = {"model_converters__lora__include": include} if include else {}
+    assert_adapters_open_in_peft(name, pretrained, chat_file, tmp_path / "run", **chosen)
+    (saved,) = tmp_path.glob("run/checkpoint/*/adapter/adapter_config.json")
+    assert len(json.loads(saved.read_text()).get("target_parameters", [])) == (4 if include else 0)
 
 
 @pytest.mark.parametrize(

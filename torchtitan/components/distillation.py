@@ -54,14 +54,12 @@ def divergence(
 def top_logits(
     student_NV: Tensor, ids_NK: Tensor, log_p_NE: Tensor, temperature: float, shard: VocabularyShard | None = None
 ) -> Tensor:
-    """Return logits (N, V) of a teacher of which only the K likeliest tokens are known, for `divergence` with the
-    student's. Each other token gets the student's share of what is left, so that the divergence is that of K + 1
-    events: at most the full one, and 0 only if the student has the teacher's K probabilities. K probabilities that are
-    renormalized instead would teach overconfidence (Anshumann et al., arXiv:2503.16870).
+    """Return the logits (N, V) of a teacher of which K tokens are known, to compare them with `student_NV`. The others
+    get the student's shares of the rest, and so count as one event: the divergence is at most the full one. K
+    renormalized probabilities instead would teach overconfidence (arXiv:2503.16870).
 
     Args:
-        log_p_NE: log-probabilities at `temperature` of the K tokens and, unless they are all, of the others together.
-        shard: position of the logits in a sharded vocabulary.
+        log_p_NE: log-probabilities at `temperature` of the K tokens and, if there are others, of these together.
     """
     size, n_ids = student_NV.shape[1], ids_NK.shape[1]
     columns_NK = ids_NK - (shard.first if shard else 0)
@@ -96,10 +94,6 @@ class Outputs:
     weight: Tensor | None
     transform: LogitTransform = UNCHANGED
 
-    @property
-    def vocabulary(self) -> int:
-        return self.hidden.shape[-1] if self.weight is None else len(self.weight)
-
     def flat(self, vocabulary: int) -> tuple[Tensor, Tensor | None, VocabularyShard | None]:
         """Return plain tensors: hidden states (N, D) and this rank's weights, or logits, of the first tokens."""
         if self.weight is None:
@@ -112,11 +106,10 @@ class Outputs:
 
 @dataclass(frozen=True)
 class TopTokens:
-    """What `top_logits` needs of a teacher: `ids` (B, L, K) of the first `vocabulary` tokens, `log_probs` (B, L, E)."""
+    """What is known of a teacher: `ids` (B, L, K) of its likeliest tokens, and `log_probs` (B, L, E) as `log_p_NE`."""
 
     ids: Tensor
     log_probs: Tensor
-    vocabulary: int
 
 
 class DistillationLoss(Configurable):
@@ -155,18 +148,19 @@ class DistillationLoss(Configurable):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return three sums over the tokens with a label: the loss, with gradients for the student, its cross entropy
         and its divergence, float32 scalars without."""
-        vocabulary = min(student.vocabulary, teacher.vocabulary)
+        outputs = [x for x in (student, teacher) if isinstance(x, Outputs)]
+        vocabulary = min(x.hidden.shape[-1] if x.weight is None else len(x.weight) for x in outputs)
         hidden, weight, shard = student.flat(vocabulary)
         if not torch.is_grad_enabled():  # a parameter would need gradients nevertheless
             hidden, weight = hidden.detach(), None if weight is None else weight.detach()
-        outputs = teacher.flat(vocabulary) if isinstance(teacher, Outputs) else None
+        taught = teacher.flat(vocabulary) if isinstance(teacher, Outputs) else None
 
         def teach(scores: Tensor, part: slice) -> Tensor:
             if isinstance(teacher, TopTokens):
                 ids, log_probs = (x.flatten(0, 1)[part] for x in (teacher.ids, teacher.log_probs))
                 return top_logits(scores, ids.long(), log_probs, self.config.temperature, shard)
-            assert outputs
-            return teacher.transform(_logits(outputs[0][part], outputs[1]).float())
+            assert taught
+            return teacher.transform(_logits(taught[0][part], taught[1]).float())
 
         inputs = hidden, weight, labels_BL.flatten(), student.transform, teach, shard, self.config
         sums: tuple[Tensor, Tensor, Tensor] = _Distillation.apply(*inputs)
@@ -174,17 +168,13 @@ class DistillationLoss(Configurable):
 
     def top_tokens(self, teacher: Outputs, vocabulary: int, k: int) -> TopTokens:
         """Return the teacher's `k` likeliest of the first `vocabulary` tokens, without gradients."""
-        hidden, weight, parts = teacher.hidden, teacher.weight, []
-        if isinstance(hidden, DTensor) and isinstance(weight, DTensor):
-            hidden, weight = hidden.full_tensor(), weight.full_tensor()
-        hidden_ND, weight, _ = Outputs(hidden, weight).flat(vocabulary)
-        for chunk in hidden_ND.split(self.config.chunk_tokens):
-            scores = teacher.transform(_logits(chunk, weight).float()) / self.config.temperature
-            log_p, ids = scores.log_softmax(dim=1).topk(k)
-            others = scores.scatter(1, ids, -math.inf).logsumexp(1, keepdim=True) - scores.logsumexp(1, keepdim=True)
-            parts.append((ids.int(), torch.cat([log_p, others], dim=1) if k < vocabulary else log_p))
-        ids, log_probs = (torch.cat(part).unflatten(0, hidden.shape[:2]) for part in zip(*parts, strict=True))
-        return TopTokens(ids, log_probs, vocabulary)
+        (hidden_ND, weight, _), parts = teacher.flat(vocabulary), []
+        for hidden in hidden_ND.split(self.config.chunk_tokens):
+            scores = teacher.transform(_logits(hidden, weight).float()) / self.config.temperature
+            top, ids = (log_p := scores.log_softmax(dim=1)).topk(k)
+            others = log_p.scatter(1, ids, -math.inf).logsumexp(dim=1, keepdim=True)
+            parts.append((ids.int(), torch.cat([top, others], dim=1) if k < vocabulary else top))
+        return TopTokens(*(torch.cat(x).unflatten(0, teacher.hidden.shape[:2]) for x in zip(*parts, strict=True)))
 
 
 class _Distillation(torch.autograd.Function):

@@ -8,7 +8,7 @@ methods without a reference leave out pi_ref, and SimPO and ORPO divide the loga
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -19,20 +19,6 @@ from torchtitan.config import Configurable
 from torchtitan.tools.errors import UserError
 
 Kind = Literal["dpo", "cdpo", "robust", "hinge", "ipo", "dpo_normalized", "simpo", "orpo", "cpo"]
-
-
-class Answers(NamedTuple):
-    """Answers to prompts, in tensors of one shape."""
-
-    log_ratios: Tensor
-    """Logarithm of pi / pi_ref, of the whole answer."""
-    lengths: Tensor
-    """Tokens of the answer; 0 if there is none."""
-
-    @property
-    def per_token(self) -> Tensor:
-        """Logarithm of pi / pi_ref, divided by the tokens."""
-        return self.log_ratios / self.lengths.clamp(min=1)
 
 
 def dpo_loss(x: Tensor, smoothing: float = 0.0) -> Tensor:
@@ -120,12 +106,12 @@ class PreferenceLoss(Configurable):
 
     config: Config
 
-    def __call__(self, chosen: Answers, rejected: Answers) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the loss of each pair, and the rewards of both answers."""
-        config, means = self.config, (chosen.per_token, rejected.per_token)
-        ratios = means if config.kind in ("simpo", "orpo") else (chosen.log_ratios, rejected.log_ratios)
-        rewards = config.beta * ratios[0], config.beta * ratios[1]
-        x, h = rewards[0] - rewards[1], means[0] - means[1]
+    def __call__(self, log_ratios: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        """Return losses (...) and rewards (..., 2) of pairs, from log(pi / pi_ref) and the number of tokens of chosen
+        and rejected answers, (..., 2)."""
+        config, means = self.config, log_ratios / lengths.clamp(min=1)
+        rewards = config.beta * (means if config.kind in ("simpo", "orpo") else log_ratios)
+        x, h = (values[..., 0] - values[..., 1] for values in (rewards, means))
         losses: dict[Kind, Callable[[], Tensor]] = {
             "dpo": lambda: dpo_loss(x),
             "cdpo": lambda: dpo_loss(x, config.label_smoothing),
@@ -134,10 +120,10 @@ class PreferenceLoss(Configurable):
             "ipo": lambda: ipo_loss(h, config.beta),
             "dpo_normalized": lambda: dpo_loss(config.beta * h),
             "simpo": lambda: dpo_loss(x - config.gamma),
-            "orpo": lambda: orpo_loss(*means, config.weight),
-            "cpo": lambda: cpo_loss(x, means[0], config.weight),
+            "orpo": lambda: orpo_loss(means[..., 0], means[..., 1], config.weight),
+            "cpo": lambda: cpo_loss(x, means[..., 0], config.weight),
         }
-        return losses[config.kind](), *rewards
+        return losses[config.kind](), rewards
 
 
 class KTOLoss(Configurable):
@@ -166,8 +152,8 @@ class KTOLoss(Configurable):
     config: Config
 
     def __call__(self, log_ratios: Tensor, kl: Tensor) -> tuple[Tensor, Tensor]:
-        """Return weighted losses and rewards (..., 2) of desirable and undesirable answers; `kl` is the divergence of
-        the model from the reference."""
+        """Return weighted losses and rewards, (..., 2), of desirable and undesirable answers from log(pi / pi_ref);
+        `kl` is the divergence of the model from the reference."""
         config, is_desirable = self.config, torch.tensor([True, False], device=log_ratios.device)
         weights = torch.where(is_desirable, config.desirable_weight, config.undesirable_weight)
         rewards = config.beta * log_ratios

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan.protocols.attention import AttentionMetadata
 from torchtitan.protocols.sharding import ShardingPlan
+from torchtitan.tools.device import send
 from torchtitan.tools.torch_private import all_gather_single_autograd, wait_tensor
 
 LoadBalancer = Literal["headtail", "none"]
@@ -45,11 +46,14 @@ def shard_sequences(batch: Mapping[str, Any], shards: SequenceShards, rank: int)
     """Return a batch with this rank's part of all per-token values, shape (B, T, …); other values are unchanged. A
     missing `attention` is added, since the tokens of a part are not contiguous."""
     (n_rows, length), device = batch["input"].shape, batch["input"].device
-    tokens = shards.tokens_of_rank(rank, length).to(device)
+    tokens, tokens_of_all = (
+        send(shards.tokens_of_rank(rank, length), device),
+        send(shards.tokens_of_all(length), device),
+    )
     per_token = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
     per_token = {name: value[:, tokens] for name, value in per_token.items() if value.shape[:2] == (n_rows, length)}
     attention = batch.get("attention", AttentionMetadata.of_rows(n_rows, length))
-    return {**batch, **per_token, "attention": attention.shard(tokens, shards.tokens_of_all(length).to(device))}
+    return {**batch, **per_token, "attention": attention.shard(tokens, tokens_of_all)}
 
 
 def apply_context_parallel(model: nn.Module, mesh: DeviceMesh, plan: ShardingPlan) -> None:

@@ -65,7 +65,7 @@ def total_norm(gradients: Sequence[Tensor], pipeline: dist.ProcessGroup | None =
 
 def redistribute_like(tensor: Tensor, other: Tensor) -> Tensor:
     """Give a DTensor the placements of another, since tensor parallelism may leave gradients partial or replicated."""
-    if not (isinstance(tensor, DTensor) and isinstance(other, DTensor)):
+    if not (isinstance(tensor, DTensor) and isinstance(other, DTensor)) or tensor.placements == other.placements:
         return tensor
     return tensor.redistribute(placements=other.placements)
 

@@ -87,7 +87,16 @@ def _apply_data_parallel(
     elif shards > 1 or training.mixed_precision_param != training.dtype or expert_mesh is not None:
         fsdp_mesh = mesh["dp_replicate", "fsdp"] if dims.dp_replicate > 1 else mesh["fsdp"]
         offload = _offload_policy(training, mesh)
-        _apply_fsdp(model, fsdp_mesh, expert_mesh, precision, _reshard(parallelism), offload)
+        reshard = parallelism.fsdp_reshard_after_forward
+        reshard = "never" if reshard == "default" and parallelism.pipeline_parallel_degree > 1 else reshard
+        _apply_fsdp(model, fsdp_mesh, expert_mesh, precision, reshard, offload)
+
+
+def set_replica_reduction(model: nn.Module, enabled: bool) -> None:
+    """Set whether backward passes of a model under HSDP or DDP add up gradients over replicas; otherwise they
+    accumulate on each replica until a backward pass does."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_all_reduce(enabled)
 
 
 def free_gathered_weights(model: nn.Module) -> None:
@@ -95,11 +104,6 @@ def free_gathered_weights(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-
-
-def _reshard(parallelism: ParallelismConfig) -> str:
-    chosen = parallelism.fsdp_reshard_after_forward
-    return "never" if chosen == "default" and parallelism.pipeline_parallel_degree > 1 else chosen
 
 
 def _offload_policy(training: TrainingConfig, mesh: DeviceMesh) -> OffloadPolicy:

@@ -131,7 +131,8 @@ class RunBuilder(Configurable):
         self, spec: ModelSpec, *, weights: str = "", trained: bool = False, saved: bool = False, offloaded: bool = False
     ) -> RunModel:
         """Build an additional model, sharded like the main one. A trained model shares the optimizer and the schedule;
-        a frozen model has the type that FSDP computes in.
+        a frozen model has the type that FSDP computes in. Raise `UserError` under pipeline parallelism, and for
+        offloading without FSDP.
 
         Args:
             spec: its specification; a vocabulary size of None is replaced by the main model's.
@@ -139,9 +140,6 @@ class RunBuilder(Configurable):
             trained: whether the optimizer updates the model, which must then be saved.
             saved: whether checkpoints contain the model.
             offloaded: whether FSDP keeps the weights in CPU memory.
-
-        Raises:
-            UserError: under pipeline parallelism; for offloading without FSDP.
         """
         assert saved or not trained, "the weights of a trained model would be lost"
         dims, training = self.parallel_dims, self.config.training
@@ -244,7 +242,7 @@ class RunBuilder(Configurable):
         return optimizer
 
     def build_pipeline(self) -> Pipeline | None:
-        if self.pipeline_plan is None:
+        if (plan := self.pipeline_plan) is None:
             return None
         assert self.mesh is not None
         config, dims = self.config, self.parallel_dims
@@ -256,14 +254,8 @@ class RunBuilder(Configurable):
             device="meta",
             requires_grad=True,
         )
-        return Pipeline(
-            self.pipeline_plan,
-            self.model_parts,
-            mesh=self.mesh["pp"],
-            device=self.device,
-            hidden=hidden,
-            head=self.loss,
-        )
+        mesh = self.mesh["pp"]
+        return Pipeline(plan, self.model_parts, mesh=mesh, device=self.device, hidden=hidden, head=self.loss)
 
     @property
     def ranks(self) -> Ranks:

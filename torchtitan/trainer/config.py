@@ -126,8 +126,7 @@ class RunConfig(Configurable.Config):
 
     @classmethod
     def based_on(cls, other: "RunConfig", **sections: Any) -> Self:
-        """Return the configuration of this class's trainer with the sections of `other`, another trainer's, except for
-        the given ones."""
+        """Return this trainer's configuration with the sections of another's, except for the given ones."""
         return cls(**{**{field.name: getattr(other, field.name) for field in dataclasses.fields(other)}, **sections})
 
     def to_dict(self) -> dict[str, Any]:

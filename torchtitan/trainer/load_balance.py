@@ -25,8 +25,6 @@ class LoadBalance(Callback):
 
     def on_batches(self, micro_batches: Sequence[Batch]) -> None:
         trainer, dims = self.trainer, self.trainer.parallel_dims
-        if not self.balancer.has_routers:
-            return
         inputs = [batch[name] for batch in micro_batches for name in batch if name.endswith("input")]
         n_tokens = sum(tokens.numel() for tokens in inputs) // (dims.cp * dims.tp)
         self.balancer.start_step(n_tokens, dims.gradient_degree, trainer.device)

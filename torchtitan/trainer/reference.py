@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -10,14 +11,15 @@ import torch
 from torch import Tensor
 
 from torchtitan.components.data.base import Batch
+from torchtitan.components.data.disk_cache import cache_root, digest_of, writable
 from torchtitan.components.data.finetuning.planned_loader import PlannedDataLoader
 from torchtitan.components.data.plan import ShuffleSampler
 from torchtitan.components.log_probs import token_log_probs
 from torchtitan.components.peft import LoRA
 from torchtitan.components.peft.lora import adapters_off
-from torchtitan.components.reference_cache import ReferenceCache
 from torchtitan.components.weights.pretrained import internal_source
 from torchtitan.components.weights.sources import base_weights
+from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
 from torchtitan.trainer.models import RunModel
@@ -51,28 +53,24 @@ class ReferenceTrainer(Trainer):
         """Reference model; methods without one ignore it."""
 
         def validate(self) -> None:
-            if self.reference.kind == "adapters_off" and (
-                self.reference.path or not any(isinstance(item, LoRA.Config) for item in self.model_converters)
-            ):
-                raise UserError(
-                    "--reference.kind adapters_off is the base model of adapters: use --config dpo_lora, without "
-                    "--reference.path"
-                )
+            has_adapters = any(isinstance(converter, LoRA.Config) for converter in self.model_converters)
+            if self.reference.kind == "adapters_off" and (self.reference.path or not has_adapters):
+                remedy = "use --config dpo_lora, without --reference.path"
+                raise UserError(f"--reference.kind adapters_off is the base model of adapters: {remedy}")
 
         def check(self, world_size: int, *, dry_run: bool = False) -> None:
             Trainer.Config.check(self, world_size, dry_run=dry_run)
-            if not self.reference.path:
-                return
-            tokenizer = self.tokenizer.build(path=self.hf_assets_path)
-            try:
-                internal_source(self.reference.path, self.resolve(tokenizer).model_spec, added=tokenizer.added)
-            except UserError as error:
-                raise UserError(f"--reference.path: {error}") from error
+            if self.reference.path:
+                tokenizer = self.tokenizer.build(path=self.hf_assets_path)
+                try:
+                    internal_source(self.reference.path, self.resolve(tokenizer).model_spec, added=tokenizer.added)
+                except UserError as error:
+                    raise UserError(f"--reference.path: {error}") from error
 
     config: Config
     needs_reference = True
-    cache: ReferenceCache | None = None
-    """Log-probabilities of the reference, if they are cached."""
+    cache: dict[int, float] | None = None
+    """Log-probabilities of answers under the reference by their `answer_keys`, if they are cached."""
 
     def build_models(self) -> dict[str, RunModel]:
         models, config = super().build_models(), self.config.reference
@@ -107,24 +105,35 @@ class ReferenceTrainer(Trainer):
             self.cache = self.fill_cache(reference)
             reference.parts, reference.flops_per_token = [], 0.0
 
-    def fill_cache(self, reference: RunModel) -> ReferenceCache:
-        """Return the reference's log-probabilities for the `answer_keys` of all batches, computed if missing on disk.
-        They depend on no converter, since the reference is the plain model."""
-        config = self.config
+    def fill_cache(self, reference: RunModel) -> dict[int, float]:
+        """Return the log-probabilities of the answers in all batches under the reference, by their `answer_keys`, and 0
+        for key 0. Compute those that `reference/DIGEST.json` in the cache folder lacks, and write them."""
+        config, ranks = self.config, self.ranks
         assert isinstance(config.dataloader, PlannedDataLoader.Config)
         source = base_weights(reference.weights) if reference.weights else config.debug.seed
-        identity = [source, config.model_spec.model.to_dict(), config.training.mixed_precision_param]
-        cache = ReferenceCache(identity, config.dataloader.cache_dir, self.ranks)
-        for batch in self.all_batches():
-            if cache.missing(batch["answer_keys"]):
-                if reference.weights and not reference.is_initialized:
+        # Without converters, since the reference is the plain model.
+        digest = digest_of([source, config.model_spec.model.to_dict(), config.training.mixed_precision_param])
+        path = cache_root(config.dataloader.cache_dir) / "reference" / f"{digest}.json"
+        stored = ranks.broadcast_from_rank0(lambda: path.read_text() if path.exists() else "{}")
+        cache = {0: 0.0} | {int(key): value for key, value in json.loads(stored).items()}
+
+        def write() -> None:
+            with writable(path.parent):
+                durable.write(path, json.dumps(cache))
+
+        for number, batch in enumerate(self.all_batches(), start=1):
+            keys = batch["answer_keys"].flatten().tolist()
+            if any(ranks.gather(not cache.keys() >= set(keys))):
+                if not reference.is_initialized:
                     self._initial_load(reference, reference.weights, [])()
-                reference.initialize(config.debug.seed)
                 with self.precision.fixed_weights(), self.mixed_precision():
-                    values = self.log_probs("reference", super().post_dataloading_process(batch))
-                cache.add(batch["answer_keys"], values.cpu())
-        cache.write()
-        logger.info("reference: the log-probabilities of %d answers are in %s", len(cache.values) - 1, cache.path)
+                    values = self.log_probs("reference", super().post_dataloading_process(batch)).flatten().tolist()
+                for of_rank in ranks.gather(dict(zip(keys, values, strict=True))):
+                    cache |= of_rank
+                if number % 50 == 0:  # an interrupted pass continues here
+                    ranks.broadcast_from_rank0(write)
+        ranks.broadcast_from_rank0(write)
+        logger.info("reference: the log-probabilities of %d answers are in %s", len(cache) - 1, path)
         return cache
 
     def all_batches(self) -> Iterator[Batch]:
@@ -136,5 +145,7 @@ class ReferenceTrainer(Trainer):
 
     def post_dataloading_process(self, batch: Batch) -> Batch:
         if self.cache is not None:
-            batch = {**batch, "reference": self.cache.look_up(batch["answer_keys"])}
+            keys = batch["answer_keys"]
+            values = [self.cache[key] for key in keys.flatten().tolist()]
+            batch = {**batch, "reference": torch.tensor(values).view(keys.shape)}
         return super().post_dataloading_process(batch)

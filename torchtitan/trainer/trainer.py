@@ -24,6 +24,7 @@ from torchtitan.components.weights.sources import base_weights
 from torchtitan.distributed.context_parallel import shard_sequences
 from torchtitan.distributed.gradients import clip_grad_norm, divide_gradients
 from torchtitan.distributed.mixed_precision import MixedPrecision
+from torchtitan.distributed.parallelize import set_replica_reduction
 from torchtitan.distributed.process_group import destroy_process_group, set_timeouts, sum_over_ranks, world_size
 from torchtitan.distributed.watchdog import Watchdog
 from torchtitan.protocols import ModelConverter
@@ -232,7 +233,8 @@ class Trainer(RunBuilder):
         n_tokens = self.count_valid_tokens(micro_batches)
         loss = torch.zeros((), device=self.device)
         with self.precision.fixed_weights():
-            for batch in micro_batches:
+            for index, batch in enumerate(micro_batches, start=1):
+                self.reduce_over_replicas(index == len(micro_batches))
                 with self.sample_losses.of(batch):
                     loss += self.forward_backward_step(self.post_dataloading_process(batch), n_tokens)
         if self.has_own_loss:
@@ -336,6 +338,14 @@ class Trainer(RunBuilder):
         if self.has_own_loss:
             self.weight += self.local_addend(weight)
         return loss.detach() / degree
+
+    def reduce_over_replicas(self, enabled: bool) -> None:
+        """Let replicas add up gradients in the last backward pass of a step only, if no method reads them earlier. Own
+        losses may leave out a model in that pass, so that its gradients would never be added up."""
+        own_step = type(self).forward_backward_step is not Trainer.forward_backward_step
+        if self.parallel_dims.dp_replicate > 1 and not own_step and not self.has_own_forward:
+            for part in self.model_parts:
+                set_replica_reduction(part, enabled)
 
     def divide_by_weight(self, loss: Tensor) -> Tensor:
         """Divide gradients and `loss`, in place, by the weight of the global batch, and return the weight."""

@@ -1167,3 +1167,14 @@ def test_missing_export_and_initial_load(tmp_path: Path) -> None:
     config = CheckpointManager.Config(initial_load_in_hf=True, initial_load_path=str(tmp_path))
     with pytest.raises(UserError, match="initial_load_in_hf: this model cannot be loaded"):
         config.build(dump_folder=str(tmp_path), states={})
+
+
+def test_saves_of_one_size_share_their_memory():
+    """Pinning memory takes far longer than copying to it."""
+    memory, state = SharedMemory(), {"model": {"weight": torch.zeros(1000)}}
+    addresses = []
+    for _ in range(3):
+        memory.reserve(state)
+        addresses.append(memory.empty_like(state["model"]["weight"]).data_ptr())
+    memory.close()
+    assert len(set(addresses)) == 1

@@ -51,6 +51,19 @@ def check_equal(found: list[Generation], expected: list[Generation]) -> None:
         assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
 
 
+@pytest.mark.parametrize("sampling", [SAMPLING, Sampling()])
+def test_a_token_is_read_from_the_device_once(sampling, monkeypatch):
+    """On a GPU, each reading waits for the device. Here, host tensors stand for those of the device."""
+    read, tolist = [], torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda x: read.append(x.dtype) or tolist(x))
+    for name in ("cpu", "item", "__bool__", "__int__"):
+        monkeypatch.setattr(torch.Tensor, name, lambda x: pytest.fail("read a tensor"))
+    engine = Engine(mixed_model(), sampling=sampling)
+    engine.run([engine.generate([1, 2, 3], max_new_tokens=6, key="") for _ in range(2)])
+    # Boundaries of documents, which are integers, are always on the host.
+    assert [dtype for dtype in read if dtype.is_floating_point] == 6 * [torch.float32]
+
+
 @pytest.mark.parametrize("max_rows", [1, 3, 7, None])
 @pytest.mark.parametrize("make_model", [mixed_model, hybrid_model])
 def test_texts_do_not_depend_on_the_batch(make_model, max_rows):

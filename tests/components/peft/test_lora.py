@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.equivalence.runs import UnitVariance
 from tests.training import RaggedDataLoader, flags, read_metrics, read_validation, run, tiny_config
@@ -20,6 +21,7 @@ from torchtitan.config.manager import ConfigManager
 from torchtitan.distributed import initialize_weights
 from torchtitan.distributed.mixed_precision import MixedPrecision
 from torchtitan.distributed.tensor_parallel import shard_parameters
+from torchtitan.models.common.feed_forward import make_linear
 from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.models.llama3.model import Llama3Model
 from torchtitan.protocols import ModelConverter
@@ -568,3 +570,30 @@ def test_a_parameter_without_a_gradient_is_named(workers, tmp_path, caplog):
     assert [record.getMessage() for record in caplog.records] == [message]
     workers.run(train_with_idle_parameter, tmp_path / "two")
     assert (tmp_path / "two/warnings").read_text() == message
+
+
+class WideOperations(TorchDispatchMode):
+    """Names of the operations with a result as wide as the layer's."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.width, self.names = width, list[str]()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        is_view = function.is_view or function == torch.ops.aten._unsafe_view.default
+        if isinstance(result, Tensor) and result.shape[-1] == self.width and not is_view:
+            self.names.append(function.overloadpacket.__name__)
+        return result
+
+
+def test_an_adapter_takes_one_pass_over_the_output():
+    """No operation but the two products writes the layer's full width."""
+    layer = LoRALinear(make_linear(32, 48, 0.02), rank=4, scaling=2.0, dropout=0.0, dora=False)
+    with WideOperations(48) as counted:
+        out = layer(torch.randn(2, 3, 32))
+    assert counted.names == ["mm", "addmm"]
+    gradient = torch.ones_like(out)
+    with WideOperations(48) as counted:
+        out.backward(gradient)
+    assert counted.names == []  # neither the base's gradient nor the adapter's is scaled or copied

@@ -118,15 +118,13 @@ class CheckpointManager(Configurable):
     def save(
         self, step: int, *, last: bool = False, stopped: bool = False, validation_loss: float | None = None
     ) -> None:
-        """Save a checkpoint of `step` if one is due and does not exist. Log a warning if it fails.
+        """Save a checkpoint of `step` if one is due and does not exist. Log a warning if it fails. Raise
+        `CheckpointSaveError` if the save fails and `last` or `stopped` is true.
 
         Args:
             last: training is complete; always save, only the model if so configured.
             stopped: training stops and can be resumed later; always save.
             validation_loss: loss after `step`, equal on all ranks; with `keep_best`, a new minimum is always saved.
-
-        Raises:
-            CheckpointSaveError: if the save fails and `last` or `stopped` is true.
         """
         start_time = time.perf_counter()
         is_final = last or stopped

@@ -278,19 +278,21 @@ class Engine:
             return
         assert self._logits_BV is not None
         logits_BV = self._logits_BV.float()
-        is_finite_B = logits_BV.logsumexp(dim=-1).isfinite().tolist()
-        if not all(row.is_done or is_finite for row, is_finite in zip(self._rows, is_finite_B, strict=True)):
+        is_finite_B = logits_BV.logsumexp(dim=-1).isfinite()
+        logits_BV = logits_BV.where(is_finite_B[:, None], 0.0)
+        tokens_B = draw(logits_BV, self._sampling, [row.generator for row in self._rows])
+        logprobs_B = logits_BV.log_softmax(dim=-1).gather(1, tokens_B[:, None])[:, 0]
+        # Read once, since reading waits for the device. A float32 holds any token id exactly.
+        drawn = torch.stack((tokens_B.to(logprobs_B.dtype), logprobs_B, is_finite_B.to(logprobs_B.dtype))).T.tolist()
+        if not all(row.is_done or is_finite for row, (_, _, is_finite) in zip(self._rows, drawn, strict=True)):
             # The most probable token would silently be token 0.
             self._error = UserError(f"the model's logits are not finite (NaN or infinite); {NOT_FINITE_HINT}")
             return
-        unusable = [index for index, is_finite in enumerate(is_finite_B) if not is_finite]
-        logits_BV = logits_BV.index_fill(0, torch.tensor(unusable, device=logits_BV.device, dtype=torch.long), 0.0)
-        tokens_B = draw(logits_BV, self._sampling, [row.generator for row in self._rows])
-        logprobs_B = logits_BV.log_softmax(dim=-1).gather(1, tokens_B.to(logits_BV.device)[:, None])[:, 0]
         ended = []
-        for row, token, logprob in zip(self._rows, tokens_B.tolist(), logprobs_B.tolist(), strict=True):
+        for row, (drawn_id, logprob, _) in zip(self._rows, drawn, strict=True):
             if row.is_done:
                 continue
+            token = int(drawn_id)
             row.generation.ids.append(token)
             row.generation.logprobs.append(logprob)
             stopped = token in self._stop_ids or (row.on_token is not None and row.on_token(token))

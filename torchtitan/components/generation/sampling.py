@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from torchtitan.tools.device import send
 from torchtitan.tools.errors import UserError
 
 _COLDEST = 1e-30  # below this, the temperature or its inverse is out of range in float32
@@ -46,21 +47,22 @@ def generator_of(key: str) -> torch.Generator:
 
 
 def draw(logits_BV: Tensor, sampling: Sampling, generators: Sequence[torch.Generator]) -> Tensor:
-    """Return one token id per row, int64, shape (B,) on the CPU, for logits of any floating-point type.
+    """Return one token id per row, int64, shape (B,) on the device of the logits, of any floating-point type.
 
     Each row draws one number from its own generator, and looks it up in its cumulative distribution, in float64. So a
     row depends only on its logits and its generator; logits that differ by rounding give another token only if the
     number is that close to a boundary of the distribution.
     """
     if sampling.temperature == 0:
-        return logits_BV.argmax(dim=-1).cpu()
-    if logits_BV.device.type == "mps":  # has no float64
+        return logits_BV.argmax(dim=-1)
+    device = logits_BV.device
+    if device.type == "mps":  # has no float64
         logits_BV = logits_BV.cpu()
     total_BV = restricted_logits(logits_BV, sampling).double().softmax(dim=-1).cumsum(dim=-1)
     drawn_B = torch.cat([torch.rand(1, generator=generator, dtype=torch.float64) for generator in generators])
-    places_B1 = drawn_B.to(total_BV.device)[:, None] * total_BV[:, -1:]
+    places_B1 = send(drawn_B, total_BV.device)[:, None] * total_BV[:, -1:]
     tokens_B1 = torch.searchsorted(total_BV, places_B1, right=True).clamp(max=total_BV.shape[1] - 1)
-    return tokens_B1[:, 0].cpu()
+    return tokens_B1[:, 0].to(device)
 
 
 def restricted_logits(logits_BV: Tensor, sampling: Sampling) -> Tensor:

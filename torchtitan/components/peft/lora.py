@@ -144,16 +144,16 @@ class LoRALinear(AdaptedLayer, nn.Linear):
             return base
         inputs = _apply_dropout(x, self.dropout) if self.training and self.dropout else x
         lora_A, lora_B = self.lora_A.to(x.dtype), self.lora_B.to(x.dtype)
-        added = F.linear(F.linear(inputs, lora_A), lora_B) * self.scaling
+        down = F.linear(inputs, lora_A) * self.scaling  # the narrow side, where scaling costs least
         if self.magnitude is None:
-            return base + added
+            return _add_product(base, down, lora_B)
         with torch.no_grad():
             adapted = self._add_adapter(self.base_weight(), self.lora_A, self.lora_B)
         scale = row_scale(self.magnitude, row_norms(adapted))
         product = base if inputs is x else self.base_output(redistribute_like(inputs, x))
         if self.bias is not None:
             product = product - self.bias
-        return base + (scale - 1).to(base.dtype) * product + scale.to(base.dtype) * added
+        return _add_product(base + (scale - 1).to(base.dtype) * product, down, scale.to(base.dtype)[:, None] * lora_B)
 
     def _merge(self, weight: Tensor, adapter: Mapping[str, Tensor]) -> Tensor:
         adapted = self._add_adapter(weight, adapter["lora_A"], adapter["lora_B"])
@@ -203,6 +203,13 @@ class QLoRALinear(LoRALinear):
     def plain_types(self, own: Mapping[str, Tensor]) -> dict[str, torch.dtype]:
         """Return bfloat16, which is exact for values of the 4-bit weight; the bias keeps its type."""
         return {"weight": torch.bfloat16, **({"bias": own["bias"].dtype} if "bias" in own else {})}
+
+
+def _add_product(y: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    """Return `y + x weightᵀ`, (..., out), in one pass over `y`. DTensors have none: flattening would gather them."""
+    if isinstance(x, DTensor):
+        return y + F.linear(x, weight)
+    return torch.addmm(y.reshape(-1, y.shape[-1]), x.reshape(-1, x.shape[-1]), weight.T).view_as(y)
 
 
 def _pack_tensor(name: str, rows: Tensor) -> Tensor:

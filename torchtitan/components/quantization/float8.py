@@ -94,7 +94,6 @@ class Float8LinearConverter(LayerConverter):
                 )
 
     config: Config
-
     layer_types = (nn.Linear, StackedExperts)
 
     def convert(self, model: nn.Module) -> None:
@@ -121,11 +120,8 @@ class Float8LinearConverter(LayerConverter):
         sides = (layer.in_features, layer.out_features)
         if any(side % _ALIGNMENT for side in sides):
             return f"inputs or outputs not a multiple of {_ALIGNMENT}"
-        return (
-            f"fewer than {self.config.min_features} inputs or outputs"
-            if min(sides) < self.config.min_features
-            else None
-        )
+        least = self.config.min_features
+        return f"fewer than {least} inputs or outputs" if min(sides) < least else None
 
     def _left_out(self, layers: dict[str, nn.Module]) -> str:
         """Describe which of `layers` are skipped and why; empty if none are."""

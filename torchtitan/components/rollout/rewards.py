@@ -26,8 +26,7 @@ def number_match(prompt: str, completion: str, row: Mapping[str, Any]) -> float:
 
 def find_reward(name: str, open_model: Callable[[str], Reward] | None = None) -> Reward:
     """Return the function of `--rewards`: number, pattern=REGEX (1 if it occurs in the completion), length=N (1 for N
-    characters, falling linearly to 0), reward_model=DIR (`open_model`), or one to import. Raise `UserError` if there is
-    none."""
+    characters, falling linearly to 0), reward_model=DIR, or a function to import. Raise `UserError` for others."""
     kind, _, value = name.partition("=")
     if name == "number":
         return number_match

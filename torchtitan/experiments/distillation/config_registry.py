@@ -3,11 +3,13 @@
 import dataclasses
 from types import ModuleType
 
+from torchtitan.components.data import PromptDataLoader
 from torchtitan.components.distillation import DistillationLoss
 from torchtitan.models.auto import config_registry as auto
 from torchtitan.models.common.recipes import small_run
 from torchtitan.models.llama3 import FLAVORS, model_spec
 
+from .on_policy import OnPolicyTrainer
 from .trainer import DistillationTrainer
 
 
@@ -33,3 +35,10 @@ def scratch(hf_assets_path: str, family: ModuleType | None = None) -> Distillati
 def sft(hf_assets_path: str, family: ModuleType | None = None) -> DistillationTrainer.Config:
     """Distill on conversations or instructions, as `auto`'s `sft`."""
     return DistillationTrainer.Config.based_on(auto.sft(hf_assets_path, family), loss=DistillationLoss.Config())
+
+
+def on_policy(hf_assets_path: str, family: ModuleType | None = None) -> OnPolicyTrainer.Config:
+    """Distill on the student's own answers to prompts: `--dataloader.dataset prompts.jsonl`."""
+    loss = DistillationLoss.Config(kind="reverse_kl")
+    loader = PromptDataLoader.Config(dataset=[], too_long="error")
+    return OnPolicyTrainer.Config.based_on(auto.sft(hf_assets_path, family), loss=loss, dataloader=loader)

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from torchtitan.components.data.base import Batch
-from torchtitan.components.data.disk_cache import digest_of
 from torchtitan.components.distillation import DistillationLoss, Outputs, TopTokens
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.teacher_cache import TeacherCache
@@ -69,22 +68,24 @@ class DistillationTrainer(Trainer):
         def check(self, world_size: int, *, dry_run: bool = False) -> None:
             Trainer.Config.check(self, world_size, dry_run=dry_run)
             teacher, tokenizer = self.teacher, self.tokenizer.build(path=self.hf_assets_path)
-            if teacher.cache and (dry_run or self.parallelism.context_parallel_degree > 1 and teacher.path):
-                raise UserError("--teacher.cache: neither a dry run nor context parallelism can write it; leave it out")
+            if teacher.cache and dry_run:
+                raise UserError("--teacher.cache cannot be combined with a dry run, which reads no data; leave it out")
             if teacher.cache and not teacher.path:
                 return
             specs = self.resolve(tokenizer).model_spec, teacher.spec()
-            check_same(tokenizer, PretrainedTokenizer.Config().build(path=asset_folder(Path(teacher.path))))
+            if not dry_run:  # which has no tokenizer
+                check_same(tokenizer, PretrainedTokenizer.Config().build(path=asset_folder(Path(teacher.path))))
             size, taught = (int(spec.model.vocab_size or 0) for spec in specs)
             if size != taught and (degree := self.parallelism.tensor_parallel_degree) > 1:
                 raise UserError(
                     f"--parallelism.tensor_parallel_degree {degree} shards both vocabularies alike, but the student's "
                     f"has {size} rows, and the teacher's {taught}; set it to 1"
                 )
-            if teacher.cache and not 0 < teacher.top_k <= min(size, taught):
-                raise UserError(
-                    f"--teacher.top_k is {teacher.top_k}, but must be from 1 to the vocabulary, {min(size, taught)}"
-                )
+            if teacher.cache:
+                self.parallelism.require_one("tensor", "context", user="writing --teacher.cache")
+                if not 0 < teacher.top_k <= size <= taught:
+                    known = f"the student's vocabulary, {size}, which the teacher's, {taught}, must cover"
+                    raise UserError(f"--teacher.top_k is {teacher.top_k}, but must be from 1 to {known}")
 
     config: Config
     loss: DistillationLoss
@@ -95,28 +96,16 @@ class DistillationTrainer(Trainer):
     def build_models(self) -> dict[str, RunModel]:
         config, models = self.config.teacher, super().build_models()
         if config.cache:
-            self.cache = self.ranks.broadcast_from_rank0(self.open_cache)
-            if not config.path:
-                return models
+            size, temperature = self.config.model_spec.model.vocab_size, self.loss.config.temperature
+            self.cache = TeacherCache(config.cache, [self.tokenizer.fingerprint, size, temperature])
+        if config.cache and not config.path:
+            return models
         teacher = self.build_other_model(config.spec(), weights=config.path, offloaded=config.offload)
         return {**models, "teacher": teacher}
 
-    def open_cache(self) -> TeacherCache:
-        config, size = self.config.teacher, self.config.model_spec.model.vocab_size
-        properties: dict[str, Any] = {}
-        if config.path:
-            spec, precision = config.spec(), self.config.training.mixed_precision_param
-            identity = [base_weights(config.path)["digest"], spec.model.to_dict(), precision]
-            size = min(size or 0, spec.model.vocab_size or 0)
-            properties = {"teacher": digest_of(identity), "top_k": config.top_k}
-        if config.path or self.parallel_dims.tp > 1:  # shards of another vocabulary would differ
-            properties["vocabulary"] = size
-        fixed = {"tokenizer": self.tokenizer.fingerprint, "temperature": self.loss.config.temperature}
-        return TeacherCache(config.cache, **fixed, **properties)
-
     def train(self) -> None:
         """Train, or write the cache if there is a teacher too."""
-        if self.cache is None or "teacher" not in self.models:
+        if not (self.cache and "teacher" in self.models):
             return super().train()
         with contextlib.closing(self.metrics), self.precision.fixed_weights(), self.mixed_precision():
             self.load_checkpoint()
@@ -124,26 +113,26 @@ class DistillationTrainer(Trainer):
 
     def write_cache(self, cache: TeacherCache) -> None:
         """Write what the cache lacks of the run's steps and of validation."""
-        config, top_k = self.config, self.config.teacher.top_k
+        config, teacher, k = self.config, self.models["teacher"], self.config.teacher.top_k
+        identity = [base_weights(teacher.weights)["digest"], teacher.spec.model.to_dict(), k]
+        self.ranks.broadcast_from_rank0(lambda: cache.claim([*identity, config.training.mixed_precision_param]))
 
         def head(*outputs: Any, **changes: Any) -> TopTokens:
-            return self.loss.top_tokens(Outputs(*outputs, **changes), cache.properties["vocabulary"], top_k)
+            return self.loss.top_tokens(Outputs(*outputs, **changes), config.model_spec.model.vocab_size or 0, k)
 
         data = [(config.dataloader, config.training.epochs, self.run_length.data_steps(self.total_steps))]
         data += [(loader, 1, config.validator.steps) for loader in config.validation_dataloaders().values()]
         for loader_config, epochs, steps in data:
             with contextlib.closing(self.build_dataloader(loader_config, epochs=epochs)) as loader:
                 n_windows = steps * self.global_batch_size if steps > 0 else loader.n_samples or 0
-                size = n_windows * config.training.seq_len * (8 * top_k + 4) / 2**30
-                logger.info("%s: at most %d windows, %.3f GiB (0: a stream)", cache.folder, n_windows, size)
+                size = n_windows * config.training.seq_len * (8 * k + 4) / 2**20
+                logger.info("%s: at most %d windows, %.1f MiB (0: a stream)", cache.folder, n_windows, size)
                 for batch in itertools.islice(loader, steps * self.gradient_accumulation_steps if steps > 0 else None):
                     if loader.n_samples is None and on_all_ranks(loader.exhausted):
                         break
                     if not on_all_ranks(all(file.exists() for file in cache.files(batch))):
-                        on_device = super().post_dataloading_process(batch)
-                        top = self.models["teacher"](on_device["input"], on_device.get("attention"), head=head)
-                        if self.parallel_dims.is_batch_leader:
-                            cache.write(batch, top)
+                        inputs = super().post_dataloading_process(batch)
+                        cache.write(batch, teacher(inputs["input"], inputs.get("attention"), head=head))
 
     # --- the loss ---------------------------------------------------------------------------------------------------
 
@@ -165,7 +154,7 @@ class DistillationTrainer(Trainer):
             return sums[0].detach()
 
         if self.cache:
-            learn_from(TopTokens(batch["ids"], batch["log_probs"], self.cache.properties["vocabulary"]))
+            learn_from(TopTokens(batch["ids"], batch["log_probs"]))
         else:  # FSDP gathers output weights only while a head runs, so the student runs within the teacher's
             self.models["teacher"](*inputs, head=lambda *outputs, **changes: learn_from(Outputs(*outputs, **changes)))
         n_tokens = (labels_BL != IGNORE_INDEX).sum()

@@ -10,7 +10,7 @@ from torch import Tensor
 from torchtitan.components.data.base import Batch
 from torchtitan.components.data.finetuning.preference import SEQUENCES_PER_SAMPLE, PreferenceDataLoader, sum_answers
 from torchtitan.components.loss import IGNORE_INDEX
-from torchtitan.components.preference_losses import Answers, KTOLoss, PreferenceLoss, RewardMeasures
+from torchtitan.components.preference_losses import KTOLoss, PreferenceLoss, RewardMeasures
 from torchtitan.distributed.process_group import sum_over_ranks
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
@@ -45,22 +45,22 @@ class PreferenceTrainer(ReferenceTrainer):
         values = super().log_probs(model, batch, prefix)
         return values if prefix else sum_answers(values, batch["sequences"])
 
-    def answers(self, batch: Batch) -> Answers:
-        """Return all answers of a batch, each tensor (B, W, 2)."""
+    def answers(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return log-ratios of model and reference, and lengths (0 without an answer), of all answers, (B, W, 2)."""
         reference = self.reference_log_probs(batch)  # first, before the model stores activations
         lengths = sum_answers((batch["labels"] != IGNORE_INDEX).float(), batch["sequences"])
-        return Answers(self.log_probs("model", batch) - reference, lengths)
+        return self.log_probs("model", batch) - reference, lengths
 
     def compute_loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the summed loss of a batch's pairs, and their number."""
-        answers = self.answers(batch)
-        chosen, rejected = (Answers(*(values[..., side] for values in answers)) for side in (0, 1))
-        losses, *rewards = self.loss(chosen, rejected)
-        is_pair = chosen.lengths > 0
-        for name, values in zip(self.measures_named, (*rewards, rewards[0] > rewards[1]), strict=False):
+        log_ratios, lengths = self.answers(batch)
+        losses, rewards = self.loss(log_ratios, lengths)
+        chosen, rejected = rewards.unbind(-1)
+        is_pair = lengths[..., 0] > 0
+        for name, values in zip(self.measures_named, (chosen, rejected, chosen > rejected), strict=False):
             self.measure(name, (values * is_pair).sum(), is_pair.sum())
         if self.needs_reference:
-            self.measure("kl", -answers.log_ratios.sum(), answers.lengths.sum())
+            self.measure("kl", -log_ratios.sum(), lengths.sum())
         return (losses * is_pair).sum(), is_pair.sum()
 
 

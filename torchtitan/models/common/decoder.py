@@ -19,7 +19,7 @@ from torchtitan.protocols.initializer import TruncatedNormal, with_initializers
 from torchtitan.protocols.model import BaseModel, count_elements, effective_weight
 from torchtitan.protocols.output_head import UNCHANGED, Head, LogitTransform, compute_logits
 from torchtitan.protocols.sharding import ShardingPlan
-from torchtitan.tools.errors import UserError
+from torchtitan.tools.errors import UserError, require
 
 MOST_LAYERS = 2_000
 
@@ -91,9 +91,6 @@ class Decoder(BaseModel):
         tie_embeddings: bool = False
         """Use the embedding matrix as output weights too."""
 
-        scores: bool = False
-        """Compute one score per token, a reward, in place of logits; `F.linear` is then the only head."""
-
         attention_bias: bool = False
         """Add biases to all projections of attention."""
 
@@ -123,15 +120,13 @@ class Decoder(BaseModel):
             """Raise `UserError` for the first of these fields that is neither None nor above 0."""
             for name in names:
                 value = getattr(self, name)
-                if value is not None and not 0 < value < math.inf:
-                    raise UserError(f"--model.{name} is {value}, but must be above 0")
+                require(value is None or 0 < value < math.inf, f"--model.{name}", value, "above 0")
 
         def check_sizes(self, most: int, *names: str) -> None:
             """Raise `UserError` for the first of these fields that is neither None nor from 1 to `most`."""
             for name in names:
                 size = getattr(self, name)
-                if not (size is None or 1 <= size <= most):
-                    raise UserError(f"--model.{name} is {size}, but must be from 1 to {most}")
+                require(size is None or 1 <= size <= most, f"--model.{name}", size, f"from 1 to {most}")
 
         def validate(self) -> None:
             for name, most in _MOST.items():
@@ -377,8 +372,8 @@ class OutputHead(nn.Module):
     def forward(self, hidden_BLD: Tensor, tied_VD: Tensor | None, head: Head, **head_inputs: Any) -> Tensor:
         """Return `head(normalized hidden states, output weights, …)`; `tied_VD` are the weights of a tied embedding."""
         weight_VD = tied_VD if self.output is None else effective_weight(self.output)
-        if weight_VD is not None and len(weight_VD) == 1 and head is not F.linear:
-            raise UserError("this is a reward model, which predicts no tokens; choose a language model")
+        if weight_VD is not None and (len(weight_VD) == 1) != (head is F.linear):
+            raise UserError(f"the model is {'no' if head is F.linear else 'a'} reward model; choose another model")
         if self.transform != UNCHANGED and head is not F.linear:
             head_inputs["transform"] = self.transform
         return head(self.norm(hidden_BLD), weight_VD, **head_inputs)

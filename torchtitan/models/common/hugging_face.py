@@ -211,7 +211,7 @@ _DROPOUTS = ("attention_dropout", "resid_pdrop", "embd_pdrop")
 _WITHOUT_EFFECT = {
     *("architectures", "_name_or_path", "transformers_version", "initializer_range", "auto_map"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "use_cache", "cache_implementation"),
-    *("chunk_size_feed_forward", "id2label", "label2id", "is_encoder_decoder", "problem_type"),
+    *("chunk_size_feed_forward", "id2label", "label2id", "num_labels", "is_encoder_decoder", "problem_type"),
     *("pretraining_tp", "return_dict", "output_attentions", "output_hidden_states", "_attn_implementation"),
     *("output_router_logits", "router_aux_loss_coef", "aux_loss_alpha", "seq_aux", "ep_size"),
     *("num_nextn_predict_layers", "num_mtp_layers"),
@@ -238,11 +238,11 @@ def dense_format(model_types: Mapping[str, ModelType], *, without: tuple[str, ..
 
 def _written_type(model_types: Mapping[str, ModelType], config: Decoder.Config) -> str:
     """Return the type that a model is written as. Raise `UserError` if there is none."""
-    for name, kind in model_types.items():
-        known = {field_name.partition(".")[0] for field_name in (*_keys_of(kind).values(), *kind.ropes, "scores")}
+    for model_type, kind in model_types.items():
         if kind.config is type(config) and kind.write(config) is not None:
-            if kind.config(**{field_name: getattr(config, field_name) for field_name in known}) == config:
-                return name
+            known = [*_keys_of(kind).values(), *kind.ropes, "scores"]
+            if kind.config(**_nested(kind.config, {name: attrgetter(name)(config) for name in known})) == config:
+                return model_type
     raise UserError(f"no model_type of config.json ({', '.join(model_types)}) can describe this model: {config}")
 
 
@@ -369,12 +369,9 @@ def _read_field(reader: ConfigReader, key: str, declared: Any) -> Any:
     if value is None and (is_optional or key == "num_key_value_heads"):
         return None
     (plain,) = [item for item in types if item is not NoneType] if is_optional else [declared]
-    if plain is bool:
-        return reader.flag(key)
-    if plain is int:
-        return reader.whole_number(key)
-    if plain is float:
-        return reader.number(key)
+    readers: dict[Any, Callable[[str], Any]] = {bool: reader.flag, int: reader.whole_number, float: reader.number}
+    if plain in readers:
+        return readers[plain](key)
     if not fits(value, plain, quoted=False):
         raise reader.wrong(key, value, describe(plain))
     return _shortest_period(reader, key, cast(list[Any], value)) if get_origin(plain) is list else value

@@ -102,10 +102,6 @@ class AnswerDataLoader(PreferenceDataLoader):
     with the prompt of another answer, and `n_mismatched` (B,), their number.
     """
 
-    @dataclass(kw_only=True, slots=True)
-    class Config(PreferenceDataLoader.Config):
-        """Answers with labels."""
-
     kind = "rated"
     token_tensors = (*PreferenceDataLoader.token_tensors, "mismatched_input", "mismatched_labels", "n_mismatched")
 
@@ -169,8 +165,8 @@ def pack_pairs(window: Sequence[EncodedRow], n_positions: int) -> dict[str, np.n
 def sum_answers(values_BW: torch.Tensor, sequences_BW: torch.Tensor) -> torch.Tensor:
     """Return the sums of values over the positions of each answer, (B, W, 2) as `answer_keys`; see the loader."""
     n_windows, width = values_BW.shape
-    sums = values_BW.new_zeros(n_windows, width * len(SIDES)).scatter_add(1, sequences_BW, values_BW)
-    return sums.view(n_windows, width, len(SIDES))
+    zeros = values_BW.new_zeros(n_windows, width * len(SIDES))
+    return zeros.scatter_add(1, sequences_BW, values_BW).view(n_windows, width, len(SIDES))
 
 
 def _answer_key(part: EncodedSample) -> int:

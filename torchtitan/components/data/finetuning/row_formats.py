@@ -126,7 +126,8 @@ def formats_of(kind: Kind) -> list[RowFormat]:
 
 
 def find_format(columns: Sequence[str], format: str, mapping: Mapping[str, str], kind: Kind) -> RowFormat:
-    """Return the format of rows; its `convert` accepts rows with the column names of the file.
+    """Return the format of rows; its `convert` accepts rows with the column names of the file. Raise `UserError` if no
+    format matches, the format or function does not exist, or a mapped column is missing.
 
     Args:
         columns: columns of the first valid row.
@@ -134,9 +135,6 @@ def find_format(columns: Sequence[str], format: str, mapping: Mapping[str, str],
             `package.module:function` or `path/to/file.py:function`.
         mapping: format's column name → column name in the file.
         kind: purpose of the rows.
-
-    Raises:
-        UserError: no format matches, the format or function does not exist, or a mapped column is missing.
     """
     if ":" in format:
         if mapping:
@@ -163,11 +161,8 @@ def dataset_formats(
     """Return the row formats of datasets, given the columns of each.
 
     `format` (other than "auto") and `mapping` apply to all datasets that they fit and override the registration. Other
-    datasets use the registered or detected format. A function fits all datasets registered without a format.
-
-    Raises:
-        UserError: see `find_format`; also if `format` and `mapping` fit no dataset.
-    """
+    datasets use the registered or detected format. A function fits all datasets registered without a format. Raise
+    `UserError` like `find_format`, and if `format` and `mapping` fit no dataset."""
     if format == AUTO and not mapping:
         return [_default_format(dataset, names, kind) for dataset, names in zip(datasets, columns, strict=True)]
     formats: list[RowFormat | None] = []

@@ -22,8 +22,8 @@ _NAMES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 def expert_rows(
     dense: Sequence[KeyMapping], *, shared: str = "", folder: str = "mlp", names: Mapping[str, str] = _NAMES
 ) -> Callable[[Any], Sequence[KeyMapping]]:
-    """Return `ModelType.rows`: `dense` ones, and those of a router, of its experts, each of which has its own tensors
-    in the file, and of a `shared` expert."""
+    """Return `ModelType.rows`: `dense` rows, and the rows of a router, of its experts, each of which has its own
+    tensors in the file, and of a `shared` expert."""
     gate, experts = f"model.layers.*.{folder}.gate", f"model.layers.*.{folder}.experts"
 
     def rows(config: Any) -> Sequence[KeyMapping]:
@@ -92,5 +92,5 @@ def prepare_dense_layers(document: dict[str, Any], default: int = 1) -> dict[str
 def write_dense_layers(config: Any, score: str = "sigmoid") -> dict[str, Any] | None:
     """Return the number of dense layers in config.json; None: it cannot describe a model with these layers."""
     moe, sparse = config.moe, [config.moe.is_sparse(index) for index in range(config.n_layers)]
-    fits = config.sliding_window is None and moe.ffn_dim is not None and moe.scoring_func == score
+    fits = moe.ffn_dim is not None and moe.scoring_func == score
     return {"first_k_dense_replace": sparse.count(False)} if fits and sparse == sorted(sparse) else None
