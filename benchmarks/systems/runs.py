@@ -122,9 +122,9 @@ def command_of(system: str, task: Task, python: str, folder: str) -> list[str]:
             "dataloader.dataset": task.data,
             "dataloader.chat_template": PROGRAMS / "question_answer.jinja",
         }
-    arguments = [text for name, value in options.items() for text in (f"--{name}", str(value))]
     if task.kind == "grpo":
         options |= {"rollout.group_size": GROUP_SIZE, "rollout.max_new_tokens": NEW_TOKENS}
+    arguments = [text for name, value in options.items() for text in (f"--{name}", str(value))]
     config = f"class_{task.kind}" if task.model else task.kind
     return [python, "-m", "torchtitan", "train", "--module", str(PROGRAMS), "--config", config, *arguments]
 
