@@ -2,7 +2,8 @@
 # Sourced by run_train.sh and run_tests.sh: puts a Python environment with torchtitan in front of PATH.
 #   use_environment [EXTRA]    EXTRA: an optional dependency group of pyproject.toml, such as dev; empty: none
 # An active environment that has the package (and what EXTRA brings) is used as it is. Otherwise .venv in the checkout
-# is created and filled on first use, and again when pyproject.toml or constraints.txt have changed.
+# is created and filled on first use, and again when pyproject.toml or constraints.txt have changed. A supported torch for
+# CUDA that PYTHON has is used from there, instead of downloading one.
 
 root=$(CDPATH='' cd -- "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
@@ -26,6 +27,8 @@ active_environment_suffices() {
 
 use_environment() {
     local extra=${1:-} venv=$root/.venv python=${PYTHON:-python3} state
+    # A build for CUDA of a supported version, which takes gigabytes to download.
+    local has_torch='import sys, torch; sys.exit(not (torch.version.cuda and torch.__version__ >= (2, 11)))'
     if active_environment_suffices "$extra"; then return; fi
     state=$(cat "$root/pyproject.toml" "$root/constraints.txt" <(echo "$root") | cksum | cut -d' ' -f1)
     # Written when a set-up is complete, so that one that was interrupted is repeated.
@@ -35,10 +38,19 @@ use_environment() {
             exit 1
         fi
         echo "Setting up $venv (first use; takes some minutes)" >&2
-        "$python" -m venv "$venv"
-        # torch first and pinned, so that no other package's looser request chooses the build.
-        "$venv/bin/python" -m pip install --quiet "$(grep '^torch==' "$root/constraints.txt")" >&2
-        "$venv/bin/python" -m pip install --quiet --constraint "$root/constraints.txt" --editable "$root${extra:+[$extra]}" >&2
+        local constraints=$root/constraints.txt
+        # An environment made from another environment does not see its packages, so ask it too.
+        if "$python" -c "$has_torch" 2>/dev/null && "$python" -m venv --system-site-packages "$venv" &&
+            "$venv/bin/python" -c "$has_torch" 2>/dev/null; then
+            echo "Using the torch that $python has, a build for CUDA" >&2
+            constraints=$venv/constraints-without-torch.txt
+            grep -v '^torch==' "$root/constraints.txt" >"$constraints"
+        else
+            "$python" -m venv "$venv"
+            # torch first and pinned, so that no other package's looser request chooses the build.
+            "$venv/bin/python" -m pip install --quiet "$(grep '^torch==' "$root/constraints.txt")" >&2
+        fi
+        "$venv/bin/python" -m pip install --quiet --constraint "$constraints" --editable "$root${extra:+[$extra]}" >&2
         touch "$venv/.installed-$state" "$venv/.installed-$state$extra"
     fi
     export VIRTUAL_ENV=$venv PATH=$venv/bin:$PATH

@@ -93,7 +93,7 @@ def dpo() -> Trainer.Config:
 
 
 def grpo() -> Trainer.Config:
-    """Sample groups of answers of a fixed length, as long as none ends; the reward depends on their text."""
+    """Sample groups of answers, all of the same length if none ends, and learn from the length of their text."""
     return RLTrainer.Config.based_on(sft(), dataloader=PromptDataLoader.Config(), rewards=["length=500"])
 
 

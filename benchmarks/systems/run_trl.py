@@ -1,4 +1,5 @@
-"""Run a trainer of TRL on the task in a folder. SFTTrainer packs samples, with its default strategy."""
+"""Run TRL's SFTTrainer, DPOTrainer or GRPOTrainer on the task in a folder; SFTTrainer packs samples, with its default
+strategy."""
 
 import json
 import sys

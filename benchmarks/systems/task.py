@@ -36,7 +36,7 @@ class Task:
     """A run of one system."""
 
     kind: str
-    """`pretrain` on full windows of text, `sft` on questions and answers, `dpo` on pairs, or `grpo` on prompts."""
+    """`pretrain` on windows full of text, `sft` on questions and answers, `dpo` on pairs, or `grpo` on prompts."""
 
     vocab_size: int
     seq_len: int

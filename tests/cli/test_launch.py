@@ -444,8 +444,10 @@ FAKE_PYTHON = """#!/bin/sh
 echo "$*" >> "$CALLS"
 case "$1 $2" in
     -P*) exit "$LACKS_PACKAGE" ;;
+    *torch.version.cuda*) exit "$LACKS_TORCH" ;;
     -c*) exit "$OLD" ;;
-    "-m venv") mkdir -p "$3/bin" && cp "$0" "$3/bin/python" && cp "$0" "$3/bin/torchtitan" ;;
+    "-m venv") for venv; do :; done
+        mkdir -p "$venv/bin" && cp "$0" "$venv/bin/python" && cp "$0" "$venv/bin/torchtitan" ;;
     "-m pip") case "$*" in *--editable*) exit "$PIP_FAILS" ;; esac ;;
     train*) echo "$TORCHTITAN_PROGRAM in $(pwd)" >> "$CALLS" ;;
 esac
@@ -474,7 +476,7 @@ class TestScripts:
         """Run a script from another folder; return the exit code, the calls of Python and the output."""
         calls = checkout.parent / "calls"
         calls.write_text("")
-        defaults = {"CALLS": str(calls), "LACKS_PACKAGE": "1", "OLD": "0", "PIP_FAILS": "0"}
+        defaults = {"CALLS": str(calls), "LACKS_PACKAGE": "1", "LACKS_TORCH": "1", "OLD": "0", "PIP_FAILS": "0"}
         path = f"{checkout.parent / 'bin'}:/usr/bin:/bin"
         result = subprocess.run(
             [f"../check out/{script}", *words],
@@ -540,6 +542,14 @@ class TestScripts:
         assert (code, calls[0], printed) == (0, "train --help", "")
         assert not (checkout / ".venv").exists()
 
+    def test_torch_for_cuda_is_not_downloaded_again(self, checkout: Path) -> None:
+        code, calls, printed = self.run(checkout, "run_train.sh", LACKS_TORCH="0")
+        assert code == 0 and "Using the torch that python3 has" in printed
+        assert "-m venv --system-site-packages" in " ".join(calls)
+        (install,) = [call for call in calls if "pip install" in call]
+        constraints = Path(install.split("--constraint ")[1].split(" --editable")[0])
+        assert constraints.read_text() == "numpy==2\n"
+
     def test_old_python_is_rejected(self, checkout: Path) -> None:
         code, calls, printed = self.run(checkout, "run_train.sh", OLD="1")
         assert (code, calls) == (1, ["--version"]) and "Python 3.11" in printed
@@ -548,6 +558,13 @@ class TestScripts:
         shellcheck = Path(sys.executable).parent / "shellcheck"
         if not shellcheck.exists():
             pytest.skip("shellcheck is not installed (the extra dev has it)")
-        scripts = ["run_train.sh", "run_tests.sh", "scripts/environment.sh", ".ci/run", "multinode.slurm"]
+        scripts = [
+            "run_train.sh",
+            "run_tests.sh",
+            "scripts/environment.sh",
+            ".ci/run",
+            "multinode.slurm",
+            "benchmarks/gpu.sh",
+        ]
         result = subprocess.run([shellcheck, "-x", *scripts], cwd=PROJECT, capture_output=True, text=True)
         assert result.returncode == 0, result.stdout

@@ -1,6 +1,7 @@
 """Compiled models and losses against eager ones; log messages about compilation."""
 
 import logging
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from tests.training import llama_config, train
 from torchtitan.components.checkpoint import ModelState
 from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.config import ActivationCheckpointConfig, CompileConfig, ParallelismConfig, TrainingConfig
+from torchtitan.distributed import compile as compile_module
 from torchtitan.distributed import initialize_weights
 from torchtitan.distributed.activation_checkpoint import apply_activation_checkpointing
 from torchtitan.distributed.compile import RecompileMonitor, apply_compile, check_compile, compile_loss
@@ -256,6 +258,19 @@ def test_a_missing_cpp_compiler_is_reported(monkeypatch):
     with pytest.raises(UserError, match=r"--compile\.backend inductor needs a C\+\+ compiler .*CXX"):
         check_compile(CompileConfig(enable=True))
     check_compile(EAGER_KERNELS)
+
+
+def test_a_missing_c_compiler_is_reported(monkeypatch):
+    """Before the model loads, not by Triton in the first step."""
+    monkeypatch.setattr(compile_module, "device_type", lambda: "cuda")
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/clang" if name == "clang" else None)
+    check_compile(CompileConfig(enable=True))
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(UserError, match=r"--compile\.backend inductor needs a C compiler, .*CC"):
+        check_compile(CompileConfig(enable=True))
+    monkeypatch.setenv("CC", "/opt/gcc")
+    check_compile(CompileConfig(enable=True))
 
 
 @pytest.mark.parametrize(

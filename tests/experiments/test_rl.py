@@ -12,7 +12,7 @@ import torch
 from tests.conftest import PROJECT
 from tests.experiments.calculator import calculate
 from tests.processes import run_processes
-from tests.training import flags, killed_in, read_metrics, run
+from tests.training import flags, killed_in, llama_config, read_metrics, run
 from torchtitan.components import policy_loss as losses
 from torchtitan.components.critic import estimate_advantages, generalized_advantages
 from torchtitan.components.generation import Generation, engine
@@ -413,10 +413,32 @@ def train_on_ranks(folder: Path, dump: Path, options: dict[str, object]) -> None
     train_rl(folder, dump, **options)
 
 
-@pytest.mark.parametrize("method", ["dr_grpo", "dapo", "rloo"])
+@pytest.mark.parametrize("method", ["dr_grpo", "dapo", "rloo", "ppo"])
 def test_other_methods_run(folder, tmp_path, method):
-    train_rl(folder, tmp_path, training__steps=2, policy__method=method)
+    """Until the data ends, after three steps; the recipe of `ppo` gives its critic a learning rate."""
+    train_rl(folder, tmp_path, "ppo", training__epochs=1, training__steps=9, policy__method=method, debug__ledger=True)
     assert all(norm > 0 for _, norm in read_metrics(tmp_path, "grad_norm"))
+    steps = [json.loads(line)["documents"] for line in (tmp_path / "ledger.jsonl").read_text().splitlines()]
+    assert sorted(name for names in steps for name in names) == sorted({name for names in steps for name in names})
+    assert len({name for names in steps for name in names}) == 12
+
+
+@pytest.mark.slow
+def test_an_exception_on_one_rank_ends_all():
+    run_processes(fail_on_one_rank, 2)
+
+
+def fail_on_one_rank() -> None:
+    group = torch.distributed.group.WORLD
+    sampler = engine.Engine(llama_config(max_seq_len=64).build(), sampling=engine.Sampling(), group=group)
+
+    async def text():
+        await sampler.generate([1], max_new_tokens=2, key="a")
+        return 1 // (1 - torch.distributed.get_rank())
+
+    rank = torch.distributed.get_rank()
+    with pytest.raises(ZeroDivisionError if rank else UserError, match="division"):
+        sampler.run([text(), text()])
 
 
 def test_equal_rewards_end_a_method_that_resamples(folder, tmp_path):

@@ -374,13 +374,23 @@ def test_exports_open_in_transformers(tmp_path: Path, options: dict[str, Any]) -
     assert relative_error(load_model(folder, device="cpu").model(tokens), theirs(tokens).logits) < 1e-5
 
 
-def test_bias_of_the_router_needs_a_family_that_has_it() -> None:
-    """A model that its format cannot describe is not exported as another."""
-    config = glm4_moe.FLAVORS["debugmodel"]
-    config = type(config).from_dict(config.to_dict())
-    config.moe.layer_types = ["sparse", "dense"]
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        (glm4_moe, {"layer_types": ["sparse", "dense"]}),
+        (mixtral, {"ffn_dim": 64}),
+        (gpt_oss, {"layer_types": ["sparse", "dense"]}),
+        (qwen3_5, {"norm_topk_prob": False}),
+    ],
+)
+def test_models_that_a_format_cannot_describe_are_not_exported_as_others(family: Any, options: dict[str, Any]) -> None:
+    config: Any = family.model_registry("moe-debugmodel" if family is qwen3_5 else "debugmodel").model
+    config.moe.penalties.z_loss = 0.1
+    family.FORMATS["hf"].to_external(config)
+    for name, value in options.items():
+        setattr(config.moe, name, value)
     with pytest.raises(UserError, match="no model_type of config.json"):
-        glm4_moe.FORMATS["hf"].to_external(config)
+        family.FORMATS["hf"].to_external(config)
 
 
 # --- training ---------------------------------------------------------------------------------------------------------

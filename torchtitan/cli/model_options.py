@@ -52,7 +52,8 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--dtype",
         choices=["float32", "bfloat16", "float16"],
-        help="type of the weights and the computation (default: the type of the stored weights)",
+        help="type of the weights and the computation (default: bfloat16 on CUDA, where it is fast, otherwise that of "
+        "the stored weights)",
     )
 
 
@@ -125,7 +126,9 @@ def open_model(options: argparse.Namespace) -> OpenedModel:
     device = torch.device(options.device or device_type())
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UserError("--device is cuda, but no GPU is available")
-    dtype = getattr(torch, options.dtype) if options.dtype else None
+    is_fast = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    chosen = options.dtype or ("bfloat16" if is_fast else None)
+    dtype = getattr(torch, chosen) if chosen else None
     family = import_given_package(options)
     loaded = load_model(options.checkpoint, device=device, dtype=dtype, base=options.base, family=family)
     folder: Path = options.tokenizer or loaded.tokenizer_path

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from torchtitan.components.adamw_8bit import make_adamw_8bit
 from torchtitan.config import Configurable, ParallelismConfig, TrainingConfig
 from torchtitan.distributed.gradients import by_mesh, redistribute_like, row_norms, total_norm
 from torchtitan.distributed.initialize import canonical_name
@@ -18,6 +19,7 @@ from torchtitan.distributed.process_group import gather_objects
 from torchtitan.tools.errors import UserError, require
 from torchtitan.tools.logging import logger
 from torchtitan.tools.patterns import check_pattern, without_numbers
+from torchtitan.tools.torchao import check_torchao
 
 
 @dataclass(kw_only=True, slots=True)
@@ -52,8 +54,9 @@ class Optimizer(Configurable):
     class Config(Configurable.Config):
         """Optimizer."""
 
-        name: Literal["AdamW", "Adam", "SGD", "Muon"] = "AdamW"
-        """Muon applies to the matrices inside the layers, with AdamW for all other parameters."""
+        name: Literal["AdamW", "AdamW8bit", "Adam", "SGD", "Muon"] = "AdamW"
+        """AdamW8bit keeps moments in 8 bits, and needs torchao. Muon applies to the matrices inside the layers, with
+        AdamW for all other parameters."""
 
         lr: float = 8e-4
         """Peak learning rate."""
@@ -75,7 +78,7 @@ class Optimizer(Configurable):
 
         implementation: Literal["fused", "foreach", "for-loop"] = "fused"
         """Computation of updates: in one kernel, in batches over parameters, or parameter by parameter. SGD uses
-        foreach instead of fused; for Muon, this applies only to the parameters of AdamW."""
+        foreach instead of fused; for Muon, this applies only to the parameters of AdamW; for AdamW8bit, not at all."""
 
         param_groups: dict[str, ParamGroup] = field(default_factory=_default_param_groups)
         """Settings of parameters selected by name; a parameter belongs to the first group whose pattern matches."""
@@ -96,7 +99,9 @@ class Optimizer(Configurable):
                 require(0 <= decay < 1, f"--optimizer.{name}", decay, "in [0, 1)")
             # With 0, rows of tokens absent from the batch would be updated by 0 / 0.
             require(0 < self.eps < math.inf, "--optimizer.eps", self.eps, "above 0")
-            if self.momentum is not None and self.name in ("AdamW", "Adam"):
+            if self.name == "AdamW8bit":
+                check_torchao("--optimizer.name AdamW8bit")
+            if self.momentum is not None and self.name in ("AdamW", "AdamW8bit", "Adam"):
                 raise UserError(
                     f"--optimizer.momentum {self.momentum} is for SGD and Muon; for {self.name} set --optimizer.beta1"
                 )
@@ -205,6 +210,9 @@ class Optimizer(Configurable):
             # Never fused, since PyTorch 2.13 has no fused SGD for sharded parameters.
             foreach = config.implementation != "for-loop"
             return [torch.optim.SGD(settings, lr=config.lr, momentum=momentum, foreach=foreach)]
+        if config.name == "AdamW8bit":
+            betas = (config.beta1, config.beta2)
+            return [make_adamw_8bit(settings, lr=config.lr, betas=betas, eps=config.eps)]
         return [self._make_adam(torch.optim.AdamW if config.name == "AdamW" else torch.optim.Adam, settings)]
 
     def _make_adam(

@@ -63,7 +63,7 @@ class PolicyLoss(Configurable):
         """Largest distance of the ratio of probabilities above 1. None: the method's."""
 
         beta: float = 0.0
-        """Factor of the KL divergence from the initial weights, kept as a frozen reference; 0: without a reference."""
+        """Factor of the KL divergence from the reference; 0: without a reference."""
 
         kl: KLEstimator = "k3"
         """Estimator of the KL divergence."""

@@ -15,11 +15,8 @@ from torchtitan.tools.torch_private import (
     checkpoint_wrapper,
     communication_operations,
     functorch_config,
+    product_operations,
 )
-
-_aten: Any = torch.ops.aten
-_MATRIX_PRODUCTS = {_aten.mm.default, _aten.addmm.default, _aten.linear.default, _aten._scaled_mm.default}
-"""Operations of a linear layer: without bias, with bias, on MPS, and in float8."""
 
 
 def check_activation_checkpoint(
@@ -78,12 +75,12 @@ def _always_saved() -> frozenset[Any]:
 
 def _save_costly_results() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Return contexts of a forward pass and its recomputation: keep `_always_saved` and every second matrix product."""
-    products = {False: 0, True: 0}
+    linear, products = product_operations(), {False: 0, True: 0}
 
     def policy(context: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         kept = op in _always_saved()
         # PyTorch 2.13 calls this only in the forward pass, 2.11 also in the recomputation, which must decide alike.
-        if op in _MATRIX_PRODUCTS:
+        if op in linear:
             products[context.is_recompute] += 1
             kept = products[context.is_recompute] % 2 == 0
         return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE

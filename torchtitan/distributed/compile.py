@@ -1,6 +1,8 @@
 """torch.compile: compilation of layers and loss, and a monitor of recompilation."""
 
 import contextlib
+import os
+import shutil
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,7 +26,10 @@ def check_compile(config: CompileConfig) -> None:
     if config.backend not in torch.compiler.list_backends(exclude_tags=()):
         known = ", ".join(torch.compiler.list_backends())
         raise UserError(f"--compile.backend is '{config.backend}', and torch knows {known}; to debug: aot_eager, eager")
-    if config.backend != "inductor" or device_type() != "cpu":
+    if config.backend != "inductor":
+        return
+    if device_type() != "cpu":
+        check_c_compiler("--compile.backend inductor")
         return
     from torchtitan.tools.torch_private import InvalidCxxCompiler, get_cpp_compiler
 
@@ -35,6 +40,15 @@ def check_compile(config: CompileConfig) -> None:
             "--compile.backend inductor needs a C++ compiler for a CPU, and found none: install g++, or set the "
             "environment variable CXX to another"
         ) from error
+
+
+def check_c_compiler(option: str) -> None:
+    """Raise `UserError` if the device is a GPU of CUDA and Triton, which compiles what `option` needs, would find no C
+    compiler at the first step: neither the environment variable CC, nor gcc or clang."""
+    if device_type() == "cuda" and not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        raise UserError(
+            f"{option} needs a C compiler, and found none: install gcc, or set the environment variable CC to another"
+        )
 
 
 def apply_compile(model: BaseModel, config: CompileConfig, parallelism: ParallelismConfig) -> None:

@@ -18,6 +18,9 @@ the order of their experts, with `counts_E` rows for each."""
 class StackedExperts(nn.Module):
     """Base class of routed experts, whose parameters have the experts as dimension 0."""
 
+    device_type: str | None = None
+    """Device whose algorithm is used. None: the tokens' device."""
+
     matrices: Collection[str] = ()
     """Parameters (experts, …, outputs, inputs) that `product` multiplies with rows."""
 

@@ -8,6 +8,8 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from torchtitan.tools.errors import UserError
+
 # Peak FLOP/s of dense bf16/fp16 matrix products (not "with sparsity"), from the vendors' data sheets. The first entry
 # whose words all occur in the device's name applies.
 _PUBLISHED_PEAKS: tuple[tuple[str, float], ...] = (
@@ -33,6 +35,7 @@ _PUBLISHED_PEAKS: tuple[tuple[str, float], ...] = (
 _MEASURING_SECONDS = 0.35
 _CPU_SIZES, _GPU_SIZES = (512, 1024, 2048), (2048, 4096)  # rows of the square matrices that are timed
 _GIB = 2**30
+_DRIVER = Path("/proc/driver/nvidia/version")
 
 
 class PeakFlops(NamedTuple):
@@ -43,9 +46,18 @@ class PeakFlops(NamedTuple):
 
 
 def device_type() -> Literal["cuda", "mps", "cpu"]:
-    """Return the best available type of device."""
+    """Return the best available type of device. Raise `UserError` if there are NVIDIA GPUs that PyTorch cannot use: the
+    driver (NVML) counts them, but CUDA does not start."""
     if torch.cuda.is_available():
         return "cuda"
+    if n_gpus := torch.cuda.device_count():
+        version = _DRIVER.read_text() if _DRIVER.is_file() else ""
+        found = re.search(r"Module\D*(\d+[.\d]+)", version)
+        raise UserError(
+            f"{n_gpus} GPU(s) are present, but the NVIDIA driver{f' {found[1]}' if found else ''} cannot run CUDA "
+            f"{torch.version.cuda}, for which torch {torch.__version__} is built: update the driver, install a build "
+            "of torch for an older CUDA (docs/performance.md), or set CUDA_VISIBLE_DEVICES= to use the CPU"
+        )
     return "mps" if torch.backends.mps.is_available() else "cpu"
 
 

@@ -114,6 +114,15 @@ def reading_operation() -> Any:
     return torch.ops.aten._local_scalar_dense.default
 
 
+def product_operations() -> list[Any]:
+    """Return the operations of a linear layer, as the operators that a checkpointing policy sees: without bias, with
+    bias, on MPS, and in float8."""
+    import torch
+
+    aten: Any = torch.ops.aten
+    return [aten.mm.default, aten.addmm.default, aten.linear.default, aten._scaled_mm.default]
+
+
 def attention_operations() -> list[Any]:
     """Return the attention operations, as the operators that a checkpointing policy sees."""
     import torch

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from tests.components.generation.test_generation import TINY_PROMPTS, mixed_model
 from tests.models.test_delta_net import MixedModel, small_config
 from torchtitan.components.generation import Engine, Generation, Sampling
+from torchtitan.components.generation import engine as engine_module
 from torchtitan.components.generation.sampling import draw, generator_of
 from torchtitan.config import ParallelismConfig, TrainingConfig
 from torchtitan.distributed import initialize_weights
@@ -62,6 +63,16 @@ def test_a_token_is_read_from_the_device_once(sampling, monkeypatch):
     engine.run([engine.generate([1, 2, 3], max_new_tokens=6, key="") for _ in range(2)])
     # Boundaries of documents, which are integers, are always on the host.
     assert [dtype for dtype in read if dtype.is_floating_point] == 6 * [torch.float32]
+
+
+@pytest.mark.parametrize(("prompts", "kernel"), [([[1, 2], [3, 4]], "causal"), ([[1, 2], [3]], "dense")])
+def test_prompts_of_one_length_need_no_mask(prompts, kernel, monkeypatch):
+    """That the texts are right is a matter of the other tests."""
+    kernels, logits_at = [], engine_module._logits_at
+    monkeypatch.setattr(engine_module, "_logits_at", lambda *args: kernels.append(args[-1].kernel) or logits_at(*args))
+    engine = Engine(mixed_model(), sampling=SAMPLING)
+    engine.run([engine.generate(prompt, max_new_tokens=3, key="") for prompt in prompts])
+    assert kernels == [kernel, "dense", "dense"]
 
 
 @pytest.mark.parametrize("max_rows", [1, 3, 7, None])

@@ -245,6 +245,18 @@ def test_resuming_is_exact_and_the_export_is_merged(tmp_path: Path) -> None:
         torch.testing.assert_close(model(tokens), trainer.model_parts[0](tokens), rtol=1e-4, atol=1e-4)
 
 
+def test_new_adapters_do_not_change_the_loss_in_bfloat16(tmp_path: Path) -> None:
+    """Exactly: frozen experts are in bfloat16, and DoRA's magnitudes are the norms of their rounded rows."""
+    losses = set()
+    for dora in (False, True):
+        options = {"adapter__dora": dora, "training__mixed_precision_param": "bfloat16", "training__steps": 1}
+        trainer = run(adapter_config(tmp_path / str(dora), **options, lr_scheduler__total_steps=4))
+        losses.add(read_metrics(tmp_path / str(dora), "loss")[0])
+        experts = trainer.model_parts[0].get_submodule("layers.0.moe.experts")
+        assert experts.w13.dtype == experts.w2.dtype == torch.bfloat16 and experts.w2_A.dtype == torch.float32
+    assert len(losses) == 1
+
+
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, TypeVar, cast
 
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from torchtitan.components.generation.kv_cache import KVCache
+from torchtitan.components.generation.kv_cache import CachedAttention, KVCache
 from torchtitan.components.generation.sampling import Sampling, draw, generator_of
 from torchtitan.distributed import context_parallel
 from torchtitan.distributed.parallelize import free_gathered_weights
@@ -225,6 +225,9 @@ class Engine:
 
     def _cached_logits(self, cache: Any, tokens_BL: Tensor, positions_BL: Tensor, n_kept: int) -> Tensor:
         attention = cache.attention(positions_BL.to(self._device))
+        places_BL = torch.arange(positions_BL.shape[1]).expand_as(positions_BL)
+        if isinstance(attention, CachedAttention) and not cache.n_slots and torch.equal(positions_BL, places_BL):
+            attention = replace(attention, kernel="causal")  # no padding, and no keys but the new ones: no mask
         logits_BV = _logits_at(self._model, n_kept - 1, tokens_BL.to(self._device), attention)
         if self._degree > 1 and cache.states:
             raise UserError(

@@ -364,7 +364,7 @@ def _make_entries(model: nn.Module, spec: ModelSpec) -> dict[str, _Entry]:
     for step in _class_adapter(spec).steps:
         adapted = [name for name in step.internal if name in layers]
         if adapted and isinstance(experts := layers[adapted[0]], AdaptedExperts):
-            entries |= _make_experts_entries(adapted[0], experts, step, spec.name)
+            entries |= _expert_entries(adapted[0], experts, step, spec.name)
         elif adapted and step.transform.rows_only:
             (name,) = adapted
             entries |= _make_layer_entries(name.removesuffix(".weight"), layers[name], step, plain[name].shape)
@@ -386,9 +386,7 @@ def _class_adapter(spec: ModelSpec) -> StateDictAdapter:
     return format.other_adapter(spec.model) or (format.class_adapter or format.adapter)(spec.model)
 
 
-def _make_experts_entries(
-    weight: str, experts: AdaptedExperts, step: TensorConversion, family: str
-) -> Mapping[str, _Entry]:
+def _expert_entries(weight: str, experts: AdaptedExperts, step: TensorConversion, family: str) -> dict[str, _Entry]:
     (parameter,), matrix = step.external, weight.rpartition(".")[2]
     if family == "llama4" or f"{matrix}_magnitude" in experts.adapter:
         raise UserError(f"PEFT files do not support adapters of Llama 4's experts, or DoRA of experts: {weight}")

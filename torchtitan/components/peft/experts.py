@@ -18,8 +18,6 @@ class AdaptedExperts(AdaptedLayer, StackedExperts):
     (E, rank, in), `w_B` (E, …, out, rank) and, with DoRA, `w_magnitude` (E, …, out). As in PEFT, the gate and up of an
     expert share A."""
 
-    device_type: str | None
-
     def plain_state(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
         plain = {name: own[name] for name in self.plain_types(own)}
         for name in self.matrices:
@@ -59,7 +57,6 @@ class AdaptedExperts(AdaptedLayer, StackedExperts):
 def adapt_experts(experts: StackedExperts, *, rank: int, scaling: float, dora: bool) -> AdaptedExperts:
     """Freeze experts and give them adapters, in place: they become `AdaptedExperts` of their class. Return them."""
     experts.requires_grad_(False)
-    dtype = next(experts.parameters()).dtype
     starts, split_dims = dict[str, Initializer](), dict[str, int | None]()
     for name in experts.matrices:
         weight, hidden_dim = experts.get_parameter(name), experts.hidden_dims.get(name)
@@ -71,7 +68,9 @@ def adapt_experts(experts: StackedExperts, *, rank: int, scaling: float, dora: b
         }
         if dora:
             start = initializer_of(experts, name)
-            norms = DerivedRows(name, weight.shape, start, lambda rows: row_norms(rows.to(dtype).float()))
+            norms = DerivedRows(
+                name, weight.shape, start, lambda rows: row_norms(rows.to(next(experts.parameters()).dtype).float())
+            )
             added["magnitude"] = rows, norms, added["B"][2]
         for part, (shape, start, split_dim) in added.items():
             experts.register_parameter(f"{name}_{part}", nn.Parameter(weight.new_empty(shape)))

@@ -17,7 +17,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from torchtitan.components.quantization import check_torchao, import_torchao
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.config.configurable import config_key
 from torchtitan.config.sections import require_at_least
@@ -28,6 +27,7 @@ from torchtitan.protocols.initializer import initializers_of, with_initializers
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
 from torchtitan.tools.patterns import without_numbers
+from torchtitan.tools.torchao import check_torchao, import_torchao
 
 _ALIGNMENT = 16
 """Divisor that float8 kernels require of all sides of the matrices, except the rows of the first."""
@@ -94,7 +94,6 @@ class Float8LinearConverter(LayerConverter):
                 )
 
     config: Config
-
     layer_types = (nn.Linear, StackedExperts)
 
     def convert(self, model: nn.Module) -> None:

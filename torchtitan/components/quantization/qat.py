@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from torchtitan.components.quantization import check_torchao, import_torchao
 from torchtitan.config.configurable import config_key
 from torchtitan.config.sections import require_at_least
 from torchtitan.protocols.converter import LayerConverter
@@ -28,6 +27,7 @@ from torchtitan.protocols.initializer import initializers_of, with_initializers
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
 from torchtitan.tools.patterns import without_numbers
+from torchtitan.tools.torchao import check_torchao, import_torchao
 
 if TYPE_CHECKING:
     from torchao.quantization import Int8DynamicActivationIntxWeightConfig

@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from torchtitan.components.quantization import import_torchao
 from torchtitan.components.quantization.qat import QAT, inference_config
 from torchtitan.components.weights.assets import files_in
 from torchtitan.components.weights.export import config_json, format_for, prevailing_dtype, write_hf_description
@@ -20,6 +19,7 @@ from torchtitan.components.weights.views import ExternalView
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 from torchtitan.protocols.tensor_source import MakeTensor, TensorSource, TensorSpec, as_type
+from torchtitan.tools.torchao import import_torchao
 
 
 def export_quantized(

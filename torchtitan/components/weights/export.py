@@ -120,7 +120,7 @@ def config_json(spec: ModelSpec, ids: Mapping[str, Any], dtype: torch.dtype) -> 
     """Return a model's config.json, for transformers 4 and 5. `ids` come from `assets.token_ids`; `dtype` is the type
     of the weights."""
     name = str(dtype).removeprefix("torch.")
-    if getattr(spec.model, "scores", False):  # transformers reads the last token that is not padding, so EOS is none
+    if spec.model.scores:  # transformers reads the last token that is not padding, so EOS is none
         pads = (ids.get("pad_token_id"), ids.get("bos_token_id"))
         ids = {**ids, "pad_token_id": next((id for id in pads if id not in (None, ids.get("eos_token_id"))), None)}
     return {**format_for(spec, "hf").to_external(spec.model), **ids, "dtype": name, "torch_dtype": name}

@@ -87,7 +87,7 @@ def internal_source(
             check_quantization(Path(path))
         format = format_for(spec, source_format)
         source = RenamedView(open_source(path), format.name_of)
-        if getattr(model, "scores", False) and "score.weight" not in source.specs:
+        if model.scores and "score.weight" not in source.specs:
             source = with_new_score(source, model.dim)
         names = source.specs
 

@@ -4,7 +4,6 @@ from types import ModuleType
 
 from torchtitan.components.data.finetuning.preference import RewardDataLoader
 from torchtitan.models.auto.config_registry import sft
-from torchtitan.tools.errors import UserError
 
 from .trainer import RewardTrainer
 
@@ -12,7 +11,5 @@ from .trainer import RewardTrainer
 def bradley_terry(hf_assets_path: str, family: ModuleType | None = None) -> RewardTrainer.Config:
     """Reward model from the model in a Hugging Face folder, without its head: `--dataloader.dataset pairs.jsonl`."""
     config = sft(hf_assets_path, family)
-    if not hasattr(config.model_spec.model, "scores"):
-        raise UserError(f"{hf_assets_path}: reward models need a family of torchtitan, not a class of transformers")
     config.model_spec.model.scores = True
     return RewardTrainer.Config.based_on(config, dataloader=RewardDataLoader.Config())

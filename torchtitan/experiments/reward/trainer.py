@@ -53,7 +53,7 @@ def reward_function(folder: str) -> Callable[[str, str, Mapping[str, Any]], floa
     """Return a function of prompt, completion and row: the reward of a completion as the answer to the row's prompt,
     with tokenizer and chat template of the reward model in `folder`. Raise `UserError` if there is none."""
     loaded = load_model(folder, device=device_type())
-    if not getattr(loaded.spec.model, "scores", False):
+    if not loaded.spec.model.scores:
         raise UserError(f"{folder} is no reward model; train one with --module reward")
     tokenizer = PretrainedTokenizer.Config().build(path=loaded.tokenizer_path)
     template = resolve_chat_template("", [loaded.tokenizer_path], tokenizer)

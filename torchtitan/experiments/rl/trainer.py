@@ -21,17 +21,18 @@ from torchtitan.components.rollout.rollout import Group, Rollouts, log_completio
 from torchtitan.distributed.process_group import gather_objects
 from torchtitan.experiments.reward.trainer import reward_function
 from torchtitan.tools.errors import UserError
-from torchtitan.trainer import RunModel, StepResult, Trainer
+from torchtitan.trainer import RunModel, StepResult
+from torchtitan.trainer.reference import ReferenceTrainer
 
 _LOGGED = 2
 """Trajectories to log, and to write to completions.jsonl, when metrics are logged."""
 
 
-class RLTrainer(Trainer):
+class RLTrainer(ReferenceTrainer):
     """Sample trajectories, rate them, and raise the probability of those better than their group; see the package."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(Trainer.Config):
+    class Config(ReferenceTrainer.Config):
         """A whole run of reinforcement learning."""
 
         policy: PolicyLoss.Config = field(default_factory=PolicyLoss.Config)
@@ -47,7 +48,10 @@ class RLTrainer(Trainer):
         """Weight of each reward function; empty: 1."""
 
         def validate(self) -> None:
+            ReferenceTrainer.Config.validate(self)
             rollout, policy = self.rollout, self.policy
+            if self.reference.kind == "cached":
+                raise UserError("--reference.kind cached holds no answers that are sampled later; use model")
             if type(self.chosen_loss) is not CrossEntropyLoss.Config:
                 raise UserError("reinforcement learning computes log-probabilities, and takes no other --loss")
             policy.validate()
@@ -66,7 +70,8 @@ class RLTrainer(Trainer):
         *("entropy", "clip_fraction", "kl", "importance_weight", "value_loss"),
     )
 
-    def __init__(self, config: Trainer.Config):
+    def __init__(self, config: Config):
+        self.needs_reference = config.policy.beta > 0
         super().__init__(config)
         config = self.config
         self.policy = config.policy.build(max_new_tokens=config.rollout.max_new_tokens)
@@ -83,9 +88,6 @@ class RLTrainer(Trainer):
 
     def build_models(self) -> dict[str, RunModel]:
         models = super().build_models()
-        if self.config.policy.beta:
-            weights = self.config.checkpoint.initial_load_path
-            models["reference"] = self.build_other_model(self.config.model_spec, weights=weights)
         if self.config.policy.method == "ppo":
             models["value"] = self.build_other_model(value_head(self.config.model_spec), trained=True, saved=True)
         return models
@@ -117,6 +119,7 @@ class RLTrainer(Trainer):
         """Return the groups of this rank's prompts; with a method that resamples, only groups with unequal rewards."""
         load, step, name_of = super().next_micro_batches, str(self.step + 1), self.dataloader.sample_name
         wanted = self.gradient_accumulation_steps * self.config.training.local_batch_size
+        self.watchdog.phase("rollouts")
         with self.mixed_precision():
             if self.policy.method.resample:
                 return self.rollouts.run_unequal(lambda: load(batches), wanted, step, name_of)
@@ -141,10 +144,10 @@ class RLTrainer(Trainer):
 
     def update(self, micro_batches: list[Batch]) -> StepResult:
         on_device = [self.post_dataloading_process(batch) for batch in micro_batches]
-        if "value" in self.models:
+        if "value" in self.models and on_device:
             with torch.no_grad(), self.precision.fixed_weights(), self.mixed_precision():
                 for batch in on_device:
-                    batch["old_values"] = self.log_probs("model", batch)[1]
+                    batch["old_values"] = self.policy_outputs(batch)[1]
             estimate_advantages(on_device, self.config.policy.gae_decay, self.local_addend)
         outcome = super().update(on_device)
         for _ in range(self.config.policy.updates - 1):
@@ -156,22 +159,22 @@ class RLTrainer(Trainer):
             outcome = dataclasses.replace(last, measures={**outcome.measures, **last.measures})
         return outcome
 
-    def log_probs(self, name: str, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        """Return the log-probability of each label (B, L), and the value of the state before it if there are values."""
+    def policy_outputs(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        """Return the log-probability of each label (B, L) and, with a critic, the value of the state before it."""
         hidden: list[Tensor] = []
 
         def head(hidden_BLD: Tensor, weight_VD: Tensor | None, **changes: Any) -> Tensor:
             hidden.append(hidden_BLD)
             return token_log_probs(hidden_BLD, weight_VD, batch["labels"], **changes)
 
-        log_probs_BL = self.models[name](batch["input"], batch["attention"], head=head)
-        return log_probs_BL, self.models["value"](*hidden) if "value" in self.models and name == "model" else None
+        log_probs_BL = self.models["model"](batch["input"], batch["attention"], head=head)
+        return log_probs_BL, self.models["value"](*hidden) if "value" in self.models else None
 
     def compute_loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the summed loss of a batch's sampled tokens, and the number of trajectories, or of tokens."""
         is_trained = batch["labels"] != IGNORE_INDEX
-        reference = self.log_probs("reference", batch)[0][is_trained] if self.config.policy.beta else None
-        log_probs_BL, values_BL = self.log_probs("model", batch)
+        reference = self.reference_log_probs(batch)[is_trained] if self.needs_reference else None
+        log_probs_BL, values_BL = self.policy_outputs(batch)
         if self.is_first_update:
             batch["old_logprobs"].copy_(log_probs_BL.detach())
         tokens = {name: batch[name][is_trained] for name in batch.keys() - {"attention"}}

@@ -91,9 +91,6 @@ class Decoder(BaseModel):
         tie_embeddings: bool = False
         """Use the embedding matrix as output weights too."""
 
-        scores: bool = False
-        """Compute one score per token, a reward, in place of logits; `F.linear` is then the only head."""
-
         attention_bias: bool = False
         """Add biases to all projections of attention."""
 

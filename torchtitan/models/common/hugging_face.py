@@ -238,11 +238,11 @@ def dense_format(model_types: Mapping[str, ModelType], *, without: tuple[str, ..
 
 def _written_type(model_types: Mapping[str, ModelType], config: Decoder.Config) -> str:
     """Return the type that a model is written as. Raise `UserError` if there is none."""
-    for name, kind in model_types.items():
-        known = {field_name.partition(".")[0] for field_name in (*_keys_of(kind).values(), *kind.ropes, "scores")}
+    for model_type, kind in model_types.items():
         if kind.config is type(config) and kind.write(config) is not None:
-            if kind.config(**{field_name: getattr(config, field_name) for field_name in known}) == config:
-                return name
+            known = [*_keys_of(kind).values(), *kind.ropes, "scores"]
+            if kind.config(**_nested(kind.config, {name: attrgetter(name)(config) for name in known})) == config:
+                return model_type
     raise UserError(f"no model_type of config.json ({', '.join(model_types)}) can describe this model: {config}")
 
 

@@ -4,7 +4,7 @@ from functools import partial
 from typing import Any
 
 from torchtitan.models.common.config_reader import ConfigReader
-from torchtitan.models.common.hugging_face import DENSE_ROWS, ModelType, dense_format, write_if
+from torchtitan.models.common.hugging_face import DENSE_ROWS, ModelType, dense_format
 from torchtitan.models.common.hugging_face_rope import write_rope_section
 from torchtitan.models.common.layer_types import WINDOW_KEYS
 from torchtitan.models.common.moe.decoder import MoEDecoder
@@ -48,9 +48,6 @@ _TYPE = ModelType(
     },
     ignored=("experts_per_token", "initial_context_length"),
     prepare=_prepare,
-    write=write_if(
-        lambda config: config.moe.ffn_dim is None and config.moe.layer_types == ["sparse"],
-        lambda config: {"rope_parameters": write_rope_section(config.rope, config.max_seq_len)},  # also if unscaled
-    ),
+    write=lambda config: {"rope_parameters": write_rope_section(config.rope, config.max_seq_len)},  # also if unscaled
 )
 FORMAT = dense_format({"gpt_oss": _TYPE})

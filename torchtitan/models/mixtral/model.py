@@ -25,7 +25,6 @@ FORMAT = dense_format(
                 **{"rope_theta": 1e6, "rms_norm_eps": 1e-5},
             },
             fixed={"router_jitter_noise": 0.0},
-            write=lambda config: {} if config.moe.ffn_dim is None and config.moe.layer_types == ["sparse"] else None,
         )
     }
 )

@@ -7,7 +7,7 @@ from torch import nn
 
 from torchtitan.models.common.config_reader import ConfigReader
 from torchtitan.models.common.delta_net import DELTA_NET_KEYS, DELTA_NET_ROWS, HybridDecoder
-from torchtitan.models.common.hugging_face import DENSE_ROWS, ModelType, dense_format, write_if
+from torchtitan.models.common.hugging_face import DENSE_ROWS, ModelType, dense_format
 from torchtitan.models.common.moe.decoder import ExpertLayers
 from torchtitan.models.common.moe.layer import QwenMoEConfig
 from torchtitan.models.common.moe.rows import expert_rows
@@ -87,7 +87,6 @@ _MOE = replace(
     rows=expert_rows(_DENSE, shared="shared_expert"),
     keys={**_TEXT.keys, "moe_intermediate_size": "ffn_dim", **{key: f"moe.{name}" for key, name in _KEYS.items()}},
     defaults={**_TEXT.defaults, **_DEFAULTS, "moe_intermediate_size": 512, "num_key_value_heads": 2},
-    write=write_if(lambda c: c.moe.norm_topk_prob and c.moe.ffn_dim is None and c.moe.layer_types == ["sparse"]),
 )
 
 # Tensors that predict more tokens at once are left out, as by transformers.

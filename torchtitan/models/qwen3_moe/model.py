@@ -85,7 +85,7 @@ _3 = ModelType(
     },
     ignored=("use_sliding_window",),
     prepare=_prepare,
-    write=lambda c: _write(c) if c.layer_types == ["sliding_attention"] and not c.moe.shared_ffn_dim else None,
+    write=_write,
 )
 _2 = ModelType(
     architecture="Qwen2MoeForCausalLM",
@@ -98,7 +98,7 @@ _2 = ModelType(
         **{"norm_topk_prob": False, "shared_expert_intermediate_size": 5632},
     },
     prepare=_prepare,
-    write=lambda c: _write(c) if c.sliding_window is None and c.moe.shared_ffn_dim else None,
+    write=lambda config: _write(config) if config.moe.shared_ffn_dim else None,
 )
 
 FORMAT = dense_format({"qwen3_moe": _3, "qwen2_moe": _2})

@@ -116,8 +116,6 @@ class RoutedExperts(StackedExperts):
         self.n_experts = n_experts
         self.active_fraction = top_k / n_experts
         """Part of the weights that multiplies a token, for the count of operations (`count_elements`)."""
-        self.device_type: str | None = None
-        """Device whose algorithm is used. None: the tokens' device."""
         self.w13 = nn.Parameter(torch.empty(n_experts, 2, hidden_dim, dim))
         self.w2 = nn.Parameter(torch.empty(n_experts, dim, hidden_dim))
         for name, weight in {"bias13": self.w13, "bias2": self.w2}.items():

@@ -41,7 +41,7 @@ class MoEConfig:
     layer_types: list[Literal["sparse", "dense"]] = field(default_factory=lambda: ["sparse"])
     """Types of the first layers, repeated for the others; dense ones have one network of width --model.ffn_dim."""
 
-    penalties: PenaltyConfig = field(default_factory=PenaltyConfig)
+    penalties: PenaltyConfig = field(default_factory=PenaltyConfig, compare=False)  # not in config.json
     """Auxiliary losses."""
 
     def is_sparse(self, index: int) -> bool:
@@ -115,7 +115,7 @@ class SigmoidMoEConfig(MoEConfig):
     topk_group: int = 1
     """Groups that a token's experts are in."""
 
-    bias_rate: float = 0.0
+    bias_rate: float = field(default=0.0, compare=False)  # not in config.json
     """Change of the selection bias after each optimizer step, for balance; DeepSeek-V3 used 0.001."""
 
     def validate(self) -> None:

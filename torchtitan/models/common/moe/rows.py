@@ -92,5 +92,5 @@ def prepare_dense_layers(document: dict[str, Any], default: int = 1) -> dict[str
 def write_dense_layers(config: Any, score: str = "sigmoid") -> dict[str, Any] | None:
     """Return the number of dense layers in config.json; None: it cannot describe a model with these layers."""
     moe, sparse = config.moe, [config.moe.is_sparse(index) for index in range(config.n_layers)]
-    fits = config.sliding_window is None and moe.ffn_dim is not None and moe.scoring_func == score
+    fits = moe.ffn_dim is not None and moe.scoring_func == score
     return {"first_k_dense_replace": sparse.count(False)} if fits and sparse == sorted(sparse) else None

@@ -1,0 +1,76 @@
+"""AdamW with moments in 8 bits (Dettmers et al. 2021, arXiv:2110.02861), computed by torchao."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from torchtitan.tools.torch_private import dtensor_like
+from torchtitan.tools.torchao import import_torchao
+
+
+def make_adamw_8bit(groups: list[dict[str, Any]], **settings: Any) -> torch.optim.Optimizer:
+    """Return torchao's `AdamW8bit`, with learning rates that are numbers.
+
+    Its state dict has moments in float32, which any layout can load. Each rank quantizes its shard again, in blocks of
+    256 values, to the same codes if the blocks are the same. As in torchao, a shard of fewer than 4,096 values, or with
+    an incomplete block, keeps full precision.
+    """
+    base: Any = import_torchao("torchao.optim").AdamW8bit
+
+    class AdamW8bit(base):
+        @staticmethod
+        def _subclass_zeros(p: Tensor, signed: bool, block_size: int) -> Any:
+            moment = base._subclass_zeros(p, signed, block_size)
+            if signed:
+                moment.qmap[0] = -1.0  # in torchao -0.993, which shrinks a negative extreme each time
+            return moment
+
+        def step(self, closure: Any = None) -> None:
+            rates = [group["lr"] for group in self.param_groups]
+            for group, rate in zip(self.param_groups, rates, strict=True):
+                group["lr"] = torch.as_tensor(rate, dtype=torch.float32)  # torchao compiles it as an input
+            parameters = (parameter for group in self.param_groups for parameter in group["params"])
+            # On a CPU, compiling would take longer than it saves, and needs a compiler.
+            compiles = next(parameters).is_cuda
+            with torch.compiler.set_stance("default" if compiles else "force_eager"):
+                super().step(closure)
+            for group, rate in zip(self.param_groups, rates, strict=True):
+                group["lr"] = rate
+
+        def state_dict(self) -> dict[str, Any]:
+            document = super().state_dict()
+            states = document["state"].items()
+            document["state"] = {key: {name: _plain(x) for name, x in state.items()} for key, state in states}
+            return document
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            """Load moments; those of all parameters must have been allocated."""
+            parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+            moments = [dict(self.state[parameter]) for parameter in parameters]
+            super().load_state_dict(state_dict)
+            # PyTorch keeps the given tensors, in the type of the parameters.
+            keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+            for parameter, key, own in zip(parameters, keys, moments, strict=True):
+                for name in ("exp_avg", "exp_avg_sq"):
+                    _local(own[name]).copy_(_local(state_dict["state"][key][name]))
+                    self.state[parameter][name] = own[name]
+
+    optimizer = AdamW8bit(groups, **settings)
+    for group in optimizer.param_groups:
+        group["lr"] = float(group["lr"])
+    return optimizer
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _plain(value: Any) -> Any:
+    """Return a moment in float32; other values are unchanged."""
+    local = _local(value) if isinstance(value, Tensor) else value
+    if not hasattr(local, "dequantize") or type(local) is Tensor:
+        return value
+    plain = local.dequantize()
+    return dtensor_like(plain, value) if isinstance(value, DTensor) else plain
