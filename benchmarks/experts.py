@@ -20,7 +20,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 
 from torchtitan.models.common.moe.experts import RoutedExperts
 from torchtitan.models.common.moe.layer import MixtureOfExperts
-from torchtitan.models.common.moe.router import Router, ScoreWeights, TopK, softmax_scores
+from torchtitan.models.common.moe.router import Router, TopK
 
 TOKENS, DIM, HIDDEN, EXPERTS, K = 2048, 512, 192, 128, 8
 
@@ -40,8 +40,7 @@ def make_blocks(dtype: torch.dtype, with_eager: bool) -> tuple[dict[str, Block],
     theirs = Qwen3MoeSparseMoeBlock(config)
     for parameter in theirs.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
-    weigh = ScoreWeights(normalized=True)
-    router = Router(dim=DIM, n_experts=EXPERTS, score=softmax_scores, choose=TopK(K), weigh=weigh, init_std=0.02)
+    router = Router(dim=DIM, n_experts=EXPERTS, choose=TopK(K), init_std=0.02)
     stds = {"init_std": 0.02, "out_init_std": 0.02}
     ours = MixtureOfExperts(router, RoutedExperts(n_experts=EXPERTS, top_k=K, dim=DIM, hidden_dim=HIDDEN, **stds))
     with torch.no_grad():

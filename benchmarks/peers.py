@@ -67,7 +67,8 @@ class Job:
             precision=precision,
             steps=1 if self.first_step_only else options.steps,
             compile=SYSTEMS[system].compile,
-            data=options.data,
+            checkpointing=SYSTEMS[system].checkpointing,
+            data=getattr(options, f"{self.kind}_data", options.data),
             tokenizer=options.tokenizer,
         )
 
@@ -85,10 +86,9 @@ JOBS = {
 
 
 def run_rounds(
-    name: str, precision: str, interpreters: Mapping[str, tuple[str, str]], options: argparse.Namespace
+    name: str, job: Job, precision: str, interpreters: Mapping[str, tuple[str, str]], options: argparse.Namespace
 ) -> list[Run]:
     """Run a job with all installed systems in turns. A system that fails is left out of the following rounds."""
-    job = JOBS[name]
     systems = [system for system in job.systems if system in interpreters]
     runs = []
     for round in range(options.rounds):
@@ -130,9 +130,10 @@ def result_path(folder: Path, date: str, processor: Mapping[str, Any]) -> Path:
     return next(path for path in paths if not path.exists())
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--jobs", nargs="+", default=["A", "B", "C", "D"], choices=JOBS)
+def parser_of(jobs: Mapping[str, Job], default: list[str], description: str | None) -> argparse.ArgumentParser:
+    """Return the parser of the options that all benchmarks of jobs share."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--jobs", nargs="+", default=default, choices=jobs)
     parser.add_argument("--systems", nargs="+", default=list(SYSTEMS), choices=SYSTEMS)
     parser.add_argument("--precisions", nargs="+", default=PRECISIONS, choices=PRECISIONS)
     parser.add_argument("--rounds", type=int, default=3, help="runs of each system")
@@ -143,14 +144,24 @@ def main() -> None:
     )
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="default: one per core")
     parser.add_argument("--pythons", nargs="+", default=[], help="further interpreters to search for peers")
-    parser.add_argument("--data", default="", help="for C: JSON Lines with the columns question and answer")
-    parser.add_argument("--tokenizer", default="", help="for C: folder with GPT-2's tokenizer.json")
+    parser.add_argument("--tokenizer", default="", help="folder with GPT-2's tokenizer.json, for jobs with text")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
+    return parser
+
+
+def main() -> None:
+    parser = parser_of(JOBS, ["A", "B", "C", "D"], __doc__)
+    parser.add_argument("--data", default="", help="for C and H: JSON Lines with the columns question and answer")
     options = parser.parse_args()
-    if not 1 <= options.warm_up < options.steps:
-        parser.error(f"--warm_up is {options.warm_up}, but must be at least 1 and below --steps, {options.steps}")
     if {"C", "H"} & set(options.jobs) and not (options.data and options.tokenizer):
         parser.error("jobs C and H need --data and --tokenizer; --jobs A B D leaves them out")
+    run(JOBS, options)
+
+
+def run(jobs: Mapping[str, Job], options: argparse.Namespace) -> None:
+    """Run the jobs of the options, print their tables, and store the results."""
+    if not 1 <= options.warm_up < options.steps:
+        sys.exit(f"--warm_up is {options.warm_up}, but must be at least 1 and below --steps, {options.steps}")
     interpreters = find_interpreters(options.systems, [sys.executable, *options.pythons])
     for system in options.systems:
         print(f"{system}: {interpreters[system][1] if system in interpreters else 'not installed'}")
@@ -170,9 +181,9 @@ def main() -> None:
     options.results.mkdir(parents=True, exist_ok=True)
     path = result_path(options.results, date, processor)
     for name in options.jobs:
-        for precision in [precision for precision in JOBS[name].precisions if precision in options.precisions]:
-            facts = measure_machine(JOBS[name].task(precision, OURS, options), options.threads)
-            runs = run_rounds(name, precision, interpreters, options)
+        for precision in [precision for precision in jobs[name].precisions if precision in options.precisions]:
+            facts = measure_machine(jobs[name].task(precision, OURS, options), options.threads)
+            runs = run_rounds(name, jobs[name], precision, interpreters, options)
             title = f"{name}, {precision}"
             summary = summarize(runs, facts["flops_per_token"], facts["peak_flops"])
             print(

@@ -40,6 +40,7 @@ COMPONENTS = [
     "peft",
     "data",
     "generation",
+    "rollout",
     "evaluation",
 ]
 """Packages inside `components`, lowest first. Single modules have no layer, but must not be in a cycle."""

@@ -1,14 +1,19 @@
-"""Configurations of torchtitan for `benchmarks/peers.py`, which sets sizes, lengths and files on the command line."""
+"""Configurations of torchtitan for `benchmarks/peers.py` and `post_training.py`, which set sizes, lengths and files on
+the command line."""
 
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from torchtitan.components.data import SFTDataLoader
+from torchtitan.components.data import PromptDataLoader, SFTDataLoader
 from torchtitan.components.data.base import NO_DOCUMENT, Batch
 from torchtitan.components.data.dataloader import PretrainDataLoader
+from torchtitan.components.data.finetuning.preference import PreferenceDataLoader
 from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.components.preference_losses import PreferenceLoss
+from torchtitan.experiments.preference.trainer import PreferenceTrainer
+from torchtitan.experiments.rl.trainer import RLTrainer
 from torchtitan.models.llama3 import model_registry
 from torchtitan.models.pretrained import huggingface_model
 from torchtitan.protocols import ModelSpec
@@ -20,7 +25,7 @@ from .task import StepLog
 
 
 class Steps(Callback):
-    """Log the end of each step with its useful tokens and labels."""
+    """Log the end of each step with its useful tokens and labels; in `grpo`, with sampled tokens and samples."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Callback.Config):
@@ -37,22 +42,27 @@ class Steps(Callback):
         self.tokens = self.labels = 0
 
     def on_batches(self, micro_batches: Sequence[Batch]) -> None:
+        if "prompts" in micro_batches[0]:
+            self.labels = sum(len(batch["prompts"]) for batch in micro_batches) * self.trainer.config.rollout.group_size
+            return
         self.tokens = sum(map(useful_tokens, micro_batches))
         self.labels = sum(int((batch["labels"] != IGNORE_INDEX).sum()) for batch in micro_batches)
 
     def after_step(self, outcome: StepResult) -> None:
-        self.log.end_step(time.monotonic(), self.tokens, self.labels)
+        tokens = round(outcome.measures["length"] * self.labels) if "length" in outcome.measures else self.tokens
+        self.log.end_step(time.monotonic(), tokens, self.labels)
 
 
 def useful_tokens(batch: Batch) -> int:
-    """Return the tokens of a batch without padding, which is the last document of a window."""
+    """Return the tokens of a batch without padding, which is the last document of a window. Each answer of a pair is a
+    document."""
     positions_BL = batch["attention"].positions_BL if "attention" in batch else None
     if positions_BL is None:
         return batch["input"].numel()
     total = 0
-    for positions, documents in zip(positions_BL, batch["documents"], strict=True):
+    is_document = batch["answer_keys"].flatten(1) != 0 if "answer_keys" in batch else batch["documents"] != NO_DOCUMENT
+    for positions, n_documents in zip(positions_BL, is_document.sum(dim=1).tolist(), strict=True):
         starts = (positions == 0).nonzero().flatten().tolist()
-        n_documents = int((documents != NO_DOCUMENT).sum())
         total += starts[n_documents] if len(starts) > n_documents else len(positions)
     return total
 
@@ -73,6 +83,18 @@ def sft() -> Trainer.Config:
         dataloader=SFTDataLoader.Config(),
         callbacks=[Steps.Config()],
     )
+
+
+def dpo() -> Trainer.Config:
+    """Train on packed pairs; the reference is a second model with the same initial weights."""
+    return PreferenceTrainer.Config.based_on(
+        sft(), dataloader=PreferenceDataLoader.Config(), loss=PreferenceLoss.Config()
+    )
+
+
+def grpo() -> Trainer.Config:
+    """Sample groups of answers, all of the same length if none ends, and learn from the length of their text."""
+    return RLTrainer.Config.based_on(sft(), dataloader=PromptDataLoader.Config(), rewards=["length=500"])
 
 
 def class_pretrain(hf_assets_path: str) -> Trainer.Config:

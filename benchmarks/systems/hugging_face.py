@@ -48,7 +48,7 @@ def read_rows(task: Task) -> list[tuple[str, str]]:
 def make_tokenizer(task: Task) -> transformers.PreTrainedTokenizerFast:
     """Return the task's tokenizer, or an empty one to pre-train on ids."""
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-    if task.kind == "sft":
+    if task.kind != "pretrain":
         tokenizer = tokenizers.Tokenizer.from_file(str(Path(task.tokenizer) / "tokenizer.json"))
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT

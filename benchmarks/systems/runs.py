@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from systems.report import OURS
-from systems.task import Task
+from systems.task import GROUP_SIZE, NEW_TOKENS, Task
 
 PROGRAMS = Path(__file__).resolve().parent
 OWN_TOKENIZER = PROGRAMS.parents[1] / "torchtitan" / "assets" / "tokenizer"
@@ -30,6 +30,7 @@ class System:
     package: str
     program: str = ""
     compile: bool = False
+    checkpointing: bool = False
 
 
 SYSTEMS = {
@@ -39,6 +40,7 @@ SYSTEMS = {
     "trainer-compiled": System("transformers", "run_trainer.py", compile=True),
     "litgpt": System("litgpt", "run_litgpt.py"),
     "trl": System("trl", "run_trl.py"),
+    "trl-checkpointing": System("trl", "run_trl.py", checkpointing=True),
 }
 
 
@@ -98,7 +100,7 @@ def command_of(system: str, task: Task, python: str, folder: str) -> list[str]:
     options: dict[str, Any] = {}
     if task.model:
         (Path(folder) / "config.json").write_text(json.dumps(task.document))
-        tokenizer = Path(task.tokenizer) if task.kind == "sft" else OWN_TOKENIZER
+        tokenizer = OWN_TOKENIZER if task.kind == "pretrain" else Path(task.tokenizer)
         shutil.copy(tokenizer / "tokenizer.json", folder)
         options["hf_assets_path"] = folder
     else:
@@ -107,19 +109,22 @@ def command_of(system: str, task: Task, python: str, folder: str) -> list[str]:
     options |= {
         "training.steps": task.steps,
         "training.seq_len": task.seq_len,
-        "training.local_batch_size": task.batch_size,
+        # A window has room for two answers of the greatest length: two pairs of half of it, the mean in job DPO.
+        "training.local_batch_size": task.batch_size // 2 if task.kind == "dpo" else task.batch_size,
         "training.mixed_precision_param": task.precision,
         "dataloader.cache_dir": f"{folder}/cache",
         "dump_folder": f"{folder}/out",
         "callbacks.steps.folder": folder,
     }
-    if task.kind == "sft":
+    if task.kind != "pretrain":
         options |= {
             "hf_assets_path": folder if task.model else task.tokenizer,
             "dataloader.dataset": task.data,
             "dataloader.chat_template": PROGRAMS / "question_answer.jinja",
         }
     arguments = [text for name, value in options.items() for text in (f"--{name}", str(value))]
+    if task.kind == "grpo":
+        options |= {"rollout.group_size": GROUP_SIZE, "rollout.max_new_tokens": NEW_TOKENS}
     config = f"class_{task.kind}" if task.model else task.kind
     return [python, "-m", "torchtitan", "train", "--module", str(PROGRAMS), "--config", config, *arguments]
 

@@ -5,6 +5,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+GROUP_SIZE, NEW_TOKENS = 8, 128
+"""Samples of each prompt, and tokens of each, in `grpo`."""
+
 WIDTHS = {"dim": 512, "n_layers": 8, "n_heads": 8, "n_kv_heads": 4, "ffn_dim": 1536}
 """`Task.widths` of all jobs."""
 
@@ -33,7 +36,7 @@ class Task:
     """A run of one system."""
 
     kind: str
-    """`pretrain` on windows full of text, or `sft` on questions and answers."""
+    """`pretrain` on windows full of text, `sft` on questions and answers, `dpo` on pairs, or `grpo` on prompts."""
 
     vocab_size: int
     seq_len: int
@@ -49,10 +52,11 @@ class Task:
     """Use torch.compile, in systems that leave the choice to the user."""
 
     data: str
-    """JSON Lines file with the columns `question` and `answer`, for `sft`."""
+    """JSON Lines file with the columns `question` and `answer` for `sft`, or `prompt`, `chosen` and `rejected`, or
+    `prompt` alone."""
 
     tokenizer: str
-    """Folder with `tokenizer.json`, for `sft`."""
+    """Folder with `tokenizer.json`; only `pretrain` needs none."""
 
     model: str = ""
     """Key of `CLASSES`; empty: the Llama of `widths`."""
@@ -61,7 +65,10 @@ class Task:
     """Sizes of the model except its vocabulary, under torchtitan's names."""
 
     batch_size: int = 4
-    """Windows that the system processes at once."""
+    """Windows that the system processes at once; pairs in `dpo`, prompts in `grpo`."""
+
+    checkpointing: bool = False
+    """Recompute activations in the backward pass, in systems that leave the choice to the user."""
 
     @property
     def document(self) -> dict[str, Any]:

@@ -1,11 +1,16 @@
 """`torchtitan run`: stages in order, each on the model of an earlier one; finished stages are not repeated."""
 
 import json
+import random
 import shutil
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from tests.commands import RunningCommand, run_command
+from tests.training import read_metrics
 from torchtitan.cli.main import main
 
 TRAIN = (
@@ -80,3 +85,40 @@ def test_invalid_recipes_are_rejected(tmp_path, capsys, content, message):
 def test_a_missing_recipe_is_rejected(tmp_path, capsys):
     assert main(["run", str(tmp_path / "none.yaml")]) == 2
     assert "none.yaml cannot be read" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_recipe_that_is_killed_at_random_moments_ends_the_same(tmp_path):
+    """Three kills, each within two seconds after a random amount of progress; then metrics, samples and exported
+    weights equal those of a recipe that was left alone."""
+    options = " --checkpoint.interval 2 --metrics.log_freq 1"
+    recipe = write(
+        tmp_path / "recipe.yaml",
+        {"name": "first", "run": FIRST.replace("steps 1 ", "steps 12 ") + options},
+        {"name": "second", "run": SECOND.replace("steps 2 ", "steps 12 ") + options, "base": "previous"},
+        {"name": "samples", "run": SAMPLES, "base": "previous"},
+    )
+
+    def command(folder: str) -> list[str | Path]:
+        return [sys.executable, "-m", "torchtitan", "run", recipe, "--folder", tmp_path / folder]
+
+    def progress() -> int:
+        return sum(len(path.read_text().splitlines()) for path in tmp_path.glob("killed/*/metrics.jsonl"))
+
+    dice = random.Random(seed := random.randrange(10**6))
+    for kill in range(3):
+        wanted = progress() + dice.randint(1, 6)
+        with RunningCommand(command("killed"), start_new_session=True) as running:
+            deadline = time.monotonic() + 120
+            while progress() < wanted and running.poll() is None:
+                assert time.monotonic() < deadline, f"seed {seed}: no progress before kill {kill}"
+                time.sleep(0.01)
+            time.sleep(2 * dice.random())
+            running.kill_group()
+    for folder in ("killed", "whole"):
+        run_command(command(folder), check=True)
+    for stage in ("first", "second"):
+        numbers = [read_metrics(tmp_path / folder / stage, "loss", "grad_norm") for folder in ("killed", "whole")]
+        assert numbers[0] == numbers[1] and len(numbers[0]) == 12, f"seed {seed}"
+    for name in ("second/checkpoint/step-12/model.safetensors", "samples/output.txt"):
+        assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), f"seed {seed}"

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from torchtitan.components.distillation import DistillationLoss, Outputs
+from torchtitan.components.distillation import DistillationLoss, Outputs, TopTokens, divergence, top_logits
 from torchtitan.protocols.output_head import UNCHANGED, LogitTransform
 
 KINDS = "forward_kl", "reverse_kl", "jensen_shannon"
@@ -111,3 +111,55 @@ def test_a_teacher_of_itself_gives_no_gradient():
         loss.backward()
         assert loss.item() == pytest.approx(0, abs=1e-5)
         assert student.hidden.grad.abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("k", [1, 5, 12, 13])
+def test_top_tokens_equal_a_teacher_with_one_event_for_the_others(kind, k):
+    """Value and gradient of the divergence over k + 1 events, in float64 by definition and by autograd: 1e-12. It never
+    exceeds the divergence over all tokens, and equals it if the event is one token or none."""
+    torch.manual_seed(0)
+    temperature = 1.7
+    student, teacher = (3 * torch.randn(6, 13, dtype=torch.float64) for _ in range(2))
+    student.requires_grad_()
+    q, p = ((x / temperature).softmax(-1) for x in (student, teacher))
+    top, ids = p.topk(k)
+    events = [(top, q.gather(1, ids))]
+    if k < 13:
+        events.append(tuple((1 - x.gather(1, ids).sum(1, keepdim=True)) for x in (p, q)))
+    p_events, q_events = (torch.cat(parts, dim=1) for parts in zip(*events, strict=True))
+
+    def kl(a, b):
+        return (a * (a / b).log()).sum(-1)
+
+    mean = (p_events + q_events) / 2
+    expected = {
+        "forward_kl": lambda: kl(p_events, q_events),
+        "reverse_kl": lambda: kl(q_events, p_events),
+        "jensen_shannon": lambda: (kl(p_events, mean) + kl(q_events, mean)) / 2,
+    }[kind]() * temperature**2
+    (gradients,) = torch.autograd.grad(expected.sum(), student)
+    scores = student.detach()
+    taught = top_logits(scores, ids, p_events.log(), temperature)
+    values, ours = divergence(scores, taught, kind, temperature)
+    torch.testing.assert_close(values, expected.detach(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(ours, gradients, rtol=1e-10, atol=1e-12)
+    whole, _ = divergence(scores, teacher, kind, temperature)
+    assert (values <= whole + 1e-12).all() and (k < 12) == bool((values < whole - 1e-9).any())
+
+
+def test_top_tokens_of_a_teacher_replace_its_outputs():
+    """All 13 tokens give the same loss and gradients as the teacher itself, but for rounding in float32."""
+    loss = DistillationLoss.Config(kind="jensen_shannon", temperature=2.0, chunk_tokens=4).build()
+    teacher = Outputs(*(x.detach() for x in (outputs(1, 16).hidden, outputs(1, 16).weight)), LogitTransform(0.5))
+    results = []
+    for known in (teacher, loss.top_tokens(teacher, 13, 13)):
+        student = outputs(0)
+        sums = loss(student, known, labels())
+        sums[0].backward()
+        results.append((*sums, student.hidden.grad, student.weight.grad))
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
+    assert isinstance(known, TopTokens) and known.ids.shape == (2, 9, 13) and known.ids.dtype == torch.int32
+    few = loss.top_tokens(teacher, 13, 4).log_probs
+    torch.testing.assert_close(few.exp().sum(-1), torch.ones(2, 9))
+    torch.testing.assert_close(few[..., :4], known.log_probs[..., :4])

@@ -11,7 +11,7 @@ import yaml
 
 from torchtitan.config import Configurable
 from torchtitan.config.configurable import leaves
-from torchtitan.config.manager import ConfigManager, types_by_key
+from torchtitan.config.manager import ConfigManager, _registered_name, types_by_key
 from torchtitan.config.registry import built_in_modules, list_module, load_config_function, needs_assets
 from torchtitan.models.llama3 import model_registry
 from torchtitan.tools.errors import UserError
@@ -369,6 +369,11 @@ class TestModules:
             assert listing.configs
             for function in (getattr(registry, config) for config in listing.configs):
                 assert needs_assets(function) or isinstance(function(), Configurable.Config)
+
+    def test_recipe(self):
+        """A `published` configuration has the name that it is assigned to, and the family's module."""
+        assert _registered_name(load_config_function("qwen3", "4b")) == "qwen3.qwen3_4b"
+        assert _registered_name(load_config_function("qwen3", "debugmodel")) == "qwen3.qwen3_debugmodel"
 
 
 def test_config_file_has_sections(tmp_path):

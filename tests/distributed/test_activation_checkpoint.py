@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -244,6 +245,9 @@ def test_names_and_initial_weights_are_unchanged():
 # --- configuration ----------------------------------------------------------------------------------------------------
 
 
+check = partial(check_activation_checkpoint, has_experts=False)
+
+
 @pytest.mark.parametrize("compile", [CompileConfig(), CompileConfig(enable=True, components=["loss"])])
 def test_a_memory_budget_without_the_compiler_is_rejected(compile):
     config = ActivationCheckpointConfig(mode="memory_budget")
@@ -251,9 +255,9 @@ def test_a_memory_budget_without_the_compiler_is_rejected(compile):
         UserError,
         match=r"--activation_checkpoint\.mode memory_budget is a compiler .*set --compile\.enable with `model` in",
     ):
-        check_activation_checkpoint(config, compile, ParallelismConfig())
-    check_activation_checkpoint(config, CompileConfig(enable=True), ParallelismConfig())
-    check_activation_checkpoint(MODES["full"], compile, ParallelismConfig())
+        check(config, compile, ParallelismConfig())
+    check(config, CompileConfig(enable=True), ParallelismConfig())
+    check(MODES["full"], compile, ParallelismConfig())
 
 
 @pytest.mark.parametrize("schedule", ["InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"])
@@ -262,10 +266,12 @@ def test_selective_op_with_a_split_backward_pass_is_rejected(schedule):
     parallelism = ParallelismConfig(pipeline_parallel_degree=2, pipeline_parallel_schedule=schedule)
     op = ActivationCheckpointConfig(mode="selective")
     with pytest.raises(UserError, match=f"selective.*{schedule}.*splits the backward pass"):
-        check_activation_checkpoint(op, CompileConfig(), parallelism)
-    check_activation_checkpoint(op, CompileConfig(enable=True), parallelism)
-    check_activation_checkpoint(op, CompileConfig(), ParallelismConfig(pipeline_parallel_degree=2))
-    check_activation_checkpoint(ActivationCheckpointConfig(mode="full"), CompileConfig(), parallelism)
+        check(op, CompileConfig(), parallelism)
+    check(op, CompileConfig(enable=True), parallelism)
+    with pytest.raises(UserError, match=r"selective_option 2, mode full$"):  # experts are not compiled
+        check_activation_checkpoint(op, CompileConfig(enable=True), parallelism, has_experts=True)
+    check(op, CompileConfig(), ParallelismConfig(pipeline_parallel_degree=2))
+    check(ActivationCheckpointConfig(mode="full"), CompileConfig(), parallelism)
 
 
 @pytest.fixture

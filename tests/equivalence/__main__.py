@@ -62,6 +62,7 @@ def main() -> int:
 def choose_layouts(arguments: argparse.Namespace, extra: Options) -> list[Layout]:
     """Return the layouts that the command line selects."""
     if arguments.random is not None:
+        print(f"random layouts of --seed {arguments.seed}", file=sys.stderr)
         return list(draw_layouts(arguments.random, arguments.seed, extra))
     return [
         layout

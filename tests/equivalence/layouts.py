@@ -235,6 +235,9 @@ TWO_PROCESSES: dict[str, Options] = {
     "EP 2, experts, step in backward": {**EP2, **EXPERTS, **EARLY_STEP, **local_batch(8)},
     "EP 2, sigmoid router": {**EP2, **SIGMOID},
     "EP 2, sigmoid router, AC selective op": {**EP2, **SIGMOID, **OP_AC},
+    "EP 2, latent attention": {**EP2, **LATENTS},
+    "EP 2, attention sinks": {**EP2, **SINKS},
+    "EP 2, chunks": {**EP2, **CHUNKS},
     "TP 2 x EP 2, experts": {**TP2, **EP2, **EXPERTS},
     "TP 2 x EP 2, sigmoid router, AC selective op": {**TP2, **EP2, **SIGMOID, **OP_AC},
     "TP 2 x ETP 2, experts": {**TP2, **ETP2, **EXPERTS},
@@ -357,6 +360,7 @@ FOUR_PROCESSES: dict[str, Options] = {
     "EP 4, experts": {**EP4, **EXPERTS},
     "EP 4, sigmoid router, AC full": {**EP4, **SIGMOID, **FULL_AC},
     "FSDP 4 x EP 2, experts": {**EP2, **EXPERTS},
+    "FSDP 4 x EP 2, three experts per rank": {**EP2, **EXPERTS, "model__moe__n_experts": 6},
     "FSDP 4 x EP 2, sigmoid router": {**EP2, **SIGMOID},
     "HSDP 2 x 2 x EP 2, experts": {**HSDP, **EP2, **EXPERTS},
     # With seed 0, two experts' scores are so close in one token that rounding chooses.

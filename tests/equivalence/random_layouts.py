@@ -5,7 +5,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.equivalence.layouts import ADAMW, PROBLEM, SCHEDULES, Layout, Options
+from tests.equivalence.layouts import (
+    ADAMW,
+    CHUNKS,
+    EXPERTS,
+    LATENTS,
+    PROBLEM,
+    SCHEDULES,
+    SIGMOID,
+    SINKS,
+    Layout,
+    Options,
+)
 from tests.equivalence.runs import make_config
 from torchtitan.tools.errors import UserError
 
@@ -40,6 +51,9 @@ _CHOICES_OF_ALL: Mapping[str, Sequence[Any]] = {
     "model__vocab_size": (2048, 2051),
 }
 
+_WITH_EXPERTS: Sequence[Options] = (EXPERTS, SIGMOID, {**LATENTS, "model__n_kv_heads": 8}, SINKS, CHUNKS)
+"""Models with experts, of which half of the layouts have one."""
+
 
 def draw_layouts(count: int, seed: int, extra: Options) -> Iterator[Layout]:
     """Yield random layouts of two or four processes that the configuration accepts, sorted by number of processes.
@@ -68,11 +82,29 @@ def _draw(generator: random.Random) -> Layout:
     for choices in (*applicable, _CHOICES_OF_ALL):
         options |= {name: generator.choice(values) for name, values in choices.items()}
     options |= generator.choice(({}, ADAMW))
+    if generator.choice((False, True)):
+        options |= _draw_experts(generator, degrees)
     samples = PROBLEM["training__global_batch_size"]
     ranks = degrees["data_parallel_replicate_degree"] * degrees["data_parallel_shard_degree"]
     options["training__local_batch_size"] = samples // ranks // generator.choice((1, 2, 4))
-    changed = [f"{name.partition('__')[2]}={value}" for name, value in options.items() if value not in (1, False)]
+    changed = [
+        f"{name.partition('__')[2] or name}={value}"
+        for name, value in options.items()
+        if value is True or value not in (1, False)
+    ]
     return Layout(" ".join(changed), processes, options)
+
+
+def _draw_experts(generator: random.Random, degrees: Mapping[str, int]) -> dict[str, Any]:
+    """Draw a model with experts, and how to divide them; not all ranks can."""
+    tensor = degrees["tensor_parallel_degree"]
+    by_width = generator.choice((1, tensor))
+    ranks = degrees["data_parallel_shard_degree"] * degrees["context_parallel_degree"] * tensor // by_width
+    return {
+        **generator.choice(_WITH_EXPERTS),
+        "parallelism__expert_parallel_degree": generator.choice([n for n in (1, 2, 2, 4, 4) if ranks % n == 0]),
+        "parallelism__expert_tensor_parallel_degree": by_width,
+    }
 
 
 def _is_accepted(layout: Layout, extra: Options) -> bool:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from torchtitan.experiments.rl.rollout import RolloutEngine, Trajectory
+from torchtitan.components.rollout.rollout import RolloutEngine, Trajectory
 
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 CALL = re.compile(r"<calc>([^<]*)</calc>$")

@@ -6,11 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.conftest import PROJECT
 from tests.processes import run_processes
 from tests.training import flags, killed_in, read_metrics, run
+from torchtitan.components.teacher_cache import TeacherCache
 from torchtitan.config.manager import ConfigManager
+from torchtitan.dry_run import dry_run
+from torchtitan.experiments.distillation import trainer
+from torchtitan.experiments.distillation.on_policy import OnPolicyTrainer
 from torchtitan.experiments.distillation.trainer import DistillationTrainer
 from torchtitan.models.pretrained import load_model
 from torchtitan.tools.errors import UserError
@@ -130,6 +135,20 @@ def test_a_sharded_teacher_matches_one_process(folder, tmp_path, processes, degr
 
 
 @pytest.mark.slow
+def test_a_dry_run_has_both_models(folder, tmp_path, monkeypatch):
+    """The teacher's frozen weights are in memory, and not written to a cache; sampled answers are refused."""
+    options = {"hf_assets_path": folder / "student", "teacher.path": folder / "teacher", "dump_folder": tmp_path}
+    words = ["--module", "distillation", "--config", "pretrain", *flags({**options, **OPTIONS})]
+    (report,) = dry_run(ConfigManager().parse_args(words).config, 1)
+    models = [load_model(folder / name, device="cpu").model for name in ("student", "teacher")]
+    sizes = [sum(p.numel() for p in model.parameters()) for model in models]
+    assert report.parameters == sum(sizes)
+    words[3:4] = ["on_policy", "--dataloader.dataset", str(folder / "rows.jsonl")]
+    with pytest.raises(UserError, match="a dry run cannot sample answers"):
+        dry_run(ConfigManager().parse_args(words).config, 1)
+
+
+@pytest.mark.slow
 def test_resume_is_exact(folder, tmp_path):
     options = {"checkpoint__interval": 2}
     distill(folder, tmp_path / "straight", **options)
@@ -199,3 +218,130 @@ def test_the_embedded_student_learns_from_a_checkpoint(tmp_path):
     config.check(world_size=1)
     trainer = run(config)
     assert trainer.num_parameters < trainer.models["teacher"].num_parameters
+
+
+def test_a_cache_of_the_whole_vocabulary_replaces_the_teacher(folder, tmp_path):
+    """With all tokens, training from the cache equals training with the teacher but for the rounding of stored
+    log-probabilities (float32): 1e-5. Validation reads the cache too."""
+    options = {"teacher__cache": tmp_path / "cache", "training__steps": 2, "teacher__top_k": 2048}
+    distill(folder, tmp_path / "write", **options)
+    distill(folder, tmp_path / "cached", **options, teacher__path="")
+    distill(folder, tmp_path / "live", training__steps=2)
+    for row, expected in zip(
+        read_metrics(tmp_path / "cached", *NUMBERS), read_metrics(tmp_path / "live", *NUMBERS), strict=True
+    ):
+        assert row == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.fixture(scope="module")
+def cache(folder, tmp_path_factory) -> Path:
+    """A cache of the first four steps, with all but 50 tokens as one event."""
+    path = tmp_path_factory.mktemp("teacher") / "cache"
+    distill(folder, path.parent / "write", teacher__cache=path, teacher__top_k=50)
+    return path
+
+
+def stamps(folder: Path) -> dict[Path, int]:
+    return {file: file.stat().st_mtime_ns for file in folder.rglob("*.safetensors")}
+
+
+@pytest.mark.slow
+def test_writing_a_cache_continues_after_a_kill(folder, cache, tmp_path, monkeypatch):
+    """It keeps what it has written, and ends with the files of an uninterrupted one."""
+    options = {"teacher__cache": tmp_path / "cache", "teacher__top_k": 50}
+    logged: list[str] = []
+    monkeypatch.setattr(trainer.logger, "info", lambda text, *values: logged.append(text % values))
+    with killed_in(TeacherCache, "write", 4):
+        distill(folder, tmp_path / "run", **options)
+    before = stamps(tmp_path / "cache")
+    distill(folder, tmp_path / "run", **options)
+    after = stamps(tmp_path / "cache")
+    assert 0 < len(before) < len(after) == 16 and before.items() <= after.items()
+    for file in after:
+        assert file.read_bytes() == (cache / file.relative_to(tmp_path / "cache")).read_bytes()
+    assert f"{tmp_path / 'cache'}: at most 16 windows, 0.4 MiB" in "".join(logged)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "degrees", [{"data_parallel_shard_degree": 2}, {"tensor_parallel_degree": 2}, {"context_parallel_degree": 2}]
+)
+def test_a_cache_serves_other_layouts(folder, cache, tmp_path, degrees):
+    """The tolerances of 1e-4 cover a different order of sums."""
+    distill(folder, tmp_path / "one", teacher__path="", teacher__cache=cache)
+    options = {f"parallelism__{name}": degree for name, degree in degrees.items()}
+    options |= {"training__local_batch_size": 1, "teacher__path": "", "teacher__cache": cache}
+    run_processes(distill_on_ranks, 2, folder, tmp_path / "many", options)
+    for row, expected in zip(
+        read_metrics(tmp_path / "many", *NUMBERS), read_metrics(tmp_path / "one", *NUMBERS), strict=True
+    ):
+        assert row == pytest.approx(expected, rel=1e-4)
+    if "data_parallel_shard_degree" not in degrees:
+        return
+    options |= {"teacher__path": folder / "teacher", "teacher__cache": tmp_path / "cache", "teacher__top_k": 50}
+    run_processes(distill_on_ranks, 2, folder, tmp_path / "write", options)
+    for file in stamps(cache):
+        ours, theirs = (load_file(path / file.relative_to(cache)) for path in (tmp_path / "cache", cache))
+        torch.testing.assert_close(ours["log_probs"], theirs["log_probs"], rtol=1e-4, atol=1e-4)
+
+
+def test_a_cache_of_something_else_is_rejected(folder, cache, tmp_path):
+    lacks = r"--teacher\.cache lacks .*; write it with --teacher\.path, or use the data, tokenizer, --training"
+    for options, message in (
+        ({"teacher__path": "", "teacher__cache": tmp_path}, lacks),
+        ({"teacher__path": "", "loss__temperature": 3.0}, lacks),
+        ({"teacher__path": "", "tokenizer__added_tokens": ["<|new|>"]}, lacks),
+        ({"teacher__path": "", "training__seq_len": 32}, lacks),
+        ({"teacher__path": folder / "padded"}, r"has another teacher, --teacher\.top_k or type; use a new folder"),
+        ({"teacher__top_k": 51}, r"has another teacher"),
+        ({"teacher__top_k": 2049}, r"--teacher\.top_k is 2049, but must be from 1 to the student's vocabulary, 2048"),
+        ({"parallelism__context_parallel_degree": 2}, r"context_parallel_degree 2 cannot be combined with writing"),
+    ):
+        given = {"teacher__cache": cache, "teacher__top_k": 50, **options}
+        with pytest.raises(UserError, match=message) as caught:
+            distill(
+                folder, tmp_path / "run", world_size=options.get("parallelism__context_parallel_degree", 1), **given
+            )
+        assert "\n" not in str(caught.value)
+
+
+def test_on_policy_distillation_compares_the_models_on_the_students_own_answers(folder, tmp_path, monkeypatch):
+    """The first step equals float64 on all logits at the sampled tokens (1e-5), for answers that the student's own
+    probabilities explain; a teacher that is the student gives no loss. Validation samples too."""
+    for file in ("student", "teacher"):
+        (folder / file / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    prompts = [{"prompt": f"Is {i} big?"} for i in range(8)]
+    (tmp_path / "prompts.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in prompts))
+    batches = []
+    answers = OnPolicyTrainer.answers
+    monkeypatch.setattr(
+        OnPolicyTrainer, "answers", lambda *args, **options: batches.append(answers(*args, **options)) or batches[-1]
+    )
+    options = {"dataloader__dataset": [tmp_path / "prompts.jsonl"], "training__steps": 1, "rollout__max_new_tokens": 6}
+    options |= {"rollout__group_size": 2, "loss__cross_entropy_weight": 0.0, "validator__enable": True}
+    options |= {"validator__dataset": [tmp_path / "prompts.jsonl"]}
+    distill(folder, tmp_path / "run", "on_policy", **options)
+    student, teacher = (
+        load_model(folder / name, device="cpu", dtype=torch.float64).model for name in ("student", "teacher")
+    )
+    total, n_tokens, surprise = 0.0, 0, 0.0
+    for batch in batches[0]:
+        is_sampled = batch["labels"] != -100
+        with torch.no_grad():
+            inputs = batch["input"], batch["attention"]
+            q, p = ((model(*inputs)[is_sampled] / 2).log_softmax(-1) for model in (student, teacher))
+            total += float((q.exp() * (q - p)).sum()) * 4
+            labels = batch["labels"][is_sampled]
+            surprise = student(*inputs)[is_sampled].log_softmax(-1).gather(1, labels[:, None])[:, 0]
+            torch.testing.assert_close(surprise.float(), batch["logprobs"][is_sampled], rtol=1e-4, atol=1e-5)
+        n_tokens += int(is_sampled.sum())
+    assert n_tokens == 4 * 2 * 6  # prompts, answers, tokens: a random model does not end
+    ((_, loss),) = read_metrics(tmp_path / "run", "loss")
+    assert loss == pytest.approx(total / n_tokens, rel=1e-5)
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert any(line.get("validation_divergence", 0) > 0 for line in lines)
+    distill(folder, tmp_path / "self", "on_policy", **options, teacher__path=folder / "student")
+    ((_, loss),) = read_metrics(tmp_path / "self", "loss")
+    assert loss == pytest.approx(0, abs=1e-6)
+    with pytest.raises(UserError, match=r"--teacher\.cache has no scores of new answers; leave it out"):
+        distill(folder, tmp_path / "cached", "on_policy", **options, teacher__cache=tmp_path / "cache")

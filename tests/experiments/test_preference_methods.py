@@ -1,4 +1,4 @@
-"""IPO, SimPO and KTO against TRL on packed batches, kinds of reference, and sharded and resumed KTO."""
+"""One packed batch of each method against TRL, kinds of reference, and sharded and resumed KTO."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,6 @@ from tests.experiments.test_preference import OPTIONS, folder  # noqa: F401
 from tests.processes import run_processes
 from tests.training import flags, killed_in, read_metrics, run
 from torchtitan.config.manager import ConfigManager
-from torchtitan.experiments.preference.losses import Answers, PreferenceLoss
 from torchtitan.experiments.preference.trainer import KTOTrainer, PreferenceTrainer
 from torchtitan.tools.errors import UserError
 
@@ -18,7 +17,8 @@ PACKED = {"dataloader.packing": "ffd", "training.seq_len": 256, "training.local_
 PACKED |= {"training.global_batch_size": 1}
 PAIR_NUMBERS = ["loss", "grad_norm", "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies"]
 SMOOTHING = {"label_smoothing": 0.1}
-KTO_NUMBERS = ["loss", "grad_norm", "rewards/chosen", "rewards/rejected", "kl"]
+KTO_NUMBERS = ["loss", "grad_norm", "rewards/chosen", "rewards/rejected", "rewards/margins", "kl"]
+STEP = {"training__steps": 1}
 
 
 def train(folder: Path, dump: Path, config: str, **options: object) -> PreferenceTrainer:  # noqa: F811
@@ -45,17 +45,19 @@ def write_answers(folder: Path) -> Path:  # noqa: F811
     return path
 
 
-def train_with_trl(folder: Path, output: Path, method: str, data: Path, **options: object) -> list[dict[str, float]]:  # noqa: F811
-    pytest.importorskip("trl")
+def trl_step(folder: Path, output: Path, method: str, data: Path, **options: object) -> dict[str, float]:  # noqa: F811
+    """TRL's metrics of one step over all rows, with the reference `other`."""
+    import trl
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl.experimental import cpo
 
-    if method == "kto":
-        from trl import KTOConfig as Config
-        from trl import KTOTrainer as Base
-    else:
-        from trl import DPOConfig as Config
-        from trl import DPOTrainer as Base
+    classes = {
+        "dpo": (trl.DPOConfig, trl.DPOTrainer),
+        "kto": (trl.KTOConfig, trl.KTOTrainer),
+        "cpo": (cpo.CPOConfig, cpo.CPOTrainer),
+    }
+    make_config, trainer_class = classes[method]
     rows = [json.loads(line) for line in data.read_text().splitlines()]
     roles = {"prompt": "user", "chosen": "assistant", "rejected": "assistant", "completion": "assistant"}
     chats = [
@@ -63,22 +65,17 @@ def train_with_trl(folder: Path, output: Path, method: str, data: Path, **option
         for row in rows
     ]
 
-    class InOrder(Base):
+    class InOrder(trainer_class):
         def _get_train_sampler(self, *_: object) -> torch.utils.data.SequentialSampler:
             return torch.utils.data.SequentialSampler(self.train_dataset)
 
-    config = Config(
+    config = make_config(
         output_dir=str(output),
         beta=OPTIONS["loss.beta"],
-        learning_rate=OPTIONS["optimizer.lr"],
-        lr_scheduler_type="constant",
-        adam_beta2=0.95,
-        weight_decay=0.0,
         max_grad_norm=0.0,
-        max_steps=4,
+        max_steps=1,
         per_device_train_batch_size=len(rows),
         logging_steps=1,
-        logging_first_step=True,
         bf16=False,
         use_cpu=True,
         report_to=[],
@@ -86,31 +83,38 @@ def train_with_trl(folder: Path, output: Path, method: str, data: Path, **option
         disable_tqdm=True,
         **options,
     )
-    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    models = [AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float32) for name in ("model", "other")]
+    reference = {} if method == "cpo" else {"ref_model": models[1]}
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    trainer = InOrder(model, args=config, train_dataset=Dataset.from_list(chats), processing_class=tokenizer)
+    trainer = InOrder(
+        models[0], args=config, train_dataset=Dataset.from_list(chats), processing_class=tokenizer, **reference
+    )
     trainer.train()
-    return [entry for entry in trainer.state.log_history if "loss" in entry]
+    metrics: dict[str, float] = trainer.state.log_history[0]
+    return metrics
+
+
+WEIGHTS = {"desirable_weight": 1.5, "undesirable_weight": 0.7}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("ours", "method", "theirs"),
+    ("config", "ours", "method", "theirs"),
     [
-        ({"loss__kind": "ipo"}, "dpo", {"loss_type": ["ipo"]}),
-        ({"loss__kind": "hinge"}, "dpo", {"loss_type": ["hinge"]}),
-        (
-            {"loss__kind": "robust", "loss__label_smoothing": 0.1},
-            "dpo",
-            {"loss_type": ["robust"], "label_smoothing": 0.1},
-        ),
-        ({"loss__kind": "dpo_normalized"}, "dpo", {"loss_type": ["sigmoid_norm"]}),
+        ("dpo", {"kind": "dpo"}, "dpo", {}),
+        ("dpo", {"kind": "ipo"}, "dpo", {"loss_type": ["ipo"]}),
+        ("dpo", {"kind": "hinge"}, "dpo", {"loss_type": ["hinge"]}),
+        ("dpo", {"kind": "robust", **SMOOTHING}, "dpo", {"loss_type": ["robust"], **SMOOTHING}),
+        ("dpo", {"kind": "dpo_normalized"}, "dpo", {"loss_type": ["sigmoid_norm"]}),
+        ("simpo", {"gamma": 0.4}, "cpo", {"loss_type": "simpo", "simpo_gamma": 0.4, "cpo_alpha": 0.0}),
+        ("kto", WEIGHTS, "kto", WEIGHTS),
     ],
-    ids=lambda value: value.get("loss__kind") if isinstance(value, dict) else None,
+    ids=["dpo", "ipo", "hinge", "robust", "dpo_normalized", "simpo", "kto"],
 )
-def test_packed_pairs_match_trl(folder, tmp_path, ours, method, theirs):  # noqa: F811
-    """All pairs in one window against TRL's padded rows. Tolerances cover four steps of Adam from rounded gradients."""
-    rows = [
+def test_one_batch_matches_trl(folder, tmp_path, config, ours, method, theirs):  # noqa: F811
+    """One window with all rows against TRL's padded batch, with another model as the reference. Both compute in
+    float32: a reward is 0.3 times the difference of two log-probabilities of up to 150, each rounded to 1e-5."""
+    pairs = [
         {
             "prompt": f"Is {n} big?",
             "chosen": "No, " + "quite " * n + "small.",
@@ -118,50 +122,27 @@ def test_packed_pairs_match_trl(folder, tmp_path, ours, method, theirs):  # noqa
         }
         for n in range(6)
     ]
-    data = tmp_path / "pairs.jsonl"
-    data.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    train(folder, tmp_path, "dpo", dataloader__dataset=[data], **ours)
-    expected = train_with_trl(folder, tmp_path / "trl", method, data, **theirs)
-    for row, reference in zip(read_metrics(tmp_path, *PAIR_NUMBERS), expected, strict=True):
-        assert row[1:] == pytest.approx([reference[name] for name in PAIR_NUMBERS], rel=1e-4, abs=1e-5)
+    data = write_answers(folder) if config == "kto" else tmp_path / "pairs.jsonl"
+    if config != "kto":
+        data.write_text("".join(f"{json.dumps(row)}\n" for row in pairs))
+    options = {f"loss__{name}": value for name, value in ours.items()}
+    train(folder, tmp_path, config, dataloader__dataset=[data], reference__path=folder / "other", **STEP, **options)
+    expected = trl_step(folder, tmp_path / "trl", method, data, **theirs)
+    names = KTO_NUMBERS if config == "kto" else PAIR_NUMBERS
+    ((_, *measured),) = read_metrics(tmp_path, *names)
+    assert measured == pytest.approx([expected[name] for name in names], rel=1e-5, abs=1e-5)
+    assert all(abs(value) > 1e-3 for name, value in zip(names, measured, strict=True) if "accuracies" not in name)
 
 
 @pytest.mark.slow
-def test_simpo_matches_trl(folder, tmp_path):  # noqa: F811
-    """TRL's trainer splits tokens differently between prompt and answer, so the same log-probabilities are compared."""
-    cpo = pytest.importorskip("trl.experimental.cpo")
-    from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    options = {"beta": 0.7, "loss_type": "simpo", "cpo_alpha": 0.0, "simpo_gamma": 0.4}
-    config = cpo.CPOConfig(output_dir=str(tmp_path), bf16=False, use_cpu=True, report_to=[], **options)
-    trainer = cpo.CPOTrainer(
-        AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32),
-        args=config,
-        train_dataset=Dataset.from_list([{"prompt": "Hi?", "chosen": "Yes.", "rejected": "No."}]),
-        processing_class=AutoTokenizer.from_pretrained(folder / "model"),
+def test_trl_ignores_label_smoothing_of_the_sigmoid_loss(folder, tmp_path):  # noqa: F811
+    """So cdpo has no counterpart in TRL, and is compared with its formula only."""
+    plain, smoothed = (
+        trl_step(folder, tmp_path / str(value), "dpo", folder / "odd.jsonl", label_smoothing=value)
+        for value in (0.0, 0.1)
     )
-    generator = torch.Generator().manual_seed(0)
-    sums, lengths = -50 * torch.rand(2, 9, generator=generator), torch.randint(1, 20, (2, 9), generator=generator)
-    expected = trainer.cpo_loss(*(sums / lengths))
-    loss = PreferenceLoss.Config(kind="simpo", beta=0.7, gamma=0.4).build()
-    sides = [Answers(*values, n) for values, n in zip(zip(sums, torch.zeros(2, 9), strict=True), lengths, strict=True)]
-    measured = (loss(*sides), *(loss.rewards(side) for side in sides))
-    for ours, theirs in zip(measured, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.slow
-def test_kto_matches_trl(folder, tmp_path):  # noqa: F811
-    data = write_answers(folder)
-    weights = {"desirable_weight": 1.5, "undesirable_weight": 0.7}
-    options = {f"loss__{name}": value for name, value in weights.items()}
-    train(folder, tmp_path, "kto", dataloader__dataset=[data], **options)
-    expected = train_with_trl(folder, tmp_path / "trl", "kto", data, **weights)
-    measured = read_metrics(tmp_path, *KTO_NUMBERS)
-    for row, reference in zip(measured, expected, strict=True):
-        assert row[1:] == pytest.approx([reference[name] for name in KTO_NUMBERS], rel=1e-4, abs=1e-5)
-    assert any(row[-1] > 0 for row in measured)
+    assert smoothed["loss"] == plain["loss"]
+    assert smoothed["grad_norm"] == plain["grad_norm"]
 
 
 @pytest.mark.slow
@@ -172,11 +153,19 @@ def test_references_without_a_second_model(folder, tmp_path, kind):  # noqa: F81
     options = {"dataloader__packing": "none", "training__local_batch_size": 4, "training__global_batch_size": 4}
     train(folder, tmp_path / "model", **adapters, reference__kind="model", **options)
     trainer = train(folder, tmp_path / kind, **adapters, reference__kind=kind, **options)
-    assert list(trainer.models) == ["model"]
+    assert all(name == "model" or not model.parts for name, model in trainer.models.items())
     rows = [read_metrics(tmp_path / name, *PAIR_NUMBERS, "kl") for name in ("model", kind)]
     for row, expected in zip(*rows, strict=True):
         assert row == pytest.approx(expected, rel=1e-5, abs=1e-6)
     assert abs(rows[0][-1][3]) > 1e-3
+
+
+def only_of_the_model(trainer: PreferenceTrainer, model: str, *arguments: object) -> torch.Tensor:
+    assert model == "model"
+    return LOG_PROBS(trainer, model, *arguments)
+
+
+LOG_PROBS = PreferenceTrainer.log_probs
 
 
 @pytest.mark.slow
@@ -184,7 +173,7 @@ def test_a_cached_reference_is_computed_once(folder, tmp_path, monkeypatch):  # 
     options = {"reference__kind": "cached", "dataloader__cache_dir": tmp_path / "cache", "training__steps": 2}
     options |= {"checkpoint__last_save_in_hf": False, "checkpoint__export_dtype": "None"}
     train(folder, tmp_path / "first", "dpo", **options)
-    monkeypatch.setattr(PreferenceTrainer, "fill_cache", None)
+    monkeypatch.setattr(PreferenceTrainer, "log_probs", only_of_the_model)
     train(folder, tmp_path / "second", "dpo", **options)
     assert read_metrics(tmp_path / "second", "loss") == read_metrics(tmp_path / "first", "loss")
     resumed = train(folder, tmp_path / "first", "dpo", **{**options, "training__steps": 3})
@@ -259,6 +248,19 @@ def test_invalid_combinations_are_rejected(folder, tmp_path):  # noqa: F811
         train(folder, tmp_path, "kto", dataloader__packing="none")
     with pytest.raises(UserError, match=r"--loss\.label_smoothing is 0\.5, but must be from 0 to below 0\.5"):
         train(folder, tmp_path, "dpo", loss__kind="cdpo", loss__label_smoothing=0.5)
+    with pytest.raises(
+        UserError, match=r"label_smoothing is 0\.0; for --loss\.kind robust, set it above 0, or use dpo"
+    ):
+        train(folder, tmp_path, "dpo", loss__kind="robust")
+    with pytest.raises(UserError, match=r"is 0\.1; for --loss\.kind dpo, set it 0, or use cdpo or robust"):
+        train(folder, tmp_path, "dpo", loss__label_smoothing=0.1)
+
+
+def test_kto_warns_of_windows_with_one_prompt(folder, tmp_path, caplog):  # noqa: F811
+    options = {"training__seq_len": 32, "dataloader__dataset": [folder / "pairs.jsonl"], "loss__beta": 0.1}
+    trainer = train(folder, tmp_path, "kto", **STEP, **options)
+    assert "no window has answers to two prompts" in caplog.text
+    assert trainer.kl == 0
 
 
 def test_pairs_without_a_difference_are_refused(folder, tmp_path):  # noqa: F811

@@ -22,7 +22,7 @@ def save_with_tokenizer(reference: Any, folder: Path) -> Path:
     return folder
 
 
-def assert_adapters_open_in_peft(family: str, pretrained: Path, chat_file: Path, folder: Path) -> None:
+def assert_adapters_open_in_peft(family: str, pretrained: Path, chat_file: Path, folder: Path, **options: Any) -> None:
     """Train adapters: transformers opens the merged model, and peft opens the adapter on its base model."""
     from peft import PeftModel
 
@@ -34,7 +34,7 @@ def assert_adapters_open_in_peft(family: str, pretrained: Path, chat_file: Path,
         dataloader__dataset=[chat_file],
         training__seq_len=128,
         optimizer__lr=1e-2,
-        **{**SHORT, "training__epochs": 1},
+        **{**SHORT, "training__epochs": 1, **options},
     )
     assert trainer.config.model_spec.name == family
     export = folder / "checkpoint" / f"step-{trainer.step}"

@@ -13,17 +13,10 @@ from torch.utils.checkpoint import checkpoint
 from tests.models.family_cases import relative_error
 from torchtitan.components import load_balance
 from torchtitan.components.load_balance import LoadBalancer
-from torchtitan.models.common.moe.balance import BatchBalance, SelectionBias, SequenceBalance, ZLoss
+from torchtitan.models.common.moe.balance import PenaltyConfig, SelectionBias
 from torchtitan.models.common.moe.experts import InputScaledExperts, RoutedExperts, clamped_swiglu, swiglu
-from torchtitan.models.common.moe.layer import MoEConfig, PenaltyConfig, SigmoidMoEConfig
-from torchtitan.models.common.moe.router import (
-    GroupLimitedTopK,
-    Router,
-    ScoreWeights,
-    TopK,
-    sigmoid_scores,
-    softmax_scores,
-)
+from torchtitan.models.common.moe.layer import MoEConfig, SigmoidMoEConfig
+from torchtitan.models.common.moe.router import Router, TopK, sigmoid_scores, softmax_scores
 from torchtitan.tools.errors import UserError
 
 transformers = pytest.importorskip("transformers")
@@ -137,7 +130,7 @@ def test_experts_of_gpt_oss_equal_transformers() -> None:
 
 
 def router(**options: Any) -> Any:
-    parts = {"score": softmax_scores, "choose": TopK(K), "weigh": ScoreWeights(), **options}
+    parts = {"choose": TopK(K), "normalized": False, **options}
     return filled(Router(dim=DIM, n_experts=EXPERTS, init_std=1.0, **parts))
 
 
@@ -153,7 +146,7 @@ def best_in_groups(scores: list[float], groups: int, chosen_groups: int, members
 @pytest.mark.parametrize(("groups", "chosen_groups", "members", "k"), [(4, 2, 2, 3), (2, 1, 1, 4), (4, 4, 2, 5)])
 def test_choice_in_groups_equals_its_definition(groups: int, chosen_groups: int, members: int, k: int) -> None:
     scores = torch.rand(50, 12, generator=torch.Generator().manual_seed(0)) - 0.5  # a bias makes some negative
-    chosen = GroupLimitedTopK(k, groups, chosen_groups, members)(scores)
+    chosen = TopK(k, groups, chosen_groups, members)(scores)
     expected = [best_in_groups(row, groups, chosen_groups, members, k) for row in scores.tolist()]
     assert [set(row) for row in chosen.tolist()] == expected
 
@@ -161,12 +154,11 @@ def test_choice_in_groups_equals_its_definition(groups: int, chosen_groups: int,
 def test_weights_before_and_after_the_choice() -> None:
     """A softmax over the chosen logits equals normalized probabilities; plain probabilities add up to less than 1."""
     x = torch.randn(2, 20, DIM, generator=torch.Generator().manual_seed(0))
-    after, chosen = router(weigh=lambda logits, scores, chosen: logits.gather(-1, chosen).softmax(dim=-1))(x)
-    normalized, same = router(weigh=ScoreWeights(normalized=True))(x)
-    assert torch.equal(chosen, same)
-    torch.testing.assert_close(after, normalized)
+    normalized, chosen = router(normalized=True)(x)
+    logits = F.linear(x, router().weight)
+    torch.testing.assert_close(normalized, logits.gather(-1, chosen).softmax(dim=-1))
     plain, _ = router()(x)
-    scaled, _ = router(weigh=ScoreWeights(normalized=True, scale=2.5))(x)
+    scaled, _ = router(normalized=True, scale=2.5)(x)
     torch.testing.assert_close(scaled, 2.5 * plain / plain.sum(dim=-1, keepdim=True))
     assert (plain.sum(dim=-1) < 0.999).any()
 
@@ -241,7 +233,7 @@ def test_gradients_of_auxiliary_losses_are_those_of_the_global_batch(
     names: list[str], score: Any, recomputed: bool
 ) -> None:
     """Although micro-batches are computed one after the other, with or without activation checkpointing."""
-    penalties = PenaltyConfig(**{name: WEIGHTS[name] for name in names}).build()
+    penalties = PenaltyConfig(**{name: WEIGHTS[name] for name in names})
     routed = router(score=score, penalties=penalties)
     run_step(routed, recomputed=recomputed)
     weight = routed.weight.detach().double().requires_grad_()
@@ -255,7 +247,7 @@ def test_batch_loss_is_that_of_transformers() -> None:
     """Which counts each of a token's experts as a whole choice."""
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-    routed = router(penalties=[BatchBalance(1.0)])
+    routed = router(penalties=PenaltyConfig(batch_loss=1.0))
     run_step(routed)
     weight = routed.weight.detach().double().requires_grad_()
     logits = (torch.cat(micro_batches()).double() @ weight.T).flatten(0, 1)
@@ -265,7 +257,7 @@ def test_batch_loss_is_that_of_transformers() -> None:
 
 def test_mean_of_micro_batches_would_be_another_loss() -> None:
     """The mistake that `measuring` avoids is visible."""
-    routed = router(penalties=[BatchBalance(1.0)])
+    routed = router(penalties=PenaltyConfig(batch_loss=1.0))
     balancer = LoadBalancer([routed])
     balancer.start_step(N_BATCHES * 20, 1, torch.device("cpu"))
     for batch in micro_batches():
@@ -279,21 +271,21 @@ def test_mean_of_micro_batches_would_be_another_loss() -> None:
 
 @pytest.mark.parametrize("recomputed", [False, True])
 def test_tokens_are_counted_once(recomputed: bool) -> None:
-    routed = router(penalties=[ZLoss(0.1), BatchBalance(0.1)])
+    routed = router(penalties=PenaltyConfig(z_loss=0.1, batch_loss=0.1))
     run_step(routed, recomputed=recomputed)
     with torch.no_grad():  # validation
         routed(micro_batches()[0])
     routed.eval()
     routed(micro_batches()[0])[0].sum().backward()
     chosen = torch.cat([router()(batch)[1].flatten() for batch in micro_batches()])
-    assert torch.equal(routed.counts_E, chosen.bincount(minlength=EXPERTS))
+    assert torch.equal(routed.totals[:-1], chosen.bincount(minlength=EXPERTS))
 
 
 def test_selection_bias_follows_the_load() -> None:
     """By the rule of arXiv:2408.15664, algorithm 1; not if the router is frozen."""
     routed = router(score=sigmoid_scores, selection=SelectionBias(EXPERTS, rate=0.25))
     run_step(routed).finish_step()
-    counts = routed.counts_E.tolist()
+    counts = routed.totals[:-1].tolist()
     mean = sum(counts) / EXPERTS
     expected = [0.25 * ((mean > count) - (mean < count)) for count in counts]
     assert routed.selection.bias_E.tolist() == expected and any(expected)
@@ -311,7 +303,7 @@ def test_bias_evens_out_the_load() -> None:
     loads = []
     for _ in range(100):
         run_step(routed).finish_step()
-        loads.append((routed.counts_E.max() / routed.counts_E.double().mean()).item())
+        loads.append((routed.totals[:-1].max() / routed.totals[:-1].double().mean()).item())
     assert loads[0] > 1.3 and max(loads[-10:]) < 1.15
 
 
@@ -373,11 +365,11 @@ def test_starving_experts_are_named_once(monkeypatch: pytest.MonkeyPatch, log: p
         (MoEConfig(n_experts=0, top_k=1), "n_experts is 0"),
         (MoEConfig(n_experts=4, top_k=1, ffn_dim=0), "ffn_dim is 0"),
         (MoEConfig(n_experts=4, top_k=1, layer_types=[]), "layer_types is empty"),
-        (MoEConfig(n_experts=4, top_k=1, penalties=PenaltyConfig(z_loss=-1.0)), "weight of ZLoss is -1.0"),
-        (MoEConfig(n_experts=4, top_k=1, penalties=PenaltyConfig(z_loss=math.nan)), "weight of ZLoss is nan"),
+        (MoEConfig(n_experts=4, top_k=1, penalties=PenaltyConfig(z_loss=-1.0)), "penalties.z_loss is -1.0"),
+        (MoEConfig(n_experts=4, top_k=1, penalties=PenaltyConfig(z_loss=math.nan)), "penalties.z_loss is nan"),
         (SigmoidMoEConfig(n_experts=8, top_k=2, n_group=3), "n_group 3 must divide --model.moe.n_experts 8"),
-        (SigmoidMoEConfig(n_experts=8, top_k=2, n_group=2, topk_group=3), "at least --model.moe.topk_group 3"),
-        (SigmoidMoEConfig(n_experts=8, top_k=3, n_group=4), "groups of 2 experts"),
+        (SigmoidMoEConfig(n_experts=8, top_k=2, n_group=2, topk_group=3), "topk_group 3 of them must have"),
+        (SigmoidMoEConfig(n_experts=8, top_k=3, n_group=4), "topk_group 1 of them must have --model.moe.top_k 3"),
         (SigmoidMoEConfig(n_experts=8, top_k=2, bias_rate=-0.1), "bias_rate is -0.1"),
         (SigmoidMoEConfig(n_experts=8, top_k=2, n_shared_experts=0), "n_shared_experts is 0"),
     ],
@@ -388,7 +380,9 @@ def test_impossible_experts_are_rejected(config: MoEConfig, message: str) -> Non
     assert "\n" not in str(caught.value)
 
 
-def test_penalties_without_weight_are_not_built() -> None:
-    assert PenaltyConfig().build() == []
-    assert [type(penalty) for penalty in PenaltyConfig(**WEIGHTS).build()] == [BatchBalance, SequenceBalance, ZLoss]
+def test_a_router_has_losses_if_any_has_a_weight() -> None:
+    assert not router().has_losses and not router().needs_load
+    for name, weight in WEIGHTS.items():
+        routed = router(penalties=PenaltyConfig(**{name: weight}))
+        assert routed.has_losses and routed.needs_load == (name == "batch_loss")
     assert swiglu(torch.tensor(0.0), torch.tensor(1.0)) == 0

@@ -28,7 +28,7 @@ from torchtitan.dry_run import dry_run
 from torchtitan.models import glm4_moe, gpt_oss, llama4, mixtral, qwen3_5, qwen3_moe
 from torchtitan.models.common.attention import Attention
 from torchtitan.models.common.moe.experts import RoutedExperts, swiglu
-from torchtitan.models.common.moe.router import ScoreWeights, sigmoid_scores, softmax_scores
+from torchtitan.models.common.moe.router import sigmoid_scores, softmax_scores
 from torchtitan.models.pretrained import load_model
 from torchtitan.protocols.state_dict_adapter import model_tensor_specs
 from torchtitan.protocols.tensor_source import TensorSpec
@@ -83,8 +83,8 @@ def without_bias(model: Any) -> None:
 
 
 def biased_weights(router: Any) -> None:
-    weigh = router.weigh
-    router.weigh = lambda logits, scores, chosen: weigh(logits, router.selection(scores), chosen)
+    score, selection = router.score, router.selection
+    router.score, router.selection = lambda logits: selection(score(logits)), None
 
 
 def all_groups(router: Any) -> None:
@@ -145,13 +145,13 @@ GLM = {
 @pytest.mark.parametrize(
     ("model_type", "options", "mistake"),
     [
-        ("qwen3_moe", QWEN3, set_part(weigh=ScoreWeights())),
+        ("qwen3_moe", QWEN3, set_part(normalized=False)),
         ("qwen3_moe", QWEN3, set_part(score=sigmoid_scores)),
         ("qwen3_moe", QWEN3, exchange_gate_and_up),
-        ("qwen2_moe", QWEN2, set_part(weigh=ScoreWeights(normalized=True))),
+        ("qwen2_moe", QWEN2, set_part(normalized=True)),
         ("qwen2_moe", QWEN2, without_shared),
         ("qwen2_moe", QWEN2, open_gate),
-        ("mixtral", {}, set_part(weigh=ScoreWeights())),
+        ("mixtral", {}, set_part(normalized=False)),
         ("gpt_oss", {}, without_sinks),
         ("gpt_oss", {}, unclamped),
         ("gpt_oss", {}, without_expert_bias),
@@ -161,10 +161,10 @@ GLM = {
         ("llama4_text", LLAMA4, without_norms),
         ("llama4_text", LLAMA4, scaled_results),
         ("llama4_text", LLAMA4, without_shared),
-        ("qwen3_5_moe_text", {}, set_part(weigh=ScoreWeights())),
+        ("qwen3_5_moe_text", {}, set_part(normalized=False)),
         ("qwen3_5_moe_text", {}, open_gate),
         ("glm4_moe", GLM, set_part(score=softmax_scores)),
-        ("glm4_moe", GLM, set_part(weigh=ScoreWeights(normalized=True))),
+        ("glm4_moe", GLM, set_part(scale=1.0)),
         ("glm4_moe", GLM, without_bias),
         ("glm4_moe", GLM, in_routers(biased_weights)),
         ("glm4_moe", GLM, in_routers(all_groups)),
@@ -374,13 +374,23 @@ def test_exports_open_in_transformers(tmp_path: Path, options: dict[str, Any]) -
     assert relative_error(load_model(folder, device="cpu").model(tokens), theirs(tokens).logits) < 1e-5
 
 
-def test_bias_of_the_router_needs_a_family_that_has_it() -> None:
-    """A model that its format cannot describe is not exported as another."""
-    config = glm4_moe.FLAVORS["debugmodel"]
-    config = type(config).from_dict(config.to_dict())
-    config.moe.layer_types = ["sparse", "dense"]
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        (glm4_moe, {"layer_types": ["sparse", "dense"]}),
+        (mixtral, {"ffn_dim": 64}),
+        (gpt_oss, {"layer_types": ["sparse", "dense"]}),
+        (qwen3_5, {"norm_topk_prob": False}),
+    ],
+)
+def test_models_that_a_format_cannot_describe_are_not_exported_as_others(family: Any, options: dict[str, Any]) -> None:
+    config: Any = family.model_registry("moe-debugmodel" if family is qwen3_5 else "debugmodel").model
+    config.moe.penalties.z_loss = 0.1
+    family.FORMATS["hf"].to_external(config)
+    for name, value in options.items():
+        setattr(config.moe, name, value)
     with pytest.raises(UserError, match="no model_type of config.json"):
-        glm4_moe.FORMATS["hf"].to_external(config)
+        family.FORMATS["hf"].to_external(config)
 
 
 # --- training ---------------------------------------------------------------------------------------------------------
@@ -513,9 +523,12 @@ def test_penalties_need_a_loss_that_is_divided_beforehand(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe", "qwen2_moe"])
-def test_adapters_of_other_layers_open_in_peft(model_type: str, tmp_path: Path, chat_file: Path) -> None:
-    """Attention and Qwen2's shared experts; routers and experts stay as they are. No layer is dense, since peft takes a
+@pytest.mark.parametrize(
+    ("model_type", "include"),
+    [("mixtral", None), ("qwen3_moe", None), ("qwen2_moe", None), ("qwen3_moe", ["attention", "experts"])],
+)
+def test_adapters_open_in_peft(model_type: str, include: list[str] | None, tmp_path: Path, chat_file: Path) -> None:
+    """By default, attention and Qwen2's shared experts; routers stay as they are. No layer is dense, since peft takes a
     dense network of such models, and GLM's shared experts, for routed ones, and leaves their adapters out."""
     sparse = {"decoder_sparse_step": 1, "mlp_only_layers": [], "num_experts": 4}
     options = {} if model_type == "mixtral" else sparse
@@ -523,7 +536,10 @@ def test_adapters_of_other_layers_open_in_peft(model_type: str, tmp_path: Path, 
     reference = random_reference(model_type, 0, **sizes, **options)
     pretrained = save_with_tokenizer(reference, tmp_path / "base")
     name = family_of(model_type).__name__.rpartition(".")[2]
-    assert_adapters_open_in_peft(name, pretrained, chat_file, tmp_path / "run")
+    chosen = {"model_converters__lora__include": include} if include else {}
+    assert_adapters_open_in_peft(name, pretrained, chat_file, tmp_path / "run", **chosen)
+    (saved,) = tmp_path.glob("run/checkpoint/*/adapter/adapter_config.json")
+    assert len(json.loads(saved.read_text()).get("target_parameters", [])) == (4 if include else 0)
 
 
 @pytest.mark.parametrize(

@@ -133,11 +133,7 @@ class _Chat:
             self.names |= {"k": str(k), "sum": f"{n} {'plus' if gets else 'minus'} {k} is {total}"}
             change = self.draw(TABLES["get" if gets else "lose"])
             how_many = self.draw(TABLES["how_many"])
-            self._ask(
-                f"{begin}{change} {how_many}",
-                str(total),
-                f"{{sum}}, so there are {total} {{things}}.",
-            )
+            self._ask(f"{begin}{change} {how_many}", str(total), f"{{sum}}, so there are {total} {{things}}.")
             begin, n = "", total
 
     def _facts(self) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from torchtitan.cli.model_options import add_base_option, add_module_option, import_given_package, run_command
 from torchtitan.tools import durable
-from torchtitan.tools.errors import RunFailure, UserError
+from torchtitan.tools.errors import RunFailure, UserError, require
 from torchtitan.tools.logging import logger
 from torchtitan.tools.workplace import workplace
 
@@ -199,8 +199,7 @@ def _check(options: argparse.Namespace, family: "ModuleType | None") -> None:
     from torchtitan.components.weights.pretrained import check_digests
     from torchtitan.models.pretrained import checkpoint_format
 
-    if options.max_shard_size <= 0:
-        raise UserError(f"--max_shard_size is {options.max_shard_size}, but must be above 0")
+    require(options.max_shard_size > 0, "--max_shard_size", options.max_shard_size, "above 0")
     if options.base and options.to == "peft":
         raise UserError("--base cannot be combined with --to peft, which writes only the adapter")
     if options.quantize and options.to != "hf":

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchtitan.cli.model_options import run_command
 from torchtitan.tools import durable
-from torchtitan.tools.errors import UserError
+from torchtitan.tools.errors import UserError, require
 from torchtitan.tools.logging import logger, print_error, visible
 
 if TYPE_CHECKING:
@@ -148,8 +148,7 @@ def _inspect(options: argparse.Namespace, resolved: "ResolvedConfig") -> None:
     from torchtitan.cli.data_report import Inspection, open_console, page, print_inspection
     from torchtitan.cli.data_samples import Sample, samples_of
 
-    if options.samples < 1:
-        raise UserError(f"--samples is {options.samples}, but must be at least 1")
+    require(options.samples >= 1, "--samples", options.samples, "at least 1")
     if options.html is not None and not options.html.absolute().parent.is_dir():
         raise UserError(f"--html: there is no folder {options.html.absolute().parent}")
     if options.html is not None and options.html.exists() and not options.html.is_file():
@@ -218,8 +217,7 @@ def _show(options: argparse.Namespace, resolved: "ResolvedConfig") -> None:
 
     if options.step is None:
         raise UserError("no step is selected; set --step to the number of a step, from 1")
-    if options.step < 1:
-        raise UserError(f"--step is {options.step}, but must be the number of a step, from 1")
+    require(options.step >= 1, "--step", options.step, "the number of a step, from 1")
     path = Path(resolved.config.dump_folder) / "ledger.jsonl"
     line = _ledger_line(path, options.step) if path.is_file() else None
     run = _Run.of(resolved.config)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchtitan.cli.model_options import add_model_options, open_model, run_command
 from torchtitan.tools import durable
-from torchtitan.tools.errors import UserError
+from torchtitan.tools.errors import UserError, require
 
 if TYPE_CHECKING:
     from torchtitan.components.evaluation import Progress
@@ -68,8 +68,7 @@ def _evaluate(options: argparse.Namespace) -> None:
 
 
 def _check(options: argparse.Namespace, files: list[str], names: list[str]) -> None:
-    if options.limit is not None and options.limit < 1:
-        raise UserError(f"--limit is {options.limit}, but must be at least 1")
+    require(options.limit is None or options.limit >= 1, "--limit", options.limit, "at least 1")
     if missing := [file for file in files if not Path(file).is_file()]:
         raise UserError(f"file not found: {', '.join(missing)}")
     if options.include_path is not None and not options.include_path.is_dir():

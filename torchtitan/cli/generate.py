@@ -4,7 +4,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,14 +34,15 @@ def generate(args: Sequence[str]) -> int:
         "--prompt", action="append", default=[], metavar="TEXT", help="text to continue; may be repeated"
     )
     parser.add_argument(
-        "--prompt_file",
-        type=Path,
-        metavar="FILE",
-        help="file with another prompt; a newline at the end is removed",
+        "--prompt_file", type=Path, metavar="FILE", help="file with another prompt; a newline at the end is removed"
     )
     parser.add_argument(
         "--json", action="store_true", help="print a line of JSON per prompt: prompt, text, finish_reason, tokens"
     )
+    parser.add_argument(
+        "--best_of", type=int, default=1, metavar="N", help="sample N texts, print the best (default: 1)"
+    )
+    parser.add_argument("--reward_model", metavar="DIR", help="reward model that rates the texts")
     parser.add_argument("--no_cache", action="store_true", help="disable the key/value cache: slower, same text")
     add_sampling_options(parser)
     add_model_options(parser)
@@ -51,9 +52,14 @@ def generate(args: Sequence[str]) -> int:
 
 def _generate(options: argparse.Namespace) -> None:
     from torchtitan.components import generation
+    from torchtitan.experiments.reward.trainer import reward_function
 
-    sampling, texts = sampling_of(options), _prompts(options)
+    sampling, n = sampling_of(options), options.best_of
+    if n < 1 or (n > 1 and not (options.reward_model and sampling.temperature)):
+        raise UserError(f"--best_of {n} needs a number above 0, --reward_model DIR and a --temperature above 0")
+    texts = [text for text in _prompts(options) for _ in range(n)]
     opened = open_model(options)
+    rate = reward_function(options.reward_model) if options.reward_model else None
     # BOS is added if the model is configured so, and replaces an empty text.
     prompts = [
         opened.tokenizer.encode(text, add_eos=False) if text else [generation.start_id(opened.tokenizer)]
@@ -71,7 +77,7 @@ def _generate(options: argparse.Namespace) -> None:
         use_cache=not options.no_cache,
     )
     ended = time.perf_counter()
-    printer.finish(generations)
+    printer.finish(generations, n, rate)
     _report_speed(prompts, generations, (printer.first_token_time or ended) - started, ended - started)
 
 
@@ -107,17 +113,26 @@ class _Printer:
             self.unprinted = ""
         return self.streams[row].stopped
 
-    def finish(self, generations: "list[Generation]") -> None:
-        for text, stream, generation in zip(self.texts, self.streams, generations, strict=True):
-            rest = stream.finish()
+    def finish(self, generations: "list[Generation]", n: int, rate: Callable[..., float] | None) -> None:
+        """Print the rest, only the best of `n` texts at a time if there is a reward."""
+        rests = [stream.finish() for stream in self.streams]
+        rewards = [
+            rate(t, s.text, {"prompt": t}) if rate else 0.0 for t, s in zip(self.texts, self.streams, strict=True)
+        ]
+        for first in range(0, len(rests), n):
+            i = max(range(first, first + n), key=rewards.__getitem__)
+            text, stream, generation, rest = self.texts[i], self.streams[i], generations[i], rests[i]
+            reward = {"reward": rewards[i]} if rate else {}
             if self.live:
                 print(for_output(self.unprinted + rest))
             elif self.as_json:
                 reason = "stop" if stream.stopped else generation.finish_reason
                 line = {"prompt": text, "text": stream.text, "finish_reason": reason, "tokens": generation.ids}
-                print(for_output(json.dumps(line, ensure_ascii=False, allow_nan=False)))
+                print(for_output(json.dumps(line | reward, ensure_ascii=False, allow_nan=False)))
             else:
                 print(for_output(text + stream.text))
+            if reward:
+                print(f"reward: {rewards[i]:.4f}", file=sys.stderr)
         sys.stdout.flush()
 
 

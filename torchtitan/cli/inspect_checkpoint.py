@@ -37,10 +37,7 @@ def inspect_checkpoint(args: Sequence[str]) -> int:
     parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help="folder of a checkpoint, or of several")
     parser.add_argument("--tensors", action="store_true", help="list every tensor: name, shape, type, bytes")
     parser.add_argument(
-        "--no_verify",
-        dest="verify",
-        action="store_false",
-        help="do not verify digests, and read as little as possible",
+        "--no_verify", dest="verify", action="store_false", help="do not verify digests, and read as little as possible"
     )
     add_module_option(parser)
     options = parser.parse_args(args)

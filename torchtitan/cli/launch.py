@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from torchtitan.tools.errors import UserError
+from torchtitan.tools.errors import UserError, require
 from torchtitan.tools.logging import logger
 from torchtitan.tools.process import LAUNCHER_VARIABLE, StopSignals, log_stop
 
@@ -47,8 +47,7 @@ class Hosts:
             if name not in os.environ:
                 raise UserError(f"NNODES is {count}; set the environment variable {name} too")
         rank = environment_number("NODE_RANK", default=0, minimum=0)
-        if rank >= count:
-            raise UserError(f"NODE_RANK is {rank}, but must be below NNODES ({count})")
+        require(rank < count, "NODE_RANK", rank, f"below NNODES ({count})")
         port = environment_number("MASTER_PORT", default=29500, minimum=1)
         return cls(count=count, rank=rank, address=os.environ["MASTER_ADDR"], port=port)
 
@@ -69,10 +68,7 @@ def launch(args: Sequence[str], *, hosts: Hosts, processes: int, max_restarts: i
     to `max_restarts` times, unless the run was asked to stop.
     """
     workers: list[_Worker] = []
-    signals = StopSignals(
-        on_first=lambda number: _stop(workers, number),
-        on_second=lambda number: _kill(workers),
-    )
+    signals = StopSignals(on_first=lambda number: _stop(workers, number), on_second=lambda number: _kill(workers))
     try:
         failures = _run_once(workers, signals, args, hosts, processes)
         for restart in range(1, max_restarts + 1):

@@ -2,11 +2,13 @@
 models' logits at a time."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -49,6 +51,25 @@ def divergence(
     return values.squeeze(1) * temperature**2, gradients * temperature
 
 
+def top_logits(
+    student_NV: Tensor, ids_NK: Tensor, log_p_NE: Tensor, temperature: float, shard: VocabularyShard | None = None
+) -> Tensor:
+    """Return the logits (N, V) of a teacher of which K tokens are known, to compare them with `student_NV`. The others
+    get the student's shares of the rest, and so count as one event: the divergence is at most the full one. K
+    renormalized probabilities instead would teach overconfidence (arXiv:2503.16870).
+
+    Args:
+        log_p_NE: log-probabilities at `temperature` of the K tokens and, if there are others, of these together.
+    """
+    size, n_ids = student_NV.shape[1], ids_NK.shape[1]
+    columns_NK = ids_NK - (shard.first if shard else 0)
+    columns_NK = columns_NK.where((columns_NK >= 0) & (columns_NK < size), size)  # a column for other ranks' tokens
+    result = F.pad(student_NV / temperature, (0, 1), value=-math.inf).scatter(1, columns_NK, -math.inf)
+    if log_p_NE.shape[1] > n_ids:
+        result = _log_softmax(result, shard.group if shard else None) + log_p_NE[:, n_ids:]
+    return result.scatter(1, columns_NK, log_p_NE[:, :n_ids])[:, :size] * temperature
+
+
 def _log_softmax(scores_NV: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     peaks_N1 = scores_NV.amax(dim=1, keepdim=True)
     if group:
@@ -83,6 +104,14 @@ class Outputs:
         return hidden.flatten(0, 1), weight[:vocabulary], shard
 
 
+@dataclass(frozen=True)
+class TopTokens:
+    """What is known of a teacher: `ids` (B, L, K) of its likeliest tokens, and `log_probs` (B, L, E) as `log_p_NE`."""
+
+    ids: Tensor
+    log_probs: Tensor
+
+
 class DistillationLoss(Configurable):
     """Sum over valid tokens of `w` times the cross entropy plus `1 - w` times the divergence from the teacher. If a
     vocabulary has more (unused) rows than the other, the distributions are over the common ones. The forward pass also
@@ -114,17 +143,38 @@ class DistillationLoss(Configurable):
 
     config: Config
 
-    def __call__(self, student: Outputs, teacher: Outputs, labels_BL: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def __call__(
+        self, student: Outputs, teacher: Outputs | TopTokens, labels_BL: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return three sums over the tokens with a label: the loss, with gradients for the student, its cross entropy
         and its divergence, float32 scalars without."""
-        vocabulary = min(x.hidden.shape[-1] if x.weight is None else len(x.weight) for x in (student, teacher))
+        outputs = [x for x in (student, teacher) if isinstance(x, Outputs)]
+        vocabulary = min(x.hidden.shape[-1] if x.weight is None else len(x.weight) for x in outputs)
         hidden, weight, shard = student.flat(vocabulary)
-        taught, teacher_weight, _ = teacher.flat(vocabulary)
         if not torch.is_grad_enabled():  # a parameter would need gradients nevertheless
             hidden, weight = hidden.detach(), None if weight is None else weight.detach()
-        inputs = hidden, weight, taught, teacher_weight, labels_BL.flatten(), (student.transform, teacher.transform)
-        sums: tuple[Tensor, Tensor, Tensor] = _Distillation.apply(*inputs, shard, self.config)
+        taught = teacher.flat(vocabulary) if isinstance(teacher, Outputs) else None
+
+        def teach(scores: Tensor, part: slice) -> Tensor:
+            if isinstance(teacher, TopTokens):
+                ids, log_probs = (x.flatten(0, 1)[part] for x in (teacher.ids, teacher.log_probs))
+                return top_logits(scores, ids.long(), log_probs, self.config.temperature, shard)
+            assert taught
+            return teacher.transform(_logits(taught[0][part], taught[1]).float())
+
+        inputs = hidden, weight, labels_BL.flatten(), student.transform, teach, shard, self.config
+        sums: tuple[Tensor, Tensor, Tensor] = _Distillation.apply(*inputs)
         return sums
+
+    def top_tokens(self, teacher: Outputs, vocabulary: int, k: int) -> TopTokens:
+        """Return the teacher's `k` likeliest of the first `vocabulary` tokens, without gradients."""
+        (hidden_ND, weight, _), parts = teacher.flat(vocabulary), []
+        for hidden in hidden_ND.split(self.config.chunk_tokens):
+            scores = teacher.transform(_logits(hidden, weight).float()) / self.config.temperature
+            top, ids = (log_p := scores.log_softmax(dim=1)).topk(k)
+            others = log_p.scatter(1, ids, -math.inf).logsumexp(dim=1, keepdim=True)
+            parts.append((ids.int(), torch.cat([top, others], dim=1) if k < vocabulary else top))
+        return TopTokens(*(torch.cat(x).unflatten(0, teacher.hidden.shape[:2]) for x in zip(*parts, strict=True)))
 
 
 class _Distillation(torch.autograd.Function):
@@ -133,10 +183,9 @@ class _Distillation(torch.autograd.Function):
         ctx: Any,
         hidden_ND: Tensor,
         weight_VD: Tensor | None,
-        teacher_ND: Tensor,
-        teacher_VD: Tensor | None,
         labels_N: Tensor,
-        transforms: tuple[LogitTransform, LogitTransform],
+        transform: LogitTransform,
+        teach: Callable[[Tensor, slice], Tensor],
         shard: VocabularyShard | None,
         config: DistillationLoss.Config,
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -151,8 +200,8 @@ class _Distillation(torch.autograd.Function):
             is_valid_N = labels != IGNORE_INDEX
             logits = _logits(hidden_ND[part], weight_VD).requires_grad_()
             with torch.enable_grad():
-                scores = transforms[0](logits.float())
-            taught = transforms[1](_logits(teacher_ND[part], teacher_VD).float())
+                scores = transform(logits.float())
+            taught = teach(scores.detach(), part)
             values, gradients = divergence(scores.detach(), taught, config.kind, config.temperature, group)
             of_labels = scores.detach().clone()  # becomes the gradients
             losses = cross_entropy_(of_labels, labels, transform=UNCHANGED, shard=shard, needs_grad=True)
@@ -174,7 +223,7 @@ class _Distillation(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        return *scaled_gradients(ctx, grad_outputs[0]), None, None, None, None, None, None
+        return *scaled_gradients(ctx, grad_outputs[0]), None, None, None, None, None
 
 
 def _logits(hidden_ND: Tensor, weight_VD: Tensor | None) -> Tensor:

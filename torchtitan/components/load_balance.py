@@ -36,7 +36,7 @@ class LoadBalancer:
         named = {canonical_name(name): module for name, module in modules if isinstance(module, LoadBalanced)}
         self.routers = list(named.values())
         self._names = [name.removesuffix(".moe.router") for name in named]
-        self._loads: list[tuple[Tensor, Tensor]] = []
+        self._totals: Sequence[Tensor] = []
         self._idle_steps = [torch.zeros(router.n_experts, dtype=torch.int64) for router in self.routers]
         self._reported: set[str] = set()
         sizes = {} if mesh is None else dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
@@ -80,17 +80,17 @@ class LoadBalancer:
         finally:
             for router in self.routers:
                 router.is_measuring = False
-        for router, counts_E, _ in self._global_sums():
-            router.use_load(counts_E)
-            assert router.counts_E is not None
-            router.counts_E.zero_()
+        for router, totals in zip(self.routers, self._global_totals(), strict=True):
+            router.use_load(totals[:-1])
+            assert router.totals is not None
+            router.totals.zero_()
 
     def finish_step(self) -> None:
         """Let the routers adapt to the step's load."""
-        self._loads = []
-        for index, (router, counts_E, entropy) in enumerate(self._global_sums()):
+        self._totals = self._global_totals()
+        for index, (router, totals) in enumerate(zip(self.routers, self._totals, strict=True)):
+            counts_E = totals[:-1]
             router.rebalance(counts_E)
-            self._loads.append((counts_E, entropy))
             is_idle_E = counts_E * router.n_experts < _STARVING_SHARE * counts_E.sum()
             self._idle_steps[index] = (self._idle_steps[index].to(counts_E.device) + 1) * is_idle_E
 
@@ -105,13 +105,13 @@ class LoadBalancer:
         """
         numbers: dict[str, Tensor] = {}
         starving: list[str] = []
-        for name, router, (counts_E, entropy), idle_E in zip(
-            self._names, self.routers, self._loads, self._idle_steps, strict=True
-        ):
+        routers = zip(self._names, self.routers, self._totals, self._idle_steps, strict=True)
+        for name, router, totals, idle_E in routers:
+            counts_E, entropy = totals[:-1], totals[-1]
             if not counts_E.any():
                 continue  # below the first trained layer, nothing counts
             numbers[f"expert_load/{name}"] = counts_E.max() * router.n_experts / counts_E.sum().clamp(min=1)
-            numbers[f"router_entropy/{name}"] = entropy[0] / 2**20 / self._n_tokens.clamp(min=1)
+            numbers[f"router_entropy/{name}"] = entropy / 2**20 / self._n_tokens.clamp(min=1)
             numbers[f"dropped_tokens/{name}"] = self._n_tokens * router.top_k - counts_E.sum()
             if (bias_E := router.biases()) is not None:
                 numbers[f"selection_bias/{name}"] = bias_E.max() - bias_E.min()
@@ -132,15 +132,13 @@ class LoadBalancer:
         loads = [value for name, value in values.items() if name.startswith("expert_load/")]
         return {"expert_load": max(loads), **values} if loads else {}
 
-    def _global_sums(self) -> Iterator[tuple[LoadBalanced, Tensor, Tensor]]:
-        """Return each router with its counts and entropy, summed over ranks: one exchange for all of them."""
-        if not self.routers:
-            return iter(())
-        counts_of = [router.counts_E for router in self.routers if router.counts_E is not None]
-        assert len(counts_of) == len(self.routers), "call start_step first"
-        entropies = [router.entropy for router in self.routers]
-        sums = torch.cat(counts_of + entropies)
+    def _global_totals(self) -> Sequence[Tensor]:
+        """Return the totals of each router, summed over ranks: one exchange for all of them."""
+        totals = [router.totals for router in self.routers if router.totals is not None]
+        assert len(totals) == len(self.routers), "call start_step first"
+        if not totals:
+            return []
+        sums = torch.cat(totals)
         for group in self._groups:
             dist.all_reduce(sums, group=group)
-        parts = sums.split([len(part) for part in counts_of + entropies])
-        return zip(self.routers, parts, parts[len(self.routers) :], strict=False)
+        return sums.split([len(part) for part in totals])

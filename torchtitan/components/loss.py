@@ -5,7 +5,6 @@ the full logits, the largest tensor of a training step with a large vocabulary.
 """
 
 import contextlib
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +27,7 @@ from torchtitan.components.cross_entropy import (
 from torchtitan.config import Configurable
 from torchtitan.distributed.loss_parallel import LogitsLoss, local_shards, on_sharded_logits
 from torchtitan.protocols.output_head import UNCHANGED, LogitTransform
-from torchtitan.tools.errors import UserError
+from torchtitan.tools.errors import require
 
 _CHUNK_TOKENS = {"cuda": 4096}
 _DEFAULT_CHUNK_TOKENS = 1024
@@ -46,8 +45,8 @@ class CrossEntropyLoss(Configurable):
         """Number of tokens with logits in memory at a time; 0: all at once. None: 4,096 on CUDA, otherwise 1,024."""
 
         def validate(self) -> None:
-            if self.chunk_tokens is not None and self.chunk_tokens < 0:
-                raise UserError(f"--loss.chunk_tokens is {self.chunk_tokens}, but must be at least 0")
+            tokens = self.chunk_tokens
+            require(tokens is None or tokens >= 0, "--loss.chunk_tokens", tokens, "at least 0")
 
     config: Config
 
@@ -199,6 +198,6 @@ class Measures:
         return sums.flatten()
 
     def means(self, sums: Sequence[float]) -> dict[str, float]:
-        """Return the means from the results of `take` summed over ranks; NaN for zero weight."""
+        """Return the means from the results of `take` summed over ranks, without those of zero weight."""
         pairs = zip(self.names, sums[::2], sums[1::2], strict=True)
-        return {name: total / weight if weight else math.nan for name, total, weight in pairs}
+        return {name: total / weight for name, total, weight in pairs if weight}

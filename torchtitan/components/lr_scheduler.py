@@ -10,7 +10,7 @@ import torch
 from torchtitan.components.optimizer import Optimizer
 from torchtitan.config import Configurable
 from torchtitan.config.sections import require_at_least
-from torchtitan.tools.errors import UserError
+from torchtitan.tools.errors import require
 from torchtitan.tools.logging import logger
 
 
@@ -46,8 +46,7 @@ class LRScheduler(Configurable):
                 require_at_least(1, lr_scheduler__total_steps=self.total_steps)
             for name in ("decay_ratio", "min_lr_factor"):
                 value = getattr(self, name)
-                if value is not None and not 0 <= value <= 1:
-                    raise UserError(f"--lr_scheduler.{name} is {value}, but must be in [0, 1]")
+                require(value is None or 0 <= value <= 1, f"--lr_scheduler.{name}", value, "in [0, 1]")
 
     config: Config
 
@@ -69,10 +68,8 @@ class LRScheduler(Configurable):
         self.warmup_steps = min(config.warmup_steps, self.total_steps)
         if self.warmup_steps < config.warmup_steps:
             logger.warning(
-                "lr_scheduler.warmup_steps (%d) exceeds the length of the schedule (%d): the learning rate rises until "
-                "the last step and never decays",
-                config.warmup_steps,
-                self.total_steps,
+                f"lr_scheduler.warmup_steps ({config.warmup_steps}) exceeds the length of the schedule "
+                f"({self.total_steps}): the learning rate rises until the last step and never decays"
             )
         after_warmup = self.total_steps - self.warmup_steps
         decay_steps = after_warmup if config.decay_ratio is None else round(self.total_steps * config.decay_ratio)

@@ -16,7 +16,7 @@ from torchtitan.config import Configurable, ParallelismConfig, TrainingConfig
 from torchtitan.distributed.gradients import by_mesh, redistribute_like, row_norms, total_norm
 from torchtitan.distributed.initialize import canonical_name
 from torchtitan.distributed.process_group import gather_objects
-from torchtitan.tools.errors import UserError
+from torchtitan.tools.errors import UserError, require
 from torchtitan.tools.logging import logger
 from torchtitan.tools.patterns import check_pattern, without_numbers
 from torchtitan.tools.torchao import check_torchao
@@ -94,14 +94,11 @@ class Optimizer(Configurable):
                 rates |= {f"{option}.lr": group.lr or 0.0, f"{option}.weight_decay": group.weight_decay or 0.0}
                 check_pattern(f"--optimizer.{option}.pattern", group.pattern)
             for name, value in rates.items():
-                if not 0 <= value < math.inf:
-                    raise UserError(f"--optimizer.{name} is {value}, but must be a number of at least 0")
+                require(0 <= value < math.inf, f"--optimizer.{name}", value, "a number of at least 0")
             for name, decay in {"beta1": self.beta1, "beta2": self.beta2, "momentum": self.momentum or 0.0}.items():
-                if not 0 <= decay < 1:
-                    raise UserError(f"--optimizer.{name} is {decay}, but must be in [0, 1)")
-            if not 0 < self.eps < math.inf:
-                # With 0, rows of tokens absent from the batch would be updated by 0 / 0.
-                raise UserError(f"--optimizer.eps is {self.eps}, but must be above 0")
+                require(0 <= decay < 1, f"--optimizer.{name}", decay, "in [0, 1)")
+            # With 0, rows of tokens absent from the batch would be updated by 0 / 0.
+            require(0 < self.eps < math.inf, "--optimizer.eps", self.eps, "above 0")
             if self.name == "AdamW8bit":
                 check_torchao("--optimizer.name AdamW8bit")
             if self.momentum is not None and self.name in ("AdamW", "AdamW8bit", "Adam"):

@@ -20,7 +20,7 @@ from torchtitan.config.sections import require_at_least
 from torchtitan.distributed.parallelize import free_gathered_weights
 from torchtitan.distributed.process_group import on_all_ranks, sum_over_ranks
 from torchtitan.protocols.attention import AttentionMetadata
-from torchtitan.tools.errors import UserError
+from torchtitan.tools.errors import UserError, require
 
 
 class Validator(Configurable):
@@ -60,8 +60,8 @@ class Validator(Configurable):
 
         def validate(self) -> None:
             require_at_least(1, validator__freq=self.freq)
-            if self.steps != -1 and self.steps < 1:
-                raise UserError(f"--validator.steps is {self.steps}, but must be at least 1, or -1 for all data")
+            valid = self.steps == -1 or self.steps >= 1
+            require(valid, "--validator.steps", self.steps, "at least 1, or -1 for all data")
             self.named_datasets()
 
         def named_datasets(self) -> dict[str, str]:

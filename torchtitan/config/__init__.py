@@ -11,13 +11,5 @@ from torchtitan.config.sections import (
     TrainingConfig,
 )
 
-__all__ = [
-    "ActivationCheckpointConfig",
-    "CommConfig",
-    "CompileConfig",
-    "ConfigManager",
-    "Configurable",
-    "DebugConfig",
-    "ParallelismConfig",
-    "TrainingConfig",
-]
+__all__ = ["ActivationCheckpointConfig", "CommConfig", "CompileConfig", "ConfigManager", "Configurable", "DebugConfig"]
+__all__ += ["ParallelismConfig", "TrainingConfig"]

@@ -99,12 +99,12 @@ class ConfigManager:
         option.add_argument(f"--{ASSETS_PARAMETER}", f"--{ASSETS_PARAMETER.replace('_', '-')}", dest="path")
         path = option.parse_known_args(overrides)[0].path
         path = document.get(ASSETS_PARAMETER) if path is None else path
-        if not path and {"-h", "--help"} & set(overrides):
+        if path:
+            return str(path)
+        if {"-h", "--help"} & set(overrides):
             print(f"the options of '{config_name}' depend on a folder; use --{ASSETS_PARAMETER} DIR --help")
             raise SystemExit(0)
-        if not path:
-            raise UserError(f"configuration '{config_name}' needs --{ASSETS_PARAMETER}")
-        return str(path)
+        raise UserError(f"configuration '{config_name}' needs --{ASSETS_PARAMETER}")
 
     def _parse(self, default: Configurable.Config, args: list[str]) -> Any:
         registry = ConstructorRegistry()

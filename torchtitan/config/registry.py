@@ -21,6 +21,9 @@ REGISTRY_FILE = f"{_REGISTRY}.py"
 ASSETS_PARAMETER = "hf_assets_path"
 """Parameter of a configuration function that computes the configuration from that folder."""
 
+_RECIPES = ("small", "published")
+"""Functions whose result, which a registry assigns to a name, is a configuration function."""
+
 _PARAMETERS: tuple[list[str], ...] = ([], [ASSETS_PARAMETER], [ASSETS_PARAMETER, "family"])
 """Permitted parameters of configuration functions; `family` is the package of the model's family."""
 
@@ -68,10 +71,19 @@ def modules_on_disk() -> dict[str, Path]:
 
 
 def list_module(name: str, folder: Path) -> ModuleListing:
-    """Return configurations (functions with `_PARAMETERS`) and flavors (keys of `FLAVORS`) from a module's source."""
-    registry = ast.parse((folder / REGISTRY_FILE).read_text())
-    functions = {node.name: node.args for node in registry.body if isinstance(node, ast.FunctionDef)}
-    configs = [name for name, args in functions.items() if _is_config(name, _parameters(args))]
+    """Return the flavors (keys of `FLAVORS`) and the configurations in a module's source: functions with `_PARAMETERS`,
+    or made by `_RECIPES`."""
+    configs = []
+    for statement in ast.parse((folder / REGISTRY_FILE).read_text()).body:
+        match statement:
+            case ast.FunctionDef(name=name, args=arguments):
+                parameters = _parameters(arguments)
+            case ast.Assign(targets=[ast.Name(name)], value=ast.Call(func=ast.Name(function))) if function in _RECIPES:
+                parameters = []
+            case _:
+                continue
+        if _is_config(name, parameters):
+            configs.append(name)
     flavors: list[str] = []
     init = folder / "__init__.py"
     for node in ast.parse(init.read_text()).body if init.exists() else []:
@@ -108,11 +120,15 @@ def load_config_function(module: str, config: str) -> Callable[..., object]:
 
 
 def _configurations(registry: ModuleType) -> dict[str, Callable[..., object]]:
-    return {
+    found: dict[str, Callable[..., object]] = {
         name: function
         for name, function in inspect.getmembers(registry, inspect.isfunction)
         if function.__module__ == registry.__name__ and _is_config(name, list(inspect.signature(function).parameters))
     }
+    for name, function in found.items():
+        if function.__name__ not in found:  # of a recipe
+            function.__name__ = name
+    return found
 
 
 def import_package(module: str) -> ModuleType:

@@ -2,17 +2,16 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import ClassVar, Literal
 
-from torchtitan.tools.errors import UserError
+from torchtitan.tools.errors import UserError, require
 
 
 def require_at_least(minimum: float, **values: float | None) -> None:
     """Raise `UserError` for the first of `values` (option name with `__` for `.`) that is below `minimum`, or NaN."""
     for name, value in values.items():
-        if value is not None and not value >= minimum:
-            raise UserError(f"--{name.replace('__', '.')} is {value}, but must be at least {minimum}")
+        require(value is None or value >= minimum, f"--{name.replace('__', '.')}", value, f"at least {minimum}")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -66,8 +65,7 @@ class TrainingConfig:
     def validate(self) -> None:
         require_at_least(1, training__steps=self.steps, training__epochs=self.epochs, training__seq_len=self.seq_len)
         require_at_least(1, training__local_batch_size=self.local_batch_size, training__gc_freq=self.gc_freq)
-        if not self.max_norm > 0:
-            raise UserError(f"--training.max_norm is {self.max_norm}, but must be above 0 (inf: never clip)")
+        require(self.max_norm > 0, "--training.max_norm", self.max_norm, "above 0 (inf: never clip)")
         try:
             parse_step_ranges(self.skip_data)
         except ValueError as error:
@@ -171,22 +169,18 @@ class ParallelismConfig:
         schedules = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
         return self.pipeline_parallel_degree > 1 and self.pipeline_parallel_schedule in schedules
 
+    def require_one(self, *kinds: str, user: str) -> None:
+        """Raise `UserError` for the first kind of parallelism with a degree above 1, which `user` does not support."""
+        for kind in kinds:
+            if (degree := getattr(self, f"{kind}_parallel_degree")) > 1:
+                option = f"--parallelism.{kind}_parallel_degree {degree}"
+                raise UserError(f"{option} cannot be combined with {user}; set it to 1")
+
     def validate(self) -> None:
-        least = {
-            "data_parallel_replicate_degree": 1,
-            "data_parallel_shard_degree": -1 if self.data_parallel_shard_degree == -1 else 1,
-            "tensor_parallel_degree": 1,
-            "context_parallel_degree": 1,
-            "expert_parallel_degree": 1,
-            "expert_tensor_parallel_degree": 1,
-            "pipeline_parallel_degree": 1,
-            "pipeline_parallel_microbatch_size": 1,
-            "pipeline_parallel_layers_per_stage": 1,
-            "pipeline_parallel_first_stage_less_layers": 0,
-            "pipeline_parallel_last_stage_less_layers": 0,
-        }
-        for name, minimum in least.items():
-            require_at_least(minimum, **{f"parallelism__{name}": getattr(self, name)})
+        numbers = {name: value for name, value in asdict(self).items() if type(value) is int}
+        for name, value in numbers.items():
+            if (name, value) != ("data_parallel_shard_degree", -1):
+                require_at_least(0 if name.endswith("less_layers") else 1, **{f"parallelism__{name}": value})
 
 
 @dataclass(kw_only=True, slots=True)
@@ -205,13 +199,10 @@ class ActivationCheckpointConfig:
     """Fraction of mode `none`'s memory that the compiler may use, from 0 (recompute as much as possible) to 1."""
 
     def validate(self) -> None:
-        option = self.selective_option
-        if option != "op" and not (option.isdecimal() and int(option) >= 1):
-            raise UserError(
-                f"--activation_checkpoint.selective_option is '{option}', but must be `op` or a number of layers from 1"
-            )
-        if not 0 <= self.memory_budget <= 1:
-            raise UserError(f"--activation_checkpoint.memory_budget is {self.memory_budget}, but must be from 0 to 1")
+        section, option, budget = "--activation_checkpoint", self.selective_option, self.memory_budget
+        valid = option == "op" or option.isdecimal() and int(option) >= 1
+        require(valid, f"{section}.selective_option", f"'{option}'", "`op` or a number of layers from 1")
+        require(0 <= budget <= 1, f"{section}.memory_budget", budget, "from 0 to 1")
 
 
 @dataclass(kw_only=True, slots=True)

@@ -14,29 +14,27 @@ from torchtitan.tools.torch_private import (
     attention_operations,
     checkpoint_wrapper,
     communication_operations,
-    float8_product_operation,
     functorch_config,
+    product_operations,
 )
-
-_aten: Any = torch.ops.aten
-_MATRIX_PRODUCTS = {_aten.mm.default, _aten.addmm.default, _aten.linear.default, float8_product_operation()}
-"""Operations of a linear layer: without bias, with bias, on MPS, and in float8."""
 
 
 def check_activation_checkpoint(
-    config: ActivationCheckpointConfig, compile: CompileConfig, parallelism: ParallelismConfig
+    config: ActivationCheckpointConfig, compile: CompileConfig, parallelism: ParallelismConfig, *, has_experts: bool
 ) -> None:
-    """Raise `UserError` for a memory budget without a compiler, or an option that a pipeline does not support."""
-    if compile.enable and "model" in compile.components:
-        return
-    if config.mode == "selective" and config.selective_option == "op" and parallelism.splits_backward:
+    """Raise `UserError` for a memory budget without a compiler, or an option that a pipeline does not support. Compiled
+    blocks leave routed experts out."""
+    is_compiled = compile.enable and "model" in compile.components
+    is_by_operation = config.mode == "selective" and config.selective_option == "op"
+    if is_by_operation and parallelism.splits_backward and (has_experts or not is_compiled):
         # The first part of the backward pass frees saved results that the second part needs.
         raise UserError(
             "--activation_checkpoint.mode selective with selective_option op cannot be combined with "
             f"--parallelism.pipeline_parallel_schedule {parallelism.pipeline_parallel_schedule}, which splits the "
-            "backward pass; set --activation_checkpoint.selective_option 2, mode full, or --compile.enable"
+            "backward pass; set --activation_checkpoint.selective_option 2, mode full"
+            + ("" if has_experts else ", or --compile.enable")
         )
-    if config.mode == "memory_budget":
+    if config.mode == "memory_budget" and not is_compiled:
         raise UserError(
             "--activation_checkpoint.mode memory_budget is a compiler setting; set --compile.enable with `model` in "
             "--compile.components"
@@ -77,12 +75,12 @@ def _always_saved() -> frozenset[Any]:
 
 def _save_costly_results() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Return contexts of a forward pass and its recomputation: keep `_always_saved` and every second matrix product."""
-    products = {False: 0, True: 0}
+    linear, products = product_operations(), {False: 0, True: 0}
 
     def policy(context: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         kept = op in _always_saved()
         # PyTorch 2.13 calls this only in the forward pass, 2.11 also in the recomputation, which must decide alike.
-        if op in _MATRIX_PRODUCTS:
+        if op in linear:
             products[context.is_recompute] += 1
             kept = products[context.is_recompute] % 2 == 0
         return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE

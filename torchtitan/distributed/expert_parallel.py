@@ -7,6 +7,7 @@ parallelism also splits each expert's width over "tp", whose ranks gather their 
 R rows, one for each token and chosen expert; E experts in all; M rows that a rank receives.
 """
 
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from torchtitan.distributed.tensor_parallel import compute_with_local_parameters
 from torchtitan.protocols.experts import Compute, StackedExperts
+from torchtitan.tools.errors import UserError
 from torchtitan.tools.torch_private import (
     all_gather_single_autograd,
     all_to_all_single_autograd,
@@ -69,7 +71,7 @@ def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh, gradient_degree: i
     has_tensor = "tp" in (mesh.mesh_dim_names or ()) and mesh["tp"].size() > 1
     for experts in (module for module in model.modules() if isinstance(module, StackedExperts)):
         _shard(experts, mesh["ep", "tp"] if has_tensor else mesh["ep"])
-        compute_with_local_parameters(experts, lambda parameter: _local(parameter, factor))
+        compute_with_local_parameters(experts, partial(_local, experts, factor))
         if mesh["ep"].size() > 1:
             experts.exchange = TokenExchange(mesh["ep"])
         if has_tensor:
@@ -80,17 +82,20 @@ def _shard(experts: StackedExperts, mesh: DeviceMesh) -> None:
     for name, parameter in list(experts.named_parameters(recurse=False)):
         placements: list[Placement] = [Shard(0)]
         if mesh.ndim > 1:
-            placements.append(Shard(experts.hidden_dims[name]) if name in experts.hidden_dims else Replicate())
+            dim = experts.hidden_dims.get(name)
+            placements.append(Replicate() if dim is None else Shard(dim))
         sharded = distribute_tensor(parameter, mesh, placements, src_data_rank=None)
         experts.register_parameter(name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
 
 
-def _local(parameter: DTensor, factor: float) -> Tensor:
+def _local(experts: StackedExperts, factor: float, name: str, parameter: DTensor) -> Tensor:
     """Return a rank's part of a parameter, or its share of one that tensor-parallel ranks add up; scale gradients."""
     placements = [Partial() if place.is_replicate() else place for place in parameter.placements]
     local = parameter.to_local(grad_placements=placements)
     if local.requires_grad:
         local.register_hook(lambda gradient: gradient * factor)
+    if name in experts.hidden_dims:
+        return local
     sizes = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
     return local / shares if (shares := prod(size for size, place in sizes if place.is_replicate())) > 1 else local
 
@@ -104,6 +109,7 @@ def _gather_tokens(experts: StackedExperts, mesh: DeviceMesh) -> None:
     def add_up(_: nn.Module, args: Any, out_ND: Tensor) -> Tensor:
         return wait_tensor(reduce_scatter_single_autograd(out_ND.contiguous(), "sum", scatter_dim=0, group=mesh))
 
+    experts.width_group = mesh.get_group()
     experts.register_forward_pre_hook(gather)
     experts.register_forward_hook(add_up)
 
@@ -121,8 +127,13 @@ def expert_placements(model: nn.Module, mesh: DeviceMesh) -> dict[nn.Parameter, 
 
 def _shard_dimension(parameter: nn.Parameter, degree: int) -> Shard:
     """Return the placement of a parameter of experts over `degree` ranks: its experts if these divide them, else the
-    first dimension that they divide."""
+    first dimension that they divide. Raise `UserError` if there is none."""
     assert isinstance(parameter, DTensor)
     local, taken = parameter.to_local(), {place.dim for place in parameter.placements if isinstance(place, Shard)} - {0}
-    sizes = ((dim, size) for dim, size in enumerate(local.shape) if dim not in taken)
-    return Shard(next((dim for dim, size in sizes if size % degree == 0), 0))
+    fitting = [dim for dim, size in enumerate(local.shape) if dim not in taken and size % degree == 0]
+    if not fitting:
+        raise UserError(
+            f"--parallelism.expert_parallel_degree leaves {degree} ranks for the same experts, and they divide no size "
+            f"of their weights {list(local.shape)}; set a degree that leaves another number"
+        )
+    return Shard(fitting[0])

@@ -13,6 +13,15 @@ from torchtitan.protocols import BaseModel
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.torch_private import concatenate_meshes, flatten_mesh, split_mesh
 
+_DEGREES = {
+    "data_parallel_shard_degree": "dp_shard",
+    "data_parallel_replicate_degree": "dp_replicate",
+    "context_parallel_degree": "cp",
+    "tensor_parallel_degree": "tp",
+    "pipeline_parallel_degree": "pp",
+}
+"""Option of a degree → its field in `ParallelDims`."""
+
 
 @dataclass(frozen=True)
 class ParallelDims:
@@ -36,31 +45,27 @@ class ParallelDims:
     def from_config(cls, config: ParallelismConfig, world_size: int) -> "ParallelDims":
         """Resolve `-1`. Raise `UserError` if the degrees do not multiply to `world_size`."""
         config.validate()
-        shard = config.data_parallel_shard_degree
-        others = {
+        degrees = {
+            "data_parallel_shard_degree": config.data_parallel_shard_degree,
             "data_parallel_replicate_degree": config.data_parallel_replicate_degree,
             "context_parallel_degree": config.context_parallel_degree,
             "tensor_parallel_degree": config.tensor_parallel_degree,
             "pipeline_parallel_degree": config.pipeline_parallel_degree,
         }
-        if shard == -1:
+        others = {name: degree for name, degree in degrees.items() if name != "data_parallel_shard_degree"}
+        if config.data_parallel_shard_degree == -1:
             if world_size % prod(others.values()):
                 product, divide = _product(others), "does" if sum(d > 1 for d in others.values()) == 1 else "do"
                 raise UserError(f"{product} {divide} not divide the number of processes, {world_size} (NGPU)")
-            shard = world_size // prod(others.values())
-        degrees = {"data_parallel_shard_degree": shard, **others}
+            degrees["data_parallel_shard_degree"] = world_size // prod(others.values())
         if prod(degrees.values()) != world_size:
             raise UserError(f"{_product(degrees)} is not the number of processes, {world_size} (NGPU)")
         dims = cls(
             world_size=world_size,
-            dp_replicate=config.data_parallel_replicate_degree,
-            dp_shard=shard,
-            cp=config.context_parallel_degree,
-            tp=config.tensor_parallel_degree,
-            pp=config.pipeline_parallel_degree,
             cp_load_balancer=config.context_parallel_load_balancer,
             ep=config.expert_parallel_degree,
             etp=config.expert_tensor_parallel_degree,
+            **{field: degrees[name] for name, field in _DEGREES.items()},
         )
         if dims.etp not in (1, dims.tp):
             raise UserError(
@@ -76,15 +81,10 @@ class ParallelDims:
     def check_fits(self, model: BaseModel.Config, seq_len: int) -> None:
         """Raise `UserError` for a degree that the model does not support, or for the first size of the model or the
         sequence that cannot be split."""
-        degrees = {
-            "pipeline_parallel_degree": self.pp,
-            "context_parallel_degree": self.cp,
-            "tensor_parallel_degree": self.tp,
-        }
+        family = type(model).__qualname__.removesuffix(".Config")
         for name, reason in model.unsupported_parallelisms().items():
-            if degrees[name] > 1:
-                family = type(model).__qualname__.removesuffix(".Config")
-                raise UserError(f"--parallelism.{name} {degrees[name]} must be 1 for {family}, because {reason}")
+            if (degree := getattr(self, _DEGREES[name])) > 1:
+                raise UserError(f"--parallelism.{name} {degree} must be 1 for {family}, because {reason}")
         for name, size in model.tensor_parallel_sizes.items():
             if size % self.tp:
                 raise UserError(f"--parallelism.tensor_parallel_degree {self.tp} does not divide --model.{name} {size}")
@@ -97,7 +97,6 @@ class ParallelDims:
             if size % degree:
                 raise UserError(f"--parallelism.{option} {degree} does not divide --model.{name} {size}")
         if self.has_expert_mesh and not model.expert_parallel_sizes:
-            family = type(model).__qualname__.removesuffix(".Config")
             raise UserError(f"{_product(experts)} divides routed experts, and {family} has none; set 1")
         pieces = self.tp * self.cp * (2 if self.cp > 1 and self.cp_load_balancer == "headtail" else 1)
         if seq_len % pieces:
@@ -112,13 +111,7 @@ class ParallelDims:
     @property
     def sizes(self) -> dict[str, int]:
         """Mesh dimension → its number of ranks, outermost first."""
-        return {
-            "pp": self.pp,
-            "dp_replicate": self.dp_replicate,
-            "dp_shard": self.dp_shard,
-            "cp": self.cp,
-            "tp": self.tp,
-        }
+        return {name: getattr(self, name) for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp")}
 
     def coordinate(self, dimension: str) -> int:
         """Return this rank's position in a dimension of the mesh."""

@@ -81,11 +81,15 @@ def _apply_data_parallel(
     )
     shards = dims.dp_shard * dims.cp
     if shards == 1 and dims.dp_replicate > 1 and expert_mesh is None:
-        _apply_ddp(model, mesh["dp_replicate"], precision)
+        # DDP through FSDP2: replicated weights, with gradients reduced per unit during the backward pass.
+        for unit in [*model.units(), model]:
+            replicate(unit, mesh=mesh["dp_replicate"], mp_policy=precision)
     elif shards > 1 or training.mixed_precision_param != training.dtype or expert_mesh is not None:
         fsdp_mesh = mesh["dp_replicate", "fsdp"] if dims.dp_replicate > 1 else mesh["fsdp"]
         offload = _offload_policy(training, mesh)
-        _apply_fsdp(model, fsdp_mesh, expert_mesh, precision, _reshard(parallelism), offload)
+        reshard = parallelism.fsdp_reshard_after_forward
+        reshard = "never" if reshard == "default" and parallelism.pipeline_parallel_degree > 1 else reshard
+        _apply_fsdp(model, fsdp_mesh, expert_mesh, precision, reshard, offload)
 
 
 def set_replica_reduction(model: nn.Module, enabled: bool) -> None:
@@ -100,11 +104,6 @@ def free_gathered_weights(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-
-
-def _reshard(parallelism: ParallelismConfig) -> str:
-    chosen = parallelism.fsdp_reshard_after_forward
-    return "never" if chosen == "default" and parallelism.pipeline_parallel_degree > 1 else chosen
 
 
 def _offload_policy(training: TrainingConfig, mesh: DeviceMesh) -> OffloadPolicy:
@@ -131,9 +130,3 @@ def _apply_fsdp(
         should_free = reshard == "always" or (reshard == "default" and index < len(units) - 2)
         fully_shard(unit, reshard_after_forward=should_free, **options)
     fully_shard(model, reshard_after_forward=reshard == "always", **options)
-
-
-def _apply_ddp(model: BaseModel, mesh: DeviceMesh, precision: MixedPrecisionPolicy) -> None:
-    """Apply DDP through FSDP2: replicated weights, with gradients reduced per unit during the backward pass."""
-    for unit in [*model.units(), model]:
-        replicate(unit, mesh=mesh, mp_policy=precision)

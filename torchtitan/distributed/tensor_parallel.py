@@ -120,17 +120,17 @@ def _replicate(module: nn.Module, mesh: DeviceMesh) -> None:
         if any(isinstance(parameter, DTensor) for parameter in part.parameters(recurse=False)):
             continue  # experts, which expert parallelism has divided
         shard_parameters(part, mesh, None)
-        compute_with_local_parameters(part, lambda parameter: parameter.to_local(grad_placements=[Partial()]))
+        compute_with_local_parameters(part, lambda _, parameter: parameter.to_local(grad_placements=[Partial()]))
 
 
-def compute_with_local_parameters(module: nn.Module, localize: Callable[[DTensor], Tensor]) -> None:
+def compute_with_local_parameters(module: nn.Module, localize: Callable[[str, DTensor], Tensor]) -> None:
     """Let a module's forward pass, not the passes of its submodules, compute with plain tensors instead of DTensors."""
 
     def use_local(module: nn.Module, _: Any) -> None:
         for name, parameter in module._parameters.items():
             if isinstance(parameter, DTensor):
                 # Not an attribute: a module accepts only a leaf, and gradients must reach the DTensor.
-                module._parameters[name] = localize(parameter)
+                module._parameters[name] = localize(name, parameter)
                 replaced[name] = parameter
 
     def restore(module: nn.Module, *_: Any) -> None:

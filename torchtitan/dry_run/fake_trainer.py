@@ -192,10 +192,16 @@ class FakeTrainer(Trainer):
 
     def label_training_allocations(self) -> None:
         """Label the memory of gradients and gathered weights."""
-        self.memory.label("gathered parameters", _gathered_parameters(self.all_parts))
-        self.memory.label("gradients", _gradients(self.all_parts))
+        parameters = [parameter for part in self.all_parts for parameter in part.parameters()]
+        records = list(fsdp_parameters(module for part in self.all_parts for module in part.modules()))
+        gathered = [weight for record in records for weight in gathered_weights(record)]
+        outputs = [output for record in records for output in record.all_gather_outputs]
+        # Also gradients that are not yet reduced over the ranks.
+        unreduced = [record.unsharded_accumulated_grad for record in records]
+        self.memory.label("gathered parameters", [*outputs, *gathered])
+        self.memory.label("gradients", [*(tensor.grad for tensor in (*parameters, *gathered)), *unreduced])
         # Last, because without sharding a gathered weight is the weight itself.
-        self.memory.label("parameters", [p for part in self.all_parts for p in part.parameters()])
+        self.memory.label("parameters", parameters)
 
 
 def fake_trainer(config: Trainer.Config) -> FakeTrainer:
@@ -204,22 +210,3 @@ def fake_trainer(config: Trainer.Config) -> FakeTrainer:
     owner = config._owner
     trainer: FakeTrainer = type(f"Fake{owner.__name__}", (FakeTrainer, owner), {})(config)
     return trainer
-
-
-def _records(parts: list[nn.Module]) -> list[Any]:
-    return list(fsdp_parameters(module for part in parts for module in part.modules()))
-
-
-def _gathered_parameters(parts: list[nn.Module]) -> list[Tensor]:
-    """Return whole weights, which have memory only while they are used."""
-    return [tensor for record in _records(parts) for tensor in (*record.all_gather_outputs, *gathered_weights(record))]
-
-
-def _gradients(parts: list[nn.Module]) -> list[Tensor | None]:
-    """Return the gradients of the parameters, including gradients that are not yet reduced over the ranks."""
-    records = _records(parts)
-    return [
-        *(parameter.grad for part in parts for parameter in part.parameters()),
-        *(record.unsharded_accumulated_grad for record in records),
-        *(tensor.grad for record in records for tensor in gathered_weights(record)),
-    ]

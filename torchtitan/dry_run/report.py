@@ -6,10 +6,11 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from torchtitan.components.data import PromptDataLoader
 from torchtitan.distributed import ParallelDims
 from torchtitan.dry_run.fake_trainer import FakeTrainer, fake_trainer, without_data
 from torchtitan.dry_run.memory_tracker import MEMORY_KINDS, MemoryKind
@@ -123,16 +124,11 @@ def dry_run(config: Trainer.Config, world_size: int) -> list[RankReport]:
     _check(config)
     dry_config = without_data(config)
     dry_config.check(world_size, dry_run=True)
+    spec, training = config.model_spec, config.training
     logger.info(
-        "%s %s on %d ranks (%s): local batch %d x %d tokens, activation checkpointing %s, computed in %s",
-        config.model_spec.name,
-        config.model_spec.flavor,
-        world_size,
-        dry_config.check_layout(world_size),
-        config.training.local_batch_size,
-        config.training.seq_len,
-        config.activation_checkpoint.mode,
-        config.training.mixed_precision_param,
+        f"{spec.name} {spec.flavor} on {world_size} ranks ({dry_config.check_layout(world_size)}): local batch "
+        f"{training.local_batch_size} x {training.seq_len} tokens, activation checkpointing "
+        f"{config.activation_checkpoint.mode}, computed in {training.mixed_precision_param}"
     )
     pipeline_degree = config.parallelism.pipeline_parallel_degree
     reports = []
@@ -143,7 +139,9 @@ def dry_run(config: Trainer.Config, world_size: int) -> list[RankReport]:
             logger.info("rank %d: %s %s at most", rank, _shown(reports[-1].peak_bytes / size), unit)
     _print(reports)
     path = Path(config.dump_folder) / "dry_run.json"
-    durable.write(path, json.dumps(_document(config, world_size, reports), indent=2) + "\n")
+    ranks = [dataclasses.asdict(report) for report in reports]
+    document = {"world_size": world_size, "ranks": ranks, "config": config.to_dict()}
+    durable.write(path, json.dumps(document, indent=2) + "\n")
     logger.info("the same numbers in bytes: %s", path)
     return reports
 
@@ -151,6 +149,8 @@ def dry_run(config: Trainer.Config, world_size: int) -> list[RankReport]:
 def _check(config: Trainer.Config) -> None:
     for component in (config.tokenizer, config.dataloader, config.validator, config.checkpoint):
         component.validate()
+    if isinstance(config.dataloader, PromptDataLoader.Config):
+        raise UserError("a dry run cannot sample answers; try --module auto --config sft with the same model")
     if config.activation_checkpoint.mode == "memory_budget":
         raise UserError(
             "--activation_checkpoint.mode memory_budget needs the compiler, which a dry run does not use; set none, "
@@ -174,14 +174,6 @@ def _try_rank(config: Trainer.Config, rank: int, world_size: int) -> RankReport:
         sys.excepthook = exception_hook
         # PyTorch caches the process groups of one rank, and would reuse them for the mesh of the next rank.
         clear_sharding_cache()
-
-
-def _document(config: Trainer.Config, world_size: int, reports: Sequence[RankReport]) -> dict[str, Any]:
-    return {
-        "world_size": world_size,
-        "ranks": [dataclasses.asdict(report) for report in reports],
-        "config": config.to_dict(),
-    }
 
 
 def _print(reports: Sequence[RankReport]) -> None:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan.dry_run.observer import Observer
-from torchtitan.tools.torch_private import OpOverload, group_by_name, is_process_group, tree_iter
+from torchtitan.tools.torch_private import OpOverload, flop_formulas, group_by_name, is_process_group, tree_iter
 
 CommunicationKind = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "broadcast", "send", "receive"]
 
@@ -107,20 +107,11 @@ def _group_in(values: list[Any]) -> dist.ProcessGroup:
 
 def _formula_of(func: OpOverload) -> Callable[..., int] | None:
     """Return the function that counts the operations of `func` from its arguments; None if it has no products."""
-    from torch.utils.flop_counter import flop_registry
-
     if func.overloadpacket.__name__.startswith("_scaled_dot_product"):
         return _attention_backward_flops if "backward" in func.overloadpacket.__name__ else _attention_flops
-    if func.overloadpacket.__name__ == "_grouped_mm":
-        return _grouped_flops
     in_place = getattr(torch.ops.aten, func.overloadpacket.__name__.removesuffix("_"), None)
-    return flop_registry.get(func.overloadpacket) or flop_registry.get(in_place)
-
-
-def _grouped_flops(a: Tensor, b: Tensor, *args: Any, **kwargs: Any) -> int:
-    """Count products of groups of rows (N, K) with a matrix each (E, K, M), or of groups of columns (K, N) with groups
-    of rows (N, M), as for the gradient of the matrices."""
-    return 2 * a.numel() * b.shape[-1]
+    formulas = flop_formulas()
+    return formulas.get(func.overloadpacket) or formulas.get(in_place)
 
 
 def _attention_flops(q_BHLD: Tensor, k_BKMD: Tensor, v_BKMD: Tensor, *args: Any, **kwargs: Any) -> int:

@@ -22,6 +22,15 @@ ANY_CLASS = "torchtitan.models.transformers"
 SMALL: dict[str, Any] = {"dim": 256, "n_layers": 4, "n_heads": 8, "n_kv_heads": 4, "ffn_dim": 768, "max_seq_len": 2048}
 """Sizes of a model that trains on a laptop."""
 
+_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+
+
+def of_sizes(format: ExternalFormat, model_type: str, *sizes: int, max_seq_len: int, **keys: Any) -> Any:
+    """Return the model of a config.json with the `sizes` width, feed-forward width, layers, heads and vocabulary, and
+    further `keys`. The others have their defaults in transformers."""
+    named = dict(zip(_SIZES, sizes, strict=True))
+    return format.from_external({"model_type": model_type, "max_position_embeddings": max_seq_len, **named, **keys})
+
 
 @dataclass(frozen=True, kw_only=True)
 class Family:

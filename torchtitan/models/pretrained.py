@@ -84,14 +84,12 @@ def spec_of(path: str | Path, family: ModuleType | None = None) -> ModelSpec:
 def internal_source(
     path: str | Path, *, base: Path | None = None, family: ModuleType | None = None
 ) -> tuple[ModelSpec, TensorSource]:
-    """Return the model of a checkpoint in any format, and its weights under our names and in our layout.
+    """Return the model of a checkpoint in any format, and its weights under our names and in our layout. Raise
+    `UserError` like `spec_of`, and if the tensors do not fit the model, or are incomplete.
 
     Args:
         base: folder of the base weights if the checkpoint has only trained ones; default: their original folder.
         family: as in `spec_of`.
-
-    Raises:
-        UserError: as `spec_of`; if the tensors do not fit the model, or are incomplete.
     """
     spec = spec_of(path, family)
     return spec, pretrained.internal_source(path, spec, base=base)
@@ -105,15 +103,13 @@ def load_model(
     base: Path | None = None,
     family: ModuleType | None = None,
 ) -> LoadedModel:
-    """Return the model of a checkpoint in any format, with its weights, read one tensor at a time.
+    """Return the model of a checkpoint in any format, with its weights, read one tensor at a time. Raise `UserError`
+    like `internal_source`, and if a DCP checkpoint is damaged, or its weights are quantized.
 
     Args:
         dtype: type of the weights. None: the most frequent type in the checkpoint.
         base: as in `internal_source`.
         family: as in `spec_of`.
-
-    Raises:
-        UserError: as `internal_source`; if a DCP checkpoint is damaged, or its weights are quantized.
     """
     checkpoint_format(path, family)
     pretrained.check_digests(path)
@@ -129,11 +125,8 @@ def load_model(
 
 def huggingface_model(folder: Path, family: ModuleType | None = None) -> tuple[ModelSpec, dict[str, Any]]:
     """Return the specification of the model that the config.json in `folder` describes, and the content of that file.
-
-    Raises:
-        UserError: if there is no such file, neither a family (see `spec_of`) nor transformers has its `model_type`, it
-            does not compute the model, or the weights are quantized by an unsupported method.
-    """
+    Raise `UserError` if there is no such file, neither a family (see `spec_of`) nor transformers has its `model_type`,
+    it does not compute the model, or the weights are quantized by an unsupported method."""
     document = _read_description(folder, "hf")
     model_type = document.get("model_type")
     if model_type is None:

@@ -6,13 +6,5 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.sharding import ShardingPlan
 from torchtitan.protocols.state_dict_adapter import ExternalFormat, StateDictAdapter
 
-__all__ = [
-    "BaseModel",
-    "ConvertedModule",
-    "ExternalFormat",
-    "LayerConverter",
-    "ModelConverter",
-    "ModelSpec",
-    "ShardingPlan",
-    "StateDictAdapter",
-]
+__all__ = ["BaseModel", "ConvertedModule", "ExternalFormat", "LayerConverter", "ModelConverter", "ModelSpec"]
+__all__ += ["ShardingPlan", "StateDictAdapter"]

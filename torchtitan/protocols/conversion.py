@@ -10,6 +10,7 @@ from torch import nn
 from torchtitan.config.configurable import Configurable, config_key
 from torchtitan.config.registry import trusted_module
 from torchtitan.protocols.converter import ModelConverter, only_warnings
+from torchtitan.protocols.experts import StackedExperts
 from torchtitan.protocols.model import BaseModel
 from torchtitan.tools.errors import UserError
 
@@ -20,14 +21,12 @@ ConverterRecord = Mapping[str, Any]
 def convert_model(
     model: nn.Module, converters: Sequence[ModelConverter], *, frozen_dtype: torch.dtype | None = None
 ) -> None:
-    """Apply `converters` in order to a model on the meta device, in place.
+    """Apply `converters` in order to a model on the meta device, in place. Raise `UserError` if a converter finds
+    nothing to convert, or nothing is left to train.
 
     Args:
-        frozen_dtype: type of the frozen weights of linear layers if a converter `freezes`; None: unchanged. Other
-            modules keep their types, since an embedding, for example, determines the type of the hidden states.
-
-    Raises:
-        UserError: if a converter finds nothing to convert, or nothing is left to train.
+        frozen_dtype: type of the frozen weights of linear layers and experts if a converter `freezes`; None: unchanged.
+            Others keep their types, since an embedding, for example, determines the type of the hidden states.
     """
     for converter in converters:
         converter.convert(model)
@@ -35,13 +34,14 @@ def convert_model(
         raise UserError("the model_converters leave nothing to train, since they freeze all parameters")
     if frozen_dtype is not None and any(converter.freezes for converter in converters):
         for layer in model.modules():
-            if isinstance(layer, nn.Linear):
+            if isinstance(layer, (nn.Linear, StackedExperts)):
                 _cast_frozen(layer, frozen_dtype)
 
 
-def _cast_frozen(layer: nn.Linear, dtype: torch.dtype) -> None:
+def _cast_frozen(layer: nn.Module, dtype: torch.dtype) -> None:
     for name, parameter in layer.named_parameters(recurse=False):
-        if name in ("weight", "bias") and not parameter.requires_grad:  # excludes parameters added by a converter
+        # Excludes parameters added by a converter.
+        if name in ("weight", "bias", *getattr(layer, "matrices", ())) and not parameter.requires_grad:
             # Assigning to `.data` would not change the dtype of a wrapper tensor, such as weights gathered in float8.
             layer.register_parameter(name, nn.Parameter(parameter.detach().to(dtype), requires_grad=False))
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from torchtitan.config import CompileConfig, Configurable, ParallelismConfig, TrainingConfig
 from torchtitan.config.configurable import config_key
+from torchtitan.protocols.experts import StackedExperts
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
@@ -139,11 +140,11 @@ class LayerConverter(ModelConverter):
         kind = f"layers (the head is tied to the embedding, so there is no '{HEAD}')" if is_tied else "layers"
         names = choose(f"--model_converters.{key}", config.include, config.exclude, list(layers), kind)
         for name in names:
-            if type(layers[name]) not in self.layer_types:
-                other = converter_of(layers[name]) or type(layers[name]).__name__
+            is_plain = type(layers[name]) in self.layer_types or isinstance(layers[name], StackedExperts)
+            if (other := converter_of(layers[name])) or not is_plain:
                 raise UserError(
-                    f"model_converters: {name} is already converted by {other}, and {key} cannot convert it again; "
-                    f"exclude it from one of them (--model_converters.{key}.exclude)"
+                    f"model_converters: {name} is already converted by {other or type(layers[name]).__name__}, and "
+                    f"{key} cannot convert it again; exclude it from one of them (--model_converters.{key}.exclude)"
                 )
         selected = {name: layers[name] for name in names if self.accepts(name, layers[name])}
         if not selected:

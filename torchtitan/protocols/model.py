@@ -34,6 +34,9 @@ class BaseModel(nn.Module, Configurable):
         max_seq_len: int = 8192
         """Context of the published model in tokens; a longer training.seq_len only warns."""
 
+        scores: bool = False
+        """Compute one score per token, a reward, in place of logits (`--module reward`)."""
+
         @property
         def tensor_parallel_sizes(self) -> dict[str, int]:
             """Sizes that tensor parallelism splits, by field; its degree must divide each of them."""

@@ -6,6 +6,12 @@ class UserError(ValueError):
     without a traceback and exits with code 2. A subclass of `ValueError`, for users of single components."""
 
 
+def require(holds: bool, name: str, value: object, what: str) -> None:
+    """Raise `UserError` unless the condition holds: the option `name` has this value, but must be `what`."""
+    if not holds:
+        raise UserError(f"{name} is {value}, but must be {what}")
+
+
 def in_words(error: BaseException) -> str:
     """Return the type and the message of an exception in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"

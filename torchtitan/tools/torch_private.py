@@ -95,18 +95,16 @@ def compiler_statistics() -> Any:
     return sys.modules.get("torch._dynamo.utils")
 
 
-def grouped_product_operation() -> Any:
-    """Return the operation of `torch.nn.functional.grouped_mm`."""
+def flop_formulas() -> dict[Any, Any]:
+    """Return operation → function of its arguments that counts floating-point operations, as in `FlopCounterMode`, but
+    also of `torch.nn.functional.grouped_mm`: products of groups of rows (N, K) with a matrix each (E, K, M), or of
+    groups of columns (K, N) with groups of rows (N, M), as for the gradient of the matrices."""
     import torch
+    from torch.utils.flop_counter import flop_registry, register_flop_formula
 
-    return torch.ops.aten._grouped_mm
-
-
-def float8_product_operation() -> Any:
-    """Return the operation that torchao computes float8 products with; `torch.nn.functional.scaled_mm` is another."""
-    import torch
-
-    return torch.ops.aten._scaled_mm.default
+    if torch.ops.aten._grouped_mm not in flop_registry:
+        register_flop_formula(torch.ops.aten._grouped_mm)(lambda a, b, *_, **__: 2 * a.numel() * b[-1])
+    return flop_registry
 
 
 def reading_operation() -> Any:
@@ -114,6 +112,15 @@ def reading_operation() -> Any:
     import torch
 
     return torch.ops.aten._local_scalar_dense.default
+
+
+def product_operations() -> list[Any]:
+    """Return the operations of a linear layer, as the operators that a checkpointing policy sees: without bias, with
+    bias, on MPS, and in float8."""
+    import torch
+
+    aten: Any = torch.ops.aten
+    return [aten.mm.default, aten.addmm.default, aten.linear.default, aten._scaled_mm.default]
 
 
 def attention_operations() -> list[Any]:

@@ -128,16 +128,11 @@ class RunBuilder(Configurable):
         return {"model": RunModel(spec=spec, parts=parts, num_parameters=num_parameters, offloaded=offloaded, **facts)}
 
     def build_other_model(
-        self,
-        spec: ModelSpec,
-        *,
-        weights: str = "",
-        trained: bool = False,
-        saved: bool = False,
-        offloaded: bool = False,
+        self, spec: ModelSpec, *, weights: str = "", trained: bool = False, saved: bool = False, offloaded: bool = False
     ) -> RunModel:
         """Build an additional model, sharded like the main one. A trained model shares the optimizer and the schedule;
-        a frozen model has the type that FSDP computes in.
+        a frozen model has the type that FSDP computes in. Raise `UserError` under pipeline parallelism, and for
+        offloading without FSDP.
 
         Args:
             spec: its specification; a vocabulary size of None is replaced by the main model's.
@@ -145,9 +140,6 @@ class RunBuilder(Configurable):
             trained: whether the optimizer updates the model, which must then be saved.
             saved: whether checkpoints contain the model.
             offloaded: whether FSDP keeps the weights in CPU memory.
-
-        Raises:
-            UserError: under pipeline parallelism; for offloading without FSDP.
         """
         assert saved or not trained, "the weights of a trained model would be lost"
         dims, training = self.parallel_dims, self.config.training
@@ -173,10 +165,9 @@ class RunBuilder(Configurable):
         """Build the model on the meta device, in the type of the master weights."""
         config, training = self.config.model_spec.model, self.config.training
         if training.seq_len > config.max_seq_len:
+            most = config.max_seq_len
             logger.warning(
-                "training.seq_len %d exceeds the model's maximum sequence length of %d tokens",
-                training.seq_len,
-                config.max_seq_len,
+                f"training.seq_len {training.seq_len} exceeds the model's maximum sequence length of {most} tokens"
             )
         with torch.device("meta"):
             return config.build().to(getattr(torch, training.dtype))
@@ -251,7 +242,7 @@ class RunBuilder(Configurable):
         return optimizer
 
     def build_pipeline(self) -> Pipeline | None:
-        if self.pipeline_plan is None:
+        if (plan := self.pipeline_plan) is None:
             return None
         assert self.mesh is not None
         config, dims = self.config, self.parallel_dims
@@ -263,14 +254,8 @@ class RunBuilder(Configurable):
             device="meta",
             requires_grad=True,
         )
-        return Pipeline(
-            self.pipeline_plan,
-            self.model_parts,
-            mesh=self.mesh["pp"],
-            device=self.device,
-            hidden=hidden,
-            head=self.loss,
-        )
+        mesh = self.mesh["pp"]
+        return Pipeline(plan, self.model_parts, mesh=mesh, device=self.device, hidden=hidden, head=self.loss)
 
     @property
     def ranks(self) -> Ranks:

@@ -124,6 +124,11 @@ class RunConfig(Configurable.Config):
         spec = dataclasses.replace(self.model_spec, loss=self.chosen_loss)
         return dataclasses.replace(self, registered_as=name, model_spec=spec, loss=None)
 
+    @classmethod
+    def based_on(cls, other: "RunConfig", **sections: Any) -> Self:
+        """Return this trainer's configuration with the sections of another's, except for the given ones."""
+        return cls(**{**{field.name: getattr(other, field.name) for field in dataclasses.fields(other)}, **sections})
+
     def to_dict(self) -> dict[str, Any]:
         """Return the configuration in the shape of the command line, with separate sections `model` and `loss`."""
         document = Configurable.Config.to_dict(self)
@@ -196,7 +201,8 @@ class RunConfig(Configurable.Config):
         for name in ("module_fqns_per_model_part", "pipeline_parallel_layers_per_stage"):
             if dims.pp == 1 and getattr(self.parallelism, name) is not None:
                 raise UserError(f"--parallelism.{name} needs --parallelism.pipeline_parallel_degree above 1")
-        check_activation_checkpoint(self.activation_checkpoint, self.compile, self.parallelism)
+        has_experts = bool(self.model_spec.model.expert_parallel_sizes)
+        check_activation_checkpoint(self.activation_checkpoint, self.compile, self.parallelism, has_experts=has_experts)
         check_compile(self.compile)
         if dims.cp > 1:
             check_c_compiler("--parallelism.context_parallel_degree above 1 computes with FlexAttention, which")

@@ -38,13 +38,14 @@ class Ledger(Callback):
 
     def on_batches(self, micro_batches: Sequence[Batch]) -> None:
         local_batches = micro_batches if self.enabled and self.trainer.parallel_dims.is_batch_leader else []
-        self._taken = names_of(local_batches, self.trainer.dataloader.document_names)
+        self._taken += names_of(local_batches, self.trainer.dataloader.document_names)
 
     def on_step(self, outcome: StepResult) -> None:
         """Write the line of a step that was taken. Raise `RunFailure` on failure, since a ledger must have no gaps."""
+        taken, self._taken = self._taken, []
         if not (self.enabled and outcome.is_finite):
             return
-        documents = in_global_order(self._taken)
+        documents = in_global_order(taken)
         if self._file is not None:
             step, data_step = self.trainer.step, self.trainer.run_length.data_step
             with self._writing():

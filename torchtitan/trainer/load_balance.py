@@ -16,8 +16,7 @@ class LoadBalance(Callback):
 
     def __init__(self, config: Callback.Config, *, trainer: Any):
         super().__init__(config, trainer=trainer)
-        parts = [part for model in trainer.models.values() if model.num_trained for part in model.parts]
-        self.balancer = LoadBalancer(parts, trainer.mesh)
+        self.balancer = LoadBalancer(trainer.trained_parts, trainer.mesh)
         if trainer.has_own_loss and any(router.has_losses for router in self.balancer.routers):
             raise UserError(
                 f"{type(trainer).__name__} computes its own loss, which is divided by its weight after the backward "
@@ -26,8 +25,6 @@ class LoadBalance(Callback):
 
     def on_batches(self, micro_batches: Sequence[Batch]) -> None:
         trainer, dims = self.trainer, self.trainer.parallel_dims
-        if not self.balancer.has_routers:
-            return
         inputs = [batch[name] for batch in micro_batches for name in batch if name.endswith("input")]
         n_tokens = sum(tokens.numel() for tokens in inputs) // (dims.cp * dims.tp)
         self.balancer.start_step(n_tokens, dims.gradient_degree, trainer.device)

@@ -21,7 +21,7 @@ class RunModel:
     spec: ModelSpec
 
     parts: list[nn.Module]
-    """The model, or this rank's stages of it under pipeline parallelism."""
+    """The model, or this rank's stages of it under pipeline parallelism; empty once it is no longer needed."""
 
     num_parameters: int
     """Parameters of the plain model, before converters."""

@@ -25,12 +25,7 @@ from torchtitan.distributed.context_parallel import shard_sequences
 from torchtitan.distributed.gradients import clip_grad_norm, divide_gradients
 from torchtitan.distributed.mixed_precision import MixedPrecision
 from torchtitan.distributed.parallelize import set_replica_reduction
-from torchtitan.distributed.process_group import (
-    destroy_process_group,
-    set_timeouts,
-    sum_over_ranks,
-    world_size,
-)
+from torchtitan.distributed.process_group import destroy_process_group, set_timeouts, sum_over_ranks, world_size
 from torchtitan.distributed.watchdog import Watchdog
 from torchtitan.protocols import ModelConverter
 from torchtitan.protocols.conversion import converter_records, simulation_records
@@ -54,6 +49,8 @@ class Trainer(RunBuilder):
 
     measures_named: tuple[str, ...] = ()
     """Names of further means that `compute_loss` records with `measure`, for metrics and validation."""
+
+    measures_class: ClassVar[type[Measures]] = Measures
 
     sequences_per_sample: ClassVar[int] = 1
     """Sequences of `training.seq_len` tokens in a sample, for the count of tokens."""
@@ -85,7 +82,7 @@ class Trainer(RunBuilder):
         self.converters = [converter.build() for converter in config.model_converters]
         self.loss = self.build_loss()
         self.sample_losses = SampleLosses(self.loss, self.parallel_dims, wanted=self.dataloader.needs_sample_losses)
-        self.measures = Measures(self.measures_named, device=self.device, dtype=self.statistics_dtype)
+        self.measures = self.measures_class(self.measures_named, device=self.device, dtype=self.statistics_dtype)
         self.weight = torch.zeros((), device=self.device, dtype=self.statistics_dtype)  # of the step, on this rank
         self.pipeline_plan = self.plan_pipeline()
         self.models = self.build_models()
@@ -94,8 +91,8 @@ class Trainer(RunBuilder):
         self.num_parameters, self.num_trained = main.num_parameters, main.num_trained
         self.precision = MixedPrecision(getattr(torch, training.mixed_precision_param))
         self.is_divided = False  # whether the step's gradients are divided by the weight of an own loss
-        self.flops_per_token = sum(model.flops_per_token for model in self.models.values())
         self.init_weights()
+        self.flops_per_token = sum(model.flops_per_token for model in self.models.values())
         self.pipeline = self.build_pipeline()
         self.optimizer = self.build_optimizer()
         self.lr_scheduler = config.lr_scheduler.build(optimizer=self.optimizer, training_steps=self.total_steps)
@@ -123,7 +120,7 @@ class Trainer(RunBuilder):
                 )
             return None
         return self.config.validator.build(
-            model_parts=[part for model in self.models.values() if model.num_trained for part in model.parts],
+            model_parts=self.trained_parts,
             dataloaders={name: self.build_dataloader(config, epochs=1) for name, config in data.items()},
             tokenizer=None if self.has_own_loss else self.tokenizer,
             batches_per_step=self.gradient_accumulation_steps,
@@ -146,13 +143,7 @@ class Trainer(RunBuilder):
 
     def build_callbacks(self) -> list[Callback]:
         """Build the callbacks of every run, then the configuration's `callbacks`."""
-        own = [
-            Ledger.Config(),
-            LoadBalance.Config(),
-            RecompileWarning.Config(),
-            Profiling.Config(),
-            GarbageCollection.Config(),
-        ]
+        own = [kind.Config() for kind in (Ledger, LoadBalance, RecompileWarning, Profiling, GarbageCollection)]
         return [config.build(trainer=self) for config in (*own, *self.config.callbacks)]
 
     # --- the loop ---------------------------------------------------------------------------------------------------
@@ -366,10 +357,14 @@ class Trainer(RunBuilder):
         loss /= divisor.to(loss.dtype)
         return weight
 
+    @property
+    def trained_parts(self) -> list[nn.Module]:
+        """This rank's parts of all trained models."""
+        return [part for model in self.models.values() if model.num_trained for part in model.parts]
+
     def trained_parameters(self) -> list[nn.Parameter]:
         """Return this rank's parameters of all trained models."""
-        parts = [part for model in self.models.values() if model.num_trained for part in model.parts]
-        return [parameter for part in parts for parameter in part.parameters()]
+        return [parameter for part in self.trained_parts for parameter in part.parameters()]
 
     def validation_sums(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return this rank's part of a batch's summed loss and weight; the batch is as the loader returned it."""
@@ -512,20 +507,11 @@ class Trainer(RunBuilder):
         spec, training = self.config.model_spec, self.config.training
         counts = f" in the plain model, {self.num_trained:,} trained in the converted model"
         trained = counts if self.num_trained < self.num_parameters else ""  # this count excludes adapters
+        dims, n_sequences = self.parallel_dims, self.global_batch_size * self.sequences_per_sample
         logger.info(
-            "%s %s: %s parameters%s, vocabulary %d; %d x %d tokens per step, steps %d to %d on %d process(es)%s, %s",
-            spec.name,
-            spec.flavor,
-            f"{self.num_parameters:,}",
-            trained,
-            spec.model.vocab_size,
-            self.global_batch_size * self.sequences_per_sample,
-            training.seq_len,
-            self.step + 1,
-            self.total_steps,
-            self.parallel_dims.world_size,
-            f" ({self.parallel_dims})" if self.mesh else "",
-            self.device,
+            f"{spec.name} {spec.flavor}: {self.num_parameters:,} parameters{trained}, vocabulary "
+            f"{spec.model.vocab_size}; {n_sequences} x {training.seq_len} tokens per step, steps {self.step + 1} to "
+            f"{self.total_steps} on {dims.world_size} process(es){f' ({dims})' if self.mesh else ''}, {self.device}"
         )
         for name, model in list(self.models.items())[1:]:
             kind = "trained" if model.num_trained else "frozen"
@@ -586,7 +572,7 @@ class Trainer(RunBuilder):
         loads: dict[str, Callable[[], None]] = {
             name: self._initial_load(model, model.weights, [])
             for name, model in self.models.items()
-            if name != "model" and model.weights
+            if name != "model" and model.weights and model.parts
         }
         path = config.initial_load_path
         is_other = path and not is_url(path) and (self.tokenizer.added or read_converters(path))

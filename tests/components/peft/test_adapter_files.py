@@ -79,7 +79,7 @@ def adapted(spec: ModelSpec, config: LoRA.Config, plain: dict[str, Tensor], seed
     model = meta_model(spec, config).to_empty(device="cpu").eval()
     initialize_weights(model, seed=0)
     with torch.no_grad():
-        for name, tensor in model.named_parameters():
+        for name, tensor in model.state_dict().items():
             if name in plain:
                 tensor.copy_(plain[name])
         for name, module in converted_modules(model):

@@ -149,6 +149,15 @@ def test_converting_no_layer_is_rejected():
         float8(include=["wx"]).build().check_model(model(model__vocab_size=2048))
 
 
+def test_routed_experts_are_skipped_and_rejected_if_named(log):
+    experts = model(module="qwen3_moe", model__vocab_size=2048)
+    with pytest.raises(UserError, match=rf"routed experts \(.*\): layers\.\*\.moe\.experts; .*{OPTION}\.include"):
+        float8(include=["experts"]).build().check_model(experts)
+    float8().build().convert(experts)
+    (skipped,) = [record.message for record in log.records if "skipped" in record.message]
+    assert "skipped layers with routed experts" in skipped
+
+
 class Other(LayerConverter):
     """Another converter of linear layers."""
 

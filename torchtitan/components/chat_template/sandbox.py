@@ -175,7 +175,9 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
                 args = tuple(_as_list(value) for value in args)
                 progress.spend(len(text) * (_ITEM if "split" in name else 1))
                 if name in _GROWING:
-                    _GROWING[name](progress, text, *args, **_without_private(kwargs))
+                    # Without Jinja's internal arguments.
+                    own = {key: value for key, value in kwargs.items() if not key.startswith("_")}
+                    _GROWING[name](progress, text, *args, **own)
             if method is __obj:
                 _check_numbers(*args, *kwargs.values())
         result = super().call(__context, __obj, *args, **kwargs)
@@ -374,11 +376,6 @@ _GROWING: dict[str, Callable[..., None]] = {
 def _check_numbers(*values: Any) -> None:
     if any(isinstance(value, int) and abs(value) > _MAX_NUMBER for value in values):
         raise WorkLimitError
-
-
-def _without_private(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keyword arguments without Jinja's internal ones."""
-    return {name: value for name, value in kwargs.items() if not name.startswith("_")}
 
 
 def _as_list(value: Any) -> Any:

@@ -81,14 +81,12 @@ class ChatTemplate:
         **variables: Any,
     ) -> str:
         """Return the text of a conversation with special tokens; encode it with `allow_special` and without adding BOS.
+        Raise `UserError` if the template rejects the conversation (with its own message) or fails.
 
         Args:
             add_generation_prompt: end with the header of the assistant's next turn.
             tools: JSON schemas of the functions that the model may call.
             variables: options of the template, such as Qwen3's `enable_thinking`.
-
-        Raises:
-            UserError: the template rejects the conversation (with its own message) or fails.
         """
         return self._render(messages, tools, {"add_generation_prompt": add_generation_prompt, **variables})[0]
 

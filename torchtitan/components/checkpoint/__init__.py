@@ -6,13 +6,5 @@ from torchtitan.components.checkpoint.manager import CheckpointManager
 from torchtitan.components.checkpoint.resume import load_model_state
 from torchtitan.components.checkpoint.state import ModelState, RandomState
 
-__all__ = [
-    "CheckpointInfo",
-    "CheckpointManager",
-    "CheckpointSaveError",
-    "ModelState",
-    "RandomState",
-    "list_checkpoints",
-    "load_model_state",
-    "verify",
-]
+__all__ = ["CheckpointInfo", "CheckpointManager", "CheckpointSaveError", "ModelState", "RandomState"]
+__all__ += ["list_checkpoints", "load_model_state", "verify"]

@@ -306,7 +306,11 @@ class SharedMemory:
             self._unpin()
             self._memory = memory
             self._address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
-            self._pin(needed)
+            if torch.cuda.is_available():
+                from torchtitan.tools.torch_private import pin_memory
+
+                pin_memory(self._address, needed)
+                self._pinned = True
             self.n_bytes = needed
 
     def empty_like(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -328,13 +332,6 @@ class SharedMemory:
         self._unpin()
         self._memory = None  # not closed, since tensors may still point into it
         os.close(self.descriptor)
-
-    def _pin(self, n_bytes: int) -> None:
-        if torch.cuda.is_available():
-            from torchtitan.tools.torch_private import pin_memory
-
-            pin_memory(self._address, n_bytes)
-            self._pinned = True
 
     def _unpin(self) -> None:
         if self._pinned:

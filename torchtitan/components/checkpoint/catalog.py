@@ -203,11 +203,8 @@ def start_dcp(partial: Folder) -> Folder:
 def commit(partial: AnyFolder, marker: Marker, ranks: Ranks | None = None, *, name: str = "") -> Folder:
     """Write the manifest and marker of the fully written folder `partial`, rename it, and return the checkpoint. It
     replaces a checkpoint of the same name, left by a run that then resumed from an earlier step. `marker.manifest` is
-    filled in; all `ranks` call this together; `name` defaults to the name of `partial` without ".partial".
-
-    Raises:
-        OSError: on every rank, if a file cannot be written or read.
-    """
+    filled in; all `ranks` call this together; `name` defaults to the name of `partial` without ".partial". Raise
+    `OSError` on every rank if a file cannot be written or read."""
     folder, ranks = folder_at(partial), ranks or Ranks()
     assert folder.name.endswith(".partial") or not folder.can_rename, "the folder must end in .partial"
     marker = dataclasses.replace(marker, manifest=write_manifest(folder, ranks))

@@ -7,7 +7,7 @@ from typing import Literal
 from torchtitan.components.checkpoint.filesystem import Folder, LocalFolder, folder_at, is_url, resolve_folder
 from torchtitan.components.checkpoint.manifest import Kind
 from torchtitan.config.configurable import Configurable
-from torchtitan.tools.errors import UserError
+from torchtitan.tools.errors import UserError, require
 
 AsyncMode = Literal["disabled", "async", "async_with_pinned_mem"]
 
@@ -88,10 +88,8 @@ class CheckpointConfig(Configurable.Config):
         return "huggingface" if self.last_save_in_hf else "model_only" if self.last_save_model_only else "full"
 
     def validate(self) -> None:
-        if self.interval < 1:
-            raise UserError(f"--checkpoint.interval is {self.interval}, but must be at least 1 step")
-        if self.keep_latest_k < 0:
-            raise UserError(f"--checkpoint.keep_latest_k is {self.keep_latest_k}, but must be at least 0 (keep all)")
+        require(self.interval >= 1, "--checkpoint.interval", self.interval, "at least 1 step")
+        require(self.keep_latest_k >= 0, "--checkpoint.keep_latest_k", self.keep_latest_k, "at least 0 (keep all)")
         if self.load_step != -1 and not self.enable:
             raise UserError(f"checkpoint.load_step {self.load_step} requires --checkpoint.enable")
         _check_initial_load(self)

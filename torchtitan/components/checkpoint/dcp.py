@@ -18,12 +18,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.stateful import Stateful
@@ -106,15 +101,12 @@ def save(
 
 def write_dcp(path: Path, specs: Mapping[str, TensorSpec], make: MakeTensor) -> None:
     """Write tensors one at a time as the state "model" of a checkpoint. The caller commits it (`catalog.commit`).
+    Raise `UserError` if a dtype is too narrow for a value, `OSError` if a file cannot be written.
 
     Args:
         path: an existing folder.
         specs: name → spec to write; tensors of other dtypes are converted.
         make: function that returns a tensor by name, called just before the tensor is written.
-
-    Raises:
-        UserError: if a dtype is too narrow for a value.
-        OSError: if a file cannot be written.
     """
     templates = {name: spec.on_meta() for name, spec in specs.items()}
     # One file per tensor, since DCP keeps all tensors of a file in memory until it closes the file.

@@ -93,12 +93,7 @@ class CheckpointManager(Configurable):
         self._base_digest = self._ranks.broadcast_from_rank0(base_model.digest) if config.save_trainable_only else ""
         self._identity = self._ranks.broadcast_from_rank0(identity) if identity and config.enable else None
         self._saver = Saver(
-            self.folder,
-            self._ranks,
-            async_mode=config.async_mode,
-            assets=assets,
-            export=export,
-            prune=self._prune,
+            self.folder, self._ranks, async_mode=config.async_mode, assets=assets, export=export, prune=self._prune
         )
         # Lowest validation loss of a complete checkpoint, now and before the most recent save.
         self._best_loss = self._previous_best_loss = math.inf
@@ -123,15 +118,13 @@ class CheckpointManager(Configurable):
     def save(
         self, step: int, *, last: bool = False, stopped: bool = False, validation_loss: float | None = None
     ) -> None:
-        """Save a checkpoint of `step` if one is due and does not exist. Log a warning if it fails.
+        """Save a checkpoint of `step` if one is due and does not exist. Log a warning if it fails. Raise
+        `CheckpointSaveError` if the save fails and `last` or `stopped` is true.
 
         Args:
             last: training is complete; always save, only the model if so configured.
             stopped: training stops and can be resumed later; always save.
             validation_loss: loss after `step`, equal on all ranks; with `keep_best`, a new minimum is always saved.
-
-        Raises:
-            CheckpointSaveError: if the save fails and `last` or `stopped` is true.
         """
         start_time = time.perf_counter()
         is_final = last or stopped
@@ -288,9 +281,8 @@ class CheckpointManager(Configurable):
             return converted
         if self._ranks.rank == 0:
             logger.warning(
-                "checkpoint.export_dtype: values of %s overflow in %s; the weights are saved in their training type",
-                ", ".join(overflowing),
-                self.config.export_dtype,
+                f"checkpoint.export_dtype: values of {', '.join(overflowing)} overflow in {self.config.export_dtype}; "
+                "the weights are saved in their training type"
             )
         return weights
 

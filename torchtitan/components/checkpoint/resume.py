@@ -145,12 +145,7 @@ def describe_missing(checkpoint: CheckpointInfo) -> str:
 
 
 def choose_start(
-    config: CheckpointConfig,
-    folder: Folder,
-    ranks: Ranks,
-    *,
-    identity: RunIdentity | None = None,
-    verify_initial: bool,
+    config: CheckpointConfig, folder: Folder, ranks: Ranks, *, identity: RunIdentity | None = None, verify_initial: bool
 ) -> Start | None:
     """Return the verified result of `find_start`. All ranks call this together and divide the work. Raise the errors of
     `check_owner` and `find_start`, and `UserError` if every candidate is damaged.

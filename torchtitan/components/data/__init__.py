@@ -8,17 +8,6 @@ from torchtitan.components.data.finetuning.sft import SFTDataLoader
 from torchtitan.components.data.sources.source import ChatDataset, HubDataset, register_chat_dataset, register_dataset
 from torchtitan.components.loss import IGNORE_INDEX
 
-__all__ = [
-    "IGNORE_INDEX",
-    "BaseDataLoader",
-    "Batch",
-    "ChatDataset",
-    "HubDataset",
-    "PreferenceDataLoader",
-    "PretrainDataLoader",
-    "PromptDataLoader",
-    "SFTDataLoader",
-    "prompt_ids",
-    "register_chat_dataset",
-    "register_dataset",
-]
+__all__ = ["IGNORE_INDEX", "BaseDataLoader", "Batch", "ChatDataset", "HubDataset", "PreferenceDataLoader"]
+__all__ += ["PretrainDataLoader", "PromptDataLoader", "SFTDataLoader", "prompt_ids", "register_chat_dataset"]
+__all__ += ["register_dataset"]

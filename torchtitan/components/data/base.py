@@ -12,7 +12,7 @@ from torchtitan.components.data.report import DataSummary
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.config import Configurable
 from torchtitan.protocols.attention import AttentionMetadata
-from torchtitan.tools.errors import UserError
+from torchtitan.tools.errors import require
 from torchtitan.tools.logging import logger
 
 NO_DOCUMENT = -1
@@ -57,8 +57,8 @@ class Layout:
 
     def __post_init__(self) -> None:
         for name in ("seq_len", "local_batch_size", "epochs"):
-            if (number := getattr(self, name)) is not None and number < 1:
-                raise UserError(f"{name} is {number}, but must be at least 1")
+            number = getattr(self, name)
+            require(number is None or number >= 1, name, number, "at least 1")
         assert 0 <= self.dp_rank < self.dp_world_size
 
     @property
@@ -191,8 +191,7 @@ class TokenizingDataLoader(BaseDataLoader):
 
         def validate(self) -> None:
             """Raise `UserError` for a value out of range, without reading data."""
-            if self.num_workers < 0:
-                raise UserError(f"--dataloader.num_workers is {self.num_workers}, but must be at least 0")
+            require(self.num_workers >= 0, "--dataloader.num_workers", self.num_workers, "at least 0")
 
     config: Config
 

@@ -14,7 +14,7 @@ from torchtitan.components.data.pretraining.windows import BatchIterator, Cached
 from torchtitan.components.data.report import DataSummary
 from torchtitan.components.data.sources.source import DOCUMENTS, Source, StreamSource, resolve_source
 from torchtitan.components.tokenizer import Tokenizer
-from torchtitan.tools.errors import UserError
+from torchtitan.tools.errors import require
 
 
 class PretrainDataLoader(TokenizingDataLoader):
@@ -44,10 +44,7 @@ class PretrainDataLoader(TokenizingDataLoader):
 
         def validate(self) -> None:
             TokenizingDataLoader.Config.validate(self)
-            if self.shuffle_buffer < 1:
-                raise UserError(
-                    f"--dataloader.shuffle_buffer is {self.shuffle_buffer}, but must be at least 1 document"
-                )
+            require(self.shuffle_buffer >= 1, "--dataloader.shuffle_buffer", self.shuffle_buffer, "at least 1 document")
 
         def prepare(self, *, tokenizer: Tokenizer) -> None:
             """Tokenize local data into the cache, or read the first document of a stream."""

@@ -86,7 +86,8 @@ def open_or_build(
     verify: bool = False,
 ) -> T:
     """Open the cache folder of a source. If it is missing, one process builds it while others wait. A damaged folder is
-    renamed to `NAME.damaged`, replacing an earlier one, and rebuilt.
+    renamed to `NAME.damaged`, replacing an earlier one, and rebuilt. Raise `UserError` if the data is unusable or
+    changed while being read, or the folder cannot be read or written.
 
     Args:
         parent: subfolder of the cache.
@@ -96,9 +97,6 @@ def open_or_build(
         write: tokenizes into an empty folder and returns the amount as text. The folder is removed if it raises.
         cache_dir: see `cache_root`.
         verify: verify all checksums instead of a sample per file.
-
-    Raises:
-        UserError: the data is unusable or changed while being read, or the folder cannot be read or written.
     """
     root = cache_root(cache_dir)
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from torchtitan.components.generation.engine import NOT_FINITE_HINT, evaluating
 from torchtitan.protocols.output_head import UNCHANGED, LogitTransform
-from torchtitan.tools.errors import UserError
+from torchtitan.tools.errors import UserError, require
 
 Progress = Callable[[int, int], None]
 """Called with the number of finished requests and the total."""
@@ -51,8 +51,7 @@ class Scorer:
         max_seq_len: int | None = None,
         device: torch.device | None = None,
     ):
-        if batch_size < 1:
-            raise UserError(f"batch_size is {batch_size}, but must be at least 1")
+        require(batch_size >= 1, "batch_size", batch_size, "at least 1")
         self.model = model
         self.max_seq_len: int = max_seq_len or model.config.max_seq_len  # type: ignore[union-attr,assignment]
         self.batch_size = batch_size

@@ -136,12 +136,13 @@ class Engine:
 
         Raises:
             UserError: raised by a coroutine of any process, in all of them; logits are not finite.
+            Exception: raised by a coroutine of this process; the others raise `UserError`.
         """
         results: dict[int, ResultT] = {}
         self._waiting: deque[_Row] = deque()
         self._rows: list[_Row] = []
         self._logits_BV: Tensor | None = None
-        self._error: UserError | None = None
+        self._error: Exception | None = None
         self._held: tuple[KVCache, dict[tuple[int, ...], int], Tensor] | None = None
 
         def advance(index: int, generation: Generation | None) -> None:
@@ -149,7 +150,7 @@ class Engine:
                 row: _Row = texts[index].send(generation)
             except StopIteration as end:
                 results[index] = end.value
-            except UserError as error:
+            except Exception as error:
                 self._error = self._error or error
             else:
                 row.resume = partial(advance, index)
@@ -307,14 +308,15 @@ class Engine:
             assert row.resume is not None
             row.resume(row.generation)
 
-    def _common_error(self) -> UserError:
-        """Return the first error of all processes."""
-        if self._group is None:
-            assert self._error is not None
-            return self._error
-        errors: list[str | None] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(errors, self._error and str(self._error), group=self._group)
-        return UserError(next(filter(None, errors)))
+    def _common_error(self) -> Exception:
+        """Return the first error of all processes, or this process's own if it is not a `UserError`."""
+        own = self._error
+        text = None if own is None else str(own) if isinstance(own, UserError) else f"{type(own).__name__}: {own}"
+        errors = [text]
+        if self._group is not None:
+            errors = [None] * dist.get_world_size(self._group)
+            dist.all_gather_object(errors, text, group=self._group)
+        return UserError(next(filter(None, errors))) if own is None or isinstance(own, UserError) else own
 
 
 @types.coroutine

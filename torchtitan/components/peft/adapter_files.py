@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan.components.checkpoint.ranks import Ranks
 from torchtitan.components.checkpoint.state import ModelState
+from torchtitan.components.peft.experts import AdaptedExperts
 from torchtitan.components.peft.lora import AdaptedLayer
 from torchtitan.components.weights import HuggingFaceSource
 from torchtitan.components.weights.export import format_for
@@ -35,6 +36,7 @@ from torchtitan.protocols.sharding import features_of
 from torchtitan.protocols.state_dict_adapter import (
     Concatenated,
     Identity,
+    Permuted,
     StateDictAdapter,
     TensorConversion,
     Transform,
@@ -88,7 +90,7 @@ _SUPPORTED: Mapping[str, tuple[Any, ...]] = {
 _WITHOUT_EFFECT = {
     *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "task_type"),
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),  # implied by the tensor names
-    *("lora_dropout", "eva_config", "megatron_core", "qalora_group_size", "runtime_config"),
+    *("target_parameters", "lora_dropout", "eva_config", "megatron_core", "qalora_group_size", "runtime_config"),
 }
 """PEFT's options without effect on the output of a trained adapter. Any other option that is set is an error."""
 
@@ -182,6 +184,32 @@ class _FusedEntry(_Entry):
         return own
 
 
+@dataclass(frozen=True)
+class _ExpertsEntry(_Entry):
+    """Tensor of experts' adapters, which PEFT has in one matrix for all experts. `module` is a parameter's name."""
+
+    @property
+    def file_shape(self) -> torch.Size:
+        return self.to_external([torch.empty(self.shape, device="meta")]).shape
+
+    def to_external(self, tensors: list[Tensor]) -> Tensor:
+        if self.rows is None:
+            return tensors[0].flatten(0, 1)
+        (lora_B,) = self.transform.to_external(tensors)
+        return self._ranks_last(lora_B).permute(1, 2, 0).flatten(1)
+
+    def to_internal(self, tensor: Tensor) -> Tensor:
+        if self.rows is None:
+            return tensor.view(self.shape)
+        lora_B = tensor.unflatten(1, (-1, self.shape[0])).permute(2, 0, 1)
+        return self.transform.to_internal([self._ranks_last(lora_B)], [self.shape])[0]
+
+    def _ranks_last(self, lora_B: Tensor) -> Tensor:
+        """Exchange the last dimensions of B (E, out, rank), in the file's layout, if weights there are transposed."""
+        is_transposed = isinstance(self.transform, Permuted) and self.transform.order[-1] != len(self.shape) - 1
+        return lora_B.mT if is_transposed else lora_B
+
+
 class AdapterSource(TensorSource):
     """Tensors of an adapter in PEFT's files, under our names and in our layout.
 
@@ -210,7 +238,8 @@ class AdapterSource(TensorSource):
 
     def read(self, name: str, slices: Slices | None = None) -> Tensor:
         entry = self._entries[name]
-        if entry.transform == Identity() or (entry.rows is None and entry.transform.rows_only):
+        is_same = entry.transform == Identity() or (entry.rows is None and entry.transform.rows_only)
+        if is_same and not isinstance(entry, _ExpertsEntry):
             return self._file.read(entry.key, slices)
         tensor = entry.to_internal(self._file.read(entry.key))
         return tensor if slices is None else tensor[slices]
@@ -245,6 +274,7 @@ def write_adapter(
         key: entries[parts[0]].to_external([read(name) for name in parts]).cpu().contiguous()
         for key, parts in names.items()
     }
+    parameters = {entry.module for entry in entries.values() if isinstance(entry, _ExpertsEntry)}
     document = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -257,7 +287,8 @@ def write_adapter(
         "use_dora": config.dora,
         "bias": "none",
         "init_lora_weights": True,
-        "target_modules": _find_target_modules({entry.module for entry in entries.values()}, spec),
+        "target_modules": _find_target_modules({entry.module for entry in entries.values()} - parameters, spec),
+        **({"target_parameters": sorted(parameters)} if parameters else {}),
         **_patterns(entries, config),
     }
     folder.mkdir(exist_ok=True)
@@ -326,12 +357,15 @@ def _make_entries(model: nn.Module, spec: ModelSpec) -> dict[str, _Entry]:
     """Return the entry of each adapter tensor and base weight, with the parts of a fused layer in order. Errors are as
     in `write_adapter`."""
     plain = model_tensor_specs(spec.model)
-    layers = {f"{name}.weight": layer for name, layer in model.named_modules() if isinstance(layer, AdaptedLayer)}
+    modules = [(name, module) for name, module in model.named_modules() if isinstance(module, AdaptedLayer)]
+    layers = {f"{name}.{own}": module for name, module in modules for own in getattr(module, "matrices", ["weight"])}
     entries: dict[str, _Entry] = {}
     unsupported: list[str] = []
     for step in _class_adapter(spec).steps:
         adapted = [name for name in step.internal if name in layers]
-        if adapted and step.transform.rows_only:
+        if adapted and isinstance(experts := layers[adapted[0]], AdaptedExperts):
+            entries |= _expert_entries(adapted[0], experts, step, spec.name)
+        elif adapted and step.transform.rows_only:
             (name,) = adapted
             entries |= _make_layer_entries(name.removesuffix(".weight"), layers[name], step, plain[name].shape)
         elif len(adapted) == len(step.internal) and step.transform == Concatenated(0):
@@ -348,7 +382,27 @@ def _make_entries(model: nn.Module, spec: ModelSpec) -> dict[str, _Entry]:
 
 def _class_adapter(spec: ModelSpec) -> StateDictAdapter:
     format = format_for(spec, "hf")
-    return (format.class_adapter or format.adapter)(spec.model)
+    # Transformers 5 has the experts of a layer in one tensor.
+    return format.other_adapter(spec.model) or (format.class_adapter or format.adapter)(spec.model)
+
+
+def _expert_entries(weight: str, experts: AdaptedExperts, step: TensorConversion, family: str) -> dict[str, _Entry]:
+    (parameter,), matrix = step.external, weight.rpartition(".")[2]
+    if family == "llama4" or f"{matrix}_magnitude" in experts.adapter:
+        raise UserError(f"PEFT files do not support adapters of Llama 4's experts, or DoRA of experts: {weight}")
+    # PEFT wraps experts once for each adapted parameter, beginning with the first.
+    outer = list(experts.matrices)[::-1].index(matrix)
+    wrapper = parameter.rpartition(".")[0] + ".base_layer" * outer
+    return {
+        f"{weight}_{part}": _ExpertsEntry(
+            module=parameter,
+            key=f"{_PREFIX}{wrapper}.lora_{part}.weight",
+            shape=experts.get_parameter(f"{matrix}_{part}").shape,
+            transform=step.transform,
+            rows=None if part == "A" else 1,
+        )
+        for part in "AB"
+    }
 
 
 def _make_fused_entries(
@@ -406,7 +460,7 @@ def _check_layers(
     """Raise `UserError` if the adapter's file has other layers than the run, or missing or unexpected tensors, or
     tensors of the wrong shape or type."""
     expected = {entry.key: entry for entry in entries}
-    run_modules = {entry.module for entry in entries}
+    run_modules = {_module_of(entry.key) for entry in entries}
     saved_modules = {_module_of(key) for key in saved}
     if run_modules != saved_modules:
         differences = {"only in the file": saved_modules - run_modules, "only in the run": run_modules - saved_modules}

@@ -10,12 +10,14 @@ from torch import Tensor, nn
 
 from torchtitan.components.optimizer import trained_names
 from torchtitan.components.peft.adapter_files import AdapterSource, read_adapter, write_adapter
+from torchtitan.components.peft.experts import adapt_experts
 from torchtitan.components.peft.lora import AdaptedLayer, LoRAEmbedding, LoRALinear, QLoRALinear
 from torchtitan.components.quantization.nf4 import BLOCK_SIZE
 from torchtitan.config.configurable import Configurable, config_key
 from torchtitan.distributed.process_group import gather_objects
 from torchtitan.protocols.conversion import converted_model
 from torchtitan.protocols.converter import HEAD, LayerConverter, is_head_tied
+from torchtitan.protocols.experts import StackedExperts
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.tensor_source import summarize_names
 from torchtitan.tools.errors import UserError
@@ -28,13 +30,13 @@ EXPORTED = "adapter"
 
 
 class LoRA(LayerConverter):
-    """Low-rank adapters on linear layers and, if included, on the embedding (`torchtitan.components.peft.lora`)."""
+    """Low-rank adapters on linear layers and, if included, on the embedding and routed experts."""
 
     changes_weights: ClassVar[bool] = True
     freezes: ClassVar[bool] = True
     converts_head: ClassVar[bool] = True
     run_options: ClassVar[frozenset[str]] = frozenset({"include", "exclude", "dropout", "adapter_path"})
-    layer_types: ClassVar[tuple[type[nn.Module], ...]] = (nn.Linear, nn.Embedding)
+    layer_types: ClassVar[tuple[type[nn.Module], ...]] = (nn.Linear, nn.Embedding, StackedExperts)
 
     linear_class: ClassVar[type[LoRALinear]] = LoRALinear
     """Class of adapted linear layers."""
@@ -43,9 +45,9 @@ class LoRA(LayerConverter):
     class Config(LayerConverter.Config):
         """Size and location of adapters."""
 
-        include: list[str] = field(default_factory=lambda: [r"\.\d+\."])
-        """Regular expressions searched in the layers' names (layers.0.attention.wq, head.output, tok_embeddings);
-        matching layers get an adapter. Default: all linear layers inside the blocks."""
+        include: list[str] = field(default_factory=lambda: [r"\.\d+\.(?!.*\bexperts$)"])
+        """Regular expressions searched in the layers' names (layers.0.attention.wq, layers.0.moe.experts, head.output,
+        tok_embeddings); matching layers get an adapter. Default: all linear layers inside the blocks."""
 
         rank: int = 16
         """Rank of the adapters, at most the smaller dimension of every adapted layer."""
@@ -100,15 +102,15 @@ class LoRA(LayerConverter):
 
     def accepts(self, name: str, layer: nn.Module) -> bool:
         config = self.config
-        assert isinstance(layer, (nn.Linear, nn.Embedding))
-        shape = tuple(layer.weight.shape)
+        assert isinstance(layer, self.layer_types)
+        shape = tuple(next(layer.parameters()).shape[-2:])
         if config.rank > min(shape):
             reason = f"rank {config.rank} is larger than the smaller dimension of its weights, {shape}"
             raise self._layer_error(name, reason, advice=f"set rank to at most {min(shape)}, or ")
         if config.dora and isinstance(layer, nn.Embedding):
             raise self._layer_error(name, "DoRA supports only linear layers")
-        if config.dropout and isinstance(layer, nn.Embedding):
-            raise self._layer_error(name, f"dropout {config.dropout} cannot apply to an embedding's inputs, the tokens")
+        if config.dropout and not isinstance(layer, nn.Linear):
+            raise self._layer_error(name, f"dropout {config.dropout} supports only linear layers")
         if config.dropout and name == HEAD:
             reason = f"dropout {config.dropout} cannot apply to the head's inputs, since the loss reads its weights"
             raise self._layer_error(name, reason)
@@ -122,6 +124,8 @@ class LoRA(LayerConverter):
         config = self.config
         if isinstance(layer, nn.Embedding):
             return LoRAEmbedding(layer, rank=config.rank, scaling=config.scaling)
+        if isinstance(layer, StackedExperts):
+            return adapt_experts(layer, rank=config.rank, scaling=config.scaling, dora=config.dora)
         assert isinstance(layer, nn.Linear)
         return self.linear_class(
             layer, rank=config.rank, scaling=config.scaling, dropout=config.dropout, dora=config.dora
@@ -170,6 +174,8 @@ class QLoRA(LoRA):
         """Size and location of adapters on 4-bit (NF4) weights."""
 
     def accepts(self, name: str, layer: nn.Module) -> bool:
+        if isinstance(layer, StackedExperts):
+            raise self._layer_error(name, "4-bit weights of routed experts are not supported; LoRA adapts them")
         if isinstance(layer, nn.Linear) and layer.in_features % BLOCK_SIZE:
             reason = f"4-bit weights need a multiple of {BLOCK_SIZE} inputs, not {layer.in_features}"
             raise self._layer_error(name, reason)

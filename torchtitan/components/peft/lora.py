@@ -7,9 +7,9 @@ magnitude: `magnitude · (W + scaling · B A) / ‖W + scaling · B A‖`.
 """
 
 import contextlib
+import math
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -23,34 +23,14 @@ from torchtitan.protocols.initializer import (
     Constant,
     DerivedRows,
     Initializer,
-    Numbers,
+    TruncatedNormal,
+    Uniform,
     initializer_of,
     initializers_of,
-    normal_quantile,
     with_initializers,
 )
 from torchtitan.protocols.model import ConvertedModule
 from torchtitan.protocols.sharding import with_features
-
-
-@dataclass(frozen=True)
-class Uniform:
-    """Uniform distribution between -`bound` and `bound`."""
-
-    bound: float
-
-    def __call__(self, uniform: Numbers) -> Numbers:
-        return uniform * self.bound
-
-
-@dataclass(frozen=True)
-class Normal:
-    """Normal distribution with mean 0 and standard deviation `std`."""
-
-    std: float
-
-    def __call__(self, uniform: Numbers) -> Numbers:
-        return normal_quantile(uniform) * self.std
 
 
 class AdaptedLayer(ConvertedModule):
@@ -74,7 +54,7 @@ class AdaptedLayer(ConvertedModule):
 
     @property
     def added(self) -> tuple[str, ...]:
-        return "lora_A", "lora_B"
+        return tuple(name for name in self.adapter if name not in self.derived)
 
     def plain_state(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
         adapter = {name: own[name].float() for name in self.adapter}
@@ -82,7 +62,7 @@ class AdaptedLayer(ConvertedModule):
         return {"weight": self._merge(own["weight"].float(), adapter), **bias}
 
     def plain_types(self, own: Mapping[str, Tensor]) -> dict[str, torch.dtype]:
-        return {name: own[name].dtype for name in ("weight", "bias") if name in own}
+        return {name: tensor.dtype for name, tensor in own.items() if name not in self.adapter}
 
     def base_weight(self) -> Tensor:
         """Return the frozen weight, in the plain layer's shape."""
@@ -130,7 +110,7 @@ class LoRALinear(AdaptedLayer, nn.Linear):
         self.lora_A = nn.Parameter(plain.new_empty(rank, self.in_features))
         self.lora_B = nn.Parameter(plain.new_empty(self.out_features, rank))
         # As in peft: A starts like a linear layer in torch, Kaiming uniform with a = √5.
-        self._add_initializers(lora_A=Uniform(self.in_features**-0.5), lora_B=Constant(0.0))
+        self._add_initializers(lora_A=Uniform(-(self.in_features**-0.5), self.in_features**-0.5), lora_B=Constant(0.0))
         with_features(self, lora_A=(None, "in"), lora_B=("out", None))
         self.register_parameter("magnitude", None)
         if dora:
@@ -169,7 +149,7 @@ class LoRALinear(AdaptedLayer, nn.Linear):
             return _add_product(base, down, lora_B)
         with torch.no_grad():
             adapted = self._add_adapter(self.base_weight(), self.lora_A, self.lora_B)
-        scale = _row_scale(self.magnitude, adapted)
+        scale = row_scale(self.magnitude, row_norms(adapted))
         product = base if inputs is x else self.base_output(redistribute_like(inputs, x))
         if self.bias is not None:
             product = product - self.bias
@@ -179,7 +159,7 @@ class LoRALinear(AdaptedLayer, nn.Linear):
         adapted = self._add_adapter(weight, adapter["lora_A"], adapter["lora_B"])
         if self.magnitude is None:
             return adapted
-        return (_row_scale(adapter["magnitude"], adapted.detach())[:, None] * adapted).to(adapted.dtype)
+        return (row_scale(adapter["magnitude"], row_norms(adapted.detach()))[:, None] * adapted).to(adapted.dtype)
 
     def _add_adapter(self, weight: Tensor, lora_A: Tensor, lora_B: Tensor) -> Tensor:
         return torch.addmm(weight, lora_B.to(weight.dtype), lora_A.to(weight.dtype), alpha=self.scaling)
@@ -222,7 +202,7 @@ class QLoRALinear(LoRALinear):
 
     def plain_types(self, own: Mapping[str, Tensor]) -> dict[str, torch.dtype]:
         """Return bfloat16, which is exact for values of the 4-bit weight; the bias keeps its type."""
-        return {**super().plain_types(own), "weight": torch.bfloat16}
+        return {"weight": torch.bfloat16, **({"bias": own["bias"].dtype} if "bias" in own else {})}
 
 
 def _add_product(y: Tensor, x: Tensor, weight: Tensor) -> Tensor:
@@ -251,7 +231,8 @@ class LoRAEmbedding(AdaptedLayer, nn.Embedding):
         self.lora_A = nn.Parameter(self.weight.new_empty(rank, self.num_embeddings))
         self.lora_B = nn.Parameter(self.weight.new_empty(self.embedding_dim, rank))
         # As in peft. With B = 0 instead, the gradients of all rows of A would initially be 0.
-        self._add_initializers(weight=initializer_of(embedding, "weight"), lora_A=Constant(0.0), lora_B=Normal(1.0))
+        normal = TruncatedNormal(1.0, bound=math.inf)
+        self._add_initializers(weight=initializer_of(embedding, "weight"), lora_A=Constant(0.0), lora_B=normal)
         with_features(self, lora_A=(None, "in"), lora_B=("out", None))
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -283,10 +264,11 @@ def adapters_off(parts: Iterable[nn.Module]) -> Iterator[None]:
             layer.is_adapted = True
 
 
-def _row_scale(magnitude: Tensor, adapted: Tensor) -> Tensor:
-    """Return the scale of each row of an adapted matrix, (out,) in float32. Row norms are constants in the backward
-    pass (DoRA, section 4.3) and rounded like the magnitude, so equal values cancel. Zero rows stay zero."""
-    lengths = row_norms(adapted).to(magnitude.dtype).float()
+def row_scale(magnitude: Tensor, lengths: Tensor) -> Tensor:
+    """Return the scale of each row of an adapted matrix, (…, out) in float32, from the rows' norms, which are constants
+    in the backward pass (DoRA, section 4.3): rounded like the magnitude, so equal values cancel. Zero rows stay
+    zero."""
+    lengths = lengths.to(magnitude.dtype).float()
     return magnitude.float() / lengths.masked_fill(lengths == 0, 1.0)
 
 

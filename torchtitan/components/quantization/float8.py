@@ -22,6 +22,7 @@ from torchtitan.config.configurable import config_key
 from torchtitan.config.sections import require_at_least
 from torchtitan.distributed.initialize import canonical_name
 from torchtitan.protocols.converter import LayerConverter
+from torchtitan.protocols.experts import StackedExperts
 from torchtitan.protocols.initializer import initializers_of, with_initializers
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
@@ -93,6 +94,7 @@ class Float8LinearConverter(LayerConverter):
                 )
 
     config: Config
+    layer_types = (nn.Linear, StackedExperts)
 
     def convert(self, model: nn.Module) -> None:
         left_out = self._left_out(super().select(model))
@@ -107,20 +109,19 @@ class Float8LinearConverter(LayerConverter):
             option = f"--model_converters.{config_key(self.config)}"
             raise UserError(
                 f"{option}: no layer to convert, since it skips layers with {self._left_out(chosen)}; "
-                f"reduce {option}.min_features"
+                f"reduce {option}.min_features or change {option}.include"
             )
         return kept
 
     def _exclusion_reason(self, layer: nn.Module) -> str | None:
+        if isinstance(layer, StackedExperts):
+            return "routed experts (torchao has their products only in prototypes for GPUs)"
         assert isinstance(layer, nn.Linear)
         sides = (layer.in_features, layer.out_features)
         if any(side % _ALIGNMENT for side in sides):
             return f"inputs or outputs not a multiple of {_ALIGNMENT}"
-        return (
-            f"fewer than {self.config.min_features} inputs or outputs"
-            if min(sides) < self.config.min_features
-            else None
-        )
+        least = self.config.min_features
+        return f"fewer than {least} inputs or outputs" if min(sides) < least else None
 
     def _left_out(self, layers: dict[str, nn.Module]) -> str:
         """Describe which of `layers` are skipped and why; empty if none are."""

@@ -70,10 +70,7 @@ def export_quantized(
     }
     dtype = prevailing_dtype(specs)
     write_hf_description(
-        folder,
-        files_in(assets),
-        assets,
-        lambda ids: {**config_json(spec, ids, dtype), "quantization_config": entry},
+        folder, files_in(assets), assets, lambda ids: {**config_json(spec, ids, dtype), "quantization_config": entry}
     )
     meta_tensors = {name: maybe_quantize(name, f.on_meta()) for name, f in specs.items()}
     _write_weights(folder, meta_tensors, make, max_file_bytes)

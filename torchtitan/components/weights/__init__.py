@@ -20,21 +20,6 @@ from torchtitan.components.weights.views import (
 )
 from torchtitan.protocols.tensor_source import TensorSource
 
-__all__ = [
-    "ChainedSource",
-    "InternalView",
-    "ConvertedView",
-    "ExternalView",
-    "Format",
-    "HuggingFaceSource",
-    "MetaSource",
-    "PlainView",
-    "ResizedEmbedding",
-    "TensorSource",
-    "export_checkpoint",
-    "format_of",
-    "load_weights",
-    "open_source",
-    "write_huggingface",
-    "write_meta",
-]
+__all__ = ["ChainedSource", "InternalView", "ConvertedView", "ExternalView", "Format", "HuggingFaceSource"]
+__all__ += ["MetaSource", "PlainView", "ResizedEmbedding", "TensorSource", "export_checkpoint", "format_of"]
+__all__ += ["load_weights", "open_source", "write_huggingface", "write_meta"]

@@ -12,14 +12,7 @@ from torch import Tensor
 
 from torchtitan.components.checkpoint.ranks import Ranks
 from torchtitan.components.tokenizer.auto_tokenizer import make_loadable_by_auto_tokenizer
-from torchtitan.components.weights.assets import (
-    FOLDER,
-    AssetFile,
-    CheckpointAssets,
-    files_in,
-    token_ids,
-    write_files,
-)
+from torchtitan.components.weights.assets import FOLDER, AssetFile, CheckpointAssets, files_in, token_ids, write_files
 from torchtitan.components.weights.huggingface import MAX_FILE_BYTES, write_huggingface
 from torchtitan.components.weights.sources import Format
 from torchtitan.components.weights.torch_files import META_PARAMETERS, write_meta
@@ -65,7 +58,10 @@ def export_checkpoint(
         OSError: if a file cannot be written.
     """
     view = source if to == "dcp" else ExternalView(source, format_for(spec, to).adapter(spec.model))
-    specs = {name: _convert_spec(tensor_spec, dtype) for name, tensor_spec in view.specs.items()}
+    specs = {
+        name: TensorSpec(given.shape, dtype) if dtype and given.dtype.is_floating_point else given
+        for name, given in view.specs.items()
+    }
 
     def make(name: str) -> Tensor:
         tensor = view.read(name)
@@ -124,6 +120,9 @@ def config_json(spec: ModelSpec, ids: Mapping[str, Any], dtype: torch.dtype) -> 
     """Return a model's config.json, for transformers 4 and 5. `ids` come from `assets.token_ids`; `dtype` is the type
     of the weights."""
     name = str(dtype).removeprefix("torch.")
+    if spec.model.scores:  # transformers reads the last token that is not padding, so EOS is none
+        pads = (ids.get("pad_token_id"), ids.get("bos_token_id"))
+        ids = {**ids, "pad_token_id": next((id for id in pads if id not in (None, ids.get("eos_token_id"))), None)}
     return {**format_for(spec, "hf").to_external(spec.model), **ids, "dtype": name, "torch_dtype": name}
 
 
@@ -169,10 +168,6 @@ def prevailing_dtype(specs: Mapping[str, TensorSpec]) -> torch.dtype:
     for tensor_spec in specs.values():
         n_elements[tensor_spec.dtype] += tensor_spec.shape.numel()
     return n_elements.most_common(1)[0][0]
-
-
-def _convert_spec(tensor_spec: TensorSpec, dtype: torch.dtype | None) -> TensorSpec:
-    return TensorSpec(tensor_spec.shape, dtype) if dtype and tensor_spec.dtype.is_floating_point else tensor_spec
 
 
 def _write_json(path: Path, document: Mapping[str, Any]) -> None:

@@ -26,6 +26,7 @@ from torchtitan.components.weights.views import (
     PlainView,
     RenamedView,
     ResizedEmbedding,
+    with_new_score,
 )
 from torchtitan.protocols import BaseModel, ModelConverter, ModelSpec
 from torchtitan.protocols.conversion import (
@@ -86,6 +87,8 @@ def internal_source(
             check_quantization(Path(path))
         format = format_for(spec, source_format)
         source = RenamedView(open_source(path), format.name_of)
+        if model.scores and "score.weight" not in source.specs:
+            source = with_new_score(source, model.dim)
         names = source.specs
 
         def adapter(model: BaseModel.Config) -> StateDictAdapter:
@@ -247,11 +250,10 @@ def _converted(
 def _warn_of_merging(path: str | Path, converters: Sequence[ModelConverter]) -> None:
     saved = read_converters(path) if format_of(path) == "dcp" else []
     if saved and any(converter.changes_weights for converter in converters):
+        others = "; ".join(differences(saved, converters)) or "for other layers or sizes"
         logger.warning(
-            "%s was saved with other model_converters (%s): its adapters are merged into the weights, and tensors "
-            "added by this run's converters are newly initialized",
-            path,
-            "; ".join(differences(saved, converters)) or "for other layers or sizes",
+            f"{path} was saved with other model_converters ({others}): its adapters are merged into the weights, and "
+            "tensors added by this run's converters are newly initialized"
         )
 
 
@@ -325,10 +327,7 @@ def _find_token_tensors(model: BaseModel.Config) -> list[str]:
 
 
 def _saved_model(
-    source: TensorSource,
-    model: BaseModel.Config,
-    adapter: Callable[[BaseModel.Config], StateDictAdapter],
-    added: range,
+    source: TensorSource, model: BaseModel.Config, adapter: Callable[[BaseModel.Config], StateDictAdapter], added: range
 ) -> BaseModel.Config:
     """Return `model` with the vocabulary size of `source`, if only `added` rows are missing there."""
     if not added or model.vocab_size != added.stop:

@@ -222,12 +222,8 @@ def write_meta(path: Path, specs: Mapping[str, TensorSpec], make: MakeTensor) ->
     """Write tensors as `consolidated.00.pth` into the folder `path`; arguments are as in `write_huggingface`.
 
     One tensor is in memory at a time. `torch.load` opens the file, memory-mapped or not. The checksums in its zip
-    directory do not match the values; PyTorch ignores them, but other zip tools do not.
-
-    Raises:
-        UserError: if a dtype is too narrow for a value.
-        OSError: if the file cannot be written.
-    """
+    directory do not match the values; PyTorch ignores them, but other zip tools do not. Raise `UserError` if a dtype is
+    too narrow for a value, `OSError` if the file cannot be written."""
     from torchtitan.tools.torch_private import FakeTensorMode
 
     with FakeTensorMode():

@@ -276,3 +276,10 @@ class ResizedEmbedding(TensorSource):
             rows = slice(start, min(start + _READ_ROWS, self._added.start))
             total += self._source.read(name, (rows, *columns)).sum(dim=0, dtype=torch.float64)
         return (total / self._added.start).to(self.specs[name].dtype)
+
+
+def with_new_score(source: TensorSource, dim: int) -> TensorSource:
+    """Return the tensors of a language model in Hugging Face format, with a score of 0 in place of its output head."""
+    score = Recipe([], ["score.weight"], lambda tensors: [torch.zeros(1, dim)])
+    new = View(source, {"score.weight": TensorSpec(torch.Size([1, dim]), torch.float32)}, [score])
+    return ChainedSource(new, RenamedView(source, lambda name: None if name == "lm_head.weight" else name))

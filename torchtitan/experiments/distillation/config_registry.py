@@ -3,12 +3,13 @@
 import dataclasses
 from types import ModuleType
 
+from torchtitan.components.data import PromptDataLoader
 from torchtitan.components.distillation import DistillationLoss
 from torchtitan.models.auto import config_registry as auto
 from torchtitan.models.common.recipes import small_run
 from torchtitan.models.llama3 import FLAVORS, model_spec
-from torchtitan.trainer import Trainer
 
+from .on_policy import OnPolicyTrainer
 from .trainer import DistillationTrainer
 
 
@@ -16,25 +17,28 @@ def distillation_debugmodel() -> DistillationTrainer.Config:
     """A small student on the built-in stories, without network: `--teacher.path` is a checkpoint of `llama3`'s
     `debugmodel`."""
     student = dataclasses.replace(FLAVORS["debugmodel"], n_layers=2)
-    return with_teacher(small_run(model_spec(student, "debugmodel")))
+    return DistillationTrainer.Config.based_on(
+        small_run(model_spec(student, "debugmodel")), loss=DistillationLoss.Config()
+    )
 
 
 def pretrain(hf_assets_path: str, family: ModuleType | None = None) -> DistillationTrainer.Config:
     """Distill on plain text into the model in a Hugging Face folder, as `auto`'s `pretrain`."""
-    return with_teacher(auto.pretrain(hf_assets_path, family))
+    return DistillationTrainer.Config.based_on(auto.pretrain(hf_assets_path, family), loss=DistillationLoss.Config())
 
 
 def scratch(hf_assets_path: str, family: ModuleType | None = None) -> DistillationTrainer.Config:
     """Distill on plain text into the model that config.json describes, from random weights, as `auto`'s `scratch`."""
-    return with_teacher(auto.scratch(hf_assets_path, family))
+    return DistillationTrainer.Config.based_on(auto.scratch(hf_assets_path, family), loss=DistillationLoss.Config())
 
 
 def sft(hf_assets_path: str, family: ModuleType | None = None) -> DistillationTrainer.Config:
     """Distill on conversations or instructions, as `auto`'s `sft`."""
-    return with_teacher(auto.sft(hf_assets_path, family))
+    return DistillationTrainer.Config.based_on(auto.sft(hf_assets_path, family), loss=DistillationLoss.Config())
 
 
-def with_teacher(config: Trainer.Config) -> DistillationTrainer.Config:
-    """Return `config` with the loss of distillation."""
-    sections = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    return DistillationTrainer.Config(**{**sections, "loss": DistillationLoss.Config()})
+def on_policy(hf_assets_path: str, family: ModuleType | None = None) -> OnPolicyTrainer.Config:
+    """Distill on the student's own answers to prompts: `--dataloader.dataset prompts.jsonl`."""
+    loss = DistillationLoss.Config(kind="reverse_kl")
+    loader = PromptDataLoader.Config(dataset=[], too_long="error")
+    return OnPolicyTrainer.Config.based_on(auto.sft(hf_assets_path, family), loss=loss, dataloader=loader)

@@ -1,5 +1,7 @@
 """The trainer of distillation."""
 
+import contextlib
+import itertools
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -8,13 +10,17 @@ import torch
 from torch import Tensor
 
 from torchtitan.components.data.base import Batch
-from torchtitan.components.distillation import DistillationLoss, Outputs
+from torchtitan.components.distillation import DistillationLoss, Outputs, TopTokens
 from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.components.teacher_cache import TeacherCache
 from torchtitan.components.tokenizer import PretrainedTokenizer, Tokenizer
 from torchtitan.components.weights.assets import asset_folder
+from torchtitan.components.weights.sources import base_weights
+from torchtitan.distributed.process_group import on_all_ranks
 from torchtitan.models.pretrained import internal_source
 from torchtitan.protocols import ModelSpec
 from torchtitan.tools.errors import UserError
+from torchtitan.tools.logging import logger
 from torchtitan.trainer import RunModel, Trainer
 
 
@@ -27,6 +33,12 @@ class TeacherConfig:
 
     offload: bool = False
     """Keep its weights in CPU memory between uses; needs FSDP."""
+
+    cache: str = ""
+    """Folder of its likeliest tokens for the data. With `path`, the run only writes it; without, it trains with it."""
+
+    top_k: int = 64
+    """Tokens per position to write; all others are one event."""
 
     def spec(self) -> ModelSpec:
         """Return the teacher's specification. Raise `UserError` if its folder holds no whole model."""
@@ -51,47 +63,100 @@ class DistillationTrainer(Trainer):
         def validate(self) -> None:
             if type(self.chosen_loss) is not DistillationLoss.Config:
                 raise UserError("--module distillation has its own loss (--loss.kind), and takes no other")
-            if (degree := self.parallelism.pipeline_parallel_degree) > 1:
-                option = f"--parallelism.pipeline_parallel_degree {degree}"
-                raise UserError(f"{option} cannot be combined with --module distillation; set it to 1")
+            self.parallelism.require_one("pipeline", user="--module distillation")
 
         def check(self, world_size: int, *, dry_run: bool = False) -> None:
             Trainer.Config.check(self, world_size, dry_run=dry_run)
-            tokenizer = self.tokenizer.build(path=self.hf_assets_path)
-            specs = self.resolve(tokenizer).model_spec, self.teacher.spec()
-            check_same(tokenizer, PretrainedTokenizer.Config().build(path=asset_folder(Path(self.teacher.path))))
-            size, taught = (spec.model.vocab_size for spec in specs)
+            teacher, tokenizer = self.teacher, self.tokenizer.build(path=self.hf_assets_path)
+            if teacher.cache and dry_run:
+                raise UserError("--teacher.cache cannot be combined with a dry run, which reads no data; leave it out")
+            if teacher.cache and not teacher.path:
+                return
+            specs = self.resolve(tokenizer).model_spec, teacher.spec()
+            if not dry_run:  # which has no tokenizer
+                check_same(tokenizer, PretrainedTokenizer.Config().build(path=asset_folder(Path(teacher.path))))
+            size, taught = (int(spec.model.vocab_size or 0) for spec in specs)
             if size != taught and (degree := self.parallelism.tensor_parallel_degree) > 1:
                 raise UserError(
                     f"--parallelism.tensor_parallel_degree {degree} shards both vocabularies alike, but the student's "
                     f"has {size} rows, and the teacher's {taught}; set it to 1"
                 )
+            if teacher.cache:
+                self.parallelism.require_one("tensor", "context", user="writing --teacher.cache")
+                if not 0 < teacher.top_k <= size <= taught:
+                    known = f"the student's vocabulary, {size}, which the teacher's, {taught}, must cover"
+                    raise UserError(f"--teacher.top_k is {teacher.top_k}, but must be from 1 to {known}")
 
     config: Config
     loss: DistillationLoss
     measures_named = ("cross_entropy", "divergence")
 
+    cache: TeacherCache | None = None
+
     def build_models(self) -> dict[str, RunModel]:
-        config = self.config.teacher
+        config, models = self.config.teacher, super().build_models()
+        if config.cache:
+            size, temperature = self.config.model_spec.model.vocab_size, self.loss.config.temperature
+            self.cache = TeacherCache(config.cache, [self.tokenizer.fingerprint, size, temperature])
+        if config.cache and not config.path:
+            return models
         teacher = self.build_other_model(config.spec(), weights=config.path, offloaded=config.offload)
-        return {**super().build_models(), "teacher": teacher}
+        return {**models, "teacher": teacher}
+
+    def train(self) -> None:
+        """Train, or write the cache if there is a teacher too."""
+        if not (self.cache and "teacher" in self.models):
+            return super().train()
+        with contextlib.closing(self.metrics), self.precision.fixed_weights(), self.mixed_precision():
+            self.load_checkpoint()
+            self.write_cache(self.cache)
+
+    def write_cache(self, cache: TeacherCache) -> None:
+        """Write what the cache lacks of the run's steps and of validation."""
+        config, teacher, k = self.config, self.models["teacher"], self.config.teacher.top_k
+        identity = [base_weights(teacher.weights)["digest"], teacher.spec.model.to_dict(), k]
+        self.ranks.broadcast_from_rank0(lambda: cache.claim([*identity, config.training.mixed_precision_param]))
+
+        def head(*outputs: Any, **changes: Any) -> TopTokens:
+            return self.loss.top_tokens(Outputs(*outputs, **changes), config.model_spec.model.vocab_size or 0, k)
+
+        data = [(config.dataloader, config.training.epochs, self.run_length.data_steps(self.total_steps))]
+        data += [(loader, 1, config.validator.steps) for loader in config.validation_dataloaders().values()]
+        for loader_config, epochs, steps in data:
+            with contextlib.closing(self.build_dataloader(loader_config, epochs=epochs)) as loader:
+                n_windows = steps * self.global_batch_size if steps > 0 else loader.n_samples or 0
+                size = n_windows * config.training.seq_len * (8 * k + 4) / 2**20
+                logger.info("%s: at most %d windows, %.1f MiB (0: a stream)", cache.folder, n_windows, size)
+                for batch in itertools.islice(loader, steps * self.gradient_accumulation_steps if steps > 0 else None):
+                    if loader.n_samples is None and on_all_ranks(loader.exhausted):
+                        break
+                    if not on_all_ranks(all(file.exists() for file in cache.files(batch))):
+                        inputs = super().post_dataloading_process(batch)
+                        cache.write(batch, teacher(inputs["input"], inputs.get("attention"), head=head))
+
+    # --- the loss ---------------------------------------------------------------------------------------------------
+
+    def post_dataloading_process(self, batch: Batch) -> Batch:
+        return super().post_dataloading_process({**batch, **self.cache.read(batch)} if self.cache else batch)
 
     def compute_loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the summed loss of a batch, and the number of its valid tokens."""
         inputs, labels_BL, has_grad = (batch["input"], batch.get("attention")), batch["labels"], torch.is_grad_enabled()
         sums: list[Tensor] = []
 
-        # FSDP gathers output weights only while a head runs, so the student runs within the teacher's.
-        def teach(*outputs: Any, **changes: Any) -> Tensor:
-            def learn(*own: Any, **own_changes: Any) -> Tensor:
-                sums.extend(self.loss(Outputs(*own, **own_changes), Outputs(*outputs, **changes), labels_BL))
+        def learn_from(teacher: Outputs | TopTokens) -> Tensor:
+            def learn(*own: Any, **changes: Any) -> Tensor:
+                sums.extend(self.loss(Outputs(*own, **changes), teacher, labels_BL))
                 return sums[0]
 
             with torch.set_grad_enabled(has_grad):
                 self.models["model"](*inputs, head=learn)
             return sums[0].detach()
 
-        self.models["teacher"](*inputs, head=teach)
+        if self.cache:
+            learn_from(TopTokens(batch["ids"], batch["log_probs"]))
+        else:  # FSDP gathers output weights only while a head runs, so the student runs within the teacher's
+            self.models["teacher"](*inputs, head=lambda *outputs, **changes: learn_from(Outputs(*outputs, **changes)))
         n_tokens = (labels_BL != IGNORE_INDEX).sum()
         for name, total in zip(self.measures_named, sums[1:], strict=True):
             self.measure(name, total, n_tokens)

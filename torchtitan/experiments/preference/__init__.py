@@ -2,12 +2,9 @@
 
     --module preference --config dpo|ipo|simpo|kto --hf_assets_path DIR --dataloader.dataset pairs.jsonl
 
-`losses` has the formulas and their sources; `--loss.kind` selects one for pairs. Metrics and validation report the mean
+`torchtitan.components.preference_losses` has the formulas and their sources. Metrics and validation report the mean
 rewards of the chosen and rejected answers (`rewards/chosen`, `rewards/rejected`), their difference (`rewards/margins`),
 the share of pairs whose chosen answer has the higher reward (`rewards/accuracies`), and `kl`: the mean log-ratio of
 reference and model per token of the answers, which estimates the divergence if the reference would write them. KTO
 reports the rewards of desirable and undesirable answers, and its own estimate of the divergence as `kl`.
-
-The reference has the initial weights of the run, or the weights in `--reference.path`, and is not saved in checkpoints.
-`--reference.kind` chooses between a second model, the same model without its adapters, and cached log-probabilities.
 """

@@ -3,13 +3,14 @@
 import dataclasses
 from types import ModuleType
 
-from torchtitan.components.optimizer import Optimizer
+from torchtitan.components.data.finetuning import prompts
+from torchtitan.components.optimizer import Optimizer, ParamGroup
+from torchtitan.components.policy_loss import PolicyLoss
+from torchtitan.components.rollout.rollout import Rollouts
 from torchtitan.models.auto.config_registry import sft
 from torchtitan.models.llama3.config_registry import llama3_debugmodel_sft
-from torchtitan.trainer import Trainer
 
-from .data import PromptRowDataLoader
-from .trainer import RLTrainer, RolloutConfig
+from .trainer import RLTrainer
 
 
 def grpo(hf_assets_path: str, family: ModuleType | None = None) -> RLTrainer.Config:
@@ -18,20 +19,26 @@ def grpo(hf_assets_path: str, family: ModuleType | None = None) -> RLTrainer.Con
     config = sft(hf_assets_path, family)
     training = dataclasses.replace(config.training, local_batch_size=8)
     optimizer = Optimizer.Config(lr=1e-6, weight_decay=0.0)
-    return with_rollouts(dataclasses.replace(config, training=training, optimizer=optimizer))
+    loader = prompts.PromptDataLoader.Config(dataset=[], too_long="error")
+    return RLTrainer.Config.based_on(config, dataloader=loader, training=training, optimizer=optimizer)
+
+
+def ppo(hf_assets_path: str, family: ModuleType | None = None) -> RLTrainer.Config:
+    """As `grpo`, with proximal policy optimization: a value head on the policy, in place of groups."""
+    config = grpo(hf_assets_path, family)
+    config.policy = PolicyLoss.Config(method="ppo")
+    # Adam moves each weight of the head by its learning rate, and the head begins at 0.
+    config.optimizer.param_groups["value"] = ParamGroup(pattern=r"^value\.", lr=1e-4, weight_decay=0.0)
+    return config
 
 
 def rl_debugmodel() -> RLTrainer.Config:
     """Train the small Llama 3, from random weights, to write 20 characters in reply to the built-in conversations."""
-    config = with_rollouts(llama3_debugmodel_sft())
-    config.dataloader = PromptRowDataLoader.Config(dataset=["chats"], format=f"{__package__}.data:first_message")
-    config.rollout = RolloutConfig(group_size=4, max_new_tokens=16)
-    config.rewards = ["length=20"]
-    config.training = dataclasses.replace(config.training, steps=20)
-    return config
-
-
-def with_rollouts(config: Trainer.Config) -> RLTrainer.Config:
-    """Return `config` for rollouts from user-supplied prompts."""
-    sections = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    return RLTrainer.Config(**{**sections, "dataloader": PromptRowDataLoader.Config(dataset=[], too_long="error")})
+    config = llama3_debugmodel_sft()
+    return RLTrainer.Config.based_on(
+        config,
+        dataloader=prompts.PromptDataLoader.Config(dataset=["chats"], format=f"{prompts.__name__}:first_message"),
+        rollout=Rollouts.Config(group_size=4, max_new_tokens=16),
+        rewards=["length=20"],
+        training=dataclasses.replace(config.training, steps=20),
+    )

@@ -119,17 +119,8 @@ class ParallelBlock(PreNormBlock):
     """Both parts take the same normalized residual stream, and are added together (GPT-J, Cohere). With
     `separate_norms`, each has its own norm (GPT-NeoX)."""
 
-    def __init__(
-        self,
-        attention: nn.Module,
-        feed_forward: nn.Module,
-        *,
-        dim: int,
-        norm: NormFactory,
-        multiplier: float = 1.0,
-        separate_norms: bool = False,
-    ):
-        super().__init__(attention, feed_forward, dim=dim, norm=norm, multiplier=multiplier)
+    def __init__(self, *parts: nn.Module, separate_norms: bool = False, **options: Any):
+        super().__init__(*parts, **options)
         if not separate_norms:
             self.ffn_norm = None
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan.models.common.attention import GroupedQueryAttention, with_kernel
@@ -18,7 +19,7 @@ from torchtitan.protocols.initializer import TruncatedNormal, with_initializers
 from torchtitan.protocols.model import BaseModel, count_elements, effective_weight
 from torchtitan.protocols.output_head import UNCHANGED, Head, LogitTransform, compute_logits
 from torchtitan.protocols.sharding import ShardingPlan
-from torchtitan.tools.errors import UserError
+from torchtitan.tools.errors import UserError, require
 
 MOST_LAYERS = 2_000
 
@@ -119,15 +120,13 @@ class Decoder(BaseModel):
             """Raise `UserError` for the first of these fields that is neither None nor above 0."""
             for name in names:
                 value = getattr(self, name)
-                if value is not None and not 0 < value < math.inf:
-                    raise UserError(f"--model.{name} is {value}, but must be above 0")
+                require(value is None or 0 < value < math.inf, f"--model.{name}", value, "above 0")
 
         def check_sizes(self, most: int, *names: str) -> None:
             """Raise `UserError` for the first of these fields that is neither None nor from 1 to `most`."""
             for name in names:
                 size = getattr(self, name)
-                if not (size is None or 1 <= size <= most):
-                    raise UserError(f"--model.{name} is {size}, but must be from 1 to {most}")
+                require(size is None or 1 <= size <= most, f"--model.{name}", size, f"from 1 to {most}")
 
         def validate(self) -> None:
             for name, most in _MOST.items():
@@ -173,8 +172,9 @@ class Decoder(BaseModel):
         # A dictionary, so that layers keep their names if a pipeline stage drops others.
         self.layers = nn.ModuleDict({str(index): self.make_block(index) for index in range(config.n_layers)})
         output = None
-        if not config.tie_embeddings:
-            output = init(nn.Linear(config.dim, config.vocab_size, bias=False), weight=self.output_init())
+        if config.scores or not config.tie_embeddings:
+            width = 1 if config.scores else config.vocab_size
+            output = init(nn.Linear(config.dim, width, bias=False), weight=self.output_init())
         self.head: OutputHead | None = OutputHead(self.make_norm(config.dim), output, self.logit_transform())
         self.is_compiled = False
         """True if blocks are compiled, so that attention needs kernels with constant shapes."""
@@ -340,8 +340,8 @@ class Decoder(BaseModel):
         assert self.tok_embeddings is not None, "asked of a whole model, not of a pipeline stage"
         scores = [self.score_flops(int(index), seq_len) for index in self.layers]
         behind = [module for module in self.children() if module not in (self.tok_embeddings, self.layers)]
-        output: Any = self.tok_embeddings if self.config.tie_embeddings else getattr(self.head, "output", None)
-        head = [output] * (self.config.tie_embeddings + len(self.layers) - self.config.n_layers)
+        output: Any = getattr(self.head, "output", None) or self.tok_embeddings
+        head = [output] * ((output is self.tok_embeddings) + len(self.layers) - self.config.n_layers)
         parts = [*zip(self.layers.values(), scores, strict=True), *((module, 0) for module in (*behind, *head))]
         has_gradient = any(parameter.requires_grad for parameter in self.tok_embeddings.parameters())
         flops = 0.0
@@ -372,6 +372,8 @@ class OutputHead(nn.Module):
     def forward(self, hidden_BLD: Tensor, tied_VD: Tensor | None, head: Head, **head_inputs: Any) -> Tensor:
         """Return `head(normalized hidden states, output weights, …)`; `tied_VD` are the weights of a tied embedding."""
         weight_VD = tied_VD if self.output is None else effective_weight(self.output)
-        if self.transform != UNCHANGED:
+        if weight_VD is not None and (len(weight_VD) == 1) != (head is F.linear):
+            raise UserError(f"the model is {'no' if head is F.linear else 'a'} reward model; choose another model")
+        if self.transform != UNCHANGED and head is not F.linear:
             head_inputs["transform"] = self.transform
         return head(self.norm(hidden_BLD), weight_VD, **head_inputs)

@@ -199,11 +199,9 @@ _SIZES = (
 DELTA_NET_KEYS = {name: name for name in ("layer_types", *_SIZES)}
 """`ModelType.keys` of gated delta nets."""
 
-_NAMES = {
-    **{f"in_{name}.weight": f"in_proj_{name}.weight" for name in ("qkv", "z", "a", "b")},
-    **{"conv.weight": "conv1d.weight", "norm.weight": "norm.weight", "out.weight": "out_proj.weight"},
-    **{"A_log": "A_log", "dt_bias": "dt_bias"},
-}
+_NAMES = {f"in_{name}.weight": f"in_proj_{name}.weight" for name in ("qkv", "z", "a", "b")}
+_NAMES |= {"conv.weight": "conv1d.weight", "norm.weight": "norm.weight", "out.weight": "out_proj.weight"}
+_NAMES |= {"A_log": "A_log", "dt_bias": "dt_bias"}
 
 DELTA_NET_ROWS = tuple(
     KeyMapping(f"layers.*.attention.{ours}", f"model.layers.*.linear_attn.{theirs}") for ours, theirs in _NAMES.items()

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -37,30 +38,18 @@ class GatedFeedForward(nn.Module):
         self.activation = activation
         self.w1 = make_linear(dim, hidden_dim, init_std, bias=bias)
         self.w2 = make_linear(hidden_dim, dim, out_init_std, bias=bias)
-        self.w3 = make_linear(dim, hidden_dim, out_init_std, bias=bias)
+        self.w3: Any = make_linear(dim, hidden_dim, out_init_std, bias=bias)
 
     def forward(self, x_BLD: Tensor) -> Tensor:
         """(B, L, dim) → (B, L, dim)."""
         return self.w2(self.activation(self.w1(x_BLD)) * self.w3(x_BLD))
 
 
-class FeedForward(nn.Module):
+class FeedForward(GatedFeedForward):
     """`w2(activation(w1 x))`, the plain network of GPT and StarCoder. `w3` is None, for the plan of gated networks."""
 
-    def __init__(
-        self,
-        *,
-        dim: int,
-        hidden_dim: int,
-        activation: Activation = gelu_tanh,
-        bias: bool = True,
-        init_std: float,
-        out_init_std: float,
-    ):
-        super().__init__()
-        self.activation = activation
-        self.w1 = make_linear(dim, hidden_dim, init_std, bias=bias)
-        self.w2 = make_linear(hidden_dim, dim, out_init_std, bias=bias)
+    def __init__(self, *, activation: Activation = gelu_tanh, bias: bool = True, **sizes: Any):
+        super().__init__(activation=activation, bias=bias, **sizes)
         self.w3 = None
 
     def forward(self, x_BLD: Tensor) -> Tensor:

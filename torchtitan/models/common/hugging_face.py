@@ -85,11 +85,11 @@ def module_rows(our: str, their: str, names: Mapping[str, str]) -> tuple[KeyMapp
     return tuple(KeyMapping(f"{our}.{o}.{k}", f"{their}.{t}.{k}") for o, t in names.items() for k in ("weight", "bias"))
 
 
-def attention_rows(theirs: str = "self_attn") -> tuple[KeyMapping, ...]:
+def attention_rows() -> tuple[KeyMapping, ...]:
     """Return the rows of grouped-query attention with all its options."""
     projections = {"wq": "q_proj", "wk": "k_proj", "wv": "v_proj", "wo": "o_proj"}
     norms = {"q_norm": "q_norm", "k_norm": "k_norm", "q_wide_norm": "q_norm", "k_wide_norm": "k_norm"}
-    return module_rows("layers.*.attention", f"model.layers.*.{theirs}", projections | norms)
+    return module_rows("layers.*.attention", "model.layers.*.self_attn", projections | norms)
 
 
 def interleaved(rows: Sequence[KeyMapping], config: Decoder.Config) -> list[KeyMapping]:
@@ -149,7 +149,19 @@ SANDWICH_ROWS = (
 DENSE_ROWS = dense_rows(attention_norm="input_layernorm", ffn_norm="post_attention_layernorm")
 """Names of weights as in Llama."""
 
+
+def replaced(rows: Sequence[KeyMapping], *others: KeyMapping) -> tuple[KeyMapping, ...]:
+    """Return `rows` with `others` in place of the rows of the same tensors."""
+
+    def tensors(row: KeyMapping) -> set[str]:
+        return {row.internal} if isinstance(row.internal, str) else {*row.internal}
+
+    theirs = set().union(*map(tensors, others))
+    return (*(row for row in rows if theirs.isdisjoint(tensors(row))), *others)
+
+
 _HEAD = KeyMapping("head.output.weight", "lm_head.weight")
+_SCORE_HEAD, _CLASSIFIER = KeyMapping("head.output.weight", "score.weight"), "ForSequenceClassification"
 
 _OPTIONAL = {"layer_types", "no_rope_layers", "rope_parameters"}
 """Keys of which transformers does not distinguish null from absence."""
@@ -199,7 +211,7 @@ _DROPOUTS = ("attention_dropout", "resid_pdrop", "embd_pdrop")
 _WITHOUT_EFFECT = {
     *("architectures", "_name_or_path", "transformers_version", "initializer_range", "auto_map"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "use_cache", "cache_implementation"),
-    *("chunk_size_feed_forward", "id2label", "label2id", "is_encoder_decoder", "problem_type"),
+    *("chunk_size_feed_forward", "id2label", "label2id", "num_labels", "is_encoder_decoder", "problem_type"),
     *("pretraining_tp", "return_dict", "output_attentions", "output_hidden_states", "_attn_implementation"),
     *("output_router_logits", "router_aux_loss_coef", "aux_loss_alpha", "seq_aux", "ep_size"),
     *("num_nextn_predict_layers", "num_mtp_layers"),
@@ -226,11 +238,11 @@ def dense_format(model_types: Mapping[str, ModelType], *, without: tuple[str, ..
 
 def _written_type(model_types: Mapping[str, ModelType], config: Decoder.Config) -> str:
     """Return the type that a model is written as. Raise `UserError` if there is none."""
-    for name, kind in model_types.items():
-        known = {field_name.partition(".")[0] for field_name in (*_keys_of(kind).values(), *kind.ropes)}
+    for model_type, kind in model_types.items():
         if kind.config is type(config) and kind.write(config) is not None:
-            if kind.config(**{field_name: getattr(config, field_name) for field_name in known}) == config:
-                return name
+            known = [*_keys_of(kind).values(), *kind.ropes, "scores"]
+            if kind.config(**_nested(kind.config, {name: attrgetter(name)(config) for name in known})) == config:
+                return model_type
     raise UserError(f"no model_type of config.json ({', '.join(model_types)}) can describe this model: {config}")
 
 
@@ -255,11 +267,11 @@ def _adapter_of(rows: Sequence[KeyMapping], config: Decoder.Config) -> StateDict
     specs = model_tensor_specs(dataclasses.replace(config, vocab_size=config.vocab_size or 1))
     n_layers = len({name.split(".")[1] for name in specs if name.startswith("layers.")})
     embedding, output = "model.embed_tokens.weight", "lm_head.weight"
-    tied = {output: embedding} if config.tie_embeddings else {}
+    tied = {output: embedding} if config.tie_embeddings and not config.scores else {}
     copies = {"embed_tokens": embedding, "shared_head.head": tied.get(output, output)}
     tied |= {f"model.layers.{i}.{k}.weight": copies[k] for i in range(config.n_layers, n_layers) for k in copies}
     return _Adapter(
-        [*rows, _HEAD],
+        [*rows, _SCORE_HEAD if config.scores else _HEAD],
         n_layers=n_layers,
         only=specs,
         ignored=["model.layers.*.self_attn.rotary_emb.inv_freq"],
@@ -315,6 +327,9 @@ def _from_config_json(model_types: Mapping[str, ModelType], document: Mapping[st
         check_sections(reader, sections)
     for name, section in kind.ropes.items():
         values[name] = read_rope(reader, rotates_part="partial_rotary_factor" in kind.defaults, layer_type=section)
+    values["scores"] = _CLASSIFIER in str(document.get("architectures"))
+    if values["scores"] and (n := len(reader.section("id2label").values) or document.get("num_labels", 2)) != 1:
+        raise UserError(f"config.json: num_labels is {n}, but a reward model has 1")
     config = kind.config(**_nested(kind.config, values))
     try:
         config.validate()
@@ -354,12 +369,9 @@ def _read_field(reader: ConfigReader, key: str, declared: Any) -> Any:
     if value is None and (is_optional or key == "num_key_value_heads"):
         return None
     (plain,) = [item for item in types if item is not NoneType] if is_optional else [declared]
-    if plain is bool:
-        return reader.flag(key)
-    if plain is int:
-        return reader.whole_number(key)
-    if plain is float:
-        return reader.number(key)
+    readers: dict[Any, Callable[[str], Any]] = {bool: reader.flag, int: reader.whole_number, float: reader.number}
+    if plain in readers:
+        return readers[plain](key)
     if not fits(value, plain, quoted=False):
         raise reader.wrong(key, value, describe(plain))
     return _shortest_period(reader, key, cast(list[Any], value)) if get_origin(plain) is list else value
@@ -392,6 +404,9 @@ def _to_config_json(model_types: Mapping[str, ModelType], config: Decoder.Config
     else:
         written_ropes = {s: write_rope_section(getattr(config, n), config.max_seq_len) for n, s in kind.ropes.items()}
         rope = {"rope_parameters": written_ropes}
+    if config.scores:
+        ending = ("Text" if model_type.endswith("_text") else "") + _CLASSIFIER
+        written |= {"architectures": [kind.architecture.replace("ForCausalLM", ending)], "num_labels": 1}
     return {
         "architectures": [kind.architecture],
         "model_type": model_type,

@@ -46,14 +46,12 @@ def check_sections(reader: ConfigReader, names: Collection[str]) -> None:
 
 
 def read_rope(reader: ConfigReader, *, rotates_part: bool, layer_type: str | None = None) -> RoPEConfig:
-    """Return the RoPE of a config.json.
+    """Return the RoPE of a config.json. Raise `UserError` if the keys contradict each other, or ask for something
+    unsupported.
 
     Args:
         rotates_part: the model type supports `partial_rotary_factor`, which proportional RoPE always does.
         layer_type: its section of `rope_parameters`; None: there are no sections.
-
-    Raises:
-        UserError: if the keys contradict each other, or ask for something unsupported.
     """
     given = [key for key in ("rope_scaling", "rope_parameters") if reader.section(key).values]
     sections = [reader.section(key) for key in given or ["rope_scaling"]]

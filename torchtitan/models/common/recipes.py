@@ -1,7 +1,9 @@
 """Training configurations shared by families; a family's `config_registry.py` supplies models and numbers."""
 
 import dataclasses
-from typing import TypeVar
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
 
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.data.dataloader import PretrainDataLoader
@@ -12,7 +14,9 @@ from torchtitan.components.optimizer import Optimizer
 from torchtitan.components.peft import LoRA
 from torchtitan.components.validate import Validator
 from torchtitan.config import ActivationCheckpointConfig, TrainingConfig
-from torchtitan.models.common.moe.layer import MoEConfig, PenaltyConfig, SigmoidMoEConfig
+from torchtitan.models.common.moe.balance import PenaltyConfig
+from torchtitan.models.common.moe.layer import MoEConfig, SigmoidMoEConfig
+from torchtitan.models.families import Family
 from torchtitan.protocols import ModelSpec
 from torchtitan.trainer import Trainer
 
@@ -58,6 +62,26 @@ def large_run(
     )
 
 
+def small(family: Family, flavor: str) -> Callable[[], Trainer.Config]:
+    """Return a configuration function for `config_registry.py`: a `small_run` of a flavor."""
+    return _configuration(family, flavor, small_run)
+
+
+def published(family: Family, flavor: str, assets: str, **options: Any) -> Callable[[], Trainer.Config]:
+    """Return a configuration function for `config_registry.py`: a `large_run` of a flavor with these `options`, and the
+    tokenizer in ./assets/hf/`assets`."""
+    return _configuration(family, flavor, partial(large_run, assets=f"./assets/hf/{assets}", **options))
+
+
+def _configuration(family: Family, flavor: str, run: Callable[..., Trainer.Config]) -> Callable[[], Trainer.Config]:
+    def configuration() -> Trainer.Config:
+        config = run(family.registry(flavor))
+        return balanced(config) if hasattr(config.model_spec.model, "moe") else config
+
+    configuration.__module__ = f"{family.module}.config_registry"
+    return configuration
+
+
 def balanced(config: Trainer.Config) -> Trainer.Config:
     """Return `config` for training a model with experts from its beginning: its router's bias or an auxiliary loss
     balances them. A short run needs more than DeepSeek-V3's rate of 0.001 and Switch's weight of 0.01."""
@@ -92,7 +116,7 @@ def for_conversations(config: Trainer.Config) -> Trainer.Config:
     )
 
 
-def with_adapters(config: Trainer.Config, adapters: LoRA.Config, lr: float = 2e-4) -> Trainer.Config:
+def with_adapters(config: ConfigT, adapters: LoRA.Config, lr: float = 2e-4) -> ConfigT:
     """Return `config` for training adapters only, without weight decay, which would pull the adapted weights back to
     the original ones. Checkpoints for resuming contain only the adapters."""
     return dataclasses.replace(

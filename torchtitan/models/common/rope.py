@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from torchtitan.tools.errors import UserError
+from torchtitan.tools.errors import UserError, require
 
 Scaling = Literal["llama3", "linear", "dynamic", "yarn", "yarn_untruncated", "longrope", "proportional"]
 
@@ -74,18 +74,16 @@ class RoPEConfig:
                 f"--model.rope.high_freq_factor {self.high_freq_factor} must be at least "
                 f"low_freq_factor {self.low_freq_factor}, and both finite and above 0"
             )
-        if not 1 <= self.original_max_seq_len <= 2**32:
-            raise UserError(
-                f"--model.rope.original_max_seq_len is {self.original_max_seq_len}, but must be from 1 to {2**32}"
-            )
+        length = self.original_max_seq_len
+        require(1 <= length <= 2**32, "--model.rope.original_max_seq_len", length, f"from 1 to {2**32}")
         rotated = self.rotated_dim(head_dim)
         if not (0 < self.rotated_fraction <= 1 and rotated >= 2 and rotated % 2 == 0):
             raise UserError(
                 f"--model.rope.rotated_fraction {self.rotated_fraction} must give an even number from 2 to the head "
                 f"width {head_dim}, not {rotated}"
             )
-        if self.attention_factor is not None and not 0 < self.attention_factor < math.inf:
-            raise UserError(f"--model.rope.attention_factor is {self.attention_factor}, but must be above 0")
+        factor = self.attention_factor
+        require(factor is None or 0 < factor < math.inf, "--model.rope.attention_factor", factor, "above 0")
         if self.scaling == "longrope":
             for name in ("short_factors", "long_factors"):
                 factors = getattr(self, name) or []

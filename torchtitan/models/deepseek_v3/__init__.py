@@ -8,15 +8,14 @@ from torchtitan.models.common.moe.layer import SigmoidMoEConfig
 from torchtitan.models.common.moe.rows import MOE_SHARDING
 from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.models.deepseek_v3.model import FORMAT, DeepSeekModel
-from torchtitan.models.families import SMALL, Family
+from torchtitan.models.families import SMALL, Family, of_sizes
 
 
 def _published(kind: str, sizes: Sequence[int], factor: float, mscale: float, fast: float = 32.0, **keys: Any) -> Any:
-    """Return the model of a published config.json; other keys have transformers' defaults, which are DeepSeek-V3's."""
-    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+    """Return the model of a published config.json, whose other keys are DeepSeek-V3's."""
     yarn = {"type": "yarn", "factor": factor, "original_max_position_embeddings": 4096, "beta_fast": fast}
-    keys |= {"max_position_embeddings": 4096 * int(factor), "model_type": kind, **dict(zip(names, sizes, strict=True))}
-    return FORMAT.from_external({**keys, "rope_scaling": {**yarn, "mscale": mscale, "mscale_all_dim": mscale}})
+    keys["rope_scaling"] = {**yarn, "mscale": mscale, "mscale_all_dim": mscale}
+    return of_sizes(FORMAT, kind, *sizes, max_seq_len=4096 * int(factor), **keys)
 
 
 _LITE: Any = {"num_experts_per_tok": 6, "first_k_dense_replace": 1, "moe_intermediate_size": 1408}

@@ -13,13 +13,13 @@ from torchtitan.models.common.config_reader import ConfigReader
 from torchtitan.models.common.hugging_face_rope import write_rope
 from torchtitan.models.common.latent_attention import LatentAttention
 from torchtitan.models.common.moe import rows
-from torchtitan.models.common.moe.decoder import MoEDecoder, SigmoidExpertLayers
+from torchtitan.models.common.moe.decoder import MoEDecoder
 from torchtitan.models.common.moe.layer import SigmoidMoEConfig
 from torchtitan.protocols.output_head import Head, with_further_tokens
 from torchtitan.tools.errors import UserError
 
 
-class DeepSeekModel(SigmoidExpertLayers, MoEDecoder):
+class DeepSeekModel(MoEDecoder):
     """A decoder with latent attention, and experts in all but the first layers."""
 
     @dataclass(kw_only=True, slots=True)
@@ -130,7 +130,7 @@ _WIDTHS = {"q_lora_rank": 1536, "kv_lora_rank": 512, "v_head_dim": 128, "partial
 _V3 = hf.ModelType(
     architecture="DeepseekV3ForCausalLM",
     config=DeepSeekModel.Config,
-    rows=lambda config: (*_DENSE, *rows.shared_rows("shared_experts"), *rows.expert_rows(config.moe.n_experts)),
+    rows=rows.expert_rows(_DENSE, shared="shared_experts"),
     keys={**_KEYS, "rope_interleave": "rope_interleave", "num_nextn_predict_layers": "n_mtp_modules"},
     defaults={
         **{"n_routed_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "n_group": 8},

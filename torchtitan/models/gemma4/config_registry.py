@@ -1,15 +1,7 @@
 """Training configurations of Gemma 4: `--module gemma4 --config debugmodel`."""
 
-from torchtitan.models.common.recipes import large_run, small_run
-from torchtitan.models.gemma4 import model_registry
-from torchtitan.trainer import Trainer
+from torchtitan.models.common.recipes import published, small
+from torchtitan.models.gemma4 import FAMILY
 
-
-def gemma4_debugmodel() -> Trainer.Config:
-    """A small Gemma 4 on the built-in stories: about a minute on two CPU cores, no network."""
-    return small_run(model_registry("debugmodel"))
-
-
-def gemma4_12b() -> Trainer.Config:
-    """The text model of Gemma 4 12B."""
-    return large_run(model_registry("12B"), "./assets/hf/gemma-4-12B", lr=3e-4, local_batch_size=2)
+gemma4_debugmodel = small(FAMILY, "debugmodel")
+gemma4_12b = published(FAMILY, "12B", "gemma-4-12B", lr=3e-4, local_batch_size=2)

@@ -8,13 +8,12 @@ from torch import nn
 from torchtitan.models.common.blocks import SandwichBlock
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.hugging_face import (
-    EMBEDDING,
     FUSED_GATE_UP,
     ModelType,
-    attention_rows,
     dense_format,
+    dense_rows,
     interleaved,
-    norm_rows,
+    replaced,
 )
 from torchtitan.protocols.state_dict_adapter import KeyMapping
 
@@ -40,15 +39,12 @@ class GLM4Model(GLMModel):
         return super().make_block(index, kind=SandwichBlock, **options)
 
 
+_NORMS = {"attention_norm": "input_layernorm", "attention_post_norm": "post_self_attn_layernorm"}
+_NORMS |= {"ffn_norm": "post_attention_layernorm", "ffn_post_norm": "post_mlp_layernorm"}
+
+
 def _rows(config: GLMModel.Config) -> list[KeyMapping]:
-    down = KeyMapping("layers.*.feed_forward.w2.weight", "model.layers.*.mlp.down_proj.weight")
-    norms = norm_rows(
-        attention_norm="input_layernorm",
-        attention_post_norm="post_self_attn_layernorm",
-        ffn_norm="post_attention_layernorm",
-        ffn_post_norm="post_mlp_layernorm",
-    )
-    return [EMBEDDING, *interleaved(attention_rows(), config), FUSED_GATE_UP, down, *norms]
+    return interleaved(replaced(dense_rows(**_NORMS), FUSED_GATE_UP), config)
 
 
 _SHARED: dict[str, Any] = {

@@ -7,11 +7,11 @@ from torch import nn
 
 from torchtitan.models.common.hugging_face import DENSE_ROWS, ModelType, dense_format
 from torchtitan.models.common.moe import rows
-from torchtitan.models.common.moe.decoder import MoEDecoder, SigmoidExpertLayers
+from torchtitan.models.common.moe.decoder import MoEDecoder
 from torchtitan.models.common.moe.layer import SigmoidMoEConfig
 
 
-class GLM4MoeModel(SigmoidExpertLayers, MoEDecoder):
+class GLM4MoeModel(MoEDecoder):
     """A decoder with experts in all but the first layers; half of each head is rotated."""
 
     @dataclass(kw_only=True, slots=True)
@@ -32,14 +32,12 @@ class GLM4MoeModel(SigmoidExpertLayers, MoEDecoder):
         return super().make_attention(index, biases=biases, qk_norm=norm, **options)
 
 
-_DENSE = (*DENSE_ROWS, *rows.shared_rows("shared_experts"))
-
 FORMAT = dense_format(
     {
         "glm4_moe": ModelType(
             architecture="Glm4MoeForCausalLM",
             config=GLM4MoeModel.Config,
-            rows=lambda config: (*_DENSE, *rows.expert_rows(config.moe.n_experts)),
+            rows=rows.expert_rows(DENSE_ROWS, shared="shared_experts"),
             keys={**rows.SIGMOID_KEYS, **{name: name for name in ("attention_bias", "use_qk_norm")}},
             fixed={"scoring_func": "sigmoid"},
             defaults={

@@ -1,11 +1,10 @@
 """gpt-oss (arXiv:2508.10925), and its Hugging Face format."""
 
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 from torchtitan.models.common.config_reader import ConfigReader
-from torchtitan.models.common.hugging_face import DENSE_ROWS, ModelType, dense_format, write_if
+from torchtitan.models.common.hugging_face import DENSE_ROWS, ModelType, dense_format
 from torchtitan.models.common.hugging_face_rope import write_rope_section
 from torchtitan.models.common.layer_types import WINDOW_KEYS
 from torchtitan.models.common.moe.decoder import MoEDecoder
@@ -19,9 +18,7 @@ class GptOssModel(MoEDecoder):
 
     has_sinks = True
     make_experts = staticmethod(partial(RoutedExperts, activation=clamped_swiglu, bias=True))
-
-    def router_parts(self) -> Mapping[str, Any]:
-        return {**super().router_parts(), "bias": True}
+    router_options = {"bias": True}
 
 
 _SINKS = KeyMapping("layers.*.attention.sinks.scores", "model.layers.*.self_attn.sinks")
@@ -51,9 +48,6 @@ _TYPE = ModelType(
     },
     ignored=("experts_per_token", "initial_context_length"),
     prepare=_prepare,
-    write=write_if(
-        lambda config: config.moe.ffn_dim is None and config.moe.layer_types == ["sparse"],
-        lambda config: {"rope_parameters": write_rope_section(config.rope, config.max_seq_len)},  # also if unscaled
-    ),
+    write=lambda config: {"rope_parameters": write_rope_section(config.rope, config.max_seq_len)},  # also if unscaled
 )
 FORMAT = dense_format({"gpt_oss": _TYPE})

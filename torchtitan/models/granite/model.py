@@ -7,15 +7,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from torchtitan.models.common.decoder import Decoder
-from torchtitan.models.common.hugging_face import (
-    DENSE_ROWS,
-    EMBEDDING,
-    FUSED_GATE_UP,
-    ModelType,
-    attention_rows,
-    dense_format,
-    norm_rows,
-)
+from torchtitan.models.common.hugging_face import DENSE_ROWS, FUSED_GATE_UP, ModelType, dense_format, replaced
 from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.protocols.initializer import TruncatedNormal
 from torchtitan.protocols.output_head import LogitTransform
@@ -111,12 +103,10 @@ def _prepare_dense(document: dict[str, Any]) -> dict[str, Any]:
 
 _KEYS = {name: name for name in ("attention_bias", *_MULTIPLIERS)}
 
-_DENSE_ROWS = (
-    EMBEDDING,
-    *attention_rows(),
+_ROWS = replaced(
+    DENSE_ROWS,
     dataclasses.replace(FUSED_GATE_UP, external="model.layers.*.shared_mlp.input_linear.weight"),
     KeyMapping("layers.*.feed_forward.w2.weight", "model.layers.*.shared_mlp.output_linear.weight"),
-    *norm_rows(attention_norm="input_layernorm", ffn_norm="post_attention_layernorm"),
 )
 
 _OF_OTHER_LAYERS = (
@@ -136,12 +126,8 @@ FORMAT = dense_format(
         "granitemoehybrid": ModelType(
             architecture="GraniteMoeHybridForCausalLM",
             config=Granite4Model.Config,
-            rows=_DENSE_ROWS,
-            keys={
-                **_KEYS,
-                "shared_intermediate_size": "ffn_dim",
-                "position_embedding_type": "position_embedding_type",
-            },
+            rows=_ROWS,
+            keys={**_KEYS, "shared_intermediate_size": "ffn_dim", "position_embedding_type": "position_embedding_type"},
             fixed={"num_local_experts": 0},
             ignored=_OF_OTHER_LAYERS,
             prepare=_prepare_dense,

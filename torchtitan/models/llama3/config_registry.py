@@ -8,8 +8,8 @@ from torchtitan.components.quantization.float8 import Float8LinearConverter
 from torchtitan.components.quantization.qat import QAT
 from torchtitan.components.tokenizer import PretrainedTokenizer
 from torchtitan.config import CompileConfig
-from torchtitan.models.common.recipes import for_conversations, large_run, small_run, with_adapters
-from torchtitan.models.llama3 import model_registry
+from torchtitan.models.common.recipes import for_conversations, published, small_run, with_adapters
+from torchtitan.models.llama3 import FAMILY, model_registry
 from torchtitan.trainer import Trainer
 
 
@@ -60,19 +60,12 @@ def llama3_debugmodel_qlora() -> Trainer.Config:
     return _small_adapters(QLoRA.Config())
 
 
-def llama3_1b() -> Trainer.Config:
-    """Llama 3.2 1B."""
-    return _published("1B", "Llama-3.2-1B", lr=4e-4, local_batch_size=4)
-
-
-def llama3_3b() -> Trainer.Config:
-    """Llama 3.2 3B."""
-    return _published("3B", "Llama-3.2-3B", lr=4e-4, local_batch_size=2)
-
-
-def llama3_8b() -> Trainer.Config:
-    """Llama 3.1 8B."""
-    return _published("8B", "Llama-3.1-8B", lr=3e-4, local_batch_size=2)
+# Learning rates of 8B and above are from arXiv:2407.21783, table 3.
+llama3_1b = published(FAMILY, "1B", "Llama-3.2-1B", lr=4e-4, local_batch_size=4)
+llama3_3b = published(FAMILY, "3B", "Llama-3.2-3B", lr=4e-4, local_batch_size=2)
+llama3_8b = published(FAMILY, "8B", "Llama-3.1-8B", lr=3e-4, local_batch_size=2)
+llama3_70b = published(FAMILY, "70B", "Llama-3.1-70B", lr=1.5e-4, local_batch_size=1)
+llama3_405b = published(FAMILY, "405B", "Llama-3.1-405B", lr=8e-5, local_batch_size=1)
 
 
 def llama3_8b_float8() -> Trainer.Config:
@@ -83,16 +76,6 @@ def llama3_8b_float8() -> Trainer.Config:
         # Without compilation, casts are not fused and cost more than the matrix products save.
         compile=CompileConfig(enable=True),
     )
-
-
-def llama3_70b() -> Trainer.Config:
-    """Llama 3.1 70B."""
-    return _published("70B", "Llama-3.1-70B", lr=1.5e-4, local_batch_size=1)
-
-
-def llama3_405b() -> Trainer.Config:
-    """Llama 3.1 405B."""
-    return _published("405B", "Llama-3.1-405B", lr=8e-5, local_batch_size=1)
 
 
 def llama3_8b_lora() -> Trainer.Config:
@@ -107,7 +90,7 @@ def llama3_8b_qlora() -> Trainer.Config:
 
 def llama3_8b_sft() -> Trainer.Config:
     """Llama 3.1 8B Instruct on conversations or instructions: `--dataloader.dataset my.jsonl`."""
-    return for_conversations(_published("8B", "Llama-3.1-8B-Instruct", lr=2e-5, local_batch_size=2))
+    return for_conversations(published(FAMILY, "8B", "Llama-3.1-8B-Instruct", lr=2e-5, local_batch_size=2)())
 
 
 def _small_adapters(adapters: LoRA.Config) -> Trainer.Config:
@@ -116,8 +99,3 @@ def _small_adapters(adapters: LoRA.Config) -> Trainer.Config:
     config.tokenizer = PretrainedTokenizer.Config()
     config.dataloader = SFTDataLoader.Config(dataset=["chats"], chat_template="alpaca")
     return config
-
-
-def _published(flavor: str, assets: str, *, lr: float, local_batch_size: int) -> Trainer.Config:
-    """Configure a published flavor. Learning rates of 8B and above are from arXiv:2407.21783, table 3."""
-    return large_run(model_registry(flavor), f"./assets/hf/{assets}", lr=lr, local_batch_size=local_batch_size)

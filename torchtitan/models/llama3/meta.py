@@ -19,14 +19,10 @@ from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
 
 _SAME = (
-    "layers.*.attention_norm.weight",
-    "layers.*.attention.wv.weight",
-    "layers.*.attention.wo.weight",
-    "layers.*.ffn_norm.weight",
-    "layers.*.feed_forward.w1.weight",
-    "layers.*.feed_forward.w3.weight",
-    "layers.*.feed_forward.w2.weight",
+    *("attention_norm", "attention.wv", "attention.wo"),
+    *("ffn_norm", "feed_forward.w1", "feed_forward.w3", "feed_forward.w2"),
 )
+"""Modules of a layer with the same names and rows in both formats."""
 
 _EXTRA = "torchtitan"
 """Our own key of params.json, for facts that Meta's keys cannot express; Meta's reader ignores unknown keys."""
@@ -54,7 +50,7 @@ def adapter(config: Llama3Model.Config) -> StateDictAdapter:
             *ends,
             KeyMapping("head.norm.weight", "norm.weight"),
             *(KeyMapping(name, name, permutation) for name in projections),
-            *(KeyMapping(name, name) for name in _SAME),
+            *(KeyMapping(name, name) for name in (f"layers.*.{module}.weight" for module in _SAME)),
         ],
         n_layers=config.n_layers,
         ignored=["rope.freqs"],
@@ -92,17 +88,14 @@ def from_params_json(document: Mapping[str, Any]) -> Llama3Model.Config:
     config.validate()
     if "rope_theta" not in document and "max_seq_len" not in extra.values:
         logger.warning(
-            "params.json: no rope_theta, as in Llama 1 and 2: the base %g and a context of %d are assumed "
-            "(--model.max_seq_len)",
-            config.rope.theta,
-            config.max_seq_len,
+            f"params.json: no rope_theta, as in Llama 1 and 2: the base {config.rope.theta:g} and a context of "
+            f"{config.max_seq_len} are assumed (--model.max_seq_len)"
         )
     if config.rope.scaling_factor != 1.0 and "rope_scaling_factor" not in extra.values:
         logger.warning(
-            "params.json: by which factor RoPE is scaled is not said: %g is assumed, Llama 3.1's. Llama 3.2's is 32: "
-            'set "%s": {"rope_scaling_factor": 32} in params.json, or take the files in Hugging Face\'s format',
-            config.rope.scaling_factor,
-            _EXTRA,
+            f"params.json: by which factor RoPE is scaled is not said: {config.rope.scaling_factor:g} is assumed, "
+            f'Llama 3.1\'s. Llama 3.2\'s is 32: set "{_EXTRA}": {{"rope_scaling_factor": 32}} in params.json, or '
+            "take the files in Hugging Face's format"
         )
     return config
 
@@ -112,26 +105,16 @@ def to_params_json(config: Llama3Model.Config) -> dict[str, Any]:
     _check_expressible(config)
     multiple_of, multiplier = _ffn_parameters(config.dim, config.ffn_dim)
     factor = config.rope.scaling_factor
-    said = {
-        "tie_embeddings": config.tie_embeddings,
-        "max_seq_len": config.max_seq_len,
-        "rope_scaling_factor": factor,
-    }
+    said = {"tie_embeddings": config.tie_embeddings, "max_seq_len": config.max_seq_len, "rope_scaling_factor": factor}
     implied = _implied(factor != 1.0)
     extra = {key: value for key, value in said.items() if value != implied[key]}
     if "rope_scaling_factor" in extra:
         logger.warning(
-            "params.json cannot say that RoPE is scaled by %g: Meta's own code scales by %g, as it does with its "
-            "Llama 3.2; torchtitan reads it back right",
-            factor,
-            _SCALING_FACTOR,
+            f"params.json cannot say that RoPE is scaled by {factor:g}: Meta's own code scales by {_SCALING_FACTOR:g}, "
+            "as it does with its Llama 3.2; torchtitan reads it back right"
         )
     return {
-        "dim": config.dim,
-        "n_layers": config.n_layers,
-        "n_heads": config.n_heads,
-        "n_kv_heads": config.n_kv_heads,
-        "vocab_size": config.vocab_size,
+        **{name: getattr(config, name) for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size")},
         "multiple_of": multiple_of,
         "ffn_dim_multiplier": multiplier,
         "norm_eps": config.norm_eps,
@@ -155,6 +138,8 @@ def _implied(is_scaled: bool, *, has_theta: bool = True) -> dict[str, Any]:
 
 
 def _check_expressible(config: Llama3Model.Config) -> None:
+    if config.scores:
+        raise UserError("Meta's format has no reward models; use --to hf")
     if config.resolved_head_dim * config.n_heads != config.dim:
         raise UserError(
             f"Meta's format has no model.head_dim, and this model's {config.head_dim} is not dim / n_heads = "

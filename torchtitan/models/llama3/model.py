@@ -17,6 +17,6 @@ FORMAT = dense_format(
             keys={"attention_bias": "attention_bias", "mlp_bias": "mlp_bias"},
             ignored=("sliding_window",),  # transformers' Llama has no window
             write=write_if(lambda config: config.dim % config.n_heads == 0),  # required by transformers
-        ),
+        )
     }
 )

@@ -3,19 +3,17 @@
 from torchtitan.models.common.moe.layer import MoEConfig
 from torchtitan.models.common.moe.rows import MOE_SHARDING
 from torchtitan.models.common.rope import RoPEConfig
-from torchtitan.models.families import SMALL, Family
+from torchtitan.models.families import SMALL, Family, of_sizes
 from torchtitan.models.llama4.model import FORMAT, Llama4Model
 
 _MOE = MoEConfig(n_experts=8, top_k=1, ffn_dim=192, layer_types=["dense", "sparse"])
 _DEBUG = {**SMALL, "layer_types": ["sliding_attention"] * 3 + ["full_attention"], "sliding_window": 64}
-_KEYS = {"model_type": "llama4_text", "hidden_size": 5120, "num_hidden_layers": 48, "num_attention_heads": 40}
-_KEYS |= {"vocab_size": 202_048, "max_position_embeddings": 262_144}
 _128E = {"num_local_experts": 128, "interleave_moe_layer_step": 2, "use_qk_norm": False}
 
 FLAVORS = {
     "debugmodel": Llama4Model.Config(**_DEBUG, floor_scale=64, moe=_MOE, rope=RoPEConfig(theta=10_000.0)),
-    "17B-16E": FORMAT.from_external(_KEYS),
-    "17B-128E": FORMAT.from_external({**_KEYS, **_128E}),
+    "17B-16E": of_sizes(FORMAT, "llama4_text", 5120, 8192, 48, 40, 202_048, max_seq_len=262_144),
+    "17B-128E": of_sizes(FORMAT, "llama4_text", 5120, 8192, 48, 40, 202_048, max_seq_len=262_144, **_128E),
 }
 
 FORMATS = {"hf": FORMAT}

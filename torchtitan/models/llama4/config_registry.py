@@ -1,10 +1,6 @@
 """Training configurations of Llama 4: `--module llama4 --config debugmodel`."""
 
-from torchtitan.models.common.recipes import balanced, small_run
-from torchtitan.models.llama4 import model_registry
-from torchtitan.trainer import Trainer
+from torchtitan.models.common.recipes import small
+from torchtitan.models.llama4 import FAMILY
 
-
-def llama4_debugmodel() -> Trainer.Config:
-    """A small model on the built-in stories: a few minutes on two CPU cores, no network."""
-    return balanced(small_run(model_registry("debugmodel")))
+llama4_debugmodel = small(FAMILY, "debugmodel")

@@ -1,6 +1,5 @@
 """The language model of Llama 4 (ai.meta.com/blog/llama-4-multimodal-intelligence), and its Hugging Face format."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -13,7 +12,7 @@ from torchtitan.models.common.feed_forward import GatedFeedForward
 from torchtitan.models.common.hugging_face import DENSE_ROWS, ModelType, dense_format, interleaved, write_if
 from torchtitan.models.common.moe.decoder import MoEDecoder
 from torchtitan.models.common.moe.experts import InputScaledExperts
-from torchtitan.models.common.moe.router import ScoreWeights, TopK, sigmoid_scores
+from torchtitan.models.common.moe.router import sigmoid_scores
 from torchtitan.models.common.moe.rows import shared_rows, transposed_expert_rows
 from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.protocols.state_dict_adapter import KeyMapping
@@ -48,6 +47,7 @@ class Llama4Model(MoEDecoder):
 
     has_chunks = True
     make_experts = InputScaledExperts
+    router_options = {"score": sigmoid_scores, "normalized": False}
 
     def rope_of_layer(self, index: int) -> RoPEConfig | None:
         return self.config.rope if self.config.has_window(index) else None
@@ -63,12 +63,8 @@ class Llama4Model(MoEDecoder):
             module.attend = TemperedAttention(config.floor_scale, config.attn_scale)
         return module
 
-    def router_parts(self) -> Mapping[str, Any]:
-        return {"score": sigmoid_scores, "choose": TopK(self.config.moe.top_k), "weigh": ScoreWeights()}
-
-    def make_shared(self, index: int) -> nn.Module:
-        width = self.config.moe.ffn_dim or self.config.ffn_dim
-        return GatedFeedForward(dim=self.config.dim, hidden_dim=width, **self.init_stds(index))
+    def make_shared(self, width: int, **options: Any) -> nn.Module:
+        return GatedFeedForward(hidden_dim=width, **options)
 
 
 def _rows(config: Llama4Model.Config) -> list[KeyMapping]:

@@ -1,15 +1,7 @@
 """Training configurations of Mistral: `--module mistral --config debugmodel`."""
 
-from torchtitan.models.common.recipes import large_run, small_run
-from torchtitan.models.mistral import model_registry
-from torchtitan.trainer import Trainer
+from torchtitan.models.common.recipes import published, small
+from torchtitan.models.mistral import FAMILY
 
-
-def mistral_debugmodel() -> Trainer.Config:
-    """A small model with windows of 64 tokens on the built-in stories: about a minute on two CPU cores, no network."""
-    return small_run(model_registry("debugmodel"))
-
-
-def mistral_7b() -> Trainer.Config:
-    """Mistral 7B, version 0.3."""
-    return large_run(model_registry("7B-v0.3"), "./assets/hf/Mistral-7B-v0.3", lr=3e-4, local_batch_size=2)
+mistral_debugmodel = small(FAMILY, "debugmodel")
+mistral_7b = published(FAMILY, "7B-v0.3", "Mistral-7B-v0.3", lr=3e-4, local_batch_size=2)

@@ -3,17 +3,8 @@ format."""
 
 from typing import Any
 
-from torchtitan.models.common.hugging_face import (
-    EMBEDDING,
-    FUSED_GATE_UP,
-    FUSED_QKV,
-    ModelType,
-    dense_format,
-    norm_rows,
-    write_if,
-)
+from torchtitan.models.common import hugging_face as hf
 from torchtitan.models.common.layer_types import WindowedDecoder
-from torchtitan.protocols.state_dict_adapter import KeyMapping
 from torchtitan.tools.errors import UserError
 
 
@@ -49,27 +40,17 @@ def _extra_keys(config: Phi3Model.Config) -> dict[str, Any]:
     return {"rope_scaling": {"type": "longrope", **factors}}
 
 
-FORMAT = dense_format(
+FORMAT = hf.dense_format(
     {
-        "phi3": ModelType(
+        "phi3": hf.ModelType(
             architecture="Phi3ForCausalLM",
             config=Phi3Model.Config,
-            rows=(
-                EMBEDDING,
-                *FUSED_QKV,
-                KeyMapping("layers.*.attention.wo.weight", "model.layers.*.self_attn.o_proj.weight"),
-                FUSED_GATE_UP,
-                KeyMapping("layers.*.feed_forward.w2.weight", "model.layers.*.mlp.down_proj.weight"),
-                *norm_rows(attention_norm="input_layernorm", ffn_norm="post_attention_layernorm"),
-            ),
+            rows=hf.replaced(hf.DENSE_ROWS, *hf.FUSED_QKV, hf.FUSED_GATE_UP),
             keys={"sliding_window": "sliding_window"},
             defaults={"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096, "partial_rotary_factor": 1.0},
             prepare=_prepare,
             ignored=("full_attn_mod", "interpolate_factor", "lm_head_bias"),  # in Phi-4-mini; not read by transformers
-            write=write_if(
-                lambda config: config.rope.scaling == "longrope" or not config.rope.is_scaled,
-                _extra_keys,
-            ),
+            write=hf.write_if(lambda c: c.rope.scaling == "longrope" or not c.rope.is_scaled, _extra_keys),
         )
     }
 )

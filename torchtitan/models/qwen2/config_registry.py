@@ -1,20 +1,8 @@
 """Training configurations of Qwen2 and Qwen2.5: `--module qwen2 --config debugmodel`."""
 
-from torchtitan.models.common.recipes import large_run, small_run
-from torchtitan.models.qwen2 import model_registry
-from torchtitan.trainer import Trainer
+from torchtitan.models.common.recipes import published, small
+from torchtitan.models.qwen2 import FAMILY
 
-
-def qwen2_debugmodel() -> Trainer.Config:
-    """A small model on the built-in stories: about a minute on two CPU cores, no network."""
-    return small_run(model_registry("debugmodel"))
-
-
-def qwen2_500m() -> Trainer.Config:
-    """Qwen2.5 0.5B."""
-    return large_run(model_registry("2.5-0.5B"), "./assets/hf/Qwen2.5-0.5B", lr=4e-4, local_batch_size=4)
-
-
-def qwen2_7b() -> Trainer.Config:
-    """Qwen2.5 7B."""
-    return large_run(model_registry("2.5-7B"), "./assets/hf/Qwen2.5-7B", lr=3e-4, local_batch_size=2)
+qwen2_debugmodel = small(FAMILY, "debugmodel")
+qwen2_500m = published(FAMILY, "2.5-0.5B", "Qwen2.5-0.5B", lr=4e-4, local_batch_size=4)
+qwen2_7b = published(FAMILY, "2.5-7B", "Qwen2.5-7B", lr=3e-4, local_batch_size=2)

@@ -1,31 +1,10 @@
 """Training configurations of Qwen3.5: `--module qwen3_5 --config debugmodel`."""
 
-from torchtitan.models.common.recipes import balanced, large_run, small_run
-from torchtitan.models.qwen3_5 import model_registry
-from torchtitan.trainer import Trainer
+from torchtitan.models.common.recipes import published, small
+from torchtitan.models.qwen3_5 import FAMILY
 
-
-def qwen3_5_debugmodel() -> Trainer.Config:
-    """A small model on the built-in stories, three of four layers gated delta nets: a few minutes on two CPU cores, no
-    network."""
-    return small_run(model_registry("debugmodel"))
-
-
-def qwen3_5_moe_debugmodel() -> Trainer.Config:
-    """A small model with experts on the built-in stories: a few minutes on two CPU cores, no network."""
-    return balanced(small_run(model_registry("moe-debugmodel")))
-
-
-def qwen3_5_800m() -> Trainer.Config:
-    """Qwen3.5 0.8B."""
-    return large_run(model_registry("0.8B"), "./assets/hf/Qwen3.5-0.8B", lr=4e-4, local_batch_size=4)
-
-
-def qwen3_5_4b() -> Trainer.Config:
-    """Qwen3.5 4B."""
-    return large_run(model_registry("4B"), "./assets/hf/Qwen3.5-4B", lr=4e-4, local_batch_size=2)
-
-
-def qwen3_5_9b() -> Trainer.Config:
-    """Qwen3.5 9B."""
-    return large_run(model_registry("9B"), "./assets/hf/Qwen3.5-9B", lr=3e-4, local_batch_size=2)
+qwen3_5_debugmodel = small(FAMILY, "debugmodel")
+qwen3_5_moe_debugmodel = small(FAMILY, "moe-debugmodel")
+qwen3_5_800m = published(FAMILY, "0.8B", "Qwen3.5-0.8B", lr=4e-4, local_batch_size=4)
+qwen3_5_4b = published(FAMILY, "4B", "Qwen3.5-4B", lr=4e-4, local_batch_size=2)
+qwen3_5_9b = published(FAMILY, "9B", "Qwen3.5-9B", lr=3e-4, local_batch_size=2)

@@ -7,10 +7,10 @@ from torch import nn
 
 from torchtitan.models.common.config_reader import ConfigReader
 from torchtitan.models.common.delta_net import DELTA_NET_KEYS, DELTA_NET_ROWS, HybridDecoder
-from torchtitan.models.common.hugging_face import DENSE_ROWS, ModelType, dense_format, write_if
-from torchtitan.models.common.moe.decoder import QwenExpertLayers
+from torchtitan.models.common.hugging_face import DENSE_ROWS, ModelType, dense_format
+from torchtitan.models.common.moe.decoder import ExpertLayers
 from torchtitan.models.common.moe.layer import QwenMoEConfig
-from torchtitan.models.common.moe.rows import expert_rows, shared_rows
+from torchtitan.models.common.moe.rows import expert_rows
 from torchtitan.models.common.norms import OffsetRMSNorm
 from torchtitan.tools.errors import UserError
 
@@ -26,7 +26,7 @@ class Qwen35Model(HybridDecoder):
         return super().make_attention(index, qk_norm=self.make_norm, gated=True, **options)
 
 
-class Qwen35MoEModel(QwenExpertLayers, Qwen35Model):
+class Qwen35MoEModel(ExpertLayers, Qwen35Model):
     """Qwen3.5 with experts in each layer, next to one that every token passes through."""
 
     @dataclass(kw_only=True, slots=True)
@@ -84,10 +84,9 @@ _MOE = replace(
     _TEXT,
     architecture="Qwen3_5MoeForCausalLM",
     config=Qwen35MoEModel.Config,
-    rows=lambda config: (*_DENSE, *shared_rows("shared_expert"), *expert_rows(config.moe.n_experts)),
+    rows=expert_rows(_DENSE, shared="shared_expert"),
     keys={**_TEXT.keys, "moe_intermediate_size": "ffn_dim", **{key: f"moe.{name}" for key, name in _KEYS.items()}},
     defaults={**_TEXT.defaults, **_DEFAULTS, "moe_intermediate_size": 512, "num_key_value_heads": 2},
-    write=write_if(lambda c: c.moe.norm_topk_prob and c.moe.ffn_dim is None and c.moe.layer_types == ["sparse"]),
 )
 
 # Tensors that predict more tokens at once are left out, as by transformers.

@@ -1,6 +1,5 @@
 """Qwen3's models with experts (arXiv:2505.09388), and Qwen2's and Qwen1.5's, with their Hugging Face format."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,13 +7,12 @@ from torch import nn
 
 from torchtitan.models.common.config_reader import ConfigReader
 from torchtitan.models.common.hugging_face import DENSE_ROWS, ModelType, dense_format
-from torchtitan.models.common.moe.decoder import MoEDecoder, QwenExpertLayers
+from torchtitan.models.common.moe.decoder import MoEDecoder
 from torchtitan.models.common.moe.layer import QwenMoEConfig
-from torchtitan.models.common.moe.rows import expert_rows, shared_rows
-from torchtitan.protocols.state_dict_adapter import KeyMapping
+from torchtitan.models.common.moe.rows import expert_rows
 
 
-class Qwen3MoeModel(QwenExpertLayers, MoEDecoder):
+class Qwen3MoeModel(MoEDecoder):
     """Qwen3's decoder with experts in some layers or in all."""
 
     @dataclass(kw_only=True, slots=True)
@@ -22,14 +20,10 @@ class Qwen3MoeModel(QwenExpertLayers, MoEDecoder):
         moe: QwenMoEConfig
         """Experts."""
 
-        attention_bias: bool = False
-        """Add biases to all projections of attention."""
-
     config: Config
 
     def make_attention(self, index: int, **options: Any) -> nn.Module:
-        biases = "qkvo" if self.config.attention_bias else ""
-        return super().make_attention(index, **{"qk_norm": self.make_norm, "biases": biases, **options})
+        return super().make_attention(index, **{"qk_norm": self.make_norm, **options})
 
 
 class Qwen2MoeModel(Qwen3MoeModel):
@@ -51,10 +45,7 @@ _KEYS = {
     **{"num_experts": "moe.n_experts", "num_experts_per_tok": "moe.top_k", "norm_topk_prob": "moe.norm_topk_prob"},
     **{"moe_intermediate_size": "moe.ffn_dim", "mlp_layer_types": "moe.layer_types"},
 }
-
-
-def _rows(config: Qwen3MoeModel.Config) -> Sequence[KeyMapping]:
-    return (*DENSE_ROWS, *shared_rows("shared_expert"), *expert_rows(config.moe.n_experts))
+_ROWS = expert_rows(DENSE_ROWS, shared="shared_expert")
 
 
 def _prepare(document: dict[str, Any]) -> dict[str, Any]:
@@ -86,7 +77,7 @@ def _write(config: Qwen3MoeModel.Config) -> dict[str, Any] | None:
 _3 = ModelType(
     architecture="Qwen3MoeForCausalLM",
     config=Qwen3MoeModel.Config,
-    rows=_rows,
+    rows=_ROWS,
     keys={**_KEYS, "sliding_window": "sliding_window", "attention_bias": "attention_bias"},
     defaults={
         **{"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "num_key_value_heads": 4},
@@ -94,12 +85,12 @@ _3 = ModelType(
     },
     ignored=("use_sliding_window",),
     prepare=_prepare,
-    write=lambda c: _write(c) if c.layer_types == ["sliding_attention"] and not c.moe.shared_ffn_dim else None,
+    write=_write,
 )
 _2 = ModelType(
     architecture="Qwen2MoeForCausalLM",
     config=Qwen2MoeModel.Config,
-    rows=_rows,
+    rows=_ROWS,
     keys={**_KEYS, "qkv_bias": "attention_bias", "shared_expert_intermediate_size": "moe.shared_ffn_dim"},
     fixed={"use_sliding_window": False},
     defaults={
@@ -107,7 +98,7 @@ _2 = ModelType(
         **{"norm_topk_prob": False, "shared_expert_intermediate_size": 5632},
     },
     prepare=_prepare,
-    write=lambda c: _write(c) if c.sliding_window is None and c.moe.shared_ffn_dim else None,
+    write=lambda config: _write(config) if config.moe.shared_ffn_dim else None,
 )
 
 FORMAT = dense_format({"qwen3_moe": _3, "qwen2_moe": _2})

@@ -1,15 +1,7 @@
 """Training configurations of SmolLM3: `--module smollm3 --config debugmodel`."""
 
-from torchtitan.models.common.recipes import large_run, small_run
-from torchtitan.models.smollm3 import model_registry
-from torchtitan.trainer import Trainer
+from torchtitan.models.common.recipes import published, small
+from torchtitan.models.smollm3 import FAMILY
 
-
-def smollm3_debugmodel() -> Trainer.Config:
-    """A small model on the built-in stories: about a minute on two CPU cores, no network."""
-    return small_run(model_registry("debugmodel"))
-
-
-def smollm3_3b() -> Trainer.Config:
-    """SmolLM3 3B."""
-    return large_run(model_registry("3B"), "./assets/hf/SmolLM3-3B-Base", lr=4e-4, local_batch_size=2)
+smollm3_debugmodel = small(FAMILY, "debugmodel")
+smollm3_3b = published(FAMILY, "3B", "SmolLM3-3B-Base", lr=4e-4, local_batch_size=2)

@@ -9,18 +9,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from torchtitan.protocols.model import BaseModel, converted_modules
 from torchtitan.tools.logging import logger
-from torchtitan.tools.torch_private import (
-    OpOverload,
-    TorchDispatchMode,
-    grouped_product_operation,
-    reading_operation,
-)
+from torchtitan.tools.torch_private import OpOverload, TorchDispatchMode, flop_formulas, reading_operation
 
 _STEP = 64
 """Length of the shortest of three passes whose operations are extrapolated; chunks of recurrent layers divide it."""
-
-_FORMULAS = {grouped_product_operation(): lambda a, b, *_, **__: 2 * a.numel() * b[-1]}
-"""Operations of a product of groups of rows (N, K) with one matrix (E, K, M) for each group."""
 
 
 class _WithoutValues(TorchDispatchMode):
@@ -37,9 +29,10 @@ def forward_flops(plain: nn.Module, seq_len: int, *, is_recurrent: bool) -> floa
     by expert, is taken to use every matrix once, with a warning. `plain` is the class on the meta device with attention
     "eager"; its type changes."""
     plain.bfloat16()  # grouped products know no other type
+    flop_formulas()
 
     def count(length: int) -> int:
-        with _WithoutValues(), FlopCounterMode(display=False, custom_mapping=_FORMULAS) as counter:
+        with _WithoutValues(), FlopCounterMode(display=False) as counter:
             plain(input_ids=torch.zeros(1, length, dtype=torch.long), use_cache=False)
         return counter.get_total_flops()
 

@@ -53,6 +53,8 @@ class TransformersModel(BaseModel):
             return transformers_config(self.document, self.vocab_size)
 
         def validate(self) -> None:
+            if self.scores:
+                raise UserError("reward models need a family of torchtitan, not a class of transformers")
             text = self.transformers_config().get_text_config(decoder=True)
             if getattr(text, "layerdrop", 0):
                 raise UserError("config.json: layerdrop is above 0, but each rank would leave out other layers; set 0")

@@ -25,10 +25,7 @@ CLONE_TOLERANCE = 1e-4
 
 # Names of integer fields → largest value; the first match counts. None keeps the value, perhaps of a scalar.
 _LIMITS: list[tuple[str, int | None]] = [
-    (
-        r".*floor.*|index_topk|.*_budget|rel_extent|compress_rates.*|.*(window|chunk_(size|len)).*|.*block_size",
-        WINDOW,
-    ),
+    (r".*floor.*|index_topk|.*_budget|rel_extent|compress_rates.*|.*(window|chunk_(size|len)).*|.*block_size", WINDOW),
     (r"unpadded_vocab_size", VOCABULARY - 8),
     (r".*vocab.*|num_embeddings|codebook_size|num_centroids", VOCABULARY),
     # Of few index heads, scores are often all zero, and the choice among equal ones is arbitrary.

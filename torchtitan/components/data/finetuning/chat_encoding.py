@@ -116,12 +116,8 @@ class ChatEncoder:
         return [next(texts) if isinstance(sample, Text) else next(chats) for sample in samples]
 
     def encode_prompt(self, conversation: Conversation) -> np.ndarray:
-        """Return the ids, int64 (n,), of a conversation followed by the generation prompt.
-
-        Raises:
-            BrokenSample: the template does not accept the conversation.
-            UserError: there is no template.
-        """
+        """Return the ids, int64 (n,), of a conversation followed by the generation prompt. Raise `BrokenSample` if
+        the template does not accept the conversation, `UserError` if there is none."""
         template = self._required_template()
         try:
             text = template.render(conversation.messages, tools=conversation.tools, add_generation_prompt=True)
@@ -130,12 +126,8 @@ class ChatEncoder:
         return np.array(self._tokenizer.tokenize([text], allow_special=True)[0], dtype=np.int64)
 
     def encode_pair(self, pair: Pair) -> tuple[EncodedSample, EncodedSample]:
-        """Encode the prompt with each continuation. Only the assistant's turns in the continuations are trained.
-
-        Raises:
-            BrokenSample: a continuation cannot be encoded.
-            UserError: there is no template.
-        """
+        """Encode the prompt with each continuation. Only the assistant's turns in the continuations are trained. Raise
+        `BrokenSample` if a continuation cannot be encoded, `UserError` if there is no template."""
         chosen, rejected = self._encode_conversations(
             [_continued(pair.prompt, pair.chosen), _continued(pair.prompt, pair.rejected)], "assistant"
         )
@@ -268,10 +260,8 @@ class _SpecialTokenFinder:
 
     def count(self, conversation: Conversation) -> int:
         texts = chain(_texts(conversation.messages), _texts(conversation.tools))
-        return sum(self._starts_at(text, found.start()) for text in texts for found in self._candidate.finditer(text))
-
-    def _starts_at(self, text: str, position: int) -> bool:
-        return any(text[position : position + length] in self._tokens for length in self._lengths)
+        places = ((text, found.start()) for text in texts for found in self._candidate.finditer(text))
+        return sum(any(text[i : i + length] in self._tokens for length in self._lengths) for text, i in places)
 
 
 def _texts(value: Any) -> Iterator[str]:

@@ -73,6 +73,7 @@ class Pair:
     prompt: Conversation
     chosen: list[Message]
     rejected: list[Message]
+    margin: Any = None
 
 
 @dataclass(slots=True)

@@ -25,26 +25,16 @@ from torchtitan.components.data.sources.rows import kind_of
 Cells = dict[str, Any]
 """A row's cells by column."""
 
-SPEAKERS = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "ai": "assistant",
-    "model": "assistant",
-    "function_call": "assistant",
-    "tool_call": "assistant",
-    "system": "system",
-    "developer": "developer",
-    "tool": "tool",
-    "observation": "tool",
-    "function": "tool",
-    "tool_response": "tool",
-}
-"""Speaker in public datasets → role."""
-
 _CALL_SPEAKERS = ("function_call", "tool_call")
 """Speakers whose content is one or more function calls in JSON."""
+
+SPEAKERS = {
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "ai", "model", *_CALL_SPEAKERS), "assistant"),
+    **{"system": "system", "developer": "developer"},
+    **dict.fromkeys(("tool", "observation", "function", "tool_response"), "tool"),
+}
+"""Speaker in public datasets → role."""
 
 _BEGINS_TRANSCRIPT = re.compile(r"\s*Human:")
 _SPEAKER_IN_TRANSCRIPT = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):")
@@ -107,11 +97,13 @@ def read_pair(prompt: Callable[[Cells], list[Any]]) -> Callable[[Cells], Pair]:
         if all(role_of(messages[0]) == "assistant" for messages in (chosen, rejected)):
             turns = prompt(row)
             n_prompt = len(_conversation(row, turns).messages)
-            return _pair(_conversation(row, [*turns, *chosen]), _conversation(row, [*turns, *rejected]), n_prompt)
-        first, second = _conversation(row, chosen), _conversation(row, rejected)
-        limit = min(len(first.messages), len(second.messages)) - 1
-        equal = (a == b for a, b in zip(first.messages[:limit], second.messages[:limit], strict=True))
-        return _pair(first, second, next((n for n, is_equal in enumerate(equal) if not is_equal), limit))
+            first, second = _conversation(row, [*turns, *chosen]), _conversation(row, [*turns, *rejected])
+        else:
+            first, second = _conversation(row, chosen), _conversation(row, rejected)
+            limit = min(len(first.messages), len(second.messages)) - 1
+            equal = (a == b for a, b in zip(first.messages[:limit], second.messages[:limit], strict=True))
+            n_prompt = next((n for n, is_equal in enumerate(equal) if not is_equal), limit)
+        return _pair(first, second, n_prompt, row.get("margin"))
 
     return read
 
@@ -133,11 +125,12 @@ def read_rated(question: str, answer: str, label: str) -> Callable[[Cells], Pair
     return read
 
 
-def _pair(chosen: Conversation, rejected: Conversation, n_prompt: int) -> Pair:
+def _pair(chosen: Conversation, rejected: Conversation, n_prompt: int, margin: Any) -> Pair:
     pair = Pair(
         Conversation(chosen.messages[:n_prompt], chosen.tools, chosen.trained[:n_prompt]),
         chosen.messages[n_prompt:],
         rejected.messages[n_prompt:],
+        margin,
     )
     if n_prompt == 0:
         raise BrokenSample("chosen and rejected have no common first message to use as the prompt")

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 from torchtitan.components.data.finetuning.chat_encoding import EncodedRow
 from torchtitan.components.data.finetuning.conversation import BrokenSample, EmptySample
 from torchtitan.components.data.plan.sampler import Array
-from torchtitan.tools.errors import UserError
+from torchtitan.tools.errors import UserError, require
 
 Policy = Literal["drop", "error"]
 
@@ -45,15 +45,11 @@ class FilterConfig:
     repetition_ngram: int = 10
 
     def __post_init__(self) -> None:
-        if self.min_tokens < 0:
-            raise UserError(f"--dataloader.min_tokens is {self.min_tokens}, but must be at least 0")
-        if self.max_tokens is not None and self.max_tokens < max(1, self.min_tokens):
-            limit = max(1, self.min_tokens)
-            raise UserError(f"--dataloader.max_tokens is {self.max_tokens}, but must be at least {limit} (min_tokens)")
-        if not 0 <= self.max_repetition <= 1:
-            raise UserError(f"--dataloader.max_repetition is {self.max_repetition}, but must be from 0 to 1")
-        if self.repetition_ngram < 1:
-            raise UserError(f"--dataloader.repetition_ngram is {self.repetition_ngram}, but must be at least 1 token")
+        require(self.min_tokens >= 0, "--dataloader.min_tokens", self.min_tokens, "at least 0")
+        least, most = max(1, self.min_tokens), self.max_tokens
+        require(most is None or most >= least, "--dataloader.max_tokens", most, f"at least {least} (min_tokens)")
+        require(0 <= self.max_repetition <= 1, "--dataloader.max_repetition", self.max_repetition, "from 0 to 1")
+        require(self.repetition_ngram >= 1, "--dataloader.repetition_ngram", self.repetition_ngram, "at least 1 token")
 
     def apply(self, sample: EncodedRow | BrokenSample) -> EncodedRow | Dropped:
         """Return the sample, or the reason to drop it. Raise `UserError` for the policy `error`."""

@@ -80,11 +80,8 @@ def function_fingerprint(function: Callable[..., Any]) -> str:
     a notebook), its defaults and closure, and recursively all functions among these, such as one wrapped by a
     decorator.
 
-    The current values are used. Modules imported by the file are not included.
-
-    Raises:
-        UserError: the function is not written in Python, or has a value that cannot be fingerprinted.
-    """
+    The current values are used. Modules imported by the file are not included. Raise `UserError` if the function is not
+    written in Python, or has a value that cannot be fingerprinted."""
     if not inspect.isfunction(function):
         raise UserError(f"{function!r} is not a function written in Python; wrap it in one")
     parts = _Description(function.__qualname__).encode(function)

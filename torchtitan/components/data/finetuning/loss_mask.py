@@ -47,12 +47,8 @@ def render_with_mask(template: ChatTemplate, conversation: Conversation, train_o
     between two prefixes: the conversation before the turn with the generation prompt, and the conversation including
     the turn. If finished turns do not begin with the generation prompt (DeepSeek-R1's distills write `<think>` only in
     the prompt), the turn begins after the header that the template writes before any answer. Turns of other roles, if
-    the row selects them, are always found by prefixes.
-
-    Raises:
-        BrokenSample: the template rejects the conversation, a turn cannot be located, or a turn without the generation
-            prompt omits a part of its message.
-    """
+    the row selects them, are always found by prefixes. Raise `BrokenSample` if the template rejects the conversation, a
+    turn cannot be located, or a turn without the generation prompt omits a part of its message."""
     should_train = _should_train(conversation, train_on)
     try:
         if train_on == "all":
@@ -142,12 +138,8 @@ class _Prefixes:
 
     def span(self, i: int) -> Span:
         """Return the span of message `i` in the text, excluding the header that an assistant's turn shares with the
-        generation prompt.
-
-        Raises:
-            BrokenSample: rendered prefixes of the conversation are not prefixes of the text, or an assistant's turn
-                begins neither with the generation prompt nor with the header of other answers.
-        """
+        generation prompt. Raise `BrokenSample` if rendered prefixes of the conversation are not prefixes of the text,
+        or an assistant's turn begins neither with the generation prompt nor with the header of other answers."""
         before, after = self._before(i), self._render(i + 1, False)
         if before is not None and self.text.startswith(after) and after.startswith(before):
             return len(before), len(after)

@@ -13,7 +13,7 @@ import torch
 from torchtitan.components.chat_template import ChatTemplate, resolve_chat_template
 from torchtitan.components.data.base import NO_DOCUMENT, Batch, TokenizingDataLoader, can_resume_position
 from torchtitan.components.data.disk_cache import data_identity, digest_of
-from torchtitan.components.data.finetuning.chat_encoding import RowEncoder
+from torchtitan.components.data.finetuning.chat_encoding import ChatEncoder, RowEncoder
 from torchtitan.components.data.finetuning.columns import parse_columns
 from torchtitan.components.data.finetuning.filters import FilterConfig, Policy
 from torchtitan.components.data.finetuning.row_formats import Kind, RowFormat, dataset_formats, fits_dataset
@@ -49,7 +49,7 @@ class PlannedDataLoader(TokenizingDataLoader):
     every batch, and can be resumed with a different number of ranks, workers or windows per batch. A batch's
     `documents` (B, M) are the sample numbers of each window over all datasets, padded with `NO_DOCUMENT`.
 
-    Subclasses define the kind of rows (`kind`) and their encoding (`Config.encoder`), and may override the maximum
+    Subclasses define the kind of rows (`kind`) and their encoding (`encoder_class`), and may override the maximum
     length (`max_length`), the planning of windows (`plan`) and the creation of batches (`collate`).
     """
 
@@ -95,7 +95,7 @@ class PlannedDataLoader(TokenizingDataLoader):
             ]
 
         def encoder(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> RowEncoder:
-            raise NotImplementedError
+            return self._loader.encoder_class(ChatEncoder(tokenizer, template, "assistant"))
 
         def filters(self) -> FilterConfig:
             return FilterConfig(empty=self.empty, broken=self.broken, untrained=None)
@@ -115,7 +115,7 @@ class PlannedDataLoader(TokenizingDataLoader):
             sources = [self._source(dataset) for dataset in self.dataset]
             columns = [first_columns(source) for source in sources]
             mapping = parse_columns(self.columns)
-            formats = dataset_formats(self.dataset, columns, self.format, mapping, self._kind)
+            formats = dataset_formats(self.dataset, columns, self.format, mapping, self._loader.kind)
             return list(zip(sources, formats, strict=True))
 
         def _source(self, dataset: str) -> Source:
@@ -149,19 +149,20 @@ class PlannedDataLoader(TokenizingDataLoader):
                 return True
             mapping = parse_columns(self.columns)
             return any(
-                fits_dataset(dataset, first_columns(self._source(dataset)), self.format, mapping, self._kind)
+                fits_dataset(dataset, first_columns(self._source(dataset)), self.format, mapping, self._loader.kind)
                 for dataset in self.dataset
             )
 
         @property
-        def _kind(self) -> Kind:
+        def _loader(self) -> "type[PlannedDataLoader]":
             assert issubclass(self._owner, PlannedDataLoader)
-            return self._owner.kind
+            return self._owner
 
     config: Config
 
     kind: ClassVar[Kind]
     """Purpose of the rows."""
+    encoder_class: ClassVar[type[RowEncoder]]
 
     def _open(self, seed: int, samples_per_step: int) -> None:
         self.template = self.config.find_template(self._tokenizer)

@@ -77,10 +77,7 @@ class RowFormat:
 _TURNS = ("tools", "system")
 _INSTRUCTION = ("input", "history", *_TURNS)
 _PROMPTS = {
-    "prompt": (turns_in("prompt"), _TURNS),
-    "question": (turns_in("question"), _TURNS),
-    "query": (turns_in("query"), _TURNS),
-    "problem": (turns_in("problem"), _TURNS),
+    **{name: (turns_in(name), _TURNS) for name in ("prompt", "question", "query", "problem")},
     "instruction": (instruction_in, _INSTRUCTION),
     "conversations": (listed_in("conversations"), _TURNS),
     "messages": (listed_in("messages"), _TURNS),
@@ -105,10 +102,10 @@ FORMATS: Sequence[RowFormat] = (
     *(RowFormat("_".join(columns), "sft", columns, read_question(*columns), _TURNS) for columns in _QUESTIONS),
     RowFormat("text", "sft", ("text",), read_text),
     *(
-        RowFormat(column, "preference", (column, *_CHOICE), read_pair(prompt), optional)
+        RowFormat(column, "preference", (column, *_CHOICE), read_pair(prompt), ("margin", *optional))
         for column, (prompt, optional) in _PROMPTS.items()
     ),
-    RowFormat("chosen_rejected", "preference", _CHOICE, read_pair(no_prompt), _TURNS),
+    RowFormat("chosen_rejected", "preference", _CHOICE, read_pair(no_prompt), ("margin", *_TURNS)),
     *(
         RowFormat("_".join((*columns, label)), "rated", (*columns, label), read_rated(*columns, label), _TURNS)
         for columns in _QUESTIONS
@@ -129,7 +126,8 @@ def formats_of(kind: Kind) -> list[RowFormat]:
 
 
 def find_format(columns: Sequence[str], format: str, mapping: Mapping[str, str], kind: Kind) -> RowFormat:
-    """Return the format of rows; its `convert` accepts rows with the column names of the file.
+    """Return the format of rows; its `convert` accepts rows with the column names of the file. Raise `UserError` if no
+    format matches, the format or function does not exist, or a mapped column is missing.
 
     Args:
         columns: columns of the first valid row.
@@ -137,9 +135,6 @@ def find_format(columns: Sequence[str], format: str, mapping: Mapping[str, str],
             `package.module:function` or `path/to/file.py:function`.
         mapping: format's column name → column name in the file.
         kind: purpose of the rows.
-
-    Raises:
-        UserError: no format matches, the format or function does not exist, or a mapped column is missing.
     """
     if ":" in format:
         if mapping:
@@ -161,20 +156,13 @@ def find_format(columns: Sequence[str], format: str, mapping: Mapping[str, str],
 
 
 def dataset_formats(
-    datasets: Sequence[str],
-    columns: Sequence[Sequence[str]],
-    format: str,
-    mapping: Mapping[str, str],
-    kind: Kind,
+    datasets: Sequence[str], columns: Sequence[Sequence[str]], format: str, mapping: Mapping[str, str], kind: Kind
 ) -> list[RowFormat]:
     """Return the row formats of datasets, given the columns of each.
 
     `format` (other than "auto") and `mapping` apply to all datasets that they fit and override the registration. Other
-    datasets use the registered or detected format. A function fits all datasets registered without a format.
-
-    Raises:
-        UserError: see `find_format`; also if `format` and `mapping` fit no dataset.
-    """
+    datasets use the registered or detected format. A function fits all datasets registered without a format. Raise
+    `UserError` like `find_format`, and if `format` and `mapping` fit no dataset."""
     if format == AUTO and not mapping:
         return [_default_format(dataset, names, kind) for dataset, names in zip(datasets, columns, strict=True)]
     formats: list[RowFormat | None] = []
@@ -315,10 +303,7 @@ def _convert(format: RowFormat, mapping: Mapping[str, str], auto: bool, row: Map
         raise
 
 
-_JUDGING_COLUMNS = {
-    **dict.fromkeys(LABELS, "rate answers, as for KTO"),
-    **dict.fromkeys(ROW_WEIGHTS, "weight rows"),
-}
+_JUDGING_COLUMNS = {**dict.fromkeys(LABELS, "rate answers, as for KTO"), **dict.fromkeys(ROW_WEIGHTS, "weight rows")}
 """Column → meaning, for error messages."""
 
 _BAD = ("false", "0", "0.0", "undesirable")

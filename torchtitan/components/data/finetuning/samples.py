@@ -222,9 +222,9 @@ class WindowDataset(Dataset[Batch]):
         return batch
 
 
-def pack_windows(windows: Windows, seq_len: int, part: int = 0) -> Batch:
-    """Pack one sequence of each sample by `pack_samples` into a batch of windows of `seq_len` tokens."""
-    return to_batch([pack_samples([sample.parts[part] for sample in window], seq_len) for window in windows])
+def pack_windows(windows: Windows, seq_len: int) -> Batch:
+    """Pack the first sequence of each sample by `pack_samples` into a batch of windows of `seq_len` tokens."""
+    return to_batch([pack_samples([sample.parts[0] for sample in window], seq_len) for window in windows])
 
 
 def pack_samples(samples: Sequence[EncodedSample], seq_len: int) -> dict[str, Array]:

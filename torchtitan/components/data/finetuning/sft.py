@@ -14,7 +14,7 @@ from torchtitan.components.data.finetuning.loss_mask import TrainOn
 from torchtitan.components.data.finetuning.planned_loader import PlannedDataLoader
 from torchtitan.components.data.plan import Packing, Planner, Sampler, ShuffleSampler
 from torchtitan.components.tokenizer import Tokenizer
-from torchtitan.tools.errors import UserError
+from torchtitan.tools.errors import UserError, require
 from torchtitan.tools.logging import logger
 
 
@@ -71,8 +71,7 @@ class SFTDataLoader(PlannedDataLoader):
 
         def validate(self) -> None:
             PlannedDataLoader.Config.validate(self)
-            if self.pack_chunk < 1:
-                raise UserError(f"--dataloader.pack_chunk is {self.pack_chunk}, but must be at least 1 sample")
+            require(self.pack_chunk >= 1, "--dataloader.pack_chunk", self.pack_chunk, "at least 1 sample")
             if self.weight_schedule and not self.weights:
                 raise UserError("--dataloader.weight_schedule also needs --dataloader.weights, the initial weights")
             parse_schedule(self.weight_schedule)

@@ -5,16 +5,5 @@ from torchtitan.components.data.plan.packing import Packing, Window, first_fit_d
 from torchtitan.components.data.plan.planner import Planner, Snapshot
 from torchtitan.components.data.plan.sampler import Sampler, ShuffleSampler, StepStatistics
 
-__all__ = [
-    "Mixture",
-    "Packing",
-    "Planner",
-    "Sampler",
-    "ShuffleSampler",
-    "Snapshot",
-    "StepStatistics",
-    "Window",
-    "first_fit_decreasing",
-    "multipack",
-    "no_packing",
-]
+__all__ = ["Mixture", "Packing", "Planner", "Sampler", "ShuffleSampler", "Snapshot", "StepStatistics", "Window"]
+__all__ += ["first_fit_decreasing", "multipack", "no_packing"]

@@ -71,9 +71,9 @@ class Mixture:
     def share_after(self, n_windows: int) -> list[float]:
         """Estimate each source's share of the first `n_windows` in tokens, from the mean number of tokens per window so
         far."""
-        share = self.share
+        share, mean = self.share, sum(self.tokens_read) / self.n_windows if self.n_windows else self._capacity
         for count, weights in self._ahead(n_windows):
-            share = [tokens + weight * count * self._mean() for tokens, weight in zip(share, weights, strict=True)]
+            share = [tokens + weight * count * mean for tokens, weight in zip(share, weights, strict=True)]
         return share
 
     def state_dict(self) -> dict[str, Any]:
@@ -127,9 +127,6 @@ class Mixture:
 
     def _weights(self) -> list[float]:
         return next(weights for first, weights in reversed(self._pieces) if first <= self.n_windows)
-
-    def _mean(self) -> float:
-        return sum(self.tokens_read) / self.n_windows if self.n_windows else self._capacity
 
 
 def _normalized(weights: Sequence[float], n_sources: int) -> list[float]:

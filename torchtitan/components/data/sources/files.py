@@ -47,16 +47,14 @@ def supported_formats() -> str:
 
 
 def read_rows(path: Path, name: str, on_read: OnRead, column: str | None = None) -> Iterator[Row]:
-    """Yield the rows of a file in order; a text file is one row with the column `text`.
+    """Yield the rows of a file in order; a text file is one row with the column `text`. Raise `UserError` if the file
+    cannot be opened, decompressed, decoded or parsed, or has no such `column`.
 
     Args:
         path: a file of a known format.
         name: file name in the rows' locations.
         on_read: see `OnRead`.
         column: column to read; None: all.
-
-    Raises:
-        UserError: the file cannot be opened, decompressed, decoded or parsed, or has no such `column`.
     """
     suffix = file_format(path)
     assert suffix is not None, path

@@ -60,14 +60,12 @@ def _is_saved_dict(path: Path) -> bool:
 
 
 def local_files(dataset: str, names: Sequence[str]) -> dict[str, Path]:
-    """Return the files of a path or pattern by display name, sorted; links to the same file are merged.
+    """Return the files of a path or pattern by display name, sorted; links to the same file are merged. Raise
+    `UserError` if no file is found, or a path cannot be read: a broken link, a pipe, a folder without permission.
 
     Args:
         dataset: file, glob pattern, or folder to search for files of known formats.
         names: registered datasets, for the error message.
-
-    Raises:
-        UserError: no file is found, or a path cannot be read: a broken link, a pipe, a folder without permission.
     """
     path = _path(dataset)
     try:

@@ -155,7 +155,8 @@ def numbered_lines(file: IO[str], path: Path) -> Iterator[str]:
 
 
 def read_json(file: IO[str], path: Path, name: str, *, is_list: bool, chunk_size: int) -> Iterator[Row]:
-    """Yield the rows of a `.json` file, a list of objects or one object per line. Lists are read incrementally.
+    """Yield the rows of a `.json` file, a list of objects or one object per line. Lists are read incrementally. Raise
+    `UserError` if the list is invalid (with the line), or the file is a single object.
 
     Args:
         file: open file, at its beginning.
@@ -163,9 +164,6 @@ def read_json(file: IO[str], path: Path, name: str, *, is_list: bool, chunk_size
         name: file name in the rows' locations.
         is_list: whether the first non-space character is a bracket.
         chunk_size: minimum characters of a list to read at a time.
-
-    Raises:
-        UserError: the list is invalid (with the line), or the file is a single object.
     """
     if is_list:
         for number, (value, text) in enumerate(_list_elements(file, path, chunk_size), 1):

@@ -139,9 +139,7 @@ class Catalog(Generic[D]):
 
 
 DOCUMENTS: Catalog[HubDataset] = Catalog(
-    "dataset",
-    {"stories": _STORIES},
-    {"c4": HubDataset(path="allenai/c4", name="en", splits=("train", "validation"))},
+    "dataset", {"stories": _STORIES}, {"c4": HubDataset(path="allenai/c4", name="en", splits=("train", "validation"))}
 )
 
 CHAT_DATASETS: Catalog[ChatDataset] = Catalog(
@@ -253,7 +251,8 @@ def resolve_source(
     split: str = "train",
     catalog: Catalog[HubDataset] | Catalog[ChatDataset] = DOCUMENTS,
 ) -> Source | StreamSource:
-    """Return the data of a dataset string.
+    """Return the data of a dataset string. Raise `UserError` if the dataset, path or split does not exist, or the file
+    format is not supported.
 
     Args:
         dataset: name in the catalog, or local path (`~` is the home folder): a file, a folder to search for files of
@@ -262,9 +261,6 @@ def resolve_source(
         text_column: column with a document's text; None: the registered dataset's column, else `text`.
         split: `train`, or another split of the dataset.
         catalog: known names; only `DOCUMENTS` contains streams.
-
-    Raises:
-        UserError: the dataset, path or split does not exist, or the file format is not supported.
     """
     splits = catalog.splits(dataset)
     if split not in splits:

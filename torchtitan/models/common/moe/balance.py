@@ -4,75 +4,68 @@ E experts, K of them per token. An auxiliary loss is a sum over tokens, of which
 the tokens of the global batch, padding included.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 
 from torchtitan.protocols.initializer import Constant, with_initializers
 
 
-class Penalty(nn.Module):
-    """An auxiliary loss with a `weight`."""
+@dataclass(kw_only=True, slots=True)
+class PenaltyConfig:
+    """Weights of the auxiliary losses, which are means over tokens, added over layers. They change gradients, but not
+    the logged loss."""
 
-    needs_load = False
-    """As in `LoadBalanced`."""
+    batch_loss: float = 0.0
+    """Weight of the load-balancing loss over the global batch (Switch, GShard). Each step then begins with a forward
+    pass over its tokens that only counts."""
 
-    def __init__(self, weight: float):
-        super().__init__()
-        self.weight = weight
+    sequence_loss: float = 0.0
+    """Weight of the load-balancing loss within each row of `training.seq_len` tokens (DeepSeek-V3)."""
 
-    def forward(self, logits_BLE: Tensor, scores_BLE: Tensor, counts_BE: Tensor) -> Tensor:
-        """Return the loss, summed over these tokens; `counts_BE` counts the tokens of a row that each expert gets."""
-        raise NotImplementedError
-
-    def use_load(self, counts_E: Tensor) -> None:
-        """As in `LoadBalanced`."""
+    z_loss: float = 0.0
+    """Weight of the squared log-sum-exp of the router's logits (ST-MoE)."""
 
 
-class BatchBalance(Penalty):
-    """`E sum_i f_i P_i`, with f_i the share of expert i in all choices and P_i its mean score, both over the global
-    batch: 1 if all experts are equally busy (Switch, arXiv:2101.03961, equation 4; over the global batch:
-    arXiv:2501.11873).
+class Penalties(nn.Module):
+    """The sum of the auxiliary losses, times their weights.
+
+    - Load balance: `E sum_i f_i P_i`, with f_i the share of expert i in all choices and P_i its mean score; 1 if all
+      experts are equally busy. Shares have no gradient. Both are over the global batch (Switch, arXiv:2101.03961,
+      equation 4; arXiv:2501.11873), or within each row of tokens, then the mean over rows (DeepSeek-V3,
+      arXiv:2412.19437, equations 17 to 20; packed documents count together).
+    - The squared log-sum-exp of the logits, which keeps them small (ST-MoE, arXiv:2202.08906, equation 5).
 
     The shares of a global batch are known only after the forward passes of all its micro-batches on all ranks, but the
-    first backward pass needs them. So each step begins with forward passes that only count; other losses do not need
-    that. Shares have no gradient, so nothing else is computed twice.
+    first backward pass needs them. So each step begins with forward passes that only count.
     """
 
-    needs_load = True
-
-    def __init__(self, weight: float):
-        super().__init__(weight)
-        self.shares_E: Tensor | None = None
-
-    def use_load(self, counts_E: Tensor) -> None:
-        self.shares_E = counts_E / counts_E.sum().clamp(min=1)
-
-    def forward(self, logits_BLE: Tensor, scores_BLE: Tensor, counts_BE: Tensor) -> Tensor:
-        assert self.shares_E is not None, "call LoadBalancer.measuring before the step's backward passes"
-        factors_E = self.weight * len(self.shares_E) * self.shares_E.float()
-        return (probabilities(scores_BLE) * factors_E).sum()
-
-
-class SequenceBalance(Penalty):
-    """The same within each row of tokens, then the mean over rows (DeepSeek-V3, arXiv:2412.19437, equations 17 to 20).
-    Packed documents count together."""
-
-    def __init__(self, weight: float):
-        super().__init__(weight)
+    def __init__(self, penalties: PenaltyConfig):
+        super().__init__()
+        self.penalties = penalties
+        self.batch_counts_E: Tensor | None = None
+        """Tokens of the global batch that each expert gets."""
         self.row_sums = nn.Identity()
         """Counts of a rank's part of each row → counts of the whole rows; parallelism adds the other ranks' counts."""
 
     def forward(self, logits_BLE: Tensor, scores_BLE: Tensor, counts_BE: Tensor) -> Tensor:
-        counts_BE = self.row_sums(counts_BE)
-        factors_BE = self.weight * counts_BE.shape[-1] * counts_BE / counts_BE.sum(dim=-1, keepdim=True).clamp(min=1)
-        return (probabilities(scores_BLE) * factors_BE[:, None]).sum()
+        """Return the sum over these tokens, a scalar; `counts_BE` counts the tokens of a row that each expert gets."""
+        total = logits_BLE.new_zeros(())
+        if self.penalties.batch_loss:
+            assert self.batch_counts_E is not None, "call LoadBalancer.measuring before the step's backward passes"
+            total = total + self.penalties.batch_loss * _imbalance(scores_BLE, self.batch_counts_E)
+        if self.penalties.sequence_loss:
+            row_counts_B1E = self.row_sums(counts_BE)[:, None]
+            total = total + self.penalties.sequence_loss * _imbalance(scores_BLE, row_counts_B1E)
+        if self.penalties.z_loss:
+            total = total + self.penalties.z_loss * logits_BLE.logsumexp(dim=-1).square().sum()
+        return total
 
 
-class ZLoss(Penalty):
-    """The squared log-sum-exp of the logits, which keeps them small (ST-MoE, arXiv:2202.08906, equation 5)."""
-
-    def forward(self, logits_BLE: Tensor, scores_BLE: Tensor, counts_BE: Tensor) -> Tensor:
-        return self.weight * logits_BLE.logsumexp(dim=-1).square().sum()
+def _imbalance(scores_BLE: Tensor, counts: Tensor) -> Tensor:
+    shares = counts / counts.sum(dim=-1, keepdim=True).clamp(min=1)
+    return counts.shape[-1] * (probabilities(scores_BLE) * shares).sum()
 
 
 class SelectionBias(nn.Module):

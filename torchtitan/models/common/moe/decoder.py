@@ -7,11 +7,10 @@ from typing import Any, cast
 from torch import nn
 
 from torchtitan.models.common.decoder import Decoder
-from torchtitan.models.common.feed_forward import GatedFeedForward
 from torchtitan.models.common.layer_types import WindowedDecoder
 from torchtitan.models.common.moe.experts import RoutedExperts
-from torchtitan.models.common.moe.layer import GatedSharedExpert, MixtureOfExperts, MoEConfig
-from torchtitan.models.common.moe.router import Router, ScoreWeights, TopK, softmax_scores
+from torchtitan.models.common.moe.layer import MixtureOfExperts, MoEConfig
+from torchtitan.models.common.moe.router import Router
 
 
 class ExpertLayers:
@@ -21,53 +20,24 @@ class ExpertLayers:
 
     make_experts: Callable[..., RoutedExperts] = RoutedExperts
 
+    router_options: Mapping[str, Any] = {}
+    """Options of `Router` in place of those of `MoEConfig.router_options`."""
+
     def make_feed_forward(self, index: int, *args: Any, **options: Any) -> nn.Module:
         decoder, moe = cast(Decoder, super()), self.config.moe
         if not moe.is_sparse(index):
             return decoder.make_feed_forward(index, *args, **options)
-        stds, dim = decoder.init_stds(index), self.config.dim
-        router = Router(
-            dim=dim,
-            n_experts=moe.n_experts,
-            penalties=moe.penalties.build(),
-            init_std=stds["init_std"],
-            **self.router_parts(),
-        )
-        width = moe.ffn_dim or self.config.ffn_dim
-        experts = self.make_experts(n_experts=moe.n_experts, top_k=moe.top_k, dim=dim, hidden_dim=width, **stds)
-        return MixtureOfExperts(router, experts, self.make_shared(index))
+        sizes: dict[str, Any] = {"dim": self.config.dim, "n_experts": moe.n_experts}
+        stds, width = decoder.init_stds(index), moe.ffn_dim or self.config.ffn_dim
+        router_options = {"penalties": moe.penalties, **moe.router_options(), **self.router_options}
+        router = Router(**sizes, init_std=stds["init_std"], **router_options)
+        experts = self.make_experts(**sizes, top_k=moe.top_k, hidden_dim=width, **stds)
+        return MixtureOfExperts(router, experts, self.make_shared(width, dim=self.config.dim, **stds))
 
-    def router_parts(self) -> Mapping[str, Any]:
-        """Return the parts of `Router`: by default, normalized probabilities."""
-        choose, weigh = TopK(self.config.moe.top_k), ScoreWeights(normalized=True)
-        return {"score": softmax_scores, "choose": choose, "weigh": weigh}
-
-    def make_shared(self, index: int) -> nn.Module | None:
-        """Return the expert of all tokens; None: there is none."""
-        return None
-
-
-class QwenExpertLayers(ExpertLayers):
-    """`ExpertLayers` with a `QwenMoEConfig`."""
-
-    def router_parts(self) -> Mapping[str, Any]:
-        return {**super().router_parts(), "weigh": ScoreWeights(self.config.moe.norm_topk_prob)}
-
-    def make_shared(self, index: int) -> nn.Module | None:
-        width, stds = self.config.moe.shared_ffn_dim, cast(Decoder, self).init_stds(index)
-        return None if width is None else GatedSharedExpert(dim=self.config.dim, hidden_dim=width, **stds)
-
-
-class SigmoidExpertLayers(ExpertLayers):
-    """`ExpertLayers` with a `SigmoidMoEConfig`."""
-
-    def router_parts(self) -> Mapping[str, Any]:
-        return cast(Mapping[str, Any], self.config.moe.router_parts())
-
-    def make_shared(self, index: int) -> nn.Module:
-        moe, stds = self.config.moe, cast(Decoder, self).init_stds(index)
-        width = (moe.ffn_dim or self.config.ffn_dim) * moe.n_shared_experts
-        return GatedFeedForward(dim=self.config.dim, hidden_dim=width, **stds)
+    def make_shared(self, width: int, **options: Any) -> nn.Module | None:
+        """As `MoEConfig.make_shared`."""
+        shared: nn.Module | None = self.config.moe.make_shared(width, **options)
+        return shared
 
 
 class MoEDecoder(ExpertLayers, WindowedDecoder):

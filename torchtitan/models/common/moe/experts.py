@@ -59,11 +59,41 @@ class Pairs(NamedTuple):
         sizes = self.expert_R.bincount(minlength=n_experts).tolist()
         return zip(*(tensor.split(sizes) for tensor in tensors), strict=True)
 
+    def rows_of(self, x_ND: Tensor) -> Tensor:
+        """Return the rows (R, D) of the pairs' tokens."""
+        rows_RD: Tensor = _Moved.apply(x_ND, self.token_R, self.place_NK)
+        return rows_RD
+
+    def sums_of(self, rows_RD: Tensor) -> Tensor:
+        """Return the sums (N, D) of the rows of each token's pairs."""
+        sums_ND: Tensor = _Moved.apply(rows_RD, self.place_NK, self.token_R)
+        return sums_ND
+
+
+class _Moved(torch.autograd.Function):
+    """Rows moved to other places; the gradient moves back. Both add in a fixed order."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, places: Tensor, back: Tensor) -> Tensor:
+        ctx.save_for_backward(back)
+        return _take(rows, places)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        return _take(grad_outputs[0], *ctx.saved_tensors), None, None
+
+
+def _take(rows: Tensor, places: Tensor) -> Tensor:
+    """Return the rows at `places` (R,), or the sums of those at each line of `places` (N, K)."""
+    # A sum reads and adds in one pass, in float32 for lower precisions.
+    return rows[places] if places.ndim == 1 else F.embedding_bag(places, rows, mode="sum")
+
 
 class RoutedExperts(StackedExperts):
     """Gated networks `w2(activation(gate x, up x))` with stacked weights: `w13` (E, 2, H, dim), the gate and up of each
     expert, and `w2` (E, dim, H). With `bias`: `bias13` (E, 2, H), `bias2` (E, dim). `top_k`: experts of a token."""
 
+    matrices = ("w13", "w2")
     hidden_dims = {"w13": 2, "w2": 2, "bias13": 2}
 
     bias13: nn.Parameter | None
@@ -86,8 +116,6 @@ class RoutedExperts(StackedExperts):
         self.n_experts = n_experts
         self.active_fraction = top_k / n_experts
         """Part of the weights that multiplies a token, for the count of operations (`count_elements`)."""
-        self.device_type: str | None = None
-        """Device whose algorithm is used. None: the tokens' device."""
         self.w13 = nn.Parameter(torch.empty(n_experts, 2, hidden_dim, dim))
         self.w2 = nn.Parameter(torch.empty(n_experts, dim, hidden_dim))
         for name, weight in {"bias13": self.w13, "bias2": self.w2}.items():
@@ -100,23 +128,31 @@ class RoutedExperts(StackedExperts):
         if self.exchange is None:
             return self._compute(x_ND, weights_NK, chosen_NK)
         pairs = Pairs.of(chosen_NK)
-        weight_R = weights_NK.flatten().gather(0, pairs.slot_R)
-        rows_RD = _Gathered.apply(x_ND, pairs.token_R, pairs.place_NK)
-        ends_E = pairs.ends_E(self.n_experts)
-        out_RD = self.exchange(rows_RD, weight_R, ends_E.diff(prepend=ends_E.new_zeros(1)), self._compute)
-        result: Tensor = _Summed.apply(out_RD, pairs.token_R, pairs.place_NK)
-        return result
+        weight_R, ends_E = weights_NK.flatten().gather(0, pairs.slot_R), pairs.ends_E(self.n_experts)
+        counts_E = ends_E.diff(prepend=ends_E.new_zeros(1))
+        return pairs.sums_of(self.exchange(pairs.rows_of(x_ND), weight_R, counts_E, self._compute))
 
     def _compute(self, x_ND: Tensor, weights_NK: Tensor, chosen_NK: Tensor) -> Tensor:
         """Compute with the experts of this rank, which `chosen_NK` numbers from 0."""
         pairs = Pairs.of(chosen_NK)
         weight_R = weights_NK.flatten().gather(0, pairs.slot_R)
         bias13 = None if self.bias13 is None else self.bias13.flatten(1)
-        parameters = (self.w13.flatten(1, 2), self.w2, bias13, self.bias2)
-        if (self.device_type or x_ND.device.type) == "cpu":
-            result: Tensor = _OneByOne.apply(x_ND, weight_R, *parameters, pairs, self.activation)
-            return result
-        return _grouped(x_ND, weight_R, *parameters, pairs, self.activation)
+        on_cpu = (self.device_type or x_ND.device.type) == "cpu"
+        compute: Callable[..., Tensor] = _OneByOne.apply if on_cpu else self._grouped
+        return compute(x_ND, weight_R, pairs, self.activation, self.w13.flatten(1, 2), self.w2, bias13, self.bias2)
+
+    def _grouped(self, x_ND: Tensor, weight_R: Tensor, pairs: Pairs, activation: Gated, *parameters: Any) -> Tensor:
+        """Compute all experts in a product each, without reading a size from the device."""
+        w13, _, bias13, bias2 = parameters
+        ends_E = pairs.ends_E(len(w13))
+        both_RH = self.product(pairs.rows_of(x_ND), "w13", ends_E)
+        both_RH = both_RH if bias13 is None else both_RH + bias13[pairs.expert_R]
+        hidden_RH = activation(*both_RH.chunk(2, dim=1))
+        # The weight multiplies the narrower side of w2.
+        out_RD = self.product((hidden_RH * weight_R[:, None]).to(x_ND.dtype), "w2", ends_E)
+        if bias2 is not None:
+            out_RD = out_RD + (bias2[pairs.expert_R] * weight_R[:, None]).to(x_ND.dtype)
+        return pairs.sums_of(out_RD)
 
 
 class InputScaledExperts(RoutedExperts):
@@ -128,82 +164,13 @@ class InputScaledExperts(RoutedExperts):
         return super().forward(scaled, ones, chosen_NK.view(-1, 1)).unflatten(0, weights_NK.shape).sum(dim=1)
 
 
-def _grouped(
-    x_ND: Tensor,
-    weight_R: Tensor,
-    w13: Tensor,
-    w2: Tensor,
-    bias13: Tensor | None,
-    bias2: Tensor | None,
-    pairs: Pairs,
-    activation: Gated,
-) -> Tensor:
-    """Compute all experts in a product each, without reading a size from the device."""
-    ends_E = pairs.ends_E(len(w13))
-
-    def product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        out = F.grouped_mm(rows, weight.mT, offs=ends_E)
-        return out if bias is None else out + bias[pairs.expert_R]
-
-    rows_RD = _Gathered.apply(x_ND, pairs.token_R, pairs.place_NK)
-    hidden_RH = activation(*product(rows_RD, w13, bias13).chunk(2, dim=1))
-    # The weight multiplies the narrower side of w2.
-    out_RD = product((hidden_RH * weight_R[:, None]).to(x_ND.dtype), w2, None)
-    if bias2 is not None:
-        out_RD = out_RD + (bias2[pairs.expert_R] * weight_R[:, None]).to(x_ND.dtype)
-    result: Tensor = _Summed.apply(out_RD, pairs.token_R, pairs.place_NK)
-    return result
-
-
-class _Gathered(torch.autograd.Function):
-    """Rows of the pairs' tokens: `x[token_R]`. The gradient adds a token's K rows in a fixed order."""
-
-    @staticmethod
-    def forward(ctx: Any, x_ND: Tensor, token_R: Tensor, place_NK: Tensor) -> Tensor:
-        ctx.save_for_backward(place_NK)
-        return x_ND[token_R]
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        (place_NK,) = ctx.saved_tensors
-        return _sum_rows(grad_outputs[0], place_NK), None, None
-
-
-class _Summed(torch.autograd.Function):
-    """The sum of a token's K rows, in a fixed order; the opposite of `_Gathered`."""
-
-    @staticmethod
-    def forward(ctx: Any, rows_RD: Tensor, token_R: Tensor, place_NK: Tensor) -> Tensor:
-        ctx.save_for_backward(token_R)
-        return _sum_rows(rows_RD, place_NK)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        (token_R,) = ctx.saved_tensors
-        return grad_outputs[0][token_R], None, None
-
-
-def _sum_rows(rows_RD: Tensor, place_NK: Tensor) -> Tensor:
-    # Reads and adds in one pass, in float32 for lower precisions.
-    return F.embedding_bag(place_NK, rows_RD, mode="sum")
-
-
 class _OneByOne(torch.autograd.Function):
     """One expert after the other, for CPUs: its tokens, weights and results stay in the core's cache from the first
     product to the last. Types that the CPU cannot multiply are multiplied in float32."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x_ND: Tensor,
-        weight_R: Tensor,
-        w13: Tensor,
-        w2: Tensor,
-        bias13: Tensor | None,
-        bias2: Tensor | None,
-        pairs: Pairs,
-        activation: Gated,
-    ) -> Tensor:
+    def forward(ctx: Any, x_ND: Tensor, weight_R: Tensor, pairs: Pairs, activation: Gated, *parameters: Any) -> Tensor:
+        w13, w2, bias13, bias2 = parameters
         dtype, both_RH = _product_type(x_ND.dtype), x_ND.new_empty(len(weight_R), w13.shape[1])
         out_RD = x_ND.new_empty(len(weight_R), x_ND.shape[1])
         rows = pairs.of_experts(len(w13), pairs.token_R, weight_R[:, None].to(dtype), both_RH, out_RD)
@@ -213,9 +180,9 @@ class _OneByOne(torch.autograd.Function):
                 _product(x, w13[e].T, both, None if bias13 is None else bias13[e])
                 hidden = activation(*both.to(dtype).chunk(2, dim=1)) * weight
                 _product(hidden, w2[e].T, out, None if bias2 is None else bias2[e] * weight)
-        ctx.save_for_backward(x_ND, weight_R, w13, w2, bias13, bias2, both_RH, *pairs)
+        ctx.save_for_backward(x_ND, weight_R, *parameters, both_RH, *pairs)
         ctx.activation = activation
-        return _sum_rows(out_RD, pairs.place_NK)
+        return _take(out_RD, pairs.place_NK)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
@@ -236,7 +203,7 @@ class _OneByOne(torch.autograd.Function):
             _product(grad_both.T, x, grad_w13[e])
             _product(grad.T, hidden * weight, grad_w2[e])
             _product(grad_both, w13[e], grad_x)
-        return _sum_rows(grad_x_RD, pairs.place_NK), grad_weight_R, *grads, None, None
+        return _take(grad_x_RD, pairs.place_NK), grad_weight_R, None, None, *grads
 
 
 def _activation_backward(activation: Gated, both: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
@@ -260,11 +227,9 @@ def _product_type(dtype: torch.dtype) -> torch.dtype:
 
 
 def _product(a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None = None) -> None:
-    """Write `a @ b + bias` into `out`, in the type of `a`."""
-    result = out if out.dtype == a.dtype else torch.empty_like(out, dtype=a.dtype)
-    if bias is None:
-        torch.mm(a, b.to(a.dtype), out=result)
-    else:
-        torch.addmm(bias.to(a.dtype), a, b.to(a.dtype), out=result)
+    """Write `a @ b + bias` into `out`, computed in the type of `a`."""
+    result = torch.mm(a, b.to(a.dtype), out=out if out.dtype == a.dtype else None)
+    if bias is not None:
+        result += bias
     if result is not out:
         out.copy_(result)

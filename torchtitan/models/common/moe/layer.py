@@ -1,51 +1,28 @@
 """The mixture of experts that takes the place of a block's feed-forward network, and its configuration."""
 
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from torchtitan.models.common.feed_forward import GatedFeedForward
-from torchtitan.models.common.moe.balance import BatchBalance, Penalty, SelectionBias, SequenceBalance, ZLoss
+from torchtitan.models.common.moe.balance import PenaltyConfig, SelectionBias
 from torchtitan.models.common.moe.experts import RoutedExperts
-from torchtitan.models.common.moe.router import SCORES, GroupLimitedTopK, Router, ScoreWeights, TopK
+from torchtitan.models.common.moe.router import Router, TopK, sigmoid_scores, softmax_scores
 from torchtitan.protocols.initializer import TruncatedNormal, with_initializers
 from torchtitan.tools.errors import UserError
 
-_MOST_EXPERTS = 2**16
+_MOST = 2**24
 
 
-@dataclass(kw_only=True, slots=True)
-class PenaltyConfig:
-    """Weights of the auxiliary losses, which are means over tokens, added over layers. They change gradients, but not
-    the logged loss."""
-
-    batch_loss: float = 0.0
-    """Weight of the load-balancing loss over the global batch (Switch, GShard). Each step then begins with a forward
-    pass over its tokens that only counts."""
-
-    sequence_loss: float = 0.0
-    """Weight of the load-balancing loss within each row of `training.seq_len` tokens (DeepSeek-V3)."""
-
-    z_loss: float = 0.0
-    """Weight of the squared log-sum-exp of the router's logits (ST-MoE)."""
-
-    def weights(self) -> dict[type[Penalty], float]:
-        """Return the weight of each loss."""
-        return {BatchBalance: self.batch_loss, SequenceBalance: self.sequence_loss, ZLoss: self.z_loss}
-
-    def validate(self) -> None:
-        """Raise `UserError` for a negative weight."""
-        for kind, weight in self.weights().items():
-            if not 0 <= weight < float("inf"):
-                raise UserError(
-                    f"--model.moe.penalties: the weight of {kind.__name__} is {weight}, but must be at least 0"
-                )
-
-    def build(self) -> list[Penalty]:
-        """Return the losses with a weight."""
-        return [kind(weight) for kind, weight in self.weights().items() if weight]
+def _check(config: Any, least: int, *names: str) -> None:
+    """Raise `UserError` for the first of these fields that is neither None nor from `least` to `_MOST`."""
+    for name in names:
+        value = attrgetter(name)(config)
+        if not (value is None or least <= value <= _MOST):
+            raise UserError(f"--model.moe.{name} is {value}, but must be from {least} to {_MOST}")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -64,7 +41,7 @@ class MoEConfig:
     layer_types: list[Literal["sparse", "dense"]] = field(default_factory=lambda: ["sparse"])
     """Types of the first layers, repeated for the others; dense ones have one network of width --model.ffn_dim."""
 
-    penalties: PenaltyConfig = field(default_factory=PenaltyConfig)
+    penalties: PenaltyConfig = field(default_factory=PenaltyConfig, compare=False)  # not in config.json
     """Auxiliary losses."""
 
     def is_sparse(self, index: int) -> bool:
@@ -77,17 +54,22 @@ class MoEConfig:
 
     def validate(self) -> None:
         """Raise `UserError` for impossible sizes."""
-        if not 1 <= self.n_experts <= _MOST_EXPERTS:
-            raise UserError(f"--model.moe.n_experts is {self.n_experts}, but must be from 1 to {_MOST_EXPERTS}")
+        _check(self, 1, "n_experts", "ffn_dim")
+        _check(self, 0, "penalties.batch_loss", "penalties.sequence_loss", "penalties.z_loss")
         if not 1 <= self.top_k <= self.n_experts:
             raise UserError(
                 f"--model.moe.top_k is {self.top_k}, but must be from 1 to --model.moe.n_experts {self.n_experts}"
             )
-        if self.ffn_dim is not None and not 1 <= self.ffn_dim <= 2**24:
-            raise UserError(f"--model.moe.ffn_dim is {self.ffn_dim}, but must be from 1 to {2**24}")
         if not self.layer_types:
             raise UserError("--model.moe.layer_types is empty, but must name at least one type")
-        self.penalties.validate()
+
+    def router_options(self) -> dict[str, Any]:
+        """Return options of `Router`."""
+        return {"choose": TopK(self.top_k)}
+
+    def make_shared(self, width: int, **options: Any) -> nn.Module | None:
+        """Return the expert of all tokens, next to routed ones of a `width`; None: there is none."""
+        return None
 
 
 @dataclass(kw_only=True, slots=True)
@@ -102,8 +84,13 @@ class QwenMoEConfig(MoEConfig):
 
     def validate(self) -> None:
         MoEConfig.validate(self)
-        if not (self.shared_ffn_dim is None or 1 <= self.shared_ffn_dim <= 2**24):
-            raise UserError(f"--model.moe.shared_ffn_dim is {self.shared_ffn_dim}, but must be from 1 to {2**24}")
+        _check(self, 1, "shared_ffn_dim")
+
+    def router_options(self) -> dict[str, Any]:
+        return {**MoEConfig.router_options(self), "normalized": self.norm_topk_prob}
+
+    def make_shared(self, width: int, **options: Any) -> nn.Module | None:
+        return None if self.shared_ffn_dim is None else GatedSharedExpert(hidden_dim=self.shared_ffn_dim, **options)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -128,40 +115,35 @@ class SigmoidMoEConfig(MoEConfig):
     topk_group: int = 1
     """Groups that a token's experts are in."""
 
-    bias_rate: float = 0.0
+    bias_rate: float = field(default=0.0, compare=False)  # not in config.json
     """Change of the selection bias after each optimizer step, for balance; DeepSeek-V3 used 0.001."""
 
     def validate(self) -> None:
         MoEConfig.validate(self)
-        if not 1 <= self.topk_group <= self.n_group or self.n_experts % self.n_group:
+        size, rest = divmod(self.n_experts, max(1, self.n_group))
+        if rest or size < 2 or not 1 <= self.topk_group <= self.n_group or self.top_k > size * self.topk_group:
             raise UserError(
-                f"--model.moe.n_group {self.n_group} must divide --model.moe.n_experts {self.n_experts}, and be at "
-                f"least --model.moe.topk_group {self.topk_group}"
+                f"--model.moe.n_group {self.n_group} must divide --model.moe.n_experts {self.n_experts} into groups of "
+                f"at least 2, and --model.moe.topk_group {self.topk_group} of them must have --model.moe.top_k "
+                f"{self.top_k} experts"
             )
-        size = self.n_experts // self.n_group
-        if size == 1 or self.top_k > size * self.topk_group:
-            raise UserError(
-                f"--model.moe.n_group {self.n_group} makes groups of {size} experts, of which --model.moe.topk_group "
-                f"{self.topk_group} must have --model.moe.top_k {self.top_k} in all, and each at least 2"
-            )
-        if not 1 <= self.n_shared_experts <= _MOST_EXPERTS:
-            raise UserError(f"--model.moe.n_shared_experts is {self.n_shared_experts}, but must be at least 1")
+        _check(self, 1, "n_shared_experts")
+        _check(self, 0, "routed_scaling_factor", "bias_rate")
         if self.scoring_func == "softmax" and (self.bias_rate or self.norm_topk_prob):
             raise UserError("--model.moe.scoring_func softmax needs --model.moe.bias_rate 0 and no norm_topk_prob")
-        for name in ("routed_scaling_factor", "bias_rate"):
-            if not 0 <= getattr(self, name) < float("inf"):
-                raise UserError(f"--model.moe.{name} is {getattr(self, name)}, but must be at least 0")
 
-    def router_parts(self) -> dict[str, Any]:
-        """Return the parts of `Router`."""
+    def router_options(self) -> dict[str, Any]:
         is_v2 = self.scoring_func == "softmax"
-        groups = GroupLimitedTopK(self.top_k, self.n_group, self.topk_group, members=1 if is_v2 else 2)
         return {
-            "score": SCORES[self.scoring_func],
-            "choose": TopK(self.top_k) if self.n_group == 1 else groups,
-            "weigh": ScoreWeights(self.norm_topk_prob, self.routed_scaling_factor, eps=1e-20),
+            "score": softmax_scores if is_v2 else sigmoid_scores,
+            "choose": TopK(self.top_k, self.n_group, self.topk_group, members=1 if is_v2 else 2),
+            "normalized": self.norm_topk_prob,
+            "scale": self.routed_scaling_factor,
             "selection": None if is_v2 else SelectionBias(self.n_experts, self.bias_rate),
         }
+
+    def make_shared(self, width: int, **options: Any) -> nn.Module:
+        return GatedFeedForward(hidden_dim=width * self.n_shared_experts, **options)
 
 
 class MixtureOfExperts(nn.Module):

@@ -1,11 +1,7 @@
-"""Routers: which experts get a token, and how much their results count.
-
-A router is made of parts: scores of all experts, the choice of some of them, the weights of the chosen ones, perhaps a
-bias of the choice, and auxiliary losses (`moe.balance`).
-"""
+"""Routers: which experts get a token, and how much their results count."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,15 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchtitan.models.common.moe.balance import Penalty, SelectionBias, probabilities
+from torchtitan.models.common.moe.balance import Penalties, PenaltyConfig, SelectionBias, probabilities
 from torchtitan.protocols.initializer import Constant, TruncatedNormal, with_initializers
 from torchtitan.protocols.load_balance import LoadBalanced
 
 Score = Callable[[Tensor], Tensor]
 """Scores of all experts from the gate's logits, (…, E) → (…, E) in float32."""
-
-Weigh = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Weights of chosen experts, (…, K), from logits and scores (…, E) and the choice (…, K)."""
 
 
 def softmax_scores(logits: Tensor) -> Tensor:
@@ -34,63 +27,34 @@ def sigmoid_scores(logits: Tensor) -> Tensor:
     return logits.sigmoid()
 
 
-SCORES: dict[str, Score] = {"sigmoid": sigmoid_scores, "softmax": softmax_scores}
-
-
 @dataclass(frozen=True)
 class TopK:
-    """The `k` experts with the largest scores."""
+    """Choose the `k` experts with the largest scores, (…, E) → (…, K): of all, or of the `k_groups` best of `n_groups`
+    groups of consecutive experts, so that a token reaches few devices (DeepSeek-V2, arXiv:2405.04434, 2.2.2). A group
+    is as good as the sum of its `members` best experts: one in DeepSeek-V2, two in V3."""
 
     k: int
+    n_groups: int = 1
+    k_groups: int = 1
+    members: int = 1
 
     def __call__(self, scores: Tensor) -> Tensor:
+        if self.n_groups > 1:
+            groups = scores.unflatten(-1, (self.n_groups, -1))
+            best = groups.topk(self.members, dim=-1).values.sum(dim=-1).topk(self.k_groups, dim=-1).indices
+            excluded = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter_(-1, best, False)
+            # Infinity, since scores with a bias may be below 0.
+            scores = groups.masked_fill(excluded[..., None], -torch.inf).flatten(-2)
         return scores.topk(self.k, dim=-1).indices
-
-
-@dataclass(frozen=True)
-class GroupLimitedTopK:
-    """The `k` best experts of the `k_groups` best of `n_groups` groups of consecutive experts, so that a token reaches
-    few devices (DeepSeek-V2, arXiv:2405.04434, 2.2.2). A group is as good as the sum of its `members` best experts: one
-    in DeepSeek-V2, two in V3."""
-
-    k: int
-    n_groups: int
-    k_groups: int
-    members: int
-
-    def __call__(self, scores: Tensor) -> Tensor:
-        groups = scores.unflatten(-1, (self.n_groups, -1))
-        best = groups.topk(self.members, dim=-1).values.sum(dim=-1).topk(self.k_groups, dim=-1).indices
-        excluded = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter_(-1, best, False)
-        # Infinity, since scores with a bias may be below 0.
-        return groups.masked_fill(excluded[..., None], -torch.inf).flatten(-2).topk(self.k, dim=-1).indices
-
-
-@dataclass(frozen=True)
-class ScoreWeights:
-    """The scores of the chosen experts, divided by their sum if `normalized`, times `scale`. Normalized probabilities
-    are the softmax over the logits of the chosen experts (gpt-oss)."""
-
-    normalized: bool = False
-    scale: float = 1.0
-    eps: float = 0.0
-    """Added to the sum."""
-
-    def __call__(self, logits: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
-        weights = scores.gather(-1, chosen)
-        if self.normalized:
-            weights = weights / (weights.sum(dim=-1, keepdim=True) + self.eps)
-        return weights if self.scale == 1.0 else self.scale * weights
-
-
-Choose = TopK | GroupLimitedTopK
-"""Numbers of the K chosen experts from their scores, (…, E) → (…, K)."""
 
 
 class Router(LoadBalanced):
     """Linear gate, scores, choice and weights, in float32, since rounding would change the choice.
 
     Args:
+        normalized: divide the scores of a token's experts by their sum. Of probabilities, these are the softmax over
+            the logits of the chosen experts (gpt-oss).
+        scale: factor of the weights after that.
         bias: of the gate.
         selection: bias that is added to the scores for the choice, but not for the weights.
         penalties: auxiliary losses of training.
@@ -101,16 +65,17 @@ class Router(LoadBalanced):
         *,
         dim: int,
         n_experts: int,
-        score: Score,
-        choose: Choose,
-        weigh: Weigh,
-        init_std: float,
+        choose: TopK,
+        score: Score = softmax_scores,
+        normalized: bool = True,
+        scale: float = 1.0,
         bias: bool = False,
         selection: SelectionBias | None = None,
-        penalties: Sequence[Penalty] = (),
+        penalties: PenaltyConfig | None = None,
+        init_std: float,
     ):
         super().__init__(n_experts, choose.k)
-        self.score, self.choose, self.weigh = score, choose, weigh
+        self.choose, self.score, self.normalized, self.scale = choose, score, normalized, scale
         # Not a linear layer: converters, such as LoRA, take all of them, and the router should keep its precision.
         self.weight = nn.Parameter(torch.empty(n_experts, dim))
         self.register_parameter("bias", nn.Parameter(torch.empty(n_experts)) if bias else None)
@@ -118,9 +83,10 @@ class Router(LoadBalanced):
         with_initializers(self, weight=TruncatedNormal(init_std), **biases)
         self.bias: nn.Parameter | None
         self.selection = selection
-        self.penalties = nn.ModuleList(penalties)
-        self.has_losses = bool(penalties)
-        self.needs_load = any(penalty.needs_load for penalty in penalties)
+        penalties = penalties or PenaltyConfig()
+        self.penalties = Penalties(penalties)
+        self.needs_load = bool(penalties.batch_loss)
+        self.has_losses = bool(penalties.batch_loss or penalties.sequence_loss or penalties.z_loss)
 
     def forward(self, x_BLD: Tensor) -> tuple[Tensor, Tensor]:
         """(B, L, dim) → weights and numbers of the chosen experts, both (B, L, K)."""
@@ -128,26 +94,25 @@ class Router(LoadBalanced):
         logits_BLE = F.linear(x_BLD.float(), self.weight.float(), bias)
         scores_BLE = self.score(logits_BLE)
         with torch.no_grad():
-            preference_BLE = scores_BLE if self.selection is None else self.selection(scores_BLE)
-            chosen_BLK = self.choose(preference_BLE)
-        weights_BLK = self.weigh(logits_BLE, scores_BLE, chosen_BLK)
-        if self.training and self.counts_E is not None:
+            chosen_BLK = self.choose(scores_BLE if self.selection is None else self.selection(scores_BLE))
+        weights_BLK = scores_BLE.gather(-1, chosen_BLK)
+        if self.normalized:
+            weights_BLK = weights_BLK / (weights_BLK.sum(dim=-1, keepdim=True) + 1e-20)
+        weights_BLK = self.scale * weights_BLK
+        if self.training and self.totals is not None:
             # Not `bincount`, which waits for a GPU.
             places, one = chosen_BLK.flatten(1), chosen_BLK.new_ones(()).expand(chosen_BLK.flatten(1).shape)
             counts_BE = chosen_BLK.new_zeros(len(chosen_BLK), self.n_experts).scatter_add_(1, places, one)
+            totals = torch.cat((counts_BE.sum(dim=0), _entropy(scores_BLE.detach())))
             if self.is_measuring:
-                self.counts_E += counts_BE.sum(dim=0)
+                self.totals += totals
             elif weights_BLK.requires_grad:
-                losses = [penalty(logits_BLE, scores_BLE, counts_BE) for penalty in self.penalties]
-                total = sum(losses, logits_BLE.new_zeros(()))
-                observed = counts_BE.sum(dim=0), _entropy(scores_BLE.detach())
-                weights_BLK = _Observed.apply(weights_BLK, total, *observed, self)
+                losses = self.penalties(logits_BLE, scores_BLE, counts_BE)
+                weights_BLK = _Observed.apply(weights_BLK, losses, totals, self)
         return weights_BLK, chosen_BLK
 
     def use_load(self, counts_E: Tensor) -> None:
-        for penalty in self.penalties:
-            assert isinstance(penalty, Penalty)
-            penalty.use_load(counts_E)
+        self.penalties.batch_counts_E = counts_E
 
     def rebalance(self, counts_E: Tensor) -> None:
         """Move the selection bias, unless the router is frozen."""
@@ -159,23 +124,21 @@ class Router(LoadBalanced):
 
 
 def _entropy(scores_BLE: Tensor) -> Tensor:
-    """As `LoadBalanced.entropy`."""
+    """Return the last element of `LoadBalanced.totals`."""
     entropy_BL = torch.special.entr(probabilities(scores_BLE)).sum(dim=-1) / math.log(max(scores_BLE.shape[-1], 2))
-    return (entropy_BL * 2**20).round().long().sum()
+    return (entropy_BL * 2**20).round().long().sum().view(1)
 
 
 class _Observed(torch.autograd.Function):
-    """The weights unchanged; in the backward pass, count the tokens, and add the gradient of the auxiliary losses."""
+    """The weights unchanged; in the backward pass, add up the totals, and the gradient of the auxiliary losses."""
 
     @staticmethod
-    def forward(ctx: Any, weights: Tensor, losses: Tensor, counts_E: Tensor, entropy: Tensor, router: Router) -> Tensor:
+    def forward(ctx: Any, weights: Tensor, losses: Tensor, totals: Tensor, router: Router) -> Tensor:
         ctx.router = router
-        ctx.save_for_backward(counts_E, entropy)
+        ctx.save_for_backward(totals)
         return weights.view_as(weights)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        counts_E, entropy = ctx.saved_tensors
-        ctx.router.counts_E += counts_E
-        ctx.router.entropy += entropy
-        return grad_outputs[0], ctx.router.gradient_scale, None, None, None
+        ctx.router.totals += ctx.saved_tensors[0]
+        return grad_outputs[0], ctx.router.gradient_scale, None, None

@@ -1,6 +1,6 @@
 """Experts in Hugging Face's format, and the sharding plan of models with experts."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torchtitan.models.common.config_reader import ConfigReader
@@ -11,7 +11,7 @@ from torchtitan.protocols.state_dict_adapter import Identity, KeyMapping, Permut
 MOE_SHARDING = ShardingPlan(
     tensor={**DENSE_SHARDING.tensor, "layers.*.moe": "local tokens"},
     attention=DENSE_SHARDING.attention,
-    row_sums="layers.*.moe.router.penalties.*.row_sums",
+    row_sums="layers.*.moe.router.penalties.row_sums",
 )
 """Plan of decoders with experts in some layers. Tensor parallelism splits attention and dense networks; its ranks have
 whole experts, for their own part of the tokens."""
@@ -20,19 +20,26 @@ _NAMES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 
 
 def expert_rows(
-    n_experts: int, folder: str = "mlp", names: dict[str, str] = _NAMES, gate: str = "gate"
-) -> tuple[KeyMapping, ...]:
-    """Return the rows of a router and its experts, each of which has its own tensors in the file."""
+    dense: Sequence[KeyMapping], *, shared: str = "", folder: str = "mlp", names: Mapping[str, str] = _NAMES
+) -> Callable[[Any], Sequence[KeyMapping]]:
+    """Return `ModelType.rows`: `dense` rows, and the rows of a router, of its experts, each of which has its own
+    tensors in the file, and of a `shared` expert."""
+    gate, experts = f"model.layers.*.{folder}.gate", f"model.layers.*.{folder}.experts"
 
-    def row(ours: str, *theirs: str) -> KeyMapping:
-        folders = [f"model.layers.*.{folder}.experts.{expert}" for expert in range(n_experts)]
-        each = tuple(f"{expert}.{name}.weight" for expert in folders for name in theirs)
-        return KeyMapping(f"layers.*.moe.experts.{ours}", each, Stacked(0, n_dims=len(theirs)))
+    def rows(config: Any) -> Sequence[KeyMapping]:
+        def stacked(*theirs: str) -> tuple[str, ...]:
+            return tuple(f"{experts}.{e}.{names[w]}.weight" for e in range(config.moe.n_experts) for w in theirs)
 
-    router = KeyMapping("layers.*.moe.router.weight", f"model.layers.*.{folder}.{gate}.weight")
-    scores = f"model.layers.*.{folder}.{gate}.e_score_correction_bias"
-    bias = KeyMapping("layers.*.moe.router.selection.bias_E", scores)
-    return (router, bias, row("w13", names["w1"], names["w3"]), row("w2", names["w2"]))
+        return (
+            *dense,
+            *shared_rows(shared),
+            KeyMapping("layers.*.moe.router.weight", f"{gate}.weight"),
+            KeyMapping("layers.*.moe.router.selection.bias_E", f"{gate}.e_score_correction_bias"),
+            KeyMapping("layers.*.moe.experts.w13", stacked("w1", "w3"), Stacked(0, n_dims=2)),
+            KeyMapping("layers.*.moe.experts.w2", stacked("w2"), Stacked(0)),
+        )
+
+    return rows
 
 
 FUSED_EXPERT_ROWS: Sequence[KeyMapping] = (
@@ -85,5 +92,5 @@ def prepare_dense_layers(document: dict[str, Any], default: int = 1) -> dict[str
 def write_dense_layers(config: Any, score: str = "sigmoid") -> dict[str, Any] | None:
     """Return the number of dense layers in config.json; None: it cannot describe a model with these layers."""
     moe, sparse = config.moe, [config.moe.is_sparse(index) for index in range(config.n_layers)]
-    fits = config.sliding_window is None and moe.ffn_dim is not None and moe.scoring_func == score
+    fits = moe.ffn_dim is not None and moe.scoring_func == score
     return {"first_k_dense_replace": sparse.count(False)} if fits and sparse == sorted(sparse) else None

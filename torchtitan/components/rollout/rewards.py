@@ -24,9 +24,9 @@ def number_match(prompt: str, completion: str, row: Mapping[str, Any]) -> float:
     return float(bool(expected) and found == expected)
 
 
-def find_reward(name: str) -> Reward:
+def find_reward(name: str, open_model: Callable[[str], Reward] | None = None) -> Reward:
     """Return the function of `--rewards`: number, pattern=REGEX (1 if it occurs in the completion), length=N (1 for N
-    characters, falling linearly to 0), or a function to import. Raise `UserError` if there is none."""
+    characters, falling linearly to 0), reward_model=DIR, or a function to import. Raise `UserError` for others."""
     kind, _, value = name.partition("=")
     if name == "number":
         return number_match
@@ -38,10 +38,12 @@ def find_reward(name: str) -> Reward:
         return lambda prompt, completion, row: float(pattern.search(completion) is not None)
     if kind == "length" and value.isdecimal() and int(value):
         return lambda prompt, completion, row: max(0.0, 1 - abs(len(completion) / int(value) - 1))
+    if kind == "reward_model" and open_model:
+        return open_model(value)
     if ":" not in name:
         raise UserError(
-            f"--rewards {name} is unknown; use number, pattern=REGEX, length=N, package.module:function or "
-            "file.py:function"
+            f"--rewards {name} is unknown; use number, pattern=REGEX, length=N, reward_model=DIR, "
+            "package.module:function or file.py:function"
         )
     return cast(Reward, load_function(name))
 
@@ -49,12 +51,12 @@ def find_reward(name: str) -> Reward:
 class Rewards:
     """Weighted sum of reward functions. Raises `UserError` for an unknown function or a wrong number of weights."""
 
-    def __init__(self, names: Sequence[str], weights: Sequence[float]):
+    def __init__(self, names: Sequence[str], weights: Sequence[float], open_model: Callable[..., Any] | None = None):
         if weights and len(weights) != len(names):
             raise UserError(
                 f"--reward_weights has {len(weights)} numbers for {len(names)} --rewards; give one for each"
             )
-        self._functions = [(name, find_reward(name)) for name in names]
+        self._functions = [(name, find_reward(name, open_model)) for name in names]
         self._weights = weights or [1.0] * len(names)
 
     def __call__(self, prompt: str, completion: str, row: Mapping[str, Any], where: str) -> float:

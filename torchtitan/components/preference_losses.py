@@ -6,51 +6,24 @@ methods without a reference leave out pi_ref, and SimPO and ORPO divide the loga
 """
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from torchtitan.components.loss import Measures
 from torchtitan.config import Configurable
 from torchtitan.tools.errors import UserError
 
 Kind = Literal["dpo", "cdpo", "robust", "hinge", "ipo", "dpo_normalized", "simpo", "orpo", "cpo"]
-WITHOUT_REFERENCE = ("simpo", "orpo", "cpo")
-NORMALIZED = ("simpo", "orpo")
-SMOOTHED = ("cdpo", "robust")
 
 
-class Answers(NamedTuple):
-    """Answers to prompts, in tensors of one shape."""
-
-    log_probs: Tensor
-    """Log-probability under the trained model, summed over the answer's tokens."""
-    reference: Tensor
-    """The same under the reference; 0 without one."""
-    lengths: Tensor
-    """Tokens of the answer; 0 if there is none."""
-
-    @property
-    def log_ratios(self) -> Tensor:
-        """Logarithm of pi / pi_ref."""
-        return self.log_probs - self.reference
-
-    @property
-    def mean_log_ratios(self) -> Tensor:
-        """Logarithm of pi / pi_ref, per token."""
-        return self.log_ratios / self.lengths.clamp(min=1)
-
-
-def dpo_loss(x: Tensor) -> Tensor:
-    """Return -log sigmoid(x) (Rafailov et al., arXiv:2305.18290, equation 7)."""
-    return -F.logsigmoid(x)
-
-
-def cdpo_loss(x: Tensor, smoothing: float) -> Tensor:
-    """Return DPO's loss if the labels are wrong with probability `smoothing` (Mitchell, "A note on DPO with noisy
-    preferences", 2023)."""
+def dpo_loss(x: Tensor, smoothing: float = 0.0) -> Tensor:
+    """Return -log sigmoid(x) (Rafailov et al., arXiv:2305.18290, equation 7); with `smoothing`, its mean over labels
+    that are wrong with this probability, which is cDPO (Mitchell, "A note on DPO with noisy preferences", 2023)."""
     return -(1 - smoothing) * F.logsigmoid(x) - smoothing * F.logsigmoid(-x)
 
 
@@ -65,28 +38,25 @@ def hinge_loss(x: Tensor) -> Tensor:
     return torch.relu(1 - x)
 
 
-def ipo_loss(x: Tensor, beta: float) -> Tensor:
-    """Return (h - 1 / (2 beta))^2 with h = x / beta (Azar et al., arXiv:2310.12036, equation 17); h is the difference
-    of mean log-ratios per token, so that it does not depend on the length of answers."""
-    return (x / beta - 1 / (2 * beta)) ** 2
-
-
-def simpo_loss(x: Tensor, gamma: float) -> Tensor:
-    """Return -log sigmoid(x - gamma) (Meng et al., arXiv:2405.14734, equation 6)."""
-    return -F.logsigmoid(x - gamma)
+def ipo_loss(h: Tensor, beta: float) -> Tensor:
+    """Return (h - 1 / (2 beta))^2 (Azar et al., arXiv:2310.12036, equation 17); `h` is the difference of mean
+    log-ratios per token, so that it does not depend on the length of answers."""
+    return (h - 1 / (2 * beta)) ** 2
 
 
 def orpo_loss(chosen: Tensor, rejected: Tensor, weight: float) -> Tensor:
     """Return the negative log-likelihood of the chosen answer plus `weight` times -log sigmoid(log odds ratio) (Hong et
-    al., arXiv:2403.07691, equations 3 to 7). Both arguments are mean log-probabilities per token, below 0."""
-    log_odds = [mean - torch.log(-torch.expm1(mean)) for mean in (chosen, rejected)]
+    al., arXiv:2403.07691, equations 3 to 7). Both arguments are mean log-probabilities per token; one that rounds to 0
+    has the odds of the largest probability below 1."""
+    below_one = [mean.clamp(max=-torch.finfo(mean.dtype).eps) for mean in (chosen, rejected)]
+    log_odds = [mean - torch.log(-torch.expm1(mean)) for mean in below_one]
     return -chosen - weight * F.logsigmoid(log_odds[0] - log_odds[1])
 
 
 def cpo_loss(x: Tensor, chosen: Tensor, weight: float) -> Tensor:
     """Return -log sigmoid(x) minus `weight` times the chosen answer's mean log-probability per token (Xu et al.,
     arXiv:2401.08417, equation 5, with the likelihood per token)."""
-    return -F.logsigmoid(x) - weight * chosen
+    return dpo_loss(x) - weight * chosen
 
 
 def kto_loss(reward: Tensor, baseline: Tensor | float, is_desirable: Tensor) -> Tensor:
@@ -115,7 +85,7 @@ class PreferenceLoss(Configurable):
         """Probability that a label is wrong, below 0.5, for cdpo and robust."""
 
         gamma: float = 1.0
-        """Target margin of simpo."""
+        """Target margin of simpo (Meng et al., arXiv:2405.14734, equation 6)."""
 
         weight: float = 1.0
         """Weight of the odds ratio in orpo, and of the likelihood in cpo."""
@@ -123,52 +93,41 @@ class PreferenceLoss(Configurable):
         def validate(self) -> None:
             if not 0 < self.beta < math.inf:
                 raise UserError(f"--loss.beta is {self.beta}, but must be above 0")
-            if not 0 <= self.label_smoothing < 0.5:
-                raise UserError(f"--loss.label_smoothing is {self.label_smoothing}, but must be from 0 to below 0.5")
-            if self.label_smoothing and self.kind not in SMOOTHED:
-                raise UserError(f"--loss.label_smoothing is of --loss.kind {' and '.join(SMOOTHED)}, not {self.kind}")
+            smoothing, is_smoothed = self.label_smoothing, self.kind in ("cdpo", "robust")
+            if not 0 <= smoothing < 0.5:
+                raise UserError(f"--loss.label_smoothing is {smoothing}, but must be from 0 to below 0.5")
+            if (smoothing > 0) != is_smoothed:
+                needed = "above 0, or use dpo" if is_smoothed else "0, or use cdpo or robust"
+                raise UserError(f"--loss.label_smoothing is {smoothing}; for --loss.kind {self.kind}, set it {needed}")
 
         @property
         def needs_reference(self) -> bool:
-            return self.kind not in WITHOUT_REFERENCE
+            return self.kind not in ("simpo", "orpo", "cpo")
 
     config: Config
 
-    def rewards(self, answers: Answers) -> Tensor:
-        """Return the reward of each answer."""
-        is_normalized = self.config.kind in NORMALIZED
-        return self.config.beta * (answers.mean_log_ratios if is_normalized else answers.log_ratios)
-
-    def __call__(self, chosen: Answers, rejected: Answers) -> Tensor:
-        """Return the loss of each pair."""
-        config = self.config
-        x = self.rewards(chosen) - self.rewards(rejected)
-        per_token = config.beta * (chosen.mean_log_ratios - rejected.mean_log_ratios)
-        match config.kind:
-            case "dpo":
-                return dpo_loss(x)
-            case "dpo_normalized":
-                return dpo_loss(per_token)
-            case "cdpo":
-                return cdpo_loss(x, config.label_smoothing)
-            case "robust":
-                return robust_loss(x, config.label_smoothing)
-            case "hinge":
-                return hinge_loss(x)
-            case "ipo":
-                return ipo_loss(per_token, config.beta)
-            case "simpo":
-                return simpo_loss(x, config.gamma)
-            case "cpo":
-                return cpo_loss(x, chosen.mean_log_ratios, config.weight)
-            case "orpo":
-                # Any value below 0 in place of a missing answer: 0 would have infinite odds.
-                first, second = (side.mean_log_ratios.where(side.lengths > 0, -1.0) for side in (chosen, rejected))
-                return orpo_loss(first, second, config.weight)
+    def __call__(self, log_ratios: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        """Return losses (...) and rewards (..., 2) of pairs, from log(pi / pi_ref) and the number of tokens of chosen
+        and rejected answers, (..., 2)."""
+        config, means = self.config, log_ratios / lengths.clamp(min=1)
+        rewards = config.beta * (means if config.kind in ("simpo", "orpo") else log_ratios)
+        x, h = (values[..., 0] - values[..., 1] for values in (rewards, means))
+        losses: dict[Kind, Callable[[], Tensor]] = {
+            "dpo": lambda: dpo_loss(x),
+            "cdpo": lambda: dpo_loss(x, config.label_smoothing),
+            "robust": lambda: robust_loss(x, config.label_smoothing),
+            "hinge": lambda: hinge_loss(x),
+            "ipo": lambda: ipo_loss(h, config.beta),
+            "dpo_normalized": lambda: dpo_loss(config.beta * h),
+            "simpo": lambda: dpo_loss(x - config.gamma),
+            "orpo": lambda: orpo_loss(means[..., 0], means[..., 1], config.weight),
+            "cpo": lambda: cpo_loss(x, means[..., 0], config.weight),
+        }
+        return losses[config.kind](), rewards
 
 
 class KTOLoss(Configurable):
-    """Loss of single answers with labels."""
+    """Loss and rewards of single answers with labels."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
@@ -191,3 +150,20 @@ class KTOLoss(Configurable):
                     raise UserError(f"--loss.{name} is {getattr(self, name)}, but must be above 0")
 
     config: Config
+
+    def __call__(self, log_ratios: Tensor, kl: Tensor) -> tuple[Tensor, Tensor]:
+        """Return weighted losses and rewards, (..., 2), of desirable and undesirable answers from log(pi / pi_ref);
+        `kl` is the divergence of the model from the reference."""
+        config, is_desirable = self.config, torch.tensor([True, False], device=log_ratios.device)
+        weights = torch.where(is_desirable, config.desirable_weight, config.undesirable_weight)
+        rewards = config.beta * log_ratios
+        return weights * kto_loss(rewards, config.beta * kl, is_desirable), rewards
+
+
+class RewardMeasures(Measures):
+    """Means with `rewards/margins`, the mean reward of chosen answers minus that of rejected ones."""
+
+    def means(self, sums: Sequence[float]) -> dict[str, float]:
+        means = super().means(sums)
+        rewards = [means[name] for name in ("rewards/chosen", "rewards/rejected") if name in means]
+        return {**means, "rewards/margins": rewards[0] - rewards[1]} if len(rewards) == 2 else means

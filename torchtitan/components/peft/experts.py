@@ -1,0 +1,84 @@
+"""LoRA and DoRA of routed experts, in grouped products."""
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torchtitan.components.peft.lora import AdaptedLayer, row_scale
+from torchtitan.distributed.gradients import row_norms
+from torchtitan.protocols.experts import StackedExperts
+from torchtitan.protocols.initializer import Constant, DerivedRows, Initializer, Uniform, initializer_of
+
+
+class AdaptedExperts(AdaptedLayer, StackedExperts):
+    """A mixin before a class of experts, which adapts each of their `matrices`: `w` (E, …, out, in), frozen, gets `w_A`
+    (E, rank, in), `w_B` (E, …, out, rank) and, with DoRA, `w_magnitude` (E, …, out). As in PEFT, the gate and up of an
+    expert share A."""
+
+    def plain_state(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        plain = {name: own[name] for name in self.plain_types(own)}
+        for name in self.matrices:
+            parts = {key: own[key].float() for key in own if key.startswith(name)}
+            plain[name] = self._add_adapter(name, parts)
+            if f"{name}_magnitude" in own:
+                plain[name] = self._scale(name, parts)[..., None] * plain[name]
+        return plain
+
+    def product(self, rows_RI: Tensor, name: str, ends_E: Tensor) -> Tensor:
+        base = super().product(rows_RI, name, ends_E)
+        if not self.is_adapted:
+            return base
+        lora_A, lora_B = (getattr(self, f"{name}_{part}").to(rows_RI.dtype) for part in "AB")
+        extra = -lora_A.shape[1] % 8  # grouped products need rows of a multiple of 16 bytes
+        low_RX = F.grouped_mm(rows_RI, F.pad(lora_A, (0, 0, 0, extra)).mT, offs=ends_E)
+        added = F.grouped_mm(low_RX, F.pad(lora_B, (0, extra)).flatten(1, -2).mT, offs=ends_E) * self.scaling
+        if f"{name}_magnitude" not in self.adapter:
+            return base + added
+        scale_E = self._scale(name, {key: getattr(self, key) for key in (name, *self.adapter)}).flatten(1)
+        counts_E = ends_E.diff(prepend=ends_E.new_zeros(1))
+        scale_R = scale_E.repeat_interleave(counts_E, dim=0, output_size=len(rows_RI))
+        return base + (scale_R - 1).to(base.dtype) * base + scale_R.to(base.dtype) * added
+
+    def _add_adapter(self, name: str, own: Mapping[str, Tensor]) -> Tensor:
+        weight, lora_A, lora_B = (own[key].to(own[name].dtype) for key in (name, f"{name}_A", f"{name}_B"))
+        return torch.baddbmm(weight.flatten(1, -2), lora_B.flatten(1, -2), lora_A, alpha=self.scaling).view_as(weight)
+
+    def _scale(self, name: str, own: Mapping[str, Tensor]) -> Tensor:
+        norms = row_norms(self._add_adapter(name, own).detach())
+        if self.width_group is not None and self.hidden_dims[f"{name}_A"] is not None:
+            dist.all_reduce(norms.square_(), group=self.width_group)  # of this rank's part of each row
+            norms.sqrt_()
+        return row_scale(own[f"{name}_magnitude"], norms)
+
+
+def adapt_experts(experts: StackedExperts, *, rank: int, scaling: float, dora: bool) -> AdaptedExperts:
+    """Freeze experts and give them adapters, in place: they become `AdaptedExperts` of their class. Return them."""
+    experts.requires_grad_(False)
+    starts, split_dims = dict[str, Initializer](), dict[str, int | None]()
+    for name in experts.matrices:
+        weight, hidden_dim = experts.get_parameter(name), experts.hidden_dims.get(name)
+        *rows, inputs = weight.shape
+        are_inputs_split = hidden_dim == len(rows)
+        added: dict[str, tuple[list[int], Initializer, int | None]] = {
+            "A": ([rows[0], rank, inputs], Uniform(-(inputs**-0.5), inputs**-0.5), 2 if are_inputs_split else None),
+            "B": ([*rows, rank], Constant(0.0), None if are_inputs_split else hidden_dim),
+        }
+        if dora:
+            start = initializer_of(experts, name)
+            norms = DerivedRows(
+                name, weight.shape, start, lambda rows: row_norms(rows.to(next(experts.parameters()).dtype).float())
+            )
+            added["magnitude"] = rows, norms, added["B"][2]
+        for part, (shape, start, split_dim) in added.items():
+            experts.register_parameter(f"{name}_{part}", nn.Parameter(weight.new_empty(shape)))
+            starts[f"{name}_{part}"], split_dims[f"{name}_{part}"] = start, split_dim
+    experts.__class__ = type(f"Adapted{type(experts).__name__}", (AdaptedExperts, type(experts)), {})
+    assert isinstance(experts, AdaptedExperts)
+    experts.scaling, experts.is_adapted, experts.adapter = scaling, True, tuple(split_dims)
+    experts.hidden_dims = {**experts.hidden_dims, **split_dims}
+    experts.device_type = "cuda"  # its algorithm calls `product`
+    experts._add_initializers(**starts)
+    return experts

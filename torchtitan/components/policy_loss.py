@@ -1,0 +1,182 @@
+"""Losses of policy-gradient methods: `PolicyLoss`, and the pure functions of log-probabilities that it consists of.
+
+Dimensions: P prompts, G samples of each, N sampled tokens.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from torchtitan.config import Configurable
+from torchtitan.config.sections import require_at_least
+from torchtitan.tools.errors import UserError
+
+KLEstimator = Literal["k1", "k2", "k3"]
+
+
+@dataclass(frozen=True)
+class Method:
+    """Choices in which the methods differ."""
+
+    advantage: Literal["normalized", "centered", "leave_one_out", "critic"] = "normalized"
+    """See `group_advantages`."""
+    token_weight: Literal["mean", "constant", "sum"] = "mean"
+    """Weight of a token in the sum of its sample: 1 / its length, 1 / max_new_tokens, or 1."""
+    per_token: bool = False
+    """Divide the sum by the tokens of the global batch instead of its samples."""
+    sequence_ratio: bool = False
+    """Clip the mean ratio of each sample instead of each token's ratio."""
+    clip: tuple[float, float] = (0.2, 0.2)
+    """Default bounds of the ratio, below and above 1."""
+    resample: bool = False
+    """Replace groups whose rewards are all equal."""
+
+
+METHODS = {
+    "grpo": Method(),  # arXiv:2402.03300, equation 3
+    "dr_grpo": Method("centered", "constant"),  # arXiv:2503.20783, section 3.2
+    "dapo": Method(token_weight="sum", per_token=True, clip=(0.2, 0.28), resample=True),  # arXiv:2503.14476
+    "rloo": Method("leave_one_out", "sum"),  # arXiv:2402.14740, section 3
+    "gspo": Method(sequence_ratio=True, clip=(3e-4, 4e-4)),  # arXiv:2507.18071, equation 5
+    "ppo": Method("critic", "sum", per_token=True),  # arXiv:1707.06347, equation 7
+}
+
+
+class PolicyLoss(Configurable):
+    """Clipped policy-gradient loss of a batch of samples of at most `max_new_tokens` tokens."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Configurable.Config):
+        """Loss of the policy."""
+
+        method: Literal["grpo", "dr_grpo", "dapo", "rloo", "gspo", "ppo"] = "grpo"
+        """Method; see components.policy_loss.METHODS."""
+
+        clip_low: float | None = None
+        """Largest distance of the ratio of probabilities below 1. None: the method's."""
+
+        clip_high: float | None = None
+        """Largest distance of the ratio of probabilities above 1. None: the method's."""
+
+        beta: float = 0.0
+        """Factor of the KL divergence from the reference; 0: without a reference."""
+
+        kl: KLEstimator = "k3"
+        """Estimator of the KL divergence."""
+
+        max_importance_weight: float = 2.0
+        """Maximum correction of a token for a difference between the sampler's probability and the trainer's."""
+
+        value_weight: float = 0.1
+        """Factor of the loss of the values (ppo)."""
+
+        gae_decay: float = 0.95
+        """Decay of later surprises in the advantage of a token, λ in GAE (ppo)."""
+
+        updates: int = 1
+        """Optimizer updates per step, all on the same samples."""
+
+        def validate(self) -> None:
+            require_at_least(1, policy__updates=self.updates)
+            for name in ("clip_low", "clip_high", "beta", "max_importance_weight", "value_weight", "gae_decay"):
+                value = getattr(self, name)
+                if value is not None and not 0 <= value < math.inf:
+                    raise UserError(f"--policy.{name} is {value}, but must be at least 0")
+
+    config: Config
+
+    def __init__(self, config: Config, *, max_new_tokens: int):
+        super().__init__(config)
+        self.method, self.max_new_tokens = METHODS[config.method], max_new_tokens
+
+    def __call__(
+        self,
+        log_probs_N: Tensor,
+        tokens: Mapping[str, Tensor],
+        reference_N: Tensor | None = None,
+        values_N: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Return the summed loss, its weight (the number of samples, or of tokens), and measures of each token (N,).
+
+        Args:
+            tokens: log-probabilities `old_logprobs` at the start of the step and `logprobs` of the sampler,
+                `advantages`, and the numbers of their `samples`, each (N,); for a critic, `old_values` and `returns`.
+            reference_N: log-probabilities under the reference, for a `beta` above 0.
+            values_N: values of a critic, in float32.
+        """
+        config, method, old_N, samples_N = self.config, self.method, tokens["old_logprobs"], tokens["samples"]
+        log_ratio_N = log_probs_N - old_N
+        if method.sequence_ratio:
+            log_ratio_N = mean_by_sample(log_ratio_N, samples_N)
+        bounds = zip((config.clip_low, config.clip_high), method.clip, strict=True)
+        low, high = (default if chosen is None else chosen for chosen, default in bounds)
+        losses_N, is_clipped_N = clipped_losses(log_ratio_N, tokens["advantages"], low, high)
+        importance_N = truncated_weights(old_N, tokens["logprobs"], config.max_importance_weight)
+        losses_N = losses_N * importance_N
+        measures = {"entropy": -log_probs_N, "clip_fraction": is_clipped_N, "importance_weight": importance_N}
+        if reference_N is not None:
+            measures["kl"] = kl_estimates(log_probs_N, reference_N, config.kl)
+            losses_N = losses_N + config.beta * measures["kl"]
+        _, places_N, lengths = samples_N.unique(return_inverse=True, return_counts=True)
+        divisors = {"mean": lengths[places_N], "constant": self.max_new_tokens, "sum": 1}
+        losses_N = losses_N / divisors[method.token_weight]
+        if values_N is not None:
+            measures["value_loss"] = clipped_value_losses(values_N, tokens["old_values"], tokens["returns"], high)
+            losses_N = losses_N + config.value_weight * measures["value_loss"]
+        counted = samples_N if method.per_token else lengths
+        return losses_N.sum(), torch.ones_like(counted).sum(), measures
+
+
+def group_advantages(rewards_PG: Tensor, kind: str = "normalized") -> Tensor:
+    """Return how much better each sample is than its group: the reward minus the group's mean (centered), divided by
+    the standard deviation plus 1e-4 (normalized), or minus the mean of the other samples (leave_one_out). For a critic,
+    return the rewards."""
+    if kind == "critic":
+        return rewards_PG
+    centered_PG = rewards_PG - rewards_PG.mean(dim=1, keepdim=True)
+    if kind == "normalized":
+        return centered_PG / (rewards_PG.std(dim=1, keepdim=True) + 1e-4)
+    size = rewards_PG.shape[1]
+    return centered_PG * (size / (size - 1)) if kind == "leave_one_out" else centered_PG
+
+
+def clipped_losses(
+    log_ratio_N: Tensor, advantages_N: Tensor, clip_low: float = 0.2, clip_high: float = 0.2
+) -> tuple[Tensor, Tensor]:
+    """Return each token's loss -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), with r the ratio of the current to
+    the old probability (PPO, arXiv:1707.06347, equation 7), and whether the clipping removed its gradient."""
+    ratio_N = log_ratio_N.exp()
+    losses_N = -ratio_N * advantages_N
+    clipped_N = -ratio_N.clamp(1 - clip_low, 1 + clip_high) * advantages_N
+    return torch.maximum(losses_N, clipped_N), clipped_N > losses_N
+
+
+def clipped_value_losses(values_N: Tensor, old_N: Tensor, returns_N: Tensor, clip: float = 0.2) -> Tensor:
+    """Return half the squared error of each value, or of the value at most `clip` from the old one, if it is larger
+    (https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details, 9)."""
+    clipped_N = old_N + (values_N - old_N).clamp(-clip, clip)
+    return torch.maximum((values_N - returns_N).square(), (clipped_N - returns_N).square()) / 2
+
+
+def mean_by_sample(values_N: Tensor, samples_N: Tensor) -> Tensor:
+    """Return for each token the mean over all tokens with the same sample number."""
+    numbers, places_N, lengths = samples_N.unique(return_inverse=True, return_counts=True)
+    sums = values_N.new_zeros(len(numbers)).index_add(0, places_N, values_N)
+    return (sums / lengths)[places_N]
+
+
+def kl_estimates(log_probs_N: Tensor, reference_N: Tensor, kind: KLEstimator = "k3") -> Tensor:
+    """Return an estimate of the KL divergence from the reference for each token, with d = log(p_reference / p): k1 is
+    -d, k2 is d² / 2, k3 is exp(d) - d - 1 (http://joschu.net/blog/kl-approx.html)."""
+    d_N = reference_N - log_probs_N
+    return {"k1": lambda: -d_N, "k2": lambda: d_N.square() / 2, "k3": lambda: d_N.exp() - d_N - 1}[kind]()
+
+
+def truncated_weights(old_N: Tensor, sampler_N: Tensor, most: float = 2.0) -> Tensor:
+    """Return the importance weights min(p_old / p_sampler, most) of tokens that the sampler drew with a probability
+    that differs from the trainer's; without gradients (https://fengyao.notion.site/off-policy-rl)."""
+    return (old_N - sampler_N).detach().exp().clamp(max=most)

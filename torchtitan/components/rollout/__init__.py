@@ -1,0 +1,1 @@
+"""Rollouts (`rollout`) and rewards (`rewards`), for training methods in which the model samples."""

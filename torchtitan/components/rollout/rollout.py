@@ -1,0 +1,258 @@
+"""Rollouts: how rows of the data become trajectories of tokens, sampled by the model and rated by rewards."""
+
+import inspect
+import itertools
+import math
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch.distributed as dist
+from torch import nn
+
+from torchtitan.components.chat_template import ChatTemplate
+from torchtitan.components.data.base import Batch, to_batch
+from torchtitan.components.data.finetuning.chat_encoding import EncodedSample
+from torchtitan.components.data.finetuning.functions import load_function
+from torchtitan.components.data.finetuning.prompts import prompts_in
+from torchtitan.components.data.finetuning.samples import pack_samples
+from torchtitan.components.data.plan.packing import first_fit_decreasing
+from torchtitan.components.generation import Engine, Generation, Sampling, stop_ids
+from torchtitan.components.metric_sinks import JsonLines
+from torchtitan.components.rollout.rewards import Rewards
+from torchtitan.components.tokenizer import Tokenizer
+from torchtitan.config import Configurable
+from torchtitan.config.sections import require_at_least
+from torchtitan.distributed.process_group import gather_objects
+from torchtitan.tools.errors import UserError
+from torchtitan.tools.logging import logger
+
+
+@dataclass(slots=True)
+class Trajectory:
+    """Tokens of a prompt, the model and its environment, with a reward for the model's tokens."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    """Log-probability of each token when the model sampled it; any value for other tokens."""
+    loss_mask: list[bool] = field(default_factory=list)
+    """True for the tokens that the model sampled, which are trained."""
+    reward: float = 0.0
+
+    def append(self, tokens: Sequence[int], logprobs: Sequence[float] | None = None) -> None:
+        """Append tokens that the model sampled, or others, such as the prompt and the output of tools."""
+        self.tokens += tokens
+        self.logprobs += [0.0] * len(tokens) if logprobs is None else logprobs
+        self.loss_mask += [logprobs is not None] * len(tokens)
+
+    def check(self, most: int, where: str) -> None:
+        """Raise `UserError`, which names the row (`where`), for a trajectory that cannot be trained, or of more than
+        `most` tokens."""
+        lengths = [len(self.tokens), len(self.logprobs), len(self.loss_mask)]
+        if len(set(lengths)) > 1 or not any(self.loss_mask[1:]) or lengths[0] > most or not math.isfinite(self.reward):
+            raise UserError(
+                f"{where}: a trajectory has {lengths} tokens, logprobs and elements of loss_mask, "
+                f"{sum(self.loss_mask)} of them true, and the reward {self.reward}; it needs equal numbers, from 1 to "
+                f"{most}, and a finite reward"
+            )
+
+
+@dataclass
+class RolloutEngine:
+    """The parts that a rollout may use: the model, the tokenizer and the rewards."""
+
+    engine: Engine
+    tokenizer: Tokenizer
+    rewards: Rewards
+    prompt: list[int]
+    """Token ids of the row's prompt, after the chat template."""
+    max_new_tokens: int
+    """Default and maximum of each continuation."""
+    key: str
+    """Seed of the rollout's random numbers."""
+    where: str
+    """Name of the row in messages."""
+    n_calls: int = 0
+
+    async def generate(self, tokens: Sequence[int], max_new_tokens: int | None = None) -> Generation:
+        """Return a sampled continuation, which ends with the end of the turn or within the context."""
+        most = min(max_new_tokens or self.max_new_tokens, self.max_new_tokens, self.engine.context - len(tokens))
+        self.n_calls += 1
+        return await self.engine.generate(tokens, max_new_tokens=max(most, 1), key=f"{self.key}/{self.n_calls}")
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return text without special tokens."""
+        return self.tokenizer.decode(tokens, skip_special_tokens=True)
+
+    def reward(self, completion: str, row: Mapping[str, Any]) -> float:
+        """Return the sum of `--rewards` for a completion."""
+        return self.rewards(self.decode(self.prompt), completion, row, self.where)
+
+
+Group = list[Trajectory]
+"""Trajectories of one prompt."""
+
+NameOf = Callable[[int], str]
+"""Returns the name of the row with a number in the data."""
+
+_MOST_ROUNDS = 10
+
+Rollout = Callable[[Mapping[str, Any], RolloutEngine], Awaitable[Trajectory]]
+"""`async def rollout(row, engine) -> Trajectory`, with the row of the dataset. Many run at a time."""
+
+
+async def single_turn(row: Mapping[str, Any], engine: RolloutEngine) -> Trajectory:
+    """Answer the prompt once, and rate the answer by `--rewards`."""
+    trajectory = Trajectory()
+    trajectory.append(engine.prompt)
+    answer = await engine.generate(engine.prompt)
+    trajectory.append(answer.ids, answer.logprobs)
+    trajectory.reward = engine.reward(engine.decode(answer.ids), row)
+    return trajectory
+
+
+def find_rollout(reference: str) -> Rollout:
+    """Return the rollout of `--rollout.function`. Raise `UserError` if there is none."""
+    function: Any = load_function(reference) if reference else single_turn
+    if not inspect.iscoroutinefunction(function):
+        raise UserError(f"--rollout.function {reference} must be defined as async def rollout(row, engine)")
+    return cast(Rollout, function)
+
+
+class Rollouts(Configurable):
+    """Runs rollouts with the model of an engine. A trajectory depends on weights, seed, phase, number of the prompt in
+    the data, and number in its group. The rewards of rank `leader` count, since the ranks of a tensor-parallel group
+    sample the same tokens, but a reward may draw random numbers."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Configurable.Config):
+        """Sampling of trajectories, at temperature 1."""
+
+        function: str = ""
+        """Rollout, package.module:function or file.py:function. Empty: one answer, rated by the rewards."""
+
+        group_size: int = 8
+        """Trajectories per prompt."""
+
+        max_new_tokens: int = 256
+        """Maximum tokens of an answer."""
+
+        max_rows: int = 64
+        """Texts that a rank generates at a time; a finished one makes room for the next."""
+
+        def validate(self) -> None:
+            require_at_least(1, rollout__max_new_tokens=self.max_new_tokens, rollout__max_rows=self.max_rows)
+            require_at_least(1, rollout__group_size=self.group_size)
+            find_rollout(self.function)
+
+    config: Config
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        model: nn.Module,
+        tokenizer: Tokenizer,
+        template: ChatTemplate,
+        rewards: Rewards,
+        context: int,
+        seed: int,
+        leader: int = 0,
+    ):
+        super().__init__(config)
+        end, folders = template.end_of_turn_id(tokenizer), [tokenizer.folder] if tokenizer.folder else []
+        self.stop_ids = stop_ids(tokenizer, *folders) | (set() if end is None else {end})
+        group, sampling = dist.group.WORLD if dist.is_initialized() else None, Sampling(temperature=1.0)
+        self.engine = Engine(model, sampling=sampling, stop_ids=self.stop_ids, max_rows=config.max_rows, group=group)
+        self.engine.context = min(self.engine.context, context)
+        self._function, self._tokenizer, self._rewards = find_rollout(config.function), tokenizer, rewards
+        self._seed, self._leader = seed, leader
+
+    def run_unequal(self, load: Callable[[], list[Batch]], wanted: int, phase: str, name_of: NameOf) -> list[Group]:
+        """Return `wanted` groups with unequal rewards, fewer at the end of the data. Raise `UserError` like `run`, and
+        if all groups of ten calls of `load` have equal rewards."""
+        groups: list[Group] = []
+        for number in range(_MOST_ROUNDS):
+            loaded = load()
+            sampled = self.run(loaded, f"{phase}/{number}", name_of)
+            groups += [group for group in sampled if len({trajectory.reward for trajectory in group}) > 1]
+            if all(gather_objects(len(groups) >= wanted or not loaded)):
+                break
+        if not any(gather_objects(bool(groups))) and any(gather_objects(bool(loaded))):
+            raise UserError(
+                f"the rewards of each prompt's answers were equal in {_MOST_ROUNDS} global batches, from which a "
+                "--policy.method that replaces such groups learns nothing; use an easier reward, or grpo"
+            )
+        return groups[:wanted]
+
+    def run(self, batches: Iterable[Batch], phase: str, name_of: NameOf, size: int | None = None) -> list[Group]:
+        """Return `size` trajectories, by default `group_size`, of each prompt in batches of a `PromptDataLoader`. Raise
+        `UserError` for a rollout or reward that fails on any rank."""
+        most, size, texts = self.config.max_new_tokens, size or self.config.group_size, []
+        for (ids, row, document), number in itertools.product(itertools.chain(*map(prompts_in, batches)), range(size)):
+            key = f"{self._seed}/{phase}/{document}/{number}"
+            parts = self.engine, self._tokenizer, self._rewards, ids, most, key, name_of(document)
+            texts.append(self.checked_rollout(row, RolloutEngine(*parts)))
+        trajectories = self.engine.run(texts)
+        rewards = gather_objects([trajectory.reward for trajectory in trajectories])[self._leader]
+        for trajectory, reward in zip(trajectories, rewards, strict=True):
+            trajectory.reward = reward
+        return [trajectories[start : start + size] for start in range(0, len(trajectories), size)]
+
+    async def checked_rollout(self, row: Mapping[str, Any], engine: RolloutEngine) -> Trajectory:
+        """Return a valid trajectory. Raise `UserError` that names row and function if the user's code fails."""
+        try:
+            trajectory = await self._function(row, engine)
+        except UserError:
+            raise
+        except Exception as error:
+            named = f"{engine.where}: the rollout {self.config.function or 'single_turn'}"
+            raise UserError(f"{named} failed: {type(error).__name__}: {error}") from error
+        trajectory.check(self.engine.context, engine.where)
+        return trajectory
+
+
+def log_completions(folder: str, step: int, trajectories: Iterable[Trajectory], tokenizer: Tokenizer) -> None:
+    """Log trajectories of a step, and append them to `completions.jsonl` of a run whose last step is the one before."""
+    file = JsonLines(Path(folder) / "completions.jsonl", step - 1)
+    for trajectory in trajectories:
+        start = trajectory.loss_mask.index(True)
+        prompt, completion = map(tokenizer.decode, (trajectory.tokens[:start], trajectory.tokens[start:]))
+        logger.info("reward %.3f: %r -> %r", trajectory.reward, prompt[-200:], completion[:400])
+        numbers = {"step": step, "reward": trajectory.reward, "tokens": trajectory.tokens}
+        file.append({**numbers, "prompt": prompt, "completion": completion})
+    file.close()
+
+
+def pack_trajectories(samples: Sequence[tuple[Trajectory, float]], seq_len: int) -> list[dict[str, np.ndarray]]:
+    """Pack trajectories, each with its advantage, into windows of `seq_len` tokens: `input`, `labels`, `positions`
+    and, for each label, `logprobs` of the sampler, `old_logprobs` (0), `advantages`, and `samples`, the number of its
+    trajectory."""
+    sizes = np.array([len(trajectory.tokens) - 1 for trajectory, _ in samples], np.int64)
+    windows = []
+    for numbers in first_fit_decreasing(sizes, seq_len):
+        chosen = [samples[number] for number in numbers]
+        parts = [EncodedSample(np.array(t.tokens), np.array(t.loss_mask)) for t, _ in chosen]
+        window, ends = _padding(seq_len) | pack_samples(parts, seq_len), np.cumsum(sizes[numbers])
+        for number, end, (trajectory, advantage) in zip(numbers, ends, chosen, strict=True):
+            span = slice(end - sizes[number], end)
+            window["logprobs"][span], window["advantages"][span] = trajectory.logprobs[1:], advantage
+            window["samples"][span] = number
+        windows.append(window)
+    return windows
+
+
+def to_batches(samples: Sequence[tuple[Trajectory, float]], seq_len: int, size: int) -> list[Batch]:
+    """Return the windows of `pack_trajectories` in batches of `size`, equally many on each rank."""
+    windows = pack_trajectories(samples, seq_len)
+    n_windows = size * max(gather_objects(-(-len(windows) // size)))
+    windows += [_padding(seq_len)] * (n_windows - len(windows))
+    return [to_batch(windows[start : start + size]) for start in range(0, n_windows, size)]
+
+
+def _padding(seq_len: int) -> dict[str, np.ndarray]:
+    """Return a window of padding: one document with ignored labels."""
+    zeros = {name: np.zeros(seq_len, np.float32) for name in ("logprobs", "old_logprobs", "advantages")}
+    return {**zeros, "samples": np.zeros(seq_len, np.int64), **pack_samples([], seq_len)}

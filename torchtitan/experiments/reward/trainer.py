@@ -1,0 +1,69 @@
+"""The trainer of reward models, and the function that rates answers with one."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from torchtitan.components.chat_template import resolve_chat_template
+from torchtitan.components.data.base import Batch
+from torchtitan.components.data.finetuning.row_formats import find_format
+from torchtitan.components.tokenizer import PretrainedTokenizer
+from torchtitan.models.pretrained import load_model
+from torchtitan.tools.device import device_type
+from torchtitan.tools.errors import UserError
+from torchtitan.trainer import Trainer
+
+
+def bradley_terry_loss(chosen: Tensor, rejected: Tensor, margin: Tensor | float = 0.0) -> Tensor:
+    """Return -log sigmoid(chosen - rejected - margin) of rewards (Llama 2, arXiv:2307.09288, equation 2)."""
+    return -F.logsigmoid(chosen - rejected - margin)
+
+
+class RewardTrainer(Trainer):
+    """Train a model to give chosen answers higher rewards than rejected ones; see the package."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Trainer.Config):
+        """A whole run of reward modeling."""
+
+        def validate(self) -> None:
+            if any(converter._owner.freezes for converter in self.model_converters):  # type: ignore[attr-defined]
+                raise UserError("--model_converters would freeze the new head of a reward model; train all weights")
+            self.parallelism.require_one("tensor", "context", "pipeline", user="--module reward")
+
+    sequences_per_sample = 2  # both answers
+    measures_named = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
+
+    def compute_loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the summed loss of a batch's pairs, and their number."""
+        scores_BL1 = self.models["model"](batch["input"], batch.get("attention"), head=F.linear)
+        chosen, rejected = scores_BL1[..., 0].float().gather(1, batch["ends"]).view(-1, 2).unbind(1)
+        is_pair, margins = batch["ends"].view(-1, 2)[:, 1] > 0, chosen - rejected
+        for name, values in zip(self.measures_named, (chosen, rejected, margins, (margins > 0).float()), strict=True):
+            self.measure(name, (values * is_pair).sum(), is_pair.sum())
+        losses = bradley_terry_loss(chosen, rejected, batch["margins"].view(-1, 2)[:, 0])
+        return (losses * is_pair).sum(), is_pair.sum()
+
+
+def reward_function(folder: str) -> Callable[[str, str, Mapping[str, Any]], float]:
+    """Return a function of prompt, completion and row: the reward of a completion as the answer to the row's prompt,
+    with tokenizer and chat template of the reward model in `folder`. Raise `UserError` if there is none."""
+    loaded = load_model(folder, device=device_type())
+    if not loaded.spec.model.scores:
+        raise UserError(f"{folder} is no reward model; train one with --module reward")
+    tokenizer = PretrainedTokenizer.Config().build(path=loaded.tokenizer_path)
+    template = resolve_chat_template("", [loaded.tokenizer_path], tokenizer)
+
+    @torch.no_grad()
+    def rate(prompt: str, completion: str, row: Mapping[str, Any]) -> float:
+        sample: Any = find_format(list(row), "auto", {}, "prompt").convert(dict(row))
+        messages = [*sample.prompt.messages, {"role": "assistant", "content": completion}]
+        text = template.render(messages, tools=sample.prompt.tools, add_generation_prompt=False)
+        ids = torch.tensor(tokenizer.tokenize([text], allow_special=True), device=device_type())
+        return float(loaded.model(ids, head=F.linear)[0, -1])
+
+    return rate
