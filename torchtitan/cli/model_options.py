@@ -52,8 +52,8 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--dtype",
         choices=["float32", "bfloat16", "float16"],
-        help="type of the weights and the computation (default: bfloat16 on CUDA, where it is fast, otherwise that of "
-        "the stored weights)",
+        help="type of the weights and the computation (default: bfloat16 on CUDA if it is fast there, otherwise the "
+        "type of the stored weights)",
     )
 
 

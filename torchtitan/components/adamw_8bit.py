@@ -46,7 +46,7 @@ def make_adamw_8bit(groups: list[dict[str, Any]], **settings: Any) -> torch.opti
             return document
 
         def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-            """Load moments; those of all parameters must have been allocated."""
+            """Load the moments of all parameters, which must have allocated moments."""
             parameters = [parameter for group in self.param_groups for parameter in group["params"]]
             moments = [dict(self.state[parameter]) for parameter in parameters]
             super().load_state_dict(state_dict)

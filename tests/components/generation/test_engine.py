@@ -67,7 +67,7 @@ def test_a_token_is_read_from_the_device_once(sampling, monkeypatch):
 
 @pytest.mark.parametrize(("prompts", "kernel"), [([[1, 2], [3, 4]], "causal"), ([[1, 2], [3]], "dense")])
 def test_prompts_of_one_length_need_no_mask(prompts, kernel, monkeypatch):
-    """That the texts are right is a matter of the other tests."""
+    """Other tests compare the texts."""
     kernels, logits_at = [], engine_module._logits_at
     monkeypatch.setattr(engine_module, "_logits_at", lambda *args: kernels.append(args[-1].kernel) or logits_at(*args))
     engine = Engine(mixed_model(), sampling=SAMPLING)
