@@ -19,7 +19,7 @@ from torchtitan.config.registry import trusted_module
 from torchtitan.distributed import initialize_weights
 from torchtitan.models.families import ANY_CLASS, families_with, named_family
 from torchtitan.protocols import BaseModel, ModelSpec
-from torchtitan.tools.errors import UserError
+from torchtitan.tools.errors import UnsupportedModelError, UserError
 from torchtitan.tools.files import missing_folder_error, read_object
 
 DESCRIPTIONS = {"hf": "config.json", "meta": "params.json"}
@@ -135,7 +135,10 @@ def huggingface_model(folder: Path, family: ModuleType | None = None) -> tuple[M
     if family is None or family.__name__ != ANY_CLASS:
         for package in families_with("hf", family):
             if model_type in package.FORMATS["hf"].model_types:
-                return _external_spec(package, "hf", document), document
+                try:
+                    return _external_spec(package, "hf", document), document
+                except UnsupportedModelError as error:
+                    raise UserError(f"{error}; --module transformers may support it") from error
     any_class = trusted_module(ANY_CLASS)
     assert any_class is not None, "built-in modules are trusted"
     located = {**document, "_name_or_path": str(folder.resolve())}  # a model may need code in its folder

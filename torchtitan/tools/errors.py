@@ -6,6 +6,10 @@ class UserError(ValueError):
     without a traceback and exits with code 2. A subclass of `ValueError`, for users of single components."""
 
 
+class UnsupportedModelError(UserError):
+    """A description of a model that the code of its family does not compute."""
+
+
 def require(holds: bool, name: str, value: object, what: str) -> None:
     """Raise `UserError` unless the condition holds: the option `name` has this value, but must be `what`."""
     if not holds:

@@ -24,7 +24,7 @@ from torchtitan.protocols.state_dict_adapter import (
     model_tensor_specs,
 )
 from torchtitan.protocols.tensor_source import TensorSpec
-from torchtitan.tools.errors import UserError
+from torchtitan.tools.errors import UnsupportedModelError, UserError
 from torchtitan.tools.logging import logger
 
 Precision = Literal["float32", "bfloat16"]
@@ -313,7 +313,7 @@ def _from_config_json(model_types: Mapping[str, ModelType], document: Mapping[st
     for key in sorted(_NEUTRAL.keys() & document.keys() - keys.keys() - kind.fixed.keys() - set(kind.ignored)):
         value = document[key]
         if value is not None and value != _NEUTRAL[key]:
-            raise UserError(f"config.json: {key} is {value!r}, which this family does not support")
+            raise UnsupportedModelError(f"config.json: {key} is {value!r}, which this family does not support")
     values = {
         field_name: _read_field(reader, key, _type_of(kind.config, field_name))
         for key, field_name in keys.items()
@@ -449,7 +449,9 @@ def precision_of(document: Mapping[str, Any], default: Precision) -> Precision:
 def _require(key: str, value: Any, only: Any) -> None:
     value = "silu" if value == "swish" else value
     if not (value == only and isinstance(value, bool) == isinstance(only, bool)):
-        raise UserError(f"config.json: {key} is {value!r}, which this family does not support (only {only!r})")
+        raise UnsupportedModelError(
+            f"config.json: {key} is {value!r}, which this family does not support (only {only!r})"
+        )
 
 
 def _warn_about_ignored_keys(reader: ConfigReader, known: set[str]) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torchtitan.models.common.config_reader import ConfigReader
 from torchtitan.models.common.rope import RoPEConfig, Scaling
-from torchtitan.tools.errors import UserError
+from torchtitan.tools.errors import UnsupportedModelError, UserError
 
 _ORIGINAL_CONTEXT = "original_max_position_embeddings"
 _CONTEXT = "max_position_embeddings"
@@ -75,17 +75,19 @@ def _read(reader: ConfigReader, parameters: ConfigReader, rotates_part: bool) ->
     kind: Any = _ALIASES.get(said, said) if isinstance(said, str) else said
     if kind != "default" and kind not in [*_OTHER_KEYS]:
         supported = ", ".join(("default", *_OTHER_KEYS))
-        raise UserError(f"config.json: RoPE of type {said!r}, which this family does not support ({supported})")
+        raise UnsupportedModelError(
+            f"config.json: RoPE of type {said!r}, which this family does not support ({supported})"
+        )
     known = _COMMON_KEYS if kind == "default" else {*_COMMON_KEYS, *_FACTORS.get(kind, ()), *_OTHER_KEYS[kind]}
     for key, value in parameters.values.items():
         if key not in known and value is not None:
-            raise UserError(f"config.json: RoPE's {key} is {value!r}, which this family does not support")
+            raise UnsupportedModelError(f"config.json: RoPE's {key} is {value!r}, which this family does not support")
     outer = ConfigReader(reader.file, {**reader.values, **parameters.values})
     rope = RoPEConfig(theta=outer.number("rope_theta", default=10_000.0))
     if outer.has("partial_rotary_factor"):
         rope.rotated_fraction = outer.number("partial_rotary_factor")
         if rope.rotated_fraction != 1.0 and not rotates_part and kind != "proportional":
-            raise UserError(
+            raise UnsupportedModelError(
                 f"config.json: partial_rotary_factor is {rope.rotated_fraction}, which this family does not support "
                 "(only 1.0)"
             )

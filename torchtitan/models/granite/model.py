@@ -12,7 +12,7 @@ from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.protocols.initializer import TruncatedNormal
 from torchtitan.protocols.output_head import LogitTransform
 from torchtitan.protocols.state_dict_adapter import KeyMapping
-from torchtitan.tools.errors import UserError
+from torchtitan.tools.errors import UnsupportedModelError
 
 _MULTIPLIERS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
 
@@ -92,7 +92,7 @@ def _prepare_dense(document: dict[str, Any]) -> dict[str, Any]:
     for key, types in ({key: document.pop(key) for key in names if key in document} or {names[0]: None}).items():
         n_layers = document.get("num_hidden_layers")
         if not (isinstance(types, list) and len(types) == n_layers and all(kind in _ATTENTION for kind in types)):
-            raise UserError(
+            raise UnsupportedModelError(
                 f"config.json: {key} is {types!r}, which this family does not support (only 'attention' in each of "
                 f"num_hidden_layers = {n_layers} layers)"
             )

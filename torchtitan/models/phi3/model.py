@@ -5,7 +5,7 @@ from typing import Any
 
 from torchtitan.models.common import hugging_face as hf
 from torchtitan.models.common.layer_types import WindowedDecoder
-from torchtitan.tools.errors import UserError
+from torchtitan.tools.errors import UnsupportedModelError
 
 
 class Phi3Model(WindowedDecoder):
@@ -24,7 +24,9 @@ def _prepare(document: dict[str, Any]) -> dict[str, Any]:
             continue
         said = values.get("rope_type", values.get("type", "default"))
         if said not in list(_SCALINGS):
-            raise UserError(f"config.json: RoPE of type {said!r}, which this family does not support (only 'longrope')")
+            raise UnsupportedModelError(
+                f"config.json: RoPE of type {said!r}, which this family does not support (only 'longrope')"
+            )
         document[section] = {**values, "rope_type": _SCALINGS[said]}
     return document
 
