@@ -408,6 +408,7 @@ def record_draws(folder: Path, dump: Path, options: dict[str, object]) -> None:
         stops = train_rl(folder, dump, **options).rollouts.stop_ids
     for row in draws.values():  # a finished row may stay in the batch
         del row[next((n for n, (token, _) in enumerate(row, 1) if token in stops), len(row)) :]
+        del row[8:]
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     (dump / f"draws-{rank}.json").write_text(json.dumps(draws))
 
