@@ -234,8 +234,8 @@ class TestMessages:
             ),
             (
                 {"is_causal": False, "hidden_size": 0},
-                "config.json: is_causal is False, which this family does not support (only True); --module transformers may "
-                "support it",
+                "config.json: is_causal is False, which this family does not support (only True); "
+                "--module transformers may support it",
             ),
         ],
         ids=["quantized", "detail"],
