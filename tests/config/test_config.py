@@ -366,7 +366,7 @@ class TestModules:
         for name, folder in built_in_modules().items():
             listing = list_module(name, folder)
             registry = importlib.import_module(f"torchtitan.{folder.parent.name}.{name}.config_registry")
-            assert listing.configs
+            assert listing.name == name and listing.configs
             for function in (getattr(registry, config) for config in listing.configs):
                 assert needs_assets(function) or isinstance(function(), Configurable.Config)
 

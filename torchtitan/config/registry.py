@@ -76,14 +76,14 @@ def list_module(name: str, folder: Path) -> ModuleListing:
     configs = []
     for statement in ast.parse((folder / REGISTRY_FILE).read_text()).body:
         match statement:
-            case ast.FunctionDef(name=name, args=arguments):
+            case ast.FunctionDef(name=config, args=arguments):
                 parameters = _parameters(arguments)
-            case ast.Assign(targets=[ast.Name(name)], value=ast.Call(func=ast.Name(function))) if function in _RECIPES:
+            case ast.Assign(targets=[ast.Name(config)], value=ast.Call(ast.Name(function))) if function in _RECIPES:
                 parameters = []
             case _:
                 continue
-        if _is_config(name, parameters):
-            configs.append(name)
+        if _is_config(config, parameters):
+            configs.append(config)
     flavors: list[str] = []
     init = folder / "__init__.py"
     for node in ast.parse(init.read_text()).body if init.exists() else []:
