@@ -1,5 +1,6 @@
 """Reinforcement learning (`--module rl`): losses against float64 and TRL, exact runs, several processes, tools."""
 
+import dataclasses
 import json
 import math
 import shutil
@@ -20,7 +21,10 @@ from torchtitan.components.generation.sampling import draw
 from torchtitan.components.rollout.rewards import Rewards, number_match
 from torchtitan.components.rollout.rollout import RolloutEngine, Rollouts, Trajectory, pack_trajectories
 from torchtitan.config.manager import ConfigManager
+from torchtitan.experiments.rl.config_registry import rl_debugmodel
 from torchtitan.experiments.rl.trainer import RLTrainer
+from torchtitan.models.qwen3_moe import FLAVORS
+from torchtitan.models.qwen3_moe import model_spec as moe_spec
 from torchtitan.tools.errors import UserError
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 2048}
@@ -329,6 +333,19 @@ def test_the_reward_rises(folder, tmp_path, method):
     assert max(row[1] for row in read_metrics(tmp_path, "clip_fraction")) > 0  # in the second update
     lines = [json.loads(line) for line in (tmp_path / "completions.jsonl").read_text().splitlines()]
     assert {line["step"] for line in lines} == set(range(1, 9)) and len(lines[0]["tokens"]) > 8
+
+
+def test_the_small_configuration_runs_with_experts(tmp_path):
+    """The load of experts is of the sampled tokens, which the loader's batches do not have."""
+    config = rl_debugmodel()
+    config.model_spec = moe_spec(dataclasses.replace(FLAVORS["debugmodel"], vocab_size=None, n_layers=1), "debugmodel")
+    config.training, config.dump_folder = dataclasses.replace(config.training, steps=1), str(tmp_path)
+    config.metrics = dataclasses.replace(config.metrics, log_freq=1, enable_tensorboard=False)
+    config.checkpoint = dataclasses.replace(config.checkpoint, enable=False)
+    run(config)
+    line = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])
+    assert 0.9 < line["router_entropy/layers.0"] <= 1  # a router at random
+    assert "dropped_tokens/layers.0" not in line
 
 
 @pytest.mark.parametrize(("inside", "method"), [(True, "grpo"), (False, "ppo")])

@@ -55,7 +55,7 @@ class LoadBalancer:
         """Begin a step. Auxiliary losses are means over the tokens of the global batch.
 
         Args:
-            n_tokens: tokens that this rank routes in the step, over all micro-batches.
+            n_tokens: tokens that this rank routes in the step, over all micro-batches; 0: unknown.
             gradient_degree: ranks over which gradients are averaged, so that each rank's must be larger by this factor.
             device: of the model.
         """
@@ -101,7 +101,7 @@ class LoadBalancer:
         - `expert_load`: tokens of the busiest expert, relative to the mean; also `expert_load/LAYER`
         - `router_entropy/LAYER`: mean entropy of a token's probabilities, relative to the largest
         - `selection_bias/LAYER`: largest minus smallest
-        - `dropped_tokens/LAYER`: choices of the batch's tokens that were not counted
+        - `dropped_tokens/LAYER`: choices of the batch's tokens that were not counted, if these are known
         """
         numbers: dict[str, Tensor] = {}
         starving: list[str] = []
@@ -111,8 +111,9 @@ class LoadBalancer:
             if not counts_E.any():
                 continue  # below the first trained layer, nothing counts
             numbers[f"expert_load/{name}"] = counts_E.max() * router.n_experts / counts_E.sum().clamp(min=1)
-            numbers[f"router_entropy/{name}"] = entropy / 2**20 / self._n_tokens.clamp(min=1)
-            numbers[f"dropped_tokens/{name}"] = self._n_tokens * router.top_k - counts_E.sum()
+            numbers[f"router_entropy/{name}"] = entropy / 2**20 * router.top_k / counts_E.sum()
+            if self._n_tokens:
+                numbers[f"dropped_tokens/{name}"] = self._n_tokens * router.top_k - counts_E.sum()
             if (bias_E := router.biases()) is not None:
                 numbers[f"selection_bias/{name}"] = bias_E.max() - bias_E.min()
             starving += [f"{name} expert {index}" for index in (idle_E >= _STARVING_STEPS).nonzero().flatten().tolist()]

@@ -34,10 +34,10 @@ def ppo(hf_assets_path: str, family: ModuleType | None = None) -> RLTrainer.Conf
 
 def rl_debugmodel() -> RLTrainer.Config:
     """Train the small Llama 3, from random weights, to write 20 characters in reply to the built-in conversations."""
-    config = llama3_debugmodel_sft()
+    config, first_message = llama3_debugmodel_sft(), f"{prompts.__name__}:first_message"
     return RLTrainer.Config.based_on(
         config,
-        dataloader=prompts.PromptDataLoader.Config(dataset=["chats"], format=f"{prompts.__name__}:first_message"),
+        dataloader=prompts.PromptDataLoader.Config(dataset=["chats"], format=first_message, chat_template="chatml"),
         rollout=Rollouts.Config(group_size=4, max_new_tokens=16),
         rewards=["length=20"],
         training=dataclasses.replace(config.training, steps=20),
