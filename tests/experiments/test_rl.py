@@ -67,6 +67,7 @@ def folder(tmp_path_factory) -> Path:
         "def many(prompt, completion, row):\n    return [1.0] * 3\n"
         "def nan(prompt, completion, row):\n    return float('nan')\n"
         "def fails(prompt, completion, row):\n    return row['absent']\n"
+        "async def nothing(row, engine):\n    return None\n"
         "def sees(prompt, completion, row):\n    assert str(row['number']) in prompt\n    return len(completion)\n"
     )
     return folder
@@ -486,6 +487,11 @@ def test_broken_rewards_are_named_after_a_save(folder, tmp_path, function, messa
         train_rl(folder, tmp_path / "run", **options, rewards=[f"{folder}/rewards.py:{function}"])
     train_rl(folder, tmp_path / "run", **options, rewards=good)
     assert read_metrics(tmp_path / "run", *NUMBERS) == read_metrics(tmp_path / "straight", *NUMBERS)
+
+
+def test_a_rollout_without_a_trajectory_is_named(folder, tmp_path):
+    with pytest.raises(UserError, match=r"prompts\.jsonl:\d+: the rollout .*:nothing failed: AttributeError"):
+        train_rl(folder, tmp_path, rollout__function=f"{folder}/rewards.py:nothing")
 
 
 @pytest.mark.parametrize(

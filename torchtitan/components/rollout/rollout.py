@@ -205,12 +205,12 @@ class Rollouts(Configurable):
         """Return a valid trajectory. Raise `UserError` that names row and function if the user's code fails."""
         try:
             trajectory = await self._function(row, engine)
+            trajectory.check(self.engine.context, engine.where)
         except UserError:
             raise
         except Exception as error:
             named = f"{engine.where}: the rollout {self.config.function or 'single_turn'}"
             raise UserError(f"{named} failed: {type(error).__name__}: {error}") from error
-        trajectory.check(self.engine.context, engine.where)
         return trajectory
 
 

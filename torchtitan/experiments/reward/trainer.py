@@ -12,7 +12,7 @@ from torchtitan.components.chat_template import resolve_chat_template
 from torchtitan.components.data.base import Batch
 from torchtitan.components.data.finetuning.row_formats import find_format
 from torchtitan.components.tokenizer import PretrainedTokenizer
-from torchtitan.models.pretrained import load_model
+from torchtitan.models.pretrained import load_model, spec_of
 from torchtitan.tools.device import device_type
 from torchtitan.tools.errors import UserError
 from torchtitan.trainer import Trainer
@@ -49,12 +49,17 @@ class RewardTrainer(Trainer):
         return (losses * is_pair).sum(), is_pair.sum()
 
 
+def check_reward_model(folder: str) -> None:
+    """Raise `UserError` if there is no reward model in `folder`, without reading its weights."""
+    if not spec_of(folder).model.scores:
+        raise UserError(f"{folder} is no reward model; train one with --module reward")
+
+
 def reward_function(folder: str) -> Callable[[str, str, Mapping[str, Any]], float]:
     """Return a function of prompt, completion and row: the reward of a completion as the answer to the row's prompt,
     with tokenizer and chat template of the reward model in `folder`. Raise `UserError` if there is none."""
+    check_reward_model(folder)
     loaded = load_model(folder, device=device_type())
-    if not loaded.spec.model.scores:
-        raise UserError(f"{folder} is no reward model; train one with --module reward")
     tokenizer = PretrainedTokenizer.Config().build(path=loaded.tokenizer_path)
     template = resolve_chat_template("", [loaded.tokenizer_path], tokenizer)
 

@@ -19,7 +19,7 @@ from torchtitan.components.policy_loss import PolicyLoss, group_advantages
 from torchtitan.components.rollout.rewards import Rewards
 from torchtitan.components.rollout.rollout import Group, Rollouts, log_completions, to_batches
 from torchtitan.distributed.process_group import gather_objects
-from torchtitan.experiments.reward.trainer import reward_function
+from torchtitan.experiments.reward.trainer import check_reward_model, reward_function
 from torchtitan.tools.errors import UserError
 from torchtitan.trainer import RunModel, StepResult
 from torchtitan.trainer.reference import ReferenceTrainer
@@ -61,7 +61,7 @@ class RLTrainer(ReferenceTrainer):
             self.parallelism.require_one("context", "pipeline", user="rollouts, which the run's own weights generate")
             if not (self.rewards or rollout.function):
                 raise UserError("--rewards is empty; name a function, such as my_rewards.py:score")
-            Rewards(self.rewards, self.reward_weights, reward_function)
+            Rewards(self.rewards, self.reward_weights, check_reward_model)
 
     config: Config
     dataloader: PromptDataLoader
