@@ -4,8 +4,8 @@ import json
 import math
 import shutil
 from pathlib import Path
-from unittest import mock
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
