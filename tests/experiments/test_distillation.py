@@ -263,6 +263,17 @@ def test_writing_a_cache_continues_after_a_kill(folder, cache, tmp_path, monkeyp
 
 
 @pytest.mark.slow
+def test_resuming_with_the_cache_of_another_teacher_is_rejected(folder, cache, tmp_path):
+    options = {"teacher__path": "", "checkpoint__interval": 1}
+    distill(folder, tmp_path / "run", teacher__cache=cache, training__steps=1, **options)
+    shutil.copytree(cache, tmp_path / "moved")
+    distill(folder, tmp_path / "run", teacher__cache=tmp_path / "moved", training__steps=2, **options)
+    (tmp_path / "moved/teacher.json").write_text("[1]")
+    with pytest.raises(UserError, match=r"teacher .* has changed since"):
+        distill(folder, tmp_path / "run", teacher__cache=tmp_path / "moved", training__steps=3, **options)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "degrees", [{"data_parallel_shard_degree": 2}, {"tensor_parallel_degree": 2}, {"context_parallel_degree": 2}]
 )

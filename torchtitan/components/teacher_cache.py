@@ -9,10 +9,14 @@ from typing import Any
 import safetensors.torch
 import torch
 
+from torchtitan.components.checkpoint.identity import identify_content
 from torchtitan.components.data.base import Batch
+from torchtitan.components.data.disk_cache import digest_of
 from torchtitan.components.distillation import TopTokens
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError
+
+_TEACHER = "teacher.json"
 
 
 class TeacherCache:
@@ -24,7 +28,7 @@ class TeacherCache:
 
     def claim(self, teacher: Any) -> None:
         """Create the folder for a teacher, which JSON values identify. Raise `UserError` for another's."""
-        path, own = self.folder / "teacher.json", json.dumps(teacher)
+        path, own = self.folder / _TEACHER, json.dumps(teacher)
         if not path.exists():
             durable.make_folder(self.folder)
             durable.write(path, own)
@@ -32,6 +36,11 @@ class TeacherCache:
             raise UserError(
                 f"--teacher.cache {self.folder} has another teacher, --teacher.top_k or type; use a new folder"
             )
+
+    def teacher(self) -> dict[str, str]:
+        """Return the teacher as a property of runs (`identify_content`)."""
+        path = self.folder / _TEACHER
+        return identify_content(str(self.folder), digest_of(path.read_text()) if path.exists() else "")
 
     def files(self, batch: Batch) -> list[Path]:
         """Return the files of a loader's windows."""

@@ -2,13 +2,14 @@
 
 import contextlib
 import itertools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from torchtitan.components.checkpoint.identity import RunIdentity
 from torchtitan.components.data.base import Batch
 from torchtitan.components.distillation import DistillationLoss, Outputs, TopTokens
 from torchtitan.components.loss import IGNORE_INDEX
@@ -102,6 +103,12 @@ class DistillationTrainer(Trainer):
             return models
         teacher = self.build_other_model(config.spec(), weights=config.path, offloaded=config.offload)
         return {**models, "teacher": teacher}
+
+    def identity(self) -> RunIdentity:
+        identity = super().identity()
+        if not self.cache or "teacher" in self.models:
+            return identity
+        return replace(identity, properties={**identity.properties, "teacher": self.cache.teacher()})
 
     def train(self) -> None:
         """Train, or write the cache if there is a teacher too."""
