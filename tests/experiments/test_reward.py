@@ -1,5 +1,6 @@
 """Reward models (`--module reward`) against transformers and float64, best-of-n, and rewards for reinforcement."""
 
+import csv
 import json
 import math
 import shutil
@@ -266,6 +267,16 @@ def test_reinforcement_learning_uses_the_reward_model(folder, tmp_path):
         question, _, answer = prompt.removeprefix("Q: ").partition(" A: ")
         assert line["reward"] == pytest.approx(rate("", answer, {"question": question}), **TOLERANCE)
     assert len({line["reward"] for line in lines}) > 1
+
+
+def test_margins_of_csv_files_are_numbers(folder, tmp_path):
+    rows = [json.loads(line) for line in (folder / "pairs.jsonl").read_text().splitlines()]
+    with (tmp_path / "pairs.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, ["prompt", "chosen", "rejected", "margin"])
+        writer.writeheader()
+        writer.writerows(rows)
+    train_reward(folder, tmp_path, training__steps=1, dataloader__dataset=[tmp_path / "pairs.csv"])
+    assert read_metrics(tmp_path, *NUMBERS)[0] == read_metrics(folder / "run", *NUMBERS)[0]
 
 
 def test_mistakes_are_one_line(folder, tmp_path, capsys):

@@ -120,7 +120,11 @@ class RewardEncoder(PairEncoder):
 
     def encode(self, sample: Sample) -> EncodedRow:
         parts, margin = super().encode(sample).parts, sample.margin or 0  # type: ignore[union-attr]
-        if not (isinstance(margin, int | float) and abs(margin) < float("inf")):
+        try:
+            is_number = abs(float(margin)) < float("inf")  # cells of CSV files are text
+        except (TypeError, ValueError):
+            is_number = False
+        if not is_number:
             raise BrokenSample(f"margin must be a number, not {shortened(margin)}")
         longer = (EncodedSample(np.append(part.ids, 0), np.append(part.trained, False)) for part in parts)
         return EncodedRow(tuple(longer), str(margin))
