@@ -499,6 +499,7 @@ def test_a_rollout_without_a_trajectory_is_named(folder, tmp_path):
     [
         ({"rollout__group_size": 1}, r"--rollout\.group_size is 1"),
         ({"training__seq_len": 8}, r"prompts\.jsonl:\d+: \d+ tokens, 8 fit"),
+        ({"policy__gae_decay": 95}, r"--policy\.gae_decay is 95\.0, but must be from 0 to 1"),
         ({"rewards": ["nothing"]}, r"--rewards nothing is unknown"),
         ({"rewards": ["pattern=("]}, r"not a regular expression"),
         ({"reward_weights": [1, 2]}, r"--reward_weights has 2 numbers for 1 --rewards"),

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from torchtitan.config import Configurable
 from torchtitan.config.sections import require_at_least
-from torchtitan.tools.errors import UserError
+from torchtitan.tools.errors import UserError, require
 
 KLEstimator = Literal["k1", "k2", "k3"]
 
@@ -82,6 +82,7 @@ class PolicyLoss(Configurable):
 
         def validate(self) -> None:
             require_at_least(1, policy__updates=self.updates)
+            require(self.gae_decay <= 1, "--policy.gae_decay", self.gae_decay, "from 0 to 1")
             for name in ("clip_low", "clip_high", "beta", "max_importance_weight", "value_weight", "gae_decay"):
                 value = getattr(self, name)
                 if value is not None and not 0 <= value < math.inf:
