@@ -16,8 +16,6 @@ from torchtitan.components.distillation import TopTokens
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError
 
-_TEACHER = "teacher.json"
-
 
 class TeacherCache:
     """A folder with a file for each window, named by a hash of its tokens, its documents and the `setting`, JSON values
@@ -25,22 +23,22 @@ class TeacherCache:
 
     def __init__(self, folder: str, setting: Any):
         self.folder, self._setting = Path(folder), json.dumps(setting).encode()
+        self._path = self.folder / "teacher.json"
 
     def claim(self, teacher: Any) -> None:
         """Create the folder for a teacher, which JSON values identify. Raise `UserError` for another's."""
-        path, own = self.folder / _TEACHER, json.dumps(teacher)
-        if not path.exists():
+        own = json.dumps(teacher)
+        if not self._path.exists():
             durable.make_folder(self.folder)
-            durable.write(path, own)
-        elif path.read_text() != own:
+            durable.write(self._path, own)
+        elif self._path.read_text() != own:
             raise UserError(
                 f"--teacher.cache {self.folder} has another teacher, --teacher.top_k or type; use a new folder"
             )
 
     def teacher(self) -> dict[str, str]:
         """Return the teacher as a property of runs (`identify_content`)."""
-        path = self.folder / _TEACHER
-        return identify_content(str(self.folder), digest_of(path.read_text()) if path.exists() else "")
+        return identify_content(str(self.folder), digest_of(self._path.read_text()) if self._path.exists() else "")
 
     def files(self, batch: Batch) -> list[Path]:
         """Return the files of a loader's windows."""
