@@ -188,10 +188,10 @@ class SeparateGradients(Trainer):
 class UnscaledExperts(Trainer):
     """Sum the gradients of experts over the ranks that send tokens, but divide them as if these were others."""
 
-    def train_step(self, batches: Any) -> Any:
+    def parallelize(self, model: Any) -> Any:
         local = expert_parallel._local
-        with mock.patch.object(expert_parallel, "_local", lambda parameter, factor: local(parameter, 1.0)):
-            return super().train_step(batches)
+        with mock.patch.object(expert_parallel, "_local", lambda experts, factor, *rest: local(experts, 1.0, *rest)):
+            return super().parallelize(model)
 
 
 class Swapping(RaggedDataLoader):

@@ -300,6 +300,10 @@ def test_a_cache_of_something_else_is_rejected(folder, cache, tmp_path):
     lacks = r"--teacher\.cache lacks .*; write it with --teacher\.path, or use the data, tokenizer, --training"
     for options, message in (
         ({"teacher__path": "", "teacher__cache": tmp_path}, lacks),
+        (
+            {"teacher__path": "", "teacher__cache": tmp_path / "no"},
+            r"--teacher\.cache .*no does not exist; write it with",
+        ),
         ({"teacher__path": "", "loss__temperature": 3.0}, lacks),
         ({"teacher__path": "", "tokenizer__added_tokens": ["<|new|>"]}, lacks),
         ({"teacher__path": "", "training__seq_len": 32}, lacks),

@@ -320,6 +320,12 @@ def test_built_in_rewards():
     rewards = Rewards([r"pattern=\bcat\b", "length=10"], [2.0, 1.0])
     assert rewards("", "a cat here", {}, "row") == 3
     assert rewards("", "concatenat" * 2, {}, "row") == 0
+    with pytest.raises(
+        UserError, match=r"^row 3: .*number failed: UserError: it has no reference answer \(column answer"
+    ):
+        Rewards(["number"], [])("", "41", {"question": "?"}, "row 3")
+    with pytest.raises(UserError, match=r"--rewards reward_model is unknown; use .* reward_model=DIR"):
+        Rewards(["reward_model"], [], print)
 
 
 # Runs.

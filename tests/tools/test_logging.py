@@ -68,7 +68,7 @@ def test_model_text_is_escaped_only_on_a_terminal(is_terminal, monkeypatch, caps
         for row in range(len(texts)):
             for token in ids[1:]:
                 printer.on_token(row, token)
-        printer.finish([Generation(ids)] * len(texts))
+        printer.finish([Generation(ids)] * len(texts), 1, None)
         printed = capsys.readouterr().out
         assert (RED in printed) == (not is_terminal)
         assert ("␛[31m" in printed) == is_terminal

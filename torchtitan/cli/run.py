@@ -47,6 +47,9 @@ def _read(path: Path) -> list[dict[str, str]]:
             raise UserError(f"{path}: stage {number} must have `name` and `run`, a command line, and may have `base`")
         if not (name := stage["name"]).isidentifier() or name in names:
             raise UserError(f"{path}: stage {number} has the name '{name}'; use a new word for each stage")
+        base = stage.get("base", "previous")
+        if base != "previous" and "/" not in base and not Path(base).exists():
+            raise UserError(f"{path}: stage '{name}' has base '{base}', which is no folder; use previous or a folder")
         if stage.get("base") == "previous" and not has_trained:
             raise UserError(f"{path}: stage '{name}' has no previous training stage to be its base")
         has_trained |= _is_training(stage)
@@ -75,7 +78,9 @@ def _run_stages(stages: list[dict[str, str]], folder: Path) -> int:
             words += ["--hf_assets_path" if trains else "--checkpoint", previous if base == "previous" else base]
         words += ["--dump_folder", str(own)] if trains else []
         record = {"command": words, "base": id_of_previous if base == "previous" else ""}
-        if not done.exists():
+        if done.exists():
+            logger.info("stage %s has finished: %s", stage["name"], own)
+        else:
             if code := _run_stage(stage["name"], words, own, shows=not trains):
                 return code
             if trains:

@@ -16,8 +16,11 @@ _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
 def number_match(prompt: str, completion: str, row: Mapping[str, Any]) -> float:
-    """Return 1 if the last number in the completion is the last one in the row's reference answer, else 0."""
-    answer = next((row[column] for column in ANSWERS if row.get(column) is not None), "")
+    """Return 1 if the last number in the completion is the last one in the row's reference answer, else 0. Raise
+    `UserError` if the row has none."""
+    answer = next((row[column] for column in ANSWERS if row.get(column) is not None), None)
+    if answer is None:
+        raise UserError(f"it has no reference answer (column {', '.join(ANSWERS)})")
     found, expected = (
         [float(x.replace(",", "")) for x in _NUMBER.findall(str(text))][-1:] for text in (completion, answer)
     )
@@ -38,7 +41,7 @@ def find_reward(name: str, open_model: Callable[[str], Reward] | None = None) ->
         return lambda prompt, completion, row: float(pattern.search(completion) is not None)
     if kind == "length" and value.isdecimal() and int(value):
         return lambda prompt, completion, row: max(0.0, 1 - abs(len(completion) / int(value) - 1))
-    if kind == "reward_model" and open_model:
+    if kind == "reward_model" and value and open_model:
         return open_model(value)
     if ":" not in name:
         raise UserError(
@@ -63,13 +66,15 @@ class Rewards:
         """Return the reward. Raise `UserError` that names the row (`where`) and the function that fails."""
         total = 0.0
         for (name, function), weight in zip(self._functions, self._weights, strict=True):
-            value, subject = None, f"{where}: the reward function {name}"
+            subject = f"{where}: the reward function {name}"
             try:
                 value = function(prompt, completion, row)
+            except Exception as error:
+                raise UserError(f"{subject} failed: {type(error).__name__}: {error}") from error
+            try:
                 total += weight * float(value)
             except Exception as error:
-                returned = f" returned {value!r:.60}, but must return one number" if value is not None else " failed"
-                raise UserError(f"{subject}{returned}: {type(error).__name__}: {error}") from error
+                raise UserError(f"{subject} returned {value!r:.60}, but must return one number") from error
             if not math.isfinite(total):
                 raise UserError(f"{subject} returned {value}, but must return a finite number")
         return total

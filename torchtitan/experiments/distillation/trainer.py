@@ -72,6 +72,8 @@ class DistillationTrainer(Trainer):
             if teacher.cache and dry_run:
                 raise UserError("--teacher.cache cannot be combined with a dry run, which reads no data; leave it out")
             if teacher.cache and not teacher.path:
+                if not Path(teacher.cache).is_dir():
+                    raise UserError(f"--teacher.cache {teacher.cache} does not exist; write it with --teacher.path")
                 return
             specs = self.resolve(tokenizer).model_spec, teacher.spec()
             if not dry_run:  # which has no tokenizer
@@ -140,6 +142,7 @@ class DistillationTrainer(Trainer):
                     if not on_all_ranks(all(file.exists() for file in cache.files(batch))):
                         inputs = super().post_dataloading_process(batch)
                         cache.write(batch, teacher(inputs["input"], inputs.get("attention"), head=head))
+        logger.info("%s is complete; train with it without --teacher.path", cache.folder)
 
     # --- the loss ---------------------------------------------------------------------------------------------------
 
