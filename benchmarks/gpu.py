@@ -60,7 +60,7 @@ Numbers = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """Sizes of the rows: those of the issue on a GPU, or a toy's."""
+    """Sizes of the rows, on a GPU or at toy size."""
 
     toy: bool
 

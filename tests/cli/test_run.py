@@ -94,7 +94,7 @@ def test_a_missing_recipe_is_rejected(tmp_path, capsys):
 @pytest.mark.slow
 def test_a_recipe_that_is_killed_at_random_moments_ends_the_same(tmp_path):
     """Three kills, each within two seconds after a random amount of progress; then metrics, samples and exported
-    weights equal those of a recipe that was left alone."""
+    weights equal the results of a recipe that was left alone."""
     options = " --checkpoint.interval 2 --metrics.log_freq 1"
     recipe = write(
         tmp_path / "recipe.yaml",

@@ -149,7 +149,7 @@ def test_top_tokens_equal_a_teacher_with_one_event_for_the_others(kind, k):
 
 
 def test_top_tokens_of_a_teacher_replace_its_outputs():
-    """All 13 tokens give the same loss and gradients as the teacher itself, but for rounding in float32."""
+    """All 13 tokens give the same loss and gradients as the teacher itself, except for rounding in float32."""
     loss = DistillationLoss.Config(kind="jensen_shannon", temperature=2.0, chunk_tokens=4).build()
     teacher = Outputs(*(x.detach() for x in (outputs(1, 16).hidden, outputs(1, 16).weight)), LogitTransform(0.5))
     results = []

@@ -221,7 +221,7 @@ def test_the_embedded_student_learns_from_a_checkpoint(tmp_path):
 
 
 def test_a_cache_of_the_whole_vocabulary_replaces_the_teacher(folder, tmp_path):
-    """With all tokens, training from the cache equals training with the teacher but for the rounding of stored
+    """With all tokens, training from the cache equals training with the teacher except for the rounding of stored
     log-probabilities (float32): 1e-5. Validation reads the cache too."""
     options = {"teacher__cache": tmp_path / "cache", "training__steps": 2, "teacher__top_k": 2048}
     distill(folder, tmp_path / "write", **options)

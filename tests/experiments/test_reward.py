@@ -251,7 +251,7 @@ def test_best_of_n_prints_the_text_with_the_highest_reward(folder, capsys):
 
 
 def test_reinforcement_learning_uses_the_reward_model(folder, tmp_path):
-    """The rewards in the log are those of the logged answers, as text without special tokens."""
+    """The rewards in the log belong to the logged answers, as text without special tokens."""
     write_pairs(folder / "prompts.jsonl", [{"question": f"Is {i} a big number?"} for i in range(2)])
     words = flags({**OPTIONS, "hf_assets_path": folder / "model", "dump_folder": tmp_path, "training.steps": 1})
     words += flags({"dataloader.dataset": [folder / "prompts.jsonl"], "dataloader.cache_dir": folder / "cache"})

@@ -387,7 +387,7 @@ def test_two_processes_write_the_same(folder, tmp_path, layout, method):
 
 @pytest.mark.slow
 def test_completions_depend_on_the_layout_only_at_boundaries(folder, tmp_path):
-    """Of 1,024 completions in eight steps, 99.9 % are the same on 1, 2 and 4 processes. Where one differs first, the
+    """Of 1,024 completions in eight steps, 99.9 % are the same on 1, 2 and 4 processes. If one differs, the
     random number is within 1e-5 of a boundary of the cumulative distribution, which rounding moves. The learning rate
     is the recipe's: with a high one, a single difference changes the weights, and so all later completions."""
     rows = [json.dumps({"prompt": f"Story {n} of the {'very ' * (n % 3)}old cat."}) for n in range(160)]

@@ -106,7 +106,7 @@ class Outputs:
 
 @dataclass(frozen=True)
 class TopTokens:
-    """What is known of a teacher: `ids` (B, L, K) of its likeliest tokens, and `log_probs` (B, L, E) as `log_p_NE`."""
+    """A teacher at each position: `ids` (B, L, K) of its likeliest tokens, and `log_probs` (B, L, E) as `log_p_NE`."""
 
     ids: Tensor
     log_probs: Tensor

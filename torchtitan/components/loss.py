@@ -198,6 +198,6 @@ class Measures:
         return sums.flatten()
 
     def means(self, sums: Sequence[float]) -> dict[str, float]:
-        """Return the means from the results of `take` summed over ranks, without those of zero weight."""
+        """Return the means from the results of `take` summed over ranks, except for means of zero weight."""
         pairs = zip(self.names, sums[::2], sums[1::2], strict=True)
         return {name: total / weight for name, total, weight in pairs if weight}

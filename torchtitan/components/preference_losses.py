@@ -161,7 +161,7 @@ class KTOLoss(Configurable):
 
 
 class RewardMeasures(Measures):
-    """Means with `rewards/margins`, the mean reward of chosen answers minus that of rejected ones."""
+    """Means with `rewards/margins`, the mean reward of chosen minus of rejected answers."""
 
     def means(self, sums: Sequence[float]) -> dict[str, float]:
         means = super().means(sums)

@@ -54,7 +54,7 @@ def check_equal(found: list[Generation], expected: list[Generation]) -> None:
 
 @pytest.mark.parametrize("sampling", [SAMPLING, Sampling()])
 def test_a_token_is_read_from_the_device_once(sampling, monkeypatch):
-    """On a GPU, each reading waits for the device. Here, host tensors stand for those of the device."""
+    """On a GPU, each reading waits for the device. Here, host tensors replace the device's."""
     read, tolist = [], torch.Tensor.tolist
     monkeypatch.setattr(torch.Tensor, "tolist", lambda x: read.append(x.dtype) or tolist(x))
     for name in ("cpu", "item", "__bool__", "__int__"):
