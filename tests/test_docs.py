@@ -48,13 +48,15 @@ def test_links_resolve(page):
 
 def test_options_in_commands_exist():
     """Every --section.key in a shell block is an option of a debug model: adapters, fine-tuning, distillation,
-    reinforcement learning."""
+    reinforcement learning, mixture of experts."""
     from torchtitan.config.configurable import leaves
     from torchtitan.experiments.distillation.config_registry import distillation_debugmodel
     from torchtitan.experiments.rl.config_registry import rl_debugmodel
+    from torchtitan.models.glm4_moe.config_registry import glm4_moe_debugmodel
     from torchtitan.models.llama3.config_registry import llama3_debugmodel_lora, llama3_debugmodel_sft
 
-    configs = llama3_debugmodel_lora(), llama3_debugmodel_sft(), distillation_debugmodel(), rl_debugmodel()
+    configs = [llama3_debugmodel_lora(), llama3_debugmodel_sft(), distillation_debugmodel(), rl_debugmodel()]
+    configs.append(glm4_moe_debugmodel())
     known = {key for config in configs for key in leaves(config.to_dict())}
     known |= {f"{key.rpartition('.')[0]}.no_{key.rpartition('.')[2]}" for key in known}
     unknown, checked = [], 0
