@@ -62,6 +62,12 @@ class ModelType:
     ignored: Sequence[str] = ()
     """Keys without effect on the computation."""
 
+    unused: Callable[[Any], Sequence[str]] = lambda config: ()
+    """Return names of tensors that the files of a `config` have, but the model does not."""
+
+    others: "Mapping[str, ModelType]" = field(default_factory=dict)
+    """Key → the type of models whose file has it, and neither false nor 0. `prepare` comes first."""
+
     prepare: Callable[[dict[str, Any]], dict[str, Any]] = dict
     """Rewrite older or redundant keys of the file, before anything is read."""
 
@@ -222,7 +228,7 @@ _WITHOUT_EFFECT = {
 def dense_format(model_types: Mapping[str, ModelType], *, without: tuple[str, ...] = ()) -> ExternalFormat:
     """Return the format of a family from its `model_type`s, the preferred one for writing first. A type NAME besides
     NAME_text has vision too; only its language model is read, `without` tensors whose names start like this."""
-    for kind in model_types.values():
+    for kind in [each for named in model_types.values() for each in (named, *named.others.values())]:
         named = {name.partition(".")[0] for name in (*kind.keys.values(), *kind.ropes)}
         unknown = named - {field.name for field in dataclasses.fields(kind.config)}
         assert not unknown, f"{kind.architecture}: no fields of {kind.config.__qualname__}: {unknown}"
@@ -236,18 +242,20 @@ def dense_format(model_types: Mapping[str, ModelType], *, without: tuple[str, ..
     )
 
 
-def _written_type(model_types: Mapping[str, ModelType], config: Decoder.Config) -> str:
+def _written_type(model_types: Mapping[str, ModelType], config: Decoder.Config) -> tuple[str, ModelType]:
     """Return the type that a model is written as. Raise `UserError` if there is none."""
-    for model_type, kind in model_types.items():
+    types = [(name, each) for name, kind in model_types.items() for each in (kind, *kind.others.values())]
+    for model_type, kind in types:
         if kind.config is type(config) and kind.write(config) is not None:
             known = [*_keys_of(kind).values(), *kind.ropes, "scores"]
             if kind.config(**_nested(kind.config, {name: attrgetter(name)(config) for name in known})) == config:
-                return model_type
+                return model_type, kind
     raise UserError(f"no model_type of config.json ({', '.join(model_types)}) can describe this model: {config}")
 
 
 def _adapter(model_types: Mapping[str, ModelType], config: Decoder.Config) -> StateDictAdapter:
-    return _adapter_of(_rows_of(model_types, config), config)
+    unused = _written_type(model_types, config)[1].unused(config)
+    return _adapter_of(_rows_of(model_types, config), config, *unused)
 
 
 def _fused_adapter(model_types: Mapping[str, ModelType], config: Decoder.Config) -> StateDictAdapter | None:
@@ -259,11 +267,11 @@ def _fused_adapter(model_types: Mapping[str, ModelType], config: Decoder.Config)
 
 
 def _rows_of(model_types: Mapping[str, ModelType], config: Decoder.Config) -> Sequence[KeyMapping]:
-    rows = model_types[_written_type(model_types, config)].rows
+    rows = _written_type(model_types, config)[1].rows
     return rows(config) if callable(rows) else rows
 
 
-def _adapter_of(rows: Sequence[KeyMapping], config: Decoder.Config) -> StateDictAdapter:
+def _adapter_of(rows: Sequence[KeyMapping], config: Decoder.Config, *unused: str) -> StateDictAdapter:
     specs = model_tensor_specs(dataclasses.replace(config, vocab_size=config.vocab_size or 1))
     n_layers = len({name.split(".")[1] for name in specs if name.startswith("layers.")})
     embedding, output = "model.embed_tokens.weight", "lm_head.weight"
@@ -274,7 +282,7 @@ def _adapter_of(rows: Sequence[KeyMapping], config: Decoder.Config) -> StateDict
         [*rows, _SCORE_HEAD if config.scores else _HEAD],
         n_layers=n_layers,
         only=specs,
-        ignored=["model.layers.*.self_attn.rotary_emb.inv_freq"],
+        ignored=["model.layers.*.self_attn.rotary_emb.inv_freq", *unused],
         tied=tied,
     )
 
@@ -306,6 +314,7 @@ def _from_config_json(model_types: Mapping[str, ModelType], document: Mapping[st
     document = kind.prepare(
         {key: value for key, value in document.items() if value is not None or key not in _OPTIONAL}
     )
+    kind = next((other for key, other in kind.others.items() if document.get(key)), kind)
     reader = ConfigReader(_FILE, {**_DEFAULTS, **kind.defaults, **document})
     for key, only in {**_FIXED, **kind.fixed}.items():
         _require(key, document.get(key, only), only)
@@ -388,8 +397,7 @@ def _shortest_period(reader: ConfigReader, key: str, values: list[Any]) -> list[
 
 def _to_config_json(model_types: Mapping[str, ModelType], config: Decoder.Config) -> dict[str, Any]:
     """Return the keys of config.json that the model determines, readable by transformers 4 and 5."""
-    model_type = _written_type(model_types, config)
-    kind = model_types[model_type]
+    model_type, kind = _written_type(model_types, config)
     written = {key: attrgetter(name)(config) for key, name in _keys_of(kind).items()}
     written["pad_token_id"] = None  # some types have a default, which may be outside the vocabulary
     for key, value in written.items():
