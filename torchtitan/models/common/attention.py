@@ -135,7 +135,7 @@ class Attention(nn.Module):
 
 
 class GivingAttention(Attention):
-    """Attention that returns its keys and values too, for `SharedKeyAttention`: those of all ranks, and cached ones."""
+    """Attention that returns its keys and values too, for `SharedKeyAttention`: from all ranks, and cached ones."""
 
     def forward(self, q_BLHD: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, attention: AttentionMetadata) -> Any:
         return super().forward(q_BLHD, k_BLKD, v_BLKD, attention), k_BLKD, v_BLKD

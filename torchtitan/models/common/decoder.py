@@ -190,7 +190,7 @@ class Decoder(BaseModel):
         parts = self.make_attention(index), self.make_feed_forward(index)
         return kind(*parts, dim=self.config.dim, norm=self.make_norm, **options)
 
-    def make_attention(self, index: int, kind: type[nn.Module] = GroupedQueryAttention, **options: Any) -> nn.Module:
+    def make_attention(self, index: int, *, kind: type[nn.Module] = GroupedQueryAttention, **options: Any) -> nn.Module:
         """Return the attention of a layer; `options` are those of `GroupedQueryAttention`."""
         config = self.config
         options = {"n_kv_heads": config.n_kv_heads, "biases": "qkvo" if config.attention_bias else "", **options}

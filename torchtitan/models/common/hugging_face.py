@@ -62,12 +62,6 @@ class ModelType:
     ignored: Sequence[str] = ()
     """Keys without effect on the computation."""
 
-    unused: Callable[[Any], Sequence[str]] = lambda config: ()
-    """Return names of tensors that the files of a `config` have, but the model does not."""
-
-    others: "Mapping[str, ModelType]" = field(default_factory=dict)
-    """Key → the type of models whose file has it, and neither false nor 0. `prepare` comes first."""
-
     prepare: Callable[[dict[str, Any]], dict[str, Any]] = dict
     """Rewrite older or redundant keys of the file, before anything is read."""
 
@@ -227,8 +221,9 @@ _WITHOUT_EFFECT = {
 
 def dense_format(model_types: Mapping[str, ModelType], *, without: tuple[str, ...] = ()) -> ExternalFormat:
     """Return the format of a family from its `model_type`s, the preferred one for writing first. A type NAME besides
-    NAME_text has vision too; only its language model is read, `without` tensors whose names start like this."""
-    for kind in [each for named in model_types.values() for each in (named, *named.others.values())]:
+    NAME_text has vision too; only its language model is read, `without` tensors whose names start like this. A type
+    NAME:KEY is for files of NAME in which KEY is neither false nor 0 after the `prepare` of NAME."""
+    for kind in model_types.values():
         named = {name.partition(".")[0] for name in (*kind.keys.values(), *kind.ropes)}
         unknown = named - {field.name for field in dataclasses.fields(kind.config)}
         assert not unknown, f"{kind.architecture}: no fields of {kind.config.__qualname__}: {unknown}"
@@ -237,25 +232,23 @@ def dense_format(model_types: Mapping[str, ModelType], *, without: tuple[str, ..
         other_adapter=partial(_fused_adapter, model_types),
         to_external=partial(_to_config_json, model_types),
         from_external=partial(_from_config_json, model_types),
-        model_types={name: kind.architecture for name, kind in model_types.items()},
+        model_types={name: kind.architecture for name, kind in model_types.items() if ":" not in name},
         name_of=lambda name: None if name.startswith(without) else name.replace("language_model.", ""),
     )
 
 
-def _written_type(model_types: Mapping[str, ModelType], config: Decoder.Config) -> tuple[str, ModelType]:
+def _written_type(model_types: Mapping[str, ModelType], config: Decoder.Config) -> str:
     """Return the type that a model is written as. Raise `UserError` if there is none."""
-    types = [(name, each) for name, kind in model_types.items() for each in (kind, *kind.others.values())]
-    for model_type, kind in types:
+    for model_type, kind in model_types.items():
         if kind.config is type(config) and kind.write(config) is not None:
             known = [*_keys_of(kind).values(), *kind.ropes, "scores"]
             if kind.config(**_nested(kind.config, {name: attrgetter(name)(config) for name in known})) == config:
-                return model_type, kind
+                return model_type
     raise UserError(f"no model_type of config.json ({', '.join(model_types)}) can describe this model: {config}")
 
 
 def _adapter(model_types: Mapping[str, ModelType], config: Decoder.Config) -> StateDictAdapter:
-    unused = _written_type(model_types, config)[1].unused(config)
-    return _adapter_of(_rows_of(model_types, config), config, *unused)
+    return _adapter_of(_rows_of(model_types, config), config)
 
 
 def _fused_adapter(model_types: Mapping[str, ModelType], config: Decoder.Config) -> StateDictAdapter | None:
@@ -267,17 +260,20 @@ def _fused_adapter(model_types: Mapping[str, ModelType], config: Decoder.Config)
 
 
 def _rows_of(model_types: Mapping[str, ModelType], config: Decoder.Config) -> Sequence[KeyMapping]:
-    rows = _written_type(model_types, config)[1].rows
+    rows = model_types[_written_type(model_types, config)].rows
     return rows(config) if callable(rows) else rows
 
 
-def _adapter_of(rows: Sequence[KeyMapping], config: Decoder.Config, *unused: str) -> StateDictAdapter:
+def _adapter_of(rows: Sequence[KeyMapping], config: Decoder.Config) -> StateDictAdapter:
     specs = model_tensor_specs(dataclasses.replace(config, vocab_size=config.vocab_size or 1))
     n_layers = len({name.split(".")[1] for name in specs if name.startswith("layers.")})
     embedding, output = "model.embed_tokens.weight", "lm_head.weight"
     tied = {output: embedding} if config.tie_embeddings and not config.scores else {}
     copies = {"embed_tokens": embedding, "shared_head.head": tied.get(output, output)}
     tied |= {f"model.layers.{i}.{k}.weight": copies[k] for i in range(config.n_layers, n_layers) for k in copies}
+    # Files have keys and values of layers that use an earlier layer's (Gemma 4).
+    sharing = [i for i in range(n_layers) if _lacks_keys(specs, f"layers.{i}.attention")]
+    unused = [f"model.layers.{i}.self_attn.{name}.weight" for i in sharing for name in ("k_proj", "v_proj", "k_norm")]
     return _Adapter(
         [*rows, _SCORE_HEAD if config.scores else _HEAD],
         n_layers=n_layers,
@@ -285,6 +281,10 @@ def _adapter_of(rows: Sequence[KeyMapping], config: Decoder.Config, *unused: str
         ignored=["model.layers.*.self_attn.rotary_emb.inv_freq", *unused],
         tied=tied,
     )
+
+
+def _lacks_keys(specs: Mapping[str, TensorSpec], attention: str) -> bool:
+    return f"{attention}.wq.weight" in specs and not any(name.startswith(f"{attention}.wk") for name in specs)
 
 
 class _Adapter(StateDictAdapter):
@@ -314,7 +314,8 @@ def _from_config_json(model_types: Mapping[str, ModelType], document: Mapping[st
     document = kind.prepare(
         {key: value for key, value in document.items() if value is not None or key not in _OPTIONAL}
     )
-    kind = next((other for key, other in kind.others.items() if document.get(key)), kind)
+    for (own_name, _, key), other in ((own_name.partition(":"), kind) for own_name, kind in model_types.items()):
+        kind = other if key and own_name == document["model_type"] and document.get(key) else kind
     reader = ConfigReader(_FILE, {**_DEFAULTS, **kind.defaults, **document})
     for key, only in {**_FIXED, **kind.fixed}.items():
         _require(key, document.get(key, only), only)
@@ -397,7 +398,8 @@ def _shortest_period(reader: ConfigReader, key: str, values: list[Any]) -> list[
 
 def _to_config_json(model_types: Mapping[str, ModelType], config: Decoder.Config) -> dict[str, Any]:
     """Return the keys of config.json that the model determines, readable by transformers 4 and 5."""
-    model_type, kind = _written_type(model_types, config)
+    name = _written_type(model_types, config)
+    model_type, kind = name.partition(":")[0], model_types[name]
     written = {key: attrgetter(name)(config) for key, name in _keys_of(kind).items()}
     written["pad_token_id"] = None  # some types have a default, which may be outside the vocabulary
     for key, value in written.items():

@@ -129,9 +129,9 @@ class Gemma4SmallModel(Gemma4Model):
             attention.attend = GivingAttention(scale=1.0)
         return attention
 
-    def make_feed_forward(self, index: int, **options: Any) -> nn.Module:
+    def make_feed_forward(self, index: int, *args: Any, **options: Any) -> nn.Module:
         is_wide = self.config.use_double_wide_mlp and self.config.source_of(index) is not None
-        return super().make_feed_forward(index, hidden_dim=self.config.ffn_dim * (1 + is_wide), **options)
+        return super().make_feed_forward(index, *args, hidden_dim=self.config.ffn_dim * (1 + is_wide), **options)
 
     def run_blocks(self, calls: list[Any], tokens_BL: Tensor, hidden_BLD: Tensor) -> Tensor:
         own_BLNP = self.per_layer(tokens_BL, hidden_BLD)
@@ -209,11 +209,6 @@ def _prepare(document: dict[str, Any]) -> dict[str, Any]:
     return document
 
 
-def _unused(config: Gemma4SmallModel.Config) -> list[str]:
-    sharing = [f"model.layers.{index}.self_attn" for index in range(config.n_layers) if config.source_of(index) is not None]
-    return [f"{layer}.{name}.weight" for layer in sharing for name in ("k_proj", "v_proj", "k_norm")]
-
-
 _NAMES = ("attention_bias", "attention_k_eq_v", "final_logit_softcapping", *_GLOBAL.values())
 _OF_SMALL = ("hidden_size_per_layer_input", "num_kv_shared_layers", "use_double_wide_mlp")
 _KEYS = {**WINDOW_KEYS, **{name: name for name in _NAMES}}
@@ -233,7 +228,7 @@ _ROWS = (
     *(replace(row, external=str(row.external).replace("mlp.", "")) for row in FUSED_EXPERT_ROWS[1:]),
 )
 
-_UNIFIED = ModelType(
+_DENSE = ModelType(
     architecture="Gemma4ForCausalLM",
     config=Gemma4Model.Config,
     rows=_ROWS,
@@ -247,13 +242,12 @@ _UNIFIED = ModelType(
         lambda config: {"vocab_size_per_layer_input": config.vocab_size},
     ),
 )
-_EXPERTS: dict[str, Any] = {"keys": {**_KEYS, **_EXPERT_KEYS}, "fixed": {**_FIXED, "enable_moe_block": True}}
-_SMALL: dict[str, Any] = {"keys": {**_KEYS, **{n: n for n in _OF_SMALL}}, "fixed": {**_GELU, "enable_moe_block": False}}
-_OTHERS = {
-    "enable_moe_block": replace(_UNIFIED, config=Gemma4MoEModel.Config, **_EXPERTS),
-    "hidden_size_per_layer_input": replace(_UNIFIED, config=Gemma4SmallModel.Config, **_SMALL, unused=_unused),
-}
-_TEXT = replace(_UNIFIED, others=_OTHERS)
+_EXPERTS: Any = {"keys": {**_KEYS, **_EXPERT_KEYS}, "fixed": {**_FIXED, "enable_moe_block": True}}
+_SMALL: Any = {"keys": {**_KEYS, **{n: n for n in _OF_SMALL}}, "fixed": {**_GELU, "enable_moe_block": False}}
 
-_TYPES = {"gemma4_text": _TEXT, "gemma4": _TEXT, "gemma4_unified_text": _UNIFIED, "gemma4_unified": _UNIFIED}
+_TYPES = {
+    **dict.fromkeys(("gemma4_text", "gemma4", "gemma4_unified_text", "gemma4_unified"), _DENSE),
+    "gemma4_text:hidden_size_per_layer_input": replace(_DENSE, config=Gemma4SmallModel.Config, **_SMALL),
+    "gemma4_text:enable_moe_block": replace(_DENSE, config=Gemma4MoEModel.Config, **_EXPERTS),
+}
 FORMAT = dense_format(_TYPES, without=("model.vision_", "model.audio_", "model.embed_vision.", "model.embed_audio."))
