@@ -14,7 +14,6 @@ from torchtitan.components.tokenizer import PretrainedTokenizer, Tokenizer
 from torchtitan.components.weights.assets import asset_folder
 from torchtitan.components.weights.sources import base_weights
 from torchtitan.distributed.process_group import on_all_ranks
-from torchtitan.models.pretrained import internal_source
 from torchtitan.protocols import ModelSpec
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
@@ -38,15 +37,6 @@ class TeacherConfig:
     top_k: int = 64
     """Tokens per position to write; all others are one event."""
 
-    def spec(self) -> ModelSpec:
-        """Return the teacher's specification. Raise `UserError` if its folder holds no whole model."""
-        if not self.path:
-            raise UserError("--teacher.path is not set; name the folder of the model to learn from")
-        try:
-            return internal_source(self.path)[0]
-        except UserError as error:
-            raise UserError(f"--teacher.path: {error}") from error
-
 
 class TeacherTrainer(Trainer):
     """A trainer whose `compute_loss` compares the trained model with `models["teacher"]` or, if there is a `cache`,
@@ -59,6 +49,10 @@ class TeacherTrainer(Trainer):
         teacher: TeacherConfig = field(default_factory=TeacherConfig)
         """Teacher."""
 
+        def teacher_spec(self) -> ModelSpec:
+            """Return the teacher's specification. Raise `UserError` if its folder holds no whole model."""
+            raise NotImplementedError
+
         def check(self, world_size: int, *, dry_run: bool = False) -> None:
             Trainer.Config.check(self, world_size, dry_run=dry_run)
             teacher, tokenizer = self.teacher, self.tokenizer.build(path=self.hf_assets_path)
@@ -68,7 +62,7 @@ class TeacherTrainer(Trainer):
                 if not Path(teacher.cache).is_dir():
                     raise UserError(f"--teacher.cache {teacher.cache} does not exist; write it with --teacher.path")
                 return
-            specs = self.resolve(tokenizer).model_spec, teacher.spec()
+            specs = self.resolve(tokenizer).model_spec, self.teacher_spec()
             if not dry_run:  # which has no tokenizer
                 check_same(tokenizer, PretrainedTokenizer.Config().build(path=asset_folder(Path(teacher.path))))
             size, taught = (int(spec.model.vocab_size or 0) for spec in specs)
@@ -94,7 +88,7 @@ class TeacherTrainer(Trainer):
             self.cache = TeacherCache(config.cache, [self.tokenizer.fingerprint, size, temperature])
         if config.cache and not config.path:
             return models
-        teacher = self.build_other_model(config.spec(), weights=config.path, offloaded=config.offload)
+        teacher = self.build_other_model(self.config.teacher_spec(), weights=config.path, offloaded=config.offload)
         return {**models, "teacher": teacher}
 
     def identity(self) -> RunIdentity:

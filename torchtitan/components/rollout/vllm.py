@@ -20,6 +20,7 @@ from torchtitan.tools.errors import UserError
 
 ResultT = TypeVar("ResultT")
 
+_START = 'start VLLM_SERVER_DEV_MODE=1 vllm serve DIR --weight-transfer-config \'{"backend": "nccl"}\''
 _SECONDS = 3600.0
 """Limit of a request; a continuation may wait for many others."""
 
@@ -27,16 +28,13 @@ _SECONDS = 3600.0
 def request(url: str, path: str, body: Any = None, *, seconds: float = _SECONDS) -> Any:
     """Return the JSON that a server answers to GET or, with a body, POST. Raise `UserError` if it does not."""
     data = None if body is None else json.dumps(body).encode()
-    message = urllib.request.Request(f"{url}{path}", data, {"Content-Type": "application/json"})
     try:
+        message = urllib.request.Request(f"{url}{path}", data, {"Content-Type": "application/json"})
         with urllib.request.urlopen(message, timeout=seconds) as response:
             text = response.read()
         return json.loads(text or "null")
     except (OSError, ValueError) as error:
         raise UserError(f"--rollout.url {url}: no answer to {path} ({error}); {_START}") from error
-
-
-_START = 'start VLLM_SERVER_DEV_MODE=1 vllm serve DIR --weight-transfer-config \'{"backend": "nccl"}\''
 
 
 def check_server(url: str) -> tuple[str, int, int]:
@@ -46,8 +44,11 @@ def check_server(url: str) -> tuple[str, int, int]:
         import vllm.distributed.weight_transfer  # noqa: F401
     except ImportError as error:
         raise UserError(f"--rollout.engine vllm: {error}; install torchtitan[vllm]") from error
-    (model, *_), workers = request(url, "/v1/models", seconds=10)["data"], request(url, "/get_world_size", seconds=10)
-    return model["id"], model["max_model_len"], workers["world_size"]
+    models, workers = request(url, "/v1/models", seconds=10), request(url, "/get_world_size", seconds=10)
+    try:
+        return models["data"][0]["id"], models["data"][0]["max_model_len"], workers["world_size"]
+    except (KeyError, TypeError, IndexError) as error:
+        raise UserError(f"--rollout.url {url} is no server of vLLM; {_START}") from error
 
 
 class VLLMEngine:

@@ -9,6 +9,8 @@ from torch import Tensor
 from torchtitan.components.data.base import Batch
 from torchtitan.components.distillation import DistillationLoss, Outputs, TopTokens
 from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.models.pretrained import internal_source
+from torchtitan.protocols import ModelSpec
 from torchtitan.tools.errors import UserError
 from torchtitan.trainer.teacher import TeacherTrainer
 
@@ -24,6 +26,14 @@ class DistillationTrainer(TeacherTrainer):
             if type(self.chosen_loss) is not DistillationLoss.Config:
                 raise UserError("--module distillation has its own loss (--loss.kind), and takes no other")
             self.parallelism.require_one("pipeline", user="--module distillation")
+
+        def teacher_spec(self) -> ModelSpec:
+            if not self.teacher.path:
+                raise UserError("--teacher.path is not set; name the folder of the model to learn from")
+            try:
+                return internal_source(self.teacher.path)[0]
+            except UserError as error:
+                raise UserError(f"--teacher.path: {error}") from error
 
     config: Config
     measures_named = ("cross_entropy", "divergence")
