@@ -50,8 +50,8 @@ def build_rollouts(trainer: Trainer, rewards: Rewards) -> Rollouts:
         )
     else:
         group, sampling = dist.group.WORLD if dist.is_initialized() else None, Sampling(temperature=1.0)
-        options = {"sampling": sampling, "stop_ids": stops, "max_rows": rollout.max_rows, "group": group}
-        engine = Engine(trainer.model_parts[0], **options)
+        model, max_rows = trainer.model_parts[0], rollout.max_rows
+        engine = Engine(model, sampling=sampling, stop_ids=stops, max_rows=max_rows, group=group)
     engine.context = min(engine.context, config.training.seq_len + 1)
     leader = trainer.rank - trainer.parallel_dims.coordinate("tp")
     parts = {"tokenizer": tokenizer, "rewards": rewards, "seed": config.debug.seed, "leader": leader}

@@ -89,8 +89,8 @@ class VLLMEngine:
             self._pool, request, self._url, "/v1/completions", body
         )
         (choice,) = answer["choices"]
-        reason = "stop" if choice["finish_reason"] == "stop" else "length"
-        return Generation(choice["token_ids"], choice["logprobs"]["token_logprobs"], reason)
+        ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
+        return Generation(ids, logprobs, "stop" if choice["finish_reason"] == "stop" else "length")
 
     def run(self, texts: Sequence[Coroutine[Any, Any, ResultT]]) -> list[ResultT]:
         """Send the weights, and run coroutines that await `generate`; return their results in order. An exception of
