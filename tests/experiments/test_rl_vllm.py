@@ -136,8 +136,8 @@ def server(folder, monkeypatch):  # noqa: F811
 
 
 def test_the_server_samples_with_the_current_weights(folder, tmp_path, server):  # noqa: F811
-    """Its log-probabilities are those of transformers under the weights it got, so importance weights of 1 (up to
-    float32's rounding) in each step mean that these are the trainer's, also after updates."""
+    """It returns log-probabilities by transformers under the weights it got, so importance weights of 1 in each step
+    mean that these are the trainer's, also after updates. Float32 rounds to about 1e-6."""
     options = {"rollout__engine": "vllm", "rollout__url": server.url, "training__steps": 3, "optimizer__lr": 1e-2}
     train_rl(folder, tmp_path, **options)
     weights = [row[1] for row in read_metrics(tmp_path, "importance_weight")]

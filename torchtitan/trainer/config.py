@@ -53,7 +53,7 @@ class RunConfig(Configurable.Config):
     """A whole run. Each field is a section of the command line and of `--config_file`."""
 
     trains_scores = False
-    """Whether the trainer is one of reward models."""
+    """True for trainers of reward models."""
 
     registered_as: Annotated[str, tyro.conf.Fixed] = ""
     """Package and function that registered this configuration. Part of the run's identity; set by the command line."""

@@ -1,4 +1,4 @@
-"""How trainers sample: rollouts with the run's own weights, by the engine that the configuration names."""
+"""Rollouts of trainers: sampling with the run's own weights, by the engine that the configuration names."""
 
 from typing import Any, cast
 
@@ -26,8 +26,8 @@ def check_rollouts(config: Any) -> None:
     parallelism.require_one("context", "pipeline", user="rollouts, which the run's own weights generate")
     if rollout.max_new_tokens > most:
         raise UserError(
-            f"--rollout.max_new_tokens is {rollout.max_new_tokens}, but a window of --training.seq_len {most} has no "
-            "room for a prompt before as many; decrease it, or increase --training.seq_len"
+            f"--rollout.max_new_tokens is {rollout.max_new_tokens}, but a window of --training.seq_len {most} must "
+            "also hold the prompt; decrease it, or increase --training.seq_len"
         )
     if rollout.engine == "vllm":  # whose processes of a tensor-parallel group would get different tokens
         parallelism.require_one("tensor", user="--rollout.engine vllm")

@@ -1,4 +1,4 @@
-"""`TeacherTrainer`: a trainer with a frozen teacher, which runs beside the trained model or is read from a cache."""
+"""`TeacherTrainer`: a trainer with a frozen teacher, which runs with the trained model or is read from a cache."""
 
 import contextlib
 import itertools

@@ -61,7 +61,7 @@ class Trajectory:
 
 
 class SamplingEngine(Protocol):
-    """What rollouts need of an engine, such as `components.generation.Engine`: token ids in, ids and log-probabilities
+    """Engine of rollouts, such as `components.generation.Engine`: token ids in, ids and log-probabilities
     out, sampled at temperature 1 by the current weights."""
 
     context: int

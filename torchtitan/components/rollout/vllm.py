@@ -80,7 +80,7 @@ class VLLMEngine:
 
     async def generate(self, prompt: Sequence[int], *, max_new_tokens: int, key: str) -> Generation:
         """Return a sampled continuation of token ids; await it in a coroutine that `run` runs."""
-        # Explicit, since the server's defaults are those of the model's generation_config.json.
+        # Explicit, since the model's generation_config.json changes the server's defaults.
         sampling = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
         sampling |= {"seed": generator_of(key).initial_seed(), "max_tokens": max_new_tokens}
         wanted = {"stop_token_ids": self._stop_ids, "logprobs": 1, "return_token_ids": True}
