@@ -84,7 +84,7 @@ class LoadBalancer:
             for router in self.routers:
                 router.is_measuring = False
         for router, totals in zip(self.routers, self._global_totals(), strict=True):
-            router.use_load(totals[:-1])
+            router.batch_counts_E = totals[:-1]
             assert router.totals is not None
             router.totals.zero_()
 
