@@ -106,12 +106,14 @@ def test_frozen_experts_pass_on_the_same_gradients(frozen: tuple[str, ...]) -> N
     assert all(torch.equal(gradients[0][i], own) for i, own in zip(kept, gradients[1], strict=True))
 
 
-@pytest.mark.parametrize("algorithm", ["cpu", "cuda"])
-def test_experts_in_bfloat16_are_near_float32(algorithm: str) -> None:
+@pytest.mark.parametrize("algorithm", ["cpu", "cuda", "cpu without bfloat16"])
+def test_experts_in_bfloat16_are_near_float32(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "without" in algorithm:
+        monkeypatch.setattr("torchtitan.models.common.moe.experts._is_multiplied", lambda dtype: False)
     experts = filled(
         RoutedExperts(n_experts=EXPERTS, top_k=K, dim=DIM, hidden_dim=HIDDEN, init_std=1, out_init_std=1)
     ).bfloat16()
-    experts.device_type = algorithm
+    experts.device_type = algorithm.partition(" ")[0]
     x, weights, chosen = choices()
     out = experts(x.bfloat16(), weights, chosen)
     out.backward(torch.ones_like(out))

@@ -4,6 +4,7 @@ N tokens, K experts for each, E experts in all, H their width. A pair is a token
 are computed in the order of experts. No pair is dropped, and no memory is set aside for more.
 """
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -174,8 +175,8 @@ class _OneByOne(torch.autograd.Function):
         out_RD = x_ND.new_empty(len(weight_R), x_ND.shape[1])
         rows = pairs.of_experts(len(w13), pairs.token_R, weight_R[:, None].to(x_ND.dtype), both_RH, out_RD)
         for e, (tokens, weight, both, out) in enumerate(rows):
-            torch.mm(x_ND.index_select(0, tokens), w13[e].T, out=both)
-            torch.mm(swiglu(*both.chunk(2, dim=1)) * weight, w2[e].T, out=out)
+            _product(x_ND.index_select(0, tokens), w13[e].T, both)
+            _product(swiglu(*both.chunk(2, dim=1)) * weight, w2[e].T, out)
         ctx.save_for_backward(x_ND, weight_R, w13, w2, both_RH, *order)
         return _take(out_RD, pairs.place_NK)
 
@@ -191,7 +192,8 @@ class _OneByOne(torch.autograd.Function):
         )
         for e, (tokens, weight, both, grad_weight, grad_x) in enumerate(rows):
             x, grad = (rows.index_select(0, tokens) for rows in (x_ND, grad_ND))
-            (gate, up), grad_hidden = both.chunk(2, dim=1), grad @ w2[e]
+            gate, up = both.chunk(2, dim=1)
+            _product(grad, w2[e], grad_hidden := grad.new_empty(gate.shape))
             gated = F.silu(gate)
             hidden = gated * up
             torch.sum(grad_hidden * hidden, dim=1, dtype=weight_R.dtype, out=grad_weight)
@@ -199,9 +201,25 @@ class _OneByOne(torch.autograd.Function):
             # Not by autograd, whose cost would arise for each expert.
             grad_gate = torch.ops.aten.silu_backward(grad_hidden * up, gate)
             grad_both = torch.cat((grad_gate, grad_hidden * gated), dim=1)
-            torch.mm(grad_both, w13[e], out=grad_x)
+            _product(grad_both, w13[e], grad_x)
             if grad_w13 is not None:
-                torch.mm(grad_both.T, x, out=grad_w13[e])
+                _product(grad_both.T, x, grad_w13[e])
             if grad_w2 is not None:
-                torch.mm(grad.T, hidden * weight, out=grad_w2[e])
+                _product(grad.T, hidden * weight, grad_w2[e])
         return _take(grad_x_RD, pairs.place_NK), grad_weight_R, grad_w13, grad_w2, *[None] * len(order)
+
+
+@functools.cache
+def _is_multiplied(dtype: torch.dtype) -> bool:
+    """Return whether this CPU has instructions for products of a type."""
+    has = torch.cpu.get_capabilities()
+    has_bfloat16 = bool(has.get("avx512_bf16") or has.get("amx_bf16"))
+    return dtype in (torch.float32, torch.float64) or dtype == torch.bfloat16 and has_bfloat16
+
+
+def _product(a: Tensor, b: Tensor, out: Tensor) -> None:
+    """Write `a @ b` into `out`, computed in float32 if the CPU has no products of their type."""
+    if _is_multiplied(a.dtype):
+        torch.mm(a, b, out=out)
+    else:
+        out.copy_(a.float() @ b.float())
