@@ -1,4 +1,4 @@
-"""The updates of Muon on several processes: those of torch.optim.Muon in one, each matrix orthogonalized once."""
+"""Muon on several processes: the updates of torch.optim.Muon in one process, each matrix orthogonalized once."""
 
 from collections import Counter
 from pathlib import Path

@@ -28,7 +28,7 @@ class Muon(torch.optim.Muon):
     """
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             matrices = [parameter for parameter in group["params"] if parameter.grad is not None]
             # Matrices of similar size take ranks a similar time.

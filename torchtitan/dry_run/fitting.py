@@ -17,7 +17,7 @@ _USABLE = 0.95
 
 
 def with_fitting_checkpoints(config: ConfigT, world_size: int) -> ConfigT:
-    """Return `config` with the mode that `auto` stands for: on a GPU the first of `none`, `selective` and `full` with
+    """Return `config` with a mode in place of `auto`: on a GPU the first of `none`, `selective` and `full` with
     which dry runs of all pipeline stages fit, elsewhere `none`. The result depends only on the configuration, the
     number of ranks and the memory of the GPU."""
     if config.activation_checkpoint.mode != "auto":

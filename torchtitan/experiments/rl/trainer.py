@@ -151,7 +151,7 @@ class RLTrainer(ReferenceTrainer):
             estimate_advantages(on_device, self.config.policy.gae_decay, self.local_addend)
         outcome = super().update(on_device)
         for _ in range(self.config.policy.updates - 1):
-            if not outcome.is_finite or outcome.data_exhausted:
+            if not outcome.is_taken or outcome.data_exhausted:
                 break
             self.is_first_update = False
             self.optimizer.zero_grad()
