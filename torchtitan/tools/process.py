@@ -99,6 +99,13 @@ def signal_when_orphaned(number: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
+def use_expandable_segments() -> None:
+    """Let PyTorch's allocator grow its segments of GPU memory, which wastes less of it between tensors of different
+    sizes, unless the user configures the allocator. Call this before torch is imported."""
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+
+
 def is_launched() -> bool:
     """Return whether the launcher started this process."""
     return LAUNCHER_VARIABLE in os.environ

@@ -122,7 +122,7 @@ class RLTrainer(ReferenceTrainer):
         on_device = [self.post_dataloading_process(batch) for batch in micro_batches]
         outcome = super().update(on_device)
         for _ in range(self.config.policy.updates - 1):
-            if not outcome.is_finite or outcome.data_exhausted:
+            if not outcome.is_taken or outcome.data_exhausted:
                 break
             self.is_first_update = False
             self.optimizer.zero_grad()
