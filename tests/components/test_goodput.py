@@ -68,7 +68,7 @@ def test_killed_run_continues_its_events(tmp_path):
         log = EventLog(tmp_path, step, command)
         log.write("start", step, begun=1.0, seconds={}, command=command)
         if ended:
-            log.write("end", step + 1, seconds={})
+            log.write("end", step + 1, reason="completed", seconds={})
         log.close()
         return len(events_in(tmp_path))
 
@@ -85,8 +85,10 @@ def test_killed_run_continues_its_events(tmp_path):
 
 
 def test_lines_that_are_no_events_are_left_out(tmp_path):
-    good = start(2, 0, 1, 1.0)
-    bad = [{"event": "progress", "time": 3, "step": 1, "seconds": {"data": "1"}}, {"event": 1}, [], {}, {"time": 1}]
+    good = start(2.0, 0, 1.0, 1.0)
+    bad = [{"event": "progress", "time": 3.0, "step": 1, "seconds": {"data": "1"}}, {"event": 1}, [], {}, {"time": 1}]
     bad += [{**good, "seconds": 3}, {**good, "begun": None}, {**good, "step": True}]
-    (tmp_path / EVENTS).write_text("\n".join(map(json.dumps, [progress(1, 1), *bad, good, *bad])) + '\n{"a": [[\n\xff')
+    (tmp_path / EVENTS).write_text(
+        "\n".join(map(json.dumps, [progress(1.0, 1), *bad, good, *bad])) + '\n{"a": [[\n\xff'
+    )
     assert events_in(tmp_path) == [good]

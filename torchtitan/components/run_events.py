@@ -63,11 +63,24 @@ def events_in(folder: Path) -> list[Event]:
     return events[first:]
 
 
+_VALUES: dict[str, dict[str, type]] = {
+    "start": {"begun": float, "seconds": dict},
+    "progress": {"seconds": dict},
+    "straggler": {"rank": int, "host": str, "phase": str, "seconds_more": float},
+    "skipped": {"reason": str},
+    "save": {"blocked": float},
+    "end": {"reason": str, "seconds": dict},
+}
+"""Kind of event → its values that readers rely on."""
+
+
 def _is_event(line: Mapping[str, Any]) -> bool:
+    kind = line.get("event")
+    expected = {"time": float, "step": int, **(_VALUES.get(kind, {}) if isinstance(kind, str) else {"event": str})}
+    if not all(type(line.get(name)) is wanted for name, wanted in expected.items()):
+        return False
     seconds = line.get("seconds", {})
-    numbers = [line.get("time"), line.get("step"), line.get("begun", 0.0)]
-    numbers += list(seconds.values()) if isinstance(seconds, dict) else [None]
-    return isinstance(line.get("event"), str) and all(type(number) in (int, float) for number in numbers)
+    return isinstance(seconds, dict) and all(type(value) is float for value in seconds.values())
 
 
 def read_json_lines(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
