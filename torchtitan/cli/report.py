@@ -15,12 +15,12 @@ from torchtitan.cli.run_record import RunRecord, read_run
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import print_error, visible
+from torchtitan.tools.progress import sparkline
 
 _TEMPLATES = Path(__file__).parent / "templates"
 _FIRST_CURVES = ("loss", "validation_loss", "grad_norm", "lr", "tokens_per_second", "step_time", "memory_gib", "mfu")
 _NO_CURVE = {"step", "n_tokens_seen"}
 _SAMPLES = 12
-_SPARKS = "▁▂▃▄▅▆▇█"
 
 
 class Section(NamedTuple):
@@ -324,13 +324,3 @@ def _print(runs: Sequence[RunRecord]) -> None:
             for row in section.rows:
                 table.add_row(*map(visible, row))
             console.print(table)
-
-
-def sparkline(values: Sequence[float], width: int = 60) -> str:
-    """Return the values as a line of bars, the means of equal parts if there are more than `width`."""
-    n_parts = min(width, len(values))
-    parts = [values[i * len(values) // n_parts : (i + 1) * len(values) // n_parts] for i in range(n_parts)]
-    means = [sum(part) / len(part) for part in parts]
-    low, high = min(means, default=0.0), max(means, default=0.0)
-    scale = (len(_SPARKS) - 1) / (high - low) if high > low else 0.0
-    return "".join(_SPARKS[round((mean - low) * scale)] for mean in means)

@@ -37,6 +37,7 @@ from torchtitan.trainer.accounting import Accounting
 from torchtitan.trainer.builder import RunBuilder
 from torchtitan.trainer.callbacks import Callback, GarbageCollection, Profiling, RecompileWarning
 from torchtitan.trainer.ledger import Ledger, in_global_order, names_of, shortened
+from torchtitan.trainer.live_view import LiveView
 from torchtitan.trainer.load_balance import LoadBalance
 from torchtitan.trainer.models import RunModel
 from torchtitan.trainer.sample_losses import SampleLosses
@@ -148,7 +149,8 @@ class Trainer(RunBuilder):
     def build_callbacks(self) -> list[Callback]:
         """Build the callbacks of every run, then the configuration's `callbacks`."""
         own = [
-            kind.Config() for kind in (Accounting, Ledger, LoadBalance, RecompileWarning, Profiling, GarbageCollection)
+            kind.Config()
+            for kind in (Accounting, LiveView, Ledger, LoadBalance, RecompileWarning, Profiling, GarbageCollection)
         ]
         return [config.build(trainer=self) for config in (*own, *self.config.callbacks)]
 
