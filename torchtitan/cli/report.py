@@ -135,7 +135,7 @@ def _goodput(run: RunRecord) -> str:
 
 
 def _duration(seconds: float) -> str:
-    return str(timedelta(seconds=round(seconds)))
+    return f"{seconds:.1f} s" if seconds < 100 else str(timedelta(seconds=round(seconds)))
 
 
 _SUMMARY: dict[str, Callable[[RunRecord], str]] = {
@@ -162,7 +162,7 @@ def _by_run(runs: Sequence[RunRecord], rows: dict[str, Callable[[RunRecord], str
 
 def _time_rows(runs: Sequence[RunRecord]) -> list[list[str]]:
     accounts = [account.parts if (account := run.goodput) else {} for run in runs]
-    return _shares(accounts, lambda seconds: _duration(seconds))
+    return _shares(accounts, _duration)
 
 
 def _phase_rows(runs: Sequence[RunRecord]) -> list[list[str]]:
