@@ -153,12 +153,15 @@ for (const name of ["wide", "phone"]) {
     const view = frame.contentWindow, page = frame.contentDocument;
     const lines = () => [...page.querySelectorAll("polyline")].map(line => line.getAttribute("points"));
     const facts = found[name] = {width: page.documentElement.scrollWidth, lines: lines().length,
-      charts: page.querySelectorAll("#charts figure").length, sections: [...page.querySelectorAll("h2, summary")].map(h => h.textContent),
+      charts: page.querySelectorAll("#charts figure").length,
+      sections: [...page.querySelectorAll("h2, summary")].map(title => title.textContent),
       back: view.getComputedStyle(page.body).backgroundColor, text: view.getComputedStyle(page.body).color,
-      images: page.querySelectorAll("img").length, svg: page.querySelector("#charts svg").getBoundingClientRect().width};
+      images: page.querySelectorAll("img").length,
+      svg: page.querySelector("#charts svg").getBoundingClientRect().width};
     const svg = page.querySelector("#charts svg"), box = svg.getBoundingClientRect(), before = lines();
     view.SVGElement.prototype.setPointerCapture = () => {};
-    const send = (kind, share) => svg.dispatchEvent(new view.PointerEvent(kind, {clientX: box.left + share * box.width}));
+    const send = (kind, share) =>
+      svg.dispatchEvent(new view.PointerEvent(kind, {clientX: box.left + share * box.width}));
     send("pointerdown", 0.3); send("pointermove", 0.7);
     facts.note = page.querySelector("#charts small").textContent;
     send("pointerup", 0.7);
@@ -179,7 +182,7 @@ for (const name of ["wide", "phone"]) {
 
 def browse(file: Path, *flags: str) -> tuple[str, list[str]]:
     """Open a page in a headless browser; return its DOM as text, and the lines of the console."""
-    browser = shutil.which("chromium") or shutil.which("chromium-browser")
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
         pytest.skip("chromium is not installed (Debian: apt-get install chromium)")
     command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", *flags]

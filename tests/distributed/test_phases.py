@@ -39,7 +39,7 @@ def test_start_up_can_begin_with_the_process():
 
 
 def test_marks_that_a_device_has_not_reached_count_later(monkeypatch):
-    """A device that is one second per mark behind the host, and reaches its marks when told to."""
+    """A device that takes a second from mark to mark, and reaches them when told to."""
     device = SimpleNamespace(n_marks=0, reached=-1)
 
     class Event:

@@ -30,7 +30,7 @@ class Section(NamedTuple):
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
     folded: bool = False
-    """Whether the page shows the table only on request, and the terminal not at all."""
+    """True if the page shows the table only on request, and the terminal not at all."""
 
 
 def report(args: Sequence[str]) -> int:

@@ -1,4 +1,4 @@
-"""What the folder of a run tells about it, read without changing anything; the run may be in progress."""
+"""The record of a run in its folder, which is only read; the run may be in progress."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -51,7 +51,7 @@ class RunRecord:
 
     @property
     def status(self) -> str:
-        """How the run ended; it is unknown whether a run without an end is in progress or was killed."""
+        """The end of the run. A run without one is in progress or was killed."""
         last = self.events[-1] if self.events else {}
         return str(last.get("reason", "")) if last.get("event") == "end" else "no end recorded"
 

@@ -22,7 +22,7 @@ class EventLog:
 
     A session that starts at step 0 continues the file only if the last one has the same command and did not end, as
     after a crash before the first checkpoint; otherwise the file is of an earlier run and is moved aside. If a line
-    cannot be written, this is logged once and the run goes on.
+    cannot be written, this is logged once and the run continues.
     """
 
     def __init__(self, folder: Path, step: int, command: str):

@@ -1,4 +1,4 @@
-"""Account of a run: where its time goes, which rank is slow, and what happened to it."""
+"""Account of a run: the uses of its time, slow ranks, and events."""
 
 import contextlib
 import os
