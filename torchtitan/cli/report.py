@@ -220,6 +220,8 @@ def _incident(event: Any, previous: dict[str, Any]) -> str:
         case "straggler":
             more = f"{event['seconds_more']:.3f} s more per step"
             return f'rank {event["rank"]} on {event["host"]} was slow: {more} in the phase "{event["phase"]}"'
+        case "returned":
+            return f"the run returned to the weights of step {event['to']}"
         case "skipped":
             return f"step skipped: {event['reason']}"
         case "save":

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from torchtitan.components.adamw_8bit import make_adamw_8bit
+from torchtitan.components.muon import Muon
 from torchtitan.config import Configurable, ParallelismConfig, TrainingConfig
 from torchtitan.distributed.gradients import by_mesh, redistribute_like, row_norms, total_norm
 from torchtitan.distributed.initialize import canonical_name
@@ -199,8 +200,7 @@ class Optimizer(Configurable):
             optimizers: list[torch.optim.Optimizer] = []
             if muon:
                 # Updates are scaled to AdamW's size, so that both can use the same learning rate.
-                muon_optimizer = torch.optim.Muon(muon, lr=config.lr, momentum=momentum, adjust_lr_fn="match_rms_adamw")
-                optimizers.append(muon_optimizer)
+                optimizers.append(Muon(muon, lr=config.lr, momentum=momentum, adjust_lr_fn="match_rms_adamw"))
             return optimizers + ([self._make_adam(torch.optim.AdamW, rest)] if rest else [])
         settings = self._group_settings(groups)
         if not settings:  # a frozen pipeline stage
@@ -319,8 +319,8 @@ def check_early_step(
 
 
 def _is_for_muon(name: str, parameter: nn.Parameter) -> bool:
-    """Return whether the parameter is a matrix other than the embedding and the output head."""
-    return parameter.ndim == 2 and not re.search(r"(^|\.)(tok_embeddings|output)\.", name)
+    """Return whether the parameter is a matrix other than the embedding, the output head and routers of tokens."""
+    return parameter.ndim == 2 and not re.search(r"(^|\.)(tok_embeddings|output|router)\.", name)
 
 
 def trained_names(model: nn.Module) -> list[str]:

@@ -68,6 +68,7 @@ _VALUES: dict[str, dict[str, type]] = {
     "progress": {"seconds": dict},
     "straggler": {"rank": int, "host": str, "phase": str, "seconds_more": float},
     "skipped": {"reason": str},
+    "returned": {"to": int},
     "save": {"blocked": float},
     "end": {"reason": str, "seconds": dict},
 }

@@ -187,9 +187,10 @@ class ParallelismConfig:
 class ActivationCheckpointConfig:
     """Activation checkpointing: recompute forward results in the backward pass instead of keeping them."""
 
-    mode: Literal["none", "full", "selective", "memory_budget"] = "none"
+    mode: Literal["none", "full", "selective", "memory_budget", "auto"] = "none"
     """`none` keeps everything; `full` keeps only each layer's input; `selective` follows `selective_option`;
-    `memory_budget` lets the compiler choose (needs --compile.enable)."""
+    `memory_budget` lets the compiler choose (needs --compile.enable); `auto` chooses the first of none, selective and
+    full with which a step fits in the GPU's memory, by dry runs before the start (without a GPU: none)."""
 
     selective_option: str = "op"
     """`op`: keep the results of attention, reduce-scatter, all-to-all, and every second matrix product. A number n:

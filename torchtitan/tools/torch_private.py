@@ -70,6 +70,9 @@ _SOURCES = {
     # Pins existing memory; `Tensor.pin_memory` copies.
     "pin_memory": "torch.cuda._pin_memory_utils",
     "unpin_memory": "torch.cuda._pin_memory_utils",
+    # The mathematics of `torch.optim.Muon`, which cannot divide it among ranks.
+    "orthogonalize": "torch.optim._muon:_zeropower_via_newtonschulz",
+    "adjusted_lr": "torch.optim._muon:_adjust_lr",
     # The number of the backward pass in progress, or -1; hooks need a tensor that takes part in it.
     "current_backward_pass": "torch._C:_current_graph_task_id",
 }

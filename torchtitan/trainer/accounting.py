@@ -51,6 +51,7 @@ class Accounting(Callback):
         self._since = self._first  # at the last comparison of the ranks
         self._save: tuple[int, float] | None = None  # step of an unreported save, and the time spent saving before it
         self._slow: tuple[int, str] | None = None  # rank and phase of the last comparison
+        self._returned_to: int | None = None  # step of the weights to which the run returned after spikes
         self._reason: StopReason | None = None
 
     @contextlib.contextmanager
@@ -62,6 +63,7 @@ class Accounting(Callback):
 
     def _start(self) -> None:
         trainer, command = self.trainer, os.environ.get(COMMAND_VARIABLE, "")
+        self._returned_to = trainer.spikes.returned_to
         self._log = EventLog(Path(trainer.config.dump_folder), trainer.step, command)
         summary = trainer.dataloader.summary(trainer.total_steps * trainer.global_batch_size)
         data = [
@@ -102,7 +104,10 @@ class Accounting(Callback):
             self._since = spent
         if self._log:
             self._report_save(self._log, spent.seconds)
-            if not outcome.is_finite:
+            if trainer.spikes.returned_to != self._returned_to:
+                self._returned_to = trainer.spikes.returned_to
+                self._log.write("returned", trainer.step, to=self._returned_to)
+            if not outcome.is_taken:
                 self._log.write("skipped", trainer.step, reason=str(outcome))
             if is_due:
                 self._log.write("progress", trainer.step, seconds=spent.seconds)
