@@ -54,6 +54,9 @@ from torchtitan.trainer.evaluation import Evaluation
 class RunConfig(Configurable.Config):
     """A whole run. Each field is a section of the command line and of `--config_file`."""
 
+    trains_scores = False
+    """True for trainers of reward models."""
+
     registered_as: Annotated[str, tyro.conf.Fixed] = ""
     """Package and function that registered this configuration. Part of the run's identity; set by the command line."""
 
@@ -158,6 +161,8 @@ class RunConfig(Configurable.Config):
             RunComplete: if the run has nothing left to train.
         """
         spec = self.model_spec
+        if spec.model.scores and not self.trains_scores:
+            raise UserError(f"{self.hf_assets_path} holds a reward model; train it with --module reward")
         components: list[Configurable.Config] = [self, spec.model, self.chosen_loss, self.tokenizer, self.dataloader]
         components += [*self.model_converters, self.optimizer, self.lr_scheduler, self.spikes, self.ema]
         components += [self.checkpoint, self.metrics, self.validator, self.profiling, *self.callbacks]

@@ -25,6 +25,7 @@ from torchtitan.distributed.context_parallel import shard_sequences
 from torchtitan.distributed.gradients import clip_grad_norm, divide_gradients
 from torchtitan.distributed.mixed_precision import MixedPrecision
 from torchtitan.distributed.parallelize import set_replica_reduction
+from torchtitan.distributed.phases import PhaseClock
 from torchtitan.distributed.process_group import destroy_process_group, set_timeouts, sum_over_ranks, world_size
 from torchtitan.distributed.watchdog import Watchdog
 from torchtitan.protocols import ModelConverter
@@ -32,9 +33,11 @@ from torchtitan.protocols.conversion import converter_records, simulation_record
 from torchtitan.tools.errors import RunComplete, UserError
 from torchtitan.tools.logging import logger
 from torchtitan.tools.process import StopRequest
+from torchtitan.trainer.accounting import Accounting
 from torchtitan.trainer.builder import RunBuilder
 from torchtitan.trainer.callbacks import Callback, GarbageCollection, Profiling, RecompileWarning
 from torchtitan.trainer.ledger import Ledger
+from torchtitan.trainer.live_view import LiveView
 from torchtitan.trainer.load_balance import LoadBalance
 from torchtitan.trainer.models import RunModel
 from torchtitan.trainer.sample_losses import SampleLosses
@@ -61,6 +64,7 @@ class Trainer(RunBuilder):
         self.has_own_loss = type(self).compute_loss is not Trainer.compute_loss
         self.has_own_forward = self.has_own_loss or type(self).forward is not Trainer.forward
         self.device = self.init_distributed()
+        self.phases = PhaseClock(self.device)
         self.folder_lock = None
         self.lock_folder()
         # Type of counts and sums. float32, the widest type on MPS, counts exactly only up to 2**24 tokens.
@@ -109,7 +113,9 @@ class Trainer(RunBuilder):
         self.stop_request: StopRequest | None = None
         self.metrics = self.build_metrics()
         self.watchdog = Watchdog(
-            first_step_seconds=config.comm.init_timeout_seconds, step_seconds=config.comm.step_timeout_seconds
+            first_step_seconds=config.comm.init_timeout_seconds,
+            step_seconds=config.comm.step_timeout_seconds,
+            clock=self.phases,
         )
         self.callbacks = self.build_callbacks()
 
@@ -146,7 +152,10 @@ class Trainer(RunBuilder):
 
     def build_callbacks(self) -> list[Callback]:
         """Build the callbacks of every run, then the configuration's `callbacks`."""
-        own = [kind.Config() for kind in (Ledger, LoadBalance, RecompileWarning, Profiling, GarbageCollection)]
+        own = [
+            kind.Config()
+            for kind in (Accounting, LiveView, Ledger, LoadBalance, RecompileWarning, Profiling, GarbageCollection)
+        ]
         return [config.build(trainer=self) for config in (*own, *self.config.callbacks)]
 
     # --- the loop ---------------------------------------------------------------------------------------------------
@@ -239,8 +248,9 @@ class Trainer(RunBuilder):
 
     def update(self, micro_batches: list[Batch]) -> StepResult:
         """Update the weights once with this rank's part of a global batch."""
-        self.watchdog.phase("forward and backward")  # includes the exchange of token counts between ranks
+        self.watchdog.phase("counting tokens")  # waits for the data of the other ranks
         n_tokens = self.count_valid_tokens(micro_batches)
+        self.watchdog.phase("forward and backward")
         loss = torch.zeros((), device=self.device)
         with self.precision.fixed_weights():
             for index, batch in enumerate(micro_batches, start=1):
@@ -342,8 +352,10 @@ class Trainer(RunBuilder):
         if self.pipeline:
             return self.pipeline.forward_backward(batch, scaled) / degree
         with self.mixed_precision():
+            self.watchdog.phase("forward")
             summed_loss, weight = self.compute_loss(batch)
             loss = scaled(summed_loss)
+            self.watchdog.phase("backward")
             loss.backward()
         if self.has_own_loss:
             self.weight += self.local_addend(weight)
@@ -457,7 +469,7 @@ class Trainer(RunBuilder):
         validation_loss = self.validate() if self.validator and self.validator.is_due(self.step, last=last) else None
         saving = self.checkpointer.is_due(self.step, last=last, validation_loss=validation_loss)
         # Excluding a save from the training time waits for the device, so exclude only when saving.
-        with self.metrics.exclude() if saving else contextlib.nullcontext():
+        with self.saving() if saving else contextlib.nullcontext():
             if saving:
                 self.sync_records()
             self.save(last=last, validation_loss=validation_loss)
@@ -467,6 +479,12 @@ class Trainer(RunBuilder):
         ends = circumstances["last"] and self.config.checkpoint.last_kind != "full"
         with self.ema.applied(ends and self.config.ema.for_export):
             self.checkpointer.save(self.step, **circumstances)
+
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        """Exclude the block from the training time, and count it as saving."""
+        with self.metrics.exclude(), self.phases.during("save"):
+            yield
 
     def sync_records(self) -> None:
         """Sync ledger and metrics to disk, since a durable checkpoint relies on them."""
@@ -478,7 +496,7 @@ class Trainer(RunBuilder):
         """Validate outside of the training time, log the result, and return the loss."""
         assert self.validator is not None
         averaged = self.ema.applied(self.config.ema.for_validation)
-        with self.metrics.exclude(), averaged, self.precision.fixed_weights():
+        with self.metrics.exclude(), self.phases.during("validation"), averaged, self.precision.fixed_weights():
             measured = self.validator.validate()
             self.metrics.log_validation(self.step, **measured)
         return measured["validation_loss"]
@@ -504,7 +522,7 @@ class Trainer(RunBuilder):
         validating = self.validator and reason == "data ended" and not self.validator.is_due(self.step, last=False)
         validation_loss = self.validate() if validating else None
         stopped = reason == "stopped"
-        with self.metrics.exclude():
+        with self.saving():
             self.sync_records()
             self.save(last=not stopped, stopped=stopped, validation_loss=validation_loss)
             self.checkpointer.wait()
