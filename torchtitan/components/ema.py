@@ -73,13 +73,12 @@ class WeightAverage(Configurable):
     @torch.no_grad()
     def update(self) -> None:
         """Move the averages toward the current weights."""
-        if not self.averages:
+        if self.config.decay is None:
             return
-        assert self.config.decay is not None
         self.n_updates += 1
         decay = min(self.config.decay, self.n_updates / (9 + self.n_updates))
-        weights = [weight.to(torch.float32) for weight in map(_local, self._weights)]
-        torch._foreach_lerp_([_local(average) for average in self.averages], weights, 1 - decay)
+        for average, weight in zip(self.averages, self._weights, strict=True):
+            _local(average).lerp_(_local(weight).to(torch.float32), 1 - decay)
 
     @contextlib.contextmanager
     def applied(self, wanted: bool) -> Iterator[None]:
