@@ -3,6 +3,7 @@
 import contextlib
 import os
 import shutil
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -40,6 +41,29 @@ def check_compile(config: CompileConfig) -> None:
             "--compile.backend inductor needs a C++ compiler for a CPU, and found none: install g++, or set the "
             "environment variable CXX to another"
         ) from error
+
+
+def check_async_tensor_parallel(config: CompileConfig, parallelism: ParallelismConfig) -> None:
+    """Raise `UserError` if `enable_async_tensor_parallel` would have no effect."""
+    missing = {
+        "--parallelism.tensor_parallel_degree above 1": parallelism.tensor_parallel_degree == 1,
+        "--compile.enable with `model` in --compile.components": not (config.enable and "model" in config.components),
+        "--compile.backend inductor": config.backend != "inductor",
+        "GPUs of CUDA": device_type() != "cuda",
+    }
+    if parallelism.enable_async_tensor_parallel and (needed := [name for name, lacks in missing.items() if lacks]):
+        raise UserError(f"--parallelism.enable_async_tensor_parallel needs {needed[0]}")
+
+
+def overlap_tensor_parallel(group: str) -> None:
+    """Let the compiler fuse collectives of a process group, by name, with matrix products."""
+    from torchtitan.tools.torch_private import enable_symm_mem_for_group, inductor_config
+
+    inductor_config._micro_pipeline_tp = True
+    with warnings.catch_warnings():
+        # PyTorch 2.13 calls it deprecated, but its compiler fuses only groups for which it was called.
+        warnings.simplefilter("ignore", FutureWarning)
+        enable_symm_mem_for_group(group)
 
 
 def check_c_compiler(option: str) -> None:

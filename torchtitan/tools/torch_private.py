@@ -64,6 +64,8 @@ _SOURCES = {
     # Global compiler settings; `torch.compile(options=…)` takes only inductor's.
     "functorch_config": "torch._functorch.config:",
     "inductor_config": "torch._inductor.config:",
+    # Memory of a group's ranks that all of them can read; the public module has no switch for the compiler's use of it.
+    "enable_symm_mem_for_group": "torch.distributed._symmetric_memory",
     # Test whether inductor can compile on this machine; `torch.compile` would fail later.
     "get_cpp_compiler": "torch._inductor.cpp_builder",
     "InvalidCxxCompiler": "torch._inductor.exc",
@@ -142,6 +144,13 @@ def attention_operations() -> list[Any]:
         torch.ops.higher_order.flex_attention,
         torch.ops.torch_attn._varlen_attn.default,
     ]
+
+
+def choose_compiled_code_by_age() -> None:
+    """Let a compiled function use the oldest of its code that fits the inputs, in place of the latest used code."""
+    import torch
+
+    torch._C._dynamo.eval_frame._set_lru_cache(False)  # type: ignore[attr-defined]
 
 
 def communication_operations() -> list[Any]:
