@@ -340,3 +340,20 @@ def compare_layouts(folder: Path) -> None:
 def test_two_processes_match_eager(tmp_path):
     run_processes(compare_layouts, 2, tmp_path)
     assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_async_tensor_parallelism_needs_compiled_code_on_gpus(monkeypatch):
+    asked = ParallelismConfig(tensor_parallel_degree=2, enable_async_tensor_parallel=True)
+    inductor = CompileConfig(enable=True)
+    for compile, parallelism, device, missing in (
+        (inductor, replace(asked, tensor_parallel_degree=1), "cuda", "tensor_parallel_degree above 1"),
+        (CompileConfig(), asked, "cuda", "--compile.enable with `model`"),
+        (CompileConfig(enable=True, components=["loss"]), asked, "cuda", "--compile.enable with `model`"),
+        (EAGER_KERNELS, asked, "cuda", "--compile.backend inductor"),
+        (inductor, asked, "cpu", "GPUs of CUDA"),
+        (inductor, asked, "cuda", None),
+        (CompileConfig(), replace(asked, enable_async_tensor_parallel=False), "cpu", None),
+    ):
+        monkeypatch.setattr(compile_module, "device_type", lambda device=device: device)
+        with pytest.raises(UserError, match=f"needs .*{missing}") if missing else contextlib.nullcontext():
+            compile_module.check_async_tensor_parallel(compile, parallelism)
