@@ -200,6 +200,15 @@ def test_groups_apply_to_both_optimizers_of_muon():
     assert in_muon == matrices
 
 
+def test_muon_leaves_routers_to_adamw():
+    """Their rows are experts, which a step should not make equally large."""
+    layer = torch.nn.ModuleDict({"router": torch.nn.Linear(4, 8, bias=False), "wo": torch.nn.Linear(4, 8, bias=False)})
+    muon, adam = Optimizer.Config(name="Muon").build(model_parts=[torch.nn.ModuleDict({"layers": layer})]).optimizers
+    for optimizer, name in ((muon, "wo"), (adam, "router")):
+        (parameter,) = (p for group in optimizer.param_groups for p in group["params"])
+        assert parameter is layer[name].weight
+
+
 @pytest.mark.parametrize("pattern", ["nrom", r"^norm\."])
 def test_a_group_without_parameters_warns(log, pattern):
     """The pattern has a typo, or an earlier group matches its parameters."""

@@ -1,9 +1,10 @@
 """Compiled models and losses against eager ones; log messages about compilation."""
 
+import contextlib
 import logging
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 

@@ -322,8 +322,8 @@ def check_early_step(
 
 
 def _is_for_muon(name: str, parameter: nn.Parameter) -> bool:
-    """Return whether the parameter is a matrix other than the embedding and the output head."""
-    return parameter.ndim == 2 and not re.search(r"(^|\.)(tok_embeddings|output)\.", name)
+    """Return whether the parameter is a matrix other than the embedding, the output head and routers of tokens."""
+    return parameter.ndim == 2 and not re.search(r"(^|\.)(tok_embeddings|output|router)\.", name)
 
 
 def trained_names(model: nn.Module) -> list[str]:

@@ -1,6 +1,7 @@
 """The process of a run: requests to stop it, and its launcher."""
 
 import contextlib
+import ctypes
 import json
 import os
 import signal
@@ -19,6 +20,7 @@ LAUNCHER_VARIABLE = "TORCHTITAN_LAUNCHED"
 COMMAND_VARIABLE = "TORCHTITAN_COMMAND"
 """Environment variable with the command that started the run, shown when it stops."""
 
+_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 _SAME_REQUEST_SECONDS = 1.0
 _LAUNCHER = 0  # standard input, a socket connected to the launcher
 _MAX_REPORT_LENGTH = 20_000  # characters, fewer than the connection's buffer, so that sending never blocks
@@ -90,6 +92,11 @@ class StopRequest(StopSignals):
 def _kill_self(number: int) -> None:
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
+
+
+def signal_when_orphaned(number: int) -> None:
+    """Let the kernel send this process a signal when its parent ends, even by SIGKILL."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
 def use_expandable_segments() -> None:
