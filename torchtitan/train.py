@@ -23,6 +23,7 @@ from torchtitan.tools.errors import RunComplete, RunFailure, UserError
 from torchtitan.tools.logging import init_logger, logger
 from torchtitan.tools.process import (
     COMMAND_VARIABLE,
+    STARTED,
     exit_process,
     exit_with_launcher,
     is_launched,
@@ -41,6 +42,7 @@ def run(resolved: "ResolvedConfig") -> None:
     """Train with a validated configuration, then shut down together with the other ranks. After an error there is no
     orderly shutdown, since a process group that has lost a rank cannot be destroyed cleanly."""
     trainer = resolved.config.build()
+    trainer.phases.begin_at(STARTED)
     _check_same_mode(trainer.config.activation_checkpoint.mode)
     trainer.load_checkpoint()
     # Save only now, so that a run that cannot start does not replace the previous run's file.

@@ -17,6 +17,9 @@ from torchtitan.tools.logging import logger
 LAUNCHER_VARIABLE = "TORCHTITAN_LAUNCHED"
 """Environment variable set by the launcher, which forwards stop signals and kills processes if necessary."""
 
+STARTED = time.time()
+"""Time at which this process began, nearly: it is imported before all large libraries."""
+
 COMMAND_VARIABLE = "TORCHTITAN_COMMAND"
 """Environment variable with the command that started the run, shown when it stops."""
 

@@ -25,6 +25,7 @@ from torchtitan.distributed.context_parallel import shard_sequences
 from torchtitan.distributed.gradients import clip_grad_norm, divide_gradients
 from torchtitan.distributed.mixed_precision import MixedPrecision
 from torchtitan.distributed.parallelize import set_replica_reduction
+from torchtitan.distributed.phases import PhaseClock
 from torchtitan.distributed.process_group import destroy_process_group, set_timeouts, sum_over_ranks, world_size
 from torchtitan.distributed.watchdog import Watchdog
 from torchtitan.protocols import ModelConverter
@@ -32,9 +33,11 @@ from torchtitan.protocols.conversion import converter_records, simulation_record
 from torchtitan.tools.errors import RunComplete, UserError
 from torchtitan.tools.logging import logger
 from torchtitan.tools.process import StopRequest
+from torchtitan.trainer.accounting import Accounting
 from torchtitan.trainer.builder import RunBuilder
 from torchtitan.trainer.callbacks import Callback, GarbageCollection, Profiling, RecompileWarning
 from torchtitan.trainer.ledger import Ledger
+from torchtitan.trainer.live_view import LiveView
 from torchtitan.trainer.load_balance import LoadBalance
 from torchtitan.trainer.models import RunModel
 from torchtitan.trainer.sample_losses import SampleLosses
@@ -61,6 +64,7 @@ class Trainer(RunBuilder):
         self.has_own_loss = type(self).compute_loss is not Trainer.compute_loss
         self.has_own_forward = self.has_own_loss or type(self).forward is not Trainer.forward
         self.device = self.init_distributed()
+        self.phases = PhaseClock(self.device)
         self.folder_lock = None
         self.lock_folder()
         # Type of counts and sums. float32, the widest type on MPS, counts exactly only up to 2**24 tokens.
@@ -108,7 +112,9 @@ class Trainer(RunBuilder):
         self.stop_request: StopRequest | None = None
         self.metrics = self.build_metrics()
         self.watchdog = Watchdog(
-            first_step_seconds=config.comm.init_timeout_seconds, step_seconds=config.comm.step_timeout_seconds
+            first_step_seconds=config.comm.init_timeout_seconds,
+            step_seconds=config.comm.step_timeout_seconds,
+            clock=self.phases,
         )
         self.callbacks = self.build_callbacks()
 
@@ -145,7 +151,10 @@ class Trainer(RunBuilder):
 
     def build_callbacks(self) -> list[Callback]:
         """Build the callbacks of every run, then the configuration's `callbacks`."""
-        own = [kind.Config() for kind in (Ledger, LoadBalance, RecompileWarning, Profiling, GarbageCollection)]
+        own = [
+            kind.Config()
+            for kind in (Accounting, LiveView, Ledger, LoadBalance, RecompileWarning, Profiling, GarbageCollection)
+        ]
         return [config.build(trainer=self) for config in (*own, *self.config.callbacks)]
 
     # --- the loop ---------------------------------------------------------------------------------------------------
@@ -236,8 +245,9 @@ class Trainer(RunBuilder):
 
     def update(self, micro_batches: list[Batch]) -> StepResult:
         """Update the weights once with this rank's part of a global batch."""
-        self.watchdog.phase("forward and backward")  # includes the exchange of token counts between ranks
+        self.watchdog.phase("counting tokens")  # waits for the data of the other ranks
         n_tokens = self.count_valid_tokens(micro_batches)
+        self.watchdog.phase("forward and backward")
         loss = torch.zeros((), device=self.device)
         with self.precision.fixed_weights():
             for index, batch in enumerate(micro_batches, start=1):
@@ -339,8 +349,10 @@ class Trainer(RunBuilder):
         if self.pipeline:
             return self.pipeline.forward_backward(batch, scaled) / degree
         with self.mixed_precision():
+            self.watchdog.phase("forward")
             summed_loss, weight = self.compute_loss(batch)
             loss = scaled(summed_loss)
+            self.watchdog.phase("backward")
             loss.backward()
         if self.has_own_loss:
             self.weight += self.local_addend(weight)
@@ -453,10 +465,16 @@ class Trainer(RunBuilder):
         validation_loss = self.validate() if self.validator and self.validator.is_due(self.step, last=last) else None
         saving = self.checkpointer.is_due(self.step, last=last, validation_loss=validation_loss)
         # Excluding a save from the training time waits for the device, so exclude only when saving.
-        with self.metrics.exclude() if saving else contextlib.nullcontext():
+        with self.saving() if saving else contextlib.nullcontext():
             if saving:
                 self.sync_records()
             self.checkpointer.save(self.step, last=last, validation_loss=validation_loss)
+
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        """Exclude the block from the training time, and count it as saving."""
+        with self.metrics.exclude(), self.phases.during("save"):
+            yield
 
     def sync_records(self) -> None:
         """Sync ledger and metrics to disk, since a durable checkpoint relies on them."""
@@ -467,7 +485,7 @@ class Trainer(RunBuilder):
     def validate(self) -> float:
         """Validate outside of the training time, log the result, and return the loss."""
         assert self.validator is not None
-        with self.metrics.exclude(), self.precision.fixed_weights():
+        with self.metrics.exclude(), self.phases.during("validation"), self.precision.fixed_weights():
             measured = self.validator.validate()
             self.metrics.log_validation(self.step, **measured)
         return measured["validation_loss"]
@@ -493,7 +511,7 @@ class Trainer(RunBuilder):
         validating = self.validator and reason == "data ended" and not self.validator.is_due(self.step, last=False)
         validation_loss = self.validate() if validating else None
         stopped = reason == "stopped"
-        with self.metrics.exclude():
+        with self.saving():
             self.sync_records()
             self.checkpointer.save(self.step, last=not stopped, stopped=stopped, validation_loss=validation_loss)
             self.checkpointer.wait()
