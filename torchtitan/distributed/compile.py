@@ -3,7 +3,6 @@
 import contextlib
 import os
 import shutil
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -53,17 +52,6 @@ def check_async_tensor_parallel(config: CompileConfig, parallelism: ParallelismC
     }
     if parallelism.enable_async_tensor_parallel and (needed := [name for name, lacks in missing.items() if lacks]):
         raise UserError(f"--parallelism.enable_async_tensor_parallel needs {needed[0]}")
-
-
-def overlap_tensor_parallel(group: str) -> None:
-    """Let the compiler fuse collectives of a process group, by name, with matrix products."""
-    from torchtitan.tools.torch_private import enable_symm_mem_for_group, inductor_config
-
-    inductor_config._micro_pipeline_tp = True
-    with warnings.catch_warnings():
-        # PyTorch 2.13 calls it deprecated, but its compiler fuses only groups for which it was called.
-        warnings.simplefilter("ignore", FutureWarning)
-        enable_symm_mem_for_group(group)
 
 
 def check_c_compiler(option: str) -> None:

@@ -10,14 +10,14 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from torchtitan.config import ActivationCheckpointConfig, CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed.activation_checkpoint import apply_activation_checkpointing
-from torchtitan.distributed.compile import apply_compile, overlap_tensor_parallel
+from torchtitan.distributed.compile import apply_compile
 from torchtitan.distributed.context_parallel import apply_context_parallel
 from torchtitan.distributed.expert_parallel import apply_expert_parallel, expert_placements
 from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.distributed.tensor_parallel import apply_tensor_parallel
 from torchtitan.protocols.model import BaseModel
 from torchtitan.protocols.sharding import ShardingPlan
-from torchtitan.tools.torch_private import replicate
+from torchtitan.tools.torch_private import fuse_collectives_with_products, replicate
 
 # Nothing here changes hidden states in place.
 warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(.*\) returned a view tensor", category=UserWarning)
@@ -59,7 +59,7 @@ def parallelize_model(
     if compile.enable and "model" in compile.components:
         apply_compile(model, compile, parallelism)
         if mesh is not None and parallelism.enable_async_tensor_parallel:
-            overlap_tensor_parallel(mesh["tp"].get_group().group_name)
+            fuse_collectives_with_products(mesh["tp"].get_group().group_name)
     if mesh is not None:
         _apply_data_parallel(model, mesh, expert_mesh, parallel_dims, training, parallelism)
     return model

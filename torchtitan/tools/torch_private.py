@@ -64,8 +64,6 @@ _SOURCES = {
     # Global compiler settings; `torch.compile(options=…)` takes only inductor's.
     "functorch_config": "torch._functorch.config:",
     "inductor_config": "torch._inductor.config:",
-    # Memory of a group's ranks that all of them can read; the public module has no switch for the compiler's use of it.
-    "enable_symm_mem_for_group": "torch.distributed._symmetric_memory",
     # Test whether inductor can compile on this machine; `torch.compile` would fail later.
     "get_cpp_compiler": "torch._inductor.cpp_builder",
     "InvalidCxxCompiler": "torch._inductor.exc",
@@ -144,6 +142,20 @@ def attention_operations() -> list[Any]:
         torch.ops.higher_order.flex_attention,
         torch.ops.torch_attn._varlen_attn.default,
     ]
+
+
+def fuse_collectives_with_products(group: str) -> None:
+    """Let the compiler fuse collectives of a process group, by name, with matrix products, in memory that ranks share."""
+    import warnings
+
+    import torch._inductor.config
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+    torch._inductor.config._micro_pipeline_tp = True
+    with warnings.catch_warnings():
+        # PyTorch 2.13 calls it deprecated, but its compiler fuses only groups for which it was called.
+        warnings.simplefilter("ignore", FutureWarning)
+        enable_symm_mem_for_group(group)
 
 
 def choose_compiled_code_by_age() -> None:
