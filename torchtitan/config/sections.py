@@ -126,6 +126,10 @@ class ParallelismConfig:
     """Under tensor parallelism, gather hidden states and output weights and compute the whole loss on every rank,
     instead of splitting it by vocabulary. For a custom loss that needs full logits."""
 
+    enable_async_tensor_parallel: bool = False
+    """Let the compiler split collectives of tensor parallelism into parts that overlap with matrix products. Needs a
+    compiled model, and GPUs of one host that reach each other's memory (NVLink)."""
+
     context_parallel_degree: int = 1
     """Ranks that split each sequence. Each rank computes its part of the tokens, and gathers all keys and values."""
 

@@ -81,6 +81,8 @@ class RankReport:
 def report_of(trainer: FakeTrainer) -> RankReport:
     memory, dims = trainer.memory, trainer.parallel_dims
     not_on_device = ON_HOST if trainer.config.training.enable_cpu_offload else ()
+    if trainer.config.optimizer.name == "AdamWOffload":
+        not_on_device = (*not_on_device, "optimizer")
     in_use = memory.use().by_kind
     peak = memory.peak(without=not_on_device)
     plan = trainer.pipeline_plan

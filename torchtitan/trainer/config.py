@@ -38,7 +38,7 @@ from torchtitan.config import (
 from torchtitan.config.configurable import config_key, leaves
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import check_activation_checkpoint
-from torchtitan.distributed.compile import check_c_compiler, check_compile
+from torchtitan.distributed.compile import check_async_tensor_parallel, check_c_compiler, check_compile
 from torchtitan.distributed.pipeline import PipelinePlan
 from torchtitan.distributed.tensor_parallel import check_parts
 from torchtitan.protocols import ModelConverter, ModelSpec
@@ -217,6 +217,7 @@ class RunConfig(Configurable.Config):
         has_experts = bool(self.model_spec.model.expert_parallel_sizes)
         check_activation_checkpoint(self.activation_checkpoint, self.compile, self.parallelism, has_experts=has_experts)
         check_compile(self.compile)
+        check_async_tensor_parallel(self.compile, self.parallelism)
         if dims.cp > 1:
             check_c_compiler("--parallelism.context_parallel_degree above 1 computes with FlexAttention, which")
         check_early_step(self.optimizer, self.training, self.parallelism, dims.dp_degree)
