@@ -4,7 +4,7 @@ import dataclasses
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,7 @@ from torchtitan.components.data import PromptDataLoader
 from torchtitan.distributed import ParallelDims
 from torchtitan.dry_run.fake_trainer import FakeTrainer, fake_trainer, without_data
 from torchtitan.dry_run.memory_tracker import MEMORY_KINDS, MemoryKind
-from torchtitan.dry_run.work_tracker import CommunicationKind, Volume
+from torchtitan.dry_run.work_tracker import CommunicationKind, Volume, Work
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
@@ -76,6 +76,8 @@ class RankReport:
     """Operations by the formula of model FLOP/s utilization, divided evenly among all ranks."""
     executed_flops: int
     """Operations of matrix products and attention on this rank, including recomputation."""
+    work: Work = field(repr=False)
+    """Kernels and messages of the step; not in the file."""
 
 
 def report_of(trainer: FakeTrainer) -> RankReport:
@@ -97,6 +99,7 @@ def report_of(trainer: FakeTrainer) -> RankReport:
         communication=_by_axis(trainer, dims),
         model_flops=trainer.flops_per_token * trainer.tokens_per_step / dims.world_size,
         executed_flops=trainer.work.work.flops,
+        work=trainer.work.work,
     )
 
 
@@ -133,13 +136,15 @@ def dry_run(config: Trainer.Config, world_size: int) -> list[RankReport]:
     pipeline_degree = config.parallelism.pipeline_parallel_degree
     reports = []
     for rank in range(0, world_size, world_size // pipeline_degree):
-        reports.append(_try_rank(dry_config, rank, world_size))
+        reports.append(try_rank(dry_config, rank, world_size))
         if pipeline_degree > 1:
             unit, size = _unit(reports[-1].peak_bytes, _BYTES)
             logger.info("rank %d: %s %s at most", rank, _shown(reports[-1].peak_bytes / size), unit)
     _print(reports)
     path = Path(config.dump_folder) / "dry_run.json"
-    ranks = [dataclasses.asdict(report) for report in reports]
+    ranks = [dataclasses.asdict(dataclasses.replace(report, work=Work())) for report in reports]
+    for rank_document in ranks:
+        del rank_document["work"]
     document = {"world_size": world_size, "ranks": ranks, "config": config.to_dict()}
     durable.write(path, json.dumps(document, indent=2) + "\n")
     logger.info("the same numbers in bytes: %s", path)
@@ -160,7 +165,8 @@ def _check(config: Trainer.Config) -> None:
         logger.warning("--compile.enable is ignored: a dry run shows the numbers of a run without compilation")
 
 
-def _try_rank(config: Trainer.Config, rank: int, world_size: int) -> RankReport:
+def try_rank(config: Trainer.Config, rank: int, world_size: int) -> RankReport:
+    """Simulate one step of one rank, with a checked result of `without_data`."""
     exception_hook = sys.excepthook  # each process group prefixes a traceback with its rank
     if world_size > 1:
         dist.init_process_group("fake", rank=rank, world_size=world_size)

@@ -1,0 +1,151 @@
+"""Devices: the speeds that a prediction needs, from data sheets, a file, or a short measurement of this machine."""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from torchtitan.tools.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """One device of a job. Speeds are FLOP/s, bytes/s (in one direction) and seconds."""
+
+    name: str
+    memory_gib: float
+    float32_flops: float
+    bfloat16_flops: float
+    float8_flops: float
+    """Peak of dense matrix products, as the data sheet gives it. Equal to `bfloat16_flops` without float8 units."""
+    product_efficiency: float = 0.7
+    """Part of the peak that large bfloat16 products reach: 0.6 to 0.8 on GPUs, limited by power."""
+    attention_efficiency: float = 0.35
+    """Part of the bfloat16 peak in attention with a causal mask; FlashAttention-2 on an H100: 0.35 (arXiv:2407.08608,
+    figures 5 and 6)."""
+    memory_bandwidth: float
+    memory_efficiency: float = 0.85
+    """Part of the memory bandwidth that elementwise kernels reach: 0.85 to 0.92 in BabelStream on GPUs."""
+    link_bandwidth: float
+    """Between devices of a host."""
+    network_bandwidth: float
+    """Of each device to other hosts."""
+    link_efficiency: float = 0.8
+    """Part of a link that large collectives use; nccl-tests report 360 of 450 GB/s on an H100 (all-gather)."""
+    link_latency: float = 2e-6
+    """Per hop of a ring inside a host (nccl/src/graph/tuning.cc: 0.6 to 2.7 µs, by protocol)."""
+    network_latency: float = 10e-6
+    """Per hop between hosts (nccl/src/graph/tuning.cc: 2.7 to 14 µs, by protocol)."""
+    collective_seconds: float = 10e-6
+    """Start of a collective, at any size."""
+    launch_seconds: float = 6e-6
+    """Host time per operation in eager mode: dispatcher, autograd and kernel launch."""
+    is_asynchronous: bool = True
+    """Whether the host runs ahead of the device, so that launches only count if there are too many of them, and
+    communication overlaps with computation."""
+
+    def flops(self, dtype_name: str) -> float:
+        """Return the peak for a type of products: `float32`, `bfloat16` (also float16) or `float8`."""
+        return {"float32": self.float32_flops, "float8": self.float8_flops}.get(dtype_name, self.bfloat16_flops)
+
+
+_NVLINK4, _NVLINK5 = 450e9, 900e9
+_400_GBIT = 50e9
+
+DEVICES = {
+    # NVIDIA's data sheets "H100 Tensor Core GPU", "H200 Tensor Core GPU" and "DGX B200"; dense numbers, half of those
+    # "with sparsity". float32 is TF32's peak without sparsity / 7.5: training does not use TF32.
+    "h100": Device(
+        name="H100 SXM 80 GB",
+        memory_gib=79.2,
+        float32_flops=67e12,
+        bfloat16_flops=989e12,
+        float8_flops=1979e12,
+        memory_bandwidth=3.35e12,
+        link_bandwidth=_NVLINK4,
+        network_bandwidth=_400_GBIT,
+    ),
+    # The device of published measurements: slower memory, and 500 W instead of 700 W.
+    "h100_96gb": Device(
+        name="H100 96 GB HBM2e, 500 W",
+        memory_gib=95.0,
+        float32_flops=67e12,
+        bfloat16_flops=989e12,
+        float8_flops=1979e12,
+        product_efficiency=0.6,
+        memory_bandwidth=2.4e12,
+        link_bandwidth=_NVLINK4,
+        network_bandwidth=_400_GBIT,
+    ),
+    "h200": Device(
+        name="H200 SXM 141 GB",
+        memory_gib=139.8,
+        float32_flops=67e12,
+        bfloat16_flops=989e12,
+        float8_flops=1979e12,
+        memory_bandwidth=4.8e12,
+        link_bandwidth=_NVLINK4,
+        network_bandwidth=_400_GBIT,
+    ),
+    "b200": Device(
+        name="B200 SXM 180 GB",
+        memory_gib=178.4,
+        float32_flops=80e12,
+        bfloat16_flops=2250e12,
+        float8_flops=4500e12,
+        memory_bandwidth=8e12,
+        link_bandwidth=_NVLINK5,
+        network_bandwidth=_400_GBIT,
+    ),
+}
+
+_OPTIONAL = {field.name for field in dataclasses.fields(Device) if field.default is not dataclasses.MISSING}
+
+
+def device_named(name: str, world_size: int) -> Device:
+    """Return a device of the table, or `cpu`: one of `world_size` processes on this machine. Raise `UserError` for
+    another name."""
+    if name == "cpu":
+        from torchtitan.foresight.this_machine import this_machine
+
+        return this_machine(world_size)
+    if name not in DEVICES:
+        raise UserError(
+            f"unknown device '{name}' (there are: {', '.join([*DEVICES, 'cpu'])}); describe another one in a "
+            "--device_file"
+        )
+    return DEVICES[name]
+
+
+def device_in_file(path: Path) -> Device:
+    """Read a device from a YAML file with the fields of `Device`. Raise `UserError` for a file without them."""
+    try:
+        document: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"--device_file '{path}' cannot be read as YAML: {reason}") from error
+    types = {field.name: field.type for field in dataclasses.fields(Device)}
+    if not isinstance(document, dict):
+        raise UserError(f"--device_file '{path}' must map names to values: {', '.join(types)}")
+    unknown, missing = set(document) - set(types), set(types) - _OPTIONAL - set(document)
+    for problem, names in (("unknown", unknown), ("missing", missing)):
+        if names:
+            raise UserError(f"--device_file '{path}': {problem} {', '.join(map(str, sorted(names, key=str)))}")
+    return Device(**{name: _value(path, name, types[name], value) for name, value in document.items()})
+
+
+def _value(path: Path, name: str, kind: Any, value: Any) -> Any:
+    if kind is not float:
+        if isinstance(value, kind):
+            return value
+        raise UserError(f"--device_file '{path}': {name} must be of type {kind.__name__}, not {value!r}")
+    try:  # YAML reads 1e12 without a dot as a string
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if isinstance(value, bool) or not 0 < number < math.inf:
+        raise UserError(f"--device_file '{path}': {name} must be a number above 0, not {value!r}")
+    return number

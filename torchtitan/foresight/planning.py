@@ -1,0 +1,267 @@
+"""The best layouts of a run: enumerate, prune by memory, rank by predicted speed."""
+
+import dataclasses
+import functools
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from torchtitan.config import ParallelismConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.foresight.devices import Device, device_named
+from torchtitan.foresight.prediction import GIB, Prediction, compose, predict, split_of
+from torchtitan.foresight.profile import Profile, Split, profile
+from torchtitan.tools.errors import UserError
+from torchtitan.trainer import Trainer
+
+_USABLE = 0.95
+"""Part of a device's memory that a plan fills; the rest is for the CUDA context and NCCL."""
+
+_LEAST_TOKENS = 4096
+"""Tokens of a window that context parallelism leaves to each rank: below, it communicates more and saves little."""
+
+_REFERENCE_BATCH = 4
+"""Windows of the micro-batch in the profiles, from which those of other sizes are scaled."""
+
+_MOST_SEQUENCES = 32
+"""Windows of a rank's micro-batch."""
+
+_MOST_STAGES = 16
+_CHECKPOINTING = ("none", "selective", "full")
+
+
+@dataclass(frozen=True)
+class Option:
+    """A layout with its prediction."""
+
+    config: Trainer.Config
+    dims: ParallelDims
+    prediction: Prediction
+
+    @property
+    def words(self) -> list[str]:
+        """Options of the command line that select this layout."""
+        parallelism, training = self.config.parallelism, self.config.training
+        default = ParallelismConfig()
+        degrees = {
+            "data_parallel_replicate_degree": self.dims.dp_replicate,
+            "data_parallel_shard_degree": self.dims.dp_shard,
+            "context_parallel_degree": self.dims.cp,
+            "tensor_parallel_degree": self.dims.tp,
+            "pipeline_parallel_degree": self.dims.pp,
+            "expert_parallel_degree": self.dims.ep,
+        }
+        if self.dims.pp > 1:
+            degrees["pipeline_parallel_microbatch_size"] = parallelism.pipeline_parallel_microbatch_size
+        words = [
+            word
+            for name, degree in degrees.items()
+            if degree != getattr(default, name)
+            for word in (f"--parallelism.{name}", str(degree))
+        ]
+        if self.dims.pp > 1:
+            words += ["--parallelism.pipeline_parallel_schedule", parallelism.pipeline_parallel_schedule]
+        words += ["--training.local_batch_size", str(training.local_batch_size)]
+        if training.global_batch_size != -1:
+            words += ["--training.global_batch_size", str(training.global_batch_size)]
+        return [*words, "--activation_checkpoint.mode", self.config.activation_checkpoint.mode]
+
+    @property
+    def name(self) -> str:
+        """A few words, such as `dp_shard 32 x tp 8, local batch 16, full checkpointing`."""
+        parallelism, dims = self.config.parallelism, self.dims
+        experts = f" (ep {dims.ep})" if dims.ep > 1 else ""
+        schedule = f" ({parallelism.pipeline_parallel_schedule})" if dims.pp > 1 else ""
+        mode = self.config.activation_checkpoint.mode
+        return f"{dims}{experts}{schedule}, local batch {self.config.training.local_batch_size}, checkpointing {mode}"
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Layouts of one kind differ only in the size of their batches and the schedule."""
+        return (self.dims, self.config.activation_checkpoint.mode)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The best layouts, best first, and how many were compared."""
+
+    options: list[Option]
+    device: Device
+    world_size: int
+    n_compared: int
+    n_too_large: int
+
+    def reason(self, index: int) -> str:
+        """Say why a layout is slower than the first: the parts of the step that take more time per token."""
+        best, other = (self.options[i].prediction for i in (0, index))
+        slowdown = best.tokens_per_second / other.tokens_per_second - 1
+        differences = {
+            name: _per_token(other, name) - _per_token(best, name) for name in {**best.time.parts, **other.time.parts}
+        }
+        total = best.time.total / (best.tokens_per_second * best.time.total)
+        worst = sorted(differences, key=lambda name: -differences[name])[:2]
+        causes = [f"{name} +{differences[name] / total:.1%}" for name in worst if differences[name] > 0.001 * total]
+        return f"{slowdown:.1%} slower" + (f": {', '.join(causes)}" if causes else "")
+
+
+def _per_token(prediction: Prediction, part: object) -> float:
+    seconds = prediction.time.parts.get(part, 0.0)  # type: ignore[call-overload]
+    return float(seconds / (prediction.tokens_per_second * prediction.seconds))
+
+
+def plan(
+    config: Trainer.Config,
+    world_size: int,
+    device: Device | str = "h100",
+    *,
+    devices_per_host: int = 8,
+    best: int = 5,
+) -> Plan:
+    """Compare the layouts of a run, and return the best.
+
+    The configuration's model, data types, compilation and converters are kept; the degrees of parallelism, the schedule
+    of a pipeline, local batch and activation checkpointing are chosen. A global batch in the configuration is kept.
+
+    Args:
+        config: the run's configuration.
+        world_size: devices of the run.
+        device: a device, or its name in `DEVICES`.
+        devices_per_host: devices that are connected by fast links.
+        best: most layouts to return, of different degrees or checkpointing.
+
+    Raises:
+        UserError: if no layout fits into memory, or none is valid.
+    """
+    device = device_named(device, world_size) if isinstance(device, str) else device
+    measure = functools.cache(functools.partial(profile, config))
+    options = list(_options(config, world_size, device, devices_per_host, measure))
+    if not options:
+        raise UserError(
+            f"no layout of {world_size} devices is valid for {config.model_spec.name} {config.model_spec.flavor} with "
+            f"--seq_len {config.training.seq_len} and --global_batch_size {config.training.global_batch_size}: another "
+            "number of devices, a power of 2, or a multiple of it as the global batch may be"
+        )
+    limit = _USABLE * device.memory_gib * GIB
+    fitting = [option for option in options if option.prediction.memory_bytes <= limit]
+    fitting.sort(key=lambda option: (-option.prediction.tokens_per_second, option.prediction.memory_bytes))
+    chosen: dict[tuple[object, ...], Option] = {}
+    for option in fitting:
+        if len(chosen) == best:
+            break
+        if option.kind not in chosen:
+            # Profiled again with its own batch, since the scaled one is less accurate.
+            exact = predict(option.config, world_size, device, devices_per_host=devices_per_host)
+            if exact.memory_bytes <= limit:
+                chosen[option.kind] = dataclasses.replace(option, prediction=exact)
+    if not chosen:
+        raise UserError(_nothing_fits(config, options, world_size, device, devices_per_host, measure))
+    ranked = sorted(chosen.values(), key=lambda option: -option.prediction.tokens_per_second)
+    return Plan(ranked, device, world_size, len(options), len(options) - len(fitting))
+
+
+def _nothing_fits(
+    config: Trainer.Config,
+    options: Sequence[Option],
+    world_size: int,
+    device: Device,
+    devices_per_host: int,
+    measure: "functools._lru_cache_wrapper[Profile]",
+) -> str:
+    nearest = min(options, key=lambda option: option.prediction.memory_bytes)
+    limit = _USABLE * device.memory_gib
+    remedies = []
+    for factor in (2, 4, 8, 16, 32, 64):
+        larger = _options(config, factor * world_size, device, devices_per_host, measure)
+        if min((one.prediction.memory_gib for one in larger), default=limit + 1) <= limit:
+            remedies.append(f"{factor * world_size} devices")
+            break
+    if config.training.seq_len > 1024:
+        remedies.append("a smaller --seq_len")
+    if not config.compile.enable:
+        remedies.append("--compile.enable")
+    return (
+        f"no layout fits into the {limit:.1f} GiB that {device.name} offers: the nearest of {len(options)} is "
+        f"{nearest.name}, with {nearest.prediction.memory_gib:.1f} GiB. What may make it fit: {', '.join(remedies)}"
+    )
+
+
+def _options(
+    config: Trainer.Config,
+    world_size: int,
+    device: Device,
+    devices_per_host: int,
+    measure: "functools._lru_cache_wrapper[Profile]",
+) -> Iterator[Option]:
+    for candidate in _candidates(config, world_size, devices_per_host):
+        try:
+            dims = candidate.check_layout(world_size)
+        except UserError:
+            continue
+        split = split_of(candidate, dims)
+        reference: Split = split._replace(sequences=_REFERENCE_BATCH)
+        batch = split.sequences / _REFERENCE_BATCH
+        prediction = compose(candidate, dims, device, measure(reference), devices_per_host, batch=batch)
+        yield Option(candidate, dims, prediction)
+
+
+def _candidates(config: Trainer.Config, world_size: int, devices_per_host: int) -> Iterator[Trainer.Config]:
+    """Yield configurations, which may be invalid."""
+    experts = next(iter(config.model_spec.model.expert_parallel_sizes.values()), 1)
+    for tp in _powers(min(world_size, devices_per_host)):
+        for cp in _powers(max(1, config.training.seq_len // _LEAST_TOKENS)):
+            for pp in _powers(_MOST_STAGES):
+                dp, rest = divmod(world_size, tp * cp * pp)
+                if rest:
+                    continue
+                for shard in _shards(dp, tp * cp, devices_per_host):
+                    for ep in _powers(min(experts, shard * cp * tp)):
+                        degrees = {
+                            "data_parallel_replicate_degree": dp // shard,
+                            "data_parallel_shard_degree": shard,
+                            "context_parallel_degree": cp,
+                            "tensor_parallel_degree": tp,
+                            "pipeline_parallel_degree": pp,
+                            "expert_parallel_degree": ep,
+                            "expert_tensor_parallel_degree": 1,
+                        }
+                        yield from _batches(config, degrees, dp)
+
+
+def _shards(dp: int, inner: int, devices_per_host: int) -> list[int]:
+    """Return degrees of sharding: all ranks (FSDP), those of a host (HSDP), one (DDP)."""
+    in_host = max(1, devices_per_host // inner)
+    return sorted({dp, 1} | ({in_host} if dp % in_host == 0 and in_host < dp else set()))
+
+
+def _batches(config: Trainer.Config, degrees: dict[str, int], dp: int) -> Iterator[Trainer.Config]:
+    whole = config.training.global_batch_size
+    pp = degrees["pipeline_parallel_degree"]
+    sizes = _powers(_MOST_SEQUENCES) if pp == 1 else [pp * n for n in (1, 2, 4, 8)]
+    for size in sizes:
+        if whole != -1 and whole % (size * dp):
+            continue
+        for schedule in ("1F1B", "Interleaved1F1B") if pp > 1 else (config.parallelism.pipeline_parallel_schedule,):
+            for mode in _CHECKPOINTING:
+                yield dataclasses.replace(
+                    config,
+                    parallelism=dataclasses.replace(
+                        config.parallelism,
+                        **degrees,
+                        pipeline_parallel_schedule=schedule,
+                        pipeline_parallel_microbatch_size=1,
+                    ),
+                    training=dataclasses.replace(config.training, local_batch_size=size),
+                    activation_checkpoint=dataclasses.replace(config.activation_checkpoint, mode=mode),
+                )
+
+
+def _powers(most: int) -> list[int]:
+    return [2**exponent for exponent in range(most.bit_length())]
+
+
+def command(words: Sequence[str], option: Option, devices_per_host: int) -> str:
+    """Return the command that trains with a layout; `words` are the options that selected the configuration."""
+    world_size = option.dims.world_size
+    hosts = -(-world_size // devices_per_host)
+    variables = f"NNODES={hosts} NGPU={devices_per_host}" if hosts > 1 else f"NGPU={world_size}"
+    return f"{variables} torchtitan train {shlex.join([*words, *option.words])}"
