@@ -49,7 +49,9 @@ class Device:
 
     def flops(self, dtype_name: str) -> float:
         """Return the peak for a type of products: `float32`, `bfloat16` (also float16) or `float8`."""
-        return {"float32": self.float32_flops, "float8": self.float8_flops}.get(dtype_name, self.bfloat16_flops)
+        if dtype_name.startswith("float8"):
+            return self.float8_flops
+        return self.float32_flops if dtype_name == "float32" else self.bfloat16_flops
 
 
 _NVLINK4, _NVLINK5 = 450e9, 900e9

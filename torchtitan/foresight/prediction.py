@@ -161,7 +161,7 @@ def time_of_reports(
 ) -> Prediction:
     """Predict the step of a dry run from all of its operations."""
     dims = config.check_layout(world_size)
-    methods = methods_of(config)
+    methods = dataclasses.replace(methods_of(config), float8_gather=False)  # counted as they are
     times = []
     for report in reports:
         messages = []
@@ -169,8 +169,7 @@ def time_of_reports(
             hosts = {rank // devices_per_host for rank in channel.ranks}
             group = Group(len(channel.ranks), ceil(len(channel.ranks) / len(hosts)))
             messages.append(Message(role_of(channel, dims), channel.kind, group, volume.calls, volume.n_bytes))
-        part = float8_part(config, methods)
-        times.append(step_time(device, report.work.kernels.items(), messages, methods, float8_part=part))
+        times.append(step_time(device, report.work.kernels.items(), messages, methods))
     slowest = max(times, key=lambda time: time.total)
     if dims.pp > 1:
         plan = PipelinePlan.from_config(config.parallelism, config.model_spec.model, config.training.local_batch_size)

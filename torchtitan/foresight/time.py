@@ -152,6 +152,8 @@ def kernel_seconds(device: Device, kernel: Kernel, methods: Methods, float8_part
         return max(CAUSAL_PART * passes * kernel.flops / (device.flops(dtype) * device.attention_efficiency), traffic)
     if kernel.kind == "product":
         seconds = max(kernel.flops / (device.flops(dtype) * device.product_efficiency), traffic)
+        if dtype.startswith("float8"):
+            return max(seconds / FLOAT8_EFFICIENCY, traffic)
         if dtype == "float32" or not float8_part:
             return seconds
         rate = device.flops("float8") * device.product_efficiency * FLOAT8_EFFICIENCY
