@@ -6,7 +6,6 @@ from typing import Any
 
 import yaml
 
-from torchtitan.components.checkpoint.resume import find_start
 from torchtitan.foresight.devices import DEVICES, Device, device_named
 from torchtitan.foresight.planning import plan
 from torchtitan.tools.errors import UserError
@@ -43,10 +42,8 @@ def layout_words(config: Trainer.Config, world_size: int, devices_per_host: int)
 
 def _layout_of_earlier_run(config: Trainer.Config, world_size: int) -> list[str] | None:
     path = Path(config.dump_folder) / "config.yaml"
-    if (
-        find_start(config.checkpoint, config.checkpoint.resolve_folder(config.dump_folder)) is None
-        or not path.is_file()
-    ):
+    start = config.checkpoint.find_start(config.dump_folder)
+    if start is None or not start.resumes or not path.is_file():
         return None
     document: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
     words = [

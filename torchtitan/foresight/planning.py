@@ -3,14 +3,14 @@
 import dataclasses
 import functools
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torchtitan.config import ParallelismConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.foresight.devices import Device, device_named
-from torchtitan.foresight.prediction import GIB, Prediction, compose, predict, split_of
-from torchtitan.foresight.profile import Profile, Split, profile
+from torchtitan.foresight.prediction import GIB, Prediction, compose, memory_of, predict, split_of
+from torchtitan.foresight.profile import Profile, Split, profile, with_vocabulary
 from torchtitan.tools.errors import UserError
 from torchtitan.trainer import Trainer
 
@@ -27,6 +27,8 @@ _MOST_SEQUENCES = 32
 """Windows of a rank's micro-batch."""
 
 _MOST_STAGES = 16
+_SHORT = 1024
+"""Windows beyond this can be shortened."""
 _CHECKPOINTING = ("none", "selective", "full")
 
 
@@ -68,17 +70,20 @@ class Option:
 
     @property
     def name(self) -> str:
-        """A few words, such as `dp_shard 32 x tp 8, local batch 16, full checkpointing`."""
-        parallelism, dims = self.config.parallelism, self.dims
-        experts = f" (ep {dims.ep})" if dims.ep > 1 else ""
-        schedule = f" ({parallelism.pipeline_parallel_schedule})" if dims.pp > 1 else ""
-        mode = self.config.activation_checkpoint.mode
-        return f"{dims}{experts}{schedule}, local batch {self.config.training.local_batch_size}, checkpointing {mode}"
+        return _name(self.config, self.dims)
 
     @property
     def kind(self) -> tuple[object, ...]:
         """Layouts of one kind differ only in the size of their batches and the schedule."""
         return (self.dims, self.config.activation_checkpoint.mode)
+
+
+def _name(config: Trainer.Config, dims: ParallelDims) -> str:
+    """Return a few words, such as `dp_shard 32 x tp 8, local batch 16, checkpointing full`."""
+    experts = f" (ep {dims.ep})" if dims.ep > 1 else ""
+    schedule = f" ({config.parallelism.pipeline_parallel_schedule})" if dims.pp > 1 else ""
+    mode = config.activation_checkpoint.mode
+    return f"{dims}{experts}{schedule}, local batch {config.training.local_batch_size}, checkpointing {mode}"
 
 
 @dataclass(frozen=True)
@@ -98,7 +103,7 @@ class Plan:
         differences = {
             name: _per_token(other, name) - _per_token(best, name) for name in {**best.time.parts, **other.time.parts}
         }
-        total = best.time.total / (best.tokens_per_second * best.time.total)
+        total = 1 / best.tokens_per_second
         worst = sorted(differences, key=lambda name: -differences[name])[:2]
         causes = [f"{name} +{differences[name] / total:.1%}" for name in worst if differences[name] > 0.001 * total]
         return f"{slowdown:.1%} slower" + (f": {', '.join(causes)}" if causes else "")
@@ -132,17 +137,24 @@ def plan(
     Raises:
         UserError: if no layout fits into memory, or none is valid.
     """
+    config = with_vocabulary(config)
     device = device_named(device, world_size) if isinstance(device, str) else device
     measure = functools.cache(functools.partial(profile, config))
-    options = list(_options(config, world_size, device, devices_per_host, measure))
-    if not options:
+    candidates = list(_valid_candidates(config, world_size, devices_per_host, measure))
+    if not candidates:
         raise UserError(
             f"no layout of {world_size} devices is valid for {config.model_spec.name} {config.model_spec.flavor} with "
             f"--seq_len {config.training.seq_len} and --global_batch_size {config.training.global_batch_size}: another "
             "number of devices, a power of 2, or a multiple of it as the global batch may be"
         )
     limit = _USABLE * device.memory_gib * GIB
-    fitting = [option for option in options if option.prediction.memory_bytes <= limit]
+    fitting = [
+        Option(
+            one.config, one.dims, compose(one.config, one.dims, device, one.measured, devices_per_host, batch=one.batch)
+        )
+        for one in candidates
+        if one.memory_bytes <= limit
+    ]
     fitting.sort(key=lambda option: (-option.prediction.tokens_per_second, option.prediction.memory_bytes))
     chosen: dict[tuple[object, ...], Option] = {}
     for option in fitting:
@@ -154,54 +166,65 @@ def plan(
             if exact.memory_bytes <= limit:
                 chosen[option.kind] = dataclasses.replace(option, prediction=exact)
     if not chosen:
-        raise UserError(_nothing_fits(config, options, world_size, device, devices_per_host, measure))
+        raise UserError(_nothing_fits(config, candidates, world_size, device, devices_per_host, measure))
     ranked = sorted(chosen.values(), key=lambda option: -option.prediction.tokens_per_second)
-    return Plan(ranked, device, world_size, len(options), len(options) - len(fitting))
+    return Plan(ranked, device, world_size, len(candidates), len(candidates) - len(fitting))
 
 
-def _nothing_fits(
-    config: Trainer.Config,
-    options: Sequence[Option],
-    world_size: int,
-    device: Device,
-    devices_per_host: int,
-    measure: "functools._lru_cache_wrapper[Profile]",
-) -> str:
-    nearest = min(options, key=lambda option: option.prediction.memory_bytes)
-    limit = _USABLE * device.memory_gib
-    remedies = []
-    for factor in (2, 4, 8, 16, 32, 64):
-        larger = _options(config, factor * world_size, device, devices_per_host, measure)
-        if min((one.prediction.memory_gib for one in larger), default=limit + 1) <= limit:
-            remedies.append(f"{factor * world_size} devices")
-            break
-    if config.training.seq_len > 1024:
-        remedies.append("a smaller --seq_len")
-    if not config.compile.enable:
-        remedies.append("--compile.enable")
-    return (
-        f"no layout fits into the {limit:.1f} GiB that {device.name} offers: the nearest of {len(options)} is "
-        f"{nearest.name}, with {nearest.prediction.memory_gib:.1f} GiB. What may make it fit: {', '.join(remedies)}"
-    )
+@dataclass(frozen=True)
+class _Candidate:
+    """A valid layout, the profile that predicts it, and its memory."""
+
+    config: Trainer.Config
+    dims: ParallelDims
+    measured: Profile
+    batch: float
+    """Size of its micro-batch, relative to the profile's."""
+    memory_bytes: float
 
 
-def _options(
-    config: Trainer.Config,
-    world_size: int,
-    device: Device,
-    devices_per_host: int,
-    measure: "functools._lru_cache_wrapper[Profile]",
-) -> Iterator[Option]:
+_Measure = Callable[[Split], Profile]
+
+
+def _valid_candidates(
+    config: Trainer.Config, world_size: int, devices_per_host: int, measure: _Measure
+) -> Iterator[_Candidate]:
     for candidate in _candidates(config, world_size, devices_per_host):
         try:
             dims = candidate.check_layout(world_size)
         except UserError:
             continue
         split = split_of(candidate, dims)
-        reference: Split = split._replace(sequences=_REFERENCE_BATCH)
+        measured = measure(split._replace(sequences=_REFERENCE_BATCH))
         batch = split.sequences / _REFERENCE_BATCH
-        prediction = compose(candidate, dims, device, measure(reference), devices_per_host, batch=batch)
-        yield Option(candidate, dims, prediction)
+        yield _Candidate(candidate, dims, measured, batch, memory_of(candidate, dims, measured, batch=batch))
+
+
+def _nothing_fits(
+    config: Trainer.Config,
+    candidates: Sequence[_Candidate],
+    world_size: int,
+    device: Device,
+    devices_per_host: int,
+    measure: _Measure,
+) -> str:
+    nearest = min(candidates, key=lambda one: one.memory_bytes)
+    limit = _USABLE * device.memory_gib * GIB
+    remedies = []
+    for factor in (2, 4, 8, 16, 32, 64):
+        larger = _valid_candidates(config, factor * world_size, devices_per_host, measure)
+        if any(one.memory_bytes <= limit for one in larger):
+            remedies.append(f"{factor * world_size} devices")
+            break
+    if config.training.seq_len > _SHORT:
+        remedies.append("a smaller --training.seq_len")
+    if not config.compile.enable:
+        remedies.append("--compile.enable")
+    return (
+        f"no layout fits into the {limit / GIB:.1f} GiB that {device.name} offers: the nearest of {len(candidates)} is "
+        f"{_name(nearest.config, nearest.dims)}, with {nearest.memory_bytes / GIB:.1f} GiB. What may make it fit: "
+        f"{', '.join(remedies) or 'a smaller model'}"
+    )
 
 
 def _candidates(config: Trainer.Config, world_size: int, devices_per_host: int) -> Iterator[Trainer.Config]:

@@ -5,6 +5,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import ceil
 
+import torch
+
 from torchtitan.components.quantization.float8 import Float8LinearConverter
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.pipeline import PipelinePlan
@@ -20,6 +22,7 @@ from torchtitan.foresight.profile import (
     profile,
     role_of,
     scaled_kernels,
+    with_vocabulary,
 )
 from torchtitan.foresight.time import Group, Message, Methods, Role, StepTime, step_time, with_bubble
 from torchtitan.trainer import Trainer
@@ -30,8 +33,8 @@ RESERVED = {False: 1.2, True: 1.12}
 """Reserved by the allocator, relative to allocated memory, in eager mode and compiled: gaps between blocks, with CUDA's
 and NCCL's buffers. Fitted to rows 1, 2 and 11 of the published runs."""
 
-_GRADIENT_BYTES = 4
-"""Gradients that accumulate in a pipeline are float32, and not sharded before the last micro-batch."""
+_GRADIENT_BYTES, _GATHERED_BYTES = 4, 2
+"""Bytes of a gradient (float32) and of a gathered weight (bfloat16)."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,7 @@ def predict(
     Raises:
         UserError: for an impossible layout, or a model without repeated layers.
     """
+    config = with_vocabulary(config)
     device = device_named(device, world_size) if isinstance(device, str) else device
     dims = config.check_layout(world_size)
     split = split_of(config, dims)
@@ -119,47 +123,56 @@ def compose(
     is_async_tp: bool = False,
 ) -> Prediction:
     """Predict a run from the profile of a layer; its micro-batch is `batch` times that of the profile."""
-    training, parallelism = config.training, config.parallelism
-    n_layers, first, _ = model_of(config)
     methods = methods_of(config, is_async_tp=is_async_tp)
-    shards = dims.dp_shard * dims.cp
-    global_batch = training.resolve_global_batch_size(dims.dp_degree)
-    accumulation = global_batch // (training.local_batch_size * dims.dp_degree)
-    pipeline = None
-    if dims.pp > 1:
-        pipeline = PipelinePlan.from_config(parallelism, config.model_spec.model, training.local_batch_size)
-    passes = accumulation * (pipeline.n_microbatches if pipeline else 1)
-    times, memory = [], []
-    for rank in range(dims.pp):
-        layers, rest = _held_by(rank, pipeline, n_layers)
-        parts = [(measured.layer, float(layers)), (measured.rest, float(rest))]
-        kernels = [pair for part, n in parts for pair in scaled_kernels(part, n * passes, batch)]
-        if pipeline:  # weights are gathered, and gradients reduced, once per local batch
-            n_local = accumulation / passes
-            kernels = [(k, calls * (n_local if k.kind == "sharding" else 1)) for k, calls in kernels]
-        volumes: dict[tuple[Role, CommunicationKind], Volume] = {}
-        for part, n in parts:
-            _add_volumes(volumes, part, n, passes, accumulation if pipeline else passes, batch)
-        kernels += _update(parts, shards)
-        if dims.dp_replicate > 1:
-            n_bytes = sum(part.parameters * n for part, n in parts) * _GRADIENT_BYTES / shards
-            volumes["replicas", "all-reduce"] = Volume(ceil(layers) * passes, round(n_bytes * accumulation))
+    part = float8_part(config, methods)
+    pipeline = pipeline_of(config, dims)
+    global_batch = config.training.resolve_global_batch_size(dims.dp_degree)
+    accumulation = global_batch // (config.training.local_batch_size * dims.dp_degree)
+    times = []
+    for layers, rest in {_held_by(rank, pipeline, config) for rank in range(dims.pp)}:
+        portions = [(measured.layer, layers), (measured.rest, rest)]
+        passes = accumulation * (pipeline.n_microbatches if pipeline else 1)
+        # A pipeline gathers weights, and reduces gradients, once per local batch.
+        sharding_passes = accumulation if pipeline else passes
+        kernels = [
+            (kernel, calls * (sharding_passes if kernel.kind == "sharding" else passes))
+            for portion, n in portions
+            for kernel, calls in scaled_kernels(portion, n, batch)
+        ]
+        kernels.append((_update(portions, dims), 1))
+        volumes = _volumes(portions, dims, passes, sharding_passes, batch)
         messages = list(_messages(volumes, dims, devices_per_host))
-        time = step_time(device, kernels, messages, methods, float8_part=float8_part(config, methods))
-        times.append(time)
-        memory.append(_memory(measured, dims, pipeline, rank, layers, rest, batch, accumulation))
+        times.append(step_time(device, kernels, messages, methods, float8_part=part))
+    time = _slowest(times, pipeline, dims)
+    return _prediction(config, dims, device, time, memory_of(config, dims, measured, batch=batch), global_batch)
+
+
+def memory_of(config: Trainer.Config, dims: ParallelDims, measured: Profile, *, batch: float = 1.0) -> float:
+    """Return the memory that the allocator reserves on the rank that needs most; arguments as for `compose`."""
+    pipeline = pipeline_of(config, dims)
+    allocated = (_allocated(config, measured, dims, pipeline, rank, batch) for rank in range(dims.pp))
+    return max(allocated) * RESERVED[methods_of(config).is_compiled]
+
+
+def pipeline_of(config: Trainer.Config, dims: ParallelDims) -> PipelinePlan | None:
+    if dims.pp == 1:
+        return None
+    return PipelinePlan.from_config(config.parallelism, config.model_spec.model, config.training.local_batch_size)
+
+
+def _slowest(times: list[StepTime], pipeline: PipelinePlan | None, dims: ParallelDims) -> StepTime:
     slowest = max(times, key=lambda time: time.total)
-    if pipeline:
-        stages = len(pipeline.stages) // dims.pp
-        slowest = with_bubble(slowest, pipeline.schedule, dims.pp, pipeline.n_microbatches, stages)  # type: ignore[arg-type]
-    reserved = max(memory) * RESERVED[methods.is_compiled]
-    return _prediction(config, dims, device, slowest, reserved, global_batch)
+    if pipeline is None:
+        return slowest
+    stages = len(pipeline.stages) // dims.pp
+    return with_bubble(slowest, pipeline.schedule, dims.pp, pipeline.n_microbatches, stages)  # type: ignore[arg-type]
 
 
 def time_of_reports(
     config: Trainer.Config, reports: list[RankReport], world_size: int, device: Device, devices_per_host: int
 ) -> Prediction:
     """Predict the step of a dry run from all of its operations."""
+    config = with_vocabulary(config)
     dims = config.check_layout(world_size)
     methods = dataclasses.replace(methods_of(config), float8_gather=False)  # counted as they are
     times = []
@@ -170,11 +183,7 @@ def time_of_reports(
             group = Group(len(channel.ranks), ceil(len(channel.ranks) / len(hosts)))
             messages.append(Message(role_of(channel, dims), channel.kind, group, volume.calls, volume.n_bytes))
         times.append(step_time(device, report.work.kernels.items(), messages, methods))
-    slowest = max(times, key=lambda time: time.total)
-    if dims.pp > 1:
-        plan = PipelinePlan.from_config(config.parallelism, config.model_spec.model, config.training.local_batch_size)
-        stages = len(plan.stages) // dims.pp
-        slowest = with_bubble(slowest, plan.schedule, dims.pp, plan.n_microbatches, stages)  # type: ignore[arg-type]
+    slowest = _slowest(times, pipeline_of(config, dims), dims)
     memory = max(report.peak_reserved_bytes for report in reports)
     global_batch = config.training.resolve_global_batch_size(dims.dp_degree)
     return _prediction(config, dims, device, slowest, memory, global_batch)
@@ -189,36 +198,37 @@ def _prediction(
     return Prediction(time, memory, rate, rate * flops_per_token / device.bfloat16_flops)
 
 
-def _held_by(rank: int, pipeline: PipelinePlan | None, n_layers: int) -> tuple[int, int]:
+def _held_by(rank: int, pipeline: PipelinePlan | None, config: Trainer.Config) -> tuple[int, int]:
     """Return the layers of a pipeline rank, and 1 if it computes the loss."""
     if pipeline is None:
-        return n_layers, 1
+        return model_of(config)[0], 1
     names = [name for stage in pipeline.stages_of_rank(rank) for name in pipeline.stages[stage]]
     return sum(name.startswith("layers.") for name in names), int("head" in names)
 
 
-def _add_volumes(
-    volumes: dict[tuple[Role, CommunicationKind], Volume],
-    part: Portion,
-    n: float,
-    passes: int,
-    sharding_passes: int,
-    batch: float,
-) -> None:
-    for (role, kind), volume in part.volumes.items():
-        is_sharding = role in ("FSDP", "replicas")
-        times = n * (sharding_passes if is_sharding else passes)
-        if is_sharding and kind == "all-gather" and sharding_passes < passes:
-            times /= 2  # a pipeline keeps gathered weights for the backward pass
-        size = round(volume.n_bytes * times * (1.0 if is_sharding else batch))
-        volumes[role, kind] = volumes.get((role, kind), Volume()) + Volume(round(volume.calls * times), size)
+def _volumes(
+    portions: list[tuple[Portion, int]], dims: ParallelDims, passes: int, sharding_passes: int, batch: float
+) -> dict[tuple[Role, CommunicationKind], Volume]:
+    volumes: dict[tuple[Role, CommunicationKind], Volume] = {}
+    for portion, n in portions:
+        for (role, kind), volume in portion.volumes.items():
+            times, size = float(n * passes), batch
+            if role == "FSDP":
+                times, size = float(n * sharding_passes), 1.0
+                if kind == "all-gather" and dims.pp > 1:
+                    times /= 2  # gathered weights are kept for the backward pass
+            added = Volume(round(volume.calls * times), round(volume.n_bytes * times * size))
+            volumes[role, kind] = volumes.get((role, kind), Volume()) + added
+    if dims.dp_replicate > 1:  # replicas add up gradients once per step
+        n_bytes = _GRADIENT_BYTES * sum(portion.parameters * n for portion, n in portions)
+        calls = sum(n for _, n in portions)
+        volumes["replicas", "all-reduce"] = Volume(calls, round(n_bytes / (dims.dp_shard * dims.cp)))
+    return volumes
 
 
-def _update(parts: list[tuple[Portion, float]], shards: int) -> Iterator[tuple[Kernel, float]]:
-    import torch
-
-    n_bytes = sum(part.update_bytes * n for part, n in parts) / shards
-    yield Kernel("other", "update", torch.float32, 0, round(n_bytes)), 1
+def _update(portions: list[tuple[Portion, int]], dims: ParallelDims) -> Kernel:
+    n_bytes = sum(portion.update_bytes * n for portion, n in portions) / (dims.dp_shard * dims.cp)
+    return Kernel("other", "update", torch.float32, 0, round(n_bytes))
 
 
 def _messages(
@@ -238,32 +248,29 @@ def _messages(
             yield Message(role, kind, group, volume.calls, volume.n_bytes)
 
 
-def _memory(
+def _allocated(
+    config: Trainer.Config,
     measured: Profile,
     dims: ParallelDims,
     pipeline: PipelinePlan | None,
     rank: int,
-    layers: int,
-    rest: int,
     batch: float,
-    accumulation: int,
 ) -> float:
-    """Return the allocated bytes at the peak of a rank."""
-    layer, other = measured.layer, measured.rest
-    shards = dims.dp_shard * dims.cp
-    holds_embedding = rank == 0 or rest
-    states = layers * layer.state_bytes + other.state_bytes * (0.5 if pipeline else 1.0) * holds_embedding
-    weights = layers * layer.parameters + other.parameters * (0.5 if pipeline else 1.0) * holds_embedding
+    """Return the allocated bytes at the peak of a rank. In a pipeline, the embedding and the head have half of the
+    remaining weights each; gathered weights stay, and gradients accumulate before they are sharded."""
+    layer, rest = measured.layer, measured.rest
+    layers, has_loss = _held_by(rank, pipeline, config)
+    shards, dp = dims.dp_shard * dims.cp, dims.dp_degree
+    ends = 1.0 if pipeline is None else 0.5 * ((rank == 0) + has_loss)
+    states = (layers * layer.state_bytes + ends * rest.state_bytes) / shards
+    weights = layers * layer.parameters + ends * rest.parameters
     gradients = _GRADIENT_BYTES * weights
     if pipeline is None:
-        passing = batch * (layers * layer.passing_bytes + other.passing_bytes)
-        held = gradients / shards if accumulation > 1 else 0.0
-        return states / shards + max(passing + held, gradients / shards)
-    gathered = weights * 2
-    in_flight = _in_flight(pipeline, rank)
-    stages = len(pipeline.stages) // dims.pp
-    saved = batch * layer.passing_bytes * layers / stages * in_flight
-    return states / shards + gathered + gradients + saved + rest * batch * other.passing_bytes
+        accumulates = config.training.resolve_global_batch_size(dp) > config.training.local_batch_size * dp
+        passing = sum(n * (batch * one.passing_bytes + one.gathered_bytes) for one, n in ((layer, layers), (rest, 1)))
+        return states + max(passing + accumulates * gradients / shards, gradients / shards)
+    saved = batch * layer.passing_bytes * layers * _in_flight(pipeline, rank) / (len(pipeline.stages) // dims.pp)
+    return states + _GATHERED_BYTES * weights + gradients + saved + has_loss * batch * rest.passing_bytes
 
 
 def _in_flight(pipeline: PipelinePlan, rank: int) -> int:
@@ -275,9 +282,3 @@ def _in_flight(pipeline: PipelinePlan, rank: int) -> int:
         return min(total, pipeline.degree - rank)
     ahead = (pipeline.degree - rank - 1) * 2 + (stages - 1) * pipeline.degree + 1
     return min(stages * total, ahead)
-
-
-def with_options(config: Trainer.Config, **sections: dict[str, object]) -> Trainer.Config:
-    """Return a copy with other values in some sections."""
-    changed = {name: dataclasses.replace(getattr(config, name), **values) for name, values in sections.items()}
-    return dataclasses.replace(config, **changed)

@@ -52,7 +52,9 @@ class Portion:
     state_bytes: float = 0.0
     """Weights and optimizer state, before FSDP shards them."""
     passing_bytes: float = 0.0
-    """Peak memory other than weights, sharded gradients and optimizer state."""
+    """Peak memory other than weights, optimizer state and gathered weights."""
+    gathered_bytes: float = 0.0
+    """Weights that FSDP has gathered at the peak."""
     update_bytes: float = 0.0
     """Memory traffic of the optimizer, before FSDP shards the weights."""
 
@@ -63,6 +65,13 @@ class Profile:
 
     layer: Portion
     rest: Portion
+
+
+def with_vocabulary(config: Trainer.Config) -> Trainer.Config:
+    """Return a configuration whose model has the size of the tokenizer's vocabulary, if it has none."""
+    if config.model_spec.model.vocab_size is not None:
+        return config
+    return config.resolve(config.tokenizer.build(path=config.hf_assets_path))
 
 
 def model_of(config: Trainer.Config) -> tuple[int, int, int]:
@@ -170,7 +179,8 @@ def _portion_of(report: RankReport, dims: ParallelDims) -> Portion:
         volumes_by_role(report.work, dims),
         parameters=report.parameters * shards,
         state_bytes=states * shards,
-        passing_bytes=report.peak_bytes - at_peak,
+        passing_bytes=report.peak_bytes - at_peak - report.peak["gathered parameters"],
+        gathered_bytes=report.peak["gathered parameters"],
         update_bytes=update_bytes * shards,
     )
 
@@ -208,11 +218,11 @@ def _combine(a: Portion, b: Portion, x: float, y: float) -> Portion:
         )
         for key, volume in a.volumes.items()
     }
-    numbers = ("parameters", "state_bytes", "passing_bytes", "update_bytes")
+    numbers = ("parameters", "state_bytes", "passing_bytes", "gathered_bytes", "update_bytes")
     return Portion(+kernels, volumes, **{name: x * getattr(a, name) + y * getattr(b, name) for name in numbers})
 
 
-def scaled_kernels(portion: Portion, factor: float, batch: float = 1.0) -> Iterator[tuple[Kernel, float]]:
+def scaled_kernels(portion: Portion, factor: float, batch: float) -> Iterator[tuple[Kernel, float]]:
     """Yield a portion's kernels with their calls times `factor`, for a batch that is `batch` times as large."""
     for kernel, calls in portion.kernels.items():
         if batch != 1 and kernel.kind != "sharding":

@@ -33,8 +33,9 @@ _VERSION = 2
 
 
 def this_machine(processes: int) -> Device:
-    """Return the speed of each of `processes` that compute at the same time on this machine, measured on first use; the
-    file is in $TORCHTITAN_CACHE or ~/.cache/torchtitan."""
+    """Return the speed of each of `processes`, at most one per core, that compute at the same time on this machine,
+    measured on first use; the file is in $TORCHTITAN_CACHE or ~/.cache/torchtitan."""
+    processes = min(processes, os.cpu_count() or 1)
     threads = os.environ.get("OMP_NUM_THREADS", "")
     key = [_VERSION, platform.processor(), platform.node(), os.cpu_count(), processes, threads, torch.__version__]
     cache = Path(os.environ.get("TORCHTITAN_CACHE") or Path.home() / ".cache" / "torchtitan")
