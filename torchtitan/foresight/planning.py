@@ -195,7 +195,8 @@ def _valid_candidates(
         except UserError:
             continue
         split = split_of(candidate, dims)
-        measured = measure(split._replace(sequences=_REFERENCE_BATCH))
+        # DDP wraps layers like FSDP, but gathers nothing.
+        measured = measure(split._replace(sequences=_REFERENCE_BATCH, data_parallel="FSDP"))
         batch = split.sequences / _REFERENCE_BATCH
         yield _Candidate(candidate, dims, measured, batch, memory_of(candidate, dims, measured, batch=batch))
 

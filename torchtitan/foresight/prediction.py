@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import ceil
+from typing import Any
 
 import torch
 
@@ -90,7 +91,9 @@ def split_of(config: Trainer.Config, dims: ParallelDims) -> Split:
     parallelism, training = config.parallelism, config.training
     sequences = parallelism.pipeline_parallel_microbatch_size if dims.pp > 1 else training.local_batch_size
     mode = config.activation_checkpoint.mode
-    return Split(dims.tp, dims.cp, dims.ep, dims.etp, dims.dp_shard * dims.cp > 1, sequences, mode)
+    is_sharded, is_replicated = dims.dp_shard * dims.cp > 1, dims.dp_replicate > 1
+    wrapper: Any = "FSDP" if is_sharded else "DDP" if is_replicated else "none"
+    return Split(dims.tp, dims.cp, dims.ep, dims.etp, wrapper, sequences, mode)
 
 
 def methods_of(config: Trainer.Config, *, is_async_tp: bool = False) -> Methods:
@@ -212,6 +215,8 @@ def _volumes(
     volumes: dict[tuple[Role, CommunicationKind], Volume] = {}
     for portion, n in portions:
         for (role, kind), volume in portion.volumes.items():
+            if role == "replicas":  # see below
+                continue
             times, size = float(n * passes), batch
             if role == "FSDP":
                 times, size = float(n * sharding_passes), 1.0

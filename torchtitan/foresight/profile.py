@@ -5,7 +5,7 @@ import functools
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -33,8 +33,8 @@ class Split(NamedTuple):
     cp: int
     ep: int
     etp: int
-    is_sharded: bool
-    """Whether FSDP shards the weights."""
+    data_parallel: Literal["FSDP", "DDP", "none"]
+    """What wraps the layers. HSDP is FSDP here."""
     sequences: int
     """Windows of a micro-batch on one rank."""
     checkpointing: str
@@ -135,8 +135,10 @@ def profile(config: Trainer.Config, split: Split) -> Profile:
 
 
 def _measure(config: Trainer.Config, split: Split, n_layers: int) -> Portion:
-    shards = max(_SHARDS, split.ep * split.etp) if split.is_sharded else 1
+    shards = max(_SHARDS, split.ep * split.etp) if split.data_parallel == "FSDP" else 1
+    replicas = 2 if split.data_parallel == "DDP" else 1
     parallelism = ParallelismConfig(
+        data_parallel_replicate_degree=replicas,
         tensor_parallel_degree=split.tp,
         context_parallel_degree=split.cp,
         context_parallel_load_balancer=config.parallelism.context_parallel_load_balancer,
@@ -157,7 +159,7 @@ def _measure(config: Trainer.Config, split: Split, n_layers: int) -> Portion:
         activation_checkpoint=dataclasses.replace(config.activation_checkpoint, mode=split.checkpointing),
         compile=CompileConfig(),
     )
-    world_size = shards * split.cp * split.tp
+    world_size = replicas * shards * split.cp * split.tp
     dims = small.check_layout(world_size)
     report = try_rank(small, 0, world_size)
     return _portion_of(report, dims)

@@ -34,13 +34,13 @@ registers. Fitted to row 2 of the published runs."""
 FUSED_LAUNCHES = 0.3
 """Launches of compiled elementwise operations, relative to eager ones: about three become one kernel."""
 
-FLOAT8_EFFICIENCY = 0.85
-"""Part of the efficiency of bfloat16 products that float8 products of the same shapes reach: the same power and memory
-limit twice the rate. Fitted to row 3."""
+FLOAT8_EFFICIENCY = 0.53
+"""Part of the float8 peak that large products reach. Fitted to rows 3 and 11 of the published runs."""
 
-FLOAT8_CASTS = 1.5
-"""Passes over the operands of a product (in bfloat16) to find their largest number and to cast them; the one that
-writes half the bytes counts half."""
+FLOAT8_CASTS = 0.75
+"""Traffic to cast the operands of products to float8, relative to the traffic of the products in bfloat16: two reads,
+to find the largest number and to cast, and half a write, for operands that two or three products share. Fitted to rows
+3 and 11."""
 
 CAUSAL_PART = 0.5
 """Part of the square of attention that flash attention computes under a causal mask."""
@@ -147,18 +147,18 @@ def kernel_seconds(device: Device, kernel: Kernel, methods: Methods, float8_part
     bandwidth = device.memory_bandwidth * device.memory_efficiency
     traffic = kernel.n_bytes / bandwidth
     dtype = str(kernel.dtype).removeprefix("torch.")
+    peak = device.float32_flops if dtype == "float32" else device.bfloat16_flops
     if kernel.kind == "attention":
         passes = ATTENTION_BACKWARD if kernel.phase == "backward" else 1.0
-        return max(CAUSAL_PART * passes * kernel.flops / (device.flops(dtype) * device.attention_efficiency), traffic)
+        return max(CAUSAL_PART * passes * kernel.flops / (peak * device.attention_efficiency), traffic)
     if kernel.kind == "product":
-        seconds = max(kernel.flops / (device.flops(dtype) * device.product_efficiency), traffic)
+        computing = kernel.flops / (peak * device.product_efficiency)
+        in_float8 = kernel.flops / (device.float8_flops * FLOAT8_EFFICIENCY)
         if dtype.startswith("float8"):
-            return max(seconds / FLOAT8_EFFICIENCY, traffic)
-        if dtype == "float32" or not float8_part:
-            return seconds
-        rate = device.flops("float8") * device.product_efficiency * FLOAT8_EFFICIENCY
-        in_float8 = max(kernel.flops / rate, traffic / 2) + FLOAT8_CASTS * traffic
-        return (1 - float8_part) * seconds + float8_part * in_float8
+            return max(in_float8, traffic)
+        part = 0.0 if dtype == "float32" else float8_part
+        cast = max(in_float8, traffic / 2) + FLOAT8_CASTS * traffic
+        return (1 - part) * max(computing, traffic) + part * cast
     is_fused = methods.is_compiled and kernel.kind == "other" and kernel.phase != "update"
     return traffic * (FUSED_TRAFFIC if is_fused else 1.0)
 
