@@ -109,16 +109,17 @@ def test_published_rows_that_were_not_fitted(tmp_path: Path):
 
 @pytest.mark.slow
 def test_plan_fits_and_ranks(tmp_path: Path):
-    config = configuration(tmp_path, "--training.global_batch_size=64")
-    found = plan(config, 8, "h100")
+    words = ["--training.global_batch_size=64", "--training.seq_len=2048"]
+    device = dataclasses.replace(DEVICE, memory_gib=1.0)
+    found = plan(configuration(tmp_path, *words, config="debugmodel"), 8, device)
     rates = [option.prediction.tokens_per_second for option in found.options]
     assert rates == sorted(rates, reverse=True)
-    assert all(option.prediction.memory_gib < DEVICE.memory_gib for option in found.options)
+    assert all(option.prediction.memory_gib < device.memory_gib for option in found.options)
     assert found.n_compared > found.n_too_large > 0
     assert "slower" in found.reason(1)
     best = found.options[0]
-    words = [f"{name}={value}" for name, value in zip(best.words[::2], best.words[1::2], strict=True)]
-    again = configuration(tmp_path, *words)
+    chosen = [f"{name}={value}" for name, value in zip(best.words[::2], best.words[1::2], strict=True)]
+    again = configuration(tmp_path, *words, *chosen, config="debugmodel")
     assert again.training.resolve_global_batch_size(best.dims.dp_degree) == 64
     assert again.check_layout(8) == best.dims
 
@@ -136,9 +137,10 @@ def test_command_writes_a_configuration(tmp_path: Path, capsys: pytest.CaptureFi
 
 @pytest.mark.slow
 def test_nothing_fits(tmp_path: Path):
-    config = configuration(tmp_path, config="llama3_70b")
-    with pytest.raises(UserError, match=r"no layout fits into the .* nearest .* What may make it fit: .*devices"):
-        plan(config, 2, "h100")
+    config = configuration(tmp_path, "--training.seq_len=1024", "--model.vocab_size=65536", config="debugmodel")
+    device = dataclasses.replace(DEVICE, memory_gib=0.5)
+    with pytest.raises(UserError, match=r"no layout fits into the 0.5 GiB .* the nearest of .* fit: .*devices, "):
+        plan(config, 2, device)
 
 
 def test_devices(tmp_path: Path):

@@ -59,13 +59,9 @@ def _plan(arguments: argparse.Namespace, words: list[str]) -> int:
     for section in (resolved.config.training, resolved.config.parallelism, resolved.config.activation_checkpoint):
         section.validate()
     per_host = arguments.devices_per_host
-    logger.setLevel(logging.WARNING)
-    try:
-        found = planning.plan(
-            resolved.config, arguments.devices, device, devices_per_host=per_host, best=arguments.best
-        )
-    finally:
-        logger.setLevel(logging.INFO)
+    for log in (logger, logging.getLogger("torch.distributed.tensor")):
+        log.setLevel(logging.ERROR)  # the dry runs of many layouts would repeat themselves
+    found = planning.plan(resolved.config, arguments.devices, device, devices_per_host=per_host, best=arguments.best)
     _print(found)
     print(f"\nBest: {planning.command(words, found.options[0], per_host)}")
     if arguments.apply:

@@ -136,15 +136,16 @@ def _attention_rate() -> float:
 
 def _launch_seconds() -> float:
     """Return the time of an operation on a tensor so small that only the call counts, with its part of autograd."""
-    x = torch.rand(16, requires_grad=True)
+    x, layer = torch.rand(1, 16, requires_grad=True), torch.nn.Linear(16, 16, bias=False)
+    repeats, operations_each = 20, 8  # product, activation and sum; their gradients; the sum of the weight's gradients
 
     def operations() -> None:
         y = x
-        for _ in range(50):
-            y = y * 1.01
+        for _ in range(repeats):
+            y = F.silu(layer(y)) + y
         y.sum().backward()
 
-    return _mean_seconds(operations) / 100
+    return _mean_seconds(operations) / (repeats * operations_each)
 
 
 def _all_reduce(n: int) -> Callable[[], object]:
