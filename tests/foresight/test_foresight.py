@@ -14,7 +14,8 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.dry_run import dry_run
 from torchtitan.dry_run.work_tracker import Kernel
 from torchtitan.foresight import plan, predict
-from torchtitan.foresight.devices import DEVICES, device_in_file, device_named
+from torchtitan.foresight.device_choice import device_in_file, device_named
+from torchtitan.foresight.devices import DEVICES
 from torchtitan.foresight.output import describe
 from torchtitan.foresight.prediction import RESERVED, time_of_reports
 from torchtitan.foresight.time import CONTENTION, Group, Message, Methods, collective_seconds, step_time, with_bubble

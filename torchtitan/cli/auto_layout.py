@@ -6,7 +6,8 @@ from typing import Any
 
 import yaml
 
-from torchtitan.foresight.devices import DEVICES, Device, device_named
+from torchtitan.foresight.device_choice import device_named
+from torchtitan.foresight.devices import DEVICES, Device
 from torchtitan.foresight.planning import plan
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger

@@ -49,7 +49,7 @@ def _plan(arguments: argparse.Namespace, words: list[str]) -> int:
 
     from torchtitan.config.manager import ConfigManager
     from torchtitan.foresight import planning
-    from torchtitan.foresight.devices import device_in_file, device_named
+    from torchtitan.foresight.device_choice import device_in_file, device_named
 
     if arguments.device_file:
         device = device_in_file(Path(arguments.device_file))

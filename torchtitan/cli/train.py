@@ -77,7 +77,7 @@ def _train(args: list[str]) -> int:
 
 def _dry_run(config: Any) -> None:
     from torchtitan.dry_run import dry_run
-    from torchtitan.foresight.devices import device_in_file, device_named
+    from torchtitan.foresight.device_choice import device_in_file, device_named
     from torchtitan.foresight.output import describe
     from torchtitan.foresight.prediction import time_of_reports
 

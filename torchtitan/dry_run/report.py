@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -77,7 +77,13 @@ class RankReport:
     executed_flops: int
     """Operations of matrix products and attention on this rank, including recomputation."""
     work: Work = field(repr=False)
-    """Kernels and messages of the step; not in the file."""
+    """Kernels and messages of the step."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the numbers, without the single kernels."""
+        values = dataclasses.asdict(dataclasses.replace(self, work=Work()))
+        del values["work"]
+        return values
 
 
 def report_of(trainer: FakeTrainer) -> RankReport:
@@ -142,9 +148,7 @@ def dry_run(config: Trainer.Config, world_size: int) -> list[RankReport]:
             logger.info("rank %d: %s %s at most", rank, _shown(reports[-1].peak_bytes / size), unit)
     _print(reports)
     path = Path(config.dump_folder) / "dry_run.json"
-    ranks = [dataclasses.asdict(dataclasses.replace(report, work=Work())) for report in reports]
-    for rank_document in ranks:
-        del rank_document["work"]
+    ranks = [report.to_dict() for report in reports]
     document = {"world_size": world_size, "ranks": ranks, "config": config.to_dict()}
     durable.write(path, json.dumps(document, indent=2) + "\n")
     logger.info("the same numbers in bytes: %s", path)

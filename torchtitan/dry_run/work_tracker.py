@@ -18,6 +18,7 @@ from torchtitan.tools.torch_private import (
     is_process_group,
     storage_key,
     tree_iter,
+    written_arguments,
 )
 
 CommunicationKind = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "broadcast", "send", "receive"]
@@ -157,12 +158,8 @@ def _count_new_bytes(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, 
     """Count the bytes that an operation writes; none for views and for memory that stays uninitialized."""
     if "empty" in func.overloadpacket.__name__:
         return 0
-    if func._schema.is_mutable:
-        changed = [
-            v for v, a in zip(args, func._schema.arguments, strict=False) if a.alias_info and a.alias_info.is_write
-        ]
-        changed += [kwargs.get(a.name) for a in func._schema.arguments if a.alias_info and a.alias_info.is_write]
-        return _count_bytes(changed)
+    if written := written_arguments(func, args, kwargs):
+        return _count_bytes(written)
     old = {storage_key(tensor.untyped_storage()) for tensor in _tensors((args, kwargs))}
     return sum(_count_bytes(tensor) for tensor in _tensors(result) if storage_key(tensor.untyped_storage()) not in old)
 

@@ -5,12 +5,14 @@ import functools
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torchtitan.config import ParallelismConfig
 from torchtitan.distributed import ParallelDims
-from torchtitan.foresight.devices import Device, device_named
+from torchtitan.foresight.device_choice import device_named
+from torchtitan.foresight.devices import Device
 from torchtitan.foresight.prediction import GIB, Prediction, compose, memory_of, predict, split_of
-from torchtitan.foresight.profile import Profile, Split, profile, with_vocabulary
+from torchtitan.foresight.profile import Checkpointing, Profile, Split, profile, with_vocabulary
 from torchtitan.tools.errors import UserError
 from torchtitan.trainer import Trainer
 
@@ -29,7 +31,7 @@ _MOST_SEQUENCES = 32
 _MOST_STAGES = 16
 _SHORT = 1024
 """Windows beyond this can be shortened."""
-_CHECKPOINTING = ("none", "selective", "full")
+_CHECKPOINTING: tuple[Checkpointing, ...] = ("none", "selective", "full")
 
 
 @dataclass(frozen=True)
@@ -239,7 +241,7 @@ def _candidates(config: Trainer.Config, world_size: int, devices_per_host: int) 
                     continue
                 for shard in _shards(dp, tp * cp, devices_per_host):
                     for ep in _powers(min(experts, shard * cp * tp)):
-                        degrees = {
+                        degrees: dict[str, Any] = {
                             "data_parallel_replicate_degree": dp // shard,
                             "data_parallel_shard_degree": shard,
                             "context_parallel_degree": cp,
@@ -257,7 +259,7 @@ def _shards(dp: int, inner: int, devices_per_host: int) -> list[int]:
     return sorted({dp, 1} | ({in_host} if dp % in_host == 0 and in_host < dp else set()))
 
 
-def _batches(config: Trainer.Config, degrees: dict[str, int], dp: int) -> Iterator[Trainer.Config]:
+def _batches(config: Trainer.Config, degrees: dict[str, Any], dp: int) -> Iterator[Trainer.Config]:
     whole = config.training.global_batch_size
     pp = degrees["pipeline_parallel_degree"]
     sizes = _powers(_MOST_SEQUENCES) if pp == 1 else [pp * n for n in (1, 2, 4, 8)]

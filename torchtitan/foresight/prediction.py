@@ -13,7 +13,8 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.pipeline import PipelinePlan
 from torchtitan.dry_run.report import RankReport
 from torchtitan.dry_run.work_tracker import CommunicationKind, Kernel, Volume
-from torchtitan.foresight.devices import Device, device_named
+from torchtitan.foresight.device_choice import device_named
+from torchtitan.foresight.devices import Device
 from torchtitan.foresight.profile import (
     Portion,
     Profile,

@@ -5,7 +5,7 @@ import functools
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -26,6 +26,9 @@ _MOST_SPECIAL_LAYERS = 8
 """Layers at the beginning that may differ from the others."""
 
 
+Checkpointing = Literal["none", "full", "selective", "memory_budget"]
+
+
 class Split(NamedTuple):
     """How one micro-batch is divided, as far as the work of a layer depends on it."""
 
@@ -37,7 +40,7 @@ class Split(NamedTuple):
     """What wraps the layers. HSDP is FSDP here."""
     sequences: int
     """Windows of a micro-batch on one rank."""
-    checkpointing: str
+    checkpointing: Checkpointing
     """`activation_checkpoint.mode`."""
 
 
@@ -83,7 +86,7 @@ def model_of(config: Trainer.Config) -> tuple[int, int, int]:
 class _Hashable:
     """A configuration as the key of a cache."""
 
-    def __init__(self, model: object):
+    def __init__(self, model: Any):
         self.model, self.text = model, repr(model)
 
     def __eq__(self, other: object) -> bool:
@@ -103,7 +106,7 @@ def _model_of(key: _Hashable) -> tuple[int, int, int]:
     @functools.cache
     def count(n: int) -> int:
         with torch.device("meta"):
-            return int(dataclasses.replace(model, n_layers=n).build().num_parameters())  # type: ignore[call-overload]
+            return int(dataclasses.replace(model, n_layers=n).build().num_parameters())
 
     total = count(n_layers)
     for first in range(2, min(n_layers, 2 + _MOST_SPECIAL_LAYERS)):
@@ -122,7 +125,7 @@ def model_flops(config: Trainer.Config) -> float:
 @functools.cache
 def _model_flops(key: _Hashable, seq_len: int) -> float:
     with torch.device("meta"):
-        return float(key.model.build().flops_per_token(seq_len))  # type: ignore[attr-defined]
+        return float(key.model.build().flops_per_token(seq_len))
 
 
 def profile(config: Trainer.Config, split: Split) -> Profile:
