@@ -193,11 +193,11 @@ def offset_in_file(storage: "torch.UntypedStorage") -> int | None:
     return getattr(storage, "_checkpoint_offset", None)
 
 
-def written_arguments(func: "OpOverload", args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+def written_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """Return the arguments that an operation writes, by its schema; none if it returns only new tensors or views."""
-    written = [a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments]
-    names = [a.name for a, is_written in zip(func._schema.arguments, written, strict=True) if is_written]
-    return [a for a, is_written in zip(args, written, strict=False) if is_written] + [kwargs.get(n) for n in names]
+    by_name = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+    written = [one.name for one in func._schema.arguments if one.alias_info is not None and one.alias_info.is_write]
+    return [by_name.get(name) for name in written]
 
 
 def is_process_group(value: Any) -> bool:
