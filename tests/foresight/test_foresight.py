@@ -8,6 +8,7 @@ import torch
 import yaml
 
 from tests.foresight.published import FITTED, prediction_of, published_runs
+from torchtitan.cli.auto_layout import layout_words
 from torchtitan.cli.main import main
 from torchtitan.config.manager import ConfigManager
 from torchtitan.distributed import ParallelDims
@@ -165,6 +166,22 @@ def test_devices(tmp_path: Path):
             device_in_file(path)
     with pytest.raises(UserError, match="cannot be read"):
         device_in_file(tmp_path / "missing.yaml")
+
+
+@pytest.mark.slow
+def test_auto_writes_its_layout_and_keeps_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("torchtitan.cli.auto_layout._own_device", lambda world_size: DEVICE)
+    monkeypatch.setenv("NGPU", "1")
+    options = ["--parallelism.auto", "--training.seq_len=32", "--validator.enable=false", "--checkpoint.enable"]
+    run = ["train", "--config=debugmodel", f"--dump_folder={tmp_path}", "--checkpoint.interval=1", *options]
+    assert main([*run, "--training.steps=1"]) == 0
+    written = yaml.safe_load((tmp_path / "config.yaml").read_text())
+    assert written["parallelism"]["auto"] is False
+    assert written["training"]["global_batch_size"] == 8
+    written["training"]["local_batch_size"] = 2  # not the choice of a plan
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(written))
+    kept = layout_words(configuration(tmp_path, "--checkpoint.enable", config="debugmodel"), 1, 1)
+    assert kept[kept.index("--training.local_batch_size") + 1] == "2"
 
 
 def test_auto_needs_the_launcher(tmp_path: Path):
