@@ -21,8 +21,8 @@ FITTED = ("1", "2", "3", "11", "13", "21")
 """Rows whose numbers chose constants. The others were only predicted."""
 
 PIPELINE_MICROBATCH = 4
-"""Windows of a micro-batch in the published pipelines: unpublished. A local batch of 32 in as many micro-batches as
-ranks (8) explains both row 13's speed and its memory; fitted."""
+"""Windows of a micro-batch in the published pipelines: unpublished. A local batch of 32 in 8 micro-batches,
+the number of ranks, explains both row 13's speed and its memory; fitted."""
 
 COMPILED_LOSS = ("21", "24")
 """Rows published later, in which we assume that the loss was compiled, too: otherwise row 21 would need 20 GiB more.

@@ -113,7 +113,7 @@ class WorkTracker(Observer):
     def __init__(self) -> None:
         self.work = Work()
         self.is_updating = False
-        """Whether operations outside a backward pass belong to the phase `update`, not `forward`."""
+        """True if operations outside a backward pass belong to the phase `update`, not `forward`."""
 
     def observe(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         if func.namespace in _COMMUNICATION_NAMESPACES:

@@ -36,7 +36,7 @@ class Device:
     launch_seconds: float = 6e-6
     """Host time per operation in eager mode: dispatcher, autograd and kernel launch."""
     is_asynchronous: bool = True
-    """Whether the host runs ahead of the device, so that launches only count if there are too many of them, and
+    """True if the host runs ahead of the device, so that launches only count if there are too many of them, and
     communication overlaps with computation."""
 
 

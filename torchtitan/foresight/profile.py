@@ -30,14 +30,14 @@ Checkpointing = Literal["none", "full", "selective", "memory_budget"]
 
 
 class Split(NamedTuple):
-    """How one micro-batch is divided, as far as the work of a layer depends on it."""
+    """Division of a micro-batch, as far as the work of a layer depends on it."""
 
     tp: int
     cp: int
     ep: int
     etp: int
     data_parallel: Literal["FSDP", "DDP", "none"]
-    """What wraps the layers. HSDP is FSDP here."""
+    """Wrapper of the layers. HSDP is FSDP here."""
     sequences: int
     """Windows of a micro-batch on one rank."""
     checkpointing: Checkpointing

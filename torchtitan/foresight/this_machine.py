@@ -1,4 +1,4 @@
-"""Speed of this machine's CPU, measured in a few seconds by as many processes as will train, and kept in a file."""
+"""Speed of this machine's CPU, measured in a few seconds by the number of processes that train, and kept in a file."""
 
 import hashlib
 import json
@@ -62,7 +62,7 @@ def _measure_together(processes: int) -> Device:
 
 
 def measure(processes: int) -> Device:
-    """Measure the speed of this process, beside the other ranks of the process group."""
+    """Measure the speed of this process, while the other ranks measure of the process group."""
     torch.manual_seed(0)
     gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
     products = {dtype: _products_rate(dtype) for dtype in (torch.float32, torch.bfloat16)}

@@ -22,7 +22,7 @@ Part = Literal[
     "optimizer",
     "launches",
 ]
-"""What a step spends time on. Communication counts as far as no computation hides it."""
+"""Kinds of a step's time. Communication counts as far as no computation hides it."""
 
 Role = Literal["FSDP", "tensor parallel", "context parallel", "expert parallel", "replicas", "pipeline", "all"]
 """Why ranks communicate."""
@@ -93,7 +93,7 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True)
 class Methods:
-    """How a step computes, as far as the counted operations do not show it."""
+    """Methods of computation, as far as the counted operations do not show it."""
 
     is_compiled: bool = False
     uses_float8: bool = False
@@ -142,8 +142,8 @@ def collective_seconds(device: Device, kind: CommunicationKind, group: Group, n_
 
 
 def kernel_seconds(device: Device, kernel: Kernel, methods: Methods, float8_part: float) -> float:
-    """Return the time of one kernel on the device, without its launch: computation or memory traffic, whichever takes
-    longer. `float8_part` is the part of the products that is computed in float8."""
+    """Return the time of one kernel on the device, without its launch: the longer of computation and memory
+    traffic. `float8_part` is the part of the products that is computed in float8."""
     bandwidth = device.memory_bandwidth * device.memory_efficiency
     traffic = kernel.n_bytes / bandwidth
     dtype = str(kernel.dtype).removeprefix("torch.")
