@@ -297,7 +297,7 @@ def test_a_cache_serves_other_layouts(folder, cache, tmp_path, degrees):
 
 
 def test_a_cache_of_something_else_is_rejected(folder, cache, tmp_path):
-    lacks = r"--teacher\.cache lacks .*; write it with --teacher\.path, or use the data, tokenizer, --training"
+    lacks = r"--teacher\.cache .* lacks a window of this run; write it with --teacher\.path, or use the data, tokenizer"
     for options, message in (
         ({"teacher__path": "", "teacher__cache": tmp_path}, lacks),
         (

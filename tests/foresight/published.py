@@ -99,6 +99,7 @@ def configuration(run: Run, folder: str) -> Trainer.Config:
         "training.seq_len": run.seq_len,
         "activation_checkpoint.mode": run.activation_checkpoint,
         "compile.enable": str(run.compile).lower(),
+        "parallelism.enable_async_tensor_parallel": str(run.async_tp).lower(),
         "parallelism.tensor_parallel_degree": degrees.get("tp", 1),
         "parallelism.pipeline_parallel_degree": degrees.get("pp", 1),
         "parallelism.pipeline_parallel_schedule": run.schedule or "1F1B",
@@ -120,7 +121,7 @@ def configuration(run: Run, folder: str) -> Trainer.Config:
 def prediction_of(run: Run) -> Prediction:
     with tempfile.TemporaryDirectory() as folder:
         config = configuration(run, folder)
-        return predict(config, run.gpus, DEVICES[run.device], is_async_tp=run.async_tp)
+        return predict(config, run.gpus, DEVICES[run.device])
 
 
 def main() -> None:

@@ -239,7 +239,7 @@ def _show(options: argparse.Namespace, resolved: "ResolvedConfig") -> None:
 
 
 def _ledger_line(path: Path, step: int) -> dict[str, Any]:
-    """Return a step's ledger entry. Raise `UserError` if there is none, for example because the step was not taken."""
+    """Return a step's ledger entry. Raise `UserError` if there is none."""
     steps, damaged = [], []
     try:
         with path.open(encoding="utf-8", errors="replace") as lines:
@@ -253,8 +253,6 @@ def _ledger_line(path: Path, step: int) -> dict[str, Any]:
                     damaged.append(number)
     except OSError as error:
         raise UserError(f"'{path}' cannot be read: {error.strerror}") from error
-    if steps and steps[0] < step < steps[-1] and not damaged:
-        raise UserError(f"step {step} was not taken: its loss or its gradients were not finite (training.on_nonfinite)")
     known = f"has the steps {steps[0]} to {steps[-1]}" if steps else "has no steps"
     unread = f", and line {damaged[0]} of it is damaged" if damaged else ""
     raise UserError(f"there is no step {step}: '{path}' {known}{unread}")

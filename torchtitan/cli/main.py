@@ -26,6 +26,7 @@ _COMMANDS = {
     "inspect": ("inspect_checkpoint:inspect_checkpoint", "show the contents of a checkpoint, and verify it"),
     "convert": ("convert:convert", "write a checkpoint in another format (hf, meta, dcp)"),
     "download": ("download:download", "download a model from the Hugging Face Hub"),
+    "report": ("report:report", "write a page about runs: curves, time, incidents, configuration (or --text)"),
     "ls": ("ls:ls", "list modules, their configurations and flavors"),
     "new": ("new:new", "create an experiment or a training script"),
 }

@@ -11,8 +11,8 @@ from typing import Any
 from torchtitan.cli.launch import Hosts, environment_number, launch
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import init_logger
-from torchtitan.tools.process import COMMAND_VARIABLE
-from torchtitan.train import exit_code_of, log_message, run
+from torchtitan.tools.process import COMMAND_VARIABLE, use_expandable_segments
+from torchtitan.train import exit_code_of, log_message, run, with_fitting_mode
 
 PROGRAM_VARIABLE = "TORCHTITAN_PROGRAM"
 """Environment variable with the user's command if a script calls `torchtitan train`."""
@@ -39,6 +39,7 @@ def train(args: Sequence[str]) -> int:
     os.environ[COMMAND_VARIABLE] = _command(args)
     # Garbage collection only slows down the import of torch.
     gc.disable()
+    use_expandable_segments()
     try:
         return _train(list(args))
     except Exception as error:
@@ -68,10 +69,13 @@ def _train(args: list[str]) -> int:
         args = [*args, *layout_words(resolved.config, hosts.count * processes, processes)]
         resolved = ConfigManager().parse_args(args)
     resolved.config.check(hosts.count * processes)
+    fitting = with_fitting_mode(resolved, hosts.count * processes)
     max_restarts = _max_restarts(hosts)
     if hosts.count * processes > 1 or max_restarts > 0:
+        if fitting is not resolved:
+            args = [*args, f"--activation_checkpoint.mode={fitting.config.activation_checkpoint.mode}"]
         return launch(args, hosts=hosts, processes=processes, max_restarts=max_restarts)
-    run(resolved)
+    run(fitting)
     return 0
 
 

@@ -130,6 +130,10 @@ class ParallelismConfig:
     """Under tensor parallelism, gather hidden states and output weights and compute the whole loss on every rank,
     instead of splitting it by vocabulary. For a custom loss that needs full logits."""
 
+    enable_async_tensor_parallel: bool = False
+    """Let the compiler split collectives of tensor parallelism into parts that overlap with matrix products. Needs a
+    compiled model, and GPUs of one host that reach each other's memory (NVLink)."""
+
     context_parallel_degree: int = 1
     """Ranks that split each sequence. Each rank computes its part of the tokens, and gathers all keys and values."""
 
@@ -196,9 +200,10 @@ class ParallelismConfig:
 class ActivationCheckpointConfig:
     """Activation checkpointing: recompute forward results in the backward pass instead of keeping them."""
 
-    mode: Literal["none", "full", "selective", "memory_budget"] = "none"
+    mode: Literal["none", "full", "selective", "memory_budget", "auto"] = "none"
     """`none` keeps everything; `full` keeps only each layer's input; `selective` follows `selective_option`;
-    `memory_budget` lets the compiler choose (needs --compile.enable)."""
+    `memory_budget` lets the compiler choose (needs --compile.enable); `auto` chooses the first of none, selective and
+    full with which a step fits in the GPU's memory, by dry runs before the start (without a GPU: none)."""
 
     selective_option: str = "op"
     """`op`: keep the results of attention, reduce-scatter, all-to-all, and every second matrix product. A number n:

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -89,6 +89,8 @@ class RankReport:
 def report_of(trainer: FakeTrainer) -> RankReport:
     memory, dims = trainer.memory, trainer.parallel_dims
     not_on_device = ON_HOST if trainer.config.training.enable_cpu_offload else ()
+    if trainer.config.optimizer.name == "AdamWOffload":
+        not_on_device = (*not_on_device, "optimizer")
     in_use = memory.use().by_kind
     peak = memory.peak(without=not_on_device)
     plan = trainer.pipeline_plan
@@ -133,19 +135,18 @@ def dry_run(config: Trainer.Config, world_size: int) -> list[RankReport]:
     _check(config)
     dry_config = without_data(config)
     dry_config.check(world_size, dry_run=True)
-    spec, training = config.model_spec, config.training
+    spec, training, mode = config.model_spec, config.training, config.activation_checkpoint.mode
     logger.info(
         f"{spec.name} {spec.flavor} on {world_size} ranks ({dry_config.check_layout(world_size)}): local batch "
         f"{training.local_batch_size} x {training.seq_len} tokens, activation checkpointing "
-        f"{config.activation_checkpoint.mode}, computed in {training.mixed_precision_param}"
+        f"{'selective' if mode == 'auto' else mode}, computed in {training.mixed_precision_param}"
     )
-    pipeline_degree = config.parallelism.pipeline_parallel_degree
     reports = []
-    for rank in range(0, world_size, world_size // pipeline_degree):
-        reports.append(try_rank(dry_config, rank, world_size))
-        if pipeline_degree > 1:
-            unit, size = _unit(reports[-1].peak_bytes, _BYTES)
-            logger.info("rank %d: %s %s at most", rank, _shown(reports[-1].peak_bytes / size), unit)
+    for report in reports_of(config, world_size):
+        reports.append(report)
+        if config.parallelism.pipeline_parallel_degree > 1:
+            unit, size = _unit(report.peak_bytes, _BYTES)
+            logger.info("rank %d: %s %s at most", report.rank, _shown(report.peak_bytes / size), unit)
     _print(reports)
     path = Path(config.dump_folder) / "dry_run.json"
     ranks = [report.to_dict() for report in reports]
@@ -169,8 +170,14 @@ def _check(config: Trainer.Config) -> None:
         logger.warning("--compile.enable is ignored: a dry run shows the numbers of a run without compilation")
 
 
-def try_rank(config: Trainer.Config, rank: int, world_size: int) -> RankReport:
-    """Simulate one step of one rank, with a checked result of `without_data`."""
+def reports_of(config: Trainer.Config, world_size: int) -> Iterator[RankReport]:
+    """Simulate one step on each rank with different pipeline stages, without output."""
+    dry_config = without_data(config)
+    for rank in range(0, world_size, world_size // config.parallelism.pipeline_parallel_degree):
+        yield _try_rank(dry_config, rank, world_size)
+
+
+def _try_rank(config: Trainer.Config, rank: int, world_size: int) -> RankReport:
     exception_hook = sys.excepthook  # each process group prefixes a traceback with its rank
     if world_size > 1:
         dist.init_process_group("fake", rank=rank, world_size=world_size)

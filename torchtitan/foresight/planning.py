@@ -11,13 +11,10 @@ from torchtitan.config import ParallelismConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.foresight.device_choice import device_named
 from torchtitan.foresight.devices import Device
-from torchtitan.foresight.prediction import GIB, Prediction, compose, memory_of, predict, split_of
+from torchtitan.foresight.prediction import GIB, USABLE, Prediction, compose, memory_of, predict, split_of
 from torchtitan.foresight.profile import Checkpointing, Profile, Split, profile, with_vocabulary
 from torchtitan.tools.errors import UserError
 from torchtitan.trainer import Trainer
-
-_USABLE = 0.95
-"""Part of a device's memory that a plan fills; the rest is for the CUDA context and NCCL."""
 
 _LEAST_TOKENS = 4096
 """Tokens of a window that context parallelism leaves to each rank: below, it communicates more and saves little."""
@@ -149,7 +146,7 @@ def plan(
             f"--seq_len {config.training.seq_len} and --global_batch_size {config.training.global_batch_size}: another "
             "number of devices, a power of 2, or a multiple of it as the global batch may be"
         )
-    limit = _USABLE * device.memory_gib * GIB
+    limit = USABLE * device.memory_gib * GIB
     fitting = [
         Option(
             one.config, one.dims, compose(one.config, one.dims, device, one.measured, devices_per_host, batch=one.batch)
@@ -212,7 +209,7 @@ def _nothing_fits(
     measure: _Measure,
 ) -> str:
     nearest = min(candidates, key=lambda one: one.memory_bytes)
-    limit = _USABLE * device.memory_gib * GIB
+    limit = USABLE * device.memory_gib * GIB
     remedies = []
     for factor in (2, 4, 8, 16, 32, 64):
         larger = _valid_candidates(config, factor * world_size, devices_per_host, measure)
@@ -249,6 +246,7 @@ def _candidates(config: Trainer.Config, world_size: int, devices_per_host: int) 
                             "pipeline_parallel_degree": pp,
                             "expert_parallel_degree": ep,
                             "expert_tensor_parallel_degree": 1,
+                            "enable_async_tensor_parallel": config.parallelism.enable_async_tensor_parallel and tp > 1,
                         }
                         yield from _batches(config, degrees, dp)
 

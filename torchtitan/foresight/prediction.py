@@ -16,6 +16,7 @@ from torchtitan.dry_run.work_tracker import CommunicationKind, Kernel, Volume
 from torchtitan.foresight.device_choice import device_named
 from torchtitan.foresight.devices import Device
 from torchtitan.foresight.profile import (
+    Checkpointing,
     Portion,
     Profile,
     Split,
@@ -30,6 +31,9 @@ from torchtitan.foresight.time import Group, Message, Methods, Role, StepTime, s
 from torchtitan.trainer import Trainer
 
 GIB = 2**30
+
+USABLE = 0.95
+"""Part of a device's memory that PyTorch may reserve; the CUDA context and NCCL take the rest."""
 
 RESERVED = {False: 1.2, True: 1.12}
 """Reserved by the allocator, relative to allocated memory, in eager mode and compiled: gaps between blocks, with CUDA's
@@ -66,7 +70,6 @@ def predict(
     device: Device | str = "h100",
     *,
     devices_per_host: int = 8,
-    is_async_tp: bool = False,
 ) -> Prediction:
     """Predict the step of a run.
 
@@ -75,7 +78,6 @@ def predict(
         world_size: devices of the run.
         device: a device, or its name in `DEVICES`.
         devices_per_host: devices that are connected by fast links.
-        is_async_tp: whether products overlap with tensor-parallel communication.
 
     Raises:
         UserError: for an impossible layout, or a model without repeated layers.
@@ -83,8 +85,18 @@ def predict(
     config = with_vocabulary(config)
     device = device_named(device, world_size) if isinstance(device, str) else device
     dims = config.check_layout(world_size)
+    if config.activation_checkpoint.mode == "auto":
+        modes = [with_checkpointing(config, mode) for mode in ("none", "selective", "full")]
+        predictions = [predict(one, world_size, device, devices_per_host=devices_per_host) for one in modes]
+        return next((one for one in predictions if one.memory_gib <= USABLE * device.memory_gib), predictions[-1])
     split = split_of(config, dims)
-    return compose(config, dims, device, profile(config, split), devices_per_host, is_async_tp=is_async_tp)
+    return compose(config, dims, device, profile(config, split), devices_per_host)
+
+
+def with_checkpointing(config: Trainer.Config, mode: Checkpointing) -> Trainer.Config:
+    """Return a copy with another mode of activation checkpointing."""
+    checkpointing = dataclasses.replace(config.activation_checkpoint, mode=mode)
+    return dataclasses.replace(config, activation_checkpoint=checkpointing)
 
 
 def split_of(config: Trainer.Config, dims: ParallelDims) -> Split:
@@ -97,12 +109,13 @@ def split_of(config: Trainer.Config, dims: ParallelDims) -> Split:
     return Split(dims.tp, dims.cp, dims.ep, dims.etp, wrapper, sequences, mode)
 
 
-def methods_of(config: Trainer.Config, *, is_async_tp: bool = False) -> Methods:
+def methods_of(config: Trainer.Config) -> Methods:
     """Return how a configuration computes."""
     converters = [one for one in config.model_converters if isinstance(one, Float8LinearConverter.Config)]
     float8 = next((one for one in converters if not one.emulate), None)
     is_compiled = config.compile.enable and "model" in config.compile.components
-    return Methods(is_compiled, float8 is not None, bool(float8 and float8.fsdp_float8_all_gather), is_async_tp)
+    is_async = config.parallelism.enable_async_tensor_parallel
+    return Methods(is_compiled, float8 is not None, bool(float8 and float8.fsdp_float8_all_gather), is_async)
 
 
 def float8_part(config: Trainer.Config, methods: Methods) -> float:
@@ -124,10 +137,9 @@ def compose(
     devices_per_host: int,
     *,
     batch: float = 1.0,
-    is_async_tp: bool = False,
 ) -> Prediction:
     """Predict a run from the profile of a layer; its micro-batch is `batch` times that of the profile."""
-    methods = methods_of(config, is_async_tp=is_async_tp)
+    methods = methods_of(config)
     part = float8_part(config, methods)
     pipeline = pipeline_of(config, dims)
     global_batch = config.training.resolve_global_batch_size(dims.dp_degree)

@@ -12,8 +12,7 @@ import torch
 from torchtitan.components.quantization.float8 import Float8LinearConverter
 from torchtitan.config import CompileConfig, ParallelismConfig
 from torchtitan.distributed import ParallelDims
-from torchtitan.dry_run.fake_trainer import without_data
-from torchtitan.dry_run.report import RankReport, axis_of, try_rank
+from torchtitan.dry_run.report import RankReport, axis_of, reports_of
 from torchtitan.dry_run.work_tracker import Channel, CommunicationKind, Kernel, Volume, Work
 from torchtitan.foresight.time import Role
 from torchtitan.tools.errors import UserError
@@ -26,7 +25,7 @@ _MOST_SPECIAL_LAYERS = 8
 """Layers at the beginning that may differ from the others."""
 
 
-Checkpointing = Literal["none", "full", "selective", "memory_budget"]
+Checkpointing = Literal["none", "full", "selective", "memory_budget", "auto"]
 
 
 class Split(NamedTuple):
@@ -152,7 +151,7 @@ def _measure(config: Trainer.Config, split: Split, n_layers: int) -> Portion:
     )
     spec = config.model_spec
     small = dataclasses.replace(
-        without_data(config),
+        config,
         model_spec=dataclasses.replace(spec, model=dataclasses.replace(spec.model, n_layers=n_layers)),  # type: ignore[call-arg]
         model_converters=[one for one in config.model_converters if not isinstance(one, Float8LinearConverter.Config)],
         parallelism=parallelism,
@@ -164,7 +163,7 @@ def _measure(config: Trainer.Config, split: Split, n_layers: int) -> Portion:
     )
     world_size = replicas * shards * split.cp * split.tp
     dims = small.check_layout(world_size)
-    report = try_rank(small, 0, world_size)
+    (report,) = reports_of(small, world_size)
     return _portion_of(report, dims)
 
 

@@ -71,6 +71,11 @@ def device_description(device: torch.device) -> str:
     return f"CPU, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"
 
 
+def total_memory() -> int:
+    """Return the bytes of memory of this process's GPU."""
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+
+
 def memory_gib(device: torch.device) -> float:
     """Return the GiB of memory used: on CUDA, the peak that PyTorch's allocator has reserved; on MPS, the driver's
     current allocation (it keeps no peak); on CPU, the peak resident set of this process."""

@@ -70,6 +70,9 @@ _SOURCES = {
     # Pins existing memory; `Tensor.pin_memory` copies.
     "pin_memory": "torch.cuda._pin_memory_utils",
     "unpin_memory": "torch.cuda._pin_memory_utils",
+    # The mathematics of `torch.optim.Muon`, which cannot divide it among ranks.
+    "orthogonalize": "torch.optim._muon:_zeropower_via_newtonschulz",
+    "adjusted_lr": "torch.optim._muon:_adjust_lr",
     # The number of the backward pass in progress, or -1; hooks need a tensor that takes part in it.
     "current_backward_pass": "torch._C:_current_graph_task_id",
 }
@@ -139,6 +142,27 @@ def attention_operations() -> list[Any]:
         torch.ops.higher_order.flex_attention,
         torch.ops.torch_attn._varlen_attn.default,
     ]
+
+
+def fuse_collectives_with_products(group: str) -> None:
+    """Let the compiler fuse collectives of a process group, by name, with matrix products, in memory that ranks share."""
+    import warnings
+
+    import torch._inductor.config
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+    torch._inductor.config._micro_pipeline_tp = True
+    with warnings.catch_warnings():
+        # PyTorch 2.13 calls it deprecated, but its compiler fuses only groups for which it was called.
+        warnings.simplefilter("ignore", FutureWarning)
+        enable_symm_mem_for_group(group)
+
+
+def choose_compiled_code_by_age() -> None:
+    """Let a compiled function use the oldest of its code that fits the inputs, in place of the latest used code."""
+    import torch
+
+    torch._C._dynamo.eval_frame._set_lru_cache(False)  # type: ignore[attr-defined]
 
 
 def communication_operations() -> list[Any]:

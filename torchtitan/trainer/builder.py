@@ -21,6 +21,7 @@ from torchtitan.components.tokenizer.auto_tokenizer import warn_of_different_ids
 from torchtitan.config import Configurable
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.compile import compile_loss
+from torchtitan.distributed.phases import PhaseClock, mark_gathering
 from torchtitan.distributed.pipeline import Pipeline, PipelinePlan, take_stage
 from torchtitan.distributed.process_group import init_process_group
 from torchtitan.protocols import BaseModel, ModelConverter, ModelSpec
@@ -44,6 +45,7 @@ class RunBuilder(Configurable):
 
     config: Config
     device: torch.device
+    phases: PhaseClock
     folder_lock: FolderLock | None
     parallel_dims: ParallelDims
     mesh: DeviceMesh | None
@@ -209,7 +211,7 @@ class RunBuilder(Configurable):
     def shard(self, part: nn.Module, spec: ModelSpec, *, offloaded: bool = False) -> nn.Module:
         """Apply all parallelisms except pipelines to a model of `spec`, or a stage of it."""
         training = self.config.training
-        return spec.parallelize(
+        sharded = spec.parallelize(
             part,
             parallel_dims=self.parallel_dims,
             mesh=self.mesh,
@@ -219,6 +221,8 @@ class RunBuilder(Configurable):
             activation_checkpoint=self.config.activation_checkpoint,
             compile=self.config.compile,
         )
+        mark_gathering(sharded, self.phases)
+        return sharded
 
     def init_weights(self) -> None:
         """Allocate the parameters. Initialize a model unless there are weights to load: then `load_checkpoint` draws
