@@ -11,7 +11,7 @@ from torchtitan.config import ParallelismConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.foresight.device_choice import device_named
 from torchtitan.foresight.devices import Device
-from torchtitan.foresight.prediction import GIB, USABLE, Prediction, compose, memory_of, predict, split_of
+from torchtitan.foresight.prediction import GIB, USABLE, Prediction, compose, layout_of, memory_of, predict, split_of
 from torchtitan.foresight.profile import Checkpointing, Profile, Split, profile, with_vocabulary
 from torchtitan.tools.errors import UserError
 from torchtitan.trainer import Trainer
@@ -190,7 +190,7 @@ def _valid_candidates(
 ) -> Iterator[_Candidate]:
     for candidate in _candidates(config, world_size, devices_per_host):
         try:
-            dims = candidate.check_layout(world_size)
+            dims = layout_of(candidate, world_size)
         except UserError:
             continue
         split = split_of(candidate, dims)

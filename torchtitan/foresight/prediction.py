@@ -84,13 +84,19 @@ def predict(
     """
     config = with_vocabulary(config)
     device = device_named(device, world_size) if isinstance(device, str) else device
-    dims = config.check_layout(world_size)
+    dims = layout_of(config, world_size)
     if config.activation_checkpoint.mode == "auto":
         modes = [with_checkpointing(config, mode) for mode in ("none", "selective", "full")]
         predictions = [predict(one, world_size, device, devices_per_host=devices_per_host) for one in modes]
         return next((one for one in predictions if one.memory_gib <= USABLE * device.memory_gib), predictions[-1])
     split = split_of(config, dims)
     return compose(config, dims, device, profile(config, split), devices_per_host)
+
+
+def layout_of(config: Trainer.Config, world_size: int) -> ParallelDims:
+    """Return the degrees of a run on other devices than those of this host. Raise `UserError` if they do not fit."""
+    without = dataclasses.replace(config.parallelism, enable_async_tensor_parallel=False)  # needs a GPU here
+    return dataclasses.replace(config, parallelism=without).check_layout(world_size)
 
 
 def with_checkpointing(config: Trainer.Config, mode: Checkpointing) -> Trainer.Config:
@@ -189,7 +195,7 @@ def time_of_reports(
 ) -> Prediction:
     """Predict the step of a dry run from all of its operations."""
     config = with_vocabulary(config)
-    dims = config.check_layout(world_size)
+    dims = layout_of(config, world_size)
     methods = dataclasses.replace(methods_of(config), float8_gather=False)  # counted as they are
     times = []
     for report in reports:
