@@ -31,6 +31,14 @@ _SHORT = 1024
 _CHECKPOINTING: tuple[Checkpointing, ...] = ("none", "selective", "full")
 
 
+LAYOUT = (
+    *("data_parallel_replicate_degree", "data_parallel_shard_degree", "context_parallel_degree"),
+    *("tensor_parallel_degree", "pipeline_parallel_degree", "expert_parallel_degree"),
+    *("pipeline_parallel_microbatch_size", "pipeline_parallel_schedule"),
+)
+"""Options of `parallelism` that a plan chooses."""
+
+
 @dataclass(frozen=True)
 class Option:
     """A layout with its prediction."""
@@ -42,30 +50,15 @@ class Option:
     @property
     def words(self) -> list[str]:
         """Options of the command line that select this layout."""
-        parallelism, training = self.config.parallelism, self.config.training
-        default = ParallelismConfig()
-        degrees = {
-            "data_parallel_replicate_degree": self.dims.dp_replicate,
-            "data_parallel_shard_degree": self.dims.dp_shard,
-            "context_parallel_degree": self.dims.cp,
-            "tensor_parallel_degree": self.dims.tp,
-            "pipeline_parallel_degree": self.dims.pp,
-            "expert_parallel_degree": self.dims.ep,
-        }
-        if self.dims.pp > 1:
-            degrees["pipeline_parallel_microbatch_size"] = parallelism.pipeline_parallel_microbatch_size
-        words = [
-            word
-            for name, degree in degrees.items()
-            if degree != getattr(default, name)
-            for word in (f"--parallelism.{name}", str(degree))
-        ]
-        if self.dims.pp > 1:
-            words += ["--parallelism.pipeline_parallel_schedule", parallelism.pipeline_parallel_schedule]
-        words += ["--training.local_batch_size", str(training.local_batch_size)]
-        if training.global_batch_size != -1:
-            words += ["--training.global_batch_size", str(training.global_batch_size)]
-        return [*words, "--activation_checkpoint.mode", self.config.activation_checkpoint.mode]
+        default, chosen = ParallelismConfig(), self.config.parallelism
+        names = [name for name in LAYOUT if getattr(chosen, name) != getattr(default, name)]
+        training = {"local_batch_size": self.config.training.local_batch_size}
+        if (whole := self.config.training.global_batch_size) != -1:
+            training["global_batch_size"] = whole
+        values = {f"--parallelism.{name}": getattr(chosen, name) for name in names}
+        values |= {f"--training.{name}": value for name, value in training.items()}
+        values["--activation_checkpoint.mode"] = self.config.activation_checkpoint.mode
+        return [str(word) for pair in values.items() for word in pair]
 
     @property
     def name(self) -> str:
