@@ -145,6 +145,12 @@ def test_nothing_fits(tmp_path: Path):
         plan(config, 2, device)
 
 
+def test_mistake_on_the_command_line_is_one_line(capsys: pytest.CaptureFixture[str]):
+    assert main(["plan", "--devices=2", "--device=h1000"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("torchtitan plan: unknown device 'h1000' (there are: h100, ")
+
+
 def test_devices(tmp_path: Path):
     with pytest.raises(UserError, match="unknown device 'h1000' .*h200.*--device_file"):
         device_named("h1000", 1)

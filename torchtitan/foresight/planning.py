@@ -5,7 +5,7 @@ import functools
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torchtitan.config import ParallelismConfig
 from torchtitan.distributed import ParallelDims
@@ -41,7 +41,7 @@ LAYOUT = (
 
 @dataclass(frozen=True)
 class Option:
-    """A layout with its prediction."""
+    """A valid layout with its prediction."""
 
     config: Trainer.Config
     dims: ParallelDims
@@ -132,7 +132,7 @@ def plan(
     config = with_vocabulary(config)
     device = device_named(device, world_size) if isinstance(device, str) else device
     measure = functools.cache(functools.partial(profile, config))
-    candidates = list(_valid_candidates(config, world_size, devices_per_host, measure))
+    candidates = list(_valid_candidates(config, world_size, device, devices_per_host, measure))
     if not candidates:
         raise UserError(
             f"no layout of {world_size} devices is valid for {config.model_spec.name} {config.model_spec.flavor} with "
@@ -140,13 +140,7 @@ def plan(
             "number of devices, a power of 2, or a multiple of it as the global batch may be"
         )
     limit = USABLE * device.memory_gib * GIB
-    fitting = [
-        Option(
-            one.config, one.dims, compose(one.config, one.dims, device, one.measured, devices_per_host, batch=one.batch)
-        )
-        for one in candidates
-        if one.memory_bytes <= limit
-    ]
+    fitting = [Option(one.config, one.dims, one.predict()) for one in candidates if one.memory_bytes <= limit]
     fitting.sort(key=lambda option: (-option.prediction.tokens_per_second, option.prediction.memory_bytes))
     chosen: dict[tuple[object, ...], Option] = {}
     for option in fitting:
@@ -163,23 +157,20 @@ def plan(
     return Plan(ranked, device, world_size, len(candidates), len(candidates) - len(fitting))
 
 
-@dataclass(frozen=True)
-class _Candidate:
-    """A valid layout, the profile that predicts it, and its memory."""
+class _Candidate(NamedTuple):
+    """A valid layout, its memory, and the function that predicts it."""
 
     config: Trainer.Config
     dims: ParallelDims
-    measured: Profile
-    batch: float
-    """Size of its micro-batch, relative to the profile's."""
     memory_bytes: float
+    predict: Callable[[], Prediction]
 
 
 _Measure = Callable[[Split], Profile]
 
 
 def _valid_candidates(
-    config: Trainer.Config, world_size: int, devices_per_host: int, measure: _Measure
+    config: Trainer.Config, world_size: int, device: Device, devices_per_host: int, measure: _Measure
 ) -> Iterator[_Candidate]:
     for candidate in _candidates(config, world_size, devices_per_host):
         try:
@@ -190,7 +181,8 @@ def _valid_candidates(
         # DDP wraps layers like FSDP, but gathers nothing.
         measured = measure(split._replace(sequences=_REFERENCE_BATCH, data_parallel="FSDP"))
         batch = split.sequences / _REFERENCE_BATCH
-        yield _Candidate(candidate, dims, measured, batch, memory_of(candidate, dims, measured, batch=batch))
+        predict_it = functools.partial(compose, candidate, dims, device, measured, devices_per_host, batch=batch)
+        yield _Candidate(candidate, dims, memory_of(candidate, dims, measured, batch=batch), predict_it)
 
 
 def _nothing_fits(
@@ -205,7 +197,7 @@ def _nothing_fits(
     limit = USABLE * device.memory_gib * GIB
     remedies = []
     for factor in (2, 4, 8, 16, 32, 64):
-        larger = _valid_candidates(config, factor * world_size, devices_per_host, measure)
+        larger = _valid_candidates(config, factor * world_size, device, devices_per_host, measure)
         if any(one.memory_bytes <= limit for one in larger):
             remedies.append(f"{factor * world_size} devices")
             break
