@@ -101,9 +101,8 @@ class Plan:
         return f"{slowdown:.1%} slower" + (f": {', '.join(causes)}" if causes else "")
 
 
-def _per_token(prediction: Prediction, part: object) -> float:
-    seconds = prediction.time.parts.get(part, 0.0)  # type: ignore[call-overload]
-    return float(seconds / (prediction.tokens_per_second * prediction.seconds))
+def _per_token(prediction: Prediction, part: str) -> float:
+    return prediction.time.parts.get(part, 0.0) / (prediction.tokens_per_second * prediction.seconds)
 
 
 def plan(
