@@ -140,8 +140,8 @@ def test_command_writes_a_configuration(tmp_path: Path, capsys: pytest.CaptureFi
 @pytest.mark.slow
 def test_nothing_fits(tmp_path: Path):
     config = configuration(tmp_path, "--training.seq_len=1024", "--model.vocab_size=65536", config="debugmodel")
-    device = dataclasses.replace(DEVICE, memory_gib=0.5)
-    with pytest.raises(UserError, match=r"no layout fits into the 0.5 GiB .* the nearest of .* fit: .*devices, "):
+    device = dataclasses.replace(DEVICE, memory_gib=0.15)
+    with pytest.raises(UserError, match=r"no layout fits into the 0.1 GiB .* the nearest of .* fit: .*devices, "):
         plan(config, 2, device)
 
 
