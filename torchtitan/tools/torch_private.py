@@ -145,7 +145,7 @@ def attention_operations() -> list[Any]:
 
 
 def fuse_collectives_with_products(group: str) -> None:
-    """Let the compiler fuse collectives of a process group, by name, with matrix products, in memory that ranks share."""
+    """Let the compiler fuse collectives of a process group, by name, with matrix products; ranks share memory."""
     import warnings
 
     import torch._inductor.config
