@@ -87,13 +87,13 @@ def test_terminal_shows_a_bar_below_whole_log_lines(tmp_path, monkeypatch, seed)
     terminal = Terminal(monkeypatch)
     init_logger()
     handler = logger.handlers[0]
-    stream, config = handler.stream, tiny_config(tmp_path, debug__seed=seed)
+    emit, config = handler.emit, tiny_config(tmp_path, debug__seed=seed)
     if seed == 7:
         with pytest.raises(RuntimeError, match="stopped here"):
             run(config, Talkative)
     else:
         run(config, Talkative)
-    assert handler.stream is stream is sys.stderr
+    assert handler.emit == emit
     text = terminal.close()
     bars = re.findall(
         r"step (\d)/4 +\S+ .*?([▁-█]+) loss (\d+\.\d+) +([\d,]+) tokens/s", re.sub(r"\x1b\[[\d;]*m", "", text)
