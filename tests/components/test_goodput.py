@@ -74,11 +74,11 @@ def test_killed_run_continues_its_events(tmp_path):
     with open(tmp_path / EVENTS, "a") as file:
         file.write('{"event": "progr')  # the process was killed while it wrote
     assert session(0) == 2  # killed before its first checkpoint
-    assert read_json_lines(tmp_path / EVENTS)[1] == [2]
+    assert read_json_lines(tmp_path / EVENTS, bool)[1] == [2]
     assert session(7, ended=True) == 4
     assert session(8, ended=True) == 6  # extended
     assert session(0) == 1  # a fresh run
-    assert len(read_json_lines(tmp_path / "events-1.jsonl")[0]) == 6
+    assert len(read_json_lines(tmp_path / "events-1.jsonl", bool)[0]) == 6
     assert session(0, command="train --other") == 1 and (tmp_path / "events-2.jsonl").exists()
 
 

@@ -4,7 +4,7 @@ import argparse
 import base64
 import hashlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -16,7 +16,7 @@ from torchtitan.cli.model_options import run_command
 from torchtitan.components.checkpoint.catalog import CheckpointInfo, list_checkpoints
 from torchtitan.components.checkpoint.filesystem import is_url, resolve_folder
 from torchtitan.components.goodput import describe_goodput, goodput
-from torchtitan.components.run_events import EVENTS, Event, events_in, read_json_lines
+from torchtitan.components.run_events import EVENTS, Event, events_in, is_event, read_json_lines
 from torchtitan.config.configurable import leaves
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError
@@ -33,8 +33,7 @@ _UNLISTED = {"event", "time", "step", "seconds"}
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """The contents of a run's folder. Lines of metrics have a `step`, `config` has dotted names, and `broken` maps a file
-    to the numbers of the lines that were left out."""
+    """The contents of a run's folder: lines of metrics, options by dotted names, numbers of broken lines by file."""
 
     name: str
     lines: list[dict[str, Any]]
@@ -68,31 +67,25 @@ class RunRecord:
 
 def read_run(folder: Path) -> RunRecord:
     """Read the folder of a run, which may be in progress. Raise `UserError` if it has no metrics or is unreadable."""
-    files = {name: read_json_lines(folder / name) for name in (METRICS, EVENTS, "completions.jsonl")}
-    (found, damaged), path = files[METRICS], folder / "config.yaml"
-    lines = [line for line in found if _is_metrics(line)]
-    if not lines:
+    usable: dict[str, Callable[..., bool]] = {METRICS: _is_metrics, EVENTS: is_event, "completions.jsonl": bool}
+    files = {name: read_json_lines(folder / name, is_usable) for name, is_usable in usable.items()}
+    if not files[METRICS][0]:
         raise UserError(f"'{folder}' has no {METRICS} with metrics; name the dump folder of a run (--dump_folder)")
+    path = folder / "config.yaml"
     try:
-        document = yaml.safe_load(regular_file(path).read_text()) if path.exists() else {}
-    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
+        config = leaves(yaml.safe_load(regular_file(path).read_text()) if path.exists() else {})
+    except (OSError, ValueError, AttributeError, yaml.YAMLError, RecursionError) as error:
         raise UserError(f"'{path}' cannot be read: {error}") from error
-    config = leaves(document) if isinstance(document, dict) else {}
     saved = str(config.get("checkpoint.folder", "checkpoint"))
-    broken = {name: numbers for name, (_, numbers) in files.items() if numbers}
-    if len(lines) < len(found):
-        at = [number for number in range(1, len(found) + len(damaged) + 1) if number not in damaged]
-        unusable = [number for number, line in zip(at, found, strict=True) if not _is_metrics(line)]
-        broken[METRICS] = sorted([*damaged, *unusable])
     return RunRecord(
-        name=folder.resolve().name,
-        lines=lines,
+        name=str(folder),
+        lines=files[METRICS][0],
         events=events_in(folder),
         config=config,
         samples=files["completions.jsonl"][0],
         checkpoints=[] if is_url(saved) else list_checkpoints(resolve_folder(str(folder), saved)),
         dry_run=read_object(folder / "dry_run.json"),
-        broken=broken,
+        broken={name: numbers for name, (_, numbers) in files.items() if numbers},
     )
 
 
@@ -147,17 +140,11 @@ def _text(value: Any) -> str:
 
 
 def _summary(run: RunRecord) -> dict[str, Any]:
-    last, start = run.events[-1] if run.events else {}, run.start
-    facts: dict[str, Any] = {
-        "end": last.get("reason", "none recorded") if last.get("event") == "end" else "none recorded"
-    }
-    facts |= {"last event": _moment(last["time"])} if last else {}
-    facts |= {key: start[key] for key in ("total_steps", "parameters", "layout") if key in start}
-    facts |= (
-        {"goodput": describe_goodput(parts).split(";")[0].removeprefix("goodput ")}
-        if (parts := goodput(run.events))
-        else {}
-    )
+    facts: dict[str, Any] = {key: run.start[key] for key in ("total_steps", "parameters", "layout") if key in run.start}
+    if run.events:
+        last = run.events[-1]
+        facts["last event"] = f"{last['event']}, {_moment(last['time'])}"
+        facts["goodput"] = describe_goodput(goodput(run.events)).split(";")[0].removeprefix("goodput ")
     if losses := run.points("validation_loss"):
         facts["lowest validation_loss"] = min(loss for _, loss in losses)
     keys = dict.fromkeys(key for line in run.lines for key in line if "/" not in key)
@@ -184,25 +171,27 @@ def _moment(when: float) -> str:
 
 
 def _incidents(run: RunRecord) -> Iterator[tuple[str, str, str, str]]:
-    for event, before in zip(run.events, [None, *run.events], strict=False):
+    for event, before in zip(run.events, [{}, *run.events], strict=False):
         words = _text({key: value for key, value in event.items() if key not in _UNLISTED})
         if event["event"] == "start":
-            gap = f"{event['begun'] - before['time']:.1f} s after the last event, at step" if before else ""
-            words = f"{gap} {before['step']} ({before.get('reason', 'killed or crashed')})" if before else ""
+            gap = event["begun"] - before.get("time", 0.0)
+            how = f"at step {before.get('step')} ({before.get('reason', 'killed or crashed')})"
+            words = f"{gap:.1f} s after the last event, {how}" if before else ""
         if event["event"] != "progress":
             yield _moment(event["time"]), f"{event['step']:,}", event["event"], words
 
 
 def _foresight(run: RunRecord) -> dict[str, str]:
-    ranks, peaks = run.dry_run.get("ranks"), run.points("memory_gib")
-    reserved = (
-        [rank.get("peak_reserved_bytes") for rank in ranks if isinstance(rank, dict)] if type(ranks) is list else []
-    )
-    facts = {"processes in the dry run": _text(run.dry_run.get("world_size"))} if run.dry_run else {}
-    if known := [size for size in reserved if type(size) is int]:
-        measured = f"; measured on rank 0: {max(peak for _, peak in peaks):.2f} GiB" if peaks else ""
-        facts["memory of a rank"] = f"predicted: {max(known) / 2**30:.2f} GiB{measured}"
-    return facts
+    """Return the numbers of a dry run beside those of the run."""
+    if not run.dry_run:
+        return {}
+    predicted = max(rank["peak_reserved_bytes"] for rank in run.dry_run["ranks"]) / 2**30
+    measured = max((peak for _, peak in run.points("memory_gib")), default=0.0)
+    processes = run.start.get("environment", {}).get("processes")
+    return {
+        "memory of a rank": f"predicted: {predicted:.2f} GiB, measured on rank 0: {measured:.2f} GiB",
+        "processes": f"predicted for {run.dry_run['world_size']}, run with {processes}",
+    }
 
 
 def _contents(info: CheckpointInfo) -> str:

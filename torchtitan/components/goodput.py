@@ -19,7 +19,7 @@ def goodput(events: Sequence[Event]) -> dict[str, float]:
     the session was killed between two events. Steps up to the last event are lost if a later session starts before.
     """
     starts = [index for index, event in enumerate(events) if event["event"] == "start"]
-    sessions = [events[begin:end] for begin, end in zip(starts, [*starts[1:], None], strict=True)]
+    sessions = [events[begin:end] for begin, end in zip(starts, [*starts[1:], None], strict=False)]
     parts: dict[str, float] = defaultdict(float)
     for index, session in enumerate(sessions):
         start, last, is_first = session[0], session[-1], index == 0

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,12 +46,13 @@ class EventLog:
 
 def events_in(folder: Path) -> list[Event]:
     """Return the events of a run's folder in order, from the first start on; none if there is no file."""
-    events = list(filter(_is_event, read_json_lines(folder / EVENTS)[0]))
+    events = read_json_lines(folder / EVENTS, is_event)[0]
     first = next((index for index, event in enumerate(events) if event["event"] == "start"), len(events))
-    return events[first:]
+    return list[Event](events[first:])
 
 
-def _is_event(line: Event) -> bool:
+def is_event(line: Event) -> bool:
+    """Return whether a line has all that an event needs."""
     begun, seconds = (line.get(name, default) for name, default in (("begun", 0.0), ("seconds", {})))
     if line.get("event") == "start" and not {"begun", "seconds"} <= line.keys() or not isinstance(seconds, dict):
         return False
@@ -59,8 +60,8 @@ def _is_event(line: Event) -> bool:
     return (type(line.get("event")), type(line.get("step"))) == (str, int) and {*map(type, numbers)} == {float}
 
 
-def read_json_lines(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
-    """Return the objects of a file of JSON lines, and the numbers of the lines that hold none; nothing if the file is
+def read_json_lines(path: Path, usable: Callable[[dict[str, Any]], bool]) -> tuple[list[dict[str, Any]], list[int]]:
+    """Return the usable objects of a file of JSON lines, and the numbers of the other lines; nothing if the file is
     absent. Raise `UserError` if it cannot be read."""
     try:
         content = regular_file(path).read_bytes() if path.exists() else b""
@@ -69,7 +70,11 @@ def read_json_lines(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
     objects, broken = [], []
     for number, line in enumerate(content.splitlines(), start=1):
         try:
-            objects.append(dict(parse_json(line, "the line")))
-        except (UserError, TypeError, ValueError):
+            value = parse_json(line, "the line")
+        except UserError:
+            value = None
+        if isinstance(value, dict) and usable(value):
+            objects.append(value)
+        else:
             broken.append(number)
     return objects, broken
