@@ -140,8 +140,7 @@ def test_script_is_short_and_needs_no_network(runs):
     script = (PROJECT / "torchtitan/cli/templates/run_report.js").read_text()
     assert len(script.splitlines()) <= 150
     text = page([*map(read_run, runs)])
-    outside = text.replace("http://www.w3.org/${svg", "")  # a namespace, which is not loaded
-    assert not re.search(r"https?://|src=|@import|url\((?!#)", html.unescape(outside).replace(NASTY[:-9], ""))
+    assert "default-src 'none'" in text and not re.search(r"<(img|link|iframe|script|object)\b[^>]* (src|href)=", text)
     assert "alert(1)</script>" not in text and "\x1b" not in text
 
 

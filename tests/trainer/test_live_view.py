@@ -71,8 +71,8 @@ class Talkative(Trainer):
         if self.step == 2:
             logger.warning("a long line " * 30 + "ends")
             print("from a library", file=sys.stderr)
-        if self.step == 3:
-            raise RuntimeError("stopped here") if self.config.debug.seed == 7 else None
+        if self.step == 3 and self.config.debug.seed == 7:
+            raise RuntimeError("stopped here")
 
 
 @pytest.fixture
