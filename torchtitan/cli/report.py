@@ -57,12 +57,10 @@ class RunRecord:
         """Return the points of a metric; of many, the lowest and the highest in each of equal parts."""
         points = self.points(key)
         size = -(-2 * len(points) // _MOST_POINTS)
-        parts = [sorted(points[i : i + size], key=lambda point: point[1]) for i in range(0, len(points), max(1, size))]
-        return (
-            points
-            if size <= 2
-            else sorted({points[0], points[-1], *(p for part in parts for p in (part[0], part[-1]))})
-        )
+        if size <= 2:
+            return points
+        parts = [sorted(points[i : i + size], key=lambda point: point[1]) for i in range(0, len(points), size)]
+        return sorted({points[0], points[-1], *(part[end] for part in parts for end in (0, -1))})
 
 
 def read_run(folder: Path) -> RunRecord:
@@ -182,16 +180,12 @@ def _incidents(run: RunRecord) -> Iterator[tuple[str, str, str, str]]:
 
 
 def _foresight(run: RunRecord) -> dict[str, str]:
-    """Return the numbers of a dry run beside those of the run."""
     if not run.dry_run:
         return {}
     predicted = max(rank["peak_reserved_bytes"] for rank in run.dry_run["ranks"]) / 2**30
     measured = max((peak for _, peak in run.points("memory_gib")), default=0.0)
-    processes = run.start.get("environment", {}).get("processes")
-    return {
-        "memory of a rank": f"predicted: {predicted:.2f} GiB, measured on rank 0: {measured:.2f} GiB",
-        "processes": f"predicted for {run.dry_run['world_size']}, run with {processes}",
-    }
+    text = f"predicted for {run.dry_run['world_size']} processes: {predicted:.2f} GiB, rank 0 here: {measured:.2f} GiB"
+    return {"memory of a rank": text}
 
 
 def _contents(info: CheckpointInfo) -> str:
@@ -241,9 +235,8 @@ def _print(runs: Sequence[RunRecord]) -> None:
 
     console = open_console()
     for run in runs:
-        console.print(
-            visible(f"loss of {run.name} {sparkline([value for _, value in run.curve('loss')])}"), soft_wrap=True
-        )
+        losses = sparkline(value for _, value in run.curve("loss"))
+        console.print(visible(f"loss of {run.name} {losses}"), soft_wrap=True)
     for section in (one for one in sections(runs) if not one.folded):
         table = Table(*map(visible, section.columns), title=section.title, title_justify="left", title_style="bold")
         for row in section.rows:
@@ -254,7 +247,7 @@ def _print(runs: Sequence[RunRecord]) -> None:
 def report(args: Sequence[str]) -> int:
     """Write or print the report, and return the exit code."""
     description = (
-        "Write one self-contained HTML page about runs, which may be in progress; their folders are only read."
+        "Write one self-contained HTML page about runs, which may be in progress. Their folders are only read."
     )
     parser = argparse.ArgumentParser(prog="torchtitan report", description=description)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="dump folder of a run")
