@@ -145,7 +145,7 @@ def attention_operations() -> list[Any]:
 
 
 def fuse_collectives_with_products(group: str) -> None:
-    """Let the compiler fuse collectives of a process group, by name, with matrix products, in memory that ranks share."""
+    """Let the compiler fuse collectives of a process group, by name, with matrix products, in shared memory."""
     import warnings
 
     import torch._inductor.config
@@ -215,6 +215,13 @@ def storage_key(storage: "torch.UntypedStorage") -> int:
 def offset_in_file(storage: "torch.UntypedStorage") -> int | None:
     """Return the offset of a fake storage from `torch.load` in its file, in an attribute that PyTorch documents."""
     return getattr(storage, "_checkpoint_offset", None)
+
+
+def written_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Return the arguments that an operation writes, by its schema; none if it returns only new tensors or views."""
+    by_name = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+    written = [one.name for one in func._schema.arguments if one.alias_info is not None and one.alias_info.is_write]
+    return [by_name.get(name) for name in written]
 
 
 def is_process_group(value: Any) -> bool:
