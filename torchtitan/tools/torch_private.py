@@ -150,12 +150,13 @@ def fuse_collectives_with_products(group: str) -> None:
 
     import torch._inductor.config
     from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+    from torch.distributed.distributed_c10d import GroupName
 
     torch._inductor.config._micro_pipeline_tp = True
     with warnings.catch_warnings():
         # PyTorch 2.13 calls it deprecated, but its compiler fuses only groups for which it was called.
         warnings.simplefilter("ignore", FutureWarning)
-        enable_symm_mem_for_group(group)
+        enable_symm_mem_for_group(GroupName(group))
 
 
 def choose_compiled_code_by_age() -> None:
