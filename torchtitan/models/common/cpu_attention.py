@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from torchtitan.tools.device import multiplies
+from torchtitan.tools.torch_private import causal_attention_on_cpu
 
 _QUERIES = 128
 """Queries at a time. Their probabilities for all keys stay in the cache."""
@@ -29,8 +30,7 @@ class BFloat16CausalAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q_BHLD: Tensor, k_BKLD: Tensor, v_BKLD: Tensor, scale: float) -> Tensor:
-        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        out_BHLD, lse_BHL = kernel(q_BHLD, k_BKLD, v_BKLD, 0.0, True, scale=scale)
+        out_BHLD, lse_BHL = causal_attention_on_cpu(q_BHLD, k_BKLD, v_BKLD, scale)
         ctx.scale = scale
         ctx.save_for_backward(q_BHLD, k_BKLD, v_BKLD, out_BHLD, lse_BHL)
         return out_BHLD
