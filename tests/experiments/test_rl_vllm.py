@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.experiments.test_rl import folder, train_rl  # noqa: F401 (a fixture)
+from tests.experiments.test_rl import NUMBERS, folder, train_rl  # noqa: F401 (a fixture)
+from tests.processes import run_processes
 from tests.training import read_metrics
 from torchtitan.tools.errors import UserError
 
@@ -66,9 +67,10 @@ class FakeServer:
         reason = "stop" if {*ids} & {*body["stop_token_ids"]} else "length"
         return {"choices": [{"token_ids": ids, "logprobs": {"token_logprobs": logprobs}, "finish_reason": reason}]}
 
-    def modules(self) -> dict[str, ModuleType]:
-        """Return stand-ins for the modules of vLLM, under the names in its documentation."""
-        fake = self
+    def modules(self, rank: int = 0, url: str = "") -> dict[str, ModuleType]:
+        """Return stand-ins for the modules of vLLM, under the names in its documentation, for a rank of the trainer and
+        the server at `url`, by default this one."""
+        fake, url = self, url or self.url
 
         class WeightSource:
             pass
@@ -95,13 +97,14 @@ class FakeServer:
                 assert [(m.name, m.dtype, m.shape) for m in self.source.metadata()] == [
                     (name, tensor.dtype, tuple(tensor.shape)) for name, tensor in state.items()
                 ]
-                fake.model.load_state_dict(state)
-                fake.calls.append("weights")
+                if rank == 0:  # the sender; the others take part in gathering the weights
+                    fake.model.load_state_dict(state)
+                    fake.calls.append("weights")
 
         class WeightTransferTrainerFactory:
             @staticmethod
             def trainer_init(*, init_info: Any, client: str, source: Any) -> Transfer:
-                assert (init_info.world_size, init_info.rank, client) == (3, 0, fake.url)  # two workers, one sender
+                assert (init_info.world_size, init_info.rank, client) == (3, rank, url)  # two workers, one sender
                 assert isinstance(source, WeightSource)
                 return Transfer(source)
 
@@ -150,6 +153,26 @@ def test_the_server_samples_with_the_current_weights(folder, tmp_path, server): 
     assert sampling.items() <= server.requests[0].items() and server.requests[0]["return_token_ids"]
     prompts = [request["prompt"] for request in server.requests]
     assert all(any(line["tokens"][: len(prompt)] == prompt for prompt in prompts) for line in lines)
+
+
+@pytest.mark.slow
+def test_two_ranks_with_sharded_weights_write_the_same(folder, tmp_path, server):  # noqa: F811
+    """Rounding may change a token only at a boundary of its distribution, which does not happen here."""
+    options = {"rollout__engine": "vllm", "training__steps": 3, "training__local_batch_size": 4}
+    train_rl(folder, tmp_path / "one", rollout__url=server.url, **options)
+    options |= {"training__local_batch_size": 2, "parallelism__data_parallel_shard_degree": 2}
+    run_processes(train_on_ranks, 2, folder, tmp_path / "two", options)
+    lines = [(tmp_path / name / "completions.jsonl").read_text().splitlines() for name in ("one", "two")]
+    assert [json.loads(line)["tokens"] for line in lines[0]] == [json.loads(line)["tokens"] for line in lines[1]]
+    for row, expected in zip(*(read_metrics(tmp_path / name, *NUMBERS) for name in ("two", "one")), strict=True):
+        assert row == pytest.approx(expected, rel=1e-4, abs=1e-5)
+
+
+def train_on_ranks(folder: Path, dump: Path, options: dict[str, object]) -> None:  # noqa: F811
+    fake, urls = FakeServer(folder / "model"), [""] * 2
+    torch.distributed.all_gather_object(urls, fake.url)
+    sys.modules.update(fake.modules(torch.distributed.get_rank(), urls[0]))
+    train_rl(folder, dump, rollout__url=urls[0], **options)
 
 
 def test_an_engine_that_is_absent_is_named(folder, tmp_path, monkeypatch):  # noqa: F811

@@ -43,11 +43,8 @@ def build_rollouts(trainer: Trainer, rewards: Rewards) -> Rollouts:
     stops = stop_ids(tokenizer, *folders) | (set() if end is None else {end})
     engine: SamplingEngine
     if rollout.engine == "vllm":
-        dtype = getattr(torch, config.training.mixed_precision_param)
-        weights = huggingface_weights(trainer)
-        engine = VLLMEngine(
-            rollout.url, weights, dtype=dtype, stop_ids=stops, max_rows=rollout.max_rows, ranks=trainer.ranks
-        )
+        weights, dtype = huggingface_weights(trainer), getattr(torch, config.training.mixed_precision_param)
+        engine = VLLMEngine(rollout.url, weights, dtype, stops, rollout.max_rows, trainer.ranks)
     else:
         group, sampling = dist.group.WORLD if dist.is_initialized() else None, Sampling(temperature=1.0)
         model, max_rows = trainer.model_parts[0], rollout.max_rows

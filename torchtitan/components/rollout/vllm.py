@@ -68,7 +68,6 @@ class VLLMEngine:
         self,
         url: str,
         weights: TensorSource,
-        *,
         dtype: torch.dtype,
         stop_ids: AbstractSet[int],
         max_rows: int,
@@ -85,9 +84,8 @@ class VLLMEngine:
         sampling |= {"seed": generator_of(key).initial_seed(), "max_tokens": max_new_tokens}
         wanted = {"stop_token_ids": self._stop_ids, "logprobs": 1, "return_token_ids": True}
         body = {"model": self._model, "prompt": list(prompt), **sampling, **wanted}
-        answer = await asyncio.get_running_loop().run_in_executor(
-            self._pool, request, self._url, "/v1/completions", body
-        )
+        loop = asyncio.get_running_loop()
+        answer = await loop.run_in_executor(self._pool, request, self._url, "/v1/completions", body)
         (choice,) = answer["choices"]
         ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
         return Generation(ids, logprobs, "stop" if choice["finish_reason"] == "stop" else "length")
@@ -104,7 +102,6 @@ class VLLMEngine:
                 results.extend(asyncio.run(together()))
 
         results: list[ResultT] = []
-
         self._transfer.send_weights()
         # Its cache of prompts is of the weights before. All ranks wait, since they share the server.
         self._ranks.broadcast_from_rank0(lambda: request(self._url, "/reset_prefix_cache", {}))
@@ -126,7 +123,8 @@ def _transfer(url: str, weights: TensorSource, dtype: torch.dtype, rank: int, n_
         def __iter__(self) -> Iterator[tuple[str, Tensor]]:
             return ((name, weights.read(name).to(dtype)) for name in weights.specs)
 
-    meeting = NCCLTrainerInitInfo(get_ip(), get_open_port(), n_workers + 1, rank=rank)
-    return WeightTransferTrainerFactory.trainer_init(
-        init_info=meeting, client=HTTPVLLMWeightSyncClient(url), source=Source()
+    meeting, client = (
+        NCCLTrainerInitInfo(get_ip(), get_open_port(), n_workers + 1, rank=rank),
+        HTTPVLLMWeightSyncClient(url),
     )
+    return WeightTransferTrainerFactory.trainer_init(init_info=meeting, client=client, source=Source())
