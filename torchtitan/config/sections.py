@@ -107,6 +107,10 @@ PipelineSchedule = Literal[
 class ParallelismConfig:
     """Degrees of parallelism, which multiply to the number of processes."""
 
+    auto: bool = False
+    """Choose degrees, pipeline schedule, local batch and activation checkpointing for the fastest predicted step that
+    fits into memory, before the run starts (docs/foresight.md). A run that resumes keeps its layout."""
+
     data_parallel_replicate_degree: int = 1
     """Replicas of the weights. Above 1: DDP with shard degree 1, HSDP with a higher shard degree."""
 
@@ -125,6 +129,10 @@ class ParallelismConfig:
     disable_loss_parallel: bool = False
     """Under tensor parallelism, gather hidden states and output weights and compute the whole loss on every rank,
     instead of splitting it by vocabulary. For a custom loss that needs full logits."""
+
+    enable_async_tensor_parallel: bool = False
+    """Let the compiler split collectives of tensor parallelism into parts that overlap with matrix products. Needs a
+    compiled model, and GPUs of one host that reach each other's memory (NVLink)."""
 
     context_parallel_degree: int = 1
     """Ranks that split each sequence. Each rank computes its part of the tokens, and gathers all keys and values."""
@@ -177,6 +185,11 @@ class ParallelismConfig:
                 raise UserError(f"{option} cannot be combined with {user}; set it to 1")
 
     def validate(self) -> None:
+        if self.auto:
+            raise UserError(
+                "--parallelism.auto works in a training run that `torchtitan train` starts; otherwise, use the options "
+                "that `torchtitan plan` prints"
+            )
         numbers = {name: value for name, value in asdict(self).items() if type(value) is int}
         for name, value in numbers.items():
             if (name, value) != ("data_parallel_shard_degree", -1):

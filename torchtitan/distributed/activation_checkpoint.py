@@ -13,6 +13,7 @@ from torchtitan.tools.errors import UserError
 from torchtitan.tools.torch_private import (
     attention_operations,
     checkpoint_wrapper,
+    choose_compiled_code_by_age,
     communication_operations,
     functorch_config,
     product_operations,
@@ -56,6 +57,10 @@ def apply_activation_checkpointing(model: BaseModel, config: ActivationCheckpoin
     a mode, means `selective`."""
     # This setting is global, and an earlier model may have changed it; 1 is PyTorch's default.
     functorch_config.activation_memory_budget = config.memory_budget if config.mode == "memory_budget" else 1.0
+    if config.mode in ("full", "selective", "auto"):
+        # Otherwise, after a later layer, micro-batch or pipeline stage has compiled FlexAttention for any size, the
+        # recomputation of an earlier one chooses this code, and saves other tensors (pytorch issue 166926).
+        choose_compiled_code_by_age()
     if config.mode == "full":
         _wrap_blocks(model)
     elif config.mode in ("selective", "auto") and config.selective_option == "op":
