@@ -95,7 +95,7 @@ def read_run(folder: Path) -> RunRecord:
         return found
 
     numbered = list(enumerate(read_lines(METRICS), start=1))
-    lines = [line for _, line in numbered if _is_metrics(line)]
+    lines: list[Line] = [line for _, line in numbered if _is_metrics(line)]
     if unusable := [number for number, line in numbered if not _is_metrics(line)]:
         broken[f"{METRICS}, objects that are no metrics"] = unusable
     if not lines:

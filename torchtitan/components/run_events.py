@@ -58,7 +58,7 @@ def _is_interrupted(events: Sequence[Event], command: str) -> bool:
 
 def events_in(folder: Path) -> list[Event]:
     """Return the events of a run's folder in order, from the first start on; none if there is no file."""
-    events = [event for event in read_json_lines(folder / EVENTS)[0] if _is_event(event)]
+    events: list[Event] = [event for event in read_json_lines(folder / EVENTS)[0] if _is_event(event)]
     first = next((index for index, event in enumerate(events) if event["event"] == "start"), len(events))
     return events[first:]
 
