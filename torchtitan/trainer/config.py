@@ -16,6 +16,7 @@ from torchtitan.components.checkpoint.identity import RunIdentity, identify_cont
 from torchtitan.components.checkpoint.resume import check_owner
 from torchtitan.components.data.base import BaseDataLoader
 from torchtitan.components.data.dataloader import PretrainDataLoader
+from torchtitan.components.ema import WeightAverage
 from torchtitan.components.lr_scheduler import LRScheduler
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer import Optimizer, check_early_step
@@ -92,6 +93,9 @@ class RunConfig(Configurable.Config):
     spikes: SpikeGuard.Config = field(default_factory=SpikeGuard.Config)
     """Steps to skip, and the response to many of them."""
 
+    ema: WeightAverage.Config = field(default_factory=WeightAverage.Config)
+    """Exponential moving average of the weights."""
+
     parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
     """Degrees of parallelism."""
 
@@ -160,8 +164,8 @@ class RunConfig(Configurable.Config):
         if spec.model.scores and not self.trains_scores:
             raise UserError(f"{self.hf_assets_path} holds a reward model; train it with --module reward")
         components: list[Configurable.Config] = [self, spec.model, self.chosen_loss, self.tokenizer, self.dataloader]
-        components += [*self.model_converters, self.optimizer, self.lr_scheduler, self.spikes, self.checkpoint]
-        components += [self.metrics, self.validator, self.profiling, *self.callbacks]
+        components += [*self.model_converters, self.optimizer, self.lr_scheduler, self.spikes, self.ema]
+        components += [self.checkpoint, self.metrics, self.validator, self.profiling, *self.callbacks]
         for component in components:
             component.validate()
         for section in (self.training, self.activation_checkpoint, self.comm, self.debug):
@@ -218,6 +222,7 @@ class RunConfig(Configurable.Config):
             check_c_compiler("--parallelism.context_parallel_degree above 1 computes with FlexAttention, which")
         check_early_step(self.optimizer, self.training, self.parallelism, dims.dp_degree)
         self.spikes.check_run(self)
+        self.ema.check_run(self)
         self.training.resolve_global_batch_size(dims.dp_degree)
         if self.training.enable_cpu_offload and dims.dp_shard * dims.cp == 1:
             raise UserError(

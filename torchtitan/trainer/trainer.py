@@ -96,6 +96,7 @@ class Trainer(RunBuilder):
         self.precision = MixedPrecision(getattr(torch, training.mixed_precision_param))
         self.is_divided = False  # whether the step's gradients are divided by the weight of an own loss
         self.init_weights()
+        self.ema = config.ema.build(model_parts=self.model_parts)
         self.flops_per_token = sum(model.flops_per_token for model in self.models.values())
         self.pipeline = self.build_pipeline()
         self.optimizer = self.build_optimizer()
@@ -172,6 +173,8 @@ class Trainer(RunBuilder):
         for name, model in self.models.items():
             loaded = self.checkpointer.states[name].state_dict() if name in self.checkpointer.loaded else ()
             model.initialize(self.config.debug.seed, loaded=loaded)
+        if "ema" not in self.checkpointer.loaded:
+            self.ema.reset()
         self.checkpoint_loaded = True
         self.update_length()
         self.dataloader.check_repetitions(self.run_length.samples_read_at(self.total_steps, self.step))
@@ -456,6 +459,7 @@ class Trainer(RunBuilder):
         statistics = self.sample_losses.statistics(self.step, outcome.loss, outcome.grad_norm)
         if outcome.is_taken:
             self.spikes.record(outcome.loss, outcome.grad_norm)
+            self.ema.update()
             self.dataloader.observe(statistics)
         if outcome.is_taken or self.config.spikes.advance_schedule:
             self.lr_scheduler.step()
@@ -468,7 +472,13 @@ class Trainer(RunBuilder):
         with self.saving() if saving else contextlib.nullcontext():
             if saving:
                 self.sync_records()
-            self.checkpointer.save(self.step, last=last, validation_loss=validation_loss)
+            self.save(last=last, validation_loss=validation_loss)
+
+    def save(self, **circumstances: Any) -> None:
+        """Save a checkpoint if due, with the averages of weights if they are to be exported."""
+        ends = circumstances["last"] and self.config.checkpoint.last_kind != "full"
+        with self.ema.applied(ends and self.config.ema.for_export):
+            self.checkpointer.save(self.step, **circumstances)
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
@@ -485,7 +495,8 @@ class Trainer(RunBuilder):
     def validate(self) -> float:
         """Validate outside of the training time, log the result, and return the loss."""
         assert self.validator is not None
-        with self.metrics.exclude(), self.phases.during("validation"), self.precision.fixed_weights():
+        averaged = self.ema.applied(self.config.ema.for_validation)
+        with self.metrics.exclude(), self.phases.during("validation"), averaged, self.precision.fixed_weights():
             measured = self.validator.validate()
             self.metrics.log_validation(self.step, **measured)
         return measured["validation_loss"]
@@ -513,7 +524,7 @@ class Trainer(RunBuilder):
         stopped = reason == "stopped"
         with self.saving():
             self.sync_records()
-            self.checkpointer.save(self.step, last=not stopped, stopped=stopped, validation_loss=validation_loss)
+            self.save(last=not stopped, stopped=stopped, validation_loss=validation_loss)
             self.checkpointer.wait()
         log_stop_reason(reason, self.step, self.total_steps, self.config.checkpoint)
 
@@ -579,7 +590,7 @@ class Trainer(RunBuilder):
     def states(self) -> dict[str, "Stateful"]:
         """Return the states that checkpoints of the run contain, by name."""
         saved = {name: model for name, model in self.models.items() if model.saved}
-        own = {"optimizer", "lr_scheduler", "trainer", "spikes", "dataloader", "random"}
+        own = {"optimizer", "lr_scheduler", "trainer", "spikes", "ema", "dataloader", "random"}
         if taken := own & self.models.keys():
             raise UserError(f"a model cannot be named {min(taken)}, the name of another state in checkpoints")
         return {
@@ -588,6 +599,7 @@ class Trainer(RunBuilder):
             "lr_scheduler": self.lr_scheduler,
             "trainer": self,
             "spikes": self.spikes,
+            **({"ema": self.ema} if self.config.ema.decay is not None else {}),
         }
 
     def initial_loads(self) -> dict[str, Callable[[], None]]:
@@ -598,6 +610,8 @@ class Trainer(RunBuilder):
             for name, model in self.models.items()
             if name != "model" and model.weights and model.parts
         }
+        if self.config.ema.decay is not None:
+            loads["ema"] = self.ema.reset
         path = config.initial_load_path
         is_other = path and not is_url(path) and (self.tokenizer.added or read_converters(path))
         if not (config.initial_load_in_hf or is_other or self.converters or config.save_trainable_only):
