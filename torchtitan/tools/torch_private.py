@@ -150,12 +150,13 @@ def fuse_collectives_with_products(group: str) -> None:
 
     import torch._inductor.config
     from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+    from torch.distributed.distributed_c10d import GroupName
 
     torch._inductor.config._micro_pipeline_tp = True
     with warnings.catch_warnings():
         # PyTorch 2.13 calls it deprecated, but its compiler fuses only groups for which it was called.
         warnings.simplefilter("ignore", FutureWarning)
-        enable_symm_mem_for_group(group)
+        enable_symm_mem_for_group(GroupName(group))
 
 
 def choose_compiled_code_by_age() -> None:
@@ -163,6 +164,13 @@ def choose_compiled_code_by_age() -> None:
     import torch
 
     torch._C._dynamo.eval_frame._set_lru_cache(False)  # type: ignore[attr-defined]
+
+
+def causal_attention_on_cpu(q_BHLD: "Tensor", k_BKLD: "Tensor", v_BKLD: "Tensor", scale: float) -> Any:
+    """Return the result of PyTorch's kernel, (B, H, L, D), and the log-sum-exp of the scaled scores, (B, H, L)."""
+    import torch
+
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q_BHLD, k_BKLD, v_BKLD, 0.0, True, scale=scale)
 
 
 def communication_operations() -> list[Any]:
