@@ -317,6 +317,18 @@ def test_names_and_initial_weights_are_unchanged():
 check = partial(check_activation_checkpoint, has_experts=False)
 
 
+@pytest.mark.parametrize("option", [{"mode": "full"}, {"mode": "selective", "selective_option": "2"}])
+def test_compiled_tensor_parallelism_keeps_results_by_operation_only(option):
+    """PyTorch 2.13 ends the others with an assertion about the mesh."""
+    compile, parallelism = CompileConfig(enable=True), ParallelismConfig(tensor_parallel_degree=2)
+    with pytest.raises(UserError, match=r"--activation_checkpoint\.mode .* cannot be combined with both .*_degree 2;"):
+        check(ActivationCheckpointConfig(**option), compile, parallelism)
+    for allowed in (parallelism, ParallelismConfig()):
+        check(ActivationCheckpointConfig(mode="selective"), compile, allowed)
+        check(ActivationCheckpointConfig(**option), CompileConfig(), allowed)
+    check(ActivationCheckpointConfig(**option), compile, ParallelismConfig())
+
+
 @pytest.mark.parametrize("compile", [CompileConfig(), CompileConfig(enable=True, components=["loss"])])
 def test_a_memory_budget_without_the_compiler_is_rejected(compile):
     config = ActivationCheckpointConfig(mode="memory_budget")

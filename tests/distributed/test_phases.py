@@ -80,7 +80,12 @@ def check_gathering() -> None:
     fully_shard(model)
     mark_gathering(model, clock)
     x, enter = torch.ones(2, 4), clock.enter
-    clock.enter = lambda name: (entered.append(name), enter(name))
+
+    def record(name: str) -> None:
+        entered.append(name)
+        enter(name)
+
+    clock.enter = record
     model(x)
     assert entered == []  # in validation, for example
     clock.enter("forward")

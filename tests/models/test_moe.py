@@ -109,7 +109,7 @@ def test_frozen_experts_pass_on_the_same_gradients(frozen: tuple[str, ...]) -> N
 @pytest.mark.parametrize("algorithm", ["cpu", "cuda", "cpu without bfloat16"])
 def test_experts_in_bfloat16_are_near_float32(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if "without" in algorithm:
-        monkeypatch.setattr("torchtitan.models.common.moe.experts._is_multiplied", lambda dtype: False)
+        monkeypatch.setattr("torchtitan.models.common.moe.experts.multiplies", lambda dtype: False)
     experts = filled(
         RoutedExperts(n_experts=EXPERTS, top_k=K, dim=DIM, hidden_dim=HIDDEN, init_std=1, out_init_std=1)
     ).bfloat16()

@@ -14,6 +14,10 @@ _COMMANDS = {
         "train:train",
         "train a model (torchtitan train --module llama3 --config debugmodel; --help lists every option)",
     ),
+    "plan": (
+        "plan:plan",
+        "find the best layout of a run on given devices (torchtitan plan --devices 256 --device h100)",
+    ),
     "run": ("run:run", "run the stages of a recipe, such as recipes/tiny_assistant.yaml"),
     "generate": ("generate:generate", "continue a text with the model of a checkpoint"),
     "chat": ("generate:chat", "talk to the model of a checkpoint"),

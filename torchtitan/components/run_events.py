@@ -1,8 +1,8 @@
-"""`events.jsonl`: what happened to a run, over all its sessions, as JSON lines that are only ever appended."""
+"""`events.jsonl`: what happened to a run, over all its sessions (docs/report.md)."""
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,91 +14,67 @@ from torchtitan.tools.logging import logger
 EVENTS = "events.jsonl"
 
 Event = Mapping[str, Any]
-"""`event` (its kind), `time` (seconds since the epoch), `step`, and the values of its kind (docs/report.md)."""
+"""`event` (its kind), `time` (seconds since the epoch), `step`, and the values of its kind."""
 
 
 class EventLog:
-    """Appends events to the file of a run.
-
-    A session that starts at step 0 continues the file only if the last one has the same command and did not end, as
-    after a crash before the first checkpoint; otherwise the file is of an earlier run and is moved aside. If a line
-    cannot be written, this is logged once and the run continues.
-    """
+    """Appends events to the file of a run. A session that starts at step 0 moves an earlier run's file aside, unless
+    that run had the same command and did not end, as after a crash before the first checkpoint."""
 
     def __init__(self, folder: Path, step: int, command: str):
-        self._path = folder / EVENTS
-        self._failed = False
-        if step == 0 and self._path.exists() and not _is_interrupted(read_json_lines(self._path)[0], command):
-            set_aside(self._path)
-        self._file = open(self._path, "ab", buffering=0)
-        if self._file.tell() and not self._path.read_bytes().endswith(b"\n"):  # its writer was killed
+        path, events = folder / EVENTS, events_in(folder)
+        commands = [event.get("command") for event in events if event["event"] == "start"]
+        if step == 0 and path.exists() and (commands[-1:] != [command] or events[-1]["event"] == "end"):
+            set_aside(path)
+        self._file = open(path, "ab", buffering=0)
+        if self._file.tell() and not path.read_bytes().endswith(b"\n"):  # its writer was killed
             self._file.write(b"\n")
 
     def write(self, event: str, step: int, **values: Any) -> None:
-        """Append an event that happens now."""
+        """Append an event that happens now. Log an error in writing, and write no more."""
+        line = json.dumps({"event": event, "time": time.time(), "step": step, **values})
         try:
-            self._file.write(f"{json.dumps({'event': event, 'time': time.time(), 'step': step, **values})}\n".encode())
+            if not self._file.closed:
+                self._file.write(f"{line}\n".encode())
         except OSError as error:
-            if not self._failed:
-                logger.warning("'%s' cannot be written: %s; training continues", self._path, error.strerror)
-            self._failed = True
-
-    def read(self) -> list[Event]:
-        """Return all events of the run so far."""
-        return events_in(self._path.parent)
+            logger.warning("'%s' cannot be written: %s; training continues", self._file.name, error.strerror)
+            self._file.close()
 
     def close(self) -> None:
         self._file.close()
 
 
-def _is_interrupted(events: Sequence[Event], command: str) -> bool:
-    starts = [event for event in events if event.get("event") == "start"]
-    return bool(starts) and starts[-1].get("command") == command and events[-1].get("event") != "end"
-
-
 def events_in(folder: Path) -> list[Event]:
     """Return the events of a run's folder in order, from the first start on; none if there is no file."""
-    events = [event for event in read_json_lines(folder / EVENTS)[0] if _is_event(event)]
+    events = read_json_lines(folder / EVENTS, is_event)[0]
     first = next((index for index, event in enumerate(events) if event["event"] == "start"), len(events))
-    return events[first:]
+    return list[Event](events[first:])
 
 
-_VALUES: dict[str, dict[str, type]] = {
-    "start": {"begun": float, "seconds": dict},
-    "progress": {"seconds": dict},
-    "straggler": {"rank": int, "host": str, "phase": str, "seconds_more": float},
-    "skipped": {"reason": str},
-    "returned": {"to": int},
-    "save": {"blocked": float},
-    "end": {"reason": str, "seconds": dict},
-}
-"""Kind of event → its values that readers rely on."""
-
-
-def _is_event(line: Mapping[str, Any]) -> bool:
-    kind = line.get("event")
-    expected = {"time": float, "step": int, **(_VALUES.get(kind, {}) if isinstance(kind, str) else {"event": str})}
-    if not all(type(line.get(name)) is wanted for name, wanted in expected.items()):
+def is_event(line: Event) -> bool:
+    """Return whether a line has all that an event needs."""
+    begun, seconds = (line.get(name, default) for name, default in (("begun", 0.0), ("seconds", {})))
+    if line.get("event") == "start" and not {"begun", "seconds"} <= line.keys() or not isinstance(seconds, dict):
         return False
-    seconds = line.get("seconds", {})
-    return isinstance(seconds, dict) and all(type(value) is float for value in seconds.values())
+    numbers = [begun, line.get("time"), *seconds.values()]
+    return (type(line.get("event")), type(line.get("step"))) == (str, int) and {*map(type, numbers)} == {float}
 
 
-def read_json_lines(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
-    """Return the objects of a file of JSON lines, and the numbers of the lines that hold none; nothing if the file is
+def read_json_lines(path: Path, usable: Callable[[dict[str, Any]], bool]) -> tuple[list[dict[str, Any]], list[int]]:
+    """Return the usable objects of a file of JSON lines, and the numbers of the other lines; nothing if the file is
     absent. Raise `UserError` if it cannot be read."""
     try:
         content = regular_file(path).read_bytes() if path.exists() else b""
     except OSError as error:
         raise UserError(f"'{path}' cannot be read: {error.strerror}") from error
-    objects, damaged = [], []
+    objects, broken = [], []
     for number, line in enumerate(content.splitlines(), start=1):
         try:
             value = parse_json(line, "the line")
         except UserError:
             value = None
-        if isinstance(value, dict):
+        if isinstance(value, dict) and usable(value):
             objects.append(value)
         else:
-            damaged.append(number)
-    return objects, damaged
+            broken.append(number)
+    return objects, broken

@@ -122,6 +122,10 @@ PipelineSchedule = Literal[
 class ParallelismConfig:
     """Degrees of parallelism, which multiply to the number of processes."""
 
+    auto: bool = False
+    """Choose degrees, pipeline schedule, local batch and activation checkpointing for the fastest predicted step that
+    fits into memory, before the run starts (docs/foresight.md). A run that resumes keeps its layout."""
+
     data_parallel_replicate_degree: int = 1
     """Replicas of the weights. Above 1: DDP with shard degree 1, HSDP with a higher shard degree."""
 
@@ -196,6 +200,11 @@ class ParallelismConfig:
                 raise UserError(f"{option} cannot be combined with {user}; set it to 1")
 
     def validate(self) -> None:
+        if self.auto:
+            raise UserError(
+                "--parallelism.auto works in a training run that `torchtitan train` starts; otherwise, use the options "
+                "that `torchtitan plan` prints"
+            )
         numbers = {name: value for name, value in asdict(self).items() if type(value) is int}
         for name, value in numbers.items():
             if (name, value) != ("data_parallel_shard_degree", -1):

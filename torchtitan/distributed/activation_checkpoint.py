@@ -23,8 +23,8 @@ from torchtitan.tools.torch_private import (
 def check_activation_checkpoint(
     config: ActivationCheckpointConfig, compile: CompileConfig, parallelism: ParallelismConfig, *, has_experts: bool
 ) -> None:
-    """Raise `UserError` for a memory budget without a compiler, or an option that a pipeline does not support. Compiled
-    blocks leave routed experts out."""
+    """Raise `UserError` for a memory budget without a compiler, or an option that a pipeline or compiled tensor
+    parallelism does not support. Compiled blocks leave routed experts out."""
     is_compiled = compile.enable and "model" in compile.components
     is_by_operation = config.mode in ("selective", "auto") and config.selective_option == "op"
     if is_by_operation and parallelism.splits_backward and (has_experts or not is_compiled):
@@ -34,6 +34,15 @@ def check_activation_checkpoint(
             f"--parallelism.pipeline_parallel_schedule {parallelism.pipeline_parallel_schedule}, which splits the "
             "backward pass; set --activation_checkpoint.selective_option 2, mode full"
             + ("" if has_experts else ", or --compile.enable")
+        )
+    is_split = is_compiled and parallelism.tensor_parallel_degree > 1
+    if is_split and not is_by_operation and config.mode not in ("none", "auto"):
+        # PyTorch 2.13 takes the mesh for one of the tensors to keep.
+        option = f" with selective_option {config.selective_option}" if config.mode == "selective" else ""
+        raise UserError(
+            f"--activation_checkpoint.mode {config.mode}{option} cannot be combined with both --compile.enable and "
+            f"--parallelism.tensor_parallel_degree {parallelism.tensor_parallel_degree}; set mode none, mode selective "
+            "with selective_option op, or --compile.no_enable"
         )
     if config.mode == "memory_budget" and not is_compiled:
         raise UserError(

@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,18 +14,10 @@ START_UP, BETWEEN_STEPS, GATHERING = "start-up", "between steps", "waiting for w
 
 
 class PhaseClock:
-    """Divide the time of a rank among phases: each moment belongs to the phase entered last.
+    """Divide the time of a rank among phases: each moment belongs to the phase entered last, at first "start-up".
 
-        clock = PhaseClock()               # "start-up"
-        clock.enter("data")
-        ...
-        with clock.during("validation"):
-            ...
-        clock.seconds()                    # {"start-up": 1.2, "data": 0.1, "validation": 3.4}
-
-    On CUDA, whose work is only queued by the host, a phase begins when the device reaches its mark in the current
-    stream: its time includes waiting for the host and for other streams. Reading waits for nothing; marks that the
-    device has not reached count later.
+    On CUDA, whose work the host only queues, a phase begins when the device reaches its mark in the current stream: its
+    time includes waiting for the host and other streams. Reading waits for nothing; marks not yet reached count later.
 
     Args:
         device: the rank's device; None: the host's clock.
@@ -34,9 +26,9 @@ class PhaseClock:
     def __init__(self, device: torch.device | None = None):
         on_cuda = device is not None and device.type == "cuda" and torch.cuda.is_available()
         self._new_mark = _cuda_mark if on_cuda else _HostMark
-        self._seconds: dict[str, float] = {}
-        self._marks: deque[tuple[str, Any]] = deque()
-        self.phase, self.begun = START_UP, time.time()
+        self._seconds = defaultdict[str, float](float)
+        self._marks = deque[tuple[str, Any]]()
+        self.begun = time.time()
         self.enter(START_UP)
 
     def enter(self, phase: str) -> None:
@@ -45,8 +37,7 @@ class PhaseClock:
         self._marks.append((phase, self._new_mark()))
         while len(self._marks) > 1 and self._marks[1][1].query():
             ended, begin = self._marks.popleft()
-            milliseconds = begin.elapsed_time(self._marks[0][1])
-            self._seconds[ended] = self._seconds.get(ended, 0.0) + milliseconds / 1000
+            self._seconds[ended] += begin.elapsed_time(self._marks[0][1]) / 1000
 
     @contextlib.contextmanager
     def during(self, phase: str) -> Iterator[None]:
@@ -65,7 +56,7 @@ class PhaseClock:
 
     def begin_at(self, when: float) -> None:
         """Let the start-up begin earlier, at the time `when` in seconds since the epoch."""
-        self._seconds[START_UP] = self._seconds.get(START_UP, 0.0) + self.begun - when
+        self._seconds[START_UP] += self.begun - when
         self.begun = when
 
 
@@ -79,7 +70,6 @@ class _HostMark:
         return True
 
     def elapsed_time(self, end: "_HostMark") -> float:
-        """Return the milliseconds until `end`."""
         return 1000 * (end._time - self._time)
 
 
@@ -93,17 +83,10 @@ def mark_gathering(model: nn.Module, clock: PhaseClock) -> None:
     """Let FSDP's units enter the phase "waiting for weights" while they gather weights in the phase "forward", so that
     "forward" is this rank's own work. Call this after applying FSDP."""
 
-    @torch.compiler.disable
-    def before(module: nn.Module, inputs: Any) -> None:
-        if clock.phase == "forward":
-            clock.enter(GATHERING)
-
-    @torch.compiler.disable
-    def after(module: nn.Module, inputs: Any) -> None:
-        if clock.phase == GATHERING:
-            clock.enter("forward")
+    def switch(before: str, after: str) -> Any:
+        return torch.compiler.disable(lambda module, inputs: clock.enter(after) if clock.phase == before else None)
 
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.register_forward_pre_hook(before, prepend=True)
-            module.register_forward_pre_hook(after)
+            module.register_forward_pre_hook(switch("forward", GATHERING), prepend=True)
+            module.register_forward_pre_hook(switch(GATHERING, "forward"))

@@ -155,8 +155,10 @@ class FakeTrainer(Trainer):
         if self.n_computed == 2:
             self.work.work += self.work_of_second
             return torch.zeros((), device=self.device)
-        before = self.work.work
+        before = self.work.work.copy()
+        self.work.is_updating = False
         loss = super().forward_backward_step(batch, n_tokens)
+        self.work.is_updating = True
         self.n_computed += 1
         self.work_of_second = self.work.work - before
         self.label_training_allocations()

@@ -19,7 +19,7 @@ _USABLE = 0.95
 def with_fitting_checkpoints(config: ConfigT, world_size: int) -> ConfigT:
     """Return `config` with a mode in place of `auto`: on a GPU the first of `none`, `selective` and `full` with
     which dry runs of all pipeline stages fit, elsewhere `none`. The result depends only on the configuration, the
-    number of ranks and the memory of the GPU."""
+    number of ranks and the memory of the GPU. Raise `UserError` if the layout does not support it."""
     if config.activation_checkpoint.mode != "auto":
         return config
     if device_type() != "cuda":
@@ -34,6 +34,8 @@ def with_fitting_checkpoints(config: ConfigT, world_size: int) -> ConfigT:
             break
     else:
         mode = "full"
+    chosen = _with_mode(config, mode)
+    chosen.check_layout(world_size)
     logger.info(
         "activation checkpointing: %s (--activation_checkpoint.mode auto; by dry runs, a step reserves with %s, and "
         "the GPU has %.1f GiB)",
@@ -41,7 +43,7 @@ def with_fitting_checkpoints(config: ConfigT, world_size: int) -> ConfigT:
         ", with ".join(needed),
         memory / 2**30,
     )
-    return _with_mode(config, mode)
+    return chosen
 
 
 def _with_mode(config: ConfigT, mode: str) -> ConfigT:

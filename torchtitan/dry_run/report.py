@@ -4,9 +4,9 @@ import dataclasses
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -14,7 +14,7 @@ from torchtitan.components.data import PromptDataLoader
 from torchtitan.distributed import ParallelDims
 from torchtitan.dry_run.fake_trainer import FakeTrainer, fake_trainer, without_data
 from torchtitan.dry_run.memory_tracker import MEMORY_KINDS, MemoryKind
-from torchtitan.dry_run.work_tracker import CommunicationKind, Volume
+from torchtitan.dry_run.work_tracker import CommunicationKind, Volume, Work
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
@@ -76,6 +76,14 @@ class RankReport:
     """Operations by the formula of model FLOP/s utilization, divided evenly among all ranks."""
     executed_flops: int
     """Operations of matrix products and attention on this rank, including recomputation."""
+    work: Work = field(repr=False)
+    """Kernels and messages of the step."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the numbers, without the single kernels."""
+        values = dataclasses.asdict(dataclasses.replace(self, work=Work()))
+        del values["work"]
+        return values
 
 
 def report_of(trainer: FakeTrainer) -> RankReport:
@@ -99,6 +107,7 @@ def report_of(trainer: FakeTrainer) -> RankReport:
         communication=_by_axis(trainer, dims),
         model_flops=trainer.flops_per_token * trainer.tokens_per_step / dims.world_size,
         executed_flops=trainer.work.work.flops,
+        work=trainer.work.work,
     )
 
 
@@ -140,7 +149,7 @@ def dry_run(config: Trainer.Config, world_size: int) -> list[RankReport]:
             logger.info("rank %d: %s %s at most", report.rank, _shown(report.peak_bytes / size), unit)
     _print(reports)
     path = Path(config.dump_folder) / "dry_run.json"
-    ranks = [dataclasses.asdict(report) for report in reports]
+    ranks = [report.to_dict() for report in reports]
     document = {"world_size": world_size, "ranks": ranks, "config": config.to_dict()}
     durable.write(path, json.dumps(document, indent=2) + "\n")
     logger.info("the same numbers in bytes: %s", path)

@@ -1,5 +1,6 @@
 """Device information: type, name, peak FLOP/s and memory use."""
 
+import functools
 import re
 import sys
 import time
@@ -97,6 +98,14 @@ def synchronize(device: torch.device) -> None:
 def send(x: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Copy from the host without waiting for the device, for which CUDA needs pinned memory."""
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
+
+
+@functools.cache
+def multiplies(dtype: torch.dtype) -> bool:
+    """Return whether this CPU has instructions for products of a type. Without them, such products are slow."""
+    has = torch.cpu.get_capabilities()
+    has_bfloat16 = bool(has.get("avx512_bf16") or has.get("amx_bf16"))
+    return dtype in (torch.float32, torch.float64) or dtype == torch.bfloat16 and has_bfloat16
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> PeakFlops:

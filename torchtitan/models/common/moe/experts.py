@@ -4,7 +4,6 @@ N tokens, K experts for each, E experts in all, H their width. A pair is a token
 are computed in the order of experts. No pair is dropped, and no memory is set aside for more.
 """
 
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 
 from torchtitan.protocols.experts import StackedExperts
 from torchtitan.protocols.initializer import Constant, TruncatedNormal, with_initializers
+from torchtitan.tools.device import multiplies
 
 Gated = Callable[[Tensor, Tensor], Tensor]
 """Activation of a gated network, from the results of both halves of w13, the gate first."""
@@ -209,17 +209,9 @@ class _OneByOne(torch.autograd.Function):
         return _take(grad_x_RD, pairs.place_NK), grad_weight_R, grad_w13, grad_w2, *[None] * len(order)
 
 
-@functools.cache
-def _is_multiplied(dtype: torch.dtype) -> bool:
-    """Return whether this CPU has instructions for products of a type."""
-    has = torch.cpu.get_capabilities()
-    has_bfloat16 = bool(has.get("avx512_bf16") or has.get("amx_bf16"))
-    return dtype in (torch.float32, torch.float64) or dtype == torch.bfloat16 and has_bfloat16
-
-
 def _product(a: Tensor, b: Tensor, out: Tensor) -> None:
     """Write `a @ b` into `out`, computed in float32 if the CPU has no products of their type."""
-    if _is_multiplied(a.dtype):
+    if multiplies(a.dtype):
         torch.mm(a, b, out=out)
     else:
         out.copy_(a.float() @ b.float())
