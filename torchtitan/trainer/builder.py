@@ -5,7 +5,7 @@ import os
 import random
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy
 import torch
@@ -52,6 +52,8 @@ class RunBuilder(Configurable):
     tokenizer: Tokenizer
     dataloader: BaseDataLoader
     global_batch_size: int
+    sequences_per_sample: ClassVar[int] = 1
+    """Sequences of `training.seq_len` tokens in a sample, for the count of tokens."""
     converters: list[ModelConverter]
     loss: Any
     pipeline_plan: PipelinePlan | None
@@ -116,7 +118,12 @@ class RunBuilder(Configurable):
                 "--optimizer.early_step_in_backward cannot be combined with --training.epochs of a stream, whose end "
                 "is found too late to skip the step; set --training.steps instead"
             )
-        return DataProgress(training, n_samples=samples, global_batch_size=self.global_batch_size)
+        return DataProgress(
+            training,
+            n_samples=samples,
+            global_batch_size=self.global_batch_size,
+            sequences_per_sample=self.sequences_per_sample,
+        )
 
     def build_models(self) -> dict[str, RunModel]:
         """Build the run's models by name, sharded and not yet allocated: here "model", which the configuration
