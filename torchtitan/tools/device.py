@@ -1,5 +1,6 @@
 """Device information: type, name, peak FLOP/s and memory use."""
 
+import functools
 import re
 import sys
 import time
@@ -71,6 +72,11 @@ def device_description(device: torch.device) -> str:
     return f"CPU, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"
 
 
+def total_memory() -> int:
+    """Return the bytes of memory of this process's GPU."""
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+
+
 def memory_gib(device: torch.device) -> float:
     """Return the GiB of memory used: on CUDA, the peak that PyTorch's allocator has reserved; on MPS, the driver's
     current allocation (it keeps no peak); on CPU, the peak resident set of this process."""
@@ -94,15 +100,26 @@ def send(x: torch.Tensor, device: torch.device) -> torch.Tensor:
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 
-def peak_flops(device: torch.device, dtype: torch.dtype) -> PeakFlops:
+@functools.cache
+def multiplies(dtype: torch.dtype) -> bool:
+    """Return whether this CPU has instructions for products of a type. Without them, such products are slow."""
+    has = torch.cpu.get_capabilities()
+    has_bfloat16 = bool(has.get("avx512_bf16") or has.get("amx_bf16"))
+    return dtype in (torch.float32, torch.float64) or dtype == torch.bfloat16 and has_bfloat16
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype, *, published: bool = True) -> PeakFlops:
     """Return the peak dense matrix-product FLOP/s of one device in `dtype`, the type that training computes in.
 
     The number is published for well-known GPUs in bf16 and fp16. Otherwise (CPU, another GPU or a slice of one, fp32),
     it is measured in about half a second with this process's threads, and is lower than in a data sheet.
+
+    Args:
+        published: False: measure also well-known GPUs.
     """
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    if dtype in (torch.bfloat16, torch.float16) and (published := published_peak(name)) is not None:
-        return PeakFlops(published, f"published for {name}")
+    if published and dtype in (torch.bfloat16, torch.float16) and (peak := published_peak(name)) is not None:
+        return PeakFlops(peak, f"published for {name}")
     return _measured_peak(device, dtype)
 
 

@@ -1,6 +1,7 @@
 """The process of a run: requests to stop it, and its launcher."""
 
 import contextlib
+import ctypes
 import json
 import os
 import signal
@@ -16,9 +17,13 @@ from torchtitan.tools.logging import logger
 LAUNCHER_VARIABLE = "TORCHTITAN_LAUNCHED"
 """Environment variable set by the launcher, which forwards stop signals and kills processes if necessary."""
 
+STARTED = time.time()
+"""Time at which this process began, nearly: it is imported before all large libraries."""
+
 COMMAND_VARIABLE = "TORCHTITAN_COMMAND"
 """Environment variable with the command that started the run, shown when it stops."""
 
+_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 _SAME_REQUEST_SECONDS = 1.0
 _LAUNCHER = 0  # standard input, a socket connected to the launcher
 _MAX_REPORT_LENGTH = 20_000  # characters, fewer than the connection's buffer, so that sending never blocks
@@ -90,6 +95,18 @@ class StopRequest(StopSignals):
 def _kill_self(number: int) -> None:
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
+
+
+def signal_when_orphaned(number: int) -> None:
+    """Let the kernel send this process a signal when its parent ends, even by SIGKILL."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+
+
+def use_expandable_segments() -> None:
+    """Let PyTorch's allocator grow its segments of GPU memory, which wastes less of it between tensors of different
+    sizes, unless the user configures the allocator. Call this before torch is imported."""
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def is_launched() -> bool:
