@@ -86,3 +86,13 @@ def test_the_allocator_grows_segments_unless_configured(monkeypatch):
     monkeypatch.delenv("PYTORCH_ALLOC_CONF")
     use_expandable_segments()
     assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+
+
+def test_an_optimizer_in_cpu_memory_needs_none_of_the_gpu(config):
+    offloaded, plain = (
+        next(reports_of(dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, name=name)), 1))
+        for name in ("AdamWOffload", "AdamW")
+    )
+    assert offloaded.optimizer_bytes == plain.optimizer_bytes > 0
+    assert (offloaded.peak["optimizer"], plain.peak["optimizer"]) == (0, plain.optimizer_bytes)
+    assert offloaded.peak_bytes == plain.peak_bytes - plain.optimizer_bytes

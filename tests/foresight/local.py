@@ -67,7 +67,7 @@ def measure(case: Case) -> float:
     """Return the median time of a run's steps."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "torchtitan", "train", *BASE, *case.words, f"--dump_folder={folder}"]
-        environment = {**os.environ, "NGPU": str(case.processes), "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, "NGPU": str(case.processes)}
         subprocess.run(command, env=environment, check=True, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
         lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
     times = [record["step_time"] for record in map(json.loads, lines) if "step_time" in record]
@@ -141,6 +141,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, help="file that keeps the measurements between calls")
     parser.add_argument("--write_docs", action="store_true", help="write the table into docs/foresight.md")
     arguments = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"  # of the runs, and of the measurement of this machine
     {"steps": compare_steps, "layouts": compare_layouts}[arguments.what](arguments)
 
 

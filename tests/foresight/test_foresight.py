@@ -83,7 +83,7 @@ def test_bubble_of_a_pipeline():
     [
         (8, ["--activation_checkpoint.mode=selective"]),
         (16, ["--parallelism.tensor_parallel_degree=2", "--activation_checkpoint.mode=full"]),
-        (4, ["--parallelism.context_parallel_degree=2"]),
+        (4, ["--parallelism.context_parallel_degree=2", "--activation_checkpoint.mode=none"]),
     ],
 )
 def test_few_layers_predict_a_dry_run_of_all(tmp_path: Path, world_size: int, words: list[str]):
@@ -140,9 +140,15 @@ def test_command_writes_a_configuration(tmp_path: Path, capsys: pytest.CaptureFi
 @pytest.mark.slow
 def test_nothing_fits(tmp_path: Path):
     config = configuration(tmp_path, "--training.seq_len=1024", "--model.vocab_size=65536", config="debugmodel")
-    device = dataclasses.replace(DEVICE, memory_gib=0.5)
-    with pytest.raises(UserError, match=r"no layout fits into the 0.5 GiB .* the nearest of .* fit: .*devices, "):
+    device = dataclasses.replace(DEVICE, memory_gib=0.15)
+    with pytest.raises(UserError, match=r"no layout fits into the 0.1 GiB .* the nearest of .* fit: .*devices, "):
         plan(config, 2, device)
+
+
+def test_mistake_on_the_command_line_is_one_line(capsys: pytest.CaptureFixture[str]):
+    assert main(["plan", "--devices=2", "--device=h1000"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("torchtitan plan: unknown device 'h1000' (there are: h100, ")
 
 
 def test_devices(tmp_path: Path):

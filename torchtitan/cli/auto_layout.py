@@ -8,20 +8,10 @@ import yaml
 
 from torchtitan.foresight.device_choice import device_named
 from torchtitan.foresight.devices import DEVICES, Device
-from torchtitan.foresight.planning import plan
+from torchtitan.foresight.planning import LAYOUT, plan
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
-
-_CHOSEN = {
-    "parallelism": (
-        "data_parallel_replicate_degree data_parallel_shard_degree context_parallel_degree tensor_parallel_degree "
-        "pipeline_parallel_degree expert_parallel_degree pipeline_parallel_microbatch_size pipeline_parallel_schedule"
-    ).split(),
-    "training": ["local_batch_size", "global_batch_size"],
-    "activation_checkpoint": ["mode"],
-}
-"""Options that a layout sets."""
 
 
 def layout_words(config: Trainer.Config, world_size: int, devices_per_host: int) -> list[str]:
@@ -47,17 +37,13 @@ def _layout_of_earlier_run(config: Trainer.Config, world_size: int) -> list[str]
     if start is None or not start.resumes or not path.is_file():
         return None
     document: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
-    words = [
-        word
-        for section, names in _CHOSEN.items()
-        for name in names
-        for word in (f"--{section}.{name}", str(document[section][name]))
-    ]
-    product = prod(document["parallelism"][name] for name in _CHOSEN["parallelism"][:5])
-    if product != world_size:
+    if prod(document["parallelism"][name] for name in LAYOUT[:5]) != world_size:
         return None
+    chosen = {"training": ("local_batch_size", "global_batch_size"), "activation_checkpoint": ("mode",)}
+    options = {f"--{section}.{name}": document[section][name] for section, names in chosen.items() for name in names}
+    options |= {f"--parallelism.{name}": document["parallelism"][name] for name in LAYOUT}
     logger.info("--parallelism.auto: the run resumes with its layout (%s)", path)
-    return words
+    return [str(word) for pair in options.items() for word in pair]
 
 
 def _own_device(world_size: int) -> Device:

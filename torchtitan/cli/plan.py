@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchtitan.tools.errors import UserError
-from torchtitan.tools.logging import logger
+from torchtitan.tools.logging import logger, print_error
 
 if TYPE_CHECKING:
     from torchtitan.foresight.planning import Plan
@@ -40,7 +40,7 @@ def plan(args: Sequence[str]) -> int:
     try:
         return _plan(arguments, words)
     except UserError as error:
-        logger.error("%s", error)
+        print_error("plan", error)
         return 2
 
 

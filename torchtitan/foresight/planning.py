@@ -5,7 +5,7 @@ import functools
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torchtitan.config import ParallelismConfig
 from torchtitan.distributed import ParallelDims
@@ -31,9 +31,17 @@ _SHORT = 1024
 _CHECKPOINTING: tuple[Checkpointing, ...] = ("none", "selective", "full")
 
 
+LAYOUT = (
+    *("data_parallel_replicate_degree", "data_parallel_shard_degree", "context_parallel_degree"),
+    *("tensor_parallel_degree", "pipeline_parallel_degree", "expert_parallel_degree"),
+    *("pipeline_parallel_microbatch_size", "pipeline_parallel_schedule"),
+)
+"""Options of `parallelism` that a plan chooses."""
+
+
 @dataclass(frozen=True)
 class Option:
-    """A layout with its prediction."""
+    """A valid layout with its prediction."""
 
     config: Trainer.Config
     dims: ParallelDims
@@ -42,30 +50,15 @@ class Option:
     @property
     def words(self) -> list[str]:
         """Options of the command line that select this layout."""
-        parallelism, training = self.config.parallelism, self.config.training
-        default = ParallelismConfig()
-        degrees = {
-            "data_parallel_replicate_degree": self.dims.dp_replicate,
-            "data_parallel_shard_degree": self.dims.dp_shard,
-            "context_parallel_degree": self.dims.cp,
-            "tensor_parallel_degree": self.dims.tp,
-            "pipeline_parallel_degree": self.dims.pp,
-            "expert_parallel_degree": self.dims.ep,
-        }
-        if self.dims.pp > 1:
-            degrees["pipeline_parallel_microbatch_size"] = parallelism.pipeline_parallel_microbatch_size
-        words = [
-            word
-            for name, degree in degrees.items()
-            if degree != getattr(default, name)
-            for word in (f"--parallelism.{name}", str(degree))
-        ]
-        if self.dims.pp > 1:
-            words += ["--parallelism.pipeline_parallel_schedule", parallelism.pipeline_parallel_schedule]
-        words += ["--training.local_batch_size", str(training.local_batch_size)]
-        if training.global_batch_size != -1:
-            words += ["--training.global_batch_size", str(training.global_batch_size)]
-        return [*words, "--activation_checkpoint.mode", self.config.activation_checkpoint.mode]
+        default, chosen = ParallelismConfig(), self.config.parallelism
+        names = [name for name in LAYOUT if getattr(chosen, name) != getattr(default, name)]
+        training = {"local_batch_size": self.config.training.local_batch_size}
+        if (whole := self.config.training.global_batch_size) != -1:
+            training["global_batch_size"] = whole
+        values = {f"--parallelism.{name}": getattr(chosen, name) for name in names}
+        values |= {f"--training.{name}": value for name, value in training.items()}
+        values["--activation_checkpoint.mode"] = self.config.activation_checkpoint.mode
+        return [str(word) for pair in values.items() for word in pair]
 
     @property
     def name(self) -> str:
@@ -108,9 +101,8 @@ class Plan:
         return f"{slowdown:.1%} slower" + (f": {', '.join(causes)}" if causes else "")
 
 
-def _per_token(prediction: Prediction, part: object) -> float:
-    seconds = prediction.time.parts.get(part, 0.0)  # type: ignore[call-overload]
-    return float(seconds / (prediction.tokens_per_second * prediction.seconds))
+def _per_token(prediction: Prediction, part: str) -> float:
+    return prediction.time.parts.get(part, 0.0) / (prediction.tokens_per_second * prediction.seconds)
 
 
 def plan(
@@ -139,7 +131,7 @@ def plan(
     config = with_vocabulary(config)
     device = device_named(device, world_size) if isinstance(device, str) else device
     measure = functools.cache(functools.partial(profile, config))
-    candidates = list(_valid_candidates(config, world_size, devices_per_host, measure))
+    candidates = list(_valid_candidates(config, world_size, device, devices_per_host, measure))
     if not candidates:
         raise UserError(
             f"no layout of {world_size} devices is valid for {config.model_spec.name} {config.model_spec.flavor} with "
@@ -147,13 +139,7 @@ def plan(
             "number of devices, a power of 2, or a multiple of it as the global batch may be"
         )
     limit = USABLE * device.memory_gib * GIB
-    fitting = [
-        Option(
-            one.config, one.dims, compose(one.config, one.dims, device, one.measured, devices_per_host, batch=one.batch)
-        )
-        for one in candidates
-        if one.memory_bytes <= limit
-    ]
+    fitting = [Option(one.config, one.dims, one.predict()) for one in candidates if one.memory_bytes <= limit]
     fitting.sort(key=lambda option: (-option.prediction.tokens_per_second, option.prediction.memory_bytes))
     chosen: dict[tuple[object, ...], Option] = {}
     for option in fitting:
@@ -170,23 +156,20 @@ def plan(
     return Plan(ranked, device, world_size, len(candidates), len(candidates) - len(fitting))
 
 
-@dataclass(frozen=True)
-class _Candidate:
-    """A valid layout, the profile that predicts it, and its memory."""
+class _Candidate(NamedTuple):
+    """A valid layout, its memory, and the function that predicts it."""
 
     config: Trainer.Config
     dims: ParallelDims
-    measured: Profile
-    batch: float
-    """Size of its micro-batch, relative to the profile's."""
     memory_bytes: float
+    predict: Callable[[], Prediction]
 
 
 _Measure = Callable[[Split], Profile]
 
 
 def _valid_candidates(
-    config: Trainer.Config, world_size: int, devices_per_host: int, measure: _Measure
+    config: Trainer.Config, world_size: int, device: Device, devices_per_host: int, measure: _Measure
 ) -> Iterator[_Candidate]:
     for candidate in _candidates(config, world_size, devices_per_host):
         try:
@@ -197,7 +180,8 @@ def _valid_candidates(
         # DDP wraps layers like FSDP, but gathers nothing.
         measured = measure(split._replace(sequences=_REFERENCE_BATCH, data_parallel="FSDP"))
         batch = split.sequences / _REFERENCE_BATCH
-        yield _Candidate(candidate, dims, measured, batch, memory_of(candidate, dims, measured, batch=batch))
+        predict_it = functools.partial(compose, candidate, dims, device, measured, devices_per_host, batch=batch)
+        yield _Candidate(candidate, dims, memory_of(candidate, dims, measured, batch=batch), predict_it)
 
 
 def _nothing_fits(
@@ -212,7 +196,7 @@ def _nothing_fits(
     limit = USABLE * device.memory_gib * GIB
     remedies = []
     for factor in (2, 4, 8, 16, 32, 64):
-        larger = _valid_candidates(config, factor * world_size, devices_per_host, measure)
+        larger = _valid_candidates(config, factor * world_size, device, devices_per_host, measure)
         if any(one.memory_bytes <= limit for one in larger):
             remedies.append(f"{factor * world_size} devices")
             break

@@ -20,8 +20,7 @@ from torchtitan.foresight.profile import (
     Portion,
     Profile,
     Split,
-    model_flops,
-    model_of,
+    facts_of,
     profile,
     role_of,
     scaled_kernels,
@@ -129,7 +128,7 @@ def float8_part(config: Trainer.Config, methods: Methods) -> float:
     if not methods.uses_float8:
         return 0.0
     model = config.model_spec.model
-    *_, total = model_of(config)
+    total = facts_of(config).parameters
     head = (model.vocab_size or 0) * getattr(model, "dim", 0)
     embedding = 0 if getattr(model, "tie_embeddings", False) else head
     return max(0.0, 1 - head / (total - embedding))
@@ -215,7 +214,7 @@ def _prediction(
     config: Trainer.Config, dims: ParallelDims, device: Device, time: StepTime, memory: float, global_batch: int
 ) -> Prediction:
     seq_len = config.training.seq_len
-    flops_per_token = model_flops(config)
+    flops_per_token = facts_of(config).flops_per_token
     rate = global_batch * seq_len / time.total / dims.world_size
     return Prediction(time, memory, rate, rate * flops_per_token / device.bfloat16_flops)
 
@@ -223,7 +222,7 @@ def _prediction(
 def _held_by(rank: int, pipeline: PipelinePlan | None, config: Trainer.Config) -> tuple[int, int]:
     """Return the layers of a pipeline rank, and 1 if it computes the loss."""
     if pipeline is None:
-        return model_of(config)[0], 1
+        return facts_of(config).n_layers, 1
     names = [name for stage in pipeline.stages_of_rank(rank) for name in pipeline.stages[stage]]
     return sum(name.startswith("layers.") for name in names), int("head" in names)
 

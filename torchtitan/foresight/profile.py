@@ -76,60 +76,50 @@ def with_vocabulary(config: Trainer.Config) -> Trainer.Config:
     return config.resolve(config.tokenizer.build(path=config.hf_assets_path))
 
 
-def model_of(config: Trainer.Config) -> tuple[int, int, int]:
-    """Return the number of layers, the first layer like all later ones, and the number of parameters. Raise `UserError`
-    for a model whose layers repeat in no such way."""
-    return _model_of(_Hashable(config.model_spec.model))
+class Facts(NamedTuple):
+    """Sizes of a whole model."""
+
+    n_layers: int
+    first: int
+    """Number of the first layers, after which all layers are alike; at least 2."""
+    parameters: int
+    flops_per_token: float
+    """Forward and backward, by the formula of model FLOP/s utilization."""
 
 
-class _Hashable:
-    """A configuration as the key of a cache."""
-
-    def __init__(self, model: Any):
-        self.model, self.text = model, repr(model)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Hashable) and self.text == other.text
-
-    def __hash__(self) -> int:
-        return hash(self.text)
+_FACTS: dict[tuple[str, int], Facts] = {}
 
 
-@functools.cache
-def _model_of(key: _Hashable) -> tuple[int, int, int]:
-    model = key.model
-    n_layers = getattr(model, "n_layers", None)
-    if n_layers is None:
-        raise UserError(f"{type(model).__qualname__} has no n_layers; foresight needs a model of repeated layers")
+def facts_of(config: Trainer.Config) -> Facts:
+    """Return the facts of a model. Raise `UserError` if its layers do not repeat."""
+    model: Any = config.model_spec.model
+    key = (repr(model), config.training.seq_len)
+    if key not in _FACTS:
+        if not hasattr(model, "n_layers"):
+            raise UserError(f"{type(model).__qualname__} has no n_layers; foresight needs a model of repeated layers")
+        with torch.device("meta"):
+            whole = model.build()
+        total = whole.num_parameters()
+        first = _first_like_all(model, total)
+        _FACTS[key] = Facts(model.n_layers, first, total, whole.flops_per_token(config.training.seq_len))
+    return _FACTS[key]
 
+
+def _first_like_all(model: Any, total: int) -> int:
     @functools.cache
     def count(n: int) -> int:
         with torch.device("meta"):
             return int(dataclasses.replace(model, n_layers=n).build().num_parameters())
 
-    total = count(n_layers)
-    for first in range(2, min(n_layers, 2 + _MOST_SPECIAL_LAYERS)):
-        if count(first) + (n_layers - first) * (count(first + 1) - count(first)) == total:
-            return n_layers, first, total
-    if n_layers <= 2:
-        return n_layers, n_layers, total
+    for first in range(2, 2 + _MOST_SPECIAL_LAYERS):
+        if count(first) + (model.n_layers - first) * (count(first + 1) - count(first)) == total:
+            return first
     raise UserError("the layers of this model differ in size: foresight needs layers that are alike after the first 8")
-
-
-def model_flops(config: Trainer.Config) -> float:
-    """Return the operations per token, forward and backward, by the formula of model FLOP/s utilization."""
-    return _model_flops(_Hashable(config.model_spec.model), config.training.seq_len)
-
-
-@functools.cache
-def _model_flops(key: _Hashable, seq_len: int) -> float:
-    with torch.device("meta"):
-        return float(key.model.build().flops_per_token(seq_len))
 
 
 def profile(config: Trainer.Config, split: Split) -> Profile:
     """Return the work and memory of a layer, by the difference of two dry runs."""
-    n_layers, first, _ = model_of(config)
+    first = facts_of(config).first
     few, more = (_measure(config, split, n) for n in (first, first + 1))
     layer = _combine(more, few, 1, -1)
     rest = _combine(few, layer, 1, -first)

@@ -50,7 +50,8 @@ def _measure_together(processes: int) -> Device:
     with tempfile.TemporaryDirectory() as folder:
         threads = max(1, (os.cpu_count() or 1) // processes)  # as `torchtitan train` does
         environment = {"OMP_NUM_THREADS": str(threads), **os.environ}
-        words = [sys.executable, "-m", "torchtitan.foresight.this_machine", f"{folder}/store", str(processes)]
+        program = "from torchtitan.foresight import this_machine; this_machine.main()"
+        words = [sys.executable, "-P", "-c", program, f"{folder}/store", str(processes)]
         started = [
             subprocess.Popen([*words, str(rank)], stdout=subprocess.PIPE, text=True, env=environment)
             for rank in range(processes)
@@ -62,7 +63,7 @@ def _measure_together(processes: int) -> Device:
 
 
 def measure(processes: int) -> Device:
-    """Measure the speed of this process, while the other ranks measure of the process group."""
+    """Measure the speed of this process, while the other ranks of the process group do the same."""
     torch.manual_seed(0)
     gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
     products = {dtype: _products_rate(dtype) for dtype in (torch.float32, torch.bfloat16)}
@@ -153,12 +154,9 @@ def _all_reduce(n: int) -> Callable[[], object]:
     return lambda: dist.all_reduce(tensor)
 
 
-def _main() -> None:
+def main() -> None:
+    """Print the speed of one of several processes; arguments: a file for their rendezvous, their number, the rank."""
     store, processes, rank = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     if processes > 1:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=processes)
     print(json.dumps(asdict(measure(processes))))
-
-
-if __name__ == "__main__":
-    _main()

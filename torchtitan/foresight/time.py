@@ -9,21 +9,6 @@ from torchtitan.config.sections import PipelineSchedule
 from torchtitan.dry_run.work_tracker import CommunicationKind, Kernel
 from torchtitan.foresight.devices import Device
 
-Part = Literal[
-    "products",
-    "attention",
-    "other kernels",
-    "recomputation",
-    "FSDP",
-    "tensor parallel",
-    "context parallel",
-    "expert parallel",
-    "pipeline bubble",
-    "optimizer",
-    "launches",
-]
-"""Kinds of a step's time. Communication counts as far as no computation hides it."""
-
 Role = Literal["FSDP", "tensor parallel", "context parallel", "expert parallel", "replicas", "pipeline", "all"]
 """Why ranks communicate."""
 
@@ -103,9 +88,10 @@ class Methods:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step, by part."""
+    """Seconds of a step, by part: products, attention, other kernels, recomputation, optimizer, launches, pipeline
+    bubble, and each role of communication, as far as no computation hides it."""
 
-    parts: dict[Part, float]
+    parts: dict[str, float]
 
     @property
     def total(self) -> float:
@@ -126,9 +112,6 @@ def collective_seconds(device: Device, kind: CommunicationKind, group: Group, n_
     hop = device.link_latency if hosts == 1 else device.network_latency
     ring = (n - hosts) * device.link_latency + (hosts - 1) * hop
     start, part = device.collective_seconds, (n - 1) / n
-    if kind in ("send", "receive"):
-        latency, seconds = hop, n_bytes / (device.link_efficiency * (link if hosts == 1 else device.network_bandwidth))
-        return calls * (start + latency) + seconds if kind == "send" else 0.0
     if kind == "all-to-all":
         remote = n_bytes * (n - group.per_host) / n
         local = n_bytes * part - remote
@@ -183,10 +166,10 @@ def step_time(
         methods: how the step computes.
         float8_part: part of the operations of products that is computed in float8.
     """
-    parts: dict[Part, float] = {}
+    parts: dict[str, float] = {}
     launches = 0.0
     for kernel, calls in kernels:
-        name: Part = "optimizer" if kernel.phase == "update" else "other kernels"
+        name = "optimizer" if kernel.phase == "update" else "other kernels"
         if kernel.phase == "recompute":
             name = "recomputation"
         elif kernel.kind == "product" and name != "optimizer":
