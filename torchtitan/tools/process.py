@@ -1,6 +1,7 @@
 """The process of a run: requests to stop it, and its launcher."""
 
 import contextlib
+import ctypes
 import json
 import os
 import signal
@@ -19,6 +20,7 @@ LAUNCHER_VARIABLE = "TORCHTITAN_LAUNCHED"
 COMMAND_VARIABLE = "TORCHTITAN_COMMAND"
 """Environment variable with the command that started the run, shown when it stops."""
 
+_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 _SAME_REQUEST_SECONDS = 1.0
 _LAUNCHER = 0  # standard input, a socket connected to the launcher
 _MAX_REPORT_LENGTH = 20_000  # characters, fewer than the connection's buffer, so that sending never blocks
@@ -110,6 +112,13 @@ def report_failure(code: int, text: str, *, passing: bool) -> None:
         if not _reported:
             os.write(_LAUNCHER, json.dumps(report, ensure_ascii=False).encode(errors="replace"))
         _reported = True
+
+
+def end_with_parent(parent: int) -> None:
+    """Let the kernel kill this process when its parent, the process `parent`, ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it has ended before the call
+        os._exit(1)
 
 
 def exit_process(code: int) -> NoReturn:

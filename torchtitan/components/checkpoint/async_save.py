@@ -12,7 +12,6 @@ default).
 """
 
 import contextlib
-import ctypes
 import dataclasses
 import functools
 import io
@@ -41,6 +40,7 @@ from torchtitan.components.checkpoint.ranks import Ranks
 from torchtitan.components.checkpoint.state import Entries
 from torchtitan.tools.errors import RunFailure
 from torchtitan.tools.logging import logger
+from torchtitan.tools.process import end_with_parent
 from torchtitan.tools.torch_private import dtensor_like
 
 if TYPE_CHECKING:
@@ -57,7 +57,6 @@ the ranks. An error on one rank is raised on all ranks."""
 
 _PROGRAMMING_ERRORS = (TypeError, AssertionError)
 _ALIGNMENT = 64
-_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 _POLL_SECONDS = 1.0
 
 
@@ -419,9 +418,7 @@ def serve() -> None:
     """Serve requests of a `WriterProcess` until it closes the connection or its process dies."""
     descriptor, memory, parent = (int(argument) for argument in sys.argv[1:])
     # If the rank is killed, stop writing: a restarted run may use the same folder.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        return
+    end_with_parent(parent)
     # A terminal or scheduler may signal all processes of the job; the rank handles these signals.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)

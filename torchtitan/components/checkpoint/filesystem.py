@@ -99,6 +99,12 @@ class LocalFolder:
         with self.open(name) as file:
             return file.read()
 
+    def read_range(self, name: str, start: int, stop: int) -> bytes:
+        """Return the bytes from `start` up to `stop` or the end of the file."""
+        with self.open(name) as file:
+            file.seek(start)
+            return file.read(stop - start)
+
     def write(self, name: str, content: bytes) -> None:
         """Write the file `name` atomically and durably."""
         durable.write(self.path / name, content)
@@ -208,6 +214,11 @@ class RemoteFolder:
     def read(self, name: str) -> bytes:
         with self.open(name) as file:
             return file.read()
+
+    def read_range(self, name: str, start: int, stop: int) -> bytes:
+        with self._store() as (store, root):
+            content: bytes = store.cat_file(f"{root}/{name}", start, stop)
+            return content
 
     def write(self, name: str, content: bytes) -> None:
         with self._store() as (store, root):

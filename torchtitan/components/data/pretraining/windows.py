@@ -17,8 +17,8 @@ from torch.utils.data import Dataset
 from torchtitan.components.data.base import NO_DOCUMENT, Batch, Layout, to_batch
 from torchtitan.components.data.disk_cache import digest_of
 from torchtitan.components.data.plan.sampler import Array
-from torchtitan.components.data.pretraining.token_cache import TokenCache
-from torchtitan.components.data.report import DataSummary, Report, SetSummary
+from torchtitan.components.data.pretraining.tokens import Tokens
+from torchtitan.components.data.report import DataSummary, SetSummary
 from torchtitan.components.data.workers import Workers
 from torchtitan.components.loss import IGNORE_INDEX
 
@@ -154,7 +154,7 @@ class PackedDataset(Dataset[Batch]):
     """Batches of one rank by their position in the global order of samples. With n windows per epoch, sample `p` is
     window `permute(p % n)`, with the permutation of epoch `p // n`."""
 
-    def __init__(self, cache: TokenCache, layout: Layout, *, shuffle: bool, seed: int, n_samples: int | None):
+    def __init__(self, cache: Tokens, layout: Layout, *, shuffle: bool, seed: int, n_samples: int | None):
         self.cache, self.layout, self.shuffle, self.seed, self.n_samples = cache, layout, shuffle, seed, n_samples
         self.n_windows = count_windows(cache.n_tokens, layout.seq_len)
 
@@ -179,7 +179,7 @@ class CachedBatches(BatchIterator):
     """Batches from the token cache. The position is the number of samples that all ranks have read in total; a run with
     different ranks, workers or batch size can resume from it."""
 
-    def __init__(self, cache: TokenCache, layout: Layout, *, shuffle: bool, seed: int):
+    def __init__(self, cache: Tokens, layout: Layout, *, shuffle: bool, seed: int):
         self._cache, self._shuffle, self._seed = cache, shuffle, seed
         self._windows_per_epoch = count_windows(cache.n_tokens, layout.seq_len)
         self._position = 0
@@ -223,12 +223,12 @@ class CachedBatches(BatchIterator):
 
     def summary(self, name: str, n_samples: int) -> DataSummary:
         cache, seq_len, per_epoch = self._cache, self._layout.seq_len, self._windows_per_epoch
-        lengths = cache.lengths
-        # The first token of a text is not predicted.
-        n_firsts = int((lengths > 0).sum()) if self._layout.document_mask else 1
-        report = Report("text", len(lengths), len(lengths), cache.n_tokens, cache.n_tokens - n_firsts)
+        lengths, report = cache.lengths(), cache.report()
+        if not self._layout.document_mask:
+            report.trained_tokens = cache.n_tokens - 1  # only the first token of the whole text is not predicted
         return DataSummary(
             sets=[SetSummary(name=name, report=report, lengths=lengths, epochs=n_samples / per_epoch, max_epochs=None)],
+            sources=cache.sources,
             max_length=seq_len + 1,
             windows_per_epoch=per_epoch,
             packing_efficiency=(cache.n_tokens - 1) / (per_epoch * seq_len),
