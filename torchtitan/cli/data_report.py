@@ -56,8 +56,11 @@ def _tables(summary: DataSummary) -> Iterator[_Table]:
     columns = ("dataset", "format", *counts, "share", "times read", "at most")
     yield "Datasets", columns, [_set_cells(data) for data in summary.sets]
     if summary.sources:
-        columns = ("source", *counts, "share")
-        yield "Sources", columns, [[name, *_count_cells(report)] for name, report in summary.sources.items()]
+        yield (
+            "Sources",
+            ("source", *counts, "share"),
+            [[name, *_count_cells(report)] for name, report in summary.sources.items()],
+        )
     reports = summary.sources or {data.name: data.report for data in summary.sets}
     if events := [cells for name, report in reports.items() for cells in _event_rows(name, report)]:
         yield "Rows dropped, truncated or with special tokens", ("dataset", "what", "rows", "for example"), events

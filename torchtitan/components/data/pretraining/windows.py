@@ -8,6 +8,7 @@ import hashlib
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,9 @@ from torchtitan.components.loss import IGNORE_INDEX
 
 Sample = tuple[dict[str, Array], tuple[int, int]]
 """A row of a batch, with the numbers of its first and last document."""
+
+SAMPLES_READ_AHEAD = 16
+"""Approximate number of samples of remote data that a process keeps in memory for the next batches."""
 
 _MASK = (1 << 64) - 1
 _ROUNDS = 6
@@ -102,7 +106,8 @@ def padding_sample(seq_len: int, *, document_mask: bool) -> Sample:
     return sample, (NO_DOCUMENT, NO_DOCUMENT)
 
 
-def collate(samples: Sequence[Sample]) -> Batch:
+def collate(samples: Iterable[Sample]) -> Batch:
+    samples = list(samples)
     batch = to_batch([sample for sample, _ in samples])
     batch["documents"] = torch.tensor([documents for _, documents in samples])
     return batch
@@ -157,10 +162,26 @@ class PackedDataset(Dataset[Batch]):
     def __init__(self, cache: Tokens, layout: Layout, *, shuffle: bool, seed: int, n_samples: int | None):
         self.cache, self.layout, self.shuffle, self.seed, self.n_samples = cache, layout, shuffle, seed, n_samples
         self.n_windows = count_windows(cache.n_tokens, layout.seq_len)
+        self._reader: ThreadPoolExecutor | None = None
+        self._ahead: dict[int, Future[Sample]] = {}
 
     def __getitem__(self, position: int) -> Batch:
         """Return the batch that begins at a global position; samples from `n_samples` on are padding."""
-        return collate([self._sample(position + i) for i in range(self.layout.local_batch_size)])
+        positions = range(position, position + self.layout.local_batch_size)
+        return collate(
+            [self._read_sample(p) for p in positions] if self.cache.is_remote else map(self._sample, positions)
+        )
+
+    def _read_sample(self, position: int) -> Sample:
+        """Return a sample of remote data, and read the samples at its place in the next batches in the background."""
+        if self._reader is None:  # created in the process that reads
+            self._reader = ThreadPoolExecutor(SAMPLES_READ_AHEAD)
+        stride = self.layout.global_batch_size * max(1, self.layout.num_workers)
+        n_batches = max(1, SAMPLES_READ_AHEAD // self.layout.local_batch_size)
+        for following in range(position, position + n_batches * stride + 1, stride):
+            if following not in self._ahead:
+                self._ahead[following] = self._reader.submit(self._sample, following)
+        return self._ahead.pop(position).result()
 
     def _sample(self, position: int) -> Sample:
         seq_len, document_mask = self.layout.seq_len, self.layout.document_mask
