@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from torchtitan.components.checkpoint.filesystem import LocalFolder
+from torchtitan.components.checkpoint.filesystem import UNFINISHED, LocalFolder
 from torchtitan.components.data.disk_cache import BLOCKS_FILE, bytes_digest, digest_of
 from torchtitan.components.data.plan.sampler import Array
 from torchtitan.components.data.prepare.encoding import HASHES
@@ -210,5 +210,6 @@ def _remove_replaced(preparation: Preparation) -> None:
             if replaced != name and f"{replaced}/{BLOCKS_FILE}" in files:
                 (parts / replaced).remove(BLOCKS_FILE)
     if isinstance(preparation.place, LocalFolder):
-        for left in preparation.place.path.glob(".work-*"):  # of killed processes
-            shutil.rmtree(left, ignore_errors=True)
+        for pattern in (".work-*", f"*{UNFINISHED}", f"parts/*/*{UNFINISHED}"):  # of killed processes
+            for left in preparation.place.path.glob(pattern):
+                shutil.rmtree(left, ignore_errors=True)

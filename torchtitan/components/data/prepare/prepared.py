@@ -148,9 +148,9 @@ def _part_folder(folder: Folder, split: str, row: Array) -> Folder:
 def _check_part(folder: Folder, split: str, row: Array, verify: bool) -> None:
     part = _part_folder(folder, split, row)
     with readable(part):
-        if bytes.fromhex(bytes_digest(part.read(BLOCKS_FILE))) != row[3:].tobytes():
+        if bytes.fromhex(bytes_digest(_read(part, BLOCKS_FILE))) != row[3:].tobytes():
             raise ValueError(f"{BLOCKS_FILE} does not match the digest in the index")
-        check_blocks(part, verify)
+        with_patience(f"verifying {part}", lambda: check_blocks(part, verify))
 
 
 def _open(prepared: Prepared, split: str, index: Array, number: int) -> ArrayTokens:

@@ -137,7 +137,7 @@ def with_patience(what: str, operation: Callable[[], T]) -> T:
     for attempt in range(ATTEMPTS):
         try:
             return operation()
-        except UserError:
+        except (ValueError, LookupError, TypeError):  # damaged content
             raise
         except (FileNotFoundError, PermissionError) as error:
             raise UserError(f"{what} failed: {first_line(error)}") from error
