@@ -17,7 +17,7 @@ from tests.components.data.helpers import raises, take, with_positions, write_js
 from tests.conftest import PROJECT
 from torchtitan.cli.main import main
 from torchtitan.components.checkpoint.filesystem import folder_at
-from torchtitan.components.data import PreferenceDataLoader, PretrainDataLoader, SFTDataLoader
+from torchtitan.components.data import PretrainDataLoader
 from torchtitan.components.data.disk_cache import bytes_digest, digest_of, evenly_spaced
 from torchtitan.components.data.finetuning.filters import FilterConfig
 from torchtitan.components.data.prepare import merge as merging
@@ -27,6 +27,7 @@ from torchtitan.components.data.prepare.parts import Preparation
 from torchtitan.components.data.prepare.prepared import find_prepared
 from torchtitan.components.data.sources import stored
 from torchtitan.components.data.sources.source import DOCUMENTS, resolve_source
+from torchtitan.config.manager import ConfigManager
 
 
 @pytest.fixture
@@ -91,6 +92,7 @@ def test_tokens_equal_an_independent_tokenization_without_duplicates(corpus, tok
     assert sum(report.kept for report in reports.values()) == len(documents["train"])
 
 
+@pytest.mark.slow
 def test_any_division_of_the_work_has_the_same_result(corpus, tokenizer, tmp_path):
     reference = prepared(corpus, tmp_path / "1", tokenizer, held_out=0.1)
     assert len(reference.parts) > 5
@@ -127,6 +129,7 @@ def test_without_changes_the_stream_is_the_token_cache(corpus, tokenizer, tmp_pa
     assert joined.describe(0, joined.document_at(joined.n_tokens - 1)).endswith("to c.txt, document 1")
 
 
+@pytest.mark.slow
 def test_killed_preparations_continue(corpus, tokenizer, tmp_path):
     """Processes are killed at random times, also between the merge's steps, until one is finished."""
     prepared(corpus, tmp_path / "whole", tokenizer, held_out=0.1)
@@ -219,15 +222,15 @@ CHAT = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "c
 
 
 @pytest.mark.parametrize("config", ["debugmodel_sft", "dpo"])
-def test_chats_and_preferences(config, tokenizer, tmp_path, monkeypatch):
+def test_chats_and_preferences(config, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TORCHTITAN_CACHE", str(tmp_path / "cache"))
     if config == "dpo":
         rows = [{"prompt": f"Add {i % 20}", "chosen": f"{i % 20} it is", "rejected": "no"} for i in range(60)]
-        names, loader = ["--module", "preference", "--config", "dpo_debugmodel"], PreferenceDataLoader
+        names = ["--module", "preference", "--config", "dpo_debugmodel"]
     else:
         rows = [{"messages": [CHAT["messages"][0], {"role": "assistant", "content": f"{i % 20}."}]} for i in range(60)]
-        names, loader = ["--module", "llama3", "--config", "debugmodel_sft"], SFTDataLoader
+        names = ["--module", "llama3", "--config", "debugmodel_sft"]
     write_jsonl(tmp_path / "rows.jsonl", rows)
     write_jsonl(tmp_path / "unique.jsonl", rows[:20])
     arguments = ["--part_size", "0.001", "--workers", "2", "--dataloader.chat_template", "alpaca", *names]
@@ -235,8 +238,10 @@ def test_chats_and_preferences(config, tokenizer, tmp_path, monkeypatch):
     assert not (tmp_path / "out/parts").exists()
     batches = []
     for dataset in ("unique.jsonl", "out"):
-        built = loader.Config(dataset=[dataset], chat_template="alpaca").build(
-            tokenizer=tokenizer, seq_len=128, local_batch_size=2, epochs=1, seed=3
+        run = ConfigManager("test").parse_args([*names, "--dataloader.chat_template", "alpaca"]).config
+        run.dataloader.dataset = [dataset]
+        built = run.dataloader.build(
+            tokenizer=run.tokenizer.build(path=run.hf_assets_path), seq_len=128, local_batch_size=2, epochs=1, seed=3
         )
         batches.append([batch["input"].tolist() for batch in take(built)])
     assert batches[0] == batches[1] and len(batches[0]) > 1
@@ -301,7 +306,7 @@ class TestErrors:
         [tokens, *_] = sorted(tmp_path.glob("out/parts/*/train*/tokens.bin"))
         content = tokens.read_bytes()
         tokens.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-        with pytest.raises(ValueError, match=r"damaged \(block 1 of 1 of tokens.bin, at offset 0, has a wrong"):
+        with pytest.raises(ValueError, match=r"damaged \(block 1 of 1 of tokens.bin has a wrong checksum, at offset 0"):
             open_tokens(tmp_path / "out", tokenizer, tmp_path)
         manifest = json.loads((tmp_path / "out/manifest.json").read_text())
         manifest["splits"]["train"]["tokens"] += 1

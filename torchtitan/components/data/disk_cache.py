@@ -171,8 +171,8 @@ def check_blocks(folder: Folder, verify_all: bool) -> None:
         for number in range(n_blocks) if verify_all else evenly_spaced(n_blocks, SAMPLED_BLOCKS):
             start = number * BLOCK_BYTES
             if zlib.crc32(folder.read_range(name, start, start + BLOCK_BYTES)) != checksums[number]:
-                where = f"block {number + 1} of {n_blocks} of {name}, at offset {start:,},"
-                raise ValueError(f"{where} has a wrong checksum")
+                where = f"block {number + 1} of {n_blocks} of {name}"
+                raise ValueError(f"{where} has a wrong checksum, at offset {start:,}")
 
 
 def evenly_spaced(n: int, most: int) -> list[int]:

@@ -318,7 +318,10 @@ def test_large_file_is_checked_by_sample_or_completely(tmp_path, tokenizer, monk
         tokens.write_bytes(content[: block * 32] + bytes([content[block * 32] ^ 1]) + content[block * 32 + 1 :])
         caplog.clear()
         open_token_cache(source, tokenizer, root, verify=verify)
-        assert (f"(block {block + 1} of {n_blocks} of tokens.bin has a wrong checksum)" in caplog.text) == found
+        assert (
+            f"(block {block + 1} of {n_blocks} of tokens.bin has a wrong checksum, at offset {block * 32})"
+            in caplog.text
+        ) == found
         assert (tokens.read_bytes() == content) == found
 
 

@@ -12,13 +12,13 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from torchtitan.assets import chats, stories
 from torchtitan.assets.generated import Generated
-from torchtitan.components.checkpoint.filesystem import is_url
 from torchtitan.components.data.sources.files import FilePart, file_format
 from torchtitan.components.data.sources.paths import local_files, local_splits, saved_dataset
 from torchtitan.components.data.sources.rows import Document, OnRead, Part, Row, check_column, check_text, first_line
 from torchtitan.components.data.sources.stored import stored_files
 from torchtitan.components.data.sources.tables import Table, saved_table
 from torchtitan.tools.errors import UserError
+from torchtitan.tools.files import is_url
 
 AUTO = "auto"
 """Name of automatic format detection from the columns."""
