@@ -319,7 +319,7 @@ def test_large_file_is_checked_by_sample_or_completely(tmp_path, tokenizer, monk
         caplog.clear()
         open_token_cache(source, tokenizer, root, verify=verify)
         assert (
-            f"(block {block + 1} of {n_blocks} of tokens.bin has a wrong checksum, at offset {block * 32})"
+            f"(block {block + 1} of {n_blocks} of tokens.bin has a wrong checksum, at offset {block * 32:,})"
             in caplog.text
         ) == found
         assert (tokens.read_bytes() == content) == found
