@@ -367,6 +367,7 @@ ROWS: dict[str, Callable[[Size], Numbers]] = {
     "8B LoRA": lambda size: train(size, size.adapters(LoRA.Config(), activation_checkpoint__mode="selective")),
     "8B LoRA compiled": lambda size: train(size, compiled(size, size.adapters(LoRA.Config()))),
     "8B QLoRA": lambda size: train(size, size.adapters(QLoRA.Config(), activation_checkpoint__mode="selective")),
+    "8B QLoRA compiled": lambda size: train(size, compiled(size, size.adapters(QLoRA.Config()))),
     "profiled step": profiled,
     "save stall": save_stall,
     "CUDA tests": cuda_tests,

@@ -1,6 +1,6 @@
 """Speed and memory of torchtitan compared with other trainers, in one run on the processor of a Linux machine.
 
-    python benchmarks/peers.py [--jobs A B C D E F G H] [--precisions float32] [--rounds 3]
+    python benchmarks/peers.py [--jobs A B C D E F G H I J K] [--precisions float32] [--rounds 3]
         [--systems torchtitan trainer ...] [--pythons PYTHON ...] [--data gsm8k_train.jsonl --tokenizer FOLDER]
 
 All train a Llama (dim 512, 8 layers, 8 heads, 4 key/value heads, ffn 1,536) in batches of 4 windows, with fused AdamW
@@ -15,6 +15,10 @@ and clipped gradients; bfloat16 is mixed precision, over weights in float32.
 - E, F, G: pre-training Qwen3, Gemma 3 and a hybrid with delta nets, tied, vocabulary 32,768, windows of 512 tokens;
   torchtitan trains the class of transformers, as the Trainer does
 - H: C with the Qwen3 of E
+- I: a layer of Qwen3's experts scaled down (dim 512, 128 experts of width 192, 8 per token), forward and backward over
+  2,048 tokens, compared with the implementations of transformers; its batched one would copy 20 GB of weights
+- J, K: greedy generation with the Llama of A and a key/value cache, 1 prompt (J) and 8 prompts (K) of 128 tokens, 128
+  new tokens each; a step is one batch of prompts, and bfloat16 includes the weights
 
 Each run is a process, and the systems take turns: once per round, in rotated order. A run's step time and tokens/s are
 medians over its steps after the warm-up; padding does not count. Memory is the process's peak resident set, reported by
@@ -54,6 +58,7 @@ class Job:
     model: str = ""
     vocab_size: int = 8192
     seq_len: int = 512
+    batch_size: int = 4
     precisions: tuple[str, ...] = PRECISIONS
     systems: tuple[str, ...] = (OURS, "loop", "trainer", "trainer-compiled", "litgpt", "trl")
     first_step_only: bool = False
@@ -64,6 +69,7 @@ class Job:
             model=self.model,
             vocab_size=self.vocab_size,
             seq_len=self.seq_len,
+            batch_size=self.batch_size,
             precision=precision,
             steps=1 if self.first_step_only else options.steps,
             compile=SYSTEMS[system].compile,
@@ -81,6 +87,9 @@ JOBS = {
     "F": Job(model="gemma3_text", vocab_size=32_768, systems=(OURS, "trainer")),
     "G": Job(model="qwen3_5_text", vocab_size=32_768, systems=(OURS, "trainer")),
     "H": Job(kind="sft", model="qwen3", vocab_size=50_257, seq_len=1024, systems=(OURS, "trainer")),
+    "I": Job(kind="experts", systems=(OURS, "grouped_mm", "eager")),
+    "J": Job(kind="generate", seq_len=128, batch_size=1, systems=(OURS, "generate")),
+    "K": Job(kind="generate", seq_len=128, batch_size=8, systems=(OURS, "generate")),
     "D": Job(precisions=("float32",), systems=(OURS, "loop", "trainer", "litgpt", "trl"), first_step_only=True),
 }
 

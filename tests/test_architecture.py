@@ -25,6 +25,7 @@ LAYERS = [
     "models",
     "experiments",
     "dry_run",
+    "foresight",
     "train",
     "cli",
     "__main__",

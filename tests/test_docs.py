@@ -8,7 +8,7 @@ import pytest
 from tests.conftest import PROJECT
 
 PAGES = [PROJECT / "README.md", PROJECT / "CONTRIBUTING.md", *sorted((PROJECT / "docs").glob("*.md"))]
-SLOW_PAGES = ("configuration.md", "dry_run.md", "memory_and_speed.md", "extending.md")
+SLOW_PAGES = ("configuration.md", "dry_run.md", "foresight.md", "memory_and_speed.md", "extending.md")
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 

@@ -21,7 +21,15 @@ from typing import TYPE_CHECKING
 
 from torchtitan.tools.errors import RunComplete, RunFailure, UserError
 from torchtitan.tools.logging import init_logger, logger
-from torchtitan.tools.process import COMMAND_VARIABLE, exit_process, exit_with_launcher, is_launched, report_failure
+from torchtitan.tools.process import (
+    COMMAND_VARIABLE,
+    STARTED,
+    exit_process,
+    exit_with_launcher,
+    is_launched,
+    report_failure,
+    use_expandable_segments,
+)
 
 if TYPE_CHECKING:
     from torchtitan.config.manager import ResolvedConfig
@@ -34,12 +42,25 @@ def run(resolved: "ResolvedConfig") -> None:
     """Train with a validated configuration, then shut down together with the other ranks. After an error there is no
     orderly shutdown, since a process group that has lost a rank cannot be destroyed cleanly."""
     trainer = resolved.config.build()
+    trainer.phases.begin_at(STARTED)
+    _check_same_mode(trainer.config.activation_checkpoint.mode)
     trainer.load_checkpoint()
     # Save only now, so that a run that cannot start does not replace the previous run's file.
     if trainer.rank == 0:
         _save_config(dataclasses.replace(resolved, config=trainer.config), fresh=trainer.step == 0)
     trainer.train()
     trainer.close()
+
+
+def _check_same_mode(mode: str) -> None:
+    """Raise `UserError` if hosts with different GPUs chose different recomputation, which would not communicate
+    alike."""
+    from torchtitan.distributed.process_group import gather_objects
+
+    if len(modes := sorted(set(gather_objects(mode)))) > 1:
+        raise UserError(
+            f"--activation_checkpoint.mode auto chose {' and '.join(modes)} on different hosts; set one of them"
+        )
 
 
 def _save_config(resolved: "ResolvedConfig", *, fresh: bool) -> None:
@@ -78,6 +99,7 @@ def main(args: Sequence[str] | None = None) -> int:
         exit_with_launcher()
     elif "RANK" not in os.environ:
         os.environ[COMMAND_VARIABLE] = f"python -m torchtitan.train {shlex.join(words)}"
+    use_expandable_segments()
     try:
         _parse_and_run(words)
     except Exception as error:
@@ -101,8 +123,19 @@ def _parse_and_run(words: list[str]) -> None:
     with _suppress_parser_output() if _is_repeating() else contextlib.nullcontext():
         resolved = ConfigManager("python -m torchtitan.train").parse_args(words)
     if not is_launched():
-        resolved.config.check(int(os.environ.get("WORLD_SIZE", "1")))
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        resolved.config.check(world_size)
+        resolved = with_fitting_mode(resolved, world_size)
     run(resolved)
+
+
+def with_fitting_mode(resolved: "ResolvedConfig", world_size: int) -> "ResolvedConfig":
+    """Return the configuration with activation checkpointing that fits, if it leaves the choice open."""
+    if resolved.config.activation_checkpoint.mode != "auto":
+        return resolved
+    from torchtitan.dry_run.fitting import with_fitting_checkpoints
+
+    return dataclasses.replace(resolved, config=with_fitting_checkpoints(resolved.config, world_size))
 
 
 def _is_repeating() -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import tokenizers
 import torch
 import transformers
-from task import BETAS, LEARNING_RATE, MAX_NORM, WEIGHT_DECAY, StepLog, Task
+from task import BETAS, LEARNING_RATE, MAX_NORM, NEW_TOKENS, WEIGHT_DECAY, StepLog, Task
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -26,7 +26,7 @@ def make_model(task: Task) -> transformers.PreTrainedModel:
         num_hidden_layers=task.widths["n_layers"],
         num_attention_heads=task.widths["n_heads"],
         num_key_value_heads=task.widths["n_kv_heads"],
-        max_position_embeddings=task.seq_len,
+        max_position_embeddings=task.seq_len + NEW_TOKENS,
         bos_token_id=None,
         eos_token_id=None,
         use_cache=False,

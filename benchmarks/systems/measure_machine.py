@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 import torch
-from task import Task
+from task import EXPERTS, Task
 
 from torchtitan.models.llama3 import model_registry
 from torchtitan.tools.device import device_description, peak_flops
@@ -17,6 +17,25 @@ REPEATS = 3
 
 def main(text: str) -> None:
     task, cpu = Task(**json.loads(text)), torch.device("cpu")
+    facts = {"flops_per_token": expert_flops() if task.kind == "experts" else model_flops(task)}
+    peak = max(peak_flops(cpu, getattr(torch, task.precision)) for _ in range(REPEATS))
+    facts |= {
+        "peak_flops": peak.value,
+        "peak_source": peak.source,
+        "device": device_description(cpu),
+        "torch": torch.__version__,
+    }
+    print(json.dumps(facts))
+
+
+def expert_flops() -> int:
+    """Return the operations of forward and backward pass of the layer of experts, per token."""
+    dim, hidden, n_experts, top_k = (EXPERTS[name] for name in ("dim", "hidden_dim", "n_experts", "top_k"))
+    return 6 * (top_k * 3 * dim * hidden + n_experts * dim)
+
+
+def model_flops(task: Task) -> float:
+    """Return the operations of a training step, or of generation, per token."""
     if task.model:
         from torchtitan.models.transformers.model import TransformersModel
 
@@ -26,16 +45,8 @@ def main(text: str) -> None:
         for name, size in {**task.widths, "vocab_size": task.vocab_size}.items():
             setattr(sizes, name, size)
     with torch.device("meta"):
-        flops_per_token = sizes.build().flops_per_token(task.seq_len)
-    peak = max(peak_flops(cpu, getattr(torch, task.precision)) for _ in range(REPEATS))
-    facts = {
-        "peak_flops": peak.value,
-        "peak_source": peak.source,
-        "flops_per_token": flops_per_token,
-        "device": device_description(cpu),
-        "torch": torch.__version__,
-    }
-    print(json.dumps(facts))
+        flops: float = sizes.build().flops_per_token(task.seq_len)
+    return flops / 3 if task.kind == "generate" else flops  # a backward pass computes twice a forward pass
 
 
 if __name__ == "__main__":

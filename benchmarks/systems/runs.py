@@ -41,7 +41,12 @@ SYSTEMS = {
     "litgpt": System("litgpt", "run_litgpt.py"),
     "trl": System("trl", "run_trl.py"),
     "trl-checkpointing": System("trl", "run_trl.py", checkpointing=True),
+    "generate": System("transformers"),
+    "grouped_mm": System("transformers"),
+    "eager": System("transformers"),
 }
+OF_KIND = {"generate": "run_generate.py", "experts": "run_experts.py"}
+"""Kind of task → the program in this folder that runs it with any system."""
 
 
 class RunFailed(Exception):
@@ -95,6 +100,8 @@ def measure(system: str, task: Task, python: str, *, threads: int, limit: float,
 
 def command_of(system: str, task: Task, python: str, folder: str) -> list[str]:
     """Return the command that runs the task in `folder` with a system."""
+    if program := OF_KIND.get(task.kind):
+        return [python, str(PROGRAMS / program), folder, system]
     if program := SYSTEMS[system].program:
         return [python, str(PROGRAMS / program), folder]
     options: dict[str, Any] = {}

@@ -6,7 +6,10 @@ from pathlib import Path
 from typing import Any
 
 GROUP_SIZE, NEW_TOKENS = 8, 128
-"""Samples of each prompt, and tokens of each, in `grpo`."""
+"""Samples of each prompt in `grpo`, and tokens of each; also the new tokens of `generate`."""
+
+EXPERTS = {"dim": 512, "hidden_dim": 192, "n_experts": 128, "top_k": 8}
+"""Sizes of the layer of `experts`."""
 
 WIDTHS = {"dim": 512, "n_layers": 8, "n_heads": 8, "n_kv_heads": 4, "ffn_dim": 1536}
 """`Task.widths` of all jobs."""
@@ -36,11 +39,12 @@ class Task:
     """A run of one system."""
 
     kind: str
-    """`pretrain` on windows full of text, `sft` on questions and answers, `dpo` on pairs, or `grpo` on prompts."""
+    """`pretrain` on windows full of text, `sft` on questions and answers, `dpo` on pairs, `grpo` on prompts, `generate`
+    after prompts, or compute one layer of `experts`."""
 
     vocab_size: int
     seq_len: int
-    """Tokens in a window."""
+    """Tokens in a window, or in a prompt of `generate`."""
 
     precision: str
     """Type of the computation, `float32` or `bfloat16` over weights in float32."""

@@ -1,5 +1,6 @@
 """The runs of `benchmarks/peers.py`, and the numbers that it derives from them."""
 
+import dataclasses
 import json
 import re
 import subprocess
@@ -12,7 +13,7 @@ import peers
 import pytest
 from systems import runs
 from systems.report import FASTEST, OURS, Run, summarize, table
-from systems.task import Task
+from systems.task import NEW_TOKENS, Task
 from tokenizers import Tokenizer
 
 from tests.conftest import PROJECT
@@ -225,3 +226,22 @@ def test_fine_tuning_counts_the_same_tokens(
         n_samples, rest = divmod(step["tokens"], prompt + answer)  # the end of the text has no next token
         assert (rest, n_samples > 4) == (0, True)
         assert step["labels"] == n_samples * (answer + 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "system"), [("generate", "generate"), ("experts", "grouped_mm")])
+def test_layers_and_generation(kind: str, system: str, tmp_path: Path):
+    pytest.importorskip("transformers")
+    task = Task(kind=kind, steps=1, batch_size=1, **TINY)
+    outputs = []
+    for name in (OURS, system):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "task.json").write_text(json.dumps(dataclasses.asdict(task)))
+        command = runs.command_of(name, task, sys.executable, str(folder))
+        outputs.append(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+        (step,) = map(json.loads, (folder / "steps.jsonl").read_text().splitlines())
+        assert step["tokens"] == (NEW_TOKENS if kind == "generate" else TINY["seq_len"])
+    # The same greedy continuations.
+    assert outputs[0].splitlines()[-1:] == outputs[1].splitlines()[-1:]
+    assert runs.measure_machine(task, threads=1)["flops_per_token"] > 0

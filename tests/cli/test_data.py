@@ -494,14 +494,6 @@ def test_step_from_ledger_equals_plan(chats, capsys):
     assert re.search(rf"documents +{len(names[3])}\n +tokens +\d+\n +trained +\d+", printed)
 
 
-def test_skipped_step(chats, capsys):
-    Path("run").mkdir()
-    lines = [json.dumps({"step": step, "data_step": step, "documents": []}) for step in (1, 3)]
-    Path("run/ledger.jsonl").write_text("\n".join(lines))
-    assert "step 2 was not taken" in failure(capsys, "show", "--step", "2", *chat_options(chats))
-    assert "has the steps 1 to 3" in failure(capsys, "show", "--step", "4", *chat_options(chats))
-
-
 @pytest.mark.parametrize(
     "damage",
     ["null", "5", "{}", "[" * 100_000, '{"step": 2}', '{"step": 2, "data_step": "x", "documents": []}', "\udcff"]

@@ -1,6 +1,7 @@
 """`torchtitan run`: stages in order, each on the model of an earlier one; finished stages are not repeated."""
 
 import json
+import os
 import random
 import shutil
 import sys
@@ -126,3 +127,22 @@ def test_a_recipe_that_is_killed_at_random_moments_ends_the_same(tmp_path):
         assert numbers[0] == numbers[1] and len(numbers[0]) == 12, f"seed {seed}"
     for name in ("second/checkpoint/step-12/model.safetensors", "samples/output.txt"):
         assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), f"seed {seed}"
+
+
+@pytest.mark.slow
+def test_a_stage_saves_and_ends_when_its_recipe_is_killed(tmp_path):
+    stage = {"name": "first", "run": FIRST.replace("steps 1 ", "steps 100000 ") + " --metrics.log_freq 1"}
+    recipe, log = write(tmp_path / "recipe.yaml", stage), tmp_path / "out/first/metrics.jsonl"
+    command = [sys.executable, "-m", "torchtitan", "run", recipe, "--folder", tmp_path / "out"]
+    with RunningCommand(command, start_new_session=True) as running:
+        deadline = time.monotonic() + 120
+        while not (log.exists() and log.read_text()):
+            assert time.monotonic() < deadline and running.poll() is None
+            time.sleep(0.05)
+        running.kill()
+        running.wait()
+        with pytest.raises(ProcessLookupError):
+            while time.monotonic() < deadline:
+                os.killpg(running.pid, 0)
+                time.sleep(0.05)
+    assert list(tmp_path.glob("out/first/checkpoint/step-*"))

@@ -200,6 +200,15 @@ def test_groups_apply_to_both_optimizers_of_muon():
     assert in_muon == matrices
 
 
+def test_muon_leaves_routers_to_adamw():
+    """Their rows are experts, which a step should not make equally large."""
+    layer = torch.nn.ModuleDict({"router": torch.nn.Linear(4, 8, bias=False), "wo": torch.nn.Linear(4, 8, bias=False)})
+    muon, adam = Optimizer.Config(name="Muon").build(model_parts=[torch.nn.ModuleDict({"layers": layer})]).optimizers
+    for optimizer, name in ((muon, "wo"), (adam, "router")):
+        (parameter,) = (p for group in optimizer.param_groups for p in group["params"])
+        assert parameter is layer[name].weight
+
+
 @pytest.mark.parametrize("pattern", ["nrom", r"^norm\."])
 def test_a_group_without_parameters_warns(log, pattern):
     """The pattern has a typo, or an earlier group matches its parameters."""
@@ -401,22 +410,8 @@ def compare_updates(settings: dict) -> None:
         # Elementwise operations on shards differ by at most one rounding.
         torch.testing.assert_close(value, expected, rtol=1e-6, atol=1e-9, msg=key)
     weights = {name: parameter.full_tensor() for name, parameter in model.named_parameters()}
-    if settings.get("name") == "Muon":
-        compare_muon_updates(weights, dict(whole.named_parameters()))
-        return
     for name, expected in whole.named_parameters():
         torch.testing.assert_close(weights[name], expected, rtol=1e-6, atol=1e-6, msg=name)
-
-
-def compare_muon_updates(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """Muon iterates in bfloat16, so a different order of operations changes the update by a few percent. If each rank
-    orthogonalized only its shard, the update would change by more than half."""
-    start = dict(make_model().named_parameters())
-    for name in start:
-        update, expected_update = weights[name] - start[name], expected[name] - start[name]
-        is_muon = name.startswith("layers.") and update.ndim == 2
-        tolerance = 0.1 if is_muon else 1e-5
-        assert (update - expected_update).norm() < tolerance * expected_update.norm(), name
 
 
 def clip_sharded(max_norm: float) -> None:

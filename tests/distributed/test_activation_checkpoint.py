@@ -60,6 +60,75 @@ def test_every_second_float8_product_is_kept():
     assert recorder.calls["_scaled_mm"] == 4 + 2
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("is_fixed", [True, False])
+def test_compiled_code_is_the_same_when_it_is_computed_again(is_fixed):
+    """As in FlexAttention, which is compiled also in models that are not: the second size compiles code for any size,
+    which fits the first size too (pytorch issue 166926)."""
+    used: list[int] = []
+
+    def backend(graph: Any, inputs: Any) -> Callable[..., Any]:
+        backend.count += 1
+        own = backend.count
+
+        def run(*inputs: Any) -> Any:
+            used.append(own)
+            return graph(*inputs)
+
+        return run
+
+    backend.count = 0
+    torch._dynamo.reset()
+    attend = torch.compile(lambda x: x.sin() * x, backend=backend)
+    x, y = (torch.randn(4, size, requires_grad=True) for size in (8, 16))
+    torch._C._dynamo.eval_frame._set_lru_cache(True)
+    if is_fixed:
+        make_model(MODES["full"])
+    outputs = [checkpoint(attend, value, use_reentrant=False) for value in (x, y)]
+    assert used == [1, 2]
+    outputs[1].sum().backward()
+    outputs[0].sum().backward()
+    assert used == [1, 2, 2, 1 if is_fixed else 2]
+
+
+@pytest.mark.slow
+def test_compiled_attention_is_kept():
+    """FlexAttention in a model that is not compiled is one operation for the policy, and its result is kept."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    apply_activation_checkpointing(CONFIG.build(), MODES["op"])
+    torch._dynamo.reset()
+    attend = torch.compile(flex_attention)
+    calls: list[Any] = []
+    keys = torch.randn(1, 2, 32, 16)
+
+    class Calls(TorchDispatchMode):
+        supports_higher_order_operators = True
+
+        @classmethod
+        def ignore_compile_internals(cls) -> bool:
+            return True  # otherwise, nothing is compiled
+
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            calls.append(function)
+            return function(*args, **(kwargs or {}))
+
+    def compute(x: Tensor) -> Tensor:
+        with torch.no_grad():  # on a CPU, FlexAttention has no gradient
+            attended = attend(x.detach(), keys, keys)
+        return x * attended
+
+    x = torch.randn(1, 2, 32, 16, requires_grad=True)
+    contexts = _save_costly_results()
+    with Calls():
+        output = checkpoint(compute, x, use_reentrant=False, context_fn=lambda: contexts)
+    forward = len(calls)
+    with Calls():
+        output.sum().backward()
+    compiled = [index for index, call in enumerate(calls) if call is torch.ops.higher_order.inductor_compiled_code]
+    assert len(compiled) == 1 and compiled[0] < forward
+
+
 def make_model(config: ActivationCheckpointConfig = NONE) -> Llama3Model:
     """Build a model with fixed weights."""
     model = CONFIG.build()
@@ -246,6 +315,18 @@ def test_names_and_initial_weights_are_unchanged():
 
 
 check = partial(check_activation_checkpoint, has_experts=False)
+
+
+@pytest.mark.parametrize("option", [{"mode": "full"}, {"mode": "selective", "selective_option": "2"}])
+def test_compiled_tensor_parallelism_keeps_results_by_operation_only(option):
+    """PyTorch 2.13 ends the others with an assertion about the mesh."""
+    compile, parallelism = CompileConfig(enable=True), ParallelismConfig(tensor_parallel_degree=2)
+    with pytest.raises(UserError, match=r"--activation_checkpoint\.mode .* cannot be combined with both .*_degree 2;"):
+        check(ActivationCheckpointConfig(**option), compile, parallelism)
+    for allowed in (parallelism, ParallelismConfig()):
+        check(ActivationCheckpointConfig(mode="selective"), compile, allowed)
+        check(ActivationCheckpointConfig(**option), CompileConfig(), allowed)
+    check(ActivationCheckpointConfig(**option), compile, ParallelismConfig())
 
 
 @pytest.mark.parametrize("compile", [CompileConfig(), CompileConfig(enable=True, components=["loss"])])

@@ -1,9 +1,11 @@
 """Compiled models and losses against eager ones; log messages about compilation."""
 
+import contextlib
 import logging
 import shutil
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -340,3 +342,78 @@ def compare_layouts(folder: Path) -> None:
 def test_two_processes_match_eager(tmp_path):
     run_processes(compare_layouts, 2, tmp_path)
     assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_async_tensor_parallelism_needs_compiled_code_on_gpus(monkeypatch):
+    asked = ParallelismConfig(tensor_parallel_degree=2, enable_async_tensor_parallel=True)
+    inductor = CompileConfig(enable=True)
+    for compile, parallelism, device, missing in (
+        (inductor, replace(asked, tensor_parallel_degree=1), "cuda", "tensor_parallel_degree above 1"),
+        (CompileConfig(), asked, "cuda", "--compile.enable with `model`"),
+        (CompileConfig(enable=True, components=["loss"]), asked, "cuda", "--compile.enable with `model`"),
+        (EAGER_KERNELS, asked, "cuda", "--compile.backend inductor"),
+        (inductor, asked, "cpu", "GPUs of CUDA"),
+        (inductor, asked, "cuda", None),
+        (CompileConfig(), replace(asked, enable_async_tensor_parallel=False), "cpu", None),
+    ):
+        monkeypatch.setattr(compile_module, "device_type", lambda device=device: device)
+        with pytest.raises(UserError, match=f"needs .*{missing}") if missing else contextlib.nullcontext():
+            compile_module.check_async_tensor_parallel(compile, parallelism)
+
+
+class Counted(BaseException):
+    """Ends a compiled call, whose fused operations exist only on CUDA."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_asynchronous", [True, False])
+def test_async_tensor_parallelism_fuses_each_collective_of_a_layer(is_asynchronous, monkeypatch):
+    """Inductor's own passes for CUDA over a layer's forward graph, on one rank of two without the other."""
+    import torch.distributed as dist
+    import torch.distributed._symmetric_memory as symmetric_memory
+    from torch._inductor import config as inductor
+    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.fx_passes.post_grad import post_grad_passes, view_to_reshape
+
+    from torchtitan.distributed import ParallelDims
+    from torchtitan.distributed.parallelize import parallelize_model
+    from torchtitan.models.llama3 import SHARDING
+
+    calls: Counter[str] = Counter()
+
+    def count(graph: Any, inputs: Any, **options: Any) -> Any:
+        view_to_reshape(graph)
+        post_grad_passes(graph, False)
+        calls.update(str(node.target) for node in graph.graph.nodes)
+        raise Counted
+
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(symmetric_memory, "_group_name_to_store", {})
+    parallelism = ParallelismConfig(tensor_parallel_degree=2, enable_async_tensor_parallel=is_asynchronous)
+    dims = ParallelDims.from_config(parallelism, 2)
+    model = llama_config(vocab_size=VOCABULARY, n_layers=1).build()
+    dist.init_process_group("fake", rank=0, world_size=2)
+    try:
+        with inductor.patch(_micro_pipeline_tp=False):
+            compile = CompileConfig(enable=True, backend=lambda graph, x: compile_fx(graph, x, inner_compile=count))
+            parallelize_model(
+                model,
+                parallel_dims=dims,
+                mesh=dims.build_mesh("cpu"),
+                sharding=SHARDING,
+                training=TrainingConfig(mixed_precision_param="float32"),
+                parallelism=parallelism,
+                compile=compile,
+            )
+            initialize_weights(model, 0)
+            tokens_BL = torch.zeros(BATCH, LENGTH, dtype=torch.int64)
+            with pytest.raises(Counted):
+                model(tokens_BL, None, head=CrossEntropyLoss.Config().build(), labels_BL=tokens_BL)
+    finally:
+        dist.destroy_process_group()
+    fused = {name: n for name, n in calls.items() if "fused_" in name}
+    expected = {"symm_mem.fused_all_gather_matmul.default": 2, "symm_mem.fused_matmul_reduce_scatter.default": 2}
+    assert fused == (expected if is_asynchronous else {})
+    # Before attention and before the network; after each.
+    single = [n for name, n in calls.items() if name.startswith("_c10d_functional") and "wait" not in name]
+    assert sum(single) == (0 if is_asynchronous else 4)

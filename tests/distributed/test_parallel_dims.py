@@ -107,7 +107,7 @@ def test_the_shard_degree_defaults_to_the_remaining_ranks():
         (
             {"expert_tensor_parallel_degree": 4, "tensor_parallel_degree": 2},
             4,
-            "--parallelism.expert_tensor_parallel_degree 4 is neither 1 nor --parallelism.tensor_parallel_degree 2",
+            "--parallelism.expert_tensor_parallel_degree is 4, but must be 1 or --parallelism.tensor_parallel_degree 2",
         ),
     ],
 )

@@ -60,7 +60,7 @@ def measure_real_run(layout, folder):
     microbatch_replay._can_replay = lambda schedule, stage: False
     trainer = RealTrainer(without_data(config_of(layout, folder)))
     trainer.measure_step()
-    (Path(folder) / f"rank{trainer.rank}.json").write_text(json.dumps(dataclasses.asdict(report_of(trainer))))
+    (Path(folder) / f"rank{trainer.rank}.json").write_text(json.dumps(report_of(trainer).to_dict()))
 
 
 DEFAULT = ("PP", "FSDP, full", "FSDP, selective")
@@ -73,7 +73,7 @@ def test_matches_a_real_run(layout, tmp_path):
     run_processes(measure_real_run, 2, layout, str(tmp_path))
     for expected in dry_run(config_of(layout, tmp_path), 2):
         real = json.loads((tmp_path / f"rank{expected.rank}.json").read_text())
-        predicted = dataclasses.asdict(expected)
+        predicted = expected.to_dict()
         for key in ("parameters", "parameter_bytes", "gradient_bytes", "optimizer_bytes", "executed_flops", "stages"):
             assert predicted[key] == real[key], key
         # A dry run omits the few numbers that a run reads and sums to report its loss. Real communication between

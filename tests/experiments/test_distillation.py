@@ -14,11 +14,11 @@ from tests.training import flags, killed_in, read_metrics, run
 from torchtitan.components.teacher_cache import TeacherCache
 from torchtitan.config.manager import ConfigManager
 from torchtitan.dry_run import dry_run
-from torchtitan.experiments.distillation import trainer
 from torchtitan.experiments.distillation.on_policy import OnPolicyTrainer
 from torchtitan.experiments.distillation.trainer import DistillationTrainer
 from torchtitan.models.pretrained import load_model
 from torchtitan.tools.errors import UserError
+from torchtitan.trainer import teacher
 
 SIZES = {"intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 OPTIONS = {
@@ -250,7 +250,7 @@ def test_writing_a_cache_continues_after_a_kill(folder, cache, tmp_path, monkeyp
     """It keeps what it has written, and ends with the files of an uninterrupted one."""
     options = {"teacher__cache": tmp_path / "cache", "teacher__top_k": 50}
     logged: list[str] = []
-    monkeypatch.setattr(trainer.logger, "info", lambda text, *values: logged.append(text % values))
+    monkeypatch.setattr(teacher.logger, "info", lambda text, *values: logged.append(text % values))
     with killed_in(TeacherCache, "write", 4):
         distill(folder, tmp_path / "run", **options)
     before = stamps(tmp_path / "cache")
@@ -297,7 +297,7 @@ def test_a_cache_serves_other_layouts(folder, cache, tmp_path, degrees):
 
 
 def test_a_cache_of_something_else_is_rejected(folder, cache, tmp_path):
-    lacks = r"--teacher\.cache lacks .*; write it with --teacher\.path, or use the data, tokenizer, --training"
+    lacks = r"--teacher\.cache .* lacks a window of this run; write it with --teacher\.path, or use the data, tokenizer"
     for options, message in (
         ({"teacher__path": "", "teacher__cache": tmp_path}, lacks),
         (

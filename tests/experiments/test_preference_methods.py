@@ -107,17 +107,19 @@ WEIGHTS = {"desirable_weight": 1.5, "undesirable_weight": 0.7}
         ("dpo", {"kind": "robust", **SMOOTHING}, "dpo", {"loss_type": ["robust"], **SMOOTHING}),
         ("dpo", {"kind": "dpo_normalized"}, "dpo", {"loss_type": ["sigmoid_norm"]}),
         ("simpo", {"gamma": 0.4}, "cpo", {"loss_type": "simpo", "simpo_gamma": 0.4, "cpo_alpha": 0.0}),
+        ("simpo", {"kind": "cpo", "weight": 0.7}, "cpo", {"loss_type": "sigmoid", "cpo_alpha": 0.7}),
         ("kto", WEIGHTS, "kto", WEIGHTS),
     ],
-    ids=["dpo", "ipo", "hinge", "robust", "dpo_normalized", "simpo", "kto"],
+    ids=["dpo", "ipo", "hinge", "robust", "dpo_normalized", "simpo", "cpo", "kto"],
 )
 def test_one_batch_matches_trl(folder, tmp_path, config, ours, method, theirs):  # noqa: F811
     """One window with all rows against TRL's padded batch, with another model as the reference. Both compute in
-    float32: a reward is 0.3 times the difference of two log-probabilities of up to 150, each rounded to 1e-5."""
+    float32: a reward is 0.3 times the difference of two log-probabilities of up to 150, each rounded to 1e-5. CPO gets
+    chosen answers of one length, since TRL's likelihood is a mean over tokens, and ours a mean over answers."""
     pairs = [
         {
             "prompt": f"Is {n} big?",
-            "chosen": "No, " + "quite " * n + "small.",
+            "chosen": "No, " + "quite " * (2 if ours.get("kind") == "cpo" else n) + "small.",
             "rejected": "No, it is " + "very " * (n % 3) + "big.",
         }
         for n in range(6)

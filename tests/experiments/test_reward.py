@@ -18,7 +18,7 @@ from tests.pretrained import make_pretrained
 from tests.processes import run_processes
 from tests.training import flags, killed_in, read_metrics, run
 from torchtitan.cli.convert import convert
-from torchtitan.cli.generate import generate
+from torchtitan.cli.generate import chat, generate
 from torchtitan.components.rollout.rewards import Rewards
 from torchtitan.config.manager import ConfigManager
 from torchtitan.experiments.reward.trainer import RewardTrainer, bradley_terry_loss, reward_function
@@ -287,8 +287,9 @@ def test_mistakes_are_one_line(folder, tmp_path, capsys):
         ([{**pair_of(1), "rejected": pair_of(1)["chosen"]}], r"chosen and rejected are equal"),
     ):
         write_pairs(pairs, rows)
-        with pytest.raises(UserError, match=message):
+        with pytest.raises(UserError, match=message) as error:
             train_reward(folder, tmp_path / "run", dataloader__dataset=[pairs])
+        assert "\n" not in str(error.value)
     with pytest.raises(
         UserError, match=r"--parallelism\.tensor_parallel_degree 2 cannot be combined with --module rew"
     ):
@@ -306,14 +307,15 @@ def test_mistakes_are_one_line(folder, tmp_path, capsys):
     common = ["--checkpoint", str(folder / "model"), "--prompt", "Why?"]
     assert generate([*common, "--best_of", "2"]) == 2
     assert generate(["--checkpoint", str(trained(folder)), "--prompt", "Why?"]) == 2
-    first, second = capsys.readouterr().err.strip().splitlines()
+    assert chat(["--checkpoint", str(trained(folder))]) == 2
+    first, second, third = capsys.readouterr().err.strip().splitlines()
     assert "--best_of 2 needs a number above 0, --reward_model DIR and a --temperature above 0" in first
-    assert "the model is a reward model" in second
+    assert f"{trained(folder)} is a reward model, which predicts no text" in second and second[-40:] == third[-40:]
 
 
 def test_other_trainers_refuse_a_reward_model(folder, tmp_path):
     words = flags({"hf_assets_path": trained(folder), "dataloader.dataset": [folder / "sft.jsonl"], **OPTIONS})
     write_pairs(folder / "sft.jsonl", [{"prompt": "Why?", "response": "So."}])
     config = ConfigManager().parse_args(["--module", "auto", "--config", "sft", *words, f"--dump_folder={tmp_path}"])
-    with pytest.raises(UserError, match="the model is a reward model"):
-        run(config.config)
+    with pytest.raises(UserError, match=f"{trained(folder)} holds a reward model; train it with --module reward"):
+        config.config.check(world_size=1)

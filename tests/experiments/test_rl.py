@@ -1,6 +1,7 @@
 """Reinforcement learning (`--module rl`): losses against float64 and TRL, exact runs, several processes, tools."""
 
 import dataclasses
+import itertools
 import json
 import math
 import shutil
@@ -73,12 +74,13 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-def train_rl(folder: Path, dump: Path, config: str = "grpo", **options: object) -> RLTrainer:
+def train_rl(folder: Path, dump: Path, **options: object) -> RLTrainer:
+    module, config = ("ppo", "ppo") if options.get("policy__method") == "ppo" else ("rl", "grpo")
     changed = {key.replace("__", "."): value for key, value in options.items()}
     common = {"hf_assets_path": folder / "model", "dataloader.dataset": [folder / "prompts.jsonl"], "dump_folder": dump}
     common["dataloader.cache_dir"] = folder / "cache"
     words = flags({**common, **OPTIONS, **changed})
-    parsed = ConfigManager().parse_args(["--module", "rl", "--config", config, *words]).config
+    parsed = ConfigManager().parse_args(["--module", module, "--config", config, *words]).config
     parsed.check(world_size=1 if not torch.distributed.is_initialized() else torch.distributed.get_world_size())
     trainer = run(parsed)
     assert isinstance(trainer, RLTrainer)
@@ -444,7 +446,7 @@ def train_on_ranks(folder: Path, dump: Path, options: dict[str, object]) -> None
 @pytest.mark.parametrize("method", ["dr_grpo", "dapo", "rloo", "ppo"])
 def test_other_methods_run(folder, tmp_path, method):
     """Until the data ends, after three steps; the recipe of `ppo` gives its critic a learning rate."""
-    train_rl(folder, tmp_path, "ppo", training__epochs=1, training__steps=9, policy__method=method, debug__ledger=True)
+    train_rl(folder, tmp_path, training__epochs=1, training__steps=9, policy__method=method, debug__ledger=True)
     assert all(norm > 0 for _, norm in read_metrics(tmp_path, "grad_norm"))
     steps = [json.loads(line)["documents"] for line in (tmp_path / "ledger.jsonl").read_text().splitlines()]
     assert sorted(name for names in steps for name in names) == sorted({name for names in steps for name in names})
@@ -472,6 +474,23 @@ def fail_on_one_rank() -> None:
 def test_equal_rewards_end_a_method_that_resamples(folder, tmp_path):
     with pytest.raises(UserError, match="rewards of each prompt's answers were equal in 10 global batches"):
         train_rl(folder, tmp_path, policy__method="dapo", rewards=["pattern=^"])
+
+
+def test_equal_rewards_are_a_warning(folder, tmp_path, caplog):
+    train_rl(folder, tmp_path, training__steps=1, rewards=["pattern=^"])
+    assert "no answer has a higher reward than another" in caplog.text
+
+
+def test_a_prompt_that_occurs_twice_gets_other_answers(folder, tmp_path):
+    """One row, four times in a global batch."""
+    (folder / "one.jsonl").write_text('{"prompt": "Once upon a time"}\n')
+    options = {"dataloader__dataset": [folder / "one.jsonl"], "training__steps": 1, "rollout__group_size": 2}
+    trainer = train_rl(folder, tmp_path, **options)
+    batches = list(itertools.islice(trainer.dataloader, 2))
+    with trainer.mixed_precision():
+        groups = trainer.rollouts.run(lambda: batches, "1/0", "row {}".format)
+    texts = [tuple(trajectory.tokens) for group in groups for trajectory in group]
+    assert len(texts) == 8 and len(set(texts)) == 8
 
 
 @pytest.mark.parametrize(
@@ -504,6 +523,7 @@ def test_a_rollout_without_a_trajectory_is_named(folder, tmp_path):
     ("options", "message"),
     [
         ({"rollout__group_size": 1}, r"--rollout\.group_size is 1"),
+        ({"rollout__max_new_tokens": 65}, r"--rollout\.max_new_tokens is 65, but a window of --training\.seq_len 64"),
         ({"training__seq_len": 8}, r"prompts\.jsonl:\d+: \d+ tokens, 8 fit"),
         ({"policy__gae_decay": 95}, r"--policy\.gae_decay is 95\.0, but must be from 0 to 1"),
         ({"rewards": ["nothing"]}, r"--rewards nothing is unknown"),

@@ -93,12 +93,27 @@ def test_experts_and_all_gradients_equal_their_definition(
         assert not gradients[2][idle].any() and gradients[2][1].any()
 
 
-@pytest.mark.parametrize("algorithm", ["cpu", "cuda"])
-def test_experts_in_bfloat16_are_near_float32(algorithm: str) -> None:
+@pytest.mark.parametrize("frozen", [("w13",), ("w2",), ("w13", "w2")])
+def test_frozen_experts_pass_on_the_same_gradients(frozen: tuple[str, ...]) -> None:
+    experts = filled(RoutedExperts(n_experts=EXPERTS, top_k=K, dim=DIM, hidden_dim=HIDDEN, init_std=1, out_init_std=1))
+    inputs, gradients = choices(), []
+    for names in ((), frozen):
+        for name in names:
+            experts.get_parameter(name).requires_grad_(False)
+        trained = [parameter for parameter in experts.parameters() if parameter.requires_grad]
+        gradients.append(torch.autograd.grad(experts(*inputs).square().sum(), [*inputs[:2], *trained]))
+    kept = [0, 1, *(i for i, name in enumerate(("w13", "w2"), start=2) if name not in frozen)]
+    assert all(torch.equal(gradients[0][i], own) for i, own in zip(kept, gradients[1], strict=True))
+
+
+@pytest.mark.parametrize("algorithm", ["cpu", "cuda", "cpu without bfloat16"])
+def test_experts_in_bfloat16_are_near_float32(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "without" in algorithm:
+        monkeypatch.setattr("torchtitan.models.common.moe.experts.multiplies", lambda dtype: False)
     experts = filled(
         RoutedExperts(n_experts=EXPERTS, top_k=K, dim=DIM, hidden_dim=HIDDEN, init_std=1, out_init_std=1)
     ).bfloat16()
-    experts.device_type = algorithm
+    experts.device_type = algorithm.partition(" ")[0]
     x, weights, chosen = choices()
     out = experts(x.bfloat16(), weights, chosen)
     out.backward(torch.ones_like(out))
@@ -364,7 +379,7 @@ def test_starving_experts_are_named_once(monkeypatch: pytest.MonkeyPatch, log: p
         (MoEConfig(n_experts=4, top_k=5), "top_k is 5, but must be from 1 to --model.moe.n_experts 4"),
         (MoEConfig(n_experts=0, top_k=1), "n_experts is 0"),
         (MoEConfig(n_experts=4, top_k=1, ffn_dim=0), "ffn_dim is 0"),
-        (MoEConfig(n_experts=4, top_k=1, layer_types=[]), "layer_types is empty"),
+        (MoEConfig(n_experts=4, top_k=1, layer_types=[]), "layer_types is \\[\\], but must be at least one type"),
         (MoEConfig(n_experts=4, top_k=1, penalties=PenaltyConfig(z_loss=-1.0)), "penalties.z_loss is -1.0"),
         (MoEConfig(n_experts=4, top_k=1, penalties=PenaltyConfig(z_loss=math.nan)), "penalties.z_loss is nan"),
         (SigmoidMoEConfig(n_experts=8, top_k=2, n_group=3), "n_group 3 must divide --model.moe.n_experts 8"),

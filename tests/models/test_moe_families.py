@@ -464,7 +464,11 @@ WITHOUT_BALANCE = ("--model.moe.penalties.sequence_loss", "0", "--model.moe.pena
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("module", "without"), [("mixtral", ()), ("qwen3_moe", ()), ("glm4_moe", ("--model.moe.bias_rate", "0"))]
+    ("module", "without"),
+    [
+        *((name, ()) for name in ("mixtral", "qwen3_moe", "gpt_oss", "llama4")),
+        *((name, ("--model.moe.bias_rate", "0")) for name in ("glm4_moe", "deepseek_v3")),
+    ],
 )
 def test_recipes_balance_every_layer_without_harm(module: str, without: tuple[str, ...], tmp_path: Path) -> None:
     balanced = last_means(tmp_path / "balanced", module)

@@ -101,7 +101,7 @@ def test_larger_batch_after_resume_reads_the_rest(tmp_path, data):
     assert trainer.lr_scheduler.lr == 0
 
 
-def test_skipped_step_has_no_line(tmp_path, data):
+def test_skipped_step_has_its_reason(tmp_path, data):
     class Overflowing(Trainer):
         def read_result(self, *arguments):
             outcome = super().read_result(*arguments)
@@ -110,7 +110,9 @@ def test_skipped_step_has_no_line(tmp_path, data):
     train(
         tmp_path, trainer_class=Overflowing, dataloader__dataset=data, debug__ledger=True, training__on_nonfinite="skip"
     )
-    assert [(line["step"], line["data_step"]) for line in read(tmp_path)] == [(1, 1), (3, 3), (4, 4)]
+    lines = read(tmp_path)
+    assert [(line["step"], line["data_step"]) for line in lines] == [(1, 1), (2, 2), (3, 3), (4, 4)]
+    assert [line["step"] for line in lines if line.get("skipped", "").startswith("loss inf, gradient norm")] == [2]
 
 
 def test_line_is_written_before_the_checkpoint(tmp_path, data):

@@ -129,7 +129,12 @@ class _Run(NamedTuple):
     def length(self, n_samples: int | None) -> "DataProgress":
         from torchtitan.trainer.data_progress import DataProgress
 
-        return DataProgress(self.config.training, n_samples=n_samples, global_batch_size=self.samples_per_step)
+        return DataProgress(
+            self.config.training,
+            n_samples=n_samples,
+            global_batch_size=self.samples_per_step,
+            sequences_per_sample=self.config._owner.sequences_per_sample,
+        )
 
 
 def _data_parallel_degree(parallelism: Any) -> int:
@@ -198,6 +203,7 @@ def _inspect(options: argparse.Namespace, resolved: "ResolvedConfig") -> None:
 
 def _facts(run: _Run, n_steps: int, summary: "DataSummary | None") -> list[tuple[str, str]]:
     training, windows = run.config.training, _counted(run.samples_per_step, "window")
+    windows += "".join(f", {change}" for change in training.batch_schedule)
     facts = [
         ("tokenizer", f"{run.config.hf_assets_path or 'embedded'}, {run.tokenizer.vocab_size:,} tokens"),
         ("the run", f"{_counted(n_steps, 'step')}, {windows} of {training.seq_len:,} tokens in each"),
@@ -248,7 +254,7 @@ def _show(options: argparse.Namespace, resolved: "ResolvedConfig") -> None:
 
 
 def _ledger_line(path: Path, step: int) -> dict[str, Any]:
-    """Return a step's ledger entry. Raise `UserError` if there is none, for example because the step was not taken."""
+    """Return a step's ledger entry. Raise `UserError` if there is none."""
     steps, damaged = [], []
     try:
         with path.open(encoding="utf-8", errors="replace") as lines:
@@ -262,8 +268,6 @@ def _ledger_line(path: Path, step: int) -> dict[str, Any]:
                     damaged.append(number)
     except OSError as error:
         raise UserError(f"'{path}' cannot be read: {error.strerror}") from error
-    if steps and steps[0] < step < steps[-1] and not damaged:
-        raise UserError(f"step {step} was not taken: its loss or its gradients were not finite (training.on_nonfinite)")
     known = f"has the steps {steps[0]} to {steps[-1]}" if steps else "has no steps"
     unread = f", and line {damaged[0]} of it is damaged" if damaged else ""
     raise UserError(f"there is no step {step}: '{path}' {known}{unread}")
@@ -285,6 +289,8 @@ def _planned(run: _Run, loader: "BaseDataLoader", step: int) -> "Batch":
     depend on training, or the run ends before the step."""
     from torchtitan.components.data.base import NO_DOCUMENT
 
+    if run.config.training.batch_schedule:
+        raise UserError(f"step {step} of a run with --training.batch_schedule is known only to a --debug.ledger")
     if not _follows_seed(loader):
         raise UserError(f"the documents of step {step} depend on training; run with --debug.ledger to record them")
     if step > (n_steps := run.length(loader.n_samples).last_step(0)):
@@ -299,7 +305,7 @@ def _expected(run: _Run, loader: "BaseDataLoader", step: int, names: list[str]) 
     """Return the samples according to the configuration if they have these names; names may be ambiguous."""
     from torchtitan.trainer.ledger import names_of
 
-    if not _follows_seed(loader):
+    if run.config.training.batch_schedule or not _follows_seed(loader):
         return None
     planned = _planned(run, loader, step)
     if names_of([planned], loader.document_names) == [names]:

@@ -14,6 +14,10 @@ _COMMANDS = {
         "train:train",
         "train a model (torchtitan train --module llama3 --config debugmodel; --help lists every option)",
     ),
+    "plan": (
+        "plan:plan",
+        "find the best layout of a run on given devices (torchtitan plan --devices 256 --device h100)",
+    ),
     "run": ("run:run", "run the stages of a recipe, such as recipes/tiny_assistant.yaml"),
     "generate": ("generate:generate", "continue a text with the model of a checkpoint"),
     "chat": ("generate:chat", "talk to the model of a checkpoint"),
@@ -22,6 +26,7 @@ _COMMANDS = {
     "inspect": ("inspect_checkpoint:inspect_checkpoint", "show the contents of a checkpoint, and verify it"),
     "convert": ("convert:convert", "write a checkpoint in another format (hf, meta, dcp)"),
     "download": ("download:download", "download a model from the Hugging Face Hub"),
+    "report": ("report:report", "write a page about runs: curves, time, incidents, configuration (or --text)"),
     "ls": ("ls:ls", "list modules, their configurations and flavors"),
     "new": ("new:new", "create an experiment or a training script"),
 }

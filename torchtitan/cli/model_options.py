@@ -131,6 +131,8 @@ def open_model(options: argparse.Namespace) -> OpenedModel:
     dtype = getattr(torch, chosen) if chosen else None
     family = import_given_package(options)
     loaded = load_model(options.checkpoint, device=device, dtype=dtype, base=options.base, family=family)
+    if loaded.spec.model.scores:
+        raise UserError(f"{options.checkpoint} is a reward model, which predicts no text; choose another model")
     folder: Path = options.tokenizer or loaded.tokenizer_path
     tokenizer = PretrainedTokenizer.Config().build(path=folder)
     vocabulary = loaded.spec.model.vocab_size

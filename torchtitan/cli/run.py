@@ -4,10 +4,12 @@ import argparse
 import contextlib
 import json
 import shlex
+import signal
 import subprocess
 import sys
 import uuid
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.files import regular_file
 from torchtitan.tools.logging import logger
-from torchtitan.tools.process import StopSignals
+from torchtitan.tools.process import StopSignals, signal_when_orphaned
 
 
 def run(args: Sequence[str]) -> int:
@@ -101,7 +103,8 @@ def _run_stage(name: str, words: list[str], folder: Path, *, shows: bool) -> int
     logger.info("stage %s: torchtitan %s", name, shlex.join(words))
     durable.make_folder(folder)
     command = [sys.executable, "-P", "-m", "torchtitan", *words]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE if shows else None)
+    save = partial(signal_when_orphaned, signal.SIGTERM)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE if shows else None, preexec_fn=save)
     signals = StopSignals(on_first=process.send_signal, on_second=lambda _: process.kill())
     output, _ = process.communicate()
     signals.close()

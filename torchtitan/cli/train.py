@@ -5,12 +5,14 @@ import os
 import shlex
 import signal
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 from torchtitan.cli.launch import Hosts, environment_number, launch
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import init_logger
-from torchtitan.tools.process import COMMAND_VARIABLE
-from torchtitan.train import exit_code_of, log_message, run
+from torchtitan.tools.process import COMMAND_VARIABLE, use_expandable_segments
+from torchtitan.train import exit_code_of, log_message, run, with_fitting_mode
 
 PROGRAM_VARIABLE = "TORCHTITAN_PROGRAM"
 """Environment variable with the user's command if a script calls `torchtitan train`."""
@@ -30,13 +32,14 @@ def train(args: Sequence[str]) -> int:
     core, or eight on a single one, only with `OVERSUBSCRIBE=1`); `NNODES`, the hosts, each with its `NODE_RANK`, which
     connect at `MASTER_ADDR` and `MASTER_PORT`; `LOG_RANK`, the ranks that print; `MAX_RESTARTS`, the restarts allowed
     after a crash or a hang.
-    `COMM_MODE=fake_backend` selects a dry run, which reports the memory and work of any number of processes
-    (`torchtitan.dry_run`).
+    `COMM_MODE=fake_backend` selects a dry run, which reports the memory, work and time of any number of processes
+    (`torchtitan.dry_run`) on `DEVICE`, a name such as h100 or a file, with `DEVICES_PER_HOST` (default: 8).
     """
     init_logger()
     os.environ[COMMAND_VARIABLE] = _command(args)
     # Garbage collection only slows down the import of torch.
     gc.disable()
+    use_expandable_segments()
     try:
         return _train(list(args))
     except Exception as error:
@@ -54,19 +57,40 @@ def _train(args: list[str]) -> int:
 
     resolved = ConfigManager().parse_args(args)
     if _is_dry_run():
-        from torchtitan.dry_run import dry_run
-
-        dry_run(resolved.config, environment_number("NNODES", default=1, minimum=1) * _named_processes(default=1))
+        _dry_run(resolved.config)
         return 0
     # Ignore SIGPIPE, so that a connection closed by its peer raises an error instead of ending this process.
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     hosts, processes = Hosts.from_environment(), _processes()
+    if resolved.config.parallelism.auto:
+        from torchtitan.cli.auto_layout import layout_words
+
+        resolved.config.parallelism.auto = False
+        args = [*args, *layout_words(resolved.config, hosts.count * processes, processes)]
+        resolved = ConfigManager().parse_args(args)
     resolved.config.check(hosts.count * processes)
+    fitting = with_fitting_mode(resolved, hosts.count * processes)
     max_restarts = _max_restarts(hosts)
     if hosts.count * processes > 1 or max_restarts > 0:
+        if fitting is not resolved:
+            args = [*args, f"--activation_checkpoint.mode={fitting.config.activation_checkpoint.mode}"]
         return launch(args, hosts=hosts, processes=processes, max_restarts=max_restarts)
-    run(resolved)
+    run(fitting)
     return 0
+
+
+def _dry_run(config: Any) -> None:
+    from torchtitan.dry_run import dry_run
+    from torchtitan.foresight.device_choice import device_in_file, device_named
+    from torchtitan.foresight.output import describe
+    from torchtitan.foresight.prediction import time_of_reports
+
+    world_size = environment_number("NNODES", default=1, minimum=1) * _named_processes(default=1)
+    name = os.environ.get("DEVICE", "h100")
+    is_file = name.endswith((".yaml", ".yml"))
+    device = device_in_file(Path(name)) if is_file else device_named(name, world_size)
+    per_host = environment_number("DEVICES_PER_HOST", default=8, minimum=1)
+    print(describe(time_of_reports(config, dry_run(config, world_size), world_size, device, per_host), device))
 
 
 def _is_dry_run() -> bool:

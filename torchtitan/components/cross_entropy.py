@@ -20,7 +20,7 @@ IGNORE_INDEX = -100
 BLOCK_ELEMENTS = {"cpu": 2**19}
 """Logits in float32 at a time, by type of device. On CPUs, 2 MiB of them stay in the cache."""
 
-MOST_BLOCK_ELEMENTS = 2**25
+_MOST_BLOCK_ELEMENTS = 2**25
 
 
 BlockLoss = Callable[..., Tensor]
@@ -102,7 +102,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         needs_grad = needs_hidden or needs_weight
         # Tokens without a label need no logits. Other devices would wait for their number, and compiled code
         # would be specialized on it.
-        rows = None if compiled else _labeled_rows(labels_N)
+        rows = None if compiled else labeled_rows(labels_N)
         hidden, labels = (hidden_ND, labels_N) if rows is None else (hidden_ND[rows], labels_N[rows])
         n_tokens = len(labels)
         losses = torch.empty(n_tokens, dtype=torch.float32, device=hidden.device)
@@ -114,7 +114,7 @@ class LinearCrossEntropy(torch.autograd.Function):
             logits = torch.mm(hidden[part], weight_VD.T, out=logits_memory[: part.stop - start])
             options = {"transform": transform, "shard": shard, "needs_grad": needs_grad}
             if compiled is None:
-                losses[part] = _in_blocks(logits, labels[part], block_elements, **options)
+                losses[part] = cross_entropy_in_blocks(logits, labels[part], block_elements, **options)
             else:  # fuses the passes, and needs no memory in float32
                 losses[part] = compiled(logits, labels[part], **options)
             if grad_hidden is not None:
@@ -148,7 +148,7 @@ def scaled_gradients(ctx: Any, scale: Tensor) -> tuple[Tensor | None, Tensor | N
     return grad_hidden, grad_weight
 
 
-def _labeled_rows(labels_N: Tensor) -> Tensor | None:
+def labeled_rows(labels_N: Tensor) -> Tensor | None:
     """Return the rows with a label if they are known without waiting (not on a GPU, nor for a fake tensor) and some
     have none; otherwise None."""
     if labels_N.device.type != "cpu" or type(labels_N) is not Tensor:
@@ -157,7 +157,13 @@ def _labeled_rows(labels_N: Tensor) -> Tensor | None:
     return None if len(rows) == len(labels_N) else rows
 
 
-def _in_blocks(logits_NV: Tensor, labels_N: Tensor, elements: int, **options: Any) -> Tensor:
+def block_elements(device_type: str, shard: VocabularyShard | None) -> int:
+    """Return the number of logits that `cross_entropy_in_blocks` computes in float32 at a time."""
+    # Collectives of shards are best called once per chunk.
+    return _MOST_BLOCK_ELEMENTS if shard else BLOCK_ELEMENTS.get(device_type, _MOST_BLOCK_ELEMENTS)
+
+
+def cross_entropy_in_blocks(logits_NV: Tensor, labels_N: Tensor, elements: int, **options: Any) -> Tensor:
     """Call `cross_entropy_` on blocks of rows that share their float32 memory."""
     n_rows = max(1, elements // logits_NV.shape[1])
     scratch = None

@@ -43,13 +43,16 @@ class LoadBalancer:
         self._groups = [mesh.get_group(name) for name in _DIMENSIONS if mesh is not None and sizes.get(name, 1) > 1]
         self.needs_load = any(router.needs_load for router in self.routers)
         """True if the steps need `measuring`; under pipeline parallelism, also for stages without routers."""
+        self.has_losses = any(router.has_losses for router in self.routers)
+        """True if there are auxiliary losses, in any stage of the pipeline."""
         self.has_routers = bool(self.routers)
         """True if any stage of the pipeline has routers."""
         self._pipeline = mesh.get_group("pp") if mesh is not None and sizes["pp"] > 1 else None
         if mesh is not None and self._pipeline is not None:
-            flags = torch.tensor([self.needs_load, self.has_routers], dtype=torch.int32, device=mesh.device_type)
+            own = [self.needs_load, self.has_losses, self.has_routers]
+            flags = torch.tensor(own, dtype=torch.int32, device=mesh.device_type)
             dist.all_reduce(flags, dist.ReduceOp.MAX, self._pipeline)
-            self.needs_load, self.has_routers = map(bool, flags.tolist())
+            self.needs_load, self.has_losses, self.has_routers = map(bool, flags.tolist())
 
     def start_step(self, n_tokens: int, gradient_degree: int, device: torch.device) -> None:
         """Begin a step. Auxiliary losses are means over the tokens of the global batch.
@@ -81,7 +84,7 @@ class LoadBalancer:
             for router in self.routers:
                 router.is_measuring = False
         for router, totals in zip(self.routers, self._global_totals(), strict=True):
-            router.use_load(totals[:-1])
+            router.batch_counts_E = totals[:-1]
             assert router.totals is not None
             router.totals.zero_()
 

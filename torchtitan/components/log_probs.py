@@ -8,7 +8,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from torchtitan.components.cross_entropy import IGNORE_INDEX, add_product, cross_entropy_
+from torchtitan.components.cross_entropy import (
+    IGNORE_INDEX,
+    add_product,
+    block_elements,
+    cross_entropy_in_blocks,
+    labeled_rows,
+)
 from torchtitan.distributed.loss_parallel import VocabularyShard, local_shards
 from torchtitan.protocols.output_head import UNCHANGED, LogitTransform
 
@@ -43,9 +49,13 @@ def token_log_probs(
     shard = None
     if isinstance(weight_VD, DTensor):
         hidden_BLD, weight_VD, shard = local_shards(hidden_BLD, weight_VD)
-    result_N: Tensor = _TokenLogProbs.apply(
-        hidden_BLD.flatten(0, 1), weight_VD, labels_BL.flatten(), transform, shard, chunk_tokens
-    )
+    hidden_ND, labels_N = hidden_BLD.flatten(0, 1), labels_BL.flatten()
+    rows = labeled_rows(labels_N)
+    if rows is None:
+        result_N: Tensor = _TokenLogProbs.apply(hidden_ND, weight_VD, labels_N, transform, shard, chunk_tokens)
+    else:
+        values = _TokenLogProbs.apply(hidden_ND[rows], weight_VD, labels_N[rows], transform, shard, chunk_tokens)
+        result_N = values.new_zeros(len(labels_N)).index_copy(0, rows, values)
     return result_N.view(labels_BL.shape)
 
 
@@ -61,10 +71,11 @@ class _TokenLogProbs(torch.autograd.Function):
         chunk_tokens: int,
     ) -> Tensor:
         ctx.save_for_backward(hidden_ND, weight_VD, labels_N)
-        ctx.options = {"transform": transform, "shard": shard}
+        elements = block_elements(hidden_ND.device.type, shard)
+        ctx.options = {"elements": elements, "transform": transform, "shard": shard}
         ctx.chunk_tokens = chunk_tokens
         losses = [
-            cross_entropy_(hidden @ weight_VD.T, labels, needs_grad=False, **ctx.options)
+            cross_entropy_in_blocks(hidden @ weight_VD.T, labels, needs_grad=False, **ctx.options)
             for hidden, labels in zip(hidden_ND.split(chunk_tokens), labels_N.split(chunk_tokens), strict=True)
         ]
         return -torch.cat(losses)
@@ -75,10 +86,10 @@ class _TokenLogProbs(torch.autograd.Function):
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.empty_like(hidden_ND) if needs_hidden else None
         grad_weight: Tensor | None = None
-        for start in range(0, len(labels_N), ctx.chunk_tokens):
+        for start in range(0, len(labels_N) or 1, ctx.chunk_tokens):  # a gradient of 0 without tokens
             part = slice(start, start + ctx.chunk_tokens)
             logits = hidden_ND[part] @ weight_VD.T
-            cross_entropy_(logits, labels_N[part], needs_grad=True, **ctx.options)
+            cross_entropy_in_blocks(logits, labels_N[part], needs_grad=True, **ctx.options)
             logits.mul_(-grad_outputs[0][part, None])
             if grad_hidden is not None:
                 torch.mm(logits, weight_VD, out=grad_hidden[part])

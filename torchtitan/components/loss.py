@@ -15,12 +15,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from torchtitan.components.cross_entropy import (
-    BLOCK_ELEMENTS,
     IGNORE_INDEX,
-    MOST_BLOCK_ELEMENTS,
     BlockLoss,
     LinearCrossEntropy,
     add_product,
+    block_elements,
     cross_entropy_,
     scaled_gradients,
 )
@@ -113,10 +112,9 @@ class CrossEntropyLoss(Configurable):
         chunk_tokens = chunk_tokens or max(1, len(labels))
         if not self._is_plain:
             return _ChunkedLinearLoss.apply(hidden, weight_VD, labels, from_logits, chunk_tokens)
-        # Collectives are best called once per chunk.
-        block_elements = MOST_BLOCK_ELEMENTS if shard else BLOCK_ELEMENTS.get(device_type, MOST_BLOCK_ELEMENTS)
+        elements = block_elements(device_type, shard)
         loss, token_losses = LinearCrossEntropy.apply(
-            hidden, weight_VD, labels, chunk_tokens, transform, shard, self._compiled, block_elements
+            hidden, weight_VD, labels, chunk_tokens, transform, shard, self._compiled, elements
         )
         if self._recorded is not None:
             self._recorded.append(token_losses)

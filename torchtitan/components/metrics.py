@@ -83,6 +83,9 @@ class MetricsProcessor(Configurable):
         """Also send the metrics to Weights & Biases, configured by WANDB_PROJECT and its other environment
         variables."""
 
+        enable_live_view: bool = True
+        """Show a progress bar below the log if standard error is a terminal."""
+
         def validate(self) -> None:
             require_at_least(1, metrics__log_freq=self.log_freq)
             if self.enable_wandb:

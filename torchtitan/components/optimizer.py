@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from torchtitan.components.adamw_8bit import make_adamw_8bit
+from torchtitan.components.adamw_offload import AdamWOffload
+from torchtitan.components.muon import Muon
 from torchtitan.config import Configurable, ParallelismConfig, TrainingConfig
 from torchtitan.distributed.gradients import by_mesh, redistribute_like, row_norms, total_norm
 from torchtitan.distributed.initialize import canonical_name
@@ -54,8 +56,9 @@ class Optimizer(Configurable):
     class Config(Configurable.Config):
         """Optimizer."""
 
-        name: Literal["AdamW", "AdamW8bit", "Adam", "SGD", "Muon"] = "AdamW"
-        """AdamW8bit keeps moments in 8 bits, and needs torchao. Muon applies to the matrices inside the layers, with
+        name: Literal["AdamW", "AdamW8bit", "AdamWOffload", "Adam", "SGD", "Muon"] = "AdamW"
+        """AdamW8bit keeps moments in 8 bits, and needs torchao. AdamWOffload keeps moments in CPU memory, and computes
+        updates there. Muon applies to the matrices inside the layers, with
         AdamW for all other parameters."""
 
         lr: float = 8e-4
@@ -78,7 +81,8 @@ class Optimizer(Configurable):
 
         implementation: Literal["fused", "foreach", "for-loop"] = "fused"
         """Computation of updates: in one kernel, in batches over parameters, or parameter by parameter. SGD uses
-        foreach instead of fused; for Muon, this applies only to the parameters of AdamW; for AdamW8bit, not at all."""
+        foreach instead of fused; for Muon, this applies only to the parameters of AdamW; for AdamW8bit and
+        AdamWOffload, not at all."""
 
         param_groups: dict[str, ParamGroup] = field(default_factory=_default_param_groups)
         """Settings of parameters selected by name; a parameter belongs to the first group whose pattern matches."""
@@ -101,7 +105,7 @@ class Optimizer(Configurable):
             require(0 < self.eps < math.inf, "--optimizer.eps", self.eps, "above 0")
             if self.name == "AdamW8bit":
                 check_torchao("--optimizer.name AdamW8bit")
-            if self.momentum is not None and self.name in ("AdamW", "AdamW8bit", "Adam"):
+            if self.momentum is not None and self.name.startswith("Adam"):
                 raise UserError(
                     f"--optimizer.momentum {self.momentum} is for SGD and Muon; for {self.name} set --optimizer.beta1"
                 )
@@ -199,8 +203,7 @@ class Optimizer(Configurable):
             optimizers: list[torch.optim.Optimizer] = []
             if muon:
                 # Updates are scaled to AdamW's size, so that both can use the same learning rate.
-                muon_optimizer = torch.optim.Muon(muon, lr=config.lr, momentum=momentum, adjust_lr_fn="match_rms_adamw")
-                optimizers.append(muon_optimizer)
+                optimizers.append(Muon(muon, lr=config.lr, momentum=momentum, adjust_lr_fn="match_rms_adamw"))
             return optimizers + ([self._make_adam(torch.optim.AdamW, rest)] if rest else [])
         settings = self._group_settings(groups)
         if not settings:  # a frozen pipeline stage
@@ -210,9 +213,9 @@ class Optimizer(Configurable):
             # Never fused, since PyTorch 2.13 has no fused SGD for sharded parameters.
             foreach = config.implementation != "for-loop"
             return [torch.optim.SGD(settings, lr=config.lr, momentum=momentum, foreach=foreach)]
-        if config.name == "AdamW8bit":
-            betas = (config.beta1, config.beta2)
-            return [make_adamw_8bit(settings, lr=config.lr, betas=betas, eps=config.eps)]
+        if config.name in ("AdamW8bit", "AdamWOffload"):
+            make = make_adamw_8bit if config.name == "AdamW8bit" else AdamWOffload
+            return [make(settings, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps)]
         return [self._make_adam(torch.optim.AdamW if config.name == "AdamW" else torch.optim.Adam, settings)]
 
     def _make_adam(
@@ -307,6 +310,7 @@ def check_early_step(
         f"gradient accumulation (--training.global_batch_size {training.global_batch_size} in passes of {one_pass})": (
             training.resolve_global_batch_size(data_parallel_degree) > one_pass
         ),
+        "gradient accumulation (--training.batch_schedule)": bool(training.batch_schedule),
         f"clipping (--training.max_norm {training.max_norm}; set inf)": training.max_norm < math.inf,
         "--training.on_nonfinite skip, since weights are already updated": training.on_nonfinite == "skip",
         f"--parallelism.pipeline_parallel_degree {parallelism.pipeline_parallel_degree}": (
@@ -319,8 +323,8 @@ def check_early_step(
 
 
 def _is_for_muon(name: str, parameter: nn.Parameter) -> bool:
-    """Return whether the parameter is a matrix other than the embedding and the output head."""
-    return parameter.ndim == 2 and not re.search(r"(^|\.)(tok_embeddings|output)\.", name)
+    """Return whether the parameter is a matrix other than the embedding, the output head and routers of tokens."""
+    return parameter.ndim == 2 and not re.search(r"(^|\.)(tok_embeddings|output|router)\.", name)
 
 
 def trained_names(model: nn.Module) -> list[str]:

@@ -57,10 +57,10 @@ class TeacherCache:
 
     def read(self, batch: Batch) -> Batch:
         """Return `ids` and `log_probs` of a loader's windows. Raise `UserError` if one has no file."""
-        if missing := [file for file in self.files(batch) if not file.exists()]:
+        if not all(file.exists() for file in self.files(batch)):
             raise UserError(
-                f"--teacher.cache lacks {missing[0]}; write it with --teacher.path, or use the data, tokenizer, "
-                "--training.seq_len and --loss.temperature for which it was written"
+                f"--teacher.cache {self.folder} lacks a window of this run; write it with --teacher.path, or use the "
+                "data, tokenizer, --training.seq_len and --loss.temperature for which it was written"
             )
         rows = [safetensors.torch.load_file(file) for file in self.files(batch)]
         return {name: torch.stack([row[name] for row in rows]) for name in ("ids", "log_probs")}

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import ClassVar, Literal
 
+from torchtitan.config.schedule import parse_changes
 from torchtitan.tools.errors import UserError, require
 
 
@@ -34,6 +35,9 @@ class TrainingConfig:
     global_batch_size: int = -1
     """Windows in an optimizer step over all ranks. Gradients accumulate if this exceeds local_batch_size times the
     number of data-parallel ranks. -1: no accumulation."""
+
+    batch_schedule: list[str] = field(default_factory=list)
+    """Later values of global_batch_size, each after a number of steps, or of tokens with a t: 1000:64 5e8t:128."""
 
     max_norm: float = 1.0
     """Maximum total gradient norm; larger gradients are scaled down to it. `inf`: only measure the norm."""
@@ -73,17 +77,28 @@ class TrainingConfig:
                 f"--training.skip_data '{error}' is neither a step from 1, nor a range like 100-120"
             ) from None
 
-    def resolve_global_batch_size(self, data_parallel_degree: int) -> int:
-        """Return the samples per optimizer step. Raise `UserError` if local batches do not divide them."""
-        one_pass = self.local_batch_size * data_parallel_degree
-        if self.global_batch_size == -1:
-            return one_pass
-        if self.global_batch_size < 1 or self.global_batch_size % one_pass:
+        try:
+            parse_changes(self.batch_schedule)
+        except ValueError as error:
             raise UserError(
-                f"--training.global_batch_size {self.global_batch_size} is not a multiple of local_batch_size x "
-                f"data-parallel ranks = {self.local_batch_size} x {data_parallel_degree} = {one_pass}"
-            )
-        return self.global_batch_size
+                f"--training.batch_schedule '{error}' is not like 1000:64 (64 windows after 1000 steps) or 5e8t:64 "
+                "(after 5e8 tokens)"
+            ) from None
+        if self.batch_schedule and self.epochs is not None:
+            raise UserError("--training.batch_schedule cannot be combined with --training.epochs; set --training.steps")
+
+    def resolve_global_batch_size(self, data_parallel_degree: int) -> int:
+        """Return the samples of the first optimizer step. Raise `UserError` if local batches do not divide a batch."""
+        one_pass = self.local_batch_size * data_parallel_degree
+        first = one_pass if self.global_batch_size == -1 else self.global_batch_size
+        later = {f"batch_schedule {word}": int(word.rpartition(":")[2]) for word in self.batch_schedule}
+        for option, size in {f"global_batch_size {first}": first, **later}.items():
+            if size < 1 or size % one_pass:
+                raise UserError(
+                    f"--training.{option} is not a multiple of local_batch_size x "
+                    f"data-parallel ranks = {self.local_batch_size} x {data_parallel_degree} = {one_pass}"
+                )
+        return first
 
 
 def parse_step_ranges(words: Sequence[str]) -> list[range]:
@@ -107,6 +122,10 @@ PipelineSchedule = Literal[
 class ParallelismConfig:
     """Degrees of parallelism, which multiply to the number of processes."""
 
+    auto: bool = False
+    """Choose degrees, pipeline schedule, local batch and activation checkpointing for the fastest predicted step that
+    fits into memory, before the run starts (docs/foresight.md). A run that resumes keeps its layout."""
+
     data_parallel_replicate_degree: int = 1
     """Replicas of the weights. Above 1: DDP with shard degree 1, HSDP with a higher shard degree."""
 
@@ -125,6 +144,10 @@ class ParallelismConfig:
     disable_loss_parallel: bool = False
     """Under tensor parallelism, gather hidden states and output weights and compute the whole loss on every rank,
     instead of splitting it by vocabulary. For a custom loss that needs full logits."""
+
+    enable_async_tensor_parallel: bool = False
+    """Let the compiler split collectives of tensor parallelism into parts that overlap with matrix products. Needs a
+    compiled model, and GPUs of one host that reach each other's memory (NVLink)."""
 
     context_parallel_degree: int = 1
     """Ranks that split each sequence. Each rank computes its part of the tokens, and gathers all keys and values."""
@@ -177,6 +200,11 @@ class ParallelismConfig:
                 raise UserError(f"{option} cannot be combined with {user}; set it to 1")
 
     def validate(self) -> None:
+        if self.auto:
+            raise UserError(
+                "--parallelism.auto works in a training run that `torchtitan train` starts; otherwise, use the options "
+                "that `torchtitan plan` prints"
+            )
         numbers = {name: value for name, value in asdict(self).items() if type(value) is int}
         for name, value in numbers.items():
             if (name, value) != ("data_parallel_shard_degree", -1):
@@ -187,9 +215,10 @@ class ParallelismConfig:
 class ActivationCheckpointConfig:
     """Activation checkpointing: recompute forward results in the backward pass instead of keeping them."""
 
-    mode: Literal["none", "full", "selective", "memory_budget"] = "none"
+    mode: Literal["none", "full", "selective", "memory_budget", "auto"] = "none"
     """`none` keeps everything; `full` keeps only each layer's input; `selective` follows `selective_option`;
-    `memory_budget` lets the compiler choose (needs --compile.enable)."""
+    `memory_budget` lets the compiler choose (needs --compile.enable); `auto` chooses the first of none, selective and
+    full with which a step fits in the GPU's memory, by dry runs before the start (without a GPU: none)."""
 
     selective_option: str = "op"
     """`op`: keep the results of attention, reduce-scatter, all-to-all, and every second matrix product. A number n:

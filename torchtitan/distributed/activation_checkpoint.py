@@ -13,6 +13,7 @@ from torchtitan.tools.errors import UserError
 from torchtitan.tools.torch_private import (
     attention_operations,
     checkpoint_wrapper,
+    choose_compiled_code_by_age,
     communication_operations,
     functorch_config,
     product_operations,
@@ -22,17 +23,26 @@ from torchtitan.tools.torch_private import (
 def check_activation_checkpoint(
     config: ActivationCheckpointConfig, compile: CompileConfig, parallelism: ParallelismConfig, *, has_experts: bool
 ) -> None:
-    """Raise `UserError` for a memory budget without a compiler, or an option that a pipeline does not support. Compiled
-    blocks leave routed experts out."""
+    """Raise `UserError` for a memory budget without a compiler, or an option that a pipeline or compiled tensor
+    parallelism does not support. Compiled blocks leave routed experts out."""
     is_compiled = compile.enable and "model" in compile.components
-    is_by_operation = config.mode == "selective" and config.selective_option == "op"
+    is_by_operation = config.mode in ("selective", "auto") and config.selective_option == "op"
     if is_by_operation and parallelism.splits_backward and (has_experts or not is_compiled):
         # The first part of the backward pass frees saved results that the second part needs.
         raise UserError(
-            "--activation_checkpoint.mode selective with selective_option op cannot be combined with "
+            f"--activation_checkpoint.mode {config.mode} with selective_option op cannot be combined with "
             f"--parallelism.pipeline_parallel_schedule {parallelism.pipeline_parallel_schedule}, which splits the "
             "backward pass; set --activation_checkpoint.selective_option 2, mode full"
             + ("" if has_experts else ", or --compile.enable")
+        )
+    is_split = is_compiled and parallelism.tensor_parallel_degree > 1
+    if is_split and not is_by_operation and config.mode not in ("none", "auto"):
+        # PyTorch 2.13 takes the mesh for one of the tensors to keep.
+        option = f" with selective_option {config.selective_option}" if config.mode == "selective" else ""
+        raise UserError(
+            f"--activation_checkpoint.mode {config.mode}{option} cannot be combined with both --compile.enable and "
+            f"--parallelism.tensor_parallel_degree {parallelism.tensor_parallel_degree}; set mode none, mode selective "
+            "with selective_option op, or --compile.no_enable"
         )
     if config.mode == "memory_budget" and not is_compiled:
         raise UserError(
@@ -43,18 +53,23 @@ def check_activation_checkpoint(
 
 def apply_activation_checkpointing(model: BaseModel, config: ActivationCheckpointConfig) -> None:
     """Apply checkpointing to the blocks of a model, in place, before compilation and data parallelism. Attributes and
-    `state_dict` names stay the same; `canonical_name` restores other names."""
+    `state_dict` names stay the same; `canonical_name` restores other names. Here `auto`, for which the commands choose
+    a mode, means `selective`."""
     # This setting is global, and an earlier model may have changed it; 1 is PyTorch's default.
     functorch_config.activation_memory_budget = config.memory_budget if config.mode == "memory_budget" else 1.0
+    if config.mode in ("full", "selective", "auto"):
+        # Otherwise, after a later layer, micro-batch or pipeline stage has compiled FlexAttention for any size, the
+        # recomputation of an earlier one chooses this code, and saves other tensors (pytorch issue 166926).
+        choose_compiled_code_by_age()
     if config.mode == "full":
         _wrap_blocks(model)
-    elif config.mode == "selective" and config.selective_option == "op":
+    elif config.mode in ("selective", "auto") and config.selective_option == "op":
         from torchtitan.tools.torch_private import inductor_config
 
         # By default, PyTorch hides compiled code such as FlexAttention from the policy, and recomputes it.
         inductor_config.wrap_inductor_compiled_regions = True
         _wrap_blocks(model, context_fn=_save_costly_results)
-    elif config.mode == "selective":
+    elif config.mode in ("selective", "auto"):
         _wrap_blocks(model, every=int(config.selective_option))
 
 

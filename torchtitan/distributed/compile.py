@@ -42,6 +42,18 @@ def check_compile(config: CompileConfig) -> None:
         ) from error
 
 
+def check_async_tensor_parallel(config: CompileConfig, parallelism: ParallelismConfig) -> None:
+    """Raise `UserError` if `enable_async_tensor_parallel` would have no effect."""
+    missing = {
+        "--parallelism.tensor_parallel_degree above 1": parallelism.tensor_parallel_degree == 1,
+        "--compile.enable with `model` in --compile.components": not (config.enable and "model" in config.components),
+        "--compile.backend inductor": config.backend != "inductor",
+        "GPUs of CUDA": device_type() != "cuda",
+    }
+    if parallelism.enable_async_tensor_parallel and (needed := [name for name, lacks in missing.items() if lacks]):
+        raise UserError(f"--parallelism.enable_async_tensor_parallel needs {needed[0]}")
+
+
 def check_c_compiler(option: str) -> None:
     """Raise `UserError` if the device is a GPU of CUDA and Triton, which compiles what `option` needs, would find no C
     compiler at the first step: neither the environment variable CC, nor gcc or clang."""

@@ -10,11 +10,11 @@ from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan.protocols.attention import AttentionMetadata
+from torchtitan.protocols.load_balance import LoadBalanced
 from torchtitan.protocols.sharding import ShardingPlan
 from torchtitan.tools.device import send
 from torchtitan.tools.torch_private import all_gather_single_autograd, wait_tensor
@@ -71,20 +71,14 @@ def apply_context_parallel(model: nn.Module, mesh: DeviceMesh, plan: ShardingPla
     for name, module in model.named_modules():
         if fnmatchcase(name, plan.attention):
             module.register_forward_pre_hook(gather_keys_and_values)
-    sum_rows(model, mesh, plan)
+    share_rows(model, mesh)
 
 
-def sum_rows(model: nn.Module, mesh: DeviceMesh, plan: ShardingPlan) -> None:
-    """Make the modules `plan.row_sums` add up the results of all ranks of `mesh`, which have parts of the same rows."""
-
-    def add_up(_: nn.Module, args: tuple[Any, ...], sums: Tensor) -> Tensor:
-        total = sums.clone()
-        dist.all_reduce(total, group=mesh.get_group())
-        return total
-
-    for name, module in model.named_modules():
-        if name and fnmatchcase(name, plan.row_sums):  # the model's own name is empty
-            module.register_forward_hook(add_up)
+def share_rows(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Let routers add up counts over the ranks of `mesh`, which have parts of the same rows of tokens."""
+    for module in model.modules():
+        if isinstance(module, LoadBalanced):
+            module.row_groups = (*module.row_groups, mesh.get_group())
 
 
 def _gather_sequence(x_BLHD: Tensor, mesh: DeviceMesh) -> Tensor:

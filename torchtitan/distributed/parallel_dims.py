@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torchtitan.config import ParallelismConfig
 from torchtitan.distributed.context_parallel import LoadBalancer, SequenceShards
 from torchtitan.protocols import BaseModel
-from torchtitan.tools.errors import UserError
+from torchtitan.tools.errors import UserError, require
 from torchtitan.tools.torch_private import concatenate_meshes, flatten_mesh, split_mesh
 
 _DEGREES = {
@@ -67,11 +67,8 @@ class ParallelDims:
             etp=config.expert_tensor_parallel_degree,
             **{field: degrees[name] for name, field in _DEGREES.items()},
         )
-        if dims.etp not in (1, dims.tp):
-            raise UserError(
-                f"--parallelism.expert_tensor_parallel_degree {dims.etp} is neither 1 nor "
-                f"--parallelism.tensor_parallel_degree {dims.tp}"
-            )
+        allowed = f"1 or --parallelism.tensor_parallel_degree {dims.tp}"
+        require(dims.etp in (1, dims.tp), "--parallelism.expert_tensor_parallel_degree", dims.etp, allowed)
         if dims.dp_shard * dims.cp * dims.tp // dims.etp % dims.ep:
             names = ["data_parallel_shard_degree", "context_parallel_degree"]
             ranks = {name: degrees[name] for name in [*names, *(["tensor_parallel_degree"] if dims.etp == 1 else [])]}

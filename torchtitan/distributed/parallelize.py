@@ -17,7 +17,7 @@ from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.distributed.tensor_parallel import apply_tensor_parallel
 from torchtitan.protocols.model import BaseModel
 from torchtitan.protocols.sharding import ShardingPlan
-from torchtitan.tools.torch_private import replicate
+from torchtitan.tools.torch_private import fuse_collectives_with_products, replicate
 
 # Nothing here changes hidden states in place.
 warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(.*\) returned a view tensor", category=UserWarning)
@@ -58,6 +58,8 @@ def parallelize_model(
     apply_activation_checkpointing(model, activation_checkpoint)
     if compile.enable and "model" in compile.components:
         apply_compile(model, compile, parallelism)
+        if mesh is not None and parallelism.enable_async_tensor_parallel:
+            fuse_collectives_with_products(mesh["tp"].get_group().group_name)
     if mesh is not None:
         _apply_data_parallel(model, mesh, expert_mesh, parallel_dims, training, parallelism)
     return model

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_module, distribute_tensor
 
-from torchtitan.distributed.context_parallel import sum_rows
+from torchtitan.distributed.context_parallel import share_rows
 from torchtitan.distributed.loss_parallel import gather_for_head
 from torchtitan.protocols.converter import converter_of
 from torchtitan.protocols.output_head import compute_logits
@@ -201,7 +201,7 @@ def apply_tensor_parallel(
     full tensors. Raise `UserError` like `check_parts`, or naming a parameter whose module is not in `plan`.
     """
     check_parts(model, plan, mesh.size())
-    sum_rows(model, mesh, plan)
+    share_rows(model, mesh)
     for pattern, sharding in plan.tensor.items():
         for _, module in list(_parts(model, pattern)):
             if module is not None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 
 from torchtitan.distributed.hang_consensus import TICK_SECONDS, HangConsensus, HangReport, Position, Process, headline
+from torchtitan.distributed.phases import BETWEEN_STEPS, PhaseClock
 from torchtitan.distributed.process_group import gather_objects
 from torchtitan.tools.logging import logger
 from torchtitan.tools.process import exit_process, is_launched, report_failure
@@ -68,9 +69,11 @@ class Watchdog:
     Args:
         first_step_seconds: limit of the first step, which compiles and connects to the other ranks.
         step_seconds: limit of each later step; 0: disabled, including the first step.
+        clock: receives the phases of the steps, whether or not they are watched.
     """
 
-    def __init__(self, *, first_step_seconds: float, step_seconds: float):
+    def __init__(self, *, first_step_seconds: float, step_seconds: float, clock: PhaseClock | None = None):
+        self._clock = clock or PhaseClock()
         self._step_seconds = step_seconds
         self._next_step_seconds = first_step_seconds
         self._step: _Step | None = None  # in progress
@@ -113,15 +116,18 @@ class Watchdog:
     def step(self, number: int) -> Iterator[None]:
         """Watch the step `number` until the block ends."""
         self._step = _Step(number, self._next_step_seconds)
+        self._clock.enter(self._step.phase)
         try:
             yield
         finally:
             self._step, self._last_step = None, number
+            self._clock.enter(BETWEEN_STEPS)
             self._next_step_seconds = self._step_seconds
 
     def phase(self, name: str) -> None:
         """Set the name of the step's current phase. Ignored outside a step."""
         if self._step:
+            self._clock.enter(name)
             self._step.phase = name
             self._step.n_phases += 1
 

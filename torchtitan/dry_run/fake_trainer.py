@@ -155,8 +155,10 @@ class FakeTrainer(Trainer):
         if self.n_computed == 2:
             self.work.work += self.work_of_second
             return torch.zeros((), device=self.device)
-        before = self.work.work
+        before = self.work.work.copy()
+        self.work.is_updating = False
         loss = super().forward_backward_step(batch, n_tokens)
+        self.work.is_updating = True
         self.n_computed += 1
         self.work_of_second = self.work.work - before
         self.label_training_allocations()
@@ -178,7 +180,8 @@ class FakeTrainer(Trainer):
         parameters = [p for part in self.all_parts for p in (*part.parameters(), *part.buffers())]
         states = [state for optimizer in self.optimizer.optimizers for state in optimizer.state.values()]
         self.memory.label("parameters", parameters)
-        self.memory.label("optimizer", [v for state in states for v in state.values() if isinstance(v, Tensor)])
+        moments = [v for state in states for v in state.values() if isinstance(v, Tensor)]
+        self.memory.label("optimizer", [*moments, *self.ema.averages])
         if self.pipeline:
             MicrobatchReplay(self.pipeline, self.memory, self.work, self.label_training_allocations).install()
         with self.fake_mode, observing(self.memory, self.work):

@@ -82,7 +82,7 @@ class MicrobatchReplay:
             stage.bwd_cache[microbatch] = self._replay(key, (stage.stage_index, microbatch))
 
     def _sample(self, key: Hashable, compute: Callable[[], Any]) -> Any:
-        start, before = self.memory.now, self.work.work
+        start, before = self.memory.now, self.work.work.copy()
         result = compute()
         allocations = [self.memory.allocation_of(tensor) for tensor in tree_iter(result) if isinstance(tensor, Tensor)]
         again = tree_map_only(Tensor, lambda t: functools.partial(torch.empty, t.shape, dtype=t.dtype), result)

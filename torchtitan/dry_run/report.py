@@ -3,10 +3,10 @@
 import dataclasses
 import json
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -14,7 +14,7 @@ from torchtitan.components.data import PromptDataLoader
 from torchtitan.distributed import ParallelDims
 from torchtitan.dry_run.fake_trainer import FakeTrainer, fake_trainer, without_data
 from torchtitan.dry_run.memory_tracker import MEMORY_KINDS, MemoryKind
-from torchtitan.dry_run.work_tracker import CommunicationKind, Volume
+from torchtitan.dry_run.work_tracker import CommunicationKind, Volume, Work
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
@@ -76,11 +76,21 @@ class RankReport:
     """Operations by the formula of model FLOP/s utilization, divided evenly among all ranks."""
     executed_flops: int
     """Operations of matrix products and attention on this rank, including recomputation."""
+    work: Work = field(repr=False)
+    """Kernels and messages of the step."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the numbers, without the single kernels."""
+        values = dataclasses.asdict(dataclasses.replace(self, work=Work()))
+        del values["work"]
+        return values
 
 
 def report_of(trainer: FakeTrainer) -> RankReport:
     memory, dims = trainer.memory, trainer.parallel_dims
     not_on_device = ON_HOST if trainer.config.training.enable_cpu_offload else ()
+    if trainer.config.optimizer.name == "AdamWOffload":
+        not_on_device = (*not_on_device, "optimizer")
     in_use = memory.use().by_kind
     peak = memory.peak(without=not_on_device)
     plan = trainer.pipeline_plan
@@ -97,6 +107,7 @@ def report_of(trainer: FakeTrainer) -> RankReport:
         communication=_by_axis(trainer, dims),
         model_flops=trainer.flops_per_token * trainer.tokens_per_step / dims.world_size,
         executed_flops=trainer.work.work.flops,
+        work=trainer.work.work,
     )
 
 
@@ -124,22 +135,21 @@ def dry_run(config: Trainer.Config, world_size: int) -> list[RankReport]:
     _check(config)
     dry_config = without_data(config)
     dry_config.check(world_size, dry_run=True)
-    spec, training = config.model_spec, config.training
+    spec, training, mode = config.model_spec, config.training, config.activation_checkpoint.mode
     logger.info(
         f"{spec.name} {spec.flavor} on {world_size} ranks ({dry_config.check_layout(world_size)}): local batch "
         f"{training.local_batch_size} x {training.seq_len} tokens, activation checkpointing "
-        f"{config.activation_checkpoint.mode}, computed in {training.mixed_precision_param}"
+        f"{'selective' if mode == 'auto' else mode}, computed in {training.mixed_precision_param}"
     )
-    pipeline_degree = config.parallelism.pipeline_parallel_degree
     reports = []
-    for rank in range(0, world_size, world_size // pipeline_degree):
-        reports.append(_try_rank(dry_config, rank, world_size))
-        if pipeline_degree > 1:
-            unit, size = _unit(reports[-1].peak_bytes, _BYTES)
-            logger.info("rank %d: %s %s at most", rank, _shown(reports[-1].peak_bytes / size), unit)
+    for report in reports_of(config, world_size):
+        reports.append(report)
+        if config.parallelism.pipeline_parallel_degree > 1:
+            unit, size = _unit(report.peak_bytes, _BYTES)
+            logger.info("rank %d: %s %s at most", report.rank, _shown(report.peak_bytes / size), unit)
     _print(reports)
     path = Path(config.dump_folder) / "dry_run.json"
-    ranks = [dataclasses.asdict(report) for report in reports]
+    ranks = [report.to_dict() for report in reports]
     document = {"world_size": world_size, "ranks": ranks, "config": config.to_dict()}
     durable.write(path, json.dumps(document, indent=2) + "\n")
     logger.info("the same numbers in bytes: %s", path)
@@ -158,6 +168,13 @@ def _check(config: Trainer.Config) -> None:
         )
     if config.compile.enable:
         logger.warning("--compile.enable is ignored: a dry run shows the numbers of a run without compilation")
+
+
+def reports_of(config: Trainer.Config, world_size: int) -> Iterator[RankReport]:
+    """Simulate one step on each rank with different pipeline stages, without output."""
+    dry_config = without_data(config)
+    for rank in range(0, world_size, world_size // config.parallelism.pipeline_parallel_degree):
+        yield _try_rank(dry_config, rank, world_size)
 
 
 def _try_rank(config: Trainer.Config, rank: int, world_size: int) -> RankReport:

@@ -1,6 +1,7 @@
 """Count communication and computation from the operations that a program executes."""
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -9,7 +10,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan.dry_run.observer import Observer
-from torchtitan.tools.torch_private import OpOverload, flop_formulas, group_by_name, is_process_group, tree_iter
+from torchtitan.tools.torch_private import (
+    OpOverload,
+    current_backward_pass,
+    flop_formulas,
+    group_by_name,
+    is_process_group,
+    storage_key,
+    tree_iter,
+    written_arguments,
+)
 
 CommunicationKind = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "broadcast", "send", "receive"]
 
@@ -49,18 +59,48 @@ class Volume:
         return Volume(self.calls - other.calls, self.n_bytes - other.n_bytes, self.n_bytes_sent - other.n_bytes_sent)
 
 
-@dataclass(frozen=True)
-class Work:
-    """Floating-point operations, and the traffic through each channel."""
+KernelKind = Literal["product", "attention", "sharding", "other"]
+"""`sharding`: copies of weights and gradients around FSDP's communication; `other` is bound by memory traffic."""
 
-    flops: int = 0
+Phase = Literal["forward", "recompute", "backward", "update"]
+"""`update` follows the last backward pass: gradient norm and optimizer."""
+
+
+class Kernel(NamedTuple):
+    """An operation on a device, as far as its time depends on it."""
+
+    kind: KernelKind
+    phase: Phase
+    dtype: torch.dtype
+    flops: int
+    n_bytes: int
+    """Bytes of its tensor arguments and results, each read or written once."""
+
+
+@dataclass
+class Work:
+    """Kernels with their numbers of calls, and the traffic through each channel."""
+
+    kernels: Counter[Kernel] = field(default_factory=Counter)
     volumes: dict[Channel, Volume] = field(default_factory=dict)
 
-    def __add__(self, other: "Work") -> "Work":
-        return Work(self.flops + other.flops, {c: self[c] + other[c] for c in self.volumes | other.volumes})
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of matrix products and attention."""
+        return sum(kernel.flops * calls for kernel, calls in self.kernels.items())
+
+    def copy(self) -> "Work":
+        return Work(self.kernels.copy(), dict(self.volumes))
+
+    def __iadd__(self, other: "Work") -> "Work":
+        self.kernels.update(other.kernels)
+        for channel, volume in other.volumes.items():
+            self.volumes[channel] = self[channel] + volume
+        return self
 
     def __sub__(self, other: "Work") -> "Work":
-        return Work(self.flops - other.flops, {c: self[c] - other[c] for c in self.volumes})
+        kernels = Counter({kernel: n - other.kernels[kernel] for kernel, n in self.kernels.items()})
+        return Work(+kernels, {c: self[c] - other[c] for c in self.volumes})
 
     def __getitem__(self, channel: Channel) -> Volume:
         return self.volumes.get(channel, Volume())
@@ -72,12 +112,26 @@ class WorkTracker(Observer):
 
     def __init__(self) -> None:
         self.work = Work()
+        self.is_updating = False
+        """True if operations outside a backward pass belong to the phase `update`, not `forward`."""
 
     def observe(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         if func.namespace in _COMMUNICATION_NAMESPACES:
             self._count_message(func, [*args, *kwargs.values(), result])
-        elif func.namespace == "aten" and (formula := _formula_of(func)):
-            self.work += Work(flops=formula(*args, **kwargs, out_val=result))
+            return
+        formula = _formula_of(func) if func.namespace == "aten" else None
+        flops = formula(*args, **kwargs, out_val=result) if formula else 0
+        written = _count_new_bytes(func, args, kwargs, result)
+        if flops or written:
+            n_bytes = _count_bytes((args, kwargs)) + written
+            kernel = Kernel(_kind_of(func, flops), self._phase(), _dtype_of((args, result)), flops, n_bytes)
+            self.work.kernels[kernel] += 1
+
+    def _phase(self) -> Phase:
+        if current_backward_pass() == -1:
+            return "update" if self.is_updating else "forward"
+        # Activation checkpointing enables gradients when it repeats a forward pass inside a backward pass.
+        return "recompute" if torch.is_grad_enabled() else "backward"
 
     def _count_message(self, func: OpOverload, values: list[Any]) -> None:
         name = func.overloadpacket.__name__.replace("_", "")
@@ -92,8 +146,35 @@ class WorkTracker(Observer):
         self.work += Work(volumes={Channel(kind, ranks): Volume(1, n_bytes, passes * n_bytes)})
 
 
+def _tensors(value: Any) -> Iterator[Tensor]:
+    return (part for part in tree_iter(value) if isinstance(part, Tensor))
+
+
 def _count_bytes(value: Any) -> int:
-    return sum(part.numel() * part.element_size() for part in tree_iter(value) if isinstance(part, Tensor))
+    return sum(part.numel() * part.element_size() for part in _tensors(value))
+
+
+def _count_new_bytes(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """Count the bytes that an operation writes; none for views and for memory that stays uninitialized."""
+    if "empty" in func.overloadpacket.__name__:
+        return 0
+    if written := written_arguments(func, args, kwargs):
+        return _count_bytes(written)
+    old = {storage_key(tensor.untyped_storage()) for tensor in _tensors((args, kwargs))}
+    return sum(_count_bytes(tensor) for tensor in _tensors(result) if storage_key(tensor.untyped_storage()) not in old)
+
+
+def _dtype_of(value: Any) -> torch.dtype:
+    """Return the type of the first tensor of floating-point numbers."""
+    return next((tensor.dtype for tensor in _tensors(value) if tensor.is_floating_point()), torch.float32)
+
+
+def _kind_of(func: OpOverload, flops: int) -> KernelKind:
+    if func.namespace == "fsdp":
+        return "sharding"
+    if func.overloadpacket.__name__.startswith("_scaled_dot_product"):
+        return "attention"
+    return "product" if flops else "other"
 
 
 def _group_in(values: list[Any]) -> dist.ProcessGroup:

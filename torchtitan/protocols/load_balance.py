@@ -1,6 +1,9 @@
 """`LoadBalanced`: what the training loop does for routers of tokens to experts, without knowing a model."""
 
+from collections.abc import Sequence
+
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 
@@ -15,11 +18,16 @@ class LoadBalanced(nn.Module):
     """
 
     needs_load: bool = False
-    """True if an auxiliary loss depends on the load of the whole global batch, which `use_load` must give before the
-    first backward pass."""
+    """True if an auxiliary loss depends on `batch_counts_E`, which must be there before the first backward pass."""
 
     has_losses: bool = False
     """True if there are auxiliary losses."""
+
+    batch_counts_E: Tensor | None = None
+    """Tokens of the global batch that each expert gets with the current weights."""
+
+    row_groups: Sequence[dist.ProcessGroup] = ()
+    """Groups of ranks with other parts of the same rows of tokens, set by tensor and context parallelism."""
 
     def __init__(self, n_experts: int, top_k: int):
         super().__init__()
@@ -38,8 +46,11 @@ class LoadBalanced(nn.Module):
         self.totals = torch.zeros(self.n_experts + 1, dtype=torch.int64, device=gradient_scale.device)
         self.gradient_scale = gradient_scale
 
-    def use_load(self, counts_E: Tensor) -> None:
-        """Compute auxiliary losses with these counts, of the global batch of the current weights."""
+    def whole_rows(self, counts: Tensor) -> Tensor:
+        """Add counts of the other parts of each row, in place; return the result."""
+        for group in self.row_groups:
+            dist.all_reduce(counts, group=group)
+        return counts
 
     def rebalance(self, counts_E: Tensor) -> None:
         """Adapt to the counts of the global batch, after an optimizer step."""

@@ -86,7 +86,3 @@ class ShardingPlan:
 
     attention: str
     """Modules `attend(queries, keys, values, attention)`, whose keys and values context parallelism gathers."""
-
-    row_sums: str = ""
-    """Modules `row_sums(sums)`, whose results, sums over a rank's part of each row of tokens, are added up over the
-    ranks with the other parts. Empty: there are none."""

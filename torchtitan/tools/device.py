@@ -1,5 +1,6 @@
 """Device information: type, name, peak FLOP/s and memory use."""
 
+import functools
 import re
 import sys
 import time
@@ -71,6 +72,11 @@ def device_description(device: torch.device) -> str:
     return f"CPU, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"
 
 
+def total_memory() -> int:
+    """Return the bytes of memory of this process's GPU."""
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+
+
 def memory_gib(device: torch.device) -> float:
     """Return the GiB of memory used: on CUDA, the peak that PyTorch's allocator has reserved; on MPS, the driver's
     current allocation (it keeps no peak); on CPU, the peak resident set of this process."""
@@ -92,6 +98,14 @@ def synchronize(device: torch.device) -> None:
 def send(x: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Copy from the host without waiting for the device, for which CUDA needs pinned memory."""
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
+
+
+@functools.cache
+def multiplies(dtype: torch.dtype) -> bool:
+    """Return whether this CPU has instructions for products of a type. Without them, such products are slow."""
+    has = torch.cpu.get_capabilities()
+    has_bfloat16 = bool(has.get("avx512_bf16") or has.get("amx_bf16"))
+    return dtype in (torch.float32, torch.float64) or dtype == torch.bfloat16 and has_bfloat16
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> PeakFlops:

@@ -17,6 +17,9 @@ from torchtitan.tools.logging import logger
 LAUNCHER_VARIABLE = "TORCHTITAN_LAUNCHED"
 """Environment variable set by the launcher, which forwards stop signals and kills processes if necessary."""
 
+STARTED = time.time()
+"""Time at which this process began, nearly: it is imported before all large libraries."""
+
 COMMAND_VARIABLE = "TORCHTITAN_COMMAND"
 """Environment variable with the command that started the run, shown when it stops."""
 
@@ -94,6 +97,18 @@ def _kill_self(number: int) -> None:
     os.kill(os.getpid(), number)
 
 
+def signal_when_orphaned(number: int) -> None:
+    """Let the kernel send this process a signal when its parent ends, even by SIGKILL."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+
+
+def use_expandable_segments() -> None:
+    """Let PyTorch's allocator grow its segments of GPU memory, which wastes less of it between tensors of different
+    sizes, unless the user configures the allocator. Call this before torch is imported."""
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+
+
 def is_launched() -> bool:
     """Return whether the launcher started this process."""
     return LAUNCHER_VARIABLE in os.environ
@@ -112,13 +127,6 @@ def report_failure(code: int, text: str, *, passing: bool) -> None:
         if not _reported:
             os.write(_LAUNCHER, json.dumps(report, ensure_ascii=False).encode(errors="replace"))
         _reported = True
-
-
-def end_with_parent(parent: int) -> None:
-    """Let the kernel kill this process when its parent, the process `parent`, ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it has ended before the call
-        os._exit(1)
 
 
 def exit_process(code: int) -> NoReturn:

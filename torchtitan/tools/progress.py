@@ -1,13 +1,15 @@
-"""Progress bar on a terminal, log lines elsewhere."""
+"""Progress bar on a terminal, log lines elsewhere; numbers as a line of bars."""
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from torchtitan.tools.logging import logger
 
 SECONDS_BETWEEN_LINES = 10.0
+
+_BARS = "▁▂▃▄▅▆▇█"
 
 
 @contextmanager
@@ -39,3 +41,14 @@ class _Lines:
         if time.monotonic() - self.last >= SECONDS_BETWEEN_LINES:
             self.last = time.monotonic()
             logger.info(f"{self.title}: {100 * self.done / max(1, self.total):.0f}%")
+
+
+def sparkline(numbers: Iterable[float], width: int = 60) -> str:
+    """Return the values as a line of bars, the means of equal parts if there are more than `width`."""
+    values = list(numbers)
+    n_parts = min(width, len(values))
+    parts = [values[i * len(values) // n_parts : (i + 1) * len(values) // n_parts] for i in range(n_parts)]
+    means = [sum(part) / len(part) for part in parts]
+    low, high = min(means, default=0.0), max(means, default=0.0)
+    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BARS[round((mean - low) * scale)] for mean in means)

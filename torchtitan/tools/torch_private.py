@@ -70,6 +70,9 @@ _SOURCES = {
     # Pins existing memory; `Tensor.pin_memory` copies.
     "pin_memory": "torch.cuda._pin_memory_utils",
     "unpin_memory": "torch.cuda._pin_memory_utils",
+    # The mathematics of `torch.optim.Muon`, which cannot divide it among ranks.
+    "orthogonalize": "torch.optim._muon:_zeropower_via_newtonschulz",
+    "adjusted_lr": "torch.optim._muon:_adjust_lr",
     # The number of the backward pass in progress, or -1; hooks need a tensor that takes part in it.
     "current_backward_pass": "torch._C:_current_graph_task_id",
 }
@@ -141,6 +144,35 @@ def attention_operations() -> list[Any]:
     ]
 
 
+def fuse_collectives_with_products(group: str) -> None:
+    """Let the compiler fuse collectives of a process group, by name, with matrix products, in shared memory."""
+    import warnings
+
+    import torch._inductor.config
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+    from torch.distributed.distributed_c10d import GroupName
+
+    torch._inductor.config._micro_pipeline_tp = True
+    with warnings.catch_warnings():
+        # PyTorch 2.13 calls it deprecated, but its compiler fuses only groups for which it was called.
+        warnings.simplefilter("ignore", FutureWarning)
+        enable_symm_mem_for_group(GroupName(group))
+
+
+def choose_compiled_code_by_age() -> None:
+    """Let a compiled function use the oldest of its code that fits the inputs, in place of the latest used code."""
+    import torch
+
+    torch._C._dynamo.eval_frame._set_lru_cache(False)  # type: ignore[attr-defined]
+
+
+def causal_attention_on_cpu(q_BHLD: "Tensor", k_BKLD: "Tensor", v_BKLD: "Tensor", scale: float) -> Any:
+    """Return the result of PyTorch's kernel, (B, H, L, D), and the log-sum-exp of the scaled scores, (B, H, L)."""
+    import torch
+
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q_BHLD, k_BKLD, v_BKLD, 0.0, True, scale=scale)
+
+
 def communication_operations() -> list[Any]:
     """Return the collectives that leave each rank with a part, as the operators that a checkpointing policy sees."""
     import torch
@@ -191,6 +223,13 @@ def storage_key(storage: "torch.UntypedStorage") -> int:
 def offset_in_file(storage: "torch.UntypedStorage") -> int | None:
     """Return the offset of a fake storage from `torch.load` in its file, in an attribute that PyTorch documents."""
     return getattr(storage, "_checkpoint_offset", None)
+
+
+def written_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Return the arguments that an operation writes, by its schema; none if it returns only new tensors or views."""
+    by_name = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+    written = [one.name for one in func._schema.arguments if one.alias_info is not None and one.alias_info.is_write]
+    return [by_name.get(name) for name in written]
 
 
 def is_process_group(value: Any) -> bool:

@@ -5,7 +5,7 @@ import os
 import random
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy
 import torch
@@ -21,6 +21,7 @@ from torchtitan.components.tokenizer.auto_tokenizer import warn_of_different_ids
 from torchtitan.config import Configurable
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.compile import compile_loss
+from torchtitan.distributed.phases import PhaseClock, mark_gathering
 from torchtitan.distributed.pipeline import Pipeline, PipelinePlan, take_stage
 from torchtitan.distributed.process_group import init_process_group
 from torchtitan.protocols import BaseModel, ModelConverter, ModelSpec
@@ -44,12 +45,15 @@ class RunBuilder(Configurable):
 
     config: Config
     device: torch.device
+    phases: PhaseClock
     folder_lock: FolderLock | None
     parallel_dims: ParallelDims
     mesh: DeviceMesh | None
     tokenizer: Tokenizer
     dataloader: BaseDataLoader
     global_batch_size: int
+    sequences_per_sample: ClassVar[int] = 1
+    """Sequences of `training.seq_len` tokens in a sample, for the count of tokens."""
     converters: list[ModelConverter]
     loss: Any
     pipeline_plan: PipelinePlan | None
@@ -114,7 +118,12 @@ class RunBuilder(Configurable):
                 "--optimizer.early_step_in_backward cannot be combined with --training.epochs of a stream, whose end "
                 "is found too late to skip the step; set --training.steps instead"
             )
-        return DataProgress(training, n_samples=samples, global_batch_size=self.global_batch_size)
+        return DataProgress(
+            training,
+            n_samples=samples,
+            global_batch_size=self.global_batch_size,
+            sequences_per_sample=self.sequences_per_sample,
+        )
 
     def build_models(self) -> dict[str, RunModel]:
         """Build the run's models by name, sharded and not yet allocated: here "model", which the configuration
@@ -209,7 +218,7 @@ class RunBuilder(Configurable):
     def shard(self, part: nn.Module, spec: ModelSpec, *, offloaded: bool = False) -> nn.Module:
         """Apply all parallelisms except pipelines to a model of `spec`, or a stage of it."""
         training = self.config.training
-        return spec.parallelize(
+        sharded = spec.parallelize(
             part,
             parallel_dims=self.parallel_dims,
             mesh=self.mesh,
@@ -219,6 +228,8 @@ class RunBuilder(Configurable):
             activation_checkpoint=self.config.activation_checkpoint,
             compile=self.config.compile,
         )
+        mark_gathering(sharded, self.phases)
+        return sharded
 
     def init_weights(self) -> None:
         """Allocate the parameters. Initialize a model unless there are weights to load: then `load_checkpoint` draws

@@ -16,10 +16,12 @@ from torchtitan.components.checkpoint.identity import RunIdentity, identify_cont
 from torchtitan.components.checkpoint.resume import check_owner
 from torchtitan.components.data.base import BaseDataLoader
 from torchtitan.components.data.dataloader import PretrainDataLoader
+from torchtitan.components.ema import WeightAverage
 from torchtitan.components.lr_scheduler import LRScheduler
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer import Optimizer, check_early_step
 from torchtitan.components.profiling import Profiler
+from torchtitan.components.spikes import SpikeGuard
 from torchtitan.components.tokenizer import PretrainedTokenizer, Tokenizer
 from torchtitan.components.validate import Validator
 from torchtitan.components.weights.pretrained import check_start
@@ -36,7 +38,7 @@ from torchtitan.config import (
 from torchtitan.config.configurable import config_key, leaves
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import check_activation_checkpoint
-from torchtitan.distributed.compile import check_c_compiler, check_compile
+from torchtitan.distributed.compile import check_async_tensor_parallel, check_c_compiler, check_compile
 from torchtitan.distributed.pipeline import PipelinePlan
 from torchtitan.distributed.tensor_parallel import check_parts
 from torchtitan.protocols import ModelConverter, ModelSpec
@@ -51,6 +53,9 @@ from torchtitan.trainer.evaluation import Evaluation
 @dataclass(kw_only=True, slots=True)
 class RunConfig(Configurable.Config):
     """A whole run. Each field is a section of the command line and of `--config_file`."""
+
+    trains_scores = False
+    """True for trainers of reward models."""
 
     registered_as: Annotated[str, tyro.conf.Fixed] = ""
     """Package and function that registered this configuration. Part of the run's identity; set by the command line."""
@@ -84,6 +89,12 @@ class RunConfig(Configurable.Config):
 
     training: TrainingConfig = field(default_factory=TrainingConfig)
     """Length, batch sizes and precision of training."""
+
+    spikes: SpikeGuard.Config = field(default_factory=SpikeGuard.Config)
+    """Steps to skip, and the response to many of them."""
+
+    ema: WeightAverage.Config = field(default_factory=WeightAverage.Config)
+    """Exponential moving average of the weights."""
 
     parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
     """Degrees of parallelism."""
@@ -150,9 +161,11 @@ class RunConfig(Configurable.Config):
             RunComplete: if the run has nothing left to train.
         """
         spec = self.model_spec
+        if spec.model.scores and not self.trains_scores:
+            raise UserError(f"{self.hf_assets_path} holds a reward model; train it with --module reward")
         components: list[Configurable.Config] = [self, spec.model, self.chosen_loss, self.tokenizer, self.dataloader]
-        components += [*self.model_converters, self.optimizer, self.lr_scheduler, self.checkpoint]
-        components += [self.metrics, self.validator, self.profiling, *self.callbacks]
+        components += [*self.model_converters, self.optimizer, self.lr_scheduler, self.spikes, self.ema]
+        components += [self.checkpoint, self.metrics, self.validator, self.profiling, *self.callbacks]
         for component in components:
             component.validate()
         for section in (self.training, self.activation_checkpoint, self.comm, self.debug):
@@ -204,9 +217,17 @@ class RunConfig(Configurable.Config):
         has_experts = bool(self.model_spec.model.expert_parallel_sizes)
         check_activation_checkpoint(self.activation_checkpoint, self.compile, self.parallelism, has_experts=has_experts)
         check_compile(self.compile)
+        check_async_tensor_parallel(self.compile, self.parallelism)
         if dims.cp > 1:
             check_c_compiler("--parallelism.context_parallel_degree above 1 computes with FlexAttention, which")
         check_early_step(self.optimizer, self.training, self.parallelism, dims.dp_degree)
+        if self.training.batch_schedule and getattr(self.dataloader, "weight_schedule", None):
+            raise UserError(
+                "--training.batch_schedule cannot be combined with --dataloader.weight_schedule, which counts steps of "
+                "one size"
+            )
+        self.spikes.check_run(self)
+        self.ema.check_run(self)
         self.training.resolve_global_batch_size(dims.dp_degree)
         if self.training.enable_cpu_offload and dims.dp_shard * dims.cp == 1:
             raise UserError(

@@ -71,7 +71,7 @@ class Evaluation(Callback):
         trainer = self.trainer
         if not self.config.files:
             return
-        with trainer.metrics.exclude(), trainer.mixed_precision():
+        with trainer.metrics.exclude(), trainer.phases.during("validation"), trainer.mixed_precision():
             (model,) = trainer.model_parts
             length = trainer.config.training.seq_len
             scorer = Scorer(model, batch_size=self.config.batch_size, max_seq_len=length, device=trainer.device)

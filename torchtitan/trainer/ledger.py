@@ -17,9 +17,10 @@ from torchtitan.trainer.step_result import StepResult
 
 
 class Ledger(Callback):
-    """Write a line of `ledger.jsonl` for each step taken: the names of all ranks' documents in their global order.
+    """Write a line of `ledger.jsonl` for each step: the names of all ranks' documents in their global order.
 
-    Steps skipped as non-finite have no line. Rank 0 syncs the lines to disk before it saves a checkpoint. Resuming from
+    The line of a skipped step has the reason as `skipped`. `returned_to` is the step whose weights the run last loaded
+    again, which undid the steps between. Rank 0 syncs the lines to disk before it saves a checkpoint. Resuming from
     step N drops later lines; a fresh run moves an existing file aside. Without `debug.ledger`, nothing is written.
     """
 
@@ -41,15 +42,19 @@ class Ledger(Callback):
         self._taken += names_of(local_batches, self.trainer.dataloader.document_names)
 
     def on_step(self, outcome: StepResult) -> None:
-        """Write the line of a step that was taken. Raise `RunFailure` on failure, since a ledger must have no gaps."""
+        """Write the line of the step. Raise `RunFailure` on failure, since a ledger must have no gaps."""
         taken, self._taken = self._taken, []
-        if not (self.enabled and outcome.is_finite):
+        if not self.enabled:
             return
         documents = in_global_order(taken)
         if self._file is not None:
-            step, data_step = self.trainer.step, self.trainer.run_length.data_step
+            line = {"step": self.trainer.step, "data_step": self.trainer.run_length.data_step, "documents": documents}
+            if not outcome.is_taken:
+                line["skipped"] = str(outcome)
+            if self.trainer.spikes.returned_to is not None:
+                line["returned_to"] = self.trainer.spikes.returned_to
             with self._writing():
-                self._file.append({"step": step, "data_step": data_step, "documents": documents})
+                self._file.append(line)
 
     def before_save(self) -> None:
         """Sync the lines to disk; raise like `on_step`."""

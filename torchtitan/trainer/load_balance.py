@@ -17,7 +17,7 @@ class LoadBalance(Callback):
     def __init__(self, config: Callback.Config, *, trainer: Any):
         super().__init__(config, trainer=trainer)
         self.balancer = LoadBalancer(trainer.trained_parts, trainer.mesh)
-        if trainer.has_own_loss and any(router.has_losses for router in self.balancer.routers):
+        if trainer.has_own_loss and self.balancer.has_losses:
             raise UserError(
                 f"{type(trainer).__name__} computes its own loss, which is divided by its weight after the backward "
                 "passes, together with auxiliary losses; set the weights in --model.moe.penalties to 0"
@@ -30,13 +30,14 @@ class LoadBalance(Callback):
         n_tokens = 0 if trainer.has_own_loss else sum(tokens.numel() for tokens in inputs) // (dims.cp * dims.tp)
         self.balancer.start_step(n_tokens, dims.gradient_degree, trainer.device)
         if self.balancer.needs_load:
+            trainer.watchdog.phase("counting tokens of experts")
             with self.balancer.measuring(), trainer.precision.fixed_weights():
                 for batch in micro_batches:
                     with trainer.mixed_precision():
                         trainer.compute_loss(trainer.post_dataloading_process(batch))
 
     def on_step(self, outcome: StepResult) -> None:
-        if outcome.is_finite:
+        if outcome.is_taken:
             self.balancer.finish_step()
             if self.balancer.has_routers and self.trainer.metrics.should_log(self.trainer.step):
                 self.trainer.metrics.add(self.balancer.watch())

@@ -22,21 +22,27 @@ class NonFiniteError(RunFailure):
 @dataclass(frozen=True)
 class StepResult:
     """Numbers of a step, read from the device at once: the mean `loss` over the global batch, the `grad_norm` before
-    clipping, and further means that `compute_loss` recorded."""
+    clipping, and further means that `compute_loss` recorded. `spike` describes a spike, see `SpikeGuard`."""
 
     loss: float
     grad_norm: float
     stop_requested: bool
     data_exhausted: bool
     measures: Mapping[str, float] = field(default_factory=dict)
+    spike: str = ""
 
     @property
     def is_finite(self) -> bool:
-        """True if loss and gradient norm are finite, so that the step may be taken."""
+        """True if loss and gradient norm are finite."""
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
+    @property
+    def is_taken(self) -> bool:
+        """True if the optimizer updates the weights: the numbers are finite and no spike."""
+        return self.is_finite and not self.spike
+
     def __str__(self) -> str:
-        return f"loss {self.loss}, gradient norm {self.grad_norm}"
+        return f"loss {self.loss}, gradient norm {self.grad_norm}" + (f": {self.spike}" if self.spike else "")
 
 
 def log_stop_reason(reason: StopReason, step: int, total_steps: int, checkpoint: CheckpointManager.Config) -> None:

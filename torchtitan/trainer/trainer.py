@@ -24,6 +24,7 @@ from torchtitan.distributed.context_parallel import shard_sequences
 from torchtitan.distributed.gradients import clip_grad_norm, divide_gradients
 from torchtitan.distributed.mixed_precision import MixedPrecision
 from torchtitan.distributed.parallelize import set_replica_reduction
+from torchtitan.distributed.phases import PhaseClock
 from torchtitan.distributed.process_group import destroy_process_group, set_timeouts, sum_over_ranks, world_size
 from torchtitan.distributed.watchdog import Watchdog
 from torchtitan.protocols import ModelConverter
@@ -32,13 +33,16 @@ from torchtitan.tools.errors import RunComplete, UserError
 from torchtitan.tools.files import is_url
 from torchtitan.tools.logging import logger
 from torchtitan.tools.process import StopRequest
+from torchtitan.trainer.accounting import Accounting
 from torchtitan.trainer.builder import RunBuilder
 from torchtitan.trainer.callbacks import Callback, GarbageCollection, Profiling, RecompileWarning
-from torchtitan.trainer.ledger import Ledger, in_global_order, names_of, shortened
+from torchtitan.trainer.ledger import Ledger
+from torchtitan.trainer.live_view import LiveView
 from torchtitan.trainer.load_balance import LoadBalance
 from torchtitan.trainer.models import RunModel
 from torchtitan.trainer.sample_losses import SampleLosses
-from torchtitan.trainer.step_result import NonFiniteError, StepResult, StopReason, log_stop_reason
+from torchtitan.trainer.skips import return_to_checkpoint, skip_step
+from torchtitan.trainer.step_result import StepResult, StopReason, log_stop_reason
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.stateful import Stateful  # takes a second to import
@@ -51,15 +55,13 @@ class Trainer(RunBuilder):
     measures_named: tuple[str, ...] = ()
     """Names of further means that `compute_loss` records with `measure`, for metrics and validation."""
 
-    sequences_per_sample: ClassVar[int] = 1
-    """Sequences of `training.seq_len` tokens in a sample, for the count of tokens."""
-
     def __init__(self, config: RunBuilder.Config):
         super().__init__(config)
         training = config.training
         self.has_own_loss = type(self).compute_loss is not Trainer.compute_loss
         self.has_own_forward = self.has_own_loss or type(self).forward is not Trainer.forward
         self.device = self.init_distributed()
+        self.phases = PhaseClock(self.device)
         self.folder_lock = None
         self.lock_folder()
         # Type of counts and sums. float32, the widest type on MPS, counts exactly only up to 2**24 tokens.
@@ -72,10 +74,10 @@ class Trainer(RunBuilder):
         self.config = config = config.resolve(self.tokenizer)
         self.global_batch_size = training.resolve_global_batch_size(self.parallel_dims.dp_degree)
         self.dataloader = self.build_dataloader(config.dataloader, epochs=training.epochs)
-        samples_per_pass = training.local_batch_size * self.parallel_dims.dp_degree
-        self.gradient_accumulation_steps = self.global_batch_size // samples_per_pass
-        self.tokens_per_step = self.global_batch_size * training.seq_len * self.sequences_per_sample
+        self.step = 0
+        self.n_tokens_seen = 0
         self.run_length = self.build_data_progress()
+        self.follow_schedule()
         self.total_steps = self.run_length.last_step(0)
 
         self.converters = [converter.build() for converter in config.model_converters]
@@ -91,13 +93,13 @@ class Trainer(RunBuilder):
         self.precision = MixedPrecision(getattr(torch, training.mixed_precision_param))
         self.is_divided = False  # whether the step's gradients are divided by the weight of an own loss
         self.init_weights()
+        self.ema = config.ema.build(model_parts=self.model_parts)
         self.flops_per_token = sum(model.flops_per_token for model in self.models.values())
         self.pipeline = self.build_pipeline()
         self.optimizer = self.build_optimizer()
-        self.lr_scheduler = config.lr_scheduler.build(optimizer=self.optimizer, training_steps=self.total_steps)
+        self.lr_scheduler = config.lr_scheduler.build(optimizer=self.optimizer, training_steps=self.schedule_length())
 
-        self.step = 0
-        self.n_tokens_seen = 0
+        self.spikes = config.spikes.build()
         self.has_data = True
         self.checkpointer = self.build_checkpointer()
         self.checkpoint_loaded = False
@@ -105,7 +107,9 @@ class Trainer(RunBuilder):
         self.stop_request: StopRequest | None = None
         self.metrics = self.build_metrics()
         self.watchdog = Watchdog(
-            first_step_seconds=config.comm.init_timeout_seconds, step_seconds=config.comm.step_timeout_seconds
+            first_step_seconds=config.comm.init_timeout_seconds,
+            step_seconds=config.comm.step_timeout_seconds,
+            clock=self.phases,
         )
         self.callbacks = self.build_callbacks()
 
@@ -142,7 +146,10 @@ class Trainer(RunBuilder):
 
     def build_callbacks(self) -> list[Callback]:
         """Build the callbacks of every run, then the configuration's `callbacks`."""
-        own = [kind.Config() for kind in (Ledger, LoadBalance, RecompileWarning, Profiling, GarbageCollection)]
+        own = [
+            kind.Config()
+            for kind in (Accounting, LiveView, Ledger, LoadBalance, RecompileWarning, Profiling, GarbageCollection)
+        ]
         return [config.build(trainer=self) for config in (*own, *self.config.callbacks)]
 
     # --- the loop ---------------------------------------------------------------------------------------------------
@@ -160,13 +167,40 @@ class Trainer(RunBuilder):
         for name, model in self.models.items():
             loaded = self.checkpointer.states[name].state_dict() if name in self.checkpointer.loaded else ()
             model.initialize(self.config.debug.seed, loaded=loaded)
+        if "ema" not in self.checkpointer.loaded:
+            self.ema.reset()
         self.checkpoint_loaded = True
-        # If the batch size has changed, the remaining samples take a different number of steps.
-        self.total_steps = self.metrics.total_steps = self.run_length.last_step(self.step)
-        self.lr_scheduler.set_length(self.total_steps)
-        self.dataloader.check_repetitions(self.run_length.samples_read_at(self.total_steps, self.step))
+        self.update_length()
+        self.dataloader.check_repetitions(
+            self.run_length.samples_read_at(self.total_steps, self.step, self.n_tokens_seen)
+        )
         for converter in self.converters:
             converter.post_init_hook(self.model_parts)
+
+    def update_length(self) -> None:
+        """Count the steps that the remaining data takes, for example if the batch size has changed."""
+        self.follow_schedule()
+        self.total_steps = self.metrics.total_steps = self.run_length.last_step(self.step)
+        self.lr_scheduler.set_length(self.schedule_length(), step_size=self.schedule_step())
+
+    def follow_schedule(self) -> None:
+        """Set the size of the next global batch."""
+        self.run_length.follow_schedule(self.step, self.n_tokens_seen)
+        self.global_batch_size = self.run_length.global_batch_size
+        samples_per_pass = self.config.training.local_batch_size * self.parallel_dims.dp_degree
+        self.gradient_accumulation_steps = self.global_batch_size // samples_per_pass
+        self.tokens_per_step = self.global_batch_size * self.run_length.tokens_per_sample
+
+    def schedule_length(self) -> int:
+        """Return the length of the run in the unit of the learning-rate schedule."""
+        if self.config.lr_scheduler.unit == "steps":
+            return self.total_steps
+        ahead = self.run_length.samples_ahead(self.total_steps, self.step, self.n_tokens_seen)
+        return self.n_tokens_seen + ahead * self.run_length.tokens_per_sample
+
+    def schedule_step(self) -> int:
+        """Return the size of the next step in the unit of the learning-rate schedule."""
+        return 1 if self.config.lr_scheduler.unit == "steps" else self.tokens_per_step
 
     def train(self) -> None:
         """Resume if possible, then train to the end or until asked to stop. Log if nothing is left to train."""
@@ -194,6 +228,8 @@ class Trainer(RunBuilder):
         # which can name the hanging rank.
         set_timeouts(comm.init_timeout_seconds + comm.naming_seconds)
         while self.should_continue_training():
+            if self.spikes.is_return_due:
+                return_to_checkpoint(self)
             step = self.step + 1
             with self.watchdog.step(step), contextlib.ExitStack() as stack:
                 for callback in self.callbacks:
@@ -228,8 +264,9 @@ class Trainer(RunBuilder):
 
     def update(self, micro_batches: list[Batch]) -> StepResult:
         """Update the weights once with this rank's part of a global batch."""
-        self.watchdog.phase("forward and backward")  # includes the exchange of token counts between ranks
+        self.watchdog.phase("counting tokens")  # waits for the data of the other ranks
         n_tokens = self.count_valid_tokens(micro_batches)
+        self.watchdog.phase("forward and backward")
         loss = torch.zeros((), device=self.device)
         with self.precision.fixed_weights():
             for index, batch in enumerate(micro_batches, start=1):
@@ -242,8 +279,8 @@ class Trainer(RunBuilder):
         grad_norm = self.clip_gradients()
         self.watchdog.phase("reading the outcome")
         outcome = self.read_result(loss, grad_norm, n_tokens)
-        if not outcome.is_finite:
-            self.handle_nonfinite(outcome, micro_batches)
+        if not outcome.is_taken:
+            self.skip_step(outcome, micro_batches)
         elif not outcome.data_exhausted:
             if self.step == 0:
                 self.check_gradients()
@@ -331,8 +368,10 @@ class Trainer(RunBuilder):
         if self.pipeline:
             return self.pipeline.forward_backward(batch, scaled) / degree
         with self.mixed_precision():
+            self.watchdog.phase("forward")
             summed_loss, weight = self.compute_loss(batch)
             loss = scaled(summed_loss)
+            self.watchdog.phase("backward")
             loss.backward()
         if self.has_own_loss:
             self.weight += self.local_addend(weight)
@@ -403,31 +442,25 @@ class Trainer(RunBuilder):
         self.is_divided = False
         stop = self.stop_request is not None and self.stop_request.received
         flags = [torch.full((), float(flag), device=self.device) for flag in (stop, self.has_data)]
-        local = torch.stack([value.to(self.statistics_dtype) for value in (self.local_addend(loss), *flags)])
-        sums = sum_over_ranks(torch.cat([local, self.measures.take()]))
-        norm_and_tokens = [value.to(self.device, self.statistics_dtype) for value in (grad_norm, n_tokens)]
-        values = torch.cat([torch.stack(norm_and_tokens), sums]).tolist()
-        norm, tokens, total_loss, ranks_to_stop, ranks_with_data, *measured = values
+        # The norm of rank 0, since the last bit may decide whether a step is a spike, on all ranks alike.
+        norm = grad_norm if self.rank == 0 else torch.zeros_like(grad_norm)
+        local = [value.to(self.device, self.statistics_dtype) for value in (self.local_addend(loss), norm, *flags)]
+        sums = sum_over_ranks(torch.cat([torch.stack(local), self.measures.take()]))
+        values = torch.cat([n_tokens.to(self.device, self.statistics_dtype).reshape(1), sums]).tolist()
+        tokens, total_loss, total_norm, ranks_to_stop, ranks_with_data, *measured = values
         return StepResult(
             loss=total_loss,
-            grad_norm=norm,
+            grad_norm=total_norm,
             stop_requested=ranks_to_stop > 0,
             data_exhausted=ranks_with_data == 0 and tokens == 0,
             measures=self.measures.means(measured),
+            spike=self.spikes.spike(total_loss, total_norm),
         )
 
-    def handle_nonfinite(self, outcome: StepResult, micro_batches: list[Batch]) -> None:
-        """Raise `NonFiniteError` or skip this step, and name the step and its documents on all ranks. The weights are
-        unchanged, unless the optimizer steps early, in the backward pass."""
-        local_batches = micro_batches if self.parallel_dims.is_batch_leader else []
-        documents = in_global_order(names_of(local_batches, self.dataloader.document_names))
-        last = self.run_length.data_step
-        data_step = f" (data step {last + 1})" if last > self.step else ""
-        message = f"step {self.step + 1}{data_step}: {outcome}; documents: {shortened(documents)}"
-        if self.config.training.on_nonfinite == "stop":
-            self.checkpointer.wait()  # the process ends immediately, which would lose a save in the background
-            raise NonFiniteError(message)
-        logger.warning("%s. The step is skipped.", message)
+    def skip_step(self, outcome: StepResult, micro_batches: list[Batch]) -> None:
+        """Name a step that is not taken, and end the run if the configuration says so. The weights are unchanged,
+        unless the optimizer steps early, in the backward pass."""
+        skip_step(self, outcome, micro_batches)
 
     # --- around a step ----------------------------------------------------------------------------------------------
 
@@ -440,19 +473,35 @@ class Trainer(RunBuilder):
             callback.on_step(outcome)
         self.report(outcome)
         statistics = self.sample_losses.statistics(self.step, outcome.loss, outcome.grad_norm)
-        if outcome.is_finite:
+        if outcome.is_taken:
+            self.spikes.record(outcome.loss, outcome.grad_norm)
+            self.ema.update()
             self.dataloader.observe(statistics)
-        self.lr_scheduler.step()
+        n_units = self.schedule_step() if outcome.is_taken or self.config.spikes.advance_schedule else 0
+        self.follow_schedule()
+        self.lr_scheduler.step(n_units, step_size=self.schedule_step())
         for callback in self.callbacks:
             callback.after_step(outcome)
         last = not self.should_continue_training()
         validation_loss = self.validate() if self.validator and self.validator.is_due(self.step, last=last) else None
         saving = self.checkpointer.is_due(self.step, last=last, validation_loss=validation_loss)
         # Excluding a save from the training time waits for the device, so exclude only when saving.
-        with self.metrics.exclude() if saving else contextlib.nullcontext():
+        with self.saving() if saving else contextlib.nullcontext():
             if saving:
                 self.sync_records()
-            self.checkpointer.save(self.step, last=last, validation_loss=validation_loss)
+            self.save(last=last, validation_loss=validation_loss)
+
+    def save(self, **circumstances: Any) -> None:
+        """Save a checkpoint if due, with the averages of weights if they are to be exported."""
+        ends = circumstances["last"] and self.config.checkpoint.last_kind != "full"
+        with self.ema.applied(ends and self.config.ema.for_export):
+            self.checkpointer.save(self.step, **circumstances)
+
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        """Exclude the block from the training time, and count it as saving."""
+        with self.metrics.exclude(), self.phases.during("save"):
+            yield
 
     def sync_records(self) -> None:
         """Sync ledger and metrics to disk, since a durable checkpoint relies on them."""
@@ -463,7 +512,8 @@ class Trainer(RunBuilder):
     def validate(self) -> float:
         """Validate outside of the training time, log the result, and return the loss."""
         assert self.validator is not None
-        with self.metrics.exclude(), self.precision.fixed_weights():
+        averaged = self.ema.applied(self.config.ema.for_validation)
+        with self.metrics.exclude(), self.phases.during("validation"), averaged, self.precision.fixed_weights():
             measured = self.validator.validate()
             self.metrics.log_validation(self.step, **measured)
         return measured["validation_loss"]
@@ -478,6 +528,7 @@ class Trainer(RunBuilder):
             lr=self.lr_scheduler.lr,
             n_tokens_seen=self.n_tokens_seen,
             **outcome.measures,
+            **self.spikes.metrics(),
         )
 
     def finish(self, reason: StopReason) -> None:
@@ -488,9 +539,9 @@ class Trainer(RunBuilder):
         validating = self.validator and reason == "data ended" and not self.validator.is_due(self.step, last=False)
         validation_loss = self.validate() if validating else None
         stopped = reason == "stopped"
-        with self.metrics.exclude():
+        with self.saving():
             self.sync_records()
-            self.checkpointer.save(self.step, last=not stopped, stopped=stopped, validation_loss=validation_loss)
+            self.save(last=not stopped, stopped=stopped, validation_loss=validation_loss)
             self.checkpointer.wait()
         log_stop_reason(reason, self.step, self.total_steps, self.config.checkpoint)
 
@@ -556,13 +607,16 @@ class Trainer(RunBuilder):
     def states(self) -> dict[str, "Stateful"]:
         """Return the states that checkpoints of the run contain, by name."""
         saved = {name: model for name, model in self.models.items() if model.saved}
-        if taken := {"optimizer", "lr_scheduler", "trainer", "dataloader", "random"} & self.models.keys():
+        own = {"optimizer", "lr_scheduler", "trainer", "spikes", "ema", "dataloader", "random"}
+        if taken := own & self.models.keys():
             raise UserError(f"a model cannot be named {min(taken)}, the name of another state in checkpoints")
         return {
             **{name: ModelState(model.parts) for name, model in saved.items()},
             "optimizer": self.optimizer,
             "lr_scheduler": self.lr_scheduler,
             "trainer": self,
+            "spikes": self.spikes,
+            **({"ema": self.ema} if self.config.ema.decay is not None else {}),
         }
 
     def initial_loads(self) -> dict[str, Callable[[], None]]:
@@ -573,6 +627,8 @@ class Trainer(RunBuilder):
             for name, model in self.models.items()
             if name != "model" and model.weights and model.parts
         }
+        if self.config.ema.decay is not None:
+            loads["ema"] = self.ema.reset
         path = config.initial_load_path
         is_other = path and not is_url(path) and (self.tokenizer.added or read_converters(path))
         if not (config.initial_load_in_hf or is_other or self.converters or config.save_trainable_only):

@@ -224,12 +224,33 @@ def test_two_processes_equal_one(workers, tmp_path: Path, name: str, dora: bool)
     assert two == [pytest.approx(line, rel=1e-5) for line in one]
 
 
+RESUMED = {"checkpoint__enable": True, "checkpoint__interval": 2, "lr_scheduler__total_steps": 4}
+
+
+def train_two_steps(folder: Path, name: str) -> None:
+    run(adapter_config(folder, adapter__dora=True, **RESUMED, **LAYOUTS[name], training__steps=2))
+
+
+def train_to_the_end(folder: Path, name: str) -> None:
+    run(adapter_config(folder, adapter__dora=True, **RESUMED, **LAYOUTS[name]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("first", "then"), [("EP", "FSDP"), ("FSDP", "EP"), ("TP x ETP", "EP")])
+def test_adapters_resume_at_another_expert_degree(workers, tmp_path: Path, first: str, then: str) -> None:
+    """As one process that never stopped, within 1e-5: steps 3 and 4, whose moments came from the checkpoint."""
+    workers.run(train_two_steps, tmp_path / "parts", first)
+    workers.run(train_to_the_end, tmp_path / "parts", then)
+    run(adapter_config(tmp_path / "whole", adapter__dora=True, **RESUMED))
+    whole, parts = (read_metrics(tmp_path / folder, "loss", "grad_norm") for folder in ("whole", "parts"))
+    assert len(whole) == 4 and parts == [pytest.approx(line, rel=1e-5) for line in whole]
+
+
 def test_resuming_is_exact_and_the_export_is_merged(tmp_path: Path) -> None:
     """The whole run starts like the plain one, and its merged model has the loss of its last step."""
-    options = {"checkpoint__enable": True, "checkpoint__interval": 2, "lr_scheduler__total_steps": 4}
-    trainer = run(adapter_config(tmp_path / "whole", **options))
-    run(adapter_config(tmp_path / "parts", **options, training__steps=2))
-    run(adapter_config(tmp_path / "parts", **options))
+    trainer = run(adapter_config(tmp_path / "whole", **RESUMED))
+    run(adapter_config(tmp_path / "parts", **RESUMED, training__steps=2))
+    run(adapter_config(tmp_path / "parts", **RESUMED))
     whole, parts = (read_metrics(tmp_path / folder, "loss", "grad_norm") for folder in ("whole", "parts"))
     assert parts == whole
     run(tiny_config(tmp_path / "plain", **RUN, training__steps=1))

@@ -196,3 +196,37 @@ def test_compiled_backward_saves_only_the_packed_weight():
     (gradient,), (expected_gradient,) = (torch.autograd.grad(result, x, direction) for result in (y, expected))
     assert torch.equal(y, expected)
     torch.testing.assert_close(gradient, expected_gradient)
+
+
+class CompiledCalls(TorchDispatchMode):
+    """Count the calls of compiled code that a checkpointing policy sees, and would keep the results of."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # otherwise, nothing is compiled
+
+    n_seen = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.n_seen += function is torch.ops.higher_order.inductor_compiled_code
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.slow
+def test_the_compiled_kernel_unpacks_any_size_and_is_not_kept():
+    """On CUDA, products of models that are not compiled use this kernel."""
+    torch._dynamo.reset()
+    nf4.compiled_unpack.cache_clear()
+    statistics = torch._dynamo.utils.counters["stats"]
+    before = statistics["unique_graphs"]
+    with torch._inductor.config.patch(wrap_inductor_compiled_regions=True), CompiledCalls() as calls:
+        for shape in ((40, 384), (56, 640), (24, 512)):
+            form = pack(normal(*shape))
+            rows = nf4.compiled_unpack()(*form, nf4._PAIRS)
+            # The compiler may multiply and add in one rounding, which changes the last place after the last rounding.
+            torch.testing.assert_close(rows, unpack(*form, torch.bfloat16), rtol=2**-7, atol=0)
+        assert (statistics["unique_graphs"] - before, calls.n_seen) == (1, 0)
+        torch.compile(nf4._unpack)(*form, nf4._PAIRS)
+        assert calls.n_seen == 1  # without the option, it would be kept

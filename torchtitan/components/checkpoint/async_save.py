@@ -40,7 +40,7 @@ from torchtitan.components.checkpoint.ranks import Ranks
 from torchtitan.components.checkpoint.state import Entries
 from torchtitan.tools.errors import RunFailure
 from torchtitan.tools.logging import logger
-from torchtitan.tools.process import end_with_parent
+from torchtitan.tools.process import signal_when_orphaned
 from torchtitan.tools.torch_private import dtensor_like
 
 if TYPE_CHECKING:
@@ -418,7 +418,9 @@ def serve() -> None:
     """Serve requests of a `WriterProcess` until it closes the connection or its process dies."""
     descriptor, memory, parent = (int(argument) for argument in sys.argv[1:])
     # If the rank is killed, stop writing: a restarted run may use the same folder.
-    end_with_parent(parent)
+    signal_when_orphaned(signal.SIGKILL)
+    if os.getppid() != parent:
+        return
     # A terminal or scheduler may signal all processes of the job; the rank handles these signals.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)

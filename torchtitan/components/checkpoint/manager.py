@@ -4,7 +4,7 @@ import dataclasses
 import difflib
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,10 +17,10 @@ from torchtitan.components.checkpoint.config import CheckpointConfig
 from torchtitan.components.checkpoint.identity import BaseWeights, RunIdentity
 from torchtitan.components.checkpoint.manifest import Kind, Marker
 from torchtitan.components.checkpoint.ranks import Ranks
-from torchtitan.components.checkpoint.resume import Start, check_frozen, choose_start, find_start
+from torchtitan.components.checkpoint.resume import Start, check_frozen, choose_start, find_start, newest_usable
 from torchtitan.components.checkpoint.state import Entries, ModelState, with_parameter_names, without_frozen
 from torchtitan.config.configurable import Configurable
-from torchtitan.tools.errors import UserError
+from torchtitan.tools.errors import RunFailure, UserError
 from torchtitan.tools.logging import logger
 
 if TYPE_CHECKING:
@@ -188,7 +188,11 @@ class CheckpointManager(Configurable):
         needs_base_model = start is not None and start.resumes and bool(start.checkpoint.base_model)
         for initialize in self.initial_loads.values() if needs_base_model else []:
             initialize()
-        self.loaded = self._restore(start) if start and (start.resumes or not has_model_loader) else set()
+        self.loaded = set()
+        if start and (start.resumes or not has_model_loader):
+            model_only = not start.resumes and self.config.initial_load_model_only
+            names = {"model"} if model_only else {*self.states, *self.rank_states}
+            self.loaded = self._restore(start, names - set(self.config.exclude_from_loading))
         for name, initialize in self.initial_loads.items():
             if name not in self.loaded:
                 if start and start.resumes and name in self.states:
@@ -201,6 +205,16 @@ class CheckpointManager(Configurable):
             self._saver.step = self._resumed_step = start.checkpoint.step
             self._best_loss = self._ranks.broadcast_from_rank0(lambda: self._find_best_loss(start.checkpoint.step))
         return start.checkpoint.step if start.resumes or not self.config.initial_load_model_only else 0
+
+    def reload(self, newest: int, *, excluding: Collection[str]) -> int:
+        """Load the states again, except for `excluding`, from the newest undamaged checkpoint of this run up to the
+        step `newest`, and return its step. Raise `RunFailure` if there is none."""
+        self.wait()
+        checkpoint = newest_usable(self.config, self.folder, self._ranks, up_to=newest)
+        if checkpoint is None:
+            raise RunFailure(f"{self.folder} has no checkpoint up to step {newest} to return to")
+        self._restore(Start(checkpoint, resumes=True), {*self.states, *self.rank_states} - set(excluding))
+        return checkpoint.step
 
     def wait(self) -> None:
         """Wait for the background save, if any."""
@@ -230,14 +244,12 @@ class CheckpointManager(Configurable):
         if self.config.save_trainable_only and not any(self._ranks.gather(has_frozen)):
             raise UserError("checkpoint.save_trainable_only: all weights are trained; remove this option")
 
-    def _restore(self, start: Start) -> set[str]:
+    def _restore(self, start: Start, names: set[str]) -> set[str]:
         from torchtitan.components.checkpoint import dcp
 
-        checkpoint, model_only = start.checkpoint, not start.resumes and self.config.initial_load_model_only
+        checkpoint = start.checkpoint
         assert checkpoint.marker is not None, "only complete checkpoints are chosen"
         saved_rank = self._ranks.rank if self._ranks.rank < checkpoint.marker.world_size else 0
-        names = {"model"} if model_only else {*self.states, *self.rank_states}
-        names -= set(self.config.exclude_from_loading)
         saved_states = without_frozen(self.states) if checkpoint.base_model else self.states
         states = {name: state for name, state in saved_states.items() if name in names}
         rank_states = {name: state for name, state in self.rank_states.items() if name in names}

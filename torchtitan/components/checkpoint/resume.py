@@ -163,7 +163,9 @@ def choose_start(
                 catalog.raise_if_damaged(initial, ranks)
         return None
     if start.resumes and config.load_step == -1:
-        return Start(_newest_usable(config, folder, ranks), resumes=True)
+        newest = newest_usable(config, folder, ranks)
+        assert newest is not None, "`find_start` has found one"
+        return Start(newest, resumes=True)
     if start.resumes or verify_initial:
         catalog.raise_if_damaged(start.checkpoint.path, ranks)
     return start
@@ -219,9 +221,16 @@ def _skip_reason(info: CheckpointInfo) -> str:
     return "an older step was requested"
 
 
-def _newest_usable(config: CheckpointConfig, folder: Folder, ranks: Ranks) -> CheckpointInfo:
+def newest_usable(
+    config: CheckpointConfig, folder: Folder, ranks: Ranks, *, up_to: int | None = None
+) -> CheckpointInfo | None:
+    """Return the newest undamaged full checkpoint up to the step `up_to`, None if there is none so old. All ranks call
+    this together and divide the work. Raise `UserError` if all such checkpoints are damaged."""
     with _report_unreadable(folder):
         own = ranks.broadcast_from_rank0(lambda: catalog.resumable(folder))
+    own = [info for info in own if up_to is None or info.step <= up_to]
+    if not own:
+        return None
     reasons: dict[int, str] = {}
     for checkpoint in reversed(own):
         faults = catalog.find_damage(checkpoint.path, ranks)

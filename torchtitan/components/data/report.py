@@ -109,7 +109,7 @@ class Report:
 
 def no_rows_left_error(name: str, report: Report, advice: Iterable[str] = ()) -> UserError:
     """Return the error for a dataset without usable rows."""
-    return UserError("\n".join([f"{name} has no rows left to train on", *report.lines(), *advice]))
+    return UserError(f"{name} has no rows left to train on: {'; '.join([*report.lines(), *advice])}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -281,12 +281,11 @@ class Engine:
             return
         assert self._logits_BV is not None
         logits_BV = self._logits_BV.float()
-        is_finite_B = logits_BV.logsumexp(dim=-1).isfinite()
-        logits_BV = logits_BV.where(is_finite_B[:, None], 0.0)
+        sums_B = logits_BV.logsumexp(dim=-1)
         tokens_B = draw(logits_BV, self._sampling, [row.generator for row in self._rows])
-        logprobs_B = logits_BV.log_softmax(dim=-1).gather(1, tokens_B[:, None])[:, 0]
+        logprobs_B = logits_BV.gather(1, tokens_B[:, None])[:, 0] - sums_B
         # Read once, since reading waits for the device. A float32 holds any token id exactly.
-        drawn = torch.stack((tokens_B.to(logprobs_B.dtype), logprobs_B, is_finite_B.to(logprobs_B.dtype))).T.tolist()
+        drawn = torch.stack((tokens_B.to(sums_B), logprobs_B, sums_B.isfinite().to(sums_B))).T.tolist()
         if not all(row.is_done or is_finite for row, (_, _, is_finite) in zip(self._rows, drawn, strict=True)):
             # The most probable token would silently be token 0.
             self._error = UserError(f"the model's logits are not finite (NaN or infinite); {NOT_FINITE_HINT}")

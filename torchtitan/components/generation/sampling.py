@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from torchtitan.tools.device import send
 from torchtitan.tools.errors import UserError
 
+_BLOCK = 256
 _COLDEST = 1e-30  # below this, the temperature or its inverse is out of range in float32
 
 
@@ -58,11 +60,19 @@ def draw(logits_BV: Tensor, sampling: Sampling, generators: Sequence[torch.Gener
     device = logits_BV.device
     if device.type == "mps":  # has no float64
         logits_BV = logits_BV.cpu()
-    total_BV = restricted_logits(logits_BV, sampling).double().softmax(dim=-1).cumsum(dim=-1)
+    weights_BV = restricted_logits(logits_BV, sampling).exp_()
+    # Sums of blocks are much faster than one of all tokens: first find the block, then the token in it.
+    blocks_BKE = F.pad(weights_BV, (0, -weights_BV.shape[1] % _BLOCK)).unflatten(1, (-1, _BLOCK))
     drawn_B = torch.cat([torch.rand(1, generator=generator, dtype=torch.float64) for generator in generators])
-    places_B1 = send(drawn_B, total_BV.device)[:, None] * total_BV[:, -1:]
-    tokens_B1 = torch.searchsorted(total_BV, places_B1, right=True).clamp(max=total_BV.shape[1] - 1)
-    return tokens_B1[:, 0].to(device)
+    ends_BK = blocks_BKE.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)
+    places_B1 = send(drawn_B, ends_BK.device)[:, None] * ends_BK[:, -1:]
+    chosen_B1 = torch.searchsorted(ends_BK, places_B1, right=True).clamp(max=ends_BK.shape[1] - 1)
+    places_B1 = places_B1 - F.pad(ends_BK, (1, 0)).gather(1, chosen_B1)
+    ends_BE = blocks_BKE.take_along_dim(chosen_B1[..., None], dim=1)[:, 0].double().cumsum(dim=-1)
+    # Rounding must not pass the block's last token with a probability.
+    places_B1 = places_B1.minimum(ends_BE[:, -1:].nextafter(torch.zeros_like(places_B1)))
+    tokens_B1 = chosen_B1 * _BLOCK + torch.searchsorted(ends_BE, places_B1, right=True)
+    return tokens_B1[:, 0].clamp(max=weights_BV.shape[1] - 1).to(device)
 
 
 def restricted_logits(logits_BV: Tensor, sampling: Sampling) -> Tensor:
@@ -71,7 +81,7 @@ def restricted_logits(logits_BV: Tensor, sampling: Sampling) -> Tensor:
     included."""
     logits_BV = logits_BV.float()
     # The largest logit is 0, so that others may become -inf, but never inf.
-    logits_BV = (logits_BV - logits_BV.amax(dim=-1, keepdim=True)) / max(sampling.temperature, _COLDEST)
+    logits_BV = (logits_BV - logits_BV.amax(dim=-1, keepdim=True)).div_(max(sampling.temperature, _COLDEST))
     if sampling.top_k is not None and sampling.top_k < logits_BV.shape[-1]:
         smallest_B1 = logits_BV.topk(sampling.top_k).values[:, -1:]
         logits_BV = logits_BV.masked_fill(logits_BV < smallest_B1, -math.inf)

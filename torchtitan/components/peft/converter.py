@@ -14,6 +14,7 @@ from torchtitan.components.peft.experts import adapt_experts
 from torchtitan.components.peft.lora import AdaptedLayer, LoRAEmbedding, LoRALinear, QLoRALinear
 from torchtitan.components.quantization.nf4 import BLOCK_SIZE
 from torchtitan.config.configurable import Configurable, config_key
+from torchtitan.distributed.compile import check_c_compiler
 from torchtitan.distributed.process_group import gather_objects
 from torchtitan.protocols.conversion import converted_model
 from torchtitan.protocols.converter import HEAD, LayerConverter, is_head_tied
@@ -172,6 +173,9 @@ class QLoRA(LoRA):
     @dataclass(kw_only=True, slots=True)
     class Config(LoRA.Config):
         """Size and location of adapters on 4-bit (NF4) weights."""
+
+        def check_device(self) -> None:
+            check_c_compiler("--model_converters.qlora unpacks weights in compiled code, which")
 
     def accepts(self, name: str, layer: nn.Module) -> bool:
         if isinstance(layer, StackedExperts):

@@ -14,7 +14,8 @@ torchao's `NF4Tensor` (0.18) quantizes scales in groups of 256 that run across r
 loses it. Rows of plain tensors are sharded, saved, initialized and read like the rows of any weight.
 """
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -72,14 +73,32 @@ def pack(rows: Tensor) -> NF4:
 
 def unpack(packed: Tensor, scales: Tensor, scale_ranges: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the rows (n, in) of the three tensors of `pack` in `dtype`: computed in float32, rounded to bfloat16."""
+    pairs = _PAIRS.to(packed.device, non_blocking=True)
+    if torch.compiler.is_compiling():  # fuses the operations without temporaries
+        return _unpack(packed, scales, scale_ranges, pairs).to(dtype)
     n, width = packed.shape[0], 2 * packed.shape[1]
     rows = packed.new_empty((n, width), dtype=torch.bfloat16)
-    scale = _decode(scales, scale_ranges)[..., None]
-    pairs = _PAIRS.to(packed.device, non_blocking=True)
     for chunk in _chunks(n, width):
-        levels = F.embedding(packed[chunk].int(), pairs).view(-1, width // BLOCK_SIZE, BLOCK_SIZE)
-        rows[chunk] = (levels * scale[chunk]).flatten(1)
+        rows[chunk] = _unpack(packed[chunk], scales[chunk], scale_ranges[chunk], pairs)
     return rows.to(dtype)
+
+
+def _unpack(packed: Tensor, scales: Tensor, scale_ranges: Tensor, pairs: Tensor) -> Tensor:
+    levels = F.embedding(packed.int(), pairs).view(packed.shape[0], -1, BLOCK_SIZE)
+    return (levels * _decode(scales, scale_ranges)[..., None]).flatten(1).bfloat16()
+
+
+@functools.cache
+def compiled_unpack() -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """Return `_unpack` as one kernel for any size. Checkpointing policies do not see it, so that they never keep its
+    result."""
+    return torch.compile(_unpack, dynamic=True, options={"wrap_inductor_compiled_regions": False})
+
+
+def _unpack_for_product(packed: Tensor, scales: Tensor, scale_ranges: Tensor, dtype: torch.dtype) -> Tensor:
+    if packed.is_cuda and not torch.compiler.is_compiling():
+        return compiled_unpack()(packed, scales, scale_ranges, _PAIRS.to(packed.device, non_blocking=True)).to(dtype)
+    return unpack(packed, scales, scale_ranges, dtype)
 
 
 def unpack_weight(packed: Tensor, scales: Tensor, scale_ranges: Tensor, dtype: torch.dtype) -> Tensor:
@@ -118,7 +137,7 @@ class _QuantizedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, packed: Tensor, scales: Tensor, scale_ranges: Tensor) -> Tensor:
         ctx.save_for_backward(packed, scales, scale_ranges)
-        return F.linear(x, unpack(packed, scales, scale_ranges, x.dtype))
+        return F.linear(x, _unpack_for_product(packed, scales, scale_ranges, x.dtype))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -126,7 +145,7 @@ class _QuantizedLinear(torch.autograd.Function):
         packed, scales, scale_ranges = ctx.saved_tensors
         if torch.compiler.is_compiling():
             packed = _copy_after(packed, gradient)
-        return gradient @ unpack(packed, scales, scale_ranges, gradient.dtype), None, None, None
+        return gradient @ _unpack_for_product(packed, scales, scale_ranges, gradient.dtype), None, None, None
 
 
 @torch.library.custom_op("torchtitan::copy_after", mutates_args=())
@@ -142,8 +161,7 @@ def _(tensor: Tensor, earlier: Tensor) -> Tensor:
 
 
 def _chunks(n_rows: int, width: int) -> Iterator[slice]:
-    # Use one chunk when compiling: the compiler fuses the operations without temporaries, and would unroll every chunk.
-    size = max(1, n_rows if torch.compiler.is_compiling() else _CHUNK_VALUES // width)
+    size = max(1, _CHUNK_VALUES // width)
     for first in range(0, n_rows, size):
         yield slice(first, min(first + size, n_rows))
 

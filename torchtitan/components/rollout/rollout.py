@@ -3,23 +3,22 @@
 import inspect
 import itertools
 import math
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, Protocol, TypeVar, cast
 
 import numpy as np
-import torch.distributed as dist
-from torch import nn
 
-from torchtitan.components.chat_template import ChatTemplate
 from torchtitan.components.data.base import Batch, to_batch
 from torchtitan.components.data.finetuning.chat_encoding import EncodedSample
 from torchtitan.components.data.finetuning.functions import load_function
 from torchtitan.components.data.finetuning.prompts import prompts_in
 from torchtitan.components.data.finetuning.samples import pack_samples
 from torchtitan.components.data.plan.packing import first_fit_decreasing
-from torchtitan.components.generation import Engine, Generation, Sampling, stop_ids
+from torchtitan.components.generation import Generation
 from torchtitan.components.metric_sinks import JsonLines
 from torchtitan.components.rollout.rewards import Rewards
 from torchtitan.components.tokenizer import Tokenizer
@@ -28,6 +27,8 @@ from torchtitan.config.sections import require_at_least
 from torchtitan.distributed.process_group import gather_objects
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
+
+ResultT = TypeVar("ResultT")
 
 
 @dataclass(slots=True)
@@ -59,11 +60,26 @@ class Trajectory:
             )
 
 
+class SamplingEngine(Protocol):
+    """Engine of rollouts, such as `components.generation.Engine`: token ids in, ids and log-probabilities
+    out, sampled at temperature 1 by the current weights."""
+
+    context: int
+    """Maximum tokens of a prompt with its continuation."""
+
+    async def generate(self, prompt: Sequence[int], *, max_new_tokens: int, key: str) -> Generation:
+        """Return a continuation, with random numbers that depend on `key`; await it in a coroutine that `run` runs."""
+
+    def run(self, texts: Sequence[Coroutine[Any, Any, ResultT]]) -> list[ResultT]:
+        """Run coroutines that await `generate`; return their results in order. All processes call this together, and an
+        exception of any is raised in all."""
+
+
 @dataclass
 class RolloutEngine:
     """The parts that a rollout may use: the model, the tokenizer and the rewards."""
 
-    engine: Engine
+    engine: SamplingEngine
     tokenizer: Tokenizer
     rewards: Rewards
     prompt: list[int]
@@ -94,10 +110,11 @@ class RolloutEngine:
 Group = list[Trajectory]
 """Trajectories of one prompt."""
 
+
 NameOf = Callable[[int], str]
 """Returns the name of the row with a number in the data."""
 
-_MOST_ROUNDS = 10
+_MOST_ROUNDS, _LOGGED = 10, 2
 
 Rollout = Callable[[Mapping[str, Any], RolloutEngine], Awaitable[Trajectory]]
 """`async def rollout(row, engine) -> Trajectory`, with the row of the dataset. Many run at a time."""
@@ -122,9 +139,9 @@ def find_rollout(reference: str) -> Rollout:
 
 
 class Rollouts(Configurable):
-    """Runs rollouts with the model of an engine. A trajectory depends on weights, seed, phase, number of the prompt in
-    the data, and number in its group. The rewards of rank `leader` count, since the ranks of a tensor-parallel group
-    sample the same tokens, but a reward may draw random numbers."""
+    """Runs rollouts with an engine. A trajectory depends on weights, seed, phase, number of the prompt in the data, and
+    number among the trajectories of this prompt. The rewards of rank `leader` count, since the ranks of a
+    tensor-parallel group sample the same tokens, but a reward may draw random numbers."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
@@ -142,6 +159,12 @@ class Rollouts(Configurable):
         max_rows: int = 64
         """Texts that a rank generates at a time; a finished one makes room for the next."""
 
+        engine: Literal["embedded", "vllm"] = "embedded"
+        """embedded: the run's own weights; vllm: a server, which gets the weights before each step."""
+
+        url: str = "http://localhost:8000"
+        """Server of the engine vllm."""
+
         def validate(self) -> None:
             require_at_least(1, rollout__max_new_tokens=self.max_new_tokens, rollout__max_rows=self.max_rows)
             require_at_least(1, rollout__group_size=self.group_size)
@@ -153,20 +176,15 @@ class Rollouts(Configurable):
         self,
         config: Config,
         *,
-        model: nn.Module,
+        engine: SamplingEngine,
+        stop_ids: AbstractSet[int],
         tokenizer: Tokenizer,
-        template: ChatTemplate,
         rewards: Rewards,
-        context: int,
         seed: int,
         leader: int = 0,
     ):
         super().__init__(config)
-        end, folders = template.end_of_turn_id(tokenizer), [tokenizer.folder] if tokenizer.folder else []
-        self.stop_ids = stop_ids(tokenizer, *folders) | (set() if end is None else {end})
-        group, sampling = dist.group.WORLD if dist.is_initialized() else None, Sampling(temperature=1.0)
-        self.engine = Engine(model, sampling=sampling, stop_ids=self.stop_ids, max_rows=config.max_rows, group=group)
-        self.engine.context = min(self.engine.context, context)
+        self.engine, self.stop_ids = engine, stop_ids
         self._function, self._tokenizer, self._rewards = find_rollout(config.function), tokenizer, rewards
         self._seed, self._leader = seed, leader
 
@@ -175,26 +193,40 @@ class Rollouts(Configurable):
         if all groups of ten calls of `load` have equal rewards."""
         groups: list[Group] = []
         for number in range(_MOST_ROUNDS):
-            loaded = load()
-            sampled = self.run(loaded, f"{phase}/{number}", name_of)
+            sampled = self.run(load, f"{phase}/{number}", name_of)
             groups += [group for group in sampled if len({trajectory.reward for trajectory in group}) > 1]
-            if all(gather_objects(len(groups) >= wanted or not loaded)):
+            if all(gather_objects(len(groups) >= wanted or not sampled)):
                 break
-        if not any(gather_objects(bool(groups))) and any(gather_objects(bool(loaded))):
+        if not any(gather_objects(bool(groups))) and any(gather_objects(bool(sampled))):
             raise UserError(
                 f"the rewards of each prompt's answers were equal in {_MOST_ROUNDS} global batches, from which a "
                 "--policy.method that replaces such groups learns nothing; use an easier reward, or grpo"
             )
         return groups[:wanted]
 
-    def run(self, batches: Iterable[Batch], phase: str, name_of: NameOf, size: int | None = None) -> list[Group]:
-        """Return `size` trajectories, by default `group_size`, of each prompt in batches of a `PromptDataLoader`. Raise
-        `UserError` for a rollout or reward that fails on any rank."""
+    def run(
+        self, load: Callable[[], Iterable[Batch]], phase: str, name_of: NameOf, size: int | None = None
+    ) -> list[Group]:
+        """Return `size` trajectories, by default `group_size`, of each prompt in batches of a `PromptDataLoader`, which
+        `load` returns. Raise `UserError` if it, a rollout or a reward fails on any rank."""
         most, size, texts = self.config.max_new_tokens, size or self.config.group_size, []
-        for (ids, row, document), number in itertools.product(itertools.chain(*map(prompts_in, batches)), range(size)):
-            key = f"{self._seed}/{phase}/{document}/{number}"
-            parts = self.engine, self._tokenizer, self._rewards, ids, most, key, name_of(document)
-            texts.append(self.checked_rollout(row, RolloutEngine(*parts)))
+        prompts, failure = [], ""
+        try:
+            prompts = list(itertools.chain(*map(prompts_in, load())))
+        except UserError as error:
+            failure = str(error)
+        of_ranks = gather_objects((self._leader, [document for _, _, document in prompts], failure))
+        if failures := [text for *_, text in of_ranks if text]:
+            raise UserError(failures[0])
+        # A prompt may occur several times in a global batch; ranks with the same leader have the same prompts.
+        of_leaders = {leader: documents for leader, documents, _ in of_ranks if leader < self._leader}
+        sampled = Counter(itertools.chain(*of_leaders.values()))
+        for ids, row, document in prompts:
+            for number in range(sampled[document] * size, (sampled[document] + 1) * size):
+                key = f"{self._seed}/{phase}/{document}/{number}"
+                parts = self.engine, self._tokenizer, self._rewards, ids, most, key, name_of(document)
+                texts.append(self.checked_rollout(row, RolloutEngine(*parts)))
+            sampled[document] += 1
         trajectories = self.engine.run(texts)
         rewards = gather_objects([trajectory.reward for trajectory in trajectories])[self._leader]
         for trajectory, reward in zip(trajectories, rewards, strict=True):
@@ -214,10 +246,28 @@ class Rollouts(Configurable):
         return trajectory
 
 
-def log_completions(folder: str, step: int, trajectories: Iterable[Trajectory], tokenizer: Tokenizer) -> None:
-    """Log trajectories of a step, and append them to `completions.jsonl` of a run whose last step is the one before."""
+def summarize(
+    groups: Iterable[Group], stop_ids: AbstractSet[int], percents: Sequence[int] = ()
+) -> tuple[dict[str, tuple[float, float]], int]:
+    """Return, over the groups of all ranks, the sum and the number of `reward`, `length` (sampled tokens), `truncated`
+    (1 without a stop token at the end) and percentiles `reward_pN`; and the number of tokens with prompts."""
+    trajectories = itertools.chain(*groups)
+    own = [(t.reward, sum(t.loss_mask), t.tokens[-1] not in stop_ids, len(t.tokens)) for t in trajectories]
+    columns = np.array(list(itertools.chain(*gather_objects(own))), float).reshape(-1, 4).T
+    named = dict(zip(("reward", "length", "truncated"), columns, strict=False))
+    sums = {name: (float(values.sum()), float(len(values))) for name, values in named.items()}
+    rewards = named["reward"]
+    quantiles = {
+        f"reward_p{percent}": (float(np.percentile(rewards, percent)), 1.0) for percent in percents if len(rewards)
+    }
+    return {**sums, **quantiles}, int(columns[3].sum())
+
+
+def log_completions(folder: str, step: int, trajectories: Sequence[Trajectory], tokenizer: Tokenizer) -> None:
+    """Log the first trajectories of a step, and append them to `completions.jsonl` of a run whose last step is the one
+    before."""
     file = JsonLines(Path(folder) / "completions.jsonl", step - 1)
-    for trajectory in trajectories:
+    for trajectory in trajectories[:_LOGGED]:
         start = trajectory.loss_mask.index(True)
         prompt, completion = map(tokenizer.decode, (trajectory.tokens[:start], trajectory.tokens[start:]))
         logger.info("reward %.3f: %r -> %r", trajectory.reward, prompt[-200:], completion[:400])

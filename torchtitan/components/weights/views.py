@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from torchtitan.components.weights.load import check_fit
 from torchtitan.protocols.converter import ModelConverter
@@ -219,6 +220,19 @@ def _split(name: str) -> tuple[str, str]:
 
 def _join(prefix: str, suffix: str) -> str:
     return f"{prefix}.{suffix}" if prefix else suffix
+
+
+class LiveSource(TensorSource):
+    """Tensors of a model, on its device. All ranks read them in the same order, since DTensors are gathered."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]):
+        self.specs, self._tensors = {name: TensorSpec.of(tensor) for name, tensor in tensors.items()}, tensors
+
+    @torch.no_grad()
+    def read(self, name: str, slices: Slices | None = None) -> Tensor:
+        tensor = self._tensors[name].detach()
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        return whole if slices is None else whole[slices]
 
 
 class ChainedSource(TensorSource):

@@ -13,6 +13,7 @@ from torchtitan.components.rollout.rewards import Rewards
 from torchtitan.components.rollout.rollout import Rollouts, to_batches
 from torchtitan.tools.errors import UserError
 from torchtitan.trainer import Trainer
+from torchtitan.trainer.rollouts import build_rollouts, check_rollouts
 
 from .trainer import DistillationTrainer
 
@@ -30,8 +31,7 @@ class OnPolicyTrainer(DistillationTrainer):
 
         def validate(self) -> None:
             DistillationTrainer.Config.validate(self)
-            self.rollout.validate()
-            self.parallelism.require_one("context", user="rollouts, which the run's own weights generate")
+            check_rollouts(self)
             if self.teacher.cache:
                 raise UserError("--teacher.cache has no scores of new answers; leave it out")
 
@@ -40,14 +40,7 @@ class OnPolicyTrainer(DistillationTrainer):
 
     def __init__(self, config: Trainer.Config):
         super().__init__(config)
-        parts = {"model": self.model_parts[0], "tokenizer": self.tokenizer, "template": self.dataloader.template}
-        self.rollouts = self.config.rollout.build(
-            **parts,
-            rewards=Rewards([], []),
-            context=self.config.training.seq_len + 1,
-            seed=self.config.debug.seed,
-            leader=self.rank - self.parallel_dims.coordinate("tp"),
-        )
+        self.rollouts = build_rollouts(self, Rewards([], []))
 
     def next_micro_batches(self, batches: Iterator[Batch]) -> list[Batch]:
         prompts = super().next_micro_batches(batches)
@@ -58,7 +51,7 @@ class OnPolicyTrainer(DistillationTrainer):
     def answers(self, prompts: list[Batch], *names: Any, **options: Any) -> list[Batch]:
         """Return answers to prompts, packed, in equally many batches on each rank."""
         with self.mixed_precision():
-            groups = self.rollouts.run(prompts, *names, **options)
+            groups = self.rollouts.run(lambda: prompts, *names, **options)
         training, trajectories = self.config.training, itertools.chain(*groups)
         return to_batches([(answer, 0.0) for answer in trajectories], training.seq_len, training.local_batch_size)
 

@@ -30,6 +30,8 @@ class RewardTrainer(Trainer):
     class Config(Trainer.Config):
         """A whole run of reward modeling."""
 
+        trains_scores = True
+
         def validate(self) -> None:
             if any(converter._owner.freezes for converter in self.model_converters):  # type: ignore[attr-defined]
                 raise UserError("--model_converters would freeze the new head of a reward model; train all weights")

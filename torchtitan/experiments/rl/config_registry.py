@@ -4,8 +4,7 @@ import dataclasses
 from types import ModuleType
 
 from torchtitan.components.data.finetuning import prompts
-from torchtitan.components.optimizer import Optimizer, ParamGroup
-from torchtitan.components.policy_loss import PolicyLoss
+from torchtitan.components.optimizer import Optimizer
 from torchtitan.components.rollout.rollout import Rollouts
 from torchtitan.models.auto.config_registry import sft
 from torchtitan.models.llama3.config_registry import llama3_debugmodel_sft
@@ -21,15 +20,6 @@ def grpo(hf_assets_path: str, family: ModuleType | None = None) -> RLTrainer.Con
     optimizer = Optimizer.Config(lr=1e-6, weight_decay=0.0)
     loader = prompts.PromptDataLoader.Config(dataset=[], too_long="error")
     return RLTrainer.Config.based_on(config, dataloader=loader, training=training, optimizer=optimizer)
-
-
-def ppo(hf_assets_path: str, family: ModuleType | None = None) -> RLTrainer.Config:
-    """As `grpo`, with proximal policy optimization: a value head on the policy, in place of groups."""
-    config = grpo(hf_assets_path, family)
-    config.policy = PolicyLoss.Config(method="ppo")
-    # Adam moves each weight of the head by its learning rate, and the head begins at 0.
-    config.optimizer.param_groups["value"] = ParamGroup(pattern=r"^value\.", lr=1e-4, weight_decay=0.0)
-    return config
 
 
 def rl_debugmodel() -> RLTrainer.Config:

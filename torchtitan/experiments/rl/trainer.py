@@ -4,28 +4,23 @@ import dataclasses
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from torchtitan.components.critic import estimate_advantages, value_head
 from torchtitan.components.data import PromptDataLoader
 from torchtitan.components.data.base import Batch
-from torchtitan.components.log_probs import token_log_probs
 from torchtitan.components.loss import IGNORE_INDEX, CrossEntropyLoss
 from torchtitan.components.policy_loss import PolicyLoss, group_advantages
 from torchtitan.components.rollout.rewards import Rewards
-from torchtitan.components.rollout.rollout import Group, Rollouts, log_completions, to_batches
-from torchtitan.distributed.process_group import gather_objects
+from torchtitan.components.rollout.rollout import Group, Rollouts, log_completions, summarize, to_batches
+from torchtitan.distributed.process_group import on_all_ranks
 from torchtitan.experiments.reward.trainer import check_reward_model, reward_function
 from torchtitan.tools.errors import UserError
-from torchtitan.trainer import RunModel, StepResult
+from torchtitan.tools.logging import logger
+from torchtitan.trainer import StepResult
 from torchtitan.trainer.reference import ReferenceTrainer
-
-_LOGGED = 2
-"""Trajectories to log, and to write to completions.jsonl, when metrics are logged."""
+from torchtitan.trainer.rollouts import build_rollouts, check_rollouts
 
 
 class RLTrainer(ReferenceTrainer):
@@ -34,6 +29,8 @@ class RLTrainer(ReferenceTrainer):
     @dataclass(kw_only=True, slots=True)
     class Config(ReferenceTrainer.Config):
         """A whole run of reinforcement learning."""
+
+        has_critic = False
 
         policy: PolicyLoss.Config = field(default_factory=PolicyLoss.Config)
         """Loss of the policy."""
@@ -49,17 +46,17 @@ class RLTrainer(ReferenceTrainer):
 
         def validate(self) -> None:
             ReferenceTrainer.Config.validate(self)
-            rollout, policy = self.rollout, self.policy
             if self.reference.kind == "cached":
                 raise UserError("--reference.kind cached holds no answers that are sampled later; use model")
             if type(self.chosen_loss) is not CrossEntropyLoss.Config:
                 raise UserError("reinforcement learning computes log-probabilities, and takes no other --loss")
-            policy.validate()
-            rollout.validate()
-            if rollout.group_size < 2 and policy.method != "ppo":
-                raise UserError(f"--rollout.group_size is {rollout.group_size}, but must be 2 or more")
-            self.parallelism.require_one("context", "pipeline", user="rollouts, which the run's own weights generate")
-            if not (self.rewards or rollout.function):
+            self.policy.validate()
+            check_rollouts(self)
+            if (self.policy.method == "ppo") != self.has_critic:
+                raise UserError("--policy.method ppo needs --module ppo, and the other methods --module rl")
+            if self.rollout.group_size < 2 and not self.has_critic:
+                raise UserError(f"--rollout.group_size is {self.rollout.group_size}, but must be 2 or more")
+            if not (self.rewards or self.rollout.function):
                 raise UserError("--rewards is empty; name a function, such as my_rewards.py:score")
             Rewards(self.rewards, self.reward_weights, check_reward_model)
 
@@ -75,24 +72,7 @@ class RLTrainer(ReferenceTrainer):
         super().__init__(config)
         config = self.config
         self.policy = config.policy.build(max_new_tokens=config.rollout.max_new_tokens)
-        assert self.dataloader.template
-        self.rollouts = config.rollout.build(
-            model=self.model_parts[0],
-            tokenizer=self.tokenizer,
-            template=self.dataloader.template,
-            rewards=Rewards(config.rewards, config.reward_weights, reward_function),
-            context=config.training.seq_len + 1,
-            seed=config.debug.seed,
-            leader=self.rank - self.parallel_dims.coordinate("tp"),
-        )
-
-    def build_models(self) -> dict[str, RunModel]:
-        models = super().build_models()
-        if self.config.policy.method == "ppo":
-            models["value"] = self.build_other_model(value_head(self.config.model_spec), trained=True, saved=True)
-        return models
-
-    # --- rollouts ---------------------------------------------------------------------------------------------------
+        self.rollouts = build_rollouts(self, Rewards(config.rewards, config.reward_weights, reward_function))
 
     def next_micro_batches(self, batches: Iterator[Batch]) -> list[Batch]:
         """Sample trajectories for the next prompts, and return them in packed windows, equally many on each rank."""
@@ -110,8 +90,10 @@ class RLTrainer(ReferenceTrainer):
         rewards_PG = torch.tensor([[t.reward for t in group] for group in groups], dtype=torch.float64)
         advantages = group_advantages(rewards_PG, self.policy.method.advantage).flatten().tolist() if groups else []
         trajectories = list(itertools.chain(*groups))
+        if on_all_ranks(not any(abs(advantage) > 1e-9 for advantage in advantages)) and groups and self.rank == 0:
+            logger.warning("no answer has a higher reward than another: the rewards of this step teach nothing")
         if self.rank == 0 and self.metrics.should_log(self.step + 1):
-            log_completions(self.config.dump_folder, self.step + 1, trajectories[:_LOGGED], self.tokenizer)
+            log_completions(self.config.dump_folder, self.step + 1, trajectories, self.tokenizer)
         samples, training = list(zip(trajectories, advantages, strict=True)), self.config.training
         return to_batches(samples, training.seq_len, training.local_batch_size)
 
@@ -123,35 +105,24 @@ class RLTrainer(ReferenceTrainer):
         with self.mixed_precision():
             if self.policy.method.resample:
                 return self.rollouts.run_unequal(lambda: load(batches), wanted, step, name_of)
-            return self.rollouts.run(load(batches), f"{step}/0", name_of)
+            return self.rollouts.run(lambda: load(batches), f"{step}/0", name_of)
 
     def describe(self, groups: list[Group], *, is_validation: bool = False) -> None:
         """Measure rewards and lengths, and count the tokens of all ranks."""
-        stops, trajectories = self.rollouts.stop_ids, itertools.chain(*groups)
-        own = [(t.reward, sum(t.loss_mask), t.tokens[-1] not in stops, len(t.tokens)) for t in trajectories]
-        of_ranks = gather_objects(own if self.parallel_dims.is_batch_leader else [])
-        rewards, lengths, truncated, n_tokens = np.array(list(itertools.chain(*of_ranks)), float).reshape(-1, 4).T
-        for name, values in {"reward": rewards, "length": lengths, "truncated": truncated}.items():
-            self.measure(name, *torch.tensor([values.sum(), len(values)]).to(self.device))
-        if is_validation or not len(rewards):
-            return
-        self.tokens_per_step = int(n_tokens.sum())
-        for percent in (10, 50, 90):
-            numbers = [np.percentile(rewards, percent), 1.0]
-            self.measure(f"reward_p{percent}", *torch.tensor(numbers).to(self.device))
-
-    # --- updates ----------------------------------------------------------------------------------------------------
+        percents = () if is_validation else (10, 50, 90)
+        sums, n_tokens = summarize(
+            groups if self.parallel_dims.is_batch_leader else [], self.rollouts.stop_ids, percents
+        )
+        for name, numbers in sums.items():
+            self.measure(name, *torch.tensor(numbers).to(self.device))
+        if n_tokens and not is_validation:
+            self.tokens_per_step = n_tokens
 
     def update(self, micro_batches: list[Batch]) -> StepResult:
         on_device = [self.post_dataloading_process(batch) for batch in micro_batches]
-        if "value" in self.models and on_device:
-            with torch.no_grad(), self.precision.fixed_weights(), self.mixed_precision():
-                for batch in on_device:
-                    batch["old_values"] = self.policy_outputs(batch)[1]
-            estimate_advantages(on_device, self.config.policy.gae_decay, self.local_addend)
         outcome = super().update(on_device)
         for _ in range(self.config.policy.updates - 1):
-            if not outcome.is_finite or outcome.data_exhausted:
+            if not outcome.is_taken or outcome.data_exhausted:
                 break
             self.is_first_update = False
             self.optimizer.zero_grad()
@@ -161,14 +132,7 @@ class RLTrainer(ReferenceTrainer):
 
     def policy_outputs(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
         """Return the log-probability of each label (B, L) and, with a critic, the value of the state before it."""
-        hidden: list[Tensor] = []
-
-        def head(hidden_BLD: Tensor, weight_VD: Tensor | None, **changes: Any) -> Tensor:
-            hidden.append(hidden_BLD)
-            return token_log_probs(hidden_BLD, weight_VD, batch["labels"], **changes)
-
-        log_probs_BL = self.models["model"](batch["input"], batch["attention"], head=head)
-        return log_probs_BL, self.models["value"](*hidden) if "value" in self.models else None
+        return self.log_probs("model", batch), None
 
     def compute_loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the summed loss of a batch's sampled tokens, and the number of trajectories, or of tokens."""
@@ -187,7 +151,7 @@ class RLTrainer(ReferenceTrainer):
     def validation_sums(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the negative rewards of one trajectory for each held-out prompt, and their number."""
         with self.mixed_precision():
-            groups = self.rollouts.run([batch], "validation", "validation prompt {}".format, size=1)
+            groups = self.rollouts.run(lambda: [batch], "validation", "validation prompt {}".format, size=1)
         self.describe(groups, is_validation=True)
         rewards = torch.tensor([-trajectory.reward for (trajectory,) in groups], device=self.device)
         return self.local_addend(rewards.sum()), self.local_addend(torch.full_like(rewards.sum(), len(groups)))

@@ -47,8 +47,8 @@ class TemplateTrainer(Trainer):
 
         # This is the only wait for the device. It reads the loss, the norm, and requests to stop.
         outcome = self.read_result(loss, grad_norm, n_tokens)
-        if not outcome.is_finite:
-            self.handle_nonfinite(outcome, micro_batches)
+        if not outcome.is_taken:
+            self.skip_step(outcome, micro_batches)
         elif not outcome.data_exhausted:
             self.optimizer.step()
             for converter in self.converters:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from torchtitan.models.common.cpu_attention import BFloat16CausalAttention, supports
 from torchtitan.models.common.feed_forward import make_linear
 from torchtitan.models.common.norms import NormFactory
 from torchtitan.models.common.rope import apply_rope
@@ -103,7 +104,7 @@ class Attention(nn.Module):
         super().__init__()
         assert not (softcap and has_sinks), "no kernel has both"
         self.scale, self.softcap, self.has_sinks = scale, softcap, has_sinks
-        products = F.scaled_dot_product_attention if softcap is None else partial(_capped_attention, softcap=softcap)
+        products = _attend if softcap is None else partial(_capped_attention, softcap=softcap)
         self._products = partial(_attend_with_sinks if has_sinks else products, scale=scale, enable_gqa=True)
 
     def forward(self, q_BLHD: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, attention: AttentionMetadata) -> Tensor:
@@ -151,6 +152,14 @@ class TemperedAttention(Attention):
 
 Products = Callable[..., Tensor]
 """The arguments and result of `scaled_dot_product_attention`, from (B, heads, L, head_dim)."""
+
+
+def _attend(q_BHLD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *, scale: float | None, **options: Any) -> Tensor:
+    if options.get("is_causal") and supports(q_BHLD):
+        scale = q_BHLD.shape[-1] ** -0.5 if scale is None else scale
+        out_BHLD: Tensor = BFloat16CausalAttention.apply(q_BHLD, k_BKSD, v_BKSD, scale)
+        return out_BHLD
+    return F.scaled_dot_product_attention(q_BHLD, k_BKSD, v_BKSD, scale=scale, **options)
 
 
 def _capped_attention(

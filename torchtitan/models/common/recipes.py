@@ -5,6 +5,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
+import torch
+
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.data.dataloader import PretrainDataLoader
 from torchtitan.components.data.finetuning.sft import SFTDataLoader
@@ -13,7 +15,7 @@ from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer import Optimizer
 from torchtitan.components.peft import LoRA
 from torchtitan.components.validate import Validator
-from torchtitan.config import ActivationCheckpointConfig, TrainingConfig
+from torchtitan.config import ActivationCheckpointConfig, CompileConfig, TrainingConfig
 from torchtitan.models.common.moe.balance import PenaltyConfig
 from torchtitan.models.common.moe.layer import MoEConfig, SigmoidMoEConfig
 from torchtitan.models.families import Family
@@ -56,7 +58,9 @@ def large_run(
         training=TrainingConfig(steps=steps, seq_len=seq_len, local_batch_size=local_batch_size),
         optimizer=Optimizer.Config(lr=lr),
         lr_scheduler=LRScheduler.Config(warmup_steps=warmup_steps, decay_type="cosine", min_lr_factor=0.1),
-        activation_checkpoint=ActivationCheckpointConfig(mode="selective"),
+        activation_checkpoint=ActivationCheckpointConfig(mode="auto"),
+        # On a CPU, compilation takes longer than a short run gains.
+        compile=CompileConfig(enable=torch.cuda.is_available()),
         metrics=MetricsProcessor.Config(enable_tensorboard=True),
         checkpoint=CheckpointManager.Config(enable=True, interval=500),
     )

@@ -16,7 +16,7 @@ from torchtitan.models.common.moe import rows
 from torchtitan.models.common.moe.decoder import MoEDecoder
 from torchtitan.models.common.moe.layer import SigmoidMoEConfig
 from torchtitan.protocols.output_head import Head, with_further_tokens
-from torchtitan.tools.errors import UserError
+from torchtitan.tools.errors import require
 
 
 class DeepSeekModel(MoEDecoder):
@@ -57,12 +57,9 @@ class DeepSeekModel(MoEDecoder):
             MoEDecoder.Config.validate(self)
             self.check_positive("q_lora_rank", "kv_lora_rank", "v_head_dim", "mtp_weight")
             self.check_sizes(64, *(["n_mtp_modules"] if self.n_mtp_modules else []))
-            if self.v_head_dim > self.resolved_head_dim:
-                raise UserError(
-                    f"--model.v_head_dim is {self.v_head_dim}, above the head width {self.resolved_head_dim}"
-                )
-            if self.n_kv_heads != self.n_heads:
-                raise UserError(f"--model.n_kv_heads {self.n_kv_heads} must equal --model.n_heads {self.n_heads}")
+            most, heads = self.resolved_head_dim, f"equal to --model.n_heads {self.n_heads}"
+            require(self.v_head_dim <= most, "--model.v_head_dim", self.v_head_dim, f"at most the head width {most}")
+            require(self.n_kv_heads == self.n_heads, "--model.n_kv_heads", self.n_kv_heads, heads)
 
     config: Config
 

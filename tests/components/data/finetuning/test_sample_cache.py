@@ -209,7 +209,7 @@ def test_error_policies_give_the_place_of_the_row(tmp_path, text, rules, message
 
 
 def test_no_rows_left(tmp_path):
-    with pytest.raises(UserError, match="a.jsonl has no rows left to train on\n0 of 2 rows.*\ndropped, empty: 2"):
+    with pytest.raises(UserError, match="a.jsonl has no rows left to train on: 0 of 2 rows.*; dropped, empty: 2"):
         open_cache(Texts("", ""), tmp_path)
     assert cache_folders(tmp_path) == []
 
@@ -422,7 +422,7 @@ def test_too_long_error_policy(sizes):
         fit(sizes, 5, "error")
     with pytest.raises(UserError, match="a.jsonl:4: it has no trained tokens after truncation"):
         fit(sizes, 4, "truncate_left", untrained="error")
-    with pytest.raises(UserError, match="a.jsonl has no rows left to train on\n.*\ndropped, too_long: 4"):
+    with pytest.raises(UserError, match="a.jsonl has no rows left to train on: .*; dropped, too_long: 4"):
         fit(sizes, 2, "drop")
 
 

@@ -4,6 +4,7 @@ import contextlib
 import json
 import multiprocessing
 import os
+import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +25,7 @@ from torchtitan.components.data.sources.stored import divide, with_patience
 from torchtitan.tools import durable
 from torchtitan.tools.errors import RunFailure, UserError
 from torchtitan.tools.logging import logger
-from torchtitan.tools.process import end_with_parent
+from torchtitan.tools.process import signal_when_orphaned
 
 MANIFEST = "manifest.json"
 TRAIN, VALIDATION = "train", "validation"
@@ -231,7 +232,9 @@ def run_in_processes(function: Callable[[int], T], numbers: Sequence[int], worke
 
 
 def _begin_worker(parent: int, function: Callable[[int], Any]) -> None:
-    end_with_parent(parent)
+    signal_when_orphaned(signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before the call
+        os._exit(1)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread per process
     global _function
     _function = function

@@ -15,7 +15,17 @@ from torchtitan.protocols.initializer import Constant, with_initializers
 @dataclass(kw_only=True, slots=True)
 class PenaltyConfig:
     """Weights of the auxiliary losses, which are means over tokens, added over layers. They change gradients, but not
-    the logged loss."""
+    the logged loss.
+
+    - Load balance: `E sum_i f_i P_i`, with f_i the share of expert i in all choices and P_i its mean score; 1 if all
+      experts are equally busy. Shares have no gradient. Both are over the global batch (Switch, arXiv:2101.03961,
+      equation 4; arXiv:2501.11873), or within each row of tokens, then the mean over rows (DeepSeek-V3,
+      arXiv:2412.19437, equations 17 to 20; packed documents count together).
+    - The squared log-sum-exp of the logits, which keeps them small (ST-MoE, arXiv:2202.08906, equation 5).
+
+    The shares of a global batch are known only after the forward passes of all its micro-batches on all ranks, but the
+    first backward pass needs them. So each step begins with forward passes that only count.
+    """
 
     batch_loss: float = 0.0
     """Weight of the load-balancing loss over the global batch (Switch, GShard). Each step then begins with a forward
@@ -28,42 +38,9 @@ class PenaltyConfig:
     """Weight of the squared log-sum-exp of the router's logits (ST-MoE)."""
 
 
-class Penalties(nn.Module):
-    """The sum of the auxiliary losses, times their weights.
-
-    - Load balance: `E sum_i f_i P_i`, with f_i the share of expert i in all choices and P_i its mean score; 1 if all
-      experts are equally busy. Shares have no gradient. Both are over the global batch (Switch, arXiv:2101.03961,
-      equation 4; arXiv:2501.11873), or within each row of tokens, then the mean over rows (DeepSeek-V3,
-      arXiv:2412.19437, equations 17 to 20; packed documents count together).
-    - The squared log-sum-exp of the logits, which keeps them small (ST-MoE, arXiv:2202.08906, equation 5).
-
-    The shares of a global batch are known only after the forward passes of all its micro-batches on all ranks, but the
-    first backward pass needs them. So each step begins with forward passes that only count.
-    """
-
-    def __init__(self, penalties: PenaltyConfig):
-        super().__init__()
-        self.penalties = penalties
-        self.batch_counts_E: Tensor | None = None
-        """Tokens of the global batch that each expert gets."""
-        self.row_sums = nn.Identity()
-        """Counts of a rank's part of each row → counts of the whole rows; parallelism adds the other ranks' counts."""
-
-    def forward(self, logits_BLE: Tensor, scores_BLE: Tensor, counts_BE: Tensor) -> Tensor:
-        """Return the sum over these tokens, a scalar; `counts_BE` counts the tokens of a row that each expert gets."""
-        total = logits_BLE.new_zeros(())
-        if self.penalties.batch_loss:
-            assert self.batch_counts_E is not None, "call LoadBalancer.measuring before the step's backward passes"
-            total = total + self.penalties.batch_loss * _imbalance(scores_BLE, self.batch_counts_E)
-        if self.penalties.sequence_loss:
-            row_counts_B1E = self.row_sums(counts_BE)[:, None]
-            total = total + self.penalties.sequence_loss * _imbalance(scores_BLE, row_counts_B1E)
-        if self.penalties.z_loss:
-            total = total + self.penalties.z_loss * logits_BLE.logsumexp(dim=-1).square().sum()
-        return total
-
-
-def _imbalance(scores_BLE: Tensor, counts: Tensor) -> Tensor:
+def imbalance(scores_BLE: Tensor, counts: Tensor) -> Tensor:
+    """Return the sum over tokens of the loss of an uneven load, whose mean is 1 if all experts are equally busy.
+    `counts` (E,) or (B, 1, E) counts the tokens of each expert, in the global batch or in each row."""
     shares = counts / counts.sum(dim=-1, keepdim=True).clamp(min=1)
     return counts.shape[-1] * (probabilities(scores_BLE) * shares).sum()
 

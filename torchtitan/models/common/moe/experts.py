@@ -4,7 +4,6 @@ N tokens, K experts for each, E experts in all, H their width. A pair is a token
 are computed in the order of experts. No pair is dropped, and no memory is set aside for more.
 """
 
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 
 from torchtitan.protocols.experts import StackedExperts
 from torchtitan.protocols.initializer import Constant, TruncatedNormal, with_initializers
+from torchtitan.tools.device import multiplies
 
 Gated = Callable[[Tensor, Tensor], Tensor]
 """Activation of a gated network, from the results of both halves of w13, the gate first."""
@@ -136,22 +136,23 @@ class RoutedExperts(StackedExperts):
         """Compute with the experts of this rank, which `chosen_NK` numbers from 0."""
         pairs = Pairs.of(chosen_NK)
         weight_R = weights_NK.flatten().gather(0, pairs.slot_R)
-        bias13 = None if self.bias13 is None else self.bias13.flatten(1)
         on_cpu = (self.device_type or x_ND.device.type) == "cpu"
-        compute: Callable[..., Tensor] = _OneByOne.apply if on_cpu else self._grouped
-        return compute(x_ND, weight_R, pairs, self.activation, self.w13.flatten(1, 2), self.w2, bias13, self.bias2)
+        if on_cpu and self.activation is swiglu and self.bias2 is None:
+            out_ND: Tensor = _OneByOne.apply(x_ND, weight_R, self.w13.flatten(1, 2), self.w2, *pairs)
+            return out_ND
+        return self._grouped(x_ND, weight_R, pairs)
 
-    def _grouped(self, x_ND: Tensor, weight_R: Tensor, pairs: Pairs, activation: Gated, *parameters: Any) -> Tensor:
+    def _grouped(self, x_ND: Tensor, weight_R: Tensor, pairs: Pairs) -> Tensor:
         """Compute all experts in a product each, without reading a size from the device."""
-        w13, _, bias13, bias2 = parameters
-        ends_E = pairs.ends_E(len(w13))
+        ends_E = pairs.ends_E(len(self.w13))
         both_RH = self.product(pairs.rows_of(x_ND), "w13", ends_E)
-        both_RH = both_RH if bias13 is None else both_RH + bias13[pairs.expert_R]
-        hidden_RH = activation(*both_RH.chunk(2, dim=1))
+        if self.bias13 is not None:
+            both_RH = both_RH + self.bias13.flatten(1)[pairs.expert_R]
+        hidden_RH = self.activation(*both_RH.chunk(2, dim=1))
         # The weight multiplies the narrower side of w2.
         out_RD = self.product((hidden_RH * weight_R[:, None]).to(x_ND.dtype), "w2", ends_E)
-        if bias2 is not None:
-            out_RD = out_RD + (bias2[pairs.expert_R] * weight_R[:, None]).to(x_ND.dtype)
+        if self.bias2 is not None:
+            out_RD = out_RD + (self.bias2[pairs.expert_R] * weight_R[:, None]).to(x_ND.dtype)
         return pairs.sums_of(out_RD)
 
 
@@ -165,71 +166,52 @@ class InputScaledExperts(RoutedExperts):
 
 
 class _OneByOne(torch.autograd.Function):
-    """One expert after the other, for CPUs: its tokens, weights and results stay in the core's cache from the first
-    product to the last. Types that the CPU cannot multiply are multiplied in float32."""
+    """One expert with SwiGLU after the other, for CPUs: its tokens, weights and results stay in the core's cache from
+    the first product to the last."""
 
     @staticmethod
-    def forward(ctx: Any, x_ND: Tensor, weight_R: Tensor, pairs: Pairs, activation: Gated, *parameters: Any) -> Tensor:
-        w13, w2, bias13, bias2 = parameters
-        dtype, both_RH = _product_type(x_ND.dtype), x_ND.new_empty(len(weight_R), w13.shape[1])
+    def forward(ctx: Any, x_ND: Tensor, weight_R: Tensor, w13: Tensor, w2: Tensor, *order: Tensor) -> Tensor:
+        pairs, both_RH = Pairs(*order), x_ND.new_empty(len(weight_R), w13.shape[1])
         out_RD = x_ND.new_empty(len(weight_R), x_ND.shape[1])
-        rows = pairs.of_experts(len(w13), pairs.token_R, weight_R[:, None].to(dtype), both_RH, out_RD)
+        rows = pairs.of_experts(len(w13), pairs.token_R, weight_R[:, None].to(x_ND.dtype), both_RH, out_RD)
         for e, (tokens, weight, both, out) in enumerate(rows):
-            if len(tokens) > 0:
-                x = x_ND.index_select(0, tokens).to(dtype)
-                _product(x, w13[e].T, both, None if bias13 is None else bias13[e])
-                hidden = activation(*both.to(dtype).chunk(2, dim=1)) * weight
-                _product(hidden, w2[e].T, out, None if bias2 is None else bias2[e] * weight)
-        ctx.save_for_backward(x_ND, weight_R, *parameters, both_RH, *pairs)
-        ctx.activation = activation
+            _product(x_ND.index_select(0, tokens), w13[e].T, both)
+            _product(swiglu(*both.chunk(2, dim=1)) * weight, w2[e].T, out)
+        ctx.save_for_backward(x_ND, weight_R, w13, w2, both_RH, *order)
         return _take(out_RD, pairs.place_NK)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        x_ND, weight_R, w13, w2, bias13, bias2, both_RH, *saved = ctx.saved_tensors
-        dtype, pairs, (grad_ND,) = _product_type(x_ND.dtype), Pairs(*saved), grad_outputs
-        grads: list[Any] = [None if weight is None else torch.empty_like(weight) for weight in (w13, w2, bias13, bias2)]
-        grad_w13, grad_w2, grad_bias13, grad_bias2 = grads
+        x_ND, weight_R, w13, w2, both_RH, *order = ctx.saved_tensors
+        pairs, (grad_ND,) = Pairs(*order), grad_outputs
+        is_trained = zip((w13, w2), ctx.needs_input_grad[2:4], strict=True)
+        grad_w13, grad_w2 = (torch.empty_like(weight) if trained else None for weight, trained in is_trained)
         grad_weight_R, grad_x_RD = torch.empty_like(weight_R), x_ND.new_empty(len(weight_R), x_ND.shape[1])
-        rows = pairs.of_experts(len(w13), pairs.token_R, weight_R[:, None].to(dtype), both_RH, grad_weight_R, grad_x_RD)
+        rows = pairs.of_experts(
+            len(w13), pairs.token_R, weight_R[:, None].to(x_ND.dtype), both_RH, grad_weight_R, grad_x_RD
+        )
         for e, (tokens, weight, both, grad_weight, grad_x) in enumerate(rows):
-            x, grad = (rows.index_select(0, tokens).to(dtype) for rows in (x_ND, grad_ND))
-            grad_hidden = grad @ w2[e].to(dtype)
-            hidden, grad_both = _activation_backward(ctx.activation, both.to(dtype), grad_hidden * weight)
+            x, grad = (rows.index_select(0, tokens) for rows in (x_ND, grad_ND))
+            gate, up = both.chunk(2, dim=1)
+            _product(grad, w2[e], grad_hidden := grad.new_empty(gate.shape))
+            gated = F.silu(gate)
+            hidden = gated * up
             torch.sum(grad_hidden * hidden, dim=1, dtype=weight_R.dtype, out=grad_weight)
-            if bias2 is not None:
-                grad_bias13[e], grad_bias2[e] = grad_both.sum(dim=0), (grad * weight).sum(dim=0)
-                grad_weight += grad @ bias2[e].to(dtype)
-            _product(grad_both.T, x, grad_w13[e])
-            _product(grad.T, hidden * weight, grad_w2[e])
+            grad_hidden *= weight
+            # Not by autograd, whose cost would arise for each expert.
+            grad_gate = torch.ops.aten.silu_backward(grad_hidden * up, gate)
+            grad_both = torch.cat((grad_gate, grad_hidden * gated), dim=1)
             _product(grad_both, w13[e], grad_x)
-        return _take(grad_x_RD, pairs.place_NK), grad_weight_R, None, None, *grads
+            if grad_w13 is not None:
+                _product(grad_both.T, x, grad_w13[e])
+            if grad_w2 is not None:
+                _product(grad.T, hidden * weight, grad_w2[e])
+        return _take(grad_x_RD, pairs.place_NK), grad_weight_R, grad_w13, grad_w2, *[None] * len(order)
 
 
-def _activation_backward(activation: Gated, both: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the result of an activation, and the gradient of `both` its inputs from the gradient of its result."""
-    if activation is swiglu:  # as below, but without the cost of autograd for each expert
-        gate, up = both.chunk(2, dim=1)
-        gated = F.silu(gate)
-        return gated * up, torch.cat((torch.ops.aten.silu_backward(grad * up, gate), grad * gated), dim=1)
-    both = both.detach().requires_grad_()
-    with torch.enable_grad():
-        result = activation(*both.chunk(2, dim=1))
-    return result.detach(), torch.autograd.grad(result, both, grad)[0]
-
-
-@functools.cache
-def _product_type(dtype: torch.dtype) -> torch.dtype:
-    """Return the type in which this CPU multiplies matrices of a type fastest."""
-    has = torch.cpu.get_capabilities()
-    is_native = dtype == torch.bfloat16 and (has.get("avx512_bf16") or has.get("amx_bf16"))
-    return dtype if is_native else torch.float32
-
-
-def _product(a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None = None) -> None:
-    """Write `a @ b + bias` into `out`, computed in the type of `a`."""
-    result = torch.mm(a, b.to(a.dtype), out=out if out.dtype == a.dtype else None)
-    if bias is not None:
-        result += bias
-    if result is not out:
-        out.copy_(result)
+def _product(a: Tensor, b: Tensor, out: Tensor) -> None:
+    """Write `a @ b` into `out`, computed in float32 if the CPU has no products of their type."""
+    if multiplies(a.dtype):
+        torch.mm(a, b, out=out)
+    else:
+        out.copy_(a.float() @ b.float())

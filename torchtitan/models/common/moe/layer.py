@@ -12,7 +12,7 @@ from torchtitan.models.common.moe.balance import PenaltyConfig, SelectionBias
 from torchtitan.models.common.moe.experts import RoutedExperts
 from torchtitan.models.common.moe.router import Router, TopK, sigmoid_scores, softmax_scores
 from torchtitan.protocols.initializer import TruncatedNormal, with_initializers
-from torchtitan.tools.errors import UserError
+from torchtitan.tools.errors import UserError, require
 
 _MOST = 2**24
 
@@ -21,8 +21,7 @@ def _check(config: Any, least: int, *names: str) -> None:
     """Raise `UserError` for the first of these fields that is neither None nor from `least` to `_MOST`."""
     for name in names:
         value = attrgetter(name)(config)
-        if not (value is None or least <= value <= _MOST):
-            raise UserError(f"--model.moe.{name} is {value}, but must be from {least} to {_MOST}")
+        require(value is None or least <= value <= _MOST, f"--model.moe.{name}", value, f"from {least} to {_MOST}")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -56,12 +55,9 @@ class MoEConfig:
         """Raise `UserError` for impossible sizes."""
         _check(self, 1, "n_experts", "ffn_dim")
         _check(self, 0, "penalties.batch_loss", "penalties.sequence_loss", "penalties.z_loss")
-        if not 1 <= self.top_k <= self.n_experts:
-            raise UserError(
-                f"--model.moe.top_k is {self.top_k}, but must be from 1 to --model.moe.n_experts {self.n_experts}"
-            )
-        if not self.layer_types:
-            raise UserError("--model.moe.layer_types is empty, but must name at least one type")
+        most = f"from 1 to --model.moe.n_experts {self.n_experts}"
+        require(1 <= self.top_k <= self.n_experts, "--model.moe.top_k", self.top_k, most)
+        require(bool(self.layer_types), "--model.moe.layer_types", self.layer_types, "at least one type")
 
     def router_options(self) -> dict[str, Any]:
         """Return options of `Router`."""

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchtitan.models.common.moe.balance import Penalties, PenaltyConfig, SelectionBias, probabilities
+from torchtitan.models.common.moe.balance import PenaltyConfig, SelectionBias, imbalance, probabilities
 from torchtitan.protocols.initializer import Constant, TruncatedNormal, with_initializers
 from torchtitan.protocols.load_balance import LoadBalanced
 
@@ -83,8 +83,7 @@ class Router(LoadBalanced):
         with_initializers(self, weight=TruncatedNormal(init_std), **biases)
         self.bias: nn.Parameter | None
         self.selection = selection
-        penalties = penalties or PenaltyConfig()
-        self.penalties = Penalties(penalties)
+        self.penalties = penalties = penalties or PenaltyConfig()
         self.needs_load = bool(penalties.batch_loss)
         self.has_losses = bool(penalties.batch_loss or penalties.sequence_loss or penalties.z_loss)
 
@@ -107,12 +106,21 @@ class Router(LoadBalanced):
             if self.is_measuring:
                 self.totals += totals
             elif weights_BLK.requires_grad:
-                losses = self.penalties(logits_BLE, scores_BLE, counts_BE)
+                losses = self._losses(logits_BLE, scores_BLE, counts_BE)
                 weights_BLK = _Observed.apply(weights_BLK, losses, totals, self)
         return weights_BLK, chosen_BLK
 
-    def use_load(self, counts_E: Tensor) -> None:
-        self.penalties.batch_counts_E = counts_E
+    def _losses(self, logits_BLE: Tensor, scores_BLE: Tensor, counts_BE: Tensor) -> Tensor:
+        """Return the auxiliary losses, times their weights: sums over these tokens, which `counts_BE` counts."""
+        penalties, total = self.penalties, logits_BLE.new_zeros(())
+        if penalties.batch_loss:
+            assert self.batch_counts_E is not None, "call LoadBalancer.measuring before the step's backward passes"
+            total = total + penalties.batch_loss * imbalance(scores_BLE, self.batch_counts_E)
+        if penalties.sequence_loss:
+            total = total + penalties.sequence_loss * imbalance(scores_BLE, self.whole_rows(counts_BE)[:, None])
+        if penalties.z_loss:
+            total = total + penalties.z_loss * logits_BLE.logsumexp(dim=-1).square().sum()
+        return total
 
     def rebalance(self, counts_E: Tensor) -> None:
         """Move the selection bias, unless the router is frozen."""

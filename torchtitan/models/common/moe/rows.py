@@ -11,7 +11,6 @@ from torchtitan.protocols.state_dict_adapter import Identity, KeyMapping, Permut
 MOE_SHARDING = ShardingPlan(
     tensor={**DENSE_SHARDING.tensor, "layers.*.moe": "local tokens"},
     attention=DENSE_SHARDING.attention,
-    row_sums="layers.*.moe.router.penalties.row_sums",
 )
 """Plan of decoders with experts in some layers. Tensor parallelism splits attention and dense networks; its ranks have
 whole experts, for their own part of the tokens."""

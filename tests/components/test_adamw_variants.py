@@ -1,4 +1,4 @@
-"""AdamW with moments in 8 bits: torchao's numbers, exact resumption, and other layouts."""
+"""AdamW with moments in 8 bits, or in CPU memory: reference numbers, exact resumption, and other layouts."""
 
 from pathlib import Path
 
@@ -13,7 +13,8 @@ from torchtitan.components.optimizer import Optimizer
 from torchtitan.config import ConfigManager
 from torchtitan.tools.errors import UserError
 
-OPTIONS = {"optimizer__name": "AdamW8bit", "lr_scheduler__total_steps": 4, "checkpoint__enable": True}
+OPTIONS = {"lr_scheduler__total_steps": 4, "checkpoint__enable": True}
+both = pytest.mark.parametrize("name", ["AdamW8bit", "AdamWOffload"])
 
 
 def steps(optimizer, weight: nn.Parameter, count: int = 3) -> torch.Tensor:
@@ -61,26 +62,39 @@ def test_saved_moments_quantize_to_the_same_codes():
         assert torch.equal(after[name].scale, scale)
 
 
-def test_resuming_is_exact(tmp_path: Path):
-    train(tmp_path / "whole", **OPTIONS)
+@both
+def test_resuming_is_exact(tmp_path: Path, name: str):
+    train(tmp_path / "whole", optimizer__name=name, **OPTIONS)
     for count in (2, 4):
-        train(tmp_path / "stopped", **OPTIONS, training__steps=count)
+        train(tmp_path / "stopped", optimizer__name=name, **OPTIONS, training__steps=count)
     whole, stopped = (read_metrics(tmp_path / name, "loss", "grad_norm") for name in ("whole", "stopped"))
     assert stopped == whole
 
 
-def shard_and_resume(folder: Path) -> None:
-    train(folder, **OPTIONS, training__steps=2, training__local_batch_size=1)
+def shard_and_resume(folder: Path, name: str) -> None:
+    train(folder, optimizer__name=name, **OPTIONS, training__steps=2, training__local_batch_size=1)
 
 
-def test_a_sharded_run_resumes_in_one_process(tmp_path: Path):
-    train(tmp_path / "one", **OPTIONS)
-    run_processes(shard_and_resume, 2, tmp_path / "two")
-    train(tmp_path / "two", **OPTIONS)
+@both
+def test_a_sharded_run_resumes_in_one_process(tmp_path: Path, name: str):
+    train(tmp_path / "one", optimizer__name=name, **OPTIONS)
+    run_processes(shard_and_resume, 2, tmp_path / "two", name)
+    train(tmp_path / "two", optimizer__name=name, **OPTIONS)
     one, two = (read_metrics(tmp_path / name, "loss") for name in ("one", "two"))
     # Shards of whole blocks have the same codes, up to float32 sums in another order.
     for (_, alone), (_, together) in zip(one, two, strict=True):
         assert together == pytest.approx(alone, rel=1e-4)
+
+
+def test_offloaded_updates_equal_torch_and_resume_as_adamw(tmp_path: Path):
+    """The loaded weights are new to the copies in CPU memory; clipping counts; both have the same state."""
+    train(tmp_path / "base", training__steps=1, checkpoint__enable=True)
+    base = {"checkpoint__initial_load_path": tmp_path / "base" / "checkpoint" / "step-1", "training__max_norm": 0.1}
+    for name in ("AdamW", "AdamWOffload"):
+        train(tmp_path / name, optimizer__name=name, **OPTIONS, **base, training__steps=2)
+        train(tmp_path / name, optimizer__name="AdamW", **OPTIONS, **base, training__steps=4)
+    expected, offloaded = (read_metrics(tmp_path / name, "loss", "grad_norm") for name in ("AdamW", "AdamWOffload"))
+    assert offloaded == expected and len(expected) == 4
 
 
 def test_momentum_is_rejected():

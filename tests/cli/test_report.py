@@ -1,0 +1,226 @@
+"""`torchtitan report`: a run that was killed twice, in text, as a page in a real browser, and bad input."""
+
+import html
+import json
+import math
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import PROJECT
+from tests.training import killed_in, run, tiny_config
+from torchtitan.cli.main import main
+from torchtitan.cli.report import RunRecord, curves, page, read_run, sections
+from torchtitan.tools.progress import sparkline
+from torchtitan.trainer import Trainer
+
+NASTY = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\x1b]0;title\x07"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> list[Path]:
+    """The folders of a run that was killed in steps 4 and 6 of 7, and of a second, short one."""
+    folders = [tmp_path_factory.mktemp("runs") / name for name in ("killed", "other")]
+    options = {"training__steps": 7, "checkpoint__enable": True, "checkpoint__interval": 2}
+    for call in (4, 4):
+        with killed_in(Trainer, "train_step", call):
+            run(tiny_config(folders[0], **options))
+    run(tiny_config(folders[0], **options))
+    run(tiny_config(folders[1], training__steps=3, optimizer__lr=1e-3))
+    rows = [{"step": 3, "reward": 0.5, "prompt": NASTY, "completion": "An answer."}, {"step": 4}]
+    (folders[0] / "completions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    peak = {"rank": 0, "peak_reserved_bytes": 3 * 2**30}
+    (folders[0] / "dry_run.json").write_text(json.dumps({"world_size": 1, "ranks": [peak]}))
+    # What a shell's configuration function would have written.
+    for folder in folders:
+        lr = 1e-3 if folder.name == "other" else 3e-4
+        (folder / "config.yaml").write_text(f"optimizer:\n  lr: {lr}\n  name: AdamW\n")
+    with open(folders[1] / "metrics.jsonl", "a") as file:
+        file.write('{"step": 4, "loss": "high"}\n{"step"')
+    return folders
+
+
+def rows_of(runs: list[Path], title: str) -> dict[str, list[str]]:
+    """Return the rows of a section by their first cell."""
+    return {
+        row[0]: list(row[1:]) for part in sections([*map(read_run, runs)]) if part.title == title for row in part.rows
+    }
+
+
+def test_sections_of_a_run_that_was_killed_twice(runs):
+    killed = runs[:1]
+    last = json.loads((runs[0] / "metrics.jsonl").read_text().splitlines()[-1])
+    summary = rows_of(killed, "Summary")
+    assert summary["last loss"] == [f"{last['loss']:.4g}"] and summary["last step"] == summary["total_steps"] == ["7"]
+    assert summary["last event"][0].startswith("end, ") and summary["last n_tokens_seen"] == [
+        f"{last['n_tokens_seen']:,}"
+    ]
+    assert {"training", "start-up", "restart", "lost steps", "data", "save"} <= {
+        *rows_of(killed, "Where the time went")
+    }
+    (incidents,) = (part.rows for part in sections([read_run(runs[0])]) if part.title == "Incidents")
+    again = [what for _, _, _, event, what in incidents if event == "start"]
+    assert again[0] == "" and "at step 3 (killed or crashed)" in again[1] and "at step 5 (killed" in again[2]
+    assert [step for _, _, step, event, _ in incidents if event == "save"] == ["2", "4", "6", "7"]
+    phases = rows_of(killed, "Time of a step by phase")
+    assert {"data", "forward", "backward", "gradient clipping", "optimizer step"} <= phases.keys()
+    assert re.fullmatch(r"rows 12,000, tokens 2,271,264, epochs 0\.\d+", rows_of(killed, "Data")["stories"][0])
+    text = f"predicted for 1 processes: 3.00 GiB, rank 0 here: {last['memory_gib']:.2f} GiB"
+    assert rows_of(killed, "Foresight") == {"memory of a rank": [text]}
+    assert [*rows_of(killed, "Checkpoints")] == ["step 2", "step 4", "step 6", "step 7"]
+    assert "torch" in rows_of(killed, "Environment")
+    assert rows_of(killed, "Samples") == {str(runs[0]): ["4", "", "", ""]}
+    assert rows_of(killed, "Differences") == {}
+    assert rows_of(runs, "Differences") == {"optimizer.lr": ["0.0003", "0.001"]}
+
+
+def test_text_and_broken_lines(runs, capsys):
+    assert main(["report", "--text", *map(str, runs)]) == 0
+    out, err = capsys.readouterr()
+    assert f"loss of {runs[0]}" in out and "Where the time went" in out and "\x1b" not in out
+    assert err == f"torchtitan report: {runs[1]}: metrics.jsonl: broken lines are left out: 4, 5\n"
+
+
+def test_run_in_progress_without_events(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.5}\n{"step": 2, "loss": null}\n{"step": 3, "lo')
+    record = read_run(tmp_path)
+    assert [part.title for part in sections([record])] == ["Summary"]
+    assert rows_of([tmp_path], "Summary") == {"last step": ["2"], "last loss": ["2.5"]}
+    assert "metrics.jsonl: broken lines are left out: 3" in page([record])
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(None, "has no metrics.jsonl"), ("", "has no metrics.jsonl"), ("[1]\n{", "has no metrics.jsonl with metrics")],
+)
+def test_folder_without_metrics_is_one_line(tmp_path, capsys, content, message):
+    if content is not None:
+        (tmp_path / "metrics.jsonl").write_text(content)
+    assert main(["report", str(tmp_path)]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and message in err and str(tmp_path) in err
+
+
+def test_other_mistakes_are_one_line(runs, tmp_path, capsys):
+    for words, message in [
+        ([tmp_path / "absent"], "has no metrics.jsonl with metrics"),
+        ([runs[0], "--output", tmp_path / "no/report.html"], "cannot be written: No such file"),
+    ]:
+        assert main(["report", *map(str, words)]) == 2
+        err = capsys.readouterr().err
+        assert message in err.splitlines()[-1] and "Traceback" not in err
+
+
+def record_of(lines: list[dict]) -> RunRecord:
+    nothing = {"events": [], "config": {}, "samples": [], "checkpoints": [], "dry_run": {}, "broken": {}}
+    return RunRecord(name="run", lines=lines, **nothing)
+
+
+def test_curves_of_long_runs_keep_their_extremes():
+    lines = [{"step": step, "loss": math.sin(step / 50)} for step in range(1, 20_001)]
+    lines[12_345]["loss"], lines[777]["loss"] = 9.0, None
+    record = record_of(lines)
+    curve = record.curve("loss")
+    assert len(curve) <= 1100 and curve == sorted(curve) and set(curve) <= set(record.points("loss"))
+    assert (12_346, 9.0) in curve and curve[0][0] == 1 and curve[-1][0] == 20_000
+    assert curves([record, record_of(lines[:1])])[0]["series"][1] == [(1, math.sin(0.02))]
+
+
+def test_sparkline():
+    assert sparkline([]) == "" and sparkline([2.0, 2.0]) == "▁▁" and sparkline(range(8)) == "▁▂▃▄▅▆▇█"
+    assert len(sparkline(range(1000))) == 60
+
+
+def test_script_is_short_and_needs_no_network(runs):
+    script = (PROJECT / "torchtitan/cli/templates/run_report.js").read_text()
+    assert len(script.splitlines()) <= 150
+    text = page([*map(read_run, runs)])
+    assert "default-src 'none'" in text and not re.search(r"<(img|link|iframe|script|object)\b[^>]* (src|href)=", text)
+    assert "alert(1)</script>" not in text and "\x1b" not in text
+
+
+WRAPPER = """<!doctype html><pre id="out"></pre>
+<iframe id="wide" width="1280" height="900"></iframe><iframe id="phone" width="390" height="800"></iframe>
+<script>
+const text = PAGE;
+const found = {};
+let left = 2;
+for (const name of ["wide", "phone"]) {
+  const frame = document.getElementById(name);
+  frame.onload = () => {
+    const view = frame.contentWindow, page = frame.contentDocument;
+    const lines = () => [...page.querySelectorAll("polyline")].map(line => line.getAttribute("points"));
+    const facts = found[name] = {width: page.documentElement.scrollWidth, lines: lines().length,
+      charts: page.querySelectorAll("#charts figure").length,
+      sections: [...page.querySelectorAll("h2, summary")].map(title => title.textContent),
+      back: view.getComputedStyle(page.body).backgroundColor, text: view.getComputedStyle(page.body).color,
+      images: page.querySelectorAll("img").length,
+      svg: page.querySelector("#charts svg").getBoundingClientRect().width};
+    const svg = page.querySelector("#charts svg"), box = svg.getBoundingClientRect(), before = lines();
+    view.SVGElement.prototype.setPointerCapture = () => {};
+    const send = (kind, share) =>
+      svg.dispatchEvent(new view.PointerEvent(kind, {clientX: box.left + share * box.width}));
+    send("pointerdown", 0.3); send("pointermove", 0.7);
+    facts.note = page.querySelector("#charts small").textContent;
+    send("pointerup", 0.7);
+    facts.zoomed = lines().every((line, i) => line !== before[i]);
+    svg.dispatchEvent(new view.MouseEvent("dblclick"));
+    facts.restored = lines().join() === before.join();
+    page.querySelector("#legend input").click();
+    facts.hidden = before.length - lines().length;
+    page.getElementById("log").click();
+    if (--left === 0) document.getElementById("out").textContent = JSON.stringify(found);
+  };
+  frame.srcdoc = text;
+}
+</script>"""
+
+
+def browse(file: Path, *flags: str) -> tuple[str, list[str]]:
+    """Open a page in a headless browser; return its DOM as text, and the lines of the console."""
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("chromium is not installed (Debian: apt-get install chromium)")
+    command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", *flags]
+    command += ["--disable-background-networking", f"--user-data-dir={file.parent / 'browser'}", "--dump-dom"]
+    command += ["--enable-logging=stderr", "--virtual-time-budget=3000", file.as_uri()]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return result.stdout, [line for line in result.stderr.splitlines() if "CONSOLE" in line]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_page_in_a_browser(runs, tmp_path, scheme):
+    """On a desktop's and a phone's width: rendered without errors, nothing runs out of the page, and zoom works."""
+    report = page([*map(read_run, runs)])
+    wrapper = tmp_path / "wrapper.html"
+    wrapper.write_text(WRAPPER.replace("PAGE", json.dumps(report).replace("<", "\\u003c")))
+    dom, console = browse(wrapper, f"--blink-settings=preferredColorScheme={int(scheme == 'light')}")
+    assert console == []
+    found = json.loads(html.unescape(re.search(r'<pre id="out">(.*?)</pre>', dom)[1]))
+    n_charts = len(curves([*map(read_run, runs)]))
+    titles = [part.title for part in sections([*map(read_run, runs)])]
+    for name, width in {"wide": 1280, "phone": 390}.items():
+        facts = found[name]
+        assert facts["width"] <= width, "the page is wider than the screen"
+        assert facts["charts"] == n_charts and facts["lines"] == 2 * n_charts and facts["images"] == 0
+        assert facts["sections"] == [titles[0], "Curves", *titles[1:]]
+        assert facts["zoomed"] and facts["restored"] and facts["hidden"] == n_charts
+        assert re.match(r"step \d+: [\d.]+ step \d+: [\d.]+", facts["note"])
+        dark = [sum(map(int, re.findall(r"\d+", facts[key])[:3])) / 3 < 128 for key in ("back", "text")]
+        assert dark == [scheme == "dark", scheme == "light"]
+    assert 300 < found["phone"]["svg"] < 390 and 300 < found["wide"]["svg"] < 640
+
+
+@pytest.mark.slow
+def test_errors_of_a_page_are_noticed(runs, tmp_path):
+    """The test above would fail for an error in the script, and for a script that the page does not allow."""
+    report = page([read_run(runs[0])])
+    broken = tmp_path / "broken.html"
+    broken.write_text(report.replace("</body>", "<script>alert(1)</script></body>"))
+    assert any("Content Security Policy" in line for line in browse(broken)[1])
+    broken.write_text("<!doctype html><script>undefined.x</script>")
+    assert any("TypeError" in line for line in browse(broken)[1])

@@ -1,0 +1,149 @@
+"""Predicted against measured steps on this machine, with 1 and 2 processes.
+
+`python -m tests.foresight.local steps` measures the 12 configurations, `layouts` all layouts of 2 processes. Each takes
+about ten minutes on an idle machine; `--cases FIRST LAST` measures some, and `--results FILE` keeps results between
+calls. `--write_docs` writes docs/foresight.md when all are measured.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.conftest import PROJECT
+from tests.tables import Row, as_markdown, print_table, write_docs
+from torchtitan.config.manager import ConfigManager
+from torchtitan.foresight import plan, predict
+from torchtitan.foresight.planning import Option
+from torchtitan.trainer import Trainer
+
+REPEATS, STEPS, FIRST_STEPS = 5, 8, 3
+"""Alternating repeats; steps of each, of which the first are left out."""
+
+BASE = ["--module=llama3", "--config=debugmodel", "--validator.enable=false", "--checkpoint.enable=false"]
+BASE += [f"--training.steps={STEPS}", "--metrics.log_freq=1", "--training.local_batch_size=4"]
+FULL = "--activation_checkpoint.mode=full"
+WIDE = ["--model.dim=512", "--model.ffn_dim=1536", "--model.n_layers=2"]
+
+
+class Case(NamedTuple):
+    """A configuration and its number of processes."""
+
+    processes: int
+    words: list[str]
+
+
+CASES = {
+    "4 layers of 256": Case(1, []),
+    "local batch 8": Case(1, ["--training.local_batch_size=8"]),
+    "windows of 1,024": Case(1, ["--training.seq_len=1024", "--training.local_batch_size=1"]),
+    "full checkpointing": Case(1, [FULL]),
+    "2 layers of 512": Case(1, WIDE),
+    "8 layers of 256": Case(1, ["--model.n_layers=8"]),
+    "FSDP": Case(2, []),
+    "DDP": Case(2, ["--parallelism.data_parallel_replicate_degree=2"]),
+    "TP": Case(2, ["--parallelism.tensor_parallel_degree=2"]),
+    "PP": Case(2, ["--parallelism.pipeline_parallel_degree=2"]),
+    "FSDP, full checkpointing": Case(2, [FULL]),
+    "FSDP, 2 layers of 512": Case(2, WIDE),
+}
+
+GLOBAL_BATCH = "--training.global_batch_size=8"
+
+
+def configuration(words: Sequence[str]) -> Trainer.Config:
+    config: Trainer.Config = ConfigManager().parse_args([*BASE, *words]).config
+    vocabulary = config.tokenizer.build(path=config.hf_assets_path)
+    return config.resolve(vocabulary)
+
+
+def measure(case: Case) -> float:
+    """Return the median time of a run's steps."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "torchtitan", "train", *BASE, *case.words, f"--dump_folder={folder}"]
+        environment = {**os.environ, "NGPU": str(case.processes)}
+        subprocess.run(command, env=environment, check=True, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
+    times = [record["step_time"] for record in map(json.loads, lines) if "step_time" in record]
+    return statistics.median(times[FIRST_STEPS:])
+
+
+def measure_all(cases: dict[str, Case], results: Path | None) -> dict[str, list[float]]:
+    """Measure the cases in turns, after those that are in the file."""
+    measured: dict[str, list[float]] = json.loads(results.read_text()) if results and results.is_file() else {}
+    for _ in range(REPEATS):
+        for name, case in cases.items():
+            if len(measured.setdefault(name, [])) < REPEATS:
+                measured[name].append(measure(case))
+                if results:
+                    results.write_text(json.dumps(measured))
+    return measured
+
+
+def compare_steps(arguments: argparse.Namespace) -> None:
+    first, last = arguments.cases or (1, len(CASES))
+    chosen = dict(list(CASES.items())[first - 1 : last])
+    measured = measure_all(chosen, arguments.results)
+    rows, errors = [], []
+    for name, case in CASES.items():
+        if name not in measured:
+            continue
+        prediction = predict(configuration(case.words), case.processes, "cpu", devices_per_host=case.processes)
+        actual = statistics.median(measured[name])
+        errors.append(prediction.seconds / actual - 1)
+        spread = f"{min(measured[name]):.3f} to {max(measured[name]):.3f}"
+        numbers = [f"{actual:.3f}", spread, f"{prediction.seconds:.3f}", f"{errors[-1]:+.1%}"]
+        rows.append(Row([name, str(case.processes), *numbers]))
+        print(name, {part: round(seconds, 4) for part, seconds in prediction.time.parts.items()}, flush=True)
+    columns = ["configuration", "processes", "measured (s)", "range", "predicted (s)", "error"]
+    print_table("Step time on this machine", columns, rows)
+    summary = f"Median error {statistics.median(map(abs, errors)):.1%}, worst {max(map(abs, errors)):.1%}."
+    print(summary)
+    if arguments.write_docs:
+        write_docs(PROJECT / "docs/foresight.md", "local", f"{as_markdown(columns, rows)}\n\n{summary}")
+
+
+def compare_layouts(arguments: argparse.Namespace) -> None:
+    found = plan(configuration([GLOBAL_BATCH]), 2, "cpu", devices_per_host=2, best=100)
+    options: dict[str, Option] = {option.name: option for option in found.options}
+    cases = {name: Case(2, [GLOBAL_BATCH, *_words(option)]) for name, option in options.items()}
+    first, last = arguments.cases or (1, len(cases))
+    measured = measure_all(dict(list(cases.items())[first - 1 : last]), arguments.results)
+    medians = {name: statistics.median(measured[name]) for name in cases if name in measured}
+    fastest = min(medians.values())
+    columns = ["layout, in the plan's order", "predicted (s)", "measured (s)", "slower than the fastest"]
+    rows = [
+        Row([name, f"{options[name].prediction.seconds:.3f}", f"{median:.3f}", f"{median / fastest - 1:.1%}"])
+        for name, median in medians.items()
+    ]
+    print_table("Layouts of 2 processes", columns, rows)
+    summary = f"The plan's first choice is {next(iter(medians.values())) / fastest - 1:.1%} slower than the fastest."
+    print(summary)
+    if arguments.write_docs:
+        write_docs(PROJECT / "docs/foresight.md", "layouts", f"{as_markdown(columns, rows)}\n\n{summary}")
+
+
+def _words(option: Option) -> list[str]:
+    pairs = zip(option.words[::2], option.words[1::2], strict=True)
+    return [f"{name}={value}" for name, value in pairs]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["steps", "layouts"])
+    parser.add_argument("--cases", type=int, nargs=2, metavar=("FIRST", "LAST"), help="only these, numbered from 1")
+    parser.add_argument("--results", type=Path, help="file that keeps the measurements between calls")
+    parser.add_argument("--write_docs", action="store_true", help="write the table into docs/foresight.md")
+    arguments = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"  # of the runs, and of the measurement of this machine
+    {"steps": compare_steps, "layouts": compare_layouts}[arguments.what](arguments)
+
+
+if __name__ == "__main__":
+    main()

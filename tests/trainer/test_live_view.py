@@ -1,0 +1,122 @@
+"""The bar on a terminal: a pseudo terminal gets whole log lines and the bar, others only the log."""
+
+import os
+import pty
+import re
+import sys
+import threading
+
+import pytest
+
+from tests.training import TINY, flags, run, tiny_config
+from torchtitan.tools.logging import init_logger, logger
+from torchtitan.trainer import Trainer
+
+WIDTH = 110
+
+
+class Terminal:
+    """A pseudo terminal as standard error. `text` is everything written to it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.text = ""
+        self._master, slave = pty.openpty()
+        self._file = open(slave, "w", buffering=1)
+        monkeypatch.setattr(sys, "stderr", self._file)
+        for name, value in {"COLUMNS": WIDTH, "LINES": 24, "TERM": "xterm-256color"}.items():
+            monkeypatch.setenv(name, str(value))
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        try:
+            while content := os.read(self._master, 4096):
+                self.text += content.decode()
+        except OSError:  # closed
+            pass
+
+    def close(self) -> str:
+        self._file.close()
+        self._reader.join()
+        os.close(self._master)
+        return self.text
+
+
+def screen(text: str) -> list[str]:
+    """Return the lines that a tall terminal shows after this text: only the movements that the bar needs."""
+    lines, row, column = [""], 0, 0
+    for control, piece in re.findall(r"(\x1b\[[?\d;]*[A-Za-z]|\r|\n)|([^\x1b\r\n]+)", text):
+        if piece:
+            lines[row] = lines[row][:column].ljust(column) + piece + lines[row][column + len(piece) :]
+            column += len(piece)
+        elif control == "\r":
+            column = 0
+        elif control == "\n":
+            row, column = row + 1, 0
+            lines += [""] * (row + 1 - len(lines))
+        elif control == "\x1b[2K":
+            lines[row] = ""
+        elif control.endswith("A"):
+            row -= int(control[2:-1] or 1)
+        else:
+            assert re.fullmatch(r"\x1b\[([\d;]*m|\?25[hl])", control), control
+    return lines
+
+
+class Talkative(Trainer):
+    """Logs a long line, and prints to standard error, in the middle of the run."""
+
+    def report(self, outcome):
+        super().report(outcome)
+        if self.step == 2:
+            logger.warning("a long line " * 30 + "ends")
+            print("from a library", file=sys.stderr)
+        if self.step == 3 and self.config.debug.seed == 7:
+            raise RuntimeError("stopped here")
+
+
+@pytest.fixture
+def slow_clock(monkeypatch) -> None:
+    """Draw the bar after every step, however short."""
+    monkeypatch.setattr("torchtitan.trainer.live_view._SECONDS_BETWEEN_UPDATES", -1.0)
+
+
+@pytest.mark.usefixtures("slow_clock")
+@pytest.mark.parametrize("seed", [1, 7])
+def test_terminal_shows_a_bar_below_whole_log_lines(tmp_path, monkeypatch, seed):
+    terminal = Terminal(monkeypatch)
+    init_logger()
+    handler = logger.handlers[0]
+    emit, config = handler.emit, tiny_config(tmp_path, debug__seed=seed)
+    if seed == 7:
+        with pytest.raises(RuntimeError, match="stopped here"):
+            run(config, Talkative)
+    else:
+        run(config, Talkative)
+    assert handler.emit == emit
+    text = terminal.close()
+    bars = re.findall(
+        r"step (\d)/4 +\S+ .*?([▁-█]+) loss (\d+\.\d+) +([\d,]+) tokens/s", re.sub(r"\x1b\[[\d;]*m", "", text)
+    )
+    shown_bars = [*dict.fromkeys((step, len(losses)) for step, losses, *_ in bars)]  # drawn again below each log line
+    assert shown_bars == [("1", 1), ("2", 2), ("3", 3), ("4", 4)][: 4 if seed == 1 else 3]
+    shown = screen(text)
+    assert [line for line in shown if "━" in line or "tokens/s  ETA" in line] == []  # the bar is gone
+    logged = [line for line in shown if re.match(r"\d\d:\d\d:\d\d (INFO|WARNING)", line)]
+    assert sum(" INFO step " in line for line in logged) == (4 if seed == 1 else 3)
+    assert any(line.endswith("a long line " * 30 + "ends") for line in logged) and "from a library" in shown
+    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l"), "the cursor is hidden"
+
+
+@pytest.mark.usefixtures("slow_clock")
+@pytest.mark.parametrize("option", ["--metrics.no_enable_live_view", "LOG_RANK=0,1", "no terminal"])
+def test_no_bar(tmp_path, monkeypatch, capsys, option):
+    terminal = Terminal(monkeypatch) if option != "no terminal" else None
+    if "=" in option:
+        monkeypatch.setenv(*option.split("="))
+    init_logger()
+    run(tiny_config(tmp_path, metrics__enable_live_view=not option.startswith("--")))
+    text = terminal.close() if terminal else capsys.readouterr().err
+    assert " INFO step 4/4  loss" in re.sub(r"\x1b\[[\d;]*m", "", text).replace("INFO \x1b", "INFO ")
+    assert "━" not in text and "\x1b[2K" not in text and "▁" not in text
+    assert "--metrics.no_enable_live_view" in flags({**TINY, "metrics.enable_live_view": False})

@@ -1,0 +1,272 @@
+"""`torchtitan report`: what one or several runs did, as a self-contained HTML page or as text."""
+
+import argparse
+import base64
+import hashlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from torchtitan.cli.model_options import run_command
+from torchtitan.components.checkpoint.catalog import CheckpointInfo, list_checkpoints
+from torchtitan.components.checkpoint.filesystem import is_url, resolve_folder
+from torchtitan.components.goodput import describe_goodput, goodput
+from torchtitan.components.run_events import EVENTS, Event, events_in, is_event, read_json_lines
+from torchtitan.config.configurable import leaves
+from torchtitan.tools import durable
+from torchtitan.tools.errors import UserError
+from torchtitan.tools.files import read_object, regular_file
+from torchtitan.tools.logging import print_error, visible
+from torchtitan.tools.progress import sparkline
+
+METRICS = "metrics.jsonl"
+_FIRST_CURVES = ("loss", "validation_loss", "grad_norm", "lr", "tokens_per_second", "step_time", "memory_gib", "mfu")
+_MOST_POINTS = 1000
+_TEMPLATES = Path(__file__).parent / "templates"
+_UNLISTED = {"event", "time", "step", "seconds"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """The contents of a run's folder: lines of metrics, options by dotted names, numbers of broken lines by file."""
+
+    name: str
+    lines: list[dict[str, Any]]
+    events: list[Event]
+    config: dict[str, Any]
+    samples: list[dict[str, Any]]
+    checkpoints: list[CheckpointInfo]
+    dry_run: dict[str, Any]
+    broken: dict[str, list[int]]
+
+    @property
+    def start(self) -> Event:
+        """The start of the last session; empty if unknown."""
+        return next((event for event in reversed(self.events) if event["event"] == "start"), {})
+
+    def points(self, key: str) -> list[tuple[int, float]]:
+        """Return steps and values of a metric."""
+        return [(line["step"], line[key]) for line in self.lines if line.get(key) is not None]
+
+    def curve(self, key: str) -> list[tuple[int, float]]:
+        """Return the points of a metric; of many, the lowest and the highest in each of equal parts."""
+        points = self.points(key)
+        size = -(-2 * len(points) // _MOST_POINTS)
+        if size <= 2:
+            return points
+        parts = [sorted(points[i : i + size], key=lambda point: point[1]) for i in range(0, len(points), size)]
+        return sorted({points[0], points[-1], *(part[end] for part in parts for end in (0, -1))})
+
+
+def read_run(folder: Path) -> RunRecord:
+    """Read the folder of a run, which may be in progress. Raise `UserError` if it has no metrics or is unreadable."""
+    usable: dict[str, Callable[..., bool]] = {METRICS: _is_metrics, EVENTS: is_event, "completions.jsonl": bool}
+    files = {name: read_json_lines(folder / name, is_usable) for name, is_usable in usable.items()}
+    if not files[METRICS][0]:
+        raise UserError(f"'{folder}' has no {METRICS} with metrics; name the dump folder of a run (--dump_folder)")
+    path = folder / "config.yaml"
+    try:
+        config = leaves(yaml.safe_load(regular_file(path).read_text()) if path.exists() else {})
+    except (OSError, ValueError, AttributeError, yaml.YAMLError, RecursionError) as error:
+        raise UserError(f"'{path}' cannot be read: {error}") from error
+    saved = str(config.get("checkpoint.folder", "checkpoint"))
+    return RunRecord(
+        name=str(folder),
+        lines=files[METRICS][0],
+        events=events_in(folder),
+        config=config,
+        samples=files["completions.jsonl"][0],
+        checkpoints=[] if is_url(saved) else list_checkpoints(resolve_folder(str(folder), saved)),
+        dry_run=read_object(folder / "dry_run.json"),
+        broken={name: numbers for name, (_, numbers) in files.items() if numbers},
+    )
+
+
+def _is_metrics(line: Mapping[str, Any]) -> bool:
+    return type(line.get("step")) is int and all(type(value) in (int, float, type(None)) for value in line.values())
+
+
+class Section(NamedTuple):
+    """A table of text. A folded one is shown on request on the page, and not on the terminal."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    folded: bool = False
+
+
+def sections(runs: Sequence[RunRecord]) -> list[Section]:
+    """Return the tables of the report, without empty ones."""
+    names = [run.name for run in runs]
+
+    def compared(title: str, of_runs: Sequence[Mapping[str, Any]], folded: bool = False) -> Section:
+        keys = dict.fromkeys(key for of_run in of_runs for key in of_run)
+        return Section(title, ("", *names), [[key, *(_text(of.get(key)) for of in of_runs)] for key in keys], folded)
+
+    options = compared("Configuration", [run.config for run in runs], folded=True)
+    incidents = [[run.name, *incident] for run in runs for incident in _incidents(run)]
+    sampled = ("step", "reward", "prompt", "completion")
+    samples = [[run.name, *(_text(row.get(key)) for key in sampled)] for run in runs for row in run.samples[-12:]]
+    found = [
+        compared("Summary", [_summary(run) for run in runs]),
+        compared("Where the time went", [_shares(goodput(run.events)) for run in runs]),
+        compared("Time of a step by phase", [_shares(mean_phases(run)) for run in runs]),
+        Section("Incidents", ("run", "time", "step", "event", ""), incidents),
+        compared("Foresight", [_foresight(run) for run in runs]),
+        compared("Data", [run.start.get("data", {}) for run in runs]),
+        options._replace(title="Differences", rows=[row for row in options.rows if len({*row[1:]}) > 1], folded=False),
+        options,
+        Section("Samples", ("run", *sampled), samples, folded=True),
+        compared("Checkpoints", [{f"step {info.step}": _contents(info) for info in run.checkpoints} for run in runs]),
+        compared("Environment", [run.start.get("environment", {}) for run in runs]),
+        compared("Command", [{"to repeat or resume": run.start.get("command")} if run.start else {} for run in runs]),
+    ]
+    return [section for section in found if section.rows]
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_text(part)}" for key, part in value.items())
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    return "" if value is None else f"{value:,}" if type(value) is int else str(value)
+
+
+def _summary(run: RunRecord) -> dict[str, Any]:
+    facts: dict[str, Any] = {key: run.start[key] for key in ("total_steps", "parameters", "layout") if key in run.start}
+    if run.events:
+        last = run.events[-1]
+        facts["last event"] = f"{last['event']}, {_moment(last['time'])}"
+        facts["goodput"] = describe_goodput(goodput(run.events)).split(";")[0].removeprefix("goodput ")
+    if losses := run.points("validation_loss"):
+        facts["lowest validation_loss"] = min(loss for _, loss in losses)
+    keys = dict.fromkeys(key for line in run.lines for key in line if "/" not in key)
+    return facts | {f"last {key}": points[-1][1] for key in keys if (points := run.points(key))}
+
+
+def mean_phases(run: RunRecord) -> dict[str, float]:
+    """Return the mean seconds of a step by phase in the last session, without its first step."""
+    timed = [event for event in run.events if "seconds" in event]
+    starts = [index for index, event in enumerate(timed) if event["event"] == "start"]
+    session = timed[starts[-1] + 1 :] if starts else []
+    if not session or session[-1]["step"] <= session[0]["step"]:
+        return {}
+    first, last, n_steps = session[0]["seconds"], session[-1]["seconds"], session[-1]["step"] - session[0]["step"]
+    return {phase: mean for phase in last if (mean := (last[phase] - first.get(phase, 0.0)) / n_steps) > 0}
+
+
+def _shares(seconds: Mapping[str, float]) -> dict[str, str]:
+    return {name: f"{time:,.4f} s ({time / sum(seconds.values()):.1%})" for name, time in seconds.items()}
+
+
+def _moment(when: float) -> str:
+    return datetime.fromtimestamp(when).strftime("%Y-%m-%d %H:%M:%S")
+
+
+def _incidents(run: RunRecord) -> Iterator[tuple[str, str, str, str]]:
+    for event, before in zip(run.events, [{}, *run.events], strict=False):
+        words = _text({key: value for key, value in event.items() if key not in _UNLISTED})
+        if event["event"] == "start":
+            gap = event["begun"] - before.get("time", 0.0)
+            how = f"at step {before.get('step')} ({before.get('reason', 'killed or crashed')})"
+            words = f"{gap:.1f} s after the last event, {how}" if before else ""
+        if event["event"] != "progress":
+            yield _moment(event["time"]), f"{event['step']:,}", event["event"], words
+
+
+def _foresight(run: RunRecord) -> dict[str, str]:
+    if not run.dry_run:
+        return {}
+    predicted = max(rank["peak_reserved_bytes"] for rank in run.dry_run["ranks"]) / 2**30
+    measured = max((peak for _, peak in run.points("memory_gib")), default=0.0)
+    text = f"predicted for {run.dry_run['world_size']} processes: {predicted:.2f} GiB, rank 0 here: {measured:.2f} GiB"
+    return {"memory of a rank": text}
+
+
+def _contents(info: CheckpointInfo) -> str:
+    loss = f", validation loss {info.validation_loss:.4f}" if info.validation_loss is not None else ""
+    return f"damaged: {fault}" if (fault := info.damage or info.fault) else f"{info.contents}{loss}"
+
+
+def curves(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
+    """Return a chart per metric, with the points of each run; the most important come first."""
+    found = {key for run in runs for line in run.lines for key in line} - {"step", "n_tokens_seen"}
+    keys = [key for key in _FIRST_CURVES if key in found] + sorted(found.difference(_FIRST_CURVES))
+    charts = [{"name": key, "series": [run.curve(key) for run in runs]} for key in keys]
+    return [chart for chart in charts if any(len(points) > 1 for points in chart["series"])]
+
+
+def page(runs: Sequence[RunRecord]) -> str:
+    """Return a whole HTML file that loads nothing. Everything that comes from a run is escaped, and only the page's own
+    script runs."""
+    import jinja2
+
+    script = (_TEMPLATES / "run_report.js").read_text("utf-8")
+    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.filters["visible"] = visible
+    return environment.from_string((_TEMPLATES / "run_report.html").read_text("utf-8")).render(
+        title=", ".join(run.name for run in runs),
+        written=_moment(time.time()),
+        curves={"runs": [run.name for run in runs], "charts": curves(runs)},
+        bars=[(run.name, goodput(run.events)) for run in runs],
+        sections=sections(runs),
+        broken=[*_broken_lines(runs)],
+        script=script,
+        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+    )
+
+
+def _broken_lines(runs: Sequence[RunRecord]) -> Iterator[str]:
+    for run in runs:
+        for file, numbers in run.broken.items():
+            shown = ", ".join(map(str, numbers[:5])) + (", ..." if len(numbers) > 5 else "")
+            yield f"{run.name}: {file}: broken lines are left out: {shown}"
+
+
+def _print(runs: Sequence[RunRecord]) -> None:
+    from rich.table import Table
+
+    from torchtitan.cli.data_report import open_console
+
+    console = open_console()
+    for run in runs:
+        losses = sparkline(value for _, value in run.curve("loss"))
+        console.print(visible(f"loss of {run.name} {losses}"), soft_wrap=True)
+    for section in (one for one in sections(runs) if not one.folded):
+        table = Table(*map(visible, section.columns), title=section.title, title_justify="left", title_style="bold")
+        for row in section.rows:
+            table.add_row(*map(visible, row))
+        console.print(table)
+
+
+def report(args: Sequence[str]) -> int:
+    """Write or print the report, and return the exit code."""
+    description = (
+        "Write one self-contained HTML page about runs, which may be in progress. Their folders are only read."
+    )
+    parser = argparse.ArgumentParser(prog="torchtitan report", description=description)
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="dump folder of a run")
+    parser.add_argument("--output", type=Path, default="report.html", metavar="FILE", help="default: report.html")
+    parser.add_argument("--text", action="store_true", help="print the report instead")
+    options = parser.parse_args(args)
+
+    def write() -> int:
+        runs = [read_run(folder) for folder in options.runs]
+        for line in _broken_lines(runs):
+            print_error("report", line)
+        if options.text:
+            _print(runs)
+            return 0
+        try:
+            durable.write(options.output, page(runs))
+        except OSError as error:
+            raise UserError(f"--output '{options.output}' cannot be written: {error.strerror}") from error
+        print(options.output)
+        return 0
+
+    return run_command("report", write)

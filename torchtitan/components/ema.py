@@ -1,0 +1,112 @@
+"""`WeightAverage`: the exponential moving average (EMA) of a model's trained weights."""
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from torchtitan.config import Configurable
+from torchtitan.distributed.initialize import canonical_name
+from torchtitan.tools.errors import UserError, require
+
+
+class WeightAverage(Configurable):
+    """Averages of the trained parameters in float32, sharded like these. Call `reset` once the weights are loaded, and
+    `update` after each optimizer step; its state belongs in checkpoints.
+
+    Update number n, from 1, is `average += (1 - d) * (weight - average)` with d = min(decay, n / (9 + n)), which lets
+    early averages forget the initial weights (`num_updates` of TensorFlow's `ExponentialMovingAverage`).
+
+    Args:
+        model_parts: the model, or this rank's stages of it.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Configurable.Config):
+        """Exponential moving average of the weights."""
+
+        decay: float | None = None
+        """Weight of the old average in each step, such as 0.999, and less in the first steps. None: no average."""
+
+        for_validation: bool = False
+        """Validate with the averages, also for checkpoint.keep_best."""
+
+        for_export: bool = False
+        """Write the averages with checkpoint.last_save_in_hf or last_save_model_only."""
+
+        def validate(self) -> None:
+            valid = self.decay is None or 0 <= self.decay < 1
+            require(valid, "--ema.decay", self.decay, "from 0 to below 1, or None (off)")
+            for option in ("for_validation", "for_export"):
+                if getattr(self, option) and self.decay is None:
+                    raise UserError(f"--ema.{option} needs --ema.decay, such as 0.999")
+
+        def check_run(self, run: Any) -> None:
+            """Raise `UserError` if a run, a `Trainer.Config`, never writes the averages that it should write."""
+            if self.for_export and run.checkpoint.last_kind == "full":
+                raise UserError(
+                    "--ema.for_export needs --checkpoint.last_save_in_hf or --checkpoint.last_save_model_only; full "
+                    "checkpoints contain weights and averages"
+                )
+
+    config: Config
+
+    def __init__(self, config: Config, *, model_parts: Sequence[nn.Module]):
+        super().__init__(config)
+        named = [pair for part in model_parts for pair in part.named_parameters()] if config.decay is not None else []
+        # Two pipeline stages of this rank may have copies of a parameter, with the same name.
+        self._names = [canonical_name(name) for name, parameter in named if parameter.requires_grad]
+        self._weights = [parameter for _, parameter in named if parameter.requires_grad]
+        self.averages = [torch.empty_like(weight, dtype=torch.float32, requires_grad=False) for weight in self._weights]
+        self.n_updates = 0
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        """Set the averages to the current weights."""
+        self.n_updates = 0
+        _copy(self._weights, self.averages)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Move the averages toward the current weights."""
+        if self.config.decay is None:
+            return
+        self.n_updates += 1
+        decay = min(self.config.decay, self.n_updates / (9 + self.n_updates))
+        for average, weight in zip(self.averages, self._weights, strict=True):
+            _local(average).lerp_(_local(weight).to(torch.float32), 1 - decay)
+
+    @contextlib.contextmanager
+    def applied(self, wanted: bool) -> Iterator[None]:
+        """Replace the weights by the averages in the block if `wanted`; afterwards, they have their exact values."""
+        with torch.no_grad():
+            kept = [_local(weight).clone() for weight in self._weights] if wanted else []
+            _copy(self.averages if wanted else [], self._weights)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                _copy(kept, self._weights)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return canonical name → average, without copying, and the number of updates."""
+        return {**dict(zip(self._names, self.averages, strict=True)), "n_updates": self.n_updates}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        self.n_updates = state_dict["n_updates"]
+        _copy([state_dict[name] for name in self._names], self.averages)
+
+
+def _copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+    """Copy each source to its target, shard by shard; no sources: copy nothing."""
+    for source, target in zip(sources, targets, strict=bool(sources)):
+        _local(target).copy_(_local(source))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,102 @@
+"""Muon (Jordan 2024, https://kellerjordan.github.io/posts/muon) on sharded and replicated matrices: one rank
+orthogonalizes the update of a matrix, and sends it to the others."""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from torchtitan.distributed.gradients import redistribute_like
+from torchtitan.tools.torch_private import (
+    adjusted_lr,
+    compute_local_shape_and_global_offset,
+    dtensor_like,
+    orthogonalize,
+)
+
+
+class Muon(torch.optim.Muon):
+    """`torch.optim.Muon` for groups of parameters that are on the same mesh, or on none.
+
+    Weights and moments stay sharded. n ranks gather the updates of n matrices in bfloat16, in which Newton-Schulz
+    iterates, and each rank orthogonalizes one whole update, as a single process does.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            matrices = [parameter for parameter in group["params"] if parameter.grad is not None]
+            # Matrices of similar size take ranks a similar time.
+            matrices.sort(key=lambda matrix: (matrix.numel(), max(matrix.shape)), reverse=True)
+            mesh = matrices[0].device_mesh if matrices and isinstance(matrices[0], DTensor) else None
+            n_ranks = mesh.size() if mesh else 1
+            for first in range(0, len(matrices), n_ranks):
+                self._update(matrices[first : first + n_ranks], mesh, group)
+
+    def _update(self, matrices: Sequence[Tensor], mesh: DeviceMesh | None, group: dict[str, Any]) -> None:
+        """Update at most one matrix per rank. A collective."""
+        own = _coordinates(mesh).index(_own_coordinate(mesh)) if mesh else 0
+        update = None
+        # All are gathered before the first product, since other ranks would wait for it.
+        for index, matrix in enumerate(matrices):
+            whole = self._moment(matrix, group)
+            update = whole if index == own else update
+        if update is not None:
+            update = orthogonalize(update, group["ns_coefficients"], group["ns_steps"], group["eps"])
+        for index, matrix in enumerate(matrices):
+            part = _shared(update if index == own else None, matrix, index)
+            local = _local(matrix)
+            local.mul_(1 - group["lr"] * group["weight_decay"])
+            rate = adjusted_lr(group["lr"], group["adjust_lr_fn"], matrix.shape)
+            local.add_(part.to(local.device), alpha=-rate)
+
+    def _moment(self, matrix: Tensor, group: dict[str, Any]) -> Tensor:
+        """Add the gradient to the matrix's moment, and return the whole matrix of Nesterov's moment in bfloat16."""
+        assert matrix.grad is not None
+        gradient = _local(redistribute_like(matrix.grad, matrix))
+        state = self.state[matrix]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(matrix)
+        moment = _local(state["momentum_buffer"]).lerp_(gradient, 1 - group["momentum"])
+        direction = gradient.lerp(moment, group["momentum"])
+        if not isinstance(matrix, DTensor):
+            return direction
+        # Weights that FSDP keeps in CPU memory are orthogonalized on the GPU.
+        return dtensor_like(direction.to(matrix.device_mesh.device_type, torch.bfloat16), matrix).full_tensor()
+
+
+def _shared(update: Tensor | None, matrix: Tensor, index: int) -> Tensor:
+    """Send the update from the rank at a flat index of the matrix's mesh, and return this rank's part of it."""
+    if not isinstance(matrix, DTensor):
+        assert update is not None
+        return update
+    mesh = matrix.device_mesh
+    coordinate, source = _own_coordinate(mesh), _coordinates(mesh)[index]
+    if update is None:
+        update = torch.empty(matrix.shape, dtype=torch.bfloat16, device=mesh.device_type)
+    update = update.contiguous()  # a tall matrix was transposed
+    # Along one dimension at a time, from the ranks that have the update to those that differ in this dimension.
+    for dim in reversed(range(mesh.ndim)):
+        if coordinate[:dim] == source[:dim]:
+            dist.broadcast(update, group=mesh.get_group(dim), group_src=source[dim])
+    shape, offset = compute_local_shape_and_global_offset(matrix.shape, mesh, matrix.placements)
+    return update[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]
+
+
+def _coordinates(mesh: DeviceMesh) -> list[tuple[int, ...]]:
+    return list(itertools.product(*map(range, mesh.shape)))
+
+
+def _own_coordinate(mesh: DeviceMesh) -> tuple[int, ...]:
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    return tuple(coordinate)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,130 @@
+"""`VLLMEngine`: rollouts sampled by a server of vLLM, which gets the weights before each round. It has not run on a GPU
+yet; the tests have a server that speaks the same protocol."""
+
+import asyncio
+import json
+import urllib.request
+from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from torchtitan.components.checkpoint.ranks import Ranks
+from torchtitan.components.generation import Generation
+from torchtitan.components.generation.sampling import generator_of
+from torchtitan.protocols.tensor_source import TensorSource
+from torchtitan.tools.errors import UserError
+
+ResultT = TypeVar("ResultT")
+
+_START = 'start VLLM_SERVER_DEV_MODE=1 vllm serve DIR --weight-transfer-config \'{"backend": "nccl"}\''
+_SECONDS = 3600.0
+"""Limit of a request; a continuation may wait for many others."""
+
+
+def request(url: str, path: str, body: Any = None, *, seconds: float = _SECONDS) -> Any:
+    """Return the JSON that a server answers to GET or, with a body, POST. Raise `UserError` if it does not."""
+    data = None if body is None else json.dumps(body).encode()
+    try:
+        message = urllib.request.Request(f"{url}{path}", data, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(message, timeout=seconds) as response:
+            text = response.read()
+        return json.loads(text or "null")
+    except (OSError, ValueError) as error:
+        raise UserError(f"--rollout.url {url}: no answer to {path} ({error}); {_START}") from error
+
+
+def check_server(url: str) -> tuple[str, int, int]:
+    """Return a server's model, the length of its context, and the number of its processes. Raise `UserError` if vLLM is
+    not installed here, or if the server cannot be reached or does not take weights."""
+    try:
+        import vllm.distributed.weight_transfer  # noqa: F401
+    except ImportError as error:
+        raise UserError(f"--rollout.engine vllm: {error}; install torchtitan[vllm]") from error
+    models, workers = request(url, "/v1/models", seconds=10), request(url, "/get_world_size", seconds=10)
+    try:
+        return models["data"][0]["id"], models["data"][0]["max_model_len"], workers["world_size"]
+    except (KeyError, TypeError, IndexError) as error:
+        raise UserError(f"--rollout.url {url} is no server of vLLM; {_START}") from error
+
+
+class VLLMEngine:
+    """Samples with the server at `url` (docs.vllm.ai/en/latest/training/weight_transfer), at temperature 1.
+
+    Args:
+        weights: the model's weights under Hugging Face's names; all ranks read them in the same order.
+        dtype: type in which they are sent.
+        stop_ids: tokens that end a text.
+        max_rows: requests at a time.
+
+    Raises:
+        UserError: as `check_server`, and if a request fails.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        weights: TensorSource,
+        dtype: torch.dtype,
+        stop_ids: AbstractSet[int],
+        max_rows: int,
+        ranks: Ranks,
+    ):
+        self._url, self._ranks, self._max_rows, self._stop_ids = url, ranks, max_rows, sorted(stop_ids)
+        self._model, self.context, n_workers = check_server(url)
+        self._transfer = _transfer(url, weights, dtype, ranks.rank, n_workers)
+
+    async def generate(self, prompt: Sequence[int], *, max_new_tokens: int, key: str) -> Generation:
+        """Return a sampled continuation of token ids; await it in a coroutine that `run` runs."""
+        # Explicit, since the model's generation_config.json changes the server's defaults.
+        sampling = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+        sampling |= {"seed": generator_of(key).initial_seed(), "max_tokens": max_new_tokens}
+        wanted = {"stop_token_ids": self._stop_ids, "logprobs": 1, "return_token_ids": True}
+        body = {"model": self._model, "prompt": list(prompt), **sampling, **wanted}
+        loop = asyncio.get_running_loop()
+        answer = await loop.run_in_executor(self._pool, request, self._url, "/v1/completions", body)
+        (choice,) = answer["choices"]
+        ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
+        return Generation(ids, logprobs, "stop" if choice["finish_reason"] == "stop" else "length")
+
+    def run(self, texts: Sequence[Coroutine[Any, Any, ResultT]]) -> list[ResultT]:
+        """Send the weights, and run coroutines that await `generate`; return their results in order. An exception of
+        any process is raised in all."""
+
+        async def together() -> list[ResultT]:
+            return await asyncio.gather(*texts)
+
+        def sample() -> None:
+            with ThreadPoolExecutor(self._max_rows) as self._pool:
+                results.extend(asyncio.run(together()))
+
+        results: list[ResultT] = []
+        self._transfer.send_weights()
+        # Its cache of prompts is of the weights before. All ranks wait, since they share the server.
+        self._ranks.broadcast_from_rank0(lambda: request(self._url, "/reset_prefix_cache", {}))
+        self._ranks.all_ranks_or_raise(sample)
+        return results
+
+
+def _transfer(url: str, weights: TensorSource, dtype: torch.dtype, rank: int, n_workers: int) -> Any:
+    """Return vLLM's sender of weights, to which rank 0 connects the server."""
+    from vllm.distributed.weight_transfer import HTTPVLLMWeightSyncClient, WeightTransferTrainerFactory
+    from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+    from vllm.utils.network_utils import get_ip, get_open_port
+
+    class Source(WeightSource):
+        def metadata(self) -> list[Any]:
+            return [ParamMeta(name, dtype, tuple(spec.shape)) for name, spec in weights.specs.items()]
+
+        def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+            return ((name, weights.read(name).to(dtype)) for name in weights.specs)
+
+    meeting, client = (
+        NCCLTrainerInitInfo(get_ip(), get_open_port(), n_workers + 1, rank=rank),
+        HTTPVLLMWeightSyncClient(url),
+    )
+    return WeightTransferTrainerFactory.trainer_init(init_info=meeting, client=client, source=Source())

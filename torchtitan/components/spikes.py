@@ -1,0 +1,117 @@
+"""`SpikeGuard`: decides which steps are spikes, and counts skipped steps."""
+
+import statistics
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torchtitan.config import Configurable
+from torchtitan.config.sections import require_at_least
+from torchtitan.tools.errors import UserError, require
+
+
+class SpikeGuard(Configurable):
+    """Compares each step with the last `window` steps taken. It needs only numbers that are equal on all ranks, so all
+    ranks decide alike, and its state belongs in checkpoints.
+
+        if spike := guard.spike(loss, grad_norm):   # before the optimizer step
+            guard.count_skipped()
+        else:
+            optimizer.step()
+            guard.record(loss, grad_norm)
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Configurable.Config):
+        """Steps to skip, and the response to many of them."""
+
+        threshold: float | None = None
+        """Skip a step whose loss or gradient norm exceeds its mean over `window` steps by more than this many standard
+        deviations, without changing weights or optimizer state. None: take every finite step."""
+
+        window: int = 128
+        """Most recent steps taken that define mean and standard deviation. No step is a spike before there are so
+        many, and skipped steps do not count."""
+
+        max_in_a_row: int = 10
+        """Skipped steps in a row, spikes or not finite (training.on_nonfinite skip), that lead to `action`."""
+
+        action: Literal["stop", "leave_out", "repeat"] = "stop"
+        """Response to `max_in_a_row` skipped steps: `stop` ends the run. The others load the newest checkpoint from
+        before these steps and go on, `leave_out` with the data that follows, `repeat` with the data since the
+        checkpoint again. A second return to the same checkpoint ends the run."""
+
+        advance_schedule: bool = True
+        """Advance the learning-rate schedule with skipped and undone steps too, so that it ends with the run."""
+
+        def validate(self) -> None:
+            valid = self.threshold is None or self.threshold > 0
+            require(valid, "--spikes.threshold", self.threshold, "above 0, or None (off)")
+            require_at_least(2, spikes__window=self.window)
+            require_at_least(1, spikes__max_in_a_row=self.max_in_a_row)
+
+        def check_run(self, run: Any) -> None:
+            """Raise `UserError` if a run, a `Trainer.Config`, cannot skip steps or return to a checkpoint."""
+            if self.threshold is not None and run.optimizer.early_step_in_backward:
+                raise UserError(
+                    f"--optimizer.early_step_in_backward cannot be combined with --spikes.threshold {self.threshold}, "
+                    "since weights are already updated when the loss is known"
+                )
+            if self.action != "stop" and not run.checkpoint.saves:
+                raise UserError(f"--spikes.action {self.action} returns to a checkpoint, and needs --checkpoint.enable")
+
+    config: Config
+
+    def __init__(self, config: Config):
+        super().__init__(config)
+        self._values: dict[str, deque[float]] = {
+            name: deque(maxlen=config.window) for name in ("loss", "gradient norm")
+        }
+        self.in_a_row = 0
+        """Steps skipped since the last step taken, or the last return to a checkpoint."""
+        self.n_skipped = 0
+        self.returned_to: int | None = None
+        """Step of the checkpoint to which the run last returned."""
+
+    @property
+    def is_return_due(self) -> bool:
+        return self.in_a_row >= self.config.max_in_a_row
+
+    def spike(self, loss: float, grad_norm: float) -> str:
+        """Return a description if a step with these finite numbers is a spike, otherwise ""."""
+        if self.config.threshold is None:
+            return ""
+        for (name, values), value in zip(self._values.items(), (loss, grad_norm), strict=True):
+            if len(values) < self.config.window:
+                continue
+            mean, deviation = statistics.fmean(values), statistics.stdev(values)
+            if value - mean > self.config.threshold * deviation:
+                return f"the {name} is a spike (the last {len(values)} steps: {mean:.4g} ± {deviation:.2g})"
+        return ""
+
+    def record(self, loss: float, grad_norm: float) -> None:
+        """Add the numbers of a step that was taken."""
+        self.in_a_row = 0
+        for values, value in zip(self._values.values(), (loss, grad_norm), strict=True):
+            values.append(value)
+
+    def count_skipped(self) -> None:
+        self.in_a_row += 1
+        self.n_skipped += 1
+
+    def metrics(self) -> dict[str, float]:
+        """Return the number of skipped steps, if any."""
+        return {"skipped_steps": self.n_skipped} if self.n_skipped else {}
+
+    def state_dict(self) -> dict[str, Any]:
+        counts = {name: getattr(self, name) for name in ("in_a_row", "n_skipped", "returned_to")}
+        return {"values": {name: list(values) for name, values in self._values.items()}, **counts}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore a state, also one with another window."""
+        for name, values in self._values.items():
+            values.clear()
+            values.extend(state_dict["values"][name])
+        for name in ("in_a_row", "n_skipped", "returned_to"):
+            setattr(self, name, state_dict[name])

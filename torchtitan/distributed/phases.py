@@ -1,0 +1,92 @@
+"""`PhaseClock`: the time that a rank spends in each phase of a run."""
+
+import contextlib
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+START_UP, BETWEEN_STEPS, GATHERING = "start-up", "between steps", "waiting for weights"
+
+
+class PhaseClock:
+    """Divide the time of a rank among phases: each moment belongs to the phase entered last, at first "start-up".
+
+    On CUDA, whose work the host only queues, a phase begins when the device reaches its mark in the current stream: its
+    time includes waiting for the host and other streams. Reading waits for nothing; marks not yet reached count later.
+
+    Args:
+        device: the rank's device; None: the host's clock.
+    """
+
+    def __init__(self, device: torch.device | None = None):
+        on_cuda = device is not None and device.type == "cuda" and torch.cuda.is_available()
+        self._new_mark = _cuda_mark if on_cuda else _HostMark
+        self._seconds = defaultdict[str, float](float)
+        self._marks = deque[tuple[str, Any]]()
+        self.begun = time.time()
+        self.enter(START_UP)
+
+    def enter(self, phase: str) -> None:
+        """Begin a phase, which ends the current one."""
+        self.phase = phase
+        self._marks.append((phase, self._new_mark()))
+        while len(self._marks) > 1 and self._marks[1][1].query():
+            ended, begin = self._marks.popleft()
+            self._seconds[ended] += begin.elapsed_time(self._marks[0][1]) / 1000
+
+    @contextlib.contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        """Spend the block in a phase, then return to the current one."""
+        outer = self.phase
+        self.enter(phase)
+        try:
+            yield
+        finally:
+            self.enter(outer)
+
+    def seconds(self) -> dict[str, float]:
+        """Return the time spent in each phase so far."""
+        self.enter(self.phase)
+        return dict(self._seconds)
+
+    def begin_at(self, when: float) -> None:
+        """Let the start-up begin earlier, at the time `when` in seconds since the epoch."""
+        self._seconds[START_UP] += self.begun - when
+        self.begun = when
+
+
+class _HostMark:
+    """A moment on the host, with the methods of `torch.cuda.Event`."""
+
+    def __init__(self) -> None:
+        self._time = time.perf_counter()
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end: "_HostMark") -> float:
+        return 1000 * (end._time - self._time)
+
+
+def _cuda_mark() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def mark_gathering(model: nn.Module, clock: PhaseClock) -> None:
+    """Let FSDP's units enter the phase "waiting for weights" while they gather weights in the phase "forward", so that
+    "forward" is this rank's own work. Call this after applying FSDP."""
+
+    def switch(before: str, after: str) -> Any:
+        return torch.compiler.disable(lambda module, inputs: clock.enter(after) if clock.phase == before else None)
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.register_forward_pre_hook(switch("forward", GATHERING), prepend=True)
+            module.register_forward_pre_hook(switch(GATHERING, "forward"))

@@ -1,0 +1,51 @@
+"""The least recomputation with which a step fits in the memory of a GPU, for `--activation_checkpoint.mode auto`."""
+
+import dataclasses
+from typing import TypeVar
+
+from torchtitan.components.data import PromptDataLoader
+from torchtitan.config import ActivationCheckpointConfig
+from torchtitan.dry_run.report import reports_of
+from torchtitan.tools.device import device_type, total_memory
+from torchtitan.tools.logging import logger
+from torchtitan.trainer import Trainer
+
+ConfigT = TypeVar("ConfigT", bound=Trainer.Config)
+
+_USABLE = 0.95
+"""Part of the memory that PyTorch may reserve; the CUDA context and NCCL take some, too."""
+
+
+def with_fitting_checkpoints(config: ConfigT, world_size: int) -> ConfigT:
+    """Return `config` with a mode in place of `auto`: on a GPU the first of `none`, `selective` and `full` with
+    which dry runs of all pipeline stages fit, elsewhere `none`. The result depends only on the configuration, the
+    number of ranks and the memory of the GPU. Raise `UserError` if the layout does not support it."""
+    if config.activation_checkpoint.mode != "auto":
+        return config
+    if device_type() != "cuda":
+        return _with_mode(config, "none")
+    if isinstance(config.dataloader, PromptDataLoader.Config):  # a dry run cannot sample answers
+        return _with_mode(config, "selective")
+    memory, needed = total_memory(), []
+    for mode in ("none", "selective"):
+        peak = max(report.peak_reserved_bytes for report in reports_of(_with_mode(config, mode), world_size))
+        needed.append(f"{mode} {peak / 2**30:.1f} GiB")
+        if peak <= _USABLE * memory:
+            break
+    else:
+        mode = "full"
+    chosen = _with_mode(config, mode)
+    chosen.check_layout(world_size)
+    logger.info(
+        "activation checkpointing: %s (--activation_checkpoint.mode auto; by dry runs, a step reserves with %s, and "
+        "the GPU has %.1f GiB)",
+        mode,
+        ", with ".join(needed),
+        memory / 2**30,
+    )
+    return chosen
+
+
+def _with_mode(config: ConfigT, mode: str) -> ConfigT:
+    chosen = ActivationCheckpointConfig(**{**dataclasses.asdict(config.activation_checkpoint), "mode": mode})
+    return dataclasses.replace(config, activation_checkpoint=chosen)

@@ -1,0 +1,91 @@
+"""Devices: the speeds that a prediction needs, from data sheets."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """One device of a job. Speeds are FLOP/s, bytes/s (in one direction) and seconds."""
+
+    name: str
+    memory_gib: float
+    float32_flops: float
+    bfloat16_flops: float
+    float8_flops: float
+    """Peak of dense matrix products, as the data sheet gives it. Equal to `bfloat16_flops` without float8 units."""
+    product_efficiency: float = 0.7
+    """Part of the peak that large bfloat16 products reach: 0.6 to 0.8 on GPUs, limited by power."""
+    attention_efficiency: float = 0.35
+    """Part of the bfloat16 peak in attention with a causal mask; FlashAttention-2 on an H100: 0.35 (arXiv:2407.08608,
+    figures 5 and 6)."""
+    memory_bandwidth: float
+    memory_efficiency: float = 0.85
+    """Part of the memory bandwidth that elementwise kernels reach: 0.85 to 0.92 in BabelStream on GPUs."""
+    link_bandwidth: float
+    """Between devices of a host."""
+    network_bandwidth: float
+    """Of each device to other hosts."""
+    link_efficiency: float = 0.8
+    """Part of a link that large collectives use; nccl-tests report 360 of 450 GB/s on an H100 (all-gather)."""
+    link_latency: float = 2e-6
+    """Per hop of a ring inside a host (nccl/src/graph/tuning.cc: 0.6 to 2.7 µs, by protocol)."""
+    network_latency: float = 10e-6
+    """Per hop between hosts (nccl/src/graph/tuning.cc: 2.7 to 14 µs, by protocol)."""
+    collective_seconds: float = 10e-6
+    """Start of a collective, at any size."""
+    launch_seconds: float = 6e-6
+    """Host time per operation in eager mode: dispatcher, autograd and kernel launch."""
+    is_asynchronous: bool = True
+    """True if the host runs ahead of the device, so that launches only count if there are too many of them, and
+    communication overlaps with computation."""
+
+
+_NVLINK4, _NVLINK5 = 450e9, 900e9
+_400_GBIT = 50e9
+
+DEVICES = {
+    # NVIDIA's data sheets "H100 Tensor Core GPU", "H200 Tensor Core GPU" and "DGX B200"; dense numbers, half of those
+    # "with sparsity". float32 is TF32's peak without sparsity / 7.5: training does not use TF32.
+    "h100": Device(
+        name="H100 SXM 80 GB",
+        memory_gib=79.2,
+        float32_flops=67e12,
+        bfloat16_flops=989e12,
+        float8_flops=1979e12,
+        memory_bandwidth=3.35e12,
+        link_bandwidth=_NVLINK4,
+        network_bandwidth=_400_GBIT,
+    ),
+    # The device of published measurements: slower memory, and 500 W instead of 700 W.
+    "h100_96gb": Device(
+        name="H100 96 GB HBM2e, 500 W",
+        memory_gib=95.0,
+        float32_flops=67e12,
+        bfloat16_flops=989e12,
+        float8_flops=1979e12,
+        product_efficiency=0.53,  # fitted to row 1 of the published runs
+        memory_bandwidth=2.4e12,
+        link_bandwidth=_NVLINK4,
+        network_bandwidth=_400_GBIT,
+    ),
+    "h200": Device(
+        name="H200 SXM 141 GB",
+        memory_gib=139.8,
+        float32_flops=67e12,
+        bfloat16_flops=989e12,
+        float8_flops=1979e12,
+        memory_bandwidth=4.8e12,
+        link_bandwidth=_NVLINK4,
+        network_bandwidth=_400_GBIT,
+    ),
+    "b200": Device(
+        name="B200 SXM 180 GB",
+        memory_gib=178.4,
+        float32_flops=80e12,
+        bfloat16_flops=2250e12,
+        float8_flops=4500e12,
+        memory_bandwidth=8e12,
+        link_bandwidth=_NVLINK5,
+        network_bandwidth=_400_GBIT,
+    ),
+}

@@ -1,0 +1,162 @@
+"""Speed of this machine's CPU, measured in a few seconds by the number of processes that train, and kept in a file."""
+
+import hashlib
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from torchtitan.foresight.devices import Device
+from torchtitan.tools import durable
+from torchtitan.tools.errors import UserError
+
+_SECONDS = 0.4
+"""Duration of each measurement."""
+_SIDE = 768
+"""Rows of the matrices that are multiplied: products of small models, beyond the caches."""
+_ELEMENTS = 2**20
+"""Elements of the tensors that pass through memory: activations of small models."""
+_LARGE, _SMALL = 2**22, 16
+"""Elements of the messages that give bandwidth and latency."""
+_VERSION = 2
+"""Of the measurement, part of the file's name."""
+
+
+def this_machine(processes: int) -> Device:
+    """Return the speed of each of `processes`, at most one per core, that compute at the same time on this machine,
+    measured on first use; the file is in $TORCHTITAN_CACHE or ~/.cache/torchtitan."""
+    processes = min(processes, os.cpu_count() or 1)
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    key = [_VERSION, platform.processor(), platform.node(), os.cpu_count(), processes, threads, torch.__version__]
+    cache = Path(os.environ.get("TORCHTITAN_CACHE") or Path.home() / ".cache" / "torchtitan")
+    path = cache / f"device-{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}.json"
+    if not path.is_file():
+        durable.make_folder(cache)
+        durable.write(path, json.dumps(asdict(_measure_together(processes))))
+    return Device(**json.loads(path.read_text()))
+
+
+def _measure_together(processes: int) -> Device:
+    with tempfile.TemporaryDirectory() as folder:
+        threads = max(1, (os.cpu_count() or 1) // processes)  # as `torchtitan train` does
+        environment = {"OMP_NUM_THREADS": str(threads), **os.environ}
+        program = "from torchtitan.foresight import this_machine; this_machine.main()"
+        words = [sys.executable, "-P", "-c", program, f"{folder}/store", str(processes)]
+        started = [
+            subprocess.Popen([*words, str(rank)], stdout=subprocess.PIPE, text=True, env=environment)
+            for rank in range(processes)
+        ]
+        outputs = [process.communicate()[0] for process in started]
+    if any(process.returncode for process in started):
+        raise UserError("the speed of this machine could not be measured (see above); describe it in a --device_file")
+    return Device(**json.loads(outputs[0]))
+
+
+def measure(processes: int) -> Device:
+    """Measure the speed of this process, while the other ranks of the process group do the same."""
+    torch.manual_seed(0)
+    gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+    products = {dtype: _products_rate(dtype) for dtype in (torch.float32, torch.bfloat16)}
+    latency, seconds = (_mean_seconds(_all_reduce(n)) if processes > 1 else 0.0 for n in (_SMALL, _LARGE))
+    # A ring sends twice (n - 1) / n of the message.
+    sent = 8 * _LARGE * (processes - 1) / processes
+    bandwidth = sent / (seconds - latency) if processes > 1 else 1.0
+    return Device(
+        name=f"this machine, {processes} process(es)",
+        memory_gib=gib / processes,
+        float32_flops=products[torch.float32],
+        bfloat16_flops=products[torch.bfloat16],
+        float8_flops=products[torch.bfloat16],
+        product_efficiency=1.0,
+        attention_efficiency=_attention_rate() / products[torch.float32],
+        memory_bandwidth=_memory_rate(),
+        memory_efficiency=1.0,
+        link_bandwidth=bandwidth,
+        network_bandwidth=bandwidth,
+        link_efficiency=1.0,
+        link_latency=0.0,
+        network_latency=0.0,
+        collective_seconds=latency,
+        launch_seconds=_launch_seconds(),
+        is_asynchronous=False,
+    )
+
+
+def _mean_seconds(call: Callable[[], object]) -> float:
+    """Return the mean duration. All processes make the same number of calls, which one call determines."""
+    call()
+    start = time.perf_counter()
+    call()
+    count = torch.tensor(max(1, round(_SECONDS / (time.perf_counter() - start))))
+    if dist.is_initialized():
+        dist.broadcast(count, 0)
+    start = time.perf_counter()
+    for _ in range(int(count)):
+        call()
+    return (time.perf_counter() - start) / int(count)
+
+
+def _products_rate(dtype: torch.dtype) -> float:
+    a, b = torch.rand(2, _SIDE, _SIDE).to(dtype)
+    return 2 * _SIDE**3 / _mean_seconds(lambda: a @ b)
+
+
+def _memory_rate() -> float:
+    """Return the bytes/s of the elementwise operations of a block and its gradients: sums, products, activations."""
+    x, y = torch.rand(2, _ELEMENTS)
+
+    def operations() -> None:
+        torch.sigmoid(x)
+        x * y
+        x.mul(0.5)
+        x + y
+
+    return 10 * 4 * _ELEMENTS / _mean_seconds(operations)
+
+
+def _attention_rate() -> float:
+    """Return the FLOP/s of causal attention, forward and backward, counted as on GPUs (`foresight.time`)."""
+    q, k, v = (torch.rand(1, 8, 512, 64, requires_grad=True) for _ in range(3))
+    square = 4 * 8 * 512 * 512 * 64
+
+    def attend() -> None:
+        F.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
+
+    return 0.5 * square * (1 + 2.5) / _mean_seconds(attend)
+
+
+def _launch_seconds() -> float:
+    """Return the time of an operation on a tensor so small that only the call counts, with its part of autograd."""
+    x, layer = torch.rand(1, 16, requires_grad=True), torch.nn.Linear(16, 16, bias=False)
+    repeats, operations_each = 20, 8  # product, activation and sum; their gradients; the sum of the weight's gradients
+
+    def operations() -> None:
+        y = x
+        for _ in range(repeats):
+            y = F.silu(layer(y)) + y
+        y.sum().backward()
+
+    return _mean_seconds(operations) / (repeats * operations_each)
+
+
+def _all_reduce(n: int) -> Callable[[], object]:
+    tensor = torch.zeros(n)
+    return lambda: dist.all_reduce(tensor)
+
+
+def main() -> None:
+    """Print the speed of one of several processes; arguments: a file for their rendezvous, their number, the rank."""
+    store, processes, rank = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    if processes > 1:
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=processes)
+    print(json.dumps(asdict(measure(processes))))

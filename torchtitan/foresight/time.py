@@ -1,0 +1,207 @@
+"""Time of a step on a device: kernels, collectives, their overlap, and the bubble of a pipeline."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from torchtitan.config.sections import PipelineSchedule
+from torchtitan.dry_run.work_tracker import CommunicationKind, Kernel
+from torchtitan.foresight.devices import Device
+
+Role = Literal["FSDP", "tensor parallel", "context parallel", "expert parallel", "replicas", "pipeline", "all"]
+"""Why ranks communicate."""
+
+FUSED_TRAFFIC = 0.45
+"""Memory traffic of compiled elementwise operations, relative to eager ones: fused, they keep intermediate results in
+registers. Fitted to row 2 of the published runs."""
+
+FUSED_LAUNCHES = 0.3
+"""Launches of compiled elementwise operations, relative to eager ones: about three become one kernel."""
+
+FLOAT8_EFFICIENCY = 0.53
+"""Part of the float8 peak that large products reach. Fitted to rows 3 and 11 of the published runs."""
+
+FLOAT8_CASTS = 0.75
+"""Traffic to cast the operands of products to float8, relative to the traffic of the products in bfloat16: two reads,
+to find the largest number and to cast, and half a write, for operands that two or three products share. Fitted to rows
+3 and 11."""
+
+CAUSAL_PART = 0.5
+"""Part of the square of attention that flash attention computes under a causal mask."""
+
+ATTENTION_BACKWARD = 1.25
+"""Five products in flash attention's backward pass (arXiv:2205.14135), where counted operations have four."""
+
+CONTENTION = 0.12
+"""Part of the device that a collective occupies meanwhile: 16 of an H100's 132 multiprocessors, NCCL's usual number of
+channels."""
+
+ASYNC_TENSOR_PARALLEL = 0.25
+"""Part of tensor-parallel communication that is hidden if products are computed in pieces as they arrive. The first
+and last piece stay exposed, and smaller products are slower. Fitted to row 13."""
+
+BUBBLES: dict[PipelineSchedule, float] = {
+    "GPipe": 1.0,
+    "1F1B": 1.0,
+    "Interleaved1F1B": 1.0,
+    "LoopedBFS": 1.0,
+    "InterleavedZeroBubble": 1 / 3,
+    "ZBVZeroBubble": 1 / 6,
+    "DualPipeV": 1 / 6,
+}
+"""Bubble relative to (ranks - 1) / (micro-batches x stages per rank). The first four: arXiv:2104.04473, section 2.2;
+delayed weight gradients fill two thirds (arXiv:2401.10241, section 2.2), and V schedules half of the rest."""
+
+
+class Group(NamedTuple):
+    """Ranks that communicate: their number, and how many of them share a host."""
+
+    ranks: int
+    per_host: int
+
+    @classmethod
+    def of(cls, ranks: int, stride: int, devices_per_host: int) -> "Group":
+        """Return a group of ranks that are `stride` apart."""
+        return cls(ranks, max(1, min(ranks, devices_per_host // stride)))
+
+
+class Message(NamedTuple):
+    """Calls of a collective with the same role; `n_bytes` counts whole messages of all calls together."""
+
+    role: Role
+    kind: CommunicationKind
+    group: Group
+    calls: float
+    n_bytes: float
+
+
+@dataclass(frozen=True)
+class Methods:
+    """Methods of computation, as far as the counted operations do not show it."""
+
+    is_compiled: bool = False
+    uses_float8: bool = False
+    float8_gather: bool = False
+    is_async_tp: bool = False
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step, by part: products, attention, other kernels, recomputation, optimizer, launches, pipeline
+    bubble, and each role of communication, as far as no computation hides it."""
+
+    parts: dict[str, float]
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts.values())
+
+
+def collective_seconds(device: Device, kind: CommunicationKind, group: Group, n_bytes: float, calls: float) -> float:
+    """Return the time of `calls` collectives with messages of `n_bytes` together.
+
+    A ring over several hosts crosses each of them with all network devices of its ranks. All-to-all sends to other
+    hosts directly, with one network device per rank. All-reduce takes the faster of ring and tree (2 log2 n hops).
+    """
+    n, hosts = group.ranks, math.ceil(group.ranks / group.per_host)
+    if n == 1 or not calls:
+        return 0.0
+    link, network = device.link_bandwidth, device.network_bandwidth * group.per_host
+    bandwidth = device.link_efficiency * (link if hosts == 1 else min(link, network))
+    hop = device.link_latency if hosts == 1 else device.network_latency
+    ring = (n - hosts) * device.link_latency + (hosts - 1) * hop
+    start, part = device.collective_seconds, (n - 1) / n
+    if kind == "all-to-all":
+        remote = n_bytes * (n - group.per_host) / n
+        local = n_bytes * part - remote
+        seconds = max(local / link, remote / device.network_bandwidth) / device.link_efficiency
+        return calls * (start + hop) + seconds
+    if kind == "all-reduce":
+        by_ring = calls * 2 * ring + 2 * part * n_bytes / bandwidth
+        by_tree = calls * 2 * math.log2(n) * hop + 2 * n_bytes / bandwidth
+        return calls * start + min(by_ring, by_tree)
+    return calls * (start + ring) + part * n_bytes / bandwidth
+
+
+def kernel_seconds(device: Device, kernel: Kernel, methods: Methods, float8_part: float) -> float:
+    """Return the time of one kernel on the device, without its launch: the longer of computation and memory
+    traffic. `float8_part` is the part of the products that is computed in float8."""
+    bandwidth = device.memory_bandwidth * device.memory_efficiency
+    traffic = kernel.n_bytes / bandwidth
+    dtype = str(kernel.dtype).removeprefix("torch.")
+    peak = device.float32_flops if dtype == "float32" else device.bfloat16_flops
+    if kernel.kind == "attention":
+        passes = ATTENTION_BACKWARD if kernel.phase == "backward" else 1.0
+        return max(CAUSAL_PART * passes * kernel.flops / (peak * device.attention_efficiency), traffic)
+    if kernel.kind == "product":
+        computing = kernel.flops / (peak * device.product_efficiency)
+        in_float8 = kernel.flops / (device.float8_flops * FLOAT8_EFFICIENCY)
+        if dtype.startswith("float8"):
+            return max(in_float8, traffic)
+        part = 0.0 if dtype == "float32" else float8_part
+        cast = max(in_float8, traffic / 2) + FLOAT8_CASTS * traffic
+        return (1 - part) * max(computing, traffic) + part * cast
+    is_fused = methods.is_compiled and kernel.kind == "other" and kernel.phase != "update"
+    return traffic * (FUSED_TRAFFIC if is_fused else 1.0)
+
+
+def step_time(
+    device: Device,
+    kernels: Iterable[tuple[Kernel, float]],
+    messages: Iterable[Message],
+    methods: Methods,
+    *,
+    float8_part: float = 0.0,
+) -> StepTime:
+    """Return the time of a step's work on one rank, without a pipeline's bubble.
+
+    FSDP's communication runs on its own streams: the first gather and the last reduction are exposed, the others only
+    if they take longer than the computation. Tensor, context and expert parallelism need each result at once.
+
+    Args:
+        device: where the work runs.
+        kernels: kernels and their numbers of calls.
+        messages: collectives of the step.
+        methods: how the step computes.
+        float8_part: part of the operations of products that is computed in float8.
+    """
+    parts: dict[str, float] = {}
+    launches = 0.0
+    for kernel, calls in kernels:
+        name = "optimizer" if kernel.phase == "update" else "other kernels"
+        if kernel.phase == "recompute":
+            name = "recomputation"
+        elif kernel.kind == "product" and name != "optimizer":
+            name = "products"
+        elif kernel.kind == "attention":
+            name = "attention"
+        parts[name] = parts.get(name, 0.0) + calls * kernel_seconds(device, kernel, methods, float8_part)
+        launches += calls * (FUSED_LAUNCHES if methods.is_compiled and kernel.kind == "other" else 1.0)
+    computing = sum(parts.values())
+    hidden, first = 0.0, 0.0
+    for message in messages:
+        n_bytes, role = message.n_bytes, message.role
+        if role == "FSDP" and message.kind == "all-gather" and methods.float8_gather:
+            n_bytes *= 1 - float8_part / 2
+        seconds = collective_seconds(device, message.kind, message.group, n_bytes, message.calls)
+        if role in ("FSDP", "replicas"):
+            hidden += seconds
+            first += seconds / max(1.0, message.calls)
+        elif role in ("tensor parallel", "context parallel", "expert parallel"):
+            saved = ASYNC_TENSOR_PARALLEL if role == "tensor parallel" and methods.is_async_tp else 0.0
+            parts[role] = parts.get(role, 0.0) + seconds * (1 - saved)
+    if device.is_asynchronous:
+        parts["FSDP"] = max(hidden + CONTENTION * min(hidden, computing) - computing, CONTENTION * hidden, first)
+        parts["launches"] = max(0.0, launches * device.launch_seconds - sum(parts.values()))
+    else:
+        parts["FSDP"] = hidden
+        parts["launches"] = launches * device.launch_seconds
+    return StepTime({name: seconds for name, seconds in parts.items() if seconds})
+
+
+def with_bubble(time: StepTime, schedule: PipelineSchedule, ranks: int, microbatches: int, stages: int) -> StepTime:
+    """Add the bubble of a pipeline with `stages` on each rank."""
+    working = time.total - time.parts.get("optimizer", 0.0)
+    bubble = working * BUBBLES[schedule] * (ranks - 1) / (microbatches * stages)
+    return StepTime({**time.parts, "pipeline bubble": bubble})

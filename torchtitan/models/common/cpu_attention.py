@@ -1,0 +1,84 @@
+"""Causal attention in bfloat16 on CPUs, with a backward pass of batched products, which PyTorch's kernel does not use.
+
+PyTorch's kernel computes the forward pass. With S the scaled scores, l their log-sum-exp, P = exp(S - l), O = P V and
+G the gradient of O, the gradients are V: P^T G, and S: P * (G V^T - d) with d the row sums of G * O (FlashAttention 2,
+Dao 2023, arXiv:2307.08691, algorithm 2). The products round to bfloat16. So that the differences S - l and G V^T - d
+are rounded, and not the terms, l and d are two further columns of the factors, high and low bits of each.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchtitan.tools.device import multiplies
+from torchtitan.tools.torch_private import causal_attention_on_cpu
+
+_QUERIES = 128
+"""Queries at a time. Their probabilities for all keys stay in the cache."""
+
+
+def supports(q_BHLD: Tensor) -> bool:
+    """Return whether queries are in bfloat16, need gradients, and are on a CPU that multiplies bfloat16."""
+    is_plain = type(q_BHLD) is Tensor and not torch.compiler.is_compiling()
+    on_cpu = q_BHLD.device.type == "cpu" and q_BHLD.dtype == torch.bfloat16 and multiplies(torch.bfloat16)
+    return is_plain and on_cpu and q_BHLD.requires_grad
+
+
+class BFloat16CausalAttention(torch.autograd.Function):
+    """Causal attention of H query heads to K key/value heads (K divides H), (B, heads, L, head_dim) each."""
+
+    @staticmethod
+    def forward(ctx: Any, q_BHLD: Tensor, k_BKLD: Tensor, v_BKLD: Tensor, scale: float) -> Tensor:
+        out_BHLD, lse_BHL = causal_attention_on_cpu(q_BHLD, k_BKLD, v_BKLD, scale)
+        ctx.scale = scale
+        ctx.save_for_backward(q_BHLD, k_BKLD, v_BKLD, out_BHLD, lse_BHL)
+        return out_BHLD
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        q_BHLD, k_BKLD, v_BKLD, out_BHLD, lse_BHL = ctx.saved_tensors
+        (grad_BHLD,) = grad_outputs
+        (n_samples, _, length, dim), n_kv_heads, scale = q_BHLD.shape, k_BKLD.shape[1], ctx.scale
+        # Probabilities times the square root of the number of keys, between diffuse and peaked attention, so that their
+        # logarithms are small and have small rounding errors. The gradient is divided by it instead.
+        weight_L1 = torch.arange(1, length + 1, dtype=torch.float32).rsqrt()[:, None]
+        shift_BHL1 = (lse_BHL[..., None] + weight_L1.log()) / scale
+        weighted_BHLD = grad_BHLD * weight_L1
+        row_sums_BHL1 = (weighted_BHLD * out_BHLD).sum(-1, keepdim=True)
+        # (B, K, H / K, L, D + 2), and (B K, L, D + 2) of keys and values.
+        queries, grads = (
+            _with_terms(x, -terms).unflatten(1, (n_kv_heads, -1))
+            for x, terms in ((q_BHLD, shift_BHL1), (weighted_BHLD.to(q_BHLD.dtype), row_sums_BHL1))
+        )
+        ones = k_BKLD.new_ones(*k_BKLD.shape[:3], 2)
+        keys, values = (torch.cat((x, ones), dim=-1).flatten(0, 1) for x in (k_BKLD, v_BKLD))
+        grad_q = torch.empty_like(queries[..., :dim], memory_format=torch.contiguous_format)
+        grad_k, grad_v = (torch.zeros_like(x[..., :dim], dtype=torch.float32) for x in (keys, values))
+        for start in range(0, length, _QUERIES):
+            end = min(start + _QUERIES, length)
+            q, g = (x[..., start:end, :].flatten(2, 3).flatten(0, 1) for x in (queries, grads))
+            weights = _product(q, keys[:, :end].mT, scale).exp_()
+            weights.unflatten(1, (-1, end - start))[..., start:].tril_()
+            grad_v[:, :end] += torch.bmm(weights.mT, g[..., :dim])
+            grad_scores = torch.bmm(g, values[:, :end].mT).mul_(weights)
+            grad_k[:, :end] += _product(grad_scores.mT, q[..., :dim], scale)
+            grad_q_block = _product(grad_scores, keys[:, :end, :dim], scale)
+            grad_q[..., start:end, :] = grad_q_block.view(n_samples, n_kv_heads, -1, end - start, dim)
+        return (
+            grad_q.flatten(1, 2),
+            grad_k.type_as(k_BKLD).view_as(k_BKLD),
+            grad_v.type_as(v_BKLD).view_as(v_BKLD),
+            None,
+        )
+
+
+def _with_terms(x: Tensor, terms: Tensor) -> Tensor:
+    """Append the high and low bits of `terms` to the last dimension."""
+    high = terms.to(x.dtype)
+    return torch.cat((x, high, (terms - high).to(x.dtype)), dim=-1)
+
+
+def _product(a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """Return `scale * (a @ b)`, rounded once."""
+    return torch.baddbmm(a.new_empty(()), a, b, beta=0, alpha=scale)

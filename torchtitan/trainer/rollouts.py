@@ -1,0 +1,64 @@
+"""Rollouts of trainers: sampling with the run's own weights, by the engine that the configuration names."""
+
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+
+from torchtitan.components.checkpoint.state import ModelState
+from torchtitan.components.data import PromptDataLoader
+from torchtitan.components.generation import Engine, Sampling, stop_ids
+from torchtitan.components.rollout.rewards import Rewards
+from torchtitan.components.rollout.rollout import Rollouts, SamplingEngine
+from torchtitan.components.rollout.vllm import VLLMEngine, check_server
+from torchtitan.components.weights.export import format_for
+from torchtitan.components.weights.views import ExternalView, LiveSource, PlainView
+from torchtitan.protocols.conversion import converted_model
+from torchtitan.protocols.tensor_source import TensorSource
+from torchtitan.tools.errors import UserError
+from torchtitan.trainer.trainer import Trainer
+
+
+def check_rollouts(config: Any) -> None:
+    """Raise `UserError` for a run that cannot sample with its section `rollout`."""
+    rollout, parallelism, most = config.rollout, config.parallelism, config.training.seq_len
+    rollout.validate()
+    parallelism.require_one("context", "pipeline", user="rollouts, which the run's own weights generate")
+    if rollout.max_new_tokens > most:
+        raise UserError(
+            f"--rollout.max_new_tokens is {rollout.max_new_tokens}, but a window of --training.seq_len {most} must "
+            "also hold the prompt; decrease it, or increase --training.seq_len"
+        )
+    if rollout.engine == "vllm":  # whose processes of a tensor-parallel group would get different tokens
+        parallelism.require_one("tensor", user="--rollout.engine vllm")
+        check_server(rollout.url)
+
+
+def build_rollouts(trainer: Trainer, rewards: Rewards) -> Rollouts:
+    """Return the rollouts of a trainer whose configuration has the section `rollout`, and whose data are prompts."""
+    config, tokenizer, template = trainer.config, trainer.tokenizer, cast(PromptDataLoader, trainer.dataloader).template
+    rollout: Rollouts.Config = cast(Any, config).rollout
+    assert template
+    end, folders = template.end_of_turn_id(tokenizer), [tokenizer.folder] if tokenizer.folder else []
+    stops = stop_ids(tokenizer, *folders) | (set() if end is None else {end})
+    engine: SamplingEngine
+    if rollout.engine == "vllm":
+        weights, dtype = huggingface_weights(trainer), getattr(torch, config.training.mixed_precision_param)
+        engine = VLLMEngine(rollout.url, weights, dtype, stops, rollout.max_rows, trainer.ranks)
+    else:
+        group, sampling = dist.group.WORLD if dist.is_initialized() else None, Sampling(temperature=1.0)
+        model, max_rows = trainer.model_parts[0], rollout.max_rows
+        engine = Engine(model, sampling=sampling, stop_ids=stops, max_rows=max_rows, group=group)
+    engine.context = min(engine.context, config.training.seq_len + 1)
+    leader = trainer.rank - trainer.parallel_dims.coordinate("tp")
+    parts = {"tokenizer": tokenizer, "rewards": rewards, "seed": config.debug.seed, "leader": leader}
+    return rollout.build(engine=engine, stop_ids=stops, **parts)
+
+
+def huggingface_weights(trainer: Trainer) -> TensorSource:
+    """Return the current weights of a trainer's model under Hugging Face's names, without adapters."""
+    spec, converters = trainer.config.model_spec, trainer.converters
+    source: TensorSource = LiveSource(ModelState(trainer.model_parts).state_dict())
+    if converters:
+        source = PlainView(source, converted_model(spec.model, converters), converters)
+    return ExternalView(source, format_for(spec, "hf").adapter(spec.model))

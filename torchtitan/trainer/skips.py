@@ -1,0 +1,56 @@
+"""Steps that are not taken, and the return to a checkpoint."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torchtitan.components.data.base import Batch
+from torchtitan.tools.errors import RunFailure
+from torchtitan.tools.logging import logger
+from torchtitan.trainer.ledger import in_global_order, names_of, shortened
+from torchtitan.trainer.step_result import NonFiniteError, StepResult
+
+
+def skip_step(trainer: Any, outcome: StepResult, micro_batches: Sequence[Batch]) -> None:
+    """Name a step that is not taken, with its documents, on all ranks of a `Trainer`. Raise `NonFiniteError` or
+    `RunFailure` if the run must end."""
+    guard = trainer.spikes
+    local_batches = micro_batches if trainer.parallel_dims.is_batch_leader else []
+    documents = in_global_order(names_of(local_batches, trainer.dataloader.document_names))
+    last = trainer.run_length.data_step
+    data_step = f" (data step {last + 1})" if last > trainer.step else ""
+    message = f"step {trainer.step + 1}{data_step}: {outcome}; documents: {shortened(documents)}"
+    ending: RunFailure | None = None
+    if not outcome.is_finite and trainer.config.training.on_nonfinite == "stop":
+        ending = NonFiniteError(message)
+    else:
+        logger.warning("%s. The step is skipped.", message)
+        guard.count_skipped()
+        if guard.is_return_due and guard.config.action == "stop":
+            ending = RunFailure(f"{guard.in_a_row} steps in a row are skipped (--spikes.max_in_a_row), last {message}")
+    if ending:
+        trainer.checkpointer.wait()  # the process ends immediately, which would lose a save in the background
+        raise ending
+
+
+def return_to_checkpoint(trainer: Any) -> None:
+    """Load weights and optimizer from the newest checkpoint before the skipped steps of a `Trainer`. The step count
+    goes on, so that metrics, ledger and checkpoints never go back. Raise `RunFailure` if there is no such checkpoint,
+    or the run has returned to it before."""
+    guard, action = trainer.spikes, trainer.spikes.config.action
+    step, n_tokens_seen, n_skipped, before = trainer.step, trainer.n_tokens_seen, guard.n_skipped, guard.returned_to
+    last_taken = step - guard.in_a_row
+    kept = {"random"} if action == "repeat" else {"random", "trainer", "dataloader"}
+    if guard.config.advance_schedule:
+        kept.add("lr_scheduler")
+    returned_to = trainer.checkpointer.reload(last_taken, excluding=kept)
+    if returned_to == before:
+        raise RunFailure(f"steps {last_taken + 1} to {step} are skipped, and the run has returned to {before} before")
+    trainer.step, trainer.n_tokens_seen = step, n_tokens_seen
+    guard.in_a_row, guard.n_skipped, guard.returned_to = 0, n_skipped, returned_to
+    trainer.update_length()
+    data = "is read again" if action == "repeat" else "is left out"
+    logger.warning(
+        "steps %d to %d are undone: the run goes on after step %d with the weights and optimizer state of step %d; "
+        "the data of these steps %s (--spikes.action %s)",
+        *(returned_to + 1, step, step, returned_to, data, action),
+    )
