@@ -25,6 +25,7 @@ _COMMANDS = {
     "data": ("data:data", "prepare data ahead of a run (data prepare), or show it (data inspect, data show)"),
     "inspect": ("inspect_checkpoint:inspect_checkpoint", "show the contents of a checkpoint, and verify it"),
     "convert": ("convert:convert", "write a checkpoint in another format (hf, meta, dcp)"),
+    "doctor": ("doctor:doctor", "check the hosts of a run before it starts"),
     "download": ("download:download", "download a model from the Hugging Face Hub"),
     "report": ("report:report", "write a page about runs: curves, time, incidents, configuration (or --text)"),
     "ls": ("ls:ls", "list modules, their configurations and flavors"),
