@@ -10,9 +10,10 @@ import itertools
 import os
 import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -37,7 +38,8 @@ _SCANNED = 1 << 26
 _CHECKED_BLOCKS, _BLOCK = 4, 1 << 15
 
 
-class TokenFile(NamedTuple):
+@dataclass(frozen=True)
+class TokenFile:
     """A file of tokens."""
 
     path: Path
