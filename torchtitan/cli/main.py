@@ -22,7 +22,7 @@ _COMMANDS = {
     "generate": ("generate:generate", "continue a text with the model of a checkpoint"),
     "chat": ("generate:chat", "talk to the model of a checkpoint"),
     "eval": ("evaluate:evaluate", "evaluate the model of a checkpoint on questions, texts or lm-eval tasks"),
-    "data": ("data:data", "show the training data of a configuration (data inspect) or of a step (data show)"),
+    "data": ("data:data", "prepare data ahead of a run (data prepare), or show it (data inspect, data show)"),
     "inspect": ("inspect_checkpoint:inspect_checkpoint", "show the contents of a checkpoint, and verify it"),
     "convert": ("convert:convert", "write a checkpoint in another format (hf, meta, dcp)"),
     "doctor": ("doctor:doctor", "check the hosts of a run before it starts"),
