@@ -13,10 +13,10 @@ from torch.utils.checkpoint import checkpoint
 from tests.models.family_cases import relative_error
 from torchtitan.components import load_balance
 from torchtitan.components.load_balance import LoadBalancer
-from torchtitan.models.common.moe.balance import PenaltyConfig, SelectionBias
 from torchtitan.models.common.moe.experts import InputScaledExperts, RoutedExperts, clamped_swiglu, swiglu
 from torchtitan.models.common.moe.layer import MoEConfig, SigmoidMoEConfig
-from torchtitan.models.common.moe.router import Router, TopK, sigmoid_scores, softmax_scores
+from torchtitan.models.common.moe.router import Router, TopK, softmax
+from torchtitan.protocols.load_balance import PenaltyConfig, SelectionBias
 from torchtitan.tools.errors import UserError
 
 transformers = pytest.importorskip("transformers")
@@ -181,7 +181,7 @@ def test_weights_before_and_after_the_choice() -> None:
 def test_bias_changes_the_choice_but_not_the_weights() -> None:
     x = torch.randn(1, 30, DIM, generator=torch.Generator().manual_seed(0))
     selection = SelectionBias(EXPERTS, rate=0.1)
-    biased = router(score=sigmoid_scores, selection=selection)
+    biased = router(score=torch.sigmoid, selection=selection)
     before, _ = biased(x)
     selection.bias_E[3] = 10.0
     weights, chosen = biased(x)
@@ -242,7 +242,7 @@ def step_with(balancer: LoadBalancer, routed: Any, *, recomputed: bool = False) 
 
 
 @pytest.mark.parametrize("recomputed", [False, True])
-@pytest.mark.parametrize("score", [softmax_scores, sigmoid_scores])
+@pytest.mark.parametrize("score", [softmax, torch.sigmoid])
 @pytest.mark.parametrize("names", [["batch_loss"], ["sequence_loss"], ["z_loss"], list(WEIGHTS)])
 def test_gradients_of_auxiliary_losses_are_those_of_the_global_batch(
     names: list[str], score: Any, recomputed: bool
@@ -280,7 +280,7 @@ def test_mean_of_micro_batches_would_be_another_loss() -> None:
             routed(batch)
         (0.0 * routed(batch)[0]).sum().backward()
     weight = routed.weight.detach().double().requires_grad_()
-    (expected,) = torch.autograd.grad(published_losses(weight, softmax_scores)["batch_loss"], weight)
+    (expected,) = torch.autograd.grad(published_losses(weight, softmax)["batch_loss"], weight)
     assert relative_error(routed.weight.grad, expected) > 0.01
 
 
@@ -298,7 +298,7 @@ def test_tokens_are_counted_once(recomputed: bool) -> None:
 
 def test_selection_bias_follows_the_load() -> None:
     """By the rule of arXiv:2408.15664, algorithm 1; not if the router is frozen."""
-    routed = router(score=sigmoid_scores, selection=SelectionBias(EXPERTS, rate=0.25))
+    routed = router(score=torch.sigmoid, selection=SelectionBias(EXPERTS, rate=0.25))
     run_step(routed).finish_step()
     counts = routed.totals[:-1].tolist()
     mean = sum(counts) / EXPERTS
@@ -312,7 +312,7 @@ def test_selection_bias_follows_the_load() -> None:
 
 def test_bias_evens_out_the_load() -> None:
     """With fixed scores, in which some experts always win."""
-    routed = router(score=sigmoid_scores, selection=SelectionBias(EXPERTS, rate=0.02), bias=True)
+    routed = router(score=torch.sigmoid, selection=SelectionBias(EXPERTS, rate=0.02), bias=True)
     with torch.no_grad():
         routed.bias.copy_(torch.linspace(-1, 1, EXPERTS))
     loads = []
@@ -324,7 +324,7 @@ def test_bias_evens_out_the_load() -> None:
 
 def test_metrics_equal_those_of_independently_counted_tokens() -> None:
     selection = SelectionBias(EXPERTS, rate=0.25)
-    routed = router(score=sigmoid_scores, selection=selection)
+    routed = router(score=torch.sigmoid, selection=selection)
     tokens = torch.cat(micro_batches()).flatten(0, 1)
     scores = torch.sigmoid(tokens.double() @ routed.weight.detach().double().T)
     counts = scores.topk(K).indices.flatten().bincount(minlength=EXPERTS)
@@ -396,8 +396,9 @@ def test_impossible_experts_are_rejected(config: MoEConfig, message: str) -> Non
 
 
 def test_a_router_has_losses_if_any_has_a_weight() -> None:
-    assert not router().has_losses and not router().needs_load
+    plain = LoadBalancer([router()])
+    assert plain.has_routers and not plain.has_losses and not plain.needs_load
     for name, weight in WEIGHTS.items():
-        routed = router(penalties=PenaltyConfig(**{name: weight}))
-        assert routed.has_losses and routed.needs_load == (name == "batch_loss")
+        balancer = LoadBalancer([nn.ModuleList([router(), router(penalties=PenaltyConfig(**{name: weight}))])])
+        assert balancer.has_losses and balancer.needs_load == (name == "batch_loss")
     assert swiglu(torch.tensor(0.0), torch.tensor(1.0)) == 0

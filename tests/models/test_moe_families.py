@@ -28,7 +28,7 @@ from torchtitan.dry_run import dry_run
 from torchtitan.models import glm4_moe, gpt_oss, llama4, mixtral, qwen3_5, qwen3_moe
 from torchtitan.models.common.attention import Attention
 from torchtitan.models.common.moe.experts import RoutedExperts, swiglu
-from torchtitan.models.common.moe.router import sigmoid_scores, softmax_scores
+from torchtitan.models.common.moe.router import softmax
 from torchtitan.models.pretrained import load_model
 from torchtitan.protocols.state_dict_adapter import model_tensor_specs
 from torchtitan.protocols.tensor_source import TensorSpec
@@ -146,7 +146,7 @@ GLM = {
     ("model_type", "options", "mistake"),
     [
         ("qwen3_moe", QWEN3, set_part(normalized=False)),
-        ("qwen3_moe", QWEN3, set_part(score=sigmoid_scores)),
+        ("qwen3_moe", QWEN3, set_part(score=torch.sigmoid)),
         ("qwen3_moe", QWEN3, exchange_gate_and_up),
         ("qwen2_moe", QWEN2, set_part(normalized=True)),
         ("qwen2_moe", QWEN2, without_shared),
@@ -163,7 +163,7 @@ GLM = {
         ("llama4_text", LLAMA4, without_shared),
         ("qwen3_5_moe_text", {}, set_part(normalized=False)),
         ("qwen3_5_moe_text", {}, open_gate),
-        ("glm4_moe", GLM, set_part(score=softmax_scores)),
+        ("glm4_moe", GLM, set_part(score=softmax)),
         ("glm4_moe", GLM, set_part(scale=1.0)),
         ("glm4_moe", GLM, without_bias),
         ("glm4_moe", GLM, in_routers(biased_weights)),

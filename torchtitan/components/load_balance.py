@@ -10,12 +10,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan.distributed.initialize import canonical_name
-from torchtitan.protocols.load_balance import LoadBalanced
+from torchtitan.protocols.load_balance import LoadBalanced, PenaltyConfig
 from torchtitan.protocols.tensor_source import summarize_names
 from torchtitan.tools.logging import logger
-
-_DIMENSIONS = ("dp_replicate", "fsdp", "tp")
-"""Dimensions of the mesh along which ranks route different tokens with the same weights. Pipeline ranks have others."""
 
 _STARVING_SHARE, _STARVING_STEPS = 0.01, 100
 """An expert starves if it gets less than this share of the mean load for this many steps without a break."""
@@ -33,69 +30,63 @@ class LoadBalancer:
 
     def __init__(self, model_parts: Sequence[nn.Module], mesh: DeviceMesh | None = None):
         modules = [pair for part in model_parts for pair in part.named_modules()]
-        named = {canonical_name(name): module for name, module in modules if isinstance(module, LoadBalanced)}
-        self.routers = list(named.values())
-        self._names = [name.removesuffix(".moe.router") for name in named]
+        routers = {canonical_name(name): module for name, module in modules if isinstance(module, LoadBalanced)}
+        self._routers = {name.removesuffix(".moe.router"): router for name, router in routers.items()}
         self._totals: Sequence[Tensor] = []
-        self._idle_steps = [torch.zeros(router.n_experts, dtype=torch.int64) for router in self.routers]
+        self._idle_steps: list[Any] = [0] * len(routers)
         self._reported: set[str] = set()
-        sizes = {} if mesh is None else dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
-        self._groups = [mesh.get_group(name) for name in _DIMENSIONS if mesh is not None and sizes.get(name, 1) > 1]
-        self.needs_load = any(router.needs_load for router in self.routers)
-        """True if the steps need `measuring`; under pipeline parallelism, also for stages without routers."""
-        self.has_losses = any(router.has_losses for router in self.routers)
-        """True if there are auxiliary losses, in any stage of the pipeline."""
-        self.has_routers = bool(self.routers)
-        """True if any stage of the pipeline has routers."""
-        self._pipeline = mesh.get_group("pp") if mesh is not None and sizes["pp"] > 1 else None
+        names = () if mesh is None else mesh.mesh_dim_names or ()
+        groups = {name: mesh.get_group(name) for name in names if mesh is not None and mesh[name].size() > 1}
+        self._pipeline = groups.pop("pp", None)  # ranks with other routers; those of the others route different tokens
+        self._groups = groups.values()
+        penalties = [router.penalties for router in routers.values()]
+        flags = [any(p.batch_loss for p in penalties), any(p != PenaltyConfig() for p in penalties), bool(routers)]
         if mesh is not None and self._pipeline is not None:
-            own = [self.needs_load, self.has_losses, self.has_routers]
-            flags = torch.tensor(own, dtype=torch.int32, device=mesh.device_type)
-            dist.all_reduce(flags, dist.ReduceOp.MAX, self._pipeline)
-            self.needs_load, self.has_losses, self.has_routers = map(bool, flags.tolist())
+            reduced = torch.tensor(flags, dtype=torch.int32, device=mesh.device_type)
+            dist.all_reduce(reduced, dist.ReduceOp.MAX, self._pipeline)
+            flags = reduced.tolist()
+        self.needs_load, self.has_losses, self.has_routers = map(bool, flags)
+        """Whether any stage of the pipeline needs `measuring`, has auxiliary losses, and has routers."""
 
     def start_step(self, n_tokens: int, gradient_degree: int, device: torch.device) -> None:
-        """Begin a step. Auxiliary losses are means over the tokens of the global batch.
-
-        Args:
-            n_tokens: tokens that this rank routes in the step, over all micro-batches; 0: unknown.
-            gradient_degree: ranks over which gradients are averaged, so that each rank's must be larger by this factor.
-            device: of the model.
-        """
-        if not self.routers:
+        """Begin a step, in which this rank routes `n_tokens`, over all micro-batches (0: unknown). Each rank's
+        gradients of auxiliary losses are larger by `gradient_degree`, the ranks over which gradients are averaged."""
+        if not self._routers:
             return
         total = torch.full((), n_tokens, dtype=torch.int64, device=device)
         for group in self._groups:
             dist.all_reduce(total, group=group)
         self._n_tokens = total
-        scale = (gradient_degree / total.clamp(min=1)).float()
-        for router in self.routers:
-            router.start_step(scale)
+        for router in self._routers.values():
+            router.totals = torch.zeros(router.n_experts + 1, dtype=torch.int64, device=device)
+            router.gradient_scale = (gradient_degree / total.clamp(min=1)).float()
 
     @contextlib.contextmanager
     def measuring(self) -> Iterator[None]:
-        """Count in forward passes without gradients; then give each router the load of the global batch."""
-        for router in self.routers:
+        """Count in forward passes without gradients; then give each router the load of the global batch, which is known
+        only after those of all micro-batches on all ranks."""
+        for router in self._routers.values():
             router.is_measuring = True
         try:
             with torch.no_grad():
                 yield
         finally:
-            for router in self.routers:
+            for router in self._routers.values():
                 router.is_measuring = False
-        for router, totals in zip(self.routers, self._global_totals(), strict=True):
+        for router, totals in zip(self._routers.values(), self._global_totals(), strict=True):
             router.batch_counts_E = totals[:-1]
             assert router.totals is not None
             router.totals.zero_()
 
     def finish_step(self) -> None:
-        """Let the routers adapt to the step's load."""
+        """Let the routers adapt to the step's load, except frozen ones."""
         self._totals = self._global_totals()
-        for index, (router, totals) in enumerate(zip(self.routers, self._totals, strict=True)):
+        for index, (router, totals) in enumerate(zip(self._routers.values(), self._totals, strict=True)):
             counts_E = totals[:-1]
-            router.rebalance(counts_E)
+            if router.selection is not None and any(weight.requires_grad for weight in router.parameters()):
+                router.selection.update(counts_E)
             is_idle_E = counts_E * router.n_experts < _STARVING_SHARE * counts_E.sum()
-            self._idle_steps[index] = (self._idle_steps[index].to(counts_E.device) + 1) * is_idle_E
+            self._idle_steps[index] = (self._idle_steps[index] + 1) * is_idle_E
 
     def watch(self) -> dict[str, float]:
         """Return metrics of the last finished step, the same in any layout, and warn once of each expert that has
@@ -108,8 +99,7 @@ class LoadBalancer:
         """
         numbers: dict[str, Tensor] = {}
         starving: list[str] = []
-        routers = zip(self._names, self.routers, self._totals, self._idle_steps, strict=True)
-        for name, router, totals, idle_E in routers:
+        for (name, router), totals, idle in zip(self._routers.items(), self._totals, self._idle_steps, strict=True):
             counts_E, entropy = totals[:-1], totals[-1]
             if not counts_E.any():
                 continue  # below the first trained layer, nothing counts
@@ -117,9 +107,9 @@ class LoadBalancer:
             numbers[f"router_entropy/{name}"] = entropy / 2**20 * router.top_k / counts_E.sum()
             if self._n_tokens:
                 numbers[f"dropped_tokens/{name}"] = self._n_tokens * router.top_k - counts_E.sum()
-            if (bias_E := router.biases()) is not None:
-                numbers[f"selection_bias/{name}"] = bias_E.max() - bias_E.min()
-            starving += [f"{name} expert {index}" for index in (idle_E >= _STARVING_STEPS).nonzero().flatten().tolist()]
+            if router.selection is not None:
+                numbers[f"selection_bias/{name}"] = router.selection.bias_E.max() - router.selection.bias_E.min()
+            starving += [f"{name} expert {e}" for e, steps in enumerate(idle.tolist()) if steps >= _STARVING_STEPS]
         values = {name: float(number) for name, number in numbers.items()}
         if self._pipeline is not None:
             parts: list[Any] = [None] * self._pipeline.size()
@@ -138,8 +128,8 @@ class LoadBalancer:
 
     def _global_totals(self) -> Sequence[Tensor]:
         """Return the totals of each router, summed over ranks: one exchange for all of them."""
-        totals = [router.totals for router in self.routers if router.totals is not None]
-        assert len(totals) == len(self.routers), "call start_step first"
+        totals = [router.totals for router in self._routers.values() if router.totals is not None]
+        assert len(totals) == len(self._routers), "call start_step first"
         if not totals:
             return []
         sums = torch.cat(totals)

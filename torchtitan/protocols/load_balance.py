@@ -1,15 +1,56 @@
-"""`LoadBalanced`: what the training loop does for routers of tokens to experts, without knowing a model."""
+"""`LoadBalanced`: routers that keep their experts equally busy, as the training loop sees them without knowing a model.
+
+E experts. An auxiliary loss is a sum over tokens, of which the training loop takes the mean over the tokens of the
+global batch, padding included.
+"""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from torchtitan.protocols.initializer import Constant, with_initializers
+
+
+@dataclass(kw_only=True, slots=True)
+class PenaltyConfig:
+    """Weights of the auxiliary losses, which are added over layers. They change gradients, but not the logged loss."""
+
+    batch_loss: float = 0.0
+    """Weight of the load-balancing loss over the global batch (Switch, GShard). Each step then begins with a forward
+    pass over its tokens that only counts."""
+
+    sequence_loss: float = 0.0
+    """Weight of the load-balancing loss within each row of `training.seq_len` tokens (DeepSeek-V3)."""
+
+    z_loss: float = 0.0
+    """Weight of the squared log-sum-exp of the router's logits (ST-MoE)."""
+
+
+class SelectionBias(nn.Module):
+    """A bias of each expert, added to its scores for the choice only. After each optimizer step, it rises by `rate` for
+    experts with fewer tokens than the mean of the global batch, and falls for those with more (arXiv:2408.15664)."""
+
+    def __init__(self, n_experts: int, rate: float):
+        super().__init__()
+        self.rate = rate
+        self.bias_E = nn.Buffer(torch.zeros(n_experts, dtype=torch.float32))
+        with_initializers(self, bias_E=Constant(0.0))
+
+    def forward(self, scores_BLE: Tensor) -> Tensor:
+        return scores_BLE + self.bias_E.to(scores_BLE.device)  # it stays in CPU memory if weights are offloaded
+
+    @torch.no_grad()
+    def update(self, counts_E: Tensor) -> None:
+        counts = counts_E.to(self.bias_E.device).double()
+        self.bias_E += self.rate * torch.sign(counts.mean() - counts).to(self.bias_E.dtype)
+
 
 class LoadBalanced(nn.Module):
-    """Base class of routers that keep their experts equally busy. `torchtitan.components.load_balance` sums `totals`
-    over the ranks that see other tokens, and calls the methods.
+    """Base class of routers. `torchtitan.components.load_balance` sums `totals` over the ranks that see other tokens,
+    and moves the selection bias.
 
     Auxiliary losses do not travel with the training loss, which only the last stage of a pipeline has, and which is
     divided by another number of tokens: a router adds their gradient in its own backward pass, multiplied by
@@ -17,44 +58,20 @@ class LoadBalanced(nn.Module):
     repeats and validation runs without a step. So tokens are counted there too.
     """
 
-    needs_load: bool = False
-    """True if an auxiliary loss depends on `batch_counts_E`, which must be there before the first backward pass."""
-
-    has_losses: bool = False
-    """True if there are auxiliary losses."""
-
-    batch_counts_E: Tensor | None = None
-    """Tokens of the global batch that each expert gets with the current weights."""
-
     row_groups: Sequence[dist.ProcessGroup] = ()
     """Groups of ranks with other parts of the same rows of tokens, set by tensor and context parallelism."""
 
-    def __init__(self, n_experts: int, top_k: int):
+    def __init__(self, n_experts: int, top_k: int, penalties: PenaltyConfig, selection: SelectionBias | None):
         super().__init__()
-        self.n_experts, self.top_k = n_experts, top_k
+        self.n_experts, self.top_k, self.penalties, self.selection = n_experts, top_k, penalties, selection
         self.totals: Tensor | None = None
-        """Since `start_step`, the number of tokens that this rank has sent to each expert, and as the last element the
-        sum of the entropies of these tokens' probabilities, in 2⁻²⁰ of the largest, so that sums are exact: (E + 1),
-        int64. None before the first step."""
+        """Since the step began, the number of tokens that this rank has sent to each expert, and as the last element
+        the sum of the entropies of these tokens' probabilities, in 2⁻²⁰ of the largest, so that sums are exact:
+        (E + 1), int64. None before the first step."""
         self.gradient_scale: Tensor | None = None
-        """Factor of the auxiliary losses' gradients, a float32 scalar; the losses are sums over tokens."""
+        """Factor of the auxiliary losses' gradients, a float32 scalar."""
+        self.batch_counts_E: Tensor | None = None
+        """Tokens of the global batch that each expert gets with the current weights. A batch loss needs them before the
+        first backward pass."""
         self.is_measuring = False
         """True if forward passes count, because no backward pass follows."""
-
-    def start_step(self, gradient_scale: Tensor) -> None:
-        """Forget the totals, and let the auxiliary losses' gradients have a scale."""
-        self.totals = torch.zeros(self.n_experts + 1, dtype=torch.int64, device=gradient_scale.device)
-        self.gradient_scale = gradient_scale
-
-    def whole_rows(self, counts: Tensor) -> Tensor:
-        """Add counts of the other parts of each row, in place; return the result."""
-        for group in self.row_groups:
-            dist.all_reduce(counts, group=group)
-        return counts
-
-    def rebalance(self, counts_E: Tensor) -> None:
-        """Adapt to the counts of the global batch, after an optimizer step."""
-
-    def biases(self) -> Tensor | None:
-        """Return the experts' biases that balance, if any."""
-        return None

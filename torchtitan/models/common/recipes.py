@@ -16,10 +16,10 @@ from torchtitan.components.optimizer import Optimizer
 from torchtitan.components.peft import LoRA
 from torchtitan.components.validate import Validator
 from torchtitan.config import ActivationCheckpointConfig, CompileConfig, TrainingConfig
-from torchtitan.models.common.moe.balance import PenaltyConfig
 from torchtitan.models.common.moe.layer import MoEConfig, SigmoidMoEConfig
 from torchtitan.models.families import Family
 from torchtitan.protocols import ModelSpec
+from torchtitan.protocols.load_balance import PenaltyConfig
 from torchtitan.trainer import Trainer
 
 ConfigT = TypeVar("ConfigT", bound=Trainer.Config)

@@ -146,17 +146,9 @@ class Gemma4MoEModel(ExpertLayers, Gemma4Model):
     """26B-A4B: experts next to each feed-forward network."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(Gemma4Model.Config):
+    class Config(ExpertLayers.Config, Gemma4Model.Config):
         moe: MoEConfig
         """Experts."""
-
-        @property
-        def expert_parallel_sizes(self) -> dict[str, int]:
-            return self.moe.parallel_sizes(self.ffn_dim)
-
-        def validate(self) -> None:
-            Gemma4Model.Config.validate(self)
-            self.moe.validate()
 
     config: Config
 

@@ -9,6 +9,7 @@ from torchtitan.models.common.hugging_face_rope import write_rope_section
 from torchtitan.models.common.layer_types import WINDOW_KEYS
 from torchtitan.models.common.moe.decoder import MoEDecoder
 from torchtitan.models.common.moe.experts import RoutedExperts, clamped_swiglu
+from torchtitan.models.common.moe.router import Router
 from torchtitan.models.common.moe.rows import transposed_expert_rows
 from torchtitan.protocols.state_dict_adapter import KeyMapping
 
@@ -18,7 +19,7 @@ class GptOssModel(MoEDecoder):
 
     has_sinks = True
     make_experts = staticmethod(partial(RoutedExperts, activation=clamped_swiglu, bias=True))
-    router_options = {"bias": True}
+    make_router = staticmethod(partial(Router, bias=True))
 
 
 _SINKS = KeyMapping("layers.*.attention.sinks.scores", "model.layers.*.self_attn.sinks")

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
+import torch
 from torch import nn
 
 from torchtitan.models.common.attention import TemperedAttention
@@ -12,7 +13,7 @@ from torchtitan.models.common.feed_forward import GatedFeedForward
 from torchtitan.models.common.hugging_face import DENSE_ROWS, ModelType, dense_format, interleaved, write_if
 from torchtitan.models.common.moe.decoder import MoEDecoder
 from torchtitan.models.common.moe.experts import InputScaledExperts
-from torchtitan.models.common.moe.router import sigmoid_scores
+from torchtitan.models.common.moe.router import Router
 from torchtitan.models.common.moe.rows import shared_rows, transposed_expert_rows
 from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.protocols.state_dict_adapter import KeyMapping
@@ -47,7 +48,7 @@ class Llama4Model(MoEDecoder):
 
     has_chunks = True
     make_experts = InputScaledExperts
-    router_options = {"score": sigmoid_scores, "normalized": False}
+    make_router = staticmethod(partial(Router, score=torch.sigmoid, normalized=False))
 
     def rope_of_layer(self, index: int) -> RoPEConfig | None:
         return self.config.rope if self.config.has_window(index) else None

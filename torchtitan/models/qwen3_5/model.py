@@ -30,17 +30,9 @@ class Qwen35MoEModel(ExpertLayers, Qwen35Model):
     """Qwen3.5 with experts in each layer, next to one that every token passes through."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(Qwen35Model.Config):
+    class Config(ExpertLayers.Config, Qwen35Model.Config):
         moe: QwenMoEConfig
         """Experts."""
-
-        @property
-        def expert_parallel_sizes(self) -> dict[str, int]:
-            return self.moe.parallel_sizes(self.ffn_dim)
-
-        def validate(self) -> None:
-            Qwen35Model.Config.validate(self)
-            self.moe.validate()
 
 
 def _prepare(document: dict[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Decoders with experts in some layers."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -14,15 +14,28 @@ from torchtitan.models.common.moe.router import Router
 
 
 class ExpertLayers:
-    """A mixin before a decoder's class, whose `Config` has a `MoEConfig` as `moe`."""
+    """A mixin before a decoder's class; so is its `Config`, before the decoder's."""
+
+    class Config:
+        __slots__ = ()
+
+        moe: Any
+        """A `MoEConfig`."""
+
+        ffn_dim: int
+
+        @property
+        def expert_parallel_sizes(self) -> dict[str, int]:
+            return {"moe.n_experts": self.moe.n_experts, "moe.ffn_dim": self.moe.ffn_dim or self.ffn_dim}
+
+        def validate(self) -> None:
+            cast(Decoder.Config, super()).validate()
+            self.moe.validate()
 
     config: Any
 
     make_experts: Callable[..., RoutedExperts] = RoutedExperts
     make_router: Callable[..., Router] = Router
-
-    router_options: Mapping[str, Any] = {}
-    """Options of `Router` in place of those of `MoEConfig.router_options`."""
 
     def make_feed_forward(self, index: int, *args: Any, **options: Any) -> nn.Module:
         decoder, moe = cast(Decoder, super()), self.config.moe
@@ -30,37 +43,27 @@ class ExpertLayers:
             return decoder.make_feed_forward(index, *args, **options)
         sizes: dict[str, Any] = {"dim": self.config.dim, "n_experts": moe.n_experts}
         stds, width = decoder.init_stds(index), moe.ffn_dim or self.config.ffn_dim
-        router_options = {"penalties": moe.penalties, **moe.router_options(), **self.router_options}
-        router = self.make_router(**sizes, init_std=stds["init_std"], **router_options)
+        router = self.make_router(**sizes, **moe.router_options(), penalties=moe.penalties, init_std=stds["init_std"])
         experts = self.make_experts(**sizes, top_k=moe.top_k, hidden_dim=width, **stds)
         return MixtureOfExperts(router, experts, self.make_shared(width, dim=self.config.dim, **stds))
 
-    def make_shared(self, width: int, **options: Any) -> nn.Module | None:
+    def make_shared(self, width: int, **options: Any) -> Any:
         """As `MoEConfig.make_shared`."""
-        shared: nn.Module | None = self.config.moe.make_shared(width, **options)
-        return shared
+        return self.config.moe.make_shared(width, **options)
 
 
 class MoEDecoder(ExpertLayers, WindowedDecoder):
     """A decoder with experts in some layers or in all, and windows."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(WindowedDecoder.Config):
+    class Config(ExpertLayers.Config, WindowedDecoder.Config):
         moe: MoEConfig
         """Experts."""
 
         @property
         def tensor_parallel_sizes(self) -> dict[str, int]:
-            sizes = {name: getattr(self, name) for name in ("n_heads", "n_kv_heads")}
             is_dense = any(not self.moe.is_sparse(index) for index in range(self.n_layers))
-            return {**sizes, "ffn_dim": self.ffn_dim} if is_dense else sizes
-
-        @property
-        def expert_parallel_sizes(self) -> dict[str, int]:
-            return self.moe.parallel_sizes(self.ffn_dim)
-
-        def validate(self) -> None:
-            WindowedDecoder.Config.validate(self)
-            self.moe.validate()
+            names = ("n_heads", "n_kv_heads", *(("ffn_dim",) if is_dense else ()))
+            return {name: getattr(self, name) for name in names}
 
     config: Config

@@ -96,9 +96,6 @@ class RoutedExperts(StackedExperts):
     matrices = ("w13", "w2")
     hidden_dims = {"w13": 2, "w2": 2, "bias13": 2}
 
-    bias13: nn.Parameter | None
-    bias2: nn.Parameter | None
-
     def __init__(
         self,
         *,
@@ -118,11 +115,10 @@ class RoutedExperts(StackedExperts):
         """Part of the weights that multiplies a token, for the count of operations (`count_elements`)."""
         self.w13 = nn.Parameter(torch.empty(n_experts, 2, hidden_dim, dim))
         self.w2 = nn.Parameter(torch.empty(n_experts, dim, hidden_dim))
-        for name, weight in {"bias13": self.w13, "bias2": self.w2}.items():
-            self.register_parameter(name, nn.Parameter(torch.empty(weight.shape[:-1])) if bias else None)
-        stds = {"w13": TruncatedNormal(init_std), "w2": TruncatedNormal(out_init_std)}
-        biases = {name: Constant(0.0) for name in ("bias13", "bias2")} if bias else {}
-        with_initializers(self, **stds, **biases)
+        self.bias13 = nn.Parameter(torch.empty(n_experts, 2, hidden_dim)) if bias else None
+        self.bias2 = nn.Parameter(torch.empty(n_experts, dim)) if bias else None
+        weights = {"w13": TruncatedNormal(init_std), "w2": TruncatedNormal(out_init_std)}
+        with_initializers(self, **weights, bias13=Constant(0.0), bias2=Constant(0.0))
 
     def forward(self, x_ND: Tensor, weights_NK: Tensor, chosen_NK: Tensor) -> Tensor:
         if self.exchange is None:

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from torchtitan.models.common.feed_forward import GatedFeedForward
-from torchtitan.models.common.moe.balance import PenaltyConfig, SelectionBias
 from torchtitan.models.common.moe.experts import RoutedExperts
-from torchtitan.models.common.moe.router import Router, TopK, sigmoid_scores, softmax_scores
+from torchtitan.models.common.moe.router import Router, TopK, softmax
 from torchtitan.protocols.initializer import TruncatedNormal, with_initializers
+from torchtitan.protocols.load_balance import PenaltyConfig, SelectionBias
 from torchtitan.tools.errors import UserError, require
 
 _MOST = 2**24
@@ -46,10 +46,6 @@ class MoEConfig:
     def is_sparse(self, index: int) -> bool:
         """Return whether a layer has experts."""
         return self.layer_types[index % len(self.layer_types)] == "sparse"
-
-    def parallel_sizes(self, ffn_dim: int) -> dict[str, int]:
-        """Return the sizes that expert parallelism and expert tensor parallelism divide, by field."""
-        return {"moe.n_experts": self.n_experts, "moe.ffn_dim": self.ffn_dim or ffn_dim}
 
     def validate(self) -> None:
         """Raise `UserError` for impossible sizes."""
@@ -131,7 +127,7 @@ class SigmoidMoEConfig(MoEConfig):
     def router_options(self) -> dict[str, Any]:
         is_v2 = self.scoring_func == "softmax"
         return {
-            "score": softmax_scores if is_v2 else sigmoid_scores,
+            "score": softmax if is_v2 else torch.sigmoid,
             "choose": TopK(self.top_k, self.n_group, self.topk_group, members=1 if is_v2 else 2),
             "normalized": self.norm_topk_prob,
             "scale": self.routed_scaling_factor,

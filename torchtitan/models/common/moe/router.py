@@ -3,29 +3,23 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchtitan.models.common.moe.balance import PenaltyConfig, SelectionBias, imbalance, probabilities
 from torchtitan.models.common.norms import NormFactory
 from torchtitan.protocols.initializer import Constant, TruncatedNormal, initializers_of, with_initializers
-from torchtitan.protocols.load_balance import LoadBalanced
+from torchtitan.protocols.load_balance import LoadBalanced, PenaltyConfig, SelectionBias
 
 Score = Callable[[Tensor], Tensor]
-"""Scores of all experts from the gate's logits, (…, E) → (…, E) in float32."""
+"""Scores of all experts from the gate's logits, (…, E) → (…, E): probabilities that compete (`softmax`; Switch,
+arXiv:2101.03961), or independent affinities (`torch.sigmoid`; DeepSeek-V3, arXiv:2412.19437, equation 15)."""
 
-
-def softmax_scores(logits: Tensor) -> Tensor:
-    """Probabilities that compete (Switch, arXiv:2101.03961)."""
-    return logits.softmax(dim=-1)
-
-
-def sigmoid_scores(logits: Tensor) -> Tensor:
-    """Affinities that are independent of each other (DeepSeek-V3, arXiv:2412.19437, equation 15)."""
-    return logits.sigmoid()
+softmax: Score = partial(torch.softmax, dim=-1)
 
 
 @dataclass(frozen=True)
@@ -67,7 +61,7 @@ class Router(LoadBalanced):
         dim: int,
         n_experts: int,
         choose: TopK,
-        score: Score = softmax_scores,
+        score: Score = softmax,
         normalized: bool = True,
         scale: float = 1.0,
         bias: bool = False,
@@ -75,18 +69,12 @@ class Router(LoadBalanced):
         penalties: PenaltyConfig | None = None,
         init_std: float,
     ):
-        super().__init__(n_experts, choose.k)
+        super().__init__(n_experts, choose.k, penalties or PenaltyConfig(), selection)
         self.choose, self.score, self.normalized, self.scale = choose, score, normalized, scale
         # Not a linear layer: converters, such as LoRA, take all of them, and the router should keep its precision.
         self.weight = nn.Parameter(torch.empty(n_experts, dim))
-        self.register_parameter("bias", nn.Parameter(torch.empty(n_experts)) if bias else None)
-        biases = {"bias": Constant(0.0)} if bias else {}
-        with_initializers(self, weight=TruncatedNormal(init_std), **biases)
-        self.bias: nn.Parameter | None
-        self.selection = selection
-        self.penalties = penalties = penalties or PenaltyConfig()
-        self.needs_load = bool(penalties.batch_loss)
-        self.has_losses = bool(penalties.batch_loss or penalties.sequence_loss or penalties.z_loss)
+        self.bias = nn.Parameter(torch.empty(n_experts)) if bias else None
+        with_initializers(self, weight=TruncatedNormal(init_std), bias=Constant(0.0))
 
     def forward(self, x_BLD: Tensor) -> tuple[Tensor, Tensor]:
         """(B, L, dim) → weights and numbers of the chosen experts, both (B, L, K)."""
@@ -101,8 +89,8 @@ class Router(LoadBalanced):
         weights_BLK = self.scale * weights_BLK
         if self.training and self.totals is not None:
             # Not `bincount`, which waits for a GPU.
-            places, one = chosen_BLK.flatten(1), chosen_BLK.new_ones(()).expand(chosen_BLK.flatten(1).shape)
-            counts_BE = chosen_BLK.new_zeros(len(chosen_BLK), self.n_experts).scatter_add_(1, places, one)
+            places = chosen_BLK.flatten(1)
+            counts_BE = places.new_zeros(len(places), self.n_experts).scatter_add_(1, places, torch.ones_like(places))
             totals = torch.cat((counts_BE.sum(dim=0), _entropy(scores_BLE.detach())))
             if self.is_measuring:
                 self.totals += totals
@@ -116,20 +104,14 @@ class Router(LoadBalanced):
         penalties, total = self.penalties, logits_BLE.new_zeros(())
         if penalties.batch_loss:
             assert self.batch_counts_E is not None, "call LoadBalancer.measuring before the step's backward passes"
-            total = total + penalties.batch_loss * imbalance(scores_BLE, self.batch_counts_E)
+            total = total + penalties.batch_loss * _imbalance(scores_BLE, self.batch_counts_E)
         if penalties.sequence_loss:
-            total = total + penalties.sequence_loss * imbalance(scores_BLE, self.whole_rows(counts_BE)[:, None])
-        if penalties.z_loss:
+            for group in self.row_groups:
+                dist.all_reduce(counts_BE, group=group)
+            total = total + penalties.sequence_loss * _imbalance(scores_BLE, counts_BE[:, None])
+        if penalties.z_loss:  # keeps the logits small (ST-MoE, arXiv:2202.08906, equation 5)
             total = total + penalties.z_loss * logits_BLE.logsumexp(dim=-1).square().sum()
         return total
-
-    def rebalance(self, counts_E: Tensor) -> None:
-        """Move the selection bias, unless the router is frozen."""
-        if self.selection is not None and self.weight.requires_grad:
-            self.selection.update(counts_E)
-
-    def biases(self) -> Tensor | None:
-        return None if self.selection is None else self.selection.bias_E
 
 
 class ScaledRouter(Router):
@@ -145,9 +127,24 @@ class ScaledRouter(Router):
         return weights_BLK * self.expert_scale.float()[chosen_BLK], chosen_BLK
 
 
+def _imbalance(scores_BLE: Tensor, counts: Tensor) -> Tensor:
+    """Return the sum over tokens of `E sum_i f_i P_i`, with f_i the share of expert i in `counts` and P_i its part of
+    the token's scores; the mean is 1 if all experts are equally busy. Shares have no gradient.
+
+    `counts` has the tokens of each expert: (E,) in the global batch (Switch, arXiv:2101.03961, equation 4;
+    arXiv:2501.11873), or (B, 1, E) in each row, in which packed documents count together (DeepSeek-V3,
+    arXiv:2412.19437, equations 17 to 20)."""
+    shares = counts / counts.sum(dim=-1, keepdim=True).clamp(min=1)
+    return counts.shape[-1] * (_probabilities(scores_BLE) * shares).sum()
+
+
+def _probabilities(scores_BLE: Tensor) -> Tensor:
+    return scores_BLE / scores_BLE.sum(dim=-1, keepdim=True)
+
+
 def _entropy(scores_BLE: Tensor) -> Tensor:
     """Return the last element of `LoadBalanced.totals`."""
-    entropy_BL = torch.special.entr(probabilities(scores_BLE)).sum(dim=-1) / math.log(max(scores_BLE.shape[-1], 2))
+    entropy_BL = torch.special.entr(_probabilities(scores_BLE)).sum(dim=-1) / math.log(max(scores_BLE.shape[-1], 2))
     return (entropy_BL * 2**20).round().long().sum().view(1)
 
 
