@@ -8,7 +8,6 @@ R rows, one for each token and chosen expert; E experts in all; M rows that a ra
 """
 
 from functools import partial
-from math import prod
 from typing import Any
 
 import torch
@@ -40,22 +39,18 @@ class TokenExchange:
         self.degree = mesh.size()
 
     def __call__(self, rows_RD: Tensor, weight_R: Tensor, counts_E: Tensor, compute: Compute) -> Tensor:
-        arriving_E = self._send(counts_E, None, None).view(self.degree, -1)  # this rank's experts, for each sender
-        sent, received = self._sizes(torch.stack((counts_E.view(self.degree, -1), arriving_E)), len(rows_RD))
+        arriving_E = self._send(counts_E).view(self.degree, -1)  # this rank's experts, for each sender
+        if self.is_balanced:
+            least, more = divmod(len(rows_RD), self.degree)
+            sent = received = [least + (rank < more) for rank in range(self.degree)]
+        else:
+            sent, received = torch.stack((counts_E.view(self.degree, -1), arriving_E)).sum(dim=-1).tolist()
         expert_E = torch.arange(arriving_E.shape[1], device=counts_E.device).repeat(self.degree)
         expert_M = expert_E.repeat_interleave(arriving_E.flatten(), output_size=sum(received))
         rows_MD, weight_M = (self._send(tensor, received, sent) for tensor in (rows_RD, weight_R))
         return self._send(compute(rows_MD, weight_M[:, None], expert_M[:, None]), sent, received)
 
-    def _sizes(self, counts: Tensor, n_rows: int) -> tuple[list[int], list[int]]:
-        """Return the rows to send to each rank and to receive from it; `counts` is (2, ranks, experts of a rank)."""
-        if not self.is_balanced:
-            sent, received = counts.sum(dim=-1).tolist()
-            return sent, received
-        even = [n_rows // self.degree + (rank < n_rows % self.degree) for rank in range(self.degree)]
-        return even, even
-
-    def _send(self, tensor: Tensor, received: list[int] | None, sent: list[int] | None) -> Tensor:
+    def _send(self, tensor: Tensor, received: list[int] | None = None, sent: list[int] | None = None) -> Tensor:
         # Wait now, for the same reason as in context parallelism.
         return wait_tensor(all_to_all_single_autograd(tensor.contiguous(), received, sent, self.group))
 
@@ -80,11 +75,9 @@ def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh, gradient_degree: i
 
 def _shard(experts: StackedExperts, mesh: DeviceMesh) -> None:
     for name, parameter in list(experts.named_parameters(recurse=False)):
-        placements: list[Placement] = [Shard(0)]
-        if mesh.ndim > 1:
-            dim = experts.hidden_dims.get(name)
-            placements.append(Replicate() if dim is None else Shard(dim))
-        sharded = distribute_tensor(parameter, mesh, placements, src_data_rank=None)
+        dim = experts.hidden_dims.get(name)
+        placements: list[Placement] = [Shard(0), Replicate() if dim is None else Shard(dim)]
+        sharded = distribute_tensor(parameter, mesh, placements[: mesh.ndim], src_data_rank=None)
         experts.register_parameter(name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
 
 
@@ -94,10 +87,9 @@ def _local(experts: StackedExperts, factor: float, name: str, parameter: DTensor
     local = parameter.to_local(grad_placements=placements)
     if local.requires_grad:
         local.register_hook(lambda gradient: gradient * factor)
-    if name in experts.hidden_dims:
+    if name in experts.hidden_dims or experts.width_group is None:
         return local
-    sizes = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
-    return local / shares if (shares := prod(size for size, place in sizes if place.is_replicate())) > 1 else local
+    return local / experts.width_group.size()
 
 
 def _gather_tokens(experts: StackedExperts, mesh: DeviceMesh) -> None:

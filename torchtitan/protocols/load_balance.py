@@ -45,7 +45,7 @@ class SelectionBias(nn.Module):
     @torch.no_grad()
     def update(self, counts_E: Tensor) -> None:
         counts = counts_E.to(self.bias_E.device).double()
-        self.bias_E += self.rate * torch.sign(counts.mean() - counts).to(self.bias_E.dtype)
+        self.bias_E.add_(torch.sign(counts.mean() - counts), alpha=self.rate)
 
 
 class LoadBalanced(nn.Module):

@@ -39,8 +39,8 @@ class PreNormBlock(nn.Module):
         self.attention_post_norm: nn.Module | None = None
         self.ffn_norm: nn.Module | None = norm(dim)
         is_moe = isinstance(feed_forward, MixtureOfExperts)
-        self.feed_forward = None if is_moe else feed_forward
-        self.moe = feed_forward if is_moe else None
+        self.feed_forward: Any = None if is_moe else feed_forward
+        self.moe: Any = feed_forward if is_moe else None
         self.ffn_post_norm: nn.Module | None = None
         self.mtp: Any = None
         self.own: Any = None
@@ -58,14 +58,8 @@ class PreNormBlock(nn.Module):
 
     def _feed_forward(self, x_BLD: Tensor) -> Tensor:
         x_BLD = x_BLD if self.ffn_norm is None else self.ffn_norm(x_BLD)
-        out_BLD = self._network(x_BLD)
+        out_BLD = (self.feed_forward or self.moe)(x_BLD)
         return out_BLD if self.ffn_post_norm is None else self.ffn_post_norm(out_BLD)
-
-    def _network(self, x_BLD: Tensor) -> Tensor:
-        network = self.moe if self.feed_forward is None else self.feed_forward
-        assert network is not None
-        out_BLD: Tensor = network(x_BLD)
-        return out_BLD
 
     def _add(self, x_BLD: Tensor, out_BLD: Tensor) -> Tensor:
         return x_BLD + (out_BLD if self.multiplier == 1.0 else self.multiplier * out_BLD)
@@ -123,12 +117,11 @@ class DenseAndExpertsBlock(ScaledSandwichBlock):
     def __init__(self, *parts: nn.Module, dense: nn.Module, dim: int, norm: NormFactory):
         super().__init__(*parts, dim=dim, norm=norm)
         self.feed_forward, self.dense_post_norm = dense, norm(dim)
-        assert self.moe is not None
         self.moe.norm, self.moe.post_norm = norm(dim), norm(dim)
 
     def _feed_forward(self, x_BLD: Tensor) -> Tensor:
-        assert self.ffn_norm and self.feed_forward and self.moe and self.ffn_post_norm
-        dense_BLD: Tensor = self.dense_post_norm(self.feed_forward(self.ffn_norm(x_BLD)))
+        assert self.ffn_norm and self.ffn_post_norm
+        dense_BLD = self.dense_post_norm(self.feed_forward(self.ffn_norm(x_BLD)))
         return self.ffn_post_norm(dense_BLD + self.moe(x_BLD))
 
 
@@ -194,4 +187,4 @@ class ParallelBlock(PreNormBlock):
             return self._add(x_BLD, self._attend(x_BLD, rope, attention) + self._feed_forward(x_BLD))
         normalized_BLD = self.attention_norm(x_BLD)
         attended_BLD: Tensor = self.attention(normalized_BLD, rope, attention)
-        return self._add(x_BLD, attended_BLD + self._network(normalized_BLD))
+        return self._add(x_BLD, attended_BLD + (self.feed_forward or self.moe)(normalized_BLD))

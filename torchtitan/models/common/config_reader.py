@@ -27,11 +27,11 @@ class ConfigReader:
         """Return whether the key is present and not null."""
         return self.values.get(key) is not None
 
-    def whole_number(self, key: str, default: int | None = None, hint: str = "") -> int:
-        """Return a whole number from 1 to `_LARGEST`; `hint` ends the error's message."""
+    def whole_number(self, key: str, default: int | None = None, hint: str = "", least: int = 1) -> int:
+        """Return a whole number from `least` to `_LARGEST`; `hint` ends the error's message."""
         value = self.values.get(key, default)
-        if type(value) is not int or not 1 <= value <= _LARGEST:
-            raise self.wrong(key, value, f"a whole number from 1 to {_LARGEST}{hint}")
+        if type(value) is not int or not least <= value <= _LARGEST:
+            raise self.wrong(key, value, f"a whole number from {least} to {_LARGEST}{hint}")
         return value
 
     def n_layers(self) -> int:

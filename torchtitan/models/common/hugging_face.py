@@ -228,7 +228,7 @@ def dense_format(model_types: Mapping[str, ModelType], *, without: tuple[str, ..
         unknown = named - {field.name for field in dataclasses.fields(kind.config)}
         assert not unknown, f"{kind.architecture}: no fields of {kind.config.__qualname__}: {unknown}"
     return ExternalFormat(
-        adapter=partial(_adapter, model_types),
+        adapter=lambda config: _adapter_of(_rows_of(model_types, config), config),
         other_adapter=partial(_fused_adapter, model_types),
         to_external=partial(_to_config_json, model_types),
         from_external=partial(_from_config_json, model_types),
@@ -245,10 +245,6 @@ def _written_type(model_types: Mapping[str, ModelType], config: Decoder.Config) 
             if kind.config(**_nested(kind.config, {name: attrgetter(name)(config) for name in known})) == config:
                 return model_type
     raise UserError(f"no model_type of config.json ({', '.join(model_types)}) can describe this model: {config}")
-
-
-def _adapter(model_types: Mapping[str, ModelType], config: Decoder.Config) -> StateDictAdapter:
-    return _adapter_of(_rows_of(model_types, config), config)
 
 
 def _fused_adapter(model_types: Mapping[str, ModelType], config: Decoder.Config) -> StateDictAdapter | None:
@@ -363,13 +359,11 @@ def _type_of(owner: Any, name: str) -> Any:
 
 def _nested(owner: Any, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of fields, with those of a field's fields in one object."""
-    parts: dict[str, dict[str, Any]] = {}
-    for name, value in values.items():
-        first, _, rest = name.partition(".")
-        if rest:
-            parts.setdefault(first, {})[rest] = value
     plain = {name: value for name, value in values.items() if "." not in name}
-    return plain | {name: _type_of(owner, name)(**part) for name, part in parts.items()}
+    for own in {name.partition(".")[0] for name in values.keys() - plain.keys()}:
+        part = {name.removeprefix(f"{own}."): values[name] for name in values if name.startswith(f"{own}.")}
+        plain[own] = _type_of(owner, own)(**part)
+    return plain
 
 
 def _read_field(reader: ConfigReader, key: str, declared: Any) -> Any:

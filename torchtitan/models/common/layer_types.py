@@ -98,8 +98,6 @@ def prepare_windows(document: dict[str, Any]) -> dict[str, Any]:
             raise UserError(f"config.json: layer_types is {types!r}, but use_sliding_window is not true")
         return others
     if types is None:
-        first = reader.values["max_window_layers"]
-        first = first if first == 0 else reader.whole_number("max_window_layers")
-        n_layers = reader.n_layers()
+        first, n_layers = reader.whole_number("max_window_layers", least=0), reader.n_layers()
         types = ["full_attention" if index < first else "sliding_attention" for index in range(n_layers)]
     return {**others, "sliding_window": reader.values["sliding_window"], "layer_types": types}

@@ -134,7 +134,7 @@ _V3 = hf.ModelType(
         **{"topk_group": 4, "routed_scaling_factor": 2.5, **_WIDTHS},
     },
     fixed={"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
-    ignored=("qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim"),
+    ignored=("qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim", "first_k_dense_replace"),
     prepare=_prepare,
     write=partial(_write, score="sigmoid"),
 )

@@ -44,6 +44,7 @@ FORMAT = dense_format(
                 **{"n_routed_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1408},
                 **{"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5},
             },
+            ignored=("first_k_dense_replace",),
             prepare=rows.prepare_dense_layers,
             write=rows.write_dense_layers,
         )

@@ -14,7 +14,7 @@ from torchtitan.models.common.hugging_face import DENSE_ROWS, ModelType, dense_f
 from torchtitan.models.common.moe.decoder import MoEDecoder
 from torchtitan.models.common.moe.experts import InputScaledExperts
 from torchtitan.models.common.moe.router import Router
-from torchtitan.models.common.moe.rows import shared_rows, transposed_expert_rows
+from torchtitan.models.common.moe.rows import expert_keys, shared_rows, transposed_expert_rows
 from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.protocols.state_dict_adapter import KeyMapping
 from torchtitan.tools.errors import UserError
@@ -57,9 +57,8 @@ class Llama4Model(MoEDecoder):
         config, has_rope = self.config, self.config.has_window(index)
         # The format's norms are behind RoPE, which does not change them.
         norm = partial(nn.RMSNorm, eps=config.norm_eps, elementwise_affine=False)
-        module: Any = super().make_attention(
-            index, qk_norm=norm if config.use_qk_norm and has_rope else None, **options
-        )
+        has_norm = config.use_qk_norm and has_rope
+        module: Any = super().make_attention(index, qk_norm=norm if has_norm else None, **options)
         if config.attn_temperature_tuning and not has_rope:
             module.attend = TemperedAttention(config.floor_scale, config.attn_scale)
         return module
@@ -107,9 +106,9 @@ _TEXT = ModelType(
     config=Llama4Model.Config,
     rows=_rows,
     keys={
-        **{**{name: name for name in _SAME}, "intermediate_size_mlp": "ffn_dim", "intermediate_size": "moe.ffn_dim"},
-        **{"num_local_experts": "moe.n_experts", "num_experts_per_tok": "moe.top_k"},
-        **{"mlp_layer_types": "moe.layer_types", "attention_chunk_size": "sliding_window"},
+        **expert_keys("num_local_experts", intermediate_size="ffn_dim", mlp_layer_types="layer_types"),
+        **{"intermediate_size_mlp": "ffn_dim", "attention_chunk_size": "sliding_window"},
+        **{name: name for name in _SAME},
     },
     defaults={
         **{"num_local_experts": 16, "num_experts_per_tok": 1, "num_key_value_heads": 8, "head_dim": 128},

@@ -10,7 +10,7 @@ from torchtitan.models.common.delta_net import DELTA_NET_KEYS, DELTA_NET_ROWS, H
 from torchtitan.models.common.hugging_face import DENSE_ROWS, ModelType, dense_format
 from torchtitan.models.common.moe.decoder import ExpertLayers
 from torchtitan.models.common.moe.layer import QwenMoEConfig
-from torchtitan.models.common.moe.rows import expert_rows
+from torchtitan.models.common.moe.rows import expert_keys, expert_rows
 from torchtitan.models.common.norms import OffsetRMSNorm
 from torchtitan.tools.errors import UserError
 
@@ -66,18 +66,14 @@ _TEXT = ModelType(
     prepare=_prepare,
 )
 
-_KEYS = {
-    "num_experts": "n_experts",
-    "num_experts_per_tok": "top_k",
-    "shared_expert_intermediate_size": "shared_ffn_dim",
-}
+_KEYS = expert_keys("num_experts", shared_expert_intermediate_size="shared_ffn_dim")
 _DEFAULTS = {"num_experts": 256, "num_experts_per_tok": 8, "shared_expert_intermediate_size": 512}
 _MOE = replace(
     _TEXT,
     architecture="Qwen3_5MoeForCausalLM",
     config=Qwen35MoEModel.Config,
     rows=expert_rows(_DENSE, shared="shared_expert"),
-    keys={**_TEXT.keys, "moe_intermediate_size": "ffn_dim", **{key: f"moe.{name}" for key, name in _KEYS.items()}},
+    keys={**_TEXT.keys, **_KEYS, "moe_intermediate_size": "ffn_dim"},
     defaults={**_TEXT.defaults, **_DEFAULTS, "moe_intermediate_size": 512, "num_key_value_heads": 2},
 )
 

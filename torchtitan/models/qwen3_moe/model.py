@@ -9,7 +9,7 @@ from torchtitan.models.common.config_reader import ConfigReader
 from torchtitan.models.common.hugging_face import DENSE_ROWS, ModelType, dense_format
 from torchtitan.models.common.moe.decoder import MoEDecoder
 from torchtitan.models.common.moe.layer import QwenMoEConfig
-from torchtitan.models.common.moe.rows import expert_rows
+from torchtitan.models.common.moe.rows import SPARSE, expert_keys, expert_rows
 
 
 class Qwen3MoeModel(MoEDecoder):
@@ -41,10 +41,7 @@ class Qwen2MoeModel(Qwen3MoeModel):
         return super().make_attention(index, qk_norm=None, biases=biases, **options)
 
 
-_KEYS = {
-    **{"num_experts": "moe.n_experts", "num_experts_per_tok": "moe.top_k", "norm_topk_prob": "moe.norm_topk_prob"},
-    **{"moe_intermediate_size": "moe.ffn_dim", "mlp_layer_types": "moe.layer_types"},
-}
+_KEYS = expert_keys("num_experts", norm_topk_prob="norm_topk_prob", **SPARSE)
 _ROWS = expert_rows(DENSE_ROWS, shared="shared_expert")
 
 

@@ -61,13 +61,11 @@ class Pairs(NamedTuple):
 
     def rows_of(self, x_ND: Tensor) -> Tensor:
         """Return the rows (R, D) of the pairs' tokens."""
-        rows_RD: Tensor = _Moved.apply(x_ND, self.token_R, self.place_NK)
-        return rows_RD
+        return _Moved.apply(x_ND, self.token_R, self.place_NK)
 
     def sums_of(self, rows_RD: Tensor) -> Tensor:
         """Return the sums (N, D) of the rows of each token's pairs."""
-        sums_ND: Tensor = _Moved.apply(rows_RD, self.place_NK, self.token_R)
-        return sums_ND
+        return _Moved.apply(rows_RD, self.place_NK, self.token_R)
 
 
 class _Moved(torch.autograd.Function):
@@ -134,8 +132,7 @@ class RoutedExperts(StackedExperts):
         weight_R = weights_NK.flatten().gather(0, pairs.slot_R)
         on_cpu = (self.device_type or x_ND.device.type) == "cpu"
         if on_cpu and self.activation is swiglu and self.bias2 is None:
-            out_ND: Tensor = _OneByOne.apply(x_ND, weight_R, self.w13.flatten(1, 2), self.w2, *pairs)
-            return out_ND
+            return _OneByOne.apply(x_ND, weight_R, self.w13.flatten(1, 2), self.w2, *pairs)
         return self._grouped(x_ND, weight_R, pairs)
 
     def _grouped(self, x_ND: Tensor, weight_R: Tensor, pairs: Pairs) -> Tensor:

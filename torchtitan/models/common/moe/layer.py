@@ -1,7 +1,6 @@
 """The mixture of experts that takes the place of a block's feed-forward network, and its configuration."""
 
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import Any, Literal
 
 import torch
@@ -15,13 +14,11 @@ from torchtitan.protocols.load_balance import PenaltyConfig, SelectionBias
 from torchtitan.tools.errors import UserError, require
 
 _MOST = 2**24
-
-
-def _check(config: Any, least: int, *names: str) -> None:
-    """Raise `UserError` for the first of these fields that is neither None nor from `least` to `_MOST`."""
-    for name in names:
-        value = attrgetter(name)(config)
-        require(value is None or least <= value <= _MOST, f"--model.moe.{name}", value, f"from {least} to {_MOST}")
+_LEAST = {
+    **dict.fromkeys(("n_experts", "ffn_dim", "shared_ffn_dim", "n_shared_experts"), 1),
+    **dict.fromkeys(("routed_scaling_factor", "bias_rate", "batch_loss", "sequence_loss", "z_loss"), 0),
+}
+"""Field → its smallest value; the largest is `_MOST`."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -48,9 +45,11 @@ class MoEConfig:
         return self.layer_types[index % len(self.layer_types)] == "sparse"
 
     def validate(self) -> None:
-        """Raise `UserError` for impossible sizes."""
-        _check(self, 1, "n_experts", "ffn_dim")
-        _check(self, 0, "penalties.batch_loss", "penalties.sequence_loss", "penalties.z_loss")
+        """Raise `UserError` for impossible values."""
+        for option, owner in {"moe": self, "moe.penalties": self.penalties}.items():
+            for name, least in _LEAST.items():
+                fits = (value := getattr(owner, name, None)) is None or least <= value <= _MOST
+                require(fits, f"--model.{option}.{name}", value, f"from {least} to {_MOST}")
         most = f"from 1 to --model.moe.n_experts {self.n_experts}"
         require(1 <= self.top_k <= self.n_experts, "--model.moe.top_k", self.top_k, most)
         require(bool(self.layer_types), "--model.moe.layer_types", self.layer_types, "at least one type")
@@ -73,10 +72,6 @@ class QwenMoEConfig(MoEConfig):
 
     shared_ffn_dim: int | None = None
     """Width of the shared expert. None: there is none."""
-
-    def validate(self) -> None:
-        MoEConfig.validate(self)
-        _check(self, 1, "shared_ffn_dim")
 
     def router_options(self) -> dict[str, Any]:
         return {**MoEConfig.router_options(self), "normalized": self.norm_topk_prob}
@@ -119,8 +114,6 @@ class SigmoidMoEConfig(MoEConfig):
                 f"at least 2, and --model.moe.topk_group {self.topk_group} of them must have --model.moe.top_k "
                 f"{self.top_k} experts"
             )
-        _check(self, 1, "n_shared_experts")
-        _check(self, 0, "routed_scaling_factor", "bias_rate")
         if self.scoring_func == "softmax" and (self.bias_rate or self.norm_topk_prob):
             raise UserError("--model.moe.scoring_func softmax needs --model.moe.bias_rate 0 and no norm_topk_prob")
 
@@ -157,7 +150,7 @@ class MixtureOfExperts(nn.Module):
         """(B, L, dim) → (B, L, dim)."""
         weights_BLK, chosen_BLK = self.router(x_BLD)
         routed_ND = self.experts(self.norm(x_BLD).flatten(0, 1), weights_BLK.flatten(0, 1), chosen_BLK.flatten(0, 1))
-        routed_BLD: Tensor = self.post_norm(routed_ND.view_as(x_BLD))
+        routed_BLD = self.post_norm(routed_ND.view_as(x_BLD))
         return routed_BLD if self.shared is None else routed_BLD + self.shared(x_BLD)
 
 

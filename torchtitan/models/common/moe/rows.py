@@ -54,12 +54,15 @@ EXPERT_TENSORS = tuple(row.internal for row in FUSED_EXPERT_ROWS)
 def transposed_expert_rows(order: tuple[int, ...]) -> tuple[KeyMapping, ...]:
     """Return the rows of a router and of experts whose fused tensors are transposed: `w13` with dimensions in another
     `order`, of which the last two are one."""
-    gate_up, bias, others = Permuted(order, joined=2), Permuted((0, 2, 1), joined=1), Permuted((0, 2, 1))
-    names: dict[str, tuple[str, Transform]] = {"w13": ("gate_up_proj", gate_up), "bias13": ("gate_up_proj_bias", bias)}
-    names |= {"w2": ("down_proj", others), "bias2": ("down_proj_bias", Identity())}
-    rows = {f"experts.{name}": (f"experts.{theirs}", transform) for name, (theirs, transform) in names.items()}
-    rows |= {name: (name, Identity()) for name in ("router.weight", "router.bias")}
-    return tuple(KeyMapping(f"layers.*.moe.{o}", f"model.layers.*.mlp.{t}", x) for o, (t, x) in rows.items())
+    rows: Sequence[tuple[str, str, Transform]] = (
+        ("router.weight", "router.weight", Identity()),
+        ("router.bias", "router.bias", Identity()),
+        ("experts.w13", "experts.gate_up_proj", Permuted(order, joined=2)),
+        ("experts.bias13", "experts.gate_up_proj_bias", Permuted((0, 2, 1), joined=1)),
+        ("experts.w2", "experts.down_proj", Permuted((0, 2, 1))),
+        ("experts.bias2", "experts.down_proj_bias", Identity()),
+    )
+    return tuple(KeyMapping(f"layers.*.moe.{ours}", f"model.layers.*.mlp.{theirs}", x) for ours, theirs, x in rows)
 
 
 def shared_rows(theirs: str) -> tuple[KeyMapping, ...]:
@@ -71,21 +74,23 @@ def shared_rows(theirs: str) -> tuple[KeyMapping, ...]:
     )
 
 
+def expert_keys(number: str, **others: str) -> dict[str, str]:
+    """Return `ModelType.keys` of experts: the key of their `number`, and `others` → field of the `MoEConfig`."""
+    fields = {number: "n_experts", "num_experts_per_tok": "top_k", **others}
+    return {key: f"moe.{field}" for key, field in fields.items()}
+
+
 _SAME = ("n_shared_experts", "norm_topk_prob", "routed_scaling_factor", "n_group", "topk_group", "scoring_func")
-SIGMOID_KEYS = {
-    **{"n_routed_experts": "moe.n_experts", "num_experts_per_tok": "moe.top_k", "moe_intermediate_size": "moe.ffn_dim"},
-    **{"mlp_layer_types": "moe.layer_types", **{name: f"moe.{name}" for name in _SAME}},
-}
+SPARSE = {"moe_intermediate_size": "ffn_dim", "mlp_layer_types": "layer_types"}
+SIGMOID_KEYS = expert_keys("n_routed_experts", **SPARSE, **{name: name for name in _SAME})
 """Key of config.json → field of `SigmoidMoEConfig`."""
 
 
 def prepare_dense_layers(document: dict[str, Any], default: int = 1) -> dict[str, Any]:
     """Return a config.json with `mlp_layer_types` for the number of dense layers, by `default` this one."""
-    reader = ConfigReader("config.json", {"first_k_dense_replace": default, **document})
-    n_layers, first = reader.n_layers(), reader.values["first_k_dense_replace"]
-    n_dense = first if first == 0 else min(n_layers, reader.whole_number("first_k_dense_replace"))
-    others = {key: value for key, value in document.items() if key != "first_k_dense_replace"}
-    return {**others, "mlp_layer_types": ["dense"] * n_dense + ["sparse"] * (n_layers - n_dense)}
+    reader = ConfigReader("config.json", document)
+    n_layers, n_dense = reader.n_layers(), reader.whole_number("first_k_dense_replace", default, least=0)
+    return {**document, "mlp_layer_types": ["dense" if i < n_dense else "sparse" for i in range(n_layers)]}
 
 
 def write_dense_layers(config: Any, score: str = "sigmoid") -> dict[str, Any] | None:
