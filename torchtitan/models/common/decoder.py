@@ -96,7 +96,7 @@ class Decoder(BaseModel):
         """Use the embedding matrix as output weights too."""
 
         attention_bias: bool = False
-        """Add biases to all projections of attention."""
+        """Add biases to the projections of attention."""
 
         mlp_bias: bool = False
         """Add biases to all projections of the feed-forward network."""
@@ -156,6 +156,9 @@ class Decoder(BaseModel):
 
     config: Config
 
+    biased = "qkvo"
+    """Projections of attention that `attention_bias` gives a bias."""
+
     has_sinks = False
     """Attention has a score per head for no token."""
 
@@ -193,7 +196,7 @@ class Decoder(BaseModel):
     def make_attention(self, index: int, *, kind: type[nn.Module] = GroupedQueryAttention, **options: Any) -> nn.Module:
         """Return the attention of a layer; `options` are those of `GroupedQueryAttention`."""
         config = self.config
-        options = {"n_kv_heads": config.n_kv_heads, "biases": "qkvo" if config.attention_bias else "", **options}
+        options = {"n_kv_heads": config.n_kv_heads, "biases": self.biased if config.attention_bias else "", **options}
         return kind(
             dim=config.dim,
             n_heads=config.n_heads,

@@ -75,10 +75,9 @@ class DeepSeekModel(MoEDecoder):
 
     def make_attention(self, index: int, **options: Any) -> nn.Module:
         config = self.config
-        ranks: Any = {"q_rank": config.q_lora_rank, "rank": config.kv_lora_rank, "v_dim": config.v_head_dim}
         mscale = 1 + 0.1 * (config.mscale_all_dim or 0.0) * math.log(max(1.0, config.rope.scaling_factor))
-        scale, stds = config.resolved_head_dim**-0.5 * mscale**2, self.init_stds(index)
-        return LatentAttention(config, **ranks, scale=scale, interleaved=config.rope_interleave, **stds)
+        scale = config.resolved_head_dim**-0.5 * mscale**2
+        return LatentAttention(config, scale=scale, **self.init_stds(index))
 
     def score_flops(self, index: int, seq_len: int) -> float:
         return super().score_flops(index, seq_len) * (1 + self.config.v_head_dim / self.config.resolved_head_dim) / 2
@@ -101,9 +100,9 @@ def _prepare(document: dict[str, Any]) -> dict[str, Any]:
     reader = ConfigReader("config.json", {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, **document})
     plain, rotated = (reader.whole_number(f"qk_{part}_head_dim") for part in ("nope", "rope"))
     widths = {"head_dim": plain + rotated, "partial_rotary_factor": rotated / (plain + rotated)}
-    for section in ("rope_scaling", "rope_parameters"):
-        if (scaling := reader.section(section)).has("mscale_all_dim"):
-            widths["mscale_all_dim"] = scaling.number("mscale_all_dim")
+    for section in map(reader.section, ("rope_scaling", "rope_parameters")):
+        if section.has("mscale_all_dim"):
+            widths["mscale_all_dim"] = section.number("mscale_all_dim")
     document.pop("num_nextn_predict_layers", None)  # an option, since other files name modules that they lack
     return {**rows.prepare_dense_layers(document, 0 if is_v2 else 3), **widths}
 

@@ -28,8 +28,7 @@ class GLMModel(Decoder):
 
     config: Config
 
-    def make_attention(self, index: int, **options: Any) -> nn.Module:
-        return super().make_attention(index, biases="qkv" if self.config.attention_bias else "", **options)
+    biased = "qkv"
 
 
 class GLM4Model(GLMModel):

@@ -19,17 +19,15 @@ class GLM4MoeModel(MoEDecoder):
         moe: SigmoidMoEConfig
         """Experts."""
 
-        attention_bias: bool = False
-        """Add biases to queries, keys and values."""
-
         use_qk_norm: bool = False
         """Normalize the queries and keys of each head."""
 
     config: Config
 
+    biased = "qkv"
+
     def make_attention(self, index: int, **options: Any) -> nn.Module:
-        biases, norm = "qkv" if self.config.attention_bias else "", self.make_norm if self.config.use_qk_norm else None
-        return super().make_attention(index, biases=biases, qk_norm=norm, **options)
+        return super().make_attention(index, qk_norm=self.make_norm if self.config.use_qk_norm else None, **options)
 
 
 FORMAT = dense_format(

@@ -36,9 +36,10 @@ class Qwen2MoeModel(Qwen3MoeModel):
 
     config: Config
 
+    biased = "qkv"
+
     def make_attention(self, index: int, **options: Any) -> nn.Module:
-        biases = "qkv" if self.config.attention_bias else ""
-        return super().make_attention(index, qk_norm=None, biases=biases, **options)
+        return super().make_attention(index, qk_norm=None, **options)
 
 
 _KEYS = expert_keys("num_experts", norm_topk_prob="norm_topk_prob", **SPARSE)
