@@ -12,7 +12,7 @@ from torchtitan.config.configurable import describe, fits
 from torchtitan.models.common.config_reader import ConfigReader
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.hugging_face_rope import check_sections, read_rope, write_rope, write_rope_section
-from torchtitan.models.common.moe.rows import EXPERT_TENSORS, FUSED_EXPERT_ROWS
+from torchtitan.models.common.moe.rows import FUSED_EXPERT_ROWS
 from torchtitan.protocols.state_dict_adapter import (
     Concatenated,
     ExternalFormat,
@@ -250,9 +250,8 @@ def _written_type(model_types: Mapping[str, ModelType], config: Decoder.Config) 
 def _fused_adapter(model_types: Mapping[str, ModelType], config: Decoder.Config) -> StateDictAdapter | None:
     """Return the table of files with the experts of a layer in one tensor; None if no others have experts."""
     rows = _rows_of(model_types, config)
-    others = [row for row in rows if row.internal not in EXPERT_TENSORS]
     is_fused = not any(isinstance(row.transform, Stacked) for row in rows)
-    return None if is_fused else _adapter_of([*others, *FUSED_EXPERT_ROWS], config)
+    return None if is_fused else _adapter_of(replaced(rows, *FUSED_EXPERT_ROWS), config)
 
 
 def _rows_of(model_types: Mapping[str, ModelType], config: Decoder.Config) -> Sequence[KeyMapping]:

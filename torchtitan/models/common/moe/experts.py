@@ -133,10 +133,7 @@ class RoutedExperts(StackedExperts):
         on_cpu = (self.device_type or x_ND.device.type) == "cpu"
         if on_cpu and self.activation is swiglu and self.bias2 is None:
             return _OneByOne.apply(x_ND, weight_R, self.w13.flatten(1, 2), self.w2, *pairs)
-        return self._grouped(x_ND, weight_R, pairs)
-
-    def _grouped(self, x_ND: Tensor, weight_R: Tensor, pairs: Pairs) -> Tensor:
-        """Compute all experts in a product each, without reading a size from the device."""
+        # All experts in one product each, without reading a size from the device.
         ends_E = pairs.ends_E(len(self.w13))
         both_RH = self.product(pairs.rows_of(x_ND), "w13", ends_E)
         if self.bias13 is not None:

@@ -91,24 +91,25 @@ class Router(LoadBalanced):
             # Not `bincount`, which waits for a GPU.
             places = chosen_BLK.flatten(1)
             counts_BE = places.new_zeros(len(places), self.n_experts).scatter_add_(1, places, torch.ones_like(places))
-            totals = torch.cat((counts_BE.sum(dim=0), _entropy(scores_BLE.detach())))
+            probabilities_BLE = scores_BLE / scores_BLE.sum(dim=-1, keepdim=True)
+            totals = torch.cat((counts_BE.sum(dim=0), _entropy(probabilities_BLE.detach())))
             if self.is_measuring:
                 self.totals += totals
             elif weights_BLK.requires_grad:
-                losses = self._losses(logits_BLE, scores_BLE, counts_BE)
+                losses = self._losses(logits_BLE, probabilities_BLE, counts_BE)
                 weights_BLK = _Observed.apply(weights_BLK, losses, totals, self)
         return weights_BLK, chosen_BLK
 
-    def _losses(self, logits_BLE: Tensor, scores_BLE: Tensor, counts_BE: Tensor) -> Tensor:
+    def _losses(self, logits_BLE: Tensor, probabilities_BLE: Tensor, counts_BE: Tensor) -> Tensor:
         """Return the auxiliary losses, times their weights: sums over these tokens, which `counts_BE` counts."""
         penalties, total = self.penalties, logits_BLE.new_zeros(())
         if penalties.batch_loss:
             assert self.batch_counts_E is not None, "call LoadBalancer.measuring before the step's backward passes"
-            total = total + penalties.batch_loss * _imbalance(scores_BLE, self.batch_counts_E)
+            total = total + penalties.batch_loss * _imbalance(probabilities_BLE, self.batch_counts_E)
         if penalties.sequence_loss:
             for group in self.row_groups:
                 dist.all_reduce(counts_BE, group=group)
-            total = total + penalties.sequence_loss * _imbalance(scores_BLE, counts_BE[:, None])
+            total = total + penalties.sequence_loss * _imbalance(probabilities_BLE, counts_BE[:, None])
         if penalties.z_loss:  # keeps the logits small (ST-MoE, arXiv:2202.08906, equation 5)
             total = total + penalties.z_loss * logits_BLE.logsumexp(dim=-1).square().sum()
         return total
@@ -127,24 +128,21 @@ class ScaledRouter(Router):
         return weights_BLK * self.expert_scale.float()[chosen_BLK], chosen_BLK
 
 
-def _imbalance(scores_BLE: Tensor, counts: Tensor) -> Tensor:
-    """Return the sum over tokens of `E sum_i f_i P_i`, with f_i the share of expert i in `counts` and P_i its part of
-    the token's scores; the mean is 1 if all experts are equally busy. Shares have no gradient.
+def _imbalance(probabilities_BLE: Tensor, counts: Tensor) -> Tensor:
+    """Return the sum over tokens of `E sum_i f_i P_i`, with f_i the share of expert i in `counts` and P_i its
+    probability; the mean is 1 if all experts are equally busy. Shares have no gradient.
 
     `counts` has the tokens of each expert: (E,) in the global batch (Switch, arXiv:2101.03961, equation 4;
     arXiv:2501.11873), or (B, 1, E) in each row, in which packed documents count together (DeepSeek-V3,
     arXiv:2412.19437, equations 17 to 20)."""
     shares = counts / counts.sum(dim=-1, keepdim=True).clamp(min=1)
-    return counts.shape[-1] * (_probabilities(scores_BLE) * shares).sum()
+    return counts.shape[-1] * (probabilities_BLE * shares).sum()
 
 
-def _probabilities(scores_BLE: Tensor) -> Tensor:
-    return scores_BLE / scores_BLE.sum(dim=-1, keepdim=True)
-
-
-def _entropy(scores_BLE: Tensor) -> Tensor:
+def _entropy(probabilities_BLE: Tensor) -> Tensor:
     """Return the last element of `LoadBalanced.totals`."""
-    entropy_BL = torch.special.entr(_probabilities(scores_BLE)).sum(dim=-1) / math.log(max(scores_BLE.shape[-1], 2))
+    largest = math.log(max(probabilities_BLE.shape[-1], 2))
+    entropy_BL = torch.special.entr(probabilities_BLE).sum(dim=-1) / largest
     return (entropy_BL * 2**20).round().long().sum().view(1)
 
 

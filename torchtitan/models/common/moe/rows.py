@@ -48,8 +48,6 @@ FUSED_EXPERT_ROWS: Sequence[KeyMapping] = (
 )
 """The same with all experts of a layer in one tensor, as in the parameters of transformers 5."""
 
-EXPERT_TENSORS = tuple(row.internal for row in FUSED_EXPERT_ROWS)
-
 
 def transposed_expert_rows(order: tuple[int, ...]) -> tuple[KeyMapping, ...]:
     """Return the rows of a router and of experts whose fused tensors are transposed: `w13` with dimensions in another
