@@ -180,7 +180,7 @@ class ParallelDims:
         else:
             ranks = flatten_mesh(mesh["fsdp", "tp"])
             inner = split_mesh(ranks, 0, (ranks.size() // self.ep, self.ep), ("efsdp", "ep"))
-            experts = concatenate_meshes(mesh["dp_replicate"], inner)
+            experts = concatenate_meshes([mesh["dp_replicate"], inner])
         flatten_mesh(experts["efsdp", "ep"])  # as in `build_mesh`
         return experts
 

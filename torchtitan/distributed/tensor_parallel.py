@@ -115,7 +115,6 @@ def _parallelize(module: nn.Module, mesh: DeviceMesh, sharding: TensorSharding) 
 def _replicate(module: nn.Module, mesh: DeviceMesh) -> None:
     """Replicate the parameters of a module and its submodules, which compute with plain tensors: each rank its own part
     of the tokens, so that gradients add up over the ranks."""
-
     for part in module.modules():
         if any(isinstance(parameter, DTensor) for parameter in part.parameters(recurse=False)):
             continue  # experts, which expert parallelism has divided

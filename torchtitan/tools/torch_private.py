@@ -1,9 +1,11 @@
 """All private names of PyTorch (2.13) that this project uses, with the reason for each, imported on first use. The only
 exceptions are private methods that a subclass overrides."""
 
+import contextlib
 import importlib
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from torchtitan.tools.errors import UserError
@@ -12,7 +14,6 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
     from torch import Tensor, nn
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
 _SOURCES = {
@@ -43,6 +44,10 @@ _SOURCES = {
     # A mesh for some parameters of a unit: `fully_shard` takes it, but PyTorch 2.13 documents the types nowhere else.
     "ShardPlacementResult": "torch.distributed.fsdp._fully_shard._fsdp_common",
     "fsdp_mesh_info": "torch.distributed.fsdp._fully_shard._fsdp_init:_get_mesh_info",
+    # `DeviceMesh` has no public way to register flattened dimensions as one, to split one, or to join parts of one mesh.
+    "flatten_mesh": "torch.distributed.device_mesh:DeviceMesh._flatten",
+    "split_mesh": "torch.distributed.device_mesh:DeviceMesh._unflatten",
+    "concatenate_meshes": "torch.distributed.device_mesh:DeviceMesh._concatenate",
     # Public DTensor methods return the shard, but not its offset in the whole tensor.
     "compute_local_shape_and_global_offset": "torch.distributed.tensor._utils",
     # DTensor infers a result's shape by running operations on whole shapes, which a dry run must not count. It caches
@@ -87,8 +92,8 @@ def __getattr__(name: str) -> Any:
     if _SOURCES[name].endswith(":"):
         return imported
     for known_as in (torch_name or name, name.replace("_single_", "_tensor_")):  # the second in PyTorch 2.11 and 2.12
-        if hasattr(imported, known_as):
-            return getattr(imported, known_as)
+        with contextlib.suppress(AttributeError):
+            return attrgetter(known_as)(imported)
     version = importlib.import_module("torch").__version__
     raise UserError(f"torch {version} has no {module}.{name}, which this feature needs; install torch 2.13 or newer")
 
@@ -191,21 +196,6 @@ def process_groups() -> list["dist.ProcessGroup"]:
     from torch.distributed import distributed_c10d
 
     return list(distributed_c10d._world.pg_map)
-
-
-def flatten_mesh(mesh: "DeviceMesh") -> "DeviceMesh":
-    """Register the flattened dimensions of a mesh as one, and return it; `DeviceMesh` has no public way."""
-    return mesh._flatten()
-
-
-def split_mesh(mesh: "DeviceMesh", dim: int | str, sizes: tuple[int, ...], names: tuple[str, ...]) -> "DeviceMesh":
-    """Split a dimension of a mesh into several; `DeviceMesh` has no public way."""
-    return mesh._unflatten(dim, sizes, names)
-
-
-def concatenate_meshes(*meshes: "DeviceMesh") -> "DeviceMesh":
-    """Return a mesh with the dimensions of several parts of one mesh; `DeviceMesh` has no public way."""
-    return type(meshes[0])._concatenate(list(meshes))
 
 
 def dtensor_like(local: "Tensor", like: "DTensor") -> "DTensor":

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, reduce
 from operator import attrgetter
 from types import NoneType
 from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
@@ -351,9 +351,7 @@ def _keys_of(kind: ModelType) -> dict[str, str]:
 
 def _type_of(owner: Any, name: str) -> Any:
     """Return the declared type of a field, or of a field's field."""
-    first, _, rest = name.partition(".")
-    declared = get_type_hints(owner)[first]
-    return _type_of(declared, rest) if rest else declared
+    return reduce(lambda kind, field_name: get_type_hints(kind)[field_name], name.split("."), owner)
 
 
 def _nested(owner: Any, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -30,21 +30,18 @@ class GLM4MoeModel(MoEDecoder):
         return super().make_attention(index, qk_norm=self.make_norm if self.config.use_qk_norm else None, **options)
 
 
-FORMAT = dense_format(
-    {
-        "glm4_moe": ModelType(
-            architecture="Glm4MoeForCausalLM",
-            config=GLM4MoeModel.Config,
-            rows=rows.expert_rows(DENSE_ROWS, shared="shared_experts"),
-            keys={**rows.SIGMOID_KEYS, **{name: name for name in ("attention_bias", "use_qk_norm")}},
-            fixed={"scoring_func": "sigmoid"},
-            defaults={
-                **{"n_routed_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1408},
-                **{"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5},
-            },
-            ignored=("first_k_dense_replace",),
-            prepare=rows.prepare_dense_layers,
-            write=rows.write_dense_layers,
-        )
-    }
+_TYPE = ModelType(
+    architecture="Glm4MoeForCausalLM",
+    config=GLM4MoeModel.Config,
+    rows=rows.expert_rows(DENSE_ROWS, shared="shared_experts"),
+    keys={**rows.SIGMOID_KEYS, **{name: name for name in ("attention_bias", "use_qk_norm")}},
+    fixed={"scoring_func": "sigmoid"},
+    defaults={
+        **{"n_routed_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1408},
+        **{"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5},
+    },
+    ignored=("first_k_dense_replace",),
+    prepare=rows.prepare_dense_layers,
+    write=rows.write_dense_layers,
 )
+FORMAT = dense_format({"glm4_moe": _TYPE})

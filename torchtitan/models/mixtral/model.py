@@ -9,18 +9,15 @@ class MixtralModel(MoEDecoder):
     """Mistral's decoder with experts in place of each feed-forward network."""
 
 
-FORMAT = dense_format(
-    {
-        "mixtral": ModelType(
-            architecture="MixtralForCausalLM",
-            config=MixtralModel.Config,
-            rows=expert_rows(DENSE_ROWS, folder="block_sparse_moe", names={w: w for w in ("w1", "w2", "w3")}),
-            keys={**expert_keys("num_local_experts"), "sliding_window": "sliding_window"},
-            defaults={
-                **{"num_local_experts": 8, "num_experts_per_tok": 2, "num_key_value_heads": 8},
-                **{"rope_theta": 1e6, "rms_norm_eps": 1e-5},
-            },
-            fixed={"router_jitter_noise": 0.0},
-        )
-    }
+_TYPE = ModelType(
+    architecture="MixtralForCausalLM",
+    config=MixtralModel.Config,
+    rows=expert_rows(DENSE_ROWS, folder="block_sparse_moe", names={w: w for w in ("w1", "w2", "w3")}),
+    keys={**expert_keys("num_local_experts"), "sliding_window": "sliding_window"},
+    defaults={
+        **{"num_local_experts": 8, "num_experts_per_tok": 2, "num_key_value_heads": 8},
+        **{"rope_theta": 1e6, "rms_norm_eps": 1e-5},
+    },
+    fixed={"router_jitter_noise": 0.0},
 )
+FORMAT = dense_format({"mixtral": _TYPE})

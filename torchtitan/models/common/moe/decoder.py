@@ -19,9 +19,7 @@ class ExpertLayers:
     class Config:
         __slots__ = ()
 
-        moe: Any
-        """A `MoEConfig`."""
-
+        moe: Any  # a MoEConfig
         ffn_dim: int
 
         @property

@@ -51,8 +51,6 @@ class Router(LoadBalanced):
             the logits of the chosen experts (gpt-oss).
         scale: factor of the weights after that.
         bias: of the gate.
-        selection: bias that is added to the scores for the choice, but not for the weights.
-        penalties: auxiliary losses of training.
     """
 
     def __init__(

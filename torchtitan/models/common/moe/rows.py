@@ -1,17 +1,14 @@
 """Experts in Hugging Face's format, and the sharding plan of models with experts."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torchtitan.models.common.config_reader import ConfigReader
 from torchtitan.models.common.decoder import DENSE_SHARDING
-from torchtitan.protocols import ShardingPlan
 from torchtitan.protocols.state_dict_adapter import Identity, KeyMapping, Permuted, Stacked, Transform
 
-MOE_SHARDING = ShardingPlan(
-    tensor={**DENSE_SHARDING.tensor, "layers.*.moe": "local tokens"},
-    attention=DENSE_SHARDING.attention,
-)
+MOE_SHARDING = replace(DENSE_SHARDING, tensor={**DENSE_SHARDING.tensor, "layers.*.moe": "local tokens"})
 """Plan of decoders with experts in some layers. Tensor parallelism splits attention and dense networks; its ranks have
 whole experts, for their own part of the tokens."""
 
