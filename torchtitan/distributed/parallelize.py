@@ -88,10 +88,12 @@ def _apply_data_parallel(
             replicate(unit, mesh=mesh["dp_replicate"], mp_policy=precision)
     elif shards > 1 or training.mixed_precision_param != training.dtype or expert_mesh is not None:
         fsdp_mesh = mesh["dp_replicate", "fsdp"] if dims.dp_replicate > 1 else mesh["fsdp"]
-        offload = _offload_policy(training, mesh)
+        options: Any = {"mesh": fsdp_mesh, "mp_policy": precision, "offload_policy": _offload_policy(training, mesh)}
+        if expert_mesh is not None:
+            options["shard_placement_fn"] = expert_placements(model, expert_mesh).get
         reshard = parallelism.fsdp_reshard_after_forward
         reshard = "never" if reshard == "default" and parallelism.pipeline_parallel_degree > 1 else reshard
-        _apply_fsdp(model, fsdp_mesh, expert_mesh, precision, reshard, offload)
+        _apply_fsdp(model, reshard, options)
 
 
 def set_replica_reduction(model: nn.Module, enabled: bool) -> None:
@@ -115,17 +117,7 @@ def _offload_policy(training: TrainingConfig, mesh: DeviceMesh) -> OffloadPolicy
     return CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
 
 
-def _apply_fsdp(
-    model: BaseModel,
-    mesh: DeviceMesh,
-    expert_mesh: DeviceMesh | None,
-    precision: MixedPrecisionPolicy,
-    reshard: str,
-    offload: OffloadPolicy,
-) -> None:
-    options: dict[str, Any] = {"mesh": mesh, "mp_policy": precision, "offload_policy": offload}
-    if expert_mesh is not None:
-        options["shard_placement_fn"] = expert_placements(model, expert_mesh).get
+def _apply_fsdp(model: BaseModel, reshard: str, options: dict[str, Any]) -> None:
     units = model.units()
     for index, unit in enumerate(units):
         # The backward pass begins with the head, whose gradients are known already, and the last layer; keep both.

@@ -44,7 +44,7 @@ _SOURCES = {
     # A mesh for some parameters of a unit: `fully_shard` takes it, but PyTorch 2.13 documents the types nowhere else.
     "ShardPlacementResult": "torch.distributed.fsdp._fully_shard._fsdp_common",
     "fsdp_mesh_info": "torch.distributed.fsdp._fully_shard._fsdp_init:_get_mesh_info",
-    # `DeviceMesh` has no public way to register flattened dimensions as one, to split one, or to join parts of one mesh.
+    # `DeviceMesh` has no public way to register flattened dimensions as one, to split one, or to join parts of a mesh.
     "flatten_mesh": "torch.distributed.device_mesh:DeviceMesh._flatten",
     "split_mesh": "torch.distributed.device_mesh:DeviceMesh._unflatten",
     "concatenate_meshes": "torch.distributed.device_mesh:DeviceMesh._concatenate",

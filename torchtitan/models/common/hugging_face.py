@@ -242,7 +242,9 @@ def _written_type(model_types: Mapping[str, ModelType], config: Decoder.Config) 
     for model_type, kind in model_types.items():
         if kind.config is type(config) and kind.write(config) is not None:
             known = [*_keys_of(kind).values(), *kind.ropes, "scores"]
-            if kind.config(**_nested(kind.config, {name: attrgetter(name)(config) for name in known})) == config:
+            values = {name: attrgetter(name)(config) for name in known}
+            values |= {kind.keys[key]: value for key, value in kind.fixed.items() if key in kind.keys}
+            if kind.config(**_nested(kind.config, values)) == config:
                 return model_type
     raise UserError(f"no model_type of config.json ({', '.join(model_types)}) can describe this model: {config}")
 

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -107,8 +106,8 @@ def _prepare(document: dict[str, Any]) -> dict[str, Any]:
     return {**rows.prepare_dense_layers(document, 0 if is_v2 else 3), **widths}
 
 
-def _write(config: DeepSeekModel.Config, score: str) -> dict[str, Any] | None:
-    dense, head_dim = rows.write_dense_layers(config, score), config.resolved_head_dim
+def _write(config: DeepSeekModel.Config) -> dict[str, Any] | None:
+    dense, head_dim = rows.write_dense_layers(config), config.resolved_head_dim
     rotated = config.rope.rotated_dim(head_dim)
     widths = {"head_dim": rotated, "qk_rope_head_dim": rotated, "qk_nope_head_dim": head_dim - rotated}
     scaling = write_rope(config.rope, config.max_seq_len)["rope_scaling"]
@@ -135,7 +134,7 @@ _V3 = hf.ModelType(
     fixed={"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
     ignored=("qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim", "first_k_dense_replace"),
     prepare=_prepare,
-    write=partial(_write, score="sigmoid"),
+    write=_write,
 )
 _V2 = replace(
     _V3,
@@ -143,7 +142,6 @@ _V2 = replace(
     keys=_KEYS,
     defaults={**_WIDTHS, **_V2_SCORES, "n_routed_experts": 64, "n_shared_experts": 2, "moe_intermediate_size": 1407},
     fixed={"moe_layer_freq": 1, "topk_method": "group_limited_greedy", **_V2_SCORES},
-    write=partial(_write, score="softmax"),
 )
 
 FORMAT = hf.dense_format({"deepseek_v3": _V3, "kimi_k2": _V3, "deepseek_v2": _V2})

@@ -15,9 +15,6 @@ from torchtitan.protocols.experts import StackedExperts
 from torchtitan.protocols.initializer import Constant, TruncatedNormal, with_initializers
 from torchtitan.tools.device import multiplies
 
-Gated = Callable[[Tensor, Tensor], Tensor]
-"""Activation of a gated network, from the results of both halves of w13, the gate first."""
-
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """Return `silu(gate) * up` (arXiv:2002.05202)."""
@@ -101,7 +98,7 @@ class RoutedExperts(StackedExperts):
         top_k: int,
         dim: int,
         hidden_dim: int,
-        activation: Gated = swiglu,
+        activation: Callable[[Tensor, Tensor], Tensor] = swiglu,
         bias: bool = False,
         init_std: float,
         out_init_std: float,

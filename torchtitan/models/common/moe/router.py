@@ -15,11 +15,7 @@ from torchtitan.models.common.norms import NormFactory
 from torchtitan.protocols.initializer import Constant, TruncatedNormal, initializers_of, with_initializers
 from torchtitan.protocols.load_balance import LoadBalanced, PenaltyConfig, SelectionBias
 
-Score = Callable[[Tensor], Tensor]
-"""Scores of all experts from the gate's logits, (…, E) → (…, E): probabilities that compete (`softmax`; Switch,
-arXiv:2101.03961), or independent affinities (`torch.sigmoid`; DeepSeek-V3, arXiv:2412.19437, equation 15)."""
-
-softmax: Score = partial(torch.softmax, dim=-1)
+softmax = partial(torch.softmax, dim=-1)
 
 
 @dataclass(frozen=True)
@@ -47,6 +43,8 @@ class Router(LoadBalanced):
     """Linear gate, scores, choice and weights, in float32, since rounding would change the choice.
 
     Args:
+        score: from logits to scores, (…, E): probabilities that compete (`softmax`; Switch, arXiv:2101.03961), or
+            independent affinities (`torch.sigmoid`; DeepSeek-V3, arXiv:2412.19437, equation 15).
         normalized: divide the scores of a token's experts by their sum. Of probabilities, these are the softmax over
             the logits of the chosen experts (gpt-oss).
         scale: factor of the weights after that.
@@ -59,7 +57,7 @@ class Router(LoadBalanced):
         dim: int,
         n_experts: int,
         choose: TopK,
-        score: Score = softmax,
+        score: Callable[[Tensor], Tensor] = softmax,
         normalized: bool = True,
         scale: float = 1.0,
         bias: bool = False,

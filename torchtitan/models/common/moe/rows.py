@@ -88,8 +88,8 @@ def prepare_dense_layers(document: dict[str, Any], default: int = 1) -> dict[str
     return {**document, "mlp_layer_types": ["dense" if i < n_dense else "sparse" for i in range(n_layers)]}
 
 
-def write_dense_layers(config: Any, score: str = "sigmoid") -> dict[str, Any] | None:
+def write_dense_layers(config: Any) -> dict[str, Any] | None:
     """Return the number of dense layers in config.json; None: it cannot describe a model with these layers."""
-    moe, sparse = config.moe, [config.moe.is_sparse(index) for index in range(config.n_layers)]
-    fits = moe.ffn_dim is not None and moe.scoring_func == score
-    return {"first_k_dense_replace": sparse.count(False)} if fits and sparse == sorted(sparse) else None
+    sparse = [config.moe.is_sparse(index) for index in range(config.n_layers)]
+    fits = config.moe.ffn_dim is not None and sparse == sorted(sparse)
+    return {"first_k_dense_replace": sparse.count(False)} if fits else None
