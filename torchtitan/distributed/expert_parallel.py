@@ -7,6 +7,7 @@ parallelism also splits each expert's width over "tp", whose ranks gather their 
 R rows, one for each token and chosen expert; E experts in all; M rows that a rank receives.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 from torchtitan.distributed.tensor_parallel import compute_with_local_parameters
-from torchtitan.protocols.experts import Compute, StackedExperts
+from torchtitan.protocols.experts import StackedExperts
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.torch_private import (
     all_gather_single_autograd,
@@ -38,7 +39,7 @@ class TokenExchange:
         self.group = mesh.get_group()
         self.degree = mesh.size()
 
-    def __call__(self, rows_RD: Tensor, weight_R: Tensor, counts_E: Tensor, compute: Compute) -> Tensor:
+    def __call__(self, rows_RD: Tensor, weight_R: Tensor, counts_E: Tensor, compute: Callable[..., Tensor]) -> Tensor:
         arriving_E = self._send(counts_E).view(self.degree, -1)  # this rank's experts, for each sender
         if self.is_balanced:
             least, more = divmod(len(rows_RD), self.degree)
@@ -113,8 +114,7 @@ def expert_placements(model: nn.Module, mesh: DeviceMesh) -> dict[nn.Parameter, 
     replicas = ("dp_replicate",) if mesh["dp_replicate"].size() > 1 else ()
     info, degree = fsdp_mesh_info(mesh[(*replicas, "efsdp")]), mesh["efsdp"].size()
     experts = (module for module in model.modules() if isinstance(module, StackedExperts))
-    parameters = (parameter for module in experts for parameter in module.parameters())
-    return {parameter: ShardPlacementResult(_shard_dimension(parameter, degree), info) for parameter in parameters}
+    return {p: ShardPlacementResult(_shard_dimension(p, degree), info) for each in experts for p in each.parameters()}
 
 
 def _shard_dimension(parameter: nn.Parameter, degree: int) -> Shard:

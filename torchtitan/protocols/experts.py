@@ -7,12 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""As `StackedExperts.forward`, for the experts of this rank: its tokens, and weights and numbers of their experts."""
-
-Exchange = Callable[[Tensor, Tensor, Tensor, Compute], Tensor]
+Exchange = Callable[[Tensor, Tensor, Tensor, Callable[..., Tensor]], Tensor]
 """(rows_RD, weight_R, counts_E, compute) → (R, D): the results of the ranks that have the experts. Rows are tokens in
-the order of their experts, with `counts_E` rows for each."""
+the order of their experts, with `counts_E` rows for each; `compute`: as `forward`, for the experts of this rank."""
 
 
 class StackedExperts(nn.Module):
