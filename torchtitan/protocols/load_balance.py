@@ -1,8 +1,4 @@
-"""`LoadBalanced`: routers that keep their experts equally busy, as the training loop sees them without knowing a model.
-
-E experts. An auxiliary loss is a sum over tokens, of which the training loop takes the mean over the tokens of the
-global batch, padding included.
-"""
+"""`LoadBalanced`: routers that keep their E experts equally busy, as the training loop sees them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -69,9 +65,9 @@ class LoadBalanced(nn.Module):
         the sum of the entropies of these tokens' probabilities, in 2⁻²⁰ of the largest, so that sums are exact:
         (E + 1), int64. None before the first step."""
         self.gradient_scale: Tensor | None = None
-        """Factor of the auxiliary losses' gradients, a float32 scalar."""
+        """Factor of the auxiliary losses' gradients, a float32 scalar: losses are sums over tokens, of which the loop
+        takes the mean over the tokens of the global batch, padding included."""
         self.batch_counts_E: Tensor | None = None
-        """Tokens of the global batch that each expert gets with the current weights. A batch loss needs them before the
-        first backward pass."""
+        """Tokens of the global batch that each expert gets with the current weights, for the batch loss."""
         self.is_measuring = False
         """True if forward passes count, because no backward pass follows."""
