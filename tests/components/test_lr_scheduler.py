@@ -221,3 +221,33 @@ def test_set_length_applies_unless_total_steps_is_set():
 def test_invalid_values_are_rejected(settings, message):
     with pytest.raises(UserError, match=message):
         LRScheduler.Config(**settings).validate()
+
+
+def test_tokens_give_the_same_curve_as_steps_of_equal_size():
+    """Steps of 32 tokens: the rates equal those of the schedule in steps, bit for bit."""
+    shape = {"decay_ratio": 0.4, "decay_type": "cosine", "min_lr_factor": 0.1}
+    in_steps = make_scheduler(50, warmup_steps=8, **shape)
+    in_tokens = make_scheduler(50 * 32, unit="tokens", warmup_steps=8 * 32, **shape)
+    in_tokens.set_length(50 * 32, step_size=32)
+    for _ in range(60):
+        assert in_tokens.lr == in_steps.lr == in_tokens.optimizer.param_groups[0]["lr"]
+        in_steps.step()
+        in_tokens.step(32, step_size=32)
+
+
+def test_curve_in_tokens_does_not_depend_on_the_sizes_of_steps():
+    """Interpolated between the ends of the phases; a step in the warm-up has the rate of its last token."""
+    scheduler = make_scheduler(1000, unit="tokens", warmup_steps=100)
+    sizes, position = [10, 30, 20, 40, 100, 300, 250, 250], 0
+    for size in sizes:
+        scheduler.step(0, step_size=size)
+        expected = min(1.0, (position + size) / 100) if position < 100 else 1 - (position - 100) / 900
+        assert scheduler.lr / PEAK == pytest.approx(expected, rel=1e-12)  # float64
+        position += size
+        scheduler.step(size)
+
+
+def test_another_unit_is_not_resumed():
+    saved = make_scheduler(10, unit="tokens").state_dict()
+    with pytest.raises(UserError, match="--lr_scheduler.unit steps: the run to resume has --lr_scheduler.unit tokens"):
+        make_scheduler(10).load_state_dict(saved)

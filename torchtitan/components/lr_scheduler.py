@@ -10,7 +10,7 @@ import torch
 from torchtitan.components.optimizer import Optimizer
 from torchtitan.config import Configurable
 from torchtitan.config.sections import require_at_least
-from torchtitan.tools.errors import require
+from torchtitan.tools.errors import UserError, require
 from torchtitan.tools.logging import logger
 
 
@@ -18,18 +18,22 @@ class LRScheduler(Configurable):
     """Sets the learning rate of every parameter group to its peak rate times `factor(steps_taken)`.
 
     A subclass with another curve overrides `factor`. A torch optimizer's peak rates are the `initial_lr` of its groups,
-    or their `lr` when the schedule is built. `training_steps` is the schedule's length, unless `total_steps` is set.
+    or their `lr` when the schedule is built. `training_steps` is the schedule's length, unless `total_steps` is set. If
+    `unit` is tokens, steps are tokens everywhere in this class, and the step of an optimizer has many of them.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
         """Learning-rate schedule."""
 
+        unit: Literal["steps", "tokens"] = "steps"
+        """Unit of warmup_steps and total_steps. With tokens, the curve does not depend on batch sizes."""
+
         warmup_steps: int = 200
         """Steps over which the rate rises linearly to its peak."""
 
         total_steps: int | None = None
-        """Length of the schedule in steps. None: training.steps. Set it to stop a run early on the same curve."""
+        """Length of the schedule. None: that of the run. Set it to stop a run early on the same curve."""
 
         decay_ratio: float | None = None
         """Fraction of the schedule, at its end, over which the rate decays. None: everything after the warm-up."""
@@ -57,13 +61,16 @@ class LRScheduler(Configurable):
             group.setdefault("initial_lr", group["lr"])
         self.steps_taken = 0
         self.total_steps = 0
+        self.step_size = 1
         self.set_length(training_steps)
 
-    def set_length(self, training_steps: int) -> None:
-        """End the schedule after `training_steps`, unless `total_steps` is set."""
+    def set_length(self, training_steps: int, *, step_size: int = 1) -> None:
+        """End the schedule after `training_steps`, unless `total_steps` is set. `step_size`: as in `step`."""
         config, before = self.config, self.total_steps
+        self.step_size = step_size
         self.total_steps = config.total_steps or training_steps
         if self.total_steps == before:
+            self._set_steps_taken(self.steps_taken)
             return
         self.warmup_steps = min(config.warmup_steps, self.total_steps)
         if self.warmup_steps < config.warmup_steps:
@@ -79,7 +86,7 @@ class LRScheduler(Configurable):
     def factor(self, steps_taken: int) -> float:
         """Return the fraction of the peak rate for the step after `steps_taken` steps."""
         if steps_taken < self.warmup_steps:
-            return (steps_taken + 1) / self.warmup_steps
+            return min(steps_taken + self.step_size, self.warmup_steps) / self.warmup_steps
         decay_start = self.total_steps - self.decay_steps
         if steps_taken < decay_start or self.decay_steps == 0:
             return 1.0
@@ -98,9 +105,10 @@ class LRScheduler(Configurable):
             return float(self.optimizer.param_groups[0]["lr"])
         return self.optimizer.config.lr * self.factor(self.steps_taken)
 
-    def step(self) -> None:
-        """Advance by one step and set the learning rates of the next step."""
-        self._set_steps_taken(self.steps_taken + 1)
+    def step(self, n_steps: int = 1, *, step_size: int = 1) -> None:
+        """Advance by `n_steps`, and set the learning rates of the next step, which advances by `step_size`."""
+        self.step_size = step_size
+        self._set_steps_taken(self.steps_taken + n_steps)
 
     def _set_steps_taken(self, steps_taken: int) -> None:
         self.steps_taken = steps_taken
@@ -108,8 +116,11 @@ class LRScheduler(Configurable):
             group["lr"] = group["initial_lr"] * self.factor(steps_taken)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of steps taken; everything else comes from the configuration."""
-        return {"steps_taken": self.steps_taken}
+        """Return the number of steps taken and its unit; everything else comes from the configuration."""
+        return {"steps_taken": self.steps_taken, "unit": self.config.unit}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore a state. Raise `UserError` if it counts in another unit."""
+        if (unit := state_dict.get("unit", "steps")) != self.config.unit:
+            raise UserError(f"--lr_scheduler.unit {self.config.unit}: the run to resume has --lr_scheduler.unit {unit}")
         self._set_steps_taken(state_dict["steps_taken"])

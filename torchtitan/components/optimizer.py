@@ -310,6 +310,7 @@ def check_early_step(
         f"gradient accumulation (--training.global_batch_size {training.global_batch_size} in passes of {one_pass})": (
             training.resolve_global_batch_size(data_parallel_degree) > one_pass
         ),
+        "gradient accumulation (--training.batch_schedule)": bool(training.batch_schedule),
         f"clipping (--training.max_norm {training.max_norm}; set inf)": training.max_norm < math.inf,
         "--training.on_nonfinite skip, since weights are already updated": training.on_nonfinite == "skip",
         f"--parallelism.pipeline_parallel_degree {parallelism.pipeline_parallel_degree}": (

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import ClassVar, Literal
 
+from torchtitan.config.schedule import parse_changes
 from torchtitan.tools.errors import UserError, require
 
 
@@ -34,6 +35,9 @@ class TrainingConfig:
     global_batch_size: int = -1
     """Windows in an optimizer step over all ranks. Gradients accumulate if this exceeds local_batch_size times the
     number of data-parallel ranks. -1: no accumulation."""
+
+    batch_schedule: list[str] = field(default_factory=list)
+    """Later values of global_batch_size, each after a number of steps, or of tokens with a t: 1000:64 5e8t:128."""
 
     max_norm: float = 1.0
     """Maximum total gradient norm; larger gradients are scaled down to it. `inf`: only measure the norm."""
@@ -73,17 +77,28 @@ class TrainingConfig:
                 f"--training.skip_data '{error}' is neither a step from 1, nor a range like 100-120"
             ) from None
 
-    def resolve_global_batch_size(self, data_parallel_degree: int) -> int:
-        """Return the samples per optimizer step. Raise `UserError` if local batches do not divide them."""
-        one_pass = self.local_batch_size * data_parallel_degree
-        if self.global_batch_size == -1:
-            return one_pass
-        if self.global_batch_size < 1 or self.global_batch_size % one_pass:
+        try:
+            parse_changes(self.batch_schedule)
+        except ValueError as error:
             raise UserError(
-                f"--training.global_batch_size {self.global_batch_size} is not a multiple of local_batch_size x "
-                f"data-parallel ranks = {self.local_batch_size} x {data_parallel_degree} = {one_pass}"
-            )
-        return self.global_batch_size
+                f"--training.batch_schedule '{error}' is not like 1000:64 (64 windows after 1000 steps) or 5e8t:64 "
+                "(after 5e8 tokens)"
+            ) from None
+        if self.batch_schedule and self.epochs is not None:
+            raise UserError("--training.batch_schedule cannot be combined with --training.epochs; set --training.steps")
+
+    def resolve_global_batch_size(self, data_parallel_degree: int) -> int:
+        """Return the samples of the first optimizer step. Raise `UserError` if local batches do not divide a batch."""
+        one_pass = self.local_batch_size * data_parallel_degree
+        first = one_pass if self.global_batch_size == -1 else self.global_batch_size
+        later = {f"batch_schedule {word}": int(word.rpartition(":")[2]) for word in self.batch_schedule}
+        for option, size in {f"global_batch_size {first}": first, **later}.items():
+            if size < 1 or size % one_pass:
+                raise UserError(
+                    f"--training.{option} is not a multiple of local_batch_size x "
+                    f"data-parallel ranks = {self.local_batch_size} x {data_parallel_degree} = {one_pass}"
+                )
+        return first
 
 
 def parse_step_ranges(words: Sequence[str]) -> list[range]:

@@ -5,7 +5,7 @@ import os
 import random
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy
 import torch
@@ -20,7 +20,7 @@ from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.components.tokenizer.auto_tokenizer import warn_of_different_ids
 from torchtitan.config import Configurable
 from torchtitan.distributed import ParallelDims
-from torchtitan.distributed.compile import compile_loss
+from torchtitan.distributed.compile import check_c_compiler, compile_loss
 from torchtitan.distributed.phases import PhaseClock, mark_gathering
 from torchtitan.distributed.pipeline import Pipeline, PipelinePlan, take_stage
 from torchtitan.distributed.process_group import init_process_group
@@ -52,6 +52,8 @@ class RunBuilder(Configurable):
     tokenizer: Tokenizer
     dataloader: BaseDataLoader
     global_batch_size: int
+    sequences_per_sample: ClassVar[int] = 1
+    """Sequences of `training.seq_len` tokens in a sample, for the count of tokens."""
     converters: list[ModelConverter]
     loss: Any
     pipeline_plan: PipelinePlan | None
@@ -116,7 +118,12 @@ class RunBuilder(Configurable):
                 "--optimizer.early_step_in_backward cannot be combined with --training.epochs of a stream, whose end "
                 "is found too late to skip the step; set --training.steps instead"
             )
-        return DataProgress(training, n_samples=samples, global_batch_size=self.global_batch_size)
+        return DataProgress(
+            training,
+            n_samples=samples,
+            global_batch_size=self.global_batch_size,
+            sequences_per_sample=self.sequences_per_sample,
+        )
 
     def build_models(self) -> dict[str, RunModel]:
         """Build the run's models by name, sharded and not yet allocated: here "model", which the configuration
@@ -172,7 +179,10 @@ class RunBuilder(Configurable):
                 f"training.seq_len {training.seq_len} exceeds the model's maximum sequence length of {most} tokens"
             )
         with torch.device("meta"):
-            return config.build().to(getattr(torch, training.dtype))
+            model: BaseModel = config.build().to(getattr(torch, training.dtype))
+        if any(getattr(part, "softcap", None) or getattr(part, "has_sinks", False) for part in model.modules()):
+            check_c_compiler("attention with soft caps or sinks is computed by FlexAttention, which")
+        return model
 
     def build_loss(self) -> Any:
         """Build the training loss, a function of hidden states, output weights and `labels_BL`. Raise `UserError`

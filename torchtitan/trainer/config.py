@@ -221,6 +221,11 @@ class RunConfig(Configurable.Config):
         if dims.cp > 1:
             check_c_compiler("--parallelism.context_parallel_degree above 1 computes with FlexAttention, which")
         check_early_step(self.optimizer, self.training, self.parallelism, dims.dp_degree)
+        if self.training.batch_schedule and getattr(self.dataloader, "weight_schedule", None):
+            raise UserError(
+                "--training.batch_schedule cannot be combined with --dataloader.weight_schedule, which counts steps of "
+                "one size"
+            )
         self.spikes.check_run(self)
         self.ema.check_run(self)
         self.training.resolve_global_batch_size(dims.dp_degree)

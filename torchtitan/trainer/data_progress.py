@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from torchtitan.config.schedule import parse_changes, value_at
 from torchtitan.config.sections import TrainingConfig, parse_step_ranges
 
 
@@ -10,17 +11,22 @@ class DataProgress:
 
     Batches are counted in data order, including skipped ones (`skip_data`). A resumed run may change the batch size, so
     only the samples tell how much data is left. `n_samples` is the total of all epochs; None: `steps` determines the
-    last step.
+    last step. `global_batch_size` is the size of the first batch, before `batch_schedule`.
     """
 
-    def __init__(self, config: TrainingConfig, *, n_samples: int | None, global_batch_size: int):
+    def __init__(
+        self, config: TrainingConfig, *, n_samples: int | None, global_batch_size: int, sequences_per_sample: int = 1
+    ):
         self.data_step = 0
         """Global batches read, including skipped ones."""
         self.n_samples_read = 0
         """Samples read by all ranks."""
         self._steps = config.steps
         self._n_samples = None if config.epochs is None else n_samples
-        self._global_batch_size = global_batch_size
+        self.global_batch_size = self._first_size = global_batch_size
+        """Samples of the next global batch."""
+        self.tokens_per_sample = config.seq_len * sequences_per_sample
+        self._changes = parse_changes(config.batch_schedule)
         self._skipped = sorted(parse_step_ranges(config.skip_data), key=lambda span: span.start)
 
     @property
@@ -30,13 +36,26 @@ class DataProgress:
 
     def count_batch(self) -> None:
         self.data_step += 1
-        self.n_samples_read += self._global_batch_size
+        self.n_samples_read += self.global_batch_size
+
+    def follow_schedule(self, step: int, n_tokens: int) -> None:
+        """Set the size of the batch after `step` steps with `n_tokens` tokens."""
+        self.global_batch_size = value_at(self._changes, self._first_size, step, n_tokens)
+
+    def samples_ahead(self, last_step: int, step: int, n_tokens: int) -> int:
+        """Return the samples of the steps after `step`, which ends at `n_tokens` tokens, up to `last_step`."""
+        if not self._changes:
+            return max(0, last_step - step) * self._first_size
+        total = 0
+        for taken in range(step, last_step):
+            total += value_at(self._changes, self._first_size, taken, n_tokens + total * self.tokens_per_sample)
+        return total
 
     def last_step(self, step: int) -> int:
         """Return the last step of a run that has taken `step` steps."""
         if self._n_samples is None:
             return self._steps
-        n_batches = -(-max(0, self._n_samples - self.n_samples_read) // self._global_batch_size)
+        n_batches = -(-max(0, self._n_samples - self.n_samples_read) // self.global_batch_size)
         end = self.data_step + 1 + n_batches
         return step + n_batches - sum(max(0, min(span.stop, end) - span.start) for span in self._skipped_ahead())
 
@@ -48,12 +67,14 @@ class DataProgress:
                 end += len(skipped)
         return end - 1
 
-    def samples_read_at(self, last_step: int, step: int) -> int:
-        """Return the value of `n_samples_read` after `last_step`, if the current step is `step`."""
+    def samples_read_at(self, last_step: int, step: int, n_tokens: int = 0) -> int:
+        """Return the value of `n_samples_read` after `last_step`, if the current step is `step`. Batches yet to be
+        skipped count with the current size."""
         if last_step <= step:
             return self.n_samples_read
-        n_batches = self.data_steps(last_step - step) - self.data_step
-        return self.n_samples_read + n_batches * self._global_batch_size
+        n_skipped = self.data_steps(last_step - step) - self.data_step - (last_step - step)
+        ahead = self.samples_ahead(last_step, step, n_tokens)
+        return self.n_samples_read + ahead + n_skipped * self.global_batch_size
 
     def _skipped_ahead(self) -> list[range]:
         """Return the batches that are yet to be skipped, as ascending, disjoint ranges."""

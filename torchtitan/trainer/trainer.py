@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from torchtitan.components.checkpoint import CheckpointManager, ModelState, RandomState, list_checkpoints
-from torchtitan.components.checkpoint.filesystem import is_url
 from torchtitan.components.checkpoint.identity import RunIdentity, identify_content
 from torchtitan.components.data.base import Batch
 from torchtitan.components.loss import IGNORE_INDEX, Measures
@@ -31,6 +30,7 @@ from torchtitan.distributed.watchdog import Watchdog
 from torchtitan.protocols import ModelConverter
 from torchtitan.protocols.conversion import converter_records, simulation_records
 from torchtitan.tools.errors import RunComplete, UserError
+from torchtitan.tools.files import is_url
 from torchtitan.tools.logging import logger
 from torchtitan.tools.process import StopRequest
 from torchtitan.trainer.accounting import Accounting
@@ -55,9 +55,6 @@ class Trainer(RunBuilder):
     measures_named: tuple[str, ...] = ()
     """Names of further means that `compute_loss` records with `measure`, for metrics and validation."""
 
-    sequences_per_sample: ClassVar[int] = 1
-    """Sequences of `training.seq_len` tokens in a sample, for the count of tokens."""
-
     def __init__(self, config: RunBuilder.Config):
         super().__init__(config)
         training = config.training
@@ -77,10 +74,10 @@ class Trainer(RunBuilder):
         self.config = config = config.resolve(self.tokenizer)
         self.global_batch_size = training.resolve_global_batch_size(self.parallel_dims.dp_degree)
         self.dataloader = self.build_dataloader(config.dataloader, epochs=training.epochs)
-        samples_per_pass = training.local_batch_size * self.parallel_dims.dp_degree
-        self.gradient_accumulation_steps = self.global_batch_size // samples_per_pass
-        self.tokens_per_step = self.global_batch_size * training.seq_len * self.sequences_per_sample
+        self.step = 0
+        self.n_tokens_seen = 0
         self.run_length = self.build_data_progress()
+        self.follow_schedule()
         self.total_steps = self.run_length.last_step(0)
 
         self.converters = [converter.build() for converter in config.model_converters]
@@ -100,12 +97,9 @@ class Trainer(RunBuilder):
         self.flops_per_token = sum(model.flops_per_token for model in self.models.values())
         self.pipeline = self.build_pipeline()
         self.optimizer = self.build_optimizer()
-        self.lr_scheduler = config.lr_scheduler.build(optimizer=self.optimizer, training_steps=self.total_steps)
+        self.lr_scheduler = config.lr_scheduler.build(optimizer=self.optimizer, training_steps=self.schedule_length())
 
         self.spikes = config.spikes.build()
-
-        self.step = 0
-        self.n_tokens_seen = 0
         self.has_data = True
         self.checkpointer = self.build_checkpointer()
         self.checkpoint_loaded = False
@@ -177,14 +171,36 @@ class Trainer(RunBuilder):
             self.ema.reset()
         self.checkpoint_loaded = True
         self.update_length()
-        self.dataloader.check_repetitions(self.run_length.samples_read_at(self.total_steps, self.step))
+        self.dataloader.check_repetitions(
+            self.run_length.samples_read_at(self.total_steps, self.step, self.n_tokens_seen)
+        )
         for converter in self.converters:
             converter.post_init_hook(self.model_parts)
 
     def update_length(self) -> None:
         """Count the steps that the remaining data takes, for example if the batch size has changed."""
+        self.follow_schedule()
         self.total_steps = self.metrics.total_steps = self.run_length.last_step(self.step)
-        self.lr_scheduler.set_length(self.total_steps)
+        self.lr_scheduler.set_length(self.schedule_length(), step_size=self.schedule_step())
+
+    def follow_schedule(self) -> None:
+        """Set the size of the next global batch."""
+        self.run_length.follow_schedule(self.step, self.n_tokens_seen)
+        self.global_batch_size = self.run_length.global_batch_size
+        samples_per_pass = self.config.training.local_batch_size * self.parallel_dims.dp_degree
+        self.gradient_accumulation_steps = self.global_batch_size // samples_per_pass
+        self.tokens_per_step = self.global_batch_size * self.run_length.tokens_per_sample
+
+    def schedule_length(self) -> int:
+        """Return the length of the run in the unit of the learning-rate schedule."""
+        if self.config.lr_scheduler.unit == "steps":
+            return self.total_steps
+        ahead = self.run_length.samples_ahead(self.total_steps, self.step, self.n_tokens_seen)
+        return self.n_tokens_seen + ahead * self.run_length.tokens_per_sample
+
+    def schedule_step(self) -> int:
+        """Return the size of the next step in the unit of the learning-rate schedule."""
+        return 1 if self.config.lr_scheduler.unit == "steps" else self.tokens_per_step
 
     def train(self) -> None:
         """Resume if possible, then train to the end or until asked to stop. Log if nothing is left to train."""
@@ -461,8 +477,9 @@ class Trainer(RunBuilder):
             self.spikes.record(outcome.loss, outcome.grad_norm)
             self.ema.update()
             self.dataloader.observe(statistics)
-        if outcome.is_taken or self.config.spikes.advance_schedule:
-            self.lr_scheduler.step()
+        n_units = self.schedule_step() if outcome.is_taken or self.config.spikes.advance_schedule else 0
+        self.follow_schedule()
+        self.lr_scheduler.step(n_units, step_size=self.schedule_step())
         for callback in self.callbacks:
             callback.after_step(outcome)
         last = not self.should_continue_training()

@@ -1,0 +1,127 @@
+"""`--training.batch_schedule`: sizes of batches, data, and rates of runs whose batch grows."""
+
+import itertools
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.processes import run_processes
+from tests.training import killed_in, read_metrics, tiny_config, train
+from torchtitan.config.schedule import parse_changes, value_at
+from torchtitan.tools.errors import UserError
+from torchtitan.trainer import Trainer
+
+# 32 tokens per window: 4 steps of 4 windows, then of 8, and after 16 + 24 = 40 windows (1280 tokens) of 12.
+OPTIONS = {
+    "training__steps": 10,
+    "training__global_batch_size": 4,
+    "training__batch_schedule": ["4:8", "1.28e3t:12"],
+    "training__mixed_precision_param": "float32",
+    "debug__ledger": True,
+}
+SIZES = [4] * 4 + [8] * 3 + [12] * 3
+SAVING = {"checkpoint__enable": True, "checkpoint__interval": 3}
+
+
+def ledger(folder: Path) -> list[list[str]]:
+    return [json.loads(line)["documents"] for line in (folder / "ledger.jsonl").read_text().splitlines()]
+
+
+def test_changes():
+    changes = parse_changes(["10:8", "1.5e3t:16"])
+    assert changes == [(10, False, 8), (1500, True, 16)]
+    assert [value_at(changes, 4, step, step * 100) for step in (0, 9, 10, 14, 15)] == [4, 4, 8, 8, 16]
+
+
+@pytest.mark.parametrize(
+    "word", ["", "8", "x:8", "4:", "4:0", "-4:8", "1.5:8", "1e-3t:8", "4T:8", "4:8:9", "1e999t:8", "\uff11:8"]
+)
+def test_malformed_changes_are_rejected(tmp_path, word):
+    with pytest.raises(UserError, match="--training.batch_schedule '.*' is not like 1000:64"):
+        tiny_config(tmp_path, training__batch_schedule=[word]).check(world_size=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"training__batch_schedule": ["4:7"]}, "batch_schedule 4:7 is not a multiple of local_batch_size x"),
+        ({"training__batch_schedule": ["4:8"], "training__epochs": 1}, "cannot be combined with --training.epochs"),
+        (
+            {
+                "training__batch_schedule": ["4:8"],
+                "training__max_norm": math.inf,
+                "optimizer__early_step_in_backward": True,
+            },
+            "early_step_in_backward cannot be combined with gradient accumulation .--training.batch_schedule",
+        ),
+    ],
+)
+def test_mistakes(tmp_path, options, message):
+    with pytest.raises(UserError, match=message):
+        tiny_config(tmp_path, **options).check(world_size=1)
+
+
+def test_reads_the_data_in_order_and_counts_tokens(tmp_path):
+    """The documents of batches are the slices of one sequence, which a run with constant batches reads too."""
+    trainer = train(tmp_path / "growing", **OPTIONS)
+    train(tmp_path / "constant", **{**OPTIONS, "training__batch_schedule": [], "training__steps": sum(SIZES) // 4})
+    growing, constant = ledger(tmp_path / "growing"), ledger(tmp_path / "constant")
+    assert [len(documents) for documents in growing] == SIZES
+    assert list(itertools.chain(*growing)) == list(itertools.chain(*constant))
+    seen = [line[1] for line in read_metrics(tmp_path / "growing", "n_tokens_seen")]
+    assert seen == list(itertools.accumulate(32 * size for size in SIZES))
+    assert trainer.run_length.n_samples_read == sum(SIZES) == trainer.run_length.samples_ahead(10, 0, 0)
+
+
+def test_rates_by_tokens(tmp_path):
+    """The total is the tokens of all steps, and each step's rate follows the tokens before it."""
+    options = {"lr_scheduler__unit": "tokens", "lr_scheduler__warmup_steps": 256, "lr_scheduler__min_lr_factor": 0.0}
+    options |= {"lr_scheduler__decay_ratio": None, "lr_scheduler__decay_type": "linear"}
+    trainer = train(tmp_path, **OPTIONS, **options)
+    total = 32 * sum(SIZES)
+    assert trainer.lr_scheduler.total_steps == total
+    position, expected = 0, []
+    for size in SIZES:
+        warming = (position + 32 * size) / 256
+        expected.append(3e-4 * (min(1.0, warming) if position < 256 else 1 - (position - 256) / (total - 256)))
+        position += 32 * size
+    # Metrics have the rate of the step itself.
+    assert [line[1] for line in read_metrics(tmp_path, "lr")] == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [4, 5, 8])
+def test_resumes_bit_identically(tmp_path, killed):
+    options = {**OPTIONS, **SAVING, "checkpoint__interval": 1, "lr_scheduler__unit": "tokens"}
+    straight = train(tmp_path / "straight", **options)
+    with killed_in(Trainer, "train_step", killed + 1):
+        train(tmp_path / "resumed", **options)
+    resumed = train(tmp_path / "resumed", **options)
+    exact = ("loss", "grad_norm", "lr", "n_tokens_seen")
+    assert read_metrics(tmp_path / "straight", *exact) == read_metrics(tmp_path / "resumed", *exact)
+    assert ledger(tmp_path / "straight") == ledger(tmp_path / "resumed")
+    first, second = (trainer.states()["model"].state_dict() for trainer in (straight, resumed))
+    assert all(torch.equal(first[name], value) for name, value in second.items())
+
+
+def finish(folder: Path) -> None:
+    train(folder, **OPTIONS, **SAVING)
+
+
+@pytest.mark.slow
+def test_resumes_on_two_processes(tmp_path):
+    """One process takes 5 steps, two take the rest: the same data and losses."""
+    train(tmp_path / "straight", **OPTIONS)
+    with killed_in(Trainer, "train_step", 6):
+        train(tmp_path / "resumed", **OPTIONS, **SAVING)
+    run_processes(finish, 2, tmp_path / "resumed")
+    resumed = [sorted(documents) for documents in ledger(tmp_path / "resumed")]
+    assert resumed == [sorted(documents) for documents in ledger(tmp_path / "straight")]
+    straight = read_metrics(tmp_path / "straight", "loss", "grad_norm", "n_tokens_seen")
+    # Float32 sums in another order, over ten steps.
+    assert read_metrics(tmp_path / "resumed", "loss", "grad_norm", "n_tokens_seen") == [
+        pytest.approx(line, rel=1e-4) for line in straight
+    ]
