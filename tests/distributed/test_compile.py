@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -273,6 +274,30 @@ def test_a_missing_c_compiler_is_reported(monkeypatch):
         check_compile(CompileConfig(enable=True))
     monkeypatch.setenv("CC", "/opt/gcc")
     check_compile(CompileConfig(enable=True))
+
+
+def test_soft_caps_and_sinks_need_a_c_compiler_on_cuda(monkeypatch):
+    """Before the weights load: FlexAttention compiles code also in models that are not compiled."""
+    from torchtitan.models.gemma.config_registry import gemma2_debugmodel, gemma_debugmodel
+    from torchtitan.models.gpt_oss.config_registry import gpt_oss_debugmodel
+    from torchtitan.trainer.builder import RunBuilder
+
+    def build(configuration: Any) -> None:
+        config = configuration()
+        config.model_spec.model.vocab_size = VOCABULARY
+        RunBuilder.build_model(SimpleNamespace(config=config))  # type: ignore[arg-type]
+
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    for configuration in (gemma2_debugmodel, gpt_oss_debugmodel):
+        monkeypatch.setattr(compile_module, "device_type", lambda: "cpu")
+        build(configuration)
+        monkeypatch.setattr(compile_module, "device_type", lambda: "cuda")
+        with pytest.raises(
+            UserError, match="soft caps or sinks is computed by FlexAttention, which needs a C compiler"
+        ):
+            build(configuration)
+    build(gemma_debugmodel)
 
 
 @pytest.mark.parametrize(

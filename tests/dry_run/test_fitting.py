@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 import torchtitan.cli.train as cli
@@ -13,6 +14,7 @@ from tests.processes import run_processes
 from tests.training import tiny_config
 from torchtitan.dry_run import fitting
 from torchtitan.dry_run.report import reports_of
+from torchtitan.models.llama3.config_registry import llama3_8b, llama3_8b_lora, llama3_debugmodel
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.process import use_expandable_segments
 from torchtitan.train import _check_same_mode
@@ -96,3 +98,12 @@ def test_an_optimizer_in_cpu_memory_needs_none_of_the_gpu(config):
     assert offloaded.optimizer_bytes == plain.optimizer_bytes > 0
     assert (offloaded.peak["optimizer"], plain.peak["optimizer"]) == (0, plain.optimizer_bytes)
     assert offloaded.peak_bytes == plain.peak_bytes - plain.optimizer_bytes
+
+
+@pytest.mark.parametrize("has_gpu", [True, False])
+def test_published_configurations_compile_on_cuda_only(monkeypatch, has_gpu):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    for configuration in (llama3_8b, llama3_8b_lora):
+        config = configuration()
+        assert (config.compile.enable, config.activation_checkpoint.mode) == (has_gpu, "auto")
+    assert not llama3_debugmodel().compile.enable

@@ -81,7 +81,8 @@ class ZeroBatches(BaseDataLoader):
 
 
 def without_data(config: Trainer.Config) -> Trainer.Config:
-    """Copy a configuration without data, checkpoints and compilation, with its longest windows; read the tokenizer for its size, if needed."""
+    """Copy a configuration without data, checkpoints and compilation, with its longest windows; read the tokenizer for
+    its size, if needed."""
     vocab_size = config.model_spec.model.vocab_size
     if vocab_size is None:
         vocab_size = config.tokenizer.build(path=config.hf_assets_path).vocab_size

@@ -20,7 +20,7 @@ from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.components.tokenizer.auto_tokenizer import warn_of_different_ids
 from torchtitan.config import Configurable
 from torchtitan.distributed import ParallelDims
-from torchtitan.distributed.compile import compile_loss
+from torchtitan.distributed.compile import check_c_compiler, compile_loss
 from torchtitan.distributed.phases import PhaseClock, mark_gathering
 from torchtitan.distributed.pipeline import Pipeline, PipelinePlan, take_stage
 from torchtitan.distributed.process_group import init_process_group
@@ -179,7 +179,10 @@ class RunBuilder(Configurable):
                 f"training.seq_len {training.seq_lens[-1]} exceeds the model's maximum sequence length of {most} tokens"
             )
         with torch.device("meta"):
-            return config.build().to(getattr(torch, training.dtype))
+            model: BaseModel = config.build().to(getattr(torch, training.dtype))
+        if any(getattr(part, "softcap", None) or getattr(part, "has_sinks", False) for part in model.modules()):
+            check_c_compiler("attention with soft caps or sinks is computed by FlexAttention, which")
+        return model
 
     def build_loss(self) -> Any:
         """Build the training loss, a function of hidden states, output weights and `labels_BL`. Raise `UserError`

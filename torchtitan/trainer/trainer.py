@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from torchtitan.components.checkpoint import CheckpointManager, ModelState, RandomState, list_checkpoints
-from torchtitan.components.checkpoint.filesystem import is_url
 from torchtitan.components.checkpoint.identity import RunIdentity, identify_content
 from torchtitan.components.data.base import Batch
 from torchtitan.components.loss import IGNORE_INDEX, Measures
@@ -31,6 +30,7 @@ from torchtitan.distributed.watchdog import Watchdog
 from torchtitan.protocols import ModelConverter
 from torchtitan.protocols.conversion import converter_records, simulation_records
 from torchtitan.tools.errors import RunComplete, UserError
+from torchtitan.tools.files import is_url
 from torchtitan.tools.logging import logger
 from torchtitan.tools.process import StopRequest
 from torchtitan.trainer.accounting import Accounting

@@ -9,6 +9,7 @@ import hashlib
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -18,14 +19,17 @@ from torch.utils.data import Dataset
 from torchtitan.components.data.base import NO_DOCUMENT, Batch, Layout, to_batch
 from torchtitan.components.data.disk_cache import digest_of
 from torchtitan.components.data.plan.sampler import Array
-from torchtitan.components.data.pretraining.token_cache import TokenCache
-from torchtitan.components.data.report import DataSummary, Report, SetSummary
+from torchtitan.components.data.pretraining.tokens import Tokens
+from torchtitan.components.data.report import DataSummary, SetSummary
 from torchtitan.components.data.workers import Workers
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.tools.errors import UserError
 
 Sample = tuple[dict[str, Array], tuple[int, int]]
 """A row of a batch, with the numbers of its first and last document."""
+
+SAMPLES_READ_AHEAD = 16
+"""Approximate number of samples of remote data that a process keeps in memory for the next batches."""
 
 _MASK = (1 << 64) - 1
 _ROUNDS = 6
@@ -104,7 +108,8 @@ def padding_sample(seq_len: int, *, document_mask: bool) -> Sample:
     return sample, (NO_DOCUMENT, NO_DOCUMENT)
 
 
-def collate(samples: Sequence[Sample]) -> Batch:
+def collate(samples: Iterable[Sample]) -> Batch:
+    samples = list(samples)
     batch = to_batch([sample for sample, _ in samples])
     batch["documents"] = torch.tensor([documents for _, documents in samples])
     return batch
@@ -161,16 +166,30 @@ class PackedDataset(Dataset[Batch]):
     tokens, a multiple of `seq_len`. With n blocks per epoch, block `b` in the order is block `permute(b % n)` of the
     data, with the permutation of epoch `b // n`; its windows follow each other."""
 
-    def __init__(
-        self, cache: TokenCache, layout: Layout, *, block: int, shuffle: bool, seed: int, n_samples: int | None
-    ):
+    def __init__(self, cache: Tokens, layout: Layout, *, block: int, shuffle: bool, seed: int, n_samples: int | None):
         self.cache, self.layout, self.shuffle, self.seed, self.n_samples = cache, layout, shuffle, seed, n_samples
         self.block, self.n_blocks = block, count_windows(cache.n_tokens, block)
+        self._reader: ThreadPoolExecutor | None = None
+        self._ahead: dict[int, Future[Sample]] = {}
 
     def __getitem__(self, position: int) -> Batch:
         """Return the batch that begins at a global position; samples from `n_samples` on are padding."""
         seq_len = self.layout.seq_len
-        return collate([self._sample(position + i * seq_len) for i in range(self.layout.local_batch_size)])
+        positions = range(position, position + self.layout.local_batch_size * seq_len, seq_len)
+        return collate(
+            [self._read_sample(p) for p in positions] if self.cache.is_remote else map(self._sample, positions)
+        )
+
+    def _read_sample(self, position: int) -> Sample:
+        """Return a sample of remote data, and read the samples at its place in the next batches in the background."""
+        if self._reader is None:  # created in the process that reads
+            self._reader = ThreadPoolExecutor(SAMPLES_READ_AHEAD)
+        stride = self.layout.global_batch_size * self.layout.seq_len * max(1, self.layout.num_workers)
+        n_batches = max(1, SAMPLES_READ_AHEAD // self.layout.local_batch_size)
+        for following in range(position, position + n_batches * stride + 1, stride):
+            if following not in self._ahead:
+                self._ahead[following] = self._reader.submit(self._sample, following)
+        return self._ahead.pop(position).result()
 
     def _sample(self, position: int) -> Sample:
         seq_len, document_mask = self.layout.seq_len, self.layout.document_mask
@@ -190,7 +209,7 @@ class CachedBatches(BatchIterator):
     """Batches from the token cache. The position is the number of tokens that all ranks have read in total, in blocks
     and the tokens of an unfinished block; a run with different ranks, workers or batch size can resume from it."""
 
-    def __init__(self, cache: TokenCache, layout: Layout, *, shuffle: bool, seed: int):
+    def __init__(self, cache: Tokens, layout: Layout, *, shuffle: bool, seed: int):
         self._block = layout.seq_len
         self._cache, self._shuffle, self._seed = cache, shuffle, seed
         self._windows_per_epoch = count_windows(cache.n_tokens, layout.seq_len)
@@ -252,12 +271,12 @@ class CachedBatches(BatchIterator):
 
     def summary(self, name: str, n_samples: int) -> DataSummary:
         cache, seq_len, per_epoch = self._cache, self._layout.seq_len, self._windows_per_epoch
-        lengths = cache.lengths
-        # The first token of a text is not predicted.
-        n_firsts = int((lengths > 0).sum()) if self._layout.document_mask else 1
-        report = Report("text", len(lengths), len(lengths), cache.n_tokens, cache.n_tokens - n_firsts)
+        lengths, report = cache.lengths(), cache.report()
+        if not self._layout.document_mask:
+            report.trained_tokens = cache.n_tokens - 1  # only the first token of the whole text is not predicted
         return DataSummary(
             sets=[SetSummary(name=name, report=report, lengths=lengths, epochs=n_samples / per_epoch, max_epochs=None)],
+            sources=cache.sources,
             max_length=seq_len + 1,
             windows_per_epoch=per_epoch,
             packing_efficiency=(cache.n_tokens - 1) / (per_epoch * seq_len),
