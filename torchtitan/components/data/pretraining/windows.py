@@ -223,8 +223,14 @@ class CachedBatches(BatchIterator):
             self.exhausted = True
             raise StopIteration
         if self._workers is None:
-            order = {"block": self._block, "shuffle": self._shuffle, "seed": self._seed}
-            dataset = PackedDataset(self._cache, self._layout, **order, n_samples=self.n_samples)
+            dataset = PackedDataset(
+                self._cache,
+                self._layout,
+                block=self._block,
+                shuffle=self._shuffle,
+                seed=self._seed,
+                n_samples=self.n_samples,
+            )
             self._workers = Workers(dataset, sampler=self._positions(n_tokens), num_workers=self._layout.num_workers)
         batch: Batch = next(self._workers)
         self._position += self._layout.global_batch_size * self._layout.seq_len
@@ -241,11 +247,8 @@ class CachedBatches(BatchIterator):
         self.close()
         self._layout, self._block = dataclasses.replace(self._layout, seq_len=seq_len), longest
         self._windows_per_epoch = count_windows(self._cache.n_tokens, seq_len)
-        self.fingerprint = self._fingerprint()
+        self.fingerprint = digest_of([self._cache.key, longest, self._shuffle])
         self._position = -(-self._position // seq_len) * seq_len
-
-    def _fingerprint(self) -> str:
-        return digest_of([self._cache.key, self._block, self._shuffle])
 
     def _positions(self, n_tokens: int | None) -> Iterable[int]:
         seq_len = self._layout.seq_len
