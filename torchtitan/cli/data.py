@@ -1,4 +1,4 @@
-"""`torchtitan data`: inspect a run's data before training, or step by step afterwards."""
+"""`torchtitan data`: prepare a run's data, inspect it before training, or show it step by step afterwards."""
 
 import argparse
 import dataclasses
@@ -11,6 +11,7 @@ from contextlib import closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from torchtitan.cli import data_prepare
 from torchtitan.cli.model_options import run_command
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError, require
@@ -23,15 +24,17 @@ if TYPE_CHECKING:
     from torchtitan.config.manager import ResolvedConfig
     from torchtitan.trainer.data_progress import DataProgress
 
-_USAGE = """usage: torchtitan data inspect|show [options]
+_USAGE = """usage: torchtitan data prepare|inspect|show [options]
 
+  prepare   encode data ahead of a run, in parts on any number of processes and hosts
   inspect   show the training data of a configuration: counts, lengths, dropped rows, and the first windows
   show      show the documents of one training step
 
-Both accept the options of `torchtitan train`; `torchtitan data inspect --help` lists them."""
+All accept the options of `torchtitan train`; `torchtitan data inspect --help` lists them."""
 
 
 _DESCRIPTIONS = {
+    "prepare": data_prepare.DESCRIPTION,
     "inspect": "Show the training data of a configuration: counts, lengths, dropped rows with reasons, and the first "
     "windows with trained tokens marked. No model is built.",
     "show": "Show the documents of a training step with trained tokens marked, from the run's ledger "
@@ -64,13 +67,19 @@ def _parse_and_run(command: str, args: Sequence[str]) -> None:
         parser.add_argument(
             "--seed", type=int, metavar="S", help="seed of the order of the samples (default: --debug.seed)"
         )
+    elif command == "prepare":
+        data_prepare.add_options(parser)
     else:
         parser.add_argument("--step", type=int, metavar="N", help="number of the step, from 1")
-    options, others = parser.parse_known_args(args)
+    sources = list(itertools.takewhile(lambda word: not word.startswith("-"), args if command == "prepare" else ()))
+    options, others = parser.parse_known_args(args[len(sources) :])
     if {"-h", "--help"} & set(others):
         print(parser.format_help(), flush=True)
     resolved = ConfigManager(parser.prog).parse_args(others)
-    (_inspect if command == "inspect" else _show)(options, resolved)
+    if command == "prepare":
+        data_prepare.prepare(sources, options, resolved.config)
+    else:
+        (_inspect if command == "inspect" else _show)(options, resolved)
 
 
 class _Run(NamedTuple):
@@ -195,9 +204,10 @@ def _inspect(options: argparse.Namespace, resolved: "ResolvedConfig") -> None:
 def _facts(run: _Run, n_steps: int, summary: "DataSummary | None") -> list[tuple[str, str]]:
     training, windows = run.config.training, _counted(run.samples_per_step, "window")
     windows += "".join(f", {change}" for change in training.batch_schedule)
+    lengths = "".join(f", {change}" for change in training.seq_len_schedule)
     facts = [
         ("tokenizer", f"{run.config.hf_assets_path or 'embedded'}, {run.tokenizer.vocab_size:,} tokens"),
-        ("the run", f"{_counted(n_steps, 'step')}, {windows} of {training.seq_len:,} tokens in each"),
+        ("the run", f"{_counted(n_steps, 'step')}, {windows} of {training.seq_len:,}{lengths} tokens in each"),
     ]
     if summary is None:
         return [*facts, ("the data", f"unknown to {run.config.dataloader._owner.__qualname__} before it is read")]
@@ -280,8 +290,8 @@ def _planned(run: _Run, loader: "BaseDataLoader", step: int) -> "Batch":
     depend on training, or the run ends before the step."""
     from torchtitan.components.data.base import NO_DOCUMENT
 
-    if run.config.training.batch_schedule:
-        raise UserError(f"step {step} of a run with --training.batch_schedule is known only to a --debug.ledger")
+    if run.config.training.batch_schedule or run.config.training.seq_len_schedule:
+        raise UserError(f"step {step} of a run whose batches change is known only to a --debug.ledger")
     if not _follows_seed(loader):
         raise UserError(f"the documents of step {step} depend on training; run with --debug.ledger to record them")
     if step > (n_steps := run.length(loader.n_samples).last_step(0)):
@@ -296,7 +306,8 @@ def _expected(run: _Run, loader: "BaseDataLoader", step: int, names: list[str]) 
     """Return the samples according to the configuration if they have these names; names may be ambiguous."""
     from torchtitan.trainer.ledger import names_of
 
-    if run.config.training.batch_schedule or not _follows_seed(loader):
+    training = run.config.training
+    if training.batch_schedule or training.seq_len_schedule or not _follows_seed(loader):
         return None
     planned = _planned(run, loader, step)
     if names_of([planned], loader.document_names) == [names]:

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from torchtitan.cli.data_samples import Document, Row, Sample
 from torchtitan.components.data.plan.sampler import Array
-from torchtitan.components.data.report import DataSummary, SetSummary
+from torchtitan.components.data.report import DataSummary, Report, SetSummary
 from torchtitan.tools.logging import visible
 
 
@@ -55,27 +55,37 @@ def _tables(summary: DataSummary) -> Iterator[_Table]:
     counts = ("rows", "kept", "cut", "dropped", "tokens", "trained")
     columns = ("dataset", "format", *counts, "share", "times read", "at most")
     yield "Datasets", columns, [_set_cells(data) for data in summary.sets]
-    if events := [cells for data in summary.sets for cells in _event_rows(data)]:
+    if summary.sources:
+        yield (
+            "Sources",
+            ("source", *counts, "share"),
+            [[name, *_count_cells(report)] for name, report in summary.sources.items()],
+        )
+    reports = summary.sources or {data.name: data.report for data in summary.sets}
+    if events := [cells for name, report in reports.items() for cells in _event_rows(name, report)]:
         yield "Rows dropped, truncated or with special tokens", ("dataset", "what", "rows", "for example"), events
 
 
 def _set_cells(data: SetSummary) -> list[str]:
     report = data.report
+    limit = "no limit" if data.max_epochs is None else f"{data.max_epochs:g}"
+    return [data.name, report.format, *_count_cells(report), f"{data.epochs:.2f}", limit]
+
+
+def _count_cells(report: Report) -> list[str]:
     counts = (report.rows, report.kept, report.truncated.count, report.n_dropped, report.tokens, report.trained_tokens)
     share = f"{report.trained_tokens / report.tokens:.1%}" if report.tokens else "-"
-    limit = "no limit" if data.max_epochs is None else f"{data.max_epochs:g}"
-    return [data.name, report.format, *(f"{count:,}" for count in counts), share, f"{data.epochs:.2f}", limit]
+    return [*(f"{count:,}" for count in counts), share]
 
 
-def _event_rows(data: SetSummary) -> Iterator[list[str]]:
-    report = data.report
+def _event_rows(name: str, report: Report) -> Iterator[list[str]]:
     events = {f"dropped: {reason}": counter for reason, counter in report.dropped.items()}
     events |= {"cut": report.truncated, "special tokens written in the text": report.special_in_text}
     for event, counter in events.items():
         if counter.count:
-            yield [data.name, event, f"{counter.count:,}", "\n".join(counter.in_words())]
+            yield [name, event, f"{counter.count:,}", "\n".join(counter.in_words())]
     if report.unread:
-        yield [data.name, "columns not read", "", ", ".join(report.unread)]
+        yield [name, "columns not read", "", ", ".join(report.unread)]
 
 
 def histogram(lengths: Array, max_length: int) -> list[Bin]:
@@ -134,7 +144,7 @@ def print_inspection(console: Console, inspection: Inspection) -> None:
     _print_facts(console, inspection.facts)
     if summary := inspection.summary:
         for title, columns, rows in _tables(summary):
-            words = ("dataset", "format", "what", "for example")
+            words = ("dataset", "source", "format", "what", "for example")
             table = Table(title=title, title_justify="left", title_style="bold")
             for column in columns:
                 table.add_column(column, justify="left" if column in words else "right", overflow="fold")

@@ -106,7 +106,8 @@ def sections(runs: Sequence[RunRecord]) -> list[Section]:
 
     def compared(title: str, of_runs: Sequence[Mapping[str, Any]], folded: bool = False) -> Section:
         keys = dict.fromkeys(key for of_run in of_runs for key in of_run)
-        return Section(title, ("", *names), [[key, *(_text(of.get(key)) for of in of_runs)] for key in keys], folded)
+        rows = [[key, *(_text(of.get(key)) for of in of_runs)] for key in keys]
+        return Section(title, ("", *names), [row for row in rows if any(row[1:])], folded)
 
     options = compared("Configuration", [run.config for run in runs], folded=True)
     incidents = [[run.name, *incident] for run in runs for incident in _incidents(run)]
@@ -124,7 +125,7 @@ def sections(runs: Sequence[RunRecord]) -> list[Section]:
         Section("Samples", ("run", *sampled), samples, folded=True),
         compared("Checkpoints", [{f"step {info.step}": _contents(info) for info in run.checkpoints} for run in runs]),
         compared("Environment", [run.start.get("environment", {}) for run in runs]),
-        compared("Command", [{"to repeat or resume": run.start.get("command")} if run.start else {} for run in runs]),
+        compared("Command", [{"to repeat or resume": run.start.get("command")} for run in runs]),
     ]
     return [section for section in found if section.rows]
 
@@ -161,7 +162,9 @@ def mean_phases(run: RunRecord) -> dict[str, float]:
 
 
 def _shares(seconds: Mapping[str, float]) -> dict[str, str]:
-    return {name: f"{time:,.4f} s ({time / sum(seconds.values()):.1%})" for name, time in seconds.items()}
+    total = sum(seconds.values())
+    shown = {name: f"{time:,.1f} s" if total >= 10 else f"{1000 * time:,.1f} ms" for name, time in seconds.items()}
+    return {name: f"{shown[name]} ({time / total:.1%})" for name, time in seconds.items()}
 
 
 def _moment(when: float) -> str:

@@ -108,15 +108,18 @@ def multiplies(dtype: torch.dtype) -> bool:
     return dtype in (torch.float32, torch.float64) or dtype == torch.bfloat16 and has_bfloat16
 
 
-def peak_flops(device: torch.device, dtype: torch.dtype) -> PeakFlops:
+def peak_flops(device: torch.device, dtype: torch.dtype, *, published: bool = True) -> PeakFlops:
     """Return the peak dense matrix-product FLOP/s of one device in `dtype`, the type that training computes in.
 
     The number is published for well-known GPUs in bf16 and fp16. Otherwise (CPU, another GPU or a slice of one, fp32),
     it is measured in about half a second with this process's threads, and is lower than in a data sheet.
+
+    Args:
+        published: False: measure also well-known GPUs.
     """
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    if dtype in (torch.bfloat16, torch.float16) and (published := published_peak(name)) is not None:
-        return PeakFlops(published, f"published for {name}")
+    if published and dtype in (torch.bfloat16, torch.float16) and (peak := published_peak(name)) is not None:
+        return PeakFlops(peak, f"published for {name}")
     return _measured_peak(device, dtype)
 
 

@@ -17,12 +17,19 @@ _MOST_JSON_BYTES = 2**28
 _MOST_JSON_LEVELS = 100
 """Well below Python's recursion limit of about a thousand."""
 
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _META = re.compile(r"(Meta-)?Llama-\d")
 """Prefix of the names of Meta's models on the Hub."""
 
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/v1"
 """Start of Git's placeholder for a file that Git LFS has not fetched."""
+
+
+def is_url(path: str) -> bool:
+    """Return whether `path` is a URL, including file://."""
+    return bool(_URL.match(path))
 
 
 def regular_file(path: Path, name: str | None = None) -> Path:

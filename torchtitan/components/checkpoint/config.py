@@ -4,10 +4,11 @@ import dataclasses
 import sys
 from typing import Literal
 
-from torchtitan.components.checkpoint.filesystem import Folder, LocalFolder, folder_at, is_url, resolve_folder
+from torchtitan.components.checkpoint.filesystem import Folder, LocalFolder, folder_at, resolve_folder
 from torchtitan.components.checkpoint.manifest import Kind
 from torchtitan.config.configurable import Configurable
 from torchtitan.tools.errors import UserError, require
+from torchtitan.tools.files import is_url
 
 AsyncMode = Literal["disabled", "async", "async_with_pinned_mem"]
 

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import io
 import os
-import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from typing import Any, ClassVar
 
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError
+from torchtitan.tools.files import is_url
 from torchtitan.tools.logging import logger
 
 DCP_METADATA = ".metadata"
@@ -24,8 +24,6 @@ UNFINISHED = ".partial"
 UNPUBLISHED = ".tmp"
 """Suffix of a marker that is not valid until it is renamed."""
 
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
-
 
 def folder_at(path: "AnyFolder") -> "Folder":
     """Return the folder at a path or URL, existing or not. Raise `UserError` if no installed library opens the URL."""
@@ -35,11 +33,6 @@ def folder_at(path: "AnyFolder") -> "Folder":
     if not is_url(text) or text.startswith("file://"):
         return LocalFolder(Path(text.removeprefix("file://")))
     return RemoteFolder(text.rstrip("/"))
-
-
-def is_url(path: str) -> bool:
-    """Return whether `path` is a URL, including file://."""
-    return bool(_URL.match(path))
 
 
 def resolve_folder(dump_folder: str, folder: str) -> "Folder":
@@ -98,6 +91,12 @@ class LocalFolder:
     def read(self, name: str) -> bytes:
         with self.open(name) as file:
             return file.read()
+
+    def read_range(self, name: str, start: int, stop: int) -> bytes:
+        """Return the bytes from `start` up to `stop` or the end of the file."""
+        with self.open(name) as file:
+            file.seek(start)
+            return file.read(stop - start)
 
     def write(self, name: str, content: bytes) -> None:
         """Write the file `name` atomically and durably."""
@@ -208,6 +207,11 @@ class RemoteFolder:
     def read(self, name: str) -> bytes:
         with self.open(name) as file:
             return file.read()
+
+    def read_range(self, name: str, start: int, stop: int) -> bytes:
+        with self._store() as (store, root):
+            content: bytes = store.cat_file(f"{root}/{name}", start, stop)
+            return content
 
     def write(self, name: str, content: bytes) -> None:
         with self._store() as (store, root):

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from torchtitan.components.checkpoint.filesystem import Folder, LocalFolder
 from torchtitan.components.checkpoint.identity import identify_content
 from torchtitan.components.data.sources.paths import location
 from torchtitan.components.data.sources.source import Source, StreamSource
@@ -34,9 +35,9 @@ ENVIRONMENT_VARIABLE = "TORCHTITAN_CACHE"
 _DIGEST_BYTES = 16
 _LARGE = 4 << 30
 _RECENT_NS = 2_000_000_000
-_BLOCKS_FILE = "blocks.json"
-_BLOCK_BYTES = 1 << 18
-_SAMPLED_BLOCKS = 16
+BLOCKS_FILE = "blocks.json"
+BLOCK_BYTES = 1 << 18
+SAMPLED_BLOCKS = 16
 """Evenly spaced blocks of each file to verify on opening, including the first and the last."""
 
 T = TypeVar("T")
@@ -48,7 +49,7 @@ def cache_root(cache_dir: str) -> Path:
 
 
 def digest_of(value: Any) -> str:
-    return hashlib.blake2b(json.dumps(value).encode(), digest_size=_DIGEST_BYTES).hexdigest()
+    return bytes_digest(json.dumps(value).encode())
 
 
 def check_digest(text: str) -> str:
@@ -105,7 +106,7 @@ def open_or_build(
 
     def opened() -> T:
         with readable(folder):
-            _check_blocks(folder, verify)
+            check_blocks(LocalFolder(folder), verify)
         return read(folder)
 
     with writable(root):
@@ -137,7 +138,7 @@ def _build(folder: Path, write: Callable[[Path], str], name: str, unchanged: Cal
         amount = write(partial_folder)
         if not unchanged():
             raise UserError(f"{name} changed while it was being read; restart when it is complete")
-        _record_blocks(partial_folder)
+        record_blocks(partial_folder)
         durable.rename(partial_folder, folder)
     except BaseException:
         shutil.rmtree(partial_folder, ignore_errors=True)
@@ -145,39 +146,38 @@ def _build(folder: Path, write: Callable[[Path], str], name: str, unchanged: Cal
     logger.info(f"tokenized {name}: {amount} in {time.monotonic() - started:.1f} s, cached in {folder}")
 
 
-def _record_blocks(folder: Path) -> None:
+def record_blocks(folder: Path) -> None:
+    """Write the sizes and checksums of a complete folder's files to `blocks.json`."""
     recorded: dict[str, tuple[int, list[int]]] = {}
     for path in sorted(folder.iterdir()):
         with path.open("rb") as file:
-            checksums = [zlib.crc32(block) for block in iter(lambda: file.read(_BLOCK_BYTES), b"")]
+            checksums = [zlib.crc32(block) for block in iter(lambda: file.read(BLOCK_BYTES), b"")]
         recorded[path.name] = path.stat().st_size, checksums
-    (folder / _BLOCKS_FILE).write_text(json.dumps(recorded))
+    (folder / BLOCKS_FILE).write_text(json.dumps(recorded))
 
 
-def _check_blocks(folder: Path, verify_all: bool) -> None:
+def check_blocks(folder: Folder, verify_all: bool) -> None:
     """Raise an error that `readable` handles if the files do not match `blocks.json`."""
-    paths = list(folder.iterdir())
-    for path in paths:
-        if not path.is_file():  # reading a pipe or a device may take forever
-            raise ValueError(f"{path.name} is not a file")
-    recorded = json.loads((folder / _BLOCKS_FILE).read_text())
-    if unknown := {path.name for path in paths if path.name[0] != "."} - {_BLOCKS_FILE, *recorded}:
-        raise ValueError(f"{min(unknown)} is not listed in {_BLOCKS_FILE}")
-    if missing := {*recorded} - {path.name for path in paths}:  # also paths outside the folder
+    sizes = folder.files()  # only regular files: reading a pipe or a device may take forever
+    recorded = json.loads(folder.read(BLOCKS_FILE))
+    if unknown := {name for name in sizes if name[0] != "."} - {BLOCKS_FILE, *recorded}:
+        raise ValueError(f"{min(unknown)} is not listed in {BLOCKS_FILE}")
+    if missing := {*recorded} - {*sizes}:  # also paths outside the folder
         raise ValueError(f"{min(missing)!r} is missing")
     for name, (size, checksums) in recorded.items():
-        with (folder / name).open("rb") as file:
-            n_bytes, n_blocks = os.fstat(file.fileno()).st_size, len(checksums)
-            if n_bytes != size or n_blocks != -(-size // _BLOCK_BYTES):
-                raise ValueError(f"{name} has {n_bytes} bytes, not {size}")
-            if verify_all or n_blocks <= _SAMPLED_BLOCKS:
-                numbers = list(range(n_blocks))
-            else:
-                numbers = [i * (n_blocks - 1) // (_SAMPLED_BLOCKS - 1) for i in range(_SAMPLED_BLOCKS)]
-            for number in numbers:
-                file.seek(number * _BLOCK_BYTES)
-                if zlib.crc32(file.read(_BLOCK_BYTES)) != checksums[number]:
-                    raise ValueError(f"block {number + 1} of {n_blocks} of {name} has a wrong checksum")
+        n_blocks = len(checksums)
+        if sizes[name] != size or n_blocks != -(-size // BLOCK_BYTES):
+            raise ValueError(f"{name} has {sizes[name]} bytes, not {size}")
+        for number in range(n_blocks) if verify_all else evenly_spaced(n_blocks, SAMPLED_BLOCKS):
+            start = number * BLOCK_BYTES
+            if zlib.crc32(folder.read_range(name, start, start + BLOCK_BYTES)) != checksums[number]:
+                where = f"block {number + 1} of {n_blocks} of {name}"
+                raise ValueError(f"{where} has a wrong checksum, at offset {start:,}")
+
+
+def evenly_spaced(n: int, most: int) -> list[int]:
+    """Return at most `most` numbers below n, including the first and the last."""
+    return list(range(n)) if n <= most else [i * (n - 1) // (most - 1) for i in range(most)]
 
 
 @contextmanager
@@ -197,10 +197,12 @@ def _locked(path: Path, name: str) -> Iterator[None]:
 
 
 @contextmanager
-def readable(folder: Path) -> Iterator[None]:
+def readable(folder: Path | Folder) -> Iterator[None]:
     """Turn errors in the block into `DamagedCache` if a file is missing or changed, else into `UserError`."""
     try:
         yield
+    except UserError:
+        raise
     except (FileNotFoundError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise DamagedCache(f"the cache {folder} is damaged ({error})") from error
     except OSError as error:
@@ -258,6 +260,10 @@ def data_identity(
         identities = [source.identity(recorded_digest) for source in local]
         digest = digest_of(digests or identities) if len(local) == len(sources) else ""
     return identify_content(", ".join(map(location, datasets)), digest)
+
+
+def bytes_digest(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=_DIGEST_BYTES).hexdigest()
 
 
 def content_digest(folder: Path, names: Sequence[str]) -> str:

@@ -1,6 +1,6 @@
 """Reports on the rows of datasets, and summaries of a loader's data."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
@@ -23,6 +23,10 @@ class ExampleCounter:
         self.count += 1
         if len(self.examples) < N_EXAMPLES:
             self.examples.append((where, what))
+
+    def add_all(self, other: Self) -> None:
+        self.count += other.count
+        self.examples = [*self.examples, *other.examples][:N_EXAMPLES]
 
     def in_words(self) -> Iterator[str]:
         """Yield the examples, grouped by description: `a.jsonl:1, a.jsonl:7: no text`."""
@@ -56,6 +60,22 @@ class Report:
 
     def drop(self, where: str, reason: str, why: str) -> None:
         self.dropped.setdefault(reason, ExampleCounter()).add(where, why)
+
+    def drop_many(self, reason: str, count: int) -> None:
+        """Count rows dropped for one reason, without examples."""
+        if count:
+            self.dropped.setdefault(reason, ExampleCounter()).count += count
+
+    def add(self, other: Self) -> None:
+        """Add the counts of another report."""
+        self.format = self.format or other.format
+        for name in ("rows", "kept", "tokens", "trained_tokens"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.truncated.add_all(other.truncated)
+        self.special_in_text.add_all(other.special_in_text)
+        for reason, counter in other.dropped.items():
+            self.dropped.setdefault(reason, ExampleCounter()).add_all(counter)
+        self.unread += [column for column in other.unread if column not in self.unread]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as JSON-serializable values."""
@@ -112,6 +132,8 @@ class DataSummary:
     """Summary of a run's data, available without training."""
 
     sets: Sequence[SetSummary]
+    sources: Mapping[str, Report] = field(default_factory=dict)
+    """Counts of each source of prepared data."""
     max_length: int
     """Maximum tokens per sample; longer samples are dropped or truncated."""
     windows_per_epoch: int

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from torchtitan.components.checkpoint import CheckpointInfo, CheckpointManager, ModelState, catalog, load_model_state
-from torchtitan.components.checkpoint.filesystem import DCP_METADATA, is_url
+from torchtitan.components.checkpoint.filesystem import DCP_METADATA
 from torchtitan.components.checkpoint.identity import BaseWeights
 from torchtitan.components.checkpoint.ranks import Ranks
 from torchtitan.components.checkpoint.resume import MISSING_WEIGHTS_ADVICE, Start, check_frozen, describe_missing
@@ -39,6 +39,7 @@ from torchtitan.protocols.conversion import (
 from torchtitan.protocols.state_dict_adapter import StateDictAdapter, adapter_for, model_tensor_specs
 from torchtitan.protocols.tensor_source import TensorSource
 from torchtitan.tools.errors import UserError
+from torchtitan.tools.files import is_url
 from torchtitan.tools.logging import logger
 
 _READ_BEFORE_VERIFICATION = (DESCRIPTION, DCP_METADATA)

@@ -307,7 +307,7 @@ def test_checksums_of_other_files_are_damage(tmp_path, tokenizer, caplog, name):
 
 
 def test_large_file_is_checked_by_sample_or_completely(tmp_path, tokenizer, monkeypatch, caplog):
-    monkeypatch.setattr(disk_cache, "_BLOCK_BYTES", 32)
+    monkeypatch.setattr(disk_cache, "BLOCK_BYTES", 32)
     (tmp_path / "a.txt").write_text("".join(f"word {i} " for i in range(300)))
     source, root = resolve_source(str(tmp_path / "a.txt")), str(tmp_path / "cache")
     tokens = open_token_cache(source, tokenizer, root).folder / "tokens.bin"
@@ -318,12 +318,15 @@ def test_large_file_is_checked_by_sample_or_completely(tmp_path, tokenizer, monk
         tokens.write_bytes(content[: block * 32] + bytes([content[block * 32] ^ 1]) + content[block * 32 + 1 :])
         caplog.clear()
         open_token_cache(source, tokenizer, root, verify=verify)
-        assert (f"(block {block + 1} of {n_blocks} of tokens.bin has a wrong checksum)" in caplog.text) == found
+        assert (
+            f"(block {block + 1} of {n_blocks} of tokens.bin has a wrong checksum, at offset {block * 32:,})"
+            in caplog.text
+        ) == found
         assert (tokens.read_bytes() == content) == found
 
 
 def test_loaders_can_check_all_blocks(tmp_path, tokenizer, monkeypatch, caplog):
-    monkeypatch.setattr(disk_cache, "_BLOCK_BYTES", 32)
+    monkeypatch.setattr(disk_cache, "BLOCK_BYTES", 32)
     (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "word {i}"}}\n' for i in range(300)))
     options = {"cache_dir": str(tmp_path / "cache")}
     for config in (

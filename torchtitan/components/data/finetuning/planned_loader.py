@@ -12,7 +12,7 @@ import torch
 
 from torchtitan.components.chat_template import ChatTemplate, resolve_chat_template
 from torchtitan.components.data.base import NO_DOCUMENT, Batch, TokenizingDataLoader, can_resume_position
-from torchtitan.components.data.disk_cache import data_identity, digest_of
+from torchtitan.components.data.disk_cache import digest_of
 from torchtitan.components.data.finetuning.chat_encoding import ChatEncoder, RowEncoder
 from torchtitan.components.data.finetuning.columns import parse_columns
 from torchtitan.components.data.finetuning.filters import FilterConfig, Policy
@@ -27,6 +27,7 @@ from torchtitan.components.data.finetuning.samples import (
     pack_windows,
 )
 from torchtitan.components.data.plan import Planner, Sampler, ShuffleSampler, Snapshot, StepStatistics, Window
+from torchtitan.components.data.prepare.prepared import dataset_identity, find_prepared, find_samples, splits_of
 from torchtitan.components.data.report import DataSummary, SetSummary
 from torchtitan.components.data.sources.source import AUTO, CHAT_DATASETS, Source, resolve_source
 from torchtitan.components.data.workers import Workers
@@ -89,9 +90,11 @@ class PlannedDataLoader(TokenizingDataLoader):
         def open_caches(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> list[SampleCache]:
             """Open the cache of each dataset, encoding it if necessary. Raise `UserError` for unusable data."""
             encoder, filters = self.encoder(tokenizer, template), self.filters()
+            caches = [find_samples(name, self.split, encoder, verify=self.verify_caches) for name in self.dataset]
+            rows = iter(self.rows())
             return [
-                open_sample_cache(source, row_format, encoder, filters, self.cache_dir, verify=self.verify_caches)
-                for source, row_format in self.rows()
+                cache or open_sample_cache(*next(rows), encoder, filters, self.cache_dir, verify=self.verify_caches)
+                for cache in caches
             ]
 
         def encoder(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> RowEncoder:
@@ -111,11 +114,13 @@ class PlannedDataLoader(TokenizingDataLoader):
             return resolve_chat_template(self.chat_template, [tokenizer.folder] if tokenizer.folder else [], tokenizer)
 
         def rows(self) -> list[tuple[Source, RowFormat]]:
-            """Return the source and row format of each dataset. Raise `UserError` if either is unknown."""
-            sources = [self._source(dataset) for dataset in self.dataset]
+            """Return the source and row format of each dataset that is not prepared. Raise `UserError` if either is
+            unknown."""
+            raw = [dataset for dataset in self.dataset if not find_prepared(dataset, CHAT_DATASETS)]
+            sources = [self._source(dataset) for dataset in raw]
             columns = [first_columns(source) for source in sources]
             mapping = parse_columns(self.columns)
-            formats = dataset_formats(self.dataset, columns, self.format, mapping, self._loader.kind)
+            formats = dataset_formats(raw, columns, self.format, mapping, self._loader.kind)
             return list(zip(sources, formats, strict=True))
 
         def _source(self, dataset: str) -> Source:
@@ -127,18 +132,18 @@ class PlannedDataLoader(TokenizingDataLoader):
             """Return the loader's class, the content of its datasets, and the options for reading rows."""
             options = ("split", "format", "columns", "chat_template")
             return TokenizingDataLoader.Config.identity(self) | {
-                "dataloader.dataset": data_identity(self.dataset, self._source, self.cache_dir),
+                "dataloader.dataset": dataset_identity(self.dataset, self._source, CHAT_DATASETS, self.cache_dir),
                 **{f"dataloader.{name}": getattr(self, name) for name in options},
             }
 
         def for_validation(self, dataset: str) -> Self | None:
             """Return the config for the validation split of `dataset` (all data if it has no splits), by default of the
             training datasets that have one. `format` and `columns` are kept if they fit."""
-            with_validation = [name for name in self.dataset if "validation" in CHAT_DATASETS.splits(name)]
+            with_validation = [name for name in self.dataset if "validation" in splits_of(name, CHAT_DATASETS)]
             chosen = [dataset] if dataset else with_validation
             if not chosen:
                 return None
-            splits = CHAT_DATASETS.splits(chosen[0])
+            splits = splits_of(chosen[0], CHAT_DATASETS)
             split = "validation" if "validation" in splits else splits[0]
             in_order = ShuffleSampler.Config(shuffle=False)
             config = dataclasses.replace(self, dataset=chosen, split=split, sampler=in_order, num_workers=0)

@@ -27,7 +27,7 @@ from torchtitan.components.data.finetuning.filters import Dropped, FilterConfig
 from torchtitan.components.data.finetuning.row_formats import RowFormat
 from torchtitan.components.data.plan.sampler import Array
 from torchtitan.components.data.report import Report, no_rows_left_error
-from torchtitan.components.data.sources.rows import Row
+from torchtitan.components.data.sources.rows import OnRead, Row
 from torchtitan.components.data.sources.source import Source
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.progress import progress
@@ -133,7 +133,7 @@ def open_sample_cache(
         source,
         lambda identity: [code_version(), identity, format.fingerprint, encoder.fingerprint, asdict(filters)],
         partial(SampleCache, n_parts=encoder.n_parts, has_answers=encoder.has_answers),
-        partial(_write, source, format, encoder, filters),
+        partial(_build, source, format, encoder, filters),
         cache_dir,
         verify=verify,
     )
@@ -149,9 +149,28 @@ def first_columns(source: Source) -> list[str]:
     raise UserError(error or f"{source.name} has no rows")
 
 
-def _write(source: Source, format: RowFormat, encoder: RowEncoder, filters: FilterConfig, folder: Path) -> str:
+def _build(source: Source, format: RowFormat, encoder: RowEncoder, filters: FilterConfig, folder: Path) -> str:
+    with progress(f"tokenizing {source.name}", source.size()) as advance:
+        report = write_samples(source, format, encoder, filters, folder, advance)
+    if not report.kept:
+        raise no_rows_left_error(source.name, report)
+    finish_samples(folder, report, has_answers=encoder.has_answers)
+    return f"{report.kept:,} samples, {report.tokens:,} tokens"
+
+
+def finish_samples(folder: Path, report: Report, *, has_answers: bool) -> None:
+    """Add the report and the fingerprint to the arrays of samples."""
+    (folder / "report.json").write_text(json.dumps(report.to_dict()))
+    contents = ["ids.bin", "trained.bin", "offsets.bin", *(["answers.bin"] if has_answers else [])]
+    (folder / "fingerprint").write_text(content_digest(folder, contents))
+
+
+def write_samples(
+    source: Source, format: RowFormat, encoder: RowEncoder, filters: FilterConfig, folder: Path, advance: OnRead
+) -> Report:
+    """Write the arrays of a source's samples. Raise `UserError` if `filters` reject a row with policy `error`."""
     report = Report(format=format.name)
-    with progress(f"tokenizing {source.name}", source.size()) as advance, _writer(folder, encoder.has_answers) as add:
+    with _writer(folder, encoder.has_answers) as add:
         for row, encoded in _encode(source.rows(advance), format, encoder):
             report.rows += 1
             report.unread += [
@@ -170,12 +189,7 @@ def _write(source: Source, format: RowFormat, encoder: RowEncoder, filters: Filt
             if result.n_special_in_text:
                 report.special_in_text.add(row.where, f"{result.n_special_in_text} tokens")
             add(row.where, result)
-    if not report.kept:
-        raise no_rows_left_error(source.name, report)
-    (folder / "report.json").write_text(json.dumps(report.to_dict()))
-    contents = ["ids.bin", "trained.bin", "offsets.bin", *(["answers.bin"] if encoder.has_answers else [])]
-    (folder / "fingerprint").write_text(content_digest(folder, contents))
-    return f"{report.kept:,} samples, {report.tokens:,} tokens"
+    return report
 
 
 def _encode(

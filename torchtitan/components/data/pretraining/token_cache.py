@@ -5,7 +5,6 @@ start of each document, and the total), `meta.json`, and checksums (see `disk_ca
 batches to use all tokenizer threads with bounded memory.
 """
 
-import bisect
 import itertools
 import json
 from collections.abc import Iterable, Iterator
@@ -16,8 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from torchtitan.components.data.disk_cache import map_array, open_or_build, readable
-from torchtitan.components.data.plan.sampler import Array
-from torchtitan.components.data.sources.rows import Document
+from torchtitan.components.data.pretraining.tokens import ArrayTokens
+from torchtitan.components.data.sources.rows import Document, OnRead
 from torchtitan.components.data.sources.source import Source
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.tools.errors import UserError
@@ -34,65 +33,19 @@ BATCH_TEXTS = 1 << 15
 """Maximum texts encoded at a time."""
 
 
-class TokenCache:
+class TokenCache(ArrayTokens):
     """Token ids of a dataset's documents, mapped into memory. Pickling stores only the path of the folder."""
 
     def __init__(self, folder: Path, names: list[str]):
         self.folder = folder
-        self.names = names
         with readable(folder):
             meta = json.loads((folder / "meta.json").read_text())
-            self._first_documents = [0, *itertools.accumulate(meta["documents_per_part"])]
-            self._tokens = map_array(folder / "tokens.bin", meta["dtype"], meta["n_tokens"])
-            self._offsets = map_array(folder / "offsets.bin", "int64", self._first_documents[-1] + 1)
+            tokens = map_array(folder / "tokens.bin", meta["dtype"], meta["n_tokens"])
+            offsets = map_array(folder / "offsets.bin", "int64", sum(meta["documents_per_part"]) + 1)
+            super().__init__(folder.name, tokens, offsets, names, meta["documents_per_part"])
 
     def __reduce__(self) -> tuple[Any, ...]:
         return TokenCache, (self.folder, self.names)
-
-    @property
-    def key(self) -> str:
-        """Cache key; equal keys mean equal documents and tokens."""
-        return self.folder.name
-
-    @property
-    def n_tokens(self) -> int:
-        """Number of tokens, including BOS and EOS."""
-        return len(self._tokens)
-
-    @property
-    def n_documents(self) -> int:
-        """Number of documents, including empty ones."""
-        return len(self._offsets) - 1
-
-    @property
-    def lengths(self) -> Array:
-        """Tokens of each document, (n_documents,)."""
-        return np.diff(self._offsets)
-
-    def tokens(self, start: int, stop: int) -> Array:
-        """Return the token ids from `start` up to `stop` or the end of the data."""
-        return self._tokens[start:stop].astype(np.int64)
-
-    def starts(self, start: int, stop: int) -> Array:
-        """Return the starts of documents in [start, stop), relative to `start`; the end of the data is not a start."""
-        low, high = np.searchsorted(self._offsets[:-1], (start, min(stop, self.n_tokens)))
-        return np.array(self._offsets[low:high]) - start
-
-    def document_at(self, token: int) -> int:
-        """Return the number, from 0 over all files, of the document that contains a token."""
-        return int(np.searchsorted(self._offsets, token, side="right")) - 1
-
-    def describe(self, first: int, last: int) -> str:
-        """Describe a range of documents, numbered from 1 in each file."""
-        if self._locate(first)[0] != self._locate(last)[0]:
-            return f"{self.describe(first, first)} to {self.describe(last, last)}"
-        name, begin = self._locate(first)
-        _, end = self._locate(last)
-        return f"{name}, document {begin}" if begin == end else f"{name}, documents {begin}-{end}"
-
-    def _locate(self, document: int) -> tuple[str, int]:
-        part = bisect.bisect_right(self._first_documents, document) - 1
-        return self.names[part], document - self._first_documents[part] + 1
 
 
 def open_token_cache(source: Source, tokenizer: Tokenizer, cache_dir: str = "", *, verify: bool = False) -> TokenCache:
@@ -110,7 +63,8 @@ def open_token_cache(source: Source, tokenizer: Tokenizer, cache_dir: str = "", 
 
 
 def _build(source: Source, tokenizer: Tokenizer, folder: Path) -> str:
-    meta = _write(source, tokenizer, folder)
+    with progress(f"tokenizing {source.name}", source.size()) as advance:
+        meta = write_tokens(source, tokenizer, folder, advance)
     if meta["n_tokens"] < 2:
         raise UserError(f"{source.name} contains no text to train on")
     _warn_of_empty_parts(source, meta["documents_per_part"], folder / "offsets.bin")
@@ -118,11 +72,17 @@ def _build(source: Source, tokenizer: Tokenizer, folder: Path) -> str:
     return f"{sum(meta['documents_per_part']):,} documents, {meta['n_tokens']:,} tokens"
 
 
-def _write(source: Source, tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
-    dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
+def token_dtype(tokenizer: Tokenizer) -> str:
+    """Return the type of the stored token ids."""
+    return "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
+
+
+def write_tokens(source: Source, tokenizer: Tokenizer, folder: Path, advance: OnRead) -> dict[str, Any]:
+    """Write `tokens.bin` and `offsets.bin` of a source, including empty documents; return the content of
+    `meta.json`."""
+    dtype = np.dtype(token_dtype(tokenizer))
     n_tokens = 0
     documents_per_part = [0] * len(source.parts)
-    total = sum(part.size() for part in source.parts)
 
     def documents() -> Iterator[Document]:
         for index, part in enumerate(source.parts):
@@ -131,7 +91,6 @@ def _write(source: Source, tokenizer: Tokenizer, folder: Path) -> dict[str, Any]
                 yield document
 
     with (
-        progress(f"tokenizing {source.name}", total) as advance,
         (folder / "tokens.bin").open("wb") as tokens_file,
         (folder / "offsets.bin").open("wb") as offsets_file,
     ):

@@ -4,10 +4,12 @@ The concatenated documents of a dataset are one stream of tokens. Window `i` cov
 seq_len` on. Neighboring windows overlap by one, so every token except the first is a label exactly once.
 """
 
+import dataclasses
 import hashlib
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -17,13 +19,17 @@ from torch.utils.data import Dataset
 from torchtitan.components.data.base import NO_DOCUMENT, Batch, Layout, to_batch
 from torchtitan.components.data.disk_cache import digest_of
 from torchtitan.components.data.plan.sampler import Array
-from torchtitan.components.data.pretraining.token_cache import TokenCache
-from torchtitan.components.data.report import DataSummary, Report, SetSummary
+from torchtitan.components.data.pretraining.tokens import Tokens
+from torchtitan.components.data.report import DataSummary, SetSummary
 from torchtitan.components.data.workers import Workers
 from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.tools.errors import UserError
 
 Sample = tuple[dict[str, Array], tuple[int, int]]
 """A row of a batch, with the numbers of its first and last document."""
+
+SAMPLES_READ_AHEAD = 16
+"""Approximate number of samples of remote data that a process keeps in memory for the next batches."""
 
 _MASK = (1 << 64) - 1
 _ROUNDS = 6
@@ -102,7 +108,8 @@ def padding_sample(seq_len: int, *, document_mask: bool) -> Sample:
     return sample, (NO_DOCUMENT, NO_DOCUMENT)
 
 
-def collate(samples: Sequence[Sample]) -> Batch:
+def collate(samples: Iterable[Sample]) -> Batch:
+    samples = list(samples)
     batch = to_batch([sample for sample, _ in samples])
     batch["documents"] = torch.tensor([documents for _, documents in samples])
     return batch
@@ -128,6 +135,10 @@ class BatchIterator(ABC):
     def __next__(self) -> Batch:
         """Return the next batch. Raise `StopIteration` if all ranks end after the same number of batches."""
 
+    def set_seq_len(self, seq_len: int, longest: int) -> None:
+        """Change the length of windows, see `BaseDataLoader.set_seq_len`."""
+        raise UserError("--training.seq_len_schedule: the windows of a stream have one length; use local data")
+
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last batch returned, as JSON-serializable values."""
@@ -151,24 +162,43 @@ class BatchIterator(ABC):
 
 
 class PackedDataset(Dataset[Batch]):
-    """Batches of one rank by their position in the global order of samples. With n windows per epoch, sample `p` is
-    window `permute(p % n)`, with the permutation of epoch `p // n`."""
+    """Batches of one rank by their position in the global order of tokens. The data is cut into blocks of `block`
+    tokens, a multiple of `seq_len`. With n blocks per epoch, block `b` in the order is block `permute(b % n)` of the
+    data, with the permutation of epoch `b // n`; its windows follow each other."""
 
-    def __init__(self, cache: TokenCache, layout: Layout, *, shuffle: bool, seed: int, n_samples: int | None):
+    def __init__(self, cache: Tokens, layout: Layout, *, block: int, shuffle: bool, seed: int, n_samples: int | None):
         self.cache, self.layout, self.shuffle, self.seed, self.n_samples = cache, layout, shuffle, seed, n_samples
-        self.n_windows = count_windows(cache.n_tokens, layout.seq_len)
+        self.block, self.n_blocks = block, count_windows(cache.n_tokens, block)
+        self._reader: ThreadPoolExecutor | None = None
+        self._ahead: dict[int, Future[Sample]] = {}
 
     def __getitem__(self, position: int) -> Batch:
         """Return the batch that begins at a global position; samples from `n_samples` on are padding."""
-        return collate([self._sample(position + i) for i in range(self.layout.local_batch_size)])
+        seq_len = self.layout.seq_len
+        positions = range(position, position + self.layout.local_batch_size * seq_len, seq_len)
+        return collate(
+            [self._read_sample(p) for p in positions] if self.cache.is_remote else map(self._sample, positions)
+        )
+
+    def _read_sample(self, position: int) -> Sample:
+        """Return a sample of remote data, and read the samples at its place in the next batches in the background."""
+        if self._reader is None:  # created in the process that reads
+            self._reader = ThreadPoolExecutor(SAMPLES_READ_AHEAD)
+        stride = self.layout.global_batch_size * self.layout.seq_len * max(1, self.layout.num_workers)
+        n_batches = max(1, SAMPLES_READ_AHEAD // self.layout.local_batch_size)
+        for following in range(position, position + n_batches * stride + 1, stride):
+            if following not in self._ahead:
+                self._ahead[following] = self._reader.submit(self._sample, following)
+        return self._ahead.pop(position).result()
 
     def _sample(self, position: int) -> Sample:
         seq_len, document_mask = self.layout.seq_len, self.layout.document_mask
-        if self.n_samples is not None and position >= self.n_samples:
+        epoch, index = divmod(position // self.block, self.n_blocks)
+        block = permute(index, self.n_blocks, self.seed, epoch) if self.shuffle else index
+        start = block * self.block + position % self.block
+        is_beyond = self.n_samples is not None and position >= self.n_samples * seq_len
+        if is_beyond or start + 1 >= self.cache.n_tokens:  # the last block of the data is shorter
             return padding_sample(seq_len, document_mask=document_mask)
-        epoch, index = divmod(position, self.n_windows)
-        window = permute(index, self.n_windows, self.seed, epoch) if self.shuffle else index
-        start = window * seq_len
         tokens = self.cache.tokens(start, start + seq_len + 1)
         starts = self.cache.starts(start, start + len(tokens))
         documents = self.cache.document_at(start), self.cache.document_at(start + len(tokens) - 1)
@@ -176,10 +206,11 @@ class PackedDataset(Dataset[Batch]):
 
 
 class CachedBatches(BatchIterator):
-    """Batches from the token cache. The position is the number of samples that all ranks have read in total; a run with
-    different ranks, workers or batch size can resume from it."""
+    """Batches from the token cache. The position is the number of tokens that all ranks have read in total, in blocks
+    and the tokens of an unfinished block; a run with different ranks, workers or batch size can resume from it."""
 
-    def __init__(self, cache: TokenCache, layout: Layout, *, shuffle: bool, seed: int):
+    def __init__(self, cache: Tokens, layout: Layout, *, shuffle: bool, seed: int):
+        self._block = layout.seq_len
         self._cache, self._shuffle, self._seed = cache, shuffle, seed
         self._windows_per_epoch = count_windows(cache.n_tokens, layout.seq_len)
         self._position = 0
@@ -187,48 +218,68 @@ class CachedBatches(BatchIterator):
         super().__init__(layout, [cache.key, layout.seq_len, shuffle], n_samples)
 
     def __next__(self) -> Batch:
-        if self.n_samples is not None and self._position >= self.n_samples:
+        n_tokens = None if self.n_samples is None else self.n_samples * self._block
+        if n_tokens is not None and self._position >= n_tokens:
             self.exhausted = True
             raise StopIteration
         if self._workers is None:
             dataset = PackedDataset(
-                self._cache, self._layout, shuffle=self._shuffle, seed=self._seed, n_samples=self.n_samples
+                self._cache,
+                self._layout,
+                block=self._block,
+                shuffle=self._shuffle,
+                seed=self._seed,
+                n_samples=self.n_samples,
             )
-            self._workers = Workers(dataset, sampler=self._positions(), num_workers=self._layout.num_workers)
+            self._workers = Workers(dataset, sampler=self._positions(n_tokens), num_workers=self._layout.num_workers)
         batch: Batch = next(self._workers)
-        self._position += self._layout.global_batch_size
-        if self.n_samples is not None:
-            self._position = min(self._position, self.n_samples)
+        self._position += self._layout.global_batch_size * self._layout.seq_len
+        if n_tokens is not None:
+            self._position = min(self._position, n_tokens)
         return batch
 
-    def _positions(self) -> Iterable[int]:
-        stride = self._layout.global_batch_size
-        first = self._position + self._layout.dp_rank * self._layout.local_batch_size
-        if self.n_samples is None:
+    def set_seq_len(self, seq_len: int, longest: int) -> None:
+        """Change the length of windows; the order of blocks of `longest` tokens stays. Leave out the tokens up to the
+        next multiple of `seq_len`."""
+        if (self._layout.seq_len, self._block) == (seq_len, longest):
+            return
+        assert self.n_samples is None and longest % seq_len == 0
+        self.close()
+        self._layout, self._block = dataclasses.replace(self._layout, seq_len=seq_len), longest
+        self._windows_per_epoch = count_windows(self._cache.n_tokens, seq_len)
+        self.fingerprint = digest_of([self._cache.key, longest, self._shuffle])
+        self._position = -(-self._position // seq_len) * seq_len
+
+    def _positions(self, n_tokens: int | None) -> Iterable[int]:
+        seq_len = self._layout.seq_len
+        stride = self._layout.global_batch_size * seq_len
+        first = self._position + self._layout.dp_rank * self._layout.local_batch_size * seq_len
+        if n_tokens is None:
             return itertools.count(first, stride)
-        n_batches = -(-(self.n_samples - self._position) // stride)
+        n_batches = -(-(n_tokens - self._position) // stride)
         return range(first, first + n_batches * stride, stride)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"position": self._position, "seed": self._seed}
+        position, offset = divmod(self._position, self._block)
+        return {"position": position, "offset": offset, "seed": self._seed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.close()
         self.exhausted = False
         # With a different seed, samples of this epoch would be repeated or skipped.
-        self._position, self._seed = state["position"], state["seed"]
+        self._position, self._seed = state["position"] * self._block + state.get("offset", 0), state["seed"]
 
     def describe(self, first: int, last: int) -> str:
         return self._cache.describe(first, last)
 
     def summary(self, name: str, n_samples: int) -> DataSummary:
         cache, seq_len, per_epoch = self._cache, self._layout.seq_len, self._windows_per_epoch
-        lengths = cache.lengths
-        # The first token of a text is not predicted.
-        n_firsts = int((lengths > 0).sum()) if self._layout.document_mask else 1
-        report = Report("text", len(lengths), len(lengths), cache.n_tokens, cache.n_tokens - n_firsts)
+        lengths, report = cache.lengths(), cache.report()
+        if not self._layout.document_mask:
+            report.trained_tokens = cache.n_tokens - 1  # only the first token of the whole text is not predicted
         return DataSummary(
             sets=[SetSummary(name=name, report=report, lengths=lengths, epochs=n_samples / per_epoch, max_epochs=None)],
+            sources=cache.sources,
             max_length=seq_len + 1,
             windows_per_epoch=per_epoch,
             packing_efficiency=(cache.n_tokens - 1) / (per_epoch * seq_len),

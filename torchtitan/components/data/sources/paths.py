@@ -13,6 +13,7 @@ from pathlib import Path
 from torchtitan.components.data.sources.files import file_format, supported_formats
 from torchtitan.components.data.sources.rows import regular_file
 from torchtitan.tools.errors import UserError
+from torchtitan.tools.files import is_url
 
 _PATTERN_CHARACTERS = "*?["
 _SPLIT = re.compile(r"\w[\w.-]*")
@@ -43,6 +44,8 @@ def saved_dataset(dataset: str, split: str) -> Path | None:
 
 def location(dataset: str) -> str:
     """Make local paths absolute, even of deleted files; return other dataset strings unchanged."""
+    if is_url(dataset):
+        return dataset
     path = _path(dataset)
     is_local = os.path.exists(path) or path.suffix or any(character in dataset for character in _PATTERN_CHARACTERS)
     return os.path.realpath(path) if is_local else dataset

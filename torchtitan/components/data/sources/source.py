@@ -15,8 +15,10 @@ from torchtitan.assets.generated import Generated
 from torchtitan.components.data.sources.files import FilePart, file_format
 from torchtitan.components.data.sources.paths import local_files, local_splits, saved_dataset
 from torchtitan.components.data.sources.rows import Document, OnRead, Part, Row, check_column, check_text, first_line
+from torchtitan.components.data.sources.stored import stored_files
 from torchtitan.components.data.sources.tables import Table, saved_table
 from torchtitan.tools.errors import UserError
+from torchtitan.tools.files import is_url
 
 AUTO = "auto"
 """Name of automatic format detection from the columns."""
@@ -39,6 +41,10 @@ class Source:
         self.name = name
         self.parts = parts
         self._documents = documents
+
+    def with_parts(self, parts: Sequence[Part]) -> "Source":
+        """Return a source with other parts that is read in the same way."""
+        return Source(self.name, parts, documents=self._documents)
 
     def size(self) -> int:
         """Return the sum of all `on_read` calls: bytes or rows."""
@@ -255,9 +261,9 @@ def resolve_source(
     format is not supported.
 
     Args:
-        dataset: name in the catalog, or local path (`~` is the home folder): a file, a folder to search for files of
-            known formats, a glob pattern, or a folder written by `datasets.save_to_disk`. Names take precedence over
-            paths; write `./stories` for the path.
+        dataset: name in the catalog, local path (`~` is the home folder) or URL (s3://…): a file, a folder to search
+            for files of known formats, a glob pattern, or a local folder written by `datasets.save_to_disk`. Names
+            take precedence over paths; write `./stories` for the path.
         text_column: column with a document's text; None: the registered dataset's column, else `text`.
         split: `train`, or another split of the dataset.
         catalog: known names; only `DOCUMENTS` contains streams.
@@ -280,6 +286,8 @@ def resolve_source(
             raise UserError(f"dataset {dataset!r}: {path} has no split {split!r}; use {{split}} in its path")
         if folder := saved_dataset(path, split):
             parts = [saved_table(folder, text_column or "text")]
+        elif is_url(path):
+            parts = stored_files(path, text_column or "text")
         else:
             files = local_files(path, catalog.names()).items()
             parts = [FilePart(shown, file, text_column or "text") for shown, file in files]

@@ -19,6 +19,7 @@ class ExpertLayers:
     config: Any
 
     make_experts: Callable[..., RoutedExperts] = RoutedExperts
+    make_router: Callable[..., Router] = Router
 
     router_options: Mapping[str, Any] = {}
     """Options of `Router` in place of those of `MoEConfig.router_options`."""
@@ -30,7 +31,7 @@ class ExpertLayers:
         sizes: dict[str, Any] = {"dim": self.config.dim, "n_experts": moe.n_experts}
         stds, width = decoder.init_stds(index), moe.ffn_dim or self.config.ffn_dim
         router_options = {"penalties": moe.penalties, **moe.router_options(), **self.router_options}
-        router = Router(**sizes, init_std=stds["init_std"], **router_options)
+        router = self.make_router(**sizes, init_std=stds["init_std"], **router_options)
         experts = self.make_experts(**sizes, top_k=moe.top_k, hidden_dim=width, **stds)
         return MixtureOfExperts(router, experts, self.make_shared(width, dim=self.config.dim, **stds))
 

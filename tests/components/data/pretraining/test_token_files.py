@@ -1,0 +1,178 @@
+"""Token files of other programs: the same documents as in the arrays that wrote them."""
+
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.components.data.helpers import raises, take, with_positions, write_jsonl
+from torchtitan.components.data import PretrainDataLoader
+
+TEXTS = [f"Text {i} " + "and more of it " * (i % 5) for i in range(80)]
+
+
+@pytest.fixture
+def documents(tokenizer) -> list[list[int]]:
+    """Documents that end in EOS."""
+    return [tokenizer.encode(text, add_bos=False, add_eos=True) for text in TEXTS]
+
+
+def write_megatron(path: Path, documents, dtype="uint16", sequences_per_document=1) -> str:
+    """Write `.bin` and `.idx` by the published layout."""
+    code = {"uint16": 8, "int32": 4}[dtype]
+    sequences = [part for ids in documents for part in np.array_split(np.array(ids, dtype), sequences_per_document)]
+    lengths = np.array([len(sequence) for sequence in sequences])
+    np.concatenate(sequences).tofile(path.with_suffix(".bin"))
+    ends = np.arange(len(documents) + 1) * sequences_per_document
+    header = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, code, len(sequences), len(ends))
+    pointers = (np.cumsum(lengths) - lengths) * np.dtype(dtype).itemsize
+    arrays = (lengths.astype(np.int32), pointers.astype(np.int64), ends.astype(np.int64))
+    path.with_suffix(".idx").write_bytes(header + b"".join(array.tobytes() for array in arrays))
+    return str(path)
+
+
+def write_llm_c(path: Path, documents, magic=20240520, dtype="uint16") -> str:
+    ids = np.concatenate(documents).astype(dtype)
+    path.write_bytes(np.array([magic, 1, len(ids), *[0] * 253], np.int32).tobytes() + ids.tobytes())
+    return str(path)
+
+
+def write_raw(path: Path, documents) -> str:
+    np.concatenate(documents).astype(np.uint16).tofile(path)
+    return str(path)
+
+
+def batches(dataset, tokenizer, tmp_path, **options):
+    config = PretrainDataLoader.Config(dataset=dataset, cache_dir=str(tmp_path / "cache"))
+    loader = config.build(tokenizer=tokenizer, seq_len=33, local_batch_size=4, epochs=1, seed=2, **options)
+    return loader, [with_positions(batch) for batch in take(loader)]
+
+
+WRITERS = {
+    "megatron": lambda folder, ids: write_megatron(folder / "data", ids),
+    "megatron, sequences": lambda folder, ids: write_megatron(folder / "data", ids, "int32", 3),
+    "llm.c": lambda folder, ids: write_llm_c(folder / "data.bin", ids),
+    "llm.c, 32 bits": lambda folder, ids: write_llm_c(folder / "data.bin", ids, 20240801, "uint32"),
+    "nanoGPT": lambda folder, ids: write_raw(folder / "data.bin", ids),
+    "OLMo": lambda folder, ids: write_raw(folder / "data.npy", ids),
+    "numpy": lambda folder, ids: np.save(folder / "data.npy", np.concatenate(ids)) or str(folder / "data.npy"),
+    "two files": lambda folder, ids: (
+        write_raw(folder / "1.npy", ids[:30]) and write_megatron(folder / "2", ids[30:]) and str(folder)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_windows_equal_those_of_the_arrays(name, documents, tokenizer, tmp_path):
+    """The reference is made of the arrays alone: input, labels and positions of every window."""
+    (tmp_path / "data").mkdir()
+    _, read = batches(WRITERS[name](tmp_path / "data", documents), tokenizer, tmp_path)
+    ids = np.concatenate(documents)
+    position_in = np.concatenate([np.arange(len(document)) for document in documents])
+    expected = {}
+    for start in range(0, len(ids) - 1, 33):
+        window = ids[start : start + 34]
+        begins = np.flatnonzero(position_in[start : start + len(window)] == 0)
+        positions = [j - max([0, *begins[begins <= j]]) for j in range(len(window) - 1)]
+        labels = [-100 if j + 1 in begins else int(window[j + 1]) for j in range(len(window) - 1)]
+        expected[tuple(window[:-1].tolist())] = labels, positions
+    found = 0
+    for batch in read:
+        for inputs, labels, positions in zip(
+            *(batch[key].tolist() for key in ("input", "labels", "positions")), strict=True
+        ):
+            n = next((n for n in range(33, 0, -1) if labels[n - 1] != -100 or tuple(inputs[:n]) in expected), 0)
+            if tuple(inputs[:n]) in expected:
+                assert (labels[:n], positions[:n]) == expected[tuple(inputs[:n])]
+                found += 1
+    assert found == len(expected)
+
+
+def test_delimiters_before_documents(documents, tokenizer, tmp_path):
+    """llm.c's scripts write the delimiter before each document."""
+    before = [[tokenizer.eos_id, *ids[:-1]] for ids in documents]
+    tokens = PretrainDataLoader.Config(dataset=write_llm_c(tmp_path / "a.bin", before)).open(tokenizer)
+    starts = np.cumsum([0, *(len(ids) for ids in before)])
+    assert tokens.starts(0, tokens.n_tokens).tolist() == starts[:-1].tolist()
+    assert tokens.starts(int(starts[3]) + 1, int(starts[5]) + 1).tolist() == [
+        starts[4] - starts[3] - 1,
+        starts[5] - starts[3] - 1,
+    ]
+    assert tokens.lengths().tolist() == [len(ids) for ids in before]
+
+
+def test_megatron_documents(documents, tokenizer, tmp_path):
+    tokens = PretrainDataLoader.Config(dataset=write_megatron(tmp_path / "a", documents, "uint16", 2)).open(tokenizer)
+    starts = np.cumsum([0, *(len(ids) for ids in documents)])
+    assert [tokens.document_at(int(start)) for start in starts[:-1]] == list(range(len(documents)))
+    assert tokens.document_at(int(starts[7]) - 1) == 6
+    assert tokens.lengths().tolist() == [len(ids) for ids in documents]
+    assert tokens.describe(6, 8) == "a.bin, documents 7-9"
+
+
+def test_file_written_by_datatrove(documents, tokenizer, tmp_path):
+    """datatrove writes Megatron's format itself."""
+    megatron = pytest.importorskip("datatrove.pipeline.tokens.megatron_tokenizer", reason="needs datatrove")
+    file = megatron.MegatronTokenizedFile(str(tmp_path), "a.bin", token_size=2)
+    for ids in documents:
+        file.write(ids, None)
+    file.close()
+    tokens = PretrainDataLoader.Config(dataset=str(tmp_path / "a.bin")).open(tokenizer)
+    starts = tokens.starts(0, tokens.n_tokens)
+    assert [part.tolist() for part in np.split(tokens.tokens(0, tokens.n_tokens), starts[1:])] == documents
+
+
+def test_another_position_and_content(documents, tokenizer, tmp_path):
+    path = write_raw(tmp_path / "a.npy", documents)
+    loader, read = batches(path, tokenizer, tmp_path)
+    again, _ = batches(path, tokenizer, tmp_path)
+    again.load_state_dict({**loader.state_dict(), "position": {"position": 4, "seed": 2}})
+    assert next(again)["input"].equal(read[1]["input"])
+    identity = loader.config.identity()["dataloader.dataset"]
+    write_raw(tmp_path / "a.npy", documents[::-1])
+    assert loader.config.identity()["dataloader.dataset"] != identity
+
+
+class TestErrors:
+    def test_shorter_than_announced(self, documents, tokenizer, tmp_path):
+        for dataset in (write_llm_c(tmp_path / "a.bin", documents), write_megatron(tmp_path / "b", documents)):
+            file = Path(dataset).with_suffix(".bin")
+            size = file.stat().st_size
+            file.write_bytes(file.read_bytes()[:-20])
+            with pytest.raises(ValueError, match=rf"{file.name} ends at byte {size - 20:,}, but .* {size:,}"):
+                PretrainDataLoader.Config(dataset=dataset).open(tokenizer).tokens(0, 10)
+
+    def test_damaged_index(self, documents, tokenizer, tmp_path):
+        dataset = write_megatron(tmp_path / "b", documents)
+        index = tmp_path / "b.idx"
+        index.write_bytes(index.read_bytes()[:-3])
+        with raises("but its header announces"):
+            PretrainDataLoader.Config(dataset=dataset).open(tokenizer)
+        index.write_bytes(b"something else")
+        with raises("is not a Megatron index"):
+            PretrainDataLoader.Config(dataset=dataset).open(tokenizer)
+
+    def test_other_tokenizer(self, documents, tokenizer, tmp_path):
+        documents[60][1] = 60_000
+        offset = 2 * (sum(map(len, documents[:60])) + 1)
+        with raises(f"token 60000 at offset {offset:,} is outside the vocabulary"):
+            PretrainDataLoader.Config(dataset=write_raw(tmp_path / "a.bin", documents)).open(tokenizer)
+
+    def test_odd_size_and_other_arrays(self, tokenizer, tmp_path):
+        (tmp_path / "a.bin").write_bytes(b"abc")
+        with raises("has 3 bytes, which are not whole tokens"):
+            PretrainDataLoader.Config(dataset=str(tmp_path / "a.bin")).open(tokenizer)
+        np.save(tmp_path / "b.npy", np.ones((2, 2)))
+        with raises("not a row of token ids"):
+            PretrainDataLoader.Config(dataset=str(tmp_path / "b.npy")).open(tokenizer)
+        (tmp_path / "c.bin").touch()
+        with raises("contains no tokens"):
+            PretrainDataLoader.Config(dataset=str(tmp_path / "c.bin")).open(tokenizer)
+
+
+def test_jsonl_next_to_token_files_is_text(tokenizer, tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", [{"text": "some text"}])
+    (tmp_path / "model.bin").write_bytes(b"\0" * 4)
+    tokens = PretrainDataLoader.Config(dataset=str(tmp_path), cache_dir=str(tmp_path / "cache")).open(tokenizer)
+    assert tokens.n_documents == 1

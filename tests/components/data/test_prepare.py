@@ -1,0 +1,351 @@
+"""`torchtitan data prepare`: the same result for any division of the work, after kills, and read like a cache."""
+
+import json
+import os
+import random
+import resource
+import signal
+import time
+from pathlib import Path
+
+import fsspec
+import numpy as np
+import pytest
+import tokenizers
+
+from tests.components.data.helpers import raises, take, with_positions, write_jsonl
+from tests.conftest import PROJECT
+from torchtitan.cli.main import main
+from torchtitan.components.checkpoint.filesystem import folder_at
+from torchtitan.components.data import PretrainDataLoader
+from torchtitan.components.data.disk_cache import bytes_digest, digest_of, evenly_spaced
+from torchtitan.components.data.finetuning.filters import FilterConfig
+from torchtitan.components.data.prepare import merge as merging
+from torchtitan.components.data.prepare.encoding import DocumentEncoding
+from torchtitan.components.data.prepare.merge import find_duplicates, merge
+from torchtitan.components.data.prepare.parts import Preparation
+from torchtitan.components.data.prepare.prepared import find_prepared
+from torchtitan.components.data.sources import stored
+from torchtitan.components.data.sources.source import DOCUMENTS, resolve_source
+from torchtitan.config.manager import ConfigManager
+
+
+@pytest.fixture
+def corpus(tmp_path) -> list[str]:
+    """Two files of 300 documents with repetitions, blank lines and an empty document, and a text file."""
+    chance = random.Random(0)
+    sources = []
+    for name in "ab":
+        texts = [f"Document {chance.randrange(200)} é: " + "tea and toast. " * (i % 7) for i in range(300)]
+        lines = [json.dumps({"text": text}, ensure_ascii=chance.random() < 0.5) for text in [*texts, " "]]
+        (tmp_path / f"{name}.jsonl").write_text("\n\n".join(lines))
+        sources.append(str(tmp_path / f"{name}.jsonl"))
+    (tmp_path / "c.txt").write_text("A plain text.\n" * 20)
+    return [*sources, str(tmp_path / "c.txt")]
+
+
+def preparation(sources, place, tokenizer, *, part_bytes=6000, **options) -> Preparation:
+    encoding = DocumentEncoding(tokenizer, FilterConfig(min_tokens=options.pop("min_tokens", 0)))
+    opened = [resolve_source(source) for source in sources]
+    return Preparation(sources=opened, place=folder_at(str(place)), encoding=encoding, part_bytes=part_bytes, **options)
+
+
+def prepared(*args, workers: int = 1, **options) -> Preparation:
+    made = preparation(*args, **options)
+    made.begin()
+    made.write_all(made.missing(), workers)
+    merge(made, workers)
+    return made
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def open_tokens(place, tokenizer, tmp_path, split="train", **options):
+    config = PretrainDataLoader.Config(dataset=str(place), split=split, cache_dir=str(tmp_path / "cache"), **options)
+    return config.open(tokenizer)
+
+
+def texts_of(sources: list[str]) -> list[str]:
+    lines = [line for source in sources[:2] for line in Path(source).read_text().split("\n") if line]
+    return [*(json.loads(line)["text"] for line in lines), Path(sources[2]).read_text()]
+
+
+def test_tokens_equal_an_independent_tokenization_without_duplicates(corpus, tokenizer, tmp_path):
+    prepared(corpus, tmp_path / "out", tokenizer, held_out=0.2)
+    library = tokenizers.Tokenizer.from_file(str(PROJECT / "torchtitan/assets/tokenizer/tokenizer.json"))
+    unique = [text for text in dict.fromkeys(texts_of(corpus)) if text.strip()]
+    expected = [library.encode(text, add_special_tokens=False).ids for text in unique]
+    splits = {split: open_tokens(tmp_path / "out", tokenizer, tmp_path, split) for split in ("train", "validation")}
+    documents = {}
+    for split, tokens in splits.items():
+        ids, starts = tokens.tokens(0, tokens.n_tokens), tokens.starts(0, tokens.n_tokens)
+        documents[split] = [part[1:-1].tolist() for part in np.split(ids, starts[1:])]
+    held_out = {tuple(ids) for ids in documents["validation"]}
+    assert documents["train"] == [ids for ids in expected if tuple(ids) not in held_out]
+    assert documents["validation"] == [ids for ids in expected if tuple(ids) in held_out]
+    assert 0.1 < len(held_out) / len(expected) < 0.3
+    reports = find_prepared(str(tmp_path / "out"), DOCUMENTS).reports
+    rows = [(report.rows, report.kept + report.n_dropped) for report in reports.values()]
+    assert rows == [(601, 601), (601, 601), (1, 1)]  # blank lines are empty documents
+    assert sum(report.kept for report in reports.values()) == len(documents["train"])
+
+
+@pytest.mark.slow
+def test_any_division_of_the_work_has_the_same_result(corpus, tokenizer, tmp_path):
+    reference = prepared(corpus, tmp_path / "1", tokenizer, held_out=0.1)
+    assert len(reference.parts) > 5
+    for workers in (2, 4):
+        prepared(corpus, tmp_path / str(workers), tokenizer, held_out=0.1, workers=workers)
+        assert contents(tmp_path / str(workers)) == contents(tmp_path / "1")
+    shares = preparation(corpus, tmp_path / "shares", tokenizer, held_out=0.1)
+    for share in (2, 0, 1):
+        shares.begin()
+        if share != 1:
+            with raises("parts in"):
+                merge(shares, 1)
+        shares.write_all([number for number in shares.missing() if number % 3 == share], 1)
+    merge(shares, 2)
+    assert contents(tmp_path / "shares") == contents(tmp_path / "1")
+    whole = prepared(corpus, tmp_path / "whole", tokenizer, held_out=0.1, part_bytes=10**9)
+    assert len(whole.parts) == 3
+    streams = [open_tokens(tmp_path / name, tokenizer, tmp_path) for name in ("1", "whole")]
+    assert np.array_equal(*(stream.tokens(0, stream.n_tokens) for stream in streams))
+
+
+def test_without_changes_the_stream_is_the_token_cache(corpus, tokenizer, tmp_path):
+    prepared(corpus, tmp_path / "out", tokenizer, deduplicate=False)
+    cached = PretrainDataLoader.Config(dataset=str(tmp_path / "[abc].*"), cache_dir=str(tmp_path / "cache"))
+    joined = open_tokens(tmp_path / "out", tokenizer, tmp_path)
+    batches = [
+        take(config.build(tokenizer=tokenizer, seq_len=50, local_batch_size=3, epochs=1, seed=1))
+        for config in (cached, PretrainDataLoader.Config(dataset=str(tmp_path / "out")))
+    ]
+    for ours, theirs in zip(*batches, strict=True):
+        for name in ("input", "labels", "positions"):
+            assert with_positions(ours)[name].equal(with_positions(theirs)[name])
+    assert joined.describe(0, 0).startswith("a.jsonl[0:6000], document 1")
+    assert joined.describe(0, joined.document_at(joined.n_tokens - 1)).endswith("to c.txt, document 1")
+
+
+@pytest.mark.slow
+def test_killed_preparations_continue(corpus, tokenizer, tmp_path):
+    """Processes are killed at random times, also between the merge's steps, until one is finished."""
+    prepared(corpus, tmp_path / "whole", tokenizer, held_out=0.1)
+    chance, n_kills = random.Random(os.getpid()), 0
+    for attempt in range(60):
+        child = os.fork()
+        if child == 0:
+            os.setpgid(0, 0)
+            prepared(corpus, tmp_path / "killed", tokenizer, held_out=0.1, workers=1 + attempt % 2)
+            os._exit(0)
+        time.sleep(chance.uniform(0, 0.1 + 0.02 * attempt))
+        if os.waitpid(child, os.WNOHANG)[0]:
+            break
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        n_kills += 1
+    assert n_kills > 2
+    prepared(corpus, tmp_path / "killed", tokenizer, held_out=0.1)
+    assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
+
+
+def test_duplicates_are_found_in_several_passes():
+    chance = np.random.default_rng(0)
+    parts = [chance.integers(0, 40, (n, 2)).astype(np.uint64) for n in (300, 0, 500)]
+    seen, expected = set(), []
+    for position, item in enumerate(map(tuple, np.concatenate(parts).tolist())):
+        expected += [position] if item in seen else []
+        seen.add(item)
+    for n_passes in (1, 3):
+        found = [find_duplicates(parts, index, n_passes) for index in range(n_passes)]
+        assert sorted(np.concatenate(found).tolist()) == expected
+
+
+@pytest.fixture
+def store():
+    memory = fsspec.filesystem("memory")
+    memory.store.clear()
+    yield memory
+    memory.store.clear()
+
+
+def test_sources_and_results_in_a_store(corpus, tokenizer, tmp_path, store, monkeypatch):
+    for source in corpus:
+        store.pipe_file(f"/raw/{Path(source).name}", Path(source).read_bytes())
+    prepared(["memory://raw"], "memory://out", tokenizer)
+    assert not any(".work" in path for path in store.find("/"))
+    (tmp_path / "raw").mkdir()
+    for source in corpus:
+        Path(source).rename(tmp_path / "raw" / Path(source).name)
+    prepared([str(tmp_path / "raw")], tmp_path / "local", tokenizer)
+    batches = []
+    for dataset in (str(tmp_path / "local"), "memory://out"):
+        config = PretrainDataLoader.Config(dataset=dataset, cache_dir=str(tmp_path / "cache"))
+        loader = config.build(tokenizer=tokenizer, seq_len=50, local_batch_size=3, epochs=1, dp_rank=1, dp_world_size=2)
+        state = None
+        for batch in loader:
+            batches.append((dataset, batch["input"]))
+            state = state or loader.state_dict()
+        again = config.build(tokenizer=tokenizer, seq_len=50, local_batch_size=3, epochs=1, dp_rank=1, dp_world_size=2)
+        again.load_state_dict(state)
+        assert [batch["input"].tolist() for batch in take(again)] == [
+            ids.tolist() for name, ids in batches if name == dataset
+        ][1:]
+    half = len(batches) // 2
+    assert half > 3 and all(a[1].equal(b[1]) for a, b in zip(batches[:half], batches[half:], strict=True))
+
+
+def test_a_throttling_store_is_asked_again(corpus, tokenizer, tmp_path, store, monkeypatch, log):
+    prepared(corpus, "memory://out", tokenizer)
+    waits, failures = [], [2]
+    monkeypatch.setattr(stored.time, "sleep", waits.append)
+    original = type(store).cat_file
+
+    def throttled(self, path, *args, **kwargs):
+        if path.endswith("tokens.bin") and failures[0]:
+            failures[0] -= 1
+            raise RuntimeError("SlowDown: reduce your request rate")
+        return original(self, path, *args, **kwargs)
+
+    tokens = open_tokens("memory://out", tokenizer, tmp_path)
+    monkeypatch.setattr(type(store), "cat_file", throttled)
+    assert len(tokens.tokens(0, 10)) == 10
+    assert waits == [1, 2] and "SlowDown" in log.text
+    failures[0] = 100
+    with raises("at offset 0 failed 6 times"):
+        tokens.tokens(0, 10)
+
+
+CHAT = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]}
+
+
+@pytest.mark.parametrize("config", ["debugmodel_sft", "dpo"])
+def test_chats_and_preferences(config, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TORCHTITAN_CACHE", str(tmp_path / "cache"))
+    if config == "dpo":
+        rows = [{"prompt": f"Add {i % 20}", "chosen": f"{i % 20} it is", "rejected": "no"} for i in range(60)]
+        names = ["--module", "preference", "--config", "dpo_debugmodel"]
+    else:
+        rows = [{"messages": [CHAT["messages"][0], {"role": "assistant", "content": f"{i % 20}."}]} for i in range(60)]
+        names = ["--module", "llama3", "--config", "debugmodel_sft"]
+    write_jsonl(tmp_path / "rows.jsonl", rows)
+    write_jsonl(tmp_path / "unique.jsonl", rows[:20])
+    arguments = ["--part_size", "0.001", "--workers", "2", "--dataloader.chat_template", "alpaca", *names]
+    assert main(["data", "prepare", "rows.jsonl", "--out", "out", *arguments]) == 0
+    assert not (tmp_path / "out/parts").exists()
+    batches = []
+    for dataset in ("unique.jsonl", "out"):
+        run = ConfigManager("test").parse_args([*names, "--dataloader.chat_template", "alpaca"]).config
+        run.dataloader.dataset = [dataset]
+        built = run.dataloader.build(
+            tokenizer=run.tokenizer.build(path=run.hf_assets_path), seq_len=128, local_batch_size=2, epochs=1, seed=3
+        )
+        batches.append([batch["input"].tolist() for batch in take(built)])
+    assert batches[0] == batches[1] and len(batches[0]) > 1
+
+
+class TestErrors:
+    def test_another_preparation_or_other_files(self, corpus, tokenizer, tmp_path):
+        prepared(corpus, tmp_path / "out", tokenizer)
+        with raises("holds another preparation, with other held_out; set --out to a new folder"):
+            preparation(corpus, tmp_path / "out", tokenizer, held_out=0.5).begin()
+        Path(corpus[0]).write_text('{"text": "changed"}')
+        with raises("holds another preparation, with other sources"):
+            preparation(corpus, tmp_path / "out", tokenizer).begin()
+        with raises("holds other files, such as a.jsonl"):
+            preparation(corpus, tmp_path, tokenizer).begin()
+
+    def test_not_writable(self, corpus, tokenizer, tmp_path):
+        (tmp_path / "file").write_text("")
+        with raises("cannot write to"):
+            preparation(corpus, tmp_path / "file/out", tokenizer).begin()
+
+    def test_broken_row_names_file_and_range(self, corpus, tokenizer, tmp_path):
+        content = Path(corpus[1]).read_text().split("\n")
+        content[200] = content[200][:-3]
+        Path(corpus[1]).write_text("\n".join(content))
+        with raises(f"{corpus[1]}[6000:12000]:"):
+            prepared(corpus, tmp_path / "out", tokenizer, workers=2)
+
+    def test_killed_worker(self, corpus, tokenizer, tmp_path, monkeypatch, capsys):
+        monkeypatch.setattr(Preparation, "write", lambda self, number: os.kill(os.getpid(), signal.SIGKILL))
+        command = ["data", "prepare", *corpus, "--out", str(tmp_path / "out"), "--workers", "2"]
+        assert main([*command, "--module", "llama3", "--config", "debugmodel"]) == 3
+        assert "run the same command again to continue" in capsys.readouterr().err
+
+    @pytest.mark.parametrize(
+        "arguments, message",
+        [
+            ([], "no source is given"),
+            (["a.jsonl"], "--out is missing"),
+            (["a.jsonl", "--out", "o", "--part", "3/2"], "--part is 3/2"),
+            (["a.jsonl", "--out", "o", "--part", "1/2", "--merge"], "set one of them"),
+            (["a.jsonl", "--out", "o", "--held_out", "1"], "--held_out is 1.0"),
+            (["c4", "--out", "o"], "registered datasets are streamed"),
+            (["a.jsonl", "--out", "nothere://o"], "nothere"),
+        ],
+    )
+    def test_options(self, arguments, message, tmp_path, monkeypatch, capsys):
+        monkeypatch.chdir(tmp_path)
+        write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}])
+        assert main(["data", "prepare", *arguments, "--module", "llama3", "--config", "debugmodel"]) == 2
+        error = capsys.readouterr().err
+        assert message in error and len(error.splitlines()) == 1
+
+    def test_incomplete_or_damaged_data(self, corpus, tokenizer, tmp_path):
+        made = preparation(corpus, tmp_path / "out", tokenizer)
+        made.begin()
+        with raises("is not complete; run torchtitan data prepare again"):
+            open_tokens(tmp_path / "out", tokenizer, tmp_path)
+        prepared(corpus, tmp_path / "out", tokenizer)
+        with raises("has no split 'validation'"):
+            open_tokens(tmp_path / "out", tokenizer, tmp_path, "validation")
+        [tokens, *_] = sorted(tmp_path.glob("out/parts/*/train*/tokens.bin"))
+        content = tokens.read_bytes()
+        tokens.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        with pytest.raises(ValueError, match=r"damaged \(block 1 of 1 of tokens.bin has a wrong checksum, at offset 0"):
+            open_tokens(tmp_path / "out", tokenizer, tmp_path)
+        manifest = json.loads((tmp_path / "out/manifest.json").read_text())
+        manifest["splits"]["train"]["tokens"] += 1
+        (tmp_path / "out/manifest.json").write_text(json.dumps(manifest))
+        with pytest.raises(ValueError, match="does not match its digest"):
+            open_tokens(tmp_path / "out", tokenizer, tmp_path)
+
+    def test_other_tokenizer(self, corpus, tokenizer, tmp_path):
+        prepared(corpus, tmp_path / "out", tokenizer)
+        other = type(tokenizer).Config().build()
+        other.fingerprint = "another"
+        with raises("was prepared with another tokenizer"):
+            open_tokens(tmp_path / "out", other, tmp_path)
+
+
+def test_many_parts_open_fast_and_in_little_memory(corpus, tokenizer, tmp_path):
+    """An index of 100,000 parts, of which only the sampled ones and those that are read exist."""
+    made = prepared([corpus[2]], tmp_path / "out", tokenizer)
+    n, [part] = 100_000, tmp_path.glob("out/parts/*/train")
+    n_tokens = open_tokens(tmp_path / "out", tokenizer, tmp_path).n_tokens
+    index = np.fromfile(tmp_path / "out/train.index", np.int64).reshape(merging.INDEX_ROWS, 1).repeat(n, axis=1)
+    index[:3] = np.arange(n) * np.array([[n_tokens], [1], [2]])
+    (tmp_path / "out/train.index").write_bytes(index.tobytes())
+    read = [5, 77_777, 99_998, 99_999]
+    for number in {*evenly_spaced(n, 16), *read} - {0}:
+        (tmp_path / f"out/parts/{number:06}").mkdir()
+        (tmp_path / f"out/parts/{number:06}/train").symlink_to(part)
+    path = tmp_path / "out/manifest.json"
+    manifest = json.loads(path.read_text())
+    entry = {"tokens": n * n_tokens, "items": n, "parts": n, "digest": bytes_digest(index.tobytes())}
+    manifest |= {"splits": {"train": entry}, "digest": digest_of({"train": entry})}
+    path.write_text(json.dumps(manifest))
+    memory, started = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
+    tokens = open_tokens(tmp_path / "out", tokenizer, tmp_path)
+    assert time.monotonic() - started < 5
+    expected = tokens.tokens(0, n_tokens)
+    for number in read:
+        assert np.array_equal(tokens.tokens(number * n_tokens, (number + 1) * n_tokens), expected)
+        assert tokens.document_at(number * n_tokens + 3) == number
+    assert tokens.starts(99_998 * n_tokens, 99_999 * n_tokens + 1).tolist() == [0, n_tokens]
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 30_000  # KiB
+    assert made.splits == ["train"]

@@ -1,0 +1,148 @@
+"""Health of hosts: pairs of ranks, findings, and a real check."""
+
+import dataclasses
+import json
+import os
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.processes import run_processes
+from torchtitan.cli.main import main
+from torchtitan.distributed import health
+from torchtitan.distributed.health import GIB, RankHealth, findings, measure, rounds
+
+SOUND = RankHealth(
+    rank=0,
+    host="a",
+    is_first_of_host=True,
+    software={"torch": "2.13.0"},
+    product_flops=1e12,
+    disk_bandwidth=1e9,
+    free_bytes=100 * GIB,
+    shared_memory_bytes=8 * GIB,
+    open_files=65536,
+    seconds=1000.0,
+    memory_errors=0,
+    is_throttled=False,
+)
+
+
+def four_hosts(**changes):
+    """Four hosts of two ranks; `changes` apply to rank 4, the first of host c."""
+    speeds = {within: 1e9 if within else 1e8 for within in (True, False)}
+    ranks = [
+        dataclasses.replace(
+            SOUND,
+            rank=rank,
+            host="abcd"[rank // 2],
+            is_first_of_host=rank % 2 == 0,
+            disk_bandwidth=1e9 if rank % 2 == 0 else 0.0,
+            bandwidths={other: speeds[other // 2 == rank // 2] for other in range(8) if other != rank},
+        )
+        for rank in range(8)
+    ]
+    ranks[4] = dataclasses.replace(ranks[4], **changes)
+    return ranks
+
+
+def test_sound_hosts_have_no_findings():
+    assert findings(four_hosts()) == []
+    assert findings([SOUND]) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"software": {"torch": "2.12.0"}}, "torch is 2.12.0, but 2.13.0"),
+        ({"product_flops": 0.7e12}, "rank 4 multiplies at 70%"),
+        ({"is_throttled": True}, "rank 4 has lowered its clocks"),
+        ({"disk_bandwidth": 1e8}, "writes at 10%"),
+        ({"free_bytes": 5 * GIB}, "5.00 GiB free in the dump folder"),
+        ({"shared_memory_bytes": GIB // 16}, "0.06 GiB free in /dev/shm"),
+        ({"open_files": 1024}, "1024 files"),
+        ({"seconds": 1003.0}, "3.0 s ahead"),
+        ({"seconds": 995.0}, "5.0 s behind"),
+        ({"memory_errors": 2}, "2 uncorrected memory errors"),
+    ],
+)
+def test_the_odd_host_is_named(changes, words):
+    (finding,) = findings(four_hosts(**changes))
+    assert finding.host == "c" and words in finding.message
+
+
+def test_slow_links_name_the_host_that_they_share():
+    ranks = four_hosts()
+    slow = [
+        dataclasses.replace(
+            one,
+            bandwidths={
+                other: speed / 5 if 4 in (one.rank, other) and one.rank // 2 != other // 2 else speed
+                for other, speed in one.bandwidths.items()
+            },
+        )
+        for one in ranks
+    ]
+    found = findings(slow)
+    assert {finding.host for finding in found} == {"c"} and len(found) == 6  # all pairs with other hosts
+    assert "20% of the median between hosts" in found[0].message
+
+
+@pytest.mark.parametrize("size", range(1, 17))
+def test_each_pair_of_few_ranks_meets_once(size):
+    met = []
+    for partners in zip(*(rounds(rank, size) for rank in range(size)), strict=True):
+        pairs = {(rank, other) for rank, other in enumerate(partners) if other is not None}
+        assert pairs == {(other, rank) for rank, other in pairs}  # both know
+        met += [pair for pair in pairs if pair[0] < pair[1]]
+    assert sorted(met) == list(combinations(range(size), 2))
+
+
+@pytest.mark.parametrize("size", [17, 64, 100])
+def test_many_ranks_meet_few_partners(size):
+    partners = [rounds(rank, size) for rank in range(size)]
+    assert len(partners[0]) <= 2 * size.bit_length()
+    for number, row in enumerate(zip(*partners, strict=True)):
+        assert all(other is None or row[other] == rank for rank, other in enumerate(row)), number
+    assert all(any(other is not None for other in row) for row in partners)
+
+
+def _measure_with_a_slow_rank(folder: str) -> None:
+    torch.set_num_threads(1)
+    rank = torch.distributed.get_rank()
+    plain, health._software = health._software, lambda: plain() | ({"torch": "old"} if rank == 1 else {})
+    ranks = measure(Path(folder) / "dump", torch.device("cpu"))
+    health._software = plain
+    facts = [dataclasses.asdict(one) for one in ranks]
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(facts))
+
+
+@pytest.mark.slow
+def test_all_ranks_know_the_facts_of_all(tmp_path):
+    run_processes(_measure_with_a_slow_rank, 3, str(tmp_path))
+    facts = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(3)]
+    assert facts[0] == facts[1] == facts[2]
+    assert [one["software"]["torch"] == "old" for one in facts[0]] == [False, True, False]
+    assert [sorted(map(int, one["bandwidths"])) for one in facts[0]] == [[1, 2], [0, 2], [0, 1]]
+    assert all(speed > 0 for one in facts[0] for speed in [*one["bandwidths"].values(), one["product_flops"]])
+    assert [one["disk_bandwidth"] > 0 for one in facts[0]] == [True, False, False]
+    assert list((tmp_path / "dump").iterdir()) == []
+
+
+def test_the_command_reports_this_host(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(health, "LEAST_FREE_GIB", 0.0)
+    monkeypatch.setattr(health, "LEAST_SHARED_MEMORY_GIB", 0.0)
+    monkeypatch.setattr(health, "LEAST_OPEN_FILES", 1)
+    assert main(["doctor", "--dump_folder", str(tmp_path)]) == 0
+    assert "1 host(s), 1 rank(s): no problem found" in capsys.readouterr().out
+    monkeypatch.setattr(health, "LEAST_OPEN_FILES", 2**62)
+    assert main(["doctor", "--dump_folder", str(tmp_path)]) == 1
+    assert "PROBLEM" in capsys.readouterr().out
+
+
+def test_a_folder_that_cannot_be_written_ends_at_once(tmp_path, caplog):
+    (tmp_path / "file").write_text("")
+    assert main(["doctor", "--dump_folder", os.fspath(tmp_path / "file" / "dump")]) == 2
+    assert "cannot be written" in caplog.text

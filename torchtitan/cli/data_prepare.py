@@ -1,0 +1,122 @@
+"""`torchtitan data prepare`: encode data ahead of a run, in parts on any number of processes and hosts."""
+
+import argparse
+import os
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from torchtitan.tools.errors import UserError, require
+
+if TYPE_CHECKING:
+    from torchtitan.components.data.prepare.encoding import Encoding
+    from torchtitan.components.data.sources.source import Source
+
+DESCRIPTION = (
+    "Encode text, chats or preferences into caches in a folder, which --dataloader.dataset reads. The work is divided "
+    "into parts, each written completely or not at all: run the same command again to continue after an interruption."
+)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command; sources precede all of them."""
+    parser.usage = f"{parser.prog} SOURCE... --out PLACE [options]"
+    parser.add_argument("--out", metavar="PLACE", help="folder or URL (s3://…) of the result")
+    parser.add_argument("--workers", type=int, default=os.cpu_count(), metavar="N", help="processes (default: cores)")
+    parser.add_argument("--part", metavar="I/N", help="write only the I-th of N shares of the parts, without merging")
+    parser.add_argument("--merge", action="store_true", help="only merge, after all shares are written")
+    parser.add_argument(
+        "--part_size",
+        type=float,
+        default=64.0,
+        metavar="MB",
+        help="JSON Lines files are divided into parts of this size (default: 64); other files are one part each",
+    )
+    parser.add_argument(
+        "--held_out",
+        type=float,
+        default=0.0,
+        metavar="F",
+        help="fraction of the documents or samples, selected by hash, in the split `validation` (default: 0)",
+    )
+    parser.add_argument("--keep_duplicates", action="store_true", help="keep documents or samples with equal tokens")
+    group = parser.add_argument_group("filters for text (those for chats are options of the data loader)")
+    group.add_argument("--min_tokens", type=int, default=0, metavar="N", help="drop shorter documents")
+    group.add_argument("--max_tokens", type=int, metavar="N", help="drop longer documents")
+    group.add_argument(
+        "--max_repetition", type=float, default=1.0, metavar="F", help="drop documents with more repeated 10-grams"
+    )
+
+
+def prepare(sources: Sequence[str], options: argparse.Namespace, config: Any) -> None:
+    """Prepare `sources` as the data of a configuration."""
+    from torchtitan.components.checkpoint.filesystem import folder_at
+    from torchtitan.components.data.prepare.merge import merge
+    from torchtitan.components.data.prepare.parts import Preparation
+
+    if not sources:
+        raise UserError("no source is given; begin with files, folders, patterns or URLs: data prepare SOURCE…")
+    if not options.out:
+        raise UserError("--out is missing; set it to the folder or URL of the result")
+    if options.part and options.merge:
+        raise UserError("--part writes parts and --merge merges them; set one of them")
+    require(options.workers >= 1, "--workers", options.workers, "at least 1")
+    require(options.part_size > 0, "--part_size", options.part_size, "above 0")
+    require(0 <= options.held_out < 1, "--held_out", options.held_out, "at least 0 and below 1")
+    opened, encoding = _encoding(sources, options, config)
+    preparation = Preparation(
+        sources=opened,
+        place=folder_at(os.path.expanduser(options.out)),
+        encoding=encoding,
+        part_bytes=max(1, int(options.part_size * 1e6)),
+        held_out=options.held_out,
+        deduplicate=not options.keep_duplicates,
+    )
+    share, n_shares = _share(options.part)
+    preparation.begin()
+    if not options.merge:
+        numbers = [number for number in preparation.missing() if number % n_shares == share]
+        preparation.write_all(numbers, options.workers)
+    if not options.part:
+        merge(preparation, options.workers)
+
+
+def _share(text: str | None) -> tuple[int, int]:
+    """Parse I/N into the share, from 0, and the number of shares."""
+    match = re.fullmatch(r"(\d+)/(\d+)", text or "1/1")
+    if match is None or not 1 <= int(match[1]) <= int(match[2]):
+        raise UserError(f"--part is {text}, but must be I/N with I from 1 to N, such as 3/64")
+    return int(match[1]) - 1, int(match[2])
+
+
+def _encoding(sources: Sequence[str], options: argparse.Namespace, config: Any) -> "tuple[list[Source], Encoding]":
+    """Return the opened sources, and their encoding according to the data loader."""
+    from torchtitan.components.data.dataloader import PretrainDataLoader
+    from torchtitan.components.data.finetuning.filters import FilterConfig
+    from torchtitan.components.data.finetuning.planned_loader import PlannedDataLoader
+    from torchtitan.components.data.prepare.encoding import DocumentEncoding, SampleEncoding
+    from torchtitan.components.data.sources.source import Source, resolve_source
+
+    loader = config.dataloader
+    config.tokenizer.validate()
+    tokenizer = config.tokenizer.build(path=config.hf_assets_path)
+    if isinstance(loader, PlannedDataLoader.Config):
+        loader.dataset = list(sources)
+        loader.validate()
+        rows = loader.rows()
+        formats = {row_format.name: row_format for _, row_format in rows}
+        if len(formats) != 1 or len(rows) != len(sources):
+            raise UserError(f"the sources have different formats ({', '.join(formats)}); prepare each by itself")
+        encoder = loader.encoder(tokenizer, loader.find_template(tokenizer))
+        return [source for source, _ in rows], SampleEncoding(rows[0][1], encoder, loader.filters())
+    if not isinstance(loader, PretrainDataLoader.Config):
+        raise UserError(f"{type(loader).__qualname__} reads its data in its own way, which cannot be prepared")
+    loader.validate()
+    opened = [resolve_source(source, loader.text_column, loader.split) for source in sources]
+    local = [source for source in opened if isinstance(source, Source)]
+    if len(local) != len(opened):
+        raise UserError("registered datasets are streamed; prepare their files: a path or a URL")
+    filters = FilterConfig(
+        min_tokens=options.min_tokens, max_tokens=options.max_tokens, max_repetition=options.max_repetition
+    )
+    return local, DocumentEncoding(tokenizer, filters)

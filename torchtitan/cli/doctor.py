@@ -1,0 +1,78 @@
+"""`torchtitan doctor`: check the hosts of a run before it starts."""
+
+import argparse
+import os
+import socket
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torchtitan.tools.errors import UserError
+from torchtitan.tools.logging import logger
+
+if TYPE_CHECKING:
+    from torchtitan.distributed.health import RankHealth
+
+
+def doctor(args: Sequence[str]) -> int:
+    """Check this host, or under torchrun all hosts together. Return 1 if this host is out of line, otherwise 0."""
+    parser = argparse.ArgumentParser(
+        prog="torchtitan doctor",
+        allow_abbrev=False,
+        description="Check the hosts of a run, in seconds: equal versions, speed of matrix products, of links between "
+        "ranks and of the dump folder, free space, shared memory, limits, clocks and memory errors.",
+        epilog="On several hosts: torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint "
+        "node-1:29500 -m torchtitan doctor. The exit code is 1 on hosts that are out of line.",
+    )
+    parser.add_argument("--dump_folder", default="./outputs", help="folder whose disk is measured (default ./outputs)")
+    arguments = parser.parse_args(args)
+    try:
+        return _check(Path(arguments.dump_folder))
+    except UserError as error:
+        logger.error("%s", error)
+        return 2
+
+
+def _check(folder: Path) -> int:
+    from torchtitan.config import CommConfig
+    from torchtitan.distributed.health import findings, measure
+    from torchtitan.distributed.process_group import destroy_process_group, init_process_group
+    from torchtitan.tools.device import device_description, device_type
+
+    device = init_process_group(device_type(), CommConfig(init_timeout_seconds=60))
+    ranks = measure(folder, device)
+    found = findings(ranks)
+    destroy_process_group()
+    own = [finding for finding in found if finding.host == socket.gethostname()]
+    if int(os.environ.get("RANK", "0")) == 0:
+        _print(ranks, device_description(device))
+        for finding in found:
+            print(f"PROBLEM {finding}")
+        if not found:
+            print(f"{len({one.host for one in ranks})} host(s), {len(ranks)} rank(s): no problem found")
+    return 1 if own else 0
+
+
+def _print(ranks: "Sequence[RankHealth]", device: str) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    software = ", ".join(f"{name} {version}" for name, version in ranks[0].software.items())
+    table = Table(title=f"{device}; {software}", title_justify="left")
+    columns = ("host", "rank", "products (TFLOP/s)", "links (GB/s)", "disk (MB/s)", "free (GiB)", "/dev/shm (GiB)")
+    for column in columns:
+        table.add_column(column, justify="left" if column == "host" else "right")
+    for one in ranks:
+        speeds = one.bandwidths.values()
+        links = f"{min(speeds) / 1e9:.2f} to {max(speeds) / 1e9:.2f}" if speeds else ""
+        row = [one.host, str(one.rank), f"{one.product_flops / 1e12:,.2f}", links]
+        if one.is_first_of_host:
+            row += [f"{one.disk_bandwidth / 1e6:,.0f}"]
+            row += [f"{n_bytes / 2**30:,.1f}" for n_bytes in (one.free_bytes, one.shared_memory_bytes)]
+        table.add_row(*row)
+    console = Console(width=160)
+    console.print(table)
+    if len(ranks) > 1:
+        speed = statistics.median(one.all_reduce_bandwidth for one in ranks)
+        console.print(f"All-reduce over all ranks: {speed / 1e9:.2f} GB/s sent by each")

@@ -1,0 +1,247 @@
+"""Parts of a preparation: planned from the sources alone, and each written completely or not at all."""
+
+import contextlib
+import json
+import multiprocessing
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torchtitan.components.checkpoint.filesystem import Folder, LocalFolder
+from torchtitan.components.data.disk_cache import BLOCKS_FILE, bytes_digest
+from torchtitan.components.data.prepare.encoding import Encoding
+from torchtitan.components.data.report import Report
+from torchtitan.components.data.sources.rows import Part
+from torchtitan.components.data.sources.source import Source
+from torchtitan.components.data.sources.stored import divide, with_patience
+from torchtitan.tools import durable
+from torchtitan.tools.errors import RunFailure, UserError
+from torchtitan.tools.logging import logger
+from torchtitan.tools.process import signal_when_orphaned
+
+MANIFEST = "manifest.json"
+TRAIN, VALIDATION = "train", "validation"
+
+_PLAN, _META = "plan.json", "meta.json"
+_SECONDS_BETWEEN_LINES = 10.0
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preparation:
+    """A preparation of sources in a folder. The same sources and options always have the same parts, so any number of
+    processes and hosts can write them, in any order and repeatedly.
+
+    Layout of the folder: `plan/plan.json`; for each part N `parts/N/meta.json`, which marks it as complete, and
+    `parts/N/SPLIT/`, a cache of its items with their hashes in `hashes.bin`; and the result of `merge`.
+    """
+
+    sources: Sequence[Source]
+    place: Folder
+    encoding: Encoding
+    part_bytes: int
+    """Maximum bytes of a part of a file that can be divided."""
+    held_out: float = 0.0
+    """Fraction of the items, selected by hash, in the split `validation`."""
+    deduplicate: bool = True
+    """Remove items that equal an earlier item of any source."""
+
+    @cached_property
+    def parts(self) -> list[tuple[int, Part]]:
+        """Number of the source, and part of it."""
+        return [
+            (number, piece)
+            for number, source in enumerate(self.sources)
+            for part in source.parts
+            for piece in divide(part, self.part_bytes)
+        ]
+
+    @property
+    def splits(self) -> list[str]:
+        return [TRAIN, VALIDATION] if self.held_out else [TRAIN]
+
+    def plan(self) -> dict[str, Any]:
+        """Return everything that determines the result, as JSON values. Files count as equal if their sizes and times
+        are equal, since reading them takes long."""
+
+        def version(path: Path) -> str:
+            stat = path.stat()
+            return f"{stat.st_size} {stat.st_mtime_ns}"
+
+        content = {
+            "kind": self.encoding.kind,
+            "encoding": self.encoding.identity,
+            "part_bytes": self.part_bytes,
+            "held_out": self.held_out,
+            "deduplicate": self.deduplicate,
+            "sources": {source.name: source.identity(version) for source in self.sources},
+        }
+        loaded: dict[str, Any] = json.loads(json.dumps(content))
+        return loaded
+
+    def begin(self) -> None:
+        """Create the folder, or continue in it. Raise `UserError` if it holds another preparation or other files, or
+        is not writable."""
+        plan = self.plan()
+        with self.writing():
+            if not (self.place / "plan").has_file(_PLAN):
+                if files := [name for name in self.place.files() if name[0] != "."]:
+                    raise UserError(f"{self.place} holds other files, such as {files[0]}; set --out to a new folder")
+                self.place.create()
+                with self.work_folder() as work:
+                    (work / "plan").mkdir()
+                    (work / "plan" / _PLAN).write_text(json.dumps(plan))
+                    publish(work / "plan", self.place / "plan", _PLAN)
+            found = json.loads((self.place / "plan").read(_PLAN))
+        if changed := [name for name in plan if plan[name] != found.get(name)]:
+            raise UserError(
+                f"{self.place} holds another preparation, with other {' and '.join(changed)}; set --out to a new folder"
+            )
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """Turn an `OSError` in the block into a `UserError` about the folder."""
+        try:
+            yield
+        except OSError as error:
+            raise UserError(f"cannot write to {self.place}: {error.strerror or error}; set --out to another") from error
+
+    @contextlib.contextmanager
+    def work_folder(self) -> Iterator[Path]:
+        """Yield a temporary folder, in the same file system if possible. Killed processes leave theirs."""
+        inside = self.place.path if isinstance(self.place, LocalFolder) else None
+        with tempfile.TemporaryDirectory(prefix=".work-", dir=inside) as folder:
+            yield Path(folder)
+
+    def folder(self, number: int) -> Folder:
+        return self.place / "parts" / f"{number:06}"
+
+    def missing(self) -> list[int]:
+        """Return the numbers of the parts that are not complete."""
+        complete = {name.partition("/")[0] for name in (self.place / "parts").files() if name.count("/") == 1}
+        return [number for number in range(len(self.parts)) if f"{number:06}" not in complete]
+
+    def meta(self, number: int) -> dict[str, Any]:
+        """Return the counts of a complete part: its source, report, and for each split items and digest."""
+        folder = self.folder(number)
+        loaded: dict[str, Any] = json.loads(with_patience(f"reading {folder}", lambda: folder.read(_META)))
+        return loaded
+
+    def write(self, number: int) -> int:
+        """Write a part; return its tokens. Raise `UserError` if it cannot be read or written."""
+        source_number, part = self.parts[number]
+        source, n_tokens = self.sources[source_number], 0
+        splits: dict[str, Any] = {}
+        with self.writing(), self.work_folder() as work:
+            unselected, complete = work / "unselected", work / "complete"
+            unselected.mkdir()
+            report, keep = self.encoding.write(source.with_parts([part]), unselected, lambda n: None)
+            hashes = self.encoding.hashes(unselected)
+            is_held_out = hashes[:, 0] / 2**64 < self.held_out
+            for split in self.splits:
+                mask = keep & (is_held_out if split == VALIDATION else ~is_held_out)
+                counts = self.encoding.join(
+                    [(unselected, mask)], report, complete / split, part.name, hashes=hashes[mask]
+                )
+                splits[split] = entry(complete / split, counts)
+                n_tokens += counts.tokens
+            report = replace(report, kept=0, tokens=0, trained_tokens=0)
+            meta = {"source": source_number, "report": report.to_dict(), "splits": splits}
+            (complete / _META).write_text(json.dumps(meta))
+            publish(complete, self.folder(number), _META)
+        return n_tokens
+
+    def write_all(self, numbers: Sequence[int], workers: int) -> None:
+        """Write parts and log progress and throughput."""
+        started = last = time.monotonic()
+        n_bytes = n_tokens = 0
+        for n_done, (number, tokens) in enumerate(run_in_processes(self.write, numbers, workers), 1):
+            n_bytes, n_tokens = n_bytes + self.parts[number][1].size(), n_tokens + tokens
+            if time.monotonic() - last >= _SECONDS_BETWEEN_LINES or n_done == len(numbers):
+                last = time.monotonic()
+                seconds = last - started
+                logger.info(
+                    f"{n_done:,} of {len(numbers):,} parts, {n_bytes / 1e6:,.1f} MB ({n_bytes / 1e6 / seconds:,.2f} "
+                    f"MB/s), {n_tokens:,} tokens ({n_tokens / seconds:,.0f} tokens/s)"
+                )
+
+
+def entry(folder: Path, counts: Report) -> dict[str, Any]:
+    """Return the counts of a cache, and a digest of its checksums."""
+    numbers = {"items": counts.kept, "tokens": counts.tokens, "trained": counts.trained_tokens}
+    return {**numbers, "digest": bytes_digest((folder / BLOCKS_FILE).read_bytes())}
+
+
+def publish(folder: Path, target: Folder, last: str) -> None:
+    """Move a complete local folder to its place. In a store, the file `last` is written last."""
+    if isinstance(target, LocalFolder):
+        durable.make_folder(target.path.parent)
+        try:
+            durable.rename(folder, target.path)
+        except OSError:
+            if not target.exists():  # otherwise, another process has written the same content
+                raise
+        return
+    names = sorted(LocalFolder(folder).files(), key=lambda name: name == last)
+    for name in names:
+        with_patience(f"writing {target}/{name}", partial(target.write, name, (folder / name).read_bytes()))
+
+
+@contextlib.contextmanager
+def local_copy(folder: Folder) -> Iterator[Path]:
+    """Yield a local folder with the same files."""
+    if isinstance(folder, LocalFolder):
+        yield folder.path
+        return
+    with tempfile.TemporaryDirectory() as copy:
+        for name in folder.files():
+            (Path(copy) / name).write_bytes(with_patience(f"reading {folder}/{name}", partial(folder.read, name)))
+        yield Path(copy)
+
+
+def run_in_processes(function: Callable[[int], T], numbers: Sequence[int], workers: int) -> Iterator[tuple[int, T]]:
+    """Yield each number and the function's result, in order of completion. Raise `RunFailure` if a process is
+    killed."""
+    if workers == 1:
+        for number in numbers:
+            yield number, function(number)
+        return
+    # Forked processes inherit the function, which cannot be pickled, and need not import PyTorch again.
+    context = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(workers, context, _begin_worker, (os.getpid(), function)) as pool:
+        futures = {pool.submit(_call, number): number for number in numbers}
+        try:
+            for future in as_completed(futures):
+                yield futures[future], future.result()
+        except BrokenProcessPool:
+            raise RunFailure(
+                "a process was killed, possibly for lack of memory (set --workers); run the same command again to "
+                "continue: complete parts are kept"
+            ) from None
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _begin_worker(parent: int, function: Callable[[int], Any]) -> None:
+    signal_when_orphaned(signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before the call
+        os._exit(1)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread per process
+    global _function
+    _function = function
+
+
+def _call(number: int) -> Any:
+    return _function(number)
+
+
+_function: Callable[[int], Any]

@@ -1,0 +1,241 @@
+"""Token files of other programs, read as they are: Megatron's `.bin` with `.idx`, llm.c's and nanoGPT's `.bin`, and
+OLMo's `.npy`.
+
+Megatron's index has the document boundaries. The other formats mark them by the EOS token, before or after a document.
+"""
+
+import bisect
+import glob
+import itertools
+import os
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from torchtitan.components.data.disk_cache import bytes_digest, digest_of, evenly_spaced
+from torchtitan.components.data.plan.sampler import Array
+from torchtitan.components.data.pretraining.token_cache import token_dtype
+from torchtitan.components.data.pretraining.tokens import JoinedTokens, Tokens
+from torchtitan.components.data.sources.files import file_format
+from torchtitan.components.tokenizer import Tokenizer
+from torchtitan.tools.errors import UserError
+
+_SUFFIXES = (".bin", ".npy")
+_MEGATRON_MAGIC = b"MMIDIDX\0\0"
+_MEGATRON_HEADER = struct.Struct("<9sQBQQ")
+"""Magic, version, code of the type, sequences, and entries of the document index."""
+_MEGATRON_TYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
+_LLM_C_TYPES = {20240520: "uint16", 20240801: "uint32"}
+"""Magic number of the header of 256 int32, followed by version and number of tokens → type of the tokens."""
+_LLM_C_HEADER = 256 * 4
+_SCANNED = 1 << 26
+"""Tokens at the beginning of a file whose documents are measured."""
+_CHECKED_BLOCKS, _BLOCK = 4, 1 << 15
+
+
+@dataclass(frozen=True)
+class TokenFile:
+    """A file of tokens."""
+
+    path: Path
+    dtype: str
+    start: int
+    """Offset of the first token in bytes."""
+    n_tokens: int
+    delimiter: int
+    """Token that marks document boundaries, unless there is an index."""
+    index: Path | None = None
+
+    def map(self) -> np.ndarray:
+        return np.asarray(np.memmap(self.path, self.dtype, "r", self.start, (self.n_tokens,)))
+
+
+def find_token_files(dataset: str) -> list[Path]:
+    """Return the token files at a path: a file, Megatron's path without `.bin`, a folder without other data, or a glob
+    pattern; sorted. Empty if there are none."""
+    path = Path(os.path.expanduser(dataset))
+    if dataset and path.is_dir():
+        files = sorted(file for file in path.rglob("*") if file.is_file())
+        return [] if any(map(file_format, files)) else [file for file in files if file.suffix in _SUFFIXES]
+    if path.is_file():
+        path = path.with_suffix(".bin") if path.suffix == ".idx" else path
+        return [path] if path.suffix in _SUFFIXES else []
+    if path.with_name(f"{path.name}.idx").is_file():
+        return [path.with_name(f"{path.name}.bin")]
+    matches = sorted(map(Path, glob.glob(str(path), recursive=True)))
+    return matches if all(match.suffix in _SUFFIXES for match in matches) else []
+
+
+def open_token_files(paths: Sequence[Path], tokenizer: Tokenizer) -> Tokens:
+    """Open token files as one stream. Raise `UserError` for a damaged file, or token ids outside the vocabulary."""
+    files = [file for file in (_inspect(path, tokenizer) for path in paths) if file.n_tokens]
+    if sum(file.n_tokens for file in files) < 2:
+        raise UserError(f"{paths[0]} contains no tokens to train on")
+    for file in files:
+        _check_ids(file, tokenizer.vocab_size)
+    first = np.cumsum([0, *(file.n_tokens for file in files)])
+    documents = [0, *itertools.accumulate(_n_numbers(file) for file in files)]
+    open_file = partial(_open, files)
+    return JoinedTokens(files_digest(paths), first[:-1], np.array(documents[:-1]), int(first[-1]), open_file)
+
+
+def files_digest(paths: Sequence[Path]) -> str:
+    """Return a digest of the sizes and four blocks of each file."""
+    blocks: list[Any] = []
+    for path in paths:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            for number in evenly_spaced(-(-size // _BLOCK), _CHECKED_BLOCKS):
+                file.seek(number * _BLOCK)
+                blocks.append(bytes_digest(file.read(_BLOCK)))
+        blocks.append(size)
+    return digest_of(blocks)
+
+
+def _inspect(path: Path, tokenizer: Tokenizer) -> TokenFile:
+    eos = -1 if tokenizer.eos_id is None else tokenizer.eos_id
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            head = file.read(_LLM_C_HEADER)
+            index = path.with_suffix(".idx")
+            if path.suffix == ".bin" and index.is_file():
+                dtype = _MEGATRON_TYPES.get(_megatron_header(index)[0], "")
+                if not dtype:
+                    raise UserError(f"{index} does not hold integers")
+                return TokenFile(path, dtype, 0, _count(path, size, dtype), eos, index)
+            if head.startswith(b"\x93NUMPY"):
+                array = np.load(path, mmap_mode="r")
+                if array.ndim != 1 or array.dtype.kind not in "iu":
+                    raise UserError(f"{path} holds {array.dtype} of shape {array.shape}, not a row of token ids")
+                return TokenFile(path, array.dtype.name, size - array.nbytes, len(array), eos)
+            magic, _, n_tokens = struct.unpack("<3i", head[:12]) if len(head) == _LLM_C_HEADER else (0, 0, 0)
+    except (OSError, ValueError) as error:
+        raise error if isinstance(error, UserError) else UserError(f"{path} cannot be read: {error}") from None
+    if path.suffix == ".bin" and (dtype := _LLM_C_TYPES.get(magic, "")):
+        expected = _LLM_C_HEADER + n_tokens * np.dtype(dtype).itemsize
+        if size != expected:
+            raise UserError(f"{path} ends at byte {size:,}, but its header announces {expected:,}")
+        return TokenFile(path, dtype, _LLM_C_HEADER, n_tokens, eos)
+    dtype = "uint16" if path.suffix == ".bin" else token_dtype(tokenizer)
+    return TokenFile(path, dtype, 0, _count(path, size, dtype), eos)
+
+
+def _count(path: Path, size: int, dtype: str) -> int:
+    n_tokens, rest = divmod(size, np.dtype(dtype).itemsize)
+    if rest:
+        raise UserError(f"{path} has {size:,} bytes, which are not whole tokens of {np.dtype(dtype).itemsize} bytes")
+    return n_tokens
+
+
+def _check_ids(file: TokenFile, vocab_size: int) -> None:
+    tokens = file.map()
+    for number in evenly_spaced(-(-file.n_tokens // _BLOCK), _CHECKED_BLOCKS):
+        block = tokens[number * _BLOCK : (number + 1) * _BLOCK]
+        if len(wrong := np.flatnonzero((block < 0) | (block >= vocab_size))):
+            offset = file.start + (number * _BLOCK + int(wrong[0])) * tokens.itemsize
+            raise UserError(
+                f"{file.path}: token {block[wrong[0]]} at offset {offset:,} is outside the vocabulary of "
+                f"{vocab_size:,} tokens; use the tokenizer that wrote the file"
+            )
+
+
+def _n_numbers(file: TokenFile) -> int:
+    """Return the number of document numbers of a file."""
+    return _megatron_header(file.index)[2] - 1 if file.index else file.n_tokens
+
+
+def _megatron_header(index: Path) -> tuple[int, int, int]:
+    """Return the code of the type, the number of sequences, and the number of entries of the document index."""
+    size = index.stat().st_size
+    with index.open("rb") as file:
+        header = file.read(_MEGATRON_HEADER.size)
+    if len(header) < _MEGATRON_HEADER.size or not header.startswith(_MEGATRON_MAGIC):
+        raise UserError(f"{index} is not a Megatron index: it does not begin with MMIDIDX")
+    _, _, code, n_sequences, n_entries = _MEGATRON_HEADER.unpack(header)
+    expected = _MEGATRON_HEADER.size + 12 * n_sequences + 8 * n_entries
+    if size < expected:
+        raise UserError(f"{index} ends at byte {size:,}, but its header announces {expected:,}")
+    return code, n_sequences, n_entries
+
+
+def _open(files: Sequence[TokenFile], number: int) -> Tokens:
+    file = files[number]
+    return MegatronTokens(file, file.index) if file.index else DelimitedTokens(file)
+
+
+class MegatronTokens(Tokens):
+    """Tokens with an index of sequences, which make up documents. The index is mapped into memory."""
+
+    def __init__(self, file: TokenFile, index: Path):
+        self.key, self.n_tokens, self._name = str(file.path), file.n_tokens, file.path.name
+        self._tokens = file.map()
+        _, n_sequences, n_entries = _megatron_header(index)
+        pointers = _MEGATRON_HEADER.size + 4 * n_sequences
+        self._pointers = np.memmap(index, np.int64, "r", pointers, (n_sequences,))
+        self._documents = np.memmap(index, np.int64, "r", pointers + 8 * n_sequences, (n_entries,))
+        self._n_sequences, self._n_documents = n_sequences, n_entries - 1
+        length = np.memmap(index, np.int32, "r", pointers - 4, (1,))[0] if n_sequences else 0
+        end = int(self._pointers[-1]) // self._tokens.itemsize + int(length) if n_sequences else 0
+        if end != self.n_tokens:
+            size = self._tokens.itemsize
+            raise UserError(f"{file.path} ends at byte {self.n_tokens * size:,}, but its index ends at {end * size:,}")
+
+    def _start(self, document: int) -> int:
+        sequence = int(self._documents[document])
+        return int(self._pointers[sequence]) // self._tokens.itemsize if sequence < self._n_sequences else self.n_tokens
+
+    def tokens(self, start: int, stop: int) -> Array:
+        return self._tokens[start:stop].astype(np.int64)
+
+    def starts(self, start: int, stop: int) -> Array:
+        documents, stop = range(self._n_documents), min(stop, self.n_tokens)
+        low, high = (bisect.bisect_left(documents, token, key=self._start) for token in (start, stop))
+        return np.array([self._start(document) for document in range(low, high)], np.int64) - start
+
+    def document_at(self, token: int) -> int:
+        return bisect.bisect_right(range(self._n_documents), token, key=self._start) - 1
+
+    def describe(self, first: int, last: int) -> str:
+        numbers = f"document {first + 1}" if first == last else f"documents {first + 1}-{last + 1}"
+        return f"{self._name}, {numbers}"
+
+    def lengths(self) -> Array:
+        sequences = np.array(self._documents)
+        starts = np.append(self._pointers, self.n_tokens * self._tokens.itemsize)[sequences]
+        return np.diff(starts) // self._tokens.itemsize
+
+
+class DelimitedTokens(Tokens):
+    """Tokens with a delimiter before each document, if the first token is one, else after each. A document's number is
+    the position of a token in it, so that the file need not be searched."""
+
+    def __init__(self, file: TokenFile):
+        self.key, self.n_tokens, self._name = str(file.path), file.n_tokens, file.path.name
+        self._tokens, self._delimiter = file.map(), file.delimiter
+        self._shift = 0 if self._tokens[0] == file.delimiter else 1
+
+    def tokens(self, start: int, stop: int) -> Array:
+        return self._tokens[start:stop].astype(np.int64)
+
+    def starts(self, start: int, stop: int) -> Array:
+        first = max(0, start - self._shift)
+        delimiters = np.flatnonzero(self._tokens[first : min(stop, self.n_tokens) - self._shift] == self._delimiter)
+        starts = delimiters + first + self._shift - start
+        return np.append(0, starts) if start == 0 and self._shift else starts
+
+    def document_at(self, token: int) -> int:
+        return token
+
+    def describe(self, first: int, last: int) -> str:
+        return f"{self._name}, tokens {first + 1:,}-{last + 1:,}"
+
+    def lengths(self) -> Array:
+        """Return the tokens of each document that begins in the first 67 million tokens."""
+        stop = min(self.n_tokens, _SCANNED)
+        return np.diff(np.append(self.starts(0, stop), stop))

@@ -1,0 +1,176 @@
+"""Tokens of documents in a fixed order, which the loader reads at any position."""
+
+import bisect
+import functools
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from torchtitan.components.data.disk_cache import evenly_spaced
+from torchtitan.components.data.plan.sampler import Array
+from torchtitan.components.data.report import Report
+
+OPEN_STREAMS = 128
+"""Streams of `JoinedTokens` that are open at a time; each may have files mapped into memory."""
+
+_SAMPLED_STREAMS = 16
+
+
+class Tokens(ABC):
+    """A stream of token ids, divided into documents."""
+
+    key: str
+    """Equal keys mean equal documents and tokens."""
+    n_tokens: int
+    """Number of tokens, including BOS and EOS."""
+    is_remote: bool = False
+    """True if reading takes long, so that windows should be read ahead."""
+
+    @abstractmethod
+    def tokens(self, start: int, stop: int) -> Array:
+        """Return the token ids from `start` up to `stop` or the end of the data, int64."""
+
+    @abstractmethod
+    def starts(self, start: int, stop: int) -> Array:
+        """Return the starts of documents in [start, stop), relative to `start`; the end of the data is not a start."""
+
+    @abstractmethod
+    def document_at(self, token: int) -> int:
+        """Return the number of the document that contains a token. Numbers ascend from 0, possibly with gaps."""
+
+    @abstractmethod
+    def describe(self, first: int, last: int) -> str:
+        """Describe a range of documents by their numbers."""
+
+    @abstractmethod
+    def lengths(self) -> Array:
+        """Return the tokens of each document, (n,); of joined streams, the documents of a sample of them."""
+
+    def report(self) -> Report:
+        """Return the counts of documents and tokens."""
+        lengths = self.lengths()
+        n_predicted = self.n_tokens - int((lengths > 0).sum())  # the first token of a document is not predicted
+        return Report("text", len(lengths), len(lengths), self.n_tokens, n_predicted)
+
+    @property
+    def sources(self) -> dict[str, Report]:
+        """Counts of each source by name, if recorded."""
+        return {}
+
+
+class ArrayTokens(Tokens):
+    """Tokens in an array.
+
+    Args:
+        key: see `Tokens`.
+        tokens: token ids, (n_tokens,); anything with slices.
+        offsets: start of each document, and the total, int64 (n_documents + 1,).
+        names: names of the parts that the documents come from.
+        documents_per_part: number of documents in each part.
+    """
+
+    def __init__(self, key: str, tokens: Any, offsets: Array, names: Sequence[str], documents_per_part: Sequence[int]):
+        self.key, self.n_tokens, self.names = key, len(tokens), names
+        self._tokens, self._offsets = tokens, offsets
+        self._first_documents = [0, *itertools.accumulate(documents_per_part)]
+
+    @property
+    def n_documents(self) -> int:
+        """Number of documents, including empty ones."""
+        return len(self._offsets) - 1
+
+    def lengths(self) -> Array:
+        return np.diff(self._offsets)
+
+    def tokens(self, start: int, stop: int) -> Array:
+        ids: Array = self._tokens[start:stop].astype(np.int64)
+        return ids
+
+    def starts(self, start: int, stop: int) -> Array:
+        low, high = np.searchsorted(self._offsets[:-1], (start, min(stop, self.n_tokens)))
+        return np.array(self._offsets[low:high]) - start
+
+    def document_at(self, token: int) -> int:
+        return int(np.searchsorted(self._offsets, token, side="right")) - 1
+
+    def describe(self, first: int, last: int) -> str:
+        """Describe a range of documents, numbered from 1 in each part."""
+        if self._locate(first)[0] != self._locate(last)[0]:
+            return f"{self.describe(first, first)} to {self.describe(last, last)}"
+        name, begin = self._locate(first)
+        _, end = self._locate(last)
+        return f"{name}, document {begin}" if begin == end else f"{name}, documents {begin}-{end}"
+
+    def _locate(self, document: int) -> tuple[str, int]:
+        part = bisect.bisect_right(self._first_documents, document) - 1
+        return self.names[part], document - self._first_documents[part] + 1
+
+
+class JoinedTokens(Tokens):
+    """Streams one after the other, each opened when it is read.
+
+    Args:
+        key: see `Tokens`.
+        first_tokens: position of each stream's first token, ascending, int64 (n,).
+        first_documents: number of each stream's first document, ascending, int64 (n,).
+        n_tokens: tokens of all streams.
+        open_stream: opens a stream by its index, and can be pickled. Raise `UserError` if it is damaged.
+    """
+
+    def __init__(
+        self,
+        key: str,
+        first_tokens: Array,
+        first_documents: Array,
+        n_tokens: int,
+        open_stream: Callable[[int], Tokens],
+    ):
+        self.key, self.n_tokens = key, n_tokens
+        self._first_tokens, self._first_documents = first_tokens, first_documents
+        self._open_stream = open_stream
+        self._stream = functools.lru_cache(OPEN_STREAMS)(open_stream)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        arguments = (self.key, self._first_tokens, self._first_documents, self.n_tokens, self._open_stream)
+        return JoinedTokens, arguments
+
+    def _spans(self, start: int, stop: int) -> Iterator[tuple[Tokens, int, int, int]]:
+        """Yield the streams that overlap a range, with the position of the first token of the stream, and the range
+        in it."""
+        index = int(np.searchsorted(self._first_tokens, start, side="right")) - 1
+        stop = min(stop, self.n_tokens)
+        while start < stop:
+            stream, first = self._stream(index), int(self._first_tokens[index])
+            end = min(stop, first + stream.n_tokens)
+            yield stream, first, start - first, end - first
+            start, index = end, index + 1
+
+    def tokens(self, start: int, stop: int) -> Array:
+        return np.concatenate([stream.tokens(low, high) for stream, _, low, high in self._spans(start, stop)])
+
+    def starts(self, start: int, stop: int) -> Array:
+        spans = self._spans(start, stop)
+        return np.concatenate([stream.starts(low, high) + first + low - start for stream, first, low, high in spans])
+
+    def document_at(self, token: int) -> int:
+        index = int(np.searchsorted(self._first_tokens, token, side="right")) - 1
+        within = self._stream(index).document_at(token - int(self._first_tokens[index]))
+        return int(self._first_documents[index]) + within
+
+    def describe(self, first: int, last: int) -> str:
+        (index, begin), (last_index, end) = self._locate(first), self._locate(last)
+        if index == last_index:
+            return self._stream(index).describe(begin, end)
+        return f"{self._stream(index).describe(begin, begin)} to {self._stream(last_index).describe(end, end)}"
+
+    def _locate(self, document: int) -> tuple[int, int]:
+        index = int(np.searchsorted(self._first_documents, document, side="right")) - 1
+        return index, document - int(self._first_documents[index])
+
+    def lengths(self) -> Array:
+        """Return the tokens of the documents of at most 16 evenly spaced streams, (n,)."""
+        chosen = evenly_spaced(len(self._first_tokens), _SAMPLED_STREAMS)
+        return np.concatenate([self._stream(index).lengths() for index in chosen])

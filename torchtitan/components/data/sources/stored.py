@@ -1,0 +1,149 @@
+"""Files in a store such as s3:// or gs://, and byte ranges of JSON Lines files."""
+
+import posixpath
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, TypeVar
+
+from torchtitan.components.data.sources.files import FilePart, file_format, supported_formats
+from torchtitan.components.data.sources.rows import Document, OnRead, Part, Row, first_line
+from torchtitan.tools.errors import UserError
+from torchtitan.tools.logging import logger
+
+ATTEMPTS = 6
+"""Attempts to read from a store or to write to it; the waiting time doubles after each, from one second."""
+
+T = TypeVar("T")
+
+
+class StoredPart(Part):
+    """A file in a store, or the lines of a file that begin in a byte range. To be read, the lines are copied to a
+    temporary file.
+
+    Args:
+        name: see `Part`.
+        url: path or URL of the file.
+        text_column: see `Part`.
+        n_bytes: size of the file.
+        version: any text that changes with the content of the file.
+        span: first byte of the range, and the byte after it; None: the whole file.
+    """
+
+    def __init__(
+        self, name: str, url: str, text_column: str, n_bytes: int, version: str, span: tuple[int, int] | None = None
+    ):
+        super().__init__(name if span is None else f"{name}[{span[0]}:{span[1]}]", text_column)
+        self.url, self.n_bytes, self.version, self._span = url, n_bytes, version, span
+
+    def size(self) -> int:
+        start, stop = self._span or (0, self.n_bytes)
+        return stop - start
+
+    def contents(self, digest: Callable[[Path], str]) -> list[str]:
+        path = Path(self.url)
+        return [f"{file_format(path)} {path.suffix} {self.n_bytes} {self.version} {self._span or ''}".rstrip()]
+
+    def rows(self, on_read: OnRead) -> Iterator[Row]:
+        with self._copy() as part:
+            yield from part.rows(on_read)
+
+    def documents(self, on_read: OnRead) -> Iterator[Document]:
+        with self._copy() as part:
+            yield from part.documents(on_read)
+
+    @contextmanager
+    def _copy(self) -> Iterator[FilePart]:
+        """Yield a part of the copied lines; errors name the file in the store."""
+        with tempfile.TemporaryDirectory() as folder:
+            target = Path(folder) / posixpath.basename(self.url)
+            with_patience(f"reading {self.url}", lambda: self._download(target))
+            try:
+                yield FilePart(self.name, target, self.text_column)
+            except UserError as error:
+                raise UserError(str(error).replace(str(target), f"{posixpath.dirname(self.url)}/{self.name}")) from None
+
+    def _download(self, target: Path) -> None:
+        store, path = open_store(self.url)
+        with store.open(path, "rb") as file, target.open("wb") as copy:
+            if self._span is None:
+                shutil.copyfileobj(file, copy)
+            else:
+                _copy_lines(file, copy, *self._span)
+
+
+def _copy_lines(file: IO[bytes], copy: IO[bytes], start: int, stop: int) -> None:
+    """Copy the lines that begin in the range from `start` up to `stop`."""
+    if start:
+        file.seek(start - 1)
+        file.readline()
+    while file.tell() < stop and (line := file.readline()):
+        copy.write(line)
+
+
+def divide(part: Part, n_bytes: int) -> list[Part]:
+    """Divide an uncompressed JSON Lines file into byte ranges of at most `n_bytes`; return other parts unchanged."""
+    if isinstance(part, FilePart):
+        url, version = str(part.path.resolve()), str(part.path.stat().st_mtime_ns)
+    elif isinstance(part, StoredPart):
+        url, version = part.url, part.version
+    else:
+        return [part]
+    size = part.size()
+    if not url.lower().endswith(".jsonl") or size <= n_bytes:
+        return [part]
+    spans = [(start, min(start + n_bytes, size)) for start in range(0, size, n_bytes)]
+    return [StoredPart(part.name, url, part.text_column, size, version, span) for span in spans]
+
+
+def stored_files(url: str, text_column: str) -> list[StoredPart]:
+    """Return the files of known formats at a URL: a file, a folder to search, or a glob pattern; sorted. Raise
+    `UserError` if there are none, or the store cannot be read."""
+    store, root = open_store(url)
+    is_pattern = any(character in root for character in "*?[")
+    find = store.glob if is_pattern else store.find
+    found = with_patience(f"listing {url}", lambda: find(root, detail=True))
+    files = {path: entry for path, entry in sorted(found.items()) if entry["type"] == "file"}
+    known = [path for path in files if file_format(Path(path)) is not None]
+    if not known:
+        raise UserError(f"{url}: there is no data file ({supported_formats()})")
+
+    def part(path: str) -> StoredPart:
+        name = path if is_pattern else path.removeprefix(root).lstrip("/") or posixpath.basename(path)
+        entry = files[path]
+        version = next((str(entry[key]) for key in ("ETag", "md5Hash", "mtime", "created") if key in entry), "")
+        return StoredPart(name, store.unstrip_protocol(path), text_column, entry["size"], version)
+
+    return [part(path) for path in known]
+
+
+def open_store(url: str) -> tuple[Any, str]:
+    """Return fsspec's file system and the path in it. Raise `UserError` if no installed library opens the URL."""
+    from fsspec.core import url_to_fs
+
+    try:
+        store, path = url_to_fs(url)
+        return store, path
+    except (ImportError, ValueError) as error:
+        raise UserError(f"{url} cannot be opened with the installed libraries: {first_line(error)}") from error
+
+
+def with_patience(what: str, operation: Callable[[], T]) -> T:
+    """Return the operation's result. A store that fails, for example because it limits requests, is asked again after
+    a warning. Raise `UserError` for a missing file, and after `ATTEMPTS` attempts."""
+    for attempt in range(ATTEMPTS):
+        try:
+            return operation()
+        except (ValueError, LookupError, TypeError):  # damaged content
+            raise
+        except (FileNotFoundError, PermissionError) as error:
+            raise UserError(f"{what} failed: {first_line(error)}") from error
+        except Exception as error:  # stores raise their own exception classes
+            if attempt == ATTEMPTS - 1:
+                raise UserError(f"{what} failed {ATTEMPTS} times: {first_line(error)}") from error
+            logger.warning(f"{what} failed: {first_line(error)}; trying again in {2**attempt} s")
+            time.sleep(2**attempt)
+    raise AssertionError

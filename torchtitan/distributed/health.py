@@ -1,0 +1,289 @@
+"""Health of the hosts of a run: the facts of each rank, measured in seconds, and those that are out of line."""
+
+import os
+import platform
+import resource
+import shutil
+import socket
+import statistics
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import torchtitan
+from torchtitan.distributed.process_group import gather_objects
+from torchtitan.tools.device import peak_flops, synchronize
+from torchtitan.tools.errors import UserError
+
+GIB = 2**30
+
+LEAST_PRODUCTS = 0.8
+"""Least speed of matrix products, relative to the median of all ranks. Clocks of sound GPUs differ by a few percent."""
+
+LEAST_BANDWIDTH = 0.5
+"""Least bandwidth between two ranks, relative to the median of pairs of its kind (within a host, between hosts)."""
+
+LEAST_DISK = 0.25
+"""Least speed of writing, relative to the median of all hosts, which may share the disk."""
+
+LEAST_FREE_GIB = 10.0
+LEAST_SHARED_MEMORY_GIB = 1.0
+"""Workers of a data loader pass batches through /dev/shm, of which containers often have only 64 MiB."""
+
+LEAST_OPEN_FILES = 4096
+MOST_SKEW_SECONDS = 1.0
+"""Largest difference of a host's clock from the median. Files of one run then have inconsistent times."""
+
+_MESSAGE_BYTES = 2**25
+_DISK_BYTES = 2**26
+_ALL_PAIRS = 16
+"""Most ranks of which all pairs are measured; of more, those that are 1, 2, 4, … ranks apart."""
+
+_SMI_FIELDS = ("ecc.errors.uncorrected.volatile.total", "clocks_event_reasons.hw_slowdown")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankHealth:
+    """Facts of one rank and its host. Bandwidths are bytes/s."""
+
+    rank: int
+    host: str
+    is_first_of_host: bool
+    software: dict[str, str]
+    """Name → version."""
+    product_flops: float
+    """FLOP/s of the fastest square matrix product in bfloat16 on a GPU, in float32 on a CPU."""
+    disk_bandwidth: float
+    """Of writing to the dump folder, by the first rank of a host; 0 on other ranks."""
+    free_bytes: int
+    """In the dump folder's file system."""
+    shared_memory_bytes: int
+    """Free in /dev/shm."""
+    open_files: int
+    """Limit of this process."""
+    seconds: float
+    """Time of the host's clock when all ranks left a barrier."""
+    memory_errors: int
+    """Uncorrected errors since the host, or the driver of its GPU, started."""
+    is_throttled: bool
+    """True if the hardware of a GPU has lowered its clocks (heat or power)."""
+    bandwidths: dict[int, float] = field(default_factory=dict)
+    """Other rank → bandwidth of messages in both directions at once, while other pairs communicate too."""
+    all_reduce_bandwidth: float = 0.0
+    """Of one all-reduce over all ranks: bytes that each rank sends, per second; 0 for a single rank."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something wrong with a host."""
+
+    host: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.host}: {self.message}"
+
+
+def measure(folder: Path, device: torch.device) -> list[RankHealth]:
+    """Measure this rank, together with all others, and return the facts of all ranks.
+
+    Raises:
+        UserError: on all ranks, if one cannot write to the folder.
+    """
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    host = socket.gethostname()
+    is_first = gather_objects(host).index(host) == rank
+    disk, problem = 0.0, ""
+    try:
+        disk = _disk_bandwidth(folder) if is_first else 0.0
+    except OSError as error:
+        problem = f"{host}: --dump_folder '{folder}' cannot be written: {error.strerror}"
+    if found := next(filter(None, gather_objects(problem)), ""):
+        raise UserError(found)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    errors, is_throttled = _gpu_state() if torch.version.cuda and device.type == "cuda" else (_memory_errors(), False)
+    if dist.is_initialized():
+        dist.barrier()
+    own = RankHealth(
+        rank=rank,
+        host=host,
+        is_first_of_host=is_first,
+        seconds=time.time(),
+        software=_software(),
+        product_flops=peak_flops(device, dtype, published=False).value,
+        disk_bandwidth=disk,
+        free_bytes=shutil.disk_usage(folder).free,
+        shared_memory_bytes=shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 0,
+        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        memory_errors=errors,
+        is_throttled=is_throttled,
+        bandwidths=dict(_pair_bandwidths(rank, device)),
+        all_reduce_bandwidth=_all_reduce_bandwidth(device),
+    )
+    return gather_objects(own)
+
+
+def findings(ranks: Sequence[RankHealth]) -> list[Finding]:
+    """Return everything that is out of line, by rank."""
+    found = [*_different_software(ranks), *_slow_links(ranks)]
+    hosts = [one for one in ranks if one.is_first_of_host]
+    median_products = statistics.median(one.product_flops for one in ranks)
+    median_disk = statistics.median(one.disk_bandwidth for one in hosts)
+    median_seconds = statistics.median(one.seconds for one in hosts)
+    for one in ranks:
+        if (part := one.product_flops / median_products) < LEAST_PRODUCTS:
+            found.append(Finding(one.host, f"rank {one.rank} multiplies at {part:.0%} of the median of all ranks"))
+        if one.is_throttled:
+            found.append(Finding(one.host, f"the GPU of rank {one.rank} has lowered its clocks (heat or power)"))
+    for one in hosts:
+        least = {
+            "free in the dump folder": (one.free_bytes / GIB, LEAST_FREE_GIB),
+            "free in /dev/shm": (one.shared_memory_bytes / GIB, LEAST_SHARED_MEMORY_GIB),
+        }
+        messages = [f"{value:.2f} GiB {name}, less than {low:g}" for name, (value, low) in least.items() if value < low]
+        if one.disk_bandwidth < LEAST_DISK * median_disk:
+            messages.append(f"writes at {one.disk_bandwidth / median_disk:.0%} of the median of all hosts")
+        if one.open_files < LEAST_OPEN_FILES:
+            messages.append(f"may open {one.open_files} files, less than {LEAST_OPEN_FILES} (ulimit -n)")
+        if abs(skew := one.seconds - median_seconds) > MOST_SKEW_SECONDS:
+            messages.append(f"its clock is {abs(skew):.1f} s {'ahead' if skew > 0 else 'behind'}")
+        if one.memory_errors:
+            messages.append(f"{one.memory_errors} uncorrected memory errors")
+        found += [Finding(one.host, message) for message in messages]
+    return found
+
+
+def _different_software(ranks: Sequence[RankHealth]) -> Iterator[Finding]:
+    for name in ranks[0].software:
+        ((usual, _),) = Counter(one.software[name] for one in ranks).most_common(1)
+        for host, version in dict.fromkeys((one.host, one.software[name]) for one in ranks):
+            if version != usual:
+                yield Finding(host, f"{name} is {version}, but {usual} on most ranks")
+
+
+def _slow_links(ranks: Sequence[RankHealth]) -> Iterator[Finding]:
+    """Yield slow pairs, assigned to the host that is in most of them."""
+    host_of = {one.rank: one.host for one in ranks}
+    pairs = [(one.rank, other, speed) for one in ranks for other, speed in one.bandwidths.items() if one.rank < other]
+    for within, place in ((True, "within the host"), (False, "between hosts")):
+        kind = [pair for pair in pairs if (host_of[pair[0]] == host_of[pair[1]]) == within]
+        if not kind:
+            continue
+        median = statistics.median(speed for _, _, speed in kind)
+        slow = [pair for pair in kind if pair[2] < LEAST_BANDWIDTH * median]
+        counts = Counter(host_of[rank] for first, second, _ in slow for rank in {first, second})
+        for first, second, speed in slow:
+            host = max(host_of[first], host_of[second], key=lambda name: counts[name])
+            yield Finding(host, f"ranks {first} and {second} exchange {speed / median:.0%} of the median {place}")
+
+
+def _software() -> dict[str, str]:
+    versions = {"python": platform.python_version(), "torch": torch.__version__, "torchtitan": torchtitan.__version__}
+    if torch.version.cuda and torch.cuda.is_available():
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+        versions |= {"CUDA": torch.version.cuda, "NCCL": nccl, "driver": _smi("driver_version")[0]}
+    return versions
+
+
+def _smi(*fields: str) -> list[str]:
+    """Return fields of this rank's NVIDIA GPU, as its driver's tool prints them."""
+    uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
+    words = ["nvidia-smi", f"--id=GPU-{uuid}", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
+    return subprocess.run(words, check=True, capture_output=True, text=True).stdout.strip().split(", ")
+
+
+def _gpu_state() -> tuple[int, bool]:
+    errors, slowdown = _smi(*_SMI_FIELDS)
+    return int(errors) if errors.isdecimal() else 0, slowdown == "Active"
+
+
+def _memory_errors() -> int:
+    """Return the errors that Linux counts, where it does (EDAC)."""
+    return sum(int(path.read_text()) for path in Path("/sys/devices/system/edac/mc").glob("mc*/ue_count"))
+
+
+def _disk_bandwidth(folder: Path) -> float:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"doctor.{socket.gethostname()}.{os.getpid()}.partial"
+    data = os.urandom(_DISK_BYTES)
+    try:
+        start = time.perf_counter()
+        with open(path, "wb") as file:
+            file.write(data)
+            os.fsync(file.fileno())
+        return _DISK_BYTES / (time.perf_counter() - start)
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _pair_bandwidths(rank: int, device: torch.device) -> Iterator[tuple[int, float]]:
+    size = dist.get_world_size() if dist.is_initialized() else 1
+    sent, received = (torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
+    for other in rounds(rank, size):
+        if other is None:
+            dist.barrier()  # the warm-up and the measurement of the others
+            dist.barrier()
+            continue
+
+        def exchange(other: int = other) -> None:
+            pair = [dist.P2POp(dist.isend, sent, other), dist.P2POp(dist.irecv, received, other)]
+            for request in dist.batch_isend_irecv(pair):
+                request.wait()
+
+        yield other, _MESSAGE_BYTES / _seconds(exchange, device)
+
+
+def rounds(rank: int, size: int) -> list[int | None]:
+    """Return the partner of a rank in each round, None if it has none; in a round, partners have each other."""
+    if size == 1:
+        return []
+    if size <= _ALL_PAIRS:
+        return [_partner(rank, size, number) for number in range(size - 1 + size % 2)]
+    # For each distance two rounds, in which a rank is the first and the second of a pair.
+    partners: list[int | None] = []
+    for distance in (2**power for power in range((size - 1).bit_length())):
+        for parity in (0, 1):
+            is_first = (rank // distance) % 2 == parity
+            other = rank + distance if is_first else rank - distance
+            partners.append(other if 0 <= other < size else None)
+    return partners
+
+
+def _partner(rank: int, size: int, number: int) -> int | None:
+    """Return the partner in a round of a tournament in which each pair meets once (circle method)."""
+    places = size - 1 + size % 2  # on the circle; a last rank, if any, is in its center
+    if rank == places:
+        other = number * (places + 1) // 2 % places  # the place that would be its own partner
+    else:
+        other = (number - rank) % places
+    if other == rank:
+        return places if size % 2 == 0 else None
+    return other
+
+
+def _all_reduce_bandwidth(device: torch.device) -> float:
+    if not dist.is_initialized():
+        return 0.0
+    size = dist.get_world_size()
+    message: Tensor = torch.zeros(_MESSAGE_BYTES // 4, device=device)
+    return 2 * (size - 1) / size * _MESSAGE_BYTES / _seconds(lambda: dist.all_reduce(message), device)
+
+
+def _seconds(communicate: Callable[[], object], device: torch.device) -> float:
+    """Return the time of a communication that all ranks start together, after one that connects them."""
+    communicate()
+    synchronize(device)
+    dist.barrier()
+    start = time.perf_counter()
+    communicate()
+    synchronize(device)
+    seconds = time.perf_counter() - start
+    dist.barrier()
+    return seconds
