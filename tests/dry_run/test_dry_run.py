@@ -21,6 +21,7 @@ from torchtitan.dry_run import dry_run
 from torchtitan.dry_run.fake_trainer import FakeTrainer, without_data
 from torchtitan.dry_run.report import axis_of, report_of
 from torchtitan.tools.errors import UserError
+from torchtitan.models.common import cpu_attention
 from torchtitan.trainer import Trainer
 
 LAYOUTS = {
@@ -58,6 +59,7 @@ class RealTrainer(FakeTrainer):
 
 def measure_real_run(layout, folder):
     microbatch_replay._can_replay = lambda schedule, stage: False
+    cpu_attention.multiplies = lambda dtype: False  # a dry run computes attention as a GPU does, by PyTorch's kernel
     trainer = RealTrainer(without_data(config_of(layout, folder)))
     trainer.measure_step()
     (Path(folder) / f"rank{trainer.rank}.json").write_text(json.dumps(report_of(trainer).to_dict()))
