@@ -20,8 +20,8 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.dry_run import dry_run
 from torchtitan.dry_run.fake_trainer import FakeTrainer, without_data
 from torchtitan.dry_run.report import axis_of, report_of
-from torchtitan.tools.errors import UserError
 from torchtitan.models.common import cpu_attention
+from torchtitan.tools.errors import UserError
 from torchtitan.trainer import Trainer
 
 LAYOUTS = {
