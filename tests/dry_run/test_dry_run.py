@@ -167,6 +167,9 @@ def test_command_line_without_gpu_and_data(tmp_path):
     assert rank["peak_bytes"] == sum(rank["peak"].values()) <= rank["peak_reserved_bytes"]
     assert {"dp_shard", "tp"} <= {traffic["axis"] for traffic in rank["communication"]}
     assert not (tmp_path / "metrics.jsonl").exists()
+    foresight = json.loads((tmp_path / "foresight.json").read_text())
+    assert f"{foresight['step_time']:,.3g} s" in result.stdout and f"MFU {foresight['mfu']:.1f}%" in result.stdout
+    assert f"{foresight['tokens_per_second'] / 512:,.0f} tokens/s per device" in result.stdout
 
 
 @pytest.mark.slow
