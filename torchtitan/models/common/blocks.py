@@ -111,20 +111,6 @@ class ScaledSandwichBlock(SandwichBlock):
         return super().forward(x_BLD, rope, attention) * self.layer_scalar.type_as(x_BLD)
 
 
-class DenseAndExpertsBlock(ScaledSandwichBlock):
-    """Experts next to a `dense` network, both between norms of their own (Gemma 4)."""
-
-    def __init__(self, *parts: nn.Module, dense: nn.Module, dim: int, norm: NormFactory):
-        super().__init__(*parts, dim=dim, norm=norm)
-        self.feed_forward, self.dense_post_norm = dense, norm(dim)
-        self.moe.norm, self.moe.post_norm = norm(dim), norm(dim)
-
-    def _feed_forward(self, x_BLD: Tensor) -> Tensor:
-        assert self.ffn_norm and self.ffn_post_norm
-        dense_BLD = self.dense_post_norm(self.feed_forward(self.ffn_norm(x_BLD)))
-        return self.ffn_post_norm(dense_BLD + self.moe(x_BLD))
-
-
 class _Lookup(nn.Embedding):
     active_fraction = 0  # of no matrix product
 
@@ -139,7 +125,7 @@ class PerLayerEmbeddings(nn.Module):
         self.tok_embeddings = with_initializers(embedding, weight=TruncatedNormal(width**-0.5))
         self.projection, self.norm = make_linear(dim, n_layers * width, 0.02), norm(width)
 
-    def forward(self, tokens_BL: Tensor, hidden_BLD: Tensor) -> Tensor:
+    def forward(self, tokens_BL: Tensor, hidden_BLD: Tensor) -> Any:
         """(B, L), (B, L, D) → (B, L, N, P)."""
         token_BLE, state_BLE = (
             self.tok_embeddings(tokens_BL),
@@ -147,8 +133,7 @@ class PerLayerEmbeddings(nn.Module):
         )
         root = torch.tensor(self.width**0.5, dtype=token_BLE.dtype).item()  # rounded, as in the reference
         token_BLNP, state_BLNP = (x.unflatten(-1, (-1, self.width)) for x in (token_BLE * root, state_BLE))
-        inputs_BLNP: Tensor = (self.norm(state_BLNP) + token_BLNP) * 2**-0.5
-        return inputs_BLNP
+        return (self.norm(state_BLNP) + token_BLNP) * 2**-0.5
 
 
 class PerLayerBlock(ScaledSandwichBlock):
@@ -160,8 +145,7 @@ class PerLayerBlock(ScaledSandwichBlock):
         self.own = nn.ModuleDict({"gate": gate, "out": out, "norm": norm(dim)})
 
     def forward(self, x_BLD: Tensor, rope: Rope, attention: AttentionMetadata, *inputs: Tensor) -> Any:
-        """(B, L, dim) → (B, L, dim), and what attention returns besides; also takes the layer's input, (B, L, P), and
-        further ones of attention."""
+        """(B, L, dim) → the same, and what else attention returns; `inputs`: (B, L, P), and further ones for it."""
         assert self.attention_norm and self.attention_post_norm
         attended = self.attention(self.attention_norm(x_BLD), rope, attention, *inputs[1:])
         out_BLD, *given = attended if isinstance(attended, tuple) else (attended,)

@@ -269,8 +269,12 @@ def _adapter_of(rows: Sequence[KeyMapping], config: Decoder.Config) -> StateDict
     copies = {"embed_tokens": embedding, "shared_head.head": tied.get(output, output)}
     tied |= {f"model.layers.{i}.{k}.weight": copies[k] for i in range(config.n_layers, n_layers) for k in copies}
     # Files have keys and values of layers that use an earlier layer's (Gemma 4).
-    sharing = [i for i in range(n_layers) if _lacks_keys(specs, f"layers.{i}.attention")]
-    unused = [f"model.layers.{i}.self_attn.{name}.weight" for i in sharing for name in ("k_proj", "v_proj", "k_norm")]
+    with_queries, with_keys = ({n.split(".")[1] for n in specs if f".attention.{w}" in n} for w in ("wq.", "wk"))
+    unused = [
+        f"model.layers.{i}.self_attn.{name}.weight"
+        for i in with_queries - with_keys
+        for name in ("k_proj", "v_proj", "k_norm")
+    ]
     return _Adapter(
         [*rows, _SCORE_HEAD if config.scores else _HEAD],
         n_layers=n_layers,
@@ -278,10 +282,6 @@ def _adapter_of(rows: Sequence[KeyMapping], config: Decoder.Config) -> StateDict
         ignored=["model.layers.*.self_attn.rotary_emb.inv_freq", *unused],
         tied=tied,
     )
-
-
-def _lacks_keys(specs: Mapping[str, TensorSpec], attention: str) -> bool:
-    return f"{attention}.wq.weight" in specs and not any(name.startswith(f"{attention}.wk") for name in specs)
 
 
 class _Adapter(StateDictAdapter):

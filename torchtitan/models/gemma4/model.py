@@ -7,12 +7,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from torchtitan.models.common.attention import GivingAttention, GroupedQueryAttention, SharedKeyAttention
-from torchtitan.models.common.blocks import DenseAndExpertsBlock, PerLayerBlock, PerLayerEmbeddings, ScaledSandwichBlock
+from torchtitan.models.common.blocks import PerLayerBlock, PerLayerEmbeddings, ScaledSandwichBlock
 from torchtitan.models.common.config_reader import ConfigReader
 from torchtitan.models.common.feed_forward import gelu_tanh
 from torchtitan.models.common.hugging_face import SANDWICH_ROWS, ModelType, dense_format, module_rows, write_if
 from torchtitan.models.common.layer_types import WINDOW_KEYS, LayerType, ScaledEmbeddingDecoder
-from torchtitan.models.common.moe.decoder import ExpertLayers
+from torchtitan.models.common.moe.decoder import DenseAndExpertsBlock, ExpertLayers
 from torchtitan.models.common.moe.experts import RoutedExperts
 from torchtitan.models.common.moe.layer import MoEConfig
 from torchtitan.models.common.moe.router import ScaledRouter
