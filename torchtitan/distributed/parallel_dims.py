@@ -93,7 +93,7 @@ class ParallelDims:
         for (option, degree), (name, size) in zip(experts.items(), model.expert_parallel_sizes.items(), strict=False):
             if size % degree:
                 raise UserError(f"--parallelism.{option} {degree} does not divide --model.{name} {size}")
-        if self.has_expert_mesh and not model.expert_parallel_sizes:
+        if prod(experts.values()) > 1 and not model.expert_parallel_sizes:
             raise UserError(f"{_product(experts)} divides routed experts, and {family} has none; set 1")
         pieces = self.tp * self.cp * (2 if self.cp > 1 and self.cp_load_balancer == "headtail" else 1)
         if seq_len % pieces:
@@ -138,11 +138,6 @@ class ParallelDims:
         return self.dp_degree * self.cp
 
     @property
-    def has_expert_mesh(self) -> bool:
-        """True if routed experts are divided among ranks."""
-        return self.ep > 1 or self.etp > 1
-
-    @property
     def is_batch_leader(self) -> bool:
         """True on one of the ranks with the same samples."""
         return all(self.coordinate(name) == 0 for name in ("pp", "cp", "tp"))
@@ -172,9 +167,11 @@ class ParallelDims:
         """Return the dimension of context parallelism inside "fsdp"."""
         return split_mesh(mesh, "fsdp", (self.dp_shard, self.cp), ("dp_shard", "cp"))["cp"]
 
-    def expert_mesh(self, mesh: DeviceMesh) -> DeviceMesh:
+    def expert_mesh(self, mesh: DeviceMesh | None) -> DeviceMesh | None:
         """Return the mesh of routed experts: "dp_replicate", "efsdp", "ep", and "tp" if it splits experts; if not, its
-        ranks are among the ranks of "efsdp" and "ep"."""
+        ranks are among the ranks of "efsdp" and "ep". None: experts are not divided among ranks."""
+        if mesh is None or self.ep == self.etp == 1:
+            return None
         if self.etp == self.tp:
             experts = split_mesh(mesh, "fsdp", (self.dp_shard * self.cp // self.ep, self.ep), ("efsdp", "ep"))
         else:

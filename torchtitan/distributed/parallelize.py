@@ -47,7 +47,7 @@ def parallelize_model(
     parallelism = parallelism or ParallelismConfig()
     activation_checkpoint = activation_checkpoint or ActivationCheckpointConfig()
     compile = compile or CompileConfig()
-    expert_mesh = parallel_dims.expert_mesh(mesh) if mesh is not None and parallel_dims.has_expert_mesh else None
+    expert_mesh = parallel_dims.expert_mesh(mesh)
     if expert_mesh is not None:
         apply_expert_parallel(model, expert_mesh, parallel_dims.dp_shard * parallel_dims.cp)
     if mesh is not None and parallel_dims.tp > 1:

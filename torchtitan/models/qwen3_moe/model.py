@@ -1,6 +1,6 @@
 """Qwen3's models with experts (arXiv:2505.09388), and Qwen2's and Qwen1.5's, with their Hugging Face format."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -43,7 +43,6 @@ class Qwen2MoeModel(Qwen3MoeModel):
 
 
 _KEYS = expert_keys("num_experts", norm_topk_prob="norm_topk_prob", **SPARSE)
-_ROWS = expert_rows(DENSE_ROWS, shared="shared_expert")
 
 
 def _prepare(document: dict[str, Any]) -> dict[str, Any]:
@@ -55,9 +54,7 @@ def _prepare(document: dict[str, Any]) -> dict[str, Any]:
     if not (isinstance(dense, list) and all(type(index) is int and 0 <= index < n_layers for index in dense)):
         raise reader.wrong("mlp_only_layers", dense, "a list of numbers of layers")
     is_dense = [index in dense or (index + 1) % step != 0 for index in range(n_layers)]
-    unused = ["decoder_sparse_step", "mlp_only_layers", "max_window_layers"]
-    if not reader.flag("use_sliding_window", False):
-        unused += ["sliding_window", "layer_types"]
+    unused = () if reader.flag("use_sliding_window", False) else ("sliding_window", "layer_types")
     prepared = {key: value for key, value in document.items() if key not in unused}
     if "num_local_experts" in prepared:  # transformers 5 writes this name
         prepared.setdefault("num_experts", prepared.pop("num_local_experts"))
@@ -75,27 +72,26 @@ def _write(config: Qwen3MoeModel.Config) -> dict[str, Any] | None:
 _3 = ModelType(
     architecture="Qwen3MoeForCausalLM",
     config=Qwen3MoeModel.Config,
-    rows=_ROWS,
+    rows=expert_rows(DENSE_ROWS, shared="shared_expert"),
     keys={**_KEYS, "sliding_window": "sliding_window", "attention_bias": "attention_bias"},
     defaults={
         **{"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "num_key_value_heads": 4},
         **{"norm_topk_prob": False},
     },
-    ignored=("use_sliding_window",),
+    ignored=("use_sliding_window", "decoder_sparse_step", "mlp_only_layers", "max_window_layers"),
     prepare=_prepare,
     write=_write,
 )
-_2 = ModelType(
+_2 = replace(
+    _3,
     architecture="Qwen2MoeForCausalLM",
     config=Qwen2MoeModel.Config,
-    rows=_ROWS,
     keys={**_KEYS, "qkv_bias": "attention_bias", "shared_expert_intermediate_size": "moe.shared_ffn_dim"},
     fixed={"use_sliding_window": False},
     defaults={
         **{"num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408, "num_key_value_heads": 16},
         **{"norm_topk_prob": False, "shared_expert_intermediate_size": 5632},
     },
-    prepare=_prepare,
     write=lambda config: _write(config) if config.moe.shared_ffn_dim else None,
 )
 
