@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from torchtitan.models.common.attention import Attention
+from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.feed_forward import make_linear
 from torchtitan.models.common.norms import RMSNorm
 from torchtitan.models.common.rope import apply_rope
@@ -17,11 +18,11 @@ from torchtitan.protocols.attention import AttentionMetadata
 class LatentScores(nn.Module):
     """Attention of queries to latents, which context parallelism gathers and generation stores."""
 
-    def __init__(self, config: Any, scale: float, init_std: float):
+    def __init__(self, config: Decoder.Config, rank: int, v_dim: int, scale: float, init_std: float):
         super().__init__()
-        head_dim, self.v_dim = config.resolved_head_dim, config.v_head_dim
+        head_dim, self.v_dim = config.resolved_head_dim, v_dim
         self.plain_dim = head_dim - config.rope.rotated_dim(head_dim)
-        self.wkv_b = make_linear(config.kv_lora_rank, config.n_heads * (self.plain_dim + self.v_dim), init_std)
+        self.wkv_b = make_linear(rank, config.n_heads * (self.plain_dim + v_dim), init_std)
         self.scores = Attention(scale=scale)
 
     def forward(self, q_BLHD: Tensor, latent_BS1R: Tensor, k_BS1P: Tensor, attention: AttentionMetadata) -> Tensor:
@@ -33,14 +34,25 @@ class LatentScores(nn.Module):
 
 
 class LatentAttention(nn.Module):
-    """Causal self-attention to latents. Only the last part of a head, of width P, has positions, and all heads share
-    its keys. `config`: a decoder's, with the options of `DeepSeekModel`; `scale`: of scores."""
+    """Causal self-attention to latents of width `rank`; queries have latents of width `q_rank`, or none. Only the last
+    part of a head, of width P, has positions, and all heads share its keys. `scale`: of scores. `interleaved`: RoPE
+    rotates neighbors."""
 
-    def __init__(self, config: Any, *, scale: float, init_std: float, out_init_std: float):
+    def __init__(
+        self,
+        config: Decoder.Config,
+        *,
+        q_rank: int | None,
+        rank: int,
+        v_dim: int,
+        scale: float,
+        interleaved: bool,
+        **stds: float,
+    ):
         super().__init__()
         norm = partial(RMSNorm, eps=1e-6)  # in the published models, whatever their other norms have
-        dim, q_rank, rank, bias = config.dim, config.q_lora_rank, config.kv_lora_rank, config.attention_bias
-        self.head_dim, self.interleaved = config.resolved_head_dim, config.rope_interleave
+        dim, bias, init_std = config.dim, config.attention_bias, stds["init_std"]
+        self.head_dim, self.interleaved = config.resolved_head_dim, interleaved
         self.widths = [rank, config.rope.rotated_dim(self.head_dim)]
         wq = make_linear(q_rank or dim, config.n_heads * self.head_dim, init_std)
         down = [make_linear(dim, q_rank, init_std, bias=bias), norm(q_rank)] if q_rank else []
@@ -49,8 +61,8 @@ class LatentAttention(nn.Module):
         self.wkv_a = make_linear(dim, sum(self.widths), init_std, bias=bias)
         self.kv_norm = norm(rank)
         self.latents = nn.Identity()  # tensor parallelism gathers its input, the latents of each rank's tokens
-        self.attend = LatentScores(config, scale, init_std)
-        self.wo = make_linear(config.n_heads * config.v_head_dim, dim, out_init_std, bias=bias)
+        self.attend = LatentScores(config, rank, v_dim, scale, init_std)
+        self.wo = make_linear(config.n_heads * v_dim, dim, stds["out_init_std"], bias=bias)
 
     def forward(self, x_BLD: Tensor, rope: tuple[Tensor, Tensor], attention: AttentionMetadata) -> Tensor:
         """(B, L, dim) → (B, L, dim)."""

@@ -74,9 +74,10 @@ class DeepSeekModel(MoEDecoder):
 
     def make_attention(self, index: int, **options: Any) -> nn.Module:
         config = self.config
+        ranks: Any = {"q_rank": config.q_lora_rank, "rank": config.kv_lora_rank, "v_dim": config.v_head_dim}
         mscale = 1 + 0.1 * (config.mscale_all_dim or 0.0) * math.log(max(1.0, config.rope.scaling_factor))
-        scale = config.resolved_head_dim**-0.5 * mscale**2
-        return LatentAttention(config, scale=scale, **self.init_stds(index))
+        scale, stds = config.resolved_head_dim**-0.5 * mscale**2, self.init_stds(index)
+        return LatentAttention(config, **ranks, scale=scale, interleaved=config.rope_interleave, **stds)
 
     def score_flops(self, index: int, seq_len: int) -> float:
         return super().score_flops(index, seq_len) * (1 + self.config.v_head_dim / self.config.resolved_head_dim) / 2
