@@ -2,7 +2,6 @@
 
 import json
 import signal
-import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
@@ -13,7 +12,6 @@ import pytest
 
 from tests.cli.test_launch import Command, free_port
 from tests.cli.test_main import write_module
-from tests.conftest import PROJECT
 from tests.training import TINY, flags
 from torchtitan.cli.train import train
 

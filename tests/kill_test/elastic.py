@@ -1,5 +1,5 @@
-"""`python -m tests.kill_test.elastic`: kill whole hosts of an elastic run, add others, and compare it with a run that was
-left alone. A host is a torchrun agent with one process."""
+"""`python -m tests.kill_test.elastic`: kill whole hosts of an elastic run, add others, and compare it with a run that
+was left alone. A host is a torchrun agent with one process."""
 
 import argparse
 import contextlib
@@ -180,7 +180,7 @@ def run(workplace: Path, rounds: int, seed: int) -> Outcome:
 
 
 def _lose_hosts(hosts: Hosts, generator: random.Random) -> bool:
-    """Kill hosts at a random moment, let the others take a step, and start new hosts. Return whether the run went on."""
+    """Kill hosts at a random moment, let the others take a step, and start new ones. Return whether the run went on."""
     started = len(hosts.starts())
     first = len(hosts.done_steps()) + generator.randint(1, 2 * INTERVAL)
     delay = generator.uniform(0, 0.3)

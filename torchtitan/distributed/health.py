@@ -34,8 +34,8 @@ LEAST_DISK = 0.25
 """Least speed of writing, relative to the median of all hosts, which may share the disk."""
 
 LEAST_OF_EXPECTED = 0.25
-"""Least part of the speed that a GPU's data sheet promises. Messages are too small to fill a fast link, and a driver may
-limit power."""
+"""Least part of the speed that a GPU's data sheet promises. Messages are too small to fill a fast link, and a GPU may
+have less power than its data sheet assumes."""
 
 LEAST_FREE_GIB = 10.0
 LEAST_SHARED_MEMORY_GIB = 1.0
