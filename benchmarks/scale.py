@@ -33,7 +33,7 @@ _INDEX_BYTES = 40  # of a part
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """What one process does on this machine."""
+    """Speed of one process on this machine."""
 
     bytes_per_token: float
     tokens_per_document: float

@@ -129,7 +129,7 @@ class Outcome:
     """The result of an elastic run."""
 
     rounds: int = 0
-    """Times when one or two hosts were killed and the others went on."""
+    """Number of times that one or two hosts were killed and the run continued."""
     starts: list[tuple[int, int]] = field(default_factory=list)
     """First step and number of processes of each start."""
     lines: Difference = field(default_factory=Difference)
@@ -180,7 +180,7 @@ def run(workplace: Path, rounds: int, seed: int) -> Outcome:
 
 
 def _lose_hosts(hosts: Hosts, generator: random.Random) -> bool:
-    """Kill hosts at a random moment, let the others take a step, and start new ones. Return whether the run went on."""
+    """Kill hosts at a random moment, let the others take a step, and start new ones. Return whether the run continued."""
     started = len(hosts.starts())
     first = len(hosts.done_steps()) + generator.randint(1, 2 * INTERVAL)
     delay = generator.uniform(0, 0.3)

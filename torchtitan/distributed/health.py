@@ -86,7 +86,7 @@ class RankHealth:
 
 @dataclass(frozen=True, kw_only=True)
 class Expectation:
-    """What sound hosts reach; bandwidths are bytes/s in one direction."""
+    """Speed of sound hosts; bandwidths are bytes/s in one direction."""
 
     device: str
     """Name of the GPU."""
@@ -179,7 +179,7 @@ def findings(ranks: Sequence[RankHealth], expected: Expectation | None = None) -
 
 
 def _below_expectation(ranks: Sequence[RankHealth], expected: Expectation, *, is_sound: bool) -> Iterator[Finding]:
-    """Yield hosts whose median speeds are low, even if those of all hosts are. An all-reduce, which waits for the
+    """Yield hosts whose median speeds are low, even if all hosts are equally slow. An all-reduce, which waits for the
     slowest rank, counts only if the hosts are sound otherwise."""
     host_of = {one.rank: one.host for one in ranks}
     hosts = dict.fromkeys(host_of.values())
