@@ -180,7 +180,7 @@ def run(workplace: Path, rounds: int, seed: int) -> Outcome:
 
 
 def _lose_hosts(hosts: Hosts, generator: random.Random) -> bool:
-    """Kill hosts at a random moment, let the others take a step, and start new ones. Return whether the run continued."""
+    """Kill hosts at a random moment, let the others take a step, and start new ones. Return whether it continued."""
     started = len(hosts.starts())
     first = len(hosts.done_steps()) + generator.randint(1, 2 * INTERVAL)
     delay = generator.uniform(0, 0.3)

@@ -64,7 +64,9 @@ def _expectation(device: "torch.device") -> "Expectation | None":
     from torchtitan.foresight.device_choice import device_of_gpu
 
     known = device_of_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-    return known and Expectation(
+    if known is None:
+        return None
+    return Expectation(
         device=known.name,
         product_flops=known.bfloat16_flops * known.product_efficiency,
         link_bandwidth=known.link_bandwidth * known.link_efficiency,
