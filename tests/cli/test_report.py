@@ -5,13 +5,14 @@ import json
 import math
 import re
 import shutil
+import statistics
 import subprocess
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import PROJECT
-from tests.training import killed_in, run, tiny_config
+from tests.training import killed_in, read_metrics, run, tiny_config
 from torchtitan.cli.main import main
 from torchtitan.cli.report import RunRecord, curves, page, read_run, sections
 from torchtitan.tools.progress import sparkline
@@ -32,8 +33,8 @@ def runs(tmp_path_factory) -> list[Path]:
     run(tiny_config(folders[1], training__steps=3, optimizer__lr=1e-3))
     rows = [{"step": 3, "reward": 0.5, "prompt": NASTY, "completion": "An answer."}, {"step": 4}]
     (folders[0] / "completions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    peak = {"rank": 0, "peak_reserved_bytes": 3 * 2**30}
-    (folders[0] / "dry_run.json").write_text(json.dumps({"world_size": 1, "ranks": [peak]}))
+    prediction = {"device": "this machine", "step_time": 0.125, "unknown": 1.0}
+    (folders[0] / "foresight.json").write_text(json.dumps(prediction))
     # What a shell's configuration function would have written.
     for folder in folders:
         lr = 1e-3 if folder.name == "other" else 3e-4
@@ -68,8 +69,9 @@ def test_sections_of_a_run_that_was_killed_twice(runs):
     phases = rows_of(killed, "Time of a step by phase")
     assert {"data", "forward", "backward", "gradient clipping", "optimizer step"} <= phases.keys()
     assert re.fullmatch(r"rows 12,000, tokens 2,271,264, epochs 0\.\d+", rows_of(killed, "Data")["stories"][0])
-    text = f"predicted for 1 processes: 3.00 GiB, rank 0 here: {last['memory_gib']:.2f} GiB"
-    assert rows_of(killed, "Foresight") == {"memory of a rank": [text]}
+    median = statistics.median(time for _, time in read_metrics(runs[0], "step_time"))
+    text = f"predicted for this machine: 0.125, median here: {median:.4g}"
+    assert rows_of(killed, "Foresight") == {"step_time": [text]}
     assert [*rows_of(killed, "Checkpoints")] == ["step 2", "step 4", "step 6", "step 7"]
     assert "torch" in rows_of(killed, "Environment")
     assert rows_of(killed, "Samples") == {str(runs[0]): ["4", "", "", ""]}
@@ -115,7 +117,7 @@ def test_other_mistakes_are_one_line(runs, tmp_path, capsys):
 
 
 def record_of(lines: list[dict]) -> RunRecord:
-    nothing = {"events": [], "config": {}, "samples": [], "checkpoints": [], "dry_run": {}, "broken": {}}
+    nothing = {"events": [], "config": {}, "samples": [], "checkpoints": [], "foresight": {}, "broken": {}}
     return RunRecord(name="run", lines=lines, **nothing)
 
 

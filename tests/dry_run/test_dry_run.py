@@ -20,6 +20,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.dry_run import dry_run
 from torchtitan.dry_run.fake_trainer import FakeTrainer, without_data
 from torchtitan.dry_run.report import axis_of, report_of
+from torchtitan.models.common import cpu_attention
 from torchtitan.tools.errors import UserError
 from torchtitan.trainer import Trainer
 
@@ -58,6 +59,7 @@ class RealTrainer(FakeTrainer):
 
 def measure_real_run(layout, folder):
     microbatch_replay._can_replay = lambda schedule, stage: False
+    cpu_attention.multiplies = lambda dtype: False  # a dry run computes attention as a GPU does, by PyTorch's kernel
     trainer = RealTrainer(without_data(config_of(layout, folder)))
     trainer.measure_step()
     (Path(folder) / f"rank{trainer.rank}.json").write_text(json.dumps(report_of(trainer).to_dict()))
@@ -167,6 +169,9 @@ def test_command_line_without_gpu_and_data(tmp_path):
     assert rank["peak_bytes"] == sum(rank["peak"].values()) <= rank["peak_reserved_bytes"]
     assert {"dp_shard", "tp"} <= {traffic["axis"] for traffic in rank["communication"]}
     assert not (tmp_path / "metrics.jsonl").exists()
+    foresight = json.loads((tmp_path / "foresight.json").read_text())
+    assert f"{foresight['step_time']:,.3g} s" in result.stdout and f"MFU {foresight['mfu']:.1f}%" in result.stdout
+    assert f"{foresight['tokens_per_second'] / 512:,.0f} tokens/s per device" in result.stdout
 
 
 @pytest.mark.slow

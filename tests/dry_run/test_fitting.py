@@ -11,7 +11,7 @@ import yaml
 
 import torchtitan.cli.train as cli
 from tests.processes import run_processes
-from tests.training import tiny_config
+from tests.training import read_metrics, tiny_config
 from torchtitan.dry_run import fitting
 from torchtitan.dry_run.report import reports_of
 from torchtitan.models.llama3.config_registry import llama3_8b, llama3_8b_lora, llama3_debugmodel
@@ -61,6 +61,24 @@ def test_the_launcher_decides_for_all_ranks(tmp_path, monkeypatch):
     monkeypatch.setenv("NGPU", "1")
     assert cli.train([*args, "--training.steps=1", "--validator.no_enable", "--training.seq_len=32"]) == 0
     assert yaml.safe_load((tmp_path / "config.yaml").read_text())["activation_checkpoint"]["mode"] == "none"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("memory", [2**60, 0])
+def test_a_run_is_the_same_after_dry_runs_in_its_process(tmp_path, monkeypatch, memory):
+    monkeypatch.setenv("NGPU", "1")
+    monkeypatch.setattr(fitting, "device_type", lambda: "cuda")
+    monkeypatch.setattr(fitting, "total_memory", lambda: memory)
+    mode = "none" if memory else "full"
+    for chosen in ("auto", mode):
+        folder = f"--dump_folder={tmp_path / chosen}"
+        words = ["--training.steps=2", "--validator.no_enable", "--training.seq_len=32", "--metrics.log_freq=1"]
+        assert cli.train([f"--activation_checkpoint.mode={chosen}", folder, *words]) == 0
+    auto, explicit = (read_metrics(tmp_path / name, "loss", "grad_norm") for name in ("auto", mode))
+    assert auto == explicit and len(auto) == 2
+    files = [sorted(path.name for path in (tmp_path / name).iterdir()) for name in ("auto", mode)]
+    assert files[0] == files[1]
+    assert yaml.safe_load((tmp_path / "auto" / "config.yaml").read_text())["activation_checkpoint"]["mode"] == mode
 
 
 def choose_by_rank(folder: Path) -> None:

@@ -134,6 +134,11 @@ BOTH_NORMS: Options = {"module": "glm4"}
 MIXED_HEADS: Options = {"module": "gemma4", "model__sliding_window": 12, **TIED}
 """Wider and fewer heads in every second layer, whose values are its keys, norms of values, and proportional RoPE."""
 
+SHARED_KEYS: Options = {**MIXED_HEADS, "config": "gemma4_small_debugmodel"}
+"""Per-layer embeddings; the second half of the layers has keys and values of the first, and wider networks."""
+DENSE_AND_EXPERTS: Options = {**MIXED_HEADS, "config": "gemma4_moe_debugmodel", **PENALTIES}
+"""Experts next to a dense network in each layer, with norms and a router of their own."""
+
 
 def local_batch(size: int) -> Options:
     """Return options for a local batch of `size` samples."""
@@ -200,6 +205,17 @@ TWO_PROCESSES: dict[str, Options] = {
     "TP 2, heads of two widths, compile": {**TP2, **MIXED_HEADS, **COMPILED},
     "CP 2, heads of two widths": {**CP2, **MIXED_HEADS},
     "PP 2 1F1B, heads of two widths": {**PP2, **MIXED_HEADS},
+    "FSDP 2, shared keys": SHARED_KEYS,
+    "FSDP 2, shared keys, AC full": {**SHARED_KEYS, **FULL_AC},
+    "FSDP 2, shared keys, AC selective op, compile": {**SHARED_KEYS, **OP_AC, **COMPILED},
+    "TP 2, shared keys": {**TP2, **SHARED_KEYS},
+    "TP 2, shared keys, compile": {**TP2, **SHARED_KEYS, **COMPILED},
+    "CP 2, shared keys": {**CP2, **SHARED_KEYS},
+    "FSDP 2, dense networks and experts": DENSE_AND_EXPERTS,
+    "TP 2, dense networks and experts": {**TP2, **DENSE_AND_EXPERTS},
+    "CP 2, dense networks and experts": {**CP2, **DENSE_AND_EXPERTS},
+    "EP 2, dense networks and experts": {**EP2, **DENSE_AND_EXPERTS},
+    "PP 2 1F1B, dense networks and experts": {**PP2, **DENSE_AND_EXPERTS},
     "TP 2, multipliers": {**TP2, **MULTIPLIERS},
     "PP 2 1F1B, multipliers": {**PP2, **MULTIPLIERS},
     "TP 2, layers without positions": {**TP2, **NO_POSITIONS},

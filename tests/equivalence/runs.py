@@ -19,7 +19,7 @@ from torchtitan.models.common.attention import Sinks
 from torchtitan.models.common.moe.experts import RoutedExperts
 from torchtitan.models.common.moe.router import Router
 from torchtitan.protocols import ModelConverter
-from torchtitan.protocols.initializer import TruncatedNormal, with_initializers
+from torchtitan.protocols.initializer import TruncatedNormal, initializers_of, with_initializers
 from torchtitan.trainer import Trainer
 
 TOLERANCE = 1e-5
@@ -40,7 +40,8 @@ class UnitVariance(ModelConverter):
                 with_initializers(module, weight=TruncatedNormal(module.in_features**-0.5), **bias)
             elif isinstance(module, Router):
                 bias = {} if module.bias is None else {"bias": TruncatedNormal(0.1)}
-                with_initializers(module, weight=TruncatedNormal(module.weight.shape[-1] ** -0.5), **bias)
+                weights = {**initializers_of(module), "weight": TruncatedNormal(module.weight.shape[-1] ** -0.5)}
+                with_initializers(module, **{**weights, **bias})
             elif isinstance(module, Sinks):
                 with_initializers(module, scores=TruncatedNormal(1.0))
             elif isinstance(module, RoutedExperts):

@@ -176,7 +176,7 @@ def test_devices(tmp_path: Path):
 
 @pytest.mark.slow
 def test_auto_writes_its_layout_and_keeps_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("torchtitan.cli.auto_layout._own_device", lambda world_size: DEVICE)
+    monkeypatch.setattr("torchtitan.cli.auto_layout._own_device", lambda *sizes: DEVICE)
     monkeypatch.setenv("NGPU", "1")
     options = ["--parallelism.auto", "--training.seq_len=32", "--validator.enable=false", "--checkpoint.enable"]
     run = ["train", "--config=debugmodel", f"--dump_folder={tmp_path}", "--checkpoint.interval=1", *options]

@@ -178,13 +178,15 @@ class Case:
     options: Options = field(default_factory=dict)
     without: Sequence[str] = ()
     """Keys of `SIZES` that the type does not have."""
+    name: str = ""
+    """If a type has several cases; empty: the type."""
     query_norm: float = 1.0
     """Factor of the weights of query norms, for types with large scores, which magnify rounding, here and
     in transformers."""
 
 
 CASES = {
-    case.model_type: case
+    case.name or case.model_type: case
     for case in [
         Case(model_type="llama", options={"attention_bias": [False, True], "mlp_bias": [False, True]}),
         Case(model_type="mistral", options={"sliding_window": [None, 3, 16]}),
@@ -234,6 +236,35 @@ CASES = {
                 "gemma4_text": {"hidden_size_per_layer_input": [0]},
                 "gemma4_unified_text": {},
             }.items()
+        ),
+        Case(
+            model_type="gemma4_text",
+            name="gemma4_text, small",
+            options={
+                **GEMMA4,
+                "num_hidden_layers": [6],
+                "layer_types": [("full_attention",), ("sliding_attention", "full_attention")],
+                "hidden_size_per_layer_input": [12, 16],
+                "vocab_size_per_layer_input": [97],
+                "num_kv_shared_layers": [0, 1, 3, 4],
+                "use_double_wide_mlp": [False, True],
+                # With a smaller constant, the narrow norms magnify rounding, here and in transformers.
+                "rms_norm_eps": [1e-3, 1e-2],
+            },
+            query_norm=0.25,
+        ),
+        Case(
+            model_type="gemma4_text",
+            name="gemma4_text, experts",
+            options={
+                **GEMMA4,
+                "hidden_size_per_layer_input": [0],
+                "enable_moe_block": [True],
+                "num_experts": [4, 7],
+                "top_k_experts": [1, 2, 3],
+                "moe_intermediate_size": [24, 40],
+            },
+            query_norm=0.25,
         ),
         Case(
             model_type="phi3",
@@ -444,10 +475,10 @@ ALIASES = {"kimi_k2"}
 """Types without a class in transformers, read as another type."""
 
 
-def random_reference(model_type: str, seed: int, **fixed: Any) -> Any:
-    """Return transformers' model of a random configuration, with weights that make every part matter: norms and biases
-    that differ from their initial values, and attention that is far from uniform."""
-    case, choose = CASES[model_type], random.Random(f"{model_type} {seed}")
+def random_reference(name: str, seed: int, **fixed: Any) -> Any:
+    """Return transformers' model of a random configuration of a case, with weights that make every part matter: norms
+    and biases that differ from their initial values, and attention that is far from uniform."""
+    case, choose = CASES[name], random.Random(f"{name} {seed}")
     options = {key: values for key, values in SIZES.items() if key not in case.without} | dict(case.options)
     # Copied, since transformers changes them.
     document = copy.deepcopy({key: choose.choice(values) for key, values in sorted(options.items())}) | fixed
@@ -455,8 +486,8 @@ def random_reference(model_type: str, seed: int, **fixed: Any) -> Any:
     for key, value in document.items():
         if isinstance(value, tuple):  # a pattern of layers
             document[key] = [value[index % len(value)] for index in range(n_layers)]
-    config = transformers.AutoConfig.for_model(model_type, **copy.deepcopy(document))  # it changes nested values
-    print(f"{model_type}, seed {seed}: {document}")
+    config = transformers.AutoConfig.for_model(case.model_type, **copy.deepcopy(document))  # it changes nested values
+    print(f"{name}, seed {seed}: {document}")
     torch.manual_seed(seed)
     reference = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     reference.config._experts_implementation = "eager"  # grouped products do not support float64
@@ -478,8 +509,9 @@ def random_reference(model_type: str, seed: int, **fixed: Any) -> Any:
     return reference
 
 
-def family_of(model_type: str) -> Any:
-    """Return the package of the family that reads a `model_type`."""
+def family_of(name: str) -> Any:
+    """Return the package of the family that reads a case's type, or a `model_type`."""
+    model_type = name.partition(",")[0]
     return next(f for f in families_with("hf") if model_type in f.FORMATS["hf"].model_types)
 
 
@@ -537,7 +569,7 @@ def difference_with(mistake: Callable[[Any], None], reference: Any) -> float:
 
 
 def all_cases(seeds: int) -> Iterator[Any]:
-    """Yield model types with seeds; all but the first two seeds are slow tests."""
-    for model_type in CASES:
+    """Yield names of cases with seeds; all but the first two seeds are slow tests."""
+    for name in CASES:
         for seed in range(seeds):
-            yield pytest.param(model_type, seed, marks=[pytest.mark.slow] if seed > 1 else [])
+            yield pytest.param(name, seed, marks=[pytest.mark.slow] if seed > 1 else [])

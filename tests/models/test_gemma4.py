@@ -1,5 +1,6 @@
 """Gemma 4: mistakes are caught; published sizes, config.json, files of models with vision, and adapters."""
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from tests.models.family_cases import difference_with, random_reference, random_tokens, relative_error, to_ours
@@ -15,13 +17,17 @@ from tests.models.family_runs import assert_adapters_open_in_peft, save_with_tok
 from tests.models.test_sft_configs import SHORT, chat_file, run_named
 from torchtitan.cli.main import main
 from torchtitan.components.generation import KVCache, generate
+from torchtitan.config import ParallelismConfig
+from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.models import gemma4
 from torchtitan.models.common import decoder
-from torchtitan.models.common.attention import Attention
+from torchtitan.models.common.attention import Attention, GivingAttention
 from torchtitan.models.common.rope import RoPEConfig, rope_frequencies
 from torchtitan.models.gemma4 import FLAVORS, FORMATS, model_registry
 from torchtitan.models.pretrained import load_model
+from torchtitan.protocols.attention import AttentionMetadata
 from torchtitan.protocols.output_head import UNCHANGED
+from torchtitan.protocols.state_dict_adapter import model_tensor_specs
 from torchtitan.tools.errors import UserError
 
 __all__ = ["chat_file"]  # a fixture
@@ -50,6 +56,17 @@ DISTINCT: dict[str, Any] = {
     "rope_parameters": ROPES,
 }
 """A configuration in which each feature has an effect."""
+
+SMALL: dict[str, Any] = {
+    **DISTINCT,
+    **{"num_hidden_layers": 6, "layer_types": ["sliding_attention", "full_attention"] * 3, "num_kv_shared_layers": 3},
+    **{"hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": 97, "use_double_wide_mlp": True},
+    "attention_k_eq_v": False,
+}
+EXPERTS: dict[str, Any] = {
+    **DISTINCT,
+    **{"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 24},
+}
 
 
 # --- mistakes ---------------------------------------------------------------------------------------------------------
@@ -158,9 +175,73 @@ def exact_gelu(model: Any) -> None:
         layer.feed_forward.activation = F.gelu
 
 
+def keys_of_the_first_layer(model: Any) -> None:
+    """Instead of the last of the type before the layers that share."""
+    layers = model.layers
+    layers["2"].attention.attend, layers["0"].attention.attend = Attention(scale=1.0), GivingAttention(scale=1.0)
+
+    class Changed(type(model.config)):  # type: ignore[misc]
+        def source_of(self, index: int) -> int | None:
+            return {3: 1, 4: 0, 5: 1}.get(index)
+
+    model.config = Changed(**{f.name: getattr(model.config, f.name) for f in dataclasses.fields(model.config)})
+
+
+def no_embedding_of_layers(model: Any) -> None:
+    model.per_layer.tok_embeddings.weight.data.zero_()
+
+
+def no_factor_of_their_embeddings(model: Any) -> None:
+    model.per_layer.tok_embeddings.weight.data.mul_(12**-0.5)
+
+
+def no_projection_of_states(model: Any) -> None:
+    model.per_layer.norm.weight.data.zero_()
+
+
+def inputs_of_the_next_layer(model: Any) -> None:
+    inputs = model.per_layer.forward
+    model.per_layer.forward = lambda *states: inputs(*states).roll(-1, dims=2)
+
+
+def third_part_behind_the_factor(model: Any) -> None:
+    for layer in model.layers.values():
+        layer.own["norm"].weight.data.div_(layer.layer_scalar)
+
+
+def plain_router(model: Any) -> None:
+    for layer in model.layers.values():
+        layer.moe.router.norm = nn.Identity()
+
+
+def no_scale_of_experts(model: Any) -> None:
+    for layer in model.layers.values():
+        layer.moe.router.expert_scale.data.fill_(1.0)
+
+
+def experts_behind_the_dense_norm(model: Any) -> None:
+    for layer in model.layers.values():
+        layer.moe.norm = layer.ffn_norm
+
+
+def no_norm_of_the_dense_result(model: Any) -> None:
+    for layer in model.layers.values():
+        layer.dense_post_norm = nn.Identity()
+
+
 @pytest.fixture(scope="module")
 def reference() -> Any:
     return random_reference("gemma4_text", 0, **DISTINCT)
+
+
+@pytest.fixture(scope="module")
+def small() -> Any:
+    return random_reference("gemma4_text, small", 0, **SMALL)
+
+
+@pytest.fixture(scope="module")
+def experts() -> Any:
+    return random_reference("gemma4_text, experts", 0, **EXPERTS)
 
 
 MISTAKES = [
@@ -175,6 +256,67 @@ def test_mistake_is_caught(reference: Any, mistake: Callable[[Any], None]) -> No
     # Float32 sums in another order. Mistakes change more than 0.01, except GELU by erf instead of tanh.
     assert difference_with(lambda model: None, reference) < 1e-5
     assert difference_with(mistake, reference) > 2e-4
+
+
+SMALL_MISTAKES = [
+    *(keys_of_the_first_layer, no_embedding_of_layers, no_factor_of_their_embeddings, no_projection_of_states),
+    *(inputs_of_the_next_layer, third_part_behind_the_factor),
+]
+
+
+@pytest.mark.parametrize("mistake", SMALL_MISTAKES)
+def test_mistake_in_small_model_is_caught(small: Any, mistake: Callable[[Any], None]) -> None:
+    assert difference_with(lambda model: None, small) < 1e-5
+    assert difference_with(mistake, small) > 1e-2
+
+
+@pytest.mark.parametrize(
+    "mistake", [plain_router, no_scale_of_experts, experts_behind_the_dense_norm, no_norm_of_the_dense_result]
+)
+def test_mistake_with_experts_is_caught(experts: Any, mistake: Callable[[Any], None]) -> None:
+    assert difference_with(lambda model: None, experts) < 1e-5
+    assert difference_with(mistake, experts) > 1e-2
+
+
+def test_shared_keys_are_cached_once(small: Any) -> None:
+    """Only layers with their own keys have some in the cache."""
+    model, _ = to_ours(gemma4, small)
+    with KVCache(model, 20) as cache, torch.no_grad():
+        model(torch.arange(20)[None], cache.attention(torch.arange(20)[None]))
+        assert len(cache._stored) == 3
+    layers: Any = model.layers
+    assert all(layers[str(index)].attention.wk is None for index in (3, 4, 5))
+    assert [layers[str(index)].feed_forward.w1.out_features for index in (2, 3)] == [
+        model.config.ffn_dim,  # type: ignore[attr-defined]
+        2 * model.config.ffn_dim,  # type: ignore[attr-defined]
+    ]
+
+
+@pytest.mark.parametrize("kind", ["small", "experts"])
+def test_packed_documents_are_separate(kind: str, request: pytest.FixtureRequest) -> None:
+    model, _ = to_ours(gemma4, request.getfixturevalue(kind))
+    tokens, _ = random_tokens(97, 50)
+    positions_BL = torch.cat([torch.arange(20), torch.arange(30)])[None]
+    with torch.no_grad():
+        packed = model(tokens[:1], AttentionMetadata.from_positions(positions_BL))
+        alone = torch.cat([model(part) for part in tokens[:1].split([20, 30], dim=1)], dim=1)
+    assert relative_error(packed, alone) < 1e-5
+
+
+def test_unused_keys_in_files_are_left_out(tmp_path: Path, small: Any) -> None:
+    """Published files have them; no other tensor is left out."""
+    small.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.layers.4.self_attn.k_proj.weight"] = torch.zeros(32, 32)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    model = load_model(tmp_path, device="cpu").model
+    tokens, _ = random_tokens(97, 50)
+    with torch.no_grad():
+        assert relative_error(model(tokens), small(tokens).logits) < 1e-5
+    tensors["model.layers.2.self_attn.other.weight"] = torch.zeros(3)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"layers\.2\.self_attn\.other"):
+        load_model(tmp_path, device="cpu")
 
 
 def test_proportional_rope() -> None:
@@ -233,6 +375,28 @@ def test_operations_count_the_width_of_each_layer(reference: Any) -> None:
     assert frozen_input and model.flops_per_token(50) == pytest.approx(6 * weights + scores)
 
 
+def test_operations_count_active_weights_only(small: Any, experts: Any) -> None:
+    """Not the embeddings of layers, which are only looked up; of the experts, only a token's."""
+    model, _ = to_ours(gemma4, small)
+    table: Any = model.per_layer.tok_embeddings  # type: ignore[union-attr]
+    scores = 3 * 12 * 8 * (8 * 16 + 16 * 50) / 2
+    weights = model.num_parameters() - 97 * 32 - table.weight.numel()
+    assert model.flops_per_token(50) == pytest.approx(6 * weights + scores)
+    model, _ = to_ours(gemma4, experts)
+    inactive = sum(p.numel() for n, p in model.named_parameters() if ".experts." in n) * 4 / 6
+    weights = model.num_parameters() - 97 * 32 - inactive
+    assert model.flops_per_token(50) == pytest.approx(6 * weights + scores * 2 / 3)
+
+
+def test_pipelines_are_refused_by_name() -> None:
+    config = model_registry("small-debugmodel").model
+    dims = ParallelDims.from_config(ParallelismConfig(pipeline_parallel_degree=2), world_size=2)
+    with pytest.raises(
+        UserError, match="pipeline_parallel_degree 2 must be 1 for Gemma4SmallModel, because layers use"
+    ):
+        dims.check_fits(config, 64)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -261,9 +425,26 @@ def test_tensor_parallelism_needs_all_key_value_heads() -> None:
 # --- config.json ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("flavor", "parameters"), [("12B", 11_907_350_272), ("31B", 30_697_345_280)])
+SIZES = {"E2B": 4_628_569_344, "E4B": 7_463_013_376, "12B": 11_907_350_272}
+SIZES |= {"26B-A4B": 25_233_141_760, "31B": 30_697_345_280}
+
+
+@pytest.mark.parametrize("flavor", ["E2B", "E4B", "26B-A4B", "31B"])
+def test_tensors_of_published_sizes(flavor: str) -> None:
+    """Names and shapes equal transformers' class of our config.json."""
+    config = transformers.AutoConfig.for_model(**WRITE(FLAVORS[flavor]))
+    with torch.device("meta"):
+        theirs = transformers.AutoModelForCausalLM.from_config(config).state_dict()
+    specs = FORMATS["hf"].adapter(FLAVORS[flavor]).external_specs(model_tensor_specs(FLAVORS[flavor]))
+    assert {name: spec.shape for name, spec in specs.items()} == {
+        name: tensor.shape for name, tensor in theirs.items() if name != "lm_head.weight"
+    }
+
+
+@pytest.mark.parametrize(("flavor", "parameters"), SIZES.items())
 def test_published_sizes(flavor: str, parameters: int) -> None:
-    """12B has 11,959,730,176 parameters with the embedders of images and sound, as transformers builds it too."""
+    """The published 26B-A4B has 25.2 billion parameters, and E2B 2.3 billion besides the embeddings of layers. 12B has
+    11,959,730,176 with the embedders of images and sound, as transformers builds it too."""
     with torch.device("meta"):
         model = model_registry(flavor).model.build()
     assert model.num_parameters() == parameters
@@ -291,6 +472,8 @@ def changed(document: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
 
 BASE = WRITE(FLAVORS["31B"])
 OVERRIDES = {str(index): {"head_dim": 512, "num_key_value_heads": 4} for index in range(5, 60, 6)}
+OWN = {"hidden_size_per_layer_input": 256}
+WITH_EXPERTS = {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 64}
 WITHOUT_GLOBAL = {"global_head_dim": ..., "num_global_key_value_heads": ...}
 
 
@@ -334,10 +517,17 @@ def test_key_value_heads_without_keys_as_values() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"hidden_size_per_layer_input": 256}, "hidden_size_per_layer_input is 256"),
-        ({"hidden_size_per_layer_input": ...}, "hidden_size_per_layer_input is 256"),
+        ({"model_type": "gemma4_unified_text", "hidden_size_per_layer_input": 9}, "hidden_size_per_layer_input is 9"),
+        ({"hidden_size_per_layer_input": "9"}, "hidden_size_per_layer_input is '9'"),
+        ({**OWN, "vocab_size_per_layer_input": 9}, "vocab_size_per_layer_input is 9, but must be vocab_size 262144"),
         ({"num_kv_shared_layers": 20}, "num_kv_shared_layers is 20"),
-        ({"enable_moe_block": True}, "enable_moe_block is True"),
+        ({**OWN, "num_kv_shared_layers": 55}, "num_kv_shared_layers is 55, but must be .*leave a layer of each type"),
+        ({**OWN, "num_kv_shared_layers": 61}, "num_kv_shared_layers is 61, but must be .*leave a layer of each type"),
+        ({"enable_moe_block": True}, "num_experts is missing"),
+        ({**WITH_EXPERTS, "enable_moe_block": 1}, "enable_moe_block is 1"),
+        ({**WITH_EXPERTS, "moe_intermediate_size": None}, "moe_intermediate_size is None"),
+        ({**WITH_EXPERTS, **OWN}, "hidden_size_per_layer_input is 256"),
+        ({**WITH_EXPERTS, "num_kv_shared_layers": 2}, "num_kv_shared_layers is 2"),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention is 'all'"),
         ({"hidden_activation": "silu"}, "hidden_activation is 'silu'"),
         ({"layer_types": 3}, "layer_types is 3"),
@@ -375,7 +565,13 @@ def pretrained(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_adapters_for_a_hugging_face_folder(tmp_path: Path, pretrained: Path, chat_file: Path) -> None:
+@pytest.mark.parametrize("kind", ["dense", "small", "experts"])
+def test_adapters_for_a_hugging_face_folder(tmp_path: Path, pretrained: Path, chat_file: Path, kind: str) -> None:
+    if kind != "dense":
+        options = {"vocab_size": 2048, "vocab_size_per_layer_input": 2048, "max_position_embeddings": 2048}
+        wide = {**SMALL, "hidden_size_per_layer_input": 16}  # the rank of the adapters
+        own = {**(wide if kind == "small" else EXPERTS), **options, "tie_word_embeddings": True}
+        pretrained = save_with_tokenizer(random_reference(f"gemma4_text, {kind}", 0, **own), tmp_path / "own")
     assert_adapters_open_in_peft("gemma4", pretrained, chat_file, tmp_path / "run")
 
 

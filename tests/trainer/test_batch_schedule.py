@@ -1,4 +1,4 @@
-"""`--training.batch_schedule`: sizes of batches, data, and rates of runs whose batch grows."""
+"""`--training.batch_schedule` and `seq_len_schedule`: data and rates of runs whose batches or windows grow."""
 
 import itertools
 import json
@@ -10,6 +10,7 @@ import torch
 
 from tests.processes import run_processes
 from tests.training import killed_in, read_metrics, tiny_config, train
+from torchtitan.config.manager import ConfigManager
 from torchtitan.config.schedule import parse_changes, value_at
 from torchtitan.tools.errors import UserError
 from torchtitan.trainer import Trainer
@@ -73,7 +74,7 @@ def test_reads_the_data_in_order_and_counts_tokens(tmp_path):
     assert list(itertools.chain(*growing)) == list(itertools.chain(*constant))
     seen = [line[1] for line in read_metrics(tmp_path / "growing", "n_tokens_seen")]
     assert seen == list(itertools.accumulate(32 * size for size in SIZES))
-    assert trainer.run_length.n_samples_read == sum(SIZES) == trainer.run_length.samples_ahead(10, 0, 0)
+    assert trainer.run_length.n_samples_read == sum(SIZES) == trainer.run_length.ahead(10, 0, 0)[0]
 
 
 def test_rates_by_tokens(tmp_path):
@@ -125,3 +126,98 @@ def test_resumes_on_two_processes(tmp_path):
     assert read_metrics(tmp_path / "resumed", "loss", "grad_norm", "n_tokens_seen") == [
         pytest.approx(line, rel=1e-4) for line in straight
     ]
+
+
+# 2 windows of 32 tokens in each of 4 steps, then of 64, and of 128 after 256 + 3 x 128 = 640 tokens.
+LENGTHS = {
+    **OPTIONS,
+    "training__global_batch_size": 2,
+    "training__batch_schedule": [],
+    "training__seq_len_schedule": ["4:64", "640t:128"],
+    "lr_scheduler__unit": "tokens",
+}
+TOKENS = [64] * 4 + [128] * 3 + [256] * 3
+
+
+class Reading(Trainer):
+    """Records the tokens of each step."""
+
+    def next_micro_batches(self, batches):
+        micro_batches = super().next_micro_batches(batches)
+        self.__dict__.setdefault("read", []).append(torch.cat([batch["input"] for batch in micro_batches]))
+        return micro_batches
+
+
+def test_lengths_cut_the_same_text(tmp_path):
+    """Without shuffling, the windows of all lengths follow each other like those of one length."""
+    options = {**LENGTHS, "dataloader__shuffle": False}
+    growing = train(tmp_path / "growing", trainer_class=Reading, **options)
+    assert [tokens.shape[1] for tokens in growing.read] == [32] * 4 + [64] * 3 + [128] * 3
+    constant = {**options, "training__seq_len_schedule": [], "training__steps": sum(TOKENS) // 64}
+    read = train(tmp_path / "constant", trainer_class=Reading, **constant).read
+    assert torch.equal(torch.cat([tokens.flatten() for tokens in growing.read]), torch.cat(read).flatten())
+    assert [line[1] for line in read_metrics(tmp_path / "growing", "n_tokens_seen")] == list(
+        itertools.accumulate(TOKENS)
+    )
+    assert growing.lr_scheduler.total_steps == growing.n_tokens_seen == sum(TOKENS)
+
+
+def test_each_token_is_read_once_in_an_epoch(tmp_path):
+    """Shuffled blocks of the longest windows, in a text of distinct words that nearly fills an epoch."""
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(f"{i:04d}" for i in range(700)))
+    trainer = train(tmp_path / "run", trainer_class=Reading, dataloader__dataset=text, **LENGTHS)
+    n_tokens = trainer.dataloader._batches._cache.n_tokens
+    starts = torch.cat([tokens.flatten().unfold(0, 16, 16) for tokens in trainer.read])
+    assert sum(TOKENS) <= n_tokens - n_tokens % 128
+    assert len({tuple(row.tolist()) for row in starts}) == len(starts) == sum(TOKENS) // 16
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [4, 5, 7, 8])
+def test_lengths_resume_bit_identically(tmp_path, killed):
+    options = {**LENGTHS, **SAVING, "checkpoint__interval": 1}
+    straight = train(tmp_path / "straight", trainer_class=Reading, **options)
+    with killed_in(Trainer, "train_step", killed + 1):
+        train(tmp_path / "resumed", **options)
+    resumed = train(tmp_path / "resumed", trainer_class=Reading, **options)
+    assert all(map(torch.equal, straight.read[killed:], resumed.read))
+    exact = ("loss", "grad_norm", "lr", "n_tokens_seen")
+    assert read_metrics(tmp_path / "straight", *exact) == read_metrics(tmp_path / "resumed", *exact)
+    first, second = (trainer.states()["model"].state_dict() for trainer in (straight, resumed))
+    assert all(torch.equal(first[name], value) for name, value in second.items())
+
+
+def finish_lengths(folder: Path) -> None:
+    train(folder, **LENGTHS, **SAVING, training__local_batch_size=1)
+
+
+@pytest.mark.slow
+def test_lengths_resume_on_two_processes(tmp_path):
+    train(tmp_path / "straight", **LENGTHS)
+    with killed_in(Trainer, "train_step", 4):
+        train(tmp_path / "resumed", **LENGTHS, **SAVING)
+    run_processes(finish_lengths, 2, tmp_path / "resumed")
+    assert ledger(tmp_path / "resumed") == ledger(tmp_path / "straight")
+    straight = read_metrics(tmp_path / "straight", "loss", "grad_norm", "n_tokens_seen")
+    # Float32 sums in another order, over ten steps.
+    assert read_metrics(tmp_path / "resumed", "loss", "grad_norm", "n_tokens_seen") == [
+        pytest.approx(line, rel=1e-4) for line in straight
+    ]
+
+
+def test_lengths_that_cannot_change_are_rejected(tmp_path):
+    with pytest.raises(UserError, match="seq_len_schedule: 32 does not divide the longest, 48"):
+        tiny_config(tmp_path, training__seq_len_schedule=["4:48"]).check(world_size=1)
+    config = tiny_config(tmp_path, training__seq_len_schedule=["4:64"], parallelism__pipeline_parallel_degree=2)
+    with pytest.raises(UserError, match="pipeline_parallel_degree 2 cannot be combined with --training.seq_len_sch"):
+        config.check(world_size=2)
+
+
+def test_packed_samples_cannot_change_length(tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("\n".join(json.dumps({"prompt": "a b", "response": "c d"}) for _ in range(9)))
+    words = ["--config", "debugmodel_sft", "--dataloader.dataset", str(rows), "--training.seq_len_schedule", "4:4096"]
+    config = ConfigManager().parse_args([*words, "--dump_folder", str(tmp_path)]).config
+    with pytest.raises(UserError, match="--training.seq_len_schedule: the windows of .*DataLoader have one length"):
+        Trainer(config)

@@ -1,5 +1,6 @@
 """`--parallelism.auto`: choose a run's layout before its processes start."""
 
+import dataclasses
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import yaml
 from torchtitan.foresight.device_choice import device_named, device_of_gpu
 from torchtitan.foresight.devices import DEVICES, Device
 from torchtitan.foresight.planning import LAYOUT, plan
+from torchtitan.tools.device import total_memory
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
@@ -22,7 +24,8 @@ def layout_words(config: Trainer.Config, world_size: int, devices_per_host: int)
     if words is None:
         if config.training.global_batch_size == -1:
             config.training.global_batch_size = config.training.local_batch_size * world_size
-        best = plan(config, world_size, _own_device(world_size), devices_per_host=devices_per_host, best=1).options[0]
+        device = _own_device(world_size, devices_per_host)
+        best = plan(config, world_size, device, devices_per_host=devices_per_host, best=1).options[0]
         logger.info(
             f"--parallelism.auto: {best.name}; predicted {best.prediction.tokens_per_second:,.0f} tokens/s per device, "
             f"{best.prediction.memory_gib:.1f} GiB"
@@ -46,10 +49,15 @@ def _layout_of_earlier_run(config: Trainer.Config, world_size: int) -> list[str]
     return [str(word) for pair in options.items() for word in pair]
 
 
-def _own_device(world_size: int) -> Device:
+def _own_device(world_size: int, devices_per_host: int) -> Device:
     import torch
 
     if not torch.cuda.is_available():
+        if world_size > devices_per_host:
+            raise UserError(
+                "--parallelism.auto measures a CPU, and could choose differently on each of several hosts; use the "
+                "options that `torchtitan plan --device cpu` prints"
+            )
         return device_named("cpu", world_size)
     name = torch.cuda.get_device_name()
     found = device_of_gpu(name)
@@ -58,4 +66,4 @@ def _own_device(world_size: int) -> Device:
             f"--parallelism.auto does not know '{name}' (it knows: {', '.join(DEVICES)}); use `torchtitan plan "
             "--device_file`, and the options that it prints"
         )
-    return found
+    return dataclasses.replace(found, memory_gib=total_memory() / 2**30)

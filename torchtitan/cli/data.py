@@ -204,9 +204,10 @@ def _inspect(options: argparse.Namespace, resolved: "ResolvedConfig") -> None:
 def _facts(run: _Run, n_steps: int, summary: "DataSummary | None") -> list[tuple[str, str]]:
     training, windows = run.config.training, _counted(run.samples_per_step, "window")
     windows += "".join(f", {change}" for change in training.batch_schedule)
+    lengths = "".join(f", {change}" for change in training.seq_len_schedule)
     facts = [
         ("tokenizer", f"{run.config.hf_assets_path or 'embedded'}, {run.tokenizer.vocab_size:,} tokens"),
-        ("the run", f"{_counted(n_steps, 'step')}, {windows} of {training.seq_len:,} tokens in each"),
+        ("the run", f"{_counted(n_steps, 'step')}, {windows} of {training.seq_len:,}{lengths} tokens in each"),
     ]
     if summary is None:
         return [*facts, ("the data", f"unknown to {run.config.dataloader._owner.__qualname__} before it is read")]
@@ -289,8 +290,8 @@ def _planned(run: _Run, loader: "BaseDataLoader", step: int) -> "Batch":
     depend on training, or the run ends before the step."""
     from torchtitan.components.data.base import NO_DOCUMENT
 
-    if run.config.training.batch_schedule:
-        raise UserError(f"step {step} of a run with --training.batch_schedule is known only to a --debug.ledger")
+    if run.config.training.batch_schedule or run.config.training.seq_len_schedule:
+        raise UserError(f"step {step} of a run whose batches change is known only to a --debug.ledger")
     if not _follows_seed(loader):
         raise UserError(f"the documents of step {step} depend on training; run with --debug.ledger to record them")
     if step > (n_steps := run.length(loader.n_samples).last_step(0)):
@@ -305,7 +306,8 @@ def _expected(run: _Run, loader: "BaseDataLoader", step: int, names: list[str]) 
     """Return the samples according to the configuration if they have these names; names may be ambiguous."""
     from torchtitan.trainer.ledger import names_of
 
-    if run.config.training.batch_schedule or not _follows_seed(loader):
+    training = run.config.training
+    if training.batch_schedule or training.seq_len_schedule or not _follows_seed(loader):
         return None
     planned = _planned(run, loader, step)
     if names_of([planned], loader.document_names) == [names]:

@@ -21,30 +21,24 @@ DESCRIPTION = (
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command; sources precede all of them."""
     parser.usage = f"{parser.prog} SOURCE... --out PLACE [options]"
-    parser.add_argument("--out", metavar="PLACE", help="folder or URL (s3://…) of the result")
-    parser.add_argument("--workers", type=int, default=os.cpu_count(), metavar="N", help="processes (default: cores)")
-    parser.add_argument("--part", metavar="I/N", help="write only the I-th of N shares of the parts, without merging")
-    parser.add_argument("--merge", action="store_true", help="only merge, after all shares are written")
-    parser.add_argument(
-        "--part_size",
+    add = parser.add_argument
+    add("--out", metavar="PLACE", help="folder or URL (s3://…) of the result")
+    add("--workers", type=int, default=os.cpu_count(), metavar="N", help="processes (default: cores)")
+    add("--part", metavar="I/N", help="write only the I-th of N shares of the parts, without merging")
+    add("--merge", action="store_true", help="only merge, after all shares are written")
+    help_text = "MB per part of a JSON Lines file (default: 64); other files are one part each"
+    add("--part_size", type=float, default=64.0, metavar="MB", help=help_text)
+    help_text = "fraction of the documents or samples, selected by hash, in the split `validation` (default: 0)"
+    add("--held_out", type=float, default=0.0, metavar="F", help=help_text)
+    add("--keep_duplicates", action="store_true", help="keep documents or samples with equal tokens")
+    add("--min_tokens", type=int, default=0, metavar="N", help="text: drop shorter documents")
+    add("--max_tokens", type=int, metavar="N", help="text: drop longer documents")
+    add(
+        "--max_repetition",
         type=float,
-        default=64.0,
-        metavar="MB",
-        help="JSON Lines files are divided into parts of this size (default: 64); other files are one part each",
-    )
-    parser.add_argument(
-        "--held_out",
-        type=float,
-        default=0.0,
+        default=1.0,
         metavar="F",
-        help="fraction of the documents or samples, selected by hash, in the split `validation` (default: 0)",
-    )
-    parser.add_argument("--keep_duplicates", action="store_true", help="keep documents or samples with equal tokens")
-    group = parser.add_argument_group("filters for text (those for chats are options of the data loader)")
-    group.add_argument("--min_tokens", type=int, default=0, metavar="N", help="drop shorter documents")
-    group.add_argument("--max_tokens", type=int, metavar="N", help="drop longer documents")
-    group.add_argument(
-        "--max_repetition", type=float, default=1.0, metavar="F", help="drop documents with more repeated 10-grams"
+        help="text: drop documents with more repeated 10-grams",
     )
 
 

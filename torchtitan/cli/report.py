@@ -3,6 +3,7 @@
 import argparse
 import base64
 import hashlib
+import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -41,7 +42,7 @@ class RunRecord:
     config: dict[str, Any]
     samples: list[dict[str, Any]]
     checkpoints: list[CheckpointInfo]
-    dry_run: dict[str, Any]
+    foresight: dict[str, Any]
     broken: dict[str, list[int]]
 
     @property
@@ -82,7 +83,7 @@ def read_run(folder: Path) -> RunRecord:
         config=config,
         samples=files["completions.jsonl"][0],
         checkpoints=[] if is_url(saved) else list_checkpoints(resolve_folder(str(folder), saved)),
-        dry_run=read_object(folder / "dry_run.json"),
+        foresight=read_object(folder / "foresight.json"),
         broken={name: numbers for name, (_, numbers) in files.items() if numbers},
     )
 
@@ -106,7 +107,8 @@ def sections(runs: Sequence[RunRecord]) -> list[Section]:
 
     def compared(title: str, of_runs: Sequence[Mapping[str, Any]], folded: bool = False) -> Section:
         keys = dict.fromkeys(key for of_run in of_runs for key in of_run)
-        return Section(title, ("", *names), [[key, *(_text(of.get(key)) for of in of_runs)] for key in keys], folded)
+        rows = [[key, *(_text(of.get(key)) for of in of_runs)] for key in keys]
+        return Section(title, ("", *names), [row for row in rows if any(row[1:])], folded)
 
     options = compared("Configuration", [run.config for run in runs], folded=True)
     incidents = [[run.name, *incident] for run in runs for incident in _incidents(run)]
@@ -124,7 +126,7 @@ def sections(runs: Sequence[RunRecord]) -> list[Section]:
         Section("Samples", ("run", *sampled), samples, folded=True),
         compared("Checkpoints", [{f"step {info.step}": _contents(info) for info in run.checkpoints} for run in runs]),
         compared("Environment", [run.start.get("environment", {}) for run in runs]),
-        compared("Command", [{"to repeat or resume": run.start.get("command")} if run.start else {} for run in runs]),
+        compared("Command", [{"to repeat or resume": run.start.get("command")} for run in runs]),
     ]
     return [section for section in found if section.rows]
 
@@ -161,7 +163,9 @@ def mean_phases(run: RunRecord) -> dict[str, float]:
 
 
 def _shares(seconds: Mapping[str, float]) -> dict[str, str]:
-    return {name: f"{time:,.4f} s ({time / sum(seconds.values()):.1%})" for name, time in seconds.items()}
+    total = sum(seconds.values())
+    shown = {name: f"{time:,.1f} s" if total >= 10 else f"{1000 * time:,.1f} ms" for name, time in seconds.items()}
+    return {name: f"{shown[name]} ({time / total:.1%})" for name, time in seconds.items()}
 
 
 def _moment(when: float) -> str:
@@ -180,12 +184,15 @@ def _incidents(run: RunRecord) -> Iterator[tuple[str, str, str, str]]:
 
 
 def _foresight(run: RunRecord) -> dict[str, str]:
-    if not run.dry_run:
-        return {}
-    predicted = max(rank["peak_reserved_bytes"] for rank in run.dry_run["ranks"]) / 2**30
-    measured = max((peak for _, peak in run.points("memory_gib")), default=0.0)
-    text = f"predicted for {run.dry_run['world_size']} processes: {predicted:.2f} GiB, rank 0 here: {measured:.2f} GiB"
-    return {"memory of a rank": text}
+    """Compare the metrics that a dry run predicted with their medians in the run."""
+    device = run.foresight.get("device", "")
+    measured = {
+        key: statistics.median(value for _, value in points) for key in run.foresight if (points := run.points(key))
+    }
+    return {
+        key: f"predicted for {device}: {_text(run.foresight[key])}, median here: {_text(median)}"
+        for key, median in measured.items()
+    }
 
 
 def _contents(info: CheckpointInfo) -> str:

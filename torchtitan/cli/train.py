@@ -1,6 +1,7 @@
 """`torchtitan train`: check the configuration once, then train in this process or start one process per device."""
 
 import gc
+import json
 import os
 import shlex
 import signal
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.cli.launch import Hosts, environment_number, launch
+from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import init_logger
 from torchtitan.tools.process import COMMAND_VARIABLE, use_expandable_segments
@@ -90,7 +92,15 @@ def _dry_run(config: Any) -> None:
     is_file = name.endswith((".yaml", ".yml"))
     device = device_in_file(Path(name)) if is_file else device_named(name, world_size)
     per_host = environment_number("DEVICES_PER_HOST", default=8, minimum=1)
-    print(describe(time_of_reports(config, dry_run(config, world_size), world_size, device, per_host), device))
+    prediction = time_of_reports(config, dry_run(config, world_size), world_size, device, per_host)
+    print(describe(prediction, device))
+    numbers = {  # by the names of metrics, to which `torchtitan report` compares them
+        "step_time": prediction.seconds,
+        "tokens_per_second": prediction.tokens_per_second * world_size,
+        "mfu": 100 * prediction.mfu,
+        "memory_gib": prediction.memory_gib,
+    }
+    durable.write(Path(config.dump_folder) / "foresight.json", json.dumps({"device": device.name, **numbers}) + "\n")
 
 
 def _is_dry_run() -> bool:

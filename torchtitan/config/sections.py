@@ -39,6 +39,9 @@ class TrainingConfig:
     batch_schedule: list[str] = field(default_factory=list)
     """Later values of global_batch_size, each after a number of steps, or of tokens with a t: 1000:64 5e8t:128."""
 
+    seq_len_schedule: list[str] = field(default_factory=list)
+    """Later values of seq_len, like batch_schedule: 1000:2048 5e8t:4096. All lengths divide the longest."""
+
     max_norm: float = 1.0
     """Maximum total gradient norm; larger gradients are scaled down to it. `inf`: only measure the norm."""
 
@@ -77,15 +80,26 @@ class TrainingConfig:
                 f"--training.skip_data '{error}' is neither a step from 1, nor a range like 100-120"
             ) from None
 
-        try:
-            parse_changes(self.batch_schedule)
-        except ValueError as error:
-            raise UserError(
-                f"--training.batch_schedule '{error}' is not like 1000:64 (64 windows after 1000 steps) or 5e8t:64 "
-                "(after 5e8 tokens)"
-            ) from None
-        if self.batch_schedule and self.epochs is not None:
-            raise UserError("--training.batch_schedule cannot be combined with --training.epochs; set --training.steps")
+        for option in ("batch_schedule", "seq_len_schedule"):
+            try:
+                parse_changes(getattr(self, option))
+            except ValueError as error:
+                raise UserError(
+                    f"--training.{option} '{error}' is not like 1000:64 (64 after 1000 steps) or 5e8t:64 (after 5e8 "
+                    "tokens)"
+                ) from None
+            if getattr(self, option) and self.epochs is not None:
+                raise UserError(f"--training.{option} cannot be combined with --training.epochs; set --training.steps")
+        for length in self.seq_lens:
+            if self.seq_lens[-1] % length:
+                raise UserError(
+                    f"--training.seq_len_schedule: {length} does not divide the longest, {self.seq_lens[-1]}"
+                )
+
+    @property
+    def seq_lens(self) -> list[int]:
+        """All lengths of windows, ascending."""
+        return sorted({self.seq_len, *(change.value for change in parse_changes(self.seq_len_schedule))})
 
     def resolve_global_batch_size(self, data_parallel_degree: int) -> int:
         """Return the samples of the first optimizer step. Raise `UserError` if local batches do not divide a batch."""

@@ -81,7 +81,8 @@ class ZeroBatches(BaseDataLoader):
 
 
 def without_data(config: Trainer.Config) -> Trainer.Config:
-    """Copy a configuration without data, checkpoints and compilation; read the tokenizer for its size, if needed."""
+    """Copy a configuration without data, checkpoints and compilation, with its longest windows; read the tokenizer for
+    its size, if needed."""
     vocab_size = config.model_spec.model.vocab_size
     if vocab_size is None:
         vocab_size = config.tokenizer.build(path=config.hf_assets_path).vocab_size
@@ -95,7 +96,9 @@ def without_data(config: Trainer.Config) -> Trainer.Config:
         ),
         validator=Validator.Config(),
         checkpoint=CheckpointManager.Config(),
-        training=dataclasses.replace(config.training, epochs=None),
+        training=dataclasses.replace(
+            config.training, epochs=None, seq_len=config.training.seq_lens[-1], seq_len_schedule=[]
+        ),
         compile=CompileConfig(),
         callbacks=[],
     )

@@ -167,7 +167,7 @@ def _check(config: Trainer.Config) -> None:
             "selective or full"
         )
     if config.compile.enable:
-        logger.warning("--compile.enable is ignored: a dry run shows the numbers of a run without compilation")
+        logger.warning("--compile.enable is ignored: a dry run shows the memory of a run without compilation")
 
 
 def reports_of(config: Trainer.Config, world_size: int) -> Iterator[RankReport]:

@@ -173,7 +173,7 @@ def _valid_candidates(
 ) -> Iterator[_Candidate]:
     for candidate in _candidates(config, world_size, devices_per_host):
         try:
-            dims = layout_of(candidate, world_size)
+            dims = layout_of(candidate, world_size, compiles=True)
         except UserError:
             continue
         split = split_of(candidate, dims)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from torchtitan.components.quantization.float8 import Float8LinearConverter
+from torchtitan.config import CompileConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.pipeline import PipelinePlan
 from torchtitan.dry_run.report import RankReport
@@ -92,10 +93,12 @@ def predict(
     return compose(config, dims, device, profile(config, split), devices_per_host)
 
 
-def layout_of(config: Trainer.Config, world_size: int) -> ParallelDims:
-    """Return the degrees of a run on other devices than those of this host. Raise `UserError` if they do not fit."""
-    without = dataclasses.replace(config.parallelism, enable_async_tensor_parallel=False)  # needs a GPU here
-    return dataclasses.replace(config, parallelism=without).check_layout(world_size)
+def layout_of(config: Trainer.Config, world_size: int, *, compiles: bool = False) -> ParallelDims:
+    """Return the degrees of a run on other devices than this host's. Raise `UserError` if they do not fit together or,
+    with `compiles`, cannot be combined with the compiler."""
+    parallelism = dataclasses.replace(config.parallelism, enable_async_tensor_parallel=False)  # would need a GPU here
+    compile = config.compile if compiles else CompileConfig()
+    return dataclasses.replace(config, parallelism=parallelism, compile=compile).check_layout(world_size)
 
 
 def with_checkpointing(config: Trainer.Config, mode: Checkpointing) -> Trainer.Config:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import operator
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -59,6 +60,13 @@ class Portion:
     """Weights that FSDP has gathered at the peak."""
     update_bytes: float = 0.0
     """Memory traffic of the optimizer, before FSDP shards the weights."""
+
+    def __sub__(self, other: "Portion") -> "Portion":
+        """Return the difference, without kernels that then have no calls left."""
+        volumes = {key: volume - other.volumes.get(key, Volume()) for key, volume in self.volumes.items()}
+        names = ("parameters", "state_bytes", "passing_bytes", "gathered_bytes", "update_bytes")
+        numbers = {name: getattr(self, name) - getattr(other, name) for name in names}
+        return Portion(self.kernels - other.kernels, volumes, **numbers)
 
 
 @dataclass
@@ -121,9 +129,8 @@ def profile(config: Trainer.Config, split: Split) -> Profile:
     """Return the work and memory of a layer, by the difference of two dry runs."""
     first = facts_of(config).first
     few, more = (_measure(config, split, n) for n in (first, first + 1))
-    layer = _combine(more, few, 1, -1)
-    rest = _combine(few, layer, 1, -first)
-    return Profile(layer, rest)
+    layer = more - few
+    return Profile(layer, rest=functools.reduce(operator.sub, [layer] * first, few))
 
 
 def _measure(config: Trainer.Config, split: Split, n_layers: int) -> Portion:
@@ -200,20 +207,6 @@ def role_of(channel: Channel, dims: ParallelDims) -> Role:
         return role
     is_sharding = channel.kind in ("all-gather", "reduce-scatter") and "dp_shard" in axes
     return "FSDP" if is_sharding else "all"
-
-
-def _combine(a: Portion, b: Portion, x: float, y: float) -> Portion:
-    """Return x a + y b; kernels that then have a negative number of calls are left out."""
-    kernels = Counter({kernel: x * a.kernels[kernel] + y * b.kernels[kernel] for kernel in a.kernels})
-    volumes = {
-        key: Volume(
-            max(0, round(x * volume.calls + y * b.volumes.get(key, Volume()).calls)),
-            max(0, round(x * volume.n_bytes + y * b.volumes.get(key, Volume()).n_bytes)),
-        )
-        for key, volume in a.volumes.items()
-    }
-    numbers = ("parameters", "state_bytes", "passing_bytes", "gathered_bytes", "update_bytes")
-    return Portion(+kernels, volumes, **{name: x * getattr(a, name) + y * getattr(b, name) for name in numbers})
 
 
 def scaled_kernels(portion: Portion, factor: float, batch: float) -> Iterator[tuple[Kernel, float]]:

@@ -208,7 +208,12 @@ class RunConfig(Configurable.Config):
     def check_layout(self, world_size: int) -> ParallelDims:
         """Return the degrees. Raise `UserError` if they do not fit the processes, model, batch or each other."""
         dims = ParallelDims.from_config(self.parallelism, world_size)
-        dims.check_fits(self.model_spec.model, self.training.seq_len)
+        for seq_len in self.training.seq_lens:
+            dims.check_fits(self.model_spec.model, seq_len)
+        if self.training.seq_len_schedule:
+            self.parallelism.require_one(
+                "pipeline", user="--training.seq_len_schedule, since its buffers have one size"
+            )
         if dims.pp > 1:
             PipelinePlan.from_config(self.parallelism, self.model_spec.model, self.training.local_batch_size)
         for name in ("module_fqns_per_model_part", "pipeline_parallel_layers_per_stage"):

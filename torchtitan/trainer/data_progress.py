@@ -25,8 +25,11 @@ class DataProgress:
         self._n_samples = None if config.epochs is None else n_samples
         self.global_batch_size = self._first_size = global_batch_size
         """Samples of the next global batch."""
-        self.tokens_per_sample = config.seq_len * sequences_per_sample
+        self.seq_len = self._first_seq_len = config.seq_len
+        """Length of the windows of the next global batch."""
+        self._sequences_per_sample = sequences_per_sample
         self._changes = parse_changes(config.batch_schedule)
+        self._seq_len_changes = parse_changes(config.seq_len_schedule)
         self._skipped = sorted(parse_step_ranges(config.skip_data), key=lambda span: span.start)
 
     @property
@@ -39,17 +42,28 @@ class DataProgress:
         self.n_samples_read += self.global_batch_size
 
     def follow_schedule(self, step: int, n_tokens: int) -> None:
-        """Set the size of the batch after `step` steps with `n_tokens` tokens."""
-        self.global_batch_size = value_at(self._changes, self._first_size, step, n_tokens)
+        """Set the sizes of the batch after `step` steps with `n_tokens` tokens."""
+        self.global_batch_size, self.seq_len = self._sizes(step, n_tokens)
 
-    def samples_ahead(self, last_step: int, step: int, n_tokens: int) -> int:
-        """Return the samples of the steps after `step`, which ends at `n_tokens` tokens, up to `last_step`."""
-        if not self._changes:
-            return max(0, last_step - step) * self._first_size
-        total = 0
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of the next global batch."""
+        return self.global_batch_size * self.seq_len * self._sequences_per_sample
+
+    def _sizes(self, step: int, n_tokens: int) -> tuple[int, int]:
+        size = value_at(self._changes, self._first_size, step, n_tokens)
+        return size, value_at(self._seq_len_changes, self._first_seq_len, step, n_tokens)
+
+    def ahead(self, last_step: int, step: int, n_tokens: int) -> tuple[int, int]:
+        """Return the samples and tokens of the steps after `step`, which ends at `n_tokens`, up to `last_step`."""
+        if not (self._changes or self._seq_len_changes):
+            n_steps = max(0, last_step - step)
+            return n_steps * self.global_batch_size, n_steps * self.tokens_per_step
+        n_samples, end = 0, n_tokens
         for taken in range(step, last_step):
-            total += value_at(self._changes, self._first_size, taken, n_tokens + total * self.tokens_per_sample)
-        return total
+            size, seq_len = self._sizes(taken, end)
+            n_samples, end = n_samples + size, end + size * seq_len * self._sequences_per_sample
+        return n_samples, end - n_tokens
 
     def last_step(self, step: int) -> int:
         """Return the last step of a run that has taken `step` steps."""
@@ -73,8 +87,8 @@ class DataProgress:
         if last_step <= step:
             return self.n_samples_read
         n_skipped = self.data_steps(last_step - step) - self.data_step - (last_step - step)
-        ahead = self.samples_ahead(last_step, step, n_tokens)
-        return self.n_samples_read + ahead + n_skipped * self.global_batch_size
+        n_samples, _ = self.ahead(last_step, step, n_tokens)
+        return self.n_samples_read + n_samples + n_skipped * self.global_batch_size
 
     def _skipped_ahead(self) -> list[range]:
         """Return the batches that are yet to be skipped, as ascending, disjoint ranges."""

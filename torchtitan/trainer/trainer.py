@@ -184,19 +184,20 @@ class Trainer(RunBuilder):
         self.lr_scheduler.set_length(self.schedule_length(), step_size=self.schedule_step())
 
     def follow_schedule(self) -> None:
-        """Set the size of the next global batch."""
+        """Set the size of the next global batch, and the length of its windows."""
         self.run_length.follow_schedule(self.step, self.n_tokens_seen)
         self.global_batch_size = self.run_length.global_batch_size
         samples_per_pass = self.config.training.local_batch_size * self.parallel_dims.dp_degree
         self.gradient_accumulation_steps = self.global_batch_size // samples_per_pass
-        self.tokens_per_step = self.global_batch_size * self.run_length.tokens_per_sample
+        self.tokens_per_step = self.run_length.tokens_per_step
+        if self.config.training.seq_len_schedule:
+            self.dataloader.set_seq_len(self.run_length.seq_len, self.config.training.seq_lens[-1])
 
     def schedule_length(self) -> int:
         """Return the length of the run in the unit of the learning-rate schedule."""
         if self.config.lr_scheduler.unit == "steps":
             return self.total_steps
-        ahead = self.run_length.samples_ahead(self.total_steps, self.step, self.n_tokens_seen)
-        return self.n_tokens_seen + ahead * self.run_length.tokens_per_sample
+        return self.n_tokens_seen + self.run_length.ahead(self.total_steps, self.step, self.n_tokens_seen)[1]
 
     def schedule_step(self) -> int:
         """Return the size of the next step in the unit of the learning-rate schedule."""
@@ -554,14 +555,15 @@ class Trainer(RunBuilder):
         if not self.should_continue_training():
             logger.info("training is already complete at step %d (--training.steps)", self.step)
             return
-        spec, training = self.config.model_spec, self.config.training
+        spec = self.config.model_spec
         counts = f" in the plain model, {self.num_trained:,} trained in the converted model"
         trained = counts if self.num_trained < self.num_parameters else ""  # this count excludes adapters
         dims, n_sequences = self.parallel_dims, self.global_batch_size * self.sequences_per_sample
         logger.info(
             f"{spec.name} {spec.flavor}: {self.num_parameters:,} parameters{trained}, vocabulary "
-            f"{spec.model.vocab_size}; {n_sequences} x {training.seq_len} tokens per step, steps {self.step + 1} to "
-            f"{self.total_steps} on {dims.world_size} process(es){f' ({dims})' if self.mesh else ''}, {self.device}"
+            f"{spec.model.vocab_size}; {n_sequences} x {self.run_length.seq_len} tokens per step, "
+            f"steps {self.step + 1} to {self.total_steps} on {dims.world_size} process(es)"
+            f"{f' ({dims})' if self.mesh else ''}, {self.device}"
         )
         for name, model in list(self.models.items())[1:]:
             kind = "trained" if model.num_trained else "frozen"

@@ -12,7 +12,7 @@ from torchtitan.components.data.report import DataSummary
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.config import Configurable
 from torchtitan.protocols.attention import AttentionMetadata
-from torchtitan.tools.errors import require
+from torchtitan.tools.errors import UserError, require
 from torchtitan.tools.logging import logger
 
 NO_DOCUMENT = -1
@@ -117,6 +117,11 @@ class BaseDataLoader(Configurable):
     def __next__(self) -> Batch:
         """Return the next batch; raise `StopIteration` after the last."""
         raise NotImplementedError
+
+    def set_seq_len(self, seq_len: int, longest: int) -> None:
+        """Let the following windows have `seq_len` tokens, a divisor of `longest`, the longest of the run. Called
+        before the first batch too. Raise `UserError` if the windows of this loader cannot change."""
+        raise UserError(f"--training.seq_len_schedule: the windows of {type(self).__qualname__} have one length")
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position as JSON-serializable values."""

@@ -123,6 +123,9 @@ class PretrainDataLoader(TokenizingDataLoader):
             self._batches = CachedBatches(data, layout, shuffle=config.shuffle, seed=seed)
         self.n_samples = self._batches.n_samples
 
+    def set_seq_len(self, seq_len: int, longest: int) -> None:
+        self._batches.set_seq_len(seq_len, longest)
+
     @property
     def exhausted(self) -> bool:
         return self._batches.exhausted

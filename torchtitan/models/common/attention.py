@@ -135,6 +135,13 @@ class Attention(nn.Module):
         return out_BHLD.transpose(1, 2)
 
 
+class GivingAttention(Attention):
+    """Attention that returns its keys and values too, for `SharedKeyAttention`: from all ranks, and cached ones."""
+
+    def forward(self, q_BLHD: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, attention: AttentionMetadata) -> Any:
+        return super().forward(q_BLHD, k_BLKD, v_BLKD, attention), k_BLKD, v_BLKD
+
+
 class TemperedAttention(Attention):
     """Attention whose queries grow with the logarithm of the position (Llama 4, after arXiv:2501.19399)."""
 
@@ -318,8 +325,9 @@ class GroupedQueryAttention(nn.Module):
         self.v_norm = v_norm(head_dim) if v_norm else None
         self.wo = make_linear(q_width, dim, out_init_std, bias="o" in biases)
 
-    def forward(self, x_BLD: Tensor, rope: tuple[Tensor, Tensor] | None, attention: AttentionMetadata) -> Tensor:
-        """(B, L, dim) → (B, L, dim). Without `rope`, queries and keys have no positions."""
+    def forward(self, x_BLD: Tensor, rope: tuple[Tensor, Tensor] | None, attention: AttentionMetadata) -> Any:
+        """(B, L, dim) → (B, L, dim), and keys and values if `attend` is `GivingAttention`. Without `rope`, queries and
+        keys have no positions."""
         q_BLE, k_BLE = self.wq(x_BLD), self.wk(x_BLD)
         v_BLE = k_BLE if self.wv is None else self.wv(x_BLD)
         if self.gated:
@@ -336,7 +344,26 @@ class GroupedQueryAttention(nn.Module):
             q_BLHD, k_BLKD = apply_rope(q_BLHD, rope), apply_rope(k_BLKD, rope)
         if self.sinks is not None:
             q_BLHD = self.sinks(q_BLHD)
-        out_BLE = self.attend(q_BLHD, k_BLKD, v_BLKD, attention).flatten(-2)
+        attended = self.attend(q_BLHD, k_BLKD, v_BLKD, attention)
+        out_BLHD, *given = attended if isinstance(attended, tuple) else (attended,)
+        out_BLE = out_BLHD.flatten(-2)
         if self.gated:
             out_BLE = out_BLE * torch.sigmoid(gate_BLE)
-        return self.wo(out_BLE)
+        return (self.wo(out_BLE), *given) if given else self.wo(out_BLE)
+
+
+class SharedKeyAttention(GroupedQueryAttention):
+    """Attention of a layer's own queries to the keys and values of an earlier layer (Gemma 3n, 4)."""
+
+    def __init__(self, **options: Any):
+        super().__init__(**options)
+        # Not `attend`, whose keys each rank gathers and a cache stores: the earlier layer has done both.
+        self.scores = self.attend
+        for name in ("attend", "wk", "wv", "k_norm", "v_norm"):
+            setattr(self, name, None)
+
+    def forward(self, x_BLD: Tensor, rope: Any, attention: AttentionMetadata, *shared_BSKD: Tensor) -> Any:
+        """(B, L, dim) → (B, L, dim). `shared_BSKD`: keys and values, with the layer's `rope` and window."""
+        q_BLHD = self.wq(x_BLD).unflatten(-1, (-1, self.head_dim))
+        q_BLHD = apply_rope(q_BLHD if self.q_norm is None else self.q_norm(q_BLHD), rope)
+        return self.wo(self.scores(q_BLHD, *shared_BSKD, attention).flatten(-2))

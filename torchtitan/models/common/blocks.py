@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchtitan.models.common.feed_forward import make_linear
+from torchtitan.models.common.feed_forward import gelu_tanh, make_linear
 from torchtitan.models.common.moe.layer import MixtureOfExperts
 from torchtitan.models.common.norms import NormFactory
 from torchtitan.protocols.attention import AttentionMetadata
-from torchtitan.protocols.initializer import Constant, with_initializers
+from torchtitan.protocols.initializer import Constant, TruncatedNormal, with_initializers
 
 Rope = tuple[Tensor, Tensor] | None
 """Cosines and sines of the positions (`rope.rope_cos_sin`); None in a layer without positions."""
@@ -43,6 +43,8 @@ class PreNormBlock(nn.Module):
         self.moe = feed_forward if is_moe else None
         self.ffn_post_norm: nn.Module | None = None
         self.mtp: Any = None
+        self.own: Any = None
+        self.dense_post_norm: Any = None
 
     def forward(self, x_BLD: Tensor, rope: Rope, attention: AttentionMetadata) -> Tensor:
         """(B, L, dim) → (B, L, dim)."""
@@ -113,6 +115,50 @@ class ScaledSandwichBlock(SandwichBlock):
     def forward(self, x_BLD: Tensor, rope: Rope, attention: AttentionMetadata) -> Tensor:
         """(B, L, dim) → (B, L, dim)."""
         return super().forward(x_BLD, rope, attention) * self.layer_scalar.type_as(x_BLD)
+
+
+class _Lookup(nn.Embedding):
+    active_fraction = 0  # of no matrix product
+
+
+class PerLayerEmbeddings(nn.Module):
+    """An input of each of N layers for each token, of P elements: the sum of an embedding of the token and a projection
+    of its hidden state before the first layer (Gemma 3n, 4)."""
+
+    def __init__(self, n_layers: int, width: int, *, dim: int, vocab_size: int, norm: NormFactory):
+        super().__init__()
+        self.width, embedding = width, _Lookup(vocab_size, n_layers * width)
+        self.tok_embeddings = with_initializers(embedding, weight=TruncatedNormal(width**-0.5))
+        self.projection, self.norm = make_linear(dim, n_layers * width, 0.02), norm(width)
+
+    def forward(self, tokens_BL: Tensor, hidden_BLD: Tensor) -> Any:
+        """(B, L), (B, L, D) → (B, L, N, P)."""
+        token_BLE, state_BLE = (
+            self.tok_embeddings(tokens_BL),
+            self.projection(hidden_BLD) * hidden_BLD.shape[-1] ** -0.5,
+        )
+        root = torch.tensor(self.width**0.5, dtype=token_BLE.dtype).item()  # rounded, as in the reference
+        token_BLNP, state_BLNP = (x.unflatten(-1, (-1, self.width)) for x in (token_BLE * root, state_BLE))
+        return (self.norm(state_BLNP) + token_BLNP) * 2**-0.5
+
+
+class PerLayerBlock(ScaledSandwichBlock):
+    """A third part multiplies a narrow projection of the stream by the layer's input from `PerLayerEmbeddings`."""
+
+    def __init__(self, *parts: nn.Module, dim: int, norm: NormFactory, input_dim: int):
+        super().__init__(*parts, dim=dim, norm=norm)
+        gate, out = make_linear(dim, input_dim, 0.02), make_linear(input_dim, dim, 0.02)
+        self.own = nn.ModuleDict({"gate": gate, "out": out, "norm": norm(dim)})
+
+    def forward(self, x_BLD: Tensor, rope: Rope, attention: AttentionMetadata, *inputs: Tensor) -> Any:
+        """(B, L, dim) → the same, and what else attention returns; `inputs`: (B, L, P), and further ones for it."""
+        assert self.attention_norm and self.attention_post_norm
+        attended = self.attention(self.attention_norm(x_BLD), rope, attention, *inputs[1:])
+        out_BLD, *given = attended if isinstance(attended, tuple) else (attended,)
+        x_BLD = self._add(x_BLD, self.attention_post_norm(out_BLD))
+        x_BLD = self._add(x_BLD, self._feed_forward(x_BLD))
+        out_BLD = self.own["norm"](self.own["out"](gelu_tanh(self.own["gate"](x_BLD)) * inputs[0]))
+        return self._add(x_BLD, out_BLD) * self.layer_scalar.type_as(x_BLD), *given
 
 
 class ParallelBlock(PreNormBlock):

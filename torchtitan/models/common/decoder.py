@@ -36,6 +36,8 @@ _INIT_STD = 0.02
 DENSE_SHARDING = ShardingPlan(
     tensor={
         "tok_embeddings": "vocabulary",
+        "per_layer.tok_embeddings": "vocabulary",
+        "per_layer": "local tokens",
         "layers.*.attention_norm": "sequence",
         "layers.*.attention": "whole sequence",
         "layers.*.attention.wq": "columns",
@@ -54,6 +56,8 @@ DENSE_SHARDING = ShardingPlan(
         "layers.*.feed_forward.w3": "columns",
         "layers.*.feed_forward.w2": "rows",
         "layers.*.ffn_post_norm": "sequence",
+        "layers.*.dense_post_norm": "sequence",
+        "layers.*.own": "local tokens",
         "head.norm": "final norm",
         "head.output": "columns",
     },
@@ -169,6 +173,7 @@ class Decoder(BaseModel):
         self.tok_embeddings: nn.Embedding | None = init(
             nn.Embedding(config.vocab_size, config.dim), weight=self.embedding_init()
         )
+        self.per_layer: Any = None
         # A dictionary, so that layers keep their names if a pipeline stage drops others.
         self.layers = nn.ModuleDict({str(index): self.make_block(index) for index in range(config.n_layers)})
         output = None
@@ -185,11 +190,11 @@ class Decoder(BaseModel):
         parts = self.make_attention(index), self.make_feed_forward(index)
         return kind(*parts, dim=self.config.dim, norm=self.make_norm, **options)
 
-    def make_attention(self, index: int, **options: Any) -> nn.Module:
+    def make_attention(self, index: int, *, kind: type[nn.Module] = GroupedQueryAttention, **options: Any) -> nn.Module:
         """Return the attention of a layer; `options` are those of `GroupedQueryAttention`."""
         config = self.config
         options = {"n_kv_heads": config.n_kv_heads, "biases": "qkvo" if config.attention_bias else "", **options}
-        return GroupedQueryAttention(
+        return kind(
             dim=config.dim,
             n_heads=config.n_heads,
             head_dim=self.head_dim_of_layer(index),
@@ -204,7 +209,7 @@ class Decoder(BaseModel):
     ) -> nn.Module:
         """Return the feed-forward network of a layer; `options` are arguments of its `kind` (`common.feed_forward`)."""
         options = {"bias": True, **options} if self.config.mlp_bias else options
-        return kind(dim=self.config.dim, hidden_dim=self.config.ffn_dim, **self.init_stds(index), **options)
+        return kind(**{"dim": self.config.dim, "hidden_dim": self.config.ffn_dim, **self.init_stds(index), **options})
 
     def make_norm(self, dim: int) -> nn.Module:
         """Return a norm over `dim` elements, of a block or of the head."""
@@ -296,9 +301,8 @@ class Decoder(BaseModel):
             )
             for window, head_dim in {(window, head_dim) for _, _, window, head_dim in layers}
         }
-        for block, rope, window, head_dim in layers:
-            inputs = cos_sin.get((id(rope), head_dim)), with_window[window, head_dim]
-            hidden_BLD = block(hidden_BLD, *inputs)
+        calls = [(block, cos_sin.get((id(rope), d)), with_window[w, d]) for block, rope, w, d in layers]
+        hidden_BLD = self.run_blocks(calls, tokens_BL, hidden_BLD)
         if self.head is None:
             return hidden_BLD
         tied_VD = None
@@ -306,8 +310,14 @@ class Decoder(BaseModel):
             assert self.tok_embeddings is not None, "the stage with the head has a copy (shared_modules)"
             tied_VD = effective_weight(self.tok_embeddings)
         if self.training and len(self.layers) > self.config.n_layers and "labels_BL" in head_inputs:
-            head = self.training_head(head, tokens_BL, positions_BL, *inputs)
+            head = self.training_head(head, tokens_BL, positions_BL, *calls[-1][1:])
         return self.head(hidden_BLD, tied_VD, head, **head_inputs)
+
+    def run_blocks(self, calls: list[Any], tokens_BL: Tensor, hidden_BLD: Tensor) -> Tensor:
+        """Return the hidden states after the last block; `calls`: each block, with its inputs besides hidden states."""
+        for block, *inputs in calls:
+            hidden_BLD = block(hidden_BLD, *inputs)
+        return hidden_BLD
 
     def training_head(self, head: Head, tokens_BL: Tensor, positions_BL: Tensor, *inputs: Any) -> Head:
         """Return the loss in training of a model with layers after the last, which get `inputs` like it."""
@@ -319,7 +329,7 @@ class Decoder(BaseModel):
     def units(self) -> list[nn.Module]:
         # A tied embedding is used by the head too, so it belongs to the root unit.
         embedding = None if self.config.tie_embeddings else self.tok_embeddings
-        return [unit for unit in (embedding, *self.layers.values(), self.head) if unit is not None]
+        return [unit for unit in (embedding, self.per_layer, *self.layers.values(), self.head) if unit is not None]
 
     def cache_boundaries(self) -> frozenset[int]:
         ropes = (self.rope_of_layer(int(index)) for index in self.layers)

@@ -221,7 +221,8 @@ _WITHOUT_EFFECT = {
 
 def dense_format(model_types: Mapping[str, ModelType], *, without: tuple[str, ...] = ()) -> ExternalFormat:
     """Return the format of a family from its `model_type`s, the preferred one for writing first. A type NAME besides
-    NAME_text has vision too; only its language model is read, `without` tensors whose names start like this."""
+    NAME_text has vision too; only its language model is read, `without` tensors whose names start like this. A type
+    NAME:KEY is for files of NAME in which KEY is neither false nor 0 after the `prepare` of NAME."""
     for kind in model_types.values():
         named = {name.partition(".")[0] for name in (*kind.keys.values(), *kind.ropes)}
         unknown = named - {field.name for field in dataclasses.fields(kind.config)}
@@ -231,7 +232,7 @@ def dense_format(model_types: Mapping[str, ModelType], *, without: tuple[str, ..
         other_adapter=partial(_fused_adapter, model_types),
         to_external=partial(_to_config_json, model_types),
         from_external=partial(_from_config_json, model_types),
-        model_types={name: kind.architecture for name, kind in model_types.items()},
+        model_types={name: kind.architecture for name, kind in model_types.items() if ":" not in name},
         name_of=lambda name: None if name.startswith(without) else name.replace("language_model.", ""),
     )
 
@@ -270,11 +271,18 @@ def _adapter_of(rows: Sequence[KeyMapping], config: Decoder.Config) -> StateDict
     tied = {output: embedding} if config.tie_embeddings and not config.scores else {}
     copies = {"embed_tokens": embedding, "shared_head.head": tied.get(output, output)}
     tied |= {f"model.layers.{i}.{k}.weight": copies[k] for i in range(config.n_layers, n_layers) for k in copies}
+    # Files have keys and values of layers that use an earlier layer's (Gemma 4).
+    with_queries, with_keys = ({n.split(".")[1] for n in specs if f".attention.{w}" in n} for w in ("wq.", "wk"))
+    unused = [
+        f"model.layers.{i}.self_attn.{name}.weight"
+        for i in with_queries - with_keys
+        for name in ("k_proj", "v_proj", "k_norm")
+    ]
     return _Adapter(
         [*rows, _SCORE_HEAD if config.scores else _HEAD],
         n_layers=n_layers,
         only=specs,
-        ignored=["model.layers.*.self_attn.rotary_emb.inv_freq"],
+        ignored=["model.layers.*.self_attn.rotary_emb.inv_freq", *unused],
         tied=tied,
     )
 
@@ -306,6 +314,8 @@ def _from_config_json(model_types: Mapping[str, ModelType], document: Mapping[st
     document = kind.prepare(
         {key: value for key, value in document.items() if value is not None or key not in _OPTIONAL}
     )
+    for (own_name, _, key), other in ((own_name.partition(":"), kind) for own_name, kind in model_types.items()):
+        kind = other if key and own_name == document["model_type"] and document.get(key) else kind
     reader = ConfigReader(_FILE, {**_DEFAULTS, **kind.defaults, **document})
     for key, only in {**_FIXED, **kind.fixed}.items():
         _require(key, document.get(key, only), only)
@@ -388,8 +398,8 @@ def _shortest_period(reader: ConfigReader, key: str, values: list[Any]) -> list[
 
 def _to_config_json(model_types: Mapping[str, ModelType], config: Decoder.Config) -> dict[str, Any]:
     """Return the keys of config.json that the model determines, readable by transformers 4 and 5."""
-    model_type = _written_type(model_types, config)
-    kind = model_types[model_type]
+    name = _written_type(model_types, config)
+    model_type, kind = name.partition(":")[0], model_types[name]
     written = {key: attrgetter(name)(config) for key, name in _keys_of(kind).items()}
     written["pad_token_id"] = None  # some types have a default, which may be outside the vocabulary
     for key, value in written.items():

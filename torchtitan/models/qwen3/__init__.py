@@ -1,20 +1,13 @@
 """The dense models of Qwen3 in their published sizes, and a small one that trains on a laptop."""
 
+from functools import partial
+
 from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.models.families import SMALL, Family
 from torchtitan.models.qwen3.model import FORMAT, Qwen3Model
 
-
-def _published(**sizes: int | bool) -> Qwen3Model.Config:
-    return Qwen3Model.Config(
-        vocab_size=151_936,
-        max_seq_len=40_960,
-        n_kv_heads=8,
-        norm_eps=1e-6,
-        rope=RoPEConfig(theta=1_000_000.0),
-        **sizes,  # type: ignore[arg-type]
-    )
-
+_published = partial(Qwen3Model.Config, vocab_size=151_936, max_seq_len=40_960, n_kv_heads=8, norm_eps=1e-6)
+_published = partial(_published, rope=RoPEConfig(theta=1_000_000.0))
 
 FLAVORS = {
     "debugmodel": Qwen3Model.Config(**SMALL, head_dim=64, norm_eps=1e-6, rope=RoPEConfig(theta=10_000.0)),

@@ -114,9 +114,9 @@ def test_megatron_documents(documents, tokenizer, tmp_path):
 def test_file_written_by_datatrove(documents, tokenizer, tmp_path):
     """datatrove writes Megatron's format itself."""
     megatron = pytest.importorskip("datatrove.pipeline.tokens.megatron_tokenizer", reason="needs datatrove")
-    file = megatron.MegatronTokenizedFile(str(tmp_path), "a.bin", token_size=2)
+    file = megatron.MegatronTokenizedFile(str(tmp_path), "a", token_size=2)
     for ids in documents:
-        file.write(ids, None)
+        file.write(ids)
     file.close()
     tokens = PretrainDataLoader.Config(dataset=str(tmp_path / "a.bin")).open(tokenizer)
     starts = tokens.starts(0, tokens.n_tokens)

@@ -4,7 +4,6 @@ OLMo's `.npy`.
 Megatron's index has the document boundaries. The other formats mark them by the EOS token, before or after a document.
 """
 
-import bisect
 import glob
 import itertools
 import os
@@ -20,7 +19,7 @@ import numpy as np
 from torchtitan.components.data.disk_cache import bytes_digest, digest_of, evenly_spaced
 from torchtitan.components.data.plan.sampler import Array
 from torchtitan.components.data.pretraining.token_cache import token_dtype
-from torchtitan.components.data.pretraining.tokens import JoinedTokens, Tokens
+from torchtitan.components.data.pretraining.tokens import ArrayTokens, JoinedTokens, Tokens
 from torchtitan.components.data.sources.files import file_format
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.tools.errors import UserError
@@ -166,49 +165,22 @@ def _megatron_header(index: Path) -> tuple[int, int, int]:
 
 def _open(files: Sequence[TokenFile], number: int) -> Tokens:
     file = files[number]
-    return MegatronTokens(file, file.index) if file.index else DelimitedTokens(file)
+    return _open_megatron(file, file.index) if file.index else DelimitedTokens(file)
 
 
-class MegatronTokens(Tokens):
-    """Tokens with an index of sequences, which make up documents. The index is mapped into memory."""
-
-    def __init__(self, file: TokenFile, index: Path):
-        self.key, self.n_tokens, self._name = str(file.path), file.n_tokens, file.path.name
-        self._tokens = file.map()
-        _, n_sequences, n_entries = _megatron_header(index)
-        pointers = _MEGATRON_HEADER.size + 4 * n_sequences
-        self._pointers = np.memmap(index, np.int64, "r", pointers, (n_sequences,))
-        self._documents = np.memmap(index, np.int64, "r", pointers + 8 * n_sequences, (n_entries,))
-        self._n_sequences, self._n_documents = n_sequences, n_entries - 1
-        length = np.memmap(index, np.int32, "r", pointers - 4, (1,))[0] if n_sequences else 0
-        end = int(self._pointers[-1]) // self._tokens.itemsize + int(length) if n_sequences else 0
-        if end != self.n_tokens:
-            size = self._tokens.itemsize
-            raise UserError(f"{file.path} ends at byte {self.n_tokens * size:,}, but its index ends at {end * size:,}")
-
-    def _start(self, document: int) -> int:
-        sequence = int(self._documents[document])
-        return int(self._pointers[sequence]) // self._tokens.itemsize if sequence < self._n_sequences else self.n_tokens
-
-    def tokens(self, start: int, stop: int) -> Array:
-        return self._tokens[start:stop].astype(np.int64)
-
-    def starts(self, start: int, stop: int) -> Array:
-        documents, stop = range(self._n_documents), min(stop, self.n_tokens)
-        low, high = (bisect.bisect_left(documents, token, key=self._start) for token in (start, stop))
-        return np.array([self._start(document) for document in range(low, high)], np.int64) - start
-
-    def document_at(self, token: int) -> int:
-        return bisect.bisect_right(range(self._n_documents), token, key=self._start) - 1
-
-    def describe(self, first: int, last: int) -> str:
-        numbers = f"document {first + 1}" if first == last else f"documents {first + 1}-{last + 1}"
-        return f"{self._name}, {numbers}"
-
-    def lengths(self) -> Array:
-        sequences = np.array(self._documents)
-        starts = np.append(self._pointers, self.n_tokens * self._tokens.itemsize)[sequences]
-        return np.diff(starts) // self._tokens.itemsize
+def _open_megatron(file: TokenFile, index: Path) -> ArrayTokens:
+    """Open tokens with an index of sequences, one or more per document. The document starts are kept in memory."""
+    _, n_sequences, n_entries = _megatron_header(index)
+    start, item_bytes = _MEGATRON_HEADER.size, np.dtype(file.dtype).itemsize
+    lengths = np.memmap(index, np.int32, "r", start, (n_sequences,))
+    pointers = np.memmap(index, np.int64, "r", start + 4 * n_sequences, (n_sequences,))
+    entries = np.fromfile(index, np.int64, n_entries, offset=start + 12 * n_sequences)
+    end = int(pointers[-1]) + int(lengths[-1]) * item_bytes
+    if end != file.n_tokens * item_bytes:
+        size = file.n_tokens * item_bytes
+        raise UserError(f"{file.path} ends at byte {size:,}, but its index ends at byte {end:,}")
+    offsets = np.append(pointers, end)[entries] // item_bytes
+    return ArrayTokens(str(file.path), file.map(), offsets, [file.path.name], [n_entries - 1])
 
 
 class DelimitedTokens(Tokens):

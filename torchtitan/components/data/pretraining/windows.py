@@ -4,6 +4,7 @@ The concatenated documents of a dataset are one stream of tokens. Window `i` cov
 seq_len` on. Neighboring windows overlap by one, so every token except the first is a label exactly once.
 """
 
+import dataclasses
 import hashlib
 import itertools
 from abc import ABC, abstractmethod
@@ -22,6 +23,7 @@ from torchtitan.components.data.pretraining.tokens import Tokens
 from torchtitan.components.data.report import DataSummary, SetSummary
 from torchtitan.components.data.workers import Workers
 from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.tools.errors import UserError
 
 Sample = tuple[dict[str, Array], tuple[int, int]]
 """A row of a batch, with the numbers of its first and last document."""
@@ -133,6 +135,10 @@ class BatchIterator(ABC):
     def __next__(self) -> Batch:
         """Return the next batch. Raise `StopIteration` if all ranks end after the same number of batches."""
 
+    def set_seq_len(self, seq_len: int, longest: int) -> None:
+        """Change the length of windows, see `BaseDataLoader.set_seq_len`."""
+        raise UserError("--training.seq_len_schedule: the windows of a stream have one length; use local data")
+
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last batch returned, as JSON-serializable values."""
@@ -156,18 +162,20 @@ class BatchIterator(ABC):
 
 
 class PackedDataset(Dataset[Batch]):
-    """Batches of one rank by their position in the global order of samples. With n windows per epoch, sample `p` is
-    window `permute(p % n)`, with the permutation of epoch `p // n`."""
+    """Batches of one rank by their position in the global order of tokens. The data is cut into blocks of `block`
+    tokens, a multiple of `seq_len`. With n blocks per epoch, block `b` in the order is block `permute(b % n)` of the
+    data, with the permutation of epoch `b // n`; its windows follow each other."""
 
-    def __init__(self, cache: Tokens, layout: Layout, *, shuffle: bool, seed: int, n_samples: int | None):
+    def __init__(self, cache: Tokens, layout: Layout, *, block: int, shuffle: bool, seed: int, n_samples: int | None):
         self.cache, self.layout, self.shuffle, self.seed, self.n_samples = cache, layout, shuffle, seed, n_samples
-        self.n_windows = count_windows(cache.n_tokens, layout.seq_len)
+        self.block, self.n_blocks = block, count_windows(cache.n_tokens, block)
         self._reader: ThreadPoolExecutor | None = None
         self._ahead: dict[int, Future[Sample]] = {}
 
     def __getitem__(self, position: int) -> Batch:
         """Return the batch that begins at a global position; samples from `n_samples` on are padding."""
-        positions = range(position, position + self.layout.local_batch_size)
+        seq_len = self.layout.seq_len
+        positions = range(position, position + self.layout.local_batch_size * seq_len, seq_len)
         return collate(
             [self._read_sample(p) for p in positions] if self.cache.is_remote else map(self._sample, positions)
         )
@@ -176,7 +184,7 @@ class PackedDataset(Dataset[Batch]):
         """Return a sample of remote data, and read the samples at its place in the next batches in the background."""
         if self._reader is None:  # created in the process that reads
             self._reader = ThreadPoolExecutor(SAMPLES_READ_AHEAD)
-        stride = self.layout.global_batch_size * max(1, self.layout.num_workers)
+        stride = self.layout.global_batch_size * self.layout.seq_len * max(1, self.layout.num_workers)
         n_batches = max(1, SAMPLES_READ_AHEAD // self.layout.local_batch_size)
         for following in range(position, position + n_batches * stride + 1, stride):
             if following not in self._ahead:
@@ -185,11 +193,12 @@ class PackedDataset(Dataset[Batch]):
 
     def _sample(self, position: int) -> Sample:
         seq_len, document_mask = self.layout.seq_len, self.layout.document_mask
-        if self.n_samples is not None and position >= self.n_samples:
+        epoch, index = divmod(position // self.block, self.n_blocks)
+        block = permute(index, self.n_blocks, self.seed, epoch) if self.shuffle else index
+        start = block * self.block + position % self.block
+        is_beyond = self.n_samples is not None and position >= self.n_samples * seq_len
+        if is_beyond or start + 1 >= self.cache.n_tokens:  # the last block of the data is shorter
             return padding_sample(seq_len, document_mask=document_mask)
-        epoch, index = divmod(position, self.n_windows)
-        window = permute(index, self.n_windows, self.seed, epoch) if self.shuffle else index
-        start = window * seq_len
         tokens = self.cache.tokens(start, start + seq_len + 1)
         starts = self.cache.starts(start, start + len(tokens))
         documents = self.cache.document_at(start), self.cache.document_at(start + len(tokens) - 1)
@@ -197,10 +206,11 @@ class PackedDataset(Dataset[Batch]):
 
 
 class CachedBatches(BatchIterator):
-    """Batches from the token cache. The position is the number of samples that all ranks have read in total; a run with
-    different ranks, workers or batch size can resume from it."""
+    """Batches from the token cache. The position is the number of tokens that all ranks have read in total, in blocks
+    and the tokens of an unfinished block; a run with different ranks, workers or batch size can resume from it."""
 
     def __init__(self, cache: Tokens, layout: Layout, *, shuffle: bool, seed: int):
+        self._block = layout.seq_len
         self._cache, self._shuffle, self._seed = cache, shuffle, seed
         self._windows_per_epoch = count_windows(cache.n_tokens, layout.seq_len)
         self._position = 0
@@ -208,36 +218,56 @@ class CachedBatches(BatchIterator):
         super().__init__(layout, [cache.key, layout.seq_len, shuffle], n_samples)
 
     def __next__(self) -> Batch:
-        if self.n_samples is not None and self._position >= self.n_samples:
+        n_tokens = None if self.n_samples is None else self.n_samples * self._block
+        if n_tokens is not None and self._position >= n_tokens:
             self.exhausted = True
             raise StopIteration
         if self._workers is None:
             dataset = PackedDataset(
-                self._cache, self._layout, shuffle=self._shuffle, seed=self._seed, n_samples=self.n_samples
+                self._cache,
+                self._layout,
+                block=self._block,
+                shuffle=self._shuffle,
+                seed=self._seed,
+                n_samples=self.n_samples,
             )
-            self._workers = Workers(dataset, sampler=self._positions(), num_workers=self._layout.num_workers)
+            self._workers = Workers(dataset, sampler=self._positions(n_tokens), num_workers=self._layout.num_workers)
         batch: Batch = next(self._workers)
-        self._position += self._layout.global_batch_size
-        if self.n_samples is not None:
-            self._position = min(self._position, self.n_samples)
+        self._position += self._layout.global_batch_size * self._layout.seq_len
+        if n_tokens is not None:
+            self._position = min(self._position, n_tokens)
         return batch
 
-    def _positions(self) -> Iterable[int]:
-        stride = self._layout.global_batch_size
-        first = self._position + self._layout.dp_rank * self._layout.local_batch_size
-        if self.n_samples is None:
+    def set_seq_len(self, seq_len: int, longest: int) -> None:
+        """Change the length of windows; the order of blocks of `longest` tokens stays. Leave out the tokens up to the
+        next multiple of `seq_len`."""
+        if (self._layout.seq_len, self._block) == (seq_len, longest):
+            return
+        assert self.n_samples is None and longest % seq_len == 0
+        self.close()
+        self._layout, self._block = dataclasses.replace(self._layout, seq_len=seq_len), longest
+        self._windows_per_epoch = count_windows(self._cache.n_tokens, seq_len)
+        self.fingerprint = digest_of([self._cache.key, longest, self._shuffle])
+        self._position = -(-self._position // seq_len) * seq_len
+
+    def _positions(self, n_tokens: int | None) -> Iterable[int]:
+        seq_len = self._layout.seq_len
+        stride = self._layout.global_batch_size * seq_len
+        first = self._position + self._layout.dp_rank * self._layout.local_batch_size * seq_len
+        if n_tokens is None:
             return itertools.count(first, stride)
-        n_batches = -(-(self.n_samples - self._position) // stride)
+        n_batches = -(-(n_tokens - self._position) // stride)
         return range(first, first + n_batches * stride, stride)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"position": self._position, "seed": self._seed}
+        position, offset = divmod(self._position, self._block)
+        return {"position": position, "offset": offset, "seed": self._seed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.close()
         self.exhausted = False
         # With a different seed, samples of this epoch would be repeated or skipped.
-        self._position, self._seed = state["position"], state["seed"]
+        self._position, self._seed = state["position"] * self._block + state.get("offset", 0), state["seed"]
 
     def describe(self, first: int, last: int) -> str:
         return self._cache.describe(first, last)

@@ -4,13 +4,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-from torch import nn
+from torch import Tensor, nn
 
+from torchtitan.models.common.blocks import ScaledSandwichBlock
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.layer_types import WindowedDecoder
 from torchtitan.models.common.moe.experts import RoutedExperts
 from torchtitan.models.common.moe.layer import MixtureOfExperts, MoEConfig
 from torchtitan.models.common.moe.router import Router
+from torchtitan.models.common.norms import NormFactory
 
 
 class ExpertLayers:
@@ -19,6 +21,7 @@ class ExpertLayers:
     config: Any
 
     make_experts: Callable[..., RoutedExperts] = RoutedExperts
+    make_router: Callable[..., Router] = Router
 
     router_options: Mapping[str, Any] = {}
     """Options of `Router` in place of those of `MoEConfig.router_options`."""
@@ -30,7 +33,7 @@ class ExpertLayers:
         sizes: dict[str, Any] = {"dim": self.config.dim, "n_experts": moe.n_experts}
         stds, width = decoder.init_stds(index), moe.ffn_dim or self.config.ffn_dim
         router_options = {"penalties": moe.penalties, **moe.router_options(), **self.router_options}
-        router = Router(**sizes, init_std=stds["init_std"], **router_options)
+        router = self.make_router(**sizes, init_std=stds["init_std"], **router_options)
         experts = self.make_experts(**sizes, top_k=moe.top_k, hidden_dim=width, **stds)
         return MixtureOfExperts(router, experts, self.make_shared(width, dim=self.config.dim, **stds))
 
@@ -38,6 +41,21 @@ class ExpertLayers:
         """As `MoEConfig.make_shared`."""
         shared: nn.Module | None = self.config.moe.make_shared(width, **options)
         return shared
+
+
+class DenseAndExpertsBlock(ScaledSandwichBlock):
+    """Experts next to a `dense` network, both between norms of their own (Gemma 4)."""
+
+    def __init__(self, *parts: nn.Module, dense: nn.Module, dim: int, norm: NormFactory):
+        super().__init__(*parts, dim=dim, norm=norm)
+        self.feed_forward, self.dense_post_norm = dense, norm(dim)
+        assert self.moe is not None
+        self.moe.norm, self.moe.post_norm = norm(dim), norm(dim)
+
+    def _feed_forward(self, x_BLD: Tensor) -> Tensor:
+        assert self.ffn_norm and self.feed_forward and self.moe and self.ffn_post_norm
+        dense_BLD: Tensor = self.dense_post_norm(self.feed_forward(self.ffn_norm(x_BLD)))
+        return self.ffn_post_norm(dense_BLD + self.moe(x_BLD))
 
 
 class MoEDecoder(ExpertLayers, WindowedDecoder):

@@ -143,7 +143,8 @@ class SigmoidMoEConfig(MoEConfig):
 
 
 class MixtureOfExperts(nn.Module):
-    """The sum of the routed experts' results, times their weights, and of an expert that gets every token."""
+    """The sum of the routed experts' results, times their weights, and of an expert that gets every token. `norm` and
+    `post_norm` are around the routed experts."""
 
     is_compiled = False
     """Compiled blocks leave this out, since the sizes of its products differ from step to step."""
@@ -153,12 +154,14 @@ class MixtureOfExperts(nn.Module):
         self.router = router
         self.experts = experts
         self.shared = shared
+        self.norm: nn.Module = nn.Identity()
+        self.post_norm: nn.Module = nn.Identity()
 
     def forward(self, x_BLD: Tensor) -> Tensor:
         """(B, L, dim) → (B, L, dim)."""
         weights_BLK, chosen_BLK = self.router(x_BLD)
-        routed_ND = self.experts(x_BLD.flatten(0, 1), weights_BLK.flatten(0, 1), chosen_BLK.flatten(0, 1))
-        routed_BLD: Tensor = routed_ND.view_as(x_BLD)
+        routed_ND = self.experts(self.norm(x_BLD).flatten(0, 1), weights_BLK.flatten(0, 1), chosen_BLK.flatten(0, 1))
+        routed_BLD: Tensor = self.post_norm(routed_ND.view_as(x_BLD))
         return routed_BLD if self.shared is None else routed_BLD + self.shared(x_BLD)
 
 

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan.models.common.moe.balance import PenaltyConfig, SelectionBias, imbalance, probabilities
-from torchtitan.protocols.initializer import Constant, TruncatedNormal, with_initializers
+from torchtitan.models.common.norms import NormFactory
+from torchtitan.protocols.initializer import Constant, TruncatedNormal, initializers_of, with_initializers
 from torchtitan.protocols.load_balance import LoadBalanced
 
 Score = Callable[[Tensor], Tensor]
@@ -129,6 +130,19 @@ class Router(LoadBalanced):
 
     def biases(self) -> Tensor | None:
         return None if self.selection is None else self.selection.bias_E
+
+
+class ScaledRouter(Router):
+    """A router with its own norm of the input, and a learned factor of each expert's weight (Gemma 4)."""
+
+    def __init__(self, *, dim: int, n_experts: int, norm: NormFactory, **options: Any):
+        super().__init__(dim=dim, n_experts=n_experts, **options)
+        self.norm, self.expert_scale = norm(dim), nn.Parameter(torch.empty(n_experts))
+        with_initializers(self, **initializers_of(self), expert_scale=Constant(1.0))
+
+    def forward(self, x_BLD: Tensor) -> tuple[Tensor, Tensor]:
+        weights_BLK, chosen_BLK = super().forward(self.norm(x_BLD) * x_BLD.shape[-1] ** -0.5)
+        return weights_BLK * self.expert_scale.float()[chosen_BLK], chosen_BLK
 
 
 def _entropy(scores_BLE: Tensor) -> Tensor:
