@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchtitan.components.loss import CrossEntropyLoss
+from torchtitan.models.common.cpu_attention import BFloat16CausalAttention
 from torchtitan.models.common.rope import apply_rope
 
 TOKENS, DIM, HEAD_DIM, HEADS, KV_HEADS, FFN = 2048, 512, 64, 8, 4, 1536
@@ -47,6 +48,20 @@ def loss_parts(vocabulary: int, tokens: int) -> dict[str, Part]:
         "autograd, chunks of 512 tokens": part(AutogradLoss, 512),
         "closed form, chunks of 512 tokens": part(CrossEntropyLoss, 512),
         "closed form, chunks of 1,024 tokens (default)": part(CrossEntropyLoss, None),
+    }
+
+
+def attention_in_bfloat16() -> dict[str, Part]:
+    shapes = [(4, heads, TOKENS // 4, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    inputs = [torch.randn(shape, dtype=torch.bfloat16).requires_grad_() for shape in shapes]
+    weight = torch.randn_like(inputs[0])
+
+    def library() -> Tensor:
+        return (F.scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=True) * weight).sum()
+
+    return {
+        "PyTorch's backward pass": library,
+        "batched products (used)": lambda: (BFloat16CausalAttention.apply(*inputs, HEAD_DIM**-0.5) * weight).sum(),
     }
 
 
@@ -118,6 +133,7 @@ def main() -> None:
     torch.manual_seed(0)
     compare("loss, vocabulary 8,192, 2,048 tokens", loss_parts(8192, TOKENS), options.rounds)
     compare("loss, vocabulary 128,256, 1,024 tokens", loss_parts(128_256, TOKENS // 2), options.rounds)
+    compare("causal attention in bfloat16, windows of 512 tokens", attention_in_bfloat16(), options.rounds)
     compare("queries, keys and values", attention_inputs(), options.rounds)
     compare("gated feed-forward network", gated_feed_forward(), options.rounds)
     compare("rotary position embedding", rotary_embedding(), options.rounds)

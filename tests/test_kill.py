@@ -15,7 +15,7 @@ import torch
 from tests import tables
 from tests.commands import RunningCommand
 from tests.kill_test import __main__ as command
-from tests.kill_test import attempts, campaign
+from tests.kill_test import attempts, campaign, elastic
 from tests.kill_test.attempts import Attempt, AttemptFailed, Event, Moment, draw_moment, furthest_save
 from tests.kill_test.campaign import Campaign, Checkpoints, Outcome
 from tests.kill_test.disks import Disk
@@ -93,6 +93,15 @@ def test_other_interruptions_leave_no_trace(tmp_path: Path, name: str, kills: in
         if outcome.kills:
             return
     pytest.fail("no moment came")
+
+
+@pytest.mark.parametrize("rounds", [pytest.param(1, marks=pytest.mark.slow), pytest.param(20, marks=pytest.mark.long)])
+def test_lost_hosts_leave_no_trace(tmp_path: Path, rounds: int) -> None:
+    """The hosts that are left, and new ones, continue with the same documents and losses."""
+    outcome = elastic.run(tmp_path, rounds, seed=0)
+    assert outcome.passed, outcome
+    assert outcome.rounds == rounds and len({processes for _, processes in outcome.starts}) > 1
+    assert len(outcome.starts) > rounds and min(step for step, _ in outcome.starts[2:]) > 1
 
 
 def test_disk_that_loses_unsynced_data(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import signal
-import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
@@ -13,7 +12,6 @@ import pytest
 
 from tests.cli.test_launch import Command, free_port
 from tests.cli.test_main import write_module
-from tests.conftest import PROJECT
 from tests.training import TINY, flags
 from torchtitan.cli.train import train
 
@@ -230,29 +228,3 @@ class TestTorchrun:
         assert command.printed.count(message) == 1
         ours = command.printed.partition("Traceback")[0]  # torchrun's own follows
         assert "Traceback" not in ours and message in ours
-
-
-def test_batch_script(tmp_path: Path) -> None:
-    """With a fake Slurm, torchrun accepts its arguments in `multinode.slurm` and passes on ours."""
-    for name, text in {"scontrol": 'printf "node-7\\nnode-9\\n"', "srun": 'printf "%s\\n" "$@"'}.items():
-        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
-        (tmp_path / name).chmod(0o755)
-    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "MODULE": "llama3", "CONFIG": "llama3_8b"}
-    environment |= {
-        "SLURM_JOB_NODELIST": "node-[7,9]",
-        "SLURM_NNODES": "2",
-        "SLURM_GPUS_ON_NODE": "8",
-        "SLURM_JOB_ID": "42",
-        "SLURM_CPUS_PER_TASK": "96",
-    }
-    command = ["bash", PROJECT / "multinode.slurm", "--training.steps", "3"]
-    result = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=True)
-    words = result.stdout.splitlines()
-    assert words[:3] == ["--kill-on-bad-exit=1", "--cpus-per-task", "96"]
-    from torch.distributed.run import parse_args
-
-    arguments = parse_args(words[words.index("torch.distributed.run") + 1 :])
-    assert (arguments.nnodes, arguments.nproc_per_node, arguments.max_restarts) == ("2", "8", 3)
-    assert (arguments.rdzv_backend, arguments.rdzv_endpoint, arguments.rdzv_id) == ("c10d", "node-7:29500", "42")
-    assert arguments.module and arguments.training_script == "torchtitan.train"
-    assert arguments.training_script_args == "--module llama3 --config llama3_8b --training.steps 3".split()

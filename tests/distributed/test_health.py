@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from tests.processes import run_processes
+from torchtitan.cli import doctor
 from torchtitan.cli.main import main
 from torchtitan.distributed import health
-from torchtitan.distributed.health import GIB, RankHealth, findings, measure, rounds
+from torchtitan.distributed.health import GIB, Expectation, RankHealth, findings, measure, rounds
 
 SOUND = RankHealth(
     rank=0,
@@ -90,6 +91,36 @@ def test_slow_links_name_the_host_that_they_share():
     assert "20% of the median between hosts" in found[0].message
 
 
+EXPECTED = Expectation(device="a GPU", product_flops=1e12, link_bandwidth=1e9, network_bandwidth=1e8)
+
+
+def expecting(**changes):
+    ranks = [dataclasses.replace(one, all_reduce_bandwidth=1e8) for one in four_hosts()]
+    return findings(ranks, dataclasses.replace(EXPECTED, **changes))
+
+
+def test_equally_slow_hosts_are_named():
+    assert expecting() == []
+    names = {"product_flops": "matrix products", "link_bandwidth": "links within the host"}
+    for field, name in names.items():
+        found = expecting(**{field: 5 * getattr(EXPECTED, field)})
+        assert [finding.host for finding in found] == list("abcd")
+        assert {finding.message for finding in found} == {f"{name}: 20% of the speed expected of a GPU"}
+    found = expecting(network_bandwidth=5e8)
+    assert {finding.message.partition(":")[0] for finding in found} == {"links to other hosts", "the all-reduce"}
+
+
+def test_a_slow_all_reduce_of_sound_hosts_is_found():
+    ranks = [dataclasses.replace(one, all_reduce_bandwidth=1e7) for one in four_hosts()]
+    found = findings(ranks, EXPECTED)
+    assert [str(finding) for finding in found] == [
+        f"{host}: the all-reduce: 10% of the speed expected of a GPU" for host in "abcd"
+    ]
+    ranks[4] = dataclasses.replace(ranks[4], is_throttled=True)
+    (finding,) = findings(ranks, EXPECTED)
+    assert finding.host == "c" and "lowered its clocks" in finding.message
+
+
 @pytest.mark.parametrize("size", range(1, 17))
 def test_each_pair_of_few_ranks_meets_once(size):
     met = []
@@ -117,6 +148,15 @@ def _measure_with_a_slow_rank(folder: str) -> None:
     health._software = plain
     facts = [dataclasses.asdict(one) for one in ranks]
     (Path(folder) / f"{rank}.json").write_text(json.dumps(facts))
+
+
+def test_the_expectation_is_the_table_of_devices(monkeypatch):
+    names = {0: "NVIDIA H100 80GB HBM3", 1: "NVIDIA Unheard-of"}
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: names[device.index])
+    expected = doctor._expectation(torch.device("cuda", 0))
+    assert expected.device == "H100 SXM 80 GB" and expected.link_bandwidth == 0.8 * 450e9
+    assert doctor._expectation(torch.device("cuda", 1)) is None
+    assert doctor._expectation(torch.device("cpu")) is None
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """Trainer of the kill test, whose metrics depend on the random generators of each process."""
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from random import randrange
@@ -17,14 +18,18 @@ class NoisyTrainer(Trainer):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Trainer.Config):
-        """Options of the trainer, and the share of hidden labels."""
+        """Options of the trainer, the share of hidden labels, and a pause."""
 
         noise: float = 0.0
         """Share of labels hidden by torch's generator, and again by numpy's; Python's hides one column."""
 
+        pause: float = 0.0
+        """Seconds of sleep before each step."""
+
     config: Config
 
     def next_micro_batches(self, batches: Iterator[Batch]) -> list[Batch]:
+        time.sleep(self.config.pause)
         micro_batches = super().next_micro_batches(batches)
         if self.config.noise > 0:
             for batch in micro_batches:

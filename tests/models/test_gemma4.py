@@ -569,7 +569,8 @@ def pretrained(tmp_path: Path) -> Path:
 def test_adapters_for_a_hugging_face_folder(tmp_path: Path, pretrained: Path, chat_file: Path, kind: str) -> None:
     if kind != "dense":
         options = {"vocab_size": 2048, "vocab_size_per_layer_input": 2048, "max_position_embeddings": 2048}
-        own = {**(SMALL if kind == "small" else EXPERTS), **options, "tie_word_embeddings": True}
+        wide = {**SMALL, "hidden_size_per_layer_input": 16}  # the rank of the adapters
+        own = {**(wide if kind == "small" else EXPERTS), **options, "tie_word_embeddings": True}
         pretrained = save_with_tokenizer(random_reference(f"gemma4_text, {kind}", 0, **own), tmp_path / "own")
     assert_adapters_open_in_peft("gemma4", pretrained, chat_file, tmp_path / "run")
 

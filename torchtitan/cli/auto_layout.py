@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from torchtitan.foresight.device_choice import device_named
+from torchtitan.foresight.device_choice import device_named, device_of_gpu
 from torchtitan.foresight.devices import DEVICES, Device
 from torchtitan.foresight.planning import LAYOUT, plan
 from torchtitan.tools.device import total_memory
@@ -60,8 +60,7 @@ def _own_device(world_size: int, devices_per_host: int) -> Device:
             )
         return device_named("cpu", world_size)
     name = torch.cuda.get_device_name()
-    words = set(name.upper().split())
-    found = next((device for key, device in DEVICES.items() if key.upper() in words), None)
+    found = device_of_gpu(name)
     if found is None:
         raise UserError(
             f"--parallelism.auto does not know '{name}' (it knows: {', '.join(DEVICES)}); use `torchtitan plan "

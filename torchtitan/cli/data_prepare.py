@@ -33,7 +33,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--keep_duplicates", action="store_true", help="keep documents or samples with equal tokens")
     add("--min_tokens", type=int, default=0, metavar="N", help="text: drop shorter documents")
     add("--max_tokens", type=int, metavar="N", help="text: drop longer documents")
-    add("--max_repetition", type=float, default=1.0, metavar="F", help="text: drop those with more repeated 10-grams")
+    add(
+        "--max_repetition",
+        type=float,
+        default=1.0,
+        metavar="F",
+        help="text: drop documents with more repeated 10-grams",
+    )
 
 
 def prepare(sources: Sequence[str], options: argparse.Namespace, config: Any) -> None:

@@ -12,7 +12,9 @@ from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
 
 if TYPE_CHECKING:
-    from torchtitan.distributed.health import RankHealth
+    import torch
+
+    from torchtitan.distributed.health import Expectation, RankHealth
 
 
 def doctor(args: Sequence[str]) -> int:
@@ -42,7 +44,7 @@ def _check(folder: Path) -> int:
 
     device = init_process_group(device_type(), CommConfig(init_timeout_seconds=60))
     ranks = measure(folder, device)
-    found = findings(ranks)
+    found = findings(ranks, _expectation(device))
     destroy_process_group()
     own = [finding for finding in found if finding.host == socket.gethostname()]
     if int(os.environ.get("RANK", "0")) == 0:
@@ -52,6 +54,24 @@ def _check(folder: Path) -> int:
         if not found:
             print(f"{len({one.host for one in ranks})} host(s), {len(ranks)} rank(s): no problem found")
     return 1 if own else 0
+
+
+def _expectation(device: "torch.device") -> "Expectation | None":
+    """Return the speeds of a GPU that the table of devices knows."""
+    import torch
+
+    from torchtitan.distributed.health import Expectation
+    from torchtitan.foresight.device_choice import device_of_gpu
+
+    known = device_of_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    if known is None:
+        return None
+    return Expectation(
+        device=known.name,
+        product_flops=known.bfloat16_flops * known.product_efficiency,
+        link_bandwidth=known.link_bandwidth * known.link_efficiency,
+        network_bandwidth=known.network_bandwidth * known.link_efficiency,
+    )
 
 
 def _print(ranks: "Sequence[RankHealth]", device: str) -> None:

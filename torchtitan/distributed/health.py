@@ -33,6 +33,10 @@ LEAST_BANDWIDTH = 0.5
 LEAST_DISK = 0.25
 """Least speed of writing, relative to the median of all hosts, which may share the disk."""
 
+LEAST_OF_EXPECTED = 0.25
+"""Least part of the speed that a GPU's data sheet promises. Messages are too small to fill a fast link, and a GPU may
+have less power than its data sheet assumes."""
+
 LEAST_FREE_GIB = 10.0
 LEAST_SHARED_MEMORY_GIB = 1.0
 """Workers of a data loader pass batches through /dev/shm, of which containers often have only 64 MiB."""
@@ -78,6 +82,20 @@ class RankHealth:
     """Other rank → bandwidth of messages in both directions at once, while other pairs communicate too."""
     all_reduce_bandwidth: float = 0.0
     """Of one all-reduce over all ranks: bytes that each rank sends, per second; 0 for a single rank."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expectation:
+    """Speed of sound hosts; bandwidths are bytes/s in one direction."""
+
+    device: str
+    """Name of the GPU."""
+    product_flops: float
+    """FLOP/s of large bfloat16 matrix products."""
+    link_bandwidth: float
+    """Between ranks of a host."""
+    network_bandwidth: float
+    """Of each rank to other hosts."""
 
 
 @dataclass(frozen=True)
@@ -130,8 +148,8 @@ def measure(folder: Path, device: torch.device) -> list[RankHealth]:
     return gather_objects(own)
 
 
-def findings(ranks: Sequence[RankHealth]) -> list[Finding]:
-    """Return everything that is out of line, by rank."""
+def findings(ranks: Sequence[RankHealth], expected: Expectation | None = None) -> list[Finding]:
+    """Return everything that is out of line with the other ranks or, if known, the expectation."""
     found = [*_different_software(ranks), *_slow_links(ranks)]
     hosts = [one for one in ranks if one.is_first_of_host]
     median_products = statistics.median(one.product_flops for one in ranks)
@@ -157,7 +175,27 @@ def findings(ranks: Sequence[RankHealth]) -> list[Finding]:
         if one.memory_errors:
             messages.append(f"{one.memory_errors} uncorrected memory errors")
         found += [Finding(one.host, message) for message in messages]
-    return found
+    return found + list(_below_expectation(ranks, expected, is_sound=not found)) if expected else found
+
+
+def _below_expectation(ranks: Sequence[RankHealth], expected: Expectation, *, is_sound: bool) -> Iterator[Finding]:
+    """Yield hosts whose median speeds are low, even if all hosts are equally slow. An all-reduce, which waits for the
+    slowest rank, counts only if the hosts are sound otherwise."""
+    host_of = {one.rank: one.host for one in ranks}
+    hosts = dict.fromkeys(host_of.values())
+    slowest = expected.link_bandwidth if len(hosts) == 1 else expected.network_bandwidth
+    for host in hosts:
+        own = [one for one in ranks if one.host == host]
+        links = [(host_of[other] == host, speed) for one in own for other, speed in one.bandwidths.items()]
+        speeds = {
+            "matrix products": ([one.product_flops for one in own], expected.product_flops),
+            "links within the host": ([speed for inside, speed in links if inside], expected.link_bandwidth),
+            "links to other hosts": ([speed for inside, speed in links if not inside], expected.network_bandwidth),
+            "the all-reduce": ([one.all_reduce_bandwidth for one in own if is_sound and len(ranks) > 1], slowest),
+        }
+        for name, (measured, most) in speeds.items():
+            if measured and (part := statistics.median(measured) / most) < LEAST_OF_EXPECTED:
+                yield Finding(host, f"{name}: {part:.0%} of the speed expected of {expected.device}")
 
 
 def _different_software(ranks: Sequence[RankHealth]) -> Iterator[Finding]:

@@ -27,6 +27,12 @@ def device_named(name: str, world_size: int) -> Device:
     return DEVICES[name]
 
 
+def device_of_gpu(name: str) -> Device | None:
+    """Return the device of the table with a GPU's own name, such as NVIDIA H100 80GB HBM3."""
+    words = set(name.upper().split())
+    return next((device for key, device in DEVICES.items() if key.upper() in words), None)
+
+
 def device_in_file(path: Path) -> Device:
     """Read a device from a YAML file with the fields of `Device`. Raise `UserError` for a file without them."""
     try:

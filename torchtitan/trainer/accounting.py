@@ -106,9 +106,9 @@ class Accounting(Callback):
         last_step, last = self._since
         spent = {phase: (now - last.get(phase, 0.0)) / (step - last_step) for phase, now in seconds.items()}
         own = torch.tensor([spent.get(phase, 0.0) for phase in OWN_PHASES], dtype=torch.float64)
-        of_ranks = torch.empty(len(self._hosts) * len(own), dtype=torch.float64)
-        dist.all_gather_into_tensor(of_ranks, own)
-        excess, rank, phase = largest_excess(of_ranks.view(-1, len(own)))
+        of_ranks = own.new_empty(len(self._hosts), len(own))
+        dist.all_gather(list(of_ranks), own)
+        excess, rank, phase = largest_excess(of_ranks)
         share = excess / sum(time for phase, time in spent.items() if phase not in _PAUSES)
         slow = (rank, OWN_PHASES[phase]) if share > STRAGGLER_MARGIN else None
         if self._log and slow:
