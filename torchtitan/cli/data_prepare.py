@@ -95,6 +95,11 @@ def _encoding(sources: Sequence[str], options: argparse.Namespace, config: Any) 
     config.tokenizer.validate()
     tokenizer = config.tokenizer.build(path=config.hf_assets_path)
     if isinstance(loader, PlannedDataLoader.Config):
+        if (options.min_tokens, options.max_tokens, options.max_repetition) != (0, None, 1.0):
+            raise UserError(
+                "--min_tokens, --max_tokens and --max_repetition filter text; leave them out, and set the filters of "
+                "the loader (--dataloader.…)"
+            )
         loader.dataset = list(sources)
         loader.validate()
         rows = loader.rows()
