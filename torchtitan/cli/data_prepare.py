@@ -3,6 +3,7 @@
 import argparse
 import os
 import re
+import signal
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -67,6 +68,8 @@ def prepare(sources: Sequence[str], options: argparse.Namespace, config: Any) ->
         deduplicate=not options.keep_duplicates,
     )
     share, n_shares = _share(options.part)
+    # Ignore SIGPIPE, so that a killed worker raises an error instead of ending this process.
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     preparation.begin()
     if not options.merge:
         numbers = [number for number in preparation.missing() if number % n_shares == share]
