@@ -82,6 +82,14 @@ def test_decisions_equal_numpy():
     assert 10 < sum(decisions) < 200
 
 
+def test_equal_values_define_no_spike():
+    """Steps that learned nothing, as with equal rewards, say nothing about the size of the first one that does."""
+    guard = SpikeGuard.Config(threshold=2.0, window=4).build()
+    for _ in range(4):
+        guard.record(0.0, 0.0)
+    assert not guard.spike(0.1, 0.2)
+
+
 class Glitch(Trainer):
     """Damages the weights once, in step 20, like a faulty device."""
 

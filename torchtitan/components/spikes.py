@@ -93,7 +93,7 @@ class SpikeGuard(Configurable):
             if len(values) < self.config.window:
                 continue
             mean, deviation = statistics.fmean(values), statistics.stdev(values)
-            if value - mean > self.config.threshold * deviation:
+            if deviation > 0 and value - mean > self.config.threshold * deviation:
                 return f"the {name} is a spike (the last {len(values)} steps: {mean:.4g} ± {deviation:.2g})"
         return ""
 

@@ -60,7 +60,8 @@ class Accounting(Callback):
 
     def _description(self) -> dict[str, Any]:
         trainer = self.trainer
-        summary = trainer.dataloader.summary(trainer.total_steps * trainer.global_batch_size)
+        n_samples = trainer.run_length.samples_read_at(trainer.total_steps, trainer.step, trainer.n_tokens_seen)
+        summary = trainer.dataloader.summary(n_samples)
         return {
             "begun": trainer.phases.begun,
             "seconds": trainer.phases.seconds(),
