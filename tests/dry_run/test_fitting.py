@@ -14,6 +14,7 @@ from tests.processes import run_processes
 from tests.training import read_metrics, tiny_config
 from torchtitan.dry_run import fitting
 from torchtitan.dry_run.report import reports_of
+from torchtitan.experiments.preference import config_registry as preferences
 from torchtitan.models.llama3.config_registry import llama3_8b, llama3_8b_lora, llama3_debugmodel
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.process import use_expandable_segments
@@ -125,3 +126,24 @@ def test_published_configurations_compile_on_cuda_only(monkeypatch, has_gpu):
         config = configuration()
         assert (config.compile.enable, config.activation_checkpoint.mode) == (has_gpu, "auto")
     assert not llama3_debugmodel().compile.enable
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["dpo_debugmodel", "kto_debugmodel"])
+def test_preferences_choose_by_dry_runs(name, monkeypatch, caplog):
+    monkeypatch.setattr(fitting, "device_type", lambda: "cuda")
+    monkeypatch.setattr(fitting, "total_memory", lambda: 2**40)
+    config = getattr(preferences, name)()
+    config.activation_checkpoint.mode = "auto"
+    assert fitting.with_fitting_checkpoints(config, 1).activation_checkpoint.mode == "none"
+
+
+def test_a_step_that_needs_values_is_selective(config, monkeypatch, caplog):
+    def fail(*_):
+        raise RuntimeError("no values")
+
+    monkeypatch.setattr(fitting, "device_type", lambda: "cuda")
+    monkeypatch.setattr(fitting, "total_memory", lambda: 2**40)
+    monkeypatch.setattr(fitting, "reports_of", fail)
+    assert fitting.with_fitting_checkpoints(config, 1).activation_checkpoint.mode == "selective"
+    assert "cannot take this step (RuntimeError: no values)" in caplog.text

@@ -93,6 +93,12 @@ def test_rates_by_tokens(tmp_path):
     assert [line[1] for line in read_metrics(tmp_path, "lr")] == pytest.approx(expected, rel=1e-9)
 
 
+def test_a_warm_up_below_one_step_of_tokens_is_refused(tmp_path):
+    options = {"lr_scheduler__unit": "tokens", "lr_scheduler__warmup_steps": 2}
+    with pytest.raises(UserError, match="warmup_steps is 2 tokens .*, but a step has"):
+        tiny_config(tmp_path, **options).check(1)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("killed", [4, 5, 8])
 def test_resumes_bit_identically(tmp_path, killed):

@@ -40,7 +40,8 @@ def _layout_of_earlier_run(config: Trainer.Config, world_size: int) -> list[str]
     if start is None or not start.resumes or not path.is_file():
         return None
     document: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
-    if prod(document["parallelism"][name] for name in LAYOUT[:5]) != world_size:
+    has_same_batch = config.training.global_batch_size in (-1, document["training"]["global_batch_size"])
+    if prod(document["parallelism"][name] for name in LAYOUT[:5]) != world_size or not has_same_batch:
         return None
     chosen = {"training": ("local_batch_size", "global_batch_size"), "activation_checkpoint": ("mode",)}
     options = {f"--{section}.{name}": document[section][name] for section, names in chosen.items() for name in names}

@@ -231,10 +231,13 @@ def _software() -> dict[str, str]:
 
 
 def _smi(*fields: str) -> list[str]:
-    """Return fields of this rank's NVIDIA GPU, as its driver's tool prints them."""
+    """Return fields of this rank's NVIDIA GPU, as its driver's tool prints them; "unknown" if it cannot."""
     uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
     words = ["nvidia-smi", f"--id=GPU-{uuid}", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
-    return subprocess.run(words, check=True, capture_output=True, text=True).stdout.strip().split(", ")
+    try:
+        return subprocess.run(words, check=True, capture_output=True, text=True).stdout.strip().split(", ")
+    except (OSError, subprocess.CalledProcessError):  # no such tool, or an older one without these fields
+        return ["unknown"] * len(fields)
 
 
 def _gpu_state() -> tuple[int, bool]:

@@ -88,8 +88,6 @@ class Facts(NamedTuple):
     """Sizes of a whole model."""
 
     n_layers: int
-    first: int
-    """Number of the first layers, after which all layers are alike; at least 2."""
     parameters: int
     flops_per_token: float
     """Forward and backward, by the formula of model FLOP/s utilization."""
@@ -99,7 +97,7 @@ _FACTS: dict[tuple[str, int], Facts] = {}
 
 
 def facts_of(config: Trainer.Config) -> Facts:
-    """Return the facts of a model. Raise `UserError` if its layers do not repeat."""
+    """Return the facts of a model. Raise `UserError` if it has no layers."""
     model: Any = config.model_spec.model
     key = (repr(model), config.training.seq_len)
     if key not in _FACTS:
@@ -107,17 +105,33 @@ def facts_of(config: Trainer.Config) -> Facts:
             raise UserError(f"{type(model).__qualname__} has no n_layers; foresight needs a model of repeated layers")
         with torch.device("meta"):
             whole = model.build()
-        total = whole.num_parameters()
-        first = _first_like_all(model, total)
-        _FACTS[key] = Facts(model.n_layers, first, total, whole.flops_per_token(config.training.seq_len))
+        flops_per_token = whole.flops_per_token(config.training.seq_len)
+        _FACTS[key] = Facts(model.n_layers, whole.num_parameters(), flops_per_token)
     return _FACTS[key]
 
 
-def _first_like_all(model: Any, total: int) -> int:
+_FIRST: dict[str, int] = {}
+
+
+def first_like_all(config: Trainer.Config) -> int:
+    """Return the number of first layers, at least 2, after which all layers have equal numbers of parameters. Raise
+    `UserError` if there are too many."""
+    model: Any = config.model_spec.model
+    if (key := repr(model)) not in _FIRST:
+        _FIRST[key] = _count_special_layers(model, facts_of(config).parameters)
+    return _FIRST[key]
+
+
+def _count_special_layers(model: Any, total: int) -> int:
     @functools.cache
     def count(n: int) -> int:
+        smaller = dataclasses.replace(model, n_layers=n)
+        try:
+            smaller.validate()
+        except UserError as error:
+            raise UserError(f"foresight needs a model whose first layers are a model, too: {error}") from error
         with torch.device("meta"):
-            return int(dataclasses.replace(model, n_layers=n).build().num_parameters())
+            return int(smaller.build().num_parameters())
 
     for first in range(2, 2 + _MOST_SPECIAL_LAYERS):
         if count(first) + (model.n_layers - first) * (count(first + 1) - count(first)) == total:
@@ -127,7 +141,7 @@ def _first_like_all(model: Any, total: int) -> int:
 
 def profile(config: Trainer.Config, split: Split) -> Profile:
     """Return the work and memory of a layer, by the difference of two dry runs."""
-    first = facts_of(config).first
+    first = first_like_all(config)
     few, more = (_measure(config, split, n) for n in (first, first + 1))
     layer = more - few
     return Profile(layer, rest=functools.reduce(operator.sub, [layer] * first, few))

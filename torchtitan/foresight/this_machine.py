@@ -41,8 +41,11 @@ def this_machine(processes: int) -> Device:
     cache = Path(os.environ.get("TORCHTITAN_CACHE") or Path.home() / ".cache" / "torchtitan")
     path = cache / f"device-{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}.json"
     if not path.is_file():
-        durable.make_folder(cache)
-        durable.write(path, json.dumps(asdict(_measure_together(processes))))
+        try:
+            durable.make_folder(cache)
+            durable.write(path, json.dumps(asdict(_measure_together(processes))))
+        except OSError as error:
+            raise UserError(f"{cache} cannot be written: {error.strerror}; set TORCHTITAN_CACHE to a folder") from error
     return Device(**json.loads(path.read_text()))
 
 

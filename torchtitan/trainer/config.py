@@ -233,7 +233,13 @@ class RunConfig(Configurable.Config):
             )
         self.spikes.check_run(self)
         self.ema.check_run(self)
-        self.training.resolve_global_batch_size(dims.dp_degree)
+        first_tokens = self.training.resolve_global_batch_size(dims.dp_degree) * self.training.seq_len
+        warmup = self.lr_scheduler.warmup_steps
+        if self.lr_scheduler.unit == "tokens" and 0 < warmup < first_tokens:
+            raise UserError(
+                f"--lr_scheduler.warmup_steps is {warmup} tokens (lr_scheduler.unit), but a step has {first_tokens}; "
+                "set the tokens of the warm-up, or 0"
+            )
         if self.training.enable_cpu_offload and dims.dp_shard * dims.cp == 1:
             raise UserError(
                 "--training.enable_cpu_offload is a part of FSDP, and needs --parallelism.data_parallel_shard_degree "

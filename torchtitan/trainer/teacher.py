@@ -58,6 +58,10 @@ class TeacherTrainer(Trainer):
             teacher, tokenizer = self.teacher, self.tokenizer.build(path=self.hf_assets_path)
             if teacher.cache and dry_run:
                 raise UserError("--teacher.cache cannot be combined with a dry run, which reads no data; leave it out")
+            if teacher.cache and (self.training.batch_schedule or self.training.seq_len_schedule):
+                raise UserError(
+                    "--teacher.cache needs batches of one size; leave out batch_schedule and seq_len_schedule"
+                )
             if teacher.cache and not teacher.path:
                 if not Path(teacher.cache).is_dir():
                     raise UserError(f"--teacher.cache {teacher.cache} does not exist; write it with --teacher.path")
