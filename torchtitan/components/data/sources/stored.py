@@ -109,9 +109,10 @@ def stored_files(url: str, text_column: str) -> list[StoredPart]:
     find = store.glob if is_pattern else store.find
     found = with_patience(f"listing {url}", lambda: find(root, detail=True))
     known = [path for path in sorted(found) if file_format(Path(path)) is not None]
-    # fsspec's HTTP store returns no details of a single file.
-    details = {path: found[path] or with_patience(f"reading {path}", partial(store.info, path)) for path in known}
-    files = {path: entry for path, entry in details.items() if entry["type"] == "file"}
+    # fsspec's HTTP store lists files without sizes.
+    unsized = [path for path in known if found[path].get("size") is None]
+    details = found | {path: with_patience(f"reading {path}", partial(store.info, path)) for path in unsized}
+    files = {path: details[path] for path in known if details[path]["type"] == "file"}
     if not files:
         raise UserError(f"{url}: there is no data file ({supported_formats()})")
 
