@@ -1,6 +1,7 @@
 """AdamW with moments in 8 bits, or in CPU memory: reference numbers, exact resumption, and other layouts."""
 
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -95,6 +96,21 @@ def test_offloaded_updates_equal_torch_and_resume_as_adamw(tmp_path: Path):
         train(tmp_path / name, optimizer__name="AdamW", **OPTIONS, **base, training__steps=4)
     expected, offloaded = (read_metrics(tmp_path / name, "loss", "grad_norm") for name in ("AdamW", "AdamWOffload"))
     assert offloaded == expected and len(expected) == 4
+
+
+def test_loaded_moments_go_to_cpu_memory_only():
+    """PyTorch's own loading, which moves a state to the parameter's device, gets no moments."""
+    source, target = wide(), wide()
+    saved = torch.optim.AdamW(source.parameters(), lr=1e-2)
+    steps(saved, source.weight)
+    optimizer = Optimizer.Config(name="AdamWOffload", param_groups={}).build(model_parts=[target]).optimizers[0]
+    memory = {name: value.data_ptr() for name, value in optimizer.state[target.weight].items()}
+    move = "_process_value_according_to_param_policy"
+    with mock.patch.object(torch.optim.Optimizer, move, side_effect=AssertionError):
+        optimizer.load_state_dict(saved.state_dict())
+    loaded, expected = optimizer.state[target.weight], saved.state[source.weight]
+    assert loaded.keys() == expected.keys() and all(torch.equal(loaded[name], expected[name]) for name in expected)
+    assert {name: value.data_ptr() for name, value in loaded.items()} == memory
 
 
 def test_momentum_is_rejected():

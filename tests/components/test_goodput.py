@@ -58,6 +58,8 @@ def test_part_of_an_interval_is_lost():
 
 def test_nothing_is_lost_without_a_restart():
     assert goodput(KILLED_TWICE[:3]) == {"training": 35.0, "start-up": 10.0, "save": 3.0, "data": 2.0}
+    returned = progress(160, 22, **{**KILLED_TWICE[2]["seconds"], "return to a checkpoint": 9.0})
+    assert goodput([*KILLED_TWICE[:3], returned]) == {**goodput(KILLED_TWICE[:3]), "restart": 9.0, "other": 1.0}
     assert goodput([]) == {} and describe_goodput({"start-up": 2.0}) == "goodput 0.0% of 0:00:02; start-up 100.0%"
 
 

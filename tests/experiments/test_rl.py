@@ -21,12 +21,13 @@ from torchtitan.components.generation import Generation, engine
 from torchtitan.components.generation.sampling import draw
 from torchtitan.components.rollout.rewards import Rewards, number_match
 from torchtitan.components.rollout.rollout import RolloutEngine, Rollouts, Trajectory, pack_trajectories
+from torchtitan.components.spikes import SpikeGuard
 from torchtitan.config.manager import ConfigManager
 from torchtitan.experiments.rl.config_registry import rl_debugmodel
 from torchtitan.experiments.rl.trainer import RLTrainer
 from torchtitan.models.qwen3_moe import FLAVORS
 from torchtitan.models.qwen3_moe import model_spec as moe_spec
-from torchtitan.tools.errors import UserError
+from torchtitan.tools.errors import RunFailure, UserError
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 2048}
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
@@ -357,6 +358,22 @@ def test_the_small_configuration_runs_with_experts(tmp_path):
     assert "dropped_tokens/layers.0" not in line
 
 
+@pytest.mark.parametrize("method", ["grpo", "ppo"])
+def test_a_spike_in_a_further_update_ends_its_step(folder, tmp_path, caplog, method):
+    """The first update counts: the step is taken, and equals one with a single update."""
+    options = {"training__steps": 1, "spikes__max_in_a_row": 1, "policy__method": method}
+    with mock.patch.object(SpikeGuard, "spike", side_effect=["", "a spike"]):
+        trainer = train_rl(folder, tmp_path / "run", **options, policy__updates=3)
+    assert "step 1: a further update has loss" in caplog.text
+    single = train_rl(folder, tmp_path / "single", **options)
+    first, second = (one.states()["model"].state_dict() for one in (trainer, single))
+    assert all(torch.equal(first[name], second[name]) for name in second)
+    measured = [read_metrics(tmp_path / name, *NUMBERS) for name in ("run", "single")]
+    assert measured[0] == measured[1] and trainer.spikes.n_skipped == trainer.spikes.in_a_row == 0
+    with mock.patch.object(SpikeGuard, "spike", side_effect=["a spike"]), pytest.raises(RunFailure, match="1 steps in"):
+        train_rl(folder, tmp_path / "skipped", **options, policy__updates=3)
+
+
 @pytest.mark.parametrize(("inside", "method"), [(True, "grpo"), (False, "ppo")])
 def test_resume_is_exact(folder, tmp_path, inside, method):
     options = {"policy__beta": 0.1, "policy__updates": 2, "policy__method": method}
@@ -528,6 +545,7 @@ def test_a_rollout_without_a_trajectory_is_named(folder, tmp_path):
         ({"policy__gae_decay": 95}, r"--policy\.gae_decay is 95\.0, but must be from 0 to 1"),
         ({"rewards": ["nothing"]}, r"--rewards nothing is unknown"),
         ({"rewards": ["pattern=("]}, r"not a regular expression"),
+        ({"lr_scheduler__unit": "tokens"}, r"--lr_scheduler\.unit tokens needs a known number of tokens per step"),
         ({"reward_weights": [1, 2]}, r"--reward_weights has 2 numbers for 1 --rewards"),
         ({"parallelism__pipeline_parallel_degree": 2}, r"--parallelism\.pipeline_parallel_degree 2 cannot be combined"),
     ],

@@ -3,6 +3,7 @@
 import argparse
 import os
 import re
+import signal
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -67,6 +68,8 @@ def prepare(sources: Sequence[str], options: argparse.Namespace, config: Any) ->
         deduplicate=not options.keep_duplicates,
     )
     share, n_shares = _share(options.part)
+    # Ignore SIGPIPE, so that a killed worker raises an error instead of ending this process.
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     preparation.begin()
     if not options.merge:
         numbers = [number for number in preparation.missing() if number % n_shares == share]
@@ -95,6 +98,11 @@ def _encoding(sources: Sequence[str], options: argparse.Namespace, config: Any) 
     config.tokenizer.validate()
     tokenizer = config.tokenizer.build(path=config.hf_assets_path)
     if isinstance(loader, PlannedDataLoader.Config):
+        if (options.min_tokens, options.max_tokens, options.max_repetition) != (0, None, 1.0):
+            raise UserError(
+                "--min_tokens, --max_tokens and --max_repetition filter text; leave them out, and set the filters of "
+                "the loader (--dataloader.…)"
+            )
         loader.dataset = list(sources)
         loader.validate()
         rows = loader.rows()

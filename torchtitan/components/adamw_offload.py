@@ -39,12 +39,13 @@ class AdamWOffload(torch.optim.AdamW):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the moments of parameters that have allocated moments."""
-        super().load_state_dict(state_dict)
-        for parameter, host in self._hosts.items():
-            own = host.state(parameter)
-            for name, value in self.state[parameter].items():
-                _local(own[name]).copy_(_local(value))  # PyTorch moves the loaded tensors to the GPU
-            self.state[parameter] = own
+        saved = [key for group in state_dict["param_groups"] for key in group["params"]]
+        own = [parameter for group in self.param_groups for parameter in group["params"]]
+        for key, parameter in zip(saved, own, strict=True):
+            for name, value in state_dict["state"].get(key, {}).items():
+                _local(self._hosts[parameter].state(parameter)[name]).copy_(_local(value))
+        super().load_state_dict({**state_dict, "state": {}})  # PyTorch would copy the moments to the GPU
+        self.state.update({parameter: host.state(parameter) for parameter, host in self._hosts.items()})
 
 
 class _Host:

@@ -7,7 +7,8 @@ from datetime import timedelta
 from torchtitan.components.run_events import Event
 
 TRAINING = "training"
-_PARTS = {"start-up": "start-up", "data": "data", "validation": "validation", "save": "save", "between steps": "other"}
+_PARTS = {name: name for name in ("start-up", "data", "validation", "save")}
+_PARTS |= {"between steps": "other", "return to a checkpoint": "restart"}
 """Phase → part of the run's time; all other phases are parts of a step, and are training."""
 
 

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 START_UP, BETWEEN_STEPS, GATHERING = "start-up", "between steps", "waiting for weights"
+RETURN = "return to a checkpoint"
 
 
 class PhaseClock:

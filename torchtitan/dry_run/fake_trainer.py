@@ -182,9 +182,8 @@ class FakeTrainer(Trainer):
         self.n_computed = 0
         parameters = [p for part in self.all_parts for p in (*part.parameters(), *part.buffers())]
         states = [state for optimizer in self.optimizer.optimizers for state in optimizer.state.values()]
-        self.memory.label("parameters", parameters)
-        moments = [v for state in states for v in state.values() if isinstance(v, Tensor)]
-        self.memory.label("optimizer", [*moments, *self.ema.averages])
+        self.memory.label("parameters", [*parameters, *self.ema.averages])
+        self.memory.label("optimizer", [v for state in states for v in state.values() if isinstance(v, Tensor)])
         if self.pipeline:
             MicrobatchReplay(self.pipeline, self.memory, self.work, self.label_training_allocations).install()
         with self.fake_mode, observing(self.memory, self.work):

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torchtitan
 from torchtitan.components.goodput import describe_goodput, goodput
 from torchtitan.components.run_events import EventLog, events_in
-from torchtitan.distributed.phases import BETWEEN_STEPS
+from torchtitan.distributed.phases import BETWEEN_STEPS, RETURN
 from torchtitan.distributed.process_group import gather_objects
 from torchtitan.tools.device import device_description
 from torchtitan.tools.logging import logger
@@ -28,7 +28,7 @@ OWN_PHASES = (BETWEEN_STEPS, "start of the step", "data", "forward", "optimizer 
 STRAGGLER_MARGIN = 0.1
 """A rank is slow if a phase of its own takes longer than the median of the other ranks by this part of a step."""
 
-_PAUSES = {"start-up", "validation", "save"}  # not parts of a step
+_PAUSES = {"start-up", "validation", "save", RETURN}  # not parts of a step
 
 
 class Accounting(Callback):

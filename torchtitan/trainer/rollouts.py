@@ -23,6 +23,10 @@ def check_rollouts(config: Any) -> None:
     """Raise `UserError` for a run that cannot sample with its section `rollout`."""
     rollout, parallelism, most = config.rollout, config.parallelism, config.training.seq_len
     rollout.validate()
+    if config.lr_scheduler.unit == "tokens":
+        raise UserError(
+            "--lr_scheduler.unit tokens needs a known number of tokens per step, which rollouts do not have; set steps"
+        )
     parallelism.require_one("context", "pipeline", user="rollouts, which the run's own weights generate")
     if rollout.max_new_tokens > most:
         raise UserError(

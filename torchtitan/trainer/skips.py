@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from torchtitan.components.data.base import Batch
+from torchtitan.distributed.phases import RETURN
 from torchtitan.tools.errors import RunFailure
 from torchtitan.tools.logging import logger
 from torchtitan.trainer.ledger import in_global_order, names_of, shortened
@@ -42,7 +43,9 @@ def return_to_checkpoint(trainer: Any) -> None:
     kept = {"random"} if action == "repeat" else {"random", "trainer", "dataloader"}
     if guard.config.advance_schedule:
         kept.add("lr_scheduler")
-    returned_to = trainer.checkpointer.reload(last_taken, excluding=kept)
+    with trainer.metrics.exclude(), trainer.phases.during(RETURN):
+        returned_to = trainer.checkpointer.reload(last_taken, excluding=kept)
+        trainer.follow_weights()
     if returned_to == before:
         raise RunFailure(f"steps {last_taken + 1} to {step} are skipped, and the run has returned to {before} before")
     trainer.step, trainer.n_tokens_seen = step, n_tokens_seen

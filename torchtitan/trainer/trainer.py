@@ -287,9 +287,13 @@ class Trainer(RunBuilder):
                 self.check_gradients()
             self.watchdog.phase("optimizer step")
             self.optimizer.step()
-            for converter in self.converters:
-                converter.post_optimizer_hook(self.model_parts)
+            self.follow_weights()
         return outcome
+
+    def follow_weights(self) -> None:
+        """Let the converters compute again what depends on the weights."""
+        for converter in self.converters:
+            converter.post_optimizer_hook(self.model_parts)
 
     def next_micro_batches(self, batches: Iterator[Batch]) -> list[Batch]:
         """Return this rank's part of the next global batch; shorter at the end of the data, and empty after it."""
@@ -513,11 +517,21 @@ class Trainer(RunBuilder):
     def validate(self) -> float:
         """Validate outside of the training time, log the result, and return the loss."""
         assert self.validator is not None
-        averaged = self.ema.applied(self.config.ema.for_validation)
+        averaged = self.averaged(self.config.ema.for_validation)
         with self.metrics.exclude(), self.phases.during("validation"), averaged, self.precision.fixed_weights():
             measured = self.validator.validate()
             self.metrics.log_validation(self.step, **measured)
         return measured["validation_loss"]
+
+    @contextlib.contextmanager
+    def averaged(self, wanted: bool) -> Iterator[None]:
+        """Compute with the averages of weights in the block if `wanted`."""
+        with self.ema.applied(wanted):
+            if wanted:
+                self.follow_weights()
+            yield
+        if wanted:
+            self.follow_weights()
 
     def report(self, outcome: StepResult) -> None:
         """Log the numbers of the step if due."""

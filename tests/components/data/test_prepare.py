@@ -6,6 +6,7 @@ import random
 import resource
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import fsspec
@@ -218,6 +219,39 @@ def test_a_throttling_store_is_asked_again(corpus, tokenizer, tmp_path, store, m
         tokens.tokens(0, 10)
 
 
+def test_processes_of_one_host_copy_an_index_at_the_same_time(corpus, tokenizer, tmp_path, store):
+    prepared(corpus, "memory://out", tokenizer)
+    with ThreadPoolExecutor(8) as pool:
+        opened = list(pool.map(lambda _: open_tokens("memory://out", tokenizer, tmp_path), range(8)))
+    assert len({tokens.n_tokens for tokens in opened}) == 1
+    [index] = (tmp_path / "cache/indexes").iterdir()
+    assert index.read_bytes() == store.cat_file("/out/train.index")
+
+
+def test_hosts_begin_together(corpus, tokenizer, tmp_path, monkeypatch):
+    """The plan of another process appears after the first look for one, next to its work folder."""
+    (tmp_path / "out/.work-other/plan").mkdir(parents=True)
+    original, other = Preparation._names, preparation(corpus, tmp_path / "out", tokenizer)
+
+    def names(self):
+        monkeypatch.setattr(Preparation, "_names", original)
+        other.begin()
+        return original(self)
+
+    monkeypatch.setattr(Preparation, "_names", names)
+    preparation(corpus, tmp_path / "out", tokenizer).begin()
+
+
+def test_a_file_that_a_server_lists_without_details(corpus, store, monkeypatch):
+    """fsspec's HTTP store does so."""
+    store.pipe_file("/raw/a.jsonl", Path(corpus[0]).read_bytes())
+    monkeypatch.setattr(type(store), "find", lambda self, path, **options: {path: {}})
+    assert resolve_source("memory://raw/a.jsonl").size() == os.path.getsize(corpus[0])
+    monkeypatch.setattr(type(store), "info", lambda self, path: {"type": "file", "size": None})
+    with raises("does not state the size"):
+        resolve_source("memory://raw/a.jsonl")
+
+
 CHAT = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]}
 
 
@@ -236,6 +270,8 @@ def test_chats_and_preferences(config, tmp_path, monkeypatch):
     arguments = ["--part_size", "0.001", "--workers", "2", "--dataloader.chat_template", "alpaca", *names]
     assert main(["data", "prepare", "rows.jsonl", "--out", "out", *arguments]) == 0
     assert not (tmp_path / "out/parts").exists()
+    monkeypatch.setattr(Preparation, "write", None)  # the same command again writes no part
+    assert main(["data", "prepare", "rows.jsonl", "--out", "out", *arguments]) == 0
     batches = []
     for dataset in ("unique.jsonl", "out"):
         run = ConfigManager("test").parse_args([*names, "--dataloader.chat_template", "alpaca"]).config
@@ -257,6 +293,32 @@ class TestErrors:
             preparation(corpus, tmp_path / "out", tokenizer).begin()
         with raises("holds other files, such as a.jsonl"):
             preparation(corpus, tmp_path, tokenizer).begin()
+
+    def test_another_order_of_sources(self, corpus, tokenizer, tmp_path):
+        preparation(corpus, tmp_path / "out", tokenizer).begin()
+        with raises("holds another preparation, with other sources"):
+            preparation(corpus[::-1], tmp_path / "out", tokenizer).begin()
+
+    @pytest.mark.parametrize("place", ["local", "store"])
+    def test_sources_that_change_while_they_are_read(self, place, corpus, tokenizer, tmp_path, store):
+        store.pipe_file("/raw/c.txt", b"Some text.")
+        made = preparation([corpus[2] if place == "local" else "memory://raw"], tmp_path / "out", tokenizer)
+        made.begin()
+        made.write_all(made.missing(), 1)
+        made.check_unchanged()
+        Path(corpus[2]).write_text("Other text.")
+        store.pipe_file("/raw/c.txt", b"Same size.")
+        with raises("the sources changed while they were read"):
+            merge(made, 1)
+        assert not (tmp_path / "out/manifest.json").exists()
+
+    def test_nothing_held_out(self, corpus, tokenizer, tmp_path):
+        with raises("--held_out selects no document; increase it"):
+            prepared(corpus, tmp_path / "out", tokenizer, held_out=1e-9)
+
+    def test_another_manifest_is_no_preparation(self, tmp_path):
+        (tmp_path / "manifest.json").write_text("{}")
+        assert find_prepared(str(tmp_path), DOCUMENTS) is None
 
     def test_not_writable(self, corpus, tokenizer, tmp_path):
         (tmp_path / "file").write_text("")
@@ -294,6 +356,13 @@ class TestErrors:
         assert main(["data", "prepare", *arguments, "--module", "llama3", "--config", "debugmodel"]) == 2
         error = capsys.readouterr().err
         assert message in error and len(error.splitlines()) == 1
+
+    def test_filters_of_text_for_chats(self, tmp_path, monkeypatch, capsys):
+        monkeypatch.chdir(tmp_path)
+        write_jsonl(tmp_path / "a.jsonl", [CHAT])
+        command = ["data", "prepare", "a.jsonl", "--out", "o", "--min_tokens", "3", "--module", "llama3"]
+        assert main([*command, "--config", "debugmodel_sft"]) == 2
+        assert "--max_repetition filter text" in capsys.readouterr().err
 
     def test_incomplete_or_damaged_data(self, corpus, tokenizer, tmp_path):
         made = preparation(corpus, tmp_path / "out", tokenizer)

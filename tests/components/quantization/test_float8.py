@@ -1,5 +1,6 @@
 """Float8 linear layers: products against a float64 reference; runs against bfloat16, across layouts and checkpoints."""
 
+import dataclasses
 import sys
 from collections import Counter
 from pathlib import Path
@@ -15,7 +16,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from tests.distributed.test_parallel_dims import fake_rank
 from tests.processes import run_processes
-from tests.training import read_metrics, tiny_config, train
+from tests.training import read_metrics, read_validation, tiny_config, train
 from torchtitan.components.freeze import Freeze
 from torchtitan.components.quantization.float8 import Float8LinearConverter
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
@@ -24,7 +25,7 @@ from torchtitan.protocols.conversion import convert_model
 from torchtitan.protocols.converter import LayerConverter
 from torchtitan.protocols.initializer import TruncatedNormal, initializers_of, with_initializers
 from torchtitan.tools.errors import UserError
-from torchtitan.trainer import Trainer
+from torchtitan.trainer import StepResult, Trainer
 
 RECIPES = ["tensorwise", "rowwise", "rowwise_with_gw_hp"]
 OPTION = "--model_converters.float8linearconverter"
@@ -385,11 +386,31 @@ def resume(folder: Path) -> None:
         train(folder, float8(fsdp_float8_all_gather=True), **{**options, "training__steps": steps})
 
 
+class Returning(Trainer):
+    """Skips step 4, and returns to the weights of step 2."""
+
+    def read_result(self, *arguments: Any) -> StepResult:
+        outcome = super().read_result(*arguments)
+        return dataclasses.replace(outcome, spike="a spike") if self.step == 3 else outcome
+
+
+def replace_weights(folder: Path) -> None:
+    """Validate averages of weights, and return to a checkpoint."""
+    options = {**COMMON, **LAYOUTS["fsdp"], "training__steps": 5, "checkpoint__enable": True, "checkpoint__interval": 2}
+    options |= {"ema__decay": 0.9, "ema__for_validation": True, "validator__enable": True, "validator__freq": 1}
+    options |= {"validator__steps": 1, "spikes__action": "leave_out", "spikes__max_in_a_row": 1, "optimizer__lr": 1e-2}
+    for all_gather in (False, True):
+        converter = float8(fsdp_float8_all_gather=all_gather)
+        trainer = train(folder / str(all_gather), converter, trainer_class=Returning, **options)
+        assert trainer.spikes.returned_to == 2
+
+
 def train_on_two_processes(folder: Path) -> None:
     train_in_layouts(folder, RUNS)
     train_in_bfloat16(folder)
     gather_float8(folder / "bytes")
     resume(folder / "resumed")
+    replace_weights(folder / "replaced")
 
 
 @pytest.fixture(scope="module")
@@ -444,6 +465,13 @@ def test_float8_all_gather_in_bfloat16_differs_only_by_rounding(two_processes):
 def test_resume_is_exact(two_processes):
     resumed, whole = (two_processes / name for name in ("resumed", "fsdp, gathered in float8"))
     assert read_metrics(resumed, "loss", "grad_norm") == read_metrics(whole, "loss", "grad_norm")
+
+
+def test_scales_follow_averages_and_a_return(two_processes):
+    """In float32, gathering in float8 is exact with the scales of the current weights."""
+    plain, gathered = (two_processes / "replaced" / name for name in ("False", "True"))
+    assert read_metrics(gathered, "loss", "grad_norm") == read_metrics(plain, "loss", "grad_norm")
+    assert read_validation(gathered) == read_validation(plain) and len(read_validation(plain)) == 5
 
 
 @pytest.mark.slow

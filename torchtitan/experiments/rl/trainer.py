@@ -127,8 +127,17 @@ class RLTrainer(ReferenceTrainer):
             self.is_first_update = False
             self.optimizer.zero_grad()
             last = super().update(on_device)
+            if not last.is_taken:
+                break
             outcome = dataclasses.replace(last, measures={**outcome.measures, **last.measures})
         return outcome
+
+    def skip_step(self, outcome: StepResult, micro_batches: list[Batch]) -> None:
+        """Skip the rest of a step whose first update was taken; such a step does not count as skipped."""
+        if self.is_first_update or not (outcome.is_finite or self.config.training.on_nonfinite == "skip"):
+            super().skip_step(outcome, micro_batches)
+        else:
+            logger.warning("step %d: a further update has %s. The step ends before it.", self.step + 1, outcome)
 
     def policy_outputs(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
         """Return the log-probability of each label (B, L) and, with a critic, the value of the state before it."""

@@ -8,6 +8,7 @@ import pytest
 
 from tests.components.data.helpers import raises, take, with_positions, write_jsonl
 from torchtitan.components.data import PretrainDataLoader
+from torchtitan.components.data.pretraining.token_files import find_token_files
 
 TEXTS = [f"Text {i} " + "and more of it " * (i % 5) for i in range(80)]
 
@@ -102,6 +103,26 @@ def test_delimiters_before_documents(documents, tokenizer, tmp_path):
     assert tokens.lengths().tolist() == [len(ids) for ids in before]
 
 
+def test_files_cut_within_documents(documents, tokenizer, tmp_path):
+    """The second file begins within a document, as llm.c's scripts cut the stream; the first one is decisive."""
+    before = np.concatenate([[tokenizer.eos_id, *ids[:-1]] for ids in documents])
+    cut = len(before) // 2
+    assert before[cut] != tokenizer.eos_id
+    write_llm_c(tmp_path / "1.bin", [before[:cut]])
+    write_llm_c(tmp_path / "2.bin", [before[cut:]])
+    tokens = PretrainDataLoader.Config(dataset=str(tmp_path)).open(tokenizer)
+    assert tokens.starts(0, tokens.n_tokens).tolist() == np.flatnonzero(before == tokenizer.eos_id).tolist()
+
+
+def test_counts_of_many_files_are_estimated(documents, tokenizer, tmp_path):
+    for number in range(40):
+        write_raw(tmp_path / f"{number}.npy", documents)
+    report = PretrainDataLoader.Config(dataset=str(tmp_path)).open(tokenizer).report()
+    n_documents, n_tokens = 40 * len(documents), 40 * sum(map(len, documents))
+    assert (report.format, report.kept, report.tokens) == ("text, about", n_documents, n_tokens)
+    assert report.trained_tokens == n_tokens - n_documents
+
+
 def test_megatron_documents(documents, tokenizer, tmp_path):
     tokens = PretrainDataLoader.Config(dataset=write_megatron(tmp_path / "a", documents, "uint16", 2)).open(tokenizer)
     starts = np.cumsum([0, *(len(ids) for ids in documents)])
@@ -169,6 +190,10 @@ class TestErrors:
         (tmp_path / "c.bin").touch()
         with raises("contains no tokens"):
             PretrainDataLoader.Config(dataset=str(tmp_path / "c.bin")).open(tokenizer)
+
+
+def test_no_dataset():
+    assert find_token_files("") == []
 
 
 def test_jsonl_next_to_token_files_is_text(tokenizer, tmp_path):

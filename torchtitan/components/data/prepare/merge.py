@@ -49,7 +49,7 @@ def merge(preparation: Preparation, workers: int) -> None:
     """Remove duplicates, keeping the first item, and write the manifest. May be killed and repeated. Raise `UserError`
     if parts are missing, or nothing is left."""
     place, n_parts = preparation.place, len(preparation.parts)
-    if place.has_file(MANIFEST):
+    if preparation.is_complete():
         _remove_replaced(preparation)
         logger.info(f"{place} is already complete")
         return
@@ -76,6 +76,8 @@ def merge(preparation: Preparation, workers: int) -> None:
                 splits[split] = _write_index(preparation, split, entries)
         if not splits[TRAIN]["tokens"]:
             raise no_rows_left_error(", ".join(source.name for source in preparation.sources), _total(reports))
+        if not all(of["items"] for of in splits.values()):
+            raise UserError("--held_out selects no document; increase it, or leave it out")
         manifest = {
             "version": 1,
             "kind": preparation.encoding.kind,
@@ -87,7 +89,8 @@ def merge(preparation: Preparation, workers: int) -> None:
                 for source, report in zip(preparation.sources, reports, strict=True)
             ],
         }
-        place.write(MANIFEST, json.dumps(manifest).encode())
+        preparation.check_unchanged()
+        with_patience(f"writing {place}/{MANIFEST}", lambda: place.write(MANIFEST, json.dumps(manifest).encode()))
     _remove_replaced(preparation)
     counts = "; ".join(f"{split}: {of['items']:,} items, {of['tokens']:,} tokens" for split, of in splits.items())
     logger.info(f"prepared {place}: {counts}; digest {manifest['digest']}")
@@ -176,7 +179,8 @@ def _write_index(preparation: Preparation, split: str, entries: Sequence[dict[st
     index[2] = 2 * used + [entries[number]["rewritten"] for number in used]
     digests = b"".join(bytes.fromhex(entries[number]["digest"]) for number in used)
     index[3:] = np.frombuffer(digests, np.int64).reshape(-1, 2).T
-    preparation.place.write(f"{split}.index", index.tobytes())
+    place, name = preparation.place, f"{split}.index"
+    with_patience(f"writing {place}/{name}", lambda: place.write(name, index.tobytes()))
     return {**totals, "parts": len(used), "digest": bytes_digest(index.tobytes())}
 
 

@@ -27,10 +27,10 @@ from torchtitan.tools.errors import RunFailure, UserError
 from torchtitan.tools.logging import logger
 from torchtitan.tools.process import signal_when_orphaned
 
-MANIFEST = "manifest.json"
+MANIFEST, PLAN = "manifest.json", "plan.json"
 TRAIN, VALIDATION = "train", "validation"
 
-_PLAN, _META = "plan.json", "meta.json"
+_META = "meta.json"
 _SECONDS_BETWEEN_LINES = 10.0
 
 T = TypeVar("T")
@@ -83,7 +83,7 @@ class Preparation:
             "part_bytes": self.part_bytes,
             "held_out": self.held_out,
             "deduplicate": self.deduplicate,
-            "sources": {source.name: source.identity(version) for source in self.sources},
+            "sources": [[source.name, source.identity(version)] for source in self.sources],
         }
         loaded: dict[str, Any] = json.loads(json.dumps(content))
         return loaded
@@ -93,19 +93,50 @@ class Preparation:
         is not writable."""
         plan = self.plan()
         with self.writing():
-            if not (self.place / "plan").has_file(_PLAN):
-                if files := [name for name in self.place.files() if name[0] != "."]:
-                    raise UserError(f"{self.place} holds other files, such as {files[0]}; set --out to a new folder")
+            if not self._has_plan():
+                names = self._names()
+                if names and not self._has_plan():  # otherwise, another process has begun
+                    raise UserError(f"{self.place} holds other files, such as {names[0]}; set --out to a new folder")
                 self.place.create()
                 with self.work_folder() as work:
                     (work / "plan").mkdir()
-                    (work / "plan" / _PLAN).write_text(json.dumps(plan))
-                    publish(work / "plan", self.place / "plan", _PLAN)
-            found = json.loads((self.place / "plan").read(_PLAN))
+                    (work / "plan" / PLAN).write_text(json.dumps(plan))
+                    publish(work / "plan", self.place / "plan", PLAN)
+            found = self._begun_plan()
         if changed := [name for name in plan if plan[name] != found.get(name)]:
             raise UserError(
                 f"{self.place} holds another preparation, with other {' and '.join(changed)}; set --out to a new folder"
             )
+
+    def check_unchanged(self) -> None:
+        """Raise `UserError` if the sources have changed since the beginning."""
+        try:
+            now = replace(self, sources=[source.listed_again() for source in self.sources])
+            is_unchanged = now.plan() == self._begun_plan()
+        except FileNotFoundError:
+            is_unchanged = False
+        if not is_unchanged:
+            raise UserError("the sources changed while they were read; prepare them again in a new folder")
+
+    def _has_plan(self) -> bool:
+        return with_patience(f"reading {self.place}", lambda: (self.place / "plan").has_file(PLAN))
+
+    def _begun_plan(self) -> dict[str, Any]:
+        content = with_patience(f"reading {self.place}/plan", lambda: (self.place / "plan").read(PLAN))
+        loaded: dict[str, Any] = json.loads(content)
+        return loaded
+
+    def _names(self) -> list[str]:
+        """Return the names in the folder, without the work folders of other processes."""
+        if isinstance(self.place, LocalFolder):
+            names = sorted(os.listdir(self.place.path)) if self.place.exists() else []
+        else:
+            names = list(with_patience(f"listing {self.place}", self.place.files))
+        return [name for name in names if name[0] != "."]
+
+    def is_complete(self) -> bool:
+        """Return whether the parts are merged."""
+        return with_patience(f"reading {self.place}", lambda: self.place.has_file(MANIFEST))
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
@@ -126,8 +157,11 @@ class Preparation:
         return self.place / "parts" / f"{number:06}"
 
     def missing(self) -> list[int]:
-        """Return the numbers of the parts that are not complete."""
-        complete = {name.partition("/")[0] for name in (self.place / "parts").files() if name.count("/") == 1}
+        """Return the numbers of the parts that are not complete; none after the merge, which may remove parts."""
+        if self.is_complete():
+            return []
+        files = with_patience(f"listing {self.place}/parts", (self.place / "parts").files)
+        complete = {name.partition("/")[0] for name in files if name.count("/") == 1}
         return [number for number in range(len(self.parts)) if f"{number:06}" not in complete]
 
     def meta(self, number: int) -> dict[str, Any]:

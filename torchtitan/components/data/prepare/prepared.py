@@ -3,8 +3,10 @@ stream; and sample caches."""
 
 import json
 import os
+import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,12 +29,13 @@ from torchtitan.components.data.finetuning.chat_encoding import RowEncoder
 from torchtitan.components.data.finetuning.sample_cache import SampleCache
 from torchtitan.components.data.plan.sampler import Array
 from torchtitan.components.data.prepare.merge import INDEX_ROWS, UNIQUE
-from torchtitan.components.data.prepare.parts import MANIFEST
+from torchtitan.components.data.prepare.parts import MANIFEST, PLAN
 from torchtitan.components.data.pretraining.tokens import ArrayTokens, JoinedTokens
 from torchtitan.components.data.report import Report
 from torchtitan.components.data.sources.paths import location
 from torchtitan.components.data.sources.source import CHAT_DATASETS, Catalog, Source, StreamSource
 from torchtitan.components.data.sources.stored import with_patience
+from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError
 
 
@@ -42,7 +45,7 @@ class Prepared:
     def __init__(self, place: str):
         self.place, self.folder = place, folder_at(os.path.expanduser(place))
         with readable(self.folder):
-            manifest = json.loads(self.folder.read(MANIFEST))
+            manifest = json.loads(_read(self.folder, MANIFEST))
             self.kind: str = manifest["kind"]
             self.encoding: dict[str, Any] = manifest["encoding"]
             self.digest = check_digest(manifest["digest"])
@@ -73,11 +76,11 @@ def find_prepared(dataset: str, catalog: Catalog[Any]) -> Prepared | None:
     folder = folder_at(os.path.expanduser(dataset))
     if isinstance(folder, LocalFolder) and not folder.exists():
         return None
-    if with_patience(f"reading {folder}", lambda: folder.has_file(MANIFEST)):
-        return Prepared(dataset)
-    if (folder / "plan").has_file("plan.json"):
+    if not with_patience(f"reading {folder}", lambda: (folder / "plan").has_file(PLAN)):
+        return None
+    if not with_patience(f"reading {folder}", lambda: folder.has_file(MANIFEST)):
         raise UserError(f"the preparation in {dataset} is not complete; run torchtitan data prepare again to continue")
-    return None
+    return Prepared(dataset)
 
 
 class PreparedTokens(JoinedTokens):
@@ -97,10 +100,10 @@ class PreparedTokens(JoinedTokens):
         with readable(prepared.folder):
             shape = (INDEX_ROWS, int(entry["parts"]))
             if not isinstance(folder, LocalFolder):
-                content = with_patience(f"reading {folder}/{name}", lambda: prepared.folder.read(name))
-                folder, name = index_folder, f"{check_digest(entry['digest'])}.index"
-                folder.create()
-                folder.write(name, content)
+                digest = check_digest(entry["digest"])
+                if not index_folder.has_file(f"{digest}.index"):
+                    _copy_index(folder, name, digest, index_folder)
+                folder, name = index_folder, f"{digest}.index"
             index = map_array(folder.path / name, "int64", shape[0] * shape[1]).reshape(shape)
             if verify and bytes_digest(index.tobytes()) != entry["digest"]:
                 raise ValueError(f"{name} does not match its digest")
@@ -138,6 +141,18 @@ def find_samples(dataset: str, split: str, encoder: RowEncoder, *, verify: bool 
             raise ValueError(f"{BLOCKS_FILE} does not match the digest in {MANIFEST}")
         check_blocks(folder, verify)
     return SampleCache(folder.path, encoder.n_parts, encoder.has_answers)
+
+
+def _copy_index(folder: Folder, name: str, digest: str, target: LocalFolder) -> None:
+    """Copy an index to `DIGEST.index`; other processes may do the same."""
+    content = _read(folder, name)
+    if bytes_digest(content) != digest:
+        raise ValueError(f"{name} does not match its digest")
+    target.create()
+    with tempfile.TemporaryDirectory(dir=target) as temporary:
+        copy = Path(temporary) / name
+        copy.write_bytes(content)
+        durable.replace(copy, target.path / f"{digest}.index")
 
 
 def _part_folder(folder: Folder, split: str, row: Array) -> Folder:

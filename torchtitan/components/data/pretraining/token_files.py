@@ -57,8 +57,10 @@ class TokenFile:
 def find_token_files(dataset: str) -> list[Path]:
     """Return the token files at a path: a file, Megatron's path without `.bin`, a folder without other data, or a glob
     pattern; sorted. Empty if there are none."""
+    if not dataset:
+        return []
     path = Path(os.path.expanduser(dataset))
-    if dataset and path.is_dir():
+    if path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.is_file())
         return [] if any(map(file_format, files)) else [file for file in files if file.suffix in _SUFFIXES]
     if path.is_file():
@@ -79,7 +81,10 @@ def open_token_files(paths: Sequence[Path], tokenizer: Tokenizer) -> Tokens:
         _check_ids(file, tokenizer.vocab_size)
     first = np.cumsum([0, *(file.n_tokens for file in files)])
     documents = [0, *itertools.accumulate(_n_numbers(file) for file in files)]
-    open_file = partial(_open, files)
+    # A later file may begin in the middle of a document, so the first one shows where the delimiters are.
+    delimited = [file for file in files if not file.index]
+    delimiter_first = bool(delimited) and bool(delimited[0].map()[0] == delimited[0].delimiter)
+    open_file = partial(_open, files, delimiter_first)
     return JoinedTokens(files_digest(paths), first[:-1], np.array(documents[:-1]), int(first[-1]), open_file)
 
 
@@ -163,9 +168,9 @@ def _megatron_header(index: Path) -> tuple[int, int, int]:
     return code, n_sequences, n_entries
 
 
-def _open(files: Sequence[TokenFile], number: int) -> Tokens:
+def _open(files: Sequence[TokenFile], delimiter_first: bool, number: int) -> Tokens:
     file = files[number]
-    return _open_megatron(file, file.index) if file.index else DelimitedTokens(file)
+    return _open_megatron(file, file.index) if file.index else DelimitedTokens(file, delimiter_first)
 
 
 def _open_megatron(file: TokenFile, index: Path) -> ArrayTokens:
@@ -184,13 +189,13 @@ def _open_megatron(file: TokenFile, index: Path) -> ArrayTokens:
 
 
 class DelimitedTokens(Tokens):
-    """Tokens with a delimiter before each document, if the first token is one, else after each. A document's number is
-    the position of a token in it, so that the file need not be searched."""
+    """Tokens with a delimiter before each document, or after each. A document's number is the position of a token in
+    it, so that the file need not be searched."""
 
-    def __init__(self, file: TokenFile):
+    def __init__(self, file: TokenFile, delimiter_first: bool):
         self.key, self.n_tokens, self._name = str(file.path), file.n_tokens, file.path.name
         self._tokens, self._delimiter = file.map(), file.delimiter
-        self._shift = 0 if self._tokens[0] == file.delimiter else 1
+        self._shift = 0 if delimiter_first else 1
 
     def tokens(self, start: int, stop: int) -> Array:
         return self._tokens[start:stop].astype(np.int64)

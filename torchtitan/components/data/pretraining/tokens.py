@@ -50,10 +50,14 @@ class Tokens(ABC):
         """Return the tokens of each document, (n,); of joined streams, the documents of a sample of them."""
 
     def report(self) -> Report:
-        """Return the counts of documents and tokens."""
+        """Return the counts of documents and tokens, estimated if `lengths` is a sample."""
         lengths = self.lengths()
-        n_predicted = self.n_tokens - int((lengths > 0).sum())  # the first token of a document is not predicted
-        return Report("text", len(lengths), len(lengths), self.n_tokens, n_predicted)
+        n_sampled = int(lengths.sum())
+        scale = self.n_tokens / max(1, n_sampled)
+        n_documents, n_nonempty = round(len(lengths) * scale), round(int((lengths > 0).sum()) * scale)
+        name = "text" if n_sampled == self.n_tokens else "text, about"
+        # The first token of a document is not predicted.
+        return Report(name, n_documents, n_documents, self.n_tokens, self.n_tokens - n_nonempty)
 
     @property
     def sources(self) -> dict[str, Report]:

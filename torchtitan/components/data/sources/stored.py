@@ -6,6 +6,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
@@ -103,21 +104,26 @@ def stored_files(url: str, text_column: str) -> list[StoredPart]:
     """Return the files of known formats at a URL: a file, a folder to search, or a glob pattern; sorted. Raise
     `UserError` if there are none, or the store cannot be read."""
     store, root = open_store(url)
+    store.invalidate_cache()
     is_pattern = any(character in root for character in "*?[")
     find = store.glob if is_pattern else store.find
     found = with_patience(f"listing {url}", lambda: find(root, detail=True))
-    files = {path: entry for path, entry in sorted(found.items()) if entry["type"] == "file"}
-    known = [path for path in files if file_format(Path(path)) is not None]
-    if not known:
+    known = [path for path in sorted(found) if file_format(Path(path)) is not None]
+    # fsspec's HTTP store returns no details of a single file.
+    details = {path: found[path] or with_patience(f"reading {path}", partial(store.info, path)) for path in known}
+    files = {path: entry for path, entry in details.items() if entry["type"] == "file"}
+    if not files:
         raise UserError(f"{url}: there is no data file ({supported_formats()})")
 
     def part(path: str) -> StoredPart:
         name = path if is_pattern else path.removeprefix(root).lstrip("/") or posixpath.basename(path)
         entry = files[path]
+        if entry.get("size") is None:
+            raise UserError(f"{store.unstrip_protocol(path)}: the server does not state the size; download the file")
         version = next((str(entry[key]) for key in ("ETag", "md5Hash", "mtime", "created") if key in entry), "")
         return StoredPart(name, store.unstrip_protocol(path), text_column, entry["size"], version)
 
-    return [part(path) for path in known]
+    return [part(path) for path in files]
 
 
 def open_store(url: str) -> tuple[Any, str]:
