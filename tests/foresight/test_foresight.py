@@ -194,3 +194,8 @@ def test_auto_needs_the_launcher(tmp_path: Path):
     config = configuration(tmp_path, "--parallelism.auto", config="debugmodel")
     with pytest.raises(UserError, match="torchtitan plan"):
         config.check_layout(1)
+
+
+def test_hosts_are_whole(tmp_path):
+    with pytest.raises(UserError, match="12 devices do not fill hosts of 8"):
+        plan(configuration(tmp_path, config="debugmodel"), 12)

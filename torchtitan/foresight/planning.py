@@ -126,8 +126,10 @@ def plan(
         best: most layouts to return, of different degrees or checkpointing.
 
     Raises:
-        UserError: if no layout fits into memory, or none is valid.
+        UserError: if no layout fits into memory, none is valid, or the devices do not fill several hosts.
     """
+    if world_size > devices_per_host and world_size % devices_per_host:
+        raise UserError(f"{world_size} devices do not fill hosts of {devices_per_host} (--devices_per_host)")
     config = with_vocabulary(config)
     device = device_named(device, world_size) if isinstance(device, str) else device
     measure = functools.cache(functools.partial(profile, config))
