@@ -1,12 +1,14 @@
 """`events.jsonl`: what happened to a run, over all its sessions (docs/report.md)."""
 
 import json
+import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from torchtitan.components.metric_sinks import set_aside
+from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.files import parse_json, regular_file
 from torchtitan.tools.logging import logger
@@ -27,20 +29,29 @@ class EventLog:
         if step == 0 and path.exists() and (commands[-1:] != [command] or events[-1]["event"] == "end"):
             set_aside(path)
         self._file = open(path, "ab", buffering=0)
+        durable.sync_folder(folder)
         if self._file.tell() and not path.read_bytes().endswith(b"\n"):  # its writer was killed
             self._file.write(b"\n")
 
     def write(self, event: str, step: int, **values: Any) -> None:
         """Append an event that happens now. Log an error in writing, and write no more."""
         line = json.dumps({"event": event, "time": time.time(), "step": step, **values})
+        self._attempt(lambda: self._file.write(f"{line}\n".encode()))
+
+    def sync(self) -> None:
+        """Sync the events to disk."""
+        self._attempt(lambda: os.fsync(self._file.fileno()))
+
+    def _attempt(self, action: Callable[[], object]) -> None:
         try:
             if not self._file.closed:
-                self._file.write(f"{line}\n".encode())
+                action()
         except OSError as error:
             logger.warning("'%s' cannot be written: %s; training continues", self._file.name, error.strerror)
             self._file.close()
 
     def close(self) -> None:
+        self.sync()
         self._file.close()
 
 

@@ -123,6 +123,8 @@ class Accounting(Callback):
         self._slow = slow
 
     def before_save(self) -> None:
+        if self._log:
+            self._log.sync()
         if self._save is None:  # the last step may be saved twice, in full and for export
             self._save = self.trainer.step, self.trainer.phases.seconds().get("save", 0.0)
 

@@ -463,8 +463,14 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def run_and_keep_warnings(config: Any) -> None:
-    """Train, and write warnings to a file next to the metrics, because workers disable logging."""
-    logger.warning = lambda message, *args: (Path(config.dump_folder) / "warnings").write_text(message % args)
+    """Train, and write warnings to a file next to the metrics, because workers disable logging. A busy machine may make
+    a rank slow."""
+
+    def keep(message: str, *args: Any) -> None:
+        if "slower than the other ranks" not in message:
+            (Path(config.dump_folder) / "warnings").write_text(message % args)
+
+    logger.warning = keep
     run(config)
 
 
