@@ -37,7 +37,7 @@ class LoadBalancer:
         self._reported: set[str] = set()
         names = () if mesh is None else mesh.mesh_dim_names or ()
         groups = {name: mesh.get_group(name) for name in names if mesh is not None and mesh[name].size() > 1}
-        self._pipeline = groups.pop("pp", None)  # ranks with other routers; those of the others route different tokens
+        self._pipeline = groups.pop("pp", None)  # its ranks have other routers; ranks of the others route other tokens
         self._groups = groups.values()
         penalties = [router.penalties for router in routers.values()]
         flags = [any(p.batch_loss for p in penalties), any(p != PenaltyConfig() for p in penalties), bool(routers)]
@@ -46,7 +46,7 @@ class LoadBalancer:
             dist.all_reduce(reduced, dist.ReduceOp.MAX, self._pipeline)
             flags = reduced.tolist()
         self.needs_load, self.has_losses, self.has_routers = map(bool, flags)
-        """Whether any stage of the pipeline needs `measuring`, has auxiliary losses, and has routers."""
+        """True if any stage of the pipeline needs `measuring`, has auxiliary losses, has routers."""
 
     def start_step(self, n_tokens: int, gradient_degree: int, device: torch.device) -> None:
         """Begin a step, in which this rank routes `n_tokens`, over all micro-batches (0: unknown). Each rank's
@@ -64,7 +64,7 @@ class LoadBalancer:
     @contextlib.contextmanager
     def measuring(self) -> Iterator[None]:
         """Count in forward passes without gradients; then give each router the load of the global batch, which is known
-        only after those of all micro-batches on all ranks."""
+        only after all micro-batches on all ranks."""
         for router in self._routers.values():
             router.is_measuring = True
         try:

@@ -33,7 +33,7 @@ class LRScheduler(Configurable):
         """Steps over which the rate rises linearly to its peak."""
 
         total_steps: int | None = None
-        """Length of the schedule. None: that of the run. Set it to stop a run early on the same curve."""
+        """Length of the schedule. None: the length of the run. Set it to stop a run early on the same curve."""
 
         decay_ratio: float | None = None
         """Fraction of the schedule, at its end, over which the rate decays. None: everything after the warm-up."""

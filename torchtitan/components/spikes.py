@@ -39,7 +39,7 @@ class SpikeGuard(Configurable):
 
         action: Literal["stop", "leave_out", "repeat"] = "stop"
         """Response to `max_in_a_row` skipped steps: `stop` ends the run. The others load the newest checkpoint from
-        before these steps and go on, `leave_out` with the data that follows, `repeat` with the data since the
+        before these steps and continue, `leave_out` with the data that follows, `repeat` with the data since the
         checkpoint again. A second return to the same checkpoint ends the run."""
 
         advance_schedule: bool = True

@@ -27,7 +27,7 @@ def parse_changes(words: Sequence[str]) -> list[Change]:
 
 
 def value_at(changes: Sequence[Change], first: int, step: int, n_tokens: int) -> int:
-    """Return the value after `step` steps and `n_tokens` tokens: that of the last change in the list that has been
+    """Return the value after `step` steps and `n_tokens` tokens: the value of the last change in the list that has been
     reached, or `first`."""
     reached = [value for after, in_tokens, value in changes if (n_tokens if in_tokens else step) >= after]
     return reached[-1] if reached else first

@@ -246,7 +246,7 @@ def _gpu_state() -> tuple[int, bool]:
 
 
 def _memory_errors() -> int:
-    """Return the errors that Linux counts, where it does (EDAC)."""
+    """Return the errors that Linux counts (EDAC); 0 if it does not."""
     return sum(int(path.read_text()) for path in Path("/sys/devices/system/edac/mc").glob("mc*/ue_count"))
 
 

@@ -20,7 +20,7 @@ _LEAST_TOKENS = 4096
 """Tokens of a window that context parallelism leaves to each rank: below, it communicates more and saves little."""
 
 _REFERENCE_BATCH = 4
-"""Windows of the micro-batch in the profiles, from which those of other sizes are scaled."""
+"""Windows of the micro-batch in the profiles, from which other sizes are scaled."""
 
 _MOST_SEQUENCES = 32
 """Windows of a rank's micro-batch."""
@@ -238,7 +238,7 @@ def _candidates(config: Trainer.Config, world_size: int, devices_per_host: int) 
 
 
 def _shards(dp: int, inner: int, devices_per_host: int) -> list[int]:
-    """Return degrees of sharding: all ranks (FSDP), those of a host (HSDP), one (DDP)."""
+    """Return degrees of sharding: all ranks (FSDP), the ranks of a host (HSDP), one (DDP)."""
     in_host = max(1, devices_per_host // inner)
     return sorted({dp, 1} | ({in_host} if dp % in_host == 0 and in_host < dp else set()))
 

@@ -146,7 +146,7 @@ def compose(
     *,
     batch: float = 1.0,
 ) -> Prediction:
-    """Predict a run from the profile of a layer; its micro-batch is `batch` times that of the profile."""
+    """Predict a run from the profile of a layer; its micro-batch is `batch` times the profile's."""
     methods = methods_of(config)
     part = float8_part(config, methods)
     pipeline = pipeline_of(config, dims)

@@ -160,7 +160,7 @@ def step_time(
     if they take longer than the computation. Tensor, context and expert parallelism need each result at once.
 
     Args:
-        device: where the work runs.
+        device: runs the work.
         kernels: kernels and their numbers of calls.
         messages: collectives of the step.
         methods: how the step computes.

@@ -27,7 +27,7 @@ class PenaltyConfig:
 
 class SelectionBias(nn.Module):
     """A bias of each expert, added to its scores for the choice only. After each optimizer step, it rises by `rate` for
-    experts with fewer tokens than the mean of the global batch, and falls for those with more (arXiv:2408.15664)."""
+    experts with fewer tokens than the mean of the global batch, and falls for experts with more (arXiv:2408.15664)."""
 
     def __init__(self, n_experts: int, rate: float):
         super().__init__()

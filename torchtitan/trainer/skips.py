@@ -35,7 +35,7 @@ def skip_step(trainer: Any, outcome: StepResult, micro_batches: Sequence[Batch])
 
 def return_to_checkpoint(trainer: Any) -> None:
     """Load weights and optimizer from the newest checkpoint before the skipped steps of a `Trainer`. The step count
-    goes on, so that metrics, ledger and checkpoints never go back. Raise `RunFailure` if there is no such checkpoint,
+    continues, so that metrics, ledger and checkpoints never go back. Raise `RunFailure` if there is no such checkpoint,
     or the run has returned to it before."""
     guard, action = trainer.spikes, trainer.spikes.config.action
     step, n_tokens_seen, n_skipped, before = trainer.step, trainer.n_tokens_seen, guard.n_skipped, guard.returned_to
