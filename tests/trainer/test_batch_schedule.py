@@ -102,7 +102,8 @@ def test_a_warm_up_below_one_step_of_tokens_is_refused(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("killed", [4, 5, 8])
 def test_resumes_bit_identically(tmp_path, killed):
-    options = {**OPTIONS, **SAVING, "checkpoint__interval": 1, "lr_scheduler__unit": "tokens"}
+    in_tokens = {"lr_scheduler__unit": "tokens", "lr_scheduler__warmup_steps": 256}
+    options = {**OPTIONS, **SAVING, "checkpoint__interval": 1, **in_tokens}
     straight = train(tmp_path / "straight", **options)
     with killed_in(Trainer, "train_step", killed + 1):
         train(tmp_path / "resumed", **options)
@@ -141,6 +142,7 @@ LENGTHS = {
     "training__batch_schedule": [],
     "training__seq_len_schedule": ["4:64", "640t:128"],
     "lr_scheduler__unit": "tokens",
+    "lr_scheduler__warmup_steps": 128,
 }
 TOKENS = [64] * 4 + [128] * 3 + [256] * 3
 
