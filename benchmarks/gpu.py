@@ -110,6 +110,8 @@ def train(size: Size, config: Any, around_step: Callable[[int], Any] | None = No
     saves: dict[int, float] = {}
 
     class Timed(config._owner):  # type: ignore[name-defined,misc]
+        """Marks the time of the first and of the timed steps, and of saves."""
+
         def train_step(self, batches: Any) -> Any:
             if self.step in (1, size.warm_up):
                 synchronize(self.device)

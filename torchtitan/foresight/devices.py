@@ -1,6 +1,6 @@
 """Devices: the speeds that a prediction needs, from data sheets."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,41 +43,30 @@ class Device:
 _NVLINK4, _NVLINK5 = 450e9, 900e9
 _400_GBIT = 50e9
 
+_H100 = Device(
+    name="H100 SXM 80 GB",
+    memory_gib=79.2,
+    float32_flops=67e12,
+    bfloat16_flops=989e12,
+    float8_flops=1979e12,
+    memory_bandwidth=3.35e12,
+    link_bandwidth=_NVLINK4,
+    network_bandwidth=_400_GBIT,
+)
+
 DEVICES = {
     # NVIDIA's data sheets "H100 Tensor Core GPU", "H200 Tensor Core GPU" and "DGX B200"; dense numbers, half of those
     # "with sparsity". float32 is TF32's peak without sparsity / 7.5: training does not use TF32.
-    "h100": Device(
-        name="H100 SXM 80 GB",
-        memory_gib=79.2,
-        float32_flops=67e12,
-        bfloat16_flops=989e12,
-        float8_flops=1979e12,
-        memory_bandwidth=3.35e12,
-        link_bandwidth=_NVLINK4,
-        network_bandwidth=_400_GBIT,
-    ),
+    "h100": _H100,
     # The device of published measurements: slower memory, and 500 W instead of 700 W.
-    "h100_96gb": Device(
+    "h100_96gb": replace(
+        _H100,
         name="H100 96 GB HBM2e, 500 W",
         memory_gib=95.0,
-        float32_flops=67e12,
-        bfloat16_flops=989e12,
-        float8_flops=1979e12,
         product_efficiency=0.53,  # fitted to row 1 of the published runs
         memory_bandwidth=2.4e12,
-        link_bandwidth=_NVLINK4,
-        network_bandwidth=_400_GBIT,
     ),
-    "h200": Device(
-        name="H200 SXM 141 GB",
-        memory_gib=139.8,
-        float32_flops=67e12,
-        bfloat16_flops=989e12,
-        float8_flops=1979e12,
-        memory_bandwidth=4.8e12,
-        link_bandwidth=_NVLINK4,
-        network_bandwidth=_400_GBIT,
-    ),
+    "h200": replace(_H100, name="H200 SXM 141 GB", memory_gib=139.8, memory_bandwidth=4.8e12),
     "b200": Device(
         name="B200 SXM 180 GB",
         memory_gib=178.4,

@@ -53,7 +53,7 @@ def return_to_checkpoint(trainer: Any) -> None:
     trainer.update_length()
     data = "is read again" if action == "repeat" else "is left out"
     logger.warning(
-        "steps %d to %d are undone: the run goes on after step %d with the weights and optimizer state of step %d; "
+        "steps %d to %d are undone: the run continues after step %d with the weights and optimizer state of step %d; "
         "the data of these steps %s (--spikes.action %s)",
         *(returned_to + 1, step, step, returned_to, data, action),
     )

@@ -239,7 +239,9 @@ def test_hosts_begin_together(corpus, tokenizer, tmp_path, monkeypatch):
         return original(self)
 
     monkeypatch.setattr(Preparation, "_names", names)
-    preparation(corpus, tmp_path / "out", tokenizer).begin()
+    ours = preparation(corpus, tmp_path / "out", tokenizer)
+    ours.begin()
+    assert Preparation._names is original and ours.missing() == other.missing() != []
 
 
 def test_a_file_that_a_server_lists_without_details(corpus, store, monkeypatch):

@@ -117,6 +117,8 @@ def _transfer(url: str, weights: TensorSource, dtype: torch.dtype, rank: int, n_
     from vllm.utils.network_utils import get_ip, get_open_port
 
     class Source(WeightSource):
+        """The weights in the type in which the server computes."""
+
         def metadata(self) -> list[Any]:
             return [ParamMeta(name, dtype, tuple(spec.shape)) for name, spec in weights.specs.items()]
 
