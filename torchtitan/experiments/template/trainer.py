@@ -51,6 +51,5 @@ class TemplateTrainer(Trainer):
             self.skip_step(outcome, micro_batches)
         elif not outcome.data_exhausted:
             self.optimizer.step()
-            for converter in self.converters:
-                converter.post_optimizer_hook(self.model_parts)
+            self.follow_weights()
         return outcome
