@@ -20,6 +20,15 @@ LayerType = Literal["full_attention", "sliding_attention"]
 WINDOW_KEYS = {"sliding_window": "sliding_window", "layer_types": "layer_types"}
 """`ModelType.keys` of windows."""
 
+ROPE_SECTIONS = {"rope": "full_attention", "local_rope": "sliding_attention"}
+"""`ModelType.ropes` of models in which `local_rope` is a field."""
+
+
+def one_full_of(n_layers: int) -> list[LayerType]:
+    """Return the types of a pattern of layers with windows, except in the last."""
+    windows: list[LayerType] = ["sliding_attention"] * (n_layers - 1)
+    return [*windows, "full_attention"]
+
 
 class WindowedDecoder(Decoder):
     """A decoder with sliding windows, in some layers or in all."""
