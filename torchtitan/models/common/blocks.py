@@ -117,11 +117,12 @@ class PerLayerEmbeddings(nn.Module):
     """An input of each of N layers for each token, of P elements: the sum of an embedding of the token and a projection
     of its hidden state before the first layer (Gemma 3n, 4)."""
 
-    def __init__(self, n_layers: int, width: int, *, dim: int, vocab_size: int, norm: NormFactory):
+    def __init__(self, n_layers: int, width: int, first: Any, norm: NormFactory):
+        """Take sizes from the `first` embedding, of the stream."""
         super().__init__()
-        self.width, embedding = width, _Lookup(vocab_size, n_layers * width)
+        self.width, embedding = width, _Lookup(first.num_embeddings, n_layers * width)
         self.tok_embeddings = with_initializers(embedding, weight=TruncatedNormal(width**-0.5))
-        self.projection, self.norm = make_linear(dim, n_layers * width, 0.02), norm(width)
+        self.projection, self.norm = make_linear(first.embedding_dim, n_layers * width, 0.02), norm(width)
 
     def forward(self, tokens_BL: Tensor, hidden_BLD: Tensor) -> Any:
         """(B, L), (B, L, D) → (B, L, N, P)."""

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -109,7 +109,8 @@ class Decoder(BaseModel):
 
         @property
         def tensor_parallel_sizes(self) -> dict[str, int]:
-            return {name: getattr(self, name) for name in ("n_heads", "n_kv_heads", "ffn_dim")}
+            heads = (field.name for field in fields(self) if field.name.endswith("heads"))
+            return {name: getattr(self, name) for name in (*heads, "ffn_dim")}
 
         def pipeline_modules(self) -> list[str]:
             return ["tok_embeddings", *(f"layers.{index}" for index in range(self.n_layers)), "head"]
@@ -124,11 +125,11 @@ class Decoder(BaseModel):
                 value = getattr(self, name)
                 require(value is None or 0 < value < math.inf, f"--model.{name}", value, "above 0")
 
-        def check_sizes(self, most: int, *names: str) -> None:
-            """Raise `UserError` for the first of these fields that is neither None nor from 1 to `most`."""
+        def check_sizes(self, most: int, *names: str, least: int = 1) -> None:
+            """Raise `UserError` for the first of these fields that is neither None nor from `least` to `most`."""
             for name in names:
                 size = getattr(self, name)
-                require(size is None or 1 <= size <= most, f"--model.{name}", size, f"from 1 to {most}")
+                require(size is None or least <= size <= most, f"--model.{name}", size, f"from {least} to {most}")
 
         def validate(self) -> None:
             for name, most in _MOST.items():

@@ -41,9 +41,9 @@ class ModelType:
     that a model does not have are left out."""
 
     keys: Mapping[str, str] = field(default_factory=dict)
-    """Key → field of `config`, or of a field of it (`moe.top_k`), in addition to `hugging_face_keys.KEYS` or in place of
-    its key there. The field's type says what the key may hold; a list has one item per layer, and the field holds its
-    shortest repeating part."""
+    """Key → field of `config`, or of a field of it (`moe.top_k`), in addition to those of all types
+    (`hugging_face_keys.KEYS`) or in place of the field's key there. The field's type says what the key may hold; a list
+    has one item per layer, and the field holds its shortest repeating part."""
 
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Key that changes the computation → the only supported value, which is also the default of an absent key."""
@@ -128,6 +128,10 @@ def dense_rows(**norms: str) -> tuple[KeyMapping, ...]:
     return (EMBEDDING, *attention_rows(), *feed_forward_rows(), *norm_rows(**norms))
 
 
+_PER_LAYER = {"tok_embeddings": "embed_tokens_per_layer", "projection": "per_layer_model_projection"}
+_PER_LAYER |= {"norm": "per_layer_projection_norm"}
+_OWN = {"gate": "per_layer_input_gate", "out": "per_layer_projection", "norm": "post_per_layer_input_norm"}
+
 SANDWICH_ROWS = (
     *dense_rows(
         attention_norm="input_layernorm",
@@ -136,6 +140,8 @@ SANDWICH_ROWS = (
         ffn_post_norm="post_feedforward_layernorm",
     ),
     KeyMapping("layers.*.layer_scalar", "model.layers.*.layer_scalar"),
+    *module_rows("per_layer", "model", _PER_LAYER),
+    *module_rows("layers.*.own", "model.layers.*", _OWN),
 )
 """Names of weights as in Gemma 2 and 4."""
 

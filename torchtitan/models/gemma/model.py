@@ -9,7 +9,13 @@ from torchtitan.models.common.blocks import SandwichBlock
 from torchtitan.models.common.config_reader import ConfigReader
 from torchtitan.models.common.hugging_face import DENSE_ROWS, SANDWICH_ROWS, ModelType, dense_format, write_if
 from torchtitan.models.common.hugging_face_rope import write_rope
-from torchtitan.models.common.layer_types import ROPE_SECTIONS, WINDOW_KEYS, LayerType, ScaledEmbeddingDecoder, one_full_of
+from torchtitan.models.common.layer_types import (
+    ROPE_SECTIONS,
+    WINDOW_KEYS,
+    LayerType,
+    ScaledEmbeddingDecoder,
+    one_full_of,
+)
 from torchtitan.models.common.norms import OffsetRMSNorm
 from torchtitan.models.common.rope import RoPEConfig
 

@@ -50,7 +50,9 @@ def _prepare(document: dict[str, Any]) -> dict[str, Any]:
     if scaling.values:
         document["rope_scaling"] = {"full_attention": scaling.values}
     theta = reader.number("rope_theta", _OLMO_3_THETA)
-    if theta != _OLMO_3_THETA and not all(parameters.section(name).has("rope_theta") for name in ROPE_SECTIONS.values()):
+    if theta != _OLMO_3_THETA and not all(
+        parameters.section(name).has("rope_theta") for name in ROPE_SECTIONS.values()
+    ):
         raise UserError(
             f"config.json: rope_theta is {theta}, which transformers 5 does not apply to all layers; set it in each "
             "section of rope_parameters"
