@@ -270,7 +270,7 @@ def test_coordinates_of_images_have_no_effect_on_text() -> None:
         ({"num_hidden_layers": "32"}, "num_hidden_layers is '32'"),
         ({"attn_output_gate": False}, "attn_output_gate is False"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
-        ({"linear_num_key_heads": 24}, "linear_num_key_heads 24 must divide .* 32"),
+        ({"linear_num_key_heads": 24}, "linear_num_key_heads is 24, but must be a divisor of .* 32"),
         ({"linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim is 0"),
         ({"linear_value_head_dim": 2**20}, "linear_value_head_dim is 1048576"),
         ({"num_experts": 64}, "num_experts is 64"),

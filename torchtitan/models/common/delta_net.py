@@ -17,7 +17,7 @@ from torchtitan.models.common.norms import RMSNorm
 from torchtitan.protocols.attention import AttentionMetadata
 from torchtitan.protocols.initializer import Constant, LogUniform, Uniform, with_initializers
 from torchtitan.protocols.state_dict_adapter import KeyMapping
-from torchtitan.tools.errors import UserError
+from torchtitan.tools.errors import require
 
 _CHUNK = 64
 """Tokens that are computed at once: more need more operations, fewer more steps one after another."""
@@ -244,14 +244,11 @@ class HybridDecoder(Decoder):
 
         def validate(self) -> None:
             Decoder.Config.validate(self)
-            if not self.layer_types:
-                raise UserError("--model.layer_types is empty, but must name at least one type")
+            require(bool(self.layer_types), "--model.layer_types", self.layer_types, "at least one type")
             self.check_sizes(2**16, *_SIZES)
-            if self.linear_num_value_heads % self.linear_num_key_heads:
-                raise UserError(
-                    f"--model.linear_num_key_heads {self.linear_num_key_heads} must divide "
-                    f"--model.linear_num_value_heads {self.linear_num_value_heads}"
-                )
+            n_keys, n_values = self.linear_num_key_heads, self.linear_num_value_heads
+            must = f"a divisor of linear_num_value_heads {n_values}"
+            require(n_values % n_keys == 0, "--model.linear_num_key_heads", n_keys, must)
 
     config: Config
 

@@ -12,7 +12,7 @@ from torchtitan.models.common.feed_forward import gelu_tanh
 from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.protocols.initializer import TruncatedNormal
 from torchtitan.protocols.output_head import LogitTransform
-from torchtitan.tools.errors import UserError
+from torchtitan.tools.errors import UserError, require
 
 LayerType = Literal["full_attention", "sliding_attention"]
 """As in `layer_types` of transformers."""
@@ -53,8 +53,7 @@ class WindowedDecoder(Decoder):
         def validate(self) -> None:
             Decoder.Config.validate(self)
             self.check_sizes(2**32, "sliding_window")
-            if not self.layer_types:
-                raise UserError("--model.layer_types is empty, but must name at least one type")
+            require(bool(self.layer_types), "--model.layer_types", self.layer_types, "at least one type")
             self.local_rope.validate(self.resolved_head_dim)
 
     config: Config

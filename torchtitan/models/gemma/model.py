@@ -109,6 +109,24 @@ _DEFAULTS3 = {**_DEFAULTS, "num_attention_heads": 8, "vocab_size": 262_208, "max
 _NAMES = ("attention_bias", "query_pre_attn_scalar", "final_logit_softcapping", "attn_logit_softcapping")
 _KEYS = {name: name for name in _NAMES} | WINDOW_KEYS
 
+_GEMMA3 = ModelType(
+    architecture="Gemma3ForCausalLM",
+    config=Gemma3Model.Config,
+    rows=SANDWICH_ROWS,
+    # transformers reads a soft cap of scores, but does not compute it.
+    keys={key: name for key, name in _KEYS.items() if key != "attn_logit_softcapping"},
+    defaults=_DEFAULTS3,
+    ignored=("_sliding_window_pattern", "sliding_window_pattern"),
+    prepare=_prepare_gemma3,
+    ropes=ROPE_SECTIONS,
+    write=write_if(
+        lambda config: config.dim % config.n_heads == 0,
+        # For transformers 4, which does not read `rope_parameters`.
+        lambda c: {**write_rope(c.rope, c.max_seq_len), "rope_local_base_freq": c.local_rope.theta},
+    ),
+    **_SHARED,
+)
+
 FORMAT = dense_format(
     {
         "gemma": ModelType(
@@ -130,22 +148,8 @@ FORMAT = dense_format(
             write=write_if(lambda config: config.dim % config.n_heads == 0),  # required by transformers
             **_SHARED,
         ),
-        "gemma3_text": ModelType(
-            architecture="Gemma3ForCausalLM",
-            config=Gemma3Model.Config,
-            rows=SANDWICH_ROWS,
-            # transformers reads a soft cap of scores, but does not compute it.
-            keys={key: name for key, name in _KEYS.items() if key != "attn_logit_softcapping"},
-            defaults=_DEFAULTS3,
-            ignored=("_sliding_window_pattern", "sliding_window_pattern"),
-            prepare=_prepare_gemma3,
-            ropes=ROPE_SECTIONS,
-            write=write_if(
-                lambda config: config.dim % config.n_heads == 0,
-                # For transformers 4, which does not read `rope_parameters`.
-                lambda c: {**write_rope(c.rope, c.max_seq_len), "rope_local_base_freq": c.local_rope.theta},
-            ),
-            **_SHARED,
-        ),
-    }
+        "gemma3_text": _GEMMA3,
+        "gemma3": _GEMMA3,
+    },
+    without=("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."),
 )
