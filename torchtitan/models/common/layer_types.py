@@ -102,8 +102,10 @@ def prepare_windows(document: dict[str, Any]) -> dict[str, Any]:
     others = {k: v for k, v in document.items() if k not in (*WINDOW_KEYS, "use_sliding_window", "max_window_layers")}
     types = document.get("layer_types")
     if not has_window:
-        if isinstance(types, list) and "sliding_attention" in types:
-            raise UserError(f"config.json: layer_types is {types!r}, but use_sliding_window is not true")
+        if types and not (isinstance(types, list) and all(kind == "full_attention" for kind in types)):
+            raise UserError(
+                f"config.json: layer_types is {types!r}, but use_sliding_window or sliding_window is not set"
+            )
         return others
     if types is None:
         first, n_layers = reader.whole_number("max_window_layers", least=0), reader.n_layers()
