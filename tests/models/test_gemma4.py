@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from tests.models.family_cases import difference_with, random_reference, random_tokens, relative_error, to_ours
 from tests.models.family_runs import assert_adapters_open_in_peft, save_with_tokenizer
 from tests.models.test_sft_configs import SHORT, chat_file, run_named
+from tests.training import killed_in, read_metrics, train
 from torchtitan.cli.main import main
 from torchtitan.components.generation import KVCache, generate
 from torchtitan.config import ParallelismConfig
@@ -28,6 +29,7 @@ from torchtitan.protocols.attention import AttentionMetadata
 from torchtitan.protocols.output_head import UNCHANGED
 from torchtitan.protocols.state_dict_adapter import model_tensor_specs
 from torchtitan.tools.errors import UserError
+from torchtitan.trainer import Trainer
 
 __all__ = ["chat_file"]  # a fixture
 
@@ -600,6 +602,22 @@ def test_resumed_run_keeps_the_factors_of_layers(tmp_path: Path, pretrained: Pat
     theirs = transformers.AutoModelForCausalLM.from_pretrained(pretrained).state_dict()
     same = {name for name, tensor in theirs.items() if torch.equal(tensor, export[name])}
     assert same == {name for name in theirs if name.endswith("layer_scalar")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["small", "moe"])
+def test_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, kind: str) -> None:
+    """Bit for bit, with shared keys or experts."""
+    options = {"module": "gemma4", "config": f"gemma4_{kind}_debugmodel", "model__n_layers": 4, "model__ffn_dim": 96}
+    options |= {"checkpoint__enable": True, "checkpoint__interval": 2, "checkpoint__keep_latest_k": 0}
+    train(tmp_path / "whole", **options)
+    with killed_in(Trainer, "train_step", 4):
+        train(tmp_path / "cut", **options)
+    train(tmp_path / "cut", **options)
+    assert read_metrics(tmp_path / "cut", "loss") == read_metrics(tmp_path / "whole", "loss")
+    weights = [load_model(tmp_path / name / "checkpoint/step-4", device="cpu").model for name in ("whole", "cut")]
+    ours, theirs = (model.state_dict() for model in weights)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
 @pytest.mark.parametrize("whole", ["gemma4", "gemma4_unified"])
