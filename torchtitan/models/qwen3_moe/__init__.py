@@ -3,15 +3,15 @@
 from functools import partial
 from typing import Any
 
-from torchtitan.models.common.moe.layer import QwenMoEConfig
+from torchtitan.models.common.moe.layer import MoEConfig
 from torchtitan.models.common.moe.rows import MOE_SHARDING
 from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.models.families import SMALL, Family, of_sizes
 from torchtitan.models.qwen3_moe.model import FORMAT, Qwen2MoeModel, Qwen3MoeModel
 
 _SMALL: Any = {**SMALL, "norm_eps": 1e-6, "rope": RoPEConfig(theta=10_000.0)}
-_SMALL_3 = QwenMoEConfig(n_experts=32, top_k=4, ffn_dim=96)
-_SMALL_2 = QwenMoEConfig(n_experts=16, top_k=2, ffn_dim=96, norm_topk_prob=False, shared_ffn_dim=192)
+_SMALL_3 = MoEConfig(n_experts=32, top_k=4, ffn_dim=96)
+_SMALL_2 = MoEConfig(n_experts=16, top_k=2, ffn_dim=96, norm_topk_prob=False, shared_ffn_dim=192)
 
 _2 = partial(of_sizes, FORMAT, "qwen2_moe", rope_theta=1e6)
 _3 = partial(of_sizes, FORMAT, "qwen3_moe", norm_topk_prob=True, head_dim=128, rope_theta=1e6, max_seq_len=40_960)

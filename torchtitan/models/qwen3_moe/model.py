@@ -8,19 +8,11 @@ from torch import nn
 from torchtitan.models.common.config_reader import ConfigReader
 from torchtitan.models.common.hugging_face import DENSE_ROWS, ModelType, dense_format
 from torchtitan.models.common.moe.decoder import MoEDecoder
-from torchtitan.models.common.moe.layer import QwenMoEConfig
 from torchtitan.models.common.moe.rows import SPARSE, expert_keys, expert_rows
 
 
 class Qwen3MoeModel(MoEDecoder):
     """Qwen3's decoder with experts in some layers or in all."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(MoEDecoder.Config):
-        moe: QwenMoEConfig
-        """Experts."""
-
-    config: Config
 
     def make_attention(self, index: int, **options: Any) -> nn.Module:
         return super().make_attention(index, **{"qk_norm": self.make_norm, **options})

@@ -78,7 +78,7 @@ def expert_keys(number: str, **others: str) -> dict[str, str]:
 _SAME = ("n_shared_experts", "norm_topk_prob", "routed_scaling_factor", "n_group", "topk_group", "scoring_func")
 SPARSE = {"moe_intermediate_size": "ffn_dim", "mlp_layer_types": "layer_types"}
 SIGMOID_KEYS = expert_keys("n_routed_experts", **SPARSE, **{name: name for name in _SAME})
-"""Key of config.json → field of `SigmoidMoEConfig`."""
+"""Key of config.json → field of the `MoEConfig` (DeepSeek-V3)."""
 
 
 def prepare_dense_layers(document: dict[str, Any], default: int = 1) -> dict[str, Any]:
