@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from torchtitan.models.common.decoder import DENSE_SHARDING
 from torchtitan.models.common.moe.layer import SMALL_SIGMOID
-from torchtitan.models.common.moe.rows import MOE_SHARDING
 from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.models.deepseek_v3.model import FORMAT, DeepSeekModel
 from torchtitan.models.families import SMALL, Family, of_sizes
@@ -40,10 +40,10 @@ _LATENT: Any = {
     **dict.fromkeys(("wq", "q_latent.2"), "parts to columns"),
     **{"latents": "parts to shared", "attend.wkv_b": "shared to columns", "wo": "rows"},
 }
-_OTHERS = {name: kind for name, kind in MOE_SHARDING.tensor.items() if not f"{name}.".startswith("layers.*.attention.")}
+_OTHERS = {name: kind for name, kind in DENSE_SHARDING.tensor.items() if "attention" not in name.split(".")}
 _TENSOR = {**_OTHERS, **{f"layers.*.attention.{name}": kind for name, kind in _LATENT.items()}}
 _TENSOR |= {"layers.*.mtp.?norm": "sequence", "layers.*.mtp.eh_proj": "local tokens", "layers.*.mtp.norm": "final norm"}
 
 FORMATS = {"hf": FORMAT}
-FAMILY = Family(module=__name__, flavors=FLAVORS, formats=FORMATS, sharding=replace(MOE_SHARDING, tensor=_TENSOR))
+FAMILY = Family(module=__name__, flavors=FLAVORS, formats=FORMATS, sharding=replace(DENSE_SHARDING, tensor=_TENSOR))
 model_spec, model_registry = FAMILY.spec, FAMILY.registry

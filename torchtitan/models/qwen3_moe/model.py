@@ -1,6 +1,6 @@
 """Qwen3's models with experts (arXiv:2505.09388), and Qwen2's and Qwen1.5's, with their Hugging Face format."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -20,13 +20,6 @@ class Qwen3MoeModel(MoEDecoder):
 
 class Qwen2MoeModel(Qwen3MoeModel):
     """Qwen2's decoder with experts in some layers or in all, next to one that every token passes through."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(Qwen3MoeModel.Config):
-        attention_bias: bool = True
-        """Add biases to queries, keys and values."""
-
-    config: Config
 
     biased = "qkv"
 
@@ -82,7 +75,7 @@ _2 = replace(
     fixed={"use_sliding_window": False},
     defaults={
         **{"num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408, "num_key_value_heads": 16},
-        **{"norm_topk_prob": False, "shared_expert_intermediate_size": 5632},
+        **{"norm_topk_prob": False, "shared_expert_intermediate_size": 5632, "qkv_bias": True},
     },
     write=lambda config: _write(config) if config.moe.shared_ffn_dim else None,
 )

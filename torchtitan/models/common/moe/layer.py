@@ -115,11 +115,9 @@ class MoEConfig:
         return GatedFeedForward(hidden_dim=width, **options) if width else None
 
 
-SMALL_SIGMOID = MoEConfig(
-    **{"n_experts": 32, "top_k": 4, "ffn_dim": 128, "n_group": 4, "topk_group": 2, "n_shared_experts": 1},
-    **{"scoring_func": "sigmoid", "selection_bias": True, "routed_scaling_factor": 2.0},
-    layer_types=["dense", "sparse", "sparse", "sparse"],
-)
+_SMALL: Any = {"n_experts": 32, "top_k": 4, "ffn_dim": 128, "n_shared_experts": 1, "scoring_func": "sigmoid"}
+_SMALL |= {"selection_bias": True, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.0}
+SMALL_SIGMOID = MoEConfig(**_SMALL, layer_types=["dense", "sparse", "sparse", "sparse"])
 """Experts as in DeepSeek-V3, for a model that trains on a laptop."""
 
 

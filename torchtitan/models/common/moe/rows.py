@@ -1,16 +1,10 @@
-"""Experts in Hugging Face's format, and the sharding plan of models with experts."""
+"""Experts in Hugging Face's format."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from torchtitan.models.common.config_reader import ConfigReader
-from torchtitan.models.common.decoder import DENSE_SHARDING
 from torchtitan.protocols.state_dict_adapter import Identity, KeyMapping, Permuted, Stacked, Transform
-
-MOE_SHARDING = replace(DENSE_SHARDING, tensor={**DENSE_SHARDING.tensor, "layers.*.moe": "local tokens"})
-"""Plan of decoders with experts in some layers. Tensor parallelism splits attention and dense networks; its ranks have
-whole experts, for their own part of the tokens."""
 
 _NAMES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 
