@@ -41,7 +41,8 @@ class LoadBalancer:
         groups = {name: mesh.get_group(name) for name in names if mesh is not None and mesh[name].size() > 1}
         self._pipeline = groups.pop("pp", None)  # its ranks have other routers; ranks of the others route other tokens
         self._groups = groups.values()
-        penalties = sum(self._of_stages([router.penalties for router in routers.values()]), [])
+        stages = self._of_stages([router.penalties for router in routers.values()])
+        penalties = [each for stage in stages for each in stage]
         self.needs_load, self.has_routers = any(each.batch_loss for each in penalties), bool(penalties)
         self.has_losses = any(each != PenaltyConfig() for each in penalties)
         """True if any stage of the pipeline needs `measuring`, has routers, has auxiliary losses."""
