@@ -16,6 +16,7 @@ from torchtitan.cli.model_options import run_command
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError, require
 from torchtitan.tools.logging import logger, print_error, visible
+from torchtitan.tools.parser import Parser
 
 if TYPE_CHECKING:
     from torchtitan.components.data.base import BaseDataLoader, Batch
@@ -57,7 +58,7 @@ def data(args: Sequence[str]) -> int:
 def _parse_and_run(command: str, args: Sequence[str]) -> None:
     from torchtitan.config.manager import ConfigManager
 
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         f"torchtitan data {command}", description=_DESCRIPTIONS[command], allow_abbrev=False, add_help=False
     )
     parser.epilog = "All options of `torchtitan train` are also accepted."

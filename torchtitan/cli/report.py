@@ -1,6 +1,5 @@
 """`torchtitan report`: what one or several runs did, as a self-contained HTML page or as text."""
 
-import argparse
 import base64
 import hashlib
 import statistics
@@ -16,17 +15,17 @@ import yaml
 from torchtitan.cli.model_options import run_command
 from torchtitan.components.checkpoint.catalog import CheckpointInfo, list_checkpoints
 from torchtitan.components.checkpoint.filesystem import is_url, resolve_folder
-from torchtitan.components.goodput import describe_goodput, goodput
+from torchtitan.components.goodput import describe_goodput, goodput, mean_phases, shares
 from torchtitan.components.run_events import EVENTS, Event, events_in, is_event, read_json_lines
 from torchtitan.config.configurable import leaves
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.files import read_object, regular_file
 from torchtitan.tools.logging import print_error, visible
+from torchtitan.tools.parser import Parser
 from torchtitan.tools.progress import sparkline
 
 METRICS = "metrics.jsonl"
-_FIRST_CURVES = ("loss", "validation_loss", "grad_norm", "lr", "tokens_per_second", "step_time", "memory_gib", "mfu")
 _MOST_POINTS = 1000
 _TEMPLATES = Path(__file__).parent / "templates"
 _UNLISTED = {"event", "time", "step", "seconds"}
@@ -116,8 +115,8 @@ def sections(runs: Sequence[RunRecord]) -> list[Section]:
     samples = [[run.name, *(_text(row.get(key)) for key in sampled)] for run in runs for row in run.samples[-12:]]
     found = [
         compared("Summary", [_summary(run) for run in runs]),
-        compared("Where the time went", [_shares(goodput(run.events)) for run in runs]),
-        compared("Time of a step by phase", [_shares(mean_phases(run)) for run in runs]),
+        compared("Where the time went", [shares(goodput(run.events)) for run in runs]),
+        compared("Time of a step by phase", [shares(mean_phases(run.events)) for run in runs]),
         Section("Incidents", ("run", "time", "step", "event", ""), incidents),
         compared("Foresight", [_foresight(run) for run in runs]),
         compared("Data", [run.start.get("data", {}) for run in runs]),
@@ -151,23 +150,6 @@ def _summary(run: RunRecord) -> dict[str, Any]:
     return facts | {f"last {key}": points[-1][1] for key in keys if (points := run.points(key))}
 
 
-def mean_phases(run: RunRecord) -> dict[str, float]:
-    """Return the mean seconds of a step by phase in the last session, without its first step."""
-    timed = [event for event in run.events if "seconds" in event]
-    starts = [index for index, event in enumerate(timed) if event["event"] == "start"]
-    session = timed[starts[-1] + 1 :] if starts else []
-    if not session or session[-1]["step"] <= session[0]["step"]:
-        return {}
-    first, last, n_steps = session[0]["seconds"], session[-1]["seconds"], session[-1]["step"] - session[0]["step"]
-    return {phase: mean for phase in last if (mean := (last[phase] - first.get(phase, 0.0)) / n_steps) > 0}
-
-
-def _shares(seconds: Mapping[str, float]) -> dict[str, str]:
-    total = sum(seconds.values())
-    shown = {name: f"{time:,.1f} s" if total >= 10 else f"{1000 * time:,.1f} ms" for name, time in seconds.items()}
-    return {name: f"{shown[name]} ({time / total:.1%})" for name, time in seconds.items()}
-
-
 def _moment(when: float) -> str:
     return datetime.fromtimestamp(when).strftime("%Y-%m-%d %H:%M:%S")
 
@@ -186,12 +168,10 @@ def _incidents(run: RunRecord) -> Iterator[tuple[str, str, str, str]]:
 def _foresight(run: RunRecord) -> dict[str, str]:
     """Compare the metrics that a dry run predicted with their medians in the run."""
     device = run.foresight.get("device", "")
-    measured = {
-        key: statistics.median(value for _, value in points) for key in run.foresight if (points := run.points(key))
-    }
+    medians = {key: statistics.median(dict(points).values()) for key in run.foresight if (points := run.points(key))}
     return {
         key: f"predicted for {device}: {_text(run.foresight[key])}, median here: {_text(median)}"
-        for key, median in measured.items()
+        for key, median in medians.items()
     }
 
 
@@ -201,9 +181,10 @@ def _contents(info: CheckpointInfo) -> str:
 
 
 def curves(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
-    """Return a chart per metric, with the points of each run; the most important come first."""
-    found = {key for run in runs for line in run.lines for key in line} - {"step", "n_tokens_seen"}
-    keys = [key for key in _FIRST_CURVES if key in found] + sorted(found.difference(_FIRST_CURVES))
+    """Return a chart per metric, with the points of each run; losses come first."""
+    unshown = ("step", "n_tokens_seen")
+    found = dict.fromkeys(key for run in runs for line in run.lines for key in line if key not in unshown)
+    keys = sorted(found, key=lambda key: not key.endswith("loss"))
     charts = [{"name": key, "series": [run.curve(key) for run in runs]} for key in keys]
     return [chart for chart in charts if any(len(points) > 1 for points in chart["series"])]
 
@@ -256,7 +237,7 @@ def report(args: Sequence[str]) -> int:
     description = (
         "Write one self-contained HTML page about runs, which may be in progress. Their folders are only read."
     )
-    parser = argparse.ArgumentParser(prog="torchtitan report", description=description)
+    parser = Parser(prog="torchtitan report", description=description)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="dump folder of a run")
     parser.add_argument("--output", type=Path, default="report.html", metavar="FILE", help="default: report.html")
     parser.add_argument("--text", action="store_true", help="print the report instead")

@@ -82,11 +82,11 @@ class TrainingConfig:
 
         for option in ("batch_schedule", "seq_len_schedule"):
             try:
-                parse_changes(getattr(self, option))
+                parse_changes(0, getattr(self, option))
             except ValueError as error:
                 raise UserError(
-                    f"--training.{option} '{error}' is not like 1000:64 (64 after 1000 steps) or 5e8t:64 (after 5e8 "
-                    "tokens)"
+                    f"--training.{option} '{error}' is not like 1000:64 (64 after 1000 steps, at least 1) or "
+                    "5e8t:64 (after 5e8 tokens)"
                 ) from None
             if getattr(self, option) and self.epochs is not None:
                 raise UserError(f"--training.{option} cannot be combined with --training.epochs; set --training.steps")
@@ -99,7 +99,7 @@ class TrainingConfig:
     @property
     def seq_lens(self) -> list[int]:
         """All lengths of windows, ascending."""
-        return sorted({self.seq_len, *(change.value for change in parse_changes(self.seq_len_schedule))})
+        return sorted({change.value for change in parse_changes(self.seq_len, self.seq_len_schedule)})
 
     def resolve_global_batch_size(self, data_parallel_degree: int) -> int:
         """Return the samples of the first optimizer step. Raise `UserError` if local batches do not divide a batch."""
