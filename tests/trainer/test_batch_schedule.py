@@ -38,7 +38,8 @@ def test_changes():
 
 
 @pytest.mark.parametrize(
-    "word", ["", "8", "x:8", "4:", "4:0", "0:4", "0t:4", "-4:8", "1.5:8", "1e-3t:8", "4T:8", "4:8:9", "1e999t:8", "\uff11:8"]
+    "word",
+    ["", "8", "x:8", "4:", "4:0", "0:4", "0t:4", "-4:8", "1.5:8", "1e-3t:8", "4T:8", "4:8:9", "1e999t:8", "\uff11:8"],
 )
 def test_malformed_changes_are_rejected(tmp_path, word):
     with pytest.raises(UserError, match="--training.batch_schedule '.*' is not like 1000:64"):

@@ -1,10 +1,12 @@
 """`torchtitan ls`: list modules, their configurations, and the sizes of their models."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from torchtitan.config.registry import built_in_modules, list_module, modules_on_disk
 from torchtitan.tools.errors import UserError
+from torchtitan.tools.logging import without_logs
 from torchtitan.tools.parser import Parser
 
 
@@ -26,10 +28,9 @@ def ls(args: Sequence[str]) -> int:
         print(name)
         print(f"  configs: {', '.join(listing.configs)}")
         if listing.flavors:
-            try:
-                flavors = _sizes(name) if name in built_in else listing.flavors
-            except UserError:  # an optional dependency is not installed
-                flavors = listing.flavors
+            flavors = listing.flavors
+            with suppress(UserError), without_logs():  # an optional dependency is not installed
+                flavors = _sizes(name) if name in built_in else flavors
             print(f"  flavors: {', '.join(flavors)}")
     return 0
 

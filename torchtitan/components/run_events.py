@@ -14,8 +14,8 @@ EVENTS = "events.jsonl"
 Event = Mapping[str, Any]
 """`event` (its kind), `time` (seconds since the epoch), `step`, and the values of its kind."""
 
-_TYPES = {"event": str, "time": float, "step": int}
-_TYPES_OF_KIND = {"start": {"begun": float, "seconds": dict}, "returned": {"to": int}}
+_TYPES: dict[str, type] = {"event": str, "time": float, "step": int}
+_TYPES_OF_KIND: dict[str, dict[str, type]] = {"start": {"begun": float, "seconds": dict}, "returned": {"to": int}}
 
 
 def open_events(folder: Path, step: int, command: str) -> JsonLines:

@@ -73,7 +73,12 @@ class RunState(RunBuilder):
 
     def states(self) -> dict[str, "Stateful"]:
         """Return the states that checkpoints of the run contain, by name."""
-        own = {"optimizer": self.optimizer, "lr_scheduler": self.lr_scheduler, "trainer": self, "spikes": self.spikes}
+        own: dict[str, Stateful] = {
+            "optimizer": self.optimizer,
+            "lr_scheduler": self.lr_scheduler,
+            "trainer": self,
+            "spikes": self.spikes,
+        }
         if self.config.ema.decay is not None:
             own["ema"] = self.ema
         if taken := {*own, "ema", "dataloader", "random"} & self.models.keys():
@@ -82,25 +87,24 @@ class RunState(RunBuilder):
 
     def initial_loads(self) -> dict[str, Callable[[], None]]:
         """Return model name → function that loads its initial weights, also when resuming if checkpoints lack them."""
-        config, added, seed = self.config.checkpoint, self.tokenizer.added, self.config.debug.seed
-
-        def load(model: RunModel, path: str, converters: list[ModelConverter]) -> Callable[[], None]:
-            initialize = partial(model.initialize, seed)
-            sources = (path, model.spec, model.parts, converters)
-            return partial(load_initial_weights, *sources, added=added, initialize=initialize)
-
+        config = self.config.checkpoint
         loads = {
-            name: load(model, model.weights, [])
+            name: self._initial_load(model, model.weights, [])
             for name, model in self.models.items()
             if name != "model" and model.weights and model.parts
         }
         if self.config.ema.decay is not None:
             loads["ema"] = self.ema.reset
         path = config.initial_load_path
-        is_other = path and not is_url(path) and (added or read_converters(path))
+        is_other = path and not is_url(path) and (self.tokenizer.added or read_converters(path))
         if not (config.initial_load_in_hf or is_other or self.converters or config.save_trainable_only):
             return loads  # the checkpointer loads a matching DCP checkpoint itself
-        return {"model": load(self.models["model"], path, self.converters), **loads}
+        return {"model": self._initial_load(self.models["model"], path, self.converters), **loads}
+
+    def _initial_load(self, model: RunModel, path: str, converters: list[ModelConverter]) -> Callable[[], None]:
+        initialize, added = partial(model.initialize, self.config.debug.seed), self.tokenizer.added
+        source = (path, model.spec, model.parts, converters)
+        return partial(load_initial_weights, *source, added=added, initialize=initialize)
 
     def identity(self) -> RunIdentity:
         """Return the properties that must stay the same when the run resumes."""
