@@ -1,5 +1,6 @@
 """`torchtitan data prepare`: the same result for any division of the work, after kills, and read like a cache."""
 
+import errno
 import json
 import os
 import random
@@ -219,6 +220,15 @@ def test_a_throttling_store_is_asked_again(corpus, tokenizer, tmp_path, store, m
         tokens.tokens(0, 10)
 
 
+def test_a_full_disk_is_not_tried_again(monkeypatch):
+    def fail():
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(stored.time, "sleep", None)
+    with raises("writing x failed: [Errno 28] No space left on device"):
+        stored.with_patience("writing x", fail)
+
+
 def test_processes_of_one_host_copy_an_index_at_the_same_time(corpus, tokenizer, tmp_path, store):
     prepared(corpus, "memory://out", tokenizer)
     with ThreadPoolExecutor(8) as pool:
@@ -228,20 +238,29 @@ def test_processes_of_one_host_copy_an_index_at_the_same_time(corpus, tokenizer,
     assert index.read_bytes() == store.cat_file("/out/train.index")
 
 
-def test_hosts_begin_together(corpus, tokenizer, tmp_path, monkeypatch):
-    """The plan of another process appears after the first look for one, next to its work folder."""
-    (tmp_path / "out/.work-other/plan").mkdir(parents=True)
-    original, other = Preparation._names, preparation(corpus, tmp_path / "out", tokenizer)
+@pytest.mark.parametrize("place", ["local", "store"])
+def test_hosts_begin_together(place, corpus, tokenizer, tmp_path, store, monkeypatch):
+    """The plan of another process appears before or after the look for other files, next to its work folder."""
+    (tmp_path / "out1/.work-other/plan").mkdir(parents=True)
+    for number, (is_before, held_out) in enumerate([(True, 0.0), (False, 0.0), (False, 0.5)], 1):
+        out = f"memory://out{number}" if place == "store" else str(tmp_path / f"out{number}")
+        ours, other = (preparation(corpus, out, tokenizer, held_out=fraction) for fraction in (held_out, 0.0))
+        original = type(ours.place).files
 
-    def names(self):
-        monkeypatch.setattr(Preparation, "_names", original)
-        other.begin()
-        return original(self)
+        def files(folder, original=original, other=other, is_before=is_before):
+            monkeypatch.setattr(type(folder), "files", original)
+            found = {} if is_before else original(folder)
+            other.begin()
+            return original(folder) if is_before else found
 
-    monkeypatch.setattr(Preparation, "_names", names)
-    ours = preparation(corpus, tmp_path / "out", tokenizer)
-    ours.begin()
-    assert Preparation._names is original and ours.missing() == other.missing() != []
+        monkeypatch.setattr(type(ours.place), "files", files)
+        if held_out:
+            with raises("holds another preparation, with other held_out"):
+                ours.begin()
+        else:
+            ours.begin()
+            assert ours.missing() != []
+        assert type(ours.place).files is original and other._begun_plan() == other.plan()
 
 
 def test_a_file_that_a_server_lists_without_details(corpus, store, monkeypatch):

@@ -1,6 +1,7 @@
 """Encoding of one part of a source into the arrays of a cache, and selection of items from such arrays."""
 
 import hashlib
+import itertools
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -118,11 +119,10 @@ class DocumentEncoding(Encoding):
         write_tokens(source, self.tokenizer, folder, advance)
         offsets = np.fromfile(folder / "offsets.bin", np.int64)
         tokens = np.fromfile(folder / "tokens.bin", token_dtype(self.tokenizer))
-        report, keep = Report("text", rows=len(offsets) - 1), np.diff(offsets) > 0
-        for index in np.flatnonzero(~keep).tolist():
-            report.drop(f"{source.name}, document {index + 1}", "empty", "it has no text")
-        for index in np.flatnonzero(keep).tolist():
-            if dropped := self.filters.drop_reason(tokens[offsets[index] : offsets[index + 1]]):
+        report, keep = Report("text", rows=len(offsets) - 1), np.ones(len(offsets) - 1, bool)
+        for index, (start, stop) in enumerate(itertools.pairwise(offsets.tolist())):
+            dropped = self.filters.drop_reason(tokens[start:stop]) if stop > start else ("empty", "it has no text")
+            if dropped:
                 report.drop(f"{source.name}, document {index + 1}", *dropped)
                 keep[index] = False
         return report, keep

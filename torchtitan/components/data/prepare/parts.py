@@ -240,9 +240,10 @@ def run_in_processes(function: Callable[[int], T], numbers: Sequence[int], worke
         for number in numbers:
             yield number, function(number)
         return
-    # Forked processes inherit the function, which cannot be pickled, and need not import PyTorch again.
-    context = multiprocessing.get_context("fork")
-    with ProcessPoolExecutor(workers, context, _begin_worker, (os.getpid(), function)) as pool:
+    global _function
+    _function = function  # forked processes inherit it, since it cannot be pickled
+    context, initialize = multiprocessing.get_context("fork"), (signal.SIGKILL, os.getpid())
+    with ProcessPoolExecutor(workers, context, signal_when_orphaned, initialize) as pool:
         futures = {pool.submit(_call, number): number for number in numbers}
         try:
             for future in as_completed(futures):
@@ -254,15 +255,6 @@ def run_in_processes(function: Callable[[int], T], numbers: Sequence[int], worke
             ) from None
         finally:
             pool.shutdown(cancel_futures=True)
-
-
-def _begin_worker(parent: int, function: Callable[[int], Any]) -> None:
-    signal_when_orphaned(signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before the call
-        os._exit(1)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread per process
-    global _function
-    _function = function
 
 
 def _call(number: int) -> Any:
