@@ -1,5 +1,6 @@
 """`torchtitan data prepare`: the same result for any division of the work, after kills, and read like a cache."""
 
+import contextlib
 import errno
 import json
 import os
@@ -23,6 +24,7 @@ from torchtitan.components.data import PretrainDataLoader
 from torchtitan.components.data.disk_cache import bytes_digest, digest_of, evenly_spaced
 from torchtitan.components.data.finetuning.filters import FilterConfig
 from torchtitan.components.data.prepare import merge as merging
+from torchtitan.components.data.prepare import parts
 from torchtitan.components.data.prepare.encoding import DocumentEncoding
 from torchtitan.components.data.prepare.merge import find_duplicates, merge
 from torchtitan.components.data.prepare.parts import Preparation
@@ -238,29 +240,33 @@ def test_processes_of_one_host_copy_an_index_at_the_same_time(corpus, tokenizer,
     assert index.read_bytes() == store.cat_file("/out/train.index")
 
 
+@pytest.mark.parametrize("is_before", [True, False])
+@pytest.mark.parametrize("held_out", [0.0, 0.5])
 @pytest.mark.parametrize("place", ["local", "store"])
-def test_hosts_begin_together(place, corpus, tokenizer, tmp_path, store, monkeypatch):
+def test_hosts_begin_together(place, held_out, is_before, corpus, tokenizer, tmp_path, store, monkeypatch):
     """The plan of another process appears before or after the look for other files, next to its work folder."""
-    (tmp_path / "out1/.work-other/plan").mkdir(parents=True)
-    for number, (is_before, held_out) in enumerate([(True, 0.0), (False, 0.0), (False, 0.5)], 1):
-        out = f"memory://out{number}" if place == "store" else str(tmp_path / f"out{number}")
-        ours, other = (preparation(corpus, out, tokenizer, held_out=fraction) for fraction in (held_out, 0.0))
-        original = type(ours.place).files
+    (tmp_path / "out/.work-other/plan").mkdir(parents=True)
+    out = "memory://out" if place == "store" else str(tmp_path / "out")
+    other, ours = preparation(corpus, out, tokenizer), preparation(corpus, out, tokenizer, held_out=held_out)
+    folder = type(ours.place)
+    has_file, create = parts.has_file, folder.create
 
-        def files(folder, original=original, other=other, is_before=is_before):
-            monkeypatch.setattr(type(folder), "files", original)
-            found = {} if is_before else original(folder)
+    def has_no_plan_yet(*arguments):
+        monkeypatch.setattr(parts, "has_file", has_file)
+        if is_before:
             other.begin()
-            return original(folder) if is_before else found
+        return False
 
-        monkeypatch.setattr(type(ours.place), "files", files)
-        if held_out:
-            with raises("holds another preparation, with other held_out"):
-                ours.begin()
-        else:
-            ours.begin()
-            assert ours.missing() != []
-        assert type(ours.place).files is original and other._begun_plan() == other.plan()
+    def create_after_other(self):
+        monkeypatch.setattr(folder, "create", create)
+        other.begin()
+
+    monkeypatch.setattr(parts, "has_file", has_no_plan_yet)
+    if not is_before:
+        monkeypatch.setattr(folder, "create", create_after_other)
+    with raises("holds another preparation, with other held_out") if held_out else contextlib.nullcontext():
+        ours.begin()
+    assert other._begun_plan() == other.plan() and other.missing() != []
 
 
 def test_a_file_that_a_server_lists_without_details(corpus, store, monkeypatch):

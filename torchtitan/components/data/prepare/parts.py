@@ -92,10 +92,11 @@ class Preparation:
         plan = self.plan()
         with self.writing():
             if not has_file(self.place / "plan", PLAN):
-                names = with_patience(f"listing {self.place}", self.place.files)
-                others = [name for name in names if name[0] != "."]  # not the work folders of other processes
-                if others and f"plan/{PLAN}" not in others:  # otherwise, another process has begun
-                    raise UserError(f"{self.place} holds other files, such as {others[0]}; set --out to a new folder")
+                exists = isinstance(self.place, LocalFolder) and self.place.exists()
+                names = os.listdir(str(self.place)) if exists else self.place.files()
+                others = {name.partition("/")[0] for name in names if name[0] != "."}  # not work folders of others
+                if others and "plan" not in others:  # otherwise, another process has begun
+                    raise UserError(f"{self.place} holds other files, such as {min(others)}; set --out to a new folder")
                 self.place.create()
                 with self.work_folder() as work:
                     (work / "plan").mkdir()
