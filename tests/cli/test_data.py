@@ -606,6 +606,6 @@ def test_help_has_both_kinds_of_options(command, capsys):
 @pytest.mark.slow
 def test_order_follows_the_seed(chats):
     first, again, other = (
-        inspect(*chat_options(chats), "--seed", seed, "--samples", "2").tokens for seed in ("1", "1", "2")
+        inspect(*chat_options(chats), "--debug.seed", seed, "--samples", "2").tokens for seed in ("1", "1", "2")
     )
     assert first == again != other

@@ -65,9 +65,6 @@ def _parse_and_run(command: str, args: Sequence[str]) -> None:
     if command == "inspect":
         parser.add_argument("--samples", type=int, default=5, metavar="N", help="windows to show (default: 5)")
         parser.add_argument("--html", type=Path, metavar="FILE", help="also write an HTML page with all tokens")
-        parser.add_argument(
-            "--seed", type=int, metavar="S", help="seed of the order of the samples (default: --debug.seed)"
-        )
     elif command == "prepare":
         data_prepare.add_options(parser)
     else:
@@ -148,15 +145,13 @@ def _data_parallel_degree(parallelism: Any) -> int:
 
     processes = environment_number("NNODES", default=1, minimum=1)
     processes *= environment_number("NGPU", default=max(1, torch.cuda.device_count()), minimum=1)
-    kinds = (
-        "data_parallel_replicate",
-        "data_parallel_shard",
-        "context_parallel",
-        "tensor_parallel",
-        "pipeline_parallel",
+    others = (
+        parallelism.context_parallel_degree,
+        parallelism.tensor_parallel_degree,
+        parallelism.pipeline_parallel_degree,
     )
-    needed = math.prod(max(1, getattr(parallelism, f"{kind}_degree")) for kind in kinds)
-    return ParallelDims.from_config(parallelism, max(processes, needed)).dp_degree
+    copies = parallelism.data_parallel_replicate_degree * max(1, parallelism.data_parallel_shard_degree)
+    return ParallelDims.from_config(parallelism, max(processes, copies * math.prod(others))).dp_degree
 
 
 def _inspect(options: argparse.Namespace, resolved: "ResolvedConfig") -> None:
@@ -168,8 +163,6 @@ def _inspect(options: argparse.Namespace, resolved: "ResolvedConfig") -> None:
         raise UserError(f"--html: there is no folder {options.html.absolute().parent}")
     if options.html is not None and options.html.exists() and not options.html.is_file():
         raise UserError(f"--html: {options.html} is not a regular file, which the page could replace")
-    if options.seed is not None:
-        resolved.config.debug.seed = options.seed
     run = _Run.of(resolved.config)
     with run.loader(1) as loader:
         length = run.length(loader.n_samples)

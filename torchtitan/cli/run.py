@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import shlex
 import signal
 import subprocess
@@ -103,7 +104,7 @@ def _run_stage(name: str, words: list[str], folder: Path, *, shows: bool) -> int
     logger.info("stage %s: torchtitan %s", name, shlex.join(words))
     durable.make_folder(folder)
     command = [sys.executable, "-P", "-m", "torchtitan", *words]
-    save = partial(signal_when_orphaned, signal.SIGTERM)
+    save = partial(signal_when_orphaned, signal.SIGTERM, os.getpid())
     process = subprocess.Popen(command, stdout=subprocess.PIPE if shows else None, preexec_fn=save)
     signals = StopSignals(on_first=process.send_signal, on_second=lambda _: process.kill())
     output, _ = process.communicate()
