@@ -32,7 +32,7 @@ def ledger(folder: Path) -> list[list[str]]:
 
 
 def test_changes():
-    changes = parse_changes(4, ["10:8", "1.5e3t:16"])
+    changes = parse_changes("batch_schedule", 4, ["10:8", "1.5e3t:16"])
     assert changes == [("", 0, False, 4), ("10:8", 10, False, 8), ("1.5e3t:16", 1500, True, 16)]
     assert [change_at(changes, step, step * 100).value for step in (0, 9, 10, 14, 15)] == [4, 4, 8, 8, 16]
 

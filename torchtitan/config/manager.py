@@ -165,16 +165,10 @@ def _named_configs_rule(info: StructTypeInfo) -> StructConstructorSpec | None:
 
 def _whole_numbers_rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[int] | None:
     """Let whole numbers also be written like 1e3."""
-    return (
-        PrimitiveConstructorSpec(
-            nargs=1,
-            metavar="INT",
-            instance_from_str=lambda words: _whole_number(words[0]),
-            is_instance=lambda value: isinstance(value, int),
-            str_from_instance=lambda value: [str(value)],
-        )
-        if info.type is int
-        else None
+    if info.type is not int:
+        return None
+    return PrimitiveConstructorSpec(
+        1, "INT", lambda words: _whole_number(words[0]), lambda value: isinstance(value, int), lambda n: [str(n)]
     )
 
 

@@ -4,6 +4,8 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from torchtitan.tools.errors import UserError
+
 
 class Change(NamedTuple):
     """A new value of an option, after a number of steps or tokens. `word` is its text on the command line."""
@@ -18,15 +20,18 @@ class Change(NamedTuple):
         return -((n_tokens - self.after) // tokens_per_step) if self.in_tokens else self.after - step
 
 
-def parse_changes(first: int, words: Sequence[str]) -> list[Change]:
+def parse_changes(option: str, first: int, words: Sequence[str]) -> list[Change]:
     """Return `first`, the value at step 0, and the changes for `["1000:64", "5e8t:128"]`: 64 after 1000 steps, 128
-    after 5e8 tokens. Raise `ValueError` for the first malformed word."""
+    after 5e8 tokens. Raise `UserError` for a malformed word of the training option."""
     changes = [Change("", 0, False, first)]
     for word in words:
         match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d{1,2})?)(t?):(\d+)", word, re.ASCII)
         after = float(match[1]) if match else 0
         if match is None or after != int(after) or min(after, int(match[3])) < 1:
-            raise ValueError(word)
+            raise UserError(
+                f"--training.{option} '{word}' is not like 1000:64 (64 after 1000 steps, at least 1) or 5e8t:64 (after "
+                "5e8 tokens)"
+            )
         changes.append(Change(word, int(after), bool(match[2]), int(match[3])))
     return changes
 

@@ -39,8 +39,8 @@ class DataProgress:
         self.seq_len = config.seq_len
         """Length of the windows of the next global batch."""
         self._sequences_per_sample = sequences_per_sample
-        self._batches = parse_changes(global_batch_size, config.batch_schedule)
-        self._windows = parse_changes(config.seq_len, config.seq_len_schedule)
+        self._batches = parse_changes("batch_schedule", global_batch_size, config.batch_schedule)
+        self._windows = parse_changes("seq_len_schedule", config.seq_len, config.seq_len_schedule)
         self._skipped = sorted(parse_step_ranges(config.skip_data), key=lambda span: span.start)
 
     @property
@@ -59,16 +59,14 @@ class DataProgress:
 
     def check_schedules(self) -> None:
         """Raise `UserError` for a change of batches or windows that never takes effect."""
-        stretches = [*self.stretches(self._steps, 0, 0)]
-        batches, windows = {stretch.batch for stretch in stretches}, {stretch.window for stretch in stretches}
-        schedules = {"batch": (self._batches, batches), "seq_len": (self._windows, windows)}
-        for name, (changes, used) in schedules.items():
-            for change in changes:
-                if change not in used:
-                    raise UserError(
-                        f"--training.{name}_schedule {change.word} never takes effect in {self._steps} steps "
-                        "(--training.steps); list changes in the order in which the run reaches them"
-                    )
+        used = [(stretch.batch, stretch.window) for stretch in self.stretches(self._steps, 0, 0)]
+        options = {"batch_schedule": self._batches, "seq_len_schedule": self._windows}
+        for (option, changes), in_effect in zip(options.items(), zip(*used, strict=True), strict=True):
+            if unused := [change.word for change in changes if change not in in_effect]:
+                raise UserError(
+                    f"--training.{option} {unused[0]} never takes effect in {self._steps} steps (--training.steps); "
+                    "list changes in the order in which the run reaches them"
+                )
 
     @property
     def tokens_per_step(self) -> int:
