@@ -5,7 +5,6 @@ import hashlib
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,18 +30,33 @@ _TEMPLATES = Path(__file__).parent / "templates"
 _UNLISTED = {"event", "time", "step", "seconds"}
 
 
-@dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """The contents of a run's folder: lines of metrics, options by dotted names, numbers of broken lines by file."""
+    """What the folder of a run contains, which may be in progress. Raises `UserError` if it has no metrics or is
+    unreadable."""
 
-    name: str
-    lines: list[dict[str, Any]]
-    events: list[Event]
-    config: dict[str, Any]
-    samples: list[dict[str, Any]]
-    checkpoints: list[CheckpointInfo]
-    foresight: dict[str, Any]
-    broken: dict[str, list[int]]
+    def __init__(self, folder: Path):
+        self.name = str(folder)
+        self.broken: dict[str, list[int]] = {}
+        """Numbers of broken lines by file."""
+        self.lines = self._read(folder / METRICS, _is_metrics)
+        if not self.lines:
+            raise UserError(f"'{folder}' has no {METRICS} with metrics; name the dump folder of a run (--dump_folder)")
+        self._read(folder / EVENTS, is_event)
+        self.events = events_in(folder)
+        self.samples = self._read(folder / "completions.jsonl", bool)
+        path = folder / "config.yaml"
+        try:
+            self.config = leaves(yaml.safe_load(regular_file(path).read_text()) if path.exists() else {})
+        except (OSError, ValueError, AttributeError, yaml.YAMLError, RecursionError) as error:
+            raise UserError(f"'{path}' cannot be read: {error}") from error
+        saved = str(self.config.get("checkpoint.folder", "checkpoint"))
+        self.checkpoints = [] if is_url(saved) else list_checkpoints(resolve_folder(str(folder), saved))
+        self.foresight = read_object(folder / "foresight.json")
+
+    def _read(self, path: Path, usable: Callable[..., bool]) -> list[dict[str, Any]]:
+        lines, broken = read_json_lines(path, usable)
+        self.broken |= {path.name: broken} if broken else {}
+        return lines
 
     @property
     def start(self) -> Event:
@@ -61,30 +75,6 @@ class RunRecord:
             return points
         parts = [sorted(points[i : i + size], key=lambda point: point[1]) for i in range(0, len(points), size)]
         return sorted({points[0], points[-1], *(part[end] for part in parts for end in (0, -1))})
-
-
-def read_run(folder: Path) -> RunRecord:
-    """Read the folder of a run, which may be in progress. Raise `UserError` if it has no metrics or is unreadable."""
-    usable: dict[str, Callable[..., bool]] = {METRICS: _is_metrics, EVENTS: is_event, "completions.jsonl": bool}
-    files = {name: read_json_lines(folder / name, is_usable) for name, is_usable in usable.items()}
-    if not files[METRICS][0]:
-        raise UserError(f"'{folder}' has no {METRICS} with metrics; name the dump folder of a run (--dump_folder)")
-    path = folder / "config.yaml"
-    try:
-        config = leaves(yaml.safe_load(regular_file(path).read_text()) if path.exists() else {})
-    except (OSError, ValueError, AttributeError, yaml.YAMLError, RecursionError) as error:
-        raise UserError(f"'{path}' cannot be read: {error}") from error
-    saved = str(config.get("checkpoint.folder", "checkpoint"))
-    return RunRecord(
-        name=str(folder),
-        lines=files[METRICS][0],
-        events=events_in(folder),
-        config=config,
-        samples=files["completions.jsonl"][0],
-        checkpoints=[] if is_url(saved) else list_checkpoints(resolve_folder(str(folder), saved)),
-        foresight=read_object(folder / "foresight.json"),
-        broken={name: numbers for name, (_, numbers) in files.items() if numbers},
-    )
 
 
 def _is_metrics(line: Mapping[str, Any]) -> bool:
@@ -244,7 +234,7 @@ def report(args: Sequence[str]) -> int:
     options = parser.parse_args(args)
 
     def write() -> int:
-        runs = [read_run(folder) for folder in options.runs]
+        runs = [RunRecord(folder) for folder in options.runs]
         for line in _broken_lines(runs):
             print_error("report", line)
         if options.text:
