@@ -66,7 +66,8 @@ class JsonLines(Sink):
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        self._file.close()
+        with self._file:
+            self.sync()
 
 
 class TensorBoard(Sink):

@@ -127,8 +127,8 @@ class Accounting(Callback):
         if self._saved_step != self.trainer.step:  # the last step may be saved twice, in full and for export
             self._saved_step = self.trainer.step
             self._write("save")
-        if self._log:
-            with contextlib.suppress(OSError):  # the checkpoint does not need them
+        with contextlib.suppress(OSError):  # the checkpoint does not need the events
+            if self._log:
                 self._log.sync()
 
     def on_end(self, reason: StopReason) -> None:
@@ -143,9 +143,10 @@ class Accounting(Callback):
                 parts = ", ".join(f"{phase} {share}" for phase, share in shares(phases).items())
                 logger.info("mean step: %.1f ms; %s", 1000 * sum(phases.values()), parts)
             logger.info("%s", describe_goodput(goodput(events)))
-        if self._log:
-            self._log.close()
-            self._log = None
+        with contextlib.suppress(OSError):
+            if self._log:
+                self._log.close()
+        self._log = None
 
 
 def largest_excess(seconds_RP: Sequence[Sequence[float]]) -> tuple[float, int, int]:
