@@ -107,6 +107,6 @@ class SpikeGuard(Configurable):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore a state, also one with another window."""
-        self._recent = deque(map(tuple, state_dict["recent"]), maxlen=self.config.window)
+        self._recent = deque([(loss, norm) for loss, norm in state_dict["recent"]], maxlen=self.config.window)
         for name in _COUNTS:
             setattr(self, name, state_dict[name])
