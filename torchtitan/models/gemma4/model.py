@@ -175,10 +175,10 @@ def _prepare(document: dict[str, Any]) -> dict[str, Any]:
     return document
 
 
-_NAMES = ("attention_bias", "attention_k_eq_v", "final_logit_softcapping", *_GLOBAL.values(), *_SMALL)
+_NAMES = ("attention_bias", "attention_k_eq_v", "final_logit_softcapping", *_GLOBAL.values())
 _KEYS = {**WINDOW_KEYS, **{name: name for name in _NAMES}}
 _FIXED: Any = dict.fromkeys(("hidden_act", "hidden_activation"), "gelu_pytorch_tanh") | {"enable_moe_block": False}
-_LARGE = {**_FIXED, **dict.fromkeys(_SMALL[:2], 0)}
+_LARGE: Any = {"keys": _KEYS, "fixed": {**_FIXED, **dict.fromkeys(_SMALL[:2], 0)}}
 
 _OF_EXPERTS = {"moe.norm": "pre_feedforward_layernorm_2", "moe.post_norm": "post_feedforward_layernorm_2"}
 _OF_EXPERTS |= {"dense_post_norm": "post_feedforward_layernorm_1", "moe.router": "router.proj"}
@@ -194,9 +194,9 @@ _DENSE = ModelType(
     architecture="Gemma4ForCausalLM",
     config=Gemma4Model.Config,
     rows=_ROWS,
-    keys=_KEYS,
+    keys={**_KEYS, **{name: name for name in _SMALL}},
     fixed=_FIXED,
-    ignored=("per_layer_config", "vocab_size_per_layer_input", *_EXPERT_KEYS),
+    ignored=("per_layer_config", "vocab_size_per_layer_input", "use_double_wide_mlp", *_EXPERT_KEYS),
     prepare=_prepare,
     ropes=ROPE_SECTIONS,
     write=write_if(
@@ -204,11 +204,11 @@ _DENSE = ModelType(
         lambda config: {"vocab_size_per_layer_input": config.vocab_size},
     ),
 )
-_EXPERTS: Any = {"keys": {**_KEYS, **_EXPERT_KEYS}, "fixed": {**_LARGE, "enable_moe_block": True}}
+_EXPERTS: Any = {"keys": {**_KEYS, **_EXPERT_KEYS}, "fixed": {**_LARGE["fixed"], "enable_moe_block": True}}
 
 _TYPES = {
     **dict.fromkeys(("gemma4_text", "gemma4"), _DENSE),
-    **dict.fromkeys(("gemma4_unified_text", "gemma4_unified"), replace(_DENSE, fixed=_LARGE)),
+    **dict.fromkeys(("gemma4_unified_text", "gemma4_unified"), replace(_DENSE, **_LARGE)),
     "gemma4_text:enable_moe_block": replace(_DENSE, config=Gemma4MoEModel.Config, **_EXPERTS),
 }
 FORMAT = dense_format(_TYPES, without=("model.vision_", "model.audio_", "model.embed_vision.", "model.embed_audio."))
