@@ -19,7 +19,7 @@ CONVERTERS = {
 
 
 OTHER_DESIGNS = {f"gemma4_{name}_debugmodel": "gemma4" for name in ("small", "moe")}
-"""Configuration of a design besides that of the family's debug model → family."""
+"""Configuration of another design than the family's debug model → family."""
 
 
 @pytest.mark.slow

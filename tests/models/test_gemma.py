@@ -389,7 +389,7 @@ def test_published_file_of_a_model_with_vision(caplog: pytest.LogCaptureFixture)
     ]
     assert READ({**PUBLISHED_12B, "hidden_size": 3840, "image_newline": None}) == FLAVORS["3-12B"]
     for key, value in {"hidden_size": 9, "logit_scale": 0.5, "rope_theta": 1e4}.items():
-        with pytest.raises(UserError, match=f"config.json: {key} is {value} beside text_config"):
+        with pytest.raises(UserError, match=f"config.json: {key} is {value} next to text_config"):
             READ({**PUBLISHED_12B, key: value})
 
 

@@ -30,7 +30,7 @@ class PreNormBlock(nn.Module):
     """
 
     norms_before, norms_after = True, False
-    """Whether both parts have norms of their inputs, and of their results."""
+    """True if both parts have norms of their inputs; the same for their results."""
 
     def __init__(
         self, attention: nn.Module, feed_forward: nn.Module, *, dim: int, norm: NormFactory, multiplier: float = 1.0

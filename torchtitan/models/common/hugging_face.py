@@ -41,7 +41,7 @@ class ModelType:
     that a model does not have are left out."""
 
     keys: Mapping[str, str] = field(default_factory=dict)
-    """Key → field of `config`, or of a field of it (`moe.top_k`), in addition to those of all types
+    """Key → field of `config`, or of a field of it (`moe.top_k`), in addition to the keys of all types
     (`hugging_face_keys.KEYS`) or in place of the field's key there. The field's type says what the key may hold; a list
     has one item per layer, and the field holds its shortest repeating part."""
 

@@ -65,7 +65,7 @@ _OF_FILES |= {"num_nextn_predict_layers", "num_mtp_layers"}
 """Keys without effect on the model's computation; `pretraining_tp` only changes the order of sums."""
 
 _OF_OTHER_PARTS = re.compile(r"(vision|audio|image|video|mm|boi|eoi|boa|eoa)_\w+")
-"""Keys beside those of the language model that say how images and sound enter."""
+"""Keys next to `text_config` that say how images and sound enter."""
 
 
 def check_values(document: Mapping[str, Any], fixed: Mapping[str, Any], known: Collection[str]) -> None:
@@ -93,7 +93,7 @@ def warn_about_ignored_keys(document: Mapping[str, Any], known: Collection[str])
 
 
 def language_model(document: Mapping[str, Any], model_type: str) -> dict[str, Any]:
-    """Return the config.json of the language model in that of a model with vision. Raise `UserError` if it is of
+    """Return the config.json of the language model in a file of a model with vision. Raise `UserError` if it is of
     another type, the two contradict each other, or a key is neither the language model's nor about images and sound."""
     text, tied = ConfigReader(FILE, document).section("text_config").values, "tie_word_embeddings"
     for key, expected in {"model_type": model_type, tied: document.get(tied)}.items():
@@ -102,7 +102,7 @@ def language_model(document: Mapping[str, Any], model_type: str) -> dict[str, An
     for key in sorted(document.keys() - _OF_FILES - {"text_config", tied}):
         if not _OF_OTHER_PARTS.match(key) and document[key] not in (None, text.get(key)):
             raise UnsupportedModelError(
-                f"config.json: {key} is {document[key]!r} beside text_config, which this family does not support"
+                f"config.json: {key} is {document[key]!r} next to text_config, which this family does not support"
             )
     if parts := [part for part in ("vision", "audio") if document.get(f"{part}_config") is not None]:
         named = " and ".join(parts)
