@@ -620,24 +620,51 @@ def test_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, kind: str) -> N
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-@pytest.mark.parametrize("whole", ["gemma4", "gemma4_unified"])
-def test_language_model_of_a_model_with_vision(tmp_path: Path, whole: str, caplog: pytest.LogCaptureFixture) -> None:
-    """The tensors of vision and audio are left out; the language model generates the same tokens."""
-    reference = random_reference(f"{whole}_text", 0, **{**DISTINCT, "tie_word_embeddings": True})
+def with_vision_and_sound(whole: str, reference: Any) -> Any:
+    """Return transformers' model with vision and sound, and with the reference as its language model."""
     vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     vision |= {"num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 16}
-    own = (
-        {"vision_config": vision} if whole == "gemma4" else {"vision_config": {"mm_embed_dim": 16}, "audio_config": {}}
-    )
-    config = transformers.AutoConfig.for_model(whole, text_config=reference.config.to_dict(), **own)
-    model = transformers.AutoModelForImageTextToText.from_config(config)
+    audio: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    audio |= {"subsampling_conv_channels": [4, 4], "output_proj_dims": 16}
+    if whole == "gemma4_unified":
+        vision, audio = {"mm_embed_dim": 16}, {}
+    parts = {"text_config": reference.config.to_dict(), "vision_config": vision, "audio_config": audio}
+    model = transformers.AutoModelForImageTextToText.from_config(transformers.AutoConfig.for_model(whole, **parts))
     model.model.language_model.load_state_dict(reference.model.state_dict())
-    save_with_tokenizer(model, tmp_path)
+    return model
+
+
+DESIGNS = {"": DISTINCT, ", small": SMALL, ", experts": EXPERTS}
+
+
+@pytest.mark.parametrize(("whole", "design"), [*(("gemma4", design) for design in DESIGNS), ("gemma4_unified", "")])
+def test_language_model_of_a_model_with_vision(
+    tmp_path: Path, whole: str, design: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The tensors of vision and sound are left out; the language model generates the same tokens."""
+    reference = random_reference(f"{whole}_text{design}", 0, **{**DESIGNS[design], "tie_word_embeddings": True})
+    save_with_tokenizer(with_vision_and_sound(whole, reference), tmp_path)
+    names = load_file(tmp_path / "model.safetensors")
+    assert any("vision" in name for name in names) and any("audio" in name for name in names)
     ours = load_model(tmp_path, device="cpu").model
-    assert any("without the model's vision" in message for message in caplog.messages)
+    assert any("without the model's vision and audio" in message for message in caplog.messages)
     tokens, _ = random_tokens(97, 50)
     with torch.no_grad():
         assert relative_error(ours(tokens), reference(tokens).logits) < 1e-5
     expected = reference.generate(torch.tensor([[5, 7]]), max_new_tokens=30, do_sample=False, eos_token_id=None)
     (generation,) = generate(ours, [[5, 7]], max_new_tokens=30)
     assert [5, 7, *generation.ids] == expected[0].tolist()
+
+
+@pytest.mark.slow
+def test_auto_trains_the_language_model_of_a_folder_with_vision(tmp_path: Path, chat_file: Path) -> None:
+    """The export is the language model alone, which transformers opens."""
+    sizes = {"vocab_size": 2048, "vocab_size_per_layer_input": 2048, "max_position_embeddings": 2048}
+    reference = random_reference("gemma4_text, small", 0, **{**SMALL, **sizes, "tie_word_embeddings": True})
+    folder = save_with_tokenizer(with_vision_and_sound("gemma4", reference), tmp_path / "hf")
+    options = {"module": "auto", "hf_assets_path": folder, "dataloader__dataset": [chat_file], **SHORT}
+    options |= {"training__seq_len": 128, "training__epochs": None, "training__steps": 1}
+    trainer = run_named("sft", tmp_path / "run", **options)
+    export = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run/checkpoint/step-1")
+    assert type(export).__name__ == "Gemma4ForCausalLM" and trainer.config.model_spec.name == "gemma4"
+    assert export.state_dict().keys() == reference.state_dict().keys()
