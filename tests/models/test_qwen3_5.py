@@ -276,7 +276,7 @@ def test_coordinates_of_images_have_no_effect_on_text() -> None:
         ({"num_experts": 64}, "num_experts is 64"),
         ({"rope_parameters": {"rope_type": "mrope"}}, "RoPE of type 'mrope'"),
         ({"rope_parameters": [1]}, "rope_parameters is .*an object"),
-        ({"partial_rotary_factor": 0.001, "rope_parameters": None}, "rotated_fraction 0.001"),
+        ({"partial_rotary_factor": 0.001, "rope_parameters": None}, "rotated_fraction is 0.001"),
         ({"model_type": "qwen3_next"}, "model_type is 'qwen3_next'"),
     ],
 )

@@ -105,7 +105,7 @@ def _read_scaling(rope: RoPEConfig, reader: ConfigReader, parameters: ConfigRead
     ratio = context / rope.original_max_seq_len
     implied = {"factor": 1.0 if rope.scaling == "proportional" else ratio, "beta_slow": 1.0, "beta_fast": 32.0}
     implied = implied if rope.scaling in ("yarn", "longrope", "proportional") else {}
-    for key in keys.keys() - {_ORIGINAL_CONTEXT, "attention_factor"}:
+    for key in (key for key in keys if key not in (_ORIGINAL_CONTEXT, "attention_factor")):
         read = _numbers if key in ("short_factor", "long_factor") else ConfigReader.number
         is_implied = key in implied and not parameters.has(key)
         setattr(rope, keys[key], implied[key] if is_implied else read(parameters, key))

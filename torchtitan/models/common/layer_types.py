@@ -103,9 +103,7 @@ def prepare_windows(document: dict[str, Any]) -> dict[str, Any]:
     types = document.get("layer_types")
     if not has_window:
         if types and not (isinstance(types, list) and all(kind == "full_attention" for kind in types)):
-            raise UserError(
-                f"config.json: layer_types is {types!r}, but use_sliding_window or sliding_window is not set"
-            )
+            raise UserError(f"config.json: layer_types is {types!r}, but use_sliding_window is not true")
         return others
     if types is None:
         first, n_layers = reader.whole_number("max_window_layers", least=0), reader.n_layers()
