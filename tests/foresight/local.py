@@ -100,7 +100,7 @@ def compare_steps(arguments: argparse.Namespace) -> None:
         spread = f"{min(measured[name]):.3f} to {max(measured[name]):.3f}"
         numbers = [f"{actual:.3f}", spread, f"{prediction.seconds:.3f}", f"{errors[-1]:+.1%}"]
         rows.append(Row([name, str(case.processes), *numbers]))
-        print(name, {part: round(seconds, 4) for part, seconds in prediction.time.parts.items()}, flush=True)
+        print(name, {part: round(seconds, 4) for part, seconds in prediction.parts.items()}, flush=True)
     columns = ["configuration", "processes", "measured (s)", "range", "predicted (s)", "error"]
     print_table("Step time on this machine", columns, rows)
     summary = f"Median error {statistics.median(map(abs, errors)):.1%}, worst {max(map(abs, errors)):.1%}."
