@@ -1,6 +1,7 @@
 """Prediction and plan, compared with dry runs of the whole model and with sums done by hand."""
 
 import dataclasses
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 import yaml
 
 from tests.foresight.published import FITTED, prediction_of, published_runs
+from tests.training import read_metrics
 from torchtitan.cli.auto_layout import layout_words
 from torchtitan.cli.main import main
 from torchtitan.config.manager import ConfigManager
@@ -15,9 +17,9 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.dry_run import dry_run
 from torchtitan.dry_run.work_tracker import Kernel
 from torchtitan.foresight import plan, predict
-from torchtitan.foresight.device_choice import device_in_file, device_named
+from torchtitan.foresight.device_choice import device_in_file, device_named, device_of_gpu
 from torchtitan.foresight.devices import DEVICES
-from torchtitan.foresight.planning import option_words
+from torchtitan.foresight.planning import MESH, option_words
 from torchtitan.foresight.prediction import RESERVED, predict_from_reports
 from torchtitan.foresight.time import CONTENTION, Message, Methods, bubble_seconds, collective_seconds, step_parts
 from torchtitan.tools.errors import UserError
@@ -111,6 +113,26 @@ def test_published_rows_that_were_not_fitted(tmp_path: Path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "words",
+    [["--config=debugmodel", "--module=llama4"], ["--config=debugmodel", "--optimizer.name=Muon"]],
+    ids=["chunks", "Muon"],
+)
+def test_all_models_and_optimizers_have_dry_runs(tmp_path: Path, words: list[str]):
+    assert predict(configuration(tmp_path, *words), 4, DEVICE).seconds > 0
+
+
+@pytest.mark.slow
+def test_an_optimizer_in_host_memory_needs_none_of_the_device(tmp_path: Path):
+    offloaded, plain = (
+        predict(configuration(tmp_path, f"--optimizer.name={name}", config="debugmodel"), 2, DEVICE)
+        for name in ("AdamWOffload", "AdamW")
+    )
+    states = 2 * 4 * 4_196_608 / 2  # two float32 moments of the parameters, on two devices
+    assert (plain.memory_bytes - offloaded.memory_bytes) / RESERVED[False] == pytest.approx(states, rel=0.01)
+
+
+@pytest.mark.slow
 def test_plan_fits_and_ranks(tmp_path: Path):
     words = ["--training.global_batch_size=64", "--training.seq_len=2048"]
     device = dataclasses.replace(DEVICE, memory_gib=1.0)
@@ -147,10 +169,20 @@ def test_nothing_fits(tmp_path: Path):
         plan(config, 2, device)
 
 
-def test_mistake_on_the_command_line_is_one_line(capsys: pytest.CaptureFixture[str]):
-    assert main(["plan", "--devices=2", "--device=h1000"]) == 2
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("--device=h1000", "unknown device 'h1000' (there are: h100, "),
+        ("--devices=0", "--devices is 0"),
+        ("--apply=/nowhere/best.yaml", "--apply '/nowhere/best.yaml' cannot be written"),
+        ("--apply=.", "--apply '.' cannot be written"),
+        ("--device_file=/nowhere", "--device_file '/nowhere' cannot be read"),
+    ],
+)
+def test_mistake_on_the_command_line_is_one_line(word: str, message: str, capsys: pytest.CaptureFixture[str]):
+    assert main(["plan", "--devices=2", word]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("torchtitan plan: unknown device 'h1000' (there are: h100, ")
+    assert line.startswith(f"torchtitan plan: {message}")
 
 
 def test_devices(tmp_path: Path):
@@ -177,19 +209,28 @@ def test_devices(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_auto_writes_its_layout_and_keeps_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("processes", [1, 2])
+def test_auto_writes_its_layout_and_keeps_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: int):
     monkeypatch.setattr("torchtitan.cli.auto_layout._own_device", lambda *sizes: DEVICE)
-    monkeypatch.setenv("NGPU", "1")
+    monkeypatch.setenv("NGPU", str(processes))
     options = ["--parallelism.auto", "--training.seq_len=32", "--validator.enable=false", "--checkpoint.enable"]
     run = ["train", "--config=debugmodel", f"--dump_folder={tmp_path}", "--checkpoint.interval=1", *options]
     assert main([*run, "--training.steps=1"]) == 0
     written = yaml.safe_load((tmp_path / "config.yaml").read_text())
     assert written["parallelism"]["auto"] is False
-    assert written["training"]["global_batch_size"] == 8
+    assert written["training"]["global_batch_size"] == 8 * processes
+    assert prod(written["parallelism"][name.removeprefix("parallelism.")] for name in MESH) == processes
+    assert read_metrics(tmp_path, "loss")
     written["training"]["local_batch_size"] = 2  # not the choice of a plan
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(written))
-    kept = layout_words(configuration(tmp_path, "--checkpoint.enable", config="debugmodel"), 1, 1)
+    kept = layout_words(configuration(tmp_path, "--checkpoint.enable", config="debugmodel"), processes, processes)
     assert kept[kept.index("--training.local_batch_size") + 1] == "2"
+
+
+def test_gpus_by_name():
+    assert device_of_gpu("NVIDIA H100 80GB HBM3") == DEVICE
+    assert device_of_gpu("NVIDIA H200") == DEVICES["h200"]
+    assert device_of_gpu("NVIDIA H100 PCIe") is None and device_of_gpu("NVIDIA H200 NVL") is None
 
 
 def test_auto_needs_the_launcher(tmp_path: Path):
