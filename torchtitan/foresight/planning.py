@@ -114,7 +114,7 @@ def plan(
         for layout in layouts(config, n_devices, devices_per_host):
             # DDP wraps layers like FSDP, but gathers nothing.
             split = layout.split._replace(sequences=_REFERENCE_BATCH, data_parallel="FSDP")
-            yield Estimate(layout, measure(split), batch=layout.split.sequences / _REFERENCE_BATCH)
+            yield Estimate(layout, measure(split))
 
     estimates = list(estimates_of(world_size))
     if not estimates:

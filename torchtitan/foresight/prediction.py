@@ -19,7 +19,7 @@ from torchtitan.dry_run.report import RankReport, axis_of
 from torchtitan.dry_run.work_tracker import CommunicationKind, Kernel
 from torchtitan.foresight.device_choice import device_named
 from torchtitan.foresight.devices import Device
-from torchtitan.foresight.profile import Facts, Portion, Profile, Split, facts_of, profile, with_vocabulary
+from torchtitan.foresight.profile import Portion, Profile, Split, facts_of, profile, with_vocabulary
 from torchtitan.foresight.time import Message, Methods, Role, bubble_seconds, step_parts
 from torchtitan.trainer import Trainer
 
@@ -172,13 +172,16 @@ class Layout:
         return self.dims.dp_shard * self.dims.cp
 
     @property
-    def global_batch(self) -> int:
-        return self.config.training.resolve_global_batch_size(self.dims.dp_degree)
-
-    @property
     def accumulation(self) -> int:
         """Local batches of a step on each rank."""
-        return self.global_batch // (self.config.training.local_batch_size * self.dims.dp_degree)
+        training, dp = self.config.training, self.dims.dp_degree
+        return training.resolve_global_batch_size(dp) // (training.local_batch_size * dp)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step, with the longest windows."""
+        training = self.config.training
+        return training.resolve_global_batch_size(self.dims.dp_degree) * training.seq_lens[-1]
 
     @property
     def methods(self) -> Methods:
@@ -187,18 +190,6 @@ class Layout:
         is_compiled = compile.enable and "model" in compile.components
         return Methods(is_compiled, is_async_tp=self.config.parallelism.enable_async_tensor_parallel)
 
-    def methods_with_float8(self, facts: Facts) -> Methods:
-        """Return the methods of computation; products in float8 are those of all parameters except the head's."""
-        converters = [one for one in self.config.model_converters if isinstance(one, Float8LinearConverter.Config)]
-        float8 = next((one for one in converters if not one.emulate), None)
-        if float8 is None:
-            return self.methods
-        model: Any = self.config.model_spec.model
-        head = model.vocab_size * getattr(model, "dim", 0)
-        embedding = 0 if getattr(model, "tie_embeddings", False) else head
-        part = max(0.0, 1 - head / (facts.parameters - embedding))
-        return dataclasses.replace(self.methods, float8_part=part, gathers_float8=float8.fsdp_float8_all_gather)
-
 
 @dataclass(frozen=True)
 class Estimate:
@@ -206,17 +197,20 @@ class Estimate:
 
     layout: Layout
     measured: Profile
-    batch: float = 1.0
-    """Size of the layout's micro-batch relative to the profile's."""
+
+    @property
+    def batch(self) -> float:
+        """Size of the layout's micro-batch relative to the profile's."""
+        return self.layout.split.sequences / self.measured.sequences
 
     def predict(self, device: Device, devices_per_host: int) -> Prediction:
         layout, facts = self.layout, self.measured.facts
-        methods, steps = layout.methods_with_float8(facts), []
+        methods, steps = self._methods(), []
         for layers, rest in {self._held_by(rank) for rank in range(layout.dims.pp)}:
             portions = [(self.measured.layer, layers), (self.measured.rest, rest)]
             messages = self._messages(portions, devices_per_host)
             steps.append(step_parts(device, self._kernels(portions), messages, methods))
-        flops = facts.flops_per_token * _tokens(layout) / layout.dims.world_size
+        flops = facts.flops_per_token * layout.tokens / layout.dims.world_size
         return _prediction(layout, device, steps, self.memory_bytes, flops)
 
     @property
@@ -224,6 +218,18 @@ class Estimate:
         """Memory that the allocator reserves on the rank that needs most."""
         allocated = max(map(self._allocated, range(self.layout.dims.pp)))
         return allocated * RESERVED[self.layout.methods.is_compiled]
+
+    def _methods(self) -> Methods:
+        """Return the methods of computation. All products are in float8 except the head's."""
+        config, methods = self.layout.config, self.layout.methods
+        model: Any = config.model_spec.model
+        for one in config.model_converters:
+            if isinstance(one, Float8LinearConverter.Config) and not one.emulate:
+                head = model.vocab_size * getattr(model, "dim", 0)
+                embedding = 0 if getattr(model, "tie_embeddings", False) else head
+                part = max(0.0, 1 - head / (self.measured.facts.parameters - embedding))
+                return dataclasses.replace(methods, float8_part=part, gathers_float8=one.fsdp_float8_all_gather)
+        return methods
 
     def _held_by(self, rank: int) -> tuple[int, int]:
         """Return the layers of a pipeline rank, and 1 if it computes the loss."""
@@ -240,13 +246,14 @@ class Estimate:
         return self.layout.accumulation * (pipeline.n_microbatches if pipeline else 1)
 
     def _kernels(self, portions: list[tuple[Portion, int]]) -> Iterator[tuple[Kernel, float]]:
+        batch, passes, accumulation = self.batch, self._passes, self.layout.accumulation
         for portion, n in portions:
             for kernel, calls in portion.kernels.items():
                 if kernel.kind == "sharding":
-                    yield kernel, calls * n * self.layout.accumulation
+                    yield kernel, calls * n * accumulation
                 else:
-                    flops, n_bytes = round(kernel.flops * self.batch), round(kernel.n_bytes * self.batch)
-                    yield kernel._replace(flops=flops, n_bytes=n_bytes), calls * n * self._passes
+                    flops, n_bytes = round(kernel.flops * batch), round(kernel.n_bytes * batch)
+                    yield kernel._replace(flops=flops, n_bytes=n_bytes), calls * n * passes
         n_bytes = round(sum(portion.update_bytes * n for portion, n in portions) / self.layout.shards)
         yield Kernel("other", "update", torch.float32, 0, n_bytes), 1
 
@@ -261,9 +268,8 @@ class Estimate:
                     continue
                 times, batch = float(n * self._passes), self.batch
                 if role == "FSDP":  # a pipeline gathers weights, and reduces gradients, once per local batch
-                    times, batch = float(n * self.layout.accumulation), 1.0
-                    if kind == "all-gather" and dims.pp > 1:
-                        times /= 2  # gathered weights are kept for the backward pass
+                    keeps_weights = kind == "all-gather" and dims.pp > 1  # for the backward pass
+                    times, batch = n * self.layout.accumulation / (2 if keeps_weights else 1), 1.0
                 calls[role, kind] += volume.calls * times
                 sizes[role, kind] += volume.n_bytes * times * batch
         if dims.dp_replicate > 1:  # replicas add up gradients once per step
@@ -285,7 +291,7 @@ class Estimate:
     def _allocated(self, rank: int) -> float:
         """Return the allocated bytes at the peak of a rank. In a pipeline, the embedding and the head have half of the
         remaining weights each; gathered weights stay, and gradients accumulate before they are sharded."""
-        layer, rest, _ = self.measured
+        layer, rest = self.measured.layer, self.measured.rest
         shards, pipeline, batch = self.layout.shards, self.layout.pipeline, self.batch
         layers, has_loss = self._held_by(rank)
         ends = 1.0 if pipeline is None else 0.5 * ((rank == 0) + has_loss)
@@ -318,11 +324,6 @@ def _in_flight(pipeline: PipelinePlan, rank: int) -> int:
     return min(stages * total, ahead)
 
 
-def _tokens(layout: Layout) -> int:
-    """Return the tokens of a step, with the longest windows."""
-    return layout.global_batch * layout.config.training.seq_lens[-1]
-
-
 def _prediction(
     layout: Layout, device: Device, steps: list[dict[str, float]], memory_bytes: float, flops: float
 ) -> Prediction:
@@ -333,5 +334,5 @@ def _prediction(
         bubble = bubble_seconds(parts, pipeline.schedule, pipeline.degree, pipeline.n_microbatches, stages)
         parts["pipeline bubble"] = bubble
     seconds = sum(parts.values())
-    rate = _tokens(layout) / seconds / layout.dims.world_size
+    rate = layout.tokens / seconds / layout.dims.world_size
     return Prediction(device, parts, memory_bytes, rate, flops / seconds / device.bfloat16_flops)

@@ -81,6 +81,8 @@ class Profile(NamedTuple):
     layer: Portion
     rest: Portion
     facts: Facts
+    sequences: int
+    """Windows of its micro-batch."""
 
 
 def with_vocabulary(config: Trainer.Config) -> Trainer.Config:
@@ -119,7 +121,7 @@ def profile(config: Trainer.Config, facts: Facts, split: Split) -> Profile:
     """Return the work and memory of a layer, by the difference of two dry runs."""
     few, more = (_measure(config, split, n) for n in (facts.n_special, facts.n_special + 1))
     layer = more - few
-    return Profile(layer, functools.reduce(operator.sub, [layer] * facts.n_special, few), facts)
+    return Profile(layer, functools.reduce(operator.sub, [layer] * facts.n_special, few), facts, split.sequences)
 
 
 def _measure(config: Trainer.Config, split: Split, n_layers: int) -> Portion:
