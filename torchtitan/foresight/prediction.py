@@ -1,7 +1,6 @@
 """Prediction of a run's time and memory from the profile of a layer."""
 
 import dataclasses
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,7 +18,7 @@ from torchtitan.dry_run.report import RankReport, axis_of
 from torchtitan.dry_run.work_tracker import CommunicationKind, Kernel
 from torchtitan.foresight.device_choice import device_named
 from torchtitan.foresight.devices import Device
-from torchtitan.foresight.profile import Portion, Profile, Split, facts_of, profile, with_vocabulary
+from torchtitan.foresight.profile import Portion, Profile, Split, facts_of, profile, role_of, with_vocabulary
 from torchtitan.foresight.time import Message, Methods, Role, bubble_seconds, step_parts
 from torchtitan.trainer import Trainer
 
@@ -106,24 +105,13 @@ def predict_from_reports(
     steps = []
     for report in reports:
         messages = []
-        for channel, volume in report.work.volumes.items():
-            ranks, hosts = len(channel.ranks), len({rank // devices_per_host for rank in channel.ranks})
-            if role := role_of(channel.kind, axis_of(channel.ranks, layout.dims)):
-                messages.append(Message(role, channel.kind, ranks, ceil(ranks / hosts), volume.calls, volume.n_bytes))
+        for one, calls in report.work.transfers.items():
+            n, hosts = len(one.ranks), len({rank // devices_per_host for rank in one.ranks})
+            if role := role_of(one.kind, axis_of(one.ranks, layout.dims)):
+                messages.append(Message(role, one.kind, n, ceil(n / hosts), calls, calls * one.n_bytes))
         steps.append(step_parts(device, report.work.kernels.items(), messages, layout.methods))
     memory = max(report.peak_reserved_bytes for report in reports)
     return _prediction(layout, device, steps, memory, reports[0].model_flops)
-
-
-def role_of(kind: CommunicationKind, axis: str) -> Role | None:
-    """Return why ranks that differ in these mesh dimensions (`dp_shard+cp`) communicate. None: no time is counted."""
-    roles: dict[str, Role] = {"tp": "tensor parallel", "cp": "context parallel", "dp_replicate": "replicas"}
-    if kind == "all-to-all":
-        return "expert parallel"
-    if kind in ("send", "receive"):
-        return None
-    is_sharding = kind in ("all-gather", "reduce-scatter") and "dp_shard" in axis.split("+")
-    return "FSDP" if is_sharding else roles.get(axis)
 
 
 @dataclass(frozen=True)
@@ -259,23 +247,6 @@ class Estimate:
 
     def _messages(self, portions: list[tuple[Portion, int]], devices_per_host: int) -> Iterator[Message]:
         dims, shards = self.layout.dims, self.layout.shards
-        calls: defaultdict[tuple[Role, CommunicationKind], float] = defaultdict(float)
-        sizes: defaultdict[tuple[Role, CommunicationKind], float] = defaultdict(float)
-        for portion, n in portions:
-            for (kind, axis), volume in portion.volumes.items():
-                role = role_of(kind, axis)
-                if role is None or role == "replicas":
-                    continue
-                times, batch = float(n * self._passes), self.batch
-                if role == "FSDP":  # a pipeline gathers weights, and reduces gradients, once per local batch
-                    keeps_weights = kind == "all-gather" and dims.pp > 1  # for the backward pass
-                    times, batch = n * self.layout.accumulation / (2 if keeps_weights else 1), 1.0
-                calls[role, kind] += volume.calls * times
-                sizes[role, kind] += volume.n_bytes * times * batch
-        if dims.dp_replicate > 1:  # replicas add up gradients once per step
-            calls["replicas", "all-reduce"] = sum(n for _, n in portions)
-            n_bytes = _GRADIENT_BYTES * sum(portion.parameters * n for portion, n in portions) / shards
-            sizes["replicas", "all-reduce"] = n_bytes
         ranks_and_distance: dict[Role, tuple[int, int]] = {
             "tensor parallel": (dims.tp, 1),
             "context parallel": (dims.cp, dims.tp),
@@ -283,10 +254,21 @@ class Estimate:
             "FSDP": (shards, dims.tp),
             "replicas": (dims.dp_replicate, dims.tp * shards),
         }
-        for (role, kind), n_calls in calls.items():
+
+        def message(role: Role, kind: CommunicationKind, calls: float, n_bytes: float) -> Message:
             ranks, distance = ranks_and_distance[role]
-            per_host = max(1, min(ranks, devices_per_host // distance))
-            yield Message(role, kind, ranks, per_host, n_calls, sizes[role, kind])
+            return Message(role, kind, ranks, max(1, min(ranks, devices_per_host // distance)), calls, calls * n_bytes)
+
+        batch, passes, accumulation = self.batch, self._passes, self.layout.accumulation
+        for portion, n in portions:
+            for (role, kind, n_bytes), calls in portion.transfers.items():
+                if role == "FSDP":  # a pipeline gathers weights, and reduces gradients, once per local batch
+                    keeps_weights = kind == "all-gather" and dims.pp > 1  # for the backward pass
+                    yield message(role, kind, calls * n * accumulation / (2 if keeps_weights else 1), n_bytes)
+                elif role != "replicas":
+                    yield message(role, kind, calls * n * passes, n_bytes * batch)
+            if dims.dp_replicate > 1:  # replicas add up gradients once per step
+                yield message("replicas", "all-reduce", n, _GRADIENT_BYTES * portion.parameters / shards)
 
     def _allocated(self, rank: int) -> float:
         """Return the allocated bytes at the peak of a rank. In a pipeline, the embedding and the head have half of the

@@ -11,8 +11,10 @@ import torch
 
 from torchtitan.components.quantization.float8 import Float8LinearConverter
 from torchtitan.config import CompileConfig, ParallelismConfig
-from torchtitan.dry_run.report import RankReport, reports_of
-from torchtitan.dry_run.work_tracker import CommunicationKind, Kernel, Volume
+from torchtitan.distributed import ParallelDims
+from torchtitan.dry_run.report import RankReport, axis_of, reports_of
+from torchtitan.dry_run.work_tracker import CommunicationKind, Kernel
+from torchtitan.foresight.time import Role
 from torchtitan.tools.errors import UserError
 from torchtitan.trainer import Trainer
 
@@ -43,8 +45,8 @@ class Portion:
     """Work, parameters and memory of some layers in one forward and backward pass."""
 
     kernels: Counter[Kernel]
-    volumes: dict[tuple[CommunicationKind, str], Volume]
-    """Communication by kind and mesh axis."""
+    transfers: Counter[tuple[Role, CommunicationKind, int]]
+    """Messages by role, kind and bytes."""
     parameters: float
     """On this rank, before FSDP shards them."""
     state_bytes: float
@@ -58,10 +60,11 @@ class Portion:
 
     def __sub__(self, other: "Portion") -> "Portion":
         """Return the difference, without kernels that then have no calls left."""
-        volumes = {key: volume - other.volumes.get(key, Volume()) for key, volume in self.volumes.items()}
+        transfers = self.transfers.copy()
+        transfers.subtract(other.transfers)
         names = ("parameters", "state_bytes", "passing_bytes", "gathered_bytes", "update_bytes")
         numbers = {name: getattr(self, name) - getattr(other, name) for name in names}
-        return Portion(self.kernels - other.kernels, volumes, **numbers)
+        return Portion(self.kernels - other.kernels, transfers, **numbers)
 
 
 class Facts(NamedTuple):
@@ -150,20 +153,36 @@ def _measure(config: Trainer.Config, split: Split, n_layers: int) -> Portion:
         compile=CompileConfig(),
     )
     world_size = replicas * shards * split.cp * split.tp
-    small.check_layout(world_size)
+    dims = small.check_layout(world_size)
     (report,) = reports_of(small, world_size)
-    return _portion_of(report, shards * split.cp)
+    return _portion_of(report, dims)
 
 
-def _portion_of(report: RankReport, shards: int) -> Portion:
+def _portion_of(report: RankReport, dims: ParallelDims) -> Portion:
+    shards = dims.dp_shard * dims.cp
+    transfers: Counter[tuple[Role, CommunicationKind, int]] = Counter()
+    for one, calls in report.work.transfers.items():
+        if role := role_of(one.kind, axis_of(one.ranks, dims)):
+            transfers[role, one.kind, one.n_bytes] += calls
     updates = {kernel: calls for kernel, calls in report.work.kernels.items() if kernel.phase == "update"}
     states, gathered = report.peak["parameters"] + report.peak["optimizer"], report.peak["gathered parameters"]
     return Portion(
         kernels=report.work.kernels - Counter(updates),  # which take all layers at once
-        volumes={(one.kind, one.axis): Volume(one.calls, one.n_bytes) for one in report.communication},
+        transfers=transfers,
         parameters=report.parameters * shards,
         state_bytes=states * shards,
         passing_bytes=report.peak_bytes - states - gathered,
         gathered_bytes=gathered,
         update_bytes=shards * sum(kernel.n_bytes * calls for kernel, calls in updates.items()),
     )
+
+
+def role_of(kind: CommunicationKind, axis: str) -> Role | None:
+    """Return why ranks that differ in these mesh dimensions (`dp_shard+cp`) communicate. None: no time is counted."""
+    roles: dict[str, Role] = {"tp": "tensor parallel", "cp": "context parallel", "dp_replicate": "replicas"}
+    if kind == "all-to-all":
+        return "expert parallel"
+    if kind in ("send", "receive"):
+        return None
+    is_sharding = kind in ("all-gather", "reduce-scatter") and "dp_shard" in axis.split("+")
+    return "FSDP" if is_sharding else roles.get(axis)

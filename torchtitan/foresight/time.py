@@ -4,7 +4,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -148,7 +148,11 @@ def step_parts(
         launches += calls * (FUSED_LAUNCHES if methods.is_compiled and kernel.kind == "other" else 1.0)
     computing = sum(parts.values())
     hidden, first = 0.0, 0.0
-    for message in messages:
+    totals: dict[tuple[Any, ...], Message] = {}
+    for one in messages:
+        same = totals.get(one[:4], one._replace(calls=0.0, n_bytes=0.0))
+        totals[one[:4]] = one._replace(calls=same.calls + one.calls, n_bytes=same.n_bytes + one.n_bytes)
+    for message in totals.values():
         role = message.role
         if role == "FSDP" and message.kind == "all-gather" and methods.gathers_float8:
             message = message._replace(n_bytes=message.n_bytes * (1 - methods.float8_part / 2))
