@@ -174,13 +174,15 @@ def test_nothing_fits(tmp_path: Path):
     [
         ("--device=h1000", "unknown device 'h1000' (there are: h100, "),
         ("--devices=0", "--devices is 0"),
+        ("--global_batch_size=-5", "--global_batch_size is -5"),
+        ("--module=rl --config=rl_debugmodel", "a dry run cannot sample answers"),
         ("--apply=/nowhere/best.yaml", "--apply '/nowhere/best.yaml' cannot be written"),
         ("--apply=.", "--apply '.' cannot be written"),
         ("--device_file=/nowhere", "--device_file '/nowhere' cannot be read"),
     ],
 )
 def test_mistake_on_the_command_line_is_one_line(word: str, message: str, capsys: pytest.CaptureFixture[str]):
-    assert main(["plan", "--devices=2", word]) == 2
+    assert main(["plan", "--devices=2", *word.split()]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"torchtitan plan: {message}")
 

@@ -48,7 +48,8 @@ def _plan(options: argparse.Namespace, words: list[str]) -> None:
     from torchtitan.foresight.device_choice import device_in_file, device_named
 
     n_devices, per_host, path = options.devices, options.devices_per_host, options.apply
-    require_at_least(1, devices=n_devices, devices_per_host=per_host, best=options.best)
+    for name in ("devices", "devices_per_host", "best", "seq_len", "global_batch_size"):
+        require_at_least(1, **{name: getattr(options, name)})
     if path and (path.is_dir() or not os.access(path.parent, os.W_OK)):
         raise UserError(f"--apply '{path}' cannot be written: name a file in an existing folder that you may write to")
     device = device_in_file(options.device_file) if options.device_file else device_named(options.device, n_devices)

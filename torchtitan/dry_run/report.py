@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from torchtitan.components.data import PromptDataLoader
 from torchtitan.distributed import ParallelDims
 from torchtitan.dry_run.fake_trainer import FakeTrainer, fake_trainer, without_data
 from torchtitan.dry_run.memory_tracker import MEMORY_KINDS, MemoryKind
@@ -159,8 +158,6 @@ def dry_run(config: Trainer.Config, world_size: int) -> list[RankReport]:
 def _check(config: Trainer.Config) -> None:
     for component in (config.tokenizer, config.dataloader, config.validator, config.checkpoint):
         component.validate()
-    if isinstance(config.dataloader, PromptDataLoader.Config):
-        raise UserError("a dry run cannot sample answers; try --module auto --config sft with the same model")
     if config.activation_checkpoint.mode == "memory_budget":
         raise UserError(
             "--activation_checkpoint.mode memory_budget needs the compiler, which a dry run does not use; set none, "
