@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 import itertools
-import json
 import logging
 import math
 from collections.abc import Iterator, Sequence
@@ -16,6 +15,7 @@ from torchtitan.cli.model_options import run_command
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError, require
 from torchtitan.tools.logging import logger, print_error, visible
+from torchtitan.tools.parser import Parser
 
 if TYPE_CHECKING:
     from torchtitan.components.data.base import BaseDataLoader, Batch
@@ -53,7 +53,7 @@ def data(args: Sequence[str]) -> int:
 def _parse_and_run(command: str, args: Sequence[str]) -> None:
     from torchtitan.config.manager import ConfigManager
 
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         f"torchtitan data {command}", description=_DESCRIPTIONS[command], allow_abbrev=False, add_help=False
     )
     parser.epilog = _ALSO
@@ -245,33 +245,22 @@ def _show(options: argparse.Namespace, resolved: "ResolvedConfig") -> None:
 
 def _ledger_line(path: Path, step: int) -> dict[str, Any]:
     """Return a step's ledger entry. Raise `UserError` if there is none."""
-    steps, damaged = [], []
-    try:
-        with path.open(encoding="utf-8", errors="replace") as lines:
-            for number, text in enumerate(lines, start=1):
-                line = _ledger_entry(text)
-                if line and line["step"] == step:
-                    return line
-                if line:
-                    steps.append(line["step"])
-                else:
-                    damaged.append(number)
-    except OSError as error:
-        raise UserError(f"'{path}' cannot be read: {error.strerror}") from error
-    known = f"has the steps {steps[0]} to {steps[-1]}" if steps else "has no steps"
+    from torchtitan.components.run_events import read_json_lines
+
+    lines, damaged = read_json_lines(path, _is_ledger_entry)
+    for line in lines:
+        if line["step"] == step:
+            return line
+    known = f"has the steps {lines[0]['step']} to {lines[-1]['step']}" if lines else "has no steps"
     unread = f", and line {damaged[0]} of it is damaged" if damaged else ""
     raise UserError(f"there is no step {step}: '{path}' {known}{unread}")
 
 
-def _ledger_entry(text: str) -> dict[str, Any] | None:
-    """Parse a line of the ledger; None if it is damaged, for example the last line of a killed run."""
-    try:
-        match json.loads(text):
-            case {"step": int(), "data_step": int(data_step), "documents": [*names]} as line if data_step >= 1:
-                return dict(line) if all(isinstance(name, str) for name in names) else None
-    except (ValueError, RecursionError):
-        pass
-    return None
+def _is_ledger_entry(line: dict[str, Any]) -> bool:
+    match line:
+        case {"step": int(), "data_step": int(data_step), "documents": [*names]}:
+            return data_step >= 1 and all(isinstance(name, str) for name in names)
+    return False
 
 
 def _planned(run: _Run, loader: "BaseDataLoader", step: int) -> "Batch":

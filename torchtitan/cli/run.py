@@ -1,6 +1,5 @@
 """`torchtitan run`: run command lines as the stages of a recipe, each on the model of an earlier one."""
 
-import argparse
 import contextlib
 import json
 import os
@@ -19,12 +18,13 @@ from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.files import regular_file
 from torchtitan.tools.logging import logger
+from torchtitan.tools.parser import Parser
 from torchtitan.tools.process import StopSignals, signal_when_orphaned
 
 
 def run(args: Sequence[str]) -> int:
     """Run the stages of a recipe that have not finished; return the exit code of the first one that fails, or 0."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="torchtitan run",
         description="Run the stages of a recipe in order. Finished ones are not repeated, an interrupted one resumes.",
     )

@@ -104,9 +104,10 @@ def measure(folder: Path, device: torch.device) -> list[RankHealth]:
     rank = dist.get_rank() if dist.is_initialized() else 0
     host = socket.gethostname()
     is_first = gather_objects(host).index(host) == rank
+    existing = next(one for one in (folder, *folder.absolute().parents) if one.exists())  # the run creates the rest
     disk, problem = 0.0, ""
     try:
-        disk = _disk_bandwidth(folder) if is_first else 0.0
+        disk = _disk_bandwidth(existing) if is_first else 0.0
     except OSError as error:
         problem = f"{host}: --dump_folder '{folder}' cannot be written: {error.strerror}"
     if found := next(filter(None, gather_objects(problem)), ""):
@@ -122,7 +123,7 @@ def measure(folder: Path, device: torch.device) -> list[RankHealth]:
         software=_software(),
         product_flops=peak_flops(device, dtype, published=False).value,
         disk_bandwidth=disk,
-        free_bytes=shutil.disk_usage(folder).free,
+        free_bytes=shutil.disk_usage(existing).free,
         shared_memory_bytes=shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 0,
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         memory_errors=errors,
@@ -236,7 +237,6 @@ def _memory_errors() -> int:
 
 
 def _disk_bandwidth(folder: Path) -> float:
-    folder.mkdir(parents=True, exist_ok=True)
     data = os.urandom(_DISK_BYTES)
     with tempfile.NamedTemporaryFile(dir=folder) as file:
         start = time.perf_counter()
