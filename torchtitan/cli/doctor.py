@@ -13,7 +13,7 @@ from torchtitan.cli.model_options import run_command
 if TYPE_CHECKING:
     import torch
 
-    from torchtitan.distributed.health import Expectation, RankHealth
+    from torchtitan.distributed.health import RankHealth
 
 
 def doctor(args: Sequence[str]) -> int:
@@ -39,34 +39,33 @@ def _check(folder: Path) -> int:
 
     device = init_process_group(device_type(), CommConfig(init_timeout_seconds=60))
     ranks = measure(folder, device)
-    found = findings(ranks, _expectation(device))
+    found = findings(ranks, _expected_speeds(device))
     destroy_process_group()
     own = [finding for finding in found if finding.host == socket.gethostname()]
     if int(os.environ.get("RANK", "0")) == 0:
         _print(ranks, device_description(device))
         for finding in found:
-            print(f"PROBLEM {finding}")
+            print(f"PROBLEM {finding.host}: {finding.message}")
         if not found:
             print(f"{len({one.host for one in ranks})} host(s), {len(ranks)} rank(s): no problem found")
     return 1 if own else 0
 
 
-def _expectation(device: "torch.device") -> "Expectation | None":
-    """Return the speeds of a GPU that the table of devices knows."""
+def _expected_speeds(device: "torch.device") -> dict[str, float]:
+    """Return the speeds of a GPU that the table of devices knows, otherwise none."""
     import torch
 
-    from torchtitan.distributed.health import Expectation
+    from torchtitan.distributed.health import LINKS, NETWORK, PRODUCTS
     from torchtitan.foresight.device_choice import device_of_gpu
 
     known = device_of_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     if known is None:
-        return None
-    return Expectation(
-        device=known.name,
-        product_flops=known.bfloat16_flops * known.product_efficiency,
-        link_bandwidth=known.link_bandwidth * known.link_efficiency,
-        network_bandwidth=known.network_bandwidth * known.link_efficiency,
-    )
+        return {}
+    return {
+        PRODUCTS: known.bfloat16_flops * known.product_efficiency,
+        LINKS: known.link_bandwidth * known.link_efficiency,
+        NETWORK: known.network_bandwidth * known.link_efficiency,
+    }
 
 
 def _print(ranks: "Sequence[RankHealth]", device: str) -> None:
@@ -82,7 +81,7 @@ def _print(ranks: "Sequence[RankHealth]", device: str) -> None:
         speeds = one.bandwidths.values()
         links = f"{min(speeds) / 1e9:.2f} to {max(speeds) / 1e9:.2f}" if speeds else ""
         row = [one.host, str(one.rank), f"{one.product_flops / 1e12:,.2f}", links]
-        if one.is_first_of_host:
+        if one.disk_bandwidth:  # the first rank of a host
             row += [f"{one.disk_bandwidth / 1e6:,.0f}"]
             row += [f"{n_bytes / 2**30:,.1f}" for n_bytes in (one.free_bytes, one.shared_memory_bytes)]
         table.add_row(*row)
