@@ -8,6 +8,7 @@ from itertools import product
 from operator import attrgetter
 from typing import Any
 
+from torchtitan.config.sections import PipelineSchedule
 from torchtitan.dry_run.fitting import USABLE, with_mode
 from torchtitan.foresight.device_choice import device_named
 from torchtitan.foresight.devices import Device
@@ -188,6 +189,7 @@ def _candidates(config: Trainer.Config, world_size: int, devices_per_host: int) 
         if rest:
             continue
         sizes = _powers(_MOST_SEQUENCES) if pp == 1 else [pp * n for n in (1, 2, 4, 8)]
+        schedules: tuple[PipelineSchedule, ...]
         schedules = ("1F1B", "Interleaved1F1B") if pp > 1 else (config.parallelism.pipeline_parallel_schedule,)
         for shard in _shards(dp, tp * cp, devices_per_host):
             for ep in _powers(min(n_experts, shard * cp * tp)):

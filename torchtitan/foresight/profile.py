@@ -12,6 +12,7 @@ import torch
 from torchtitan.components.quantization.float8 import Float8LinearConverter
 from torchtitan.config import CompileConfig, ParallelismConfig
 from torchtitan.distributed import ParallelDims
+from torchtitan.dry_run.fitting import with_mode
 from torchtitan.dry_run.report import RankReport, axis_of, reports_of
 from torchtitan.dry_run.work_tracker import CommunicationKind, Kernel
 from torchtitan.foresight.time import Role
@@ -142,14 +143,13 @@ def _measure(config: Trainer.Config, split: Split, n_layers: int) -> Portion:
     )
     spec = config.model_spec
     small = dataclasses.replace(
-        config,
+        with_mode(config, split.checkpointing),
         model_spec=dataclasses.replace(spec, model=dataclasses.replace(spec.model, n_layers=n_layers)),  # type: ignore[call-arg]
         model_converters=[one for one in config.model_converters if not isinstance(one, Float8LinearConverter.Config)],
         parallelism=parallelism,
         training=dataclasses.replace(
             config.training, local_batch_size=split.sequences, global_batch_size=-1, enable_cpu_offload=False
         ),
-        activation_checkpoint=dataclasses.replace(config.activation_checkpoint, mode=split.checkpointing),
         compile=CompileConfig(),
     )
     world_size = replicas * shards * split.cp * split.tp
