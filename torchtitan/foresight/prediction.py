@@ -272,8 +272,8 @@ class Estimate:
 
     def _allocated(self, rank: int) -> float:
         """Return the allocated bytes at the peak of a rank. In a pipeline, the embedding and the head have half of the
-        remaining weights each; gathered weights stay, and gradients accumulate before they are sharded, that of the
-        embedding as a whole on each tensor-parallel rank."""
+        remaining weights each; gathered weights stay, and gradients accumulate before they are sharded. The
+        embedding's gradient is whole on each tensor-parallel rank."""
         layer, rest = self.measured.layer, self.measured.rest
         shards, pipeline, batch = self.layout.shards, self.layout.pipeline, self.batch
         layers, has_loss = self._held_by(rank)
