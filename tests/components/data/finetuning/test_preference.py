@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from tests.components.data.helpers import write_jsonl
 from torchtitan.components.data.base import NO_DOCUMENT
 from torchtitan.components.data.finetuning.preference import AnswerDataLoader, PreferenceDataLoader
-from torchtitan.components.data.finetuning.prompts import PromptDataLoader, prompt_ids
+from torchtitan.components.data.finetuning.prompts import PromptDataLoader
 from torchtitan.components.data.plan import ShuffleSampler, StepStatistics
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.tokenizer import PretrainedTokenizer
@@ -437,20 +437,18 @@ def test_prompts_and_reference_answers(tokenizer, folder):
     write_jsonl(folder / "data.jsonl", [*questions(2), {"question": "And then?"}])
     loader = build(tokenizer, PromptDataLoader, **in_order())
     first, second = loader
-    assert first["prompts"].shape == (2, int(first["prompt_lengths"].max()))
     texts = [f"Q: {row['question']}\nA:" for row in [*questions(2), {"question": "And then?"}]]
     expected = tokenizer.tokenize(texts, allow_special=True)
-    assert prompt_ids(first) + prompt_ids(second) == [*expected, []]
+    assert first["prompts"] + second["prompts"] == [*expected, []]
     assert second["documents"].tolist() == [[2], [NO_DOCUMENT]]
-    answers = [loader.answer(number) for number in [0, 1, 2, NO_DOCUMENT]]
-    assert answers == ["It is 0.", "It is 2.", None, None]
+    assert first["answers"] + second["answers"] == ["It is 0.", "It is 2.", None, None]
 
 
 def test_reference_answers_of_several_data_sets(tokenizer, folder):
     write_jsonl(folder / "data.jsonl", questions(3))
     write_jsonl(folder / "more.jsonl", [{"prompt": "Who?", "solution": 42}])
     loader = build(tokenizer, PromptDataLoader, ["data.jsonl", "more.jsonl"], **in_order())
-    assert loader.answer(2) == "It is 4." and loader.answer(3) == "42"
+    assert [answer for batch in loader for answer in batch["answers"]][2:4] == ["It is 4.", "42"]
     assert loader.sample_name(3) == "more.jsonl:1"
 
 
@@ -460,7 +458,7 @@ def test_too_long_prompts(tokenizer, folder):
     loader = build(tokenizer, PromptDataLoader, too_long="truncate_left", **in_order())
     (batch,) = loader
     whole = tokenizer.tokenize([f"Q: {'Who is it? ' * 20}\nA:"], allow_special=True)[0]
-    assert prompt_ids(batch)[0] == whole[-SEQ_LEN:]
+    assert batch["prompts"][0] == whole[-SEQ_LEN:]
 
 
 class RecordingSampler(ShuffleSampler):
@@ -567,7 +565,8 @@ class TestRealFiles:
         )
         assert loader.n_samples == 300
         for batch in loader:
-            for ids, number in zip(prompt_ids(batch), batch["documents"].flatten().tolist(), strict=True):
+            numbers = batch["documents"].flatten().tolist()
+            for ids, answer, number in zip(batch["prompts"], batch["answers"], numbers, strict=True):
                 if number != NO_DOCUMENT:
                     assert ids == reference(f"<s>[INST] {rows[number]['question']}[/INST]")
-                    assert loader.answer(number) == rows[number]["answer"]
+                    assert answer == rows[number]["answer"]
