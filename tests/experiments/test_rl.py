@@ -16,11 +16,12 @@ from tests.experiments.calculator import calculate
 from tests.processes import run_processes
 from tests.training import flags, killed_in, llama_config, read_metrics, run
 from torchtitan.components import policy_loss as losses
+from torchtitan.components.checkpoint.ranks import Ranks
 from torchtitan.components.critic import estimate_advantages, generalized_advantages
 from torchtitan.components.generation import Generation, engine
 from torchtitan.components.generation.sampling import draw
 from torchtitan.components.rollout.rewards import Rewards, number_match
-from torchtitan.components.rollout.rollout import RolloutEngine, Rollouts, Trajectory, pack_trajectories
+from torchtitan.components.rollout.rollout import RolloutEngine, Rollouts, Trajectory, to_batches
 from torchtitan.components.spikes import SpikeGuard
 from torchtitan.config.manager import ConfigManager
 from torchtitan.experiments.rl.config_registry import rl_debugmodel
@@ -255,9 +256,13 @@ def test_trajectories_are_packed_without_padding():
         samples.append(
             (Trajectory(tokens, [-0.5 * t for t in tokens], [False] * 2 + [True] * (length - 2), 1.0), n - 1.5)
         )
-    windows = pack_trajectories(samples, 10)
-    assert len(windows) == 2  # 8 + 2 and 6 + 4 positions
-    for window in windows:
+    batches = to_batches(samples, 10, 1, Ranks())
+    assert len(batches) == 2  # 8 + 2 and 6 + 4 positions
+    windows = []
+    for batch in batches:
+        positions_BL = batch.pop("attention").positions_BL
+        window = {name: value[0].numpy() for name, value in {**batch, "positions": positions_BL}.items()}
+        windows.append(window)
         for place in (window["labels"] != -100).nonzero()[0]:
             number = window["samples"][place]
             trajectory, advantage = samples[number]

@@ -64,8 +64,8 @@ def build_rollouts(trainer: Trainer, rewards: Rewards) -> Rollouts:
 
 
 def huggingface_weights(trainer: Trainer) -> TensorSource:
-    """Return the current weights of a trainer's model under Hugging Face's names, without adapters; their specifications
-    have the type of the computation, and buffers keep theirs."""
+    """Return the current weights of a trainer's model under Hugging Face's names, without adapters. Specifications
+    have the type of the computation, except that buffers keep theirs."""
     spec, converters, state = trainer.config.model_spec, trainer.converters, ModelState(trainer.model_parts)
     source: TensorSource = LiveSource(state.state_dict())
     if converters:

@@ -16,7 +16,6 @@ from torchtitan.protocols import ModelSpec
 from torchtitan.tools.errors import UserError
 from torchtitan.trainer.frozen import FrozenModelTrainer, check_cache
 from torchtitan.trainer.models import RunModel
-from torchtitan.trainer.trainer import Trainer
 
 
 @dataclass(kw_only=True, slots=True)
@@ -42,7 +41,7 @@ class TeacherTrainer(FrozenModelTrainer):
     the `ids` and `log_probs` of the batch."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(Trainer.Config):
+    class Config(FrozenModelTrainer.Config):
         """A whole run with a teacher."""
 
         teacher: TeacherConfig = field(default_factory=TeacherConfig)
@@ -53,7 +52,7 @@ class TeacherTrainer(FrozenModelTrainer):
             raise NotImplementedError
 
         def check(self, world_size: int, *, dry_run: bool = False) -> None:
-            Trainer.Config.check(self, world_size, dry_run=dry_run)
+            FrozenModelTrainer.Config.check(self, world_size, dry_run=dry_run)
             teacher, tokenizer = self.teacher, self.tokenizer.build(path=self.hf_assets_path)
             if teacher.cache:
                 check_cache(self, "--teacher.cache", dry_run=dry_run)

@@ -110,7 +110,7 @@ def test_padding_rows_have_no_labels(tokenizer, folder):
     (batch,) = loader
     for side in ("chosen", "rejected"):
         assert (sides_of(batch, side, "labels")[1:] == IGNORE_INDEX).all()
-    assert (batch["answer_keys"][1:] == 0).all()
+    assert (batch["sequences"][1:] == 0).all()
     assert loader.n_samples == 1 and loader.exhausted
     assert loader.document_names(batch["documents"][0]) == ["data.jsonl:1"]
     assert loader.document_names(batch["documents"][1]) == []
@@ -153,7 +153,7 @@ def test_packed_pairs_hold_every_pair_once(tokenizer, folder):
             for side, part in enumerate(loader.samples.sets[0].sample(number).parts):
                 is_own = (batch["sequences"][0] == 2 * pair + side) & (batch["labels"][0] != IGNORE_INDEX)
                 assert batch["labels"][0][is_own].tolist() == part.ids[part.trained].tolist()
-        assert (batch["answer_keys"][0] != 0).sum() == 2 * len(numbers)
+        assert batch["sequences"][0][batch["labels"][0] != IGNORE_INDEX].unique().numel() == 2 * len(numbers)
         seen += numbers
     assert sorted(seen) == list(range(20)) and loader.n_samples < 20
 
@@ -166,8 +166,8 @@ def test_single_answers_and_their_mismatched_prompts(tokenizer, folder):
     for name, n_desirable, n_others in (("rated.jsonl", 2, 2), ("pairs.jsonl", 3, 3)):
         loader = build(tokenizer, AnswerDataLoader, [name], seq_len=128, batch=1, **in_order())
         (batch,) = loader
-        sides = [(batch["answer_keys"][0, :, side] != 0).sum() for side in range(2)]
-        assert sides == [n_desirable, n_others]
+        answers = batch["sequences"][0][batch["labels"][0] != IGNORE_INDEX].unique() % 2
+        assert [(answers == side).sum() for side in range(2)] == [n_desirable, n_others]
         n = n_desirable + n_others
         assert batch["n_mismatched"].tolist() == [n]
         assert (batch["mismatched_labels"] != IGNORE_INDEX).sum() == (batch["labels"] != IGNORE_INDEX).sum()
