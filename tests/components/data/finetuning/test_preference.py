@@ -448,7 +448,12 @@ def test_reference_answers_of_several_data_sets(tokenizer, folder):
     write_jsonl(folder / "data.jsonl", questions(3))
     write_jsonl(folder / "more.jsonl", [{"prompt": "Who?", "solution": 42}])
     loader = build(tokenizer, PromptDataLoader, ["data.jsonl", "more.jsonl"], **in_order())
-    assert [answer for batch in loader for answer in batch["answers"]][2:4] == ["It is 4.", "42"]
+    answers = {
+        number: answer
+        for batch in loader
+        for number, answer in zip(batch["documents"][:, 0].tolist(), batch["answers"], strict=True)
+    }
+    assert answers[2] == "It is 4." and answers[3] == "42"
     assert loader.sample_name(3) == "more.jsonl:1"
 
 
