@@ -184,7 +184,7 @@ def test_invalid_options_are_rejected(folder, tmp_path):
         ({"teacher__offload": True}, r"offloading a model needs FSDP"),
         (
             {"teacher__path": folder / "padded", "parallelism__tensor_parallel_degree": 2},
-            r"the student's has 2048 rows, and the teacher's 2100; set it to 1",
+            r"2 cannot be combined with a student's vocabulary of 2048 rows and a teacher's of 2100",
         ),
     ):
         with pytest.raises(UserError, match=message):

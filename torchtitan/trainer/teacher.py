@@ -13,7 +13,7 @@ from torchtitan.components.tokenizer import PretrainedTokenizer, Tokenizer
 from torchtitan.components.weights.assets import asset_folder
 from torchtitan.components.weights.sources import base_weights
 from torchtitan.protocols import ModelSpec
-from torchtitan.tools.errors import UserError
+from torchtitan.tools.errors import UserError, require
 from torchtitan.trainer.frozen import FrozenModelTrainer, check_cache
 from torchtitan.trainer.models import RunModel
 
@@ -54,20 +54,17 @@ class TeacherTrainer(FrozenModelTrainer):
         def check(self, world_size: int, *, dry_run: bool = False) -> None:
             FrozenModelTrainer.Config.check(self, world_size, dry_run=dry_run)
             teacher, tokenizer = self.teacher, self.tokenizer.build(path=self.hf_assets_path)
-            if teacher.cache:
-                check_cache(self, "--teacher.cache", dry_run=dry_run)
             specs = self.resolve(tokenizer).model_spec, self.teacher_spec()
             if not dry_run:  # which has no tokenizer
                 check_same(tokenizer, PretrainedTokenizer.Config().build(path=asset_folder(Path(teacher.path))))
             size, taught = (int(spec.model.vocab_size or 0) for spec in specs)
-            if size != taught and (degree := self.parallelism.tensor_parallel_degree) > 1:
-                raise UserError(
-                    f"--parallelism.tensor_parallel_degree {degree} shards both vocabularies alike, but the student's "
-                    f"has {size} rows, and the teacher's {taught}; set it to 1"
-                )
-            if teacher.cache and not 0 < teacher.top_k <= size <= taught:
-                known = f"the student's vocabulary, {size}, which the teacher's, {taught}, must cover"
-                raise UserError(f"--teacher.top_k is {teacher.top_k}, but must be from 1 to {known}")
+            if size != taught:
+                vocabularies = f"a student's vocabulary of {size} rows and a teacher's of {taught}"
+                self.parallelism.require_one("tensor", user=vocabularies)
+            if teacher.cache:
+                check_cache(self, "--teacher.cache", dry_run=dry_run)
+                valid = f"from 1 to the student's vocabulary, {size}, which the teacher's, {taught}, must cover"
+                require(0 < teacher.top_k <= size <= taught, "--teacher.top_k", teacher.top_k, valid)
 
     config: Config
     loss: DistillationLoss
@@ -102,7 +99,6 @@ def check_same(student: Tokenizer, teacher: Tokenizer) -> None:
     """Raise `UserError` that names the first id with different text in two tokenizers."""
     if student.fingerprint == teacher.fingerprint:
         return
-
     for token_id in range(max(student.vocab_size, teacher.vocab_size)):
         ours, theirs = (  # twice, since decoding drops a space at the start of a text
             tokenizer.decode([token_id] * 2) if token_id < tokenizer.vocab_size else None
