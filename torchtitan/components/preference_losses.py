@@ -95,8 +95,8 @@ class PreferenceLoss(Configurable):
             require(0 < self.beta < math.inf, "--loss.beta", self.beta, "above 0")
             require(0 <= smoothing < 0.5, name, smoothing, "from 0 to below 0.5")
             is_smoothed = self.kind in ("cdpo", "robust")
-            needed = "above 0" if is_smoothed else "0; --loss.kind cdpo and robust use it"
-            require((smoothing > 0) == is_smoothed, name, smoothing, needed)
+            needed = "above 0; dpo is without it" if is_smoothed else "0; cdpo and robust use it"
+            require((smoothing > 0) == is_smoothed, f"--loss.kind {self.kind}: {name}", smoothing, needed)
 
         @property
         def needs_reference(self) -> bool:
