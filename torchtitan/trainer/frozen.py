@@ -25,8 +25,8 @@ def check_cache(config: Trainer.Config, option: str, *, dry_run: bool) -> None:
 
 
 class FrozenModelTrainer(Trainer):
-    """A trainer with a frozen model, `models[frozen]`. If it has a cache, the model computes what is missing before the
-    first step and is then removed, and the batches get its results."""
+    """A trainer with a frozen model, `models[frozen]`. If it has a cache, the model computes the missing results
+    before the first step and is then removed, and the batches get them."""
 
     frozen: ClassVar[str]
     """Name of the model."""

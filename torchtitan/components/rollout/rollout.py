@@ -107,17 +107,11 @@ class RolloutEngine:
         return self.rewards(self.decode(self.prompt), completion, row, self.where)
 
 
-Group = list[Trajectory]
-"""Trajectories of one prompt."""
-
-
-NameOf = Callable[[int], str]
-"""Returns the name of the row with a number in the data."""
+Group = list[Trajectory]  # of one prompt
+NameOf = Callable[[int], str]  # from the number of a row in the data
+Rollout = Callable[[Mapping[str, Any], RolloutEngine], Awaitable[Trajectory]]  # of a row; many run at a time
 
 _MOST_ROUNDS, _LOGGED = 10, 2
-
-Rollout = Callable[[Mapping[str, Any], RolloutEngine], Awaitable[Trajectory]]
-"""`async def rollout(row, engine) -> Trajectory`, with the row of the dataset. Many run at a time."""
 
 
 async def single_turn(row: Mapping[str, Any], engine: RolloutEngine) -> Trajectory:
