@@ -250,7 +250,7 @@ def test_writing_a_cache_continues_after_a_kill(folder, cache, tmp_path, monkeyp
     """It keeps what it has written, ends with the files of an uninterrupted one, and trains with them."""
     options = {"teacher__cache": tmp_path / "cache", "teacher__top_k": 50}
     logged: list[str] = []
-    monkeypatch.setattr(frozen.logger, "info", lambda text, *values: logged.append(text % values))
+    monkeypatch.setattr(frozen.logger, "info", lambda text, *values, **_: logged.append(text % values))
     with killed_in(SequenceCache, "write", 4):
         distill(folder, tmp_path / "run", **options)
     before = stamps(tmp_path / "cache")

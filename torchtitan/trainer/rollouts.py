@@ -13,7 +13,6 @@ from torchtitan.components.rollout.rollout import Rollouts, SamplingEngine
 from torchtitan.components.rollout.vllm import VLLMEngine, check_server
 from torchtitan.components.weights.export import format_for
 from torchtitan.components.weights.views import ExternalView, LiveSource, PlainView
-from torchtitan.config.schedule import parse_changes
 from torchtitan.protocols.conversion import converted_model
 from torchtitan.protocols.tensor_source import TensorSource
 from torchtitan.tools.errors import UserError
@@ -25,7 +24,7 @@ def check_rollouts(config: Any) -> None:
     rollout, parallelism, most = config.rollout, config.parallelism, config.training.seq_len
     rollout.validate()
     training = config.training
-    in_tokens = any(change.in_tokens for change in parse_changes(training.batch_schedule))
+    in_tokens = any("t:" in change for change in training.batch_schedule)
     for option, is_set in (
         ("--lr_scheduler.unit tokens", config.lr_scheduler.unit == "tokens"),
         ("--training.batch_schedule in tokens", in_tokens),
