@@ -1,17 +1,19 @@
 """`torchtitan ls`: list modules, their configurations, and the sizes of their models."""
 
-import argparse
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from torchtitan.config.registry import built_in_modules, list_module, modules_on_disk
 from torchtitan.tools.errors import UserError
+from torchtitan.tools.logging import without_logs
+from torchtitan.tools.parser import Parser
 
 
 def ls(args: Sequence[str]) -> int:
     """Print modules with their configurations and flavors, and return the exit code. Modules of other packages are
     listed from their sources, without importing them, so without the sizes of their models."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="torchtitan ls", description="List modules, their configurations (--config) and their model flavors."
     )
     parser.add_argument(
@@ -26,10 +28,9 @@ def ls(args: Sequence[str]) -> int:
         print(name)
         print(f"  configs: {', '.join(listing.configs)}")
         if listing.flavors:
-            try:
-                flavors = _sizes(name) if name in built_in else listing.flavors
-            except UserError:  # an optional dependency is not installed
-                flavors = listing.flavors
+            flavors = listing.flavors
+            with suppress(UserError), without_logs():  # an optional dependency is not installed
+                flavors = _sizes(name) if name in built_in else flavors
             print(f"  flavors: {', '.join(flavors)}")
     return 0
 

@@ -1,8 +1,8 @@
 """`torchtitan run`: run command lines as the stages of a recipe, each on the model of an earlier one."""
 
-import argparse
 import contextlib
 import json
+import os
 import shlex
 import signal
 import subprocess
@@ -18,12 +18,13 @@ from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.files import regular_file
 from torchtitan.tools.logging import logger
+from torchtitan.tools.parser import Parser
 from torchtitan.tools.process import StopSignals, signal_when_orphaned
 
 
 def run(args: Sequence[str]) -> int:
     """Run the stages of a recipe that have not finished; return the exit code of the first one that fails, or 0."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="torchtitan run",
         description="Run the stages of a recipe in order. Finished ones are not repeated, an interrupted one resumes.",
     )
@@ -103,7 +104,7 @@ def _run_stage(name: str, words: list[str], folder: Path, *, shows: bool) -> int
     logger.info("stage %s: torchtitan %s", name, shlex.join(words))
     durable.make_folder(folder)
     command = [sys.executable, "-P", "-m", "torchtitan", *words]
-    save = partial(signal_when_orphaned, signal.SIGTERM)
+    save = partial(signal_when_orphaned, signal.SIGTERM, os.getpid())
     process = subprocess.Popen(command, stdout=subprocess.PIPE if shows else None, preexec_fn=save)
     signals = StopSignals(on_first=process.send_signal, on_second=lambda _: process.kill())
     output, _ = process.communicate()

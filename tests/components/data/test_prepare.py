@@ -1,5 +1,7 @@
 """`torchtitan data prepare`: the same result for any division of the work, after kills, and read like a cache."""
 
+import contextlib
+import errno
 import json
 import os
 import pickle
@@ -23,6 +25,7 @@ from torchtitan.components.data import PretrainDataLoader
 from torchtitan.components.data.disk_cache import bytes_digest, digest_of, evenly_spaced
 from torchtitan.components.data.finetuning.filters import FilterConfig
 from torchtitan.components.data.prepare import merge as merging
+from torchtitan.components.data.prepare import parts
 from torchtitan.components.data.prepare.encoding import DocumentEncoding
 from torchtitan.components.data.prepare.merge import find_duplicates, merge
 from torchtitan.components.data.prepare.parts import Preparation
@@ -74,7 +77,8 @@ def texts_of(sources: list[str]) -> list[str]:
     return [*(json.loads(line)["text"] for line in lines), Path(sources[2]).read_text()]
 
 
-def test_tokens_equal_an_independent_tokenization_without_duplicates(corpus, tokenizer, tmp_path):
+def test_tokens_equal_an_independent_tokenization_without_duplicates(corpus, tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(merging, "ITEMS_PER_PASS", 200)  # several passes
     prepared(corpus, tmp_path / "out", tokenizer, held_out=0.2)
     library = tokenizers.Tokenizer.from_file(str(PROJECT / "torchtitan/assets/tokenizer/tokenizer.json"))
     unique = [text for text in dict.fromkeys(texts_of(corpus)) if text.strip()]
@@ -266,6 +270,15 @@ def test_a_file_cut_in_the_store_is_an_error_and_not_cached(corpus, tokenizer, t
     assert len(tokens.tokens(0, 10)) == 10
 
 
+def test_a_full_disk_is_not_tried_again(monkeypatch):
+    def fail():
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(stored.time, "sleep", None)
+    with raises("writing x failed: [Errno 28] No space left on device"):
+        stored.with_patience("writing x", fail)
+
+
 def test_processes_of_one_host_copy_an_index_at_the_same_time(corpus, tokenizer, tmp_path, store):
     prepared(corpus, "memory://out", tokenizer)
     with ThreadPoolExecutor(8) as pool:
@@ -275,20 +288,33 @@ def test_processes_of_one_host_copy_an_index_at_the_same_time(corpus, tokenizer,
     assert index.read_bytes() == store.cat_file("/out/train.index")
 
 
-def test_hosts_begin_together(corpus, tokenizer, tmp_path, monkeypatch):
-    """The plan of another process appears after the first look for one, next to its work folder."""
+@pytest.mark.parametrize("is_before", [True, False])
+@pytest.mark.parametrize("held_out", [0.0, 0.5])
+@pytest.mark.parametrize("place", ["local", "store"])
+def test_hosts_begin_together(place, held_out, is_before, corpus, tokenizer, tmp_path, store, monkeypatch):
+    """The plan of another process appears before or after the look for other files, next to its work folder."""
     (tmp_path / "out/.work-other/plan").mkdir(parents=True)
-    original, other = Preparation._names, preparation(corpus, tmp_path / "out", tokenizer)
+    out = "memory://out" if place == "store" else str(tmp_path / "out")
+    other, ours = preparation(corpus, out, tokenizer), preparation(corpus, out, tokenizer, held_out=held_out)
+    folder = type(ours.place)
+    has_file, create = parts.has_file, folder.create
 
-    def names(self):
-        monkeypatch.setattr(Preparation, "_names", original)
+    def has_no_plan_yet(*arguments):
+        monkeypatch.setattr(parts, "has_file", has_file)
+        if is_before:
+            other.begin()
+        return False
+
+    def create_after_other(self):
+        monkeypatch.setattr(folder, "create", create)
         other.begin()
-        return original(self)
 
-    monkeypatch.setattr(Preparation, "_names", names)
-    ours = preparation(corpus, tmp_path / "out", tokenizer)
-    ours.begin()
-    assert Preparation._names is original and ours.missing() == other.missing() != []
+    monkeypatch.setattr(parts, "has_file", has_no_plan_yet)
+    if not is_before:
+        monkeypatch.setattr(folder, "create", create_after_other)
+    with raises("holds another preparation, with other held_out") if held_out else contextlib.nullcontext():
+        ours.begin()
+    assert other._begun_plan() == other.plan() and other.missing() != []
 
 
 def test_a_file_that_a_server_lists_without_details(corpus, store, monkeypatch):

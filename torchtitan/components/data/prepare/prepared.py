@@ -28,7 +28,7 @@ from torchtitan.components.data.finetuning.chat_encoding import RowEncoder
 from torchtitan.components.data.finetuning.sample_cache import SampleCache
 from torchtitan.components.data.plan.sampler import Array
 from torchtitan.components.data.prepare.merge import INDEX_ROWS, UNIQUE
-from torchtitan.components.data.prepare.parts import MANIFEST, PLAN
+from torchtitan.components.data.prepare.parts import MANIFEST, PLAN, has_file, read
 from torchtitan.components.data.pretraining.tokens import ArrayTokens, JoinedTokens
 from torchtitan.components.data.report import Report
 from torchtitan.components.data.sources.block_cache import BlockCache
@@ -45,7 +45,7 @@ class Prepared:
     def __init__(self, place: str):
         self.place, self.folder = place, folder_at(os.path.expanduser(place))
         with readable(self.folder):
-            manifest = json.loads(_read(self.folder, MANIFEST))
+            manifest = json.loads(read(self.folder, MANIFEST))
             self.kind: str = manifest["kind"]
             self.encoding: dict[str, Any] = manifest["encoding"]
             self.digest = check_digest(manifest["digest"])
@@ -76,9 +76,9 @@ def find_prepared(dataset: str, catalog: Catalog[Any]) -> Prepared | None:
     folder = folder_at(os.path.expanduser(dataset))
     if isinstance(folder, LocalFolder) and not folder.exists():
         return None
-    if not with_patience(f"reading {folder}", lambda: (folder / "plan").has_file(PLAN)):
+    if not has_file(folder / "plan", PLAN):
         return None
-    if not with_patience(f"reading {folder}", lambda: folder.has_file(MANIFEST)):
+    if not has_file(folder, MANIFEST):
         raise UserError(f"the preparation in {dataset} is not complete; run torchtitan data prepare again to continue")
     return Prepared(dataset)
 
@@ -121,10 +121,7 @@ class PreparedTokens(JoinedTokens):
         return PreparedTokens, self._arguments
 
     def report(self) -> Report:
-        total = Report()
-        for report in self._prepared.reports.values():
-            total.add(report)
-        return total
+        return Report.total(self._prepared.reports.values())
 
     @property
     def sources(self) -> dict[str, Report]:
@@ -149,7 +146,7 @@ def find_samples(dataset: str, split: str, encoder: RowEncoder, *, verify: bool 
 
 def _copy_index(folder: Folder, name: str, digest: str, target: LocalFolder) -> None:
     """Copy an index to `DIGEST.index`; other processes may do the same."""
-    content = _read(folder, name)
+    content = read(folder, name)
     if bytes_digest(content) != digest:
         raise ValueError(f"{name} does not match its digest")
     target.create()
@@ -167,7 +164,7 @@ def _part_folder(folder: Folder, split: str, row: Array) -> Folder:
 def _check_part(folder: Folder, split: str, row: Array, verify: bool) -> None:
     part = _part_folder(folder, split, row)
     with readable(part):
-        if bytes.fromhex(bytes_digest(_read(part, BLOCKS_FILE))) != row[3:].tobytes():
+        if bytes.fromhex(bytes_digest(read(part, BLOCKS_FILE))) != row[3:].tobytes():
             raise ValueError(f"{BLOCKS_FILE} does not match the digest in the index")
         with_patience(f"verifying {part}", lambda: check_blocks(part, verify))
 
@@ -176,7 +173,7 @@ def _open(prepared: Prepared, split: str, index: Array, blocks: BlockCache, numb
     """Open a part of the index by its place in it."""
     folder = _part_folder(prepared.folder, split, index[:, number])
     with readable(folder):
-        meta = json.loads(_read(folder, "meta.json"))
+        meta = json.loads(read(folder, "meta.json"))
         [n_documents] = meta["documents_per_part"]
         tokens: Any
         offsets: Any
@@ -188,10 +185,6 @@ def _open(prepared: Prepared, split: str, index: Array, blocks: BlockCache, numb
             tokens = _StoredArray(folder, "tokens.bin", np.dtype(meta["dtype"]), meta["n_tokens"], version, blocks)
             offsets = _StoredArray(folder, "offsets.bin", np.dtype("int64"), n_documents + 1, version, blocks)[:]
         return ArrayTokens(str(number), tokens, offsets, meta["names"], [n_documents])
-
-
-def _read(folder: Folder, name: str) -> bytes:
-    return with_patience(f"reading {folder}/{name}", lambda: folder.read(name))
 
 
 class _StoredArray:
