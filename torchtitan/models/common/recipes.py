@@ -19,7 +19,7 @@ from torchtitan.config import ActivationCheckpointConfig, CompileConfig, Trainin
 from torchtitan.models.common.moe.layer import MoEConfig
 from torchtitan.models.families import Family
 from torchtitan.protocols import ModelSpec
-from torchtitan.protocols.load_balance import PenaltyConfig
+from torchtitan.protocols.experts import PenaltyConfig
 from torchtitan.trainer import Trainer
 
 ConfigT = TypeVar("ConfigT", bound=Trainer.Config)

@@ -17,7 +17,7 @@ from torchtitan.components.data.disk_cache import data_digest, digest_of
 from torchtitan.components.data.finetuning.chat_encoding import ChatEncoder, RowEncoder
 from torchtitan.components.data.finetuning.columns import parse_columns
 from torchtitan.components.data.finetuning.filters import FilterConfig, Policy
-from torchtitan.components.data.finetuning.row_formats import Kind, RowFormat, dataset_formats, fits_dataset
+from torchtitan.components.data.finetuning.row_formats import Kind, RowFormat, dataset_formats
 from torchtitan.components.data.finetuning.sample_cache import SampleCache, first_columns, open_sample_cache
 from torchtitan.components.data.finetuning.samples import (
     LengthFilteredDataset,
@@ -149,16 +149,13 @@ class PlannedDataLoader(TokenizingDataLoader):
             split = "validation" if "validation" in splits else splits[0]
             in_order = ShuffleSampler.Config(shuffle=False)
             config = dataclasses.replace(self, dataset=chosen, split=split, sampler=in_order, num_workers=0)
-            return config if config._fits_rows() else dataclasses.replace(config, format=AUTO, columns=[])
-
-        def _fits_rows(self) -> bool:
             if self.format == AUTO and not self.columns:
-                return True
-            mapping = parse_columns(self.columns)
-            return any(
-                fits_dataset(dataset, first_columns(self._source(dataset)), self.format, mapping, self._loader.kind)
-                for dataset in self.dataset
-            )
+                return config
+            try:
+                config.rows()
+            except UserError:
+                return dataclasses.replace(config, format=AUTO, columns=[])
+            return config
 
         @property
         def _loader(self) -> "type[PlannedDataLoader]":
