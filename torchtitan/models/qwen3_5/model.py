@@ -19,8 +19,7 @@ class Qwen35Model(HybridDecoder):
     """Gated delta nets, with an attention layer after every three. Attention has norms of queries and keys, a gate of
     its result, and RoPE in a part of each head."""
 
-    def make_norm(self, dim: int) -> nn.Module:
-        return OffsetRMSNorm(dim, self.config.norm_eps)
+    norm_kind = OffsetRMSNorm
 
     def make_attention(self, index: int, **options: Any) -> nn.Module:
         return super().make_attention(index, qk_norm=self.make_norm, gated=True, **options)
