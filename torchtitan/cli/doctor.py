@@ -1,6 +1,5 @@
 """`torchtitan doctor`: check the hosts of a run before it starts."""
 
-import argparse
 import os
 import socket
 import statistics
@@ -9,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchtitan.tools.errors import UserError
-from torchtitan.tools.logging import logger
+from torchtitan.cli.model_options import run_command
+from torchtitan.tools.parser import Parser
 
 if TYPE_CHECKING:
     import torch
@@ -23,7 +22,7 @@ _SECONDS_UNTIL_FAILURE = 5.0
 
 def doctor(args: Sequence[str]) -> int:
     """Check this host, or under torchrun all hosts together. Return 1 if this host is out of line, otherwise 0."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="torchtitan doctor",
         allow_abbrev=False,
         description="Check the hosts of a run, in seconds: equal versions, speed of matrix products, of links between "
@@ -31,13 +30,9 @@ def doctor(args: Sequence[str]) -> int:
         epilog="On several hosts: torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint "
         "node-1:29500 -m torchtitan doctor. The exit code is 1 on hosts that are out of line.",
     )
-    parser.add_argument("--dump_folder", default="./outputs", help="folder whose disk is measured (default ./outputs)")
+    parser.add_argument("--dump_folder", type=Path, default="./outputs", help="measured folder (default ./outputs)")
     arguments = parser.parse_args(args)
-    try:
-        return _check(Path(arguments.dump_folder))
-    except UserError as error:
-        logger.error("%s", error)
-        return 2
+    return run_command("doctor", lambda: _check(arguments.dump_folder))
 
 
 def _check(folder: Path) -> int:
