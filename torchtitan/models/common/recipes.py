@@ -54,7 +54,7 @@ def large_run(
     return Trainer.Config(
         model_spec=spec,
         hf_assets_path=assets,
-        dataloader=PretrainDataLoader.Config(dataset="c4", num_workers=2),
+        dataloader=PretrainDataLoader.Config(dataset=["c4"], num_workers=2),
         training=TrainingConfig(steps=steps, seq_len=seq_len, local_batch_size=local_batch_size),
         optimizer=Optimizer.Config(lr=lr),
         lr_scheduler=LRScheduler.Config(warmup_steps=warmup_steps, decay_type="cosine", min_lr_factor=0.1),

@@ -5,6 +5,7 @@ import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 
 from torchtitan.components.chat_template import ChatTemplate, resolve_chat_template
 from torchtitan.components.data.base import NO_DOCUMENT, Batch, TokenizingDataLoader, can_resume_position
-from torchtitan.components.data.disk_cache import digest_of
+from torchtitan.components.data.disk_cache import data_digest, digest_of
 from torchtitan.components.data.finetuning.chat_encoding import ChatEncoder, RowEncoder
 from torchtitan.components.data.finetuning.columns import parse_columns
 from torchtitan.components.data.finetuning.filters import FilterConfig, Policy
@@ -130,9 +131,10 @@ class PlannedDataLoader(TokenizingDataLoader):
 
         def identity(self) -> dict[str, Any]:
             """Return the loader's class, the content of its datasets, and the options for reading rows."""
+            digest = partial(data_digest, self._source, self.cache_dir)
             options = ("split", "format", "columns", "chat_template")
             return TokenizingDataLoader.Config.identity(self) | {
-                "dataloader.dataset": dataset_identity(self.dataset, self._source, CHAT_DATASETS, self.cache_dir),
+                "dataloader.dataset": dataset_identity(self.dataset, digest, CHAT_DATASETS),
                 **{f"dataloader.{name}": getattr(self, name) for name in options},
             }
 
