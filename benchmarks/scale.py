@@ -1,10 +1,11 @@
 """Simulate preparing a corpus and reading it on many hosts, from rates of this machine and a dry run's predicted speed.
 
-    python benchmarks/scale.py [--source FILE.jsonl] [--tokens 15e12] [--hosts 1024]
+    python benchmarks/scale.py [--tokens 15e12] [--hosts 1024]
 
-One process prepares, merges and reads a JSON Lines file here. The simulation then gives parts of 64 MB to all cores of
-the hosts at this rate; a part takes 0.8 to 1.2 times the mean, and a lost host loses the parts that it is writing and
-returns after an hour. Shared disks and networks are assumed to keep up; the table says what they must transfer.
+One process prepares and reads 40 MB of made-up text here, and looks for duplicates among random hashes. The simulation
+then gives parts of 64 MB to 64 processes per host at this rate; a part takes 0.8 to 1.2 times the mean, and a lost host
+loses the parts that it is writing and returns after an hour. One process of one host looks for duplicates. Shared disks
+and networks are assumed to keep up; the table says what they must transfer.
 """
 
 import argparse
@@ -15,37 +16,42 @@ import os
 import random
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from torchtitan.cli.main import main as torchtitan
+from torchtitan.components.data.prepare.merge import INDEX_ROWS, ITEMS_PER_PASS, find_duplicates
 from torchtitan.config.manager import ConfigManager
 from torchtitan.foresight import predict
 
+SOURCE_BYTES = 40e6
 PART_BYTES = 64e6
-HOURS_PER_LOSS = 6_300
+PROCESSES_PER_HOST = 64
+SECONDS_PER_LOSS = 6_300 * 3600
 """Mean time between losses of a host: 419 in 54 days on 2,048 hosts of 8 GPUs (arXiv:2407.21783, section 3.3.4)."""
-_HOURS_AWAY = 1.0
-_BATCHES = 200
-_INDEX_BYTES = 40  # of a part
+SECONDS_AWAY = 3600
+HASH_BYTES = 16
+_BATCHES, _HASHES = 200, 1 << 22
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rates:
-    """Speed of one process on this machine."""
+class Rates(NamedTuple):
+    """Measurements of one process on this machine."""
 
     bytes_per_token: float
     tokens_per_document: float
     prepared_bytes: float
     """Per second, of the source."""
-    merged_documents: float
-    """Per second."""
+    scanned_hashes: float
+    """Per second, of a pass that compares few of them."""
+    compared_hashes: float
+    """Per second, of a pass that compares all."""
     read_tokens: float
     """Per second."""
 
 
-def write_source(path: Path, n_bytes: int) -> None:
+def write_source(path: Path, n_bytes: float) -> None:
     """Write documents of made-up words, of 100 to 1,000 words each."""
     generator = random.Random(0)
     words = ["".join(generator.choices("etaoinshrdlu", k=generator.randint(1, 9))) for _ in range(20_000)]
@@ -54,99 +60,106 @@ def write_source(path: Path, n_bytes: int) -> None:
             file.write(json.dumps({"text": " ".join(generator.choices(words, k=generator.randint(100, 1000)))}) + "\n")
 
 
-def measure(source: Path, folder: Path) -> Rates:
-    """Prepare, merge and read a file with one process."""
-    small = folder / "small.jsonl"
-    with source.open() as lines:
-        small.write_text("".join(itertools.islice(lines, 20)))
-    seconds: dict[str, list[float]] = {"--part=1/1": [], "--merge": []}
-    for path in (small, source):  # the first has only the fixed costs
-        for step, times in seconds.items():
-            start = time.perf_counter()
-            place = ["--out", str(folder / path.stem), "--workers", "1", "--module", "llama3", "--config", "debugmodel"]
-            assert torchtitan(["data", "prepare", str(path), *place, step]) == 0
-            times.append(time.perf_counter() - start)
+def seconds(function: Any, *arguments: Any) -> float:
+    start = time.perf_counter()
+    function(*arguments)
+    return time.perf_counter() - start
+
+
+def measure(folder: Path) -> Rates:
+    """Prepare and read a file with one process."""
+    source, small = folder / "source.jsonl", folder / "small.jsonl"
+    write_source(small, 1e5)
+    write_source(source, SOURCE_BYTES)
+
+    def prepare(path: Path) -> None:
+        place = ["--out", str(folder / path.stem), "--workers", "1"]
+        assert torchtitan(["data", "prepare", str(path), *place, "--module", "llama3", "--config", "debugmodel"]) == 0
+
+    fixed = seconds(prepare, small)
+    prepared = seconds(prepare, source) - fixed
     train = json.loads((folder / source.stem / "manifest.json").read_text())["splits"]["train"]
-    prepare, merge = (last - first for first, last in seconds.values())
     config = ConfigManager().parse_args(["--dataloader.dataset", str(folder / source.stem)]).config
     tokenizer = config.tokenizer.build(path=config.hf_assets_path)
     loader = config.dataloader.build(tokenizer=tokenizer, seq_len=2048, local_batch_size=4, epochs=None, seed=0)
-    batches = iter(loader)
-    next(batches)
-    start = time.perf_counter()
-    n_read = sum(batch["input"].numel() for batch in itertools.islice(batches, _BATCHES))
+    next(loader)
+    hashes = [np.random.default_rng(0).integers(0, 2**63, (_HASHES, 2)).astype(np.uint64)]
     return Rates(
         bytes_per_token=source.stat().st_size / train["tokens"],
         tokens_per_document=train["tokens"] / train["items"],
-        prepared_bytes=source.stat().st_size / prepare,
-        merged_documents=train["items"] / merge,
-        read_tokens=n_read / (time.perf_counter() - start),
+        prepared_bytes=source.stat().st_size / prepared,
+        scanned_hashes=_HASHES / seconds(find_duplicates, hashes, 0, 1 << 12),
+        compared_hashes=_HASHES / seconds(find_duplicates, hashes),
+        read_tokens=_BATCHES * 4 * 2048 / seconds(lambda: list(itertools.islice(loader, _BATCHES))),
     )
 
 
-def simulate_parts(n_parts: int, hosts: int, cores: int, mean_seconds: float) -> float:
+def simulate_parts(n_parts: int, hosts: int, mean_seconds: float) -> float:
     """Return the seconds until all parts are written."""
     generator = random.Random(0)
-    free = [(0.0, host) for host in range(hosts) for _ in range(cores)]
-    losses = [generator.expovariate(1 / (HOURS_PER_LOSS * 3600)) for _ in range(hosts)]
+    free = [(0.0, host) for host in range(hosts) for _ in range(PROCESSES_PER_HOST)]
+    losses = [generator.expovariate(1 / SECONDS_PER_LOSS) for _ in range(hosts)]
     left, end = n_parts, 0.0
     while left:
         start, host = heapq.heappop(free)
-        if start > losses[host] + _HOURS_AWAY * 3600:  # it is back
-            losses[host] = start + generator.expovariate(1 / (HOURS_PER_LOSS * 3600))
+        if start > losses[host] + SECONDS_AWAY:  # it is back
+            losses[host] = start + generator.expovariate(1 / SECONDS_PER_LOSS)
         done = start + mean_seconds * generator.uniform(0.8, 1.2)
         if done > losses[host]:  # the part is lost
-            heapq.heappush(free, (losses[host] + _HOURS_AWAY * 3600 + 1, host))
+            heapq.heappush(free, (losses[host] + SECONDS_AWAY + 1, host))
             continue
         heapq.heappush(free, (done, host))
         left, end = left - 1, max(end, done)
     return end
 
 
-def rows(rates: Rates, tokens: float, hosts: int, cores: int) -> list[tuple[str, str]]:
+def in_words(duration: float) -> str:
+    return f"{duration / 3600:,.1f} hours" if duration >= 3600 else f"{duration / 60:,.1f} minutes"
+
+
+def rows(rates: Rates, tokens: float, hosts: int) -> list[tuple[str, str]]:
     """Return the lines of the table."""
     n_parts = round(tokens * rates.bytes_per_token / PART_BYTES)
-    part_seconds = PART_BYTES / rates.prepared_bytes
+    n_documents = tokens / rates.tokens_per_document
+    n_passes = 1 + n_documents // ITEMS_PER_PASS
     result = [
         ("measured: text prepared by one process", f"{rates.prepared_bytes / 1e6:.1f} MB/s"),
-        ("measured: documents merged by one process", f"{rates.merged_documents:,.0f}/s"),
+        ("measured: hashes scanned, compared", f"{rates.scanned_hashes:,.0f}/s, {rates.compared_hashes:,.0f}/s"),
         ("measured: tokens read by one process", f"{rates.read_tokens / 1e6:.1f} million/s"),
         ("text, parts of 64 MB", f"{tokens * rates.bytes_per_token / 1e12:,.0f} TB, {n_parts:,}"),
     ]
     for count in sorted({1, 32, hosts}):
-        hours = simulate_parts(n_parts, count, cores, part_seconds) / 3600
-        transfer = count * cores * rates.prepared_bytes / 1e9
-        result.append((f"prepare on {count:,} hosts", f"{hours:,.1f} hours, {transfer:,.1f} GB/s from the source"))
-    merge_hours = tokens / rates.tokens_per_document / rates.merged_documents / 3600 / cores
-    result.append((f"merge on one host of {cores} cores, if it scales", f"{merge_hours:,.1f} hours"))
+        taken = simulate_parts(n_parts, count, PART_BYTES / rates.prepared_bytes)
+        transfer = count * PROCESSES_PER_HOST * rates.prepared_bytes / 1e9
+        result.append((f"prepare, {count:,} hosts", f"{in_words(taken)}, {transfer:,.1f} GB/s from the source"))
+    merging = n_documents / rates.compared_hashes + n_passes * n_documents / rates.scanned_hashes
+    hash_bytes = n_passes * n_documents * HASH_BYTES
     config = ConfigManager().parse_args(["--module", "llama3", "--config", "llama3_8b"]).config
     speed = predict(config, 8 * hosts, "h100").tokens_per_second * 8
-    result += [
+    return result + [
+        (
+            f"find duplicates, one process, {n_passes:,.0f} passes",
+            f"{in_words(merging)}, {hash_bytes / merging / 1e9:.1f} GB/s of hashes",
+        ),
         ("predicted: `llama3_8b` on 8 H100 per host", f"{speed:,.0f} tokens/s per host"),
         (f"train on all tokens with {hosts:,} hosts", f"{tokens / speed / hosts / 86400:,.1f} days"),
-        ("read per host and in all, 4 bytes per token", f"{speed * 4e-6:.1f} MB/s, {speed * hosts * 4e-9:.1f} GB/s"),
-        ("reading, part of one process per GPU", f"{speed / 8 / rates.read_tokens:.1%}"),
-        ("index mapped by each process", f"{n_parts * _INDEX_BYTES / 1e6:.0f} MB"),
+        ("read, 4 bytes per token", f"{speed * 4e-6:.2f} MB/s per host, {speed * hosts * 4e-6:,.0f} MB/s in all"),
+        ("reading, part of one process per GPU", f"{speed / 8 / rates.read_tokens:.2%}"),
+        ("index mapped by each process", f"{n_parts * INDEX_ROWS * 8 / 1e6:.0f} MB"),
     ]
-    return result
 
 
-def main(words: Sequence[str] | None = None) -> None:
+def main() -> None:
     """Print the table in Markdown."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--source", type=Path, help="JSON Lines file (default: 40 MB of made-up words)")
     parser.add_argument("--tokens", type=float, default=15e12, help="tokens of the corpus (default: 15e12)")
     parser.add_argument("--hosts", type=int, default=1024, help="hosts (default: 1024)")
-    parser.add_argument("--cores", type=int, default=64, help="processes per host that prepare (default: 64)")
-    arguments = parser.parse_args(words)
+    arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
-        source = arguments.source or Path(name) / "source.jsonl"
-        if not arguments.source:
-            write_source(source, 40_000_000)
         os.environ["TORCHTITAN_CACHE"] = name
-        rates = measure(source, Path(name))
+        rates = measure(Path(name))
     print("| quantity | value |\n|---|---|")
-    for row in rows(rates, arguments.tokens, arguments.hosts, arguments.cores):
+    for row in rows(rates, arguments.tokens, arguments.hosts):
         print(f"| {' | '.join(row)} |")
 
 

@@ -296,8 +296,8 @@ class AlsoAt(CheckpointManager):
         also_at: int = 0
         """A step to save after, whatever the interval."""
 
-    def save(self, step, *, stopped=False, **arguments):
-        super().save(step, stopped=stopped or step == self.config.also_at, **arguments)
+    def is_due(self, step, **arguments):
+        return super().is_due(step, **arguments) or step == self.config.also_at
 
 def own_debugmodel():
     config = llama3_debugmodel()

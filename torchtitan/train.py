@@ -8,14 +8,12 @@ import sys
 if __name__ == "__main__" and not sys.flags.safe_path and sys.path[0] == os.getcwd():
     del sys.path[0]
 
-import contextlib
 import dataclasses
-import io
 import logging
 import shlex
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -120,8 +118,7 @@ def _parse_and_run(words: list[str]) -> None:
 
     if "COMM_MODE" in os.environ:
         raise UserError("the environment variable COMM_MODE is supported only by `torchtitan train`")
-    with _suppress_parser_output() if _is_repeating() else contextlib.nullcontext():
-        resolved = ConfigManager("python -m torchtitan.train").parse_args(words)
+    resolved = ConfigManager("python -m torchtitan.train").parse_args(words)
     if not is_launched():
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
         resolved.config.check(world_size)
@@ -141,19 +138,6 @@ def with_fitting_mode(resolved: "ResolvedConfig", world_size: int) -> "ResolvedC
 def _is_repeating() -> bool:
     """Return whether torchrun's first rank on this host will report the same user's mistakes."""
     return not is_launched() and os.environ.get("LOCAL_RANK", "0") != "0"
-
-
-@contextlib.contextmanager
-def _suppress_parser_output() -> Iterator[None]:
-    """Suppress the parser's output if it ends the process, since the host's first rank prints the same."""
-    captured = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(captured):
-            yield
-    except SystemExit:
-        time.sleep(_FIRST_RANK_SECONDS)
-        sys.stderr.write(captured.getvalue())
-        raise
 
 
 def _report_error(error: Exception, code: int) -> None:

@@ -589,9 +589,8 @@ def test_mistakes_are_one_line(chats, capsys):
 
 
 def test_unknown_options_are_rejected(capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(["data", "inspect", "--dataloader.datset", "x"])  # codespell:ignore
-    assert ended.value.code == 2
+    message = failure(capsys, "inspect", "--dataloader.datset", "x")  # codespell:ignore
+    assert "did you mean --dataloader.dataset" in message
 
 
 @pytest.mark.parametrize("command", ["inspect", "show"])
@@ -607,6 +606,6 @@ def test_help_has_both_kinds_of_options(command, capsys):
 @pytest.mark.slow
 def test_order_follows_the_seed(chats):
     first, again, other = (
-        inspect(*chat_options(chats), "--seed", seed, "--samples", "2").tokens for seed in ("1", "1", "2")
+        inspect(*chat_options(chats), "--debug.seed", seed, "--samples", "2").tokens for seed in ("1", "1", "2")
     )
     assert first == again != other

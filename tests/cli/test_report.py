@@ -14,7 +14,7 @@ import pytest
 from tests.conftest import PROJECT
 from tests.training import killed_in, read_metrics, run, tiny_config
 from torchtitan.cli.main import main
-from torchtitan.cli.report import RunRecord, curves, page, read_run, sections
+from torchtitan.cli.report import RunRecord, curves, page, sections
 from torchtitan.tools.progress import sparkline
 from torchtitan.trainer import Trainer
 
@@ -47,7 +47,7 @@ def runs(tmp_path_factory) -> list[Path]:
 def rows_of(runs: list[Path], title: str) -> dict[str, list[str]]:
     """Return the rows of a section by their first cell."""
     return {
-        row[0]: list(row[1:]) for part in sections([*map(read_run, runs)]) if part.title == title for row in part.rows
+        row[0]: list(row[1:]) for part in sections([*map(RunRecord, runs)]) if part.title == title for row in part.rows
     }
 
 
@@ -62,7 +62,7 @@ def test_sections_of_a_run_that_was_killed_twice(runs):
     assert {"training", "start-up", "restart", "lost steps", "data", "save"} <= {
         *rows_of(killed, "Where the time went")
     }
-    (incidents,) = (part.rows for part in sections([read_run(runs[0])]) if part.title == "Incidents")
+    (incidents,) = (part.rows for part in sections([RunRecord(runs[0])]) if part.title == "Incidents")
     again = [what for _, _, _, event, what in incidents if event == "start"]
     assert again[0] == "" and "at step 3 (killed or crashed)" in again[1] and "at step 5 (killed" in again[2]
     assert [step for _, _, step, event, _ in incidents if event == "save"] == ["2", "4", "6", "7"]
@@ -88,7 +88,7 @@ def test_text_and_broken_lines(runs, capsys):
 
 def test_run_in_progress_without_events(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.5}\n{"step": 2, "loss": null}\n{"step": 3, "lo')
-    record = read_run(tmp_path)
+    record = RunRecord(tmp_path)
     assert [part.title for part in sections([record])] == ["Summary"]
     assert rows_of([tmp_path], "Summary") == {"last step": ["2"], "last loss": ["2.5"]}
     assert "metrics.jsonl: broken lines are left out: 3" in page([record])
@@ -116,19 +116,19 @@ def test_other_mistakes_are_one_line(runs, tmp_path, capsys):
         assert message in err.splitlines()[-1] and "Traceback" not in err
 
 
-def record_of(lines: list[dict]) -> RunRecord:
-    nothing = {"events": [], "config": {}, "samples": [], "checkpoints": [], "foresight": {}, "broken": {}}
-    return RunRecord(name="run", lines=lines, **nothing)
+def record_of(folder: Path, lines: list[dict]) -> RunRecord:
+    (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    return RunRecord(folder)
 
 
-def test_curves_of_long_runs_keep_their_extremes():
+def test_curves_of_long_runs_keep_their_extremes(tmp_path):
     lines = [{"step": step, "loss": math.sin(step / 50)} for step in range(1, 20_001)]
     lines[12_345]["loss"], lines[777]["loss"] = 9.0, None
-    record = record_of(lines)
+    record = record_of(tmp_path, lines)
     curve = record.curve("loss")
     assert len(curve) <= 1100 and curve == sorted(curve) and set(curve) <= set(record.points("loss"))
     assert (12_346, 9.0) in curve and curve[0][0] == 1 and curve[-1][0] == 20_000
-    assert curves([record, record_of(lines[:1])])[0]["series"][1] == [(1, math.sin(0.02))]
+    assert curves([record, record_of(tmp_path, lines[:1])])[0]["series"][1] == [(1, math.sin(0.02))]
 
 
 def test_sparkline():
@@ -139,7 +139,7 @@ def test_sparkline():
 def test_script_is_short_and_needs_no_network(runs):
     script = (PROJECT / "torchtitan/cli/templates/run_report.js").read_text()
     assert len(script.splitlines()) <= 150
-    text = page([*map(read_run, runs)])
+    text = page([*map(RunRecord, runs)])
     assert "default-src 'none'" in text and not re.search(r"<(img|link|iframe|script|object)\b[^>]* (src|href)=", text)
     assert "alert(1)</script>" not in text and "\x1b" not in text
 
@@ -197,14 +197,14 @@ def browse(file: Path, *flags: str) -> tuple[str, list[str]]:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_page_in_a_browser(runs, tmp_path, scheme):
     """On a desktop's and a phone's width: rendered without errors, nothing runs out of the page, and zoom works."""
-    report = page([*map(read_run, runs)])
+    report = page([*map(RunRecord, runs)])
     wrapper = tmp_path / "wrapper.html"
     wrapper.write_text(WRAPPER.replace("PAGE", json.dumps(report).replace("<", "\\u003c")))
     dom, console = browse(wrapper, f"--blink-settings=preferredColorScheme={int(scheme == 'light')}")
     assert console == []
     found = json.loads(html.unescape(re.search(r'<pre id="out">(.*?)</pre>', dom)[1]))
-    n_charts = len(curves([*map(read_run, runs)]))
-    titles = [part.title for part in sections([*map(read_run, runs)])]
+    n_charts = len(curves([*map(RunRecord, runs)]))
+    titles = [part.title for part in sections([*map(RunRecord, runs)])]
     for name, width in {"wide": 1280, "phone": 390}.items():
         facts = found[name]
         assert facts["width"] <= width, "the page is wider than the screen"
@@ -220,7 +220,7 @@ def test_page_in_a_browser(runs, tmp_path, scheme):
 @pytest.mark.slow
 def test_errors_of_a_page_are_noticed(runs, tmp_path):
     """The test above would fail for an error in the script, and for a script that the page does not allow."""
-    report = page([read_run(runs[0])])
+    report = page([RunRecord(runs[0])])
     broken = tmp_path / "broken.html"
     broken.write_text(report.replace("</body>", "<script>alert(1)</script></body>"))
     assert any("Content Security Policy" in line for line in browse(broken)[1])

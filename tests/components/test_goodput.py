@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from torchtitan.components.goodput import describe_goodput, goodput
-from torchtitan.components.run_events import EVENTS, EventLog, events_in, read_json_lines
+from torchtitan.components.goodput import describe_goodput, goodput, mean_phases, shares
+from torchtitan.components.run_events import EVENTS, events_in, open_events, read_json_lines
 
 
 def start(time, step, begun, start_up):
@@ -56,19 +56,44 @@ def test_part_of_an_interval_is_lost():
     assert parts["training"] == pytest.approx(16 + 19 * 0.2)
 
 
+def returned(time, step, to, **seconds):
+    return {"event": "returned", "time": time, "step": step, "to": to, "seconds": seconds}
+
+
+def test_undone_steps_are_lost():
+    """A return at step 20 to the weights of step 5 undoes steps 6 to 20, also in other sessions; steps after it stay.
+    A session that resumes from a checkpoint before the return undoes the return too."""
+    before = KILLED_TWICE[:3]  # trains 16 s up to step 10, and 35 s up to step 20
+    resumed = [start(160, 20, 150, 10.0), progress(170, 25, **{"start-up": 10.0, "forward": 10.0})]
+    at_once = [returned(152, 20, 5, **{**before[2]["seconds"], "return to a checkpoint": 2.0})]
+    after = [progress(162, 30, **{**at_once[0]["seconds"], "forward": 25.0})]
+    parts = goodput([*before, *at_once, *after])
+    assert parts["lost steps"] == pytest.approx(19 + 16 / 2) and parts["training"] == pytest.approx(16 / 2 + 10)
+    assert parts["restart"] == 2.0
+    later = [returned(171, 25, 5, **resumed[1]["seconds"])]
+    parts = goodput([*before, *resumed, *later])
+    assert parts["lost steps"] == pytest.approx(19 + 16 / 2 + 10) and parts["training"] == pytest.approx(16 / 2)
+    parts = goodput([*before, *at_once, *after, start(180, 10, 170, 10.0)])
+    assert parts["lost steps"] == pytest.approx(19 + 10) and parts["training"] == pytest.approx(16)
+
+
+def test_mean_step_leaves_out_the_first_one():
+    assert mean_phases(KILLED_TWICE[:3]) == {"data": 0.1, "forward": 0.9, "backward": 1.0}
+    assert mean_phases(KILLED_TWICE[:5]) == mean_phases([]) == {}
+    assert shares({"data": 0.25, "forward": 1.75}) == {"data": "250.0 ms (12.5%)", "forward": "1,750.0 ms (87.5%)"}
+
+
 def test_nothing_is_lost_without_a_restart():
     assert goodput(KILLED_TWICE[:3]) == {"training": 35.0, "start-up": 10.0, "save": 3.0, "data": 2.0}
-    returned = progress(160, 22, **{**KILLED_TWICE[2]["seconds"], "return to a checkpoint": 9.0})
-    assert goodput([*KILLED_TWICE[:3], returned]) == {**goodput(KILLED_TWICE[:3]), "restart": 9.0, "other": 1.0}
     assert goodput([]) == {} and describe_goodput({"start-up": 2.0}) == "goodput 0.0% of 0:00:02; start-up 100.0%"
 
 
 def test_killed_run_continues_its_events(tmp_path):
     def session(step, *, ended=False, command="train"):
-        log = EventLog(tmp_path, step, command)
-        log.write("start", step, begun=1.0, seconds={}, command=command)
+        log = open_events(tmp_path, step, command)
+        log.append({"event": "start", "time": 1.0, "step": step, "begun": 1.0, "seconds": {}, "command": command})
         if ended:
-            log.write("end", step + 1, reason="completed", seconds={})
+            log.append({"event": "end", "time": 1.0, "step": step + 1, "reason": "completed", "seconds": {}})
         log.close()
         return len(events_in(tmp_path))
 
@@ -76,7 +101,7 @@ def test_killed_run_continues_its_events(tmp_path):
     with open(tmp_path / EVENTS, "a") as file:
         file.write('{"event": "progr')  # the process was killed while it wrote
     assert session(0) == 2  # killed before its first checkpoint
-    assert read_json_lines(tmp_path / EVENTS, bool)[1] == [2]
+    assert read_json_lines(tmp_path / EVENTS, bool)[1] == []
     assert session(7, ended=True) == 4
     assert session(8, ended=True) == 6  # extended
     assert session(0) == 1  # a fresh run
@@ -87,7 +112,7 @@ def test_killed_run_continues_its_events(tmp_path):
 def test_lines_that_are_no_events_are_left_out(tmp_path):
     good = start(2.0, 0, 1.0, 1.0)
     bad = [{"event": "progress", "time": 3.0, "step": 1, "seconds": {"data": "1"}}, {"event": 1}, [], {}, {"time": 1}]
-    bad += [{**good, "seconds": 3}, {**good, "begun": None}, {**good, "step": True}]
+    bad += [{**good, "event": "returned"}, {**good, "seconds": 3}, {**good, "begun": None}, {**good, "step": True}]
     (tmp_path / EVENTS).write_text(
         "\n".join(map(json.dumps, [progress(1.0, 1), *bad, good, *bad])) + '\n{"a": [[\n\xff'
     )

@@ -260,8 +260,8 @@ class TestMistakes:
             ("- a\n- b", "list"),
             ("checkpoint: {enable: 1}", "'checkpoint.enable' in .*run.yaml is 1, but must be true or false"),
             ("checkpoint: {enable: null}", "'checkpoint.enable' in .*run.yaml is None, but must be true or false"),
-            ("dataloader: {dataset: [a, b]}", r"'dataloader.dataset' .* is \['a', 'b'\], but must be a string"),
-            ("dataloader: {dataset: off}", "'dataloader.dataset' .* is False, but must be a string"),
+            ("dataloader: {split: [a, b]}", r"'dataloader.split' .* is \['a', 'b'\], but must be a string"),
+            ("dataloader: {split: off}", "'dataloader.split' .* is False, but must be a string"),
             ("dump_folder:", "'dump_folder' .* is None, but must be a string"),
             ("", "run.yaml is empty"),
             ("# nothing", "run.yaml is empty"),
@@ -302,11 +302,18 @@ class TestMistakes:
         ],
     )
     def test_options(self, capsys, args, words):
-        with pytest.raises(SystemExit) as exit_:
+        with pytest.raises(UserError) as error:
             parse(*args)
-        assert exit_.value.code == 2
-        printed = capsys.readouterr().err
-        assert all(word in printed for word in words), printed
+        message = str(error.value)
+        assert all(word in message for word in words) and "\n" not in message and "---" not in message, message
+        assert capsys.readouterr().err == ""
+
+    def test_whole_numbers_in_scientific_notation(self):
+        config = parse("--training.steps", "1e3", "--lr_scheduler.total_steps=2.5e3").config
+        assert (config.training.steps, config.lr_scheduler.total_steps) == (1000, 2500)
+        for word in ("1.5", "1e999", "nan", "1e-3"):
+            with pytest.raises(UserError, match=r"--training\.steps: .* is no whole number"):
+                parse("--training.steps", word)
 
 
 def write_module(folder: Path, registry: str, **files: str) -> Path:

@@ -452,7 +452,8 @@ def test_metrics_of_load_are_the_same_in_any_layout(tmp_path: Path) -> None:
 
 def last_means(folder: Path, module: str, *words: str) -> dict[str, float]:
     """Train a debug model for 300 steps; return the means of its metrics over the last 50."""
-    words = ("--module", module, "--config", "debugmodel", "--dump_folder", str(folder), *words)
+    config = "qwen3_5_moe_debugmodel" if module == "qwen3_5" else "debugmodel"
+    words = ("--module", module, "--config", config, "--dump_folder", str(folder), *words)
     logging = ("--training.steps", "300", "--metrics.log_freq", "1", "--validator.no_enable")
     run(ConfigManager().parse_args([*words, *logging]).config)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()[-50:]]
@@ -466,7 +467,7 @@ WITHOUT_BALANCE = ("--model.moe.penalties.sequence_loss", "0", "--model.moe.pena
 @pytest.mark.parametrize(
     ("module", "without"),
     [
-        *((name, ()) for name in ("mixtral", "qwen3_moe", "gpt_oss", "llama4")),
+        *((name, ()) for name in ("mixtral", "qwen3_moe", "gpt_oss", "llama4", "qwen3_5")),
         *((name, ("--model.moe.bias_rate", "0")) for name in ("glm4_moe", "deepseek_v3")),
     ],
 )
@@ -518,6 +519,24 @@ def test_penalties_change_gradients_but_not_the_loss(tmp_path: Path) -> None:
         logged.append(read_metrics(folder, "loss", "grad_norm"))
     (_, loss, norm), (_, same, other) = logged[0][0], logged[1][0]
     assert loss == same and abs(norm - other) > 0.01 * norm
+
+
+@pytest.mark.parametrize(("family", "kind"), [(mixtral, "sigmoid"), (glm4_moe, "softmax"), (llama4, "softmax")])
+def test_other_types_of_routers_are_refused(family: Any, kind: Any) -> None:
+    config = family.model_registry("debugmodel").model
+    config.moe.scoring_func = kind
+    with pytest.raises(UserError, match=f"--model.moe.scoring_func is {kind}, but must be [a-z]*$"):
+        config.validate()
+
+
+def test_routing_without_a_place_in_config_json_trains_and_is_not_exported(tmp_path: Path) -> None:
+    options = {"model__moe__selection_bias": True, "model__moe__bias_rate": 0.01, "model__moe__n_group": 4}
+    options |= {"model__moe__topk_group": 2, "model__moe__n_shared_experts": 1}
+    trainer = train(tmp_path, module="qwen3_moe", **options, training__steps=1)
+    model = trainer.model_parts[0]
+    assert model.layers["0"].moe.router.selection.bias_E.any() and model.layers["0"].moe.shared is not None
+    with pytest.raises(UserError, match="no model_type of config.json"):
+        qwen3_moe.FORMATS["hf"].to_external(model.config)
 
 
 def test_penalties_need_a_loss_that_is_divided_beforehand(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 from tests.processes import run_processes
 from tests.training import killed_in, read_metrics, tiny_config, train
 from torchtitan.config.manager import ConfigManager
-from torchtitan.config.schedule import parse_changes, value_at
+from torchtitan.config.schedule import change_at, parse_changes
 from torchtitan.tools.errors import UserError
 from torchtitan.trainer import Trainer
 
@@ -32,13 +32,14 @@ def ledger(folder: Path) -> list[list[str]]:
 
 
 def test_changes():
-    changes = parse_changes(["10:8", "1.5e3t:16"])
-    assert changes == [(10, False, 8), (1500, True, 16)]
-    assert [value_at(changes, 4, step, step * 100) for step in (0, 9, 10, 14, 15)] == [4, 4, 8, 8, 16]
+    changes = parse_changes("batch_schedule", 4, ["10:8", "1.5e3t:16"])
+    assert changes == [("", 0, False, 4), ("10:8", 10, False, 8), ("1.5e3t:16", 1500, True, 16)]
+    assert [change_at(changes, step, step * 100).value for step in (0, 9, 10, 14, 15)] == [4, 4, 8, 8, 16]
 
 
 @pytest.mark.parametrize(
-    "word", ["", "8", "x:8", "4:", "4:0", "-4:8", "1.5:8", "1e-3t:8", "4T:8", "4:8:9", "1e999t:8", "\uff11:8"]
+    "word",
+    ["", "8", "x:8", "4:", "4:0", "0:4", "0t:4", "-4:8", "1.5:8", "1e-3t:8", "4T:8", "4:8:9", "1e999t:8", "\uff11:8"],
 )
 def test_malformed_changes_are_rejected(tmp_path, word):
     with pytest.raises(UserError, match="--training.batch_schedule '.*' is not like 1000:64"):
@@ -49,6 +50,9 @@ def test_malformed_changes_are_rejected(tmp_path, word):
     ("options", "message"),
     [
         ({"training__batch_schedule": ["4:7"]}, "batch_schedule 4:7 is not a multiple of local_batch_size x"),
+        ({"training__batch_schedule": ["4:8"]}, "batch_schedule 4:8 never takes effect in 4 steps"),
+        ({"training__batch_schedule": ["3:8", "2:4"]}, "batch_schedule 3:8 never takes effect in 4 steps"),
+        ({"training__seq_len_schedule": ["512t:64", "4t:16"]}, "seq_len_schedule 512t:64 never takes effect"),
         ({"training__batch_schedule": ["4:8"], "training__epochs": 1}, "cannot be combined with --training.epochs"),
         (
             {

@@ -3,12 +3,14 @@
 import os
 import pty
 import re
+import signal
 import sys
 import threading
 
 import pytest
 
 from tests.training import TINY, flags, run, tiny_config
+from torchtitan.cli.launch import _stop
 from torchtitan.tools.logging import init_logger, logger
 from torchtitan.trainer import Trainer
 
@@ -120,3 +122,12 @@ def test_no_bar(tmp_path, monkeypatch, capsys, option):
     assert " INFO step 4/4  loss" in re.sub(r"\x1b\[[\d;]*m", "", text).replace("INFO \x1b", "INFO ")
     assert "━" not in text and "\x1b[2K" not in text and "▁" not in text
     assert "--metrics.no_enable_live_view" in flags({**TINY, "metrics.enable_live_view": False})
+
+
+def test_warning_of_the_launcher_replaces_the_bar(monkeypatch):
+    terminal = Terminal(monkeypatch)
+    init_logger()
+    print("step 3/4 ━━━━━━━━━ loss 2.3026  1,000 tokens/s  ETA 0:00:01^C", end="", file=sys.stderr, flush=True)
+    _stop([], signal.SIGINT)
+    first, rest = screen(terminal.close())
+    assert re.fullmatch(r"[\d:]+ WARNING SIGINT received: the run stops after this step.*", first) and rest == ""

@@ -8,7 +8,7 @@ The tables are in `stories.json`. In a sentence, `{hero}`, `{he}`, `{him}`, `{hi
 pronouns; `{friend}`, `{he2}`, ... are the friend's, and `{elder}`, `{he3}`, ... the elder's. `{He}` starts a sentence.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from torchtitan.assets.generated import Draw, Generated, capitalized, draw_pair, read_tables, version_of
 
@@ -52,42 +52,49 @@ class Stories(Generated[str]):
         return _tell(draw, _Cast(draw, held_out=held_out))
 
 
-class _Cast(dict[str, str]):
-    """Values of the names in a sentence: fixed for the story, or a new draw from the words.
-
-    `told` holds the sentences already in the story, to avoid repetition.
-    """
+class Names(dict[str, str]):
+    """Values of the names in a sentence: a hero and a friend that the other split never pairs, and later draws. A
+    capitalized name gives the capitalized value."""
 
     def __init__(self, draw: Draw, *, held_out: bool):
         self.draw = draw
-        self.told: set[str] = set()
         hero, friend = (CHILDREN[i] for i in draw_pair(draw, len(CHILDREN), held_out=held_out))
-        self._person("hero", "", hero)
-        self._person("friend", "2", friend)
-        self._draw_each(TRAITS)
+        self.add_person("hero", "", hero)
+        self.add_person("friend", "2", friend)
 
-    def begin_plot(self) -> None:
-        """Draw the motives and the elder of a new plot."""
-        self._person("elder", "3", self.draw(ELDERS))
-        self._draw_each(MOTIVES)
+    def draw_motives(self, names: Iterable[str]) -> None:
+        """Draw new values of these motives."""
+        self |= {name: self.draw(MOTIVES[name]) for name in names}
         article = "an" if self["color"][0] in "aeiou" else "a"
         self["a_thing"] = f"{article} {self['color']} {self['thing']}"
 
-    def _draw_each(self, table: Mapping[str, Sequence[str]]) -> None:
-        for name, values in table.items():
-            self[name] = self.draw(values)
-
-    def _person(self, role: str, suffix: str, person: tuple[str, str]) -> None:
+    def add_person(self, role: str, suffix: str, person: tuple[str, str]) -> None:
         self[role], kind = person
         self["kind" + suffix] = kind
         for name, pronoun in zip(("he", "him", "his"), PRONOUNS[kind], strict=True):
             self[name + suffix] = pronoun
 
     def __missing__(self, name: str) -> str:
-        if name in WORDS:
-            return self.draw(WORDS[name]).format_map(self)
         assert name[0].isupper(), f"no table has {name!r}"
         return capitalized(self[name[0].lower() + name[1:]])
+
+
+class _Cast(Names):
+    """Names of a story, also its traits, and words that are new draws at each use. `told` holds the sentences already
+    in the story, to avoid repetition."""
+
+    def __init__(self, draw: Draw, *, held_out: bool):
+        super().__init__(draw, held_out=held_out)
+        self.told: set[str] = set()
+        self |= {name: draw(values) for name, values in TRAITS.items()}
+
+    def begin_plot(self) -> None:
+        """Draw the motives and the elder of a new plot."""
+        self.add_person("elder", "3", self.draw(ELDERS))
+        self.draw_motives(MOTIVES)
+
+    def __missing__(self, name: str) -> str:
+        return self.draw(WORDS[name]).format_map(self) if name in WORDS else super().__missing__(name)
 
 
 def _tell(draw: Draw, cast: _Cast) -> str:

@@ -12,6 +12,7 @@ from torchtitan.cli.model_options import add_base_option, add_module_option, imp
 from torchtitan.tools import durable
 from torchtitan.tools.errors import RunFailure, UserError, require
 from torchtitan.tools.logging import logger
+from torchtitan.tools.parser import Parser
 from torchtitan.tools.workplace import workplace
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ Memory: about the largest tensor."""
 
 def convert(args: Sequence[str]) -> int:
     """Run `torchtitan convert`. Return 0, 2 for a user's mistake, or 3 if OUTPUT cannot be written."""
-    parser = argparse.ArgumentParser(prog="torchtitan convert", description=_DESCRIPTION)
+    parser = Parser(prog="torchtitan convert", description=_DESCRIPTION)
     parser.add_argument("input", metavar="INPUT", type=Path, help="folder of the checkpoint to read")
     parser.add_argument("output", metavar="OUTPUT", type=Path, help="folder to write; must not exist, or be empty")
     add_base_option(parser, "INPUT")

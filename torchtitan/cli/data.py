@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 import itertools
-import json
 import logging
 import math
 from collections.abc import Iterator, Sequence
@@ -16,6 +15,7 @@ from torchtitan.cli.model_options import run_command
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError, require
 from torchtitan.tools.logging import logger, print_error, visible
+from torchtitan.tools.parser import Parser
 
 if TYPE_CHECKING:
     from torchtitan.components.data.base import BaseDataLoader, Batch
@@ -24,29 +24,25 @@ if TYPE_CHECKING:
     from torchtitan.config.manager import ResolvedConfig
     from torchtitan.trainer.data_progress import DataProgress
 
-_USAGE = """usage: torchtitan data prepare|inspect|show [options]
-
-  prepare   encode data ahead of a run, in parts on any number of processes and hosts
-  inspect   show the training data of a configuration: counts, lengths, dropped rows, and the first windows
-  show      show the documents of one training step
-
-All accept the options of `torchtitan train`; `torchtitan data inspect --help` lists them."""
-
-
 _DESCRIPTIONS = {
     "prepare": data_prepare.DESCRIPTION,
     "inspect": "Show the training data of a configuration: counts, lengths, dropped rows with reasons, and the first "
     "windows with trained tokens marked. No model is built.",
-    "show": "Show the documents of a training step with trained tokens marked, from the run's ledger "
+    "show": "Show the documents of a training step with trained tokens marked. They come from the run's ledger "
     "(--debug.ledger) or, without a ledger, from the configuration and its seed.",
 }
+
+_ALSO = "All options of `torchtitan train` are also accepted."
 
 
 def data(args: Sequence[str]) -> int:
     """Run the named subcommand and return the exit code, 2 for a user's mistake."""
     command, *words = args or ["--help"]
     if command in ("-h", "--help"):
-        print(_USAGE)
+        print("usage: torchtitan data prepare|inspect|show [options]\n")
+        for name, text in _DESCRIPTIONS.items():
+            print(f"  {name:<9} {text.partition('. ')[0]}")
+        print(f"\n{_ALSO}")
         return 0
     if command not in _DESCRIPTIONS:
         print_error("data", f"unknown command '{command}' (there are: {', '.join(_DESCRIPTIONS)})")
@@ -57,16 +53,13 @@ def data(args: Sequence[str]) -> int:
 def _parse_and_run(command: str, args: Sequence[str]) -> None:
     from torchtitan.config.manager import ConfigManager
 
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         f"torchtitan data {command}", description=_DESCRIPTIONS[command], allow_abbrev=False, add_help=False
     )
-    parser.epilog = "All options of `torchtitan train` are also accepted."
+    parser.epilog = _ALSO
     if command == "inspect":
         parser.add_argument("--samples", type=int, default=5, metavar="N", help="windows to show (default: 5)")
         parser.add_argument("--html", type=Path, metavar="FILE", help="also write an HTML page with all tokens")
-        parser.add_argument(
-            "--seed", type=int, metavar="S", help="seed of the order of the samples (default: --debug.seed)"
-        )
     elif command == "prepare":
         data_prepare.add_options(parser)
     else:
@@ -147,15 +140,13 @@ def _data_parallel_degree(parallelism: Any) -> int:
 
     processes = environment_number("NNODES", default=1, minimum=1)
     processes *= environment_number("NGPU", default=max(1, torch.cuda.device_count()), minimum=1)
-    kinds = (
-        "data_parallel_replicate",
-        "data_parallel_shard",
-        "context_parallel",
-        "tensor_parallel",
-        "pipeline_parallel",
+    others = (
+        parallelism.context_parallel_degree,
+        parallelism.tensor_parallel_degree,
+        parallelism.pipeline_parallel_degree,
     )
-    needed = math.prod(max(1, getattr(parallelism, f"{kind}_degree")) for kind in kinds)
-    return ParallelDims.from_config(parallelism, max(processes, needed)).dp_degree
+    copies = parallelism.data_parallel_replicate_degree * max(1, parallelism.data_parallel_shard_degree)
+    return ParallelDims.from_config(parallelism, max(processes, copies * math.prod(others))).dp_degree
 
 
 def _inspect(options: argparse.Namespace, resolved: "ResolvedConfig") -> None:
@@ -167,8 +158,6 @@ def _inspect(options: argparse.Namespace, resolved: "ResolvedConfig") -> None:
         raise UserError(f"--html: there is no folder {options.html.absolute().parent}")
     if options.html is not None and options.html.exists() and not options.html.is_file():
         raise UserError(f"--html: {options.html} is not a regular file, which the page could replace")
-    if options.seed is not None:
-        resolved.config.debug.seed = options.seed
     run = _Run.of(resolved.config)
     with run.loader(1) as loader:
         length = run.length(loader.n_samples)
@@ -256,33 +245,22 @@ def _show(options: argparse.Namespace, resolved: "ResolvedConfig") -> None:
 
 def _ledger_line(path: Path, step: int) -> dict[str, Any]:
     """Return a step's ledger entry. Raise `UserError` if there is none."""
-    steps, damaged = [], []
-    try:
-        with path.open(encoding="utf-8", errors="replace") as lines:
-            for number, text in enumerate(lines, start=1):
-                line = _ledger_entry(text)
-                if line and line["step"] == step:
-                    return line
-                if line:
-                    steps.append(line["step"])
-                else:
-                    damaged.append(number)
-    except OSError as error:
-        raise UserError(f"'{path}' cannot be read: {error.strerror}") from error
-    known = f"has the steps {steps[0]} to {steps[-1]}" if steps else "has no steps"
+    from torchtitan.components.run_events import read_json_lines
+
+    lines, damaged = read_json_lines(path, _is_ledger_entry)
+    for line in lines:
+        if line["step"] == step:
+            return line
+    known = f"has the steps {lines[0]['step']} to {lines[-1]['step']}" if lines else "has no steps"
     unread = f", and line {damaged[0]} of it is damaged" if damaged else ""
     raise UserError(f"there is no step {step}: '{path}' {known}{unread}")
 
 
-def _ledger_entry(text: str) -> dict[str, Any] | None:
-    """Parse a line of the ledger; None if it is damaged, for example the last line of a killed run."""
-    try:
-        match json.loads(text):
-            case {"step": int(), "data_step": int(data_step), "documents": [*names]} as line if data_step >= 1:
-                return dict(line) if all(isinstance(name, str) for name in names) else None
-    except (ValueError, RecursionError):
-        pass
-    return None
+def _is_ledger_entry(line: dict[str, Any]) -> bool:
+    match line:
+        case {"step": int(), "data_step": int(data_step), "documents": [*names]}:
+            return data_step >= 1 and all(isinstance(name, str) for name in names)
+    return False
 
 
 def _planned(run: _Run, loader: "BaseDataLoader", step: int) -> "Batch":

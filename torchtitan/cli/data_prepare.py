@@ -34,13 +34,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--keep_duplicates", action="store_true", help="keep documents or samples with equal tokens")
     add("--min_tokens", type=int, default=0, metavar="N", help="text: drop shorter documents")
     add("--max_tokens", type=int, metavar="N", help="text: drop longer documents")
-    add(
-        "--max_repetition",
-        type=float,
-        default=1.0,
-        metavar="F",
-        help="text: drop documents with more repeated 10-grams",
-    )
+    help_text = "text: drop documents with more repeated 10-grams"
+    add("--max_repetition", type=float, default=1.0, metavar="F", help=help_text)
 
 
 def prepare(sources: Sequence[str], options: argparse.Namespace, config: Any) -> None:
@@ -70,6 +65,7 @@ def prepare(sources: Sequence[str], options: argparse.Namespace, config: Any) ->
     share, n_shares = _share(options.part)
     # Ignore SIGPIPE, so that a killed worker raises an error instead of ending this process.
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread per process
     preparation.begin()
     if not options.merge:
         numbers = [number for number in preparation.missing() if number % n_shares == share]

@@ -1,25 +1,28 @@
 """`torchtitan doctor`: check the hosts of a run before it starts."""
 
-import argparse
 import os
 import socket
 import statistics
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchtitan.tools.errors import UserError
-from torchtitan.tools.logging import logger
+from torchtitan.cli.model_options import run_command
+from torchtitan.tools.parser import Parser
 
 if TYPE_CHECKING:
     import torch
 
-    from torchtitan.distributed.health import Expectation, RankHealth
+    from torchtitan.distributed.health import RankHealth
+
+_SECONDS_UNTIL_FAILURE = 5.0
+"""Until then, the processes of sound hosts have ended. If an agent of torchrun failed first, all of them would fail."""
 
 
 def doctor(args: Sequence[str]) -> int:
     """Check this host, or under torchrun all hosts together. Return 1 if this host is out of line, otherwise 0."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="torchtitan doctor",
         allow_abbrev=False,
         description="Check the hosts of a run, in seconds: equal versions, speed of matrix products, of links between "
@@ -27,13 +30,9 @@ def doctor(args: Sequence[str]) -> int:
         epilog="On several hosts: torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint "
         "node-1:29500 -m torchtitan doctor. The exit code is 1 on hosts that are out of line.",
     )
-    parser.add_argument("--dump_folder", default="./outputs", help="folder whose disk is measured (default ./outputs)")
+    parser.add_argument("--dump_folder", type=Path, default="./outputs", help="measured folder (default ./outputs)")
     arguments = parser.parse_args(args)
-    try:
-        return _check(Path(arguments.dump_folder))
-    except UserError as error:
-        logger.error("%s", error)
-        return 2
+    return run_command("doctor", lambda: _check(arguments.dump_folder))
 
 
 def _check(folder: Path) -> int:
@@ -44,34 +43,35 @@ def _check(folder: Path) -> int:
 
     device = init_process_group(device_type(), CommConfig(init_timeout_seconds=60))
     ranks = measure(folder, device)
-    found = findings(ranks, _expectation(device))
+    found = findings(ranks, _expected_speeds(device))
     destroy_process_group()
     own = [finding for finding in found if finding.host == socket.gethostname()]
     if int(os.environ.get("RANK", "0")) == 0:
         _print(ranks, device_description(device))
         for finding in found:
-            print(f"PROBLEM {finding}")
+            print(f"PROBLEM {finding.host}: {finding.message}")
         if not found:
             print(f"{len({one.host for one in ranks})} host(s), {len(ranks)} rank(s): no problem found")
+    if own and len(ranks) > 1:
+        time.sleep(_SECONDS_UNTIL_FAILURE)
     return 1 if own else 0
 
 
-def _expectation(device: "torch.device") -> "Expectation | None":
-    """Return the speeds of a GPU that the table of devices knows."""
+def _expected_speeds(device: "torch.device") -> dict[str, float]:
+    """Return the speeds of a GPU that the table of devices knows, otherwise none."""
     import torch
 
-    from torchtitan.distributed.health import Expectation
+    from torchtitan.distributed.health import LINKS, NETWORK, PRODUCTS
     from torchtitan.foresight.device_choice import device_of_gpu
 
     known = device_of_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     if known is None:
-        return None
-    return Expectation(
-        device=known.name,
-        product_flops=known.bfloat16_flops * known.product_efficiency,
-        link_bandwidth=known.link_bandwidth * known.link_efficiency,
-        network_bandwidth=known.network_bandwidth * known.link_efficiency,
-    )
+        return {}
+    return {
+        PRODUCTS: known.bfloat16_flops * known.product_efficiency,
+        LINKS: known.link_bandwidth * known.link_efficiency,
+        NETWORK: known.network_bandwidth * known.link_efficiency,
+    }
 
 
 def _print(ranks: "Sequence[RankHealth]", device: str) -> None:
@@ -87,7 +87,7 @@ def _print(ranks: "Sequence[RankHealth]", device: str) -> None:
         speeds = one.bandwidths.values()
         links = f"{min(speeds) / 1e9:.2f} to {max(speeds) / 1e9:.2f}" if speeds else ""
         row = [one.host, str(one.rank), f"{one.product_flops / 1e12:,.2f}", links]
-        if one.is_first_of_host:
+        if one.disk_bandwidth:  # the first rank of a host
             row += [f"{one.disk_bandwidth / 1e6:,.0f}"]
             row += [f"{n_bytes / 2**30:,.1f}" for n_bytes in (one.free_bytes, one.shared_memory_bytes)]
         table.add_row(*row)

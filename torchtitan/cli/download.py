@@ -15,6 +15,7 @@ from torchtitan.cli.model_options import run_command
 from torchtitan.tools import durable
 from torchtitan.tools.errors import RunFailure, UserError
 from torchtitan.tools.files import DOWNLOADS, is_lfs_pointer
+from torchtitan.tools.parser import Parser
 
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import HfApi, RepoSibling
@@ -43,7 +44,7 @@ _UNSAFE = re.compile(r"[\x00-\x1f\x7f\\]|/(/|$)|^(/|[A-Za-z]:|$)|(^|/)\.{1,2}(/|
 
 def download(args: Sequence[str]) -> int:
     """Download the named model. Return 0, 2 if the Hub does not provide all files, or 3 if they cannot be written."""
-    parser = argparse.ArgumentParser(prog="torchtitan download", description=_DESCRIPTION)
+    parser = Parser(prog="torchtitan download", description=_DESCRIPTION)
     parser.add_argument("repo_id", metavar="REPO_ID", help="name of the repository: OWNER/NAME")
     parser.add_argument("--revision", help="branch, tag or commit (default: the newest of the main branch)")
     parser.add_argument("--dest", type=Path, help="folder to write into (default: ./assets/hf/NAME)")

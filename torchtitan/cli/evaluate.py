@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torchtitan.cli.model_options import add_model_options, open_model, run_command
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError, require
+from torchtitan.tools.parser import Parser
 
 if TYPE_CHECKING:
     from torchtitan.components.evaluation import Progress
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 def evaluate(args: Sequence[str]) -> int:
     """Evaluate on the tasks and return the exit code. Print a table on standard error; print or write JSON."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="torchtitan eval",
         description="Evaluate a model. A task is a file FILE.jsonl with multiple-choice questions (query, choices, "
         "gold), a text FILE.txt or FILE.md (perplexity, bits per byte), or the name of an lm-eval task "

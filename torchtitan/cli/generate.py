@@ -18,6 +18,7 @@ from torchtitan.cli.model_options import (
 )
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import for_output, print_error
+from torchtitan.tools.parser import Parser
 
 if TYPE_CHECKING:
     from torchtitan.components.generation import Generation
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 def generate(args: Sequence[str]) -> int:
     """Continue the prompts, print only them and their continuations (or JSON), and return the exit code."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="torchtitan generate",
         description="Continue text with a model. Print each prompt with its continuation; stream the output of a "
         "single prompt. Speed is reported on standard error.",
@@ -150,7 +151,7 @@ def _report_speed(
 
 def chat(args: Sequence[str]) -> int:
     """Answer each line of standard input and return the exit code."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="torchtitan chat",
         description="Chat with a model, using its chat template. Each line of standard input is a message; answers "
         "are streamed to standard output. /reset starts over, /exit or Ctrl-D ends.",

@@ -11,6 +11,7 @@ from torchtitan.cli.model_options import add_module_option, import_given_package
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.files import read_object
 from torchtitan.tools.logging import print_error, visible
+from torchtitan.tools.parser import Parser
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -33,7 +34,7 @@ _EPILOG = "exit code: 0 all is well, 3 something is damaged or incomplete, 2 the
 
 def inspect_checkpoint(args: Sequence[str]) -> int:
     """Inspect the named checkpoint. Return 0 if it is intact, 3 if it is damaged or incomplete, 2 if there is none."""
-    parser = argparse.ArgumentParser(prog="torchtitan inspect", description=_DESCRIPTION, epilog=_EPILOG)
+    parser = Parser(prog="torchtitan inspect", description=_DESCRIPTION, epilog=_EPILOG)
     parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help="folder of a checkpoint, or of several")
     parser.add_argument("--tensors", action="store_true", help="list every tensor: name, shape, type, bytes")
     parser.add_argument(

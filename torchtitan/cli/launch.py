@@ -145,6 +145,8 @@ class _Worker:
 
 
 def _stop(workers: Sequence[_Worker], number: int) -> None:
+    if sys.stderr.isatty():
+        sys.stderr.write("\r\033[2K")  # remove a rank's live view, which draws it again, and the terminal's ^C
     log_stop(number, "after this step, or immediately before the first step")
     for worker in workers:
         worker.process.terminate()

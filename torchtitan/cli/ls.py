@@ -1,17 +1,19 @@
 """`torchtitan ls`: list modules, their configurations, and the sizes of their models."""
 
-import argparse
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from torchtitan.config.registry import built_in_modules, list_module, modules_on_disk
 from torchtitan.tools.errors import UserError
+from torchtitan.tools.logging import without_logs
+from torchtitan.tools.parser import Parser
 
 
 def ls(args: Sequence[str]) -> int:
     """Print modules with their configurations and flavors, and return the exit code. Modules of other packages are
     listed from their sources, without importing them, so without the sizes of their models."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="torchtitan ls", description="List modules, their configurations (--config) and their model flavors."
     )
     parser.add_argument(
@@ -26,10 +28,9 @@ def ls(args: Sequence[str]) -> int:
         print(name)
         print(f"  configs: {', '.join(listing.configs)}")
         if listing.flavors:
-            try:
-                flavors = _sizes(name) if name in built_in else listing.flavors
-            except UserError:  # an optional dependency is not installed
-                flavors = listing.flavors
+            flavors = listing.flavors
+            with suppress(UserError), without_logs():  # an optional dependency is not installed
+                flavors = _sizes(name) if name in built_in else flavors
             print(f"  flavors: {', '.join(flavors)}")
     return 0
 
@@ -89,13 +90,16 @@ def _page() -> Iterator[str]:
     for family in families_with("hf"):
         name = family.__name__.rpartition(".")[2]
         types = [f"{name}: {architecture}" for name, architecture in family.FORMATS["hf"].model_types.items()]
-        missing = {
-            f"{config._owner.__name__}: {option.replace('_degree', '').replace('_', ' ')}"
-            for config in family.FLAVORS.values()
-            for option in config.unsupported_parallelisms()
-        }
+        refusals: dict[str, list[str]] = {}
+        for flavor, config in family.FLAVORS.items():
+            for option in config.unsupported_parallelisms():
+                refusals.setdefault(option.replace("_degree", "").replace("_", " "), []).append(flavor)
+        missing = [
+            option if len(flavors) == len(family.FLAVORS) else f"{option}: {', '.join(flavors)}"
+            for option, flavors in refusals.items()
+        ]
         formats = [_FORMATS.get(format, format) for format in family.FORMATS]
-        cells = (name, "<br>".join(types), "<br>".join(_sizes(name)), ", ".join(formats), "<br>".join(sorted(missing)))
+        cells = (name, "<br>".join(types), "<br>".join(_sizes(name)), ", ".join(formats), "<br>".join(missing))
         yield f"| {' | '.join(cells)} |"
     yield _END
     yield _CLASSES.read_text().rstrip()

@@ -1,6 +1,5 @@
 """`torchtitan new`: create an experiment or a plain training loop from a template."""
 
-import argparse
 import importlib.util
 import keyword
 from collections.abc import Sequence
@@ -9,6 +8,7 @@ from pathlib import Path
 from torchtitan.cli.model_options import run_command
 from torchtitan.config.registry import built_in_modules
 from torchtitan.tools.errors import UserError
+from torchtitan.tools.parser import Parser
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 _EXPERIMENT = _PACKAGE / "experiments" / "template"
@@ -17,7 +17,7 @@ _PLAIN_LOOP = Path(__file__).resolve().parent / "templates" / "plain_loop.py"
 
 def new(args: Sequence[str]) -> int:
     """Copy the requested template and return the exit code."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="torchtitan new",
         description="Create an experiment: a folder with an explicit training step, ready to run.",
     )

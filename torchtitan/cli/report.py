@@ -1,12 +1,10 @@
 """`torchtitan report`: what one or several runs did, as a self-contained HTML page or as text."""
 
-import argparse
 import base64
 import hashlib
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,34 +14,49 @@ import yaml
 from torchtitan.cli.model_options import run_command
 from torchtitan.components.checkpoint.catalog import CheckpointInfo, list_checkpoints
 from torchtitan.components.checkpoint.filesystem import is_url, resolve_folder
-from torchtitan.components.goodput import describe_goodput, goodput
+from torchtitan.components.goodput import describe_goodput, goodput, mean_phases, shares
 from torchtitan.components.run_events import EVENTS, Event, events_in, is_event, read_json_lines
 from torchtitan.config.configurable import leaves
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.files import read_object, regular_file
 from torchtitan.tools.logging import print_error, visible
+from torchtitan.tools.parser import Parser
 from torchtitan.tools.progress import sparkline
 
 METRICS = "metrics.jsonl"
-_FIRST_CURVES = ("loss", "validation_loss", "grad_norm", "lr", "tokens_per_second", "step_time", "memory_gib", "mfu")
 _MOST_POINTS = 1000
 _TEMPLATES = Path(__file__).parent / "templates"
 _UNLISTED = {"event", "time", "step", "seconds"}
 
 
-@dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """The contents of a run's folder: lines of metrics, options by dotted names, numbers of broken lines by file."""
+    """What the folder of a run contains, which may be in progress. Raises `UserError` if it has no metrics or is
+    unreadable."""
 
-    name: str
-    lines: list[dict[str, Any]]
-    events: list[Event]
-    config: dict[str, Any]
-    samples: list[dict[str, Any]]
-    checkpoints: list[CheckpointInfo]
-    foresight: dict[str, Any]
-    broken: dict[str, list[int]]
+    def __init__(self, folder: Path):
+        self.name = str(folder)
+        self.broken: dict[str, list[int]] = {}
+        """Numbers of broken lines by file."""
+        self.lines = self._read(folder / METRICS, _is_metrics)
+        if not self.lines:
+            raise UserError(f"'{folder}' has no {METRICS} with metrics; name the dump folder of a run (--dump_folder)")
+        self._read(folder / EVENTS, is_event)
+        self.events = events_in(folder)
+        self.samples = self._read(folder / "completions.jsonl", bool)
+        path = folder / "config.yaml"
+        try:
+            self.config = leaves(yaml.safe_load(regular_file(path).read_text()) if path.exists() else {})
+        except (OSError, ValueError, AttributeError, yaml.YAMLError, RecursionError) as error:
+            raise UserError(f"'{path}' cannot be read: {error}") from error
+        saved = str(self.config.get("checkpoint.folder", "checkpoint"))
+        self.checkpoints = [] if is_url(saved) else list_checkpoints(resolve_folder(str(folder), saved))
+        self.foresight = read_object(folder / "foresight.json")
+
+    def _read(self, path: Path, usable: Callable[..., bool]) -> list[dict[str, Any]]:
+        lines, broken = read_json_lines(path, usable)
+        self.broken |= {path.name: broken} if broken else {}
+        return lines
 
     @property
     def start(self) -> Event:
@@ -62,30 +75,6 @@ class RunRecord:
             return points
         parts = [sorted(points[i : i + size], key=lambda point: point[1]) for i in range(0, len(points), size)]
         return sorted({points[0], points[-1], *(part[end] for part in parts for end in (0, -1))})
-
-
-def read_run(folder: Path) -> RunRecord:
-    """Read the folder of a run, which may be in progress. Raise `UserError` if it has no metrics or is unreadable."""
-    usable: dict[str, Callable[..., bool]] = {METRICS: _is_metrics, EVENTS: is_event, "completions.jsonl": bool}
-    files = {name: read_json_lines(folder / name, is_usable) for name, is_usable in usable.items()}
-    if not files[METRICS][0]:
-        raise UserError(f"'{folder}' has no {METRICS} with metrics; name the dump folder of a run (--dump_folder)")
-    path = folder / "config.yaml"
-    try:
-        config = leaves(yaml.safe_load(regular_file(path).read_text()) if path.exists() else {})
-    except (OSError, ValueError, AttributeError, yaml.YAMLError, RecursionError) as error:
-        raise UserError(f"'{path}' cannot be read: {error}") from error
-    saved = str(config.get("checkpoint.folder", "checkpoint"))
-    return RunRecord(
-        name=str(folder),
-        lines=files[METRICS][0],
-        events=events_in(folder),
-        config=config,
-        samples=files["completions.jsonl"][0],
-        checkpoints=[] if is_url(saved) else list_checkpoints(resolve_folder(str(folder), saved)),
-        foresight=read_object(folder / "foresight.json"),
-        broken={name: numbers for name, (_, numbers) in files.items() if numbers},
-    )
 
 
 def _is_metrics(line: Mapping[str, Any]) -> bool:
@@ -116,8 +105,8 @@ def sections(runs: Sequence[RunRecord]) -> list[Section]:
     samples = [[run.name, *(_text(row.get(key)) for key in sampled)] for run in runs for row in run.samples[-12:]]
     found = [
         compared("Summary", [_summary(run) for run in runs]),
-        compared("Where the time went", [_shares(goodput(run.events)) for run in runs]),
-        compared("Time of a step by phase", [_shares(mean_phases(run)) for run in runs]),
+        compared("Where the time went", [shares(goodput(run.events)) for run in runs]),
+        compared("Time of a step by phase", [shares(mean_phases(run.events)) for run in runs]),
         Section("Incidents", ("run", "time", "step", "event", ""), incidents),
         compared("Foresight", [_foresight(run) for run in runs]),
         compared("Data", [run.start.get("data", {}) for run in runs]),
@@ -151,23 +140,6 @@ def _summary(run: RunRecord) -> dict[str, Any]:
     return facts | {f"last {key}": points[-1][1] for key in keys if (points := run.points(key))}
 
 
-def mean_phases(run: RunRecord) -> dict[str, float]:
-    """Return the mean seconds of a step by phase in the last session, without its first step."""
-    timed = [event for event in run.events if "seconds" in event]
-    starts = [index for index, event in enumerate(timed) if event["event"] == "start"]
-    session = timed[starts[-1] + 1 :] if starts else []
-    if not session or session[-1]["step"] <= session[0]["step"]:
-        return {}
-    first, last, n_steps = session[0]["seconds"], session[-1]["seconds"], session[-1]["step"] - session[0]["step"]
-    return {phase: mean for phase in last if (mean := (last[phase] - first.get(phase, 0.0)) / n_steps) > 0}
-
-
-def _shares(seconds: Mapping[str, float]) -> dict[str, str]:
-    total = sum(seconds.values())
-    shown = {name: f"{time:,.1f} s" if total >= 10 else f"{1000 * time:,.1f} ms" for name, time in seconds.items()}
-    return {name: f"{shown[name]} ({time / total:.1%})" for name, time in seconds.items()}
-
-
 def _moment(when: float) -> str:
     return datetime.fromtimestamp(when).strftime("%Y-%m-%d %H:%M:%S")
 
@@ -186,12 +158,10 @@ def _incidents(run: RunRecord) -> Iterator[tuple[str, str, str, str]]:
 def _foresight(run: RunRecord) -> dict[str, str]:
     """Compare the metrics that a dry run predicted with their medians in the run."""
     device = run.foresight.get("device", "")
-    measured = {
-        key: statistics.median(value for _, value in points) for key in run.foresight if (points := run.points(key))
-    }
+    medians = {key: statistics.median(dict(points).values()) for key in run.foresight if (points := run.points(key))}
     return {
         key: f"predicted for {device}: {_text(run.foresight[key])}, median here: {_text(median)}"
-        for key, median in measured.items()
+        for key, median in medians.items()
     }
 
 
@@ -201,9 +171,10 @@ def _contents(info: CheckpointInfo) -> str:
 
 
 def curves(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
-    """Return a chart per metric, with the points of each run; the most important come first."""
-    found = {key for run in runs for line in run.lines for key in line} - {"step", "n_tokens_seen"}
-    keys = [key for key in _FIRST_CURVES if key in found] + sorted(found.difference(_FIRST_CURVES))
+    """Return a chart per metric, with the points of each run; losses come first."""
+    unshown = ("step", "n_tokens_seen")
+    found = dict.fromkeys(key for run in runs for line in run.lines for key in line if key not in unshown)
+    keys = sorted(found, key=lambda key: not key.endswith("loss"))
     charts = [{"name": key, "series": [run.curve(key) for run in runs]} for key in keys]
     return [chart for chart in charts if any(len(points) > 1 for points in chart["series"])]
 
@@ -256,14 +227,14 @@ def report(args: Sequence[str]) -> int:
     description = (
         "Write one self-contained HTML page about runs, which may be in progress. Their folders are only read."
     )
-    parser = argparse.ArgumentParser(prog="torchtitan report", description=description)
+    parser = Parser(prog="torchtitan report", description=description)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="dump folder of a run")
     parser.add_argument("--output", type=Path, default="report.html", metavar="FILE", help="default: report.html")
     parser.add_argument("--text", action="store_true", help="print the report instead")
     options = parser.parse_args(args)
 
     def write() -> int:
-        runs = [read_run(folder) for folder in options.runs]
+        runs = [RunRecord(folder) for folder in options.runs]
         for line in _broken_lines(runs):
             print_error("report", line)
         if options.text:

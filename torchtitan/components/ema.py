@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from torchtitan.config import Configurable
 from torchtitan.distributed.initialize import canonical_name
@@ -64,7 +63,6 @@ class WeightAverage(Configurable):
         self.averages = [torch.empty_like(weight, dtype=torch.float32, requires_grad=False) for weight in self._weights]
         self.n_updates = 0
 
-    @torch.no_grad()
     def reset(self) -> None:
         """Set the averages to the current weights."""
         self.n_updates = 0
@@ -78,35 +76,31 @@ class WeightAverage(Configurable):
         self.n_updates += 1
         decay = min(self.config.decay, self.n_updates / (9 + self.n_updates))
         for average, weight in zip(self.averages, self._weights, strict=True):
-            _local(average).lerp_(_local(weight).to(torch.float32), 1 - decay)
+            average.mul_(decay).add_(weight, alpha=1 - decay)
 
     @contextlib.contextmanager
     def applied(self, wanted: bool) -> Iterator[None]:
         """Replace the weights by the averages in the block if `wanted`; afterwards, they have their exact values."""
-        with torch.no_grad():
-            kept = [_local(weight).clone() for weight in self._weights] if wanted else []
-            _copy(self.averages if wanted else [], self._weights)
+        if not wanted:
+            yield
+            return
+        kept = [weight.detach().clone() for weight in self._weights]
+        _copy(self.averages, self._weights)
         try:
             yield
         finally:
-            with torch.no_grad():
-                _copy(kept, self._weights)
+            _copy(kept, self._weights)
 
     def state_dict(self) -> dict[str, Any]:
         """Return canonical name → average, without copying, and the number of updates."""
         return {**dict(zip(self._names, self.averages, strict=True)), "n_updates": self.n_updates}
 
-    @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         self.n_updates = state_dict["n_updates"]
         _copy([state_dict[name] for name in self._names], self.averages)
 
 
+@torch.no_grad()
 def _copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-    """Copy each source to its target, shard by shard; no sources: copy nothing."""
-    for source, target in zip(sources, targets, strict=bool(sources)):
-        _local(target).copy_(_local(source))
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    for source, target in zip(sources, targets, strict=True):
+        target.copy_(source)

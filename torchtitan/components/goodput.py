@@ -1,5 +1,6 @@
 """Goodput: the part of a run's wall-clock time that advanced its training, and where the rest went."""
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -17,24 +18,61 @@ def goodput(events: Sequence[Event]) -> dict[str, float]:
     up to the time from the first start to the last event.
 
     A session is known up to its last event: the time from there to the first step of the next one is "restart", also if
-    the session was killed between two events. Steps up to the last event are lost if a later session starts before.
+    the session was killed between two events. Steps are lost if a later session starts before them, or the run returns
+    to an earlier checkpoint; the time between two events is divided by their steps.
     """
-    starts = [index for index, event in enumerate(events) if event["event"] == "start"]
-    sessions = [events[begin:end] for begin, end in zip(starts, [*starts[1:], None], strict=False)]
     parts: dict[str, float] = defaultdict(float)
-    for index, session in enumerate(sessions):
-        start, last, is_first = session[0], session[-1], index == 0
-        parts["restart"] += 0.0 if is_first else max(0.0, start["begun"] - sessions[index - 1][-1]["time"])
-        phases = next(event["seconds"] for event in reversed(session) if "seconds" in event)
-        for phase, seconds in phases.items():
+    step, seconds, is_first = 0, dict[str, float](), True
+    for index, (event, kept) in enumerate(zip(events, _last_kept_steps(events), strict=True)):
+        if event["event"] == "start":
+            is_first = index == 0
+            parts["restart"] += 0.0 if is_first else max(0.0, event["begun"] - events[index - 1]["time"])
+            step, seconds = event["step"], {}
+        if "seconds" not in event:
+            continue
+        share_lost = 1 - min(1.0, max(0, kept - step) / max(1, event["step"] - step))
+        for phase, total in event["seconds"].items():
+            spent = total - seconds.get(phase, 0.0)
             part = _PARTS.get(phase, TRAINING)
-            parts["restart" if part == "start-up" and not is_first else part] += seconds
-        parts["other"] += max(0.0, last["time"] - start["begun"] - sum(phases.values()))
-        if kept := [later[0]["step"] for later in sessions[index + 1 :]]:
-            lost = _training(phases) - _training_until(min(kept), session)
-            parts["lost steps"] += lost
-            parts[TRAINING] -= lost
+            if part == TRAINING:
+                parts["lost steps"] += share_lost * spent
+                spent -= share_lost * spent
+            parts["restart" if part == "start-up" and not is_first else part] += spent
+        step, seconds = event["step"], event["seconds"]
+    if events:
+        parts["other"] += max(0.0, events[-1]["time"] - events[0]["begun"] - sum(parts.values()))
     return dict(sorted(((name, time) for name, time in parts.items() if time), key=lambda part: -part[1]))
+
+
+def _last_kept_steps(events: Sequence[Event]) -> list[float]:
+    """Return for each event the last of the steps before it that later events do not undo."""
+    kept, last = [], math.inf
+    for event in reversed(events):
+        kept.append(last)
+        if event["event"] == "start":
+            last = min(last, event["step"])
+        elif event["event"] == "returned" and event["step"] <= last:  # otherwise, the return is undone itself
+            last = event["to"]
+    return kept[::-1]
+
+
+def mean_phases(events: Sequence[Event]) -> dict[str, float]:
+    """Return the mean seconds of a step by phase in the last session, without its first step, which may compile; none
+    if it took no further steps."""
+    timed = [event for event in events if "seconds" in event]
+    starts = [index for index, event in enumerate(timed) if event["event"] == "start"]
+    session = timed[starts[-1] + 1 :] if starts else []
+    if not session or session[-1]["step"] <= session[0]["step"]:
+        return {}
+    first, last, n_steps = session[0]["seconds"], session[-1]["seconds"], session[-1]["step"] - session[0]["step"]
+    return {phase: mean for phase in last if (mean := (last[phase] - first.get(phase, 0.0)) / n_steps) > 0}
+
+
+def shares(seconds: Mapping[str, float]) -> dict[str, str]:
+    """Return each of these times as text, with its share of the sum."""
+    total = sum(seconds.values())
+    shown = {name: f"{time:,.1f} s" if total >= 10 else f"{1000 * time:,.1f} ms" for name, time in seconds.items()}
+    return {name: f"{shown[name]} ({time / total:.1%})" for name, time in seconds.items()}
 
 
 def describe_goodput(parts: Mapping[str, float]) -> str:
@@ -43,19 +81,3 @@ def describe_goodput(parts: Mapping[str, float]) -> str:
     rest = [f"{name} {seconds / wall:.1%}" for name, seconds in parts.items() if name != TRAINING]
     duration = timedelta(seconds=round(wall))
     return f"goodput {parts.get(TRAINING, 0.0) / wall:.1%} of {duration}; {', '.join(rest)}"
-
-
-def _training(phases: Mapping[str, float]) -> float:
-    return sum(seconds for phase, seconds in phases.items() if phase not in _PARTS)
-
-
-def _training_until(step: int, session: Sequence[Event]) -> float:
-    """Return the training time of a session up to a step, in proportion between the steps of two events."""
-    begin, before = session[0]["step"], 0.0
-    for event in session:
-        if "seconds" in event:
-            time = _training(event["seconds"])
-            if event["step"] > step:
-                return before + max(0, step - begin) / max(1, event["step"] - begin) * (time - before)
-            begin, before = event["step"], time
-    return before

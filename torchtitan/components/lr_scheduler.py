@@ -69,11 +69,8 @@ class LRScheduler(Configurable):
         config, before = self.config, self.total_steps
         self.step_size = step_size
         self.total_steps = config.total_steps or training_steps
-        if self.total_steps == before:
-            self._set_steps_taken(self.steps_taken)
-            return
         self.warmup_steps = min(config.warmup_steps, self.total_steps)
-        if self.warmup_steps < config.warmup_steps:
+        if self.warmup_steps < config.warmup_steps and self.total_steps != before:
             logger.warning(
                 f"lr_scheduler.warmup_steps ({config.warmup_steps}) exceeds the length of the schedule "
                 f"({self.total_steps}): the learning rate rises until the last step and never decays"

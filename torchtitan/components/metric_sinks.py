@@ -36,9 +36,10 @@ class Sink(ABC):
 
 class JsonLines(Sink):
     """One JSON object per line: `step`, then the numbers in full precision; NaN and infinity, not valid JSON, become
-    null. Each line is in the file when `write` returns; a partially written line is removed."""
+    null. Each line is in the file when `write` returns; a partially written line is removed. An infinite `step` keeps
+    all complete lines."""
 
-    def __init__(self, path: Path, step: int):
+    def __init__(self, path: Path, step: float):
         if path.exists():
             if step == 0:
                 set_aside(path)
@@ -65,7 +66,8 @@ class JsonLines(Sink):
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        self._file.close()
+        with self._file:
+            self.sync()
 
 
 class TensorBoard(Sink):
@@ -143,7 +145,7 @@ def _free_name(path: Path) -> Path:
     return aside
 
 
-def _drop_lines_after(path: Path, step: int) -> None:
+def _drop_lines_after(path: Path, step: float) -> None:
     """Keep the complete lines up to `step`; a killed run may truncate its last line. Copy a file with other damaged
     lines."""
     if not path.is_file():

@@ -1,58 +1,30 @@
 """`events.jsonl`: what happened to a run, over all its sessions (docs/report.md)."""
 
-import json
-import os
-import time
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from torchtitan.components.metric_sinks import set_aside
-from torchtitan.tools import durable
+from torchtitan.components.metric_sinks import JsonLines
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.files import parse_json, regular_file
-from torchtitan.tools.logging import logger
 
 EVENTS = "events.jsonl"
 
 Event = Mapping[str, Any]
 """`event` (its kind), `time` (seconds since the epoch), `step`, and the values of its kind."""
 
+_TYPES: dict[str, type] = {"event": str, "time": float, "step": int}
+_TYPES_OF_KIND: dict[str, dict[str, type]] = {"start": {"begun": float, "seconds": dict}, "returned": {"to": int}}
 
-class EventLog:
-    """Appends events to the file of a run. A session that starts at step 0 moves an earlier run's file aside, unless
+
+def open_events(folder: Path, step: int, command: str) -> JsonLines:
+    """Open the file of a run to append events after `step`. At step 0, an earlier run's file is moved aside, unless
     that run had the same command and did not end, as after a crash before the first checkpoint."""
-
-    def __init__(self, folder: Path, step: int, command: str):
-        path, events = folder / EVENTS, events_in(folder)
-        commands = [event.get("command") for event in events if event["event"] == "start"]
-        if step == 0 and path.exists() and (commands[-1:] != [command] or events[-1]["event"] == "end"):
-            set_aside(path)
-        self._file = open(path, "ab", buffering=0)
-        durable.sync_folder(folder)
-        if self._file.tell() and not path.read_bytes().endswith(b"\n"):  # its writer was killed
-            self._file.write(b"\n")
-
-    def write(self, event: str, step: int, **values: Any) -> None:
-        """Append an event that happens now. Log an error in writing, and write no more."""
-        line = json.dumps({"event": event, "time": time.time(), "step": step, **values})
-        self._attempt(lambda: self._file.write(f"{line}\n".encode()))
-
-    def sync(self) -> None:
-        """Sync the events to disk."""
-        self._attempt(lambda: os.fsync(self._file.fileno()))
-
-    def _attempt(self, action: Callable[[], object]) -> None:
-        try:
-            if not self._file.closed:
-                action()
-        except OSError as error:
-            logger.warning("'%s' cannot be written: %s; training continues", self._file.name, error.strerror)
-            self._file.close()
-
-    def close(self) -> None:
-        self.sync()
-        self._file.close()
+    events = events_in(folder)
+    commands = [event.get("command") for event in events if event["event"] == "start"]
+    continues = step > 0 or commands[-1:] == [command] and events[-1]["event"] != "end"
+    return JsonLines(folder / EVENTS, math.inf if continues else 0)
 
 
 def events_in(folder: Path) -> list[Event]:
@@ -64,11 +36,9 @@ def events_in(folder: Path) -> list[Event]:
 
 def is_event(line: Event) -> bool:
     """Return whether a line has all that an event needs."""
-    begun, seconds = (line.get(name, default) for name, default in (("begun", 0.0), ("seconds", {})))
-    if line.get("event") == "start" and not {"begun", "seconds"} <= line.keys() or not isinstance(seconds, dict):
-        return False
-    numbers = [begun, line.get("time"), *seconds.values()]
-    return (type(line.get("event")), type(line.get("step"))) == (str, int) and {*map(type, numbers)} == {float}
+    types, seconds = _TYPES | _TYPES_OF_KIND.get(str(line.get("event")), {}), line.get("seconds", {})
+    has_types = all(type(line.get(name)) is expected for name, expected in types.items())
+    return has_types and isinstance(seconds, dict) and all(type(value) is float for value in seconds.values())
 
 
 def read_json_lines(path: Path, usable: Callable[[dict[str, Any]], bool]) -> tuple[list[dict[str, Any]], list[int]]:

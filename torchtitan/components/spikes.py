@@ -10,6 +10,8 @@ from torchtitan.config import Configurable
 from torchtitan.config.sections import require_at_least
 from torchtitan.tools.errors import UserError, require
 
+_COUNTS = ("in_a_row", "n_skipped", "returned_to")
+
 
 class SpikeGuard(Configurable):
     """Compares each step with the last `window` steps taken. It needs only numbers that are equal on all ranks, so all
@@ -60,21 +62,12 @@ class SpikeGuard(Configurable):
                 )
             if self.action != "stop" and not run.checkpoint.saves:
                 raise UserError(f"--spikes.action {self.action} returns to a checkpoint, and needs --checkpoint.enable")
-            kept, interval = run.checkpoint.keep_latest_k, run.checkpoint.interval
-            if self.action != "stop" and kept and (kept - 1) * interval < self.max_in_a_row:
-                raise UserError(
-                    f"--spikes.action {self.action}: after {self.max_in_a_row} skipped steps (--spikes.max_in_a_row), "
-                    f"the {kept} checkpoints that are kept may all be newer than the step to return to; increase "
-                    f"--checkpoint.keep_latest_k {kept} or --checkpoint.interval {interval}"
-                )
 
     config: Config
 
     def __init__(self, config: Config):
         super().__init__(config)
-        self._values: dict[str, deque[float]] = {
-            name: deque(maxlen=config.window) for name in ("loss", "gradient norm")
-        }
+        self._recent = deque[tuple[float, float]](maxlen=config.window)  # loss and gradient norm
         self.in_a_row = 0
         """Steps skipped since the last step taken, or the last return to a checkpoint."""
         self.n_skipped = 0
@@ -87,11 +80,10 @@ class SpikeGuard(Configurable):
 
     def spike(self, loss: float, grad_norm: float) -> str:
         """Return a description if a step with these finite numbers is a spike, otherwise ""."""
-        if self.config.threshold is None:
+        if self.config.threshold is None or len(self._recent) < self.config.window:
             return ""
-        for (name, values), value in zip(self._values.items(), (loss, grad_norm), strict=True):
-            if len(values) < self.config.window:
-                continue
+        numbers = {"loss": loss, "gradient norm": grad_norm}
+        for (name, value), values in zip(numbers.items(), zip(*self._recent, strict=True), strict=True):
             mean, deviation = statistics.fmean(values), statistics.stdev(values)
             if deviation > 0 and value - mean > self.config.threshold * deviation:
                 return f"the {name} is a spike (the last {len(values)} steps: {mean:.4g} ± {deviation:.2g})"
@@ -100,8 +92,7 @@ class SpikeGuard(Configurable):
     def record(self, loss: float, grad_norm: float) -> None:
         """Add the numbers of a step that was taken."""
         self.in_a_row = 0
-        for values, value in zip(self._values.values(), (loss, grad_norm), strict=True):
-            values.append(value)
+        self._recent.append((loss, grad_norm))
 
     def count_skipped(self) -> None:
         self.in_a_row += 1
@@ -112,13 +103,10 @@ class SpikeGuard(Configurable):
         return {"skipped_steps": self.n_skipped} if self.n_skipped else {}
 
     def state_dict(self) -> dict[str, Any]:
-        counts = {name: getattr(self, name) for name in ("in_a_row", "n_skipped", "returned_to")}
-        return {"values": {name: list(values) for name, values in self._values.items()}, **counts}
+        return {"recent": [*map(list, self._recent)], **{name: getattr(self, name) for name in _COUNTS}}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore a state, also one with another window."""
-        for name, values in self._values.items():
-            values.clear()
-            values.extend(state_dict["values"][name])
-        for name in ("in_a_row", "n_skipped", "returned_to"):
+        self._recent = deque([(loss, norm) for loss, norm in state_dict["recent"]], maxlen=self.config.window)
+        for name in _COUNTS:
             setattr(self, name, state_dict[name])

@@ -1,7 +1,9 @@
 """`ConfigManager`: resolve the command line to one configuration."""
 
-import argparse
+import contextlib
 import dataclasses
+import io
+import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +12,14 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import tyro
 import yaml
-from tyro.constructors import ConstructorRegistry, StructConstructorSpec, StructFieldSpec, StructTypeInfo
+from tyro.constructors import (
+    ConstructorRegistry,
+    PrimitiveConstructorSpec,
+    PrimitiveTypeInfo,
+    StructConstructorSpec,
+    StructFieldSpec,
+    StructTypeInfo,
+)
 
 from torchtitan.config.configurable import Configurable, config_key, describe, fits, leaves
 from torchtitan.config.registry import (
@@ -24,6 +33,7 @@ from torchtitan.config.registry import (
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.files import regular_file
+from torchtitan.tools.parser import Parser
 
 DEFAULT_SELECTION = {"module": "llama3", "config": "debugmodel"}
 """Default module and configuration."""
@@ -58,10 +68,11 @@ class ConfigManager:
         """Resolve `args`, the words after the command's name.
 
         Raises:
-            UserError: for an unknown module or configuration, or an unusable configuration file.
-            SystemExit: code 2 for an unknown option or a value of the wrong type (printed by tyro), 0 after `--help`.
+            UserError: for an unknown module, configuration or option, a value of the wrong type, or an unusable
+                configuration file.
+            SystemExit: after `--help`.
         """
-        selectors = argparse.ArgumentParser(prog=self.prog, add_help=False, allow_abbrev=False)
+        selectors = Parser(prog=self.prog, add_help=False, allow_abbrev=False)
         for name in (*DEFAULT_SELECTION, "config_file"):
             selectors.add_argument(f"--{name}")
         selected, overrides = selectors.parse_known_args(args)
@@ -95,7 +106,7 @@ class ConfigManager:
         return ResolvedConfig(module, config_name, self._parse(default, [*_to_flags(document), *words]))
 
     def _assets_path(self, config_name: str, overrides: list[str], document: dict[str, Any]) -> str:
-        option = argparse.ArgumentParser(prog=self.prog, add_help=False, allow_abbrev=False)
+        option = Parser(prog=self.prog, add_help=False, allow_abbrev=False)
         option.add_argument(f"--{ASSETS_PARAMETER}", f"--{ASSETS_PARAMETER.replace('_', '-')}", dest="path")
         path = option.parse_known_args(overrides)[0].path
         path = document.get(ASSETS_PARAMETER) if path is None else path
@@ -107,18 +118,24 @@ class ConfigManager:
         raise UserError(f"configuration '{config_name}' needs --{ASSETS_PARAMETER}")
 
     def _parse(self, default: Configurable.Config, args: list[str]) -> Any:
-        registry = ConstructorRegistry()
+        registry, printed = ConstructorRegistry(), io.StringIO()
         registry.struct_rule(_named_configs_rule)
-        with registry:
-            return tyro.cli(
-                type(default),
-                default=default,
-                args=args,
-                prog=self.prog,
-                description=_DESCRIPTION,
-                use_underscores=True,
-                config=(tyro.conf.SuppressFixed,),
-            )
+        registry.primitive_rule(_whole_numbers_rule)
+        try:
+            with registry, contextlib.redirect_stderr(printed):
+                return tyro.cli(
+                    type(default),
+                    default=default,
+                    args=args,
+                    prog=self.prog,
+                    description=_DESCRIPTION,
+                    use_underscores=True,
+                    config=(tyro.conf.SuppressFixed,),
+                )
+        except SystemExit as ended:
+            if not ended.code:
+                raise
+            raise UserError(_in_one_line(printed.getvalue())) from None
 
 
 _DESCRIPTION = """Train a model: --module M --config C [--config_file run.yaml] [--section.key value ...].
@@ -144,6 +161,30 @@ def _named_configs_rule(info: StructTypeInfo) -> StructConstructorSpec | None:
             for name, config in zip(names, configs, strict=True)
         ),
     )
+
+
+def _whole_numbers_rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[int] | None:
+    """Let whole numbers also be written like 1e3."""
+    if info.type is not int:
+        return None
+    return PrimitiveConstructorSpec(
+        1, "INT", lambda words: _whole_number(words[0]), lambda value: isinstance(value, int), lambda n: [str(n)]
+    )
+
+
+def _whole_number(text: str) -> int:
+    with contextlib.suppress(ValueError):
+        return int(text)
+    if not (number := float(text)).is_integer():
+        raise ValueError(f"{text} is no whole number")
+    return int(number)
+
+
+def _in_one_line(box: str) -> str:
+    """Return the message in a box of tyro's, with the options that it suggests."""
+    _, message, hints, *_ = (" ".join(part.split()) for part in re.split("[-─]{8,}", re.sub("[│╭╮╰╯]", " ", box)))
+    options = re.findall(r"--[\w.]+", hints) if hints.startswith("Perhaps") else []
+    return message.partition(" Got errors:")[0] + (f"; did you mean {' or '.join(options)}?" if options else "")
 
 
 def _registered_name(function: Callable[..., object]) -> str:

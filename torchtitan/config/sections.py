@@ -73,21 +73,9 @@ class TrainingConfig:
         require_at_least(1, training__steps=self.steps, training__epochs=self.epochs, training__seq_len=self.seq_len)
         require_at_least(1, training__local_batch_size=self.local_batch_size, training__gc_freq=self.gc_freq)
         require(self.max_norm > 0, "--training.max_norm", self.max_norm, "above 0 (inf: never clip)")
-        try:
-            parse_step_ranges(self.skip_data)
-        except ValueError as error:
-            raise UserError(
-                f"--training.skip_data '{error}' is neither a step from 1, nor a range like 100-120"
-            ) from None
-
+        parse_step_ranges(self.skip_data)
         for option in ("batch_schedule", "seq_len_schedule"):
-            try:
-                parse_changes(getattr(self, option))
-            except ValueError as error:
-                raise UserError(
-                    f"--training.{option} '{error}' is not like 1000:64 (64 after 1000 steps) or 5e8t:64 (after 5e8 "
-                    "tokens)"
-                ) from None
+            parse_changes(option, 0, getattr(self, option))
             if getattr(self, option) and self.epochs is not None:
                 raise UserError(f"--training.{option} cannot be combined with --training.epochs; set --training.steps")
         for length in self.seq_lens:
@@ -99,7 +87,9 @@ class TrainingConfig:
     @property
     def seq_lens(self) -> list[int]:
         """All lengths of windows, ascending."""
-        return sorted({self.seq_len, *(change.value for change in parse_changes(self.seq_len_schedule))})
+        return sorted(
+            {change.value for change in parse_changes("seq_len_schedule", self.seq_len, self.seq_len_schedule)}
+        )
 
     def resolve_global_batch_size(self, data_parallel_degree: int) -> int:
         """Return the samples of the first optimizer step. Raise `UserError` if local batches do not divide a batch."""
@@ -116,13 +106,13 @@ class TrainingConfig:
 
 
 def parse_step_ranges(words: Sequence[str]) -> list[range]:
-    """Return ranges for `["100-120", "300"]`, both ends inclusive. Raise `ValueError` for the first malformed word."""
+    """Return ranges for `["100-120", "300"]`, both ends inclusive. Raise `UserError` for a malformed word."""
     ranges = []
     for word in words:
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", word, re.ASCII)
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
         if not 1 <= first <= last:
-            raise ValueError(word)
+            raise UserError(f"--training.skip_data '{word}' is neither a step from 1, nor a range like 100-120")
         ranges.append(range(first, last + 1))
     return ranges
 

@@ -7,11 +7,13 @@ import shutil
 import socket
 import statistics
 import subprocess
+import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -37,8 +39,11 @@ LEAST_OF_EXPECTED = 0.25
 """Least part of the speed that a GPU's data sheet promises. Messages are too small to fill a fast link, and a GPU may
 have less power than its data sheet assumes."""
 
+PRODUCTS, LINKS, NETWORK = "matrix products", "links within the host", "links to other hosts"
+"""Names of the speeds that can be expected: FLOP/s, and bytes/s of a rank in one direction."""
+
 LEAST_FREE_GIB = 10.0
-LEAST_SHARED_MEMORY_GIB = 1.0
+LEAST_SHARED_GIB = 1.0
 """Workers of a data loader pass batches through /dev/shm, of which containers often have only 64 MiB."""
 
 LEAST_OPEN_FILES = 4096
@@ -48,7 +53,7 @@ MOST_SKEW_SECONDS = 1.0
 _MESSAGE_BYTES = 2**25
 _DISK_BYTES = 2**26
 _ALL_PAIRS = 16
-"""Most ranks of which all pairs are measured; of more, those that are 1, 2, 4, … ranks apart."""
+"""Most ranks of which all pairs are measured; of more, those whose numbers differ in one binary digit."""
 
 _SMI_FIELDS = ("ecc.errors.uncorrected.volatile.total", "clocks_event_reasons.hw_slowdown")
 
@@ -59,7 +64,6 @@ class RankHealth:
 
     rank: int
     host: str
-    is_first_of_host: bool
     software: dict[str, str]
     """Name → version."""
     product_flops: float
@@ -84,29 +88,11 @@ class RankHealth:
     """Of one all-reduce over all ranks: bytes that each rank sends, per second; 0 for a single rank."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Expectation:
-    """Speed of sound hosts; bandwidths are bytes/s in one direction."""
-
-    device: str
-    """Name of the GPU."""
-    product_flops: float
-    """FLOP/s of large bfloat16 matrix products."""
-    link_bandwidth: float
-    """Between ranks of a host."""
-    network_bandwidth: float
-    """Of each rank to other hosts."""
-
-
-@dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     """Something wrong with a host."""
 
     host: str
     message: str
-
-    def __str__(self) -> str:
-        return f"{self.host}: {self.message}"
 
 
 def measure(folder: Path, device: torch.device) -> list[RankHealth]:
@@ -118,9 +104,10 @@ def measure(folder: Path, device: torch.device) -> list[RankHealth]:
     rank = dist.get_rank() if dist.is_initialized() else 0
     host = socket.gethostname()
     is_first = gather_objects(host).index(host) == rank
+    existing = next(one for one in (folder, *folder.absolute().parents) if one.exists())  # the run creates the rest
     disk, problem = 0.0, ""
     try:
-        disk = _disk_bandwidth(folder) if is_first else 0.0
+        disk = _disk_bandwidth(existing) if is_first else 0.0
     except OSError as error:
         problem = f"{host}: --dump_folder '{folder}' cannot be written: {error.strerror}"
     if found := next(filter(None, gather_objects(problem)), ""):
@@ -132,12 +119,11 @@ def measure(folder: Path, device: torch.device) -> list[RankHealth]:
     own = RankHealth(
         rank=rank,
         host=host,
-        is_first_of_host=is_first,
         seconds=time.time(),
         software=_software(),
         product_flops=peak_flops(device, dtype, published=False).value,
         disk_bandwidth=disk,
-        free_bytes=shutil.disk_usage(folder).free,
+        free_bytes=shutil.disk_usage(existing).free,
         shared_memory_bytes=shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 0,
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         memory_errors=errors,
@@ -148,54 +134,54 @@ def measure(folder: Path, device: torch.device) -> list[RankHealth]:
     return gather_objects(own)
 
 
-def findings(ranks: Sequence[RankHealth], expected: Expectation | None = None) -> list[Finding]:
-    """Return everything that is out of line with the other ranks or, if known, the expectation."""
+def findings(ranks: Sequence[RankHealth], expected: Mapping[str, float]) -> list[Finding]:
+    """Return everything that is out of line with the other ranks, or with the speeds expected, by name, of the GPU."""
     found = [*_different_software(ranks), *_slow_links(ranks)]
-    hosts = [one for one in ranks if one.is_first_of_host]
+    hosts = [one for one in ranks if one.disk_bandwidth]
     median_products = statistics.median(one.product_flops for one in ranks)
     median_disk = statistics.median(one.disk_bandwidth for one in hosts)
     median_seconds = statistics.median(one.seconds for one in hosts)
     for one in ranks:
-        if (part := one.product_flops / median_products) < LEAST_PRODUCTS:
-            found.append(Finding(one.host, f"rank {one.rank} multiplies at {part:.0%} of the median of all ranks"))
-        if one.is_throttled:
-            found.append(Finding(one.host, f"the GPU of rank {one.rank} has lowered its clocks (heat or power)"))
-    for one in hosts:
-        least = {
-            "free in the dump folder": (one.free_bytes / GIB, LEAST_FREE_GIB),
-            "free in /dev/shm": (one.shared_memory_bytes / GIB, LEAST_SHARED_MEMORY_GIB),
-        }
-        messages = [f"{value:.2f} GiB {name}, less than {low:g}" for name, (value, low) in least.items() if value < low]
-        if one.disk_bandwidth < LEAST_DISK * median_disk:
-            messages.append(f"writes at {one.disk_bandwidth / median_disk:.0%} of the median of all hosts")
-        if one.open_files < LEAST_OPEN_FILES:
-            messages.append(f"may open {one.open_files} files, less than {LEAST_OPEN_FILES} (ulimit -n)")
-        if abs(skew := one.seconds - median_seconds) > MOST_SKEW_SECONDS:
-            messages.append(f"its clock is {abs(skew):.1f} s {'ahead' if skew > 0 else 'behind'}")
-        if one.memory_errors:
-            messages.append(f"{one.memory_errors} uncorrected memory errors")
-        found += [Finding(one.host, message) for message in messages]
+        products = one.product_flops / median_products
+        checks = [
+            (products < LEAST_PRODUCTS, f"rank {one.rank} multiplies at {products:.0%} of the median of all ranks"),
+            (one.is_throttled, f"the GPU of rank {one.rank} has lowered its clocks (heat or power)"),
+        ]
+        if one in hosts:
+            free, shared = one.free_bytes / GIB, one.shared_memory_bytes / GIB
+            disk, skew = one.disk_bandwidth / median_disk, one.seconds - median_seconds
+            checks += [
+                (free < LEAST_FREE_GIB, f"{free:.2f} GiB free in the dump folder, less than {LEAST_FREE_GIB:g}"),
+                (shared < LEAST_SHARED_GIB, f"{shared:.2f} GiB free in /dev/shm, less than {LEAST_SHARED_GIB:g}"),
+                (disk < LEAST_DISK, f"writes at {disk:.0%} of the median of all hosts"),
+                (one.open_files < LEAST_OPEN_FILES, f"may open only {one.open_files} files (ulimit -n)"),
+                (abs(skew) > MOST_SKEW_SECONDS, f"its clock is {abs(skew):.1f} s {'ahead' if skew > 0 else 'behind'}"),
+                (one.memory_errors > 0, f"{one.memory_errors} uncorrected memory errors"),
+            ]
+        found += [Finding(one.host, message) for is_wrong, message in checks if is_wrong]
     return found + list(_below_expectation(ranks, expected, is_sound=not found)) if expected else found
 
 
-def _below_expectation(ranks: Sequence[RankHealth], expected: Expectation, *, is_sound: bool) -> Iterator[Finding]:
+def _below_expectation(
+    ranks: Sequence[RankHealth], expected: Mapping[str, float], *, is_sound: bool
+) -> Iterator[Finding]:
     """Yield hosts whose median speeds are low, even if all hosts are equally slow. An all-reduce, which waits for the
     slowest rank, counts only if the hosts are sound otherwise."""
     host_of = {one.rank: one.host for one in ranks}
     hosts = dict.fromkeys(host_of.values())
-    slowest = expected.link_bandwidth if len(hosts) == 1 else expected.network_bandwidth
+    all_reduce = expected[LINKS if len(hosts) == 1 else NETWORK]
     for host in hosts:
         own = [one for one in ranks if one.host == host]
         links = [(host_of[other] == host, speed) for one in own for other, speed in one.bandwidths.items()]
-        speeds = {
-            "matrix products": ([one.product_flops for one in own], expected.product_flops),
-            "links within the host": ([speed for inside, speed in links if inside], expected.link_bandwidth),
-            "links to other hosts": ([speed for inside, speed in links if not inside], expected.network_bandwidth),
-            "the all-reduce": ([one.all_reduce_bandwidth for one in own if is_sound and len(ranks) > 1], slowest),
-        }
-        for name, (measured, most) in speeds.items():
+        speeds = [
+            (PRODUCTS, [one.product_flops for one in own], expected[PRODUCTS]),
+            (LINKS, [speed for inside, speed in links if inside], expected[LINKS]),
+            (NETWORK, [speed for inside, speed in links if not inside], expected[NETWORK]),
+            ("the all-reduce", [one.all_reduce_bandwidth for one in own if is_sound and len(ranks) > 1], all_reduce),
+        ]
+        for name, measured, most in speeds:
             if measured and (part := statistics.median(measured) / most) < LEAST_OF_EXPECTED:
-                yield Finding(host, f"{name}: {part:.0%} of the speed expected of {expected.device}")
+                yield Finding(host, f"{name}: {part:.0%} of the speed expected of the GPU")
 
 
 def _different_software(ranks: Sequence[RankHealth]) -> Iterator[Finding]:
@@ -251,17 +237,13 @@ def _memory_errors() -> int:
 
 
 def _disk_bandwidth(folder: Path) -> float:
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"doctor.{socket.gethostname()}.{os.getpid()}.partial"
     data = os.urandom(_DISK_BYTES)
-    try:
+    with tempfile.NamedTemporaryFile(dir=folder) as file:
         start = time.perf_counter()
-        with open(path, "wb") as file:
-            file.write(data)
-            os.fsync(file.fileno())
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
         return _DISK_BYTES / (time.perf_counter() - start)
-    finally:
-        path.unlink(missing_ok=True)
 
 
 def _pair_bandwidths(rank: int, device: torch.device) -> Iterator[tuple[int, float]]:
@@ -283,30 +265,9 @@ def _pair_bandwidths(rank: int, device: torch.device) -> Iterator[tuple[int, flo
 
 def rounds(rank: int, size: int) -> list[int | None]:
     """Return the partner of a rank in each round, None if it has none; in a round, partners have each other."""
-    if size == 1:
-        return []
-    if size <= _ALL_PAIRS:
-        return [_partner(rank, size, number) for number in range(size - 1 + size % 2)]
-    # For each distance two rounds, in which a rank is the first and the second of a pair.
-    partners: list[int | None] = []
-    for distance in (2**power for power in range((size - 1).bit_length())):
-        for parity in (0, 1):
-            is_first = (rank // distance) % 2 == parity
-            other = rank + distance if is_first else rank - distance
-            partners.append(other if 0 <= other < size else None)
-    return partners
-
-
-def _partner(rank: int, size: int, number: int) -> int | None:
-    """Return the partner in a round of a tournament in which each pair meets once (circle method)."""
-    places = size - 1 + size % 2  # on the circle; a last rank, if any, is in its center
-    if rank == places:
-        other = number * (places + 1) // 2 % places  # the place that would be its own partner
-    else:
-        other = (number - rank) % places
-    if other == rank:
-        return places if size % 2 == 0 else None
-    return other
+    powers = [1 << power for power in range((size - 1).bit_length())]
+    distances = range(1, sum(powers) + 1) if size <= _ALL_PAIRS else powers
+    return [rank ^ distance if rank ^ distance < size else None for distance in distances]
 
 
 def _all_reduce_bandwidth(device: torch.device) -> float:

@@ -1,9 +1,11 @@
 """The package's logger, and safe display of text from files and models on a terminal."""
 
+import contextlib
 import logging
 import os
 import sys
 import unicodedata
+from collections.abc import Iterator
 
 logger = logging.getLogger("torchtitan")
 
@@ -38,6 +40,17 @@ def init_logger() -> None:
     logger.handlers[:] = [handler]
     logger.setLevel(logging.INFO if is_printing else logging.ERROR)
     logger.propagate = False
+
+
+@contextlib.contextmanager
+def without_logs() -> Iterator[None]:
+    """Suppress log messages below errors in the block, such as those of libraries as they are imported."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(disabled)
 
 
 def visible(text: str) -> str:

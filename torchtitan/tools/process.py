@@ -97,9 +97,11 @@ def _kill_self(number: int) -> None:
     os.kill(os.getpid(), number)
 
 
-def signal_when_orphaned(number: int) -> None:
-    """Let the kernel send this process a signal when its parent ends, even by SIGKILL."""
+def signal_when_orphaned(number: int, parent: int) -> None:
+    """Let the kernel send this process a signal when its parent, a process id, ends or has ended, even by SIGKILL."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), number)
 
 
 def use_expandable_segments() -> None:

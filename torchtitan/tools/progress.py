@@ -16,7 +16,16 @@ _BARS = "▁▂▃▄▅▆▇█"
 def progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
     """Show progress towards `total` during the block; yields a function to call with each additional amount."""
     if not sys.stderr.isatty():
-        yield _Lines(title, total).advance
+        done, last = 0, time.monotonic()
+
+        def advance(amount: int) -> None:
+            nonlocal done, last
+            done += amount
+            if time.monotonic() - last >= SECONDS_BETWEEN_LINES:
+                last = time.monotonic()
+                logger.info(f"{title}: {100 * done / max(1, total):.0f}%")
+
+        yield advance
         return
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
@@ -25,22 +34,6 @@ def progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(title, total=total)
         yield lambda amount: bar.advance(task, amount)
-
-
-class _Lines:
-    """Logs the progress every few seconds."""
-
-    def __init__(self, title: str, total: int):
-        self.title = title
-        self.total = total
-        self.done = 0
-        self.last = time.monotonic()
-
-    def advance(self, amount: int) -> None:
-        self.done += amount
-        if time.monotonic() - self.last >= SECONDS_BETWEEN_LINES:
-            self.last = time.monotonic()
-            logger.info(f"{self.title}: {100 * self.done / max(1, self.total):.0f}%")
 
 
 def sparkline(numbers: Iterable[float], width: int = 60) -> str:

@@ -2,10 +2,10 @@
 
 import importlib
 import importlib.util
-import logging
 from typing import Any
 
 from torchtitan.tools.errors import UserError
+from torchtitan.tools.logging import without_logs
 
 
 def check_torchao(option: str) -> None:
@@ -18,9 +18,5 @@ def check_torchao(option: str) -> None:
 
 def import_torchao(module: str) -> Any:
     """Import a torchao module without torchao's log messages."""
-    disabled = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
+    with without_logs():
         return importlib.import_module(module)
-    finally:
-        logging.disable(disabled)

@@ -4,16 +4,18 @@ import contextlib
 import os
 import platform
 import socket
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-import torch.distributed as dist
 
 import torchtitan
-from torchtitan.components.goodput import describe_goodput, goodput
-from torchtitan.components.run_events import EventLog, events_in
+from torchtitan.components.goodput import describe_goodput, goodput, mean_phases, shares
+from torchtitan.components.metric_sinks import JsonLines
+from torchtitan.components.run_events import events_in, open_events
 from torchtitan.distributed.phases import BETWEEN_STEPS, RETURN
 from torchtitan.distributed.process_group import gather_objects
 from torchtitan.tools.device import device_description
@@ -38,24 +40,21 @@ class Accounting(Callback):
     def __init__(self, config: Callback.Config, *, trainer: Any):
         super().__init__(config, trainer=trainer)
         self._folder = Path(trainer.config.dump_folder)
-        self._log: EventLog | None = None  # on rank 0
+        self._log: JsonLines | None = None  # on rank 0
         self._hosts: list[str] = []  # of each rank
-        # Step and seconds by phase after the first step of this session, and at the last comparison of the ranks.
-        self._first: tuple[int, dict[str, float]] = (0, {})
-        self._since = self._first
-        self._save: tuple[int, float] | None = None  # step of an unreported save, and the time spent saving before it
-        self._slow: tuple[int, str] | None = None  # rank and phase of the last comparison
-        self._returned_to: int | None = None  # step of the weights to which the run returned after spikes
+        # Step and seconds by phase when the ranks were last compared, first after the first step of this session.
+        self._compared: tuple[int, dict[str, float]] | None = None
+        self._slow: tuple[int, int] | None = None  # rank and phase of the last comparison
+        self._saved_step: int | None = None
         self._reason: StopReason | None = None
 
     @contextlib.contextmanager
     def around_run(self) -> Iterator[None]:
         self._hosts = gather_objects(socket.gethostname())
-        self._returned_to = self.trainer.spikes.returned_to
         if self.trainer.rank == 0:
             command = os.environ.get(COMMAND_VARIABLE, "")
-            self._log = EventLog(self._folder, self.trainer.step, command)
-            self._log.write("start", self.trainer.step, command=command, **self._description())
+            self._log = open_events(self._folder, self.trainer.step, command)
+            self._write("start", command=command, **self._description())
         yield
 
     def _description(self) -> dict[str, Any]:
@@ -83,86 +82,78 @@ class Accounting(Callback):
             },
         }
 
+    def _write(self, event: str, **values: Any) -> None:
+        """Append an event that happens now. After an error in writing, write no more."""
+        try:
+            if self._log:
+                self._log.append({"event": event, "time": time.time(), "step": self.trainer.step, **values})
+        except OSError as error:
+            logger.warning("events.jsonl cannot be written: %s; training continues", error)
+            self._log = None
+
     def on_step(self, outcome: StepResult) -> None:
         step, seconds = self.trainer.step, self.trainer.phases.seconds()
-        is_due = self.trainer.metrics.should_log(step)
-        if not self._first[0]:  # warm-up and compilation would hide the other steps
-            self._first = self._since = step, seconds
-        elif is_due:
-            if len(self._hosts) > 1:
-                self._name_slow_rank(step, seconds)
-            self._since = step, seconds
-        if self._log:
-            self._report_save(self._log, seconds)
-            if (returned_to := self.trainer.spikes.returned_to) != self._returned_to:
-                self._log.write("returned", step, to=returned_to)
-                self._returned_to = returned_to
-            if not outcome.is_taken:
-                self._log.write("skipped", step, reason=str(outcome))
-            if is_due:
-                self._log.write("progress", step, seconds=seconds)
+        if not outcome.is_taken:
+            self._write("skipped", reason=str(outcome))
+        # Warm-up and compilation in the first step would hide the other steps.
+        if self._compared is None or self.trainer.metrics.should_log(step):
+            self._write("progress", seconds=seconds)
+            if self._compared and len(self._hosts) > 1:
+                self._name_slow_rank(step, seconds, *self._compared)
+            self._compared = step, seconds
 
-    def _name_slow_rank(self, step: int, seconds: dict[str, float]) -> None:
-        """Compare the ranks' own phases since the last comparison, in one exchange of host memory."""
-        last_step, last = self._since
+    def _name_slow_rank(self, step: int, seconds: dict[str, float], last_step: int, last: dict[str, float]) -> None:
+        """Compare the ranks' own phases after `last_step`, in an exchange of host memory, and name a slow one."""
         spent = {phase: (now - last.get(phase, 0.0)) / (step - last_step) for phase, now in seconds.items()}
-        own = torch.tensor([spent.get(phase, 0.0) for phase in OWN_PHASES], dtype=torch.float64)
-        of_ranks = own.new_empty(len(self._hosts), len(own))
-        dist.all_gather(list(of_ranks), own)
-        excess, rank, phase = largest_excess(of_ranks)
+        of_ranks = gather_objects([spent.get(phase, 0.0) for phase in OWN_PHASES])
+        if self.trainer.rank > 0:
+            return
+        excess, rank, index = largest_excess(of_ranks)
         share = excess / sum(time for phase, time in spent.items() if phase not in _PAUSES)
-        slow = (rank, OWN_PHASES[phase]) if share > STRAGGLER_MARGIN else None
-        if self._log and slow:
-            host, name = self._hosts[rank], OWN_PHASES[phase]
-            self._log.write("straggler", step, rank=rank, host=host, phase=name, seconds_more=excess)
-            if slow != self._slow:
+        before, self._slow = self._slow, (rank, index) if share > STRAGGLER_MARGIN else None
+        if self._slow:
+            host, phase = self._hosts[rank], OWN_PHASES[index]
+            self._write("straggler", rank=rank, host=host, phase=phase, seconds_more=excess)
+            if self._slow != before:
                 logger.warning(
                     f"rank {rank} on {host} is slower than the other ranks: {excess:.3f} s more per step in the phase "
-                    f'"{name}", {share:.0%} of a step (steps {last_step + 1} to {step})'
+                    f'"{phase}", {share:.0%} of a step (steps {last_step + 1} to {step})'
                 )
-        self._slow = slow
+
+    def on_return(self, step: int) -> None:
+        self._write("returned", to=step, seconds=self.trainer.phases.seconds())
 
     def before_save(self) -> None:
-        if self._log:
-            self._log.sync()
-        if self._save is None:  # the last step may be saved twice, in full and for export
-            self._save = self.trainer.step, self.trainer.phases.seconds().get("save", 0.0)
-
-    def _report_save(self, log: EventLog, seconds: dict[str, float]) -> None:
-        if self._save and (blocked := seconds.get("save", 0.0) - self._save[1]):
-            log.write("save", self._save[0], blocked=blocked)
-        self._save = None
+        if self._saved_step != self.trainer.step:  # the last step may be saved twice, in full and for export
+            self._saved_step = self.trainer.step
+            self._write("save")
+        with contextlib.suppress(OSError):  # the checkpoint does not need the events
+            if self._log:
+                self._log.sync()
 
     def on_end(self, reason: StopReason) -> None:
         self._reason = reason
 
     def close(self) -> None:
         """If the run came to its end, log the account."""
-        log, self._log = self._log, None
-        if log and self._reason:
-            step, seconds = self.trainer.step, self.trainer.phases.seconds()
-            self._report_save(log, seconds)
-            log.write("end", step, reason=self._reason, seconds=seconds)
-            if step > self._first[0] > 0:
-                logger.info("%s", describe_step(seconds, self._first[1], step - self._first[0]))
-            if parts := goodput(events_in(self._folder)):
-                logger.info("%s", describe_goodput(parts))
-        if log:
-            log.close()
+        if self._log and self._reason:
+            self._write("end", reason=self._reason, seconds=self.trainer.phases.seconds())
+            events = events_in(self._folder)
+            if phases := mean_phases(events):
+                parts = ", ".join(f"{phase} {share}" for phase, share in shares(phases).items())
+                logger.info("mean step: %.1f ms; %s", 1000 * sum(phases.values()), parts)
+            logger.info("%s", describe_goodput(goodput(events)))
+        with contextlib.suppress(OSError):
+            if self._log:
+                self._log.close()
+        self._log = None
 
 
-def largest_excess(seconds_RP: torch.Tensor) -> tuple[float, int, int]:
+def largest_excess(seconds_RP: Sequence[Sequence[float]]) -> tuple[float, int, int]:
     """Return by how much the slowest of several ranks R in a phase P exceeds the median of the other ranks, the rank
     and the phase."""
-    others = [torch.cat([seconds_RP[:rank], seconds_RP[rank + 1 :]]) for rank in range(len(seconds_RP))]
-    excess_RP = seconds_RP - torch.stack([one.quantile(0.5, dim=0) for one in others])
+    of_ranks = np.array(seconds_RP)
+    others = [np.median(np.delete(of_ranks, rank, axis=0), axis=0) for rank in range(len(of_ranks))]
+    excess_RP = of_ranks - np.array(others)
     rank, phase = divmod(int(excess_RP.argmax()), excess_RP.shape[1])
     return float(excess_RP[rank, phase]), rank, phase
-
-
-def describe_step(seconds: dict[str, float], since: dict[str, float], n_steps: int) -> str:
-    """Return the mean time of a step by phase, from the phases' times before and after `n_steps`."""
-    spent = {phase: (seconds[phase] - since.get(phase, 0.0)) / n_steps for phase in seconds}
-    total = sum(spent.values())
-    shown = [f"{phase} {1000 * time:.1f} ms ({time / total:.1%})" for phase, time in spent.items() if time > 0]
-    return f"mean of {n_steps} steps: {1000 * total:.1f} ms; {', '.join(shown)}"

@@ -49,6 +49,9 @@ class Callback(Configurable):
     def on_end(self, reason: StopReason) -> None:
         """Act after the last step, before the last validation and checkpoint."""
 
+    def on_return(self, step: int) -> None:
+        """Act after the run has loaded the weights of step `step` again, which undid the steps since."""
+
     def before_save(self) -> None:
         """Sync any files that the checkpoint relies on."""
 

@@ -47,6 +47,7 @@ from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
 from torchtitan.trainer.callbacks import Callback
+from torchtitan.trainer.data_progress import DataProgress
 from torchtitan.trainer.evaluation import Evaluation
 
 
@@ -233,7 +234,15 @@ class RunConfig(Configurable.Config):
             )
         self.spikes.check_run(self)
         self.ema.check_run(self)
-        first_tokens = self.training.resolve_global_batch_size(dims.dp_degree) * self.training.seq_len
+        trainer: Any = self._owner
+        progress = DataProgress(
+            self.training,
+            n_samples=None,
+            global_batch_size=self.training.resolve_global_batch_size(dims.dp_degree),
+            sequences_per_sample=trainer.sequences_per_sample,
+        )
+        progress.check_schedules()
+        first_tokens = progress.tokens_per_step
         warmup = self.lr_scheduler.warmup_steps
         if self.lr_scheduler.unit == "tokens" and 0 < warmup < first_tokens:
             raise UserError(

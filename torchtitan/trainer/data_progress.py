@@ -1,9 +1,20 @@
 """`DataProgress`: the amount of data that a run has read, and the run's last step."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
-from torchtitan.config.schedule import parse_changes, value_at
+from torchtitan.config.schedule import Change, change_at, parse_changes
 from torchtitan.config.sections import TrainingConfig, parse_step_ranges
+from torchtitan.tools.errors import UserError
+
+
+class Stretch(NamedTuple):
+    """Consecutive steps with batches of one size: the steps after `step`, and the changes in effect."""
+
+    step: int
+    n_steps: int
+    batch: Change
+    window: Change
 
 
 class DataProgress:
@@ -23,13 +34,13 @@ class DataProgress:
         """Samples read by all ranks."""
         self._steps = config.steps
         self._n_samples = None if config.epochs is None else n_samples
-        self.global_batch_size = self._first_size = global_batch_size
+        self.global_batch_size = global_batch_size
         """Samples of the next global batch."""
-        self.seq_len = self._first_seq_len = config.seq_len
+        self.seq_len = config.seq_len
         """Length of the windows of the next global batch."""
         self._sequences_per_sample = sequences_per_sample
-        self._changes = parse_changes(config.batch_schedule)
-        self._seq_len_changes = parse_changes(config.seq_len_schedule)
+        self._batches = parse_changes("batch_schedule", global_batch_size, config.batch_schedule)
+        self._windows = parse_changes("seq_len_schedule", config.seq_len, config.seq_len_schedule)
         self._skipped = sorted(parse_step_ranges(config.skip_data), key=lambda span: span.start)
 
     @property
@@ -43,27 +54,42 @@ class DataProgress:
 
     def follow_schedule(self, step: int, n_tokens: int) -> None:
         """Set the sizes of the batch after `step` steps with `n_tokens` tokens."""
-        self.global_batch_size, self.seq_len = self._sizes(step, n_tokens)
+        self.global_batch_size = change_at(self._batches, step, n_tokens).value
+        self.seq_len = change_at(self._windows, step, n_tokens).value
+
+    def check_schedules(self) -> None:
+        """Raise `UserError` for a change of batches or windows that never takes effect."""
+        used = [(stretch.batch, stretch.window) for stretch in self.stretches(self._steps, 0, 0)]
+        options = {"batch_schedule": self._batches, "seq_len_schedule": self._windows}
+        for (option, changes), in_effect in zip(options.items(), zip(*used, strict=True), strict=True):
+            if unused := [change.word for change in changes if change not in in_effect]:
+                raise UserError(
+                    f"--training.{option} {unused[0]} never takes effect in {self._steps} steps (--training.steps); "
+                    "list changes in the order in which the run reaches them"
+                )
 
     @property
     def tokens_per_step(self) -> int:
         """Tokens of the next global batch."""
         return self.global_batch_size * self.seq_len * self._sequences_per_sample
 
-    def _sizes(self, step: int, n_tokens: int) -> tuple[int, int]:
-        size = value_at(self._changes, self._first_size, step, n_tokens)
-        return size, value_at(self._seq_len_changes, self._first_seq_len, step, n_tokens)
+    def stretches(self, last_step: int, step: int, n_tokens: int) -> Iterator[Stretch]:
+        """Yield the steps after `step`, which ends at `n_tokens`, up to `last_step`."""
+        while step < last_step:
+            batch, window = (change_at(changes, step, n_tokens) for changes in (self._batches, self._windows))
+            tokens_per_step = batch.value * window.value * self._sequences_per_sample
+            ahead = [change.steps_ahead(step, n_tokens, tokens_per_step) for change in self._batches + self._windows]
+            n_steps = min([last_step - step, *(n for n in ahead if n > 0)])
+            yield Stretch(step, n_steps, batch, window)
+            step, n_tokens = step + n_steps, n_tokens + n_steps * tokens_per_step
 
     def ahead(self, last_step: int, step: int, n_tokens: int) -> tuple[int, int]:
         """Return the samples and tokens of the steps after `step`, which ends at `n_tokens`, up to `last_step`."""
-        if not (self._changes or self._seq_len_changes):
-            n_steps = max(0, last_step - step)
-            return n_steps * self.global_batch_size, n_steps * self.tokens_per_step
-        n_samples, end = 0, n_tokens
-        for taken in range(step, last_step):
-            size, seq_len = self._sizes(taken, end)
-            n_samples, end = n_samples + size, end + size * seq_len * self._sequences_per_sample
-        return n_samples, end - n_tokens
+        n_samples = n_positions = 0
+        for _, n_steps, batch, window in self.stretches(last_step, step, n_tokens):
+            n_samples += n_steps * batch.value
+            n_positions += n_steps * batch.value * window.value
+        return n_samples, n_positions * self._sequences_per_sample
 
     def last_step(self, step: int) -> int:
         """Return the last step of a run that has taken `step` steps."""

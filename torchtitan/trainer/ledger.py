@@ -64,7 +64,8 @@ class Ledger(Callback):
 
     def close(self) -> None:
         if self._file is not None:
-            self._file.close()
+            with self._writing():
+                self._file.close()
             self._file = None
 
     @contextlib.contextmanager

@@ -1,9 +1,7 @@
 """Live view of a run on a terminal: a bar below the log, with losses, speed and remaining time."""
 
 import contextlib
-import itertools
 import os
-import statistics
 import sys
 import time
 from collections import deque
@@ -16,7 +14,6 @@ from torchtitan.trainer.callbacks import Callback
 from torchtitan.trainer.step_result import StepResult
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.progress import Progress
 
 _SECONDS_BETWEEN_UPDATES = 0.1
@@ -28,7 +25,7 @@ class LiveView(Callback):
     def __init__(self, config: Callback.Config, *, trainer: Any):
         super().__init__(config, trainer=trainer)
         self._bar: Progress | None = None
-        self._losses, self._times = deque[float](maxlen=24), deque[float](maxlen=24)
+        self._losses = deque[float](maxlen=24)
         self._last_update = 0.0
 
     @contextlib.contextmanager
@@ -40,39 +37,27 @@ class LiveView(Callback):
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-        console = Console(stderr=True, markup=False, emoji=False, highlight=False)
+        console = Console(stderr=True, markup=False, emoji=False, highlight=False, soft_wrap=True)
         columns = (TextColumn("{task.description}"), BarColumn(20), TextColumn("{task.fields[state]}  ETA"))
         # Drawn after steps only, without a thread; removed at the end. Output of other code appears above it.
         options: dict[str, Any] = {"auto_refresh": False, "transient": True, "redirect_stdout": sys.stdout.isatty()}
-        with _logging_above(console), Progress(*columns, TimeRemainingColumn(), console=console, **options) as bar:
+        with (
+            Progress(*columns, TimeRemainingColumn(), console=console, **options) as bar,
+            contextlib.ExitStack() as stack,
+        ):
+            for handler in logger.handlers:  # standard error is now redirected to appear above the bar
+                stack.callback(handler.setStream, handler.setStream(sys.stderr))  # type: ignore[attr-defined]
             console.show_cursor(True)  # a killed run could not show it again
             bar.add_task("", total=self.trainer.total_steps, completed=self.trainer.step, state="")
             self._bar = bar
-            self._times.append(time.perf_counter())
             yield
 
     def on_step(self, outcome: StepResult) -> None:
         now = time.perf_counter()
-        self._times.append(now)
         self._losses += [outcome.loss] if outcome.is_finite else []
         if self._bar and now - self._last_update > _SECONDS_BETWEEN_UPDATES:
             self._last_update, step, total = now, self.trainer.step, self.trainer.total_steps
-            seconds = statistics.median(after - before for before, after in itertools.pairwise(self._times))
-            speed = self.trainer.tokens_per_step / seconds
+            (task,) = self._bar.tasks
+            speed = (task.speed or 0) * self.trainer.tokens_per_step  # of steps before this one
             state = f"{sparkline(self._losses)} loss {outcome.loss:.4f}  {speed:,.0f} tokens/s"
-            task = self._bar.task_ids[0]
-            self._bar.update(task, completed=step, description=f"step {step}/{total}", state=state, refresh=True)
-
-
-@contextlib.contextmanager
-def _logging_above(console: "Console") -> Iterator[None]:
-    """Let the logger print whole lines above the live part of the console, and leave long ones to the terminal."""
-    from rich.text import Text
-
-    with contextlib.ExitStack() as stack:
-        for handler in logger.handlers:
-            stack.callback(setattr, handler, "emit", handler.emit)
-            handler.emit = lambda record, handler=handler: console.print(  # type: ignore[method-assign, misc]
-                Text.from_ansi(handler.format(record)), soft_wrap=True
-            )
-        yield
+            self._bar.update(task.id, completed=step, description=f"step {step}/{total}", state=state, refresh=True)

@@ -51,6 +51,8 @@ def return_to_checkpoint(trainer: Any) -> None:
     trainer.step, trainer.n_tokens_seen = step, n_tokens_seen
     guard.in_a_row, guard.n_skipped, guard.returned_to = 0, n_skipped, returned_to
     trainer.update_length()
+    for callback in trainer.callbacks:
+        callback.on_return(returned_to)
     data = "is read again" if action == "repeat" else "is left out"
     logger.warning(
         "steps %d to %d are undone: the run continues after step %d with the weights and optimizer state of step %d; "

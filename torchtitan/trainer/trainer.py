@@ -1,25 +1,18 @@
 """The training loop, in reading order: how a run is built, then the loop, then the actions of one step."""
 
 import contextlib
-import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Iterator
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from torchtitan.components.checkpoint import CheckpointManager, ModelState, RandomState, list_checkpoints
-from torchtitan.components.checkpoint.identity import RunIdentity, identify_content
+from torchtitan.components.checkpoint import list_checkpoints
 from torchtitan.components.data.base import Batch
 from torchtitan.components.loss import IGNORE_INDEX, Measures
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.validate import Validator
-from torchtitan.components.weights.assets import CheckpointAssets, files_in, read_converters
-from torchtitan.components.weights.export import export_huggingface
-from torchtitan.components.weights.pretrained import frozen_weights, load_initial_weights
-from torchtitan.components.weights.sources import base_weights
 from torchtitan.distributed.context_parallel import shard_sequences
 from torchtitan.distributed.gradients import clip_grad_norm, divide_gradients
 from torchtitan.distributed.mixed_precision import MixedPrecision
@@ -27,35 +20,28 @@ from torchtitan.distributed.parallelize import set_replica_reduction
 from torchtitan.distributed.phases import PhaseClock
 from torchtitan.distributed.process_group import destroy_process_group, set_timeouts, sum_over_ranks, world_size
 from torchtitan.distributed.watchdog import Watchdog
-from torchtitan.protocols import ModelConverter
-from torchtitan.protocols.conversion import converter_records, simulation_records
 from torchtitan.tools.errors import RunComplete, UserError
-from torchtitan.tools.files import is_url
 from torchtitan.tools.logging import logger
 from torchtitan.tools.process import StopRequest
 from torchtitan.trainer.accounting import Accounting
-from torchtitan.trainer.builder import RunBuilder
 from torchtitan.trainer.callbacks import Callback, GarbageCollection, Profiling, RecompileWarning
 from torchtitan.trainer.ledger import Ledger
 from torchtitan.trainer.live_view import LiveView
 from torchtitan.trainer.load_balance import LoadBalance
-from torchtitan.trainer.models import RunModel
+from torchtitan.trainer.run_state import RunState
 from torchtitan.trainer.sample_losses import SampleLosses
 from torchtitan.trainer.skips import return_to_checkpoint, skip_step
 from torchtitan.trainer.step_result import StepResult, StopReason, log_stop_reason
 
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.stateful import Stateful  # takes a second to import
 
-
-class Trainer(RunBuilder):
+class Trainer(RunState):
     """Build every part of a run from its configuration, then train. Subclasses override methods (docs/extending.md)."""
 
     measures_class: ClassVar[type[Measures]] = Measures
     measures_named: tuple[str, ...] = ()
     """Names of further means that `compute_loss` records with `measure`, for metrics and validation."""
 
-    def __init__(self, config: RunBuilder.Config):
+    def __init__(self, config: RunState.Config):
         super().__init__(config)
         training = config.training
         self.has_own_loss = type(self).compute_loss is not Trainer.compute_loss
@@ -205,7 +191,7 @@ class Trainer(RunBuilder):
 
     def train(self) -> None:
         """Resume if possible, then train to the end or until asked to stop. Log if nothing is left to train."""
-        with self.giving_signals_back(), contextlib.closing(self.metrics):
+        with contextlib.closing(self.metrics):
             try:
                 self.load_checkpoint()
             except RunComplete as complete:
@@ -239,7 +225,7 @@ class Trainer(RunBuilder):
                 outcome = self.train_step(batches)
             if step == first_step:
                 set_timeouts(comm.train_timeout_seconds)
-                self.listen_to_signals()
+                self.stop_request = StopRequest()  # before, a signal ends the run at once
             if outcome.data_exhausted:
                 self.prepare_converters(self.step)  # no step was taken, so validate as in the last step
                 return "data ended"
@@ -318,14 +304,12 @@ class Trainer(RunBuilder):
     def count_valid_tokens(self, micro_batches: list[Batch]) -> Tensor:
         """Return the divisor of the summed loss, on the device: the valid tokens of the global batch, or 1 for a custom
         loss."""
-        local = sum(self.count_own_tokens(batch) for batch in micro_batches) if not self.has_own_loss else 0
+        local = 0
+        if not self.has_own_loss and self.parallel_dims.is_batch_leader:  # one of the ranks with the same samples
+            local = sum(int((batch["labels"] != IGNORE_INDEX).sum()) for batch in micro_batches)
         # `full` runs on the device; copying a host tensor there would wait for it.
         counted = torch.full((), local, device=self.device, dtype=self.statistics_dtype)
         return torch.ones_like(counted) if self.has_own_loss else sum_over_ranks(counted)
-
-    def count_own_tokens(self, batch: Batch) -> int:
-        """Count a loader batch's valid tokens on one of the ranks with the same samples; return 0 on the others."""
-        return int((batch["labels"] != IGNORE_INDEX).sum()) if self.parallel_dims.is_batch_leader else 0
 
     def post_dataloading_process(self, batch: Batch) -> Batch:
         """Return the batch on the device; under context parallelism, this rank's tokens. Raise `UserError` for
@@ -489,30 +473,20 @@ class Trainer(RunBuilder):
             callback.after_step(outcome)
         last = not self.should_continue_training()
         validation_loss = self.validate() if self.validator and self.validator.is_due(self.step, last=last) else None
-        saving = self.checkpointer.is_due(self.step, last=last, validation_loss=validation_loss)
-        # Excluding a save from the training time waits for the device, so exclude only when saving.
-        with self.saving() if saving else contextlib.nullcontext():
-            if saving:
-                self.sync_records()
-            self.save(last=last, validation_loss=validation_loss)
+        self.save(last=last, validation_loss=validation_loss)
 
-    def save(self, **circumstances: Any) -> None:
-        """Save a checkpoint if due, with the averages of weights if they are to be exported."""
-        ends = circumstances["last"] and self.config.checkpoint.last_kind != "full"
-        with self.ema.applied(ends and self.config.ema.for_export):
-            self.checkpointer.save(self.step, **circumstances)
-
-    @contextlib.contextmanager
-    def saving(self) -> Iterator[None]:
-        """Exclude the block from the training time, and count it as saving."""
-        with self.metrics.exclude(), self.phases.during("save"):
-            yield
-
-    def sync_records(self) -> None:
-        """Sync ledger and metrics to disk, since a durable checkpoint relies on them."""
-        for callback in self.callbacks:
-            callback.before_save()
-        self.metrics.sync()
+    def save(self, *, last: bool, stopped: bool = False, validation_loss: float | None) -> None:
+        """Save a checkpoint if due, outside of the training time, with the averages of weights if they are to be
+        exported."""
+        if not self.checkpointer.is_due(self.step, last=last or stopped, validation_loss=validation_loss):
+            return
+        exports = last and self.config.checkpoint.last_kind != "full"
+        averaged = self.averaged(exports and self.config.ema.for_export)
+        with self.metrics.exclude(), self.phases.during("save"), averaged:
+            for callback in self.callbacks:
+                callback.before_save()
+            self.metrics.sync()
+            self.checkpointer.save(self.step, last=last, stopped=stopped, validation_loss=validation_loss)
 
     def validate(self) -> float:
         """Validate outside of the training time, log the result, and return the loss."""
@@ -554,9 +528,8 @@ class Trainer(RunBuilder):
         validating = self.validator and reason == "data ended" and not self.validator.is_due(self.step, last=False)
         validation_loss = self.validate() if validating else None
         stopped = reason == "stopped"
-        with self.saving():
-            self.sync_records()
-            self.save(last=not stopped, stopped=stopped, validation_loss=validation_loss)
+        self.save(last=not stopped, stopped=stopped, validation_loss=validation_loss)
+        with self.phases.during("save"):
             self.checkpointer.wait()
         log_stop_reason(reason, self.step, self.total_steps, self.config.checkpoint)
 
@@ -579,6 +552,10 @@ class Trainer(RunBuilder):
             f"steps {self.step + 1} to {self.total_steps} on {dims.world_size} process(es)"
             f"{f' ({dims})' if self.mesh else ''}, {self.device}"
         )
+        stretches = self.run_length.stretches(self.total_steps, self.step, self.n_tokens_seen)
+        for after, _, batch, window in list(stretches)[1:]:
+            n_sequences = batch.value * self.sequences_per_sample
+            logger.info("from step %d on, %d x %d tokens per step", after + 1, n_sequences, window.value)
         for name, model in list(self.models.items())[1:]:
             kind = "trained" if model.num_trained else "frozen"
             source = model.weights or f"seed {self.config.debug.seed}"
@@ -586,93 +563,6 @@ class Trainer(RunBuilder):
             logger.info("%s: %s, %s, from %s", name, size, kind, source)
         if self.pipeline_plan:
             logger.info("%s", self.pipeline_plan)
-
-    # --- state ------------------------------------------------------------------------------------------------------
-
-    def build_checkpointer(self) -> CheckpointManager:
-        """Build the checkpointer of everything that a resumed run needs."""
-        config, spec = self.config, self.config.model_spec
-        assets = self.tokenizer.folder
-        data_files = {name: text.encode() for name, text in self.dataloader.assets().items()}
-        changed_files = {**self.tokenizer.changed_files, **data_files}
-        files = files_in(assets) if config.checkpoint.saves else {}
-        export = partial(
-            export_huggingface,
-            spec=spec,
-            assets=assets,
-            changed_files=changed_files,
-            converters=self.converters,
-            dtype=getattr(torch, dtype) if (dtype := config.checkpoint.export_dtype) and self.converters else None,
-        )
-        return config.checkpoint.build(
-            dump_folder=config.dump_folder,
-            states=self.states(),
-            rank_states={"dataloader": self.dataloader, "random": RandomState()},
-            initial_loads=self.initial_loads(),
-            assets=CheckpointAssets.of(
-                spec,
-                {**files, **changed_files},
-                converters=converter_records(config.model_converters),
-                simulated=simulation_records(config.model_converters),
-            ),
-            export=export if "hf" in spec.formats else None,
-            base_model=frozen_weights(config.checkpoint, config.debug.seed),
-            identity=self.identity,
-        )
-
-    def states(self) -> dict[str, "Stateful"]:
-        """Return the states that checkpoints of the run contain, by name."""
-        saved = {name: model for name, model in self.models.items() if model.saved}
-        own = {"optimizer", "lr_scheduler", "trainer", "spikes", "ema", "dataloader", "random"}
-        if taken := own & self.models.keys():
-            raise UserError(f"a model cannot be named {min(taken)}, the name of another state in checkpoints")
-        return {
-            **{name: ModelState(model.parts) for name, model in saved.items()},
-            "optimizer": self.optimizer,
-            "lr_scheduler": self.lr_scheduler,
-            "trainer": self,
-            "spikes": self.spikes,
-            **({"ema": self.ema} if self.config.ema.decay is not None else {}),
-        }
-
-    def initial_loads(self) -> dict[str, Callable[[], None]]:
-        """Return model name → function that loads its initial weights, also when resuming if checkpoints lack them."""
-        config = self.config.checkpoint
-        loads: dict[str, Callable[[], None]] = {
-            name: self._initial_load(model, model.weights, [])
-            for name, model in self.models.items()
-            if name != "model" and model.weights and model.parts
-        }
-        if self.config.ema.decay is not None:
-            loads["ema"] = self.ema.reset
-        path = config.initial_load_path
-        is_other = path and not is_url(path) and (self.tokenizer.added or read_converters(path))
-        if not (config.initial_load_in_hf or is_other or self.converters or config.save_trainable_only):
-            return loads  # the checkpointer loads a matching DCP checkpoint itself
-        return {"model": self._initial_load(self.models["model"], path, self.converters), **loads}
-
-    def _initial_load(self, model: RunModel, path: str, converters: list[ModelConverter]) -> Callable[[], None]:
-        initialize, added = partial(model.initialize, self.config.debug.seed), self.tokenizer.added
-        parts = model.parts
-        return lambda: load_initial_weights(path, model.spec, parts, converters, added=added, initialize=initialize)
-
-    def identity(self) -> RunIdentity:
-        """Return the properties that must stay the same when the run resumes."""
-        identity = self.config.identity(self.tokenizer)
-        properties = dict(identity.properties)
-        for name, model in self.models.items():
-            if name != "model" and (model.weights or not model.saved):
-                drawn = identify_content(f"drawn with --debug.seed {self.config.debug.seed} (Philox)", "")
-                properties[f"weights of {name}"] = base_weights(model.weights) if model.weights else drawn
-        return dataclasses.replace(identity, properties=properties)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the loop's own state. A subclass adds the state that it needs to resume."""
-        return {"step": self.step, "n_tokens_seen": self.n_tokens_seen, **self.run_length.state_dict()}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        self.step, self.n_tokens_seen = state_dict["step"], state_dict["n_tokens_seen"]
-        self.run_length.load_state_dict(state_dict)
 
     def close(self) -> None:
         """Release the run's resources, whether or not `train` was called."""
@@ -685,18 +575,7 @@ class Trainer(RunBuilder):
             stack.callback(self.dataloader.close)
             if self.validator:
                 stack.callback(self.validator.close)
+            if self.stop_request:
+                stack.callback(self.stop_request.close)
             for callback in self.callbacks:
                 stack.callback(callback.close)
-
-    def listen_to_signals(self) -> None:
-        """Let SIGTERM and Ctrl-C end the run after the current step, or at once before the first step."""
-        self.stop_request = StopRequest()
-
-    @contextlib.contextmanager
-    def giving_signals_back(self) -> Iterator[None]:
-        """Restore the previous signal handlers at the end of the block."""
-        try:
-            yield
-        finally:
-            if self.stop_request:
-                self.stop_request.close()

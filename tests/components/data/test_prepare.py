@@ -1,7 +1,10 @@
 """`torchtitan data prepare`: the same result for any division of the work, after kills, and read like a cache."""
 
+import contextlib
+import errno
 import json
 import os
+import pickle
 import random
 import resource
 import signal
@@ -22,6 +25,7 @@ from torchtitan.components.data import PretrainDataLoader
 from torchtitan.components.data.disk_cache import bytes_digest, digest_of, evenly_spaced
 from torchtitan.components.data.finetuning.filters import FilterConfig
 from torchtitan.components.data.prepare import merge as merging
+from torchtitan.components.data.prepare import parts
 from torchtitan.components.data.prepare.encoding import DocumentEncoding
 from torchtitan.components.data.prepare.merge import find_duplicates, merge
 from torchtitan.components.data.prepare.parts import Preparation
@@ -64,8 +68,8 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def open_tokens(place, tokenizer, tmp_path, split="train", **options):
-    config = PretrainDataLoader.Config(dataset=str(place), split=split, cache_dir=str(tmp_path / "cache"), **options)
-    return config.open(tokenizer)
+    config = PretrainDataLoader.Config(dataset=[str(place)], split=split, cache_dir=str(tmp_path / "cache"), **options)
+    return config.open(tokenizer)[0]
 
 
 def texts_of(sources: list[str]) -> list[str]:
@@ -73,7 +77,8 @@ def texts_of(sources: list[str]) -> list[str]:
     return [*(json.loads(line)["text"] for line in lines), Path(sources[2]).read_text()]
 
 
-def test_tokens_equal_an_independent_tokenization_without_duplicates(corpus, tokenizer, tmp_path):
+def test_tokens_equal_an_independent_tokenization_without_duplicates(corpus, tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(merging, "ITEMS_PER_PASS", 200)  # several passes
     prepared(corpus, tmp_path / "out", tokenizer, held_out=0.2)
     library = tokenizers.Tokenizer.from_file(str(PROJECT / "torchtitan/assets/tokenizer/tokenizer.json"))
     unique = [text for text in dict.fromkeys(texts_of(corpus)) if text.strip()]
@@ -117,11 +122,11 @@ def test_any_division_of_the_work_has_the_same_result(corpus, tokenizer, tmp_pat
 
 def test_without_changes_the_stream_is_the_token_cache(corpus, tokenizer, tmp_path):
     prepared(corpus, tmp_path / "out", tokenizer, deduplicate=False)
-    cached = PretrainDataLoader.Config(dataset=str(tmp_path / "[abc].*"), cache_dir=str(tmp_path / "cache"))
+    cached = PretrainDataLoader.Config(dataset=[str(tmp_path / "[abc].*")], cache_dir=str(tmp_path / "cache"))
     joined = open_tokens(tmp_path / "out", tokenizer, tmp_path)
     batches = [
         take(config.build(tokenizer=tokenizer, seq_len=50, local_batch_size=3, epochs=1, seed=1))
-        for config in (cached, PretrainDataLoader.Config(dataset=str(tmp_path / "out")))
+        for config in (cached, PretrainDataLoader.Config(dataset=[str(tmp_path / "out")]))
     ]
     for ours, theirs in zip(*batches, strict=True):
         for name in ("input", "labels", "positions"):
@@ -183,7 +188,7 @@ def test_sources_and_results_in_a_store(corpus, tokenizer, tmp_path, store, monk
     prepared([str(tmp_path / "raw")], tmp_path / "local", tokenizer)
     batches = []
     for dataset in (str(tmp_path / "local"), "memory://out"):
-        config = PretrainDataLoader.Config(dataset=dataset, cache_dir=str(tmp_path / "cache"))
+        config = PretrainDataLoader.Config(dataset=[dataset], cache_dir=str(tmp_path / "cache"))
         loader = config.build(tokenizer=tokenizer, seq_len=50, local_batch_size=3, epochs=1, dp_rank=1, dp_world_size=2)
         state = None
         for batch in loader:
@@ -215,8 +220,64 @@ def test_a_throttling_store_is_asked_again(corpus, tokenizer, tmp_path, store, m
     assert len(tokens.tokens(0, 10)) == 10
     assert waits == [1, 2] and "SlowDown" in log.text
     failures[0] = 100
+    assert len(tokens.tokens(0, 10)) == 10  # cached
     with raises("at offset 0 failed 6 times"):
+        tokens.tokens(tokens.n_tokens - 10, tokens.n_tokens)
+
+
+def test_cache_of_remote_blocks(corpus, tokenizer, tmp_path, store, monkeypatch):
+    """A second process reads little again; a small cache stays small; a damaged one is not believed."""
+    prepared(corpus, "memory://out", tokenizer)
+    reads, original = [], type(store).cat_file
+
+    def counted(self, path, *args, **kwargs):
+        reads.append(path)
+        return original(self, path, *args, **kwargs)
+
+    monkeypatch.setattr(type(store), "cat_file", counted)
+    small = {"remote_cache": 50 * 2**18 / 2**30}
+    whole = [open_tokens("memory://out", tokenizer, tmp_path, **small).tokens(0, 10**9).tolist()]
+    assert any(path.endswith("tokens.bin") for path in reads)
+    again = pickle.loads(pickle.dumps(open_tokens("memory://out", tokenizer, tmp_path, **small)))
+    reads.clear()  # opening verifies some blocks
+    whole.append(again.tokens(0, 10**9).tolist())
+    read_again = [path for path in reads if path.endswith(("tokens.bin", "offsets.bin"))]
+    assert len(read_again) <= 9, "of 18 blocks, only those that another has replaced"
+    cache = tmp_path / "cache/remote_blocks"
+    cache.write_bytes(bytes(byte ^ 1 for byte in cache.read_bytes()))
+    tokens = open_tokens("memory://out", tokenizer, tmp_path, **small)
+    reads.clear()
+    whole.append(tokens.tokens(0, 10**9).tolist())
+    assert any(path.endswith("tokens.bin") for path in reads)
+    cache.unlink()
+    for n_blocks in (0, 1, 2):  # blocks replace each other
+        tokens = open_tokens("memory://out", tokenizer, tmp_path, remote_cache=(n_blocks * 2**18 + 99) / 2**30)
+        reads.clear()
+        whole += [tokens.tokens(0, 10**9).tolist() for _ in range(2)]
+        assert sum(path.endswith("tokens.bin") for path in reads) > tokens.n_tokens // 2**18 + 9
+        assert not cache.exists() or cache.stat().st_size <= n_blocks * (2**18 + 24)
+    assert all(ids == whole[0] for ids in whole)
+
+
+def test_a_file_cut_in_the_store_is_an_error_and_not_cached(corpus, tokenizer, tmp_path, store):
+    prepared(corpus, "memory://out", tokenizer)
+    tokens = open_tokens("memory://out", tokenizer, tmp_path)
+    [path] = [path for path in store.find("/out/parts/000000") if path.endswith("tokens.bin") and "unique" in path]
+    content = store.cat_file(path)
+    store.pipe_file(path, content[:-7])
+    with raises(f"tokens.bin at offset 0: the file ends after {len(content) - 7:,} bytes"):
         tokens.tokens(0, 10)
+    store.pipe_file(path, content)
+    assert len(tokens.tokens(0, 10)) == 10
+
+
+def test_a_full_disk_is_not_tried_again(monkeypatch):
+    def fail():
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(stored.time, "sleep", None)
+    with raises("writing x failed: [Errno 28] No space left on device"):
+        stored.with_patience("writing x", fail)
 
 
 def test_processes_of_one_host_copy_an_index_at_the_same_time(corpus, tokenizer, tmp_path, store):
@@ -228,20 +289,33 @@ def test_processes_of_one_host_copy_an_index_at_the_same_time(corpus, tokenizer,
     assert index.read_bytes() == store.cat_file("/out/train.index")
 
 
-def test_hosts_begin_together(corpus, tokenizer, tmp_path, monkeypatch):
-    """The plan of another process appears after the first look for one, next to its work folder."""
+@pytest.mark.parametrize("is_before", [True, False])
+@pytest.mark.parametrize("held_out", [0.0, 0.5])
+@pytest.mark.parametrize("place", ["local", "store"])
+def test_hosts_begin_together(place, held_out, is_before, corpus, tokenizer, tmp_path, store, monkeypatch):
+    """The plan of another process appears before or after the look for other files, next to its work folder."""
     (tmp_path / "out/.work-other/plan").mkdir(parents=True)
-    original, other = Preparation._names, preparation(corpus, tmp_path / "out", tokenizer)
+    out = "memory://out" if place == "store" else str(tmp_path / "out")
+    other, ours = preparation(corpus, out, tokenizer), preparation(corpus, out, tokenizer, held_out=held_out)
+    folder = type(ours.place)
+    has_file, create = parts.has_file, folder.create
 
-    def names(self):
-        monkeypatch.setattr(Preparation, "_names", original)
+    def has_no_plan_yet(*arguments):
+        monkeypatch.setattr(parts, "has_file", has_file)
+        if is_before:
+            other.begin()
+        return False
+
+    def create_after_other(self):
+        monkeypatch.setattr(folder, "create", create)
         other.begin()
-        return original(self)
 
-    monkeypatch.setattr(Preparation, "_names", names)
-    ours = preparation(corpus, tmp_path / "out", tokenizer)
-    ours.begin()
-    assert Preparation._names is original and ours.missing() == other.missing() != []
+    monkeypatch.setattr(parts, "has_file", has_no_plan_yet)
+    if not is_before:
+        monkeypatch.setattr(folder, "create", create_after_other)
+    with raises("holds another preparation, with other held_out") if held_out else contextlib.nullcontext():
+        ours.begin()
+    assert other._begun_plan() == other.plan() and other.missing() != []
 
 
 def test_a_file_that_a_server_lists_without_details(corpus, store, monkeypatch):

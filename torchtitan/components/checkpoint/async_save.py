@@ -418,9 +418,7 @@ def serve() -> None:
     """Serve requests of a `WriterProcess` until it closes the connection or its process dies."""
     descriptor, memory, parent = (int(argument) for argument in sys.argv[1:])
     # If the rank is killed, stop writing: a restarted run may use the same folder.
-    signal_when_orphaned(signal.SIGKILL)
-    if os.getppid() != parent:
-        return
+    signal_when_orphaned(signal.SIGKILL, parent)
     # A terminal or scheduler may signal all processes of the job; the rank handles these signals.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)

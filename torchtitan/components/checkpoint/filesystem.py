@@ -217,6 +217,11 @@ class RemoteFolder:
         with self._store() as (store, root):
             store.pipe_file(f"{root}/{name}", content)
 
+    def write_new(self, name: str, content: bytes) -> None:
+        """Write the file `name`. Raise `FileExistsError` if it exists."""
+        with self._store() as (store, root):
+            store.pipe_file(f"{root}/{name}", content, mode="create")
+
     def create(self) -> None:
         with self._store() as (store, root):
             store.makedirs(root, exist_ok=True)

@@ -66,6 +66,14 @@ class Report:
         if count:
             self.dropped.setdefault(reason, ExampleCounter()).count += count
 
+    @classmethod
+    def total(cls, reports: Iterable[Self]) -> Self:
+        """Return the sum of reports."""
+        total = cls()
+        for report in reports:
+            total.add(report)
+        return total
+
     def add(self, other: Self) -> None:
         """Add the counts of another report."""
         self.format = self.format or other.format

@@ -9,7 +9,7 @@ from torchtitan.models.common.config_reader import ConfigReader
 from torchtitan.models.common.delta_net import DELTA_NET_KEYS, DELTA_NET_ROWS, HybridDecoder
 from torchtitan.models.common.hugging_face import DENSE_ROWS, ModelType, dense_format
 from torchtitan.models.common.moe.decoder import ExpertLayers
-from torchtitan.models.common.moe.layer import QwenMoEConfig
+from torchtitan.models.common.moe.layer import MoEConfig
 from torchtitan.models.common.moe.rows import expert_keys, expert_rows
 from torchtitan.models.common.norms import OffsetRMSNorm
 from torchtitan.tools.errors import UserError
@@ -19,8 +19,7 @@ class Qwen35Model(HybridDecoder):
     """Gated delta nets, with an attention layer after every three. Attention has norms of queries and keys, a gate of
     its result, and RoPE in a part of each head."""
 
-    def make_norm(self, dim: int) -> nn.Module:
-        return OffsetRMSNorm(dim, self.config.norm_eps)
+    norm_kind = OffsetRMSNorm
 
     def make_attention(self, index: int, **options: Any) -> nn.Module:
         return super().make_attention(index, qk_norm=self.make_norm, gated=True, **options)
@@ -31,7 +30,7 @@ class Qwen35MoEModel(ExpertLayers, Qwen35Model):
 
     @dataclass(kw_only=True, slots=True)
     class Config(ExpertLayers.Config, Qwen35Model.Config):
-        moe: QwenMoEConfig
+        moe: MoEConfig
         """Experts."""
 
 
@@ -40,11 +39,10 @@ def _prepare(document: dict[str, Any]) -> dict[str, Any]:
     pairs to the three coordinates of a position, which are equal in text. Raise `UserError` for contradictory keys."""
     reader = ConfigReader("config.json", document)
     n_layers, interval = reader.n_layers(), reader.whole_number("full_attention_interval", 4)
-    derived = ("full_attention_interval", "layer_types")
-    prepared = {key: value for key, value in document.items() if key not in derived}
     types = ["linear_attention" if (index + 1) % interval else "full_attention" for index in range(n_layers)]
-    prepared["layer_types"] = document["layer_types"] if reader.has("layer_types") else types
-    if prepared["layer_types"] != types and reader.has("full_attention_interval"):
+    prepared = {"layer_types": types, **document}
+    has_interval = prepared.pop("full_attention_interval", None) is not None
+    if prepared["layer_types"] != types and has_interval:
         raise UserError(
             f"config.json: full_attention_interval {interval} contradicts layer_types {prepared['layer_types']}"
         )

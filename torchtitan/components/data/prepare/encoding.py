@@ -1,6 +1,7 @@
 """Encoding of one part of a source into the arrays of a cache, and selection of items from such arrays."""
 
 import hashlib
+import itertools
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -11,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from torchtitan.components.data.disk_cache import record_blocks
+from torchtitan.components.data.disk_cache import BLOCKS_FILE, bytes_digest, record_blocks
 from torchtitan.components.data.finetuning.chat_encoding import RowEncoder
 from torchtitan.components.data.finetuning.filters import FilterConfig
 from torchtitan.components.data.finetuning.row_formats import RowFormat
@@ -23,7 +24,6 @@ from torchtitan.components.data.pretraining.token_cache import (
     write_tokens,
 )
 from torchtitan.components.data.report import Report
-from torchtitan.components.data.sources.rows import OnRead
 from torchtitan.components.data.sources.source import Source
 from torchtitan.components.tokenizer import Tokenizer
 
@@ -56,19 +56,12 @@ class Encoding(ABC):
         """Return the properties that determine the arrays of given rows, as JSON-serializable values."""
 
     @abstractmethod
-    def write(self, source: Source, folder: Path, advance: OnRead) -> tuple[Report, np.ndarray]:
+    def write(self, source: Source, folder: Path) -> tuple[Report, np.ndarray]:
         """Write the arrays of a source; return a report, and a mask of the items to keep, (n,)."""
 
     @abstractmethod
     def finish(self, folder: Path, report: Report, name: str) -> None:
         """Complete the arrays in `folder` to a cache. `report` has the counts of these arrays."""
-
-    def count(self, folder: Path, report: Report) -> Report:
-        """Return a copy of a report with the numbers of items and tokens in `folder`."""
-        column = self.columns[0]
-        offsets = np.fromfile(folder / column.offsets, np.int64)
-        n_tokens, n_items = int(offsets[-1]), (len(offsets) - 1) // column.sequences
-        return replace(report, kept=n_items, tokens=n_tokens, trained_tokens=self._n_trained(folder, offsets))
 
     @abstractmethod
     def _n_trained(self, folder: Path, offsets: np.ndarray) -> int: ...
@@ -87,18 +80,21 @@ class Encoding(ABC):
         folder: Path,
         name: str,
         hashes: np.ndarray | None = None,
-    ) -> Report:
-        """Write the selected items of several folders, each with a mask (n,), into a new one, with their hashes if
-        given; return its report."""
+    ) -> dict[str, Any]:
+        """Write the selected items of several folders, each with a mask (n,), into a new cache, with their hashes if
+        given; return its counts, and a digest of its checksums."""
         folder.mkdir(parents=True)
         for column in self.columns:
             _join(column, selections, folder)
-        report = self.count(folder, report)
-        self.finish(folder, report, name)
+        offsets = np.fromfile(folder / self.columns[0].offsets, np.int64)
+        n_items, n_tokens = (len(offsets) - 1) // self.columns[0].sequences, int(offsets[-1])
+        n_trained = self._n_trained(folder, offsets)
+        self.finish(folder, replace(report, kept=n_items, tokens=n_tokens, trained_tokens=n_trained), name)
         if hashes is not None:
             (folder / HASHES).write_bytes(hashes.tobytes())
         record_blocks(folder)
-        return report
+        digest = bytes_digest((folder / BLOCKS_FILE).read_bytes())
+        return {"items": n_items, "tokens": n_tokens, "trained": n_trained, "digest": digest}
 
 
 @dataclass(frozen=True)
@@ -118,15 +114,14 @@ class DocumentEncoding(Encoding):
         tokenizer = [self.tokenizer.fingerprint, document_wrapping(self.tokenizer)]
         return {"version": FORMAT_VERSION, "tokenizer": tokenizer, "filters": asdict(self.filters)}
 
-    def write(self, source: Source, folder: Path, advance: OnRead) -> tuple[Report, np.ndarray]:
-        write_tokens(source, self.tokenizer, folder, advance)
+    def write(self, source: Source, folder: Path) -> tuple[Report, np.ndarray]:
+        write_tokens(source, self.tokenizer, folder, lambda n: None)
         offsets = np.fromfile(folder / "offsets.bin", np.int64)
         tokens = np.fromfile(folder / "tokens.bin", token_dtype(self.tokenizer))
-        report, keep = Report("text", rows=len(offsets) - 1), np.diff(offsets) > 0
-        for index in np.flatnonzero(~keep).tolist():
-            report.drop(f"{source.name}, document {index + 1}", "empty", "it has no text")
-        for index in np.flatnonzero(keep).tolist():
-            if dropped := self.filters.drop_reason(tokens[offsets[index] : offsets[index + 1]]):
+        report, keep = Report("text", rows=len(offsets) - 1), np.ones(len(offsets) - 1, bool)
+        for index, (start, stop) in enumerate(itertools.pairwise(offsets.tolist())):
+            dropped = self.filters.drop_reason(tokens[start:stop]) if stop > start else ("empty", "it has no text")
+            if dropped:
                 report.drop(f"{source.name}, document {index + 1}", *dropped)
                 keep[index] = False
         return report, keep
@@ -162,8 +157,8 @@ class SampleEncoding(Encoding):
         fingerprints = {"format": self.format.fingerprint, "encoder": self.encoder.fingerprint}
         return {"version": code_version(), **fingerprints, "filters": asdict(self.filters)}
 
-    def write(self, source: Source, folder: Path, advance: OnRead) -> tuple[Report, np.ndarray]:
-        report = write_samples(source, self.format, self.encoder, self.filters, folder, advance)
+    def write(self, source: Source, folder: Path) -> tuple[Report, np.ndarray]:
+        report = write_samples(source, self.format, self.encoder, self.filters, folder, lambda n: None)
         return report, np.ones(report.kept, bool)
 
     def finish(self, folder: Path, report: Report, name: str) -> None:

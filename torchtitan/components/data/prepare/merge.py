@@ -4,6 +4,7 @@
 token cache in order, see `INDEX_ROWS`. Samples become one cache, `SPLIT/`.
 """
 
+import itertools
 import json
 import shutil
 import tempfile
@@ -24,13 +25,13 @@ from torchtitan.components.data.prepare.parts import (
     TRAIN,
     VALIDATION,
     Preparation,
-    entry,
     local_copy,
     publish,
+    read,
     run_in_processes,
+    write,
 )
 from torchtitan.components.data.report import Report, no_rows_left_error
-from torchtitan.components.data.sources.stored import with_patience
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
 
@@ -54,10 +55,9 @@ def merge(preparation: Preparation, workers: int) -> None:
         logger.info(f"{place} is already complete")
         return
     if missing := preparation.missing():
-        shown = ", ".join(str(number + 1) for number in missing[:3]) + (", ..." if len(missing) > 3 else "")
         raise UserError(
-            f"{len(missing):,} of {n_parts:,} parts in {place} are missing ({shown}); run the same command without "
-            "--merge to write them"
+            f"{len(missing):,} of {n_parts:,} parts in {place} are missing, first {missing[0] + 1}; run the same "
+            "command without --merge to write them"
         )
     with ThreadPoolExecutor(16) as pool:
         metas = list(pool.map(preparation.meta, range(n_parts)))
@@ -75,7 +75,7 @@ def merge(preparation: Preparation, workers: int) -> None:
             else:
                 splits[split] = _write_index(preparation, split, entries)
         if not splits[TRAIN]["tokens"]:
-            raise no_rows_left_error(", ".join(source.name for source in preparation.sources), _total(reports))
+            raise no_rows_left_error(", ".join(source.name for source in preparation.sources), Report.total(reports))
         if not all(of["items"] for of in splits.values()):
             raise UserError("--held_out selects no document; increase it, or leave it out")
         manifest = {
@@ -90,17 +90,10 @@ def merge(preparation: Preparation, workers: int) -> None:
             ],
         }
         preparation.check_unchanged()
-        with_patience(f"writing {place}/{MANIFEST}", lambda: place.write(MANIFEST, json.dumps(manifest).encode()))
+        write(place, MANIFEST, json.dumps(manifest).encode())
     _remove_replaced(preparation)
     counts = "; ".join(f"{split}: {of['items']:,} items, {of['tokens']:,} tokens" for split, of in splits.items())
     logger.info(f"prepared {place}: {counts}; digest {manifest['digest']}")
-
-
-def _total(reports: Iterable[Report]) -> Report:
-    total = Report()
-    for report in reports:
-        total.add(report)
-    return total
 
 
 def _count(report: Report, before: dict[str, Any], final: dict[str, Any], split: str) -> None:
@@ -119,32 +112,35 @@ def _without_duplicates(
 ) -> list[dict[str, Any]]:
     """Rewrite the parts that have duplicates; return the entry of each part."""
     first = np.cumsum([0, *(of_part["items"] for of_part in entries)])
-    keep = np.memmap(work / f"{split}.keep", bool, "w+", shape=(max(1, int(first[-1])),))
+    n_items = int(first[-1])
+    keep = np.memmap(work / f"{split}.keep", bool, "w+", shape=max(1, n_items))
     keep[:] = True
-    n_passes = 1 + int(first[-1]) // ITEMS_PER_PASS
-    for index in range(n_passes if preparation.deduplicate else 0):
-        hashes = (_hashes(preparation, split, number) for number in range(len(entries)))
-        keep[find_duplicates(hashes, index, n_passes)] = False
+    if preparation.deduplicate:
+        hashes = np.memmap(work / f"{split}.hashes", np.uint64, "w+", shape=(max(1, n_items), 2))
+
+        def copy(number: int) -> None:  # since each pass scans them, and a store takes long to answer
+            content = read(preparation.folder(number) / split, HASHES)
+            hashes[first[number] : first[number + 1]] = np.frombuffer(content, np.uint64).reshape(-1, 2)
+
+        with ThreadPoolExecutor(16) as pool:
+            list(pool.map(copy, range(len(entries))))
+        n_passes = 1 + n_items // ITEMS_PER_PASS
+        for index in range(n_passes):
+            parts = (hashes[start:stop] for start, stop in itertools.pairwise(first))
+            keep[find_duplicates(parts, index, n_passes)] = False
 
     def rewrite(number: int) -> dict[str, Any]:
         encoding, folder = preparation.encoding, preparation.folder(number)
         selected, name = keep[first[number] : first[number + 1]], preparation.parts[number][1].name
         with local_copy(folder / split) as path, tempfile.TemporaryDirectory(dir=work) as temporary:
             target = Path(temporary) / "complete"
-            report = Report.from_dict(preparation.meta(number)["report"])
-            final = entry(target, encoding.join([(path, selected)], report, target, name))
+            final = encoding.join([(path, selected)], Report(), target, name)
             publish(target, folder / f"{split}{UNIQUE}", BLOCKS_FILE)
         return final
 
     numbers = [number for number in range(len(entries)) if not keep[first[number] : first[number + 1]].all()]
     rewritten = dict(run_in_processes(rewrite, numbers, workers))
     return [{**rewritten.get(n, before), "rewritten": n in rewritten} for n, before in enumerate(entries)]
-
-
-def _hashes(preparation: Preparation, split: str, number: int) -> np.ndarray:
-    folder = preparation.folder(number) / split
-    content = with_patience(f"reading {folder}", lambda: folder.read(HASHES))
-    return np.frombuffer(content, np.uint64).reshape(-1, 2)
 
 
 def find_duplicates(parts: Iterable[np.ndarray], index: int = 0, n_passes: int = 1) -> Array:
@@ -179,8 +175,7 @@ def _write_index(preparation: Preparation, split: str, entries: Sequence[dict[st
     index[2] = 2 * used + [entries[number]["rewritten"] for number in used]
     digests = b"".join(bytes.fromhex(entries[number]["digest"]) for number in used)
     index[3:] = np.frombuffer(digests, np.int64).reshape(-1, 2).T
-    place, name = preparation.place, f"{split}.index"
-    with_patience(f"writing {place}/{name}", lambda: place.write(name, index.tobytes()))
+    write(preparation.place, f"{split}.index", index.tobytes())
     return {**totals, "parts": len(used), "digest": bytes_digest(index.tobytes())}
 
 
@@ -188,7 +183,7 @@ def _write_samples(
     preparation: Preparation, split: str, entries: Sequence[dict[str, Any]], reports: Sequence[Report], work: Path
 ) -> dict[str, Any]:
     """Join the parts to one cache; return the counts of the split."""
-    report = _total(reports)
+    report = Report.total(reports)
     if split == VALIDATION:
         report = Report(report.format, rows=sum(of_part["items"] for of_part in entries))
     with ExitStack() as stack:
@@ -196,9 +191,9 @@ def _write_samples(
         for number, of_part in enumerate(entries):
             folder = preparation.folder(number) / (split + UNIQUE * of_part["rewritten"])
             selections.append((stack.enter_context(local_copy(folder)), np.ones(of_part["items"], bool)))
-        final = entry(work, preparation.encoding.join(selections, report, work, split))
+        final = preparation.encoding.join(selections, report, work, split)
     publish(work, preparation.place / split, BLOCKS_FILE)
-    return {"items": final["items"], "tokens": final["tokens"], "digest": final["digest"]}
+    return final
 
 
 def _remove_replaced(preparation: Preparation) -> None:

@@ -16,9 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from torchtitan.components.checkpoint.filesystem import Folder, LocalFolder
-from torchtitan.components.data.disk_cache import BLOCKS_FILE, bytes_digest
 from torchtitan.components.data.prepare.encoding import Encoding
-from torchtitan.components.data.report import Report
 from torchtitan.components.data.sources.rows import Part
 from torchtitan.components.data.sources.source import Source
 from torchtitan.components.data.sources.stored import divide, with_patience
@@ -93,10 +91,12 @@ class Preparation:
         is not writable."""
         plan = self.plan()
         with self.writing():
-            if not self._has_plan():
-                names = self._names()
-                if names and not self._has_plan():  # otherwise, another process has begun
-                    raise UserError(f"{self.place} holds other files, such as {names[0]}; set --out to a new folder")
+            if not has_file(self.place / "plan", PLAN):
+                exists = isinstance(self.place, LocalFolder) and self.place.exists()
+                names = os.listdir(str(self.place)) if exists else self.place.files()
+                others = {name.partition("/")[0] for name in names if name[0] != "."}  # not work folders of others
+                if others and "plan" not in others:  # otherwise, another process has begun
+                    raise UserError(f"{self.place} holds other files, such as {min(others)}; set --out to a new folder")
                 self.place.create()
                 with self.work_folder() as work:
                     (work / "plan").mkdir()
@@ -118,25 +118,13 @@ class Preparation:
         if not is_unchanged:
             raise UserError("the sources changed while they were read; prepare them again in a new folder")
 
-    def _has_plan(self) -> bool:
-        return with_patience(f"reading {self.place}", lambda: (self.place / "plan").has_file(PLAN))
-
     def _begun_plan(self) -> dict[str, Any]:
-        content = with_patience(f"reading {self.place}/plan", lambda: (self.place / "plan").read(PLAN))
-        loaded: dict[str, Any] = json.loads(content)
+        loaded: dict[str, Any] = json.loads(read(self.place / "plan", PLAN))
         return loaded
-
-    def _names(self) -> list[str]:
-        """Return the names in the folder, without the work folders of other processes."""
-        if isinstance(self.place, LocalFolder):
-            names = sorted(os.listdir(self.place.path)) if self.place.exists() else []
-        else:
-            names = list(with_patience(f"listing {self.place}", self.place.files))
-        return [name for name in names if name[0] != "."]
 
     def is_complete(self) -> bool:
         """Return whether the parts are merged."""
-        return with_patience(f"reading {self.place}", lambda: self.place.has_file(MANIFEST))
+        return has_file(self.place, MANIFEST)
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
@@ -166,33 +154,29 @@ class Preparation:
 
     def meta(self, number: int) -> dict[str, Any]:
         """Return the counts of a complete part: its source, report, and for each split items and digest."""
-        folder = self.folder(number)
-        loaded: dict[str, Any] = json.loads(with_patience(f"reading {folder}", lambda: folder.read(_META)))
+        loaded: dict[str, Any] = json.loads(read(self.folder(number), _META))
         return loaded
 
     def write(self, number: int) -> int:
         """Write a part; return its tokens. Raise `UserError` if it cannot be read or written."""
         source_number, part = self.parts[number]
-        source, n_tokens = self.sources[source_number], 0
+        source = self.sources[source_number].with_parts([part])
         splits: dict[str, Any] = {}
         with self.writing(), self.work_folder() as work:
             unselected, complete = work / "unselected", work / "complete"
             unselected.mkdir()
-            report, keep = self.encoding.write(source.with_parts([part]), unselected, lambda n: None)
+            report, keep = self.encoding.write(source, unselected)
             hashes = self.encoding.hashes(unselected)
             is_held_out = hashes[:, 0] / 2**64 < self.held_out
             for split in self.splits:
                 mask = keep & (is_held_out if split == VALIDATION else ~is_held_out)
-                counts = self.encoding.join(
-                    [(unselected, mask)], report, complete / split, part.name, hashes=hashes[mask]
-                )
-                splits[split] = entry(complete / split, counts)
-                n_tokens += counts.tokens
+                selection = [(unselected, mask)]
+                splits[split] = self.encoding.join(selection, report, complete / split, part.name, hashes[mask])
             report = replace(report, kept=0, tokens=0, trained_tokens=0)
             meta = {"source": source_number, "report": report.to_dict(), "splits": splits}
             (complete / _META).write_text(json.dumps(meta))
             publish(complete, self.folder(number), _META)
-        return n_tokens
+        return sum(of_split["tokens"] for of_split in splits.values())
 
     def write_all(self, numbers: Sequence[int], workers: int) -> None:
         """Write parts and log progress and throughput."""
@@ -209,25 +193,33 @@ class Preparation:
                 )
 
 
-def entry(folder: Path, counts: Report) -> dict[str, Any]:
-    """Return the counts of a cache, and a digest of its checksums."""
-    numbers = {"items": counts.kept, "tokens": counts.tokens, "trained": counts.trained_tokens}
-    return {**numbers, "digest": bytes_digest((folder / BLOCKS_FILE).read_bytes())}
+def read(folder: Folder, name: str) -> bytes:
+    return with_patience(f"reading {folder}/{name}", lambda: folder.read(name))
+
+
+def write(folder: Folder, name: str, content: bytes) -> None:
+    with_patience(f"writing {folder}/{name}", lambda: folder.write(name, content))
+
+
+def has_file(folder: Folder, name: str) -> bool:
+    return with_patience(f"reading {folder}", lambda: folder.has_file(name))
 
 
 def publish(folder: Path, target: Folder, last: str) -> None:
-    """Move a complete local folder to its place. In a store, the file `last` is written last."""
+    """Move a complete local folder to its place. In a store, the file `last` is written last. Leave the folder of
+    another process that was faster: it has the same content, except for plans."""
     if isinstance(target, LocalFolder):
         durable.make_folder(target.path.parent)
         try:
             durable.rename(folder, target.path)
         except OSError:
-            if not target.exists():  # otherwise, another process has written the same content
+            if not target.exists():
                 raise
         return
-    names = sorted(LocalFolder(folder).files(), key=lambda name: name == last)
-    for name in names:
-        with_patience(f"writing {target}/{name}", partial(target.write, name, (folder / name).read_bytes()))
+    for name in sorted(LocalFolder(folder).files(), key=lambda name: name == last):
+        write = target.write_new if name == last else target.write
+        with contextlib.suppress(FileExistsError):
+            with_patience(f"writing {target}/{name}", partial(write, name, (folder / name).read_bytes()))
 
 
 @contextlib.contextmanager
@@ -238,7 +230,7 @@ def local_copy(folder: Folder) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory() as copy:
         for name in folder.files():
-            (Path(copy) / name).write_bytes(with_patience(f"reading {folder}/{name}", partial(folder.read, name)))
+            (Path(copy) / name).write_bytes(read(folder, name))
         yield Path(copy)
 
 
@@ -249,9 +241,10 @@ def run_in_processes(function: Callable[[int], T], numbers: Sequence[int], worke
         for number in numbers:
             yield number, function(number)
         return
-    # Forked processes inherit the function, which cannot be pickled, and need not import PyTorch again.
-    context = multiprocessing.get_context("fork")
-    with ProcessPoolExecutor(workers, context, _begin_worker, (os.getpid(), function)) as pool:
+    global _function
+    _function = function  # forked processes inherit it, since it cannot be pickled
+    context, initialize = multiprocessing.get_context("fork"), (signal.SIGKILL, os.getpid())
+    with ProcessPoolExecutor(workers, context, signal_when_orphaned, initialize) as pool:
         futures = {pool.submit(_call, number): number for number in numbers}
         try:
             for future in as_completed(futures):
@@ -263,15 +256,6 @@ def run_in_processes(function: Callable[[int], T], numbers: Sequence[int], worke
             ) from None
         finally:
             pool.shutdown(cancel_futures=True)
-
-
-def _begin_worker(parent: int, function: Callable[[int], Any]) -> None:
-    signal_when_orphaned(signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before the call
-        os._exit(1)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread per process
-    global _function
-    _function = function
 
 
 def _call(number: int) -> Any:

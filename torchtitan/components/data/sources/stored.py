@@ -1,5 +1,6 @@
 """Files in a store such as s3:// or gs://, and byte ranges of JSON Lines files."""
 
+import errno
 import posixpath
 import shutil
 import tempfile
@@ -17,6 +18,9 @@ from torchtitan.tools.logging import logger
 
 ATTEMPTS = 6
 """Attempts to read from a store or to write to it; the waiting time doubles after each, from one second."""
+
+_LASTING = (FileNotFoundError, PermissionError)
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 T = TypeVar("T")
 
@@ -140,15 +144,15 @@ def open_store(url: str) -> tuple[Any, str]:
 
 def with_patience(what: str, operation: Callable[[], T]) -> T:
     """Return the operation's result. A store that fails, for example because it limits requests, is asked again after
-    a warning. Raise `UserError` for a missing file, and after `ATTEMPTS` attempts."""
+    a warning. Raise `UserError` for a missing file or a full disk, and after `ATTEMPTS` attempts."""
     for attempt in range(ATTEMPTS):
         try:
             return operation()
-        except (ValueError, LookupError, TypeError):  # damaged content
+        except (ValueError, LookupError, TypeError, FileExistsError):  # damaged content, or a result
             raise
-        except (FileNotFoundError, PermissionError) as error:
-            raise UserError(f"{what} failed: {first_line(error)}") from error
         except Exception as error:  # stores raise their own exception classes
+            if isinstance(error, OSError) and (type(error) in _LASTING or error.errno in _FULL):
+                raise UserError(f"{what} failed: {first_line(error)}") from error
             if attempt == ATTEMPTS - 1:
                 raise UserError(f"{what} failed {ATTEMPTS} times: {first_line(error)}") from error
             logger.warning(f"{what} failed: {first_line(error)}; trying again in {2**attempt} s")
