@@ -219,8 +219,8 @@ class Rollouts(Configurable):
         for ids, row, document in prompts:
             for number in range(sampled[document] * size, (sampled[document] + 1) * size):
                 key = f"{self._seed}/{phase}/{document}/{number}"
-                parts = self.engine, self._tokenizer, self._rewards, ids, most, key, name_of(document)
-                texts.append(self.checked_rollout(row, RolloutEngine(*parts)))
+                own = RolloutEngine(self.engine, self._tokenizer, self._rewards, ids, most, key, name_of(document))
+                texts.append(self.checked_rollout(row, own))
             sampled[document] += 1
         trajectories = self.engine.run(texts)
         rewards = self._ranks.gather([trajectory.reward for trajectory in trajectories])[self._leader]

@@ -84,18 +84,15 @@ class VLLMEngine:
         """Send the weights, and run coroutines that await `generate`; return their results in order. An exception of
         any process is raised in all."""
 
-        async def together() -> list[ResultT]:
-            return await asyncio.gather(*texts)
-
-        def sample() -> None:
+        async def together() -> None:
             with ThreadPoolExecutor(self._max_rows) as self._pool:
-                results.extend(asyncio.run(together()))
+                results.extend(await asyncio.gather(*texts))
 
         results: list[ResultT] = []
         self._transfer.send_weights()
         # Its cache of prompts is of the weights before. All ranks wait, since they share the server.
         self._ranks.broadcast_from_rank0(lambda: request(self._url, "/reset_prefix_cache", {}))
-        self._ranks.all_ranks_or_raise(sample)
+        self._ranks.all_ranks_or_raise(lambda: asyncio.run(together()))
         return results
 
 

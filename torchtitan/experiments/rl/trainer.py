@@ -24,7 +24,10 @@ from torchtitan.trainer.rollouts import build_rollouts, check_rollouts
 
 
 class RLTrainer(ReferenceTrainer):
-    """Sample trajectories, rate them, and raise the probability of those better than their group."""
+    """Sample trajectories, rate them, and raise the probability of those better than their group.
+
+    In a step, `next_micro_batches` samples, rates and packs trajectories, and `update` trains on them once or more;
+    `compute_loss` calls the `PolicyLoss`."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(ReferenceTrainer.Config):

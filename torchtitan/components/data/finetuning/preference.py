@@ -131,10 +131,6 @@ class RewardDataLoader(PreferenceDataLoader):
     """Pairs for reward models, with `ends` (B, W), the positions of the last tokens of the first answers, chosen and
     rejected in turn, and 0 for others; and `margins` (B, W), of the pair at its chosen answer's place."""
 
-    @dataclass(kw_only=True, slots=True)
-    class Config(PreferenceDataLoader.Config):
-        """Preference data with margins."""
-
     encoder_class = RewardEncoder
     token_tensors = ("input", "ends", "margins")
 
