@@ -56,7 +56,7 @@ def test_first_fit_decreasing_equals_its_definition():
 
 
 def test_multipack_fills_windows_equally():
-    """With about six samples per window, multipack needs up to 1 % more windows than first fit, and fills them evenly."""
+    """With about six samples per window, multipack needs up to 1 % more windows than first fit, filled evenly."""
     lengths = np.random.default_rng(0).integers(60, 290, 5000)
     loads, first_fit = (
         [int(lengths[window].sum()) for window in pack(lengths, 1024)] for pack in (multipack, first_fit_decreasing)
