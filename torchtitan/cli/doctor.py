@@ -1,6 +1,5 @@
 """`torchtitan doctor`: check the hosts of a run before it starts."""
 
-import argparse
 import os
 import socket
 import statistics
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
+from torchtitan.tools.parser import Parser
 
 if TYPE_CHECKING:
     import torch
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def doctor(args: Sequence[str]) -> int:
     """Check this host, or under torchrun all hosts together. Return 1 if this host is out of line, otherwise 0."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="torchtitan doctor",
         allow_abbrev=False,
         description="Check the hosts of a run, in seconds: equal versions, speed of matrix products, of links between "

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger, print_error
+from torchtitan.tools.parser import Parser
 
 if TYPE_CHECKING:
     from torchtitan.foresight.planning import Plan
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 def plan(args: Sequence[str]) -> int:
     """Print the best layouts of a configuration, and return the exit code."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="torchtitan plan",
         allow_abbrev=False,
         description="Find the best layout of a run: degrees of parallelism, schedule, local batch and activation "
