@@ -4,6 +4,7 @@ import argparse
 import datetime
 import os
 import platform
+import re
 import shlex
 import sys
 from collections.abc import Iterable, Sequence
@@ -40,6 +41,14 @@ def as_markdown(columns: Sequence[str], rows: Iterable[Row], *, counts: bool = F
     ruler = ["---", *["---:" if counts else "---"] * (len(columns) - 1)]
     lines = [f"| {' | '.join(columns)} |", f"|{'|'.join(ruler)}|"]
     return "\n".join([*lines, *(f"| {' | '.join(row.cells)} |" for row in rows)])
+
+
+def stored_rows(page: Path, name: str) -> dict[str, tuple[str, ...]]:
+    """Return the first cell → all cells of each line of the table `name` on a page."""
+    begin, end = markers(name)
+    text = page.read_text().partition(begin)[2].partition(end)[0]
+    lines = [tuple(re.split(r" ?\| ?", line)[1:-1]) for line in text.splitlines() if line.startswith("| ")]
+    return {line[0]: line for line in lines}
 
 
 def write_docs(page: Path, name: str, text: str) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.equivalence.__main__ import COLUMNS, cells, choose_layouts, parse_arguments
+from tests.equivalence.__main__ import COLUMNS, cells, choose_layouts, merge, parse_arguments
 from tests.equivalence.layouts import PROBLEM, Layout, all_layouts
 from tests.equivalence.matrix import Matrix, Row
 from tests.equivalence.random_layouts import draw_layouts
@@ -355,6 +355,15 @@ def test_the_table_is_written_between_the_markers(tmp_path):
     write_docs(page, "matrix", table)
     assert page.read_text() == f"# Title\n{begin}\n{table}\n{end}\nend\n"
     assert table.splitlines()[-1] == "| TP 2 | 2 | 1e-07 | 2e-07 | 0e+00 | 3e-08 | equal |"
+
+
+def test_rows_of_other_layouts_stay(tmp_path):
+    page, layouts = tmp_path / "page.md", [LAYOUTS[name] for name in ("FSDP 2", "TP 2", "CP 4")]
+    old = [TableRow((layout.name, "2", *("",) * 4, "old")) for layout in layouts]
+    page.write_text("\n".join(markers("matrix")))
+    write_docs(page, "matrix", as_markdown(COLUMNS, [*old, TableRow(("no longer a layout", *("",) * 6))]))
+    new = TableRow(("TP 2", "2", *("",) * 4, "new"))
+    assert merge(page, [new]) == as_markdown(COLUMNS, [old[0], new, old[2]])
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ transformers = pytest.importorskip("transformers")
 
 from tests.equivalence.runs import Outcome, compare  # noqa: E402
 from tests.tables import Row as TableRow  # noqa: E402
-from tests.tables import markers, write_docs  # noqa: E402
+from tests.tables import markers, stored_rows, write_docs  # noqa: E402
 from tests.transformers_matrix import trial  # noqa: E402
 from tests.transformers_matrix.__main__ import (  # noqa: E402
     PAGE,
@@ -21,7 +21,6 @@ from tests.transformers_matrix.__main__ import (  # noqa: E402
     mechanism_cells,
     merge,
     run,
-    stored_rows,
 )
 from tests.transformers_matrix.mechanisms import (  # noqa: E402
     MECHANISMS,

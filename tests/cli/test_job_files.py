@@ -1,6 +1,7 @@
 """The files for Slurm, Kubernetes and SkyPilot: published schemas, and the commands that their shells run."""
 
 import getpass
+import json
 import os
 import shutil
 import signal
@@ -184,3 +185,27 @@ def test_batch_script_in_a_slurm(slurm: dict[str, str], tmp_path: Path) -> None:
     assert code == 0, printed
     assert "1 host(s), 2 rank(s)" in printed or "PROBLEM" in printed
     assert "on 2 process(es)" in printed and "training completed: 4 steps" in printed
+
+
+@pytest.mark.long
+def test_preparation_in_a_slurm(slurm: dict[str, str], tmp_path: Path) -> None:
+    """The tasks of an array write shares, the last job merges them, and the result is that of one command."""
+    lines = [json.dumps({"text": f"Sentence {number % 90} of a corpus."}) for number in range(120)]
+    (tmp_path / "corpus.jsonl").write_text("\n".join(lines))
+    (tmp_path / "recipes").symlink_to(PROJECT / "recipes")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/torchtitan").write_text(f'#!/bin/sh\nexec {sys.executable} -m torchtitan "$@"\n')
+    (tmp_path / "bin/torchtitan").chmod(0o755)
+    options = ["--part_size", "0.001", "--held_out", "0.1"]
+    environment = {**slurm, "PYTHONPATH": str(PROJECT), "PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
+    environment |= {"SOURCES": "corpus.jsonl", "OUT": "out", "OPTIONS": " ".join(options)}
+    command = ["sbatch", "--wait", "--array=1-2", "--cpus-per-task=1", "--output=job.log", "--open-mode=append"]
+    code = subprocess.run([*command, "recipes/prepare_slurm.sbatch"], cwd=tmp_path, env=environment).returncode
+    deadline = time.monotonic() + 120
+    while code == 0 and not (tmp_path / "out/manifest.json").exists() and time.monotonic() < deadline:
+        time.sleep(0.5)
+    logs = "".join(path.read_text() for path in (tmp_path / "job.log", *tmp_path.glob("slurm-*.out")) if path.exists())
+    assert (tmp_path / "out/manifest.json").exists(), logs
+    words = ["data", "prepare", "corpus.jsonl", "--out", "alone", "--module", "llama3", "--config", "debugmodel"]
+    subprocess.run([sys.executable, "-m", "torchtitan", *words, *options], cwd=tmp_path, env=environment, check=True)
+    assert (tmp_path / "out/manifest.json").read_bytes() == (tmp_path / "alone/manifest.json").read_bytes()

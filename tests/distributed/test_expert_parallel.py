@@ -20,8 +20,8 @@ from torchtitan.distributed import ParallelDims, initialize_weights
 from torchtitan.distributed.expert_parallel import apply_expert_parallel
 from torchtitan.distributed.parallelize import parallelize_model
 from torchtitan.dry_run import dry_run
+from torchtitan.models.common.decoder import DENSE_SHARDING
 from torchtitan.models.common.moe.experts import InputScaledExperts, RoutedExperts
-from torchtitan.models.common.moe.rows import MOE_SHARDING
 from torchtitan.models.qwen3_moe import model_registry
 from torchtitan.tools.errors import UserError
 
@@ -106,7 +106,9 @@ def sharded_generations(prompts: list[list[int]], expected: list[list[int]]) -> 
     config.vocab_size = 99
     training = TrainingConfig(mixed_precision_param="float32")
     model = config.build()
-    parallelize_model(model, parallel_dims=dims, mesh=dims.build_mesh("cpu"), sharding=MOE_SHARDING, training=training)
+    parallelize_model(
+        model, parallel_dims=dims, mesh=dims.build_mesh("cpu"), sharding=DENSE_SHARDING, training=training
+    )
     initialize_weights(model, 0)
     own = [0] if dist.get_rank() == 0 else [1, 2]
     pushed = itertools.count(1)

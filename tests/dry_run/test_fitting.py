@@ -30,14 +30,14 @@ def config(tmp_path_factory):
 @pytest.fixture(scope="module")
 def peaks(config) -> dict[str, int]:
     modes = ("none", "selective", "full")
-    return {mode: next(reports_of(fitting._with_mode(config, mode), 1)).peak_reserved_bytes for mode in modes}
+    return {mode: next(reports_of(fitting.with_mode(config, mode), 1)).peak_reserved_bytes for mode in modes}
 
 
 @pytest.mark.parametrize(("fits", "chosen"), [("none", "none"), ("selective", "selective"), ("full", "full")])
 def test_the_least_recomputation_that_fits(config, peaks, monkeypatch, caplog, fits, chosen):
     assert peaks["none"] > peaks["selective"] > peaks["full"]
     monkeypatch.setattr(fitting, "device_type", lambda: "cuda")
-    monkeypatch.setattr(fitting, "total_memory", lambda: peaks[fits] / fitting._USABLE + 1)
+    monkeypatch.setattr(fitting, "total_memory", lambda: peaks[fits] / fitting.USABLE + 1)
     with caplog.at_level(logging.INFO):
         fitting_config = fitting.with_fitting_checkpoints(config, 1)
     expected = dataclasses.replace(config.activation_checkpoint, mode=chosen)

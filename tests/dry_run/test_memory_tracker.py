@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from torchtitan.dry_run.caching_allocator import CachingAllocator
 from torchtitan.dry_run.memory_tracker import MemoryTracker
 from torchtitan.dry_run.observer import observing
-from torchtitan.dry_run.work_tracker import Channel, Volume, WorkTracker
+from torchtitan.dry_run.work_tracker import Transfer, WorkTracker
 
 KIB, MIB = 2**10, 2**20
 
@@ -39,16 +39,16 @@ class TestMemory:
         with observing(tracker):
             a = kib(4)
             views = [a[1:], a.view(-1), a.t(), a.detach(), a.add_(1), torch.add(a, 1, out=a)]
-            assert tracker.use().total == 4 * KIB
+            assert tracker.use().total() == 4 * KIB
             b = a + 1
-            assert tracker.use().total == 8 * KIB
+            assert tracker.use().total() == 8 * KIB
             del a
-            assert tracker.use().total == 8 * KIB
+            assert tracker.use().total() == 8 * KIB
             views.clear()
-            assert tracker.use().total == 4 * KIB
+            assert tracker.use().total() == 4 * KIB
             del b
-        assert tracker.use().total == 0
-        assert tracker.peak().total == 8 * KIB
+        assert tracker.use().total() == 0
+        assert tracker.peak().total() == 8 * KIB
 
     def test_only_new_and_labeled_tensors_count(self, tensors):
         tracker = MemoryTracker()
@@ -56,11 +56,11 @@ class TestMemory:
         tracker.label("parameters", [weight])
         with observing(tracker):
             kept = [existing[1:], weight[1:], existing * weight[:4]]
-        assert tracker.use().by_kind["parameters"] == 8 * KIB
-        assert tracker.use().total == 12 * KIB
+        assert tracker.use()["parameters"] == 8 * KIB
+        assert tracker.use().total() == 12 * KIB
         assert kept
         del weight
-        assert tracker.use().total == 12 * KIB  # a view keeps it
+        assert tracker.use().total() == 12 * KIB  # a view keeps it
 
     def test_a_resized_storage_is_freed_and_allocated(self, tensors):
         """FSDP resizes the storage of gathered weights without the dispatcher."""
@@ -68,12 +68,12 @@ class TestMemory:
         with observing(tracker):
             a = kib(4)
             a.untyped_storage().resize_(0)
-            assert tracker.use().total == 0
+            assert tracker.use().total() == 0
             b = kib(2)
             a.untyped_storage().resize_(4 * KIB)
         tracker.label("gathered parameters", [a])  # also relabels the past
-        assert tracker.peak().by_kind["gathered parameters"] == 4 * KIB
-        assert tracker.peak().total == 6 * KIB
+        assert tracker.peak()["gathered parameters"] == 4 * KIB
+        assert tracker.peak().total() == 6 * KIB
         assert b is not None
 
     def test_kinds_of_a_training_step(self, tensors):
@@ -89,14 +89,14 @@ class TestMemory:
             F.linear(used, weights[1]).sum().backward()
             del used
             tracker.label("gradients", [weight.grad for weight in weights])
-        assert before_backward.by_kind["parameters"] == 512 * KIB
+        assert before_backward["parameters"] == 512 * KIB
         # Only the result of ReLU is saved, for its backward pass and as the input of the second layer.
-        assert before_backward.total == 513 * KIB
+        assert before_backward.total() == 513 * KIB
         end = tracker.use()
-        assert end.by_kind["parameters"] == end.by_kind["gradients"] == 512 * KIB
-        assert end.total == 1024 * KIB
+        assert end["parameters"] == end["gradients"] == 512 * KIB
+        assert end.total() == 1024 * KIB
         # The loss and its gradient add 4 bytes each.
-        assert tracker.peak().by_kind["activations"] == 1 * KIB + 8
+        assert tracker.peak()["activations"] == 1 * KIB + 8
 
     def test_checkpointing_saves_only_the_input(self, tensors):
         weights = [kib(256, requires_grad=True) for _ in range(3)]
@@ -111,7 +111,7 @@ class TestMemory:
             tracker = MemoryTracker()
             with observing(tracker):
                 output = run(kib(16))
-                saved[name] = tracker.use().total
+                saved[name] = tracker.use().total()
                 output.sum().backward()
             for weight in weights:
                 weight.grad = None
@@ -130,12 +130,12 @@ class TestMemory:
             end = tracker.now
             twins = {}
             tracker.replay(start, middle, twins, omit=[])
-            assert tracker.use().total == 4 * KIB
+            assert tracker.use().total() == 4 * KIB
             b = kib(2)
             tracker.replay(middle, end, twins, omit=[])
             assert twins == {}
-        assert tracker.use().total == 2 * KIB
-        assert tracker.peak().total == 12 * KIB
+        assert tracker.use().total() == 2 * KIB
+        assert tracker.peak().total() == 12 * KIB
         assert b is not None
 
 
@@ -157,8 +157,8 @@ class TestSharded:
             weight = distribute_tensor(torch.zeros(256, 256), mesh)
             product = a @ weight
         local = (8 + 256 + 256) * KIB + 8 * KIB
-        assert tracker.use().total == local
-        assert tracker.peak().total < 2 * local
+        assert tracker.use().total() == local
+        assert tracker.peak().total() < 2 * local
         assert work.work.flops == 2 * 8 * 256 * 256  # 8 of 64 rows
         assert product.shape == (64, 256) and b.shape == (256, 2048)
 
@@ -170,12 +170,14 @@ class TestSharded:
             dist.all_reduce(kib(1))
             dist.all_reduce(kib(1))
             dist.send(kib(2), 1)
-        assert work.work.volumes == {
-            Channel("all-gather", world): Volume(1, 8 * KIB, 7 * KIB),
-            Channel("reduce-scatter", world): Volume(1, 8 * KIB, 7 * KIB),
-            Channel("all-reduce", world): Volume(2, 2 * KIB, 3.5 * KIB),
-            Channel("send", world): Volume(1, 2 * KIB, 2 * KIB),
+        transfers = {
+            Transfer("all-gather", world, 8 * KIB): 7 * KIB,
+            Transfer("reduce-scatter", world, 8 * KIB): 7 * KIB,
+            Transfer("all-reduce", world, KIB): 1.75 * KIB,
+            Transfer("send", world, 2 * KIB): 2 * KIB,
         }
+        assert work.work.transfers == {one: 2 if one.kind == "all-reduce" else 1 for one in transfers}
+        assert {one: one.n_bytes_sent for one in work.work.transfers} == transfers
 
     def test_functional_messages_and_their_backward(self, tensors):
         import torch.distributed._functional_collectives as funcol
@@ -185,10 +187,10 @@ class TestSharded:
             x = kib(1, requires_grad=True)
             funcol.all_gather_single_autograd(x, 0, dist.group.WORLD).sum().backward()
             funcol.wait_tensor(funcol.all_reduce(kib(1), "sum", dist.group.WORLD))
-        assert {channel: volume.n_bytes for channel, volume in work.work.volumes.items()} == {
-            Channel("all-gather", world): 8 * KIB,
-            Channel("reduce-scatter", world): 8 * KIB,
-            Channel("all-reduce", world): KIB,
+        assert work.work.transfers == {
+            Transfer("all-gather", world, 8 * KIB): 1,
+            Transfer("reduce-scatter", world, 8 * KIB): 1,
+            Transfer("all-reduce", world, KIB): 1,
         }
 
 
@@ -267,4 +269,4 @@ def test_the_tracker_keeps_no_tensor_alive():
         a = kib(4)
     del a
     gc.collect()
-    assert tracker.use().total == 0
+    assert tracker.use().total() == 0

@@ -14,7 +14,7 @@ from tests.equivalence.matrix import Matrix, Row
 from tests.equivalence.random_layouts import draw_layouts
 from tests.equivalence.runs import TOLERANCE
 from tests.tables import Row as TableRow
-from tests.tables import as_markdown, print_table, write_docs
+from tests.tables import as_markdown, print_table, stored_rows, write_docs
 
 PAGE = PROJECT / "docs" / "parallelism.md"
 COLUMNS = ("layout", "processes", "loss", "gradient norm", "validation", "weights", "verdict")
@@ -31,7 +31,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         help="run only layouts whose name matches this regular expression, such as '^FSDP 2$'",
     )
     parser.add_argument("--list", action="store_true", help="list the layouts without running them")
-    parser.add_argument("--write-docs", action="store_true", help=f"replace the table in {PAGE.relative_to(PROJECT)}")
+    parser.add_argument("--write-docs", action="store_true", help=f"write these rows into {PAGE.relative_to(PROJECT)}")
     parser.add_argument("--random", metavar="N", type=int, help="run N random layouts instead of the table")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random layouts")
     parser.add_argument("--dataset", type=Path, help="train on this text file instead of the built-in stories")
@@ -55,7 +55,7 @@ def main() -> int:
     shown = [TableRow(cells(row), failed=not row.passed) for row in rows]
     print_table(f"largest relative differences from a single process (at most {TOLERANCE:.0e})", COLUMNS, shown)
     if arguments.write_docs:
-        write_docs(PAGE, "matrix", as_markdown(COLUMNS, shown))
+        write_docs(PAGE, "matrix", merge(PAGE, shown))
     return 0 if rows and all(row.passed for row in rows) else 1
 
 
@@ -69,6 +69,12 @@ def choose_layouts(arguments: argparse.Namespace, extra: Options) -> list[Layout
         for layout in all_layouts()
         if re.search(arguments.only, layout.name) and (arguments.long or not layout.long)
     ]
+
+
+def merge(page: Path, rows: Sequence[TableRow]) -> str:
+    """Return the table of a page with these rows instead of those of the same layouts, in the order of the layouts."""
+    merged = stored_rows(page, "matrix") | {row.cells[0]: tuple(row.cells) for row in rows}
+    return as_markdown(COLUMNS, [TableRow(merged[layout.name]) for layout in all_layouts() if layout.name in merged])
 
 
 def _data_options(dataset: Path | None) -> Options:

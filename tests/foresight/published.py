@@ -144,7 +144,7 @@ def main() -> None:
             print(
                 run.id,
                 f"{prediction.seconds:.2f}",
-                {name: round(s, 2) for name, s in prediction.time.parts.items()},
+                {name: round(s, 2) for name, s in prediction.parts.items()},
                 flush=True,
             )
     times, memory_errors = zip(*errors, strict=True)

@@ -1,6 +1,7 @@
 """Prediction and plan, compared with dry runs of the whole model and with sums done by hand."""
 
 import dataclasses
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 import yaml
 
 from tests.foresight.published import FITTED, prediction_of, published_runs
+from tests.training import read_metrics
 from torchtitan.cli.auto_layout import layout_words
 from torchtitan.cli.main import main
 from torchtitan.config.manager import ConfigManager
@@ -15,11 +17,11 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.dry_run import dry_run
 from torchtitan.dry_run.work_tracker import Kernel
 from torchtitan.foresight import plan, predict
-from torchtitan.foresight.device_choice import device_in_file, device_named
+from torchtitan.foresight.device_choice import device_in_file, device_named, device_of_gpu
 from torchtitan.foresight.devices import DEVICES
-from torchtitan.foresight.output import describe
-from torchtitan.foresight.prediction import RESERVED, time_of_reports
-from torchtitan.foresight.time import CONTENTION, Group, Message, Methods, collective_seconds, step_time, with_bubble
+from torchtitan.foresight.planning import MESH, option_words
+from torchtitan.foresight.prediction import RESERVED, predict_from_reports
+from torchtitan.foresight.time import CONTENTION, Message, Methods, bubble_seconds, collective_seconds, step_parts
 from torchtitan.tools.errors import UserError
 from torchtitan.trainer import Trainer
 
@@ -36,45 +38,46 @@ def product(flops: float, n_bytes: float, phase: str = "forward") -> Kernel:
     return Kernel("product", phase, torch.bfloat16, round(flops), round(n_bytes))  # type: ignore[arg-type]
 
 
+def total(parts: dict[str, float]) -> float:
+    return sum(parts.values())
+
+
 def test_kernels_take_the_longer_of_computation_and_traffic():
     rate, bandwidth = 989e12 * DEVICE.product_efficiency, 3.35e12 * DEVICE.memory_efficiency
-    bound_by_products = step_time(DEVICE, [(product(rate, 1), 1)], [], Methods())
-    bound_by_memory = step_time(DEVICE, [(product(1, bandwidth), 1)], [], Methods())
-    assert bound_by_products.total == pytest.approx(1.0)
-    assert bound_by_memory.total == pytest.approx(1.0)
+    for kernel in (product(rate, 1), product(1, bandwidth)):
+        assert total(step_parts(DEVICE, [(kernel, 1)], [], Methods())) == pytest.approx(1.0)
 
 
 def test_small_kernels_are_bound_by_launches():
-    (time,) = [step_time(DEVICE, [(product(1, 1), 1000)], [], Methods())]
-    assert time.total == pytest.approx(1000 * DEVICE.launch_seconds)
+    parts = step_parts(DEVICE, [(product(1, 1), 1000)], [], Methods())
+    assert total(parts) == pytest.approx(1000 * DEVICE.launch_seconds)
 
 
 def test_sharding_is_hidden_by_computation_and_tensor_parallelism_is_not():
     second = product(989e12 * DEVICE.product_efficiency, 1)
     bandwidth = DEVICE.link_efficiency * DEVICE.link_bandwidth
-    group, n_bytes = Group.of(8, 1, 8), 0.5 * bandwidth * 8 / 7  # half a second
-    message = Message("FSDP", "all-gather", group, 100, n_bytes)
+    n_bytes = 0.5 * bandwidth * 8 / 7  # half a second
+    message = Message("FSDP", "all-gather", 8, 8, 100, n_bytes)
     start = 100 * (DEVICE.collective_seconds + 7 * DEVICE.link_latency)
-    hidden = step_time(DEVICE, [(second, 1)], [message], Methods())
-    assert hidden.total == pytest.approx(1 + CONTENTION * (0.5 + start))
-    exposed = step_time(DEVICE, [(second, 1)], [message._replace(role="tensor parallel")], Methods())
-    assert exposed.total == pytest.approx(1.5 + start)
+    hidden = step_parts(DEVICE, [(second, 1)], [message], Methods())
+    assert total(hidden) == pytest.approx(1 + CONTENTION * (0.5 + start))
+    exposed = step_parts(DEVICE, [(second, 1)], [message._replace(role="tensor parallel")], Methods())
+    assert total(exposed) == pytest.approx(1.5 + start)
 
 
 def test_rings_use_all_network_devices_of_a_host():
-    within, across = (
-        collective_seconds(DEVICE, "all-gather", Group.of(n, stride, 8), 1e12, 1) for n, stride in ((8, 1), (32, 8))
+    within, across, many = (
+        collective_seconds(DEVICE, Message("FSDP", "all-gather", ranks, per_host, 1, 1e12))
+        for ranks, per_host in ((8, 8), (32, 1), (256, 8))
     )
     assert within == pytest.approx(7 / 8 * 1e12 / (0.8 * 450e9), rel=1e-3)
     assert across == pytest.approx(31 / 32 * 1e12 / (0.8 * 50e9), rel=1e-3)
-    many = collective_seconds(DEVICE, "all-gather", Group.of(256, 1, 8), 1e12, 1)
     assert many == pytest.approx(255 / 256 * 1e12 / (0.8 * 400e9), rel=1e-2)
 
 
 def test_bubble_of_a_pipeline():
-    busy = step_time(DEVICE, [(product(989e12 * DEVICE.product_efficiency, 1), 1)], [], Methods())
-    assert with_bubble(busy, "1F1B", 8, 8, 1).total == pytest.approx(15 / 8)
-    assert with_bubble(busy, "Interleaved1F1B", 8, 8, 2).total == pytest.approx(23 / 16)
+    assert bubble_seconds({"products": 1.0, "optimizer": 5.0}, "1F1B", 8, 8, 1) == pytest.approx(7 / 8)
+    assert bubble_seconds({"products": 1.0}, "Interleaved1F1B", 8, 8, 2) == pytest.approx(7 / 16)
 
 
 @pytest.mark.slow
@@ -91,12 +94,12 @@ def test_few_layers_predict_a_dry_run_of_all(tmp_path: Path, world_size: int, wo
     the calls of messages are rounded, so times differ a little."""
     config = configuration(tmp_path, "--model.n_layers=12", *words)
     reports = dry_run(config, world_size)
-    whole = time_of_reports(config, reports, world_size, DEVICE, 8)
+    whole = predict_from_reports(config, reports, world_size, DEVICE, 8)
     few = predict(config, world_size, DEVICE)
-    assert few.time.parts["products"] == pytest.approx(whole.time.parts["products"], rel=1e-6)
+    assert few.parts["products"] == pytest.approx(whole.parts["products"], rel=1e-6)
     assert few.seconds == pytest.approx(whole.seconds, rel=0.02)
     assert few.memory_bytes / RESERVED[False] == pytest.approx(max(r.peak_bytes for r in reports), rel=0.03)
-    assert "tokens/s per device, MFU" in describe(few, DEVICE)
+    assert "tokens/s per device, MFU" in str(few)
 
 
 @pytest.mark.slow
@@ -110,6 +113,26 @@ def test_published_rows_that_were_not_fitted(tmp_path: Path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "words",
+    [["--config=debugmodel", "--module=llama4"], ["--config=debugmodel", "--optimizer.name=Muon"]],
+    ids=["chunks", "Muon"],
+)
+def test_all_models_and_optimizers_have_dry_runs(tmp_path: Path, words: list[str]):
+    assert predict(configuration(tmp_path, *words), 4, DEVICE).seconds > 0
+
+
+@pytest.mark.slow
+def test_an_optimizer_in_host_memory_needs_none_of_the_device(tmp_path: Path):
+    offloaded, plain = (
+        predict(configuration(tmp_path, f"--optimizer.name={name}", config="debugmodel"), 2, DEVICE)
+        for name in ("AdamWOffload", "AdamW")
+    )
+    states = 2 * 4 * 4_196_608 / 2  # two float32 moments of the parameters, on two devices
+    assert (plain.memory_bytes - offloaded.memory_bytes) / RESERVED[False] == pytest.approx(states, rel=0.01)
+
+
+@pytest.mark.slow
 def test_plan_fits_and_ranks(tmp_path: Path):
     words = ["--training.global_batch_size=64", "--training.seq_len=2048"]
     device = dataclasses.replace(DEVICE, memory_gib=1.0)
@@ -120,10 +143,11 @@ def test_plan_fits_and_ranks(tmp_path: Path):
     assert found.n_compared > found.n_too_large > 0
     assert "slower" in found.reason(1)
     best = found.options[0]
-    chosen = [f"{name}={value}" for name, value in zip(best.words[::2], best.words[1::2], strict=True)]
-    again = configuration(tmp_path, *words, *chosen, config="debugmodel")
-    assert again.training.resolve_global_batch_size(best.dims.dp_degree) == 64
-    assert again.check_layout(8) == best.dims
+    words += ["--parallelism.tensor_parallel_degree=8", "--parallelism.expert_tensor_parallel_degree=8"]
+    other = configuration(tmp_path, *words, config="debugmodel")
+    again = configuration(tmp_path, *words, *option_words(other, best.values), config="debugmodel")
+    assert again.training.resolve_global_batch_size(best.layout.dims.dp_degree) == 64
+    assert again.check_layout(8) == best.layout.dims
 
 
 @pytest.mark.slow
@@ -145,10 +169,22 @@ def test_nothing_fits(tmp_path: Path):
         plan(config, 2, device)
 
 
-def test_mistake_on_the_command_line_is_one_line(capsys: pytest.CaptureFixture[str]):
-    assert main(["plan", "--devices=2", "--device=h1000"]) == 2
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("--device=h1000", "unknown device 'h1000' (there are: h100, "),
+        ("--devices=0", "--devices is 0"),
+        ("--global_batch_size=-5", "--global_batch_size is -5"),
+        ("--module=rl --config=rl_debugmodel", "a dry run cannot sample answers"),
+        ("--apply=/nowhere/best.yaml", "--apply '/nowhere/best.yaml' cannot be written"),
+        ("--apply=.", "--apply '.' cannot be written"),
+        ("--device_file=/nowhere", "--device_file '/nowhere' cannot be read"),
+    ],
+)
+def test_mistake_on_the_command_line_is_one_line(word: str, message: str, capsys: pytest.CaptureFixture[str]):
+    assert main(["plan", "--devices=2", *word.split()]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("torchtitan plan: unknown device 'h1000' (there are: h100, ")
+    assert line.startswith(f"torchtitan plan: {message}")
 
 
 def test_devices(tmp_path: Path):
@@ -161,11 +197,11 @@ def test_devices(tmp_path: Path):
     for text, message in {
         "[": "cannot be read as YAML",
         "3": "must map names",
-        "name: x": "missing bfloat16_flops",
-        yaml.safe_dump({**own, "speed": 1}): "unknown speed",
+        "name: x": "missing keys memory_gib",
+        yaml.safe_dump({**own, "speed": 1}): "unknown keys speed",
         yaml.safe_dump({**own, "memory_gib": "much"}): "memory_gib must be a number above 0, not 'much'",
         yaml.safe_dump({**own, "memory_gib": -1}): "memory_gib must be a number above 0",
-        yaml.safe_dump({**own, "is_asynchronous": "maybe"}): "is_asynchronous must be of type bool",
+        yaml.safe_dump({**own, "is_asynchronous": "maybe"}): "is_asynchronous. is 'maybe', but must be",
     }.items():
         path.write_text(text)
         with pytest.raises(UserError, match=message):
@@ -175,19 +211,28 @@ def test_devices(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_auto_writes_its_layout_and_keeps_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("processes", [1, 2])
+def test_auto_writes_its_layout_and_keeps_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: int):
     monkeypatch.setattr("torchtitan.cli.auto_layout._own_device", lambda *sizes: DEVICE)
-    monkeypatch.setenv("NGPU", "1")
+    monkeypatch.setenv("NGPU", str(processes))
     options = ["--parallelism.auto", "--training.seq_len=32", "--validator.enable=false", "--checkpoint.enable"]
     run = ["train", "--config=debugmodel", f"--dump_folder={tmp_path}", "--checkpoint.interval=1", *options]
     assert main([*run, "--training.steps=1"]) == 0
     written = yaml.safe_load((tmp_path / "config.yaml").read_text())
     assert written["parallelism"]["auto"] is False
-    assert written["training"]["global_batch_size"] == 8
+    assert written["training"]["global_batch_size"] == 8 * processes
+    assert prod(written["parallelism"][name.removeprefix("parallelism.")] for name in MESH) == processes
+    assert read_metrics(tmp_path, "loss")
     written["training"]["local_batch_size"] = 2  # not the choice of a plan
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(written))
-    kept = layout_words(configuration(tmp_path, "--checkpoint.enable", config="debugmodel"), 1, 1)
+    kept = layout_words(configuration(tmp_path, "--checkpoint.enable", config="debugmodel"), processes, processes)
     assert kept[kept.index("--training.local_batch_size") + 1] == "2"
+
+
+def test_gpus_by_name():
+    assert device_of_gpu("NVIDIA H100 80GB HBM3") == DEVICE
+    assert device_of_gpu("NVIDIA H200") == DEVICES["h200"]
+    assert device_of_gpu("NVIDIA H100 PCIe") is None and device_of_gpu("NVIDIA H200 NVL") is None
 
 
 def test_auto_needs_the_launcher(tmp_path: Path):

@@ -14,7 +14,7 @@ from tests.models.family_cases import relative_error
 from torchtitan.components import load_balance
 from torchtitan.components.load_balance import LoadBalancer
 from torchtitan.models.common.moe.experts import InputScaledExperts, RoutedExperts, clamped_swiglu, swiglu
-from torchtitan.models.common.moe.layer import MoEConfig, SigmoidMoEConfig
+from torchtitan.models.common.moe.layer import MoEConfig
 from torchtitan.models.common.moe.router import Router, TopK, softmax
 from torchtitan.protocols.load_balance import PenaltyConfig, SelectionBias
 from torchtitan.tools.errors import UserError
@@ -382,11 +382,12 @@ def test_starving_experts_are_named_once(monkeypatch: pytest.MonkeyPatch, log: p
         (MoEConfig(n_experts=4, top_k=1, layer_types=[]), "layer_types is \\[\\], but must be at least one type"),
         (MoEConfig(n_experts=4, top_k=1, penalties=PenaltyConfig(z_loss=-1.0)), "penalties.z_loss is -1.0"),
         (MoEConfig(n_experts=4, top_k=1, penalties=PenaltyConfig(z_loss=math.nan)), "penalties.z_loss is nan"),
-        (SigmoidMoEConfig(n_experts=8, top_k=2, n_group=3), "n_group 3 must divide --model.moe.n_experts 8"),
-        (SigmoidMoEConfig(n_experts=8, top_k=2, n_group=2, topk_group=3), "topk_group 3 of them must have"),
-        (SigmoidMoEConfig(n_experts=8, top_k=3, n_group=4), "topk_group 1 of them must have --model.moe.top_k 3"),
-        (SigmoidMoEConfig(n_experts=8, top_k=2, bias_rate=-0.1), "bias_rate is -0.1"),
-        (SigmoidMoEConfig(n_experts=8, top_k=2, n_shared_experts=0), "n_shared_experts is 0"),
+        (MoEConfig(n_experts=8, top_k=2, n_group=3), "n_group 3 must divide --model.moe.n_experts 8"),
+        (MoEConfig(n_experts=8, top_k=2, n_group=2, topk_group=3), "topk_group 3 of them must have"),
+        (MoEConfig(n_experts=8, top_k=3, n_group=4), "topk_group 1 of them must have --model.moe.top_k 3"),
+        (MoEConfig(n_experts=8, top_k=2, selection_bias=True, bias_rate=-0.1), "bias_rate is -0.1"),
+        (MoEConfig(n_experts=8, top_k=2, bias_rate=0.1), "bias_rate is 0.1, but must be 0 without the bias"),
+        (MoEConfig(n_experts=8, top_k=2, n_shared_experts=-1), "n_shared_experts is -1"),
     ],
 )
 def test_impossible_experts_are_rejected(config: MoEConfig, message: str) -> None:

@@ -452,7 +452,8 @@ def test_metrics_of_load_are_the_same_in_any_layout(tmp_path: Path) -> None:
 
 def last_means(folder: Path, module: str, *words: str) -> dict[str, float]:
     """Train a debug model for 300 steps; return the means of its metrics over the last 50."""
-    words = ("--module", module, "--config", "debugmodel", "--dump_folder", str(folder), *words)
+    config = "qwen3_5_moe_debugmodel" if module == "qwen3_5" else "debugmodel"
+    words = ("--module", module, "--config", config, "--dump_folder", str(folder), *words)
     logging = ("--training.steps", "300", "--metrics.log_freq", "1", "--validator.no_enable")
     run(ConfigManager().parse_args([*words, *logging]).config)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()[-50:]]
@@ -466,7 +467,7 @@ WITHOUT_BALANCE = ("--model.moe.penalties.sequence_loss", "0", "--model.moe.pena
 @pytest.mark.parametrize(
     ("module", "without"),
     [
-        *((name, ()) for name in ("mixtral", "qwen3_moe", "gpt_oss", "llama4")),
+        *((name, ()) for name in ("mixtral", "qwen3_moe", "gpt_oss", "llama4", "qwen3_5")),
         *((name, ("--model.moe.bias_rate", "0")) for name in ("glm4_moe", "deepseek_v3")),
     ],
 )

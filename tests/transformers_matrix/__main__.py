@@ -16,7 +16,7 @@ import transformers
 from tests.conftest import PROJECT
 from tests.models.transformers.model_types import CAUSAL, IMAGE_TEXT
 from tests.tables import Row as TableRow
-from tests.tables import as_markdown, markers, print_table, write_docs
+from tests.tables import as_markdown, print_table, stored_rows, write_docs
 from tests.transformers_matrix.mechanisms import MECHANISMS, MechanismRow, run_mechanisms
 from tests.transformers_matrix.trial import TOLERANCE, Row, run_trial
 from torchtitan.cli.ls import ls
@@ -152,14 +152,6 @@ def mechanism_cells(row: MechanismRow) -> tuple[str, ...]:
 def cells(row: Row) -> tuple[str, ...]:
     """Return the text of a row for each of `COLUMNS`."""
     return row.model_type, row.class_name, row.packing, row.tensor_parallel, row.head, verdict(row)
-
-
-def stored_rows(page: Path, name: str) -> dict[str, tuple[str, ...]]:
-    """Return the first cell → all cells of each line of the table `name` on a page."""
-    begin, end = markers(name)
-    text = page.read_text().partition(begin)[2].partition(end)[0]
-    lines = [tuple(re.split(r" ?\| ?", line)[1:-1]) for line in text.splitlines() if line.startswith("| ")]
-    return {line[0]: line for line in lines}
 
 
 def merge(page: Path, rows: Sequence[TableRow]) -> str:

@@ -24,29 +24,25 @@ if TYPE_CHECKING:
     from torchtitan.config.manager import ResolvedConfig
     from torchtitan.trainer.data_progress import DataProgress
 
-_USAGE = """usage: torchtitan data prepare|inspect|show [options]
-
-  prepare   encode data ahead of a run, in parts on any number of processes and hosts
-  inspect   show the training data of a configuration: counts, lengths, dropped rows, and the first windows
-  show      show the documents of one training step
-
-All accept the options of `torchtitan train`; `torchtitan data inspect --help` lists them."""
-
-
 _DESCRIPTIONS = {
     "prepare": data_prepare.DESCRIPTION,
     "inspect": "Show the training data of a configuration: counts, lengths, dropped rows with reasons, and the first "
     "windows with trained tokens marked. No model is built.",
-    "show": "Show the documents of a training step with trained tokens marked, from the run's ledger "
+    "show": "Show the documents of a training step with trained tokens marked. They come from the run's ledger "
     "(--debug.ledger) or, without a ledger, from the configuration and its seed.",
 }
+
+_ALSO = "All options of `torchtitan train` are also accepted."
 
 
 def data(args: Sequence[str]) -> int:
     """Run the named subcommand and return the exit code, 2 for a user's mistake."""
     command, *words = args or ["--help"]
     if command in ("-h", "--help"):
-        print(_USAGE)
+        print("usage: torchtitan data prepare|inspect|show [options]\n")
+        for name, text in _DESCRIPTIONS.items():
+            print(f"  {name:<9} {text.partition('. ')[0]}")
+        print(f"\n{_ALSO}")
         return 0
     if command not in _DESCRIPTIONS:
         print_error("data", f"unknown command '{command}' (there are: {', '.join(_DESCRIPTIONS)})")
@@ -60,7 +56,7 @@ def _parse_and_run(command: str, args: Sequence[str]) -> None:
     parser = Parser(
         f"torchtitan data {command}", description=_DESCRIPTIONS[command], allow_abbrev=False, add_help=False
     )
-    parser.epilog = "All options of `torchtitan train` are also accepted."
+    parser.epilog = _ALSO
     if command == "inspect":
         parser.add_argument("--samples", type=int, default=5, metavar="N", help="windows to show (default: 5)")
         parser.add_argument("--html", type=Path, metavar="FILE", help="also write an HTML page with all tokens")

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchtitan.tools.errors import UserError
-from torchtitan.tools.logging import logger
+from torchtitan.cli.model_options import run_command
 from torchtitan.tools.parser import Parser
 
 if TYPE_CHECKING:
@@ -27,13 +26,9 @@ def doctor(args: Sequence[str]) -> int:
         epilog="On several hosts: torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint "
         "node-1:29500 -m torchtitan doctor. The exit code is 1 on hosts that are out of line.",
     )
-    parser.add_argument("--dump_folder", default="./outputs", help="folder whose disk is measured (default ./outputs)")
+    parser.add_argument("--dump_folder", type=Path, default="./outputs", help="measured folder (default ./outputs)")
     arguments = parser.parse_args(args)
-    try:
-        return _check(Path(arguments.dump_folder))
-    except UserError as error:
-        logger.error("%s", error)
-        return 2
+    return run_command("doctor", lambda: _check(arguments.dump_folder))
 
 
 def _check(folder: Path) -> int:

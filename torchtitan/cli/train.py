@@ -84,16 +84,15 @@ def _train(args: list[str]) -> int:
 def _dry_run(config: Any) -> None:
     from torchtitan.dry_run import dry_run
     from torchtitan.foresight.device_choice import device_in_file, device_named
-    from torchtitan.foresight.output import describe
-    from torchtitan.foresight.prediction import time_of_reports
+    from torchtitan.foresight.prediction import predict_from_reports
 
     world_size = environment_number("NNODES", default=1, minimum=1) * _named_processes(default=1)
     name = os.environ.get("DEVICE", "h100")
     is_file = name.endswith((".yaml", ".yml"))
     device = device_in_file(Path(name)) if is_file else device_named(name, world_size)
     per_host = environment_number("DEVICES_PER_HOST", default=8, minimum=1)
-    prediction = time_of_reports(config, dry_run(config, world_size), world_size, device, per_host)
-    print(describe(prediction, device))
+    prediction = predict_from_reports(config, dry_run(config, world_size), world_size, device, per_host)
+    print(prediction)
     numbers = {  # by the names of metrics, to which `torchtitan report` compares them
         "step_time": prediction.seconds,
         "tokens_per_second": prediction.tokens_per_second * world_size,

@@ -1,6 +1,7 @@
 """`LoadBalancer`: balance the experts of a model by the load of the whole global batch, in any layout."""
 
 import contextlib
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan.distributed.initialize import canonical_name
+from torchtitan.distributed.process_group import gather_objects
 from torchtitan.protocols.load_balance import LoadBalanced, PenaltyConfig
 from torchtitan.protocols.tensor_source import summarize_names
 from torchtitan.tools.logging import logger
@@ -39,14 +41,11 @@ class LoadBalancer:
         groups = {name: mesh.get_group(name) for name in names if mesh is not None and mesh[name].size() > 1}
         self._pipeline = groups.pop("pp", None)  # its ranks have other routers; ranks of the others route other tokens
         self._groups = groups.values()
-        penalties = [router.penalties for router in routers.values()]
-        flags = [any(p.batch_loss for p in penalties), any(p != PenaltyConfig() for p in penalties), bool(routers)]
-        if mesh is not None and self._pipeline is not None:
-            reduced = torch.tensor(flags, dtype=torch.int32, device=mesh.device_type)
-            dist.all_reduce(reduced, dist.ReduceOp.MAX, self._pipeline)
-            flags = reduced.tolist()
-        self.needs_load, self.has_losses, self.has_routers = map(bool, flags)
-        """True if any stage of the pipeline needs `measuring`, has auxiliary losses, has routers."""
+        stages = self._of_stages([router.penalties for router in routers.values()])
+        penalties = [each for stage in stages for each in stage]
+        self.needs_load, self.has_routers = any(each.batch_loss for each in penalties), bool(penalties)
+        self.has_losses = any(each != PenaltyConfig() for each in penalties)
+        """True if any stage of the pipeline needs `measuring`, has routers, has auxiliary losses."""
 
     def start_step(self, n_tokens: int, gradient_degree: int, device: torch.device) -> None:
         """Begin a step, in which this rank routes `n_tokens`, over all micro-batches (0: unknown). Each rank's
@@ -97,26 +96,23 @@ class LoadBalancer:
         - `selection_bias/LAYER`: largest minus smallest
         - `dropped_tokens/LAYER`: choices of the batch's tokens that were not counted, if these are known
         """
-        numbers: dict[str, Tensor] = {}
+        values: dict[str, float] = {}
         starving: list[str] = []
         for (name, router), totals, idle in zip(self._routers.items(), self._totals, self._idle_steps, strict=True):
-            counts_E, entropy = totals[:-1], totals[-1]
-            if not counts_E.any():
+            counts_E, entropy, n_pairs = totals[:-1], totals[-1], totals[:-1].sum()
+            if not n_pairs:
                 continue  # below the first trained layer, nothing counts
-            numbers[f"expert_load/{name}"] = counts_E.max() * router.n_experts / counts_E.sum().clamp(min=1)
-            numbers[f"router_entropy/{name}"] = entropy / 2**20 * router.top_k / counts_E.sum()
+            own = {"expert_load": counts_E.max() * router.n_experts / n_pairs}
+            own["router_entropy"] = entropy / 2**20 / math.log(max(router.n_experts, 2)) * router.top_k / n_pairs
             if self._n_tokens:
-                numbers[f"dropped_tokens/{name}"] = self._n_tokens * router.top_k - counts_E.sum()
+                own["dropped_tokens"] = self._n_tokens * router.top_k - n_pairs
             if router.selection is not None:
-                numbers[f"selection_bias/{name}"] = router.selection.bias_E.max() - router.selection.bias_E.min()
+                own["selection_bias"] = router.selection.bias_E.max() - router.selection.bias_E.min()
+            values |= {f"{key}/{name}": float(number) for key, number in own.items()}
             starving += [f"{name} expert {e}" for e, steps in enumerate(idle.tolist()) if steps >= _STARVING_STEPS]
-        values = {name: float(number) for name, number in numbers.items()}
-        if self._pipeline is not None:
-            parts: list[Any] = [None] * self._pipeline.size()
-            dist.all_gather_object(parts, (values, starving), self._pipeline)
-            values = {name: value for part, _ in parts for name, value in part.items()}
-            starving = [name for _, names in parts for name in names]
-        if new := [name for name in starving if name not in self._reported]:
+        stages = self._of_stages((values, starving))
+        values = {name: value for part, _ in stages for name, value in part.items()}
+        if new := [name for _, names in stages for name in names if name not in self._reported]:
             self._reported.update(new)
             logger.warning(
                 f"{summarize_names(new)}: less than {_STARVING_SHARE:.0%} of the mean load in each of the last "
@@ -125,6 +121,10 @@ class LoadBalancer:
             )
         loads = [value for name, value in values.items() if name.startswith("expert_load/")]
         return {"expert_load": max(loads), **values} if loads else {}
+
+    def _of_stages(self, value: Any) -> list[Any]:
+        """Return this value of each stage of the pipeline."""
+        return [value] if self._pipeline is None else gather_objects(value, self._pipeline)
 
     def _global_totals(self) -> Sequence[Tensor]:
         """Return the totals of each router, summed over ranks: one exchange for all of them."""

@@ -27,6 +27,11 @@ class Muon(torch.optim.Muon):
     iterates, and each rank orthogonalizes one whole update, as a single process does.
     """
 
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options)
+        # Found by computations on tensors, which have no values during a dry run's step.
+        self._own_parts = {matrix: _own_part(matrix) for group in self.param_groups for matrix in group["params"]}
+
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
@@ -49,7 +54,7 @@ class Muon(torch.optim.Muon):
         if update is not None:
             update = orthogonalize(update, group["ns_coefficients"], group["ns_steps"], group["eps"])
         for index, matrix in enumerate(matrices):
-            part = _shared(update if index == own else None, matrix, index)
+            part = _shared(update if index == own else None, matrix, index)[self._own_parts[matrix]]
             local = _local(matrix)
             local.mul_(1 - group["lr"] * group["weight_decay"])
             rate = adjusted_lr(group["lr"], group["adjust_lr_fn"], matrix.shape)
@@ -71,7 +76,7 @@ class Muon(torch.optim.Muon):
 
 
 def _shared(update: Tensor | None, matrix: Tensor, index: int) -> Tensor:
-    """Send the update from the rank at a flat index of the matrix's mesh, and return this rank's part of it."""
+    """Send the update from the rank at a flat index of the matrix's mesh, and return it."""
     if not isinstance(matrix, DTensor):
         assert update is not None
         return update
@@ -84,8 +89,15 @@ def _shared(update: Tensor | None, matrix: Tensor, index: int) -> Tensor:
     for dim in reversed(range(mesh.ndim)):
         if coordinate[:dim] == source[:dim]:
             dist.broadcast(update, group=mesh.get_group(dim), group_src=source[dim])
-    shape, offset = compute_local_shape_and_global_offset(matrix.shape, mesh, matrix.placements)
-    return update[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]
+    return update
+
+
+def _own_part(matrix: Tensor) -> tuple[slice, ...]:
+    """Return this rank's part of a matrix."""
+    if not isinstance(matrix, DTensor):
+        return ()
+    shape, offset = compute_local_shape_and_global_offset(matrix.shape, matrix.device_mesh, matrix.placements)
+    return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
 
 
 def _coordinates(mesh: DeviceMesh) -> list[tuple[int, ...]]:

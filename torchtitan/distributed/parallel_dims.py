@@ -46,8 +46,8 @@ class ParallelDims:
         """Resolve `-1`. Raise `UserError` if the degrees do not multiply to `world_size`."""
         config.validate()
         degrees: dict[str, int] = {name: getattr(config, name) for name in _DEGREES}
-        others = {name: degree for name, degree in degrees.items() if name != "data_parallel_shard_degree"}
         if config.data_parallel_shard_degree == -1:
+            others = {name: degree for name, degree in degrees.items() if name != "data_parallel_shard_degree"}
             if world_size % prod(others.values()):
                 product, divide = _product(others), "does" if sum(d > 1 for d in others.values()) == 1 else "do"
                 raise UserError(f"{product} {divide} not divide the number of processes, {world_size} (NGPU)")
@@ -64,8 +64,8 @@ class ParallelDims:
         allowed = f"1 or --parallelism.tensor_parallel_degree {dims.tp}"
         require(dims.etp in (1, dims.tp), "--parallelism.expert_tensor_parallel_degree", dims.etp, allowed)
         if dims.dp_shard * dims.cp * dims.tp // dims.etp % dims.ep:
-            names = ["data_parallel_shard_degree", "context_parallel_degree"]
-            ranks = {name: degrees[name] for name in [*names, *(["tensor_parallel_degree"] if dims.etp == 1 else [])]}
+            inner = ["dp_shard", "cp", *(["tp"] if dims.etp == 1 else [])]
+            ranks = {name: degrees[name] for name, field in _DEGREES.items() if field in inner}
             raise UserError(f"--parallelism.expert_parallel_degree {dims.ep} does not divide {_product(ranks)}")
         return dims
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -14,27 +14,6 @@ from torchtitan.protocols.converter import converter_of
 from torchtitan.protocols.output_head import compute_logits
 from torchtitan.protocols.sharding import Features, ShardingPlan, TensorSharding, features_of
 from torchtitan.tools.errors import UserError
-
-_EMBEDDINGS: tuple[TensorSharding, ...] = ("vocabulary", "vocabulary to whole")
-
-_SHARDED_FEATURES: Mapping[TensorSharding, Features] = {
-    "own heads": "out",
-    "columns": "out",
-    "parts to columns": "out",
-    "shared to columns": "out",
-    "rows": "in",
-    "columns to whole": "out",
-    "rows to whole": "in",
-    "whole to rows": "in",
-}
-"""Sharding → the features over which a linear layer is split."""
-
-_LAYER_KINDS: Mapping[TensorSharding, type[nn.Module]] = {
-    **dict.fromkeys(_EMBEDDINGS, nn.Embedding),
-    **dict.fromkeys(_SHARDED_FEATURES, nn.Linear),
-    "own heads": nn.Module,
-}
-"""Sharding → required class of its modules; other shardings accept any module."""
 
 
 class _Interface(NamedTuple):
@@ -50,25 +29,37 @@ class _Interface(NamedTuple):
     """True if the output is the local shard instead of a DTensor."""
     gradients: tuple[list[Placement] | None, list[Placement] | None] = (None, None)
     """Placements of the gradients of a plain input and output; None: the placements of the tensors."""
+    features: Features | None = None
+    """Features over which parameters are split; None: each rank has all."""
+    kind: type[nn.Module] = nn.Module
+    """Required class of the module."""
 
+
+_COLUMNS: Any = {"features": "out", "kind": nn.Linear}
+_ROWS: Any = {"features": "in", "kind": nn.Linear}
+_VOCABULARY: Any = {"features": "in", "kind": nn.Embedding}
 
 _INTERFACES: Mapping[TensorSharding, _Interface] = {
-    "vocabulary": _Interface(Replicate(), Replicate(), output=Shard(1)),
+    "vocabulary": _Interface(Replicate(), Replicate(), output=Shard(1), **_VOCABULARY),
     "sequence": _Interface(Shard(1), Shard(1)),
     "final norm": _Interface(Shard(1), Shard(1), use_local_output=False),
-    **dict.fromkeys(("heads", "own heads"), _Interface(Shard(2), Shard(2))),
+    "heads": _Interface(Shard(2), Shard(2)),
+    "own heads": _Interface(Shard(2), Shard(2), features="out"),
     "all heads": _Interface(Shard(-1), Replicate(), output=Shard(-1)),
     "whole sequence": _Interface(Shard(1), Replicate()),
-    "columns": _Interface(Replicate(), Replicate(), output=Shard(-1)),
-    "parts to columns": _Interface(Shard(1), Replicate(), output=Shard(-1)),
+    "columns": _Interface(Replicate(), Replicate(), output=Shard(-1), **_COLUMNS),
+    "parts to columns": _Interface(Shard(1), Replicate(), output=Shard(-1), **_COLUMNS),
     "parts to shared": _Interface(Shard(1), Replicate(), output=Replicate(), gradients=(None, [Partial()])),
-    "shared to columns": _Interface(Replicate(), Replicate(), output=Shard(-1), gradients=([Partial()], None)),
-    "rows": _Interface(Shard(-1), Shard(-1), output=Shard(1)),
-    "columns to whole": _Interface(Replicate(), Replicate(), output=Replicate()),
-    "rows to whole": _Interface(Shard(-1), Shard(-1), output=Replicate()),
-    "whole to rows": _Interface(Replicate(), Shard(-1), output=Replicate()),
-    "vocabulary to whole": _Interface(Replicate(), Replicate(), output=Replicate()),
+    "shared to columns": _Interface(
+        Replicate(), Replicate(), output=Shard(-1), gradients=([Partial()], None), **_COLUMNS
+    ),
+    "rows": _Interface(Shard(-1), Shard(-1), output=Shard(1), **_ROWS),
+    "columns to whole": _Interface(Replicate(), Replicate(), output=Replicate(), **_COLUMNS),
+    "rows to whole": _Interface(Shard(-1), Shard(-1), output=Replicate(), **_ROWS),
+    "whole to rows": _Interface(Replicate(), Shard(-1), output=Replicate(), **_ROWS),
+    "vocabulary to whole": _Interface(Replicate(), Replicate(), output=Replicate(), **_VOCABULARY),
     "whole": _Interface(Replicate(), Replicate(), output=Replicate()),
+    "local tokens": _Interface(Shard(1), Shard(1)),
 }
 
 
@@ -88,7 +79,6 @@ def _parallelize(module: nn.Module, mesh: DeviceMesh, sharding: TensorSharding) 
     if sharding == "local tokens":
         return _replicate(module, mesh)
     interface = _INTERFACES[sharding]
-    features: Features | None = "in" if sharding in _EMBEDDINGS else _SHARDED_FEATURES.get(sharding)
 
     def prepare_input(_: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> Any:
         first, *others = inputs
@@ -104,7 +94,7 @@ def _parallelize(module: nn.Module, mesh: DeviceMesh, sharding: TensorSharding) 
         return output.to_local(grad_placements=interface.gradients[1]) if interface.use_local_output else output
 
     def partition(_: str, part: nn.Module, mesh: DeviceMesh) -> None:
-        shard_parameters(part, mesh, features)
+        shard_parameters(part, mesh, interface.features)
 
     if sharding == "whole sequence":  # its submodules have their own entries
         module.register_forward_pre_hook(lambda module, inputs: prepare_input(module, inputs, mesh))
@@ -149,16 +139,17 @@ def check_parts(model: nn.Module, plan: ShardingPlan, degree: int) -> None:
         parts = list(_parts(model, pattern))
         _check_entry(f"the sharding plan's entry '{pattern}': '{sharding}'", sharding, parts)
         for name, module in parts:
-            if module is not None and sharding in _SHARDED_FEATURES:
-                _check_parts_of(name, module, _SHARDED_FEATURES[sharding], degree)
+            features = _INTERFACES[sharding].features
+            if features and not isinstance(module, nn.Embedding | None):
+                _check_parts_of(name, module, features, degree)
 
 
 def _check_entry(entry: str, sharding: TensorSharding, parts: list[tuple[str, nn.Module | None]]) -> None:
-    if sharding not in get_args(TensorSharding):
-        raise UserError(f"{entry} is none of {', '.join(get_args(TensorSharding))}")
+    if sharding not in _INTERFACES:
+        raise UserError(f"{entry} is none of {', '.join(_INTERFACES)}")
     if not parts:
         raise UserError(f"{entry} names no module of the model")
-    kind = _LAYER_KINDS.get(sharding, nn.Module)
+    kind = _INTERFACES[sharding].kind
     for name, module in parts:
         if not isinstance(module, kind | None):
             raise UserError(f"{entry} is for {kind.__name__}, and {name} is {type(module).__name__}")

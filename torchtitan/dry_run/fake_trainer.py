@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from torchtitan.components.checkpoint import CheckpointManager
+from torchtitan.components.data import PromptDataLoader
 from torchtitan.components.data.base import BaseDataLoader, Batch
 from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.components.tokenizer import Tokenizer
@@ -21,6 +22,7 @@ from torchtitan.dry_run.microbatch_replay import MicrobatchReplay
 from torchtitan.dry_run.observer import observing
 from torchtitan.dry_run.work_tracker import Work, WorkTracker
 from torchtitan.protocols.experts import StackedExperts
+from torchtitan.tools.errors import UserError
 from torchtitan.tools.torch_private import FakeTensorMode, fsdp_parameters, gathered_weights
 from torchtitan.trainer import StepResult, Trainer
 
@@ -82,7 +84,9 @@ class ZeroBatches(BaseDataLoader):
 
 def without_data(config: Trainer.Config) -> Trainer.Config:
     """Copy a configuration without data, checkpoints and compilation, with its longest windows; read the tokenizer for
-    its size, if needed."""
+    its size, if needed. Raise `UserError` for a trainer that samples its data."""
+    if isinstance(config.dataloader, PromptDataLoader.Config):
+        raise UserError("a dry run cannot sample answers; try --module auto --config sft with the same model")
     vocab_size = config.model_spec.model.vocab_size
     if vocab_size is None:
         vocab_size = config.tokenizer.build(path=config.hf_assets_path).vocab_size
@@ -139,6 +143,8 @@ class FakeTrainer(Trainer):
         for module in (module for part in self.model_parts for module in part.modules()):
             if hasattr(module, "device_type"):
                 module.device_type = "cuda"  # type: ignore[assignment]
+            if hasattr(module, "has_chunks"):
+                module.has_chunks = False  # type: ignore[assignment]  # windows cost the same, and need no values
             if isinstance(module, StackedExperts) and isinstance(module.exchange, TokenExchange):
                 module.exchange.is_balanced = True
         with self.fake_mode:

@@ -1,10 +1,9 @@
 """The least recomputation with which a step fits in the memory of a GPU, for `--activation_checkpoint.mode auto`."""
 
 import dataclasses
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torchtitan.components.data import PromptDataLoader
-from torchtitan.config import ActivationCheckpointConfig
 from torchtitan.dry_run.report import reports_of
 from torchtitan.tools.device import device_type, total_memory
 from torchtitan.tools.errors import UserError, in_words
@@ -13,7 +12,7 @@ from torchtitan.trainer import Trainer
 
 ConfigT = TypeVar("ConfigT", bound=Trainer.Config)
 
-_USABLE = 0.95
+USABLE = 0.95
 """Part of the memory that PyTorch may reserve; the CUDA context and NCCL take some, too."""
 
 
@@ -24,25 +23,25 @@ def with_fitting_checkpoints(config: ConfigT, world_size: int) -> ConfigT:
     if config.activation_checkpoint.mode != "auto":
         return config
     if device_type() != "cuda":
-        return _with_mode(config, "none")
+        return with_mode(config, "none")
     if isinstance(config.dataloader, PromptDataLoader.Config):  # a dry run cannot sample answers
-        return _with_mode(config, "selective")
+        return with_mode(config, "selective")
     memory, needed = total_memory(), []
     for mode in ("none", "selective"):
         try:
-            peak = max(report.peak_reserved_bytes for report in reports_of(_with_mode(config, mode), world_size))
+            peak = max(report.peak_reserved_bytes for report in reports_of(with_mode(config, mode), world_size))
         except UserError:
             raise
         except Exception as error:  # a step of a subclass may need values, which fake tensors do not have
             reason = in_words(error)
             logger.warning("activation checkpointing: selective, since a dry run cannot take this step (%s)", reason)
-            return _with_mode(config, "selective")
+            return with_mode(config, "selective")
         needed.append(f"{mode} {peak / 2**30:.1f} GiB")
-        if peak <= _USABLE * memory:
+        if peak <= USABLE * memory:
             break
     else:
         mode = "full"
-    chosen = _with_mode(config, mode)
+    chosen = with_mode(config, mode)
     chosen.check_layout(world_size)
     logger.info(
         "activation checkpointing: %s (--activation_checkpoint.mode auto; by dry runs, a step reserves with %s, and "
@@ -54,6 +53,9 @@ def with_fitting_checkpoints(config: ConfigT, world_size: int) -> ConfigT:
     return chosen
 
 
-def _with_mode(config: ConfigT, mode: str) -> ConfigT:
-    chosen = ActivationCheckpointConfig(**{**dataclasses.asdict(config.activation_checkpoint), "mode": mode})
-    return dataclasses.replace(config, activation_checkpoint=chosen)
+def with_mode(config: ConfigT, mode: str) -> ConfigT:
+    """Return a copy with another mode of activation checkpointing."""
+    chosen: Any = mode
+    return dataclasses.replace(
+        config, activation_checkpoint=dataclasses.replace(config.activation_checkpoint, mode=chosen)
+    )

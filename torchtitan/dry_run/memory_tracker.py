@@ -4,7 +4,7 @@ views. Temporary memory inside an operation is not counted."""
 import weakref
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
@@ -57,17 +57,6 @@ class Owner:
     current: Allocation | None = None
 
 
-@dataclass(frozen=True)
-class MemoryUse:
-    """Bytes in use at one moment, by kind."""
-
-    by_kind: dict[MemoryKind, int] = field(default_factory=dict)
-
-    @property
-    def total(self) -> int:
-        return sum(self.by_kind.values())
-
-
 class MemoryTracker(Observer):
     """Track the memory of tensors.
 
@@ -76,7 +65,7 @@ class MemoryTracker(Observer):
         with observing(tracker):
             step()
             tracker.label("gradients", (p.grad for p in model.parameters()))
-        tracker.peak().total                                # bytes
+        tracker.peak().total()                              # bytes
 
     A label applies to the whole life of a storage, including the time before the call.
     """
@@ -102,15 +91,15 @@ class MemoryTracker(Observer):
                 if owner.current is None and storage.nbytes():
                     self._allocate(owner, storage.nbytes())
 
-    def use(self, moment: int | None = None, without: Collection[MemoryKind] = ()) -> MemoryUse:
-        """Return the memory in use at a moment (default: now), except for kinds in `without`."""
-        by_kind: Counter[MemoryKind] = Counter()
-        for allocation, sign in self._events if moment is None else self._events[:moment]:
-            by_kind[allocation.kind] += sign * allocation.n_bytes
-        return MemoryUse({kind: 0 if kind in without else by_kind[kind] for kind in MEMORY_KINDS})
+    def use(self, moment: int | None = None, without: Collection[MemoryKind] = ()) -> Counter[MemoryKind]:
+        """Return the bytes in use at a moment (default: now) by kind, 0 for kinds in `without`."""
+        by_kind: Counter[MemoryKind] = Counter(dict.fromkeys(MEMORY_KINDS, 0))
+        for allocation, sign in self._events[:moment]:
+            by_kind[allocation.kind] += sign * allocation.n_bytes * (allocation.kind not in without)
+        return by_kind
 
-    def peak(self, without: Collection[MemoryKind] = ()) -> MemoryUse:
-        """Return the memory in use at its peak, except for kinds in `without`."""
+    def peak(self, without: Collection[MemoryKind] = ()) -> Counter[MemoryKind]:
+        """Return the bytes in use at their peak by kind, 0 for kinds in `without`."""
         live = most = moment = 0
         for index, (allocation, sign) in enumerate(self._events):
             live += sign * allocation.n_bytes * (allocation.kind not in without)

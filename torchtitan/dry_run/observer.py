@@ -31,25 +31,19 @@ def observing(*observers: Observer) -> Iterator[None]:
     reported as operations on its local tensors, including communication; operations that only infer a *global* shape
     are not reported."""
     mode = _Observation(observers)
-    with contextlib.ExitStack() as stack:
-        wrap = _wrapping(stack)
-        wrap(ShardingPropagator, "_propagate_tensor_meta_non_cached", mode.unobserved)
-        wrap(DecompShardingStrategy, "propagate_strategy", mode.unobserved)
+    wrappers = {
+        (ShardingPropagator, "_propagate_tensor_meta_non_cached"): mode.unobserved,
+        (DecompShardingStrategy, "propagate_strategy"): mode.unobserved,
         # FSDP resizes gathered weights this way, bypassing the dispatcher.
-        wrap(torch.UntypedStorage, "resize_", mode.observing_resize)
+        (torch.UntypedStorage, "resize_"): mode.observing_resize,
+    }
+    with contextlib.ExitStack() as stack:
+        for (owner, name), wrapper in wrappers.items():
+            method = getattr(owner, name)
+            stack.callback(setattr, owner, name, method)
+            setattr(owner, name, wrapper(method))
         stack.enter_context(mode)
         yield
-
-
-def _wrapping(stack: contextlib.ExitStack) -> Callable[[type, str, Callable[..., Any]], None]:
-    """Return a function that replaces a method by `wrapper(method)` until `stack` exits."""
-
-    def wrap(owner: type, name: str, wrapper: Callable[..., Any]) -> None:
-        method = getattr(owner, name)
-        setattr(owner, name, wrapper(method))
-        stack.callback(setattr, owner, name, method)
-
-    return wrap
 
 
 class _Observation(TorchDispatchMode):

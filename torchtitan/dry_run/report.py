@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import sys
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,11 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from torchtitan.components.data import PromptDataLoader
 from torchtitan.distributed import ParallelDims
 from torchtitan.dry_run.fake_trainer import FakeTrainer, fake_trainer, without_data
 from torchtitan.dry_run.memory_tracker import MEMORY_KINDS, MemoryKind
-from torchtitan.dry_run.work_tracker import CommunicationKind, Volume, Work
+from torchtitan.dry_run.work_tracker import CommunicationKind, Work
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
@@ -91,7 +91,7 @@ def report_of(trainer: FakeTrainer) -> RankReport:
     not_on_device = ON_HOST if trainer.config.training.enable_cpu_offload else ()
     if trainer.config.optimizer.name == "AdamWOffload":
         not_on_device = (*not_on_device, "optimizer")
-    in_use = memory.use().by_kind
+    in_use = memory.use()
     peak = memory.peak(without=not_on_device)
     plan = trainer.pipeline_plan
     return RankReport(
@@ -101,25 +101,24 @@ def report_of(trainer: FakeTrainer) -> RankReport:
         parameter_bytes=in_use["parameters"],
         gradient_bytes=in_use["gradients"],
         optimizer_bytes=in_use["optimizer"],
-        peak=peak.by_kind,
-        peak_bytes=peak.total,
+        peak=dict(peak),
+        peak_bytes=peak.total(),
         peak_reserved_bytes=memory.reserved(without=not_on_device),
-        communication=_by_axis(trainer, dims),
+        communication=_by_axis(trainer.work.work, dims),
         model_flops=trainer.flops_per_token * trainer.tokens_per_step / dims.world_size,
         executed_flops=trainer.work.work.flops,
         work=trainer.work.work,
     )
 
 
-def _by_axis(trainer: FakeTrainer, dims: ParallelDims) -> list[Traffic]:
-    volumes: dict[tuple[CommunicationKind, str], Volume] = {}
-    for (kind, ranks), volume in trainer.work.work.volumes.items():
-        key = (kind, axis_of(ranks, dims))
-        volumes[key] = volumes.get(key, Volume()) + volume
-    return [
-        Traffic(kind, axis, volume.calls, volume.n_bytes, round(volume.n_bytes_sent))
-        for (kind, axis), volume in sorted(volumes.items(), key=lambda item: -item[1].n_bytes)
-    ]
+def _by_axis(work: Work, dims: ParallelDims) -> list[Traffic]:
+    groups: defaultdict[tuple[CommunicationKind, str], list[tuple[int, int, float]]] = defaultdict(list)
+    for one, calls in work.transfers.items():
+        numbers = (calls, calls * one.n_bytes, calls * one.n_bytes_sent)
+        groups[one.kind, axis_of(one.ranks, dims)].append(numbers)
+    sums = {key: [sum(column) for column in zip(*rows, strict=True)] for key, rows in groups.items()}
+    traffic = [Traffic(*key, int(calls), int(n_bytes), round(sent)) for key, (calls, n_bytes, sent) in sums.items()]
+    return sorted(traffic, key=lambda one: -one.n_bytes)
 
 
 def axis_of(ranks: tuple[int, ...], dims: ParallelDims) -> str:
@@ -159,8 +158,6 @@ def dry_run(config: Trainer.Config, world_size: int) -> list[RankReport]:
 def _check(config: Trainer.Config) -> None:
     for component in (config.tokenizer, config.dataloader, config.validator, config.checkpoint):
         component.validate()
-    if isinstance(config.dataloader, PromptDataLoader.Config):
-        raise UserError("a dry run cannot sample answers; try --module auto --config sft with the same model")
     if config.activation_checkpoint.mode == "memory_budget":
         raise UserError(
             "--activation_checkpoint.mode memory_budget needs the compiler, which a dry run does not use; set none, "

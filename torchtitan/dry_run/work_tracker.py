@@ -36,27 +36,19 @@ _KIND_OF_WORD: dict[str, CommunicationKind] = {
 _COMMUNICATION_NAMESPACES = ("c10d", "_c10d_functional", "_dtensor")
 
 
-class Channel(NamedTuple):
-    """A kind of communication and the ranks that take part."""
+class Transfer(NamedTuple):
+    """A message of a group of ranks; `n_bytes` counts the whole message."""
 
     kind: CommunicationKind
     ranks: tuple[int, ...]
+    n_bytes: int
 
-
-@dataclass(frozen=True)
-class Volume:
-    """Traffic of this rank through a channel. `n_bytes` counts whole messages; `n_bytes_sent` counts bytes in a ring of
-    n ranks: (n - 1) / n of a message to gather or scatter it, twice as much to all-reduce it."""
-
-    calls: int = 0
-    n_bytes: int = 0
-    n_bytes_sent: float = 0.0
-
-    def __add__(self, other: "Volume") -> "Volume":
-        return Volume(self.calls + other.calls, self.n_bytes + other.n_bytes, self.n_bytes_sent + other.n_bytes_sent)
-
-    def __sub__(self, other: "Volume") -> "Volume":
-        return Volume(self.calls - other.calls, self.n_bytes - other.n_bytes, self.n_bytes_sent - other.n_bytes_sent)
+    @property
+    def n_bytes_sent(self) -> float:
+        """Bytes that this rank sends in a ring of n ranks: (n - 1) / n of a message to gather or scatter it, twice as
+        much to all-reduce it."""
+        part = (len(self.ranks) - 1) / len(self.ranks)
+        return self.n_bytes * {"all-reduce": 2 * part, "send": 1.0, "receive": 0.0}.get(self.kind, part)
 
 
 KernelKind = Literal["product", "attention", "sharding", "other"]
@@ -79,10 +71,10 @@ class Kernel(NamedTuple):
 
 @dataclass
 class Work:
-    """Kernels with their numbers of calls, and the traffic through each channel."""
+    """Kernels and messages with their numbers of calls."""
 
     kernels: Counter[Kernel] = field(default_factory=Counter)
-    volumes: dict[Channel, Volume] = field(default_factory=dict)
+    transfers: Counter[Transfer] = field(default_factory=Counter)
 
     @property
     def flops(self) -> int:
@@ -90,20 +82,15 @@ class Work:
         return sum(kernel.flops * calls for kernel, calls in self.kernels.items())
 
     def copy(self) -> "Work":
-        return Work(self.kernels.copy(), dict(self.volumes))
+        return Work(self.kernels.copy(), self.transfers.copy())
 
     def __iadd__(self, other: "Work") -> "Work":
         self.kernels.update(other.kernels)
-        for channel, volume in other.volumes.items():
-            self.volumes[channel] = self[channel] + volume
+        self.transfers.update(other.transfers)
         return self
 
     def __sub__(self, other: "Work") -> "Work":
-        kernels = Counter({kernel: n - other.kernels[kernel] for kernel, n in self.kernels.items()})
-        return Work(+kernels, {c: self[c] - other[c] for c in self.volumes})
-
-    def __getitem__(self, channel: Channel) -> Volume:
-        return self.volumes.get(channel, Volume())
+        return Work(self.kernels - other.kernels, self.transfers - other.transfers)
 
 
 class WorkTracker(Observer):
@@ -140,10 +127,7 @@ class WorkTracker(Observer):
             return
         ranks = tuple(dist.get_process_group_ranks(_group_in(values)))
         # One side of a collective has the whole message, the other a part of it.
-        n_bytes = max(map(_count_bytes, values))
-        part = (len(ranks) - 1) / len(ranks)
-        passes = {"all-reduce": 2 * part, "send": 1.0, "receive": 0.0}.get(kind, part)
-        self.work += Work(volumes={Channel(kind, ranks): Volume(1, n_bytes, passes * n_bytes)})
+        self.work.transfers[Transfer(kind, ranks, max(map(_count_bytes, values)))] += 1
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

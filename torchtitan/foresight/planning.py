@@ -2,17 +2,18 @@
 
 import dataclasses
 import functools
-import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from itertools import product
+from operator import attrgetter
+from typing import Any
 
-from torchtitan.config import ParallelismConfig
-from torchtitan.distributed import ParallelDims
+from torchtitan.config.sections import PipelineSchedule
+from torchtitan.dry_run.fitting import USABLE, with_mode
 from torchtitan.foresight.device_choice import device_named
 from torchtitan.foresight.devices import Device
-from torchtitan.foresight.prediction import GIB, USABLE, Prediction, compose, layout_of, memory_of, predict, split_of
-from torchtitan.foresight.profile import Checkpointing, Profile, Split, profile, with_vocabulary
+from torchtitan.foresight.prediction import GIB, Estimate, Layout, Prediction
+from torchtitan.foresight.profile import facts_of, profile, with_vocabulary
 from torchtitan.tools.errors import UserError
 from torchtitan.trainer import Trainer
 
@@ -28,54 +29,32 @@ _MOST_SEQUENCES = 32
 _MOST_STAGES = 16
 _SHORT = 1024
 """Windows beyond this can be shortened."""
-_CHECKPOINTING: tuple[Checkpointing, ...] = ("none", "selective", "full")
 
+_MESH = ("data_parallel_replicate", "data_parallel_shard", "context_parallel", "tensor_parallel", "pipeline_parallel")
+MESH = tuple(f"parallelism.{name}_degree" for name in _MESH)
+"""Options of the degrees that multiply to the number of processes."""
 
-LAYOUT = (
-    *("data_parallel_replicate_degree", "data_parallel_shard_degree", "context_parallel_degree"),
-    *("tensor_parallel_degree", "pipeline_parallel_degree", "expert_parallel_degree"),
-    *("pipeline_parallel_microbatch_size", "pipeline_parallel_schedule"),
+CHOSEN = (
+    *MESH,
+    *("parallelism.expert_parallel_degree", "parallelism.expert_tensor_parallel_degree"),
+    *("parallelism.pipeline_parallel_microbatch_size", "parallelism.pipeline_parallel_schedule"),
+    *("parallelism.enable_async_tensor_parallel", "activation_checkpoint.mode"),
+    *("training.local_batch_size", "training.global_batch_size"),
 )
-"""Options of `parallelism` that a plan chooses."""
+"""Options that a plan may change."""
 
 
 @dataclass(frozen=True)
 class Option:
-    """A valid layout with its prediction."""
+    """A layout of a plan with its prediction."""
 
-    config: Trainer.Config
-    dims: ParallelDims
+    layout: Layout
     prediction: Prediction
 
     @property
-    def words(self) -> list[str]:
-        """Options of the command line that select this layout."""
-        default, chosen = ParallelismConfig(), self.config.parallelism
-        names = [name for name in LAYOUT if getattr(chosen, name) != getattr(default, name)]
-        training = {"local_batch_size": self.config.training.local_batch_size}
-        if (whole := self.config.training.global_batch_size) != -1:
-            training["global_batch_size"] = whole
-        values = {f"--parallelism.{name}": getattr(chosen, name) for name in names}
-        values |= {f"--training.{name}": value for name, value in training.items()}
-        values["--activation_checkpoint.mode"] = self.config.activation_checkpoint.mode
-        return [str(word) for pair in values.items() for word in pair]
-
-    @property
-    def name(self) -> str:
-        return _name(self.config, self.dims)
-
-    @property
-    def kind(self) -> tuple[object, ...]:
-        """Layouts of one kind differ only in the size of their batches and the schedule."""
-        return (self.dims, self.config.activation_checkpoint.mode)
-
-
-def _name(config: Trainer.Config, dims: ParallelDims) -> str:
-    """Return a few words, such as `dp_shard 32 x tp 8, local batch 16, checkpointing full`."""
-    experts = f" (ep {dims.ep})" if dims.ep > 1 else ""
-    schedule = f" ({config.parallelism.pipeline_parallel_schedule})" if dims.pp > 1 else ""
-    mode = config.activation_checkpoint.mode
-    return f"{dims}{experts}{schedule}, local batch {config.training.local_batch_size}, checkpointing {mode}"
+    def values(self) -> dict[str, Any]:
+        """Options that a plan may change, with their values."""
+        return {name: attrgetter(name)(self.layout.config) for name in CHOSEN}
 
 
 @dataclass(frozen=True)
@@ -83,8 +62,6 @@ class Plan:
     """The best layouts, best first, and how many were compared."""
 
     options: list[Option]
-    device: Device
-    world_size: int
     n_compared: int
     n_too_large: int
 
@@ -92,17 +69,17 @@ class Plan:
         """Say why a layout is slower than the first: the parts of the step that take more time per token."""
         best, other = (self.options[i].prediction for i in (0, index))
         slowdown = best.tokens_per_second / other.tokens_per_second - 1
-        differences = {
-            name: _per_token(other, name) - _per_token(best, name) for name in {**best.time.parts, **other.time.parts}
-        }
+
+        def per_token(prediction: Prediction, part: str) -> float:
+            return prediction.parts.get(part, 0.0) / (prediction.tokens_per_second * prediction.seconds)
+
         total = 1 / best.tokens_per_second
-        worst = sorted(differences, key=lambda name: -differences[name])[:2]
-        causes = [f"{name} +{differences[name] / total:.1%}" for name in worst if differences[name] > 0.001 * total]
+        more = {
+            name: (per_token(other, name) - per_token(best, name)) / total for name in {**best.parts, **other.parts}
+        }
+        worst = sorted(more, key=lambda name: -more[name])[:2]
+        causes = [f"{name} +{more[name]:.1%}" for name in worst if more[name] > 0.001]
         return f"{slowdown:.1%} slower" + (f": {', '.join(causes)}" if causes else "")
-
-
-def _per_token(prediction: Prediction, part: str) -> float:
-    return prediction.time.parts.get(part, 0.0) / (prediction.tokens_per_second * prediction.seconds)
 
 
 def plan(
@@ -132,109 +109,106 @@ def plan(
         raise UserError(f"{world_size} devices do not fill hosts of {devices_per_host} (--devices_per_host)")
     config = with_vocabulary(config)
     device = device_named(device, world_size) if isinstance(device, str) else device
-    measure = functools.cache(functools.partial(profile, config))
-    candidates = list(_valid_candidates(config, world_size, device, devices_per_host, measure))
-    if not candidates:
+    measure = functools.cache(functools.partial(profile, config, facts_of(config)))
+
+    def estimates_of(n_devices: int) -> Iterator[Estimate]:
+        for layout in layouts(config, n_devices, devices_per_host):
+            # DDP wraps layers like FSDP, but gathers nothing.
+            split = layout.split._replace(sequences=_REFERENCE_BATCH, data_parallel="FSDP")
+            yield Estimate(layout, measure(split))
+
+    estimates = list(estimates_of(world_size))
+    if not estimates:
         raise UserError(
             f"no layout of {world_size} devices is valid for {config.model_spec.name} {config.model_spec.flavor} with "
             f"--seq_len {config.training.seq_len} and --global_batch_size {config.training.global_batch_size}: another "
             "number of devices, a power of 2, or a multiple of it as the global batch may be"
         )
     limit = USABLE * device.memory_gib * GIB
-    fitting = [Option(one.config, one.dims, one.predict()) for one in candidates if one.memory_bytes <= limit]
-    fitting.sort(key=lambda option: (-option.prediction.tokens_per_second, option.prediction.memory_bytes))
+    fitting = [(one.predict(device, devices_per_host), one.layout) for one in estimates if one.memory_bytes <= limit]
+    fitting.sort(key=lambda pair: (-pair[0].tokens_per_second, pair[0].memory_bytes))
     chosen: dict[tuple[object, ...], Option] = {}
-    for option in fitting:
-        if len(chosen) == best:
-            break
-        if option.kind not in chosen:
-            # Profiled again with its own batch, since the scaled one is less accurate.
-            exact = predict(option.config, world_size, device, devices_per_host=devices_per_host)
-            if exact.memory_bytes <= limit:
-                chosen[option.kind] = dataclasses.replace(option, prediction=exact)
-    if not chosen:
-        raise UserError(_nothing_fits(config, candidates, world_size, device, devices_per_host, measure))
-    ranked = sorted(chosen.values(), key=lambda option: -option.prediction.tokens_per_second)
-    return Plan(ranked, device, world_size, len(candidates), len(candidates) - len(fitting))
-
-
-class _Candidate(NamedTuple):
-    """A valid layout, its memory, and the function that predicts it."""
-
-    config: Trainer.Config
-    dims: ParallelDims
-    memory_bytes: float
-    predict: Callable[[], Prediction]
-
-
-_Measure = Callable[[Split], Profile]
-
-
-def _valid_candidates(
-    config: Trainer.Config, world_size: int, device: Device, devices_per_host: int, measure: _Measure
-) -> Iterator[_Candidate]:
-    for candidate in _candidates(config, world_size, devices_per_host):
-        try:
-            dims = layout_of(candidate, world_size, compiles=True)
-        except UserError:
+    for _, layout in fitting:
+        # Layouts of one kind differ only in the size of their batches and the schedule.
+        kind = (layout.dims, layout.config.activation_checkpoint.mode)
+        if len(chosen) == best or kind in chosen:
             continue
-        split = split_of(candidate, dims)
-        # DDP wraps layers like FSDP, but gathers nothing.
-        measured = measure(split._replace(sequences=_REFERENCE_BATCH, data_parallel="FSDP"))
-        batch = split.sequences / _REFERENCE_BATCH
-        predict_it = functools.partial(compose, candidate, dims, device, measured, devices_per_host, batch=batch)
-        yield _Candidate(candidate, dims, memory_of(candidate, dims, measured, batch=batch), predict_it)
+        # Profiled again with its own batch, since the scaled one is less accurate.
+        exact = Estimate(layout, measure(layout.split)).predict(device, devices_per_host)
+        if exact.memory_bytes <= limit:
+            chosen[kind] = Option(layout, exact)
+    if not chosen:
+        raise UserError(_nothing_fits(estimates, world_size, device, estimates_of))
+    ranked = sorted(chosen.values(), key=lambda option: -option.prediction.tokens_per_second)
+    return Plan(ranked, len(estimates), len(estimates) - len(fitting))
+
+
+def option_words(config: Trainer.Config, values: Mapping[str, Any]) -> list[str]:
+    """Return the options of the command line that change a configuration to these values."""
+    changed = {name: value for name, value in values.items() if attrgetter(name)(config) != value}
+    return [word for name, value in changed.items() for word in (f"--{name}", str(value))]
 
 
 def _nothing_fits(
-    config: Trainer.Config,
-    candidates: Sequence[_Candidate],
-    world_size: int,
-    device: Device,
-    devices_per_host: int,
-    measure: _Measure,
+    estimates: list[Estimate], world_size: int, device: Device, estimates_of: Callable[[int], Iterator[Estimate]]
 ) -> str:
-    nearest = min(candidates, key=lambda one: one.memory_bytes)
-    limit = USABLE * device.memory_gib * GIB
+    nearest = min(estimates, key=lambda one: one.memory_bytes)
+    limit, config = USABLE * device.memory_gib * GIB, nearest.layout.config
     remedies = []
-    for factor in (2, 4, 8, 16, 32, 64):
-        larger = _valid_candidates(config, factor * world_size, device, devices_per_host, measure)
-        if any(one.memory_bytes <= limit for one in larger):
-            remedies.append(f"{factor * world_size} devices")
+    for n_devices in (factor * world_size for factor in (2, 4, 8, 16, 32, 64)):
+        if any(one.memory_bytes <= limit for one in estimates_of(n_devices)):
+            remedies.append(f"{n_devices} devices")
             break
     if config.training.seq_len > _SHORT:
         remedies.append("a smaller --training.seq_len")
     if not config.compile.enable:
         remedies.append("--compile.enable")
     return (
-        f"no layout fits into the {limit / GIB:.1f} GiB that {device.name} offers: the nearest of {len(candidates)} is "
-        f"{_name(nearest.config, nearest.dims)}, with {nearest.memory_bytes / GIB:.1f} GiB. What may make it fit: "
+        f"no layout fits into the {limit / GIB:.1f} GiB that {device.name} offers: the nearest of {len(estimates)} is "
+        f"{nearest.layout}, with {nearest.memory_bytes / GIB:.1f} GiB. What may make it fit: "
         f"{', '.join(remedies) or 'a smaller model'}"
     )
 
 
+def layouts(config: Trainer.Config, world_size: int, devices_per_host: int) -> Iterator[Layout]:
+    """Yield the valid layouts of a run."""
+    for candidate in _candidates(config, world_size, devices_per_host):
+        try:
+            yield Layout.of(candidate, world_size, compiles=True)
+        except UserError:
+            continue
+
+
 def _candidates(config: Trainer.Config, world_size: int, devices_per_host: int) -> Iterator[Trainer.Config]:
     """Yield configurations, which may be invalid."""
-    experts = next(iter(config.model_spec.model.expert_parallel_sizes.values()), 1)
-    for tp in _powers(min(world_size, devices_per_host)):
-        for cp in _powers(max(1, config.training.seq_len // _LEAST_TOKENS)):
-            for pp in _powers(_MOST_STAGES):
-                dp, rest = divmod(world_size, tp * cp * pp)
-                if rest:
-                    continue
-                for shard in _shards(dp, tp * cp, devices_per_host):
-                    for ep in _powers(min(experts, shard * cp * tp)):
-                        degrees: dict[str, Any] = {
-                            "data_parallel_replicate_degree": dp // shard,
-                            "data_parallel_shard_degree": shard,
-                            "context_parallel_degree": cp,
-                            "tensor_parallel_degree": tp,
-                            "pipeline_parallel_degree": pp,
-                            "expert_parallel_degree": ep,
-                            "expert_tensor_parallel_degree": 1,
-                            "enable_async_tensor_parallel": config.parallelism.enable_async_tensor_parallel and tp > 1,
-                        }
-                        yield from _batches(config, degrees, dp)
+    is_async = config.parallelism.enable_async_tensor_parallel
+    n_experts = next(iter(config.model_spec.model.expert_parallel_sizes.values()), 1)
+    most = (min(world_size, devices_per_host), max(1, config.training.seq_len // _LEAST_TOKENS), _MOST_STAGES)
+    for tp, cp, pp in product(*map(_powers, most)):
+        dp, rest = divmod(world_size, tp * cp * pp)
+        if rest:
+            continue
+        sizes = _powers(_MOST_SEQUENCES) if pp == 1 else [pp * n for n in (1, 2, 4, 8)]
+        schedules: tuple[PipelineSchedule, ...]
+        schedules = ("1F1B", "Interleaved1F1B") if pp > 1 else (config.parallelism.pipeline_parallel_schedule,)
+        for shard in _shards(dp, tp * cp, devices_per_host):
+            for ep in _powers(min(n_experts, shard * cp * tp)):
+                for size, schedule, mode in product(sizes, schedules, ("none", "selective", "full")):
+                    parallelism = dataclasses.replace(
+                        config.parallelism,
+                        data_parallel_replicate_degree=dp // shard,
+                        data_parallel_shard_degree=shard,
+                        context_parallel_degree=cp,
+                        tensor_parallel_degree=tp,
+                        enable_async_tensor_parallel=is_async and tp > 1,
+                        pipeline_parallel_degree=pp,
+                        pipeline_parallel_schedule=schedule,
+                        pipeline_parallel_microbatch_size=1,
+                        expert_parallel_degree=ep,
+                        expert_tensor_parallel_degree=1,
+                    )
+                    training = dataclasses.replace(config.training, local_batch_size=size)
+                    yield dataclasses.replace(with_mode(config, mode), parallelism=parallelism, training=training)
 
 
 def _shards(dp: int, inner: int, devices_per_host: int) -> list[int]:
@@ -243,35 +217,5 @@ def _shards(dp: int, inner: int, devices_per_host: int) -> list[int]:
     return sorted({dp, 1} | ({in_host} if dp % in_host == 0 and in_host < dp else set()))
 
 
-def _batches(config: Trainer.Config, degrees: dict[str, Any], dp: int) -> Iterator[Trainer.Config]:
-    whole = config.training.global_batch_size
-    pp = degrees["pipeline_parallel_degree"]
-    sizes = _powers(_MOST_SEQUENCES) if pp == 1 else [pp * n for n in (1, 2, 4, 8)]
-    for size in sizes:
-        if whole != -1 and whole % (size * dp):
-            continue
-        for schedule in ("1F1B", "Interleaved1F1B") if pp > 1 else (config.parallelism.pipeline_parallel_schedule,):
-            for mode in _CHECKPOINTING:
-                yield dataclasses.replace(
-                    config,
-                    parallelism=dataclasses.replace(
-                        config.parallelism,
-                        **degrees,
-                        pipeline_parallel_schedule=schedule,
-                        pipeline_parallel_microbatch_size=1,
-                    ),
-                    training=dataclasses.replace(config.training, local_batch_size=size),
-                    activation_checkpoint=dataclasses.replace(config.activation_checkpoint, mode=mode),
-                )
-
-
 def _powers(most: int) -> list[int]:
     return [2**exponent for exponent in range(most.bit_length())]
-
-
-def command(words: Sequence[str], option: Option, devices_per_host: int) -> str:
-    """Return the command that trains with a layout; `words` are the options that selected the configuration."""
-    world_size = option.dims.world_size
-    hosts = -(-world_size // devices_per_host)
-    variables = f"NNODES={hosts} NGPU={devices_per_host}" if hosts > 1 else f"NGPU={world_size}"
-    return f"{variables} torchtitan train {shlex.join([*words, *option.words])}"

@@ -1,8 +1,9 @@
 """Prediction of a run's time and memory from the profile of a layer."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from math import ceil
 from typing import Any
 
@@ -12,28 +13,16 @@ from torchtitan.components.quantization.float8 import Float8LinearConverter
 from torchtitan.config import CompileConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.pipeline import PipelinePlan
-from torchtitan.dry_run.report import RankReport
-from torchtitan.dry_run.work_tracker import CommunicationKind, Kernel, Volume
+from torchtitan.dry_run.fitting import USABLE, with_mode
+from torchtitan.dry_run.report import RankReport, axis_of
+from torchtitan.dry_run.work_tracker import CommunicationKind, Kernel
 from torchtitan.foresight.device_choice import device_named
 from torchtitan.foresight.devices import Device
-from torchtitan.foresight.profile import (
-    Checkpointing,
-    Portion,
-    Profile,
-    Split,
-    facts_of,
-    profile,
-    role_of,
-    scaled_kernels,
-    with_vocabulary,
-)
-from torchtitan.foresight.time import Group, Message, Methods, Role, StepTime, step_time, with_bubble
+from torchtitan.foresight.profile import Portion, Profile, Split, facts_of, profile, role_of, with_vocabulary
+from torchtitan.foresight.time import Message, Methods, Role, bubble_seconds, step_parts
 from torchtitan.trainer import Trainer
 
 GIB = 2**30
-
-USABLE = 0.95
-"""Part of a device's memory that PyTorch may reserve; the CUDA context and NCCL take the rest."""
 
 RESERVED = {False: 1.2, True: 1.12}
 """Reserved by the allocator, relative to allocated memory, in eager mode and compiled: gaps between blocks, with CUDA's
@@ -42,12 +31,17 @@ and NCCL's buffers. Fitted to rows 1, 2 and 11 of the published runs."""
 _GRADIENT_BYTES, _GATHERED_BYTES = 4, 2
 """Bytes of a gradient (float32) and of a gathered weight (bfloat16)."""
 
+_BAR = 40
+"""Characters of a bar."""
+
 
 @dataclass(frozen=True)
 class Prediction:
-    """Time of a step, and peak memory of the rank that needs most."""
+    """Time of a step, and peak memory of the rank that needs most. As text: the time, and a bar of where it goes."""
 
-    time: StepTime
+    device: Device
+    parts: dict[str, float]
+    """Seconds of a step by part, such as products; see `step_parts`."""
     memory_bytes: float
     """As the allocator reserves it."""
     tokens_per_second: float
@@ -57,11 +51,21 @@ class Prediction:
 
     @property
     def seconds(self) -> float:
-        return self.time.total
+        return sum(self.parts.values())
 
     @property
     def memory_gib(self) -> float:
         return self.memory_bytes / GIB
+
+    def __str__(self) -> str:
+        lines = [
+            f"Step on {self.device.name}: {self.seconds:,.3g} s, {self.tokens_per_second:,.0f} tokens/s per device, "
+            f"MFU {self.mfu:.1%}"
+        ]
+        for name, seconds in sorted(self.parts.items(), key=lambda part: -part[1]):
+            share = seconds / self.seconds
+            lines.append(f"  {name:<18}{'█' * max(1, round(_BAR * share)):<{_BAR}} {share:6.1%} {seconds:9.3g} s")
+        return "\n".join(lines)
 
 
 def predict(
@@ -84,219 +88,211 @@ def predict(
     """
     config = with_vocabulary(config)
     device = device_named(device, world_size) if isinstance(device, str) else device
-    dims = layout_of(config, world_size)
-    if config.activation_checkpoint.mode == "auto":
-        modes = [with_checkpointing(config, mode) for mode in ("none", "selective", "full")]
-        predictions = [predict(one, world_size, device, devices_per_host=devices_per_host) for one in modes]
-        return next((one for one in predictions if one.memory_gib <= USABLE * device.memory_gib), predictions[-1])
-    split = split_of(config, dims)
-    return compose(config, dims, device, profile(config, split), devices_per_host)
+    facts, mode = facts_of(config), config.activation_checkpoint.mode
+    for chosen in ("none", "selective", "full") if mode == "auto" else (mode,):
+        layout = Layout.of(with_mode(config, chosen), world_size)
+        prediction = Estimate(layout, profile(config, facts, layout.split)).predict(device, devices_per_host)
+        if prediction.memory_gib <= USABLE * device.memory_gib:
+            break
+    return prediction
 
 
-def layout_of(config: Trainer.Config, world_size: int, *, compiles: bool = False) -> ParallelDims:
-    """Return the degrees of a run on other devices than this host's. Raise `UserError` if they do not fit together or,
-    with `compiles`, cannot be combined with the compiler."""
-    parallelism = dataclasses.replace(config.parallelism, enable_async_tensor_parallel=False)  # would need a GPU here
-    compile = config.compile if compiles else CompileConfig()
-    return dataclasses.replace(config, parallelism=parallelism, compile=compile).check_layout(world_size)
-
-
-def with_checkpointing(config: Trainer.Config, mode: Checkpointing) -> Trainer.Config:
-    """Return a copy with another mode of activation checkpointing."""
-    checkpointing = dataclasses.replace(config.activation_checkpoint, mode=mode)
-    return dataclasses.replace(config, activation_checkpoint=checkpointing)
-
-
-def split_of(config: Trainer.Config, dims: ParallelDims) -> Split:
-    """Return how a configuration divides a micro-batch."""
-    parallelism, training = config.parallelism, config.training
-    sequences = parallelism.pipeline_parallel_microbatch_size if dims.pp > 1 else training.local_batch_size
-    mode = config.activation_checkpoint.mode
-    is_sharded, is_replicated = dims.dp_shard * dims.cp > 1, dims.dp_replicate > 1
-    wrapper: Any = "FSDP" if is_sharded else "DDP" if is_replicated else "none"
-    return Split(dims.tp, dims.cp, dims.ep, dims.etp, wrapper, sequences, mode)
-
-
-def methods_of(config: Trainer.Config) -> Methods:
-    """Return how a configuration computes."""
-    converters = [one for one in config.model_converters if isinstance(one, Float8LinearConverter.Config)]
-    float8 = next((one for one in converters if not one.emulate), None)
-    is_compiled = config.compile.enable and "model" in config.compile.components
-    is_async = config.parallelism.enable_async_tensor_parallel
-    return Methods(is_compiled, float8 is not None, bool(float8 and float8.fsdp_float8_all_gather), is_async)
-
-
-def float8_part(config: Trainer.Config, methods: Methods) -> float:
-    """Return the part of the products' operations that is in float8: the head is not."""
-    if not methods.uses_float8:
-        return 0.0
-    model = config.model_spec.model
-    total = facts_of(config).parameters
-    head = (model.vocab_size or 0) * getattr(model, "dim", 0)
-    embedding = 0 if getattr(model, "tie_embeddings", False) else head
-    return max(0.0, 1 - head / (total - embedding))
-
-
-def compose(
-    config: Trainer.Config,
-    dims: ParallelDims,
-    device: Device,
-    measured: Profile,
-    devices_per_host: int,
-    *,
-    batch: float = 1.0,
-) -> Prediction:
-    """Predict a run from the profile of a layer; its micro-batch is `batch` times the profile's."""
-    methods = methods_of(config)
-    part = float8_part(config, methods)
-    pipeline = pipeline_of(config, dims)
-    global_batch = config.training.resolve_global_batch_size(dims.dp_degree)
-    accumulation = global_batch // (config.training.local_batch_size * dims.dp_degree)
-    times = []
-    for layers, rest in {_held_by(rank, pipeline, config) for rank in range(dims.pp)}:
-        portions = [(measured.layer, layers), (measured.rest, rest)]
-        passes = accumulation * (pipeline.n_microbatches if pipeline else 1)
-        # A pipeline gathers weights, and reduces gradients, once per local batch.
-        sharding_passes = accumulation if pipeline else passes
-        kernels = [
-            (kernel, calls * (sharding_passes if kernel.kind == "sharding" else passes))
-            for portion, n in portions
-            for kernel, calls in scaled_kernels(portion, n, batch)
-        ]
-        kernels.append((_update(portions, dims), 1))
-        volumes = _volumes(portions, dims, passes, sharding_passes, batch)
-        messages = list(_messages(volumes, dims, devices_per_host))
-        times.append(step_time(device, kernels, messages, methods, float8_part=part))
-    time = _slowest(times, pipeline, dims)
-    return _prediction(config, dims, device, time, memory_of(config, dims, measured, batch=batch), global_batch)
-
-
-def memory_of(config: Trainer.Config, dims: ParallelDims, measured: Profile, *, batch: float = 1.0) -> float:
-    """Return the memory that the allocator reserves on the rank that needs most; arguments as for `compose`."""
-    pipeline = pipeline_of(config, dims)
-    allocated = (_allocated(config, measured, dims, pipeline, rank, batch) for rank in range(dims.pp))
-    return max(allocated) * RESERVED[methods_of(config).is_compiled]
-
-
-def pipeline_of(config: Trainer.Config, dims: ParallelDims) -> PipelinePlan | None:
-    if dims.pp == 1:
-        return None
-    return PipelinePlan.from_config(config.parallelism, config.model_spec.model, config.training.local_batch_size)
-
-
-def _slowest(times: list[StepTime], pipeline: PipelinePlan | None, dims: ParallelDims) -> StepTime:
-    slowest = max(times, key=lambda time: time.total)
-    if pipeline is None:
-        return slowest
-    stages = len(pipeline.stages) // dims.pp
-    return with_bubble(slowest, pipeline.schedule, dims.pp, pipeline.n_microbatches, stages)  # type: ignore[arg-type]
-
-
-def time_of_reports(
+def predict_from_reports(
     config: Trainer.Config, reports: list[RankReport], world_size: int, device: Device, devices_per_host: int
 ) -> Prediction:
-    """Predict the step of a dry run from all of its operations."""
-    config = with_vocabulary(config)
-    dims = layout_of(config, world_size)
-    methods = dataclasses.replace(methods_of(config), float8_gather=False)  # counted as they are
-    times = []
+    """Predict the step of a dry run from all of its operations, which show float8 as they are."""
+    layout = Layout.of(config, world_size)
+    steps = []
     for report in reports:
         messages = []
-        for channel, volume in report.work.volumes.items():
-            hosts = {rank // devices_per_host for rank in channel.ranks}
-            group = Group(len(channel.ranks), ceil(len(channel.ranks) / len(hosts)))
-            messages.append(Message(role_of(channel, dims), channel.kind, group, volume.calls, volume.n_bytes))
-        times.append(step_time(device, report.work.kernels.items(), messages, methods))
-    slowest = _slowest(times, pipeline_of(config, dims), dims)
+        for one, calls in report.work.transfers.items():
+            n, hosts = len(one.ranks), len({rank // devices_per_host for rank in one.ranks})
+            if role := role_of(one.kind, axis_of(one.ranks, layout.dims)):
+                messages.append(Message(role, one.kind, n, ceil(n / hosts), calls, calls * one.n_bytes))
+        steps.append(step_parts(device, report.work.kernels.items(), messages, layout.methods))
     memory = max(report.peak_reserved_bytes for report in reports)
-    global_batch = config.training.resolve_global_batch_size(dims.dp_degree)
-    return _prediction(config, dims, device, slowest, memory, global_batch)
+    return _prediction(layout, device, steps, memory, reports[0].model_flops)
 
 
-def _prediction(
-    config: Trainer.Config, dims: ParallelDims, device: Device, time: StepTime, memory: float, global_batch: int
-) -> Prediction:
-    seq_len = config.training.seq_len
-    flops_per_token = facts_of(config).flops_per_token
-    rate = global_batch * seq_len / time.total / dims.world_size
-    return Prediction(time, memory, rate, rate * flops_per_token / device.bfloat16_flops)
+@dataclass(frozen=True)
+class Layout:
+    """A configuration and its degrees of parallelism."""
+
+    config: Trainer.Config
+    dims: ParallelDims
+
+    @classmethod
+    def of(cls, config: Trainer.Config, world_size: int, *, compiles: bool = False) -> "Layout":
+        """Check a configuration for other devices than this host's. Raise `UserError` if the degrees do not fit
+        together or, with `compiles`, cannot be combined with the compiler."""
+        parallelism = dataclasses.replace(config.parallelism, enable_async_tensor_parallel=False)  # would need a GPU
+        compile = config.compile if compiles else CompileConfig()
+        checked = dataclasses.replace(config, parallelism=parallelism, compile=compile)
+        return cls(config, checked.check_layout(world_size))
+
+    def __str__(self) -> str:
+        """Return a few words, such as `dp_shard 32 x tp 8, local batch 16, checkpointing full`."""
+        dims, training = self.dims, self.config.training
+        experts = f" (ep {dims.ep})" if dims.ep > 1 else ""
+        schedule = f" ({self.config.parallelism.pipeline_parallel_schedule})" if dims.pp > 1 else ""
+        mode = self.config.activation_checkpoint.mode
+        return f"{dims}{experts}{schedule}, local batch {training.local_batch_size}, checkpointing {mode}"
+
+    @cached_property
+    def pipeline(self) -> PipelinePlan | None:
+        config, batch = self.config, self.config.training.local_batch_size
+        return (
+            PipelinePlan.from_config(config.parallelism, config.model_spec.model, batch) if self.dims.pp > 1 else None
+        )
+
+    @property
+    def split(self) -> Split:
+        """Division of a micro-batch."""
+        dims, parallelism = self.dims, self.config.parallelism
+        size = self.config.training.local_batch_size
+        sequences = parallelism.pipeline_parallel_microbatch_size if dims.pp > 1 else size
+        wrapper: Any = "FSDP" if self.shards > 1 else "DDP" if dims.dp_replicate > 1 else "none"
+        return Split(dims.tp, dims.cp, dims.ep, dims.etp, wrapper, sequences, self.config.activation_checkpoint.mode)
+
+    @property
+    def shards(self) -> int:
+        """Ranks that shard one copy of the weights."""
+        return self.dims.dp_shard * self.dims.cp
+
+    @property
+    def accumulation(self) -> int:
+        """Local batches of a step on each rank."""
+        training, dp = self.config.training, self.dims.dp_degree
+        return training.resolve_global_batch_size(dp) // (training.local_batch_size * dp)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step, with the longest windows."""
+        training = self.config.training
+        return training.resolve_global_batch_size(self.dims.dp_degree) * training.seq_lens[-1]
+
+    @property
+    def methods(self) -> Methods:
+        """Methods of computation without float8."""
+        compile = self.config.compile
+        is_compiled = compile.enable and "model" in compile.components
+        return Methods(is_compiled, is_async_tp=self.config.parallelism.enable_async_tensor_parallel)
 
 
-def _held_by(rank: int, pipeline: PipelinePlan | None, config: Trainer.Config) -> tuple[int, int]:
-    """Return the layers of a pipeline rank, and 1 if it computes the loss."""
-    if pipeline is None:
-        return facts_of(config).n_layers, 1
-    names = [name for stage in pipeline.stages_of_rank(rank) for name in pipeline.stages[stage]]
-    return sum(name.startswith("layers.") for name in names), int("head" in names)
+@dataclass(frozen=True)
+class Estimate:
+    """A layout with the profile of a layer, from which its time and its memory follow."""
 
+    layout: Layout
+    measured: Profile
 
-def _volumes(
-    portions: list[tuple[Portion, int]], dims: ParallelDims, passes: int, sharding_passes: int, batch: float
-) -> dict[tuple[Role, CommunicationKind], Volume]:
-    volumes: dict[tuple[Role, CommunicationKind], Volume] = {}
-    for portion, n in portions:
-        for (role, kind), volume in portion.volumes.items():
-            if role == "replicas":  # see below
-                continue
-            times, size = float(n * passes), batch
-            if role == "FSDP":
-                times, size = float(n * sharding_passes), 1.0
-                if kind == "all-gather" and dims.pp > 1:
-                    times /= 2  # gathered weights are kept for the backward pass
-            added = Volume(round(volume.calls * times), round(volume.n_bytes * times * size))
-            volumes[role, kind] = volumes.get((role, kind), Volume()) + added
-    if dims.dp_replicate > 1:  # replicas add up gradients once per step
-        n_bytes = _GRADIENT_BYTES * sum(portion.parameters * n for portion, n in portions)
-        calls = sum(n for _, n in portions)
-        volumes["replicas", "all-reduce"] = Volume(calls, round(n_bytes / (dims.dp_shard * dims.cp)))
-    return volumes
+    @property
+    def batch(self) -> float:
+        """Size of the layout's micro-batch relative to the profile's."""
+        return self.layout.split.sequences / self.measured.sequences
 
+    def predict(self, device: Device, devices_per_host: int) -> Prediction:
+        layout, facts = self.layout, self.measured.facts
+        methods, steps = self._methods(), []
+        for layers, rest in {self._held_by(rank) for rank in range(layout.dims.pp)}:
+            portions = [(self.measured.layer, layers), (self.measured.rest, rest)]
+            messages = self._messages(portions, devices_per_host)
+            steps.append(step_parts(device, self._kernels(portions), messages, methods))
+        flops = facts.flops_per_token * layout.tokens / layout.dims.world_size
+        return _prediction(layout, device, steps, self.memory_bytes, flops)
 
-def _update(portions: list[tuple[Portion, int]], dims: ParallelDims) -> Kernel:
-    n_bytes = sum(portion.update_bytes * n for portion, n in portions) / (dims.dp_shard * dims.cp)
-    return Kernel("other", "update", torch.float32, 0, round(n_bytes))
+    @property
+    def memory_bytes(self) -> float:
+        """Memory that the allocator reserves on the rank that needs most."""
+        allocated = max(map(self._allocated, range(self.layout.dims.pp)))
+        return allocated * RESERVED[self.layout.methods.is_compiled]
 
+    def _methods(self) -> Methods:
+        """Return the methods of computation. All products are in float8 except the head's."""
+        config, methods = self.layout.config, self.layout.methods
+        model: Any = config.model_spec.model
+        for one in config.model_converters:
+            if isinstance(one, Float8LinearConverter.Config) and not one.emulate:
+                head = model.vocab_size * getattr(model, "dim", 0)
+                embedding = 0 if getattr(model, "tie_embeddings", False) else head
+                part = max(0.0, 1 - head / (self.measured.facts.parameters - embedding))
+                return dataclasses.replace(methods, float8_part=part, gathers_float8=one.fsdp_float8_all_gather)
+        return methods
 
-def _messages(
-    volumes: Mapping[tuple[Role, CommunicationKind], Volume], dims: ParallelDims, devices_per_host: int
-) -> Iterator[Message]:
-    shards = dims.dp_shard * dims.cp
-    places: dict[Role, tuple[int, int]] = {
-        "tensor parallel": (dims.tp, 1),
-        "context parallel": (dims.cp, dims.tp),
-        "expert parallel": (dims.ep, dims.tp if dims.etp > 1 else 1),
-        "FSDP": (shards, dims.tp),
-        "replicas": (dims.dp_replicate, dims.tp * shards),
-    }
-    for (role, kind), volume in volumes.items():
-        if role in places:
-            group = Group.of(*places[role], devices_per_host)
-            yield Message(role, kind, group, volume.calls, volume.n_bytes)
+    def _held_by(self, rank: int) -> tuple[int, int]:
+        """Return the layers of a pipeline rank, and 1 if it computes the loss."""
+        pipeline = self.layout.pipeline
+        if pipeline is None:
+            return self.measured.facts.n_layers, 1
+        names = [name for stage in pipeline.stages_of_rank(rank) for name in pipeline.stages[stage]]
+        return sum(name.startswith("layers.") for name in names), int("head" in names)
 
+    @property
+    def _passes(self) -> int:
+        """Micro-batches of a step."""
+        pipeline = self.layout.pipeline
+        return self.layout.accumulation * (pipeline.n_microbatches if pipeline else 1)
 
-def _allocated(
-    config: Trainer.Config,
-    measured: Profile,
-    dims: ParallelDims,
-    pipeline: PipelinePlan | None,
-    rank: int,
-    batch: float,
-) -> float:
-    """Return the allocated bytes at the peak of a rank. In a pipeline, the embedding and the head have half of the
-    remaining weights each; gathered weights stay, and gradients accumulate before they are sharded."""
-    layer, rest = measured.layer, measured.rest
-    layers, has_loss = _held_by(rank, pipeline, config)
-    shards, dp = dims.dp_shard * dims.cp, dims.dp_degree
-    ends = 1.0 if pipeline is None else 0.5 * ((rank == 0) + has_loss)
-    states = (layers * layer.state_bytes + ends * rest.state_bytes) / shards
-    weights = layers * layer.parameters + ends * rest.parameters
-    gradients = _GRADIENT_BYTES * weights
-    if pipeline is None:
-        accumulates = config.training.resolve_global_batch_size(dp) > config.training.local_batch_size * dp
-        passing = sum(n * (batch * one.passing_bytes + one.gathered_bytes) for one, n in ((layer, layers), (rest, 1)))
-        return states + max(passing + accumulates * gradients / shards, gradients / shards)
-    saved = batch * layer.passing_bytes * layers * _in_flight(pipeline, rank) / (len(pipeline.stages) // dims.pp)
-    return states + _GATHERED_BYTES * weights + gradients + saved + has_loss * batch * rest.passing_bytes
+    def _kernels(self, portions: list[tuple[Portion, int]]) -> Iterator[tuple[Kernel, float]]:
+        batch, passes, accumulation = self.batch, self._passes, self.layout.accumulation
+        for portion, n in portions:
+            for kernel, calls in portion.kernels.items():
+                if kernel.kind == "sharding":
+                    yield kernel, calls * n * accumulation
+                else:
+                    flops, n_bytes = round(kernel.flops * batch), round(kernel.n_bytes * batch)
+                    yield kernel._replace(flops=flops, n_bytes=n_bytes), calls * n * passes
+        n_bytes = round(sum(portion.update_bytes * n for portion, n in portions) / self.layout.shards)
+        yield Kernel("other", "update", torch.float32, 0, n_bytes), 1
+
+    def _messages(self, portions: list[tuple[Portion, int]], devices_per_host: int) -> Iterator[Message]:
+        dims, shards = self.layout.dims, self.layout.shards
+        ranks_and_distance: dict[Role, tuple[int, int]] = {
+            "tensor parallel": (dims.tp, 1),
+            "context parallel": (dims.cp, dims.tp),
+            "expert parallel": (dims.ep, dims.tp if dims.etp > 1 else 1),
+            "FSDP": (shards, dims.tp),
+            "replicas": (dims.dp_replicate, dims.tp * shards),
+        }
+
+        def message(role: Role, kind: CommunicationKind, calls: float, n_bytes: float) -> Message:
+            ranks, distance = ranks_and_distance[role]
+            return Message(role, kind, ranks, max(1, min(ranks, devices_per_host // distance)), calls, calls * n_bytes)
+
+        batch, passes, accumulation = self.batch, self._passes, self.layout.accumulation
+        for portion, n in portions:
+            for (role, kind, n_bytes), calls in portion.transfers.items():
+                if role == "FSDP":  # a pipeline gathers weights, and reduces gradients, once per local batch
+                    keeps_weights = kind == "all-gather" and dims.pp > 1  # for the backward pass
+                    yield message(role, kind, calls * n * accumulation / (2 if keeps_weights else 1), n_bytes)
+                elif role != "replicas":
+                    yield message(role, kind, calls * n * passes, n_bytes * batch)
+            if dims.dp_replicate > 1:  # replicas add up gradients once per step
+                yield message("replicas", "all-reduce", n, _GRADIENT_BYTES * portion.parameters / shards)
+
+    def _allocated(self, rank: int) -> float:
+        """Return the allocated bytes at the peak of a rank. In a pipeline, the embedding and the head have half of the
+        remaining weights each; gathered weights stay, and gradients accumulate before they are sharded."""
+        layer, rest = self.measured.layer, self.measured.rest
+        shards, pipeline, batch = self.layout.shards, self.layout.pipeline, self.batch
+        layers, has_loss = self._held_by(rank)
+        ends = 1.0 if pipeline is None else 0.5 * ((rank == 0) + has_loss)
+        states = (layers * layer.state_bytes + ends * rest.state_bytes) / shards
+        weights = layers * layer.parameters + ends * rest.parameters
+        gradients = _GRADIENT_BYTES * weights
+        if pipeline is None:
+            held = [(layer, layers), (rest, 1)]
+            passing = sum(n * (batch * one.passing_bytes + one.gathered_bytes) for one, n in held)
+            accumulated = gradients / shards if self.layout.accumulation > 1 else 0.0
+            return states + max(passing + accumulated, gradients / shards)
+        saved = (
+            batch
+            * layer.passing_bytes
+            * layers
+            * _in_flight(pipeline, rank)
+            / (len(pipeline.stages) // pipeline.degree)
+        )
+        return states + _GATHERED_BYTES * weights + gradients + saved + has_loss * batch * rest.passing_bytes
 
 
 def _in_flight(pipeline: PipelinePlan, rank: int) -> int:
@@ -308,3 +304,17 @@ def _in_flight(pipeline: PipelinePlan, rank: int) -> int:
         return min(total, pipeline.degree - rank)
     ahead = (pipeline.degree - rank - 1) * 2 + (stages - 1) * pipeline.degree + 1
     return min(stages * total, ahead)
+
+
+def _prediction(
+    layout: Layout, device: Device, steps: list[dict[str, float]], memory_bytes: float, flops: float
+) -> Prediction:
+    """Return the prediction for a step of the slowest rank; `flops` are the model's operations for each device."""
+    parts = max(steps, key=lambda step: sum(step.values()))
+    if pipeline := layout.pipeline:
+        stages = len(pipeline.stages) // pipeline.degree
+        bubble = bubble_seconds(parts, pipeline.schedule, pipeline.degree, pipeline.n_microbatches, stages)
+        parts["pipeline bubble"] = bubble
+    seconds = sum(parts.values())
+    rate = layout.tokens / seconds / layout.dims.world_size
+    return Prediction(device, parts, memory_bytes, rate, flops / seconds / device.bfloat16_flops)

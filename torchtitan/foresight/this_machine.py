@@ -1,5 +1,6 @@
 """Speed of this machine's CPU, measured in a few seconds by the number of processes that train, and kept in a file."""
 
+import functools
 import hashlib
 import json
 import os
@@ -43,17 +44,18 @@ def this_machine(processes: int) -> Device:
     if not path.is_file():
         try:
             durable.make_folder(cache)
-            durable.write(path, json.dumps(asdict(_measure_together(processes))))
+            durable.write(path, _measure_together(processes))
         except OSError as error:
             raise UserError(f"{cache} cannot be written: {error.strerror}; set TORCHTITAN_CACHE to a folder") from error
     return Device(**json.loads(path.read_text()))
 
 
-def _measure_together(processes: int) -> Device:
+def _measure_together(processes: int) -> str:
+    """Return the speed of one of several processes as JSON."""
+    threads = max(1, (os.cpu_count() or 1) // processes)  # as `torchtitan train` does
+    environment = {"OMP_NUM_THREADS": str(threads), **os.environ}
+    program = "from torchtitan.foresight.this_machine import measure; measure()"
     with tempfile.TemporaryDirectory() as folder:
-        threads = max(1, (os.cpu_count() or 1) // processes)  # as `torchtitan train` does
-        environment = {"OMP_NUM_THREADS": str(threads), **os.environ}
-        program = "from torchtitan.foresight import this_machine; this_machine.main()"
         words = [sys.executable, "-P", "-c", program, f"{folder}/store", str(processes)]
         started = [
             subprocess.Popen([*words, str(rank)], stdout=subprocess.PIPE, text=True, env=environment)
@@ -62,26 +64,28 @@ def _measure_together(processes: int) -> Device:
         outputs = [process.communicate()[0] for process in started]
     if any(process.returncode for process in started):
         raise UserError("the speed of this machine could not be measured (see above); describe it in a --device_file")
-    return Device(**json.loads(outputs[0]))
+    return outputs[0]
 
 
-def measure(processes: int) -> Device:
-    """Measure the speed of this process, while the other ranks of the process group do the same."""
+def measure() -> None:
+    """Print the speed of this process, while others measure too. Arguments of the command line: a file for their
+    rendezvous, their number, the rank."""
+    store, processes, rank = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=processes)
     torch.manual_seed(0)
     gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
-    products = {dtype: _products_rate(dtype) for dtype in (torch.float32, torch.bfloat16)}
-    latency, seconds = (_mean_seconds(_all_reduce(n)) if processes > 1 else 0.0 for n in (_SMALL, _LARGE))
+    float32, bfloat16 = (_products_rate(dtype) for dtype in (torch.float32, torch.bfloat16))
+    latency, seconds = (_mean_seconds(functools.partial(dist.all_reduce, torch.zeros(n))) for n in (_SMALL, _LARGE))
     # A ring sends twice (n - 1) / n of the message.
-    sent = 8 * _LARGE * (processes - 1) / processes
-    bandwidth = sent / (seconds - latency) if processes > 1 else 1.0
-    return Device(
+    bandwidth = 8 * _LARGE * (processes - 1) / processes / (seconds - latency)
+    device = Device(
         name=f"this machine, {processes} process(es)",
         memory_gib=gib / processes,
-        float32_flops=products[torch.float32],
-        bfloat16_flops=products[torch.bfloat16],
-        float8_flops=products[torch.bfloat16],
+        float32_flops=float32,
+        bfloat16_flops=bfloat16,
+        float8_flops=bfloat16,
         product_efficiency=1.0,
-        attention_efficiency=_attention_rate() / products[torch.float32],
+        attention_efficiency=_attention_rate() / float32,
         memory_bandwidth=_memory_rate(),
         memory_efficiency=1.0,
         link_bandwidth=bandwidth,
@@ -93,6 +97,7 @@ def measure(processes: int) -> Device:
         launch_seconds=_launch_seconds(),
         is_asynchronous=False,
     )
+    print(json.dumps(asdict(device)))
 
 
 def _mean_seconds(call: Callable[[], object]) -> float:
@@ -101,8 +106,7 @@ def _mean_seconds(call: Callable[[], object]) -> float:
     start = time.perf_counter()
     call()
     count = torch.tensor(max(1, round(_SECONDS / (time.perf_counter() - start))))
-    if dist.is_initialized():
-        dist.broadcast(count, 0)
+    dist.broadcast(count, 0)
     start = time.perf_counter()
     for _ in range(int(count)):
         call()
@@ -150,16 +154,3 @@ def _launch_seconds() -> float:
         y.sum().backward()
 
     return _mean_seconds(operations) / (repeats * operations_each)
-
-
-def _all_reduce(n: int) -> Callable[[], object]:
-    tensor = torch.zeros(n)
-    return lambda: dist.all_reduce(tensor)
-
-
-def main() -> None:
-    """Print the speed of one of several processes; arguments: a file for their rendezvous, their number, the rank."""
-    store, processes, rank = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    if processes > 1:
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=processes)
-    print(json.dumps(asdict(measure(processes))))

@@ -1,16 +1,21 @@
 """Time of a step on a device: kernels, collectives, their overlap, and the bubble of a pipeline."""
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from torchtitan.config.sections import PipelineSchedule
+import torch
+
 from torchtitan.dry_run.work_tracker import CommunicationKind, Kernel
 from torchtitan.foresight.devices import Device
 
-Role = Literal["FSDP", "tensor parallel", "context parallel", "expert parallel", "replicas", "pipeline", "all"]
+Role = Literal["FSDP", "tensor parallel", "context parallel", "expert parallel", "replicas"]
 """Why ranks communicate."""
+
+_PART_OF_PHASE = {"update": "optimizer", "recompute": "recomputation"}
+_PART_OF_KIND = {"product": "products", "attention": "attention"}
 
 FUSED_TRAFFIC = 0.45
 """Memory traffic of compiled elementwise operations, relative to eager ones: fused, they keep intermediate results in
@@ -41,7 +46,7 @@ ASYNC_TENSOR_PARALLEL = 0.25
 """Part of tensor-parallel communication that is hidden if products are computed in pieces as they arrive. The first
 and last piece stay exposed, and smaller products are slower. Fitted to row 13."""
 
-BUBBLES: dict[PipelineSchedule, float] = {
+BUBBLES: dict[str, float] = {
     "GPipe": 1.0,
     "1F1B": 1.0,
     "Interleaved1F1B": 1.0,
@@ -54,24 +59,14 @@ BUBBLES: dict[PipelineSchedule, float] = {
 delayed weight gradients fill two thirds (arXiv:2401.10241, section 2.2), and V schedules half of the rest."""
 
 
-class Group(NamedTuple):
-    """Ranks that communicate: their number, and how many of them share a host."""
-
-    ranks: int
-    per_host: int
-
-    @classmethod
-    def of(cls, ranks: int, stride: int, devices_per_host: int) -> "Group":
-        """Return a group of ranks that are `stride` apart."""
-        return cls(ranks, max(1, min(ranks, devices_per_host // stride)))
-
-
 class Message(NamedTuple):
     """Calls of a collective with the same role; `n_bytes` counts whole messages of all calls together."""
 
     role: Role
     kind: CommunicationKind
-    group: Group
+    ranks: int
+    per_host: int
+    """Ranks that share a host."""
     calls: float
     n_bytes: float
 
@@ -81,39 +76,29 @@ class Methods:
     """Methods of computation, as far as the counted operations do not show it."""
 
     is_compiled: bool = False
-    uses_float8: bool = False
-    float8_gather: bool = False
+    float8_part: float = 0.0
+    """Part of the operations of products that is computed in float8."""
+    gathers_float8: bool = False
     is_async_tp: bool = False
 
 
-@dataclass(frozen=True)
-class StepTime:
-    """Seconds of a step, by part: products, attention, other kernels, recomputation, optimizer, launches, pipeline
-    bubble, and each role of communication, as far as no computation hides it."""
-
-    parts: dict[str, float]
-
-    @property
-    def total(self) -> float:
-        return sum(self.parts.values())
-
-
-def collective_seconds(device: Device, kind: CommunicationKind, group: Group, n_bytes: float, calls: float) -> float:
-    """Return the time of `calls` collectives with messages of `n_bytes` together.
+def collective_seconds(device: Device, message: Message) -> float:
+    """Return the time of all calls of a collective.
 
     A ring over several hosts crosses each of them with all network devices of its ranks. All-to-all sends to other
     hosts directly, with one network device per rank. All-reduce takes the faster of ring and tree (2 log2 n hops).
     """
-    n, hosts = group.ranks, math.ceil(group.ranks / group.per_host)
+    _, kind, n, per_host, calls, n_bytes = message
+    hosts = math.ceil(n / per_host)
     if n == 1 or not calls:
         return 0.0
-    link, network = device.link_bandwidth, device.network_bandwidth * group.per_host
+    link, network = device.link_bandwidth, device.network_bandwidth * per_host
     bandwidth = device.link_efficiency * (link if hosts == 1 else min(link, network))
     hop = device.link_latency if hosts == 1 else device.network_latency
     ring = (n - hosts) * device.link_latency + (hosts - 1) * hop
     start, part = device.collective_seconds, (n - 1) / n
     if kind == "all-to-all":
-        remote = n_bytes * (n - group.per_host) / n
+        remote = n_bytes * (n - per_host) / n
         local = n_bytes * part - remote
         seconds = max(local / link, remote / device.network_bandwidth) / device.link_efficiency
         return calls * (start + hop) + seconds
@@ -124,84 +109,70 @@ def collective_seconds(device: Device, kind: CommunicationKind, group: Group, n_
     return calls * (start + ring) + part * n_bytes / bandwidth
 
 
-def kernel_seconds(device: Device, kernel: Kernel, methods: Methods, float8_part: float) -> float:
+def kernel_seconds(device: Device, kernel: Kernel, methods: Methods) -> float:
     """Return the time of one kernel on the device, without its launch: the longer of computation and memory
-    traffic. `float8_part` is the part of the products that is computed in float8."""
-    bandwidth = device.memory_bandwidth * device.memory_efficiency
-    traffic = kernel.n_bytes / bandwidth
-    dtype = str(kernel.dtype).removeprefix("torch.")
-    peak = device.float32_flops if dtype == "float32" else device.bfloat16_flops
+    traffic."""
+    traffic = kernel.n_bytes / (device.memory_bandwidth * device.memory_efficiency)
+    is_float32 = kernel.dtype == torch.float32
+    peak = device.float32_flops if is_float32 else device.bfloat16_flops
     if kernel.kind == "attention":
         passes = ATTENTION_BACKWARD if kernel.phase == "backward" else 1.0
         return max(CAUSAL_PART * passes * kernel.flops / (peak * device.attention_efficiency), traffic)
     if kernel.kind == "product":
         computing = kernel.flops / (peak * device.product_efficiency)
         in_float8 = kernel.flops / (device.float8_flops * FLOAT8_EFFICIENCY)
-        if dtype.startswith("float8"):
+        if kernel.dtype.itemsize == 1:
             return max(in_float8, traffic)
-        part = 0.0 if dtype == "float32" else float8_part
+        part = 0.0 if is_float32 else methods.float8_part
         cast = max(in_float8, traffic / 2) + FLOAT8_CASTS * traffic
         return (1 - part) * max(computing, traffic) + part * cast
     is_fused = methods.is_compiled and kernel.kind == "other" and kernel.phase != "update"
     return traffic * (FUSED_TRAFFIC if is_fused else 1.0)
 
 
-def step_time(
-    device: Device,
-    kernels: Iterable[tuple[Kernel, float]],
-    messages: Iterable[Message],
-    methods: Methods,
-    *,
-    float8_part: float = 0.0,
-) -> StepTime:
-    """Return the time of a step's work on one rank, without a pipeline's bubble.
+def step_parts(
+    device: Device, kernels: Iterable[tuple[Kernel, float]], messages: Iterable[Message], methods: Methods
+) -> dict[str, float]:
+    """Return the seconds of a step's work on one rank by part, without a pipeline's bubble: products, attention, other
+    kernels, recomputation, optimizer, launches, and each role of communication, as far as no computation hides it.
+    `kernels` come with their numbers of calls.
 
     FSDP's communication runs on its own streams: the first gather and the last reduction are exposed, the others only
     if they take longer than the computation. Tensor, context and expert parallelism need each result at once.
-
-    Args:
-        device: runs the work.
-        kernels: kernels and their numbers of calls.
-        messages: collectives of the step.
-        methods: how the step computes.
-        float8_part: part of the operations of products that is computed in float8.
     """
-    parts: dict[str, float] = {}
+    parts: defaultdict[str, float] = defaultdict(float)
     launches = 0.0
     for kernel, calls in kernels:
-        name = "optimizer" if kernel.phase == "update" else "other kernels"
-        if kernel.phase == "recompute":
-            name = "recomputation"
-        elif kernel.kind == "product" and name != "optimizer":
-            name = "products"
-        elif kernel.kind == "attention":
-            name = "attention"
-        parts[name] = parts.get(name, 0.0) + calls * kernel_seconds(device, kernel, methods, float8_part)
+        name = _PART_OF_PHASE.get(kernel.phase) or _PART_OF_KIND.get(kernel.kind, "other kernels")
+        parts[name] += calls * kernel_seconds(device, kernel, methods)
         launches += calls * (FUSED_LAUNCHES if methods.is_compiled and kernel.kind == "other" else 1.0)
     computing = sum(parts.values())
     hidden, first = 0.0, 0.0
-    for message in messages:
-        n_bytes, role = message.n_bytes, message.role
-        if role == "FSDP" and message.kind == "all-gather" and methods.float8_gather:
-            n_bytes *= 1 - float8_part / 2
-        seconds = collective_seconds(device, message.kind, message.group, n_bytes, message.calls)
+    totals: dict[tuple[Any, ...], Message] = {}
+    for one in messages:
+        same = totals.get(one[:4], one._replace(calls=0.0, n_bytes=0.0))
+        totals[one[:4]] = one._replace(calls=same.calls + one.calls, n_bytes=same.n_bytes + one.n_bytes)
+    for message in totals.values():
+        role = message.role
+        if role == "FSDP" and message.kind == "all-gather" and methods.gathers_float8:
+            message = message._replace(n_bytes=message.n_bytes * (1 - methods.float8_part / 2))
+        seconds = collective_seconds(device, message)
         if role in ("FSDP", "replicas"):
             hidden += seconds
             first += seconds / max(1.0, message.calls)
-        elif role in ("tensor parallel", "context parallel", "expert parallel"):
+        else:
             saved = ASYNC_TENSOR_PARALLEL if role == "tensor parallel" and methods.is_async_tp else 0.0
-            parts[role] = parts.get(role, 0.0) + seconds * (1 - saved)
+            parts[role] += seconds * (1 - saved)
     if device.is_asynchronous:
         parts["FSDP"] = max(hidden + CONTENTION * min(hidden, computing) - computing, CONTENTION * hidden, first)
         parts["launches"] = max(0.0, launches * device.launch_seconds - sum(parts.values()))
     else:
         parts["FSDP"] = hidden
         parts["launches"] = launches * device.launch_seconds
-    return StepTime({name: seconds for name, seconds in parts.items() if seconds})
+    return {name: seconds for name, seconds in parts.items() if seconds}
 
 
-def with_bubble(time: StepTime, schedule: PipelineSchedule, ranks: int, microbatches: int, stages: int) -> StepTime:
-    """Add the bubble of a pipeline with `stages` on each rank."""
-    working = time.total - time.parts.get("optimizer", 0.0)
-    bubble = working * BUBBLES[schedule] * (ranks - 1) / (microbatches * stages)
-    return StepTime({**time.parts, "pipeline bubble": bubble})
+def bubble_seconds(parts: dict[str, float], schedule: str, ranks: int, microbatches: int, stages: int) -> float:
+    """Return the time of a pipeline's bubble with `stages` on each rank."""
+    working = sum(parts.values()) - parts.get("optimizer", 0.0)
+    return working * BUBBLES[schedule] * (ranks - 1) / (microbatches * stages)

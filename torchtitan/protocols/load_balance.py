@@ -62,8 +62,7 @@ class LoadBalanced(nn.Module):
         self.n_experts, self.top_k, self.penalties, self.selection = n_experts, top_k, penalties, selection
         self.totals: Tensor | None = None
         """Since the step began, the number of tokens that this rank has sent to each expert, and as the last element
-        the sum of the entropies of these tokens' probabilities, in 2⁻²⁰ of the largest, so that sums are exact:
-        (E + 1), int64. None before the first step."""
+        the summed entropy of these tokens' probabilities in 2⁻²⁰ nats: (E + 1), int64. None before the first step."""
         self.gradient_scale: Tensor | None = None
         """Factor of the auxiliary losses' gradients, a float32 scalar: losses are sums over tokens, of which the loop
         takes the mean over the tokens of the global batch, padding included."""

@@ -8,26 +8,7 @@ from torch import nn
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
-TensorSharding = Literal[
-    "vocabulary",
-    "sequence",
-    "final norm",
-    "heads",
-    "own heads",
-    "all heads",
-    "whole sequence",
-    "columns",
-    "parts to columns",
-    "parts to shared",
-    "shared to columns",
-    "rows",
-    "columns to whole",
-    "rows to whole",
-    "whole to rows",
-    "vocabulary to whole",
-    "whole",
-    "local tokens",
-]
+TensorSharding = str
 """Treatment of a module in tensor parallelism. Between layers, each rank holds its part of the sequence.
 
 - `vocabulary`: an embedding, split by rows (tokens). Takes all tokens, returns its part of the sequence.

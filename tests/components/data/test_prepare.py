@@ -76,7 +76,8 @@ def texts_of(sources: list[str]) -> list[str]:
     return [*(json.loads(line)["text"] for line in lines), Path(sources[2]).read_text()]
 
 
-def test_tokens_equal_an_independent_tokenization_without_duplicates(corpus, tokenizer, tmp_path):
+def test_tokens_equal_an_independent_tokenization_without_duplicates(corpus, tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(merging, "ITEMS_PER_PASS", 200)  # several passes
     prepared(corpus, tmp_path / "out", tokenizer, held_out=0.2)
     library = tokenizers.Tokenizer.from_file(str(PROJECT / "torchtitan/assets/tokenizer/tokenizer.json"))
     unique = [text for text in dict.fromkeys(texts_of(corpus)) if text.strip()]

@@ -56,6 +56,7 @@ DENSE_SHARDING = ShardingPlan(
         "layers.*.feed_forward.w3": "columns",
         "layers.*.feed_forward.w2": "rows",
         "layers.*.ffn_post_norm": "sequence",
+        "layers.*.moe": "local tokens",  # each rank has whole experts, for its own part of the tokens
         "layers.*.dense_post_norm": "sequence",
         "layers.*.own": "local tokens",
         "head.norm": "final norm",

@@ -52,6 +52,9 @@ class ModelType:
     The field's type says what the key may hold; a list has one item per layer, and the field holds its
     shortest repeating part."""
 
+    values: Mapping[str, Any] = field(default_factory=dict)
+    """Field without a key → its value in all models of this type."""
+
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Key that changes the computation → the only supported value, which is also the default of an absent key."""
 
@@ -244,6 +247,7 @@ def _written_type(model_types: Mapping[str, ModelType], config: Decoder.Config) 
             known = [*_keys_of(kind).values(), *kind.ropes, "scores"]
             values = {name: attrgetter(name)(config) for name in known}
             values |= {kind.keys[key]: value for key, value in kind.fixed.items() if key in kind.keys}
+            values |= kind.values
             if kind.config(**_nested(kind.config, values)) == config:
                 return model_type
     raise UserError(f"no model_type of config.json ({', '.join(model_types)}) can describe this model: {config}")
@@ -313,7 +317,7 @@ def _from_config_json(model_types: Mapping[str, ModelType], document: Mapping[st
     )
     for (own_name, _, key), other in ((own_name.partition(":"), kind) for own_name, kind in model_types.items()):
         kind = other if key and own_name == document["model_type"] and document.get(key) else kind
-    reader = ConfigReader(_FILE, {**_DEFAULTS, **kind.defaults, **document})
+    reader = ConfigReader(_FILE, {**_DEFAULTS, **kind.fixed, **kind.defaults, **document})
     for key, only in {**_FIXED, **kind.fixed}.items():
         _require(key, document.get(key, only), only)
     keys = _keys_of(kind)
@@ -334,6 +338,7 @@ def _from_config_json(model_types: Mapping[str, ModelType], document: Mapping[st
         check_sections(reader, sections)
     for name, section in kind.ropes.items():
         values[name] = read_rope(reader, rotates_part="partial_rotary_factor" in kind.defaults, layer_type=section)
+    values |= kind.values
     values["scores"] = _CLASSIFIER in str(document.get("architectures"))
     if values["scores"] and (n := len(reader.section("id2label").values) or document.get("num_labels", 2)) != 1:
         raise UserError(f"config.json: num_labels is {n}, but a reward model has 1")

@@ -16,7 +16,7 @@ from torchtitan.components.optimizer import Optimizer
 from torchtitan.components.peft import LoRA
 from torchtitan.components.validate import Validator
 from torchtitan.config import ActivationCheckpointConfig, CompileConfig, TrainingConfig
-from torchtitan.models.common.moe.layer import MoEConfig, SigmoidMoEConfig
+from torchtitan.models.common.moe.layer import MoEConfig
 from torchtitan.models.families import Family
 from torchtitan.protocols import ModelSpec
 from torchtitan.protocols.load_balance import PenaltyConfig
@@ -91,7 +91,7 @@ def balanced(config: Trainer.Config) -> Trainer.Config:
     balances them. A short run needs more than DeepSeek-V3's rate of 0.001 and Switch's weight of 0.01."""
     moe: MoEConfig = config.model_spec.model.moe  # type: ignore[attr-defined]
     is_short = config.training.steps < 1000
-    if isinstance(moe, SigmoidMoEConfig) and moe.scoring_func == "sigmoid":
+    if moe.selection_bias:
         moe.bias_rate = 0.01 if is_short else 1e-3
         moe.penalties = PenaltyConfig(sequence_loss=1e-4)
     else:

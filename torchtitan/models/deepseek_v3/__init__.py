@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from torchtitan.models.common.moe.layer import SigmoidMoEConfig
-from torchtitan.models.common.moe.rows import MOE_SHARDING
+from torchtitan.models.common.decoder import DENSE_SHARDING
+from torchtitan.models.common.moe.layer import SMALL_SIGMOID
 from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.models.deepseek_v3.model import FORMAT, DeepSeekModel
 from torchtitan.models.families import SMALL, Family, of_sizes
@@ -24,13 +24,10 @@ _V2 |= {"moe_intermediate_size": 1536, "routed_scaling_factor": 16.0}
 _K2: Any = {"n_routed_experts": 384, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
 _K2 |= {"routed_scaling_factor": 2.827, "rope_theta": 50_000.0}
 _SMALL: Any = {"head_dim": 48, "v_head_dim": 32, "q_lora_rank": 128, "kv_lora_rank": 64, "n_kv_heads": 8}
-_MOE: Any = {"n_experts": 32, "top_k": 4, "ffn_dim": 128, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.0}
 
 FLAVORS = {
     "debugmodel": DeepSeekModel.Config(
-        **{**SMALL, **_SMALL},
-        rope=RoPEConfig(theta=10_000.0, rotated_fraction=1 / 3),
-        moe=SigmoidMoEConfig(**_MOE, layer_types=["dense", "sparse", "sparse", "sparse"]),
+        **{**SMALL, **_SMALL}, rope=RoPEConfig(theta=10_000.0, rotated_fraction=1 / 3), moe=SMALL_SIGMOID
     ),
     "V2-Lite-16B": _published("deepseek_v2", (2048, 10944, 27, 16, 102_400), 40.0, 0.707, q_lora_rank=None, **_LITE),
     "V2-236B": _published("deepseek_v2", (5120, 12288, 60, 128, 102_400), 40.0, 0.707, **_V2),
@@ -43,10 +40,10 @@ _LATENT: Any = {
     **dict.fromkeys(("wq", "q_latent.2"), "parts to columns"),
     **{"latents": "parts to shared", "attend.wkv_b": "shared to columns", "wo": "rows"},
 }
-_OTHERS = {name: kind for name, kind in MOE_SHARDING.tensor.items() if not f"{name}.".startswith("layers.*.attention.")}
+_OTHERS = {name: kind for name, kind in DENSE_SHARDING.tensor.items() if "attention" not in name.split(".")}
 _TENSOR = {**_OTHERS, **{f"layers.*.attention.{name}": kind for name, kind in _LATENT.items()}}
 _TENSOR |= {"layers.*.mtp.?norm": "sequence", "layers.*.mtp.eh_proj": "local tokens", "layers.*.mtp.norm": "final norm"}
 
 FORMATS = {"hf": FORMAT}
-FAMILY = Family(module=__name__, flavors=FLAVORS, formats=FORMATS, sharding=replace(MOE_SHARDING, tensor=_TENSOR))
+FAMILY = Family(module=__name__, flavors=FLAVORS, formats=FORMATS, sharding=replace(DENSE_SHARDING, tensor=_TENSOR))
 model_spec, model_registry = FAMILY.spec, FAMILY.registry

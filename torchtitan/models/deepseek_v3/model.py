@@ -13,7 +13,6 @@ from torchtitan.models.common.hugging_face_rope import write_rope
 from torchtitan.models.common.latent_attention import LatentAttention
 from torchtitan.models.common.moe import rows
 from torchtitan.models.common.moe.decoder import MoEDecoder
-from torchtitan.models.common.moe.layer import SigmoidMoEConfig
 from torchtitan.protocols.output_head import Head, with_further_tokens
 from torchtitan.tools.errors import require
 
@@ -23,8 +22,7 @@ class DeepSeekModel(MoEDecoder):
 
     @dataclass(kw_only=True, slots=True)
     class Config(MoEDecoder.Config):
-        moe: SigmoidMoEConfig
-        """Experts."""
+        router_types = ("sigmoid", "softmax")
 
         q_lora_rank: int | None = None
         """Width of the latent of queries. None: there is none."""
@@ -121,7 +119,6 @@ _KEYS = {
     **rows.SIGMOID_KEYS,
     **{k: k for k in ("q_lora_rank", "kv_lora_rank", "v_head_dim", "attention_bias", "mscale_all_dim")},
 }
-_V2_SCORES = {"scoring_func": "softmax", "norm_topk_prob": False}
 _WIDTHS = {"q_lora_rank": 1536, "kv_lora_rank": 512, "v_head_dim": 128, "partial_rotary_factor": 1.0}
 _V3 = hf.ModelType(
     architecture="DeepseekV3ForCausalLM",
@@ -130,8 +127,9 @@ _V3 = hf.ModelType(
     keys={**_KEYS, "rope_interleave": "rope_interleave", "num_nextn_predict_layers": "n_mtp_modules"},
     defaults={
         **{"n_routed_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "n_group": 8},
-        **{"topk_group": 4, "routed_scaling_factor": 2.5, **_WIDTHS},
+        **{"topk_group": 4, "routed_scaling_factor": 2.5, "n_shared_experts": 1, **_WIDTHS},
     },
+    values={"moe.selection_bias": True},
     fixed={"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
     ignored=("qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim", "first_k_dense_replace"),
     prepare=_prepare,
@@ -141,8 +139,9 @@ _V2 = replace(
     _V3,
     architecture="DeepseekV2ForCausalLM",
     keys=_KEYS,
-    defaults={**_WIDTHS, **_V2_SCORES, "n_routed_experts": 64, "n_shared_experts": 2, "moe_intermediate_size": 1407},
-    fixed={"moe_layer_freq": 1, "topk_method": "group_limited_greedy", **_V2_SCORES},
+    defaults={**_WIDTHS, "n_routed_experts": 64, "n_shared_experts": 2, "moe_intermediate_size": 1407},
+    values={},
+    fixed={**_V3.fixed, "topk_method": "group_limited_greedy", "scoring_func": "softmax", "norm_topk_prob": False},
 )
 
 FORMAT = hf.dense_format({"deepseek_v3": _V3, "kimi_k2": _V3, "deepseek_v2": _V2})

@@ -4,7 +4,6 @@ from functools import partial
 from typing import Any
 
 from torchtitan.models.common.moe.layer import MoEConfig
-from torchtitan.models.common.moe.rows import MOE_SHARDING
 from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.models.families import SMALL, Family, of_sizes
 from torchtitan.models.gemma4.model import FORMAT, Gemma4Model, Gemma4MoEModel, Gemma4SmallModel
@@ -33,5 +32,5 @@ FLAVORS = {
 }
 
 FORMATS = {"hf": FORMAT}
-FAMILY = Family(module=__name__, flavors=FLAVORS, formats=FORMATS, sharding=MOE_SHARDING)
+FAMILY = Family(module=__name__, flavors=FLAVORS, formats=FORMATS)
 model_spec, model_registry = FAMILY.spec, FAMILY.registry

@@ -3,13 +3,10 @@
 from functools import partial
 from typing import Any
 
-from torchtitan.models.common.moe.layer import SigmoidMoEConfig
-from torchtitan.models.common.moe.rows import MOE_SHARDING
+from torchtitan.models.common.moe.layer import SMALL_SIGMOID
 from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.models.families import SMALL, Family, of_sizes
 from torchtitan.models.glm4_moe.model import FORMAT, GLM4MoeModel
-
-_SMALL: Any = {"n_experts": 32, "top_k": 4, "ffn_dim": 128, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.0}
 
 _published = partial(of_sizes, FORMAT, "glm4_moe", head_dim=128, attention_bias=True, rope_theta=1e6)
 _355B: Any = {"n_routed_experts": 160, "moe_intermediate_size": 1536, "routed_scaling_factor": 2.5}
@@ -17,10 +14,7 @@ _355B |= {"first_k_dense_replace": 3, "use_qk_norm": True}
 
 FLAVORS = {
     "debugmodel": GLM4MoeModel.Config(
-        **SMALL,
-        use_qk_norm=True,
-        rope=RoPEConfig(theta=10_000.0, rotated_fraction=0.5),
-        moe=SigmoidMoEConfig(**_SMALL, layer_types=["dense", "sparse", "sparse", "sparse"]),
+        **SMALL, use_qk_norm=True, rope=RoPEConfig(theta=10_000.0, rotated_fraction=0.5), moe=SMALL_SIGMOID
     ),
     "4.5-Air-106B": _published(4096, 10944, 46, 96, 151_552, max_seq_len=131_072),
     "4.5-355B": _published(5120, 12288, 92, 96, 151_552, max_seq_len=131_072, **_355B),
@@ -28,5 +22,5 @@ FLAVORS = {
 }
 
 FORMATS = {"hf": FORMAT}
-FAMILY = Family(module=__name__, flavors=FLAVORS, formats=FORMATS, sharding=MOE_SHARDING)
+FAMILY = Family(module=__name__, flavors=FLAVORS, formats=FORMATS)
 model_spec, model_registry = FAMILY.spec, FAMILY.registry

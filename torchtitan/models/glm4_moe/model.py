@@ -8,7 +8,6 @@ from torch import nn
 from torchtitan.models.common.hugging_face import DENSE_ROWS, ModelType, dense_format
 from torchtitan.models.common.moe import rows
 from torchtitan.models.common.moe.decoder import MoEDecoder
-from torchtitan.models.common.moe.layer import SigmoidMoEConfig
 
 
 class GLM4MoeModel(MoEDecoder):
@@ -16,8 +15,7 @@ class GLM4MoeModel(MoEDecoder):
 
     @dataclass(kw_only=True, slots=True)
     class Config(MoEDecoder.Config):
-        moe: SigmoidMoEConfig
-        """Experts."""
+        router_types = ("sigmoid",)
 
         use_qk_norm: bool = False
         """Normalize the queries and keys of each head."""
@@ -35,10 +33,11 @@ _TYPE = ModelType(
     config=GLM4MoeModel.Config,
     rows=rows.expert_rows(DENSE_ROWS, shared="shared_experts"),
     keys={**rows.SIGMOID_KEYS, **{name: name for name in ("attention_bias", "use_qk_norm")}},
+    values={"moe.selection_bias": True},
     fixed={"scoring_func": "sigmoid"},
     defaults={
         **{"n_routed_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1408},
-        **{"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5},
+        **{"n_shared_experts": 1, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5},
     },
     ignored=("first_k_dense_replace",),
     prepare=rows.prepare_dense_layers,

@@ -3,7 +3,6 @@
 from typing import Any
 
 from torchtitan.models.common.moe.layer import MoEConfig
-from torchtitan.models.common.moe.rows import MOE_SHARDING
 from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.models.families import SMALL, Family, of_sizes
 from torchtitan.models.gpt_oss.model import FORMAT, GptOssModel
@@ -18,5 +17,5 @@ FLAVORS = {
 }
 
 FORMATS = {"hf": FORMAT}
-FAMILY = Family(module=__name__, flavors=FLAVORS, formats=FORMATS, sharding=MOE_SHARDING)
+FAMILY = Family(module=__name__, flavors=FLAVORS, formats=FORMATS)
 model_spec, model_registry = FAMILY.spec, FAMILY.registry

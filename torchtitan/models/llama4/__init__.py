@@ -1,12 +1,14 @@
 """Llama 4 in its published sizes, without vision, and a small one that trains on a laptop."""
 
+from typing import Any
+
 from torchtitan.models.common.moe.layer import MoEConfig
-from torchtitan.models.common.moe.rows import MOE_SHARDING
 from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.models.families import SMALL, Family, of_sizes
 from torchtitan.models.llama4.model import FORMAT, Llama4Model
 
-_MOE = MoEConfig(n_experts=8, top_k=1, ffn_dim=192, layer_types=["dense", "sparse"])
+_ROUTER: Any = {"scoring_func": "sigmoid", "norm_topk_prob": False, "n_shared_experts": 1}
+_MOE = MoEConfig(n_experts=8, top_k=1, ffn_dim=192, layer_types=["dense", "sparse"], **_ROUTER)
 _DEBUG = {**SMALL, "layer_types": ["sliding_attention"] * 3 + ["full_attention"], "sliding_window": 64}
 _128E = {"num_local_experts": 128, "interleave_moe_layer_step": 2, "use_qk_norm": False}
 
@@ -17,5 +19,5 @@ FLAVORS = {
 }
 
 FORMATS = {"hf": FORMAT}
-FAMILY = Family(module=__name__, flavors=FLAVORS, formats=FORMATS, sharding=MOE_SHARDING)
+FAMILY = Family(module=__name__, flavors=FLAVORS, formats=FORMATS)
 model_spec, model_registry = FAMILY.spec, FAMILY.registry

@@ -4,16 +4,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
-import torch
 from torch import nn
 
 from torchtitan.models.common.attention import TemperedAttention
 from torchtitan.models.common.config_reader import ConfigReader
-from torchtitan.models.common.feed_forward import GatedFeedForward
 from torchtitan.models.common.hugging_face import DENSE_ROWS, ModelType, dense_format, interleaved, write_if
 from torchtitan.models.common.moe.decoder import MoEDecoder
 from torchtitan.models.common.moe.experts import InputScaledExperts
-from torchtitan.models.common.moe.router import Router
 from torchtitan.models.common.moe.rows import expert_keys, shared_rows, transposed_expert_rows
 from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.protocols.state_dict_adapter import KeyMapping
@@ -37,6 +34,8 @@ class Llama4Model(MoEDecoder):
         attn_scale: float = 0.1
         """Height of its steps."""
 
+        router_types = ("sigmoid",)
+
         def validate(self) -> None:
             MoEDecoder.Config.validate(self)
             self.check_sizes(2**32, "floor_scale")
@@ -48,7 +47,6 @@ class Llama4Model(MoEDecoder):
 
     has_chunks = True
     make_experts = InputScaledExperts
-    make_router = staticmethod(partial(Router, score=torch.sigmoid, normalized=False))
 
     def rope_of_layer(self, index: int) -> RoPEConfig | None:
         return self.config.rope if self.config.has_window(index) else None
@@ -62,9 +60,6 @@ class Llama4Model(MoEDecoder):
         if config.attn_temperature_tuning and not has_rope:
             module.attend = TemperedAttention(config.floor_scale, config.attn_scale)
         return module
-
-    def make_shared(self, width: int, **options: Any) -> nn.Module:
-        return GatedFeedForward(hidden_dim=width, **options)
 
 
 def _rows(config: Llama4Model.Config) -> list[KeyMapping]:
@@ -115,6 +110,7 @@ _TEXT = ModelType(
         **{"intermediate_size": 8192, "intermediate_size_mlp": 16384, "attention_chunk_size": 8192},
         **{"rope_theta": 500_000.0, "rms_norm_eps": 1e-5},
     },
+    values={"moe.scoring_func": "sigmoid", "moe.norm_topk_prob": False, "moe.n_shared_experts": 1},
     fixed={"router_jitter_noise": 0.0},
     ignored=("no_rope_layers", "no_rope_layer_interval", "moe_layers", "interleave_moe_layer_step"),
     prepare=_prepare,

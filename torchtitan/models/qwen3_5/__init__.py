@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from torchtitan.models.common.moe.layer import QwenMoEConfig
-from torchtitan.models.common.moe.rows import MOE_SHARDING
+from torchtitan.models.common.moe.layer import MoEConfig
 from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.models.families import SMALL, Family
 from torchtitan.models.qwen3_5.model import FORMAT, Qwen35Model, Qwen35MoEModel
@@ -22,13 +21,11 @@ _DEBUG |= {"linear_num_key_heads": 8, "linear_num_value_heads": 16}
 _DEBUG |= {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
 
 
-def _experts(n_experts: int, top_k: int, shared: int) -> QwenMoEConfig:
-    return QwenMoEConfig(n_experts=n_experts, top_k=top_k, shared_ffn_dim=shared)
-
-
 FLAVORS = {
     "debugmodel": Qwen35Model.Config(**_DEBUG),
-    "moe-debugmodel": Qwen35MoEModel.Config(**{**_DEBUG, "ffn_dim": 96}, moe=_experts(32, 4, 96)),
+    "moe-debugmodel": Qwen35MoEModel.Config(
+        **{**_DEBUG, "ffn_dim": 96}, moe=MoEConfig(n_experts=32, top_k=4, shared_ffn_dim=96)
+    ),
     "0.8B": _published(**_SMALL, dim=1024, head_dim=256, ffn_dim=3584),
     "2B": _published(**_SMALL, dim=2048, ffn_dim=6144),
     "4B": _published(**_MEDIUM, dim=2560, head_dim=256, ffn_dim=9216, tie_embeddings=True),
@@ -36,9 +33,9 @@ FLAVORS = {
     "27B": _published(
         dim=5120, n_layers=64, n_heads=24, n_kv_heads=4, head_dim=256, ffn_dim=17408, linear_num_value_heads=48
     ),
-    "35B-A3B": _published(Qwen35MoEModel.Config, **_35B, moe=_experts(256, 8, 512)),
+    "35B-A3B": _published(Qwen35MoEModel.Config, **_35B, moe=MoEConfig(n_experts=256, top_k=8, shared_ffn_dim=512)),
 }
 
 FORMATS = {"hf": FORMAT}
-FAMILY = Family(module=__name__, flavors=FLAVORS, formats=FORMATS, sharding=MOE_SHARDING)
+FAMILY = Family(module=__name__, flavors=FLAVORS, formats=FORMATS)
 model_spec, model_registry = FAMILY.spec, FAMILY.registry

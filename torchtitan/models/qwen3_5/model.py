@@ -9,7 +9,7 @@ from torchtitan.models.common.config_reader import ConfigReader
 from torchtitan.models.common.delta_net import DELTA_NET_KEYS, DELTA_NET_ROWS, HybridDecoder
 from torchtitan.models.common.hugging_face import DENSE_ROWS, ModelType, dense_format
 from torchtitan.models.common.moe.decoder import ExpertLayers
-from torchtitan.models.common.moe.layer import QwenMoEConfig
+from torchtitan.models.common.moe.layer import MoEConfig
 from torchtitan.models.common.moe.rows import expert_keys, expert_rows
 from torchtitan.models.common.norms import OffsetRMSNorm
 from torchtitan.tools.errors import UserError
@@ -31,7 +31,7 @@ class Qwen35MoEModel(ExpertLayers, Qwen35Model):
 
     @dataclass(kw_only=True, slots=True)
     class Config(ExpertLayers.Config, Qwen35Model.Config):
-        moe: QwenMoEConfig
+        moe: MoEConfig
         """Experts."""
 
 

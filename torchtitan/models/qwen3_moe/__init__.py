@@ -3,15 +3,14 @@
 from functools import partial
 from typing import Any
 
-from torchtitan.models.common.moe.layer import QwenMoEConfig
-from torchtitan.models.common.moe.rows import MOE_SHARDING
+from torchtitan.models.common.moe.layer import MoEConfig
 from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.models.families import SMALL, Family, of_sizes
 from torchtitan.models.qwen3_moe.model import FORMAT, Qwen2MoeModel, Qwen3MoeModel
 
 _SMALL: Any = {**SMALL, "norm_eps": 1e-6, "rope": RoPEConfig(theta=10_000.0)}
-_SMALL_3 = QwenMoEConfig(n_experts=32, top_k=4, ffn_dim=96)
-_SMALL_2 = QwenMoEConfig(n_experts=16, top_k=2, ffn_dim=96, norm_topk_prob=False, shared_ffn_dim=192)
+_SMALL_3 = MoEConfig(n_experts=32, top_k=4, ffn_dim=96)
+_SMALL_2 = MoEConfig(n_experts=16, top_k=2, ffn_dim=96, norm_topk_prob=False, shared_ffn_dim=192)
 
 _2 = partial(of_sizes, FORMAT, "qwen2_moe", rope_theta=1e6)
 _3 = partial(of_sizes, FORMAT, "qwen3_moe", norm_topk_prob=True, head_dim=128, rope_theta=1e6, max_seq_len=40_960)
@@ -20,7 +19,7 @@ _57B = {"num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 25
 
 FLAVORS = {
     "debugmodel": Qwen3MoeModel.Config(**_SMALL, head_dim=64, moe=_SMALL_3),
-    "2-debugmodel": Qwen2MoeModel.Config(**_SMALL, moe=_SMALL_2),
+    "2-debugmodel": Qwen2MoeModel.Config(**_SMALL, attention_bias=True, moe=_SMALL_2),
     "30B-A3B": _3(2048, 6144, 48, 32, 151_936),
     "235B-A22B": _3(4096, 12288, 94, 64, 151_936, moe_intermediate_size=1536),
     "Coder-480B-A35B": _3(6144, 8192, 62, 96, 151_936, max_seq_len=262_144, **_480B),
@@ -29,5 +28,5 @@ FLAVORS = {
 }
 
 FORMATS = {"hf": FORMAT}
-FAMILY = Family(module=__name__, flavors=FLAVORS, formats=FORMATS, sharding=MOE_SHARDING)
+FAMILY = Family(module=__name__, flavors=FLAVORS, formats=FORMATS)
 model_spec, model_registry = FAMILY.spec, FAMILY.registry

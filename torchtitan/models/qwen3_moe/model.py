@@ -1,6 +1,6 @@
 """Qwen3's models with experts (arXiv:2505.09388), and Qwen2's and Qwen1.5's, with their Hugging Face format."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -8,19 +8,11 @@ from torch import nn
 from torchtitan.models.common.config_reader import ConfigReader
 from torchtitan.models.common.hugging_face import DENSE_ROWS, ModelType, dense_format
 from torchtitan.models.common.moe.decoder import MoEDecoder
-from torchtitan.models.common.moe.layer import QwenMoEConfig
 from torchtitan.models.common.moe.rows import SPARSE, expert_keys, expert_rows
 
 
 class Qwen3MoeModel(MoEDecoder):
     """Qwen3's decoder with experts in some layers or in all."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(MoEDecoder.Config):
-        moe: QwenMoEConfig
-        """Experts."""
-
-    config: Config
 
     def make_attention(self, index: int, **options: Any) -> nn.Module:
         return super().make_attention(index, **{"qk_norm": self.make_norm, **options})
@@ -28,13 +20,6 @@ class Qwen3MoeModel(MoEDecoder):
 
 class Qwen2MoeModel(Qwen3MoeModel):
     """Qwen2's decoder with experts in some layers or in all, next to one that every token passes through."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(Qwen3MoeModel.Config):
-        attention_bias: bool = True
-        """Add biases to queries, keys and values."""
-
-    config: Config
 
     biased = "qkv"
 
@@ -90,7 +75,7 @@ _2 = replace(
     fixed={"use_sliding_window": False},
     defaults={
         **{"num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408, "num_key_value_heads": 16},
-        **{"norm_topk_prob": False, "shared_expert_intermediate_size": 5632},
+        **{"norm_topk_prob": False, "shared_expert_intermediate_size": 5632, "qkv_bias": True},
     },
     write=lambda config: _write(config) if config.moe.shared_ffn_dim else None,
 )

@@ -24,7 +24,6 @@ from torchtitan.components.data.pretraining.token_cache import (
     write_tokens,
 )
 from torchtitan.components.data.report import Report
-from torchtitan.components.data.sources.rows import OnRead
 from torchtitan.components.data.sources.source import Source
 from torchtitan.components.tokenizer import Tokenizer
 
@@ -57,7 +56,7 @@ class Encoding(ABC):
         """Return the properties that determine the arrays of given rows, as JSON-serializable values."""
 
     @abstractmethod
-    def write(self, source: Source, folder: Path, advance: OnRead) -> tuple[Report, np.ndarray]:
+    def write(self, source: Source, folder: Path) -> tuple[Report, np.ndarray]:
         """Write the arrays of a source; return a report, and a mask of the items to keep, (n,)."""
 
     @abstractmethod
@@ -115,8 +114,8 @@ class DocumentEncoding(Encoding):
         tokenizer = [self.tokenizer.fingerprint, document_wrapping(self.tokenizer)]
         return {"version": FORMAT_VERSION, "tokenizer": tokenizer, "filters": asdict(self.filters)}
 
-    def write(self, source: Source, folder: Path, advance: OnRead) -> tuple[Report, np.ndarray]:
-        write_tokens(source, self.tokenizer, folder, advance)
+    def write(self, source: Source, folder: Path) -> tuple[Report, np.ndarray]:
+        write_tokens(source, self.tokenizer, folder, lambda n: None)
         offsets = np.fromfile(folder / "offsets.bin", np.int64)
         tokens = np.fromfile(folder / "tokens.bin", token_dtype(self.tokenizer))
         report, keep = Report("text", rows=len(offsets) - 1), np.ones(len(offsets) - 1, bool)
@@ -158,8 +157,8 @@ class SampleEncoding(Encoding):
         fingerprints = {"format": self.format.fingerprint, "encoder": self.encoder.fingerprint}
         return {"version": code_version(), **fingerprints, "filters": asdict(self.filters)}
 
-    def write(self, source: Source, folder: Path, advance: OnRead) -> tuple[Report, np.ndarray]:
-        report = write_samples(source, self.format, self.encoder, self.filters, folder, advance)
+    def write(self, source: Source, folder: Path) -> tuple[Report, np.ndarray]:
+        report = write_samples(source, self.format, self.encoder, self.filters, folder, lambda n: None)
         return report, np.ones(report.kept, bool)
 
     def finish(self, folder: Path, report: Report, name: str) -> None:

@@ -4,6 +4,7 @@
 token cache in order, see `INDEX_ROWS`. Samples become one cache, `SPLIT/`.
 """
 
+import itertools
 import json
 import shutil
 import tempfile
@@ -111,13 +112,22 @@ def _without_duplicates(
 ) -> list[dict[str, Any]]:
     """Rewrite the parts that have duplicates; return the entry of each part."""
     first = np.cumsum([0, *(of_part["items"] for of_part in entries)])
-    keep = np.memmap(work / f"{split}.keep", bool, "w+", shape=(max(1, int(first[-1])),))
+    n_items = int(first[-1])
+    keep = np.memmap(work / f"{split}.keep", bool, "w+", shape=max(1, n_items))
     keep[:] = True
-    n_passes = 1 + int(first[-1]) // ITEMS_PER_PASS
-    for index in range(n_passes if preparation.deduplicate else 0):
-        contents = (read(preparation.folder(number) / split, HASHES) for number in range(len(entries)))
-        hashes = (np.frombuffer(content, np.uint64).reshape(-1, 2) for content in contents)
-        keep[find_duplicates(hashes, index, n_passes)] = False
+    if preparation.deduplicate:
+        hashes = np.memmap(work / f"{split}.hashes", np.uint64, "w+", shape=(max(1, n_items), 2))
+
+        def copy(number: int) -> None:  # since each pass scans them, and a store takes long to answer
+            content = read(preparation.folder(number) / split, HASHES)
+            hashes[first[number] : first[number + 1]] = np.frombuffer(content, np.uint64).reshape(-1, 2)
+
+        with ThreadPoolExecutor(16) as pool:
+            list(pool.map(copy, range(len(entries))))
+        n_passes = 1 + n_items // ITEMS_PER_PASS
+        for index in range(n_passes):
+            parts = (hashes[start:stop] for start, stop in itertools.pairwise(first))
+            keep[find_duplicates(parts, index, n_passes)] = False
 
     def rewrite(number: int) -> dict[str, Any]:
         encoding, folder = preparation.encoding, preparation.folder(number)

@@ -165,7 +165,7 @@ class Preparation:
         with self.writing(), self.work_folder() as work:
             unselected, complete = work / "unselected", work / "complete"
             unselected.mkdir()
-            report, keep = self.encoding.write(source, unselected, lambda n: None)
+            report, keep = self.encoding.write(source, unselected)
             hashes = self.encoding.hashes(unselected)
             is_held_out = hashes[:, 0] / 2**64 < self.held_out
             for split in self.splits:

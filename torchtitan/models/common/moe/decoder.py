@@ -13,6 +13,7 @@ from torchtitan.models.common.moe.experts import RoutedExperts
 from torchtitan.models.common.moe.layer import MixtureOfExperts, MoEConfig
 from torchtitan.models.common.moe.router import Router
 from torchtitan.models.common.norms import NormFactory
+from torchtitan.tools.errors import require
 
 
 class ExpertLayers:
@@ -21,8 +22,11 @@ class ExpertLayers:
     class Config:
         __slots__ = ()
 
-        moe: Any  # a MoEConfig
+        moe: MoEConfig
         ffn_dim: int
+
+        router_types: tuple[str, ...] = ("softmax",)
+        """Values of `moe.scoring_func` that the family supports."""
 
         @property
         def expert_parallel_sizes(self) -> dict[str, int]:
@@ -31,6 +35,8 @@ class ExpertLayers:
         def validate(self) -> None:
             cast(Decoder.Config, super()).validate()
             self.moe.validate()
+            kind, most = self.moe.scoring_func, " or ".join(self.router_types)
+            require(kind in self.router_types, "--model.moe.scoring_func", kind, most)
 
     config: Any
 
@@ -43,13 +49,9 @@ class ExpertLayers:
             return decoder.make_feed_forward(index, *args, **options)
         sizes: dict[str, Any] = {"dim": self.config.dim, "n_experts": moe.n_experts}
         stds, width = decoder.init_stds(index), moe.ffn_dim or self.config.ffn_dim
-        router = self.make_router(**sizes, **moe.router_options(), penalties=moe.penalties, init_std=stds["init_std"])
+        router = moe.make_router(self.make_router, **sizes, init_std=stds["init_std"])
         experts = self.make_experts(**sizes, top_k=moe.top_k, hidden_dim=width, **stds)
-        return MixtureOfExperts(router, experts, self.make_shared(width, dim=self.config.dim, **stds))
-
-    def make_shared(self, width: int, **options: Any) -> Any:
-        """As `MoEConfig.make_shared`."""
-        return self.config.moe.make_shared(width, **options)
+        return MixtureOfExperts(router, experts, moe.make_shared(width, dim=self.config.dim, **stds))
 
 
 class DenseAndExpertsBlock(ScaledSandwichBlock):

@@ -1,6 +1,8 @@
 """The mixture of experts that takes the place of a block's feed-forward network, and its configuration."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, Literal
 
 import torch
@@ -15,15 +17,16 @@ from torchtitan.tools.errors import UserError, require
 
 _MOST = 2**24
 _LEAST = {
-    **dict.fromkeys(("n_experts", "ffn_dim", "shared_ffn_dim", "n_shared_experts"), 1),
-    **dict.fromkeys(("routed_scaling_factor", "bias_rate", "batch_loss", "sequence_loss", "z_loss"), 0),
+    **dict.fromkeys(("n_experts", "ffn_dim", "shared_ffn_dim"), 1),
+    **dict.fromkeys(("n_shared_experts", "routed_scaling_factor", "bias_rate"), 0),
+    **dict.fromkeys(("penalties.batch_loss", "penalties.sequence_loss", "penalties.z_loss"), 0),
 }
 """Field → its smallest value; the largest is `_MOST`."""
 
 
 @dataclass(kw_only=True, slots=True)
 class MoEConfig:
-    """Experts of a model, in the field `moe` of its configuration. A family adds the fields of its router."""
+    """Experts of a model, in the field `moe` of its configuration."""
 
     n_experts: int
     """Routed experts of a layer."""
@@ -37,58 +40,8 @@ class MoEConfig:
     layer_types: list[Literal["sparse", "dense"]] = field(default_factory=lambda: ["sparse"])
     """Types of the first layers, repeated for the others; dense ones have one network of width --model.ffn_dim."""
 
-    penalties: PenaltyConfig = field(default_factory=PenaltyConfig, compare=False)  # not in config.json
-    """Auxiliary losses."""
-
-    def is_sparse(self, index: int) -> bool:
-        """Return whether a layer has experts."""
-        return self.layer_types[index % len(self.layer_types)] == "sparse"
-
-    def validate(self) -> None:
-        """Raise `UserError` for impossible values."""
-        for option, owner in {"moe": self, "moe.penalties": self.penalties}.items():
-            for name, least in _LEAST.items():
-                fits = (value := getattr(owner, name, None)) is None or least <= value <= _MOST
-                require(fits, f"--model.{option}.{name}", value, f"from {least} to {_MOST}")
-        most = f"from 1 to --model.moe.n_experts {self.n_experts}"
-        require(1 <= self.top_k <= self.n_experts, "--model.moe.top_k", self.top_k, most)
-        require(bool(self.layer_types), "--model.moe.layer_types", self.layer_types, "at least one type")
-
-    def router_options(self) -> dict[str, Any]:
-        """Return options of `Router`."""
-        return {"choose": TopK(self.top_k)}
-
-    def make_shared(self, width: int, **options: Any) -> nn.Module | None:
-        """Return the expert of all tokens, next to routed ones of a `width`; None: there is none."""
-        return None
-
-
-@dataclass(kw_only=True, slots=True)
-class QwenMoEConfig(MoEConfig):
-    """Experts of Qwen's models: softmax scores, and perhaps a shared expert with a gate."""
-
-    norm_topk_prob: bool = True
-    """Divide the weights of a token's experts by their sum."""
-
-    shared_ffn_dim: int | None = None
-    """Width of the shared expert. None: there is none."""
-
-    def router_options(self) -> dict[str, Any]:
-        return {**MoEConfig.router_options(self), "normalized": self.norm_topk_prob}
-
-    def make_shared(self, width: int, **options: Any) -> nn.Module | None:
-        return None if self.shared_ffn_dim is None else GatedSharedExpert(hidden_dim=self.shared_ffn_dim, **options)
-
-
-@dataclass(kw_only=True, slots=True)
-class SigmoidMoEConfig(MoEConfig):
-    """Experts of DeepSeek-V3 and models after it: sigmoid scores, a selection bias, groups and shared experts."""
-
-    scoring_func: Literal["sigmoid", "softmax"] = "sigmoid"
-    """Scores of experts. `softmax` (V2): no selection bias, and a group is as good as its best expert."""
-
-    n_shared_experts: int = 1
-    """Experts that every token passes through, computed as one that is wider by this factor."""
+    scoring_func: Literal["softmax", "sigmoid"] = "softmax"
+    """Scores of experts: probabilities that compete, or independent affinities."""
 
     norm_topk_prob: bool = True
     """Divide the weights of a token's experts by their sum."""
@@ -102,33 +55,70 @@ class SigmoidMoEConfig(MoEConfig):
     topk_group: int = 1
     """Groups that a token's experts are in."""
 
+    selection_bias: bool = False
+    """Add a bias to each expert's score for the choice alone (DeepSeek-V3). A group is then as good as its two best
+    experts, without it as its best."""
+
     bias_rate: float = field(default=0.0, compare=False)  # not in config.json
-    """Change of the selection bias after each optimizer step, for balance; DeepSeek-V3 used 0.001."""
+    """Change of this bias after each optimizer step, for balance; DeepSeek-V3 used 0.001."""
+
+    n_shared_experts: int = 0
+    """Experts that every token passes through, computed as one that is wider by this factor."""
+
+    shared_ffn_dim: int | None = None
+    """Width of an expert with a gate in their place (Qwen). None: there is none."""
+
+    penalties: PenaltyConfig = field(default_factory=PenaltyConfig, compare=False)  # not in config.json
+    """Auxiliary losses."""
+
+    def is_sparse(self, index: int) -> bool:
+        """Return whether a layer has experts."""
+        return self.layer_types[index % len(self.layer_types)] == "sparse"
 
     def validate(self) -> None:
-        MoEConfig.validate(self)
+        """Raise `UserError` for impossible values."""
+        for name, least in _LEAST.items():
+            fits = (value := attrgetter(name)(self)) is None or least <= value <= _MOST
+            require(fits, f"--model.moe.{name}", value, f"from {least} to {_MOST}")
+        most = f"from 1 to --model.moe.n_experts {self.n_experts}"
+        require(1 <= self.top_k <= self.n_experts, "--model.moe.top_k", self.top_k, most)
+        require(bool(self.layer_types), "--model.moe.layer_types", self.layer_types, "at least one type")
+        require(
+            self.selection_bias or not self.bias_rate, "--model.moe.bias_rate", self.bias_rate, "0 without the bias"
+        )
         size, rest = divmod(self.n_experts, max(1, self.n_group))
-        if rest or size < 2 or not 1 <= self.topk_group <= self.n_group or self.top_k > size * self.topk_group:
+        is_small = self.selection_bias and size < 2
+        if rest or is_small or not 1 <= self.topk_group <= self.n_group or self.top_k > size * self.topk_group:
             raise UserError(
                 f"--model.moe.n_group {self.n_group} must divide --model.moe.n_experts {self.n_experts} into groups of "
-                f"at least 2, and --model.moe.topk_group {self.topk_group} of them must have --model.moe.top_k "
-                f"{self.top_k} experts"
+                f"at least {1 + self.selection_bias}, and --model.moe.topk_group {self.topk_group} of them must have "
+                f"--model.moe.top_k {self.top_k} experts"
             )
-        if self.scoring_func == "softmax" and (self.bias_rate or self.norm_topk_prob):
-            raise UserError("--model.moe.scoring_func softmax needs --model.moe.bias_rate 0 and no norm_topk_prob")
 
-    def router_options(self) -> dict[str, Any]:
-        is_v2 = self.scoring_func == "softmax"
-        return {
-            "score": softmax if is_v2 else torch.sigmoid,
-            "choose": TopK(self.top_k, self.n_group, self.topk_group, members=1 if is_v2 else 2),
-            "normalized": self.norm_topk_prob,
-            "scale": self.routed_scaling_factor,
-            "selection": None if is_v2 else SelectionBias(self.n_experts, self.bias_rate),
-        }
+    def make_router(self, kind: Callable[..., Router], **options: Any) -> Router:
+        """Return a router of a `kind` with further `options`."""
+        return kind(
+            choose=TopK(self.top_k, self.n_group, self.topk_group, members=1 + self.selection_bias),
+            score=torch.sigmoid if self.scoring_func == "sigmoid" else softmax,
+            normalized=self.norm_topk_prob,
+            scale=self.routed_scaling_factor,
+            selection=SelectionBias(self.n_experts, self.bias_rate) if self.selection_bias else None,
+            penalties=self.penalties,
+            **options,
+        )
 
-    def make_shared(self, width: int, **options: Any) -> nn.Module:
-        return GatedFeedForward(hidden_dim=width * self.n_shared_experts, **options)
+    def make_shared(self, width: int, **options: Any) -> nn.Module | None:
+        """Return the expert of all tokens, next to routed ones of a `width`; None: there is none."""
+        if self.shared_ffn_dim:
+            return GatedSharedExpert(hidden_dim=self.shared_ffn_dim, **options)
+        width *= self.n_shared_experts
+        return GatedFeedForward(hidden_dim=width, **options) if width else None
+
+
+_SMALL: Any = {"n_experts": 32, "top_k": 4, "ffn_dim": 128, "n_shared_experts": 1, "scoring_func": "sigmoid"}
+_SMALL |= {"selection_bias": True, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.0}
+SMALL_SIGMOID = MoEConfig(**_SMALL, layer_types=["dense", "sparse", "sparse", "sparse"])
+"""Experts as in DeepSeek-V3, for a model that trains on a laptop."""
 
 
 class MixtureOfExperts(nn.Module):

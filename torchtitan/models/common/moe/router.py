@@ -1,6 +1,5 @@
 """Routers: which experts get a token, and how much their results count."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -88,7 +87,8 @@ class Router(LoadBalanced):
             places = chosen_BLK.flatten(1)
             counts_BE = places.new_zeros(len(places), self.n_experts).scatter_add_(1, places, torch.ones_like(places))
             probabilities_BLE = scores_BLE / scores_BLE.sum(dim=-1, keepdim=True)
-            totals = torch.cat((counts_BE.sum(dim=0), _entropy(probabilities_BLE.detach())))
+            entropy = torch.special.entr(probabilities_BLE.detach()).sum()
+            totals = torch.cat((counts_BE.sum(dim=0), (entropy * 2**20).long()[None]))
             if self.is_measuring:
                 self.totals += totals
             elif weights_BLK.requires_grad:
@@ -133,13 +133,6 @@ def _imbalance(probabilities_BLE: Tensor, counts: Tensor) -> Tensor:
     arXiv:2412.19437, equations 17 to 20)."""
     shares = counts / counts.sum(dim=-1, keepdim=True).clamp(min=1)
     return counts.shape[-1] * (probabilities_BLE * shares).sum()
-
-
-def _entropy(probabilities_BLE: Tensor) -> Tensor:
-    """Return the last element of `LoadBalanced.totals`."""
-    largest = math.log(max(probabilities_BLE.shape[-1], 2))
-    entropy_BL = torch.special.entr(probabilities_BLE).sum(dim=-1) / largest
-    return (entropy_BL * 2**20).round().long().sum().view(1)
 
 
 class _Observed(torch.autograd.Function):

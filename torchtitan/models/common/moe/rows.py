@@ -1,16 +1,10 @@
-"""Experts in Hugging Face's format, and the sharding plan of models with experts."""
+"""Experts in Hugging Face's format."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from torchtitan.models.common.config_reader import ConfigReader
-from torchtitan.models.common.decoder import DENSE_SHARDING
 from torchtitan.protocols.state_dict_adapter import Identity, KeyMapping, Permuted, Stacked, Transform
-
-MOE_SHARDING = replace(DENSE_SHARDING, tensor={**DENSE_SHARDING.tensor, "layers.*.moe": "local tokens"})
-"""Plan of decoders with experts in some layers. Tensor parallelism splits attention and dense networks; its ranks have
-whole experts, for their own part of the tokens."""
 
 _NAMES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 
@@ -78,7 +72,7 @@ def expert_keys(number: str, **others: str) -> dict[str, str]:
 _SAME = ("n_shared_experts", "norm_topk_prob", "routed_scaling_factor", "n_group", "topk_group", "scoring_func")
 SPARSE = {"moe_intermediate_size": "ffn_dim", "mlp_layer_types": "layer_types"}
 SIGMOID_KEYS = expert_keys("n_routed_experts", **SPARSE, **{name: name for name in _SAME})
-"""Key of config.json → field of `SigmoidMoEConfig`."""
+"""Key of config.json → field of the `MoEConfig` (DeepSeek-V3)."""
 
 
 def prepare_dense_layers(document: dict[str, Any], default: int = 1) -> dict[str, Any]:
