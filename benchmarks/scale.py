@@ -1,9 +1,9 @@
 """Simulate preparing a corpus and reading it on many hosts, from rates of this machine and a dry run's predicted speed.
 
-    python benchmarks/scale.py [--source FILE.jsonl] [--tokens 15e12] [--hosts 1024]
+    python benchmarks/scale.py [--tokens 15e12] [--hosts 1024]
 
-One process prepares and reads a JSON Lines file here, and looks for duplicates among random hashes. The simulation then
-gives parts of 64 MB to all cores of the hosts at this rate; a part takes 0.8 to 1.2 times the mean, and a lost host
+One process prepares and reads 40 MB of made-up text here, and looks for duplicates among random hashes. The simulation
+then gives parts of 64 MB to 64 processes per host at this rate; a part takes 0.8 to 1.2 times the mean, and a lost host
 loses the parts that it is writing and returns after an hour. One process of one host looks for duplicates. Shared disks
 and networks are assumed to keep up; the table says what they must transfer.
 """
@@ -16,7 +16,6 @@ import os
 import random
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +26,9 @@ from torchtitan.components.data.prepare.merge import INDEX_ROWS, ITEMS_PER_PASS,
 from torchtitan.config.manager import ConfigManager
 from torchtitan.foresight import predict
 
+SOURCE_BYTES = 40e6
 PART_BYTES = 64e6
+PROCESSES_PER_HOST = 64
 SECONDS_PER_LOSS = 6_300 * 3600
 """Mean time between losses of a host: 419 in 54 days on 2,048 hosts of 8 GPUs (arXiv:2407.21783, section 3.3.4)."""
 SECONDS_AWAY = 3600
@@ -50,7 +51,7 @@ class Rates(NamedTuple):
     """Per second."""
 
 
-def write_source(path: Path, n_bytes: int) -> None:
+def write_source(path: Path, n_bytes: float) -> None:
     """Write documents of made-up words, of 100 to 1,000 words each."""
     generator = random.Random(0)
     words = ["".join(generator.choices("etaoinshrdlu", k=generator.randint(1, 9))) for _ in range(20_000)]
@@ -65,11 +66,11 @@ def seconds(function: Any, *arguments: Any) -> float:
     return time.perf_counter() - start
 
 
-def measure(source: Path, folder: Path) -> Rates:
+def measure(folder: Path) -> Rates:
     """Prepare and read a file with one process."""
-    small = folder / "small.jsonl"
-    with source.open() as lines:
-        small.write_text("".join(itertools.islice(lines, 20)))
+    source, small = folder / "source.jsonl", folder / "small.jsonl"
+    write_source(small, 1e5)
+    write_source(source, SOURCE_BYTES)
 
     def prepare(path: Path) -> None:
         place = ["--out", str(folder / path.stem), "--workers", "1"]
@@ -93,10 +94,10 @@ def measure(source: Path, folder: Path) -> Rates:
     )
 
 
-def simulate_parts(n_parts: int, hosts: int, cores: int, mean_seconds: float) -> float:
+def simulate_parts(n_parts: int, hosts: int, mean_seconds: float) -> float:
     """Return the seconds until all parts are written."""
     generator = random.Random(0)
-    free = [(0.0, host) for host in range(hosts) for _ in range(cores)]
+    free = [(0.0, host) for host in range(hosts) for _ in range(PROCESSES_PER_HOST)]
     losses = [generator.expovariate(1 / SECONDS_PER_LOSS) for _ in range(hosts)]
     left, end = n_parts, 0.0
     while left:
@@ -116,7 +117,7 @@ def in_words(duration: float) -> str:
     return f"{duration / 3600:,.1f} hours" if duration >= 3600 else f"{duration / 60:,.1f} minutes"
 
 
-def rows(rates: Rates, tokens: float, hosts: int, cores: int) -> list[tuple[str, str]]:
+def rows(rates: Rates, tokens: float, hosts: int) -> list[tuple[str, str]]:
     """Return the lines of the table."""
     n_parts = round(tokens * rates.bytes_per_token / PART_BYTES)
     n_documents = tokens / rates.tokens_per_document
@@ -128,8 +129,8 @@ def rows(rates: Rates, tokens: float, hosts: int, cores: int) -> list[tuple[str,
         ("text, parts of 64 MB", f"{tokens * rates.bytes_per_token / 1e12:,.0f} TB, {n_parts:,}"),
     ]
     for count in sorted({1, 32, hosts}):
-        taken = simulate_parts(n_parts, count, cores, PART_BYTES / rates.prepared_bytes)
-        transfer = count * cores * rates.prepared_bytes / 1e9
+        taken = simulate_parts(n_parts, count, PART_BYTES / rates.prepared_bytes)
+        transfer = count * PROCESSES_PER_HOST * rates.prepared_bytes / 1e9
         result.append((f"prepare, {count:,} hosts", f"{in_words(taken)}, {transfer:,.1f} GB/s from the source"))
     merging = n_documents / rates.compared_hashes + n_passes * n_documents / rates.scanned_hashes
     hash_bytes = n_passes * n_documents * HASH_BYTES
@@ -148,22 +149,17 @@ def rows(rates: Rates, tokens: float, hosts: int, cores: int) -> list[tuple[str,
     ]
 
 
-def main(words: Sequence[str] | None = None) -> None:
+def main() -> None:
     """Print the table in Markdown."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--source", type=Path, help="JSON Lines file (default: 40 MB of made-up words)")
     parser.add_argument("--tokens", type=float, default=15e12, help="tokens of the corpus (default: 15e12)")
     parser.add_argument("--hosts", type=int, default=1024, help="hosts (default: 1024)")
-    parser.add_argument("--cores", type=int, default=64, help="processes per host that prepare (default: 64)")
-    arguments = parser.parse_args(words)
+    arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
-        source = arguments.source or Path(name) / "source.jsonl"
-        if not arguments.source:
-            write_source(source, 40_000_000)
         os.environ["TORCHTITAN_CACHE"] = name
-        rates = measure(source, Path(name))
+        rates = measure(Path(name))
     print("| quantity | value |\n|---|---|")
-    for row in rows(rates, arguments.tokens, arguments.hosts, arguments.cores):
+    for row in rows(rates, arguments.tokens, arguments.hosts):
         print(f"| {' | '.join(row)} |")
 
 

@@ -59,9 +59,8 @@ def useful_tokens(batch: Batch) -> int:
     positions_BL = batch["attention"].positions_BL if "attention" in batch else None
     if positions_BL is None:
         return batch["input"].numel()
-    total = 0
-    is_document = batch["answer_keys"].flatten(1) != 0 if "answer_keys" in batch else batch["documents"] != NO_DOCUMENT
-    for positions, n_documents in zip(positions_BL, is_document.sum(dim=1).tolist(), strict=True):
+    total, n_documents_B = 0, (batch["documents"] != NO_DOCUMENT).sum(dim=1) * (2 if "sequences" in batch else 1)
+    for positions, n_documents in zip(positions_BL, n_documents_B.tolist(), strict=True):
         starts = (positions == 0).nonzero().flatten().tolist()
         total += starts[n_documents] if len(starts) > n_documents else len(positions)
     return total

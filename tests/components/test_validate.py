@@ -43,7 +43,7 @@ class TestBytes:
         """All text of the file counts once, regardless of windows and padding. Without BOS, nothing predicts the first
         token. The text is ASCII, so that no window cuts a character."""
         text = texts["long"].read_text()
-        loader = PretrainDataLoader.Config(dataset=str(texts["long"]), cache_dir=str(tmp_path)).build(
+        loader = PretrainDataLoader.Config(dataset=[str(texts["long"])], cache_dir=str(tmp_path)).build(
             tokenizer=tokenizer, seq_len=32, local_batch_size=3, epochs=1
         )
         first = tokenizer.encode(text)[:1]

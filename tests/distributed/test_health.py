@@ -3,12 +3,16 @@
 import dataclasses
 import json
 import os
+import subprocess
+import sys
 from itertools import combinations
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.cli.test_launch import free_port
+from tests.conftest import PROJECT
 from tests.processes import run_processes
 from torchtitan.cli import doctor
 from torchtitan.cli.main import main
@@ -181,3 +185,40 @@ def test_a_folder_that_cannot_be_written_ends_at_once(tmp_path, caplog):
     (tmp_path / "file").write_text("")
     assert main(["doctor", "--dump_folder", os.fspath(tmp_path / "file" / "dump")]) == 2
     assert "cannot be written" in caplog.text
+
+
+HOST = """
+import resource, socket, sys
+from torchtitan.cli.doctor import doctor
+from torchtitan.distributed import health
+health.LEAST_FREE_GIB = health.LEAST_SHARED_GIB = health.LEAST_PRODUCTS = health.LEAST_DISK = 0.0
+name, limit = sys.argv[1], int(sys.argv[2])
+health.LEAST_OPEN_FILES = 128
+socket.gethostname = lambda: name
+resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+sys.exit(doctor(["--dump_folder", "dump"]))
+"""
+
+
+@pytest.mark.slow
+def test_only_the_agent_of_the_odd_host_fails(tmp_path):
+    """Two agents of torchrun. Host a, the odd one, keeps the store; otherwise, the other agent waits for five minutes
+    until it exits with 0."""
+    (tmp_path / "host.py").write_text(HOST)
+    port = free_port()
+    agents = {}
+    for name in "ab":
+        meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "doctor"]
+        meeting += ["--rdzv-conf", f"is_host={str(name == 'a').lower()}", "--local-addr", "127.0.0.1"]
+        words = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", *meeting, "host.py", name]
+        environment = {**os.environ, "PYTHONPATH": str(PROJECT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        agents[name] = subprocess.Popen(
+            [sys.executable, *words, "127" if name == "a" else "128"],
+            cwd=tmp_path,
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+    printed = "".join(agent.communicate(timeout=120)[0] for agent in agents.values())
+    assert {name: agent.returncode for name, agent in agents.items()} == {"a": 1, "b": 0}
+    assert "PROBLEM a: may open only 127 files" in printed

@@ -345,6 +345,8 @@ FOUR_PROCESSES: dict[str, Options] = {
     "FSDP 4": {},
     "HSDP 2 x 2": HSDP,
     "HSDP 2 x 2, tied embeddings, AdamW": {**HSDP, **TIED, **ADAMW},
+    "HSDP 2 x 2, shared keys": {**HSDP, **SHARED_KEYS},
+    "FSDP 2 x TP 2, dense networks and experts": {**TP2, **DENSE_AND_EXPERTS},
     "TP 4": TP4,
     "TP 4, uneven vocabulary, AdamW": {**TP4, **UNEVEN_VOCABULARY, **ADAMW},
     "CP 4": CP4,

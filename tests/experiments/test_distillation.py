@@ -11,14 +11,14 @@ from safetensors.torch import load_file
 from tests.conftest import PROJECT
 from tests.processes import run_processes
 from tests.training import flags, killed_in, read_metrics, run
-from torchtitan.components.teacher_cache import TeacherCache
+from torchtitan.components.sequence_cache import SequenceCache
 from torchtitan.config.manager import ConfigManager
 from torchtitan.dry_run import dry_run
 from torchtitan.experiments.distillation.on_policy import OnPolicyTrainer
 from torchtitan.experiments.distillation.trainer import DistillationTrainer
 from torchtitan.models.pretrained import load_model
 from torchtitan.tools.errors import UserError
-from torchtitan.trainer import teacher
+from torchtitan.trainer import frozen
 
 SIZES = {"intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 OPTIONS = {
@@ -184,7 +184,7 @@ def test_invalid_options_are_rejected(folder, tmp_path):
         ({"teacher__offload": True}, r"offloading a model needs FSDP"),
         (
             {"teacher__path": folder / "padded", "parallelism__tensor_parallel_degree": 2},
-            r"the student's has 2048 rows, and the teacher's 2100; set it to 1",
+            r"2 cannot be combined with a student's vocabulary of 2048 rows and a teacher's of 2100",
         ),
     ):
         with pytest.raises(UserError, match=message):
@@ -224,8 +224,8 @@ def test_a_cache_of_the_whole_vocabulary_replaces_the_teacher(folder, tmp_path):
     """With all tokens, training from the cache equals training with the teacher except for the rounding of stored
     log-probabilities (float32): 1e-5. Validation reads the cache too."""
     options = {"teacher__cache": tmp_path / "cache", "training__steps": 2, "teacher__top_k": 2048}
-    distill(folder, tmp_path / "write", **options)
-    distill(folder, tmp_path / "cached", **options, teacher__path="")
+    trainer = distill(folder, tmp_path / "cached", **options)
+    assert not trainer.models["teacher"].parts
     distill(folder, tmp_path / "live", training__steps=2)
     for row, expected in zip(
         read_metrics(tmp_path / "cached", *NUMBERS), read_metrics(tmp_path / "live", *NUMBERS), strict=True
@@ -247,76 +247,73 @@ def stamps(folder: Path) -> dict[Path, int]:
 
 @pytest.mark.slow
 def test_writing_a_cache_continues_after_a_kill(folder, cache, tmp_path, monkeypatch):
-    """It keeps what it has written, and ends with the files of an uninterrupted one."""
+    """It keeps what it has written, ends with the files of an uninterrupted one, and trains with them."""
     options = {"teacher__cache": tmp_path / "cache", "teacher__top_k": 50}
     logged: list[str] = []
-    monkeypatch.setattr(teacher.logger, "info", lambda text, *values: logged.append(text % values))
-    with killed_in(TeacherCache, "write", 4):
+    monkeypatch.setattr(frozen.logger, "info", lambda text, *values, **_: logged.append(text % values))
+    with killed_in(SequenceCache, "write", 4):
         distill(folder, tmp_path / "run", **options)
     before = stamps(tmp_path / "cache")
     distill(folder, tmp_path / "run", **options)
     after = stamps(tmp_path / "cache")
-    assert 0 < len(before) < len(after) == 16 and before.items() <= after.items()
+    assert 0 < len(before) < len(after) and before.items() <= after.items()
     for file in after:
         assert file.read_bytes() == (cache / file.relative_to(tmp_path / "cache")).read_bytes()
     assert f"{tmp_path / 'cache'}: at most 16 windows, 0.4 MiB" in "".join(logged)
 
 
 @pytest.mark.slow
-def test_resuming_with_the_cache_of_another_teacher_is_rejected(folder, cache, tmp_path):
-    options = {"teacher__path": "", "checkpoint__interval": 1}
-    distill(folder, tmp_path / "run", teacher__cache=cache, training__steps=1, **options)
-    shutil.copytree(cache, tmp_path / "moved")
-    distill(folder, tmp_path / "run", teacher__cache=tmp_path / "moved", training__steps=2, **options)
-    (tmp_path / "moved/teacher.json").write_text("[1]")
-    with pytest.raises(UserError, match=r"teacher .* has changed since"):
-        distill(folder, tmp_path / "run", teacher__cache=tmp_path / "moved", training__steps=3, **options)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "degrees", [{"data_parallel_shard_degree": 2}, {"tensor_parallel_degree": 2}, {"context_parallel_degree": 2}]
 )
-def test_a_cache_serves_other_layouts(folder, cache, tmp_path, degrees):
-    """The tolerances of 1e-4 cover a different order of sums."""
-    distill(folder, tmp_path / "one", teacher__path="", teacher__cache=cache)
+def test_a_cache_serves_other_layouts(folder, cache, tmp_path, monkeypatch, degrees):
+    """The teacher is not needed. The tolerances of 1e-4 cover a different order of sums."""
+    monkeypatch.setattr(DistillationTrainer, "frozen_results", None)
+    distill(folder, tmp_path / "one", teacher__cache=cache, teacher__top_k=50)
     options = {f"parallelism__{name}": degree for name, degree in degrees.items()}
-    options |= {"training__local_batch_size": 1, "teacher__path": "", "teacher__cache": cache}
+    options |= {"training__local_batch_size": 1, "teacher__cache": cache, "teacher__top_k": 50}
+    before = stamps(cache)
     run_processes(distill_on_ranks, 2, folder, tmp_path / "many", options)
+    assert stamps(cache) == before
     for row, expected in zip(
         read_metrics(tmp_path / "many", *NUMBERS), read_metrics(tmp_path / "one", *NUMBERS), strict=True
     ):
         assert row == pytest.approx(expected, rel=1e-4)
     if "data_parallel_shard_degree" not in degrees:
         return
-    options |= {"teacher__path": folder / "teacher", "teacher__cache": tmp_path / "cache", "teacher__top_k": 50}
+    options |= {"teacher__cache": tmp_path / "cache"}
     run_processes(distill_on_ranks, 2, folder, tmp_path / "write", options)
     for file in stamps(cache):
         ours, theirs = (load_file(path / file.relative_to(cache)) for path in (tmp_path / "cache", cache))
         torch.testing.assert_close(ours["log_probs"], theirs["log_probs"], rtol=1e-4, atol=1e-4)
 
 
-def test_a_cache_of_something_else_is_rejected(folder, cache, tmp_path):
-    lacks = r"--teacher\.cache .* lacks a window of this run; write it with --teacher\.path, or use the data, tokenizer"
-    for options, message in (
-        ({"teacher__path": "", "teacher__cache": tmp_path}, lacks),
-        (
-            {"teacher__path": "", "teacher__cache": tmp_path / "no"},
-            r"--teacher\.cache .*no does not exist; write it with",
-        ),
-        ({"teacher__path": "", "loss__temperature": 3.0}, lacks),
-        ({"teacher__path": "", "tokenizer__added_tokens": ["<|new|>"]}, lacks),
-        ({"teacher__path": "", "training__seq_len": 32}, lacks),
-        ({"teacher__path": folder / "padded"}, r"has another teacher, --teacher\.top_k or type; use a new folder"),
-        ({"teacher__top_k": 51}, r"has another teacher"),
-        ({"teacher__top_k": 2049}, r"--teacher\.top_k is 2049, but must be from 1 to the student's vocabulary, 2048"),
-        ({"parallelism__context_parallel_degree": 2}, r"context_parallel_degree 2 cannot be combined with writing"),
+def test_one_folder_keeps_what_different_settings_need(folder, cache, tmp_path):
+    """Another teacher, temperature, top_k or length has files of its own, and the same ones are not written again."""
+    before = stamps(cache)
+    for options in (
+        {"teacher__path": folder / "padded"},
+        {"loss__temperature": 3.0},
+        {"teacher__top_k": 40},
+        {"training__seq_len": 32},
     ):
-        given = {"teacher__cache": cache, "teacher__top_k": 50, **options}
+        known = stamps(cache)
+        distill(folder, tmp_path, **{"training__steps": 1, "teacher__cache": cache, "teacher__top_k": 50, **options})
+        assert known.items() < stamps(cache).items()
+        shutil.rmtree(tmp_path)
+    known = stamps(cache)
+    distill(folder, tmp_path, training__steps=1, teacher__cache=cache, teacher__top_k=50)
+    assert before.items() < known.items() == stamps(cache).items()
+
+
+def test_caches_that_cannot_be_written_are_rejected(folder, cache, tmp_path):
+    for options, message in (
+        ({"teacher__top_k": 2049}, r"--teacher\.top_k is 2049, but must be from 1 to the student's vocabulary, 2048"),
+        ({"training__batch_schedule": "2:8"}, r"--teacher\.cache needs batches of one size"),
+        ({"teacher__cache": "/proc/no"}, r"cannot write to the cache /proc/no"),
+    ):
         with pytest.raises(UserError, match=message) as caught:
-            distill(
-                folder, tmp_path / "run", world_size=options.get("parallelism__context_parallel_degree", 1), **given
-            )
+            distill(folder, tmp_path / "run", **{"teacher__cache": cache, "teacher__top_k": 50, **options})
         assert "\n" not in str(caught.value)
 
 

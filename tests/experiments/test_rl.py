@@ -16,13 +16,15 @@ from tests.experiments.calculator import calculate
 from tests.processes import run_processes
 from tests.training import flags, killed_in, llama_config, read_metrics, run
 from torchtitan.components import policy_loss as losses
+from torchtitan.components.checkpoint.ranks import Ranks
 from torchtitan.components.critic import estimate_advantages, generalized_advantages
 from torchtitan.components.generation import Generation, engine
 from torchtitan.components.generation.sampling import draw
 from torchtitan.components.rollout.rewards import Rewards, number_match
-from torchtitan.components.rollout.rollout import RolloutEngine, Rollouts, Trajectory, pack_trajectories
+from torchtitan.components.rollout.rollout import RolloutEngine, Rollouts, Trajectory, to_batches
 from torchtitan.components.spikes import SpikeGuard
 from torchtitan.config.manager import ConfigManager
+from torchtitan.experiments.ppo.config_registry import ppo_debugmodel
 from torchtitan.experiments.rl.config_registry import rl_debugmodel
 from torchtitan.experiments.rl.trainer import RLTrainer
 from torchtitan.models.qwen3_moe import FLAVORS
@@ -255,9 +257,13 @@ def test_trajectories_are_packed_without_padding():
         samples.append(
             (Trajectory(tokens, [-0.5 * t for t in tokens], [False] * 2 + [True] * (length - 2), 1.0), n - 1.5)
         )
-    windows = pack_trajectories(samples, 10)
-    assert len(windows) == 2  # 8 + 2 and 6 + 4 positions
-    for window in windows:
+    batches = to_batches(samples, 10, 1, Ranks())
+    assert len(batches) == 2  # 8 + 2 and 6 + 4 positions
+    windows = []
+    for batch in batches:
+        positions_BL = batch.pop("attention").positions_BL
+        window = {name: value[0].numpy() for name, value in {**batch, "positions": positions_BL}.items()}
+        windows.append(window)
         for place in (window["labels"] != -100).nonzero()[0]:
             number = window["samples"][place]
             trajectory, advantage = samples[number]
@@ -345,9 +351,10 @@ def test_the_reward_rises(folder, tmp_path, method):
     assert {line["step"] for line in lines} == set(range(1, 9)) and len(lines[0]["tokens"]) > 8
 
 
-def test_the_small_configuration_runs_with_experts(tmp_path):
+@pytest.mark.parametrize("debugmodel", [rl_debugmodel, ppo_debugmodel])
+def test_the_small_configurations_run_with_experts(tmp_path, debugmodel):
     """The load of experts is of the sampled tokens, which the loader's batches do not have."""
-    config = rl_debugmodel()
+    config = debugmodel()
     config.model_spec = moe_spec(dataclasses.replace(FLAVORS["debugmodel"], vocab_size=None, n_layers=1), "debugmodel")
     config.training, config.dump_folder = dataclasses.replace(config.training, steps=1), str(tmp_path)
     config.metrics = dataclasses.replace(config.metrics, log_freq=1, enable_tensorboard=False)
@@ -546,6 +553,8 @@ def test_a_rollout_without_a_trajectory_is_named(folder, tmp_path):
         ({"rewards": ["nothing"]}, r"--rewards nothing is unknown"),
         ({"rewards": ["pattern=("]}, r"not a regular expression"),
         ({"lr_scheduler__unit": "tokens"}, r"--lr_scheduler\.unit tokens needs a known number of tokens per step"),
+        ({"training__batch_schedule": "64t:8"}, r"--training\.batch_schedule in tokens needs a known number"),
+        ({"training__seq_len_schedule": "2:128"}, r"--training\.seq_len_schedule needs a known number of tokens"),
         ({"reward_weights": [1, 2]}, r"--reward_weights has 2 numbers for 1 --rewards"),
         ({"parallelism__pipeline_parallel_degree": 2}, r"--parallelism\.pipeline_parallel_degree 2 cannot be combined"),
     ],

@@ -1,6 +1,8 @@
 """Rollouts with vLLM (`--rollout.engine vllm`), against a server that speaks its protocol and samples with the class of
 transformers. vLLM itself is not installed, and nothing here ran on a GPU."""
 
+import contextlib
+import dataclasses
 import importlib.util
 import json
 import sys
@@ -17,7 +19,11 @@ import torch
 from tests.experiments.test_rl import NUMBERS, folder, train_rl  # noqa: F401 (a fixture)
 from tests.processes import run_processes
 from tests.training import read_metrics
+from torchtitan.experiments.rl.config_registry import rl_debugmodel
+from torchtitan.experiments.rl.trainer import RLTrainer
+from torchtitan.models.deepseek_v3 import FLAVORS, model_spec
 from torchtitan.tools.errors import UserError
+from torchtitan.trainer.rollouts import huggingface_weights
 
 
 class FakeServer:
@@ -153,6 +159,19 @@ def test_the_server_samples_with_the_current_weights(folder, tmp_path, server): 
     assert sampling.items() <= server.requests[0].items() and server.requests[0]["return_token_ids"]
     prompts = [request["prompt"] for request in server.requests]
     assert all(any(line["tokens"][: len(prompt)] == prompt for prompt in prompts) for line in lines)
+
+
+def test_weights_are_sent_in_the_type_of_the_computation_and_buffers_in_their_own(tmp_path):
+    """The bias that routes tokens of DeepSeek's experts is a buffer, which bfloat16 would round."""
+    config = rl_debugmodel()
+    config.model_spec = model_spec(dataclasses.replace(FLAVORS["debugmodel"], vocab_size=None), "debugmodel")
+    config.dump_folder = str(tmp_path)
+    config.training = dataclasses.replace(config.training, mixed_precision_param="bfloat16")
+    with contextlib.closing(RLTrainer(config)) as trainer:
+        specs = huggingface_weights(trainer).specs
+    types = {name: spec.dtype for name, spec in specs.items()}
+    biases = {name for name in types if name.endswith("e_score_correction_bias")}
+    assert biases and all(types[name] == (torch.float32 if name in biases else torch.bfloat16) for name in types)
 
 
 @pytest.mark.slow

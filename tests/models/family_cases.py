@@ -468,7 +468,7 @@ CASES["llama4_text"] = Case(
     },
 )
 
-WITH_VISION = {"llama4", "qwen3_5", "qwen3_5_moe", "gemma4", "gemma4_unified"}
+WITH_VISION = {"gemma3", "llama4", "qwen3_5", "qwen3_5_moe", "gemma4", "gemma4_unified"}
 """Types whose language model is read, and written as another type."""
 
 ALIASES = {"kimi_k2"}

@@ -18,13 +18,19 @@ CONVERTERS = {
 }
 
 
+OTHER_DESIGNS = {f"gemma4_{name}_debugmodel": "gemma4" for name in ("small", "moe")}
+"""Configuration of another design than the family's debug model → family."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("family", [*FAMILIES, ANY_CLASS])
+@pytest.mark.parametrize("family", [*FAMILIES, ANY_CLASS, *OTHER_DESIGNS])
 def test_every_converter_trains(family: str, tmp_path: Path) -> None:
     """Losses are finite and change; each converter changes them in another way."""
     sizes = {"model__dim": 256, "model__ffn_dim": 768, "model__n_layers": 4}
     if family == ANY_CLASS:
         sizes = {"config": "transformers_debugmodel_dense", **dict.fromkeys(sizes, ABSENT)}
+    if family in OTHER_DESIGNS:
+        sizes, family = {**sizes, "config": family}, OTHER_DESIGNS[family]
     final = set()
     for name, converter in CONVERTERS.items():
         train(tmp_path / name, converter, module=family, **sizes, optimizer__lr=1e-2, training__steps=3)

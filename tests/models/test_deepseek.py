@@ -192,7 +192,7 @@ def test_missing_keys_have_transformers_defaults() -> None:
         ("V3-671B", {"v_head_dim": 256}, "v_head_dim is 256, but must be at most the head width 192"),
         ("V3-671B", {"kv_lora_rank": 0}, "kv_lora_rank is 0"),
         ("V3-671B", {"qk_rope_head_dim": 63}, "head_dim is 191, but must be even"),
-        ("V3-671B", {"qk_rope_head_dim": 63, "qk_nope_head_dim": 129}, "must give an even number"),
+        ("V3-671B", {"qk_rope_head_dim": 63, "qk_nope_head_dim": 129}, "such that an even number"),
         ("V3-671B", {"n_group": 7}, "n_group 7 must divide --model.moe.n_experts 256"),
     ],
 )

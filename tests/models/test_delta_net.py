@@ -19,7 +19,14 @@ from torchtitan.models.common.delta_net import DELTA_NET_ROWS, GatedDeltaNet
 from torchtitan.models.llama3.model import Llama3Model
 from torchtitan.protocols.attention import AttentionMetadata
 
-SIZES = {"dim": 24, "n_key_heads": 2, "n_value_heads": 4, "key_head_dim": 6, "value_head_dim": 10, "conv_width": 4}
+SIZES = {
+    "dim": 24,
+    "num_key_heads": 2,
+    "num_value_heads": 4,
+    "key_head_dim": 6,
+    "value_head_dim": 10,
+    "conv_kernel_dim": 4,
+}
 ROWS = [
     [[200]],
     [[1]],
@@ -101,11 +108,11 @@ def test_output_and_all_gradients_equal_transformers(seed):
     key_heads = choose.choice([1, 2, 3])
     sizes = {
         "dim": choose.choice([16, 24, 40]),
-        "n_key_heads": key_heads,
-        "n_value_heads": key_heads * choose.choice([1, 2, 3]),
+        "num_key_heads": key_heads,
+        "num_value_heads": key_heads * choose.choice([1, 2, 3]),
         "key_head_dim": choose.choice([8, 10, 16]),
         "value_head_dim": choose.choice([8, 12, 20]),
-        "conv_width": choose.choice([2, 3, 4]),
+        "conv_kernel_dim": choose.choice([2, 3, 4]),
     }
     length = choose.choice([1, 2, 40, 63, 64, 65, 128, 150, 200])
     print(sizes, length)
@@ -116,11 +123,11 @@ def test_output_and_all_gradients_equal_transformers(seed):
     reference = Qwen3_5GatedDeltaNet(
         transformers.Qwen3_5TextConfig(
             hidden_size=sizes["dim"],
-            linear_num_key_heads=sizes["n_key_heads"],
-            linear_num_value_heads=sizes["n_value_heads"],
+            linear_num_key_heads=sizes["num_key_heads"],
+            linear_num_value_heads=sizes["num_value_heads"],
             linear_key_head_dim=sizes["key_head_dim"],
             linear_value_head_dim=sizes["value_head_dim"],
-            linear_conv_kernel_dim=sizes["conv_width"],
+            linear_conv_kernel_dim=sizes["conv_kernel_dim"],
             rms_norm_eps=1e-2,
             num_hidden_layers=1,
             layer_types=["linear_attention"],
@@ -165,7 +172,7 @@ def test_random_documents_equal_the_recurrence_of_each(seed):
     boundaries = [sorted(choose.sample(range(1, 170), choose.choice([1, 4, 30]))) for _ in range(2)]
     rows = [[b - a for a, b in zip([0, *cuts], [*cuts, 170], strict=True)] for cuts in boundaries]
     print(rows)
-    net, x = make_net(seed, n_key_heads=1, conv_width=choose.choice([1, 2, 5])), random_input(rows)
+    net, x = make_net(seed, num_key_heads=1, conv_kernel_dim=choose.choice([1, 2, 5])), random_input(rows)
     found = results(net, x, net(x, ROPE, metadata_of(rows)))
     torch.testing.assert_close(found, results(net, x, expected_output(net, x, rows)), rtol=1e-9, atol=1e-9)
 
@@ -276,7 +283,7 @@ def test_bfloat16_states_and_recurrence_are_float32():
 
 def test_every_parameter_has_an_initial_distribution():
     net = GatedDeltaNet(
-        **{**SIZES, "n_key_heads": 8, "n_value_heads": 512}, norm_eps=1e-6, init_std=0.1, out_init_std=0.2
+        **{**SIZES, "num_key_heads": 8, "num_value_heads": 512}, norm_eps=1e-6, init_std=0.1, out_init_std=0.2
     )
     initialize_weights(net, 0)
     rates = net.A_log.exp()

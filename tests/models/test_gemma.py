@@ -1,6 +1,7 @@
 """Special features of Gemma 1, 2 and 3 against transformers, and their sizes against the published ones."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.models.family_cases import random_reference, random_tokens, to_ours
@@ -346,7 +348,7 @@ def test_pattern_of_windows_is_read() -> None:
         ("3-4B", {"rope_scaling": 8}, "rope_scaling is 8"),
         ("3-4B", {"rope_parameters": ..., "rope_scaling": {"type": "linear", "factor": 8.0}}, "rename .* to rope_type"),
         ("3-4B", {"rope_parameters": ..., "rope_local_base_freq": None}, "rope_theta is None"),
-        ("3-4B", {"model_type": "gemma3"}, "model_type is 'gemma3', and this family is gemma or gemma2 or gemma3_text"),
+        ("3-4B", {"model_type": "gemma4"}, "model_type is 'gemma4', and this family is gemma or gemma2 or gemma3_text"),
     ],
 )
 def test_unsupported_values_are_refused(flavor: str, change: dict[str, Any], message: str) -> None:
@@ -355,12 +357,49 @@ def test_unsupported_values_are_refused(flavor: str, change: dict[str, Any], mes
     assert "\n" not in str(raised.value)
 
 
+PUBLISHED_12B: dict[str, Any] = {
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "boi_token_index": 255_999,
+    "eoi_token_index": 256_000,
+    "eos_token_id": [1, 106],
+    "image_token_index": 262_144,
+    "initializer_range": 0.02,
+    "mm_tokens_per_image": 256,
+    "model_type": "gemma3",
+    "text_config": {
+        "hidden_size": 3840,
+        "intermediate_size": 15360,
+        "model_type": "gemma3_text",
+        "num_attention_heads": 16,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 8,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.50.0.dev0",
+    "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model"},
+}
+"""google/gemma-3-12b-pt."""
+
+
+def test_published_file_of_a_model_with_vision(caplog: pytest.LogCaptureFixture) -> None:
+    assert READ(PUBLISHED_12B) == FLAVORS["3-12B"]
+    assert caplog.messages == [
+        "config.json: only the language model is trained and exported, without the model's vision"
+    ]
+    assert READ({**PUBLISHED_12B, "hidden_size": 3840, "image_newline": None}) == FLAVORS["3-12B"]
+    for key, value in {"hidden_size": 9, "logit_scale": 0.5, "rope_theta": 1e4}.items():
+        with pytest.raises(UserError, match=f"config.json: {key} is {value} next to text_config"):
+            READ({**PUBLISHED_12B, key: value})
+
+
 @pytest.mark.parametrize(
     ("flavor", "change", "message"),
     [
         ("2-2B", {"attn_logit_softcapping": -1.0}, "--model.attn_logit_softcapping is -1.0"),
         ("2-2B", {"query_pre_attn_scalar": 0}, "--model.query_pre_attn_scalar is 0"),
-        ("3-1B", {"local_rope": RoPEConfig(theta=0.0)}, "theta 0.0"),
+        ("3-1B", {"local_rope": RoPEConfig(theta=0.0)}, "theta is 0.0"),
     ],
 )
 def test_unusable_options_are_refused(flavor: str, change: dict[str, Any], message: str) -> None:
@@ -409,3 +448,25 @@ def test_conversion_round_trip(tmp_path: Path, pretrained: Path) -> None:
         assert torch.equal(again(tokens).logits, expected)
         # Float32 rounding of sums in another order.
         torch.testing.assert_close(loaded.model(tokens), expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
+
+
+def test_language_model_of_a_model_with_vision(tmp_path: Path) -> None:
+    """The tensors of vision are left out, under the names of transformers 4 and 5; it generates the same tokens."""
+    reference = random_reference("gemma3_text", 0, **{**DISTINCT["gemma3_text"], "tie_word_embeddings": True})
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"image_size": 28, "patch_size": 14}
+    options = {"text_config": reference.config.to_dict(), "vision_config": vision, "mm_tokens_per_image": 4}
+    config = transformers.AutoConfig.for_model("gemma3", **options)
+    model = transformers.AutoModelForImageTextToText.from_config(config)
+    model.model.language_model.load_state_dict(reference.model.state_dict())
+    model.save_pretrained(tmp_path)
+    file, tokens = tmp_path / "model.safetensors", random_tokens(97, 50)[0]
+    tensors = {name.removeprefix("model."): tensor for name, tensor in load_file(file).items()}
+    plain = {name.replace("language_model.model.", "language_model."): tensor for name, tensor in tensors.items()}
+    assert {name.partition(".")[0] for name in plain} == {"language_model", "vision_tower", "multi_modal_projector"}
+    old = {re.sub("^language_model.", "language_model.model.", name): tensor for name, tensor in plain.items()}
+    for named in ({f"model.{name}": tensor for name, tensor in plain.items()}, old):
+        save_file(named, file, metadata={"format": "pt"})
+        with torch.no_grad():
+            logits, expected = load_model(tmp_path, device="cpu").model(tokens), reference(tokens).logits
+        torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)  # float32 rounding

@@ -1,6 +1,5 @@
 """Gemma 4: mistakes are caught; published sizes, config.json, files of models with vision, and adapters."""
 
-import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -15,13 +14,14 @@ from torch import Tensor, nn
 from tests.models.family_cases import difference_with, random_reference, random_tokens, relative_error, to_ours
 from tests.models.family_runs import assert_adapters_open_in_peft, save_with_tokenizer
 from tests.models.test_sft_configs import SHORT, chat_file, run_named
+from tests.training import killed_in, read_metrics, train
 from torchtitan.cli.main import main
 from torchtitan.components.generation import KVCache, generate
 from torchtitan.config import ParallelismConfig
 from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.models import gemma4
 from torchtitan.models.common import decoder
-from torchtitan.models.common.attention import Attention, GivingAttention
+from torchtitan.models.common.attention import Attention
 from torchtitan.models.common.rope import RoPEConfig, rope_frequencies
 from torchtitan.models.gemma4 import FLAVORS, FORMATS, model_registry
 from torchtitan.models.pretrained import load_model
@@ -29,6 +29,7 @@ from torchtitan.protocols.attention import AttentionMetadata
 from torchtitan.protocols.output_head import UNCHANGED
 from torchtitan.protocols.state_dict_adapter import model_tensor_specs
 from torchtitan.tools.errors import UserError
+from torchtitan.trainer import Trainer
 
 __all__ = ["chat_file"]  # a fixture
 
@@ -177,14 +178,15 @@ def exact_gelu(model: Any) -> None:
 
 def keys_of_the_first_layer(model: Any) -> None:
     """Instead of the last of the type before the layers that share."""
-    layers = model.layers
-    layers["2"].attention.attend, layers["0"].attention.attend = Attention(scale=1.0), GivingAttention(scale=1.0)
+    given: list[Any] = []
+    first, last = model.layers["0"].forward, model.layers["2"].forward
 
-    class Changed(type(model.config)):  # type: ignore[misc]
-        def source_of(self, index: int) -> int | None:
-            return {3: 1, 4: 0, 5: 1}.get(index)
+    def with_memory(*inputs: Any) -> Any:
+        hidden, *given[:] = first(*inputs)
+        return hidden, *given
 
-    model.config = Changed(**{f.name: getattr(model.config, f.name) for f in dataclasses.fields(model.config)})
+    model.layers["0"].forward = with_memory
+    model.layers["2"].forward = lambda *inputs: (last(*inputs)[0], *given)
 
 
 def no_embedding_of_layers(model: Any) -> None:
@@ -321,9 +323,8 @@ def test_unused_keys_in_files_are_left_out(tmp_path: Path, small: Any) -> None:
 
 def test_proportional_rope() -> None:
     """The first eighth of the elements, and of the second half, turn as in a head that is rotated entirely."""
-    lengths = torch.ones(1, 1)
-    whole = rope_frequencies(RoPEConfig(theta=1e4), 16, lengths)
-    part = rope_frequencies(RoPEConfig(theta=1e4, scaling="proportional", rotated_fraction=0.25), 16, lengths)
+    whole = rope_frequencies(RoPEConfig(theta=1e4), 16)
+    part = rope_frequencies(RoPEConfig(theta=1e4, scaling="proportional", rotated_fraction=0.25), 16)
     assert part.tolist() == [*whole[:2].tolist(), *[0.0] * 6]
 
 
@@ -391,22 +392,21 @@ def test_operations_count_active_weights_only(small: Any, experts: Any) -> None:
 def test_pipelines_are_refused_by_name() -> None:
     config = model_registry("small-debugmodel").model
     dims = ParallelDims.from_config(ParallelismConfig(pipeline_parallel_degree=2), world_size=2)
-    with pytest.raises(
-        UserError, match="pipeline_parallel_degree 2 must be 1 for Gemma4SmallModel, because layers use"
-    ):
+    with pytest.raises(UserError, match="pipeline_parallel_degree 2 must be 1 for Gemma4Model, because layers use"):
         dims.check_fits(config, 64)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"global_head_dim": 15}, "global_head_dim and .*head_dim is 15, but must be even"),
-        ({"global_head_dim": 2**25}, "global_head_dim and .*head_dim is 33554432, but must be from 1 to"),
-        ({"num_global_key_value_heads": 3}, "num_global_key_value_heads, .*n_kv_heads 3 must divide --model.n_heads 8"),
-        ({"num_global_key_value_heads": 0}, "num_global_key_value_heads, .*n_kv_heads is 0, but must be from 1 to"),
-        ({"n_layers": 3}, "--model.layer_types gives a window to the last of 3 layers"),
+        ({"global_head_dim": 15}, "an even number from 2 to the head width 15 is rotated"),
+        ({"global_head_dim": 2**25}, "--model.global_head_dim is 33554432, but must be from 1 to"),
+        ({"num_global_key_value_heads": 3}, "num_global_key_value_heads is 3, but must be a divisor of n_heads 8"),
+        ({"num_global_key_value_heads": 0}, "num_global_key_value_heads is 0, but must be from 1 to"),
+        ({"n_layers": 3}, "--model.layer_types is .*, but must be full_attention in the last layer"),
+        ({"hidden_size_per_layer_input": -1}, "--model.hidden_size_per_layer_input is -1, but must be from 0 to"),
         ({"final_logit_softcapping": 0.0}, "--model.final_logit_softcapping is 0.0"),
-        ({"local_rope": RoPEConfig(theta=0.0)}, "theta 0.0"),
+        ({"local_rope": RoPEConfig(theta=0.0)}, "theta is 0.0"),
     ],
 )
 def test_unusable_options_are_refused(change: dict[str, Any], message: str) -> None:
@@ -483,7 +483,7 @@ WITHOUT_GLOBAL = {"global_head_dim": ..., "num_global_key_value_heads": ...}
         {"layer_types": ...},
         {"layer_types": None, "rope_parameters": None},
         {"rope_parameters": ..., "head_dim": ...},
-        {"use_bidirectional_attention": "vision", "use_double_wide_mlp": True, "top_k_experts": None},
+        {"use_bidirectional_attention": "vision", "top_k_experts": None},
         {"model_type": "gemma4_unified_text", "sliding_window": ..., "hidden_size_per_layer_input": ...},
         {**WITHOUT_GLOBAL, "per_layer_config": OVERRIDES},
         {"global_head_dim": 7, "per_layer_config": OVERRIDES},
@@ -520,7 +520,9 @@ def test_key_value_heads_without_keys_as_values() -> None:
         ({"model_type": "gemma4_unified_text", "hidden_size_per_layer_input": 9}, "hidden_size_per_layer_input is 9"),
         ({"hidden_size_per_layer_input": "9"}, "hidden_size_per_layer_input is '9'"),
         ({**OWN, "vocab_size_per_layer_input": 9}, "vocab_size_per_layer_input is 9, but must be vocab_size 262144"),
-        ({"num_kv_shared_layers": 20}, "num_kv_shared_layers is 20"),
+        ({"num_kv_shared_layers": 20}, "num_kv_shared_layers is 20, but must be 0 without hidden_size_per_layer_input"),
+        ({"model_type": "gemma4_unified_text", "enable_moe_block": True}, "num_experts is missing"),
+        ({"model_type": "gemma4_unified_text", **WITH_EXPERTS}, "enable_moe_block is True"),
         ({**OWN, "num_kv_shared_layers": 55}, "num_kv_shared_layers is 55, but must be .*leave a layer of each type"),
         ({**OWN, "num_kv_shared_layers": 61}, "num_kv_shared_layers is 61, but must be .*leave a layer of each type"),
         ({"enable_moe_block": True}, "num_experts is missing"),
@@ -532,10 +534,10 @@ def test_key_value_heads_without_keys_as_values() -> None:
         ({"hidden_activation": "silu"}, "hidden_activation is 'silu'"),
         ({"layer_types": 3}, "layer_types is 3"),
         ({"layer_types": 3, "per_layer_config": OVERRIDES}, "per_layer_config is "),
-        ({"layer_types": ["sliding_attention"] * 60}, "gives a window to the last of 60 layers"),
+        ({"layer_types": ["sliding_attention"] * 60}, "must be full_attention in the last layer"),
         ({"layer_types": ["full_attention"]}, "layer_types is .*num_hidden_layers = 60"),
         ({"sliding_window": None}, "sliding_window is None"),
-        ({"global_head_dim": 511}, "must be even"),
+        ({"global_head_dim": 511}, "an even number from 2 to the head width 511"),
         ({"per_layer_config": {"5": {"head_dim": 512}}}, "per_layer_config is .*all full layers"),
         ({"per_layer_config": {**OVERRIDES, "0": {"head_dim": 512}}}, "per_layer_config is .*all full layers"),
         ({"per_layer_config": {i: {"sliding_window": 3} for i in OVERRIDES}}, "per_layer_config is .*all full layers"),
@@ -602,24 +604,67 @@ def test_resumed_run_keeps_the_factors_of_layers(tmp_path: Path, pretrained: Pat
     assert same == {name for name in theirs if name.endswith("layer_scalar")}
 
 
-@pytest.mark.parametrize("whole", ["gemma4", "gemma4_unified"])
-def test_language_model_of_a_model_with_vision(tmp_path: Path, whole: str, caplog: pytest.LogCaptureFixture) -> None:
-    """The tensors of vision and audio are left out; the language model generates the same tokens."""
-    reference = random_reference(f"{whole}_text", 0, **{**DISTINCT, "tie_word_embeddings": True})
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["small", "moe"])
+def test_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, kind: str) -> None:
+    """Bit for bit, with shared keys or experts."""
+    options = {"module": "gemma4", "config": f"gemma4_{kind}_debugmodel", "model__n_layers": 4, "model__ffn_dim": 96}
+    options |= {"checkpoint__enable": True, "checkpoint__interval": 2, "checkpoint__keep_latest_k": 0}
+    train(tmp_path / "whole", **options)
+    with killed_in(Trainer, "train_step", 4):
+        train(tmp_path / "cut", **options)
+    train(tmp_path / "cut", **options)
+    assert read_metrics(tmp_path / "cut", "loss") == read_metrics(tmp_path / "whole", "loss")
+    weights = [load_model(tmp_path / name / "checkpoint/step-4", device="cpu").model for name in ("whole", "cut")]
+    ours, theirs = (model.state_dict() for model in weights)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def with_vision_and_sound(whole: str, reference: Any) -> Any:
+    """Return transformers' model with vision and sound, and with the reference as its language model."""
     vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     vision |= {"num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 16}
-    own = (
-        {"vision_config": vision} if whole == "gemma4" else {"vision_config": {"mm_embed_dim": 16}, "audio_config": {}}
-    )
-    config = transformers.AutoConfig.for_model(whole, text_config=reference.config.to_dict(), **own)
-    model = transformers.AutoModelForImageTextToText.from_config(config)
+    audio: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    audio |= {"subsampling_conv_channels": [4, 4], "output_proj_dims": 16}
+    if whole == "gemma4_unified":
+        vision, audio = {"mm_embed_dim": 16}, {}
+    parts = {"text_config": reference.config.to_dict(), "vision_config": vision, "audio_config": audio}
+    model = transformers.AutoModelForImageTextToText.from_config(transformers.AutoConfig.for_model(whole, **parts))
     model.model.language_model.load_state_dict(reference.model.state_dict())
-    save_with_tokenizer(model, tmp_path)
+    return model
+
+
+DESIGNS = {"": DISTINCT, ", small": SMALL, ", experts": EXPERTS}
+
+
+@pytest.mark.parametrize(("whole", "design"), [*(("gemma4", design) for design in DESIGNS), ("gemma4_unified", "")])
+def test_language_model_of_a_model_with_vision(
+    tmp_path: Path, whole: str, design: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The tensors of vision and sound are left out; the language model generates the same tokens."""
+    reference = random_reference(f"{whole}_text{design}", 0, **{**DESIGNS[design], "tie_word_embeddings": True})
+    save_with_tokenizer(with_vision_and_sound(whole, reference), tmp_path)
+    names = load_file(tmp_path / "model.safetensors")
+    assert any("vision" in name for name in names) and any("audio" in name for name in names)
     ours = load_model(tmp_path, device="cpu").model
-    assert any("without the model's vision" in message for message in caplog.messages)
+    assert any("without the model's vision and audio" in message for message in caplog.messages)
     tokens, _ = random_tokens(97, 50)
     with torch.no_grad():
         assert relative_error(ours(tokens), reference(tokens).logits) < 1e-5
     expected = reference.generate(torch.tensor([[5, 7]]), max_new_tokens=30, do_sample=False, eos_token_id=None)
     (generation,) = generate(ours, [[5, 7]], max_new_tokens=30)
     assert [5, 7, *generation.ids] == expected[0].tolist()
+
+
+@pytest.mark.slow
+def test_auto_trains_the_language_model_of_a_folder_with_vision(tmp_path: Path, chat_file: Path) -> None:
+    """The export is the language model alone, which transformers opens."""
+    sizes = {"vocab_size": 2048, "vocab_size_per_layer_input": 2048, "max_position_embeddings": 2048}
+    reference = random_reference("gemma4_text, small", 0, **{**SMALL, **sizes, "tie_word_embeddings": True})
+    folder = save_with_tokenizer(with_vision_and_sound("gemma4", reference), tmp_path / "hf")
+    options = {"module": "auto", "hf_assets_path": folder, "dataloader__dataset": [chat_file], **SHORT}
+    options |= {"training__seq_len": 128, "training__epochs": None, "training__steps": 1}
+    trainer = run_named("sft", tmp_path / "run", **options)
+    export = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run/checkpoint/step-1")
+    assert type(export).__name__ == "Gemma4ForCausalLM" and trainer.config.model_spec.name == "gemma4"
+    assert export.state_dict().keys() == reference.state_dict().keys()

@@ -152,7 +152,7 @@ def test_spellings_of_transformers_4_and_5_are_equal(model_type: str, caplog: py
     [
         ({"rope_scaling": {"rope_type": "axial"}}, "RoPE of type 'axial'"),
         ({"partial_rotary_factor": 0.0}, "partial_rotary_factor is 0.0"),
-        ({"partial_rotary_factor": 0.01}, "rotated_fraction 0.01 must give an even number"),
+        ({"partial_rotary_factor": 0.01}, "rotated_fraction is 0.01, but must be such that an even number"),
         ({"attention_bias": 1}, "attention_bias is 1"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"num_experts": 8}, "num_experts is 8"),

@@ -137,9 +137,7 @@ def test_rope_frequencies_equal_transformers_for_the_published_scaling(assets):
     config = transformers.LlamaConfig(**json.loads(path.read_text()))
     expected = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(config).inv_freq
     ours = model_registry("1B").model
-    torch.testing.assert_close(
-        rope_frequencies(ours.rope, ours.resolved_head_dim, torch.zeros(1, 1)), expected, rtol=1e-6, atol=0
-    )
+    torch.testing.assert_close(rope_frequencies(ours.rope, ours.resolved_head_dim), expected, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("flavor", ["1B", "8B", "405B"])

@@ -16,7 +16,7 @@ from torchtitan.components.load_balance import LoadBalancer
 from torchtitan.models.common.moe.experts import InputScaledExperts, RoutedExperts, clamped_swiglu, swiglu
 from torchtitan.models.common.moe.layer import MoEConfig
 from torchtitan.models.common.moe.router import Router, TopK, softmax
-from torchtitan.protocols.load_balance import PenaltyConfig, SelectionBias
+from torchtitan.protocols.experts import PenaltyConfig, SelectionBias
 from torchtitan.tools.errors import UserError
 
 transformers = pytest.importorskip("transformers")

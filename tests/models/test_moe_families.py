@@ -521,6 +521,24 @@ def test_penalties_change_gradients_but_not_the_loss(tmp_path: Path) -> None:
     assert loss == same and abs(norm - other) > 0.01 * norm
 
 
+@pytest.mark.parametrize(("family", "kind"), [(mixtral, "sigmoid"), (glm4_moe, "softmax"), (llama4, "softmax")])
+def test_other_types_of_routers_are_refused(family: Any, kind: Any) -> None:
+    config = family.model_registry("debugmodel").model
+    config.moe.scoring_func = kind
+    with pytest.raises(UserError, match=f"--model.moe.scoring_func is {kind}, but must be [a-z]*$"):
+        config.validate()
+
+
+def test_routing_without_a_place_in_config_json_trains_and_is_not_exported(tmp_path: Path) -> None:
+    options = {"model__moe__selection_bias": True, "model__moe__bias_rate": 0.01, "model__moe__n_group": 4}
+    options |= {"model__moe__topk_group": 2, "model__moe__n_shared_experts": 1}
+    trainer = train(tmp_path, module="qwen3_moe", **options, training__steps=1)
+    model = trainer.model_parts[0]
+    assert model.layers["0"].moe.router.selection.bias_E.any() and model.layers["0"].moe.shared is not None
+    with pytest.raises(UserError, match="no model_type of config.json"):
+        qwen3_moe.FORMATS["hf"].to_external(model.config)
+
+
 def test_penalties_need_a_loss_that_is_divided_beforehand(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"OwnLoss computes its own loss.*--model.moe.penalties"):
         train(tmp_path / "own", trainer_class=OwnLoss, module="qwen3_moe")

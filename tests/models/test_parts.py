@@ -163,10 +163,16 @@ def test_frequencies_that_depend_on_the_length_are_those_of_each_document() -> N
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"rotated_fraction": 0.0}, "rotated_fraction 0.0 must give an even number from 2 to the head width 8, not 0"),
+        (
+            {"rotated_fraction": 0.0},
+            "rotated_fraction is 0.0, but must be .*from 2 to the head width 8 is rotated, not 0",
+        ),
         ({"rotated_fraction": 0.4}, "not 3"),
         ({"attention_factor": -1.0}, "attention_factor is -1.0"),
-        ({"scaling": "longrope"}, "short_factors must be 4 numbers above 0, one for each rotated pair, not 0"),
+        (
+            {"scaling": "longrope"},
+            "short_factors is 0 numbers, but must be 4 numbers above 0, one for each rotated pair",
+        ),
         ({"scaling": "longrope", "short_factors": [1.0] * 4, "long_factors": [1.0, 0.0, 1.0, 1.0]}, "long_factors"),
     ],
 )

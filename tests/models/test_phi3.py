@@ -261,7 +261,10 @@ def test_missing_keys_have_transformers_defaults() -> None:
         ({"rope_scaling": {"type": ["su"]}}, r"RoPE of type \['su'\]"),
         ({"rope_scaling": {"type": "su", **FACTORS, "long_mscale": 1.2}}, "long_mscale is 1.2"),
         ({"rope_scaling": {"type": "su", "short_factor": [1.0]}}, "long_factor is missing"),
-        ({"rope_scaling": {"type": "su", "short_factor": [1.0], "long_factor": [1.0]}}, "short_factors must be 48 "),
+        (
+            {"rope_scaling": {"type": "su", "short_factor": [1.0], "long_factor": [1.0]}},
+            "must be 48 numbers",
+        ),
         (
             {"rope_scaling": {"type": "su", "original_max_position_embeddings": 2048, **FACTORS}},
             "original_max_position_embeddings is 4096, and 2048",

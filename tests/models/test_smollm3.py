@@ -147,7 +147,7 @@ def test_missing_keys_have_transformers_defaults(change: dict[str, Any]) -> None
         ({"no_rope_layers": [2] * 36}, r"no_rope_layers is \[2\]"),
         ({"no_rope_layers": "all"}, "no_rope_layers is 'all'"),
         ({"no_rope_layers": None, "no_rope_layer_interval": 0}, "no_rope_layer_interval is 0"),
-        ({"layer_types": ["sliding_attention"] * 36}, "layer_types is .*, but use_sliding_window or"),
+        ({"layer_types": ["sliding_attention"] * 36}, "layer_types is .*, but use_sliding_window is not true"),
         ({"layer_types": 2}, "layer_types is 2"),
         ({"use_sliding_window": True, "sliding_window": "8"}, "sliding_window is '8'"),
         ({"use_sliding_window": True, "sliding_window": 8, "layer_types": ["mamba"] * 36}, "layer_types is .*'mamba'"),

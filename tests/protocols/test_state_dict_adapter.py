@@ -37,9 +37,8 @@ def spec(*shape: int, dtype: torch.dtype = torch.float32) -> TensorSpec:
         (RopePermutation(6), [(12, 5)], [(12, 5)]),
         (Concatenated(0), [(2, 5), (4, 5), (1, 5)], [(7, 5)]),
         (Concatenated(1), [(5, 2), (5, 3)], [(5, 5)]),
-        (Stacked(0), [(3, 4, 5)], [(4, 5), (4, 5), (4, 5)]),
-        (Stacked(1), [(4, 2, 5)], [(4, 5), (4, 5)]),
-        (Stacked(0, 2), [(3, 2, 4)], [(4,)] * 6),
+        (Stacked(), [(3, 4, 5)], [(4, 5), (4, 5), (4, 5)]),
+        (Stacked(2), [(3, 2, 4)], [(4,)] * 6),
         (Permuted((0, 1, 2, 3), 1), [(3, 2, 4, 5)], [(3, 8, 5)]),
         (Permuted((0, 3, 2, 1), 2), [(3, 2, 4, 5)], [(3, 5, 8)]),
         (Permuted((0, 2, 1)), [(3, 4, 5)], [(3, 5, 4)]),
@@ -93,7 +92,7 @@ def test_rope_permutation_matches_the_definition():
 def fused_adapter() -> StateDictAdapter:
     rows = [
         KeyMapping(("layers.*.q", "layers.*.k"), "h.*.qk", Concatenated(0)),
-        KeyMapping("layers.*.experts", ("h.*.expert0", "h.*.expert1"), Stacked(0)),
+        KeyMapping("layers.*.experts", ("h.*.expert0", "h.*.expert1"), Stacked()),
         KeyMapping("norm", "ln"),
     ]
     return StateDictAdapter(rows, n_layers=2, ignored=["h.*.inv_freq"], tied={"head": "ln"})

@@ -9,7 +9,6 @@ import torch
 
 from torchtitan.components.data.base import NO_DOCUMENT, BaseDataLoader, Batch
 from torchtitan.components.data.finetuning.preference import SIDES
-from torchtitan.components.data.finetuning.prompts import PromptDataLoader, prompt_ids
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.protocols.attention import AttentionMetadata
@@ -79,10 +78,7 @@ def samples_of(batch: Batch, loader: BaseDataLoader, tokenizer: Tokenizer) -> li
                 f"batches of {type(loader).__qualname__} contain {', '.join(batch)}, which cannot be shown; they need "
                 "input and labels, possibly with a common prefix"
             )
-        answer = None
-        if isinstance(loader, PromptDataLoader) and documents is not None:
-            answer = loader.answer(int(documents[0]))
-        samples.append(Sample(", ".join(dict.fromkeys(names)), rows, answer))
+        samples.append(Sample(", ".join(dict.fromkeys(names)), rows, row.get("answers")))
     return samples
 
 
@@ -92,10 +88,9 @@ def _rows(row: Batch, names: Sequence[str], tokenizer: Tokenizer) -> list[Row]:
 
 
 def _prompt(row: Batch, names: Sequence[str], tokenizer: Tokenizer) -> Row:
-    [ids] = prompt_ids({name: row[name][None] for name in ("prompts", "prompt_lengths")})
+    ids = row["prompts"]
     tokens = _tokens(ids, [IGNORE_INDEX] * len(ids), tokenizer)
-    n_positions = len(row["prompts"])
-    return Row("", [Document(names[0] if names else "", tokens)], n_positions, n_positions - len(ids))
+    return Row("", [Document(names[0] if names else "", tokens)], len(ids), 0)
 
 
 def _row(prefix: str, row: Batch, names: Sequence[str], tokenizer: Tokenizer) -> Row:

@@ -3,6 +3,7 @@
 import os
 import socket
 import statistics
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
     import torch
 
     from torchtitan.distributed.health import RankHealth
+
+_SECONDS_UNTIL_FAILURE = 5.0
+"""Until then, the processes of sound hosts have ended. If an agent of torchrun failed first, all of them would fail."""
 
 
 def doctor(args: Sequence[str]) -> int:
@@ -48,6 +52,8 @@ def _check(folder: Path) -> int:
             print(f"PROBLEM {finding.host}: {finding.message}")
         if not found:
             print(f"{len({one.host for one in ranks})} host(s), {len(ranks)} rank(s): no problem found")
+    if own and len(ranks) > 1:
+        time.sleep(_SECONDS_UNTIL_FAILURE)
     return 1 if own else 0
 
 

@@ -90,13 +90,16 @@ def _page() -> Iterator[str]:
     for family in families_with("hf"):
         name = family.__name__.rpartition(".")[2]
         types = [f"{name}: {architecture}" for name, architecture in family.FORMATS["hf"].model_types.items()]
-        missing = {
-            f"{config._owner.__name__}: {option.replace('_degree', '').replace('_', ' ')}"
-            for config in family.FLAVORS.values()
-            for option in config.unsupported_parallelisms()
-        }
+        refusals: dict[str, list[str]] = {}
+        for flavor, config in family.FLAVORS.items():
+            for option in config.unsupported_parallelisms():
+                refusals.setdefault(option.replace("_degree", "").replace("_", " "), []).append(flavor)
+        missing = [
+            option if len(flavors) == len(family.FLAVORS) else f"{option}: {', '.join(flavors)}"
+            for option, flavors in refusals.items()
+        ]
         formats = [_FORMATS.get(format, format) for format in family.FORMATS]
-        cells = (name, "<br>".join(types), "<br>".join(_sizes(name)), ", ".join(formats), "<br>".join(sorted(missing)))
+        cells = (name, "<br>".join(types), "<br>".join(_sizes(name)), ", ".join(formats), "<br>".join(missing))
         yield f"| {' | '.join(cells)} |"
     yield _END
     yield _CLASSES.read_text().rstrip()

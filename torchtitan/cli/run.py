@@ -1,6 +1,5 @@
 """`torchtitan run`: run command lines as the stages of a recipe, each on the model of an earlier one."""
 
-import contextlib
 import json
 import os
 import shlex
@@ -11,7 +10,7 @@ import uuid
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torchtitan.cli.model_options import run_command
 from torchtitan.tools import durable
@@ -20,6 +19,13 @@ from torchtitan.tools.files import regular_file
 from torchtitan.tools.logging import logger
 from torchtitan.tools.parser import Parser
 from torchtitan.tools.process import StopSignals, signal_when_orphaned
+
+
+class _Stage(NamedTuple):
+    name: str
+    words: list[str]
+    base: str
+    trains: bool
 
 
 def run(args: Sequence[str]) -> int:
@@ -35,67 +41,60 @@ def run(args: Sequence[str]) -> int:
     return run_command("run", lambda: _run_stages(_read(options.recipe), folder))
 
 
-def _read(path: Path) -> list[dict[str, str]]:
+def _read(path: Path) -> list[_Stage]:
     import yaml
 
     try:
         recipe: Any = yaml.safe_load(regular_file(path).read_text())
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise UserError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
-    if not isinstance(recipe, dict) or not isinstance(stages := recipe.get("stages"), list) or not stages:
+    if not isinstance(recipe, dict) or not isinstance(rows := recipe.get("stages"), list) or not rows:
         raise UserError(f"{path} has no list `stages`; each stage has a `name` and a command line `run`")
-    has_trained, names = False, set()
-    for number, stage in enumerate(stages, 1):
-        if not _is_stage(stage):
+    stages: list[_Stage] = []
+    for number, row in enumerate(rows, 1):
+        if not (words := _words(row)):
             raise UserError(f"{path}: stage {number} must have `name` and `run`, a command line, and may have `base`")
-        if not (name := stage["name"]).isidentifier() or name in names:
+        name, base = row["name"], row.get("base", "")
+        if not name.isidentifier() or any(name == stage.name for stage in stages):
             raise UserError(f"{path}: stage {number} has the name '{name}'; use a new word for each stage")
-        base = stage.get("base", "previous")
-        if base != "previous" and "/" not in base and not Path(base).exists():
+        if base not in ("", "previous") and "/" not in base and not Path(base).exists():
             raise UserError(f"{path}: stage '{name}' has base '{base}', which is no folder; use previous or a folder")
-        if stage.get("base") == "previous" and not has_trained:
+        if base == "previous" and not any(stage.trains for stage in stages):
             raise UserError(f"{path}: stage '{name}' has no previous training stage to be its base")
-        has_trained |= _is_training(stage)
-        names.add(name)
+        stages.append(_Stage(name, words, base, trains=words[0] == "train"))
     return stages
 
 
-def _is_stage(stage: Any) -> bool:
-    if not isinstance(stage, dict) or not {"name", "run"} <= stage.keys() <= {"name", "run", "base"}:
-        return False
-    with contextlib.suppress(ValueError):  # a quotation without an end
-        return all(isinstance(text, str) for text in stage.values()) and bool(shlex.split(stage["run"]))
-    return False
+def _words(row: Any) -> list[str]:
+    """Return the words of a stage's command line; none if the stage is invalid."""
+    is_stage = isinstance(row, dict) and {"name", "run"} <= row.keys() <= {"name", "run", "base"}
+    try:
+        return shlex.split(row["run"]) if is_stage and all(isinstance(text, str) for text in row.values()) else []
+    except ValueError:  # a quotation without an end
+        return []
 
 
-def _is_training(stage: dict[str, str]) -> bool:
-    return stage["run"].split()[0] == "train"
-
-
-def _run_stages(stages: list[dict[str, str]], folder: Path) -> int:
+def _run_stages(stages: list[_Stage], folder: Path) -> int:
     previous, id_of_previous = "", ""
     for stage in stages:
-        own, base, trains = folder / stage["name"], stage.get("base", ""), _is_training(stage)
-        words, done = shlex.split(stage["run"]), own / "finished.json"
-        if base:
-            words += ["--hf_assets_path" if trains else "--checkpoint", previous if base == "previous" else base]
-        words += ["--dump_folder", str(own)] if trains else []
-        record = {"command": words, "base": id_of_previous if base == "previous" else ""}
-        if done.exists():
-            logger.info("stage %s has finished: %s", stage["name"], own)
-        else:
-            if code := _run_stage(stage["name"], words, own, shows=not trains):
-                return code
-            if trains:
-                _exported(own, stage["name"])
+        own, words, has_previous = folder / stage.name, list(stage.words), stage.base == "previous"
+        if stage.base:
+            words += ["--hf_assets_path" if stage.trains else "--checkpoint", previous if has_previous else stage.base]
+        words += ["--dump_folder", str(own)] if stage.trains else []
+        record, done = {"command": words, "base": id_of_previous if has_previous else ""}, own / "finished.json"
+        if not done.exists() and (code := _run_stage(stage.name, words, own, shows=not stage.trains)):
+            return code
+        exported = _exported(own, stage.name) if stage.trains else ""
+        if not done.exists():
             durable.write(done, json.dumps({**record, "id": uuid.uuid4().hex}))
         finished = json.loads(done.read_text())
         if finished != {**record, "id": finished["id"]}:
             raise UserError(
-                f"stage '{stage['name']}' finished with another command line or base; remove {own} to repeat it"
+                f"stage '{stage.name}' finished with another command line or base; remove {own} to repeat it"
             )
-        if trains:
-            previous, id_of_previous = _exported(own, stage["name"]), finished["id"]
+        if stage.trains:
+            previous, id_of_previous = exported, finished["id"]
+        logger.info("stage %s has finished: %s", stage.name, own)
     return 0
 
 

@@ -50,17 +50,10 @@ def value_head(spec: ModelSpec) -> ModelSpec:
 
 
 def generalized_advantages(rewards_N: Tensor, values_N: Tensor, samples_N: Tensor, decay: float) -> Tensor:
-    """Return the advantages (N,) of sampled tokens (GAE, arXiv:1506.02438, equation 16, without discount), float64.
-
-    Args:
-        rewards_N: reward of each token's sample, received at its last token.
-        values_N: value of the state before each token.
-        samples_N: number of each token's sample; its tokens are neighbors.
-        decay: λ of the paper.
-    """
-    advantages: list[float] = []
-    advantage = later = 0.0
-    sample = None
+    """Return the advantages (N,) of sampled tokens (GAE, arXiv:1506.02438, equation 16, without discount), float64:
+    from the reward of each token's sample, received at its last token, the value of the state before each token, the
+    number of each token's sample, whose tokens are neighbors, and λ."""
+    advantages, advantage, later, sample = [], 0.0, 0.0, None
     for reward, value, number in zip(*(x.flip(0).tolist() for x in (rewards_N, values_N, samples_N)), strict=True):
         advantage = later - value + decay * advantage if number == sample else reward - value
         later, sample = value, number

@@ -1,10 +1,10 @@
-"""Cross entropy of a linear layer's outputs in closed form, a chunk of logits at a time, without autograd.
+"""Losses of a linear layer's outputs, a chunk of logits at a time, and cross entropy in closed form, without autograd.
 
-The gradient of a token's loss for its logits is `softmax(logits) - one_hot(label)`. It replaces the logits in memory,
-so a chunk takes two products for the gradients, one for the logits, and a few elementwise passes over cached blocks.
+The gradient of a token's cross entropy for its logits is `softmax(logits) - one_hot(label)`. It replaces the logits in
+memory, so a chunk takes two products for the gradients, one for the logits, and a few passes over cached blocks.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -82,70 +82,76 @@ def cross_entropy_(
     return losses_N1.squeeze(1)
 
 
-class LinearCrossEntropy(torch.autograd.Function):
-    """Summed cross entropy of the logits `hidden_ND @ weight_VD.T`, and the loss of each token, without gradient. The
-    forward pass also computes the gradients, so only one chunk's logits are in memory, and nothing is recomputed."""
+OfChunk = Callable[[Tensor, slice], tuple[Tensor, Tensor | None]]
+"""(logits (n, V), their rows) → values (n, K), and the gradients of the sum of the first column for the logits, which
+may replace these in memory; None if they are not needed."""
 
+
+def chunked_loss(
+    hidden_ND: Tensor, weight_VD: Tensor | None, of_chunk: OfChunk, chunk_tokens: int
+) -> tuple[Tensor, Tensor]:
+    """Return the sum of the first column of `of_chunk`'s values, with gradients, and all values (N, K), without. The
+    forward pass also computes the gradients, so only one chunk's logits are in memory, and nothing is recomputed."""
+    if not torch.is_grad_enabled():  # a parameter would need gradients nevertheless
+        hidden_ND, weight_VD = hidden_ND.detach(), None if weight_VD is None else weight_VD.detach()
+    loss, values_NK = _ChunkedLoss.apply(hidden_ND, weight_VD, of_chunk, chunk_tokens)
+    return loss, values_NK
+
+
+class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden_ND: Tensor,
-        weight_VD: Tensor,
-        labels_N: Tensor,
-        chunk_tokens: int,
-        transform: LogitTransform,
-        shard: VocabularyShard | None,
-        compiled: BlockLoss | None,
-        block_elements: int,
+        ctx: Any, hidden_ND: Tensor, weight_VD: Tensor | None, of_chunk: OfChunk, chunk_tokens: int
     ) -> tuple[Tensor, Tensor]:
-        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
-        needs_grad = needs_hidden or needs_weight
-        # Tokens without a label need no logits. Other devices would wait for their number, and compiled code
-        # would be specialized on it.
-        rows = None if compiled else labeled_rows(labels_N)
-        hidden, labels = (hidden_ND, labels_N) if rows is None else (hidden_ND[rows], labels_N[rows])
-        n_tokens = len(labels)
-        losses = torch.empty(n_tokens, dtype=torch.float32, device=hidden.device)
-        grad_hidden = torch.empty_like(hidden) if needs_hidden else None
-        grad_weight: Tensor | None = None
-        logits_memory = hidden.new_empty(min(chunk_tokens, n_tokens), len(weight_VD))
-        for start in range(0, n_tokens, chunk_tokens):
-            part = slice(start, min(start + chunk_tokens, n_tokens))
-            logits = torch.mm(hidden[part], weight_VD.T, out=logits_memory[: part.stop - start])
-            options = {"transform": transform, "shard": shard, "needs_grad": needs_grad}
-            if compiled is None:
-                losses[part] = cross_entropy_in_blocks(logits, labels[part], block_elements, **options)
-            else:  # fuses the passes, and needs no memory in float32
-                losses[part] = compiled(logits, labels[part], **options)
-            if grad_hidden is not None:
-                torch.mm(logits, weight_VD, out=grad_hidden[part])
-            if needs_weight:
-                grad_weight = add_product(grad_weight, logits.T, hidden[part], is_only=n_tokens <= chunk_tokens)
-        if needs_weight and grad_weight is None:
-            grad_weight = torch.zeros_like(weight_VD)
-        if rows is not None:
-            losses = losses.new_zeros(len(labels_N)).index_copy_(0, rows, losses)
-            if grad_hidden is not None:
-                grad_hidden = torch.zeros_like(hidden_ND).index_copy_(0, rows, grad_hidden)
-        ctx.weight_dtype = weight_VD.dtype
-        ctx.save_for_backward(grad_hidden, grad_weight)
-        ctx.mark_non_differentiable(losses)
-        return losses.sum(), losses
+        values_NK, *gradients = over_chunks(hidden_ND, weight_VD, of_chunk, chunk_tokens, ctx.needs_input_grad)
+        ctx.weight_dtype = hidden_ND.dtype if weight_VD is None else weight_VD.dtype
+        ctx.save_for_backward(*gradients)
+        ctx.mark_non_differentiable(values_NK)
+        return values_NK[:, 0].sum(), values_NK
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        return *scaled_gradients(ctx, grad_outputs[0]), None, None, None, None, None, None
+        scale, (grad_hidden, grad_weight) = grad_outputs[0], ctx.saved_tensors
+        # Not in place, since pipeline schedules with a split backward pass call this twice.
+        if grad_hidden is not None:
+            grad_hidden = grad_hidden * scale
+        if grad_weight is not None:
+            grad_weight = torch.mul(grad_weight, scale, out=torch.empty_like(grad_weight, dtype=ctx.weight_dtype))
+        return grad_hidden, grad_weight, None, None
 
 
-def scaled_gradients(ctx: Any, scale: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients saved in `ctx` times `scale`, the second in `ctx.weight_dtype`."""
-    grad_hidden, grad_weight = ctx.saved_tensors
-    # Not in place, since pipeline schedules with a split backward pass call this twice.
-    if grad_hidden is not None:
-        grad_hidden = grad_hidden * scale
-    if grad_weight is not None:
-        grad_weight = torch.mul(grad_weight, scale, out=torch.empty_like(grad_weight, dtype=ctx.weight_dtype))
-    return grad_hidden, grad_weight
+def over_chunks(
+    hidden_ND: Tensor, weight_VD: Tensor | None, of_chunk: OfChunk, chunk_tokens: int, needs_grad: Sequence[bool]
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Call `of_chunk` on the logits `hidden_ND @ weight_VD.T` of each chunk of tokens.
+
+    Args:
+        weight_VD: None: `hidden_ND` are the logits.
+        needs_grad: whether hidden states and weights need gradients.
+
+    Returns:
+        The values of all chunks, and the gradients of hidden states and weights, as far as they are needed.
+    """
+    n_tokens, (needs_hidden, needs_weight) = len(hidden_ND), needs_grad[:2]
+    grad_hidden = torch.empty_like(hidden_ND) if needs_hidden else None
+    grad_weight: Tensor | None = None
+    memory = None if weight_VD is None else hidden_ND.new_empty(min(chunk_tokens, n_tokens), len(weight_VD))
+    values = []
+    for start in range(0, n_tokens or 1, chunk_tokens):  # gradients of 0 without tokens
+        part = slice(start, min(start + chunk_tokens, n_tokens))
+        hidden, logits = hidden_ND[part], hidden_ND[part]
+        if weight_VD is not None and memory is not None:
+            logits = torch.mm(hidden, weight_VD.T, out=memory[: len(hidden)])
+        of_part, gradients = of_chunk(logits, part)
+        values.append(of_part)
+        if grad_hidden is not None and gradients is not None:
+            if weight_VD is None:
+                grad_hidden[part] = gradients
+            else:
+                torch.mm(gradients, weight_VD, out=grad_hidden[part])
+        if needs_weight and gradients is not None:
+            grad_weight = add_product(grad_weight, gradients.T, hidden, is_only=n_tokens <= chunk_tokens)
+    return torch.cat(values), grad_hidden, grad_weight
 
 
 def labeled_rows(labels_N: Tensor) -> Tensor | None:

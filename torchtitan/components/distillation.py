@@ -2,9 +2,8 @@
 models' logits at a time."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -12,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from torchtitan.components.cross_entropy import IGNORE_INDEX, add_product, cross_entropy_, scaled_gradients
+from torchtitan.components.cross_entropy import IGNORE_INDEX, chunked_loss, cross_entropy_
 from torchtitan.config import Configurable
 from torchtitan.distributed.loss_parallel import VocabularyShard, local_shards
 from torchtitan.protocols.output_head import UNCHANGED, LogitTransform
-from torchtitan.tools.errors import UserError
+from torchtitan.tools.errors import require
 
 Kind = Literal["forward_kl", "reverse_kl", "jensen_shannon"]
 
@@ -134,12 +133,10 @@ class DistillationLoss(Configurable):
         """Number of tokens with logits in memory at a time."""
 
         def validate(self) -> None:
-            if not 0 < self.temperature < math.inf:
-                raise UserError(f"--loss.temperature is {self.temperature}, but must be above 0")
-            if not 0 <= self.cross_entropy_weight <= 1:
-                raise UserError(f"--loss.cross_entropy_weight is {self.cross_entropy_weight}, but must be from 0 to 1")
-            if self.chunk_tokens < 1:
-                raise UserError(f"--loss.chunk_tokens is {self.chunk_tokens}, but must be at least 1")
+            require(0 < self.temperature < math.inf, "--loss.temperature", self.temperature, "above 0")
+            share = self.cross_entropy_weight
+            require(0 <= share <= 1, "--loss.cross_entropy_weight", share, "from 0 to 1")
+            require(self.chunk_tokens >= 1, "--loss.chunk_tokens", self.chunk_tokens, "at least 1")
 
     config: Config
 
@@ -151,20 +148,38 @@ class DistillationLoss(Configurable):
         outputs = [x for x in (student, teacher) if isinstance(x, Outputs)]
         vocabulary = min(x.hidden.shape[-1] if x.weight is None else len(x.weight) for x in outputs)
         hidden, weight, shard = student.flat(vocabulary)
-        if not torch.is_grad_enabled():  # a parameter would need gradients nevertheless
-            hidden, weight = hidden.detach(), None if weight is None else weight.detach()
         taught = teacher.flat(vocabulary) if isinstance(teacher, Outputs) else None
+        config, labels_N, needs_grad = self.config, labels_BL.flatten(), torch.is_grad_enabled()
+        share, group = config.cross_entropy_weight, shard.group if shard else None
 
         def teach(scores: Tensor, part: slice) -> Tensor:
             if isinstance(teacher, TopTokens):
                 ids, log_probs = (x.flatten(0, 1)[part] for x in (teacher.ids, teacher.log_probs))
-                return top_logits(scores, ids.long(), log_probs, self.config.temperature, shard)
+                return top_logits(scores, ids.long(), log_probs, config.temperature, shard)
             assert taught
             return teacher.transform(_logits(taught[0][part], taught[1]).float())
 
-        inputs = hidden, weight, labels_BL.flatten(), student.transform, teach, shard, self.config
-        sums: tuple[Tensor, Tensor, Tensor] = _Distillation.apply(*inputs)
-        return sums
+        def of_chunk(logits: Tensor, part: slice) -> tuple[Tensor, Tensor | None]:
+            labels = labels_N[part]
+            is_valid_N = labels != IGNORE_INDEX
+            with torch.set_grad_enabled(needs_grad):
+                logits = logits.detach().requires_grad_(needs_grad)
+                scores = student.transform(logits.float())
+            of_labels = scores.detach().clone()  # becomes the gradients
+            values, gradients = divergence(
+                scores.detach(), teach(of_labels, part), config.kind, config.temperature, group
+            )
+            values = values * is_valid_N
+            losses = cross_entropy_(of_labels, labels, transform=UNCHANGED, shard=shard, needs_grad=True)
+            columns = torch.stack([share * losses + (1 - share) * values, losses, values], dim=1)
+            if not needs_grad:
+                return columns, None
+            gradients.mul_((1 - share) * is_valid_N[:, None]).add_(of_labels, alpha=share)
+            return columns, torch.autograd.grad(scores, logits, gradients)[0]
+
+        loss, values_N3 = chunked_loss(hidden, weight, of_chunk, config.chunk_tokens)
+        _, cross_entropy, total = values_N3.sum(dim=0)
+        return loss, cross_entropy, total
 
     def top_tokens(self, teacher: Outputs, vocabulary: int, k: int) -> TopTokens:
         """Return the teacher's `k` likeliest of the first `vocabulary` tokens, without gradients."""
@@ -175,55 +190,6 @@ class DistillationLoss(Configurable):
             others = log_p.scatter(1, ids, -math.inf).logsumexp(dim=1, keepdim=True)
             parts.append((ids.int(), torch.cat([top, others], dim=1) if k < vocabulary else top))
         return TopTokens(*(torch.cat(x).unflatten(0, teacher.hidden.shape[:2]) for x in zip(*parts, strict=True)))
-
-
-class _Distillation(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden_ND: Tensor,
-        weight_VD: Tensor | None,
-        labels_N: Tensor,
-        transform: LogitTransform,
-        teach: Callable[[Tensor, slice], Tensor],
-        shard: VocabularyShard | None,
-        config: DistillationLoss.Config,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
-        grad_hidden = torch.empty_like(hidden_ND) if needs_hidden else None
-        grad_weight: Tensor | None = None
-        share, group = config.cross_entropy_weight, shard.group if shard else None
-        sums = hidden_ND.new_zeros(2, dtype=torch.float32)
-        for start in range(0, len(labels_N), config.chunk_tokens):
-            part = slice(start, start + config.chunk_tokens)
-            labels = labels_N[part]
-            is_valid_N = labels != IGNORE_INDEX
-            logits = _logits(hidden_ND[part], weight_VD).requires_grad_()
-            with torch.enable_grad():
-                scores = transform(logits.float())
-            taught = teach(scores.detach(), part)
-            values, gradients = divergence(scores.detach(), taught, config.kind, config.temperature, group)
-            of_labels = scores.detach().clone()  # becomes the gradients
-            losses = cross_entropy_(of_labels, labels, transform=UNCHANGED, shard=shard, needs_grad=True)
-            sums += torch.stack([losses.sum(), (values * is_valid_N).sum()])
-            if not (needs_hidden or needs_weight):
-                continue
-            gradients.mul_((1 - share) * is_valid_N[:, None]).add_(of_labels, alpha=share)
-            (grad_logits,) = torch.autograd.grad(scores, logits, gradients)
-            if grad_hidden is not None:
-                grad_hidden[part] = grad_logits if weight_VD is None else grad_logits @ weight_VD
-            if needs_weight:
-                product = grad_logits.T, hidden_ND[part]
-                grad_weight = add_product(grad_weight, *product, is_only=len(labels_N) <= config.chunk_tokens)
-        ctx.weight_dtype = hidden_ND.dtype if weight_VD is None else weight_VD.dtype
-        ctx.save_for_backward(grad_hidden, grad_weight)
-        result = share * sums[0] + (1 - share) * sums[1], sums[0].clone(), sums[1].clone()
-        ctx.mark_non_differentiable(*result[1:])
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        return *scaled_gradients(ctx, grad_outputs[0]), None, None, None, None, None
 
 
 def _logits(hidden_ND: Tensor, weight_VD: Tensor | None) -> Tensor:

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan.distributed.initialize import canonical_name
 from torchtitan.distributed.process_group import gather_objects
-from torchtitan.protocols.load_balance import LoadBalanced, PenaltyConfig
+from torchtitan.protocols.experts import LoadBalanced, PenaltyConfig
 from torchtitan.protocols.tensor_source import summarize_names
 from torchtitan.tools.logging import logger
 

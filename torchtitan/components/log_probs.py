@@ -10,10 +10,10 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan.components.cross_entropy import (
     IGNORE_INDEX,
-    add_product,
     block_elements,
     cross_entropy_in_blocks,
     labeled_rows,
+    over_chunks,
 )
 from torchtitan.distributed.loss_parallel import VocabularyShard, local_shards
 from torchtitan.protocols.output_head import UNCHANGED, LogitTransform
@@ -51,12 +51,12 @@ def token_log_probs(
         hidden_BLD, weight_VD, shard = local_shards(hidden_BLD, weight_VD)
     hidden_ND, labels_N = hidden_BLD.flatten(0, 1), labels_BL.flatten()
     rows = labeled_rows(labels_N)
-    if rows is None:
-        result_N: Tensor = _TokenLogProbs.apply(hidden_ND, weight_VD, labels_N, transform, shard, chunk_tokens)
-    else:
-        values = _TokenLogProbs.apply(hidden_ND[rows], weight_VD, labels_N[rows], transform, shard, chunk_tokens)
-        result_N = values.new_zeros(len(labels_N)).index_copy(0, rows, values)
-    return result_N.view(labels_BL.shape)
+    if rows is not None:
+        hidden_ND, labels_N = hidden_ND.index_select(0, rows), labels_N[rows]
+    values: Tensor = _TokenLogProbs.apply(hidden_ND, weight_VD, labels_N, transform, shard, chunk_tokens)
+    if rows is not None:
+        values = values.new_zeros(labels_BL.numel()).index_copy(0, rows, values)
+    return values.view(labels_BL.shape)
 
 
 class _TokenLogProbs(torch.autograd.Function):
@@ -74,26 +74,20 @@ class _TokenLogProbs(torch.autograd.Function):
         elements = block_elements(hidden_ND.device.type, shard)
         ctx.options = {"elements": elements, "transform": transform, "shard": shard}
         ctx.chunk_tokens = chunk_tokens
-        losses = [
-            cross_entropy_in_blocks(hidden @ weight_VD.T, labels, needs_grad=False, **ctx.options)
-            for hidden, labels in zip(hidden_ND.split(chunk_tokens), labels_N.split(chunk_tokens), strict=True)
-        ]
-        return -torch.cat(losses)
+
+        def of_chunk(logits: Tensor, part: slice) -> tuple[Tensor, None]:
+            return cross_entropy_in_blocks(logits, labels_N[part], needs_grad=False, **ctx.options), None
+
+        return -over_chunks(hidden_ND, weight_VD, of_chunk, chunk_tokens, (False, False))[0]
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         hidden_ND, weight_VD, labels_N = ctx.saved_tensors
-        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
-        grad_hidden = torch.empty_like(hidden_ND) if needs_hidden else None
-        grad_weight: Tensor | None = None
-        for start in range(0, len(labels_N) or 1, ctx.chunk_tokens):  # a gradient of 0 without tokens
-            part = slice(start, start + ctx.chunk_tokens)
-            logits = hidden_ND[part] @ weight_VD.T
-            cross_entropy_in_blocks(logits, labels_N[part], needs_grad=True, **ctx.options)
-            logits.mul_(-grad_outputs[0][part, None])
-            if grad_hidden is not None:
-                torch.mm(logits, weight_VD, out=grad_hidden[part])
-            if needs_weight:
-                is_only = len(labels_N) <= ctx.chunk_tokens
-                grad_weight = add_product(grad_weight, logits.T, hidden_ND[part], is_only=is_only)
+
+        def of_chunk(logits: Tensor, part: slice) -> tuple[Tensor, Tensor]:
+            losses = cross_entropy_in_blocks(logits, labels_N[part], needs_grad=True, **ctx.options)
+            return losses, logits.mul_(-grad_outputs[0][part, None])
+
+        chunks = over_chunks(hidden_ND, weight_VD, of_chunk, ctx.chunk_tokens, ctx.needs_input_grad)
+        _, grad_hidden, grad_weight = chunks
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight_VD.dtype), None, None, None, None

@@ -7,7 +7,6 @@ the full logits, the largest tensor of a training step with a large vocabulary.
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,11 +16,12 @@ from torch.distributed.tensor import DTensor
 from torchtitan.components.cross_entropy import (
     IGNORE_INDEX,
     BlockLoss,
-    LinearCrossEntropy,
-    add_product,
+    OfChunk,
     block_elements,
+    chunked_loss,
     cross_entropy_,
-    scaled_gradients,
+    cross_entropy_in_blocks,
+    labeled_rows,
 )
 from torchtitan.config import Configurable
 from torchtitan.distributed.loss_parallel import LogitsLoss, local_shards, on_sharded_logits
@@ -103,21 +103,33 @@ class CrossEntropyLoss(Configurable):
             from_logits = on_sharded_logits(from_logits, weight_VD)
             hidden_BLD, weight_VD, shard = local_shards(hidden_BLD, weight_VD)
         hidden, labels = hidden_BLD.flatten(0, 1), labels_BL.flatten()
-        # `needs_input_grad` would be true for a parameter even if gradients are disabled.
-        hidden, weight_VD = (x if torch.is_grad_enabled() else x.detach() for x in (hidden, weight_VD))
         device_type = self.device_type or hidden.device.type
         chunk_tokens = self.config.chunk_tokens
         if chunk_tokens is None:
             chunk_tokens = _CHUNK_TOKENS.get(device_type, _DEFAULT_CHUNK_TOKENS)
         chunk_tokens = chunk_tokens or max(1, len(labels))
+        needs_grad = torch.is_grad_enabled()
         if not self._is_plain:
-            return _ChunkedLinearLoss.apply(hidden, weight_VD, labels, from_logits, chunk_tokens)
+            of_chunk = _by_autograd(from_logits, labels, needs_grad=needs_grad)
+            return chunked_loss(hidden, weight_VD, of_chunk, chunk_tokens)[0]
+        # Tokens without a label need no logits. Compiled code would be specialized on their number.
+        rows, n_tokens = None if self._compiled else labeled_rows(labels), len(labels)
+        if rows is not None:
+            hidden, labels = hidden.index_select(0, rows), labels[rows]
+        options = {"transform": transform, "shard": shard, "needs_grad": needs_grad}
         elements = block_elements(device_type, shard)
-        loss, token_losses = LinearCrossEntropy.apply(
-            hidden, weight_VD, labels, chunk_tokens, transform, shard, self._compiled, elements
-        )
+
+        def closed_form(logits_NV: Tensor, part: slice) -> tuple[Tensor, Tensor]:
+            if self._compiled:  # fuses the passes, and needs no memory in float32
+                return self._compiled(logits_NV, labels[part], **options)[:, None], logits_NV
+            return cross_entropy_in_blocks(logits_NV, labels[part], elements, **options)[:, None], logits_NV
+
+        loss, losses_N1 = chunked_loss(hidden, weight_VD, closed_form, chunk_tokens)
         if self._recorded is not None:
-            self._recorded.append(token_losses)
+            losses_N = losses_N1[:, 0]
+            self._recorded.append(
+                losses_N if rows is None else losses_N.new_zeros(n_tokens).index_copy_(0, rows, losses_N)
+            )
         return loss
 
     def from_logits(self, logits_NV: Tensor, labels_N: Tensor) -> Tensor:
@@ -141,41 +153,15 @@ def _after(transform: LogitTransform, from_logits: LogitsLoss) -> LogitsLoss:
     return lambda logits_NV, labels_N: from_logits(transform(logits_NV.float()), labels_N)
 
 
-class _ChunkedLinearLoss(torch.autograd.Function):
-    """Linear layer and summed loss over chunks of tokens. The forward pass also computes each chunk's gradient, so only
-    one chunk's logits are in memory, and nothing is recomputed."""
+def _by_autograd(from_logits: LogitsLoss, labels_N: Tensor, *, needs_grad: bool) -> OfChunk:
+    def of_chunk(logits_NV: Tensor, part: slice) -> tuple[Tensor, Tensor | None]:
+        with torch.set_grad_enabled(needs_grad):
+            logits_NV = logits_NV.detach().requires_grad_(needs_grad)
+            loss = from_logits(logits_NV, labels_N[part])
+        gradients = torch.autograd.grad(loss, logits_NV)[0] if needs_grad else None
+        return loss.detach().float().view(1, 1), gradients
 
-    @staticmethod
-    def forward(
-        ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, from_logits: LogitsLoss, chunk_tokens: int
-    ) -> Tensor:
-        needs_grad_hidden, needs_grad_weight = ctx.needs_input_grad[:2]
-        grad_hidden = torch.empty_like(hidden_ND) if needs_grad_hidden else None
-        grad_weight: Tensor | None = None
-        total = hidden_ND.new_zeros((), dtype=torch.float32)
-        for start in range(0, hidden_ND.shape[0], chunk_tokens):
-            rows = slice(start, start + chunk_tokens)
-            logits = F.linear(hidden_ND[rows], weight_VD)
-            with torch.enable_grad():
-                logits.requires_grad_(needs_grad_hidden or needs_grad_weight)
-                loss = from_logits(logits, labels_N[rows])
-            total += loss.detach()
-            if not logits.requires_grad:
-                continue
-            (grad_logits,) = torch.autograd.grad(loss, logits)
-            if grad_hidden is not None:
-                torch.mm(grad_logits, weight_VD, out=grad_hidden[rows])
-            if needs_grad_weight:
-                is_only = hidden_ND.shape[0] <= chunk_tokens
-                grad_weight = add_product(grad_weight, grad_logits.T, hidden_ND[rows], is_only=is_only)
-        ctx.weight_dtype = weight_VD.dtype
-        ctx.save_for_backward(grad_hidden, grad_weight)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        grad_hidden, grad_weight = scaled_gradients(ctx, grad_outputs[0])
-        return grad_hidden, grad_weight, None, None, None
+    return of_chunk
 
 
 class Measures:

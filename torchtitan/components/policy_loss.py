@@ -1,4 +1,4 @@
-"""Losses of policy-gradient methods: `PolicyLoss`, and the pure functions of log-probabilities that it consists of.
+"""Losses of policy-gradient methods, as pure functions of log-probabilities, and `PolicyLoss`, which consists of them.
 
 Dimensions: P prompts, G samples of each, N sampled tokens.
 """
@@ -6,34 +6,27 @@ Dimensions: P prompts, G samples of each, N sampled tokens.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from torchtitan.config import Configurable
 from torchtitan.config.sections import require_at_least
-from torchtitan.tools.errors import UserError, require
+from torchtitan.tools.errors import require
 
 KLEstimator = Literal["k1", "k2", "k3"]
 
 
-@dataclass(frozen=True)
-class Method:
+class Method(NamedTuple):
     """Choices in which the methods differ."""
 
-    advantage: Literal["normalized", "centered", "leave_one_out", "critic"] = "normalized"
-    """See `group_advantages`."""
-    token_weight: Literal["mean", "constant", "sum"] = "mean"
-    """Weight of a token in the sum of its sample: 1 / its length, 1 / max_new_tokens, or 1."""
-    per_token: bool = False
-    """Divide the sum by the tokens of the global batch instead of its samples."""
-    sequence_ratio: bool = False
-    """Clip the mean ratio of each sample instead of each token's ratio."""
-    clip: tuple[float, float] = (0.2, 0.2)
-    """Default bounds of the ratio, below and above 1."""
-    resample: bool = False
-    """Replace groups whose rewards are all equal."""
+    advantage: Literal["normalized", "centered", "leave_one_out", "critic"] = "normalized"  # `group_advantages`
+    token_weight: Literal["mean", "constant", "sum"] = "mean"  # 1 / length of the sample, 1 / max_new_tokens, or 1
+    per_token: bool = False  # divide the sum by the tokens of the global batch instead of its samples
+    sequence_ratio: bool = False  # clip the mean ratio of each sample instead of each token's ratio
+    clip: tuple[float, float] = (0.2, 0.2)  # default bounds of the ratio, below and above 1
+    resample: bool = False  # replace groups whose rewards are all equal
 
 
 METHODS = {
@@ -85,8 +78,7 @@ class PolicyLoss(Configurable):
             require(self.gae_decay <= 1, "--policy.gae_decay", self.gae_decay, "from 0 to 1")
             for name in ("clip_low", "clip_high", "beta", "max_importance_weight", "value_weight", "gae_decay"):
                 value = getattr(self, name)
-                if value is not None and not 0 <= value < math.inf:
-                    raise UserError(f"--policy.{name} is {value}, but must be at least 0")
+                require(value is None or 0 <= value < math.inf, f"--policy.{name}", value, "at least 0")
 
     config: Config
 
@@ -113,8 +105,8 @@ class PolicyLoss(Configurable):
         log_ratio_N = log_probs_N - old_N
         if method.sequence_ratio:
             log_ratio_N = mean_by_sample(log_ratio_N, samples_N)
-        bounds = zip((config.clip_low, config.clip_high), method.clip, strict=True)
-        low, high = (default if chosen is None else chosen for chosen, default in bounds)
+        low = method.clip[0] if config.clip_low is None else config.clip_low
+        high = method.clip[1] if config.clip_high is None else config.clip_high
         losses_N, is_clipped_N = clipped_losses(log_ratio_N, tokens["advantages"], low, high)
         importance_N = truncated_weights(old_N, tokens["logprobs"], config.max_importance_weight)
         losses_N = losses_N * importance_N
@@ -138,10 +130,9 @@ def group_advantages(rewards_PG: Tensor, kind: str = "normalized") -> Tensor:
     return the rewards."""
     if kind == "critic":
         return rewards_PG
-    centered_PG = rewards_PG - rewards_PG.mean(dim=1, keepdim=True)
+    centered_PG, size = rewards_PG - rewards_PG.mean(dim=1, keepdim=True), rewards_PG.shape[1]
     if kind == "normalized":
         return centered_PG / (rewards_PG.std(dim=1, keepdim=True) + 1e-4)
-    size = rewards_PG.shape[1]
     return centered_PG * (size / (size - 1)) if kind == "leave_one_out" else centered_PG
 
 
@@ -165,9 +156,8 @@ def clipped_value_losses(values_N: Tensor, old_N: Tensor, returns_N: Tensor, cli
 
 def mean_by_sample(values_N: Tensor, samples_N: Tensor) -> Tensor:
     """Return for each token the mean over all tokens with the same sample number."""
-    numbers, places_N, lengths = samples_N.unique(return_inverse=True, return_counts=True)
-    sums = values_N.new_zeros(len(numbers)).index_add(0, places_N, values_N)
-    return (sums / lengths)[places_N]
+    _, places_N, lengths = samples_N.unique(return_inverse=True, return_counts=True)
+    return (values_N.new_zeros(len(lengths)).index_add(0, places_N, values_N) / lengths)[places_N]
 
 
 def kl_estimates(log_probs_N: Tensor, reference_N: Tensor, kind: KLEstimator = "k3") -> Tensor:

@@ -1,4 +1,4 @@
-"""Losses of preference optimization: functions of log-probabilities, without anything of a trainer.
+"""Losses of preference optimization, as functions of log-probabilities.
 
 `x` is the margin of a pair, the reward of its chosen answer minus the reward of its rejected answer. The reward of an
 answer is beta times the logarithm of pi / pi_ref, its probability under the trained model and under the reference;
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from torchtitan.components.loss import Measures
 from torchtitan.config import Configurable
-from torchtitan.tools.errors import UserError
+from torchtitan.tools.errors import require
 
 Kind = Literal["dpo", "cdpo", "robust", "hinge", "ipo", "dpo_normalized", "simpo", "orpo", "cpo"]
 
@@ -91,14 +91,12 @@ class PreferenceLoss(Configurable):
         """Weight of the odds ratio in orpo, and of the likelihood in cpo."""
 
         def validate(self) -> None:
-            if not 0 < self.beta < math.inf:
-                raise UserError(f"--loss.beta is {self.beta}, but must be above 0")
-            smoothing, is_smoothed = self.label_smoothing, self.kind in ("cdpo", "robust")
-            if not 0 <= smoothing < 0.5:
-                raise UserError(f"--loss.label_smoothing is {smoothing}, but must be from 0 to below 0.5")
-            if (smoothing > 0) != is_smoothed:
-                needed = "above 0, or use dpo" if is_smoothed else "0, or use cdpo or robust"
-                raise UserError(f"--loss.label_smoothing is {smoothing}; for --loss.kind {self.kind}, set it {needed}")
+            smoothing, name = self.label_smoothing, "--loss.label_smoothing"
+            require(0 < self.beta < math.inf, "--loss.beta", self.beta, "above 0")
+            require(0 <= smoothing < 0.5, name, smoothing, "from 0 to below 0.5")
+            is_smoothed = self.kind in ("cdpo", "robust")
+            needed = "above 0; dpo is without it" if is_smoothed else "0; cdpo and robust use it"
+            require((smoothing > 0) == is_smoothed, f"--loss.kind {self.kind}: {name}", smoothing, needed)
 
         @property
         def needs_reference(self) -> bool:
@@ -146,8 +144,7 @@ class KTOLoss(Configurable):
 
         def validate(self) -> None:
             for name in ("beta", "desirable_weight", "undesirable_weight"):
-                if not 0 < getattr(self, name) < math.inf:
-                    raise UserError(f"--loss.{name} is {getattr(self, name)}, but must be above 0")
+                require(0 < getattr(self, name) < math.inf, f"--loss.{name}", getattr(self, name), "above 0")
 
     config: Config
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan.protocols.attention import AttentionMetadata
-from torchtitan.protocols.load_balance import LoadBalanced
+from torchtitan.protocols.experts import LoadBalanced
 from torchtitan.protocols.sharding import ShardingPlan
 from torchtitan.tools.device import send
 from torchtitan.tools.torch_private import all_gather_single_autograd, wait_tensor

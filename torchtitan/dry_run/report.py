@@ -41,10 +41,6 @@ _COLUMN_OF_KIND: dict[MemoryKind, str] = {
 }
 
 
-ON_HOST: tuple[MemoryKind, ...] = ("parameters", "gradients", "optimizer")
-"""Kinds that `training.enable_cpu_offload` keeps in CPU memory."""
-
-
 @dataclass(frozen=True)
 class Traffic:
     """Communication of one step, of one kind, along one set of mesh dimensions."""
@@ -88,11 +84,13 @@ class RankReport:
 
 def report_of(trainer: FakeTrainer) -> RankReport:
     memory, dims = trainer.memory, trainer.parallel_dims
-    not_on_device = ON_HOST if trainer.config.training.enable_cpu_offload else ()
-    if trainer.config.optimizer.name == "AdamWOffload":
-        not_on_device = (*not_on_device, "optimizer")
+    on_host: tuple[MemoryKind, ...] = ()
+    if trainer.config.training.enable_cpu_offload:
+        on_host = ("parameters", "gradients", "optimizer")
+    elif trainer.config.optimizer.name == "AdamWOffload":
+        on_host = ("optimizer",)
     in_use = memory.use()
-    peak = memory.peak(without=not_on_device)
+    peak = memory.peak(without=on_host)
     plan = trainer.pipeline_plan
     return RankReport(
         rank=trainer.rank,
@@ -103,7 +101,7 @@ def report_of(trainer: FakeTrainer) -> RankReport:
         optimizer_bytes=in_use["optimizer"],
         peak=dict(peak),
         peak_bytes=peak.total(),
-        peak_reserved_bytes=memory.reserved(without=not_on_device),
+        peak_reserved_bytes=memory.reserved(without=on_host),
         communication=_by_axis(trainer.work.work, dims),
         model_flops=trainer.flops_per_token * trainer.tokens_per_step / dims.world_size,
         executed_flops=trainer.work.work.flops,

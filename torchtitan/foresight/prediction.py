@@ -272,7 +272,8 @@ class Estimate:
 
     def _allocated(self, rank: int) -> float:
         """Return the allocated bytes at the peak of a rank. In a pipeline, the embedding and the head have half of the
-        remaining weights each; gathered weights stay, and gradients accumulate before they are sharded."""
+        remaining weights each; gathered weights stay, and gradients accumulate before they are sharded. The
+        embedding's gradient is whole on each tensor-parallel rank."""
         layer, rest = self.measured.layer, self.measured.rest
         shards, pipeline, batch = self.layout.shards, self.layout.pipeline, self.batch
         layers, has_loss = self._held_by(rank)
@@ -285,14 +286,11 @@ class Estimate:
             passing = sum(n * (batch * one.passing_bytes + one.gathered_bytes) for one, n in held)
             accumulated = gradients / shards if self.layout.accumulation > 1 else 0.0
             return states + max(passing + accumulated, gradients / shards)
-        saved = (
-            batch
-            * layer.passing_bytes
-            * layers
-            * _in_flight(pipeline, rank)
-            / (len(pipeline.stages) // pipeline.degree)
-        )
-        return states + _GATHERED_BYTES * weights + gradients + saved + has_loss * batch * rest.passing_bytes
+        if rank == 0:
+            gradients += _GRADIENT_BYTES * 0.5 * rest.parameters * (self.layout.dims.tp - 1)
+        kept = _in_flight(pipeline, rank) / (len(pipeline.stages) // pipeline.degree)
+        passing = batch * (layers * kept * layer.passing_bytes + has_loss * rest.passing_bytes)
+        return states + _GATHERED_BYTES * weights + gradients + passing
 
 
 def _in_flight(pipeline: PipelinePlan, rank: int) -> int:

@@ -1,11 +1,15 @@
-"""`StackedExperts`: what expert parallelism needs to know of a layer's routed experts."""
+"""Mixtures of experts as parallelism (`StackedExperts`) and the training loop (`LoadBalanced`) see them."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+
+from torchtitan.protocols.initializer import Constant, with_initializers
 
 Exchange = Callable[[Tensor, Tensor, Tensor, Callable[..., Tensor]], Tensor]
 """(rows_RD, weight_R, counts_E, compute) → (R, D): the results of the ranks that have the experts. Rows are tokens in
@@ -39,3 +43,65 @@ class StackedExperts(nn.Module):
     @abstractmethod
     def forward(self, x_ND: Tensor, weights_NK: Tensor, chosen_NK: Tensor) -> Tensor:
         """Return the sum of the chosen experts' results for each token, times their weights: (N, D)."""
+
+
+@dataclass(kw_only=True, slots=True)
+class PenaltyConfig:
+    """Weights of the auxiliary losses, which are added over layers. They change gradients, but not the logged loss."""
+
+    batch_loss: float = 0.0
+    """Weight of the load-balancing loss over the global batch (Switch, GShard). Each step then begins with a forward
+    pass over its tokens that only counts."""
+
+    sequence_loss: float = 0.0
+    """Weight of the load-balancing loss within each row of `training.seq_len` tokens (DeepSeek-V3)."""
+
+    z_loss: float = 0.0
+    """Weight of the squared log-sum-exp of the router's logits (ST-MoE)."""
+
+
+class SelectionBias(nn.Module):
+    """A bias of each expert, added to its scores for the choice only. After each optimizer step, it rises by `rate` for
+    experts with fewer tokens than the mean of the global batch, and falls for experts with more (arXiv:2408.15664)."""
+
+    def __init__(self, n_experts: int, rate: float):
+        super().__init__()
+        self.rate = rate
+        self.bias_E = nn.Buffer(torch.zeros(n_experts, dtype=torch.float32))
+        with_initializers(self, bias_E=Constant(0.0))
+
+    def forward(self, scores_BLE: Tensor) -> Tensor:
+        return scores_BLE + self.bias_E.to(scores_BLE.device)  # it stays in CPU memory if weights are offloaded
+
+    @torch.no_grad()
+    def update(self, counts_E: Tensor) -> None:
+        counts = counts_E.to(self.bias_E.device).double()
+        self.bias_E.add_(torch.sign(counts.mean() - counts), alpha=self.rate)
+
+
+class LoadBalanced(nn.Module):
+    """Base class of routers, which keep their E experts equally busy. `torchtitan.components.load_balance` sums
+    `totals` over the ranks that see other tokens, and moves the selection bias.
+
+    Auxiliary losses do not travel with the training loss, which only the last stage of a pipeline has, and which is
+    divided by another number of tokens: a router adds their gradient in its own backward pass, multiplied by
+    `gradient_scale`. That pass runs once per micro-batch, unlike the forward pass, which activation checkpointing
+    repeats and validation runs without a step. So tokens are counted there too.
+    """
+
+    row_groups: Sequence[ProcessGroup] = ()
+    """Groups of ranks with other parts of the same rows of tokens, set by tensor and context parallelism."""
+
+    def __init__(self, n_experts: int, top_k: int, penalties: PenaltyConfig, selection: SelectionBias | None):
+        super().__init__()
+        self.n_experts, self.top_k, self.penalties, self.selection = n_experts, top_k, penalties, selection
+        self.totals: Tensor | None = None
+        """Since the step began, the number of tokens that this rank has sent to each expert, and as the last element
+        the summed entropy of these tokens' probabilities in 2⁻²⁰ nats: (E + 1), int64. None before the first step."""
+        self.gradient_scale: Tensor | None = None
+        """Factor of the auxiliary losses' gradients, a float32 scalar: losses are sums over tokens, of which the loop
+        takes the mean over the tokens of the global batch, padding included."""
+        self.batch_counts_E: Tensor | None = None
+        """Tokens of the global batch that each expert gets with the current weights, for the batch loss."""
+        self.is_measuring = False
+        """True if forward passes count, because no backward pass follows."""

@@ -100,23 +100,20 @@ class Concatenated(Transform):
 
 @dataclass(frozen=True)
 class Stacked(Transform):
-    """One of our tensors, split into one for each index of `dim` in the other format: the experts of a layer. With
-    `n_dims` 2, also for each index of the next dimension: both input projections of each expert."""
-
-    dim: int
+    """One of our tensors, split into one for each index of its first `n_dims` dimensions in the other format: the
+    experts of a layer; with 2, both input projections of each."""
 
     n_dims: int = 1
 
     def to_internal(self, tensors: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
-        sizes = shapes[0][self.dim + 1 : self.dim + self.n_dims]
-        return [torch.stack(tensors, dim=self.dim).unflatten(self.dim, (-1, *sizes))]
+        return [torch.stack(tensors).unflatten(0, (-1, *shapes[0][1 : self.n_dims]))]
 
     def inputs_of_rows(self, rows: slice, n_rows: int, names: Sequence[str]) -> Sequence[tuple[str, slice]] | None:
         n = len(names) // n_rows
-        return None if self.dim else [(name, slice(None)) for name in names[rows.start * n : rows.stop * n]]
+        return [(name, slice(None)) for name in names[rows.start * n : rows.stop * n]]
 
     def to_external(self, tensors: list[Tensor]) -> list[Tensor]:
-        return list(tensors[0].flatten(self.dim, self.dim + self.n_dims - 1).unbind(self.dim))
+        return list(tensors[0].flatten(0, self.n_dims - 1).unbind())
 
 
 @dataclass(frozen=True)

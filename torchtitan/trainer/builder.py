@@ -240,10 +240,7 @@ class RunBuilder(Configurable):
         config = self.config
         start = self.ranks.broadcast_from_rank0(lambda: config.checkpoint.find_start(config.dump_folder))
         for name, model in self.models.items():
-            for part in model.parts:
-                part.to_empty(device="cpu" if model.offloaded else self.device)
-                part.train(model.num_trained > 0)
-            model.is_initialized = False
+            model.allocate(self.device)
             if not (start or model.weights or (name == "model" and config.checkpoint.initial_load_path)):
                 model.initialize(config.debug.seed)
 

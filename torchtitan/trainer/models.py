@@ -46,6 +46,13 @@ class RunModel:
     is_initialized: bool = True
     """False from allocation until every tensor has an initial value or is about to be loaded."""
 
+    def allocate(self, device: torch.device) -> None:
+        """Allocate the weights on a device, or in CPU memory, and set the mode for training or inference."""
+        for part in self.parts:
+            part.to_empty(device="cpu" if self.offloaded else device)
+            part.train(self.num_trained > 0)
+        self.is_initialized = False
+
     def initialize(self, seed: int, *, loaded: Container[str] = ()) -> None:
         """Draw initial values, unless that has been done, except for tensors with canonical names in `loaded`, whose
         values are read from files."""

@@ -1,29 +1,22 @@
 """`ReferenceTrainer`: a trainer that compares the trained model with a frozen one, by their log-probabilities."""
 
-import contextlib
-import dataclasses
-import json
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from torchtitan.components.data.base import Batch
-from torchtitan.components.data.disk_cache import cache_root, digest_of, writable
-from torchtitan.components.data.finetuning.planned_loader import PlannedDataLoader
-from torchtitan.components.data.plan import ShuffleSampler
+from torchtitan.components.data.base import Batch, TokenizingDataLoader
+from torchtitan.components.data.disk_cache import cache_root
 from torchtitan.components.log_probs import token_log_probs
 from torchtitan.components.peft import LoRA
 from torchtitan.components.peft.lora import adapters_off
+from torchtitan.components.sequence_cache import SequenceCache
 from torchtitan.components.weights.pretrained import internal_source
 from torchtitan.components.weights.sources import base_weights
-from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError
-from torchtitan.tools.logging import logger
+from torchtitan.trainer.frozen import FrozenModelTrainer, check_cache
 from torchtitan.trainer.models import RunModel
-from torchtitan.trainer.trainer import Trainer
 
 
 @dataclass(kw_only=True, slots=True)
@@ -32,8 +25,8 @@ class ReferenceConfig:
 
     kind: Literal["model", "adapters_off", "cached"] = "model"
     """model: a second model, sharded alike; adapters_off: the trained model without its adapters, for LoRA; cached: a
-    second model that computes the log-probabilities of all answers before the first step, writes them to the data's
-    cache folder, and is then removed."""
+    second model that computes the log-probabilities of the run's tokens before the first step, writes them to the
+    data's cache folder, and is then removed."""
 
     path: str = ""
     """Checkpoint of the reference, in any format. Empty: the initial weights of the run."""
@@ -42,11 +35,11 @@ class ReferenceConfig:
     """Keep its weights in CPU memory between uses; needs FSDP."""
 
 
-class ReferenceTrainer(Trainer):
+class ReferenceTrainer(FrozenModelTrainer):
     """A trainer with a reference, whose `compute_loss` calls `log_probs` and `reference_log_probs`."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(Trainer.Config):
+    class Config(FrozenModelTrainer.Config):
         """A whole run with a reference."""
 
         reference: ReferenceConfig = field(default_factory=ReferenceConfig)
@@ -59,7 +52,9 @@ class ReferenceTrainer(Trainer):
                 raise UserError(f"--reference.kind adapters_off is the base model of adapters: {remedy}")
 
         def check(self, world_size: int, *, dry_run: bool = False) -> None:
-            Trainer.Config.check(self, world_size, dry_run=dry_run)
+            FrozenModelTrainer.Config.check(self, world_size, dry_run=dry_run)
+            if self.reference.kind == "cached":
+                check_cache(self, "--reference.kind cached", dry_run=dry_run)
             if self.reference.path:
                 tokenizer = self.tokenizer.build(path=self.hf_assets_path)
                 try:
@@ -69,8 +64,7 @@ class ReferenceTrainer(Trainer):
 
     config: Config
     needs_reference = True
-    cache: dict[int, float] | None = None
-    """Log-probabilities of answers under the reference by their `answer_keys`, if they are cached."""
+    frozen = "reference"
 
     def build_models(self) -> dict[str, RunModel]:
         models, config, spec = super().build_models(), self.config.reference, self.config.model_spec
@@ -78,6 +72,18 @@ class ReferenceTrainer(Trainer):
             weights = config.path or self.config.checkpoint.initial_load_path
             models["reference"] = self.build_other_model(spec, weights=weights, offloaded=config.offload)
         return models
+
+    def open_cache(self, model: RunModel) -> SequenceCache | None:
+        config = self.config
+        if config.reference.kind != "cached":
+            return None
+        assert isinstance(config.dataloader, TokenizingDataLoader.Config)
+        source = base_weights(model.weights)["digest"] if model.weights else config.debug.seed
+        setting = [source, model.spec.model.to_dict(), config.training.mixed_precision_param]
+        return SequenceCache(cache_root(config.dataloader.cache_dir) / "reference", setting, bytes_per_token=4)
+
+    def frozen_results(self, batch: Batch) -> dict[str, Tensor]:
+        return {"reference": self.log_probs("reference", batch)}
 
     def log_probs(self, model: str, batch: Batch, prefix: str = "") -> Tensor:
         """Return the log-probability of each label (B, L), of the tensors of the batch whose names have the prefix."""
@@ -94,57 +100,3 @@ class ReferenceTrainer(Trainer):
             with torch.no_grad(), adapters_off(self.model_parts):
                 return self.log_probs("model", batch, prefix)
         return batch["reference"] if self.cache else self.log_probs("reference", batch, prefix)
-
-    # --- the cache --------------------------------------------------------------------------------------------------
-
-    def init_weights(self) -> None:
-        super().init_weights()
-        if self.needs_reference and self.config.reference.kind == "cached":
-            reference = self.models["reference"]
-            self.cache = self.fill_cache(reference)
-            reference.parts, reference.flops_per_token = [], 0.0
-
-    def fill_cache(self, reference: RunModel) -> dict[int, float]:
-        """Return the log-probabilities of the answers in all batches under the reference, by their `answer_keys`, and 0
-        for key 0. Compute those that `reference/DIGEST.json` in the cache folder lacks, and write them."""
-        config, ranks = self.config, self.ranks
-        assert isinstance(config.dataloader, PlannedDataLoader.Config)
-        source = base_weights(reference.weights) if reference.weights else config.debug.seed
-        # Without converters, since the reference is the plain model.
-        digest = digest_of([source, config.model_spec.model.to_dict(), config.training.mixed_precision_param])
-        path = cache_root(config.dataloader.cache_dir) / "reference" / f"{digest}.json"
-        stored = ranks.broadcast_from_rank0(lambda: path.read_text() if path.exists() else "{}")
-        cache = {0: 0.0} | {int(key): value for key, value in json.loads(stored).items()}
-
-        def write() -> None:
-            with writable(path.parent):
-                durable.write(path, json.dumps(cache))
-
-        for number, batch in enumerate(self.all_batches(), start=1):
-            keys = batch["answer_keys"].flatten().tolist()
-            if any(ranks.gather(not cache.keys() >= set(keys))):
-                if not reference.is_initialized:
-                    self._initial_load(reference, reference.weights, [])()
-                with self.precision.fixed_weights(), self.mixed_precision():
-                    values = self.log_probs("reference", super().post_dataloading_process(batch)).flatten().tolist()
-                for of_rank in ranks.gather(dict(zip(keys, values, strict=True))):
-                    cache |= of_rank
-                if number % 50 == 0:  # an interrupted pass continues here
-                    ranks.broadcast_from_rank0(write)
-        ranks.broadcast_from_rank0(write)
-        logger.info("reference: the log-probabilities of %d answers are in %s", len(cache) - 1, path)
-        return cache
-
-    def all_batches(self) -> Iterator[Batch]:
-        """Yield the batches of all training and validation data, once and in order."""
-        in_order: dict[str, Any] = {"sampler": ShuffleSampler.Config(shuffle=False), "num_workers": 0}
-        for config in (self.config.dataloader, *self.config.validation_dataloaders().values()):
-            with contextlib.closing(self.build_dataloader(dataclasses.replace(config, **in_order), epochs=1)) as loader:
-                yield from loader
-
-    def post_dataloading_process(self, batch: Batch) -> Batch:
-        if self.cache is not None:
-            keys = batch["answer_keys"]
-            values = [self.cache[key] for key in keys.flatten().tolist()]
-            batch = {**batch, "reference": torch.tensor(values).view(keys.shape)}
-        return super().post_dataloading_process(batch)

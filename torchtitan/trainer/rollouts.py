@@ -1,9 +1,9 @@
 """Rollouts of trainers: sampling with the run's own weights, by the engine that the configuration names."""
 
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 
 from torchtitan.components.checkpoint.state import ModelState
 from torchtitan.components.data import PromptDataLoader
@@ -23,10 +23,15 @@ def check_rollouts(config: Any) -> None:
     """Raise `UserError` for a run that cannot sample with its section `rollout`."""
     rollout, parallelism, most = config.rollout, config.parallelism, config.training.seq_len
     rollout.validate()
-    if config.lr_scheduler.unit == "tokens":
-        raise UserError(
-            "--lr_scheduler.unit tokens needs a known number of tokens per step, which rollouts do not have; set steps"
-        )
+    training = config.training
+    in_tokens = any("t:" in change for change in training.batch_schedule)
+    for option, is_set in (
+        ("--lr_scheduler.unit tokens", config.lr_scheduler.unit == "tokens"),
+        ("--training.batch_schedule in tokens", in_tokens),
+        ("--training.seq_len_schedule", bool(training.seq_len_schedule)),
+    ):
+        if is_set:
+            raise UserError(f"{option} needs a known number of tokens per step, which rollouts do not have; use steps")
     parallelism.require_one("context", "pipeline", user="rollouts, which the run's own weights generate")
     if rollout.max_new_tokens > most:
         raise UserError(
@@ -47,22 +52,26 @@ def build_rollouts(trainer: Trainer, rewards: Rewards) -> Rollouts:
     stops = stop_ids(tokenizer, *folders) | (set() if end is None else {end})
     engine: SamplingEngine
     if rollout.engine == "vllm":
-        weights, dtype = huggingface_weights(trainer), getattr(torch, config.training.mixed_precision_param)
-        engine = VLLMEngine(rollout.url, weights, dtype, stops, rollout.max_rows, trainer.ranks)
+        engine = VLLMEngine(rollout.url, huggingface_weights(trainer), stops, rollout.max_rows, trainer.ranks)
     else:
-        group, sampling = dist.group.WORLD if dist.is_initialized() else None, Sampling(temperature=1.0)
-        model, max_rows = trainer.model_parts[0], rollout.max_rows
-        engine = Engine(model, sampling=sampling, stop_ids=stops, max_rows=max_rows, group=group)
+        options: dict[str, Any] = {"stop_ids": stops, "max_rows": rollout.max_rows, "group": trainer.ranks.group}
+        engine = Engine(trainer.model_parts[0], sampling=Sampling(temperature=1.0), **options)
     engine.context = min(engine.context, config.training.seq_len + 1)
     leader = trainer.rank - trainer.parallel_dims.coordinate("tp")
-    parts = {"tokenizer": tokenizer, "rewards": rewards, "seed": config.debug.seed, "leader": leader}
-    return rollout.build(engine=engine, stop_ids=stops, **parts)
+    parts = {"tokenizer": tokenizer, "rewards": rewards, "seed": config.debug.seed}
+    return rollout.build(engine=engine, stop_ids=stops, ranks=trainer.ranks, leader=leader, **parts)
 
 
 def huggingface_weights(trainer: Trainer) -> TensorSource:
-    """Return the current weights of a trainer's model under Hugging Face's names, without adapters."""
-    spec, converters = trainer.config.model_spec, trainer.converters
-    source: TensorSource = LiveSource(ModelState(trainer.model_parts).state_dict())
+    """Return the current weights of a trainer's model under Hugging Face's names, without adapters. Specifications
+    have the type of the computation, except that buffers keep theirs."""
+    spec, converters, state = trainer.config.model_spec, trainer.converters, ModelState(trainer.model_parts)
+    source: TensorSource = LiveSource(state.state_dict())
     if converters:
         source = PlainView(source, converted_model(spec.model, converters), converters)
-    return ExternalView(source, format_for(spec, "hf").adapter(spec.model))
+    dtype, adapter = getattr(torch, trainer.config.training.mixed_precision_param), format_for(spec, "hf").adapter
+    view = ExternalView(source, adapter(spec.model))
+    view.specs = adapter(spec.model).external_specs(
+        {name: given if name in state.buffers else replace(given, dtype=dtype) for name, given in source.specs.items()}
+    )
+    return view

@@ -35,7 +35,7 @@ def config(tmp_path_factory):
     with (folder / "a.jsonl").open("w") as file:
         for story in Stories("validation", 60):
             file.write(json.dumps({"text": story}) + "\n")
-    return PretrainDataLoader.Config(dataset=str(folder / "a.jsonl"), cache_dir=str(folder / "cache"))
+    return PretrainDataLoader.Config(dataset=[str(folder / "a.jsonl")], cache_dir=str(folder / "cache"))
 
 
 def build(config, tokenizer, *, batch=4, **runtime):
@@ -73,7 +73,7 @@ def test_batch(config, tokenizer):
 
 @pytest.mark.parametrize("document_mask", [True, False])
 def test_epoch_predicts_every_token_once(config, tokenizer, document_mask):
-    cache = open_token_cache(resolve_source(config.dataset), tokenizer, config.cache_dir)
+    cache = open_token_cache(resolve_source(config.dataset[0]), tokenizer, config.cache_dir)
     loader = build(replace(config, document_mask=document_mask), tokenizer, epochs=1)
     labels = torch.cat([batch["labels"].flatten() for batch in loader])
     tokens = cache.tokens(0, cache.n_tokens)
@@ -175,7 +175,7 @@ def test_resume_keeps_the_saved_seed(config, tokenizer):
     assert_same(take(resumed, 3), straight[5:])
 
 
-@pytest.mark.parametrize("changed", [{"seq_len": 8}, {"dataset": "stories"}, {"shuffle": False}])
+@pytest.mark.parametrize("changed", [{"seq_len": 8}, {"dataset": ["stories"]}, {"shuffle": False}])
 def test_position_in_different_data_is_ignored_with_a_warning(config, tokenizer, caplog, changed):
     loader = build(config, tokenizer)
     take(loader, 3)
@@ -186,7 +186,7 @@ def test_position_in_different_data_is_ignored_with_a_warning(config, tokenizer,
     fresh, other = (build(replace(config, **fields), tokenizer, **runtime) for _ in range(2))
     with caplog.at_level(logging.WARNING, "torchtitan"):
         other.load_state_dict(loader.state_dict())
-    assert "reading starts at the beginning" in caplog.text and loader.config.dataset in caplog.text
+    assert "reading starts at the beginning" in caplog.text and loader.config.dataset[0] in caplog.text
     assert_same(take(other, 3), take(fresh, 3))
 
 
@@ -226,7 +226,7 @@ def test_more_epochs_continue_from_the_end(config, tokenizer):
 
 def test_data_smaller_than_a_window_or_batch(tmp_path, tokenizer):
     (tmp_path / "a.txt").write_text("tiny")
-    config = PretrainDataLoader.Config(dataset=str(tmp_path / "a.txt"), cache_dir=str(tmp_path / "cache"))
+    config = PretrainDataLoader.Config(dataset=[str(tmp_path / "a.txt")], cache_dir=str(tmp_path / "cache"))
     [ids] = tokenizer.encode_documents(["tiny"])
     loaders = [build(config, tokenizer, batch=3, dp_rank=r, dp_world_size=2, epochs=1) for r in range(2)]
     [[first], [second]] = [take(loader) for loader in loaders]
@@ -268,7 +268,7 @@ UNCLOSED = """
 import sys
 from torchtitan.components.data import PretrainDataLoader
 from torchtitan.components.tokenizer import PretrainedTokenizer
-config = PretrainDataLoader.Config(dataset=sys.argv[1], cache_dir=sys.argv[2], num_workers=2)
+config = PretrainDataLoader.Config(dataset=[sys.argv[1]], cache_dir=sys.argv[2], num_workers=2)
 loader = config.build(tokenizer=PretrainedTokenizer.Config().build(), seq_len=8, local_batch_size=2)
 next(loader)
 raise RuntimeError("boom")
@@ -277,14 +277,14 @@ raise RuntimeError("boom")
 
 @pytest.mark.slow
 def test_failing_program_exits_without_closing_the_loader(config):
-    arguments = [sys.executable, "-c", UNCLOSED, config.dataset, config.cache_dir]
+    arguments = [sys.executable, "-c", UNCLOSED, *config.dataset, config.cache_dir]
     result = run_command(arguments, timeout=60)
     assert result.returncode == 1 and result.stderr.strip().endswith("RuntimeError: boom")
 
 
 def test_prepare_builds_the_cache_and_finds_bad_data(tmp_path, tokenizer):
     path = tmp_path / "a.jsonl"
-    config = PretrainDataLoader.Config(dataset=str(path), cache_dir=str(tmp_path / "cache"))
+    config = PretrainDataLoader.Config(dataset=[str(path)], cache_dir=str(tmp_path / "cache"))
     path.write_text('{"text": "good"}\n{"text"\n')
     with pytest.raises(UserError, match="a.jsonl:2: broken JSON"):
         config.prepare(tokenizer=tokenizer)
@@ -300,19 +300,19 @@ def test_configuration_for_validation(tmp_path):
     datasets = pytest.importorskip("datasets")
     config = PretrainDataLoader.Config(num_workers=2, cache_dir="x", document_mask=False)
     own = config.for_validation("")
-    assert (own.dataset, own.split, own.shuffle, own.num_workers) == ("stories", "validation", False, 0)
+    assert (own.dataset, own.split, own.shuffle, own.num_workers) == (["stories"], "validation", False, 0)
     assert (own.cache_dir, own.document_mask) == ("x", False)
     assert (config.split, config.shuffle) == ("train", True)
     assert config.for_validation("c4").split == "validation"
     (tmp_path / "a.txt").write_text("some text")
-    local = PretrainDataLoader.Config(dataset=str(tmp_path / "a.txt"))
+    local = PretrainDataLoader.Config(dataset=[str(tmp_path / "a.txt")])
     assert local.for_validation("") is None
     assert local.for_validation("stories").split == "validation"
     from_file = config.for_validation(str(tmp_path / "a.txt"))
-    assert (from_file.dataset, from_file.split, from_file.shuffle) == (str(tmp_path / "a.txt"), "train", False)
+    assert (from_file.dataset, from_file.split, from_file.shuffle) == ([str(tmp_path / "a.txt")], "train", False)
     rows = datasets.Dataset.from_dict({"text": ["a"]})
     datasets.DatasetDict({"train": rows, "validation": rows}).save_to_disk(tmp_path / "saved")
-    assert PretrainDataLoader.Config(dataset=str(tmp_path / "saved")).for_validation("").split == "validation"
+    assert PretrainDataLoader.Config(dataset=[str(tmp_path / "saved")]).for_validation("").split == "validation"
     assert BaseDataLoader.Config().for_validation("stories") is None
 
 

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import json
 import os
+import pickle
 import random
 import resource
 import signal
@@ -67,8 +68,8 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def open_tokens(place, tokenizer, tmp_path, split="train", **options):
-    config = PretrainDataLoader.Config(dataset=str(place), split=split, cache_dir=str(tmp_path / "cache"), **options)
-    return config.open(tokenizer)
+    config = PretrainDataLoader.Config(dataset=[str(place)], split=split, cache_dir=str(tmp_path / "cache"), **options)
+    return config.open(tokenizer)[0]
 
 
 def texts_of(sources: list[str]) -> list[str]:
@@ -121,11 +122,11 @@ def test_any_division_of_the_work_has_the_same_result(corpus, tokenizer, tmp_pat
 
 def test_without_changes_the_stream_is_the_token_cache(corpus, tokenizer, tmp_path):
     prepared(corpus, tmp_path / "out", tokenizer, deduplicate=False)
-    cached = PretrainDataLoader.Config(dataset=str(tmp_path / "[abc].*"), cache_dir=str(tmp_path / "cache"))
+    cached = PretrainDataLoader.Config(dataset=[str(tmp_path / "[abc].*")], cache_dir=str(tmp_path / "cache"))
     joined = open_tokens(tmp_path / "out", tokenizer, tmp_path)
     batches = [
         take(config.build(tokenizer=tokenizer, seq_len=50, local_batch_size=3, epochs=1, seed=1))
-        for config in (cached, PretrainDataLoader.Config(dataset=str(tmp_path / "out")))
+        for config in (cached, PretrainDataLoader.Config(dataset=[str(tmp_path / "out")]))
     ]
     for ours, theirs in zip(*batches, strict=True):
         for name in ("input", "labels", "positions"):
@@ -187,7 +188,7 @@ def test_sources_and_results_in_a_store(corpus, tokenizer, tmp_path, store, monk
     prepared([str(tmp_path / "raw")], tmp_path / "local", tokenizer)
     batches = []
     for dataset in (str(tmp_path / "local"), "memory://out"):
-        config = PretrainDataLoader.Config(dataset=dataset, cache_dir=str(tmp_path / "cache"))
+        config = PretrainDataLoader.Config(dataset=[dataset], cache_dir=str(tmp_path / "cache"))
         loader = config.build(tokenizer=tokenizer, seq_len=50, local_batch_size=3, epochs=1, dp_rank=1, dp_world_size=2)
         state = None
         for batch in loader:
@@ -219,8 +220,55 @@ def test_a_throttling_store_is_asked_again(corpus, tokenizer, tmp_path, store, m
     assert len(tokens.tokens(0, 10)) == 10
     assert waits == [1, 2] and "SlowDown" in log.text
     failures[0] = 100
+    assert len(tokens.tokens(0, 10)) == 10  # cached
     with raises("at offset 0 failed 6 times"):
+        tokens.tokens(tokens.n_tokens - 10, tokens.n_tokens)
+
+
+def test_cache_of_remote_blocks(corpus, tokenizer, tmp_path, store, monkeypatch):
+    """A second process reads little again; a small cache stays small; a damaged one is not believed."""
+    prepared(corpus, "memory://out", tokenizer)
+    reads, original = [], type(store).cat_file
+
+    def counted(self, path, *args, **kwargs):
+        reads.append(path)
+        return original(self, path, *args, **kwargs)
+
+    monkeypatch.setattr(type(store), "cat_file", counted)
+    small = {"remote_cache": 50 * 2**18 / 2**30}
+    whole = [open_tokens("memory://out", tokenizer, tmp_path, **small).tokens(0, 10**9).tolist()]
+    assert any(path.endswith("tokens.bin") for path in reads)
+    again = pickle.loads(pickle.dumps(open_tokens("memory://out", tokenizer, tmp_path, **small)))
+    reads.clear()  # opening verifies some blocks
+    whole.append(again.tokens(0, 10**9).tolist())
+    read_again = [path for path in reads if path.endswith(("tokens.bin", "offsets.bin"))]
+    assert len(read_again) <= 9, "of 18 blocks, only those that another has replaced"
+    cache = tmp_path / "cache/remote_blocks"
+    cache.write_bytes(bytes(byte ^ 1 for byte in cache.read_bytes()))
+    tokens = open_tokens("memory://out", tokenizer, tmp_path, **small)
+    reads.clear()
+    whole.append(tokens.tokens(0, 10**9).tolist())
+    assert any(path.endswith("tokens.bin") for path in reads)
+    cache.unlink()
+    for n_blocks in (0, 1, 2):  # blocks replace each other
+        tokens = open_tokens("memory://out", tokenizer, tmp_path, remote_cache=(n_blocks * 2**18 + 99) / 2**30)
+        reads.clear()
+        whole += [tokens.tokens(0, 10**9).tolist() for _ in range(2)]
+        assert sum(path.endswith("tokens.bin") for path in reads) > tokens.n_tokens // 2**18 + 9
+        assert not cache.exists() or cache.stat().st_size <= n_blocks * (2**18 + 24)
+    assert all(ids == whole[0] for ids in whole)
+
+
+def test_a_file_cut_in_the_store_is_an_error_and_not_cached(corpus, tokenizer, tmp_path, store):
+    prepared(corpus, "memory://out", tokenizer)
+    tokens = open_tokens("memory://out", tokenizer, tmp_path)
+    [path] = [path for path in store.find("/out/parts/000000") if path.endswith("tokens.bin") and "unique" in path]
+    content = store.cat_file(path)
+    store.pipe_file(path, content[:-7])
+    with raises(f"tokens.bin at offset 0: the file ends after {len(content) - 7:,} bytes"):
         tokens.tokens(0, 10)
+    store.pipe_file(path, content)
+    assert len(tokens.tokens(0, 10)) == 10
 
 
 def test_a_full_disk_is_not_tried_again(monkeypatch):

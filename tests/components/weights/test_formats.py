@@ -395,7 +395,7 @@ ROWS = [
     KeyMapping("embedding", "embed"),
     KeyMapping("layers.*.q", "l.*.q", RopePermutation(4)),
     KeyMapping(("layers.*.gate", "layers.*.up"), "l.*.gate_up", Concatenated(0)),
-    KeyMapping("layers.*.experts", tuple(f"l.*.experts.{i}" for i in range(3)), Stacked(0)),
+    KeyMapping("layers.*.experts", tuple(f"l.*.experts.{i}" for i in range(3)), Stacked()),
 ]
 
 
@@ -433,9 +433,9 @@ def test_a_mapping_of_several_tensors_is_read_once():
 @pytest.mark.parametrize(
     ("mapping", "shape", "read"),
     [
-        (KeyMapping("w", tuple(f"e.{i}" for i in range(4)), Stacked(0)), (4, 6, 2), {"e.1": 12, "e.2": 12}),
+        (KeyMapping("w", tuple(f"e.{i}" for i in range(4)), Stacked()), (4, 6, 2), {"e.1": 12, "e.2": 12}),
         (
-            KeyMapping("w", tuple(f"e.{i}.{j}" for i in range(4) for j in "gu"), Stacked(0, n_dims=2)),
+            KeyMapping("w", tuple(f"e.{i}.{j}" for i in range(4) for j in "gu"), Stacked(2)),
             (4, 2, 3, 5),
             {"e.1.g": 15, "e.1.u": 15, "e.2.g": 15, "e.2.u": 15},
         ),

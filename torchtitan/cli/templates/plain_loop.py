@@ -44,7 +44,7 @@ def main():
     # Data: batches of token ids, labels (the next tokens) and attention within the packed documents.
     tokenizer = PretrainedTokenizer.Config().build(path="")
     sizes = {"tokenizer": tokenizer, "seq_len": SEQ_LEN, "local_batch_size": BATCH_SIZE, "seed": SEED}
-    data = PretrainDataLoader.Config(dataset=options.dataset)
+    data = PretrainDataLoader.Config(dataset=[options.dataset])
     loader = data.build(**sizes)
 
     # Model, loss, optimizer and schedule.

@@ -3,11 +3,11 @@
 from torchtitan.components.data.base import BaseDataLoader, Batch
 from torchtitan.components.data.dataloader import PretrainDataLoader
 from torchtitan.components.data.finetuning.preference import PreferenceDataLoader
-from torchtitan.components.data.finetuning.prompts import PromptDataLoader, prompt_ids
+from torchtitan.components.data.finetuning.prompts import PromptDataLoader
 from torchtitan.components.data.finetuning.sft import SFTDataLoader
 from torchtitan.components.data.sources.source import ChatDataset, HubDataset, register_chat_dataset, register_dataset
 from torchtitan.components.loss import IGNORE_INDEX
 
 __all__ = ["IGNORE_INDEX", "BaseDataLoader", "Batch", "ChatDataset", "HubDataset", "PreferenceDataLoader"]
-__all__ += ["PretrainDataLoader", "PromptDataLoader", "SFTDataLoader", "prompt_ids", "register_chat_dataset"]
+__all__ += ["PretrainDataLoader", "PromptDataLoader", "SFTDataLoader", "register_chat_dataset"]
 __all__ += ["register_dataset"]

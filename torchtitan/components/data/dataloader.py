@@ -1,16 +1,13 @@
 """The data loader for pre-training."""
 
 import dataclasses
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from torchtitan.components.checkpoint.filesystem import LocalFolder
-from torchtitan.components.checkpoint.identity import identify_content
 from torchtitan.components.data.base import NO_DOCUMENT, Batch, TokenizingDataLoader, can_resume_position
-from torchtitan.components.data.disk_cache import cache_root
+from torchtitan.components.data.disk_cache import cache_root, data_digest
 from torchtitan.components.data.prepare.encoding import DocumentEncoding
 from torchtitan.components.data.prepare.prepared import PreparedTokens, dataset_identity, find_prepared, splits_of
 from torchtitan.components.data.pretraining.streaming import StreamBatches, StreamOrder
@@ -19,17 +16,18 @@ from torchtitan.components.data.pretraining.token_files import files_digest, fin
 from torchtitan.components.data.pretraining.tokens import Tokens
 from torchtitan.components.data.pretraining.windows import BatchIterator, CachedBatches
 from torchtitan.components.data.report import DataSummary
-from torchtitan.components.data.sources.paths import location
+from torchtitan.components.data.sources.block_cache import BlockCache
 from torchtitan.components.data.sources.source import DOCUMENTS, Source, StreamSource, resolve_source
 from torchtitan.components.tokenizer import Tokenizer
-from torchtitan.tools.errors import require
+from torchtitan.tools.errors import UserError, require
 
 
 class PretrainDataLoader(TokenizingDataLoader):
     """Documents packed into windows of `seq_len` + 1 tokens that overlap by one.
 
-    Local data is read from a token cache. Its order depends only on the seed, not on ranks, workers or B: the n-th
-    batch of rank r of R holds B samples, starting with sample n * R * B + r * B. A registered dataset is streamed; see
+    Local data is read from a token cache. The order of all datasets depends only on the seed, not on ranks, workers or
+    B: the n-th batch of rank r of R holds B samples, starting with sample n * R * B + r * B. With weights, the
+    end is when one dataset has been read `epochs` times. A registered dataset is streamed; see
     `torchtitan.components.data.pretraining.streaming`. `global_batch_size` has no effect.
     """
 
@@ -37,90 +35,114 @@ class PretrainDataLoader(TokenizingDataLoader):
     class Config(TokenizingDataLoader.Config):
         """Training data."""
 
-        dataset: str = "stories"
-        """Data to read: `stories` (built in), a registered name (c4), or a local path: a file (txt, md, jsonl, json,
-        csv, parquet, optionally .gz or .zst), a folder, a glob pattern, or a folder written by
-        `torchtitan data prepare` or `datasets.save_to_disk`; a URL of files or prepared data
-        (s3://…); or token files of Megatron (bin and idx), llm.c or nanoGPT (bin), or OLMo (npy)."""
+        dataset: list[str] = field(default_factory=lambda: ["stories"])
+        """Datasets, each `stories` (built in), a registered name (c4; only by itself), or a local path: a file (txt,
+        md, jsonl, json, csv, parquet or WebDataset's tar, optionally .gz or .zst), a folder, a glob pattern, or a
+        folder written by `torchtitan data prepare` or `datasets.save_to_disk`; a URL of files or prepared data
+        (s3://…); or token files of Megatron (bin and idx), llm.c or nanoGPT (bin), OLMo (npy), or litdata (folder)."""
+        weights: list[float] = field(default_factory=list)
+        """Relative share of each dataset in the tokens; empty: read all datasets equally often."""
         text_column: str | None = None
         """Column with the text; None: the registered dataset's column, else `text`."""
         document_mask: bool = True
         """Restrict attention and positions to each packed document; False: treat a window as one text."""
         shuffle: bool = True
         """Shuffle the samples in each epoch."""
+        remote_cache: float = 8.0
+        """GiB of the local cache for blocks of remote prepared data, shared by the processes of a host; 0: none."""
         shuffle_buffer: int = 4096
         """Documents per shuffle buffer of a stream; local data is always shuffled as a whole."""
 
         def validate(self) -> None:
             TokenizingDataLoader.Config.validate(self)
             require(self.shuffle_buffer >= 1, "--dataloader.shuffle_buffer", self.shuffle_buffer, "at least 1 document")
+            require(self.remote_cache >= 0, "--dataloader.remote_cache", self.remote_cache, "at least 0 GiB")
+            if not self.dataset or "" in self.dataset:
+                raise UserError("--dataloader.dataset is empty; set it to a file such as my.txt")
+            if self.weights and len(self.weights) != len(self.dataset):
+                raise UserError(
+                    f"--dataloader.weights has {len(self.weights)} values for {len(self.dataset)} datasets; set one "
+                    "each"
+                )
 
         def prepare(self, *, tokenizer: Tokenizer) -> None:
             """Tokenize local data into the cache, or read the first document of a stream."""
-            data = self.open(tokenizer)
-            if isinstance(data, StreamSource):
-                data.check()
+            self.validate()
+            for data in self.open(tokenizer):
+                if isinstance(data, StreamSource):
+                    data.check()
 
-        def open(self, tokenizer: Tokenizer) -> Tokens | StreamSource:
-            """Return the tokens, encoded if necessary, or a stream of documents."""
-            if prepared := find_prepared(self.dataset, DOCUMENTS):
+        def open(self, tokenizer: Tokenizer) -> list[Tokens] | list[StreamSource]:
+            """Return the tokens of each dataset, encoded if necessary, or one stream of documents."""
+            opened = [self._open(dataset, tokenizer) for dataset in self.dataset]
+            streams = [data for data in opened if isinstance(data, StreamSource)]
+            if streams and len(opened) > 1:
+                raise UserError(
+                    f"{streams[0].name} is streamed, and cannot be mixed with other data; download its files, and use "
+                    "their path"
+                )
+            return streams or [data for data in opened if isinstance(data, Tokens)]
+
+        def _open(self, dataset: str, tokenizer: Tokenizer) -> Tokens | StreamSource:
+            if prepared := find_prepared(dataset, DOCUMENTS):
                 prepared.check(self.split, "tokens", DocumentEncoding(tokenizer).identity)
-                index_folder = LocalFolder(cache_root(self.cache_dir) / "indexes")
-                return PreparedTokens(prepared, self.split, index_folder, verify=self.verify_caches)
-            if files := self._token_files():
+                blocks = BlockCache(cache_root(self.cache_dir), round(self.remote_cache * 2**30))
+                return PreparedTokens(prepared, self.split, blocks, verify=self.verify_caches)
+            if files := find_token_files(dataset, DOCUMENTS.names()):
                 return open_token_files(files, tokenizer)
-            source = self.source()
+            source = self.source(dataset)
             if isinstance(source, StreamSource):
                 return source
             return open_token_cache(source, tokenizer, self.cache_dir, verify=self.verify_caches)
 
-        def _token_files(self) -> list[Path]:
-            return [] if self.dataset in DOCUMENTS.names() else find_token_files(self.dataset)
-
-        def source(self) -> Source | StreamSource:
-            """Return the documents; raise `UserError` if there are none."""
-            return resolve_source(self.dataset, self.text_column, self.split)
+        def source(self, dataset: str) -> Source | StreamSource:
+            """Return the documents of a dataset; raise `UserError` if there are none."""
+            return resolve_source(dataset, self.text_column, self.split)
 
         def identity(self) -> dict[str, Any]:
-            """Return the loader's class, and the dataset's content, split and text column."""
-            if files := self._token_files():
-                content = identify_content(location(self.dataset), files_digest(files))
-            else:
-                content = dataset_identity([self.dataset], lambda _: self.source(), DOCUMENTS, self.cache_dir)
+            """Return the loader's class, and the datasets' content, weights, split and text column."""
+
+            def digest(dataset: str) -> str:
+                files = find_token_files(dataset, DOCUMENTS.names())
+                return files_digest(files) if files else data_digest(self.source, self.cache_dir, dataset)
+
             return TokenizingDataLoader.Config.identity(self) | {
-                "dataloader.dataset": content,
-                "dataloader.split": self.split,
-                "dataloader.text_column": self.text_column,
+                "dataloader.dataset": dataset_identity(self.dataset, digest, DOCUMENTS),
+                **{f"dataloader.{name}": getattr(self, name) for name in ("split", "text_column")},
+                **({"dataloader.weights": self.weights} if self.weights else {}),
             }
 
         def for_validation(self, dataset: str) -> "PretrainDataLoader.Config | None":
-            """Return the config for the validation split of `dataset`, by default the training data."""
-            splits = splits_of(dataset or self.dataset, DOCUMENTS)
-            if "validation" in splits:
-                split = "validation"
-            elif dataset:
-                split = splits[0]
-            else:
+            """Return the config for the validation split of `dataset` (all data if it has no splits), by default of the
+            training datasets that have one."""
+            with_validation = [name for name in self.dataset if "validation" in splits_of(name, DOCUMENTS)]
+            chosen = [dataset] if dataset else with_validation
+            if not chosen:
                 return None
-            chosen = dataset or self.dataset
+            splits = splits_of(chosen[0], DOCUMENTS)
+            split = "validation" if "validation" in splits else splits[0]
             # The column of local files is likely the same; a registered dataset defines its own.
-            column = self.text_column if chosen == self.dataset or chosen not in DOCUMENTS.registered else None
+            column = None if dataset in DOCUMENTS.registered and dataset not in self.dataset else self.text_column
             return dataclasses.replace(
-                self, dataset=chosen, text_column=column, split=split, shuffle=False, num_workers=0
+                self, dataset=chosen, weights=[], text_column=column, split=split, shuffle=False, num_workers=0
             )
 
     config: Config
 
     def _open(self, seed: int, samples_per_step: int) -> None:
         config, tokenizer = self.config, self._tokenizer
+        config.validate()
         data = config.open(tokenizer)
         layout = dataclasses.replace(self._layout, document_mask=config.document_mask)
         self._batches: BatchIterator
-        if isinstance(data, StreamSource):
+        if isinstance(data[0], StreamSource):
             order = StreamOrder(shuffle=config.shuffle, block_size=config.shuffle_buffer, seed=seed)
-            self._batches = StreamBatches(data, tokenizer, layout, order)
+            self._batches = StreamBatches(data[0], tokenizer, layout, order)
         else:
-            self._batches = CachedBatches(data, layout, shuffle=config.shuffle, seed=seed)
+            sets: Any = data
+            self._batches = CachedBatches(
+                config.dataset, sets, layout, weights=config.weights, shuffle=config.shuffle, seed=seed
+            )
         self.n_samples = self._batches.n_samples
 
     def set_seq_len(self, seq_len: int, longest: int) -> None:
@@ -139,7 +161,7 @@ class PretrainDataLoader(TokenizingDataLoader):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a saved position. Ignore it with a warning if data, tokenizer, seq_len or shuffling differ."""
-        if can_resume_position(state, self._batches.fingerprint, self.config.dataset):
+        if can_resume_position(state, self._batches.fingerprint, " ".join(self.config.dataset)):
             self._batches.load_state_dict(state["position"])
 
     def document_names(self, documents: torch.Tensor) -> list[str]:
@@ -148,7 +170,7 @@ class PretrainDataLoader(TokenizingDataLoader):
         return [] if first == NO_DOCUMENT else [self._batches.describe(first, last)]
 
     def summary(self, n_samples: int) -> DataSummary | None:
-        return self._batches.summary(self.config.dataset, n_samples)
+        return self._batches.summary(n_samples)
 
     def close(self) -> None:
         self._batches.close()

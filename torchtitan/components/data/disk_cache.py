@@ -23,8 +23,6 @@ from typing import Any, TypeVar
 import numpy as np
 
 from torchtitan.components.checkpoint.filesystem import Folder, LocalFolder
-from torchtitan.components.checkpoint.identity import identify_content
-from torchtitan.components.data.sources.paths import location
 from torchtitan.components.data.sources.source import Source, StreamSource
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError
@@ -242,24 +240,22 @@ def file_digest(root: Path, path: Path) -> str:
     return digest
 
 
-def data_identity(
-    datasets: Sequence[str], resolve: Callable[[str], Source | StreamSource], cache_dir: str
-) -> dict[str, str]:
-    """Return the identity of datasets for the run's identity: their content, regardless of file names and locations, or
-    their names if the content is unknown (a stream, or deleted data)."""
+def data_digest(resolve: Callable[[str], Source | StreamSource], cache_dir: str, dataset: str) -> str:
+    """Return a digest of a dataset's content, regardless of file names and locations; empty if it is unknown (a stream,
+    or deleted data)."""
     digests: list[str] = []
 
     def recorded_digest(path: Path) -> str:
         digests.append(file_digest(root, path))
         return digests[-1]
 
-    root, digest = cache_root(cache_dir), ""
+    root = cache_root(cache_dir)
     with contextlib.suppress(UserError), writable(root):
-        sources = [resolve(dataset) for dataset in datasets]
-        local = [source for source in sources if isinstance(source, Source)]
-        identities = [source.identity(recorded_digest) for source in local]
-        digest = digest_of(digests or identities) if len(local) == len(sources) else ""
-    return identify_content(", ".join(map(location, datasets)), digest)
+        source = resolve(dataset)
+        if isinstance(source, Source):
+            identity = source.identity(recorded_digest)
+            return digest_of(digests or identity)
+    return ""
 
 
 def bytes_digest(content: bytes) -> str:

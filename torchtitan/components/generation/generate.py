@@ -38,8 +38,6 @@ def generate(
         UserError: there are no prompts; prompt and continuation exceed the model's context (`max_seq_len`); the model
             is a pipeline stage or uses context parallelism; logits are not finite.
     """
-    if isinstance(prompts, str):
-        raise UserError("prompts must be lists of token ids, such as [tokenizer.encode(text)]")
     if not prompts:
         raise UserError("there are no prompts; pass at least one")
     sampling = sampling or Sampling()

@@ -118,11 +118,7 @@ class _Entry:
     @property
     def file_shape(self) -> torch.Size:
         """Shape of the file's tensor."""
-        return self.shape
-
-    def with_shared_a(self) -> "_Entry":
-        """Return the entry for a file in which the parts of a fused layer share A."""
-        return self
+        return self.to_external([torch.empty(self.shape, device="meta")]).shape
 
     def to_external(self, tensors: list[Tensor]) -> Tensor:
         """Return the file's tensor, in Hugging Face's row order, from ours."""
@@ -159,9 +155,6 @@ class _FusedEntry(_Entry):
             return torch.Size((n_ranks * self.shape[0], self.shape[1]))
         return torch.Size((sum(self.widths), *(n_ranks * rank for rank in self.shape[1:])))
 
-    def with_shared_a(self) -> _Entry:
-        return replace(self, is_shared=True)
-
     def to_external(self, tensors: list[Tensor]) -> Tensor:
         is_lora_b = self.rows is not None and tensors[0].ndim == 2
         return torch.block_diag(*tensors) if is_lora_b else torch.cat(tensors)
@@ -187,10 +180,6 @@ class _FusedEntry(_Entry):
 @dataclass(frozen=True)
 class _ExpertsEntry(_Entry):
     """Tensor of experts' adapters, which PEFT has in one matrix for all experts. `module` is a parameter's name."""
-
-    @property
-    def file_shape(self) -> torch.Size:
-        return self.to_external([torch.empty(self.shape, device="meta")]).shape
 
     def to_external(self, tensors: list[Tensor]) -> Tensor:
         if self.rows is None:
@@ -226,7 +215,8 @@ class AdapterSource(TensorSource):
     def __init__(self, folder: Path, config: LoRAConfig, model: nn.Module, spec: ModelSpec):
         entries = _make_entries(model, spec)
         if not check_adapter_config(folder, config, _patterns(entries, config)):
-            entries = {name: entry.with_shared_a() for name, entry in entries.items()}
+            fused = {name: entry for name, entry in entries.items() if isinstance(entry, _FusedEntry)}
+            entries |= {name: replace(entry, is_shared=True) for name, entry in fused.items()}
         self._file = _AdapterFile(folder)
         _check_layers(folder, config_key(config), self._file.specs, entries.values(), spec)
         self._entries = {name: entry for name, entry in entries.items() if entry.key in self._file.specs}

@@ -12,6 +12,7 @@ from typing import Any, Literal, Protocol, TypeVar, cast
 
 import numpy as np
 
+from torchtitan.components.checkpoint.ranks import Ranks
 from torchtitan.components.data.base import Batch, to_batch
 from torchtitan.components.data.finetuning.chat_encoding import EncodedSample
 from torchtitan.components.data.finetuning.functions import load_function
@@ -24,7 +25,6 @@ from torchtitan.components.rollout.rewards import Rewards
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.config import Configurable
 from torchtitan.config.sections import require_at_least
-from torchtitan.distributed.process_group import gather_objects
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
 
@@ -107,17 +107,11 @@ class RolloutEngine:
         return self.rewards(self.decode(self.prompt), completion, row, self.where)
 
 
-Group = list[Trajectory]
-"""Trajectories of one prompt."""
-
-
-NameOf = Callable[[int], str]
-"""Returns the name of the row with a number in the data."""
+Group = list[Trajectory]  # of one prompt
+NameOf = Callable[[int], str]  # from the number of a row in the data
+Rollout = Callable[[Mapping[str, Any], RolloutEngine], Awaitable[Trajectory]]  # of a row; many run at a time
 
 _MOST_ROUNDS, _LOGGED = 10, 2
-
-Rollout = Callable[[Mapping[str, Any], RolloutEngine], Awaitable[Trajectory]]
-"""`async def rollout(row, engine) -> Trajectory`, with the row of the dataset. Many run at a time."""
 
 
 async def single_turn(row: Mapping[str, Any], engine: RolloutEngine) -> Trajectory:
@@ -181,12 +175,13 @@ class Rollouts(Configurable):
         tokenizer: Tokenizer,
         rewards: Rewards,
         seed: int,
-        leader: int = 0,
+        ranks: Ranks,
+        leader: int,
     ):
         super().__init__(config)
         self.engine, self.stop_ids = engine, stop_ids
         self._function, self._tokenizer, self._rewards = find_rollout(config.function), tokenizer, rewards
-        self._seed, self._leader = seed, leader
+        self._seed, self._ranks, self._leader = seed, ranks, leader
 
     def run_unequal(self, load: Callable[[], list[Batch]], wanted: int, phase: str, name_of: NameOf) -> list[Group]:
         """Return `wanted` groups with unequal rewards, fewer at the end of the data. Raise `UserError` like `run`, and
@@ -195,9 +190,10 @@ class Rollouts(Configurable):
         for number in range(_MOST_ROUNDS):
             sampled = self.run(load, f"{phase}/{number}", name_of)
             groups += [group for group in sampled if len({trajectory.reward for trajectory in group}) > 1]
-            if all(gather_objects(len(groups) >= wanted or not sampled)):
+            if all(self._ranks.gather(len(groups) >= wanted or not sampled)):
                 break
-        if not any(gather_objects(bool(groups))) and any(gather_objects(bool(sampled))):
+        found = self._ranks.gather((bool(groups), bool(sampled)))
+        if not any(has_groups for has_groups, _ in found) and any(has_data for _, has_data in found):
             raise UserError(
                 f"the rewards of each prompt's answers were equal in {_MOST_ROUNDS} global batches, from which a "
                 "--policy.method that replaces such groups learns nothing; use an easier reward, or grpo"
@@ -210,25 +206,24 @@ class Rollouts(Configurable):
         """Return `size` trajectories, by default `group_size`, of each prompt in batches of a `PromptDataLoader`, which
         `load` returns. Raise `UserError` if it, a rollout or a reward fails on any rank."""
         most, size, texts = self.config.max_new_tokens, size or self.config.group_size, []
-        prompts, failure = [], ""
-        try:
-            prompts = list(itertools.chain(*map(prompts_in, load())))
-        except UserError as error:
-            failure = str(error)
-        of_ranks = gather_objects((self._leader, [document for _, _, document in prompts], failure))
-        if failures := [text for *_, text in of_ranks if text]:
-            raise UserError(failures[0])
+        prompts: list[tuple[list[int], dict[str, Any], int]] = []
+
+        def read() -> tuple[int, list[int]]:
+            prompts.extend(itertools.chain(*map(prompts_in, load())))
+            return self._leader, [document for _, _, document in prompts]
+
         # A prompt may occur several times in a global batch; ranks with the same leader have the same prompts.
-        of_leaders = {leader: documents for leader, documents, _ in of_ranks if leader < self._leader}
-        sampled = Counter(itertools.chain(*of_leaders.values()))
+        of_leaders = dict(self._ranks.all_ranks_or_raise(read))
+        earlier = (documents for leader, documents in of_leaders.items() if leader < self._leader)
+        sampled = Counter(itertools.chain(*earlier))
         for ids, row, document in prompts:
             for number in range(sampled[document] * size, (sampled[document] + 1) * size):
                 key = f"{self._seed}/{phase}/{document}/{number}"
-                parts = self.engine, self._tokenizer, self._rewards, ids, most, key, name_of(document)
-                texts.append(self.checked_rollout(row, RolloutEngine(*parts)))
+                own = RolloutEngine(self.engine, self._tokenizer, self._rewards, ids, most, key, name_of(document))
+                texts.append(self.checked_rollout(row, own))
             sampled[document] += 1
         trajectories = self.engine.run(texts)
-        rewards = gather_objects([trajectory.reward for trajectory in trajectories])[self._leader]
+        rewards = self._ranks.gather([trajectory.reward for trajectory in trajectories])[self._leader]
         for trajectory, reward in zip(trajectories, rewards, strict=True):
             trajectory.reward = reward
         return [trajectories[start : start + size] for start in range(0, len(trajectories), size)]
@@ -246,23 +241,6 @@ class Rollouts(Configurable):
         return trajectory
 
 
-def summarize(
-    groups: Iterable[Group], stop_ids: AbstractSet[int], percents: Sequence[int] = ()
-) -> tuple[dict[str, tuple[float, float]], int]:
-    """Return, over the groups of all ranks, the sum and the number of `reward`, `length` (sampled tokens), `truncated`
-    (1 without a stop token at the end) and percentiles `reward_pN`; and the number of tokens with prompts."""
-    trajectories = itertools.chain(*groups)
-    own = [(t.reward, sum(t.loss_mask), t.tokens[-1] not in stop_ids, len(t.tokens)) for t in trajectories]
-    columns = np.array(list(itertools.chain(*gather_objects(own))), float).reshape(-1, 4).T
-    named = dict(zip(("reward", "length", "truncated"), columns, strict=False))
-    sums = {name: (float(values.sum()), float(len(values))) for name, values in named.items()}
-    rewards = named["reward"]
-    quantiles = {
-        f"reward_p{percent}": (float(np.percentile(rewards, percent)), 1.0) for percent in percents if len(rewards)
-    }
-    return {**sums, **quantiles}, int(columns[3].sum())
-
-
 def log_completions(folder: str, step: int, trajectories: Sequence[Trajectory], tokenizer: Tokenizer) -> None:
     """Log the first trajectories of a step, and append them to `completions.jsonl` of a run whose last step is the one
     before."""
@@ -276,33 +254,21 @@ def log_completions(folder: str, step: int, trajectories: Sequence[Trajectory], 
     file.close()
 
 
-def pack_trajectories(samples: Sequence[tuple[Trajectory, float]], seq_len: int) -> list[dict[str, np.ndarray]]:
-    """Pack trajectories, each with its advantage, into windows of `seq_len` tokens: `input`, `labels`, `positions`
-    and, for each label, `logprobs` of the sampler, `old_logprobs` (0), `advantages`, and `samples`, the number of its
-    trajectory."""
-    sizes = np.array([len(trajectory.tokens) - 1 for trajectory, _ in samples], np.int64)
+def to_batches(samples: Sequence[tuple[Trajectory, float]], seq_len: int, batch_size: int, ranks: Ranks) -> list[Batch]:
+    """Pack trajectories, each with its advantage, into batches of windows of `seq_len` tokens, equally many on each
+    rank. For each label, there are also `logprobs` of the sampler, `old_logprobs` (0), `advantages`, and `samples`, the
+    number of its trajectory."""
+    packed: list[Any] = first_fit_decreasing(np.array([len(t.tokens) - 1 for t, _ in samples], np.int64), seq_len)
+    n_windows = batch_size * max(ranks.gather(-(-len(packed) // batch_size)))
     windows = []
-    for numbers in first_fit_decreasing(sizes, seq_len):
-        chosen = [samples[number] for number in numbers]
-        parts = [EncodedSample(np.array(t.tokens), np.array(t.loss_mask)) for t, _ in chosen]
-        window, ends = _padding(seq_len) | pack_samples(parts, seq_len), np.cumsum(sizes[numbers])
-        for number, end, (trajectory, advantage) in zip(numbers, ends, chosen, strict=True):
-            span = slice(end - sizes[number], end)
-            window["logprobs"][span], window["advantages"][span] = trajectory.logprobs[1:], advantage
-            window["samples"][span] = number
+    for numbers in [*packed, *[[]] * (n_windows - len(packed))]:
+        trajectories = [samples[number][0] for number in numbers]
+        window = pack_samples([EncodedSample(np.array(t.tokens), np.array(t.loss_mask)) for t in trajectories], seq_len)
+        sample_of = np.cumsum(window["positions"] == 0) - 1  # the last one is of padding
+        logprobs = [logprob for t in trajectories for logprob in t.logprobs[1:]]
+        window["logprobs"] = np.array(logprobs + [0.0] * (seq_len - len(logprobs)), np.float32)
+        window["old_logprobs"] = np.zeros(seq_len, np.float32)
+        window["advantages"] = np.array([*(samples[number][1] for number in numbers), 0.0], np.float32)[sample_of]
+        window["samples"] = np.array([*numbers, 0], np.int64)[sample_of]
         windows.append(window)
-    return windows
-
-
-def to_batches(samples: Sequence[tuple[Trajectory, float]], seq_len: int, size: int) -> list[Batch]:
-    """Return the windows of `pack_trajectories` in batches of `size`, equally many on each rank."""
-    windows = pack_trajectories(samples, seq_len)
-    n_windows = size * max(gather_objects(-(-len(windows) // size)))
-    windows += [_padding(seq_len)] * (n_windows - len(windows))
-    return [to_batch(windows[start : start + size]) for start in range(0, n_windows, size)]
-
-
-def _padding(seq_len: int) -> dict[str, np.ndarray]:
-    """Return a window of padding: one document with ignored labels."""
-    zeros = {name: np.zeros(seq_len, np.float32) for name in ("logprobs", "old_logprobs", "advantages")}
-    return {**zeros, "samples": np.zeros(seq_len, np.int64), **pack_samples([], seq_len)}
+    return [to_batch(windows[start : start + batch_size]) for start in range(0, n_windows, batch_size)]

@@ -1,5 +1,4 @@
-"""`VLLMEngine`: rollouts sampled by a server of vLLM, which gets the weights before each round. It has not run on a GPU
-yet; the tests have a server that speaks the same protocol."""
+"""`VLLMEngine`: rollouts sampled by a server of vLLM, which gets the weights before. It has not run on a GPU yet."""
 
 import asyncio
 import json
@@ -9,7 +8,6 @@ from collections.abc import Set as AbstractSet
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 
 from torchtitan.components.checkpoint.ranks import Ranks
@@ -55,8 +53,8 @@ class VLLMEngine:
     """Samples with the server at `url` (docs.vllm.ai/en/latest/training/weight_transfer), at temperature 1.
 
     Args:
-        weights: the model's weights under Hugging Face's names; all ranks read them in the same order.
-        dtype: type in which they are sent.
+        weights: the model's weights under Hugging Face's names, which all ranks read in the same order; they are sent
+            in the types of its specifications.
         stop_ids: tokens that end a text.
         max_rows: requests at a time.
 
@@ -64,18 +62,10 @@ class VLLMEngine:
         UserError: as `check_server`, and if a request fails.
     """
 
-    def __init__(
-        self,
-        url: str,
-        weights: TensorSource,
-        dtype: torch.dtype,
-        stop_ids: AbstractSet[int],
-        max_rows: int,
-        ranks: Ranks,
-    ):
+    def __init__(self, url: str, weights: TensorSource, stop_ids: AbstractSet[int], max_rows: int, ranks: Ranks):
         self._url, self._ranks, self._max_rows, self._stop_ids = url, ranks, max_rows, sorted(stop_ids)
         self._model, self.context, n_workers = check_server(url)
-        self._transfer = _transfer(url, weights, dtype, ranks.rank, n_workers)
+        self._transfer = _transfer(url, weights, ranks.rank, n_workers)
 
     async def generate(self, prompt: Sequence[int], *, max_new_tokens: int, key: str) -> Generation:
         """Return a sampled continuation of token ids; await it in a coroutine that `run` runs."""
@@ -94,22 +84,19 @@ class VLLMEngine:
         """Send the weights, and run coroutines that await `generate`; return their results in order. An exception of
         any process is raised in all."""
 
-        async def together() -> list[ResultT]:
-            return await asyncio.gather(*texts)
-
-        def sample() -> None:
+        async def together() -> None:
             with ThreadPoolExecutor(self._max_rows) as self._pool:
-                results.extend(asyncio.run(together()))
+                results.extend(await asyncio.gather(*texts))
 
         results: list[ResultT] = []
         self._transfer.send_weights()
         # Its cache of prompts is of the weights before. All ranks wait, since they share the server.
         self._ranks.broadcast_from_rank0(lambda: request(self._url, "/reset_prefix_cache", {}))
-        self._ranks.all_ranks_or_raise(sample)
+        self._ranks.all_ranks_or_raise(lambda: asyncio.run(together()))
         return results
 
 
-def _transfer(url: str, weights: TensorSource, dtype: torch.dtype, rank: int, n_workers: int) -> Any:
+def _transfer(url: str, weights: TensorSource, rank: int, n_workers: int) -> Any:
     """Return vLLM's sender of weights, to which rank 0 connects the server."""
     from vllm.distributed.weight_transfer import HTTPVLLMWeightSyncClient, WeightTransferTrainerFactory
     from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
@@ -117,16 +104,12 @@ def _transfer(url: str, weights: TensorSource, dtype: torch.dtype, rank: int, n_
     from vllm.utils.network_utils import get_ip, get_open_port
 
     class Source(WeightSource):
-        """The weights in the type in which the server computes."""
-
         def metadata(self) -> list[Any]:
-            return [ParamMeta(name, dtype, tuple(spec.shape)) for name, spec in weights.specs.items()]
+            return [ParamMeta(name, spec.dtype, tuple(spec.shape)) for name, spec in weights.specs.items()]
 
         def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-            return ((name, weights.read(name).to(dtype)) for name in weights.specs)
+            return ((name, weights.read(name).to(spec.dtype)) for name, spec in weights.specs.items())
 
-    meeting, client = (
-        NCCLTrainerInitInfo(get_ip(), get_open_port(), n_workers + 1, rank=rank),
-        HTTPVLLMWeightSyncClient(url),
-    )
+    meeting = NCCLTrainerInitInfo(get_ip(), get_open_port(), n_workers + 1, rank=rank)
+    client = HTTPVLLMWeightSyncClient(url)
     return WeightTransferTrainerFactory.trainer_init(init_info=meeting, client=client, source=Source())

@@ -53,7 +53,9 @@ class OnPolicyTrainer(DistillationTrainer):
         with self.mixed_precision():
             groups = self.rollouts.run(lambda: prompts, *names, **options)
         training, trajectories = self.config.training, itertools.chain(*groups)
-        return to_batches([(answer, 0.0) for answer in trajectories], training.seq_len, training.local_batch_size)
+        return to_batches(
+            [(answer, 0.0) for answer in trajectories], training.seq_len, training.local_batch_size, self.ranks
+        )
 
     def validation_sums(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return sums over one answer to each held-out prompt."""

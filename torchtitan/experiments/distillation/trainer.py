@@ -16,7 +16,7 @@ from torchtitan.trainer.teacher import TeacherTrainer
 
 
 class DistillationTrainer(TeacherTrainer):
-    """Train a student to predict what a teacher predicts; see the package."""
+    """Train a student to predict what a teacher predicts."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(TeacherTrainer.Config):

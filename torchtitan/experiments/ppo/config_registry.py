@@ -4,14 +4,22 @@ from types import ModuleType
 
 from torchtitan.components.optimizer import ParamGroup
 from torchtitan.components.policy_loss import PolicyLoss
-from torchtitan.experiments.rl.config_registry import grpo
+from torchtitan.experiments.rl import config_registry as rl
 
 from .trainer import PPOTrainer
 
 
 def ppo(hf_assets_path: str, family: ModuleType | None = None) -> PPOTrainer.Config:
     """As `rl`'s `grpo`, with a critic: `--dataloader.dataset prompts.jsonl --rewards my_rewards.py:score`."""
-    config = PPOTrainer.Config.based_on(grpo(hf_assets_path, family), policy=PolicyLoss.Config(method="ppo"))
+    return _with_critic(rl.grpo(hf_assets_path, family), lr=1e-4)
+
+
+def ppo_debugmodel() -> PPOTrainer.Config:
+    """As `rl_debugmodel`, with a critic."""
+    return _with_critic(rl.rl_debugmodel(), lr=1e-2)
+
+
+def _with_critic(config: rl.RLTrainer.Config, lr: float) -> PPOTrainer.Config:
     # Adam moves each weight of the head by its learning rate, and the head begins at 0.
-    config.optimizer.param_groups["value"] = ParamGroup(pattern=r"^value\.", lr=1e-4, weight_decay=0.0)
-    return config
+    config.optimizer.param_groups["value"] = ParamGroup(pattern=r"^value\.", lr=lr, weight_decay=0.0)
+    return PPOTrainer.Config.based_on(config, policy=PolicyLoss.Config(method="ppo"))

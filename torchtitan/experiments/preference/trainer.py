@@ -18,7 +18,7 @@ from torchtitan.trainer.reference import ReferenceTrainer
 
 
 class PreferenceTrainer(ReferenceTrainer):
-    """Train the model to prefer chosen answers to rejected ones; see the package."""
+    """Train the model to prefer chosen answers to rejected ones."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(ReferenceTrainer.Config):
@@ -40,16 +40,12 @@ class PreferenceTrainer(ReferenceTrainer):
         self.needs_reference = config.chosen_loss.needs_reference  # type: ignore[attr-defined]
         super().__init__(config)
 
-    def log_probs(self, model: str, batch: Batch, prefix: str = "") -> Tensor:
-        """Return the log-probability of each answer, (B, W, 2); with a prefix, of each token."""
-        values = super().log_probs(model, batch, prefix)
-        return values if prefix else sum_answers(values, batch["sequences"])
-
     def answers(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return log-ratios of model and reference, and lengths (0 without an answer), of all answers, (B, W, 2)."""
         reference = self.reference_log_probs(batch)  # first, before the model stores activations
-        lengths = sum_answers((batch["labels"] != IGNORE_INDEX).float(), batch["sequences"])
-        return self.log_probs("model", batch) - reference, lengths
+        log_ratios_BW = self.log_probs("model", batch) - reference
+        lengths_BW = (batch["labels"] != IGNORE_INDEX).float()
+        return sum_answers(log_ratios_BW, batch["sequences"]), sum_answers(lengths_BW, batch["sequences"])
 
     def compute_loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the summed loss of a batch's pairs, and their number."""

@@ -24,7 +24,7 @@ def bradley_terry_loss(chosen: Tensor, rejected: Tensor, margin: Tensor | float 
 
 
 class RewardTrainer(Trainer):
-    """Train a model to give chosen answers higher rewards than rejected ones; see the package."""
+    """Train a model to give chosen answers higher rewards than rejected ones."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Trainer.Config):

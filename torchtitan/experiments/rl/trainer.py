@@ -13,7 +13,7 @@ from torchtitan.components.data.base import Batch
 from torchtitan.components.loss import IGNORE_INDEX, CrossEntropyLoss
 from torchtitan.components.policy_loss import PolicyLoss, group_advantages
 from torchtitan.components.rollout.rewards import Rewards
-from torchtitan.components.rollout.rollout import Group, Rollouts, log_completions, summarize, to_batches
+from torchtitan.components.rollout.rollout import Group, Rollouts, log_completions, to_batches
 from torchtitan.distributed.process_group import on_all_ranks
 from torchtitan.experiments.reward.trainer import check_reward_model, reward_function
 from torchtitan.tools.errors import UserError
@@ -24,7 +24,10 @@ from torchtitan.trainer.rollouts import build_rollouts, check_rollouts
 
 
 class RLTrainer(ReferenceTrainer):
-    """Sample trajectories, rate them, and raise the probability of those better than their group; see the package."""
+    """Sample trajectories, rate them, and raise the probability of those better than their group.
+
+    In a step, `next_micro_batches` samples, rates and packs trajectories, and `update` trains on them once or more;
+    `compute_loss` calls the `PolicyLoss`."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(ReferenceTrainer.Config):
@@ -95,7 +98,7 @@ class RLTrainer(ReferenceTrainer):
         if self.rank == 0 and self.metrics.should_log(self.step + 1):
             log_completions(self.config.dump_folder, self.step + 1, trajectories, self.tokenizer)
         samples, training = list(zip(trajectories, advantages, strict=True)), self.config.training
-        return to_batches(samples, training.seq_len, training.local_batch_size)
+        return to_batches(samples, training.seq_len, training.local_batch_size, self.ranks)
 
     def sample_groups(self, batches: Iterator[Batch]) -> list[Group]:
         """Return the groups of this rank's prompts; with a method that resamples, only groups with unequal rewards."""
@@ -108,15 +111,18 @@ class RLTrainer(ReferenceTrainer):
             return self.rollouts.run(lambda: load(batches), f"{step}/0", name_of)
 
     def describe(self, groups: list[Group], *, is_validation: bool = False) -> None:
-        """Measure rewards and lengths, and count the tokens of all ranks."""
-        percents = () if is_validation else (10, 50, 90)
-        sums, n_tokens = summarize(
-            groups if self.parallel_dims.is_batch_leader else [], self.rollouts.stop_ids, percents
-        )
-        for name, numbers in sums.items():
-            self.measure(name, *torch.tensor(numbers).to(self.device))
-        if n_tokens and not is_validation:
-            self.tokens_per_step = n_tokens
+        """Measure rewards and lengths of the trajectories of all ranks, and count their tokens."""
+        own = itertools.chain(*groups) if self.parallel_dims.is_batch_leader else ()
+        rows = [(t.reward, sum(t.loss_mask), t.tokens[-1] not in self.rollouts.stop_ids, len(t.tokens)) for t in own]
+        every = torch.tensor([row for of_rank in self.ranks.gather(rows) for row in of_rank], dtype=torch.float64)
+        if not len(every):
+            return
+        for name, values in zip(("reward", "length", "truncated"), every.T, strict=False):
+            self.measure(name, values.sum(), torch.tensor(len(every)))
+        if not is_validation:
+            for percent in (10, 50, 90):
+                self.measure(f"reward_p{percent}", every[:, 0].quantile(percent / 100), torch.tensor(1))
+            self.tokens_per_step = int(every[:, 3].sum())
 
     def update(self, micro_batches: list[Batch]) -> StepResult:
         on_device = [self.post_dataloading_process(batch) for batch in micro_batches]

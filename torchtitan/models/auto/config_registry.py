@@ -8,7 +8,7 @@ from pathlib import Path
 from types import ModuleType
 
 from torchtitan.components.peft import LoRA, QLoRA
-from torchtitan.models.common.hugging_face import precision_of
+from torchtitan.models.common.hugging_face_keys import precision_of
 from torchtitan.models.common.recipes import balanced, for_conversations, large_run, with_adapters
 from torchtitan.models.pretrained import huggingface_model
 from torchtitan.trainer import Trainer

@@ -136,7 +136,7 @@ class Attention(nn.Module):
 
 
 class GivingAttention(Attention):
-    """Attention that returns its keys and values too, for `SharedKeyAttention`: from all ranks, and cached ones."""
+    """Attention that returns its keys and values too: from all ranks, and cached ones."""
 
     def forward(self, q_BLHD: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, attention: AttentionMetadata) -> Any:
         return super().forward(q_BLHD, k_BLKD, v_BLKD, attention), k_BLKD, v_BLKD
@@ -284,6 +284,7 @@ class GroupedQueryAttention(nn.Module):
         qk_norm_over: width that these norms cover: each head's, or all heads' together.
         v_norm: makes the norm of each head's values; None: there is none.
         keys_as_values: the values are the keys before norm and RoPE; `wv` is None.
+        gives_keys: return keys and values too, for `SharedKeyAttention`.
         gated: multiply the result by the sigmoid of gates, which follow the queries of each head in `wq`.
         scale: as in `Attention`.
         softcap: as in `Attention`.
@@ -304,6 +305,7 @@ class GroupedQueryAttention(nn.Module):
         qk_norm_over: Literal["head", "all heads"] = "head",
         v_norm: NormFactory | None = None,
         keys_as_values: bool = False,
+        gives_keys: bool = False,
         gated: bool = False,
         scale: float | None = None,
         softcap: float | None = None,
@@ -313,7 +315,8 @@ class GroupedQueryAttention(nn.Module):
     ):
         super().__init__()
         self.head_dim, self.gated = head_dim, gated
-        self.attend = Attention(scale=scale, softcap=softcap, has_sinks=has_sinks)
+        kind = GivingAttention if gives_keys else Attention
+        self.attend = kind(scale=scale, softcap=softcap, has_sinks=has_sinks)
         self.sinks = Sinks(n_heads) if has_sinks else None
         q_width, kv_width = n_heads * head_dim, n_kv_heads * head_dim
         self.wq = make_linear(dim, q_width * (2 if gated else 1), init_std, bias="q" in biases)
@@ -326,8 +329,8 @@ class GroupedQueryAttention(nn.Module):
         self.wo = make_linear(q_width, dim, out_init_std, bias="o" in biases)
 
     def forward(self, x_BLD: Tensor, rope: tuple[Tensor, Tensor] | None, attention: AttentionMetadata) -> Any:
-        """(B, L, dim) → (B, L, dim), and keys and values if `attend` is `GivingAttention`. Without `rope`, queries and
-        keys have no positions."""
+        """(B, L, dim) → (B, L, dim), and keys and values with `gives_keys`. Without `rope`, queries and keys have no
+        positions."""
         q_BLE, k_BLE = self.wq(x_BLD), self.wk(x_BLD)
         v_BLE = k_BLE if self.wv is None else self.wv(x_BLD)
         if self.gated:
@@ -356,7 +359,7 @@ class SharedKeyAttention(GroupedQueryAttention):
     """Attention of a layer's own queries to the keys and values of an earlier layer (Gemma 3n, 4)."""
 
     def __init__(self, **options: Any):
-        super().__init__(**options)
+        super().__init__(**{**options, "gives_keys": False})
         # Not `attend`, whose keys each rank gathers and a cache stores: the earlier layer has done both.
         self.scores = self.attend
         for name in ("attend", "wk", "wv", "k_norm", "v_norm"):

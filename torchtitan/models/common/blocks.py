@@ -29,19 +29,22 @@ class PreNormBlock(nn.Module):
         multiplier: factor of both parts before they are added.
     """
 
+    norms_before, norms_after = True, False
+    """True if both parts have norms of their inputs; the same for their results."""
+
     def __init__(
         self, attention: nn.Module, feed_forward: nn.Module, *, dim: int, norm: NormFactory, multiplier: float = 1.0
     ):
         super().__init__()
         self.multiplier = multiplier
-        self.attention_norm: nn.Module | None = norm(dim)
+        self.attention_norm = norm(dim) if self.norms_before else None
         self.attention = attention
-        self.attention_post_norm: nn.Module | None = None
-        self.ffn_norm: nn.Module | None = norm(dim)
+        self.attention_post_norm = norm(dim) if self.norms_after else None
+        self.ffn_norm = norm(dim) if self.norms_before else None
         is_moe = isinstance(feed_forward, MixtureOfExperts)
         self.feed_forward: Any = None if is_moe else feed_forward
         self.moe: Any = feed_forward if is_moe else None
-        self.ffn_post_norm: nn.Module | None = None
+        self.ffn_post_norm = norm(dim) if self.norms_after else None
         self.mtp: Any = None
         self.own: Any = None
         self.dense_post_norm: Any = None
@@ -84,25 +87,20 @@ class MultiTokenBlock(PreNormBlock):
 class PostNormBlock(PreNormBlock):
     """Each part takes the residual stream as it is; its normalized result is added (OLMo 2)."""
 
-    def __init__(self, attention: nn.Module, feed_forward: nn.Module, *, dim: int, norm: NormFactory):
-        super().__init__(attention, feed_forward, dim=dim, norm=norm)
-        self.attention_norm, self.attention_post_norm = None, self.attention_norm
-        self.ffn_norm, self.ffn_post_norm = None, self.ffn_norm
+    norms_before, norms_after = False, True
 
 
 class SandwichBlock(PreNormBlock):
     """Each part has a norm before and after it (Gemma 2)."""
 
-    def __init__(self, attention: nn.Module, feed_forward: nn.Module, *, dim: int, norm: NormFactory):
-        super().__init__(attention, feed_forward, dim=dim, norm=norm)
-        self.attention_post_norm, self.ffn_post_norm = norm(dim), norm(dim)
+    norms_after = True
 
 
 class ScaledSandwichBlock(SandwichBlock):
     """A `SandwichBlock` whose result has a constant factor, which is saved with the weights (Gemma 4)."""
 
-    def __init__(self, attention: nn.Module, feed_forward: nn.Module, *, dim: int, norm: NormFactory):
-        super().__init__(attention, feed_forward, dim=dim, norm=norm)
+    def __init__(self, *parts: nn.Module, **options: Any):
+        super().__init__(*parts, **options)
         self.layer_scalar = nn.Buffer(torch.empty(1))
         with_initializers(self, layer_scalar=Constant(1.0))
 
@@ -119,18 +117,17 @@ class PerLayerEmbeddings(nn.Module):
     """An input of each of N layers for each token, of P elements: the sum of an embedding of the token and a projection
     of its hidden state before the first layer (Gemma 3n, 4)."""
 
-    def __init__(self, n_layers: int, width: int, *, dim: int, vocab_size: int, norm: NormFactory):
+    def __init__(self, n_layers: int, width: int, first: Any, norm: NormFactory):
+        """Take sizes from the `first` embedding, of the stream."""
         super().__init__()
-        self.width, embedding = width, _Lookup(vocab_size, n_layers * width)
+        self.width, embedding = width, _Lookup(first.num_embeddings, n_layers * width)
         self.tok_embeddings = with_initializers(embedding, weight=TruncatedNormal(width**-0.5))
-        self.projection, self.norm = make_linear(dim, n_layers * width, 0.02), norm(width)
+        self.projection, self.norm = make_linear(first.embedding_dim, n_layers * width, 0.02), norm(width)
 
     def forward(self, tokens_BL: Tensor, hidden_BLD: Tensor) -> Any:
         """(B, L), (B, L, D) → (B, L, N, P)."""
-        token_BLE, state_BLE = (
-            self.tok_embeddings(tokens_BL),
-            self.projection(hidden_BLD) * hidden_BLD.shape[-1] ** -0.5,
-        )
+        token_BLE = self.tok_embeddings(tokens_BL)
+        state_BLE = self.projection(hidden_BLD) * hidden_BLD.shape[-1] ** -0.5
         root = torch.tensor(self.width**0.5, dtype=token_BLE.dtype).item()  # rounded, as in the reference
         token_BLNP, state_BLNP = (x.unflatten(-1, (-1, self.width)) for x in (token_BLE * root, state_BLE))
         return (self.norm(state_BLNP) + token_BLNP) * 2**-0.5
@@ -167,8 +164,7 @@ class ParallelBlock(PreNormBlock):
     def forward(self, x_BLD: Tensor, rope: Rope, attention: AttentionMetadata) -> Tensor:
         """(B, L, dim) → (B, L, dim)."""
         assert self.attention_norm is not None
-        if self.ffn_norm is not None:
-            return self._add(x_BLD, self._attend(x_BLD, rope, attention) + self._feed_forward(x_BLD))
         normalized_BLD = self.attention_norm(x_BLD)
-        attended_BLD: Tensor = self.attention(normalized_BLD, rope, attention)
-        return self._add(x_BLD, attended_BLD + (self.feed_forward or self.moe)(normalized_BLD))
+        attended_BLD = self.attention(normalized_BLD, rope, attention)
+        inputs_BLD = normalized_BLD if self.ffn_norm is None else self.ffn_norm(x_BLD)
+        return self._add(x_BLD, attended_BLD + (self.feed_forward or self.moe)(inputs_BLD))

@@ -1,9 +1,11 @@
 """Checked access to the file that describes a model in another format, config.json or params.json."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from types import NoneType
+from typing import Any, get_args, get_origin
 
+from torchtitan.config.configurable import describe, fits
 from torchtitan.models.common.decoder import MOST_LAYERS
 from torchtitan.tools.errors import UserError
 
@@ -61,6 +63,28 @@ class ConfigReader:
         if value is not None and not isinstance(value, dict):
             raise self.wrong(key, value, "an object")
         return ConfigReader(self.file, value or {})
+
+    def value(self, key: str, declared: Any) -> Any:
+        """Return a value of the type that a model's field declares; of a list, only the repeating part."""
+        value, types = self.values.get(key), [kind for kind in get_args(declared) if kind is not NoneType]
+        is_optional = NoneType in get_args(declared)
+        if value is None and (is_optional or key == "num_key_value_heads"):
+            return None
+        plain = types[0] if is_optional else declared
+        readers: dict[Any, Callable[[str], Any]] = {bool: self.flag, int: self.whole_number, float: self.number}
+        if plain in readers:
+            return readers[plain](key)
+        if not fits(value, plain, quoted=False):
+            raise self.wrong(key, value, describe(plain))
+        return self._shortest_period(key) if get_origin(plain) is list else value
+
+    def _shortest_period(self, key: str) -> list[Any]:
+        """Return the fewest first items that a list repeats. Raise `UserError` unless it has one item per layer."""
+        items, n_layers = self.values[key], self.whole_number("num_hidden_layers")
+        if len(items) != n_layers:
+            raise self.wrong(key, items, f"a list with num_hidden_layers = {n_layers} items")
+        periods = (n for n in range(1, n_layers + 1) if all(items[i] == items[i % n] for i in range(n_layers)))
+        return items[: next(periods)]
 
     def wrong(self, key: str, value: Any, must_be: str) -> UserError:
         said = f"is {value!r}" if key in self.values else "is missing"

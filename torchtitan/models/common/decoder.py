@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -28,8 +28,6 @@ _MOST = {
     **{"n_layers": MOST_LAYERS, "max_seq_len": 2**32},
 }
 """Maximum sizes, far above any real model's: a larger one is a mistake, or an attack on memory."""
-
-_MOST_PARAMETERS = 2**44
 
 _INIT_STD = 0.02
 
@@ -112,7 +110,8 @@ class Decoder(BaseModel):
 
         @property
         def tensor_parallel_sizes(self) -> dict[str, int]:
-            return {name: getattr(self, name) for name in ("n_heads", "n_kv_heads", "ffn_dim")}
+            heads = (field.name for field in fields(self) if field.name.endswith("heads"))
+            return {name: getattr(self, name) for name in (*heads, "ffn_dim")}
 
         def pipeline_modules(self) -> list[str]:
             return ["tok_embeddings", *(f"layers.{index}" for index in range(self.n_layers)), "head"]
@@ -127,11 +126,11 @@ class Decoder(BaseModel):
                 value = getattr(self, name)
                 require(value is None or 0 < value < math.inf, f"--model.{name}", value, "above 0")
 
-        def check_sizes(self, most: int, *names: str) -> None:
-            """Raise `UserError` for the first of these fields that is neither None nor from 1 to `most`."""
+        def check_sizes(self, most: int, *names: str, least: int = 1) -> None:
+            """Raise `UserError` for the first of these fields that is neither None nor from `least` to `most`."""
             for name in names:
                 size = getattr(self, name)
-                require(size is None or 1 <= size <= most, f"--model.{name}", size, f"from 1 to {most}")
+                require(size is None or least <= size <= most, f"--model.{name}", size, f"from {least} to {most}")
 
         def validate(self) -> None:
             for name, most in _MOST.items():
@@ -145,17 +144,15 @@ class Decoder(BaseModel):
                 )
             if self.n_heads % self.n_kv_heads:
                 raise UserError(f"--model.n_kv_heads {self.n_kv_heads} must divide --model.n_heads {self.n_heads}")
-            matrices = self.resolved_head_dim * 2 * (self.n_heads + self.n_kv_heads) + 3 * self.ffn_dim
-            n_parameters = self.dim * (self.n_layers * matrices + 2 * (self.vocab_size or 0))
-            if n_parameters > _MOST_PARAMETERS:
-                raise UserError(
-                    f"--model.dim {self.dim}, n_layers {self.n_layers}, n_heads {self.n_heads}, ffn_dim {self.ffn_dim} "
-                    f"and vocab_size {self.vocab_size} make a model of {n_parameters:.1e} parameters, and "
-                    f"{_MOST_PARAMETERS:.1e} are the most"
-                )
             self.rope.validate(self.resolved_head_dim)
 
     config: Config
+
+    block_kind: type[nn.Module] = PreNormBlock
+    """Class of blocks (`common.blocks`)."""
+
+    norm_kind: type[nn.Module] = RMSNorm
+    """Class of norms (`common.norms`)."""
 
     biased = "qkvo"
     """Projections of attention that `attention_bias` gives a bias."""
@@ -188,11 +185,11 @@ class Decoder(BaseModel):
         self.is_compiled = False
         """True if blocks are compiled, so that attention needs kernels with constant shapes."""
 
-    def make_block(self, index: int, *, kind: Callable[..., nn.Module] = PreNormBlock, **options: Any) -> nn.Module:
+    def make_block(self, index: int, *, kind: type[nn.Module] | None = None, **options: Any) -> nn.Module:
         """Return the block of a layer: `block(hidden_BLD, rope, attention) -> hidden_BLD`; `options` are arguments of
-        its `kind` (`common.blocks`). `rope` is None if the layer has no positions."""
+        its `kind`, by default `block_kind`. `rope` is None if the layer has no positions."""
         parts = self.make_attention(index), self.make_feed_forward(index)
-        return kind(*parts, dim=self.config.dim, norm=self.make_norm, **options)
+        return (kind or self.block_kind)(*parts, dim=self.config.dim, norm=self.make_norm, **options)
 
     def make_attention(self, index: int, *, kind: type[nn.Module] = GroupedQueryAttention, **options: Any) -> nn.Module:
         """Return the attention of a layer; `options` are those of `GroupedQueryAttention`."""
@@ -217,7 +214,7 @@ class Decoder(BaseModel):
 
     def make_norm(self, dim: int) -> nn.Module:
         """Return a norm over `dim` elements, of a block or of the head."""
-        return RMSNorm(dim, self.config.norm_eps)
+        return self.norm_kind(dim, self.config.norm_eps)
 
     def embed(self, tokens_BL: Tensor) -> Tensor:
         """Return the hidden states (B, L, D) before the first block."""

@@ -17,7 +17,7 @@ from torchtitan.models.common.norms import RMSNorm
 from torchtitan.protocols.attention import AttentionMetadata
 from torchtitan.protocols.initializer import Constant, LogUniform, Uniform, with_initializers
 from torchtitan.protocols.state_dict_adapter import KeyMapping
-from torchtitan.tools.errors import UserError
+from torchtitan.tools.errors import require
 
 _CHUNK = 64
 """Tokens that are computed at once: more need more operations, fewer more steps one after another."""
@@ -28,8 +28,8 @@ class GatedDeltaNet(nn.Module):
     the value that it returns for the token's key toward the token's value. States are not shared by documents.
 
     Args:
-        n_key_heads: heads of queries and keys; divides n_value_heads. Each serves neighboring value heads.
-        conv_width: tokens that the convolution of queries, keys and values sees, including the own one.
+        num_key_heads: heads of queries and keys; divides num_value_heads. Each serves neighboring value heads.
+        conv_kernel_dim: tokens that the convolution of queries, keys and values sees, including the own one.
         init_std: standard deviation of the initial input projections.
         out_init_std: standard deviation of the initial output projection.
     """
@@ -44,27 +44,27 @@ class GatedDeltaNet(nn.Module):
         self,
         *,
         dim: int,
-        n_key_heads: int,
-        n_value_heads: int,
+        num_key_heads: int,
+        num_value_heads: int,
         key_head_dim: int,
         value_head_dim: int,
-        conv_width: int,
+        conv_kernel_dim: int,
         norm_eps: float,
         init_std: float,
         out_init_std: float,
     ):
         super().__init__()
-        assert n_value_heads % n_key_heads == 0
+        assert num_value_heads % num_key_heads == 0
         self.key_head_dim, self.value_head_dim = key_head_dim, value_head_dim
-        self.repeats = n_value_heads // n_key_heads
-        key_dim, value_dim = n_key_heads * key_head_dim, n_value_heads * value_head_dim
+        self.repeats = num_value_heads // num_key_heads
+        key_dim, value_dim = num_key_heads * key_head_dim, num_value_heads * value_head_dim
 
         # Names that attention does not use: a model has both kinds of layers, and its tables tell them by names.
         self.widths = [key_dim, key_dim, value_dim]
         self.in_qkv, self.in_z = (make_linear(dim, width, init_std) for width in (sum(self.widths), value_dim))
-        self.in_a, self.in_b = (make_linear(dim, n_value_heads, init_std) for _ in range(2))
-        self.conv = DocumentConv(sum(self.widths), conv_width)
-        self.A_log, self.dt_bias = (nn.Parameter(torch.ones(n_value_heads)) for _ in range(2))
+        self.in_a, self.in_b = (make_linear(dim, num_value_heads, init_std) for _ in range(2))
+        self.conv = DocumentConv(sum(self.widths), conv_kernel_dim)
+        self.A_log, self.dt_bias = (nn.Parameter(torch.ones(num_value_heads)) for _ in range(2))
         with_initializers(self, A_log=LogUniform(0.01, 16.0), dt_bias=Constant(1.0))
         self.norm = RMSNorm(value_head_dim, norm_eps)
         self.out = make_linear(value_dim, dim, out_init_std)
@@ -244,14 +244,11 @@ class HybridDecoder(Decoder):
 
         def validate(self) -> None:
             Decoder.Config.validate(self)
-            if not self.layer_types:
-                raise UserError("--model.layer_types is empty, but must name at least one type")
+            require(bool(self.layer_types), "--model.layer_types", self.layer_types, "at least one type")
             self.check_sizes(2**16, *_SIZES)
-            if self.linear_num_value_heads % self.linear_num_key_heads:
-                raise UserError(
-                    f"--model.linear_num_key_heads {self.linear_num_key_heads} must divide "
-                    f"--model.linear_num_value_heads {self.linear_num_value_heads}"
-                )
+            n_keys, n_values = self.linear_num_key_heads, self.linear_num_value_heads
+            must = f"a divisor of linear_num_value_heads {n_values}"
+            require(n_values % n_keys == 0, "--model.linear_num_key_heads", n_keys, must)
 
     config: Config
 
@@ -261,11 +258,11 @@ class HybridDecoder(Decoder):
             return super().make_attention(index, **options)
         return GatedDeltaNet(
             dim=config.dim,
-            n_key_heads=config.linear_num_key_heads,
-            n_value_heads=config.linear_num_value_heads,
+            num_key_heads=config.linear_num_key_heads,
+            num_value_heads=config.linear_num_value_heads,
             key_head_dim=config.linear_key_head_dim,
             value_head_dim=config.linear_value_head_dim,
-            conv_width=config.linear_conv_kernel_dim,
+            conv_kernel_dim=config.linear_conv_kernel_dim,
             norm_eps=config.norm_eps,
             **self.init_stds(index),
         )

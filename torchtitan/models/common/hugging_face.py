@@ -5,10 +5,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial, reduce
 from operator import attrgetter
-from types import NoneType
-from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
+from typing import Any, get_type_hints
 
-from torchtitan.config.configurable import describe, fits
+from torchtitan.models.common import hugging_face_keys as shared
 from torchtitan.models.common.config_reader import ConfigReader
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.hugging_face_rope import check_sections, read_rope, write_rope, write_rope_section
@@ -24,13 +23,7 @@ from torchtitan.protocols.state_dict_adapter import (
     model_tensor_specs,
 )
 from torchtitan.protocols.tensor_source import TensorSpec
-from torchtitan.tools.errors import UnsupportedModelError, UserError
-from torchtitan.tools.logging import logger
-
-Precision = Literal["float32", "bfloat16"]
-"""Value of `training.mixed_precision_param`."""
-
-_FILE = "config.json"
+from torchtitan.tools.errors import UserError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,9 +41,9 @@ class ModelType:
     that a model does not have are left out."""
 
     keys: Mapping[str, str] = field(default_factory=dict)
-    """Key → field of `config`, or of a field of it (`moe.top_k`), in addition to `_KEYS` or in place of its key there.
-    The field's type says what the key may hold; a list has one item per layer, and the field holds its
-    shortest repeating part."""
+    """Key → field of `config`, or of a field of it (`moe.top_k`), in addition to the keys of all types
+    (`hugging_face_keys.KEYS`) or in place of the field's key there. The field's type says what the key may hold; a list
+    has one item per layer, and the field holds its shortest repeating part."""
 
     values: Mapping[str, Any] = field(default_factory=dict)
     """Field without a key → its value in all models of this type."""
@@ -138,6 +131,10 @@ def dense_rows(**norms: str) -> tuple[KeyMapping, ...]:
     return (EMBEDDING, *attention_rows(), *feed_forward_rows(), *norm_rows(**norms))
 
 
+_PER_LAYER = {"tok_embeddings": "embed_tokens_per_layer", "projection": "per_layer_model_projection"}
+_PER_LAYER |= {"norm": "per_layer_projection_norm"}
+_OWN = {"gate": "per_layer_input_gate", "out": "per_layer_projection", "norm": "post_per_layer_input_norm"}
+
 SANDWICH_ROWS = (
     *dense_rows(
         attention_norm="input_layernorm",
@@ -146,6 +143,8 @@ SANDWICH_ROWS = (
         ffn_post_norm="post_feedforward_layernorm",
     ),
     KeyMapping("layers.*.layer_scalar", "model.layers.*.layer_scalar"),
+    *module_rows("per_layer", "model", _PER_LAYER),
+    *module_rows("layers.*.own", "model.layers.*", _OWN),
 )
 """Names of weights as in Gemma 2 and 4."""
 
@@ -165,61 +164,6 @@ def replaced(rows: Sequence[KeyMapping], *others: KeyMapping) -> tuple[KeyMappin
 
 _HEAD = KeyMapping("head.output.weight", "lm_head.weight")
 _SCORE_HEAD, _CLASSIFIER = KeyMapping("head.output.weight", "score.weight"), "ForSequenceClassification"
-
-_OPTIONAL = {"layer_types", "no_rope_layers", "rope_parameters"}
-"""Keys of which transformers does not distinguish null from absence."""
-
-_FULL_IF_UNLIMITED = {"sliding_attention": "full_attention"}
-
-_KEYS = {
-    "hidden_size": "dim",
-    "intermediate_size": "ffn_dim",
-    "num_hidden_layers": "n_layers",
-    "num_attention_heads": "n_heads",
-    "num_key_value_heads": "n_kv_heads",
-    "head_dim": "head_dim",
-    "vocab_size": "vocab_size",
-    "max_position_embeddings": "max_seq_len",
-    "rms_norm_eps": "norm_eps",
-    "tie_word_embeddings": "tie_embeddings",
-}
-"""Key of config.json → field of the configuration."""
-
-_REQUIRED = {"dim", "ffn_dim", "n_layers", "n_heads", "vocab_size", "max_seq_len"}
-"""Fields whose keys must be present."""
-
-_DEFAULTS: Mapping[str, Any] = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "num_key_value_heads": None}
-"""`ModelType.defaults` of all types."""
-
-_FIXED: Mapping[str, Any] = {"is_causal": True, "hidden_act": "silu"}
-"""`ModelType.fixed` of all types."""
-
-_NEUTRAL: Mapping[str, Any] = {
-    **dict.fromkeys(("attention_bias", "mlp_bias", "use_qk_norm", "use_sliding_window", "use_mrope"), False),
-    "use_bidirectional_attention": False,
-    **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale"), 1.0),
-    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar", "clip_qkv"), None),
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 0),
-    **dict.fromkeys(("no_rope_layers", "layer_types", "attention_multiplier", "sliding_window_pattern"), None),
-}
-"""Keys that change the computation of some family → the value without an effect. A type that does not know such a key
-refuses any other value."""
-
-_USED = {"model_type", "rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings"}
-_USED |= {"dtype", "torch_dtype", "quantization_config", "partial_rotary_factor"}
-
-_DROPOUTS = ("attention_dropout", "resid_pdrop", "embd_pdrop")
-"""Keys of dropout probabilities, which are ignored with a warning."""
-
-_WITHOUT_EFFECT = {
-    *("architectures", "_name_or_path", "transformers_version", "initializer_range", "auto_map"),
-    *("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "use_cache", "cache_implementation"),
-    *("chunk_size_feed_forward", "id2label", "label2id", "num_labels", "is_encoder_decoder", "problem_type"),
-    *("pretraining_tp", "return_dict", "output_attentions", "output_hidden_states", "_attn_implementation"),
-    *("output_router_logits", "router_aux_loss_coef", "aux_loss_alpha", "seq_aux", "ep_size"),
-    *("num_nextn_predict_layers", "num_mtp_layers"),
-}
-"""Keys without effect on the model's computation; `pretraining_tp` only changes the order of sums."""
 
 
 def dense_format(model_types: Mapping[str, ModelType], *, without: tuple[str, ...] = ()) -> ExternalFormat:
@@ -311,24 +255,18 @@ def _from_config_json(model_types: Mapping[str, ModelType], document: Mapping[st
         raise UserError(f"config.json: model_type is {name!r}, and this family is {' or '.join(model_types)}")
     kind = model_types[name]
     if f"{name}_text" in model_types:
-        document = _language_model(document, f"{name}_text")
-    document = kind.prepare(
-        {key: value for key, value in document.items() if value is not None or key not in _OPTIONAL}
-    )
+        document = shared.language_model(document, f"{name}_text")
+    said = {key: value for key, value in document.items() if value is not None or key not in shared.OPTIONAL}
+    document = kind.prepare(said)
     for (own_name, _, key), other in ((own_name.partition(":"), kind) for own_name, kind in model_types.items()):
         kind = other if key and own_name == document["model_type"] and document.get(key) else kind
-    reader = ConfigReader(_FILE, {**_DEFAULTS, **kind.fixed, **kind.defaults, **document})
-    for key, only in {**_FIXED, **kind.fixed}.items():
-        _require(key, document.get(key, only), only)
+    reader = ConfigReader(shared.FILE, {**shared.DEFAULTS, **kind.fixed, **kind.defaults, **document})
     keys = _keys_of(kind)
-    for key in sorted(_NEUTRAL.keys() & document.keys() - keys.keys() - kind.fixed.keys() - set(kind.ignored)):
-        value = document[key]
-        if value is not None and value != _NEUTRAL[key]:
-            raise UnsupportedModelError(f"config.json: {key} is {value!r}, which this family does not support")
+    shared.check_values(document, kind.fixed, {*keys, *kind.ignored})
     values = {
-        field_name: _read_field(reader, key, _type_of(kind.config, field_name))
+        field_name: reader.value(key, _type_of(kind.config, field_name))
         for key, field_name in keys.items()
-        if key in reader.values or field_name in _REQUIRED
+        if key in reader.values or field_name in shared.REQUIRED
     }
     if values["n_kv_heads"] is None:
         values["n_kv_heads"] = values["n_heads"]
@@ -347,13 +285,13 @@ def _from_config_json(model_types: Mapping[str, ModelType], document: Mapping[st
         config.validate()
     except UserError as error:
         raise UserError(f"config.json: {error}") from error
-    _warn_about_ignored_keys(ConfigReader(_FILE, document), {*keys, *kind.fixed, *kind.ignored})
+    shared.warn_about_ignored_keys(document, {*keys, *kind.fixed, *kind.ignored})
     return config
 
 
 def _keys_of(kind: ModelType) -> dict[str, str]:
     own = {*kind.keys.values()}
-    return {**{key: name for key, name in _KEYS.items() if name not in own}, **kind.keys}
+    return {**{key: name for key, name in shared.KEYS.items() if name not in own}, **kind.keys}
 
 
 def _type_of(owner: Any, name: str) -> Any:
@@ -370,30 +308,6 @@ def _nested(owner: Any, values: Mapping[str, Any]) -> dict[str, Any]:
     return plain
 
 
-def _read_field(reader: ConfigReader, key: str, declared: Any) -> Any:
-    """Return a key's value, of the type that the field declares. Raise `UserError` for another type."""
-    value, types = reader.values.get(key), get_args(declared)
-    is_optional = NoneType in types
-    if value is None and (is_optional or key == "num_key_value_heads"):
-        return None
-    (plain,) = [item for item in types if item is not NoneType] if is_optional else [declared]
-    readers: dict[Any, Callable[[str], Any]] = {bool: reader.flag, int: reader.whole_number, float: reader.number}
-    if plain in readers:
-        return readers[plain](key)
-    if not fits(value, plain, quoted=False):
-        raise reader.wrong(key, value, describe(plain))
-    return _shortest_period(reader, key, cast(list[Any], value)) if get_origin(plain) is list else value
-
-
-def _shortest_period(reader: ConfigReader, key: str, values: list[Any]) -> list[Any]:
-    """Return the fewest first items that the list repeats. Raise `UserError` unless it has one item per layer."""
-    n_layers = reader.whole_number("num_hidden_layers")
-    if len(values) != n_layers:
-        raise reader.wrong(key, values, f"a list with num_hidden_layers = {n_layers} items")
-    periods = (n for n in range(1, n_layers + 1) if all(values[i] == values[i % n] for i in range(n_layers)))
-    return values[: next(periods)]
-
-
 def _to_config_json(model_types: Mapping[str, ModelType], config: Decoder.Config) -> dict[str, Any]:
     """Return the keys of config.json that the model determines, readable by transformers 4 and 5."""
     name = _written_type(model_types, config)
@@ -404,7 +318,7 @@ def _to_config_json(model_types: Mapping[str, ModelType], config: Decoder.Config
         if isinstance(value, list):
             written[key] = [value[index % len(value)] for index in range(config.n_layers)]
     if written.get("layer_types") and written.get("sliding_window") is None:  # else refused by transformers
-        written["layer_types"] = [_FULL_IF_UNLIMITED.get(layer, layer) for layer in written["layer_types"]]
+        written["layer_types"] = [layer.replace("sliding", "full") for layer in written["layer_types"]]
     if None in kind.ropes.values():
         rope = write_rope(config.rope, config.max_seq_len)
         if "partial_rotary_factor" in kind.defaults:
@@ -421,51 +335,6 @@ def _to_config_json(model_types: Mapping[str, ModelType], config: Decoder.Config
         **written,
         "head_dim": config.resolved_head_dim,
         **rope,
-        **{key: value for key, value in {**_FIXED, **kind.fixed}.items() if key != "is_causal"},
+        **{key: value for key, value in {**shared.FIXED, **kind.fixed}.items() if key != "is_causal"},
         **(kind.write(config) or {}),
     }
-
-
-def _language_model(document: Mapping[str, Any], model_type: str) -> dict[str, Any]:
-    """Return the config.json of the language model in that of a model with vision. Raise `UserError` if it is of
-    another type, or the two contradict each other."""
-    reader = ConfigReader(_FILE, document)
-    text, shared = reader.section("text_config").values, ("tie_word_embeddings", "quantization_config")
-    for key, expected in {"model_type": model_type, shared[0]: document.get(shared[0])}.items():
-        if expected is not None and text.get(key, expected) != expected:
-            raise UserError(f"config.json: {key} is {text[key]!r} in text_config, but must be {expected!r}")
-    if parts := [part for part in ("vision", "audio") if reader.has(f"{part}_config")]:
-        named = " and ".join(parts)
-        logger.warning("config.json: only the language model is trained and exported, without the model's %s", named)
-    return {"model_type": model_type, **{key: document[key] for key in shared if key in document}, **text}
-
-
-def precision_of(document: Mapping[str, Any], default: Precision) -> Precision:
-    """Return the `dtype` (transformers 5) or `torch_dtype` (4) of a config.json, or log and return `default` if it is
-    not supported. Raise `UserError` for a value that is not a name."""
-    key = "dtype" if document.get("dtype") is not None else "torch_dtype"
-    value = document.get(key)
-    if value is not None and not isinstance(value, str):
-        raise ConfigReader(_FILE, document).wrong(key, value, "the name of a type")
-    if value in get_args(Precision):
-        return cast(Precision, value)
-    said = f"{key} is {value}, in which we do not compute" if value else "no dtype"
-    logger.info("%s: %s: training.mixed_precision_param is %s", _FILE, said, default)
-    return default
-
-
-def _require(key: str, value: Any, only: Any) -> None:
-    value = "silu" if value == "swish" else value
-    if not (value == only and isinstance(value, bool) == isinstance(only, bool)):
-        raise UnsupportedModelError(
-            f"config.json: {key} is {value!r}, which this family does not support (only {only!r})"
-        )
-
-
-def _warn_about_ignored_keys(reader: ConfigReader, known: set[str]) -> None:
-    for key in _DROPOUTS:
-        if reader.values.get(key):
-            logger.warning("config.json: %s is %g, and ignored: there is no dropout here", key, reader.number(key))
-    all_known = known.union(_DROPOUTS, _USED, _WITHOUT_EFFECT, _FIXED, _NEUTRAL)
-    if unknown := sorted(reader.values.keys() - all_known):
-        logger.warning("config.json: not known, and ignored: %s", ", ".join(unknown))

@@ -11,28 +11,29 @@ from torchtitan.tools.errors import UnsupportedModelError, UserError
 _ORIGINAL_CONTEXT = "original_max_position_embeddings"
 _CONTEXT = "max_position_embeddings"
 
-_FACTORS: dict[Scaling, dict[str, str]] = {
-    "llama3": {"low_freq_factor": "low_freq_factor", "high_freq_factor": "high_freq_factor"},
-    "yarn": {"beta_slow": "low_freq_factor", "beta_fast": "high_freq_factor"},
-}
-"""Type of scaling → its own keys of numbers → fields of `RoPEConfig`, if it has any."""
+_FACTOR = {"factor": "scaling_factor"}
+_FACTORS = {**_FACTOR, _ORIGINAL_CONTEXT: "original_max_seq_len", "attention_factor": "attention_factor"}
 
-_YARN_DEFAULTS = {"beta_slow": 1.0, "beta_fast": 32.0}
+_FIELDS: dict[Scaling, dict[str, str]] = {
+    "linear": _FACTOR,
+    "dynamic": _FACTOR,
+    "llama3": {
+        **_FACTOR,
+        **{n: n for n in ("low_freq_factor", "high_freq_factor")},
+        _ORIGINAL_CONTEXT: "original_max_seq_len",
+    },
+    "yarn": {**_FACTORS, "beta_slow": "low_freq_factor", "beta_fast": "high_freq_factor"},
+    "longrope": {**_FACTORS, "short_factor": "short_factors", "long_factor": "long_factors"},
+    "proportional": _FACTOR,
+}
+"""Type of scaling → its own keys → fields of `RoPEConfig`."""
+
+_ONLY_READ: dict[Scaling, set[str]] = {"yarn": {"mscale", "mscale_all_dim", "truncate"}}
 
 _ALIASES = {"su": "longrope"}
 """Older names of types."""
 
 _COMMON_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
-
-_OTHER_KEYS: dict[Scaling, set[str]] = {
-    "linear": {"factor"},
-    "dynamic": {"factor"},
-    "llama3": {"factor", _ORIGINAL_CONTEXT},
-    "yarn": {"factor", _ORIGINAL_CONTEXT, "attention_factor", "mscale", "mscale_all_dim", "truncate"},
-    "longrope": {"factor", _ORIGINAL_CONTEXT, "attention_factor", "short_factor", "long_factor"},
-    "proportional": {"factor"},
-}
-"""Type of scaling → its keys besides `_FACTORS`."""
 
 
 def check_sections(reader: ConfigReader, names: Collection[str]) -> None:
@@ -73,12 +74,12 @@ def read_rope(reader: ConfigReader, *, rotates_part: bool, layer_type: str | Non
 def _read(reader: ConfigReader, parameters: ConfigReader, rotates_part: bool) -> RoPEConfig:
     said = parameters.values.get("rope_type", parameters.values.get("type", "default"))
     kind: Any = _ALIASES.get(said, said) if isinstance(said, str) else said
-    if kind != "default" and kind not in [*_OTHER_KEYS]:
-        supported = ", ".join(("default", *_OTHER_KEYS))
+    if kind != "default" and kind not in [*_FIELDS]:
+        supported = ", ".join(("default", *_FIELDS))
         raise UnsupportedModelError(
             f"config.json: RoPE of type {said!r}, which this family does not support ({supported})"
         )
-    known = _COMMON_KEYS if kind == "default" else {*_COMMON_KEYS, *_FACTORS.get(kind, ()), *_OTHER_KEYS[kind]}
+    known = _COMMON_KEYS if kind == "default" else {*_COMMON_KEYS, *_FIELDS[kind], *_ONLY_READ.get(kind, ())}
     for key, value in parameters.values.items():
         if key not in known and value is not None:
             raise UnsupportedModelError(f"config.json: RoPE's {key} is {value!r}, which this family does not support")
@@ -98,25 +99,22 @@ def _read(reader: ConfigReader, parameters: ConfigReader, rotates_part: bool) ->
 
 
 def _read_scaling(rope: RoPEConfig, reader: ConfigReader, parameters: ConfigReader) -> None:
-    context = reader.whole_number(_CONTEXT)
-    if rope.scaling == "dynamic":
-        rope.original_max_seq_len = context
-    elif rope.scaling not in ("linear", "proportional"):
-        rope.original_max_seq_len = _original_context(reader, parameters)
-    implied = {**dict.fromkeys(("yarn", "longrope"), context / rope.original_max_seq_len), "proportional": 1.0}
-    is_implied = rope.scaling in implied and not parameters.has("factor")
-    rope.scaling_factor = implied[rope.scaling] if is_implied else parameters.number("factor")
-    for key, field in _FACTORS.get(rope.scaling, {}).items():
-        default = _YARN_DEFAULTS.get(key)
-        setattr(rope, field, parameters.number(key) if parameters.has(key) or default is None else default)
+    context, keys = reader.whole_number(_CONTEXT), _FIELDS[rope.scaling]
+    if _ORIGINAL_CONTEXT in keys or rope.scaling == "dynamic":
+        rope.original_max_seq_len = _original_context(reader, parameters) if _ORIGINAL_CONTEXT in keys else context
+    ratio = context / rope.original_max_seq_len
+    implied = {"factor": 1.0 if rope.scaling == "proportional" else ratio, "beta_slow": 1.0, "beta_fast": 32.0}
+    implied = implied if rope.scaling in ("yarn", "longrope", "proportional") else {}
+    for key in (key for key in keys if key not in (_ORIGINAL_CONTEXT, "attention_factor")):
+        read = _numbers if key in ("short_factor", "long_factor") else ConfigReader.number
+        is_implied = key in implied and not parameters.has(key)
+        setattr(rope, keys[key], implied[key] if is_implied else read(parameters, key))
     if parameters.has("attention_factor"):
         rope.attention_factor = parameters.number("attention_factor")
     elif parameters.has("mscale") and parameters.has("mscale_all_dim"):
         rope.attention_factor = _mscale(rope, parameters, "mscale") / _mscale(rope, parameters, "mscale_all_dim")
     if parameters.has("truncate") and not parameters.flag("truncate"):
         rope.scaling = "yarn_untruncated"
-    if rope.scaling == "longrope":
-        rope.short_factors, rope.long_factors = (_numbers(parameters, key) for key in ("short_factor", "long_factor"))
 
 
 def _mscale(rope: RoPEConfig, parameters: ConfigReader, key: str) -> float:
@@ -166,20 +164,12 @@ def write_rope_section(rope: RoPEConfig, max_seq_len: int) -> dict[str, Any]:
 def _scaling(rope: RoPEConfig, max_seq_len: int) -> Mapping[str, Any] | None:
     if not rope.is_scaled:
         return None
-    kind: Scaling = "yarn" if rope.scaling == "yarn_untruncated" else rope.scaling
-    scaling: dict[str, Any] = {"rope_type": kind} | ({} if kind == rope.scaling else {"truncate": False})
-    if rope.scaling_factor != 1.0 or rope.scaling != "proportional":
-        scaling["factor"] = rope.scaling_factor
-    scaling |= {key: getattr(rope, field) for key, field in _FACTORS.get(kind, {}).items()}
     if rope.scaling == "dynamic" and rope.original_max_seq_len != max_seq_len:
         raise UserError(
             f"config.json cannot express dynamic RoPE with original_max_seq_len {rope.original_max_seq_len} and "
             f"max_seq_len {max_seq_len}: there they are equal"
         )
-    if _ORIGINAL_CONTEXT in _OTHER_KEYS[kind]:
-        scaling[_ORIGINAL_CONTEXT] = rope.original_max_seq_len
-    if rope.attention_factor is not None:
-        scaling["attention_factor"] = rope.attention_factor
-    if rope.scaling == "longrope":
-        scaling |= {"short_factor": rope.short_factors, "long_factor": rope.long_factors}
-    return scaling
+    kind: Scaling = "yarn" if rope.scaling == "yarn_untruncated" else rope.scaling
+    values = {key: getattr(rope, field) for key, field in _FIELDS[kind].items()}
+    scaling = {"rope_type": kind} | {key: value for key, value in values.items() if value is not None}
+    return scaling if kind == rope.scaling else {**scaling, "truncate": False}

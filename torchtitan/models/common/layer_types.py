@@ -12,13 +12,22 @@ from torchtitan.models.common.feed_forward import gelu_tanh
 from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.protocols.initializer import TruncatedNormal
 from torchtitan.protocols.output_head import LogitTransform
-from torchtitan.tools.errors import UserError
+from torchtitan.tools.errors import UserError, require
 
 LayerType = Literal["full_attention", "sliding_attention"]
 """As in `layer_types` of transformers."""
 
 WINDOW_KEYS = {"sliding_window": "sliding_window", "layer_types": "layer_types"}
 """`ModelType.keys` of windows."""
+
+ROPE_SECTIONS = {"rope": "full_attention", "local_rope": "sliding_attention"}
+"""`ModelType.ropes` of models in which `local_rope` is a field."""
+
+
+def one_full_of(n_layers: int) -> list[LayerType]:
+    """Return the types of a pattern of layers with windows, except in the last."""
+    windows: list[LayerType] = ["sliding_attention"] * (n_layers - 1)
+    return [*windows, "full_attention"]
 
 
 class WindowedDecoder(Decoder):
@@ -44,8 +53,7 @@ class WindowedDecoder(Decoder):
         def validate(self) -> None:
             Decoder.Config.validate(self)
             self.check_sizes(2**32, "sliding_window")
-            if not self.layer_types:
-                raise UserError("--model.layer_types is empty, but must name at least one type")
+            require(bool(self.layer_types), "--model.layer_types", self.layer_types, "at least one type")
             self.local_rope.validate(self.resolved_head_dim)
 
     config: Config
@@ -94,7 +102,7 @@ def prepare_windows(document: dict[str, Any]) -> dict[str, Any]:
     others = {k: v for k, v in document.items() if k not in (*WINDOW_KEYS, "use_sliding_window", "max_window_layers")}
     types = document.get("layer_types")
     if not has_window:
-        if isinstance(types, list) and "sliding_attention" in types:
+        if types and not (isinstance(types, list) and all(kind == "full_attention" for kind in types)):
             raise UserError(f"config.json: layer_types is {types!r}, but use_sliding_window is not true")
         return others
     if types is None:

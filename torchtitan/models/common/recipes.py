@@ -19,7 +19,7 @@ from torchtitan.config import ActivationCheckpointConfig, CompileConfig, Trainin
 from torchtitan.models.common.moe.layer import MoEConfig
 from torchtitan.models.families import Family
 from torchtitan.protocols import ModelSpec
-from torchtitan.protocols.load_balance import PenaltyConfig
+from torchtitan.protocols.experts import PenaltyConfig
 from torchtitan.trainer import Trainer
 
 ConfigT = TypeVar("ConfigT", bound=Trainer.Config)
@@ -54,7 +54,7 @@ def large_run(
     return Trainer.Config(
         model_spec=spec,
         hf_assets_path=assets,
-        dataloader=PretrainDataLoader.Config(dataset="c4", num_workers=2),
+        dataloader=PretrainDataLoader.Config(dataset=["c4"], num_workers=2),
         training=TrainingConfig(steps=steps, seq_len=seq_len, local_batch_size=local_batch_size),
         optimizer=Optimizer.Config(lr=lr),
         lr_scheduler=LRScheduler.Config(warmup_steps=warmup_steps, decay_type="cosine", min_lr_factor=0.1),

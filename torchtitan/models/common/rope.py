@@ -3,12 +3,12 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from torchtitan.tools.errors import UserError, require
+from torchtitan.tools.errors import require
 
 Scaling = Literal["llama3", "linear", "dynamic", "yarn", "yarn_untruncated", "longrope", "proportional"]
 
@@ -65,37 +65,27 @@ class RoPEConfig:
 
     def validate(self, head_dim: int) -> None:
         """Raise `UserError` for values that heads of this width cannot use."""
-        if not (0 < self.theta < math.inf and 0 < self.scaling_factor < math.inf):
-            raise UserError(
-                f"--model.rope: theta {self.theta} and scaling_factor {self.scaling_factor} must be above 0"
-            )
-        if not 0 < self.low_freq_factor <= self.high_freq_factor < math.inf:
-            raise UserError(
-                f"--model.rope.high_freq_factor {self.high_freq_factor} must be at least "
-                f"low_freq_factor {self.low_freq_factor}, and both finite and above 0"
-            )
+        for name in ("theta", "scaling_factor", "low_freq_factor", "high_freq_factor", "attention_factor"):
+            value = getattr(self, name)
+            require(value is None or 0 < value < math.inf, f"--model.rope.{name}", value, "above 0")
+        low, high = self.low_freq_factor, self.high_freq_factor
+        require(low <= high, "--model.rope.high_freq_factor", high, f"at least low_freq_factor {low}")
         length = self.original_max_seq_len
         require(1 <= length <= 2**32, "--model.rope.original_max_seq_len", length, f"from 1 to {2**32}")
         rotated = self.rotated_dim(head_dim)
-        if not (0 < self.rotated_fraction <= 1 and rotated >= 2 and rotated % 2 == 0):
-            raise UserError(
-                f"--model.rope.rotated_fraction {self.rotated_fraction} must give an even number from 2 to the head "
-                f"width {head_dim}, not {rotated}"
-            )
-        factor = self.attention_factor
-        require(factor is None or 0 < factor < math.inf, "--model.rope.attention_factor", factor, "above 0")
+        fits = 0 < self.rotated_fraction <= 1 and rotated >= 2 and rotated % 2 == 0
+        must = f"such that an even number from 2 to the head width {head_dim} is rotated, not {rotated}"
+        require(fits, "--model.rope.rotated_fraction", self.rotated_fraction, must)
         if self.scaling == "longrope":
             for name in ("short_factors", "long_factors"):
                 factors = getattr(self, name) or []
-                if len(factors) != rotated // 2 or not all(0 < factor < math.inf for factor in factors):
-                    raise UserError(
-                        f"--model.rope.{name} must be {rotated // 2} numbers above 0, one for each rotated pair, "
-                        f"not {len(factors)}"
-                    )
+                fits = len(factors) == rotated // 2 and all(0 < factor < math.inf for factor in factors)
+                must = f"{rotated // 2} numbers above 0, one for each rotated pair"
+                require(fits, f"--model.rope.{name}", f"{len(factors)} numbers", must)
 
 
-Frequencies = Callable[[RoPEConfig, Tensor, Tensor], Tensor]
-"""(configuration, unscaled frequencies (R / 2,), lengths of documents (B, L, 1, 1)) → frequencies, broadcastable."""
+Frequencies = Callable[[RoPEConfig, Tensor, Any], Tensor]
+"""(configuration, unscaled frequencies (R / 2,), lengths of documents (B, L, 1, 1) or None) → frequencies."""
 
 
 def _linear(config: RoPEConfig, frequencies: Tensor, lengths: Tensor) -> Tensor:
@@ -160,18 +150,21 @@ _SCALINGS: dict[Scaling, Frequencies] = {
 }
 
 
-def rope_frequencies(config: RoPEConfig, head_dim: int, lengths_BL: Tensor) -> Tensor:
+def rope_frequencies(
+    config: RoPEConfig, head_dim: int, lengths_BL: Tensor | None = None, device: torch.device | None = None
+) -> Tensor:
     """Return the angular frequency of each of the R / 2 rotated pairs, float32, broadcastable to (B, L, 1, R / 2).
 
     Args:
-        lengths_BL: length of each token's document.
+        lengths_BL: length of each token's document, if `config.depends_on_length`.
     """
-    rotated, device = config.rotated_dim(head_dim), lengths_BL.device
+    rotated = config.rotated_dim(head_dim)
     exponents = torch.arange(0, rotated, 2, dtype=torch.float32, device=device) / rotated
     frequencies = config.theta**-exponents
     if not config.is_scaled:
         return frequencies
-    return _SCALINGS[config.scaling](config, frequencies, lengths_BL[:, :, None, None].float())
+    lengths = None if lengths_BL is None else lengths_BL[:, :, None, None].float()
+    return _SCALINGS[config.scaling](config, frequencies, lengths)
 
 
 def rope_cos_sin(
@@ -180,9 +173,9 @@ def rope_cos_sin(
     """Return the cosines and sines of the angles of every position, float32, each (B, L, 1, R / 2).
 
     Args:
-        lengths_BL: length of each token's document; only read if `config.depends_on_length`.
+        lengths_BL: as in `rope_frequencies`.
     """
-    frequencies = rope_frequencies(config, head_dim, positions_BL if lengths_BL is None else lengths_BL)
+    frequencies = rope_frequencies(config, head_dim, lengths_BL, positions_BL.device)
     angles = positions_BL[:, :, None, None].float() * frequencies
     factor = _attention_factor(config)
     return (angles.cos(), angles.sin()) if factor == 1.0 else (angles.cos() * factor, angles.sin() * factor)

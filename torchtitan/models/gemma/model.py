@@ -9,19 +9,21 @@ from torchtitan.models.common.blocks import SandwichBlock
 from torchtitan.models.common.config_reader import ConfigReader
 from torchtitan.models.common.hugging_face import DENSE_ROWS, SANDWICH_ROWS, ModelType, dense_format, write_if
 from torchtitan.models.common.hugging_face_rope import write_rope
-from torchtitan.models.common.layer_types import WINDOW_KEYS, LayerType, ScaledEmbeddingDecoder
+from torchtitan.models.common.layer_types import (
+    ROPE_SECTIONS,
+    WINDOW_KEYS,
+    LayerType,
+    ScaledEmbeddingDecoder,
+    one_full_of,
+)
 from torchtitan.models.common.norms import OffsetRMSNorm
 from torchtitan.models.common.rope import RoPEConfig
-
-_PATTERN: list[LayerType] = ["full_attention" if index == 5 else "sliding_attention" for index in range(6)]
-"""Layers of Gemma 3. Gemma 2 repeats the last two."""
 
 
 class GemmaModel(ScaledEmbeddingDecoder):
     """Gemma 1: Llama's decoder with norms times 1 + weight, GeGLU, and embeddings times the square root of `dim`."""
 
-    def make_norm(self, dim: int) -> nn.Module:
-        return OffsetRMSNorm(dim, self.config.norm_eps)
+    norm_kind = OffsetRMSNorm
 
 
 class Gemma2Model(GemmaModel):
@@ -38,7 +40,7 @@ class Gemma2Model(GemmaModel):
         sliding_window: int = 4096
         """Tokens that a token sees in layers of type sliding_attention, including itself."""
 
-        layer_types: list[LayerType] = field(default_factory=lambda: _PATTERN[-2:])
+        layer_types: list[LayerType] = field(default_factory=lambda: one_full_of(2))
         """Types of the first layers, repeated for the others."""
 
         def validate(self) -> None:
@@ -46,9 +48,7 @@ class Gemma2Model(GemmaModel):
             self.check_positive("query_pre_attn_scalar", "attn_logit_softcapping")
 
     config: Config
-
-    def make_block(self, index: int, **options: Any) -> nn.Module:
-        return super().make_block(index, kind=SandwichBlock, **options)
+    block_kind = SandwichBlock
 
     def make_attention(self, index: int, **options: Any) -> nn.Module:
         return super().make_attention(index, scale=self.config.query_pre_attn_scalar**-0.5, **options)
@@ -62,7 +62,7 @@ class Gemma3Model(Gemma2Model):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Gemma2Model.Config):
-        layer_types: list[LayerType] = field(default_factory=lambda: _PATTERN[:])
+        layer_types: list[LayerType] = field(default_factory=lambda: one_full_of(6))
         """Types of the first layers, repeated for the others."""
 
         local_rope: RoPEConfig = field(default_factory=lambda: RoPEConfig(theta=10_000.0))
@@ -109,6 +109,24 @@ _DEFAULTS3 = {**_DEFAULTS, "num_attention_heads": 8, "vocab_size": 262_208, "max
 _NAMES = ("attention_bias", "query_pre_attn_scalar", "final_logit_softcapping", "attn_logit_softcapping")
 _KEYS = {name: name for name in _NAMES} | WINDOW_KEYS
 
+_GEMMA3 = ModelType(
+    architecture="Gemma3ForCausalLM",
+    config=Gemma3Model.Config,
+    rows=SANDWICH_ROWS,
+    # transformers reads a soft cap of scores, but does not compute it.
+    keys={key: name for key, name in _KEYS.items() if key != "attn_logit_softcapping"},
+    defaults=_DEFAULTS3,
+    ignored=("_sliding_window_pattern", "sliding_window_pattern"),
+    prepare=_prepare_gemma3,
+    ropes=ROPE_SECTIONS,
+    write=write_if(
+        lambda config: config.dim % config.n_heads == 0,
+        # For transformers 4, which does not read `rope_parameters`.
+        lambda c: {**write_rope(c.rope, c.max_seq_len), "rope_local_base_freq": c.local_rope.theta},
+    ),
+    **_SHARED,
+)
+
 FORMAT = dense_format(
     {
         "gemma": ModelType(
@@ -130,22 +148,8 @@ FORMAT = dense_format(
             write=write_if(lambda config: config.dim % config.n_heads == 0),  # required by transformers
             **_SHARED,
         ),
-        "gemma3_text": ModelType(
-            architecture="Gemma3ForCausalLM",
-            config=Gemma3Model.Config,
-            rows=SANDWICH_ROWS,
-            # transformers reads a soft cap of scores, but does not compute it.
-            keys={key: name for key, name in _KEYS.items() if key != "attn_logit_softcapping"},
-            defaults=_DEFAULTS3,
-            ignored=("_sliding_window_pattern", "sliding_window_pattern"),
-            prepare=_prepare_gemma3,
-            ropes={"rope": "full_attention", "local_rope": "sliding_attention"},
-            write=write_if(
-                lambda config: config.dim % config.n_heads == 0,
-                # For transformers 4, which does not read `rope_parameters`.
-                lambda c: {**write_rope(c.rope, c.max_seq_len), "rope_local_base_freq": c.local_rope.theta},
-            ),
-            **_SHARED,
-        ),
-    }
+        "gemma3_text": _GEMMA3,
+        "gemma3": _GEMMA3,
+    },
+    without=("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."),
 )

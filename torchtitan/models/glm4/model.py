@@ -3,8 +3,6 @@
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
-
 from torchtitan.models.common.blocks import SandwichBlock
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.hugging_face import (
@@ -34,8 +32,7 @@ class GLMModel(Decoder):
 class GLM4Model(GLMModel):
     """The model of April 2025, with a norm before and after each part of a block."""
 
-    def make_block(self, index: int, **options: Any) -> nn.Module:
-        return super().make_block(index, kind=SandwichBlock, **options)
+    block_kind = SandwichBlock
 
 
 _NORMS = {"attention_norm": "input_layernorm", "attention_post_norm": "post_self_attn_layernorm"}

@@ -86,6 +86,8 @@ def _prepare(document: dict[str, Any]) -> dict[str, Any]:
     if document.get("layer_types", types) != types:
         raise reader.wrong("layer_types", document["layer_types"], "chunked_attention where layers have positions")
     kinds = ["sparse" if index in sparse else "dense" for index in range(n_layers)]
+    if document.get("attn_temperature_tuning") == 4:  # true, in older files
+        document["attn_temperature_tuning"] = True
     return {**document, "layer_types": _types("sliding", has_rope[:n_layers]), "mlp_layer_types": kinds}
 
 

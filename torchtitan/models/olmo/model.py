@@ -9,7 +9,7 @@ from torchtitan.models.common.blocks import PostNormBlock
 from torchtitan.models.common.config_reader import ConfigReader
 from torchtitan.models.common.hugging_face import ModelType, dense_format, dense_rows
 from torchtitan.models.common.hugging_face_rope import write_rope
-from torchtitan.models.common.layer_types import WINDOW_KEYS, LayerType, WindowedDecoder
+from torchtitan.models.common.layer_types import ROPE_SECTIONS, WINDOW_KEYS, LayerType, WindowedDecoder, one_full_of
 from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.tools.errors import UserError
 
@@ -18,8 +18,7 @@ class Olmo2Model(WindowedDecoder):
     """Llama's decoder with the norms after attention and feed-forward network, and norms over all queries and all keys
     of a token."""
 
-    def make_block(self, index: int, **options: Any) -> nn.Module:
-        return super().make_block(index, kind=PostNormBlock, **options)
+    block_kind = PostNormBlock
 
     def make_attention(self, index: int, **options: Any) -> nn.Module:
         return super().make_attention(index, qk_norm=self.make_norm, qk_norm_over="all heads", **options)
@@ -33,16 +32,12 @@ class Olmo3Model(Olmo2Model):
         sliding_window: int = 4096
         """Tokens that a token sees in layers of type sliding_attention, including itself."""
 
-        layer_types: list[LayerType] = field(
-            default_factory=lambda: [*["sliding_attention"] * 3, "full_attention"]  # type: ignore[list-item]
-        )
+        layer_types: list[LayerType] = field(default_factory=lambda: one_full_of(4))
         """Types of the first layers, repeated for the others."""
 
         local_rope: RoPEConfig = field()
         """Rotary position embedding of layers of type sliding_attention; the others have `rope`."""
 
-
-_ROPES = {"rope": "full_attention", "local_rope": "sliding_attention"}
 
 _OLMO_3_THETA = 500_000.0
 
@@ -55,7 +50,9 @@ def _prepare(document: dict[str, Any]) -> dict[str, Any]:
     if scaling.values:
         document["rope_scaling"] = {"full_attention": scaling.values}
     theta = reader.number("rope_theta", _OLMO_3_THETA)
-    if theta != _OLMO_3_THETA and not all(parameters.section(name).has("rope_theta") for name in _ROPES.values()):
+    if theta != _OLMO_3_THETA and not all(
+        parameters.section(name).has("rope_theta") for name in ROPE_SECTIONS.values()
+    ):
         raise UserError(
             f"config.json: rope_theta is {theta}, which transformers 5 does not apply to all layers; set it in each "
             "section of rope_parameters"
@@ -87,7 +84,7 @@ FORMAT = dense_format(
             keys={**WINDOW_KEYS, "attention_bias": "attention_bias"},
             defaults={"rms_norm_eps": 1e-5, "rope_theta": _OLMO_3_THETA},
             prepare=_prepare,
-            ropes=_ROPES,
+            ropes=ROPE_SECTIONS,
             write=_rope_for_transformers_4,
         ),
     }

@@ -19,8 +19,7 @@ class Qwen35Model(HybridDecoder):
     """Gated delta nets, with an attention layer after every three. Attention has norms of queries and keys, a gate of
     its result, and RoPE in a part of each head."""
 
-    def make_norm(self, dim: int) -> nn.Module:
-        return OffsetRMSNorm(dim, self.config.norm_eps)
+    norm_kind = OffsetRMSNorm
 
     def make_attention(self, index: int, **options: Any) -> nn.Module:
         return super().make_attention(index, qk_norm=self.make_norm, gated=True, **options)
@@ -40,11 +39,10 @@ def _prepare(document: dict[str, Any]) -> dict[str, Any]:
     pairs to the three coordinates of a position, which are equal in text. Raise `UserError` for contradictory keys."""
     reader = ConfigReader("config.json", document)
     n_layers, interval = reader.n_layers(), reader.whole_number("full_attention_interval", 4)
-    derived = ("full_attention_interval", "layer_types")
-    prepared = {key: value for key, value in document.items() if key not in derived}
     types = ["linear_attention" if (index + 1) % interval else "full_attention" for index in range(n_layers)]
-    prepared["layer_types"] = document["layer_types"] if reader.has("layer_types") else types
-    if prepared["layer_types"] != types and reader.has("full_attention_interval"):
+    prepared = {"layer_types": types, **document}
+    has_interval = prepared.pop("full_attention_interval", None) is not None
+    if prepared["layer_types"] != types and has_interval:
         raise UserError(
             f"config.json: full_attention_interval {interval} contradicts layer_types {prepared['layer_types']}"
         )

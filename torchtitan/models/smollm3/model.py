@@ -5,7 +5,7 @@ from typing import Any
 
 from torchtitan.models.common.config_reader import ConfigReader
 from torchtitan.models.common.hugging_face import DENSE_ROWS, ModelType, dense_format
-from torchtitan.models.common.layer_types import WINDOW_KEYS, WindowedDecoder
+from torchtitan.models.common.layer_types import WINDOW_KEYS, WindowedDecoder, prepare_windows
 from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.tools.errors import UserError
 
@@ -31,19 +31,16 @@ class SmolLM3Model(WindowedDecoder):
 
 
 def _prepare(document: dict[str, Any]) -> dict[str, Any]:
-    """Return a config.json with a list in place of `no_rope_layer_interval`, and with windows only if they are used.
-    Raise `UserError` for contradictory keys."""
+    """Return a config.json with a list in place of `no_rope_layer_interval`, and with windows in layers without
+    positions, if it has windows. Raise `UserError` for contradictory keys."""
     reader = ConfigReader("config.json", document)
     n_layers, interval = reader.n_layers(), reader.whole_number("no_rope_layer_interval", 4)
     has_rope = document.setdefault("no_rope_layers", [int((index + 1) % interval != 0) for index in range(n_layers)])
-    has_window = reader.flag("use_sliding_window", False) and reader.has("sliding_window")
-    types = document.get("layer_types", [])
-    if not has_window and not (isinstance(types, list) and all(kind == "full_attention" for kind in types)):
-        raise UserError(f"config.json: layer_types is {types!r}, but use_sliding_window or sliding_window is not set")
-    if has_window and not types and isinstance(has_rope, list):
-        document["layer_types"] = ["full_attention" if rope else "sliding_attention" for rope in has_rope]
-    unused = {"use_sliding_window", "no_rope_layer_interval"} | (set() if has_window else {*WINDOW_KEYS})
-    return {key: value for key, value in document.items() if key not in unused}
+    document.pop("no_rope_layer_interval", None)
+    if reader.flag("use_sliding_window", False) and isinstance(has_rope, list):
+        types = ["full_attention" if rope else "sliding_attention" for rope in has_rope]
+        document = {"layer_types": types if reader.has("sliding_window") else None, **document}
+    return prepare_windows({"sliding_window": None, **document})
 
 
 FORMAT = dense_format(
@@ -54,7 +51,6 @@ FORMAT = dense_format(
             rows=DENSE_ROWS,
             keys={**WINDOW_KEYS, **{name: name for name in ("attention_bias", "mlp_bias", "no_rope_layers")}},
             defaults={"num_key_value_heads": 4, "tie_word_embeddings": True, "rope_theta": 2_000_000.0},
-            ignored=("max_window_layers",),
             prepare=_prepare,
             write=lambda config: {"use_sliding_window": config.sliding_window is not None},
         )

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from tests.components.data.helpers import write_jsonl
 from torchtitan.components.data.base import NO_DOCUMENT
 from torchtitan.components.data.finetuning.preference import AnswerDataLoader, PreferenceDataLoader
-from torchtitan.components.data.finetuning.prompts import PromptDataLoader, prompt_ids
+from torchtitan.components.data.finetuning.prompts import PromptDataLoader
 from torchtitan.components.data.plan import ShuffleSampler, StepStatistics
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.tokenizer import PretrainedTokenizer
@@ -110,7 +110,7 @@ def test_padding_rows_have_no_labels(tokenizer, folder):
     (batch,) = loader
     for side in ("chosen", "rejected"):
         assert (sides_of(batch, side, "labels")[1:] == IGNORE_INDEX).all()
-    assert (batch["answer_keys"][1:] == 0).all()
+    assert (batch["sequences"][1:] == 0).all()
     assert loader.n_samples == 1 and loader.exhausted
     assert loader.document_names(batch["documents"][0]) == ["data.jsonl:1"]
     assert loader.document_names(batch["documents"][1]) == []
@@ -153,7 +153,7 @@ def test_packed_pairs_hold_every_pair_once(tokenizer, folder):
             for side, part in enumerate(loader.samples.sets[0].sample(number).parts):
                 is_own = (batch["sequences"][0] == 2 * pair + side) & (batch["labels"][0] != IGNORE_INDEX)
                 assert batch["labels"][0][is_own].tolist() == part.ids[part.trained].tolist()
-        assert (batch["answer_keys"][0] != 0).sum() == 2 * len(numbers)
+        assert batch["sequences"][0][batch["labels"][0] != IGNORE_INDEX].unique().numel() == 2 * len(numbers)
         seen += numbers
     assert sorted(seen) == list(range(20)) and loader.n_samples < 20
 
@@ -166,8 +166,8 @@ def test_single_answers_and_their_mismatched_prompts(tokenizer, folder):
     for name, n_desirable, n_others in (("rated.jsonl", 2, 2), ("pairs.jsonl", 3, 3)):
         loader = build(tokenizer, AnswerDataLoader, [name], seq_len=128, batch=1, **in_order())
         (batch,) = loader
-        sides = [(batch["answer_keys"][0, :, side] != 0).sum() for side in range(2)]
-        assert sides == [n_desirable, n_others]
+        answers = batch["sequences"][0][batch["labels"][0] != IGNORE_INDEX].unique() % 2
+        assert [(answers == side).sum() for side in range(2)] == [n_desirable, n_others]
         n = n_desirable + n_others
         assert batch["n_mismatched"].tolist() == [n]
         assert (batch["mismatched_labels"] != IGNORE_INDEX).sum() == (batch["labels"] != IGNORE_INDEX).sum()
@@ -437,20 +437,23 @@ def test_prompts_and_reference_answers(tokenizer, folder):
     write_jsonl(folder / "data.jsonl", [*questions(2), {"question": "And then?"}])
     loader = build(tokenizer, PromptDataLoader, **in_order())
     first, second = loader
-    assert first["prompts"].shape == (2, int(first["prompt_lengths"].max()))
     texts = [f"Q: {row['question']}\nA:" for row in [*questions(2), {"question": "And then?"}]]
     expected = tokenizer.tokenize(texts, allow_special=True)
-    assert prompt_ids(first) + prompt_ids(second) == [*expected, []]
+    assert first["prompts"] + second["prompts"] == [*expected, []]
     assert second["documents"].tolist() == [[2], [NO_DOCUMENT]]
-    answers = [loader.answer(number) for number in [0, 1, 2, NO_DOCUMENT]]
-    assert answers == ["It is 0.", "It is 2.", None, None]
+    assert first["answers"] + second["answers"] == ["It is 0.", "It is 2.", None, None]
 
 
 def test_reference_answers_of_several_data_sets(tokenizer, folder):
     write_jsonl(folder / "data.jsonl", questions(3))
     write_jsonl(folder / "more.jsonl", [{"prompt": "Who?", "solution": 42}])
     loader = build(tokenizer, PromptDataLoader, ["data.jsonl", "more.jsonl"], **in_order())
-    assert loader.answer(2) == "It is 4." and loader.answer(3) == "42"
+    answers = {
+        number: answer
+        for batch in loader
+        for number, answer in zip(batch["documents"][:, 0].tolist(), batch["answers"], strict=True)
+    }
+    assert answers[2] == "It is 4." and answers[3] == "42"
     assert loader.sample_name(3) == "more.jsonl:1"
 
 
@@ -460,7 +463,7 @@ def test_too_long_prompts(tokenizer, folder):
     loader = build(tokenizer, PromptDataLoader, too_long="truncate_left", **in_order())
     (batch,) = loader
     whole = tokenizer.tokenize([f"Q: {'Who is it? ' * 20}\nA:"], allow_special=True)[0]
-    assert prompt_ids(batch)[0] == whole[-SEQ_LEN:]
+    assert batch["prompts"][0] == whole[-SEQ_LEN:]
 
 
 class RecordingSampler(ShuffleSampler):
@@ -567,7 +570,8 @@ class TestRealFiles:
         )
         assert loader.n_samples == 300
         for batch in loader:
-            for ids, number in zip(prompt_ids(batch), batch["documents"].flatten().tolist(), strict=True):
+            numbers = batch["documents"].flatten().tolist()
+            for ids, answer, number in zip(batch["prompts"], batch["answers"], numbers, strict=True):
                 if number != NO_DOCUMENT:
                     assert ids == reference(f"<s>[INST] {rows[number]['question']}[/INST]")
-                    assert loader.answer(number) == rows[number]["answer"]
+                    assert answer == rows[number]["answer"]

@@ -22,7 +22,6 @@ from torchtitan.components.data.finetuning.row_formats import (
     RowFormat,
     dataset_formats,
     find_format,
-    fits_dataset,
     function_format,
 )
 from torchtitan.components.data.sources.source import CHAT_DATASETS, ChatDataset, register_chat_dataset, resolve_source
@@ -549,8 +548,6 @@ def test_options_apply_to_matching_data_sets(monkeypatch):
     assert names(["x.jsonl", "plain", "mapped"], function) == ["as_question", "as_question", "prompt_response"]
     with raises("'mapped' is registered with a format"):
         names(["mapped"], function)
-    assert fits_dataset("y.jsonl", columns["y.jsonl"], "messages", {}, "sft")
-    assert not fits_dataset("y.jsonl", columns["y.jsonl"], "auto", mapping, "sft")
 
 
 @pytest.mark.parametrize(

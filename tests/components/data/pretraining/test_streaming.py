@@ -58,7 +58,7 @@ def build(
     name, tokenizer, *, batch=3, workers=0, shuffle=True, block=16, document_mask=True, text_column=None, **runtime
 ):
     config = PretrainDataLoader.Config(
-        dataset=name,
+        dataset=[name],
         text_column=text_column,
         shuffle=shuffle,
         shuffle_buffer=block,
@@ -102,7 +102,10 @@ def test_unshuffled_stream_equals_local_data(dataset, tokenizer, tmp_path, docum
     with (tmp_path / "local.jsonl").open("w") as file:
         file.writelines(json.dumps({"text": text}) + "\n" for text in TEXTS)
     config = PretrainDataLoader.Config(
-        dataset=str(tmp_path / "local.jsonl"), shuffle=False, document_mask=document_mask, cache_dir=str(tmp_path / "c")
+        dataset=[str(tmp_path / "local.jsonl")],
+        shuffle=False,
+        document_mask=document_mask,
+        cache_dir=str(tmp_path / "c"),
     )
     local = config.build(tokenizer=tokenizer, seq_len=SEQ_LEN, local_batch_size=3, epochs=1)
     stream = build(dataset, tokenizer, shuffle=False, document_mask=document_mask, epochs=1)
@@ -342,14 +345,14 @@ def test_validation_split(tmp_path, tokenizer):
         "streaming-test-splits",
         HubDataset(path=str(tmp_path / "data"), splits=("train", "validation"), text_column="body"),
     )
-    config = PretrainDataLoader.Config(dataset="streaming-test-splits").for_validation("")
+    config = PretrainDataLoader.Config(dataset=["streaming-test-splits"]).for_validation("")
     [batch] = config.build(tokenizer=tokenizer, seq_len=SEQ_LEN, local_batch_size=1, epochs=1)
     assert tokenizer.decode(batch["input"][0].tolist(), skip_special_tokens=True).startswith("validation text")
 
 
 def test_prepare_finds_wrong_options(tmp_path, one_file, tokenizer):
     def prepare(name, **fields):
-        PretrainDataLoader.Config(dataset=name, **fields).prepare(tokenizer=tokenizer)
+        PretrainDataLoader.Config(dataset=[name], **fields).prepare(tokenizer=tokenizer)
 
     prepare(one_file)
     with pytest.raises(UserError, match=f"dataset '{one_file}': no column 'body'; set --dataloader.text_column to"):
@@ -404,4 +407,4 @@ def test_error_without_network_names_the_dataset(tokenizer, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     message = r"^dataset 'c4' \(allenai/c4, en, split 'train'\) cannot be read: .*; check the network, or use a local "
     with pytest.raises(UserError, match=message):
-        PretrainDataLoader.Config(dataset="c4").prepare(tokenizer=tokenizer)
+        PretrainDataLoader.Config(dataset=["c4"]).prepare(tokenizer=tokenizer)

@@ -330,7 +330,7 @@ def test_loaders_can_check_all_blocks(tmp_path, tokenizer, monkeypatch, caplog):
     (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "word {i}"}}\n' for i in range(300)))
     options = {"cache_dir": str(tmp_path / "cache")}
     for config in (
-        PretrainDataLoader.Config(dataset=str(tmp_path / "a.jsonl"), **options),
+        PretrainDataLoader.Config(dataset=[str(tmp_path / "a.jsonl")], **options),
         SFTDataLoader.Config(dataset=[str(tmp_path / "a.jsonl")], **options),
     ):
         config.prepare(tokenizer=tokenizer)

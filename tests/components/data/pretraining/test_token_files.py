@@ -1,10 +1,12 @@
 """Token files of other programs: the same documents as in the arrays that wrote them."""
 
+import json
 import struct
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from tests.components.data.helpers import raises, take, with_positions, write_jsonl
 from torchtitan.components.data import PretrainDataLoader
@@ -44,8 +46,13 @@ def write_raw(path: Path, documents) -> str:
     return str(path)
 
 
+def opened(dataset, tokenizer):
+    [tokens] = PretrainDataLoader.Config(dataset=[dataset]).open(tokenizer)
+    return tokens
+
+
 def batches(dataset, tokenizer, tmp_path, **options):
-    config = PretrainDataLoader.Config(dataset=dataset, cache_dir=str(tmp_path / "cache"))
+    config = PretrainDataLoader.Config(dataset=[dataset], cache_dir=str(tmp_path / "cache"))
     loader = config.build(tokenizer=tokenizer, seq_len=33, local_batch_size=4, epochs=1, seed=2, **options)
     return loader, [with_positions(batch) for batch in take(loader)]
 
@@ -93,7 +100,7 @@ def test_windows_equal_those_of_the_arrays(name, documents, tokenizer, tmp_path)
 def test_delimiters_before_documents(documents, tokenizer, tmp_path):
     """llm.c's scripts write the delimiter before each document."""
     before = [[tokenizer.eos_id, *ids[:-1]] for ids in documents]
-    tokens = PretrainDataLoader.Config(dataset=write_llm_c(tmp_path / "a.bin", before)).open(tokenizer)
+    tokens = opened(write_llm_c(tmp_path / "a.bin", before), tokenizer)
     starts = np.cumsum([0, *(len(ids) for ids in before)])
     assert tokens.starts(0, tokens.n_tokens).tolist() == starts[:-1].tolist()
     assert tokens.starts(int(starts[3]) + 1, int(starts[5]) + 1).tolist() == [
@@ -110,21 +117,23 @@ def test_files_cut_within_documents(documents, tokenizer, tmp_path):
     assert before[cut] != tokenizer.eos_id
     write_llm_c(tmp_path / "1.bin", [before[:cut]])
     write_llm_c(tmp_path / "2.bin", [before[cut:]])
-    tokens = PretrainDataLoader.Config(dataset=str(tmp_path)).open(tokenizer)
+    tokens = opened(str(tmp_path), tokenizer)
     assert tokens.starts(0, tokens.n_tokens).tolist() == np.flatnonzero(before == tokenizer.eos_id).tolist()
 
 
 def test_counts_of_many_files_are_estimated(documents, tokenizer, tmp_path):
     for number in range(40):
         write_raw(tmp_path / f"{number}.npy", documents)
-    report = PretrainDataLoader.Config(dataset=str(tmp_path)).open(tokenizer).report()
+    report = opened(str(tmp_path), tokenizer).report()
     n_documents, n_tokens = 40 * len(documents), 40 * sum(map(len, documents))
     assert (report.format, report.kept, report.tokens) == ("text, about", n_documents, n_tokens)
     assert report.trained_tokens == n_tokens - n_documents
 
 
 def test_megatron_documents(documents, tokenizer, tmp_path):
-    tokens = PretrainDataLoader.Config(dataset=write_megatron(tmp_path / "a", documents, "uint16", 2)).open(tokenizer)
+    tokens = PretrainDataLoader.Config(dataset=[write_megatron(tmp_path / "a", documents, "uint16", 2)]).open(
+        tokenizer
+    )[0]
     starts = np.cumsum([0, *(len(ids) for ids in documents)])
     assert [tokens.document_at(int(start)) for start in starts[:-1]] == list(range(len(documents)))
     assert tokens.document_at(int(starts[7]) - 1) == 6
@@ -139,7 +148,7 @@ def test_file_written_by_datatrove(documents, tokenizer, tmp_path):
     for ids in documents:
         file.write(ids)
     file.close()
-    tokens = PretrainDataLoader.Config(dataset=str(tmp_path / "a.bin")).open(tokenizer)
+    tokens = opened(str(tmp_path / "a.bin"), tokenizer)
     starts = tokens.starts(0, tokens.n_tokens)
     assert [part.tolist() for part in np.split(tokens.tokens(0, tokens.n_tokens), starts[1:])] == documents
 
@@ -162,34 +171,34 @@ class TestErrors:
             size = file.stat().st_size
             file.write_bytes(file.read_bytes()[:-20])
             with pytest.raises(ValueError, match=rf"{file.name} ends at byte {size - 20:,}, but .* {size:,}"):
-                PretrainDataLoader.Config(dataset=dataset).open(tokenizer).tokens(0, 10)
+                opened(dataset, tokenizer).tokens(0, 10)
 
     def test_damaged_index(self, documents, tokenizer, tmp_path):
         dataset = write_megatron(tmp_path / "b", documents)
         index = tmp_path / "b.idx"
         index.write_bytes(index.read_bytes()[:-3])
         with raises("but its header announces"):
-            PretrainDataLoader.Config(dataset=dataset).open(tokenizer)
+            opened(dataset, tokenizer)
         index.write_bytes(b"something else")
         with raises("is not a Megatron index"):
-            PretrainDataLoader.Config(dataset=dataset).open(tokenizer)
+            opened(dataset, tokenizer)
 
     def test_other_tokenizer(self, documents, tokenizer, tmp_path):
         documents[60][1] = 60_000
         offset = 2 * (sum(map(len, documents[:60])) + 1)
         with raises(f"token 60000 at offset {offset:,} is outside the vocabulary"):
-            PretrainDataLoader.Config(dataset=write_raw(tmp_path / "a.bin", documents)).open(tokenizer)
+            opened(write_raw(tmp_path / "a.bin", documents), tokenizer)
 
     def test_odd_size_and_other_arrays(self, tokenizer, tmp_path):
         (tmp_path / "a.bin").write_bytes(b"abc")
         with raises("has 3 bytes, which are not whole tokens"):
-            PretrainDataLoader.Config(dataset=str(tmp_path / "a.bin")).open(tokenizer)
+            opened(str(tmp_path / "a.bin"), tokenizer)
         np.save(tmp_path / "b.npy", np.ones((2, 2)))
         with raises("not a row of token ids"):
-            PretrainDataLoader.Config(dataset=str(tmp_path / "b.npy")).open(tokenizer)
+            opened(str(tmp_path / "b.npy"), tokenizer)
         (tmp_path / "c.bin").touch()
         with raises("contains no tokens"):
-            PretrainDataLoader.Config(dataset=str(tmp_path / "c.bin")).open(tokenizer)
+            opened(str(tmp_path / "c.bin"), tokenizer)
 
 
 def test_no_dataset():
@@ -199,5 +208,63 @@ def test_no_dataset():
 def test_jsonl_next_to_token_files_is_text(tokenizer, tmp_path):
     write_jsonl(tmp_path / "a.jsonl", [{"text": "some text"}])
     (tmp_path / "model.bin").write_bytes(b"\0" * 4)
-    tokens = PretrainDataLoader.Config(dataset=str(tmp_path), cache_dir=str(tmp_path / "cache")).open(tokenizer)
+    tokens = PretrainDataLoader.Config(dataset=[str(tmp_path)], cache_dir=str(tmp_path / "cache")).open(tokenizer)[0]
     assert tokens.n_documents == 1
+
+
+def write_litdata(folder: Path, documents, dtype="uint16", per_chunk=13, **config) -> str:
+    """Write chunks and index by litdata's layout: number of items, their offsets, and their values."""
+    folder.mkdir(exist_ok=True)
+    chunks = []
+    for number, first in enumerate(range(0, len(documents), per_chunk)):
+        items = documents[first : first + per_chunk]
+        values = [np.array(ids, dtype).tobytes() for ids in items]
+        offsets = np.cumsum([4 * (len(items) + 2), *map(len, values)]).astype(np.uint32)
+        name = f"chunk-0-{number}.bin"
+        (folder / name).write_bytes(np.uint32(len(items)).tobytes() + offsets.tobytes() + b"".join(values))
+        chunks.append({"filename": name, "chunk_size": len(items), "dim": sum(map(len, items))})
+    config = {"data_format": ["no_header_tensor:16"], "compression": None, **config}
+    (folder / "index.json").write_text(json.dumps({"chunks": chunks, "config": config}))
+    return str(folder)
+
+
+def split_documents(tokens) -> list[list[int]]:
+    starts = tokens.starts(0, tokens.n_tokens)
+    return [part.tolist() for part in np.split(tokens.tokens(0, tokens.n_tokens), starts[1:])]
+
+
+class TestLitdata:
+    def test_documents(self, documents, tokenizer, tmp_path):
+        for dtype in ("uint16", "int32", "int64"):
+            tokens = opened(write_litdata(tmp_path / dtype, documents, dtype), tokenizer)
+            assert split_documents(tokens) == documents
+            assert tokens.describe(14, 14) == "chunk-0-1.bin, document 2"
+
+    def test_files_written_by_litdata(self, documents, tokenizer, tmp_path):
+        cache = pytest.importorskip("litdata.streaming.cache", reason="needs litdata")
+        loader = pytest.importorskip("litdata.streaming.item_loader")
+        for name, convert in {"arrays": np.uint16, "tensors": torch.int32}.items():
+            writer = cache.Cache(str(tmp_path / name), chunk_bytes=400, item_loader=loader.TokensLoader(8))
+            for index, ids in enumerate(documents):
+                writer[index] = np.array(ids, convert) if name == "arrays" else torch.tensor(ids, dtype=convert)
+            writer.done()
+            writer.merge()
+            assert len(find_token_files(str(tmp_path / name))) > 3
+            assert split_documents(opened(str(tmp_path / name), tokenizer)) == documents
+
+    def test_refused(self, documents, tokenizer, tmp_path):
+        with raises("holds litdata's items of type str int, not uncompressed tokens"):
+            opened(write_litdata(tmp_path / "text", documents, data_format=["str", "int"]), tokenizer)
+        with raises("items of type no_header_tensor:16 zstd, not uncompressed tokens"):
+            opened(write_litdata(tmp_path / "compressed", documents, compression="zstd"), tokenizer)
+        (tmp_path / "index.json").write_text(json.dumps({"version": 2, "shards": [{"format": "mds"}]}))
+        with raises(f"{tmp_path} is in MDS, whose library needs NumPy below 2.2"):
+            opened(str(tmp_path), tokenizer)
+        folder = Path(write_litdata(tmp_path / "short", documents))
+        chunk = folder / "chunk-0-2.bin"
+        chunk.write_bytes(chunk.read_bytes()[:-3])
+        with raises(f"{chunk} ends at byte {chunk.stat().st_size:,}, which does not fit"):
+            opened(str(folder), tokenizer)
+        chunk.unlink()
+        with raises(f"{chunk} cannot be read"):
+            opened(str(folder), tokenizer)

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from torchtitan.components.data.pretraining.windows import count_windows, pack, padding_sample, permute
+from torchtitan.components.data.pretraining.order import permute
+from torchtitan.components.data.pretraining.windows import count_windows, pack, padding_sample
 from torchtitan.components.loss import IGNORE_INDEX
 
 

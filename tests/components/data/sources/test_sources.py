@@ -151,14 +151,14 @@ def test_broken_link_is_an_error(tmp_path):
     gone = tmp_path / "gone.txt"
     gone.symlink_to("/no/where")
     for dataset in (tmp_path, tmp_path / "*.txt", tmp_path / "**" / "*"):
-        with raises(f"{gone} is a link to /no/where, which does not exist; fix or remove the link"):
+        with raises(f"{gone} is a link to '/no/where', which does not exist; fix or remove it"):
             documents_at(dataset)
     gone.unlink()
     gone.symlink_to(gone.name)
-    with raises(f"{gone} is a link to gone.txt, which does not exist"):
+    with raises(f"{gone} cannot be read: Too many levels of symbolic links"):
         documents_at(tmp_path)
     gone.rename(tmp_path / "folder")  # the target may have been a folder
-    with raises(f"{tmp_path / 'folder'} is a link to gone.txt, which does not exist"):
+    with raises(f"{tmp_path / 'folder'} is a link to 'gone.txt', which does not exist"):
         documents_at(tmp_path)
     (tmp_path / "folder").rename(tmp_path / ".hidden")
     assert documents_at(tmp_path) == ["a"]
@@ -292,7 +292,7 @@ def test_unknown_name_lists_registered_names(tmp_path, monkeypatch):
 
 def test_paths_without_data(tmp_path):
     (tmp_path / "a.docx").write_text("a")
-    with raises("the file format is not supported; use one of: txt, md, jsonl, json, csv, parquet, each also as .gz"):
+    with raises("the file format is not supported; use one of: txt, md, jsonl, json, csv, parquet, tar, each also as"):
         documents_at(tmp_path / "a.docx")
     with raises(f"the folder '{tmp_path}' contains no data files (txt, md, jsonl,"):
         documents_at(tmp_path)
@@ -392,7 +392,6 @@ def test_nul_characters_are_errors(tmp_path, kind):
     ("name", "content"),
     [
         ("a.jsonl", '{"text": "a"}\n{"text": "%s"}'),
-        ("a.json", '[{"text": "a"},\n{"text": "%s"}]'),
         ("a.csv", 'text\n"%s"'),
         ("b.csv", 'text,"\n%s'),  # the quote is never closed
     ],

@@ -83,7 +83,8 @@ class ChatEncoder:
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, train_on: TrainOn):
         self._tokenizer, self._template, self._train_on = tokenizer, template, train_on
         self._special_ids = tokenizer.special_ids
-        self._special_finder = _SpecialTokenFinder([tokenizer.decode([token_id]) for token_id in self._special_ids])
+        special = sorted((tokenizer.decode([token_id]) for token_id in self._special_ids), key=len, reverse=True)
+        self._special = re.compile("|".join(re.escape(token) for token in special if token) or "(?!)")
         self._end_ids = {tokenizer.eos_id, template.end_of_turn_id(tokenizer) if template else None} - {None}
         self._reported = self._warned = False
 
@@ -156,7 +157,7 @@ class ChatEncoder:
         texts = [result.text for result in results if isinstance(result, Rendered)]
         encoded = iter(self._tokenizer.tokenize_with_offsets(texts, allow_special=True) if texts else [])
         return [
-            self._masked(result, *next(encoded), self._special_finder.count(conversation))
+            self._masked(result, *next(encoded), self._count_special(conversation))
             if isinstance(result, Rendered)
             else result
             for conversation, result in zip(conversations, results, strict=True)
@@ -189,6 +190,11 @@ class ChatEncoder:
                 stop = tokens.end_of_turn(positions) if turn.trained else positions.stop
             trained[positions.start : stop] = turn.trained
         return EncodedSample(np.array(ids, dtype=np.int64), self._without_bos(ids, trained), n_special_in_text)
+
+    def _count_special(self, conversation: Conversation) -> int:
+        """Count the special tokens that are written in the text of a conversation."""
+        texts = chain(_texts(conversation.messages), _texts(conversation.tools))
+        return sum(1 for text in texts for _ in self._special.finditer(text))
 
     def _end_of_marked(self, tokens: "_Tokens", turn: range) -> int:
         """Return the position after a turn and its end token, marked or not."""
@@ -247,21 +253,6 @@ class _Tokens:
             if self._text[self._starts[position] : self._ends[position]].strip():
                 break
         return turn.stop
-
-
-class _SpecialTokenFinder:
-    """Counts special tokens written in the text of conversations."""
-
-    def __init__(self, tokens: Sequence[str]):
-        self._tokens = frozenset(tokens)
-        self._lengths = sorted({len(token) for token in self._tokens})
-        first = "".join(sorted({re.escape(token[0]) for token in self._tokens if token}))
-        self._candidate = re.compile(f"[{first}]" if first else "(?!)")
-
-    def count(self, conversation: Conversation) -> int:
-        texts = chain(_texts(conversation.messages), _texts(conversation.tools))
-        places = ((text, found.start()) for text in texts for found in self._candidate.finditer(text))
-        return sum(any(text[i : i + length] in self._tokens for length in self._lengths) for text, i in places)
 
 
 def _texts(value: Any) -> Iterator[str]:

@@ -1,17 +1,14 @@
 """User functions that convert rows to a known format: loading by name, and fingerprints of their code."""
 
-import copyreg
 import hashlib
 import importlib
 import importlib.util
 import inspect
-import json
-import pickle
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import ModuleType
 from typing import Any
 
 from torchtitan.components.data.sources.source import RowFunction
@@ -77,85 +74,21 @@ def _import_module(name: str, reference: str) -> ModuleType:
 
 def function_fingerprint(function: Callable[..., Any]) -> str:
     """Return a digest of a function. It covers the function's file (or its code and globals if there is no file, as in
-    a notebook), its defaults and closure, and recursively all functions among these, such as one wrapped by a
-    decorator.
+    a notebook), its defaults and closure, and all functions among these, such as one wrapped by a decorator.
 
     The current values are used. Modules imported by the file are not included. Raise `UserError` if the function is not
-    written in Python, or has a value that cannot be fingerprinted."""
+    written in Python."""
     if not inspect.isfunction(function):
         raise UserError(f"{function!r} is not a function written in Python; wrap it in one")
-    parts = _Description(function.__qualname__).encode(function)
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+    from datasets.fingerprint import Hasher  # deferred: takes seconds
 
-
-class _Description:
-    """JSON-serializable descriptions of values, equal for equal values in all processes."""
-
-    def __init__(self, name: str):
-        self._name = name
-        self._seen: dict[int, int] = {}
-        self._parts: list[Any] = []  # kept alive, so that their ids are not reused
-
-    def encode(self, value: Any) -> Any:
-        """Describe a value; return a number if the value was already described or contains itself."""
-        if value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
-            return repr(value)
-        if id(value) in self._seen:
-            return self._seen[id(value)]
-        self._seen[id(value)] = len(self._seen)
-        if inspect.isfunction(value):
-            return ["function", value.__qualname__, *self._function(value)]
-        if isinstance(value, CodeType):
-            constants = [self.encode(item) for item in value.co_consts]
-            return [value.co_code.hex(), value.co_names, value.co_varnames, constants]
-        if isinstance(value, ModuleType):
-            return ["module", value.__name__]
-        if isinstance(value, type):
-            return ["class", value.__qualname__, *self._class(value)]
-        if isinstance(value, Mapping):
-            return [type(value).__name__, [[self.encode(key), self.encode(item)] for key, item in value.items()]]
-        if isinstance(value, (list, tuple)):
-            return [type(value).__name__, [self.encode(item) for item in value]]
-        if isinstance(value, (set, frozenset)):
-            return ["set", sorted(json.dumps(self.encode(item)) for item in value)]
-        return ["object", self._reduced(value)]
-
-    def _function(self, function: Any) -> Iterator[Any]:
-        file = Path(function.__code__.co_filename)
-        if file.is_file():
-            yield hashlib.sha256(file.read_bytes()).hexdigest()
-        else:
-            yield self.encode(function.__code__)
-            names = sorted(_names(function.__code__) & function.__globals__.keys())
-            yield [[name, self.encode(function.__globals__[name])] for name in names]
-        yield [self.encode(cell.cell_contents) for cell in function.__closure__ or ()]
-        yield [self.encode(function.__defaults__), self.encode(function.__kwdefaults__)]
-        yield self.encode(getattr(function, "__wrapped__", None))
-
-    def _class(self, kind: type) -> Iterator[Any]:
-        file = getattr(sys.modules.get(kind.__module__), "__file__", None)
-        if file and Path(file).suffix == ".py":
-            yield hashlib.sha256(Path(file).read_bytes()).hexdigest()
-        else:  # defined in a notebook, for example
-            yield [[name, self.encode(item)] for name, item in vars(kind).items() if inspect.isfunction(item)]
-
-    def _reduced(self, value: Any) -> Any:
-        """Describe the pickled value, regardless of the order of sets."""
-        try:
-            registered = copyreg.dispatch_table.get(type(value))
-            reduced = registered(value) if registered else value.__reduce_ex__(pickle.DEFAULT_PROTOCOL)
-        except Exception as error:  # pickling may run any code of a class
-            raise UserError(
-                f"the function {self._name} uses a {type(value).__name__}, which cannot be fingerprinted for the cache "
-                f"({error}); create it inside the function, or in a module that the function imports"
-            ) from None
-        if isinstance(reduced, str):
-            return reduced
-        parts = [list(part) if isinstance(part, Iterator) else part for part in reduced]
-        self._parts += [reduced, parts]
-        return [self.encode(part) for part in parts]
-
-
-def _names(code: CodeType) -> set[str]:
-    inner = (_names(constant) for constant in code.co_consts if isinstance(constant, CodeType))
-    return set(code.co_names).union(*inner)
+    functions: list[Any] = [function]
+    parts = []
+    for found in functions:
+        file = Path(found.__code__.co_filename)
+        parts.append(hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else Hasher.hash(found))
+        values = [cell.cell_contents for cell in found.__closure__ or ()]
+        values += [found.__defaults__, found.__kwdefaults__, getattr(found, "__wrapped__", None)]
+        functions += [value for value in values if inspect.isfunction(value) and value not in functions]
+        parts.append(Hasher.hash([None if inspect.isfunction(value) else value for value in values]))
+    return hashlib.sha256(" ".join(parts).encode()).hexdigest()

@@ -5,6 +5,7 @@ import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -12,11 +13,11 @@ import torch
 
 from torchtitan.components.chat_template import ChatTemplate, resolve_chat_template
 from torchtitan.components.data.base import NO_DOCUMENT, Batch, TokenizingDataLoader, can_resume_position
-from torchtitan.components.data.disk_cache import digest_of
+from torchtitan.components.data.disk_cache import data_digest, digest_of
 from torchtitan.components.data.finetuning.chat_encoding import ChatEncoder, RowEncoder
 from torchtitan.components.data.finetuning.columns import parse_columns
 from torchtitan.components.data.finetuning.filters import FilterConfig, Policy
-from torchtitan.components.data.finetuning.row_formats import Kind, RowFormat, dataset_formats, fits_dataset
+from torchtitan.components.data.finetuning.row_formats import Kind, RowFormat, dataset_formats
 from torchtitan.components.data.finetuning.sample_cache import SampleCache, first_columns, open_sample_cache
 from torchtitan.components.data.finetuning.samples import (
     LengthFilteredDataset,
@@ -130,9 +131,10 @@ class PlannedDataLoader(TokenizingDataLoader):
 
         def identity(self) -> dict[str, Any]:
             """Return the loader's class, the content of its datasets, and the options for reading rows."""
+            digest = partial(data_digest, self._source, self.cache_dir)
             options = ("split", "format", "columns", "chat_template")
             return TokenizingDataLoader.Config.identity(self) | {
-                "dataloader.dataset": dataset_identity(self.dataset, self._source, CHAT_DATASETS, self.cache_dir),
+                "dataloader.dataset": dataset_identity(self.dataset, digest, CHAT_DATASETS),
                 **{f"dataloader.{name}": getattr(self, name) for name in options},
             }
 
@@ -147,16 +149,13 @@ class PlannedDataLoader(TokenizingDataLoader):
             split = "validation" if "validation" in splits else splits[0]
             in_order = ShuffleSampler.Config(shuffle=False)
             config = dataclasses.replace(self, dataset=chosen, split=split, sampler=in_order, num_workers=0)
-            return config if config._fits_rows() else dataclasses.replace(config, format=AUTO, columns=[])
-
-        def _fits_rows(self) -> bool:
             if self.format == AUTO and not self.columns:
-                return True
-            mapping = parse_columns(self.columns)
-            return any(
-                fits_dataset(dataset, first_columns(self._source(dataset)), self.format, mapping, self._loader.kind)
-                for dataset in self.dataset
-            )
+                return config
+            try:
+                config.rows()
+            except UserError:
+                return dataclasses.replace(config, format=AUTO, columns=[])
+            return config
 
         @property
         def _loader(self) -> "type[PlannedDataLoader]":

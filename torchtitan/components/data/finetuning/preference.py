@@ -1,6 +1,5 @@
 """Data loaders for preference methods: a chosen and a rejected answer to one prompt, or single answers with labels."""
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -46,11 +45,9 @@ class PreferenceDataLoader(PlannedDataLoader):
 
     A window has W = 2 `seq_len` positions and holds one or more pairs, so each sequence, the prompt with one of the
     answers, may take `seq_len` positions. A batch has `input`, `labels` (on the assistant's turns of the answers) and
-    `attention` as in SFT, each sequence being a document, and
-
-    - `sequences` (B, W): number of each position's sequence in its row, 2 i for the chosen answer of the i-th pair and
-      2 i + 1 for the rejected one. Padding has no labels, so its number, 0, does not matter.
-    - `answer_keys` (B, W, 2): a hash of the tokens and labels of each answer, 0 without one.
+    `attention` as in SFT, each sequence being a document, and `sequences` (B, W): a position's number of its sequence,
+    2 i for the chosen answer of the i-th pair and 2 i + 1 for the rejected one. Padding has no labels, so its number,
+    0, does not matter.
 
     `too_long` applies to pairs with a side longer than `seq_len` positions. `truncate_left` removes the same number of
     tokens from both sides, and drops pairs if an answer alone is too long.
@@ -134,10 +131,6 @@ class RewardDataLoader(PreferenceDataLoader):
     """Pairs for reward models, with `ends` (B, W), the positions of the last tokens of the first answers, chosen and
     rejected in turn, and 0 for others; and `margins` (B, W), of the pair at its chosen answer's place."""
 
-    @dataclass(kw_only=True, slots=True)
-    class Config(PreferenceDataLoader.Config):
-        """Preference data with margins."""
-
     encoder_class = RewardEncoder
     token_tensors = ("input", "ends", "margins")
 
@@ -153,27 +146,19 @@ class RewardDataLoader(PreferenceDataLoader):
 
 
 def pack_pairs(window: Sequence[EncodedRow], n_positions: int) -> dict[str, np.ndarray]:
-    """Pack the answers of all pairs as by `pack_samples`, and add `sequences` and `answer_keys`; see the loader."""
+    """Pack the answers of all pairs as by `pack_samples`, and add `sequences`; see the loader."""
     parts = enumerate(part for row in window for part in row.parts)
     present = {number: part for number, part in parts if len(part.ids)}
     packed = pack_samples(list(present.values()), n_positions)
     numbers = np.array([*present, 0])  # the last is of padding
-    keys = np.zeros(n_positions * len(SIDES), np.int64)
-    keys[numbers[:-1]] = [_answer_key(part) for part in present.values()]
-    sequences = numbers[np.cumsum(packed["positions"] == 0) - 1]
-    return {**packed, "sequences": sequences, "answer_keys": keys.reshape(n_positions, len(SIDES))}
+    return {**packed, "sequences": numbers[np.cumsum(packed["positions"] == 0) - 1]}
 
 
 def sum_answers(values_BW: torch.Tensor, sequences_BW: torch.Tensor) -> torch.Tensor:
-    """Return the sums of values over the positions of each answer, (B, W, 2) as `answer_keys`; see the loader."""
+    """Return the sums of values over the positions of each answer, (B, W, 2), with the i-th pair at [:, i]."""
     n_windows, width = values_BW.shape
     zeros = values_BW.new_zeros(n_windows, width * len(SIDES))
     return zeros.scatter_add(1, sequences_BW, values_BW).view(n_windows, width, len(SIDES))
-
-
-def _answer_key(part: EncodedSample) -> int:
-    content = part.ids.astype(np.int64).tobytes() + part.trained.tobytes()
-    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little", signed=True)
 
 
 def _mismatched(window: Sequence[EncodedRow], seq_len: int) -> list[EncodedSample]:

@@ -163,38 +163,27 @@ def dataset_formats(
     `format` (other than "auto") and `mapping` apply to all datasets that they fit and override the registration. Other
     datasets use the registered or detected format. A function fits all datasets registered without a format. Raise
     `UserError` like `find_format`, and if `format` and `mapping` fit no dataset."""
+    datasets_columns = list(zip(datasets, columns, strict=True))
     if format == AUTO and not mapping:
-        return [_default_format(dataset, names, kind) for dataset, names in zip(datasets, columns, strict=True)]
-    formats: list[RowFormat | None] = []
-    errors = []
-    for dataset, names in zip(datasets, columns, strict=True):
+        return [_default_format(dataset, names, kind) for dataset, names in datasets_columns]
+    requested: list[RowFormat | UserError] = []
+    for dataset, names in datasets_columns:
+        registered = CHAT_DATASETS.registered.get(dataset)
         try:
-            formats.append(_requested_format(dataset, names, format, mapping, kind))
+            if ":" in format and registered is not None and registered.has_format():
+                raise UserError(
+                    f"--dataloader.format {format!r} cannot be used: {dataset!r} is registered with a format"
+                )
+            requested.append(find_format(names, format, mapping, kind))
         except UserError as error:
-            errors.append(error)
-            formats.append(None)
-    if not any(formats):
+            requested.append(error)
+    errors = [found for found in requested if isinstance(found, UserError)]
+    if errors and len(errors) == len(requested):
         raise errors[0]
-    combined = zip(datasets, columns, formats, strict=True)
-    return [requested or _default_format(dataset, names, kind) for dataset, names, requested in combined]
-
-
-def fits_dataset(dataset: str, columns: Sequence[str], format: str, mapping: Mapping[str, str], kind: Kind) -> bool:
-    """Return whether `format` and `mapping` fit a dataset; see `dataset_formats`."""
-    try:
-        _requested_format(dataset, columns, format, mapping, kind)
-    except UserError:
-        return False
-    return True
-
-
-def _requested_format(
-    dataset: str, columns: Sequence[str], format: str, mapping: Mapping[str, str], kind: Kind
-) -> RowFormat:
-    registered = CHAT_DATASETS.registered.get(dataset)
-    if ":" in format and registered is not None and registered.has_format():
-        raise UserError(f"--dataloader.format {format!r} cannot be used: {dataset!r} is registered with a format")
-    return find_format(columns, format, mapping, kind)
+    return [
+        _default_format(dataset, names, kind) if isinstance(found, UserError) else found
+        for (dataset, names), found in zip(datasets_columns, requested, strict=True)
+    ]
 
 
 def _default_format(dataset: str, columns: Sequence[str], kind: Kind) -> RowFormat:

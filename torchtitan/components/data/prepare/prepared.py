@@ -19,7 +19,6 @@ from torchtitan.components.data.disk_cache import (
     bytes_digest,
     check_blocks,
     check_digest,
-    data_identity,
     digest_of,
     evenly_spaced,
     map_array,
@@ -32,8 +31,9 @@ from torchtitan.components.data.prepare.merge import INDEX_ROWS, UNIQUE
 from torchtitan.components.data.prepare.parts import MANIFEST, PLAN, has_file, read
 from torchtitan.components.data.pretraining.tokens import ArrayTokens, JoinedTokens
 from torchtitan.components.data.report import Report
+from torchtitan.components.data.sources.block_cache import BlockCache
 from torchtitan.components.data.sources.paths import location
-from torchtitan.components.data.sources.source import CHAT_DATASETS, Catalog, Source, StreamSource
+from torchtitan.components.data.sources.source import CHAT_DATASETS, Catalog
 from torchtitan.components.data.sources.stored import with_patience
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError
@@ -89,18 +89,18 @@ class PreparedTokens(JoinedTokens):
     Args:
         prepared: the manifest.
         split: split to read.
-        index_folder: local folder for a copy of an index in a store.
+        blocks: cache of blocks of data in a store; its folder also holds a copy of the index.
         verify: verify all checksums instead of a sample of 16 parts.
     """
 
-    def __init__(self, prepared: Prepared, split: str, index_folder: LocalFolder, *, verify: bool = False):
-        self._prepared, self._arguments = prepared, (prepared, split, index_folder)
+    def __init__(self, prepared: Prepared, split: str, blocks: BlockCache, *, verify: bool = False):
+        self._prepared, self._arguments = prepared, (prepared, split, blocks)
         entry, folder, name = prepared.splits[split], prepared.folder, f"{split}.index"
         self.is_remote = not isinstance(folder, LocalFolder)
         with readable(prepared.folder):
             shape = (INDEX_ROWS, int(entry["parts"]))
             if not isinstance(folder, LocalFolder):
-                digest = check_digest(entry["digest"])
+                digest, index_folder = check_digest(entry["digest"]), LocalFolder(blocks.root / "indexes")
                 if not index_folder.has_file(f"{digest}.index"):
                     _copy_index(folder, name, digest, index_folder)
                 folder, name = index_folder, f"{digest}.index"
@@ -110,7 +110,11 @@ class PreparedTokens(JoinedTokens):
             for number in range(shape[1]) if verify else evenly_spaced(shape[1], SAMPLED_BLOCKS):
                 _check_part(prepared.folder, split, index[:, number], verify)
         super().__init__(
-            f"{prepared.digest}-{split}", index[0], index[1], entry["tokens"], partial(_open, prepared, split, index)
+            f"{prepared.digest}-{split}",
+            index[0],
+            index[1],
+            entry["tokens"],
+            partial(_open, prepared, split, index, blocks),
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -165,7 +169,7 @@ def _check_part(folder: Folder, split: str, row: Array, verify: bool) -> None:
         with_patience(f"verifying {part}", lambda: check_blocks(part, verify))
 
 
-def _open(prepared: Prepared, split: str, index: Array, number: int) -> ArrayTokens:
+def _open(prepared: Prepared, split: str, index: Array, blocks: BlockCache, number: int) -> ArrayTokens:
     """Open a part of the index by its place in it."""
     folder = _part_folder(prepared.folder, split, index[:, number])
     with readable(folder):
@@ -177,28 +181,35 @@ def _open(prepared: Prepared, split: str, index: Array, number: int) -> ArrayTok
             tokens = map_array(folder.path / "tokens.bin", meta["dtype"], meta["n_tokens"])
             offsets = map_array(folder.path / "offsets.bin", "int64", n_documents + 1)
         else:
-            tokens = _StoredArray(folder, "tokens.bin", np.dtype(meta["dtype"]), meta["n_tokens"])
-            offsets = np.frombuffer(read(folder, "offsets.bin"), np.int64)
+            version = f"{prepared.digest} {folder}"
+            tokens = _StoredArray(folder, "tokens.bin", np.dtype(meta["dtype"]), meta["n_tokens"], version, blocks)
+            offsets = _StoredArray(folder, "offsets.bin", np.dtype("int64"), n_documents + 1, version, blocks)[:]
         return ArrayTokens(str(number), tokens, offsets, meta["names"], [n_documents])
 
 
 class _StoredArray:
-    """An array in a store, of which slices are read."""
+    """An array in a store, of which slices are read. `version` names the folder's content in the cache."""
 
-    def __init__(self, folder: Folder, name: str, dtype: "np.dtype[Any]", length: int):
+    def __init__(
+        self, folder: Folder, name: str, dtype: "np.dtype[Any]", length: int, version: str, blocks: BlockCache
+    ):
         self._folder, self._name, self._dtype, self._length = folder, name, dtype, length
+        self._version, self._blocks = version, blocks
 
     def __len__(self) -> int:
         return self._length
 
     def __getitem__(self, span: slice) -> Array:
         start, stop, _ = (index * self._dtype.itemsize for index in span.indices(self._length))
-        folder, name = self._folder, self._name
-        what = f"reading {folder}/{name} at offset {start:,}"
-        content = with_patience(what, lambda: folder.read_range(name, start, stop))
+        return np.frombuffer(self._blocks.read(f"{self._version}/{self._name}", start, stop, self._fetch), self._dtype)
+
+    def _fetch(self, start: int, stop: int) -> bytes:
+        stop = min(stop, self._length * self._dtype.itemsize)
+        what = f"reading {self._folder}/{self._name} at offset {start:,}"
+        content = with_patience(what, lambda: self._folder.read_range(self._name, start, stop))
         if len(content) != stop - start:
             raise UserError(f"{what}: the file ends after {len(content):,} bytes; copy or prepare the data again")
-        return np.frombuffer(content, self._dtype)
+        return content
 
 
 def splits_of(dataset: str, catalog: Catalog[Any]) -> tuple[str, ...]:
@@ -207,15 +218,10 @@ def splits_of(dataset: str, catalog: Catalog[Any]) -> tuple[str, ...]:
     return tuple(found.splits) if found else catalog.splits(dataset)
 
 
-def dataset_identity(
-    datasets: Sequence[str], resolve: Callable[[str], Source | StreamSource], catalog: Catalog[Any], cache_dir: str
-) -> dict[str, str]:
-    """Return the identity of datasets, which may be preparations; see `data_identity`."""
-    found = [find_prepared(dataset, catalog) for dataset in datasets]
-    raw = [dataset for dataset, prepared in zip(datasets, found, strict=True) if prepared is None]
-    identity = data_identity(raw, resolve, cache_dir)
-    if len(raw) == len(datasets):
-        return identity
-    digests = [prepared.digest for prepared in found if prepared]
-    digest = digest_of([digests, identity["digest"]]) if identity["digest"] or not raw else ""
-    return identify_content(", ".join(map(location, datasets)), digest)
+def dataset_identity(datasets: Sequence[str], digest: Callable[[str], str], catalog: Catalog[Any]) -> dict[str, str]:
+    """Return the identity of datasets for the run's identity: their content, or their names if the content of one is
+    unknown. `digest` returns the digest of data that is not prepared."""
+    prepared = [find_prepared(dataset, catalog) for dataset in datasets]
+    digests = [of.digest if of else digest(name) for name, of in zip(datasets, prepared, strict=True)]
+    joined = digests[0] if len(digests) == 1 else digest_of(digests)
+    return identify_content(", ".join(map(location, datasets)), joined if all(digests) else "")

@@ -16,8 +16,9 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from torchtitan.components.data.base import Batch, Layout
 from torchtitan.components.data.plan.sampler import Array
+from torchtitan.components.data.pretraining.order import permute
 from torchtitan.components.data.pretraining.token_cache import document_wrapping
-from torchtitan.components.data.pretraining.windows import BatchIterator, Sample, collate, pack, padding_sample, permute
+from torchtitan.components.data.pretraining.windows import BatchIterator, Sample, collate, pack, padding_sample
 from torchtitan.components.data.sources.rows import check_text
 from torchtitan.components.data.sources.source import StreamSource
 from torchtitan.components.data.workers import Workers

@@ -1,14 +1,16 @@
-"""Token files of other programs, read as they are: Megatron's `.bin` with `.idx`, llm.c's and nanoGPT's `.bin`, and
-OLMo's `.npy`.
+"""Token files of other programs, read as they are: Megatron's `.bin` with `.idx`, litdata's folders of chunks, llm.c's
+and nanoGPT's `.bin`, and OLMo's `.npy`.
 
-Megatron's index has the document boundaries. The other formats mark them by the EOS token, before or after a document.
+Megatron's and litdata's files have an index of documents. The other formats mark documents by the EOS token, before or
+after each.
 """
 
 import glob
 import itertools
+import json
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -48,18 +50,24 @@ class TokenFile:
     n_tokens: int
     delimiter: int
     """Token that marks document boundaries, unless there is an index."""
-    index: Path | None = None
+    n_documents: int = 0
+    """Number of documents in the index."""
+    read_offsets: "Callable[[TokenFile], Array] | None" = None
+    """Returns the first token of each document in the index, and the number of tokens, (n_documents + 1,)."""
 
     def map(self) -> np.ndarray:
         return np.asarray(np.memmap(self.path, self.dtype, "r", self.start, (self.n_tokens,)))
 
 
-def find_token_files(dataset: str) -> list[Path]:
-    """Return the token files at a path: a file, Megatron's path without `.bin`, a folder without other data, or a glob
-    pattern; sorted. Empty if there are none."""
-    if not dataset:
+def find_token_files(dataset: str, names: Sequence[str] = ()) -> list[Path]:
+    """Return the token files at a path: a file, Megatron's path without `.bin`, litdata's folder, a folder without
+    other data, or a glob pattern; sorted. Empty if there are none, or the dataset is one of `names`. Raise `UserError`
+    for a folder of MDS or of other items than tokens."""
+    if not dataset or dataset in names:
         return []
     path = Path(os.path.expanduser(dataset))
+    if chunks := _litdata_chunks(path):
+        return [path / name for name in chunks]
     if path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.is_file())
         return [] if any(map(file_format, files)) else [file for file in files if file.suffix in _SUFFIXES]
@@ -74,15 +82,17 @@ def find_token_files(dataset: str) -> list[Path]:
 
 def open_token_files(paths: Sequence[Path], tokenizer: Tokenizer) -> Tokens:
     """Open token files as one stream. Raise `UserError` for a damaged file, or token ids outside the vocabulary."""
-    files = [file for file in (_inspect(path, tokenizer) for path in paths) if file.n_tokens]
+    chunks = {folder: _litdata_chunks(folder) for folder in {path.parent for path in paths}}
+    inspected = [_inspect(path, tokenizer, chunks[path.parent].get(path.name)) for path in paths]
+    files = [file for file in inspected if file.n_tokens]
     if sum(file.n_tokens for file in files) < 2:
         raise UserError(f"{paths[0]} contains no tokens to train on")
     for file in files:
         _check_ids(file, tokenizer.vocab_size)
     first = np.cumsum([0, *(file.n_tokens for file in files)])
-    documents = [0, *itertools.accumulate(_n_numbers(file) for file in files)]
+    documents = [0, *itertools.accumulate(file.n_documents or file.n_tokens for file in files)]
     # A later file may begin in the middle of a document, so the first one shows where the delimiters are.
-    delimited = [file for file in files if not file.index]
+    delimited = [file for file in files if not file.read_offsets]
     delimiter_first = bool(delimited) and bool(delimited[0].map()[0] == delimited[0].delimiter)
     open_file = partial(_open, files, delimiter_first)
     return JoinedTokens(files_digest(paths), first[:-1], np.array(documents[:-1]), int(first[-1]), open_file)
@@ -101,18 +111,21 @@ def files_digest(paths: Sequence[Path]) -> str:
     return digest_of(blocks)
 
 
-def _inspect(path: Path, tokenizer: Tokenizer) -> TokenFile:
+def _inspect(path: Path, tokenizer: Tokenizer, chunk: Mapping[str, Any] | None) -> TokenFile:
+    """Open a file; `chunk` is its entry in litdata's index."""
     eos = -1 if tokenizer.eos_id is None else tokenizer.eos_id
     try:
         size = path.stat().st_size
+        if chunk is not None:
+            return _inspect_chunk(path, size, chunk["chunk_size"], chunk["dim"])
         with path.open("rb") as file:
             head = file.read(_LLM_C_HEADER)
             index = path.with_suffix(".idx")
             if path.suffix == ".bin" and index.is_file():
-                dtype = _MEGATRON_TYPES.get(_megatron_header(index)[0], "")
-                if not dtype:
+                code, _, n_entries = _megatron_header(index)
+                if not (dtype := _MEGATRON_TYPES.get(code, "")):
                     raise UserError(f"{index} does not hold integers")
-                return TokenFile(path, dtype, 0, _count(path, size, dtype), eos, index)
+                return TokenFile(path, dtype, 0, _count(path, size, dtype), eos, n_entries - 1, _megatron_offsets)
             if head.startswith(b"\x93NUMPY"):
                 array = np.load(path, mmap_mode="r")
                 if array.ndim != 1 or array.dtype.kind not in "iu":
@@ -149,11 +162,6 @@ def _check_ids(file: TokenFile, vocab_size: int) -> None:
             )
 
 
-def _n_numbers(file: TokenFile) -> int:
-    """Return the number of document numbers of a file."""
-    return _megatron_header(file.index)[2] - 1 if file.index else file.n_tokens
-
-
 def _megatron_header(index: Path) -> tuple[int, int, int]:
     """Return the code of the type, the number of sequences, and the number of entries of the document index."""
     size = index.stat().st_size
@@ -168,13 +176,9 @@ def _megatron_header(index: Path) -> tuple[int, int, int]:
     return code, n_sequences, n_entries
 
 
-def _open(files: Sequence[TokenFile], delimiter_first: bool, number: int) -> Tokens:
-    file = files[number]
-    return _open_megatron(file, file.index) if file.index else DelimitedTokens(file, delimiter_first)
-
-
-def _open_megatron(file: TokenFile, index: Path) -> ArrayTokens:
-    """Open tokens with an index of sequences, one or more per document. The document starts are kept in memory."""
+def _megatron_offsets(file: TokenFile) -> Array:
+    """Read an index of sequences, one or more per document."""
+    index = file.path.with_suffix(".idx")
     _, n_sequences, n_entries = _megatron_header(index)
     start, item_bytes = _MEGATRON_HEADER.size, np.dtype(file.dtype).itemsize
     lengths = np.memmap(index, np.int32, "r", start, (n_sequences,))
@@ -184,8 +188,57 @@ def _open_megatron(file: TokenFile, index: Path) -> ArrayTokens:
     if end != file.n_tokens * item_bytes:
         size = file.n_tokens * item_bytes
         raise UserError(f"{file.path} ends at byte {size:,}, but its index ends at byte {end:,}")
-    offsets = np.append(pointers, end)[entries] // item_bytes
-    return ArrayTokens(str(file.path), file.map(), offsets, [file.path.name], [n_entries - 1])
+    return np.append(pointers, end)[entries] // item_bytes
+
+
+def _litdata_chunks(folder: Path) -> dict[str, Any]:
+    """Return the chunks of a folder written by litdata with its `TokensLoader`, by name; empty for other folders. Raise
+    `UserError` if the items are not tokens, and for MDS."""
+    try:
+        index = json.loads((folder / "index.json").read_bytes())
+        if "shards" in index:
+            raise UserError(
+                f"{folder} is in MDS, whose library needs NumPy below 2.2 and transformers below 5; write its texts as "
+                "JSON Lines there"
+            )
+        kinds, compression = index["config"]["data_format"], index["config"]["compression"]
+        chunks = {chunk["filename"]: chunk for chunk in index["chunks"]}
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        if isinstance(error, UserError):
+            raise
+        return {}
+    if len(kinds) != 1 or not kinds[0].startswith("no_header_") or compression:
+        kind = " ".join([*kinds, compression or ""]).strip()
+        raise UserError(
+            f"{folder} holds litdata's items of type {kind}, not uncompressed tokens; write its texts as JSON Lines, "
+            "or tokens with TokensLoader"
+        )
+    return chunks
+
+
+def _inspect_chunk(path: Path, size: int, n_items: int, n_tokens: int) -> TokenFile:
+    """Open a chunk: the number of items (documents), their offsets in bytes, and the last one's end, all uint32; then
+    their tokens."""
+    start = 4 * (n_items + 2)
+    item_bytes, rest = divmod(size - start, max(1, n_tokens))
+    if rest or item_bytes not in (1, 2, 4, 8):
+        raise UserError(f"{path} ends at byte {size:,}, which does not fit {n_tokens:,} tokens from byte {start:,} on")
+    # Types differ only for negative numbers and floats, which are not in the vocabulary.
+    return TokenFile(path, f"uint{8 * item_bytes}", start, n_tokens, -1, n_items, _litdata_offsets)
+
+
+def _litdata_offsets(file: TokenFile) -> Array:
+    offsets = np.fromfile(file.path, np.uint32, file.n_documents + 1, offset=4).astype(np.int64)
+    return (offsets - file.start) // np.dtype(file.dtype).itemsize
+
+
+def _open(files: Sequence[TokenFile], delimiter_first: bool, number: int) -> Tokens:
+    """Open a file. The document starts of an index are kept in memory."""
+    file = files[number]
+    if file.read_offsets is None:
+        return DelimitedTokens(file, delimiter_first)
+    offsets = file.read_offsets(file)
+    return ArrayTokens(str(file.path), file.map(), offsets, [file.path.name], [file.n_documents])
 
 
 class DelimitedTokens(Tokens):

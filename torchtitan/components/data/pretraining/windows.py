@@ -5,7 +5,6 @@ seq_len` on. Neighboring windows overlap by one, so every token except the first
 """
 
 import dataclasses
-import hashlib
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
@@ -19,8 +18,9 @@ from torch.utils.data import Dataset
 from torchtitan.components.data.base import NO_DOCUMENT, Batch, Layout, to_batch
 from torchtitan.components.data.disk_cache import digest_of
 from torchtitan.components.data.plan.sampler import Array
+from torchtitan.components.data.pretraining.order import BlockOrder
 from torchtitan.components.data.pretraining.tokens import Tokens
-from torchtitan.components.data.report import DataSummary, SetSummary
+from torchtitan.components.data.report import DataSummary, Report, SetSummary
 from torchtitan.components.data.workers import Workers
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.tools.errors import UserError
@@ -31,45 +31,10 @@ Sample = tuple[dict[str, Array], tuple[int, int]]
 SAMPLES_READ_AHEAD = 16
 """Approximate number of samples of remote data that a process keeps in memory for the next batches."""
 
-_MASK = (1 << 64) - 1
-_ROUNDS = 6
-
 
 def count_windows(n_tokens: int, seq_len: int) -> int:
     """Return the number of windows of `seq_len` labels in `n_tokens` tokens, including a partial last one."""
     return max(0, -(-(n_tokens - 1) // seq_len))
-
-
-def permute(index: int, size: int, *key: int) -> int:
-    """Return the image of `index` under a pseudo-random permutation of `range(size)` chosen by `key`.
-
-    Needs no memory: a Feistel network permutes a range of at least `size` with an even number of bits, and is repeated
-    until the result is in range ("cycle walking"; Black and Rogaway, "Ciphers with Arbitrary Finite Domains",
-    2002). The domain has at most 4 * `size` elements, so the mean number of passes is below 4.
-    """
-    assert 0 <= index < size
-    half_bits = max(1, -(-(size - 1).bit_length() // 2))
-    half_mask = (1 << half_bits) - 1
-    round_keys = _round_keys(key)
-    while True:
-        left, right = index >> half_bits, index & half_mask
-        for round_key in round_keys:
-            left, right = right, left ^ (_mix(right ^ round_key) & half_mask)
-        index = left << half_bits | right
-        if index < size:
-            return index
-
-
-def _round_keys(key: tuple[int, ...]) -> list[int]:
-    digest = hashlib.blake2b(repr(key).encode(), digest_size=8 * _ROUNDS).digest()
-    return [int.from_bytes(digest[8 * i : 8 * i + 8], "little") for i in range(_ROUNDS)]
-
-
-def _mix(value: int) -> int:
-    """SplitMix64's finalizer (Steele, Lea and Flood, 2014): each input bit affects all output bits."""
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
-    return value ^ (value >> 31)
 
 
 def pack(tokens: Array, starts: Array, seq_len: int, *, document_mask: bool) -> dict[str, Array]:
@@ -151,8 +116,8 @@ class BatchIterator(ABC):
     def describe(self, first: int, last: int) -> str:
         """Describe the documents with the numbers `first` to `last`."""
 
-    def summary(self, name: str, n_samples: int) -> DataSummary | None:
-        """Summarize the dataset `name` for a run of `n_samples`; None: unknown."""
+    def summary(self, n_samples: int) -> DataSummary | None:
+        """Summarize the data for a run of `n_samples`; None: unknown."""
         return None
 
     def close(self) -> None:
@@ -162,13 +127,12 @@ class BatchIterator(ABC):
 
 
 class PackedDataset(Dataset[Batch]):
-    """Batches of one rank by their position in the global order of tokens. The data is cut into blocks of `block`
-    tokens, a multiple of `seq_len`. With n blocks per epoch, block `b` in the order is block `permute(b % n)` of the
-    data, with the permutation of epoch `b // n`; its windows follow each other."""
+    """Batches of one rank by their position in the global order of tokens, which is made of blocks of `block` tokens, a
+    multiple of `seq_len`; the windows of a block follow each other. See `BlockOrder`."""
 
-    def __init__(self, cache: Tokens, layout: Layout, *, block: int, shuffle: bool, seed: int, n_samples: int | None):
-        self.cache, self.layout, self.shuffle, self.seed, self.n_samples = cache, layout, shuffle, seed, n_samples
-        self.block, self.n_blocks = block, count_windows(cache.n_tokens, block)
+    def __init__(self, sets: Sequence[Tokens], layout: Layout, order: BlockOrder, *, block: int, n_samples: int | None):
+        self.sets, self.layout, self.order, self.block, self.n_samples = sets, layout, order, block, n_samples
+        self.is_remote = any(tokens.is_remote for tokens in sets)
         self._reader: ThreadPoolExecutor | None = None
         self._ahead: dict[int, Future[Sample]] = {}
 
@@ -176,9 +140,7 @@ class PackedDataset(Dataset[Batch]):
         """Return the batch that begins at a global position; samples from `n_samples` on are padding."""
         seq_len = self.layout.seq_len
         positions = range(position, position + self.layout.local_batch_size * seq_len, seq_len)
-        return collate(
-            [self._read_sample(p) for p in positions] if self.cache.is_remote else map(self._sample, positions)
-        )
+        return collate([self._read_sample(p) for p in positions] if self.is_remote else map(self._sample, positions))
 
     def _read_sample(self, position: int) -> Sample:
         """Return a sample of remote data, and read the samples at its place in the next batches in the background."""
@@ -193,29 +155,51 @@ class PackedDataset(Dataset[Batch]):
 
     def _sample(self, position: int) -> Sample:
         seq_len, document_mask = self.layout.seq_len, self.layout.document_mask
-        epoch, index = divmod(position // self.block, self.n_blocks)
-        block = permute(index, self.n_blocks, self.seed, epoch) if self.shuffle else index
-        start = block * self.block + position % self.block
+        number, block = self.order.block(position // self.block)
+        data, start = self.sets[number], block * self.block + position % self.block
         is_beyond = self.n_samples is not None and position >= self.n_samples * seq_len
-        if is_beyond or start + 1 >= self.cache.n_tokens:  # the last block of the data is shorter
+        if is_beyond or start + 1 >= data.n_tokens:  # the last block of a set is shorter
             return padding_sample(seq_len, document_mask=document_mask)
-        tokens = self.cache.tokens(start, start + seq_len + 1)
-        starts = self.cache.starts(start, start + len(tokens))
-        documents = self.cache.document_at(start), self.cache.document_at(start + len(tokens) - 1)
+        tokens = data.tokens(start, start + seq_len + 1)
+        starts = data.starts(start, start + len(tokens))
+        first, last = data.document_at(start), data.document_at(start + len(tokens) - 1)
+        # The document's number, unique over all sets.
+        documents = first * len(self.sets) + number, last * len(self.sets) + number
         return pack(tokens, starts, seq_len, document_mask=document_mask), documents
 
 
 class CachedBatches(BatchIterator):
-    """Batches from the token cache. The position is the number of tokens that all ranks have read in total, in blocks
-    and the tokens of an unfinished block; a run with different ranks, workers or batch size can resume from it."""
+    """Batches from sets of tokens. The position is the number of tokens that all ranks have read in total, in blocks
+    and the tokens of an unfinished block; a run with different ranks, workers or batch size can resume from it.
 
-    def __init__(self, cache: Tokens, layout: Layout, *, shuffle: bool, seed: int):
-        self._block = layout.seq_len
-        self._cache, self._shuffle, self._seed = cache, shuffle, seed
-        self._windows_per_epoch = count_windows(cache.n_tokens, layout.seq_len)
-        self._position = 0
-        n_samples = None if layout.epochs is None else layout.epochs * self._windows_per_epoch
-        super().__init__(layout, [cache.key, layout.seq_len, shuffle], n_samples)
+    Args:
+        names: names of the sets.
+        sets: at least one set.
+        weights: share of each set, see `BlockOrder`.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        sets: Sequence[Tokens],
+        layout: Layout,
+        *,
+        weights: Sequence[float],
+        shuffle: bool,
+        seed: int,
+    ):
+        self._names, self._sets, self._weights, self._shuffle, self._seed = names, sets, weights, shuffle, seed
+        self._block, self._position = layout.seq_len, 0
+        order = self._order(layout.seq_len)
+        n_samples = None if layout.epochs is None else order.blocks_in(layout.epochs)
+        super().__init__(layout, self._identity(), n_samples)
+
+    def _order(self, block: int) -> BlockOrder:
+        sizes = [count_windows(tokens.n_tokens, block) for tokens in self._sets]
+        return BlockOrder(sizes, self._weights, shuffle=self._shuffle, seed=self._seed)
+
+    def _identity(self) -> list[Any]:
+        return [[tokens.key for tokens in self._sets], self._weights, self._block, self._shuffle]
 
     def __next__(self) -> Batch:
         n_tokens = None if self.n_samples is None else self.n_samples * self._block
@@ -223,14 +207,8 @@ class CachedBatches(BatchIterator):
             self.exhausted = True
             raise StopIteration
         if self._workers is None:
-            dataset = PackedDataset(
-                self._cache,
-                self._layout,
-                block=self._block,
-                shuffle=self._shuffle,
-                seed=self._seed,
-                n_samples=self.n_samples,
-            )
+            order = self._order(self._block)
+            dataset = PackedDataset(self._sets, self._layout, order, block=self._block, n_samples=self.n_samples)
             self._workers = Workers(dataset, sampler=self._positions(n_tokens), num_workers=self._layout.num_workers)
         batch: Batch = next(self._workers)
         self._position += self._layout.global_batch_size * self._layout.seq_len
@@ -246,8 +224,7 @@ class CachedBatches(BatchIterator):
         assert self.n_samples is None and longest % seq_len == 0
         self.close()
         self._layout, self._block = dataclasses.replace(self._layout, seq_len=seq_len), longest
-        self._windows_per_epoch = count_windows(self._cache.n_tokens, seq_len)
-        self.fingerprint = digest_of([self._cache.key, longest, self._shuffle])
+        self.fingerprint = digest_of(self._identity())
         self._position = -(-self._position // seq_len) * seq_len
 
     def _positions(self, n_tokens: int | None) -> Iterable[int]:
@@ -270,18 +247,29 @@ class CachedBatches(BatchIterator):
         self._position, self._seed = state["position"] * self._block + state.get("offset", 0), state["seed"]
 
     def describe(self, first: int, last: int) -> str:
-        return self._cache.describe(first, last)
+        n = len(self._sets)
+        return self._sets[first % n].describe(first // n, last // n)
 
-    def summary(self, name: str, n_samples: int) -> DataSummary:
-        cache, seq_len, per_epoch = self._cache, self._layout.seq_len, self._windows_per_epoch
-        lengths, report = cache.lengths(), cache.report()
-        if not self._layout.document_mask:
-            report.trained_tokens = cache.n_tokens - 1  # only the first token of the whole text is not predicted
+    def summary(self, n_samples: int) -> DataSummary:
+        seq_len, n_tokens = self._layout.seq_len, 0
+        sources: dict[str, Report] = {}
+        windows = [count_windows(tokens.n_tokens, seq_len) for tokens in self._sets]
+        weights = self._weights or windows
+        summaries = []
+        for name, tokens, n_windows, weight in zip(self._names, self._sets, windows, weights, strict=True):
+            report = tokens.report()
+            if not self._layout.document_mask:
+                report.trained_tokens = tokens.n_tokens - 1  # only the first token of the whole text is not predicted
+            epochs = n_samples * weight / sum(weights) / n_windows
+            lengths = tokens.lengths()
+            summaries.append(SetSummary(name=name, report=report, lengths=lengths, epochs=epochs, max_epochs=None))
+            sources |= tokens.sources
+            n_tokens += tokens.n_tokens - 1
         return DataSummary(
-            sets=[SetSummary(name=name, report=report, lengths=lengths, epochs=n_samples / per_epoch, max_epochs=None)],
-            sources=cache.sources,
+            sets=summaries,
+            sources=sources,
             max_length=seq_len + 1,
-            windows_per_epoch=per_epoch,
-            packing_efficiency=(cache.n_tokens - 1) / (per_epoch * seq_len),
+            windows_per_epoch=sum(windows),
+            packing_efficiency=n_tokens / (sum(windows) * seq_len),
             follows_seed=True,
         )

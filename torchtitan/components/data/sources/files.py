@@ -4,10 +4,11 @@ with its error."""
 import codecs
 import csv
 import io
+import itertools
+import tarfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -19,9 +20,11 @@ from torchtitan.components.data.sources.rows import (
     Row,
     check_column,
     first_line,
+    json_elements,
     json_rows,
     numbered_lines,
-    read_json,
+    object_row,
+    parse_json,
     text_of,
 )
 from torchtitan.components.data.sources.tables import arrow_rows
@@ -29,9 +32,6 @@ from torchtitan.tools.errors import UserError
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 CHUNK_SIZE = 1 << 20
-
-_MAX_PARQUET_BYTES = 4 << 30
-"""Maximum bytes of a decompressed parquet file, which must fit into memory."""
 
 
 def file_format(path: Path) -> str | None:
@@ -182,10 +182,72 @@ def _read_json_lines(path: Path, name: str, on_read: OnRead, column: str | None)
 
 
 def _read_json(path: Path, name: str, on_read: OnRead, column: str | None) -> Iterator[Row]:
+    """Read a list of objects as a whole, or one object per line."""
     with _open_text(path, _ignore_progress) as file:
-        first = next((c for c in iter(partial(file.read, 1), "") if not c.isspace()), "")
+        first = next((line for line in numbered_lines(file, path) if not line.isspace()), "").strip()
+    if first == "{":
+        raise UserError(f"{path} is one object over several lines; write a list of rows, or one row per line")
+    if not first.startswith("["):
+        yield from _read_json_lines(path, name, on_read, column)
+        return
     with _open_text(path, on_read) as file:
-        yield from read_json(file, path, name, is_list=first == "[", chunk_size=CHUNK_SIZE)
+        yield from json_elements(name, file.read(), path)
+
+
+def _read_tar(path: Path, name: str, on_read: OnRead, column: str | None) -> Iterator[Row]:
+    """Read the samples of a WebDataset: consecutive members with the same name up to the first dot after the folder.
+    The member `.json` has columns, and `.txt` the column `text`."""
+    with _open_bytes(path, on_read) as file:
+        offset = 0
+        try:
+            with tarfile.open(fileobj=file, mode="r|", tarinfo=_Member) as archive:
+                for row in _samples(archive, name):
+                    yield row
+                    offset = archive.offset
+        except tarfile.TarError as error:
+            raise UserError(f"{path} is not a readable tar file: {error}, after offset {offset:,}") from None
+        while file.read(CHUNK_SIZE):  # empty blocks at the end
+            pass
+
+
+class _Member(tarfile.TarInfo):
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> "_Member":
+        try:
+            return super().frombuf(buf, encoding, errors)
+        except tarfile.HeaderError as error:
+            if buf == bytes(tarfile.BLOCKSIZE):  # the end of the archive
+                raise
+            # Otherwise, tarfile would end without an error.
+            raise tarfile.ReadError(str(error)) from None
+
+
+def _samples(archive: tarfile.TarFile, name: str) -> Iterator[Row]:
+    for sample, members in itertools.groupby(filter(tarfile.TarInfo.isfile, archive), _sample_name):
+        where, error = f"{name}, sample {sample}", ""
+        values: dict[str, Any] = {}
+        for member in members:
+            if member.size > MAX_ROW_CHARACTERS:
+                raise UserError(
+                    f"{where}: {member.name} has more than {MAX_ROW_CHARACTERS:,} bytes; split or remove it"
+                )
+            kind = member.name.removeprefix(sample)
+            if kind not in (".txt", ".json"):
+                continue
+            content: Any = archive.extractfile(member)
+            try:
+                text = content.read().decode()
+                row = object_row(where, parse_json(text)) if kind == ".json" else Row(where, {"text": text})
+                values |= row.values or {}
+                error = error or row.error
+            except ValueError as failure:  # also if it is not UTF-8
+                error = f"{member.name} is broken, {failure}"
+        yield Row(where, None if error else values, error)
+
+
+def _sample_name(member: tarfile.TarInfo) -> str:
+    folder, slash, file = member.name.rpartition("/")
+    return folder + slash + file.partition(".")[0]
 
 
 def _read_csv(path: Path, name: str, on_read: OnRead, column: str | None) -> Iterator[Row]:
@@ -237,7 +299,9 @@ def _read_parquet(path: Path, name: str, on_read: OnRead, column: str | None) ->
     import pyarrow
     from pyarrow import parquet
 
-    source = pyarrow.BufferReader(_decompress(path)) if path.suffix.lower() in COMPRESSIONS else path
+    source: Any = path
+    if path.suffix.lower() in COMPRESSIONS:  # as a whole, because reading begins at the end
+        source = pyarrow.BufferReader(_open_bytes(path, _ignore_progress).read())
     try:
         file = parquet.ParquetFile(source, page_checksum_verification=True)
         _check_names(file.schema_arrow.names, str(path))
@@ -256,20 +320,6 @@ def _read_parquet(path: Path, name: str, on_read: OnRead, column: str | None) ->
         raise UserError(f"{path} is not a readable parquet file: it has {n_read:,} rows instead of {n_rows:,}")
 
 
-def _decompress(path: Path) -> bytearray:
-    """Decompress a parquet file into memory, which reading from its end requires."""
-    content = bytearray()
-    with _open_bytes(path, _ignore_progress) as file:
-        while piece := file.read(CHUNK_SIZE):
-            content += piece
-            if len(content) > _MAX_PARQUET_BYTES:
-                limit = f"{_MAX_PARQUET_BYTES:,} bytes"
-                raise UserError(
-                    f"{path} decompresses to more than {limit}; decompress it (parquet has its own compression)"
-                )
-    return content
-
-
 _TEXT_FORMATS = (".txt", ".md")
 _READERS: dict[str, Callable[[Path, str, OnRead, str | None], Iterator[Row]]] = {
     **dict.fromkeys(_TEXT_FORMATS, _read_text),
@@ -277,4 +327,5 @@ _READERS: dict[str, Callable[[Path, str, OnRead, str | None], Iterator[Row]]] = 
     ".json": _read_json,
     ".csv": _read_csv,
     ".parquet": _read_parquet,
+    ".tar": _read_tar,
 }

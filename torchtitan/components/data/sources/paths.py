@@ -11,9 +11,8 @@ from functools import cache
 from pathlib import Path
 
 from torchtitan.components.data.sources.files import file_format, supported_formats
-from torchtitan.components.data.sources.rows import regular_file
 from torchtitan.tools.errors import UserError
-from torchtitan.tools.files import is_url
+from torchtitan.tools.files import is_url, regular_file
 
 _PATTERN_CHARACTERS = "*?["
 _SPLIT = re.compile(r"\w[\w.-]*")

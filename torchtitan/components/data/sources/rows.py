@@ -1,6 +1,5 @@
 """Parts of a source, which yield rows or documents, and rows from JSON: one per line, or the elements of a list."""
 
-import itertools
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,8 +18,6 @@ Document = Iterable[str]
 
 OnRead = Callable[[int], None]
 """Progress callback, called with the number of bytes of a file or rows of a table read since the last call."""
-
-_DECODER = json.JSONDecoder()
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,16 +88,6 @@ def check_text(value: Any, text_column: str, where: str) -> str:
     return value or ""
 
 
-def regular_file(path: Path) -> Path:
-    """Return the path of a regular file. Raise `UserError` for a broken link, and for a pipe, socket or device, which
-    may block when opened."""
-    if path.is_file():
-        return path
-    if path.exists():
-        raise UserError(f"{path} is not a regular file; save its content to a file, or remove it")
-    raise UserError(f"{path} is a link to {path.readlink()}, which does not exist; fix or remove the link")
-
-
 def kind_of(value: Any) -> str:
     """Describe a value's type for an error message: `a str`, `an int`."""
     name = type(value).__name__
@@ -117,11 +104,9 @@ def parse_json(text: str) -> Any:
     Unicode."""
     try:
         value = json.loads(text)
-    except json.JSONDecodeError:
-        raise
+        _check_characters(value, text)
     except (ValueError, RecursionError) as error:
         raise ValueError(_describe_error(error)) from None
-    _check_characters(value, text)
     return value
 
 
@@ -139,9 +124,9 @@ def json_rows(name: str, lines: Iterable[str], first_line: int = 1) -> Iterator[
             yield Row(where, None)
             continue
         try:
-            yield _object_row(where, parse_json(line))
+            yield object_row(where, parse_json(line))
         except ValueError as error:
-            yield Row(where, None, f"broken JSON, {_describe_error(error)}")
+            yield Row(where, None, f"broken JSON, {error}")
 
 
 def numbered_lines(file: IO[str], path: Path) -> Iterator[str]:
@@ -154,37 +139,31 @@ def numbered_lines(file: IO[str], path: Path) -> Iterator[str]:
         yield line
 
 
-def read_json(file: IO[str], path: Path, name: str, *, is_list: bool, chunk_size: int) -> Iterator[Row]:
-    """Yield the rows of a `.json` file, a list of objects or one object per line. Lists are read incrementally. Raise
-    `UserError` if the list is invalid (with the line), or the file is a single object.
+def json_elements(name: str, text: str, path: Path) -> Iterator[Row]:
+    """Yield the elements of a list of objects. Raise `UserError` with the line in the file if it is not valid JSON.
 
     Args:
-        file: open file, at its beginning.
-        path: path for error messages.
         name: file name in the rows' locations.
-        is_list: whether the first non-space character is a bracket.
-        chunk_size: minimum characters of a list to read at a time.
+        text: content of the file.
+        path: path for error messages.
     """
-    if is_list:
-        for number, (value, text) in enumerate(_list_elements(file, path, chunk_size), 1):
-            where = f"{name}, element {number}"
-            try:
-                _check_characters(value, text)
-            except ValueError as error:
-                yield Row(where, None, f"broken JSON, {error}")
-            else:
-                yield _object_row(where, value)
-        return
-    lines = numbered_lines(file, path)
-    first, line = next(((n, line) for n, line in enumerate(lines, 1) if not line.isspace()), (0, ""))
-    if line.strip() == "{":
-        raise UserError(
-            f"{path}:{first}: the file is one object over several lines; write a list of rows, or one row per line"
-        )
-    yield from json_rows(name, itertools.chain([line], lines), first)
+    try:
+        elements = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        line = f":{error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
+        raise UserError(f"{path}{line}: broken JSON, {_describe_error(error)}") from None
+    for number, value in enumerate(elements, 1):
+        where = f"{name}, element {number}"
+        try:
+            _check_characters(value, text)
+        except (ValueError, RecursionError) as error:
+            yield Row(where, None, f"broken JSON, {_describe_error(error)}")
+        else:
+            yield object_row(where, value)
 
 
-def _object_row(where: str, value: Any) -> Row:
+def object_row(where: str, value: Any) -> Row:
+    """Return the row of a JSON object, or an error for another value."""
     if isinstance(value, dict):
         return Row(where, value)
     return Row(where, None, f"expected an object with columns as its keys, found {kind_of(value)}")
@@ -197,66 +176,9 @@ def _check_characters(value: Any, text: str) -> None:
             json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
             raise ValueError(f"lone surrogate {error.object[error.start]!r}") from None
-        except RecursionError as error:
-            raise ValueError(_describe_error(error)) from None
 
 
 def _describe_error(error: ValueError | RecursionError) -> str:
     if isinstance(error, json.JSONDecodeError):
         return f"{error.msg} (column {error.colno})"
     return "nested too deeply" if isinstance(error, RecursionError) else str(error).partition(";")[0]
-
-
-def _list_elements(file: IO[str], path: Path, chunk_size: int) -> Iterator[tuple[Any, str]]:
-    """Yield the elements of a file's list, each with its source text."""
-    text = ""
-    while not text.strip():
-        text += file.read(chunk_size)
-    start, line = len(text) - len(text.lstrip()), 1  # `line`: number of the first line of `text`
-
-    def broken(why: str) -> UserError:
-        begin = _skip_blanks(text, start + 1)
-        return UserError(f"{path}:{line + text.count(chr(10), 0, begin)}: broken JSON, {why}")
-
-    while True:
-        try:
-            element, stop = _element(text, start)
-        except json.JSONDecodeError as error:
-            if not (more := file.read(max(chunk_size, len(text) - start))):
-                raise UserError(f"{path}:{line + error.lineno - 1}: broken JSON, {error.msg}") from None
-            if len(text) - start > MAX_ROW_CHARACTERS:
-                raise broken(f"an element has more than {MAX_ROW_CHARACTERS:,} characters") from None
-            line += text.count("\n", 0, start)
-            text, start = text[start:] + more, 0
-            continue
-        except (ValueError, RecursionError) as error:
-            raise broken(_describe_error(error)) from None
-        if element is not None:
-            yield element
-        if text[stop] == "]":
-            break
-        start = stop
-    rest = text[stop + 1 :]
-    while not rest.strip():
-        if not (rest := file.read(chunk_size)):
-            return
-    raise UserError(f"{path}: broken JSON, unexpected text after the list: {rest.strip()[:40]!r}")
-
-
-def _element(text: str, start: int) -> tuple[tuple[Any, str] | None, int]:
-    """Return the element after the bracket or comma at `start` with its source text (None for an empty list), and the
-    index of the next comma or bracket. Raise `ValueError` if the element is incomplete."""
-    begin = _skip_blanks(text, start + 1)
-    if text[start] == "[" and text[begin : begin + 1] == "]":
-        return None, begin
-    value, end = _DECODER.raw_decode(text, begin)
-    stop = _skip_blanks(text, end)
-    if text[stop : stop + 1] not in (",", "]"):
-        raise json.JSONDecodeError("Expecting ',' delimiter", text, stop)
-    return (value, text[begin:end]), stop
-
-
-def _skip_blanks(text: str, start: int) -> int:
-    while text[start : start + 1] in (" ", "\n", "\r", "\t"):
-        start += 1
-    return start

@@ -13,10 +13,10 @@ from torchtitan.components.data.sources.rows import (
     Row,
     check_column,
     first_line,
-    regular_file,
     text_of,
 )
 from torchtitan.tools.errors import UserError
+from torchtitan.tools.files import regular_file
 
 if TYPE_CHECKING:
     import pyarrow

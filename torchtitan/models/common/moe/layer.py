@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torchtitan.models.common.feed_forward import GatedFeedForward
 from torchtitan.models.common.moe.experts import RoutedExperts
 from torchtitan.models.common.moe.router import Router, TopK, softmax
+from torchtitan.protocols.experts import PenaltyConfig, SelectionBias
 from torchtitan.protocols.initializer import TruncatedNormal, with_initializers
-from torchtitan.protocols.load_balance import PenaltyConfig, SelectionBias
 from torchtitan.tools.errors import UserError, require
 
 _MOST = 2**24

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan.models.common.norms import NormFactory
+from torchtitan.protocols.experts import LoadBalanced, PenaltyConfig, SelectionBias
 from torchtitan.protocols.initializer import Constant, TruncatedNormal, initializers_of, with_initializers
-from torchtitan.protocols.load_balance import LoadBalanced, PenaltyConfig, SelectionBias
 
 softmax = partial(torch.softmax, dim=-1)
 

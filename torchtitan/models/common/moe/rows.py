@@ -25,8 +25,8 @@ def expert_rows(
             *shared_rows(shared),
             KeyMapping("layers.*.moe.router.weight", f"{gate}.weight"),
             KeyMapping("layers.*.moe.router.selection.bias_E", f"{gate}.e_score_correction_bias"),
-            KeyMapping("layers.*.moe.experts.w13", stacked("w1", "w3"), Stacked(0, n_dims=2)),
-            KeyMapping("layers.*.moe.experts.w2", stacked("w2"), Stacked(0)),
+            KeyMapping("layers.*.moe.experts.w13", stacked("w1", "w3"), Stacked(2)),
+            KeyMapping("layers.*.moe.experts.w2", stacked("w2"), Stacked()),
         )
 
     return rows

@@ -1,0 +1,126 @@
+"""The global order of pre-training data."""
+
+import bisect
+import hashlib
+import itertools
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+
+import numpy as np
+
+from torchtitan.components.data.plan.mixture import Mixture
+from torchtitan.components.data.plan.sampler import Array
+from torchtitan.tools.errors import UserError
+
+MOST_TURNS = 10_000
+"""Longest cycle of sets with weights; enough for weights of four decimals that add up to 1."""
+
+_MASK = (1 << 64) - 1
+_ROUNDS = 6
+
+
+class BlockOrder:
+    """Global order of the blocks of several sets, computed for any place in it.
+
+    Without weights, each epoch is one permutation of all blocks. With weights, the sets take turns in a cycle, which
+    holds them in exactly the ratio of their weights, and in which each stays within one block of its share (see
+    `Mixture`); each set is read in its own epochs.
+
+    Args:
+        sizes: blocks of each set, at least 1.
+        weights: share of each set, as numbers with few digits; empty: no weights.
+        shuffle: permute the blocks in each epoch; False: keep the order of the data.
+        seed: random seed of the permutations.
+
+    Raises:
+        UserError: weights are invalid, or their cycle is longer than `MOST_TURNS`.
+    """
+
+    def __init__(self, sizes: Sequence[int], weights: Sequence[float] = (), *, shuffle: bool, seed: int):
+        self._sizes, self._shuffle, self._seed = sizes, shuffle, seed
+        self._ends = list(itertools.accumulate(sizes))
+        self._turns = _cycle(weights)
+        """Set of each block in the cycle, (n,); empty without weights."""
+        self._places = [np.flatnonzero(self._turns == number) for number in range(len(sizes))]
+        """Places of each set in the cycle."""
+
+    def block(self, place: int) -> tuple[int, int]:
+        """Return the set, and the block of it, at a place in the global order."""
+        if not len(self._turns):
+            block = self._permute(place, self._ends[-1])
+            number = bisect.bisect_right(self._ends, block)
+            return number, block - self._ends[number] + self._sizes[number]
+        cycle, turn = divmod(place, len(self._turns))
+        number = int(self._turns[turn])
+        places = self._places[number]
+        earlier = cycle * len(places) + int(np.searchsorted(places, turn))
+        return number, self._permute(earlier, self._sizes[number])
+
+    def _permute(self, place: int, size: int) -> int:
+        epoch, index = divmod(place, size)
+        return permute(index, size, self._seed, epoch) if self._shuffle else index
+
+    def blocks_in(self, epochs: int) -> int:
+        """Return the number of blocks until, with weights, the first set has been read `epochs` times."""
+        if not len(self._turns):
+            return epochs * self._ends[-1]
+        lasts = []
+        for size, places in zip(self._sizes, self._places, strict=True):
+            if len(places):
+                cycle, index = divmod(epochs * size - 1, len(places))
+                lasts.append(cycle * len(self._turns) + int(places[index]))
+        return min(lasts) + 1
+
+
+def _cycle(weights: Sequence[float]) -> Array:
+    """Return the shortest cycle that holds each set in the ratio of its weight, (n,)."""
+    if not weights:
+        return np.empty(0, np.int64)
+    mixture = Mixture(weights, capacity=1)
+    ratios = [Fraction(str(weight)) for weight in weights]  # 0.1 is a tenth, unlike its binary value
+    scale = math.lcm(*(ratio.denominator for ratio in ratios))
+    counts = [int(ratio * scale) for ratio in ratios]
+    n_turns = sum(counts) // math.gcd(*counts)
+    if n_turns > MOST_TURNS:
+        raise UserError(
+            f"--dataloader.weights: the shortest cycle with exactly these shares has {n_turns:,} windows, more than "
+            f"{MOST_TURNS:,}; use fewer digits"
+        )
+    turns = []
+    for _ in range(n_turns):
+        turns.append(mixture.choose(dict.fromkeys(mixture.released(), 1)))
+        mixture.add_window(turns[-1], 1)
+    return np.array(turns)
+
+
+def permute(index: int, size: int, *key: int) -> int:
+    """Return the image of `index` under a pseudo-random permutation of `range(size)` chosen by `key`.
+
+    Needs no memory: a Feistel network permutes a range of at least `size` with an even number of bits, and is repeated
+    until the result is in range ("cycle walking"; Black and Rogaway, "Ciphers with Arbitrary Finite Domains",
+    2002). The domain has at most 4 * `size` elements, so the mean number of passes is below 4.
+    """
+    assert 0 <= index < size
+    half_bits = max(1, -(-(size - 1).bit_length() // 2))
+    half_mask = (1 << half_bits) - 1
+    round_keys = _round_keys(key)
+    while True:
+        left, right = index >> half_bits, index & half_mask
+        for round_key in round_keys:
+            left, right = right, left ^ (_mix(right ^ round_key) & half_mask)
+        index = left << half_bits | right
+        if index < size:
+            return index
+
+
+def _round_keys(key: tuple[int, ...]) -> list[int]:
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=8 * _ROUNDS).digest()
+    return [int.from_bytes(digest[8 * i : 8 * i + 8], "little") for i in range(_ROUNDS)]
+
+
+def _mix(value: int) -> int:
+    """SplitMix64's finalizer (Steele, Lea and Flood, 2014): each input bit affects all output bits."""
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)

@@ -1,0 +1,69 @@
+"""`SequenceCache`: results of a frozen model for the tokens of sequences, on disk."""
+
+import hashlib
+import json
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from torchtitan.components.data.base import Batch
+from torchtitan.components.data.disk_cache import writable
+from torchtitan.protocols.attention import AttentionMetadata
+from torchtitan.tools import durable
+from torchtitan.tools.errors import UserError
+
+
+class SequenceCache:
+    """A folder with a file for each sequence, named by a hash of its tokens, its labels and the `setting`, JSON values
+    that writing and reading must have in common. A sequence without labels, such as padding, has one of its tokens."""
+
+    def __init__(self, folder: Path, setting: Any, *, bytes_per_token: int):
+        self.folder, self.bytes_per_token, self._setting = folder, bytes_per_token, json.dumps(setting).encode()
+
+    def holds(self, batch: Batch) -> bool:
+        """Return whether there is a file for each sequence of a loader's batch."""
+        return all(file.exists() for file, _ in self._sequences(batch))
+
+    def write(self, batch: Batch, results: Mapping[str, Tensor]) -> None:
+        """Write tensors (B, L, ...) of a loader's batch durably. Raise `UserError` if the folder cannot be written."""
+        rows = {name: result.flatten(0, 1).cpu() for name, result in results.items()}
+        for file, place in self._sequences(batch):
+            with writable(file.parent):
+                unfinished = file.with_suffix(f".{uuid.uuid4().hex}")  # several ranks may have the same sequence
+                safetensors.torch.save_file({name: x[place].contiguous() for name, x in rows.items()}, unfinished)
+                durable.replace(unfinished, file)
+
+    def read(self, batch: Batch) -> Batch:
+        """Return the tensors (B, L, ...) of a loader's batch. Raise `UserError` if a file is missing."""
+        if not self.holds(batch):
+            raise UserError(f"the cache {self.folder} lacks a sequence of this run")
+        parts = [safetensors.torch.load_file(file) for file, _ in self._sequences(batch)]
+        shape, lengths = batch["input"].shape, _attention(batch).lengths
+        return {
+            name: torch.cat(
+                [part[name].expand(length, *part[name].shape[1:]) for part, length in zip(parts, lengths, strict=True)]
+            ).unflatten(0, shape)
+            for name in parts[0]
+        }
+
+    def _sequences(self, batch: Batch) -> list[tuple[Path, slice]]:
+        """Return the file of each sequence, and the places of its tokens in the flattened batch."""
+        tokens_N2 = torch.stack([batch["input"], batch["labels"]], dim=-1).flatten(0, 1)
+        sequences, start = [], 0
+        for length in _attention(batch).lengths:
+            is_labeled = bool((tokens_N2[start : start + length, 1] >= 0).any())
+            place = slice(start, start + (length if is_labeled else 1))
+            content = self._setting + tokens_N2[place].numpy().tobytes()
+            name = hashlib.blake2b(content, digest_size=16).hexdigest()
+            sequences.append((self.folder / name[:2] / f"{name[2:]}.safetensors", place))
+            start += length
+        return sequences
+
+
+def _attention(batch: Batch) -> AttentionMetadata:
+    return batch.get("attention") or AttentionMetadata.of_rows(*batch["input"].shape)
