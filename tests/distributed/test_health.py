@@ -219,6 +219,10 @@ def test_only_the_agent_of_the_odd_host_fails(tmp_path):
             stdout=subprocess.PIPE,
             text=True,
         )
-    printed = "".join(agent.communicate(timeout=120)[0] for agent in agents.values())
+    try:
+        printed = "".join(agent.communicate(timeout=120)[0] for agent in agents.values())
+    finally:
+        for agent in agents.values():
+            agent.kill()
     assert {name: agent.returncode for name, agent in agents.items()} == {"a": 1, "b": 0}
     assert "PROBLEM a: may open only 127 files" in printed

@@ -65,8 +65,11 @@ class ModelType:
     """Return further keys to write for a `config`; None: this type cannot describe the model. Nor can it if a field
     without a key differs from its default. The first type of a family that can is written."""
 
-    ropes: Mapping[str, str | None] = field(default_factory=lambda: {"rope": None})
-    """Field of `config` → its section of `rope_parameters`, if layers of different types differ in RoPE."""
+    @property
+    def ropes(self) -> dict[str, str | None]:
+        """Field of `config` → its section of `rope_parameters`, if layers with windows have a RoPE of their own."""
+        has_local = any(field.name == "local_rope" for field in dataclasses.fields(self.config))
+        return {"rope": "full_attention", "local_rope": "sliding_attention"} if has_local else {"rope": None}
 
 
 def write_if(

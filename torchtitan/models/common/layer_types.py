@@ -20,9 +20,6 @@ LayerType = Literal["full_attention", "sliding_attention"]
 WINDOW_KEYS = {"sliding_window": "sliding_window", "layer_types": "layer_types"}
 """`ModelType.keys` of windows."""
 
-ROPE_SECTIONS = {"rope": "full_attention", "local_rope": "sliding_attention"}
-"""`ModelType.ropes` of models in which `local_rope` is a field."""
-
 
 def one_full_of(n_layers: int) -> list[LayerType]:
     """Return the types of a pattern of layers with windows, except in the last."""

@@ -9,13 +9,7 @@ from torchtitan.models.common.blocks import SandwichBlock
 from torchtitan.models.common.config_reader import ConfigReader
 from torchtitan.models.common.hugging_face import DENSE_ROWS, SANDWICH_ROWS, ModelType, dense_format, write_if
 from torchtitan.models.common.hugging_face_rope import write_rope
-from torchtitan.models.common.layer_types import (
-    ROPE_SECTIONS,
-    WINDOW_KEYS,
-    LayerType,
-    ScaledEmbeddingDecoder,
-    one_full_of,
-)
+from torchtitan.models.common.layer_types import WINDOW_KEYS, LayerType, ScaledEmbeddingDecoder, one_full_of
 from torchtitan.models.common.norms import OffsetRMSNorm
 from torchtitan.models.common.rope import RoPEConfig
 
@@ -118,7 +112,6 @@ _GEMMA3 = ModelType(
     defaults=_DEFAULTS3,
     ignored=("_sliding_window_pattern", "sliding_window_pattern"),
     prepare=_prepare_gemma3,
-    ropes=ROPE_SECTIONS,
     write=write_if(
         lambda config: config.dim % config.n_heads == 0,
         # For transformers 4, which does not read `rope_parameters`.

@@ -11,7 +11,7 @@ from torchtitan.models.common.blocks import PerLayerBlock, PerLayerEmbeddings, S
 from torchtitan.models.common.config_reader import ConfigReader
 from torchtitan.models.common.feed_forward import gelu_tanh
 from torchtitan.models.common.hugging_face import SANDWICH_ROWS, ModelType, dense_format, module_rows, write_if
-from torchtitan.models.common.layer_types import ROPE_SECTIONS, WINDOW_KEYS, ScaledEmbeddingDecoder, one_full_of
+from torchtitan.models.common.layer_types import WINDOW_KEYS, ScaledEmbeddingDecoder, one_full_of
 from torchtitan.models.common.moe.decoder import DenseAndExpertsBlock, ExpertLayers
 from torchtitan.models.common.moe.experts import RoutedExperts
 from torchtitan.models.common.moe.layer import MoEConfig
@@ -198,7 +198,6 @@ _DENSE = ModelType(
     fixed=_FIXED,
     ignored=("per_layer_config", "vocab_size_per_layer_input", "use_double_wide_mlp", *_EXPERT_KEYS),
     prepare=_prepare,
-    ropes=ROPE_SECTIONS,
     write=write_if(
         lambda config: config.attention_k_eq_v or config.num_global_key_value_heads == config.n_kv_heads,
         lambda config: {"vocab_size_per_layer_input": config.vocab_size},

@@ -9,7 +9,7 @@ from torchtitan.models.common.blocks import PostNormBlock
 from torchtitan.models.common.config_reader import ConfigReader
 from torchtitan.models.common.hugging_face import ModelType, dense_format, dense_rows
 from torchtitan.models.common.hugging_face_rope import write_rope
-from torchtitan.models.common.layer_types import ROPE_SECTIONS, WINDOW_KEYS, LayerType, WindowedDecoder, one_full_of
+from torchtitan.models.common.layer_types import WINDOW_KEYS, LayerType, WindowedDecoder, one_full_of
 from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.tools.errors import UserError
 
@@ -49,10 +49,8 @@ def _prepare(document: dict[str, Any]) -> dict[str, Any]:
     scaling, parameters = reader.section("rope_scaling"), reader.section("rope_parameters")
     if scaling.values:
         document["rope_scaling"] = {"full_attention": scaling.values}
-    theta = reader.number("rope_theta", _OLMO_3_THETA)
-    if theta != _OLMO_3_THETA and not all(
-        parameters.section(name).has("rope_theta") for name in ROPE_SECTIONS.values()
-    ):
+    theta, sections = reader.number("rope_theta", _OLMO_3_THETA), ("full_attention", "sliding_attention")
+    if theta != _OLMO_3_THETA and not all(parameters.section(name).has("rope_theta") for name in sections):
         raise UserError(
             f"config.json: rope_theta is {theta}, which transformers 5 does not apply to all layers; set it in each "
             "section of rope_parameters"
@@ -84,7 +82,6 @@ FORMAT = dense_format(
             keys={**WINDOW_KEYS, "attention_bias": "attention_bias"},
             defaults={"rms_norm_eps": 1e-5, "rope_theta": _OLMO_3_THETA},
             prepare=_prepare,
-            ropes=ROPE_SECTIONS,
             write=_rope_for_transformers_4,
         ),
     }
