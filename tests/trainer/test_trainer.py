@@ -415,6 +415,10 @@ def test_global_settings_are_restored(tmp_path):
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == handlers
     assert gc.isenabled()
     assert not torch.are_deterministic_algorithms_enabled()
+    trainer = tiny_config(tmp_path / "ended").build()
+    trainer.train()
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == handlers
+    trainer.close()
 
 
 def test_deterministic_mode_and_seed(tmp_path):

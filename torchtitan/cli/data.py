@@ -120,14 +120,8 @@ class _Run(NamedTuple):
             yield loader
 
     def length(self, n_samples: int | None) -> "DataProgress":
-        from torchtitan.trainer.data_progress import DataProgress
-
-        return DataProgress(
-            self.config.training,
-            n_samples=n_samples,
-            global_batch_size=self.samples_per_step,
-            sequences_per_sample=self.config._owner.sequences_per_sample,
-        )
+        progress: DataProgress = self.config.data_progress(self.samples_per_step, n_samples)
+        return progress
 
 
 def _data_parallel_degree(parallelism: Any) -> int:
@@ -140,11 +134,7 @@ def _data_parallel_degree(parallelism: Any) -> int:
 
     processes = environment_number("NNODES", default=1, minimum=1)
     processes *= environment_number("NGPU", default=max(1, torch.cuda.device_count()), minimum=1)
-    others = (
-        parallelism.context_parallel_degree,
-        parallelism.tensor_parallel_degree,
-        parallelism.pipeline_parallel_degree,
-    )
+    others = [getattr(parallelism, f"{kind}_parallel_degree") for kind in ("context", "tensor", "pipeline")]
     copies = parallelism.data_parallel_replicate_degree * max(1, parallelism.data_parallel_shard_degree)
     return ParallelDims.from_config(parallelism, max(processes, copies * math.prod(others))).dp_degree
 

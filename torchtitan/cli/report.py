@@ -31,7 +31,7 @@ _UNLISTED = {"event", "time", "step", "seconds"}
 
 
 class RunRecord:
-    """What the folder of a run contains, which may be in progress. Raises `UserError` if it has no metrics or is
+    """Contents of the folder of a run, which may be in progress. Raises `UserError` if it has no metrics or is
     unreadable."""
 
     def __init__(self, folder: Path):

@@ -44,7 +44,7 @@ def init_logger() -> None:
 
 @contextlib.contextmanager
 def without_logs() -> Iterator[None]:
-    """Suppress log messages below errors in the block, such as those of libraries as they are imported."""
+    """Suppress log messages below errors in the block, for example while it imports libraries."""
     disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

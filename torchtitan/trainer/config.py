@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Self, cast
 
 import torch
 import tyro
@@ -234,13 +234,7 @@ class RunConfig(Configurable.Config):
             )
         self.spikes.check_run(self)
         self.ema.check_run(self)
-        trainer: Any = self._owner
-        progress = DataProgress(
-            self.training,
-            n_samples=None,
-            global_batch_size=self.training.resolve_global_batch_size(dims.dp_degree),
-            sequences_per_sample=trainer.sequences_per_sample,
-        )
+        progress = self.data_progress(self.training.resolve_global_batch_size(dims.dp_degree))
         progress.check_schedules()
         first_tokens = progress.tokens_per_step
         warmup = self.lr_scheduler.warmup_steps
@@ -255,6 +249,12 @@ class RunConfig(Configurable.Config):
                 "(or context_parallel_degree) above 1"
             )
         return dims
+
+    def data_progress(self, global_batch_size: int, n_samples: int | None = None) -> DataProgress:
+        """Return the run's progress at its start; arguments as in `DataProgress`."""
+        size, trainer = global_batch_size, cast(Any, self._owner)
+        per_sample = trainer.sequences_per_sample
+        return DataProgress(self.training, n_samples=n_samples, global_batch_size=size, sequences_per_sample=per_sample)
 
     def check_conversion(self, *, n_added_tokens: int = 0) -> None:
         """Try the converters on a meta-device model, whose vocabulary size must be known. Warn if they leave the rows

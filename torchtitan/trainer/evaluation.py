@@ -46,13 +46,9 @@ class Evaluation(Callback):
                 _ = read_questions(path, self.limit) if path.suffix == ".jsonl" else read_text(path)
 
         def check_run(self, run: Any) -> None:
-            parallelism = run.parallelism
-            degrees = (getattr(parallelism, f"{kind}_parallel_degree") for kind in ("tensor", "context", "pipeline"))
-            if self.files and max(degrees) > 1:
-                raise UserError(
-                    "--callbacks.evaluation.files goes with data parallelism only; under tensor, context or pipeline "
-                    "parallelism evaluate the checkpoints: torchtitan eval"
-                )
+            if self.files:
+                user = "--callbacks.evaluation.files (evaluate the checkpoints: torchtitan eval)"
+                run.parallelism.require_one("tensor", "context", "pipeline", user=user)
 
     config: Config
     is_pending = False  # whether steps were taken since the last evaluation; a complete run takes none

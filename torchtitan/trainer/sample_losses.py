@@ -65,8 +65,8 @@ class SampleLosses:
         if not self._wanted:
             return StepStatistics(step, loss, grad_norm, samples=np.zeros(0, np.int64), sample_losses=np.zeros(0))
         recorded, self._recorded = self._recorded, []
-        numbers = np.concatenate([part for part, _ in recorded]) if recorded else np.zeros(0, np.int64)
-        losses = np.concatenate([part.cpu().double().numpy() for _, part in recorded]) if recorded else np.zeros(0)
+        numbers = np.concatenate([np.zeros(0, np.int64), *(part for part, _ in recorded)])
+        losses = np.concatenate([np.zeros(0), *(part.cpu().double().numpy() for _, part in recorded)])
         valid = numbers != NO_DOCUMENT
         local = _add_up(numbers[valid], losses[valid], np.ones(valid.sum()))
         gathered = gather_objects((bool(recorded), local))

@@ -532,6 +532,7 @@ class Trainer(RunState):
         with self.phases.during("save"):
             self.checkpointer.wait()
         log_stop_reason(reason, self.step, self.total_steps, self.config.checkpoint)
+        self.release_signals()
 
     def describe_run(self) -> None:
         """Log the model and data of the run, and any checkpoints in its folder that it will not use."""
@@ -575,7 +576,12 @@ class Trainer(RunState):
             stack.callback(self.dataloader.close)
             if self.validator:
                 stack.callback(self.validator.close)
-            if self.stop_request:
-                stack.callback(self.stop_request.close)
+            stack.callback(self.release_signals)
             for callback in self.callbacks:
                 stack.callback(callback.close)
+
+    def release_signals(self) -> None:
+        """Restore the previous signal handlers."""
+        if self.stop_request:
+            self.stop_request.close()
+            self.stop_request = None

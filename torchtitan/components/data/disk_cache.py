@@ -222,18 +222,16 @@ def file_digest(root: Path, path: Path) -> str:
         stat = path.stat()
     except OSError as error:
         raise _unreadable(path, error) from error
-    resolved = str(path.resolve())
-    status = {"path": resolved, "size": stat.st_size, "mtime_ns": stat.st_mtime_ns, "inode": stat.st_ino}
-    entry = root / "digests" / f"{hashlib.blake2b(os.fsencode(resolved), digest_size=_DIGEST_BYTES).hexdigest()}.json"
-    if (cached := _cached_digest(entry)) is not None and {**status, "digest": cached.get("digest")} == cached:
-        cached_digest: str = cached["digest"]
-        return cached_digest
+    status = digest_of([str(path.resolve()), stat.st_size, stat.st_mtime_ns, stat.st_ino])
+    entry = root / "digests" / status
+    with contextlib.suppress(FileNotFoundError, ValueError):  # absent or damaged
+        return check_digest(entry.read_text())
     digest = _hash(path, stat.st_size)
     # A recently written file may change again without a new timestamp, since timestamps have a limited resolution.
     if time.time_ns() - stat.st_mtime_ns > _RECENT_NS:
         entry.parent.mkdir(exist_ok=True)
         try:
-            entry.write_text(json.dumps({**status, "digest": digest}))  # a truncated entry is ignored
+            entry.write_text(digest)
         except OSError:
             entry.unlink(missing_ok=True)
             raise
@@ -264,14 +262,6 @@ def bytes_digest(content: bytes) -> str:
 
 def content_digest(folder: Path, names: Sequence[str]) -> str:
     return digest_of([_hash(folder / name, (folder / name).stat().st_size) for name in names])
-
-
-def _cached_digest(entry: Path) -> dict[str, Any] | None:
-    try:
-        cached = json.loads(entry.read_text())
-        return {**cached, "digest": check_digest(cached["digest"])}
-    except (FileNotFoundError, ValueError, TypeError, LookupError, RecursionError):
-        return None
 
 
 def _hash(path: Path, size: int) -> str:

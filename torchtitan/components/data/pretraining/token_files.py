@@ -196,16 +196,17 @@ def _litdata_chunks(folder: Path) -> dict[str, Any]:
     `UserError` if the items are not tokens, and for MDS."""
     try:
         index = json.loads((folder / "index.json").read_bytes())
-        if "shards" in index:
-            raise UserError(
-                f"{folder} is in MDS, whose library needs NumPy below 2.2 and transformers below 5; write its texts as "
-                "JSON Lines there"
-            )
-        kinds, compression = index["config"]["data_format"], index["config"]["compression"]
-        chunks = {chunk["filename"]: chunk for chunk in index["chunks"]}
-    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
-        if isinstance(error, UserError):
-            raise
+        is_mds = "shards" in index
+        config, chunks = index.get("config"), {chunk["filename"]: chunk for chunk in index.get("chunks", [])}
+        kinds, compression = (config["data_format"], config["compression"]) if chunks else ([], None)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return {}
+    if is_mds:
+        raise UserError(
+            f"{folder} is in MDS, whose library needs NumPy below 2.2 and transformers below 5; write its texts as "
+            "JSON Lines there"
+        )
+    if not chunks:
         return {}
     if len(kinds) != 1 or not kinds[0].startswith("no_header_") or compression:
         kind = " ".join([*kinds, compression or ""]).strip()

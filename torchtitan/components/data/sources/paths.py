@@ -5,7 +5,6 @@ import glob
 import json
 import os
 import re
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -74,7 +73,7 @@ def local_files(dataset: str, names: Sequence[str]) -> dict[str, Path]:
         if path.is_file() and dataset:
             return {path.name: _readable(path)}
         if path.is_dir() and dataset:
-            found = _without_duplicates(file for folder in _folders(path) for file in _data_files(folder))
+            found = _without_duplicates(file for found in _folders(path) for file in _data_files(*found))
             if not found:
                 raise UserError(f"the folder {dataset!r} contains no data files ({supported_formats()})")
             return {str(file.relative_to(path)): file for file in found}
@@ -90,35 +89,28 @@ def local_files(dataset: str, names: Sequence[str]) -> dict[str, Path]:
         raise UserError(f"dataset {dataset!r}: {error.filename} cannot be read: {error.strerror}") from error
 
 
-def _folders(top: Path) -> Iterator[Path]:
-    """Yield a folder and its subfolders, except hidden ones. Each real folder is yielded once, preferably by its own
-    path instead of a link's; cyclic links are allowed."""
-    visited, pending = set(), deque([top])
-    while pending:
-        folder = pending.popleft()
+def _folders(top: Path) -> Iterator[tuple[Path, list[str]]]:
+    """Yield a folder and its subfolders, except hidden ones, with the names of their files. Links are followed, and may
+    be cyclic: each real folder is yielded once, in each folder subfolders before links."""
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    visited = set()
+    for folder, subfolders, names in os.walk(top, onerror=fail, followlinks=True):
         if (real_path := os.path.realpath(folder)) in visited:
+            subfolders.clear()
             continue
         visited.add(real_path)
-        yield folder
-        subfolders = sorted((entry for entry in _visible(folder) if _is_folder(entry)), key=lambda entry: entry.name)
-        pending.extendleft(Path(entry) for entry in reversed(subfolders) if not entry.is_symlink())
-        pending.extend(Path(entry) for entry in subfolders if entry.is_symlink())
+        visible = (Path(folder, name) for name in subfolders if name[0] != ".")
+        subfolders[:] = [path.name for path in sorted(visible, key=lambda path: (path.is_symlink(), path.name))]
+        yield Path(folder), names
 
 
-def _visible(folder: Path) -> list["os.DirEntry[str]"]:
-    with os.scandir(folder) as entries:
-        return [entry for entry in entries if not entry.name.startswith(".")]
-
-
-def _is_folder(entry: "os.DirEntry[str]") -> bool:
-    return entry.is_dir(follow_symlinks=False) or entry.is_symlink() and os.path.isdir(entry)
-
-
-def _data_files(folder: Path) -> Iterator[Path]:
-    """Yield the files of known formats in a folder. Raise `UserError` for a broken link, which may be data."""
-    for entry in _visible(folder):
-        path = folder / entry.name
-        if not _is_folder(entry) and (file_format(path) is not None or entry.is_symlink() and not path.exists()):
+def _data_files(folder: Path, names: Iterable[str]) -> Iterator[Path]:
+    """Yield the files of known formats. Raise `UserError` for a broken link, which may be data."""
+    for path in (folder / name for name in names if name[0] != "."):
+        if file_format(path) is not None or path.is_symlink() and not path.exists():
             yield regular_file(path)
 
 
@@ -130,7 +122,7 @@ def _matches(pattern: Path) -> Iterator[Path]:
     depth = pattern.parts.index("**")
     for top in sorted(glob.glob(str(Path(*pattern.parts[:depth])))):
         if os.path.isdir(top):
-            for folder in _folders(Path(top)):
+            for folder, _ in _folders(Path(top)):
                 yield from _matches(Path(glob.escape(str(folder)), *(pattern.parts[depth + 1 :] or ("*",))))
 
 

@@ -1,8 +1,6 @@
 """The mixture of experts that takes the place of a block's feed-forward network, and its configuration."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import Any, Literal
 
 import torch
@@ -10,29 +8,14 @@ from torch import Tensor, nn
 
 from torchtitan.models.common.feed_forward import GatedFeedForward
 from torchtitan.models.common.moe.experts import RoutedExperts
-from torchtitan.models.common.moe.router import Router, TopK, softmax
-from torchtitan.protocols.experts import PenaltyConfig, SelectionBias
+from torchtitan.models.common.moe.router import MOST, Router, RoutingConfig
 from torchtitan.protocols.initializer import TruncatedNormal, with_initializers
-from torchtitan.tools.errors import UserError, require
-
-_MOST = 2**24
-_LEAST = {
-    **dict.fromkeys(("n_experts", "ffn_dim", "shared_ffn_dim"), 1),
-    **dict.fromkeys(("n_shared_experts", "routed_scaling_factor", "bias_rate"), 0),
-    **dict.fromkeys(("penalties.batch_loss", "penalties.sequence_loss", "penalties.z_loss"), 0),
-}
-"""Field → its smallest value; the largest is `_MOST`."""
+from torchtitan.tools.errors import require
 
 
 @dataclass(kw_only=True, slots=True)
-class MoEConfig:
+class MoEConfig(RoutingConfig):
     """Experts of a model, in the field `moe` of its configuration."""
-
-    n_experts: int
-    """Routed experts of a layer."""
-
-    top_k: int
-    """Routed experts that a token passes through."""
 
     ffn_dim: int | None = None
     """Width of a routed expert. None: --model.ffn_dim."""
@@ -40,36 +23,11 @@ class MoEConfig:
     layer_types: list[Literal["sparse", "dense"]] = field(default_factory=lambda: ["sparse"])
     """Types of the first layers, repeated for the others; dense ones have one network of width --model.ffn_dim."""
 
-    scoring_func: Literal["softmax", "sigmoid"] = "softmax"
-    """Scores of experts: probabilities that compete, or independent affinities."""
-
-    norm_topk_prob: bool = True
-    """Divide the weights of a token's experts by their sum."""
-
-    routed_scaling_factor: float = 1.0
-    """Factor of the weights after that."""
-
-    n_group: int = 1
-    """Groups of routed experts; divides n_experts."""
-
-    topk_group: int = 1
-    """Groups that a token's experts are in."""
-
-    selection_bias: bool = False
-    """Add a bias to each expert's score for the choice alone (DeepSeek-V3). A group is then as good as its two best
-    experts, without it as its best."""
-
-    bias_rate: float = field(default=0.0, compare=False)  # not in config.json
-    """Change of this bias after each optimizer step, for balance; DeepSeek-V3 used 0.001."""
-
     n_shared_experts: int = 0
     """Experts that every token passes through, computed as one that is wider by this factor."""
 
     shared_ffn_dim: int | None = None
     """Width of an expert with a gate in their place (Qwen). None: there is none."""
-
-    penalties: PenaltyConfig = field(default_factory=PenaltyConfig, compare=False)  # not in config.json
-    """Auxiliary losses."""
 
     def is_sparse(self, index: int) -> bool:
         """Return whether a layer has experts."""
@@ -77,35 +35,11 @@ class MoEConfig:
 
     def validate(self) -> None:
         """Raise `UserError` for impossible values."""
-        for name, least in _LEAST.items():
-            fits = (value := attrgetter(name)(self)) is None or least <= value <= _MOST
-            require(fits, f"--model.moe.{name}", value, f"from {least} to {_MOST}")
-        most = f"from 1 to --model.moe.n_experts {self.n_experts}"
-        require(1 <= self.top_k <= self.n_experts, "--model.moe.top_k", self.top_k, most)
+        super(MoEConfig, self).validate()
+        for name, least in (("ffn_dim", 1), ("shared_ffn_dim", 1), ("n_shared_experts", 0)):
+            value = getattr(self, name)
+            require(value is None or least <= value <= MOST, f"--model.moe.{name}", value, f"from {least} to {MOST}")
         require(bool(self.layer_types), "--model.moe.layer_types", self.layer_types, "at least one type")
-        require(
-            self.selection_bias or not self.bias_rate, "--model.moe.bias_rate", self.bias_rate, "0 without the bias"
-        )
-        size, rest = divmod(self.n_experts, max(1, self.n_group))
-        is_small = self.selection_bias and size < 2
-        if rest or is_small or not 1 <= self.topk_group <= self.n_group or self.top_k > size * self.topk_group:
-            raise UserError(
-                f"--model.moe.n_group {self.n_group} must divide --model.moe.n_experts {self.n_experts} into groups of "
-                f"at least {1 + self.selection_bias}, and --model.moe.topk_group {self.topk_group} of them must have "
-                f"--model.moe.top_k {self.top_k} experts"
-            )
-
-    def make_router(self, kind: Callable[..., Router], **options: Any) -> Router:
-        """Return a router of a `kind` with further `options`."""
-        return kind(
-            choose=TopK(self.top_k, self.n_group, self.topk_group, members=1 + self.selection_bias),
-            score=torch.sigmoid if self.scoring_func == "sigmoid" else softmax,
-            normalized=self.norm_topk_prob,
-            scale=self.routed_scaling_factor,
-            selection=SelectionBias(self.n_experts, self.bias_rate) if self.selection_bias else None,
-            penalties=self.penalties,
-            **options,
-        )
 
     def make_shared(self, width: int, **options: Any) -> nn.Module | None:
         """Return the expert of all tokens, next to routed ones of a `width`; None: there is none."""

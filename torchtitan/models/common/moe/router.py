@@ -1,9 +1,10 @@
 """Routers: which experts get a token, and how much their results count."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from operator import attrgetter
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -13,8 +14,19 @@ from torch import Tensor, nn
 from torchtitan.models.common.norms import NormFactory
 from torchtitan.protocols.experts import LoadBalanced, PenaltyConfig, SelectionBias
 from torchtitan.protocols.initializer import Constant, TruncatedNormal, initializers_of, with_initializers
+from torchtitan.tools.errors import UserError, require
 
 softmax = partial(torch.softmax, dim=-1)
+
+MOST = 2**24
+"""Largest value of a number in the configuration of experts."""
+
+_LEAST = {
+    "n_experts": 1,
+    **dict.fromkeys(("routed_scaling_factor", "bias_rate"), 0),
+    **dict.fromkeys(("penalties.batch_loss", "penalties.sequence_loss", "penalties.z_loss"), 0),
+}
+"""Field → its smallest value."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +134,73 @@ class ScaledRouter(Router):
     def forward(self, x_BLD: Tensor) -> tuple[Tensor, Tensor]:
         weights_BLK, chosen_BLK = super().forward(self.norm(x_BLD) * x_BLD.shape[-1] ** -0.5)
         return weights_BLK * self.expert_scale.float()[chosen_BLK], chosen_BLK
+
+
+@dataclass(kw_only=True, slots=True)
+class RoutingConfig:
+    """How tokens are sent to experts."""
+
+    n_experts: int
+    """Routed experts of a layer."""
+
+    top_k: int
+    """Routed experts that a token passes through."""
+
+    scoring_func: Literal["softmax", "sigmoid"] = "softmax"
+    """Scores of experts: probabilities that compete, or independent affinities."""
+
+    norm_topk_prob: bool = True
+    """Divide the weights of a token's experts by their sum."""
+
+    routed_scaling_factor: float = 1.0
+    """Factor of the weights after that."""
+
+    n_group: int = 1
+    """Groups of routed experts; divides n_experts."""
+
+    topk_group: int = 1
+    """Groups that a token's experts are in."""
+
+    selection_bias: bool = False
+    """Add a bias to each expert's score for the choice alone (DeepSeek-V3). A group is then as good as its two best
+    experts, without it as its best."""
+
+    bias_rate: float = field(default=0.0, compare=False)  # not in config.json
+    """Change of this bias after each optimizer step, for balance; DeepSeek-V3 used 0.001."""
+
+    penalties: PenaltyConfig = field(default_factory=PenaltyConfig, compare=False)  # not in config.json
+    """Auxiliary losses."""
+
+    def validate(self) -> None:
+        """Raise `UserError` for impossible values."""
+        for name, least in _LEAST.items():
+            value = attrgetter(name)(self)
+            require(least <= value <= MOST, f"--model.moe.{name}", value, f"from {least} to {MOST}")
+        most = f"from 1 to --model.moe.n_experts {self.n_experts}"
+        require(1 <= self.top_k <= self.n_experts, "--model.moe.top_k", self.top_k, most)
+        require(
+            self.selection_bias or not self.bias_rate, "--model.moe.bias_rate", self.bias_rate, "0 without the bias"
+        )
+        size, rest = divmod(self.n_experts, max(1, self.n_group))
+        is_small = self.selection_bias and size < 2
+        if rest or is_small or not 1 <= self.topk_group <= self.n_group or self.top_k > size * self.topk_group:
+            raise UserError(
+                f"--model.moe.n_group {self.n_group} must divide --model.moe.n_experts {self.n_experts} into groups of "
+                f"at least {1 + self.selection_bias}, and --model.moe.topk_group {self.topk_group} of them must have "
+                f"--model.moe.top_k {self.top_k} experts"
+            )
+
+    def make_router(self, kind: Callable[..., Router], **options: Any) -> Router:
+        """Return a router of a `kind` with further `options`."""
+        return kind(
+            choose=TopK(self.top_k, self.n_group, self.topk_group, members=1 + self.selection_bias),
+            score=torch.sigmoid if self.scoring_func == "sigmoid" else softmax,
+            normalized=self.norm_topk_prob,
+            scale=self.routed_scaling_factor,
+            selection=SelectionBias(self.n_experts, self.bias_rate) if self.selection_bias else None,
+            penalties=self.penalties,
+            **options,
+        )
 
 
 def _imbalance(probabilities_BLE: Tensor, counts: Tensor) -> Tensor:
