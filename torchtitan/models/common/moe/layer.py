@@ -35,7 +35,7 @@ class MoEConfig(RoutingConfig):
 
     def validate(self) -> None:
         """Raise `UserError` for impossible values."""
-        super(MoEConfig, self).validate()
+        RoutingConfig.validate(self)
         for name, least in (("ffn_dim", 1), ("shared_ffn_dim", 1), ("n_shared_experts", 0)):
             value = getattr(self, name)
             require(value is None or least <= value <= MOST, f"--model.moe.{name}", value, f"from {least} to {MOST}")
