@@ -79,7 +79,7 @@ class TeacherTrainer(FrozenModelTrainer):
         config, vocabulary = self.config.teacher, self.config.model_spec.model.vocab_size
         if not config.cache:
             return None
-        setting = [base_weights(model.weights)["digest"], model.spec.name, model.spec.model.to_dict()]
+        setting: list[Any] = [base_weights(model.weights)["digest"], model.spec.name, model.spec.model.to_dict()]
         setting += [config.top_k, vocabulary, self.loss.config.temperature, self.config.training.mixed_precision_param]
         return SequenceCache(Path(config.cache), setting, bytes_per_token=8 * config.top_k + 4)
 
