@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,7 @@ def other_eps(attention: Any) -> None:
 
 def two_members(model: Any) -> None:
     for layer in model.layers.values():
-        object.__setattr__(layer.moe.router.choose, "members", 2)
+        layer.moe.router.config = replace(layer.moe.router.config, selection_bias=True)
 
 
 def no_selection(model: Any) -> None:
