@@ -1,4 +1,6 @@
-"""The backward pass of causal attention in bfloat16 on CPUs, compared with float64 and with PyTorch's own."""
+"""Causal attention in bfloat16 on CPUs, compared with float64 and with PyTorch's own."""
+
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -57,8 +59,8 @@ def errors(measured: list[Tensor], exact: list[Tensor]) -> list[float]:
 @pytest.mark.parametrize("spread", [0.5, 1.0, 3.0], ids=["diffuse", "normal", "peaked"])
 @pytest.mark.parametrize("case", CASES)
 def test_gradients_are_those_of_float64(case, spread, scale, monkeypatch):
-    """Probabilities, and gradients of scores, are rounded to bfloat16, whose relative errors are up to 2**-8 each; so
-    the error of a gradient is at most 3 * 2**-8, or twice that of PyTorch's kernel if that is larger."""
+    """Probabilities (in both passes), results, and gradients of scores are rounded to bfloat16, whose relative errors
+    are up to 2**-8 each; so the error of a gradient is at most 4 * 2**-8, or twice that of PyTorch's kernel."""
     inputs = random_inputs(case, spread)
     exact = gradients([x.detach().double().requires_grad_() for x in inputs], Attention(scale=scale))
     own = errors(gradients(inputs, Attention(scale=scale)), exact)
@@ -66,7 +68,25 @@ def test_gradients_are_those_of_float64(case, spread, scale, monkeypatch):
     library = errors(gradients(inputs, Attention(scale=scale)), exact)
     assert own != library  # else this backward pass was not taken
     for error, of_library in zip(own, library, strict=True):
-        assert error < max(3 * 2**-8, 2 * of_library), (own, library)
+        assert error < max(4 * 2**-8, 2 * of_library), (own, library)
+
+
+@pytest.mark.parametrize("spread", [0.5, 1.0, 3.0], ids=["diffuse", "normal", "peaked"])
+@pytest.mark.parametrize("case", CASES)
+def test_results_are_those_of_float64(case, spread):
+    """Probabilities, products and their quotient are rounded to bfloat16, whose relative error is up to 2**-8; the
+    log-sum-exp has the error of a sum of such probabilities."""
+    q, k, v, _ = (x.detach().transpose(1, 2) for x in random_inputs(case, spread))
+    context = SimpleNamespace(save_for_backward=lambda *tensors: saved.extend(tensors))
+    saved: list[Tensor] = []
+    scale = q.shape[-1] ** -0.5
+    out = cpu_attention.BFloat16CausalAttention.forward(context, q, k, v, scale)
+    exact = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), is_causal=True, enable_gqa=True)
+    assert errors([out], [exact])[0] < 3 * 2**-8
+    scores = scale * q.double() @ k.double().repeat_interleave(q.shape[1] // k.shape[1], dim=1).mT
+    seen = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+    exact_lse = scores.masked_fill(~seen, -torch.inf).logsumexp(dim=-1)
+    torch.testing.assert_close(saved[-1].double(), exact_lse, rtol=0, atol=2 * 2**-8)
 
 
 def test_documents_do_not_see_each_other():

@@ -171,13 +171,6 @@ def choose_compiled_code_by_age() -> None:
     torch._C._dynamo.eval_frame._set_lru_cache(False)  # type: ignore[attr-defined]
 
 
-def causal_attention_on_cpu(q_BHLD: "Tensor", k_BKLD: "Tensor", v_BKLD: "Tensor", scale: float) -> Any:
-    """Return the result of PyTorch's kernel, (B, H, L, D), and the log-sum-exp of the scaled scores, (B, H, L)."""
-    import torch
-
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q_BHLD, k_BKLD, v_BKLD, 0.0, True, scale=scale)
-
-
 def communication_operations() -> list[Any]:
     """Return the collectives that leave each rank with a part, as the operators that a checkpointing policy sees."""
     import torch

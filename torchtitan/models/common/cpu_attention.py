@@ -1,9 +1,10 @@
-"""Causal attention in bfloat16 on CPUs, with a backward pass of batched products, which PyTorch's kernel does not use.
+"""Causal attention in bfloat16 on CPUs of batched products, which PyTorch's kernel does not use.
 
-PyTorch's kernel computes the forward pass. With S the scaled scores, l their log-sum-exp, P = exp(S - l), O = P V and
-G the gradient of O, the gradients are V: P^T G, and S: P * (G V^T - d) with d the row sums of G * O (FlashAttention 2,
-Dao 2023, arXiv:2307.08691, algorithm 2). The products round to bfloat16. So that the differences S - l and G V^T - d
-are rounded, and not the terms, l and d are two further columns of the factors, high and low bits of each.
+The scores of a query are computed twice: for their maximum, and minus it. With S the scaled scores, l their
+log-sum-exp, P = exp(S - l), O = P V and G the gradient of O, the gradients are V: P^T G, and S: P * (G V^T - d) with d
+the row sums of G * O (FlashAttention 2, Dao 2023, arXiv:2307.08691, algorithm 2). The products round to bfloat16. So
+that the differences S - l and G V^T - d are rounded, and not the terms, l and d are two further columns of the factors,
+high and low bits of each.
 """
 
 from typing import Any
@@ -12,7 +13,6 @@ import torch
 from torch import Tensor
 
 from torchtitan.tools.device import multiplies
-from torchtitan.tools.torch_private import causal_attention_on_cpu
 
 _QUERIES = 128
 """Queries at a time. Their probabilities for all keys stay in the cache."""
@@ -30,7 +30,26 @@ class BFloat16CausalAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q_BHLD: Tensor, k_BKLD: Tensor, v_BKLD: Tensor, scale: float) -> Tensor:
-        out_BHLD, lse_BHL = causal_attention_on_cpu(q_BHLD, k_BKLD, v_BKLD, scale)
+        n_kv_heads, length = k_BKLD.shape[1:3]
+        out_BHLD = torch.empty_like(q_BHLD)
+        lse_BHL = torch.empty(q_BHLD.shape[:3], dtype=torch.float32)
+        queries, out, lse = (x.unflatten(1, (n_kv_heads, -1)) for x in (q_BHLD, out_BHLD, lse_BHL))
+        keys = torch.cat((k_BKLD, k_BKLD.new_ones(*k_BKLD.shape[:3], 1)), dim=-1).flatten(0, 1)
+        values = v_BKLD.flatten(0, 1)
+        for start in range(0, length, _QUERIES):
+            end = min(start + _QUERIES, length)
+            q = queries[..., start:end, :].flatten(2, 3).flatten(0, 1)
+            scores = _product(q, keys[:, :end, :-1].mT, scale)
+            unseen = torch.ones(end - start, end - start, dtype=torch.bool).triu(1)
+            scores.unflatten(1, (-1, end - start))[..., start:].masked_fill_(unseen, -torch.inf)
+            # One more column of the factors subtracts the maximum before the scores are rounded.
+            shifted = torch.cat((q, -scores.amax(dim=-1, keepdim=True) / scale), dim=-1)
+            weights = _product(shifted, keys[:, :end].mT, scale).exp_()
+            weights.unflatten(1, (-1, end - start))[..., start:].tril_()
+            sums = weights.sum(dim=-1, keepdim=True, dtype=torch.float32)
+            block = out[..., start:end, :]
+            block.copy_((torch.bmm(weights, values[:, :end]) / sums).view_as(block))
+            lse[..., start:end] = (sums.log() - scale * shifted[..., -1:].float()).view_as(lse[..., start:end])
         ctx.scale = scale
         ctx.save_for_backward(q_BHLD, k_BKLD, v_BKLD, out_BHLD, lse_BHL)
         return out_BHLD
