@@ -76,7 +76,8 @@ def other_eps(attention: Any) -> None:
 
 def two_members(model: Any) -> None:
     for layer in model.layers.values():
-        layer.moe.router.config = replace(layer.moe.router.config, selection_bias=True)
+        router = layer.moe.router
+        router.choose = replace(router.choose.__self__, selection_bias=True).choose
 
 
 def no_selection(model: Any) -> None:
