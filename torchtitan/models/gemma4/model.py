@@ -129,8 +129,8 @@ class Gemma4MoEModel(ExpertLayers, Gemma4Model):
     block_kind = DenseAndExpertsBlock
     make_experts = staticmethod(partial(RoutedExperts, activation=lambda gate, up: gelu_tanh(gate) * up))
 
-    def make_router(self, **options: Any) -> ScaledRouter:
-        return ScaledRouter(norm=self.make_norm, **options)
+    def make_router(self, *args: Any, **options: Any) -> ScaledRouter:
+        return ScaledRouter(*args, norm=self.make_norm, **options)
 
     def make_block(self, index: int, **options: Any) -> nn.Module:
         return super().make_block(index, dense=Gemma4Model.make_feed_forward(self, index), **options)

@@ -47,11 +47,10 @@ class ExpertLayers:
         decoder, moe = cast(Decoder, super()), self.config.moe
         if not moe.is_sparse(index):
             return decoder.make_feed_forward(index, *args, **options)
-        sizes: dict[str, Any] = {"dim": self.config.dim, "n_experts": moe.n_experts}
-        stds, width = decoder.init_stds(index), moe.ffn_dim or self.config.ffn_dim
-        router = moe.make_router(self.make_router, **sizes, init_std=stds["init_std"])
-        experts = self.make_experts(**sizes, top_k=moe.top_k, hidden_dim=width, **stds)
-        return MixtureOfExperts(router, experts, moe.make_shared(width, dim=self.config.dim, **stds))
+        width, sizes = moe.ffn_dim or self.config.ffn_dim, {"dim": self.config.dim, **decoder.init_stds(index)}
+        router = self.make_router(moe, dim=self.config.dim, init_std=sizes["init_std"])
+        experts = self.make_experts(n_experts=moe.n_experts, top_k=moe.top_k, hidden_dim=width, **sizes)
+        return MixtureOfExperts(router, experts, moe.make_shared(width, **sizes))
 
 
 class DenseAndExpertsBlock(ScaledSandwichBlock):
