@@ -83,8 +83,8 @@ def cross_entropy_(
 
 
 OfChunk = Callable[[Tensor, slice], tuple[Tensor, Tensor | None]]
-"""(logits (n, V), their rows) → values of the rows (n, …), or their sums (1, …), and the gradients for the logits, which
-may replace these in memory; None if they are not needed."""
+"""(logits (n, V), their rows) → values of the rows (n, …), or their sums (1, …), and the gradients for the logits,
+which may replace these in memory; None if they are not needed."""
 
 
 def chunked_loss(
