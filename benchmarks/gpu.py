@@ -247,10 +247,10 @@ def experts(size: Size) -> Numbers:
     """Measure forward and backward pass of a layer of Qwen3-30B-A3B's experts on 4,096 tokens."""
     from torchtitan.models.common.moe.experts import RoutedExperts
     from torchtitan.models.common.moe.layer import MixtureOfExperts
-    from torchtitan.models.common.moe.router import Router, TopK
+    from torchtitan.models.common.moe.router import Router, RoutingConfig
 
     tokens, dim, hidden, n_experts, k = (64, 32, 16, 8, 2) if size.toy else (4096, 2048, 768, 128, 8)
-    router = Router(dim=dim, n_experts=n_experts, choose=TopK(k), init_std=0.02)
+    router = Router(RoutingConfig(n_experts=n_experts, top_k=k), dim=dim, init_std=0.02)
     stds = {"init_std": 0.02, "out_init_std": 0.02}
     layer = MixtureOfExperts(router, RoutedExperts(n_experts=n_experts, top_k=k, dim=dim, hidden_dim=hidden, **stds))
     layer = layer.to(size.device, torch.float32 if size.toy else torch.bfloat16)

@@ -15,10 +15,10 @@ def make_block(system: str) -> nn.Module:
     if system == "torchtitan":
         from torchtitan.models.common.moe.experts import RoutedExperts
         from torchtitan.models.common.moe.layer import MixtureOfExperts
-        from torchtitan.models.common.moe.router import Router, TopK
+        from torchtitan.models.common.moe.router import Router, RoutingConfig
 
         stds = {"init_std": 0.02, "out_init_std": 0.02}
-        router = Router(dim=dim, n_experts=n_experts, choose=TopK(top_k), init_std=0.02)
+        router = Router(RoutingConfig(n_experts=n_experts, top_k=top_k), dim=dim, init_std=0.02)
         return MixtureOfExperts(
             router, RoutedExperts(n_experts=n_experts, top_k=top_k, dim=dim, hidden_dim=hidden, **stds)
         )

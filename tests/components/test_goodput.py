@@ -70,6 +70,12 @@ def test_undone_steps_are_lost():
     parts = goodput([*before, *at_once, *after])
     assert parts["lost steps"] == pytest.approx(19 + 16 / 2) and parts["training"] == pytest.approx(16 / 2 + 10)
     assert parts["restart"] == 2.0
+    between = [returned(158, 24, 18, **{**before[2]["seconds"], "forward": 18.0})]  # 3 s since the last event
+    parts = goodput([*before, *between])
+    assert parts["lost steps"] == pytest.approx(3 + 19 * 0.2) and parts["training"] == pytest.approx(16 + 19 * 0.8)
+    between[0]["to"] = 22  # of steps 21 to 24, half are undone
+    parts = goodput([*before, *between])
+    assert parts["lost steps"] == pytest.approx(1.5) and parts["training"] == pytest.approx(35 + 1.5)
     later = [returned(171, 25, 5, **resumed[1]["seconds"])]
     parts = goodput([*before, *resumed, *later])
     assert parts["lost steps"] == pytest.approx(19 + 16 / 2 + 10) and parts["training"] == pytest.approx(16 / 2)

@@ -311,7 +311,7 @@ class TestMistakes:
     def test_whole_numbers_in_scientific_notation(self):
         config = parse("--training.steps", "1e3", "--lr_scheduler.total_steps=2.5e3").config
         assert (config.training.steps, config.lr_scheduler.total_steps) == (1000, 2500)
-        for word in ("1.5", "1e999", "nan", "1e-3"):
+        for word in ("1.5", "1e999", "nan", "1e-3", "many"):
             with pytest.raises(UserError, match=r"--training\.steps: .* is no whole number"):
                 parse("--training.steps", word)
 

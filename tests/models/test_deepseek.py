@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,8 @@ def other_eps(attention: Any) -> None:
 
 def two_members(model: Any) -> None:
     for layer in model.layers.values():
-        object.__setattr__(layer.moe.router.choose, "members", 2)
+        router = layer.moe.router
+        router.choose = replace(router.choose.__self__, selection_bias=True).choose
 
 
 def no_selection(model: Any) -> None:

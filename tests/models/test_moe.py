@@ -1,7 +1,6 @@
 """Parts of a mixture of experts: routers, experts, and the balance of their load."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,8 +14,8 @@ from torchtitan.components import load_balance
 from torchtitan.components.load_balance import LoadBalancer
 from torchtitan.models.common.moe.experts import InputScaledExperts, RoutedExperts, clamped_swiglu, swiglu
 from torchtitan.models.common.moe.layer import MoEConfig
-from torchtitan.models.common.moe.router import Router, TopK, softmax
-from torchtitan.protocols.experts import PenaltyConfig, SelectionBias
+from torchtitan.models.common.moe.router import Router, RoutingConfig
+from torchtitan.protocols.experts import PenaltyConfig
 from torchtitan.tools.errors import UserError
 
 transformers = pytest.importorskip("transformers")
@@ -144,9 +143,9 @@ def test_experts_of_gpt_oss_equal_transformers() -> None:
 # --- routers ----------------------------------------------------------------------------------------------------------
 
 
-def router(**options: Any) -> Any:
-    parts = {"choose": TopK(K), "normalized": False, **options}
-    return filled(Router(dim=DIM, n_experts=EXPERTS, init_std=1.0, **parts))
+def router(*, bias: bool = False, **options: Any) -> Any:
+    config = RoutingConfig(**{"n_experts": EXPERTS, "top_k": K, "norm_topk_prob": False, **options})
+    return filled(Router(config, dim=DIM, bias=bias, init_std=1.0))
 
 
 def best_in_groups(scores: list[float], groups: int, chosen_groups: int, members: int, k: int) -> set[int]:
@@ -161,7 +160,8 @@ def best_in_groups(scores: list[float], groups: int, chosen_groups: int, members
 @pytest.mark.parametrize(("groups", "chosen_groups", "members", "k"), [(4, 2, 2, 3), (2, 1, 1, 4), (4, 4, 2, 5)])
 def test_choice_in_groups_equals_its_definition(groups: int, chosen_groups: int, members: int, k: int) -> None:
     scores = torch.rand(50, 12, generator=torch.Generator().manual_seed(0)) - 0.5  # a bias makes some negative
-    chosen = TopK(k, groups, chosen_groups, members)(scores)
+    options: Any = {"n_group": groups, "topk_group": chosen_groups, "selection_bias": members == 2}
+    chosen = RoutingConfig(n_experts=12, top_k=k, **options).choose(scores)
     expected = [best_in_groups(row, groups, chosen_groups, members, k) for row in scores.tolist()]
     assert [set(row) for row in chosen.tolist()] == expected
 
@@ -169,21 +169,20 @@ def test_choice_in_groups_equals_its_definition(groups: int, chosen_groups: int,
 def test_weights_before_and_after_the_choice() -> None:
     """A softmax over the chosen logits equals normalized probabilities; plain probabilities add up to less than 1."""
     x = torch.randn(2, 20, DIM, generator=torch.Generator().manual_seed(0))
-    normalized, chosen = router(normalized=True)(x)
+    normalized, chosen = router(norm_topk_prob=True)(x)
     logits = F.linear(x, router().weight)
     torch.testing.assert_close(normalized, logits.gather(-1, chosen).softmax(dim=-1))
     plain, _ = router()(x)
-    scaled, _ = router(normalized=True, scale=2.5)(x)
+    scaled, _ = router(norm_topk_prob=True, routed_scaling_factor=2.5)(x)
     torch.testing.assert_close(scaled, 2.5 * plain / plain.sum(dim=-1, keepdim=True))
     assert (plain.sum(dim=-1) < 0.999).any()
 
 
 def test_bias_changes_the_choice_but_not_the_weights() -> None:
     x = torch.randn(1, 30, DIM, generator=torch.Generator().manual_seed(0))
-    selection = SelectionBias(EXPERTS, rate=0.1)
-    biased = router(score=torch.sigmoid, selection=selection)
+    biased = router(scoring_func="sigmoid", selection_bias=True, bias_rate=0.1)
     before, _ = biased(x)
-    selection.bias_E[3] = 10.0
+    biased.selection.bias_E[3] = 10.0
     weights, chosen = biased(x)
     assert (chosen == 3).any(dim=-1).all()
     scores = torch.sigmoid(F.linear(x, biased.weight))
@@ -202,11 +201,11 @@ def micro_batches() -> list[Tensor]:
     return [torch.randn(2, 10, DIM, generator=generator) for _ in range(N_BATCHES)]
 
 
-def published_losses(weight_ED: Tensor, score: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+def published_losses(weight_ED: Tensor, scoring_func: str) -> dict[str, Tensor]:
     """Return each loss of the global batch by its formula, in float64."""
     x_BLD = torch.cat(micro_batches()).double()
     logits = x_BLD @ weight_ED.T
-    scores = score(logits)
+    scores = torch.sigmoid(logits) if scoring_func == "sigmoid" else logits.softmax(dim=-1)
     probabilities = scores / scores.sum(dim=-1, keepdim=True)
     chosen = F.one_hot(scores.topk(K).indices, EXPERTS).sum(dim=2).double()  # (B, L, E)
     batch = EXPERTS * (chosen.mean(dim=(0, 1)) / K * probabilities.mean(dim=(0, 1))).sum()
@@ -242,17 +241,17 @@ def step_with(balancer: LoadBalancer, routed: Any, *, recomputed: bool = False) 
 
 
 @pytest.mark.parametrize("recomputed", [False, True])
-@pytest.mark.parametrize("score", [softmax, torch.sigmoid])
+@pytest.mark.parametrize("scoring_func", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("names", [["batch_loss"], ["sequence_loss"], ["z_loss"], list(WEIGHTS)])
 def test_gradients_of_auxiliary_losses_are_those_of_the_global_batch(
-    names: list[str], score: Any, recomputed: bool
+    names: list[str], scoring_func: str, recomputed: bool
 ) -> None:
     """Although micro-batches are computed one after the other, with or without activation checkpointing."""
     penalties = PenaltyConfig(**{name: WEIGHTS[name] for name in names})
-    routed = router(score=score, penalties=penalties)
+    routed = router(scoring_func=scoring_func, penalties=penalties)
     run_step(routed, recomputed=recomputed)
     weight = routed.weight.detach().double().requires_grad_()
-    losses = published_losses(weight, score)
+    losses = published_losses(weight, scoring_func)
     total = sum(WEIGHTS[name] * losses[name] for name in names)
     (expected,) = torch.autograd.grad(total, weight)
     assert relative_error(routed.weight.grad, expected) < TOLERANCE
@@ -280,7 +279,7 @@ def test_mean_of_micro_batches_would_be_another_loss() -> None:
             routed(batch)
         (0.0 * routed(batch)[0]).sum().backward()
     weight = routed.weight.detach().double().requires_grad_()
-    (expected,) = torch.autograd.grad(published_losses(weight, softmax)["batch_loss"], weight)
+    (expected,) = torch.autograd.grad(published_losses(weight, "softmax")["batch_loss"], weight)
     assert relative_error(routed.weight.grad, expected) > 0.01
 
 
@@ -298,7 +297,7 @@ def test_tokens_are_counted_once(recomputed: bool) -> None:
 
 def test_selection_bias_follows_the_load() -> None:
     """By the rule of arXiv:2408.15664, algorithm 1; not if the router is frozen."""
-    routed = router(score=torch.sigmoid, selection=SelectionBias(EXPERTS, rate=0.25))
+    routed = router(scoring_func="sigmoid", selection_bias=True, bias_rate=0.25)
     run_step(routed).finish_step()
     counts = routed.totals[:-1].tolist()
     mean = sum(counts) / EXPERTS
@@ -312,7 +311,7 @@ def test_selection_bias_follows_the_load() -> None:
 
 def test_bias_evens_out_the_load() -> None:
     """With fixed scores, in which some experts always win."""
-    routed = router(score=torch.sigmoid, selection=SelectionBias(EXPERTS, rate=0.02), bias=True)
+    routed = router(scoring_func="sigmoid", selection_bias=True, bias_rate=0.02, bias=True)
     with torch.no_grad():
         routed.bias.copy_(torch.linspace(-1, 1, EXPERTS))
     loads = []
@@ -323,8 +322,7 @@ def test_bias_evens_out_the_load() -> None:
 
 
 def test_metrics_equal_those_of_independently_counted_tokens() -> None:
-    selection = SelectionBias(EXPERTS, rate=0.25)
-    routed = router(score=torch.sigmoid, selection=selection)
+    routed = router(scoring_func="sigmoid", selection_bias=True, bias_rate=0.25)
     tokens = torch.cat(micro_batches()).flatten(0, 1)
     scores = torch.sigmoid(tokens.double() @ routed.weight.detach().double().T)
     counts = scores.topk(K).indices.flatten().bincount(minlength=EXPERTS)

@@ -28,7 +28,6 @@ from torchtitan.dry_run import dry_run
 from torchtitan.models import glm4_moe, gpt_oss, llama4, mixtral, qwen3_5, qwen3_moe
 from torchtitan.models.common.attention import Attention
 from torchtitan.models.common.moe.experts import RoutedExperts, swiglu
-from torchtitan.models.common.moe.router import softmax
 from torchtitan.models.pretrained import load_model
 from torchtitan.protocols.state_dict_adapter import model_tensor_specs
 from torchtitan.protocols.tensor_source import TensorSpec
@@ -83,8 +82,7 @@ def without_bias(model: Any) -> None:
 
 
 def biased_weights(router: Any) -> None:
-    score, selection = router.score, router.selection
-    router.score, router.selection = lambda logits: selection(score(logits)), None
+    router.selection.forward = lambda scores: scores.data.add_(router.selection.bias_E)  # in place: the weights too
 
 
 def all_groups(router: Any) -> None:
@@ -145,13 +143,13 @@ GLM = {
 @pytest.mark.parametrize(
     ("model_type", "options", "mistake"),
     [
-        ("qwen3_moe", QWEN3, set_part(normalized=False)),
-        ("qwen3_moe", QWEN3, set_part(score=torch.sigmoid)),
+        ("qwen3_moe", QWEN3, set_part(is_normalized=False)),
+        ("qwen3_moe", QWEN3, set_part(is_sigmoid=True)),
         ("qwen3_moe", QWEN3, exchange_gate_and_up),
-        ("qwen2_moe", QWEN2, set_part(normalized=True)),
+        ("qwen2_moe", QWEN2, set_part(is_normalized=True)),
         ("qwen2_moe", QWEN2, without_shared),
         ("qwen2_moe", QWEN2, open_gate),
-        ("mixtral", {}, set_part(normalized=False)),
+        ("mixtral", {}, set_part(is_normalized=False)),
         ("gpt_oss", {}, without_sinks),
         ("gpt_oss", {}, unclamped),
         ("gpt_oss", {}, without_expert_bias),
@@ -161,9 +159,9 @@ GLM = {
         ("llama4_text", LLAMA4, without_norms),
         ("llama4_text", LLAMA4, scaled_results),
         ("llama4_text", LLAMA4, without_shared),
-        ("qwen3_5_moe_text", {}, set_part(normalized=False)),
+        ("qwen3_5_moe_text", {}, set_part(is_normalized=False)),
         ("qwen3_5_moe_text", {}, open_gate),
-        ("glm4_moe", GLM, set_part(score=softmax)),
+        ("glm4_moe", GLM, set_part(is_sigmoid=False)),
         ("glm4_moe", GLM, set_part(scale=1.0)),
         ("glm4_moe", GLM, without_bias),
         ("glm4_moe", GLM, in_routers(biased_weights)),

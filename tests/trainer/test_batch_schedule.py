@@ -69,9 +69,15 @@ def test_mistakes(tmp_path, options, message):
         tiny_config(tmp_path, **options).check(world_size=1)
 
 
-def test_reads_the_data_in_order_and_counts_tokens(tmp_path):
+def changes_in(log: pytest.LogCaptureFixture) -> list[str]:
+    """Return the lines of the console about changes."""
+    return [line for line in log.messages if line.startswith("from step")]
+
+
+def test_reads_the_data_in_order_and_counts_tokens(tmp_path, log):
     """The documents of batches are the slices of one sequence, which a run with constant batches reads too."""
     trainer = train(tmp_path / "growing", **OPTIONS)
+    assert changes_in(log) == ["from step 5 on, 8 x 32 tokens per step", "from step 8 on, 12 x 32 tokens per step"]
     train(tmp_path / "constant", **{**OPTIONS, "training__batch_schedule": [], "training__steps": sum(SIZES) // 4})
     growing, constant = ledger(tmp_path / "growing"), ledger(tmp_path / "constant")
     assert [len(documents) for documents in growing] == SIZES
@@ -160,10 +166,11 @@ class Reading(Trainer):
         return micro_batches
 
 
-def test_lengths_cut_the_same_text(tmp_path):
+def test_lengths_cut_the_same_text(tmp_path, log):
     """Without shuffling, the windows of all lengths follow each other like those of one length."""
     options = {**LENGTHS, "dataloader__shuffle": False}
     growing = train(tmp_path / "growing", trainer_class=Reading, **options)
+    assert changes_in(log) == ["from step 5 on, 2 x 64 tokens per step", "from step 8 on, 2 x 128 tokens per step"]
     assert [tokens.shape[1] for tokens in growing.read] == [32] * 4 + [64] * 3 + [128] * 3
     constant = {**options, "training__seq_len_schedule": [], "training__steps": sum(TOKENS) // 64}
     read = train(tmp_path / "constant", trainer_class=Reading, **constant).read
@@ -179,9 +186,9 @@ def test_each_token_is_read_once_in_an_epoch(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text(" ".join(f"{i:04d}" for i in range(700)))
     trainer = train(tmp_path / "run", trainer_class=Reading, dataloader__dataset=text, **LENGTHS)
-    n_tokens = trainer.dataloader._batches._cache.n_tokens
+    [tokens] = trainer.config.dataloader.open(trainer.tokenizer)
     starts = torch.cat([tokens.flatten().unfold(0, 16, 16) for tokens in trainer.read])
-    assert sum(TOKENS) <= n_tokens - n_tokens % 128
+    assert sum(TOKENS) <= tokens.n_tokens - tokens.n_tokens % 128
     assert len({tuple(row.tolist()) for row in starts}) == len(starts) == sum(TOKENS) // 16
 
 

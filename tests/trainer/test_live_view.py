@@ -1,5 +1,6 @@
 """The bar on a terminal: a pseudo terminal gets whole log lines and the bar, others only the log."""
 
+import logging
 import os
 import pty
 import re
@@ -88,14 +89,15 @@ def slow_clock(monkeypatch) -> None:
 def test_terminal_shows_a_bar_below_whole_log_lines(tmp_path, monkeypatch, seed):
     terminal = Terminal(monkeypatch)
     init_logger()
-    handler = logger.handlers[0]
-    emit, config = handler.emit, tiny_config(tmp_path, debug__seed=seed)
+    handler, config = logger.handlers[0], tiny_config(tmp_path, debug__seed=seed)
+    logger.handlers += [logging.FileHandler(tmp_path / "log.txt"), logging.NullHandler()]  # of a user
     if seed == 7:
         with pytest.raises(RuntimeError, match="stopped here"):
             run(config, Talkative)
     else:
         run(config, Talkative)
-    assert handler.emit == emit
+    assert handler.stream is sys.stderr
+    assert (tmp_path / "log.txt").read_text().count("a long line " * 30 + "ends\n") == 1
     text = terminal.close()
     bars = re.findall(
         r"step (\d)/4 +\S+ .*?([▁-█]+) loss (\d+\.\d+) +([\d,]+) tokens/s", re.sub(r"\x1b\[[\d;]*m", "", text)

@@ -45,14 +45,14 @@ def goodput(events: Sequence[Event]) -> dict[str, float]:
 
 
 def _last_kept_steps(events: Sequence[Event]) -> list[float]:
-    """Return for each event the last of the steps before it that later events do not undo."""
+    """Return for each event the last of the steps before it that neither it nor later events undo."""
     kept, last = [], math.inf
     for event in reversed(events):
+        if event["event"] == "returned" and event["step"] <= last:  # otherwise, the return is undone itself
+            last = event["to"]
         kept.append(last)
         if event["event"] == "start":
             last = min(last, event["step"])
-        elif event["event"] == "returned" and event["step"] <= last:  # otherwise, the return is undone itself
-            last = event["to"]
     return kept[::-1]
 
 

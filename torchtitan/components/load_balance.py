@@ -34,7 +34,7 @@ class LoadBalancer:
         modules = [pair for part in model_parts for pair in part.named_modules()]
         routers = {canonical_name(name): module for name, module in modules if isinstance(module, LoadBalanced)}
         self._routers = {name.removesuffix(".moe.router"): router for name, router in routers.items()}
-        self._totals: Sequence[Tensor] = []
+        self._totals: Sequence[Tensor] = []  # of each router over the last finished step
         self._idle_steps: list[Any] = [0] * len(routers)
         self._reported: set[str] = set()
         names = () if mesh is None else mesh.mesh_dim_names or ()
@@ -52,13 +52,10 @@ class LoadBalancer:
         gradients of auxiliary losses are larger by `gradient_degree`, the ranks over which gradients are averaged."""
         if not self._routers:
             return
-        total = torch.full((), n_tokens, dtype=torch.int64, device=device)
-        for group in self._groups:
-            dist.all_reduce(total, group=group)
-        self._n_tokens = total
+        self._n_tokens = self._sum(torch.full((), n_tokens, dtype=torch.int64, device=device))
         for router in self._routers.values():
             router.totals = torch.zeros(router.n_experts + 1, dtype=torch.int64, device=device)
-            router.gradient_scale = (gradient_degree / total.clamp(min=1)).float()
+            router.gradient_scale = (gradient_degree / self._n_tokens.clamp(min=1)).float()
 
     @contextlib.contextmanager
     def measuring(self) -> Iterator[None]:
@@ -73,9 +70,7 @@ class LoadBalancer:
             for router in self._routers.values():
                 router.is_measuring = False
         for router, totals in zip(self._routers.values(), self._global_totals(), strict=True):
-            router.batch_counts_E = totals[:-1]
-            assert router.totals is not None
-            router.totals.zero_()
+            router.batch_counts_E, router.totals = totals[:-1], torch.zeros_like(totals)
 
     def finish_step(self) -> None:
         """Let the routers adapt to the step's load, except frozen ones."""
@@ -128,11 +123,11 @@ class LoadBalancer:
 
     def _global_totals(self) -> Sequence[Tensor]:
         """Return the totals of each router, summed over ranks: one exchange for all of them."""
-        totals = [router.totals for router in self._routers.values() if router.totals is not None]
-        assert len(totals) == len(self._routers), "call start_step first"
-        if not totals:
-            return []
-        sums = torch.cat(totals)
+        totals: list[Any] = [router.totals for router in self._routers.values()]
+        return self._sum(torch.cat(totals)).split([len(part) for part in totals]) if totals else []
+
+    def _sum(self, tensor: Tensor) -> Tensor:
+        """Add up a tensor over the ranks that route other tokens, in place."""
         for group in self._groups:
-            dist.all_reduce(sums, group=group)
-        return sums.split([len(part) for part in totals])
+            dist.all_reduce(tensor, group=group)
+        return tensor

@@ -175,9 +175,10 @@ def _whole_numbers_rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[int
 def _whole_number(text: str) -> int:
     with contextlib.suppress(ValueError):
         return int(text)
-    if not (number := float(text)).is_integer():
-        raise ValueError(f"{text} is no whole number")
-    return int(number)
+    with contextlib.suppress(ValueError):
+        if (number := float(text)).is_integer():
+            return int(number)
+    raise ValueError(f"'{text}' is no whole number")
 
 
 def _in_one_line(box: str) -> str:

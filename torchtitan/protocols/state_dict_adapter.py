@@ -190,7 +190,7 @@ class StateDictAdapter:
     ):
         steps = [step for row in rows for step in _expand_row(row, n_layers)]
         self.steps = [step for step in steps if only is None or all(name in only for name in step.internal)]
-        self.tied = dict(tied or {})
+        self.n_layers, self.tied = n_layers, dict(tied or {})
         self._ignored = {name for pattern in ignored for name in _expand(pattern, n_layers)}
         for names in (self.internal_names, self.external_names):
             assert len(set(names)) == len(names), "a tensor in more than one row"

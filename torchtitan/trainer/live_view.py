@@ -1,6 +1,7 @@
 """Live view of a run on a terminal: a bar below the log, with losses, speed and remaining time."""
 
 import contextlib
+import logging
 import os
 import sys
 import time
@@ -37,6 +38,7 @@ class LiveView(Callback):
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+        terminal = sys.stderr
         console = Console(stderr=True, markup=False, emoji=False, highlight=False, soft_wrap=True)
         columns = (TextColumn("{task.description}"), BarColumn(20), TextColumn("{task.fields[state]}  ETA"))
         # Drawn after steps only, without a thread; removed at the end. Output of other code appears above it.
@@ -46,7 +48,8 @@ class LiveView(Callback):
             contextlib.ExitStack() as stack,
         ):
             for handler in logger.handlers:  # standard error is now redirected to appear above the bar
-                stack.callback(handler.setStream, handler.setStream(sys.stderr))  # type: ignore[attr-defined]
+                if isinstance(handler, logging.StreamHandler) and handler.stream is terminal:
+                    stack.callback(handler.setStream, handler.setStream(sys.stderr))
             console.show_cursor(True)  # a killed run could not show it again
             bar.add_task("", total=self.trainer.total_steps, completed=self.trainer.step, state="")
             self._bar = bar

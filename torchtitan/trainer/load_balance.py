@@ -25,10 +25,9 @@ class LoadBalance(Callback):
 
     def on_batches(self, micro_batches: Sequence[Batch]) -> None:
         trainer, dims = self.trainer, self.trainer.parallel_dims
-        inputs = [batch[name] for batch in micro_batches for name in batch if name.endswith("input")]
         # An own loss may pass other tokens, such as sampled answers.
-        n_tokens = 0 if trainer.has_own_loss else sum(tokens.numel() for tokens in inputs) // (dims.cp * dims.tp)
-        self.balancer.start_step(n_tokens, dims.gradient_degree, trainer.device)
+        sizes = [0] if trainer.has_own_loss else [batch["input"].numel() for batch in micro_batches]
+        self.balancer.start_step(sum(sizes) // (dims.cp * dims.tp), dims.gradient_degree, trainer.device)
         if self.balancer.needs_load:
             trainer.watchdog.phase("counting tokens of experts")
             with self.balancer.measuring(), trainer.precision.fixed_weights():

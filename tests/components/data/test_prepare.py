@@ -1,6 +1,7 @@
 """`torchtitan data prepare`: the same result for any division of the work, after kills, and read like a cache."""
 
 import contextlib
+import dataclasses
 import errno
 import json
 import os
@@ -201,6 +202,21 @@ def test_sources_and_results_in_a_store(corpus, tokenizer, tmp_path, store, monk
         ][1:]
     half = len(batches) // 2
     assert half > 3 and all(a[1].equal(b[1]) for a, b in zip(batches[:half], batches[half:], strict=True))
+
+
+def test_mixed_with_other_data(corpus, tokenizer, tmp_path, store):
+    """Of three windows, two come from prepared data in a store and one from a text, each in its own order."""
+    prepared(corpus[:2], "memory://out", tokenizer)
+    sets = ["memory://out", corpus[2]]
+    config = PretrainDataLoader.Config(dataset=sets, weights=[2, 1], cache_dir=str(tmp_path / "cache"))
+
+    def windows(config, count):
+        batches = take(config.build(tokenizer=tokenizer, seq_len=50, local_batch_size=1), count)
+        return [batch["input"].tolist() for batch in batches]
+
+    own = [iter(windows(dataclasses.replace(config, dataset=[name], weights=[]), 40)) for name in sets]
+    order = [0, 1, 0] * 20
+    assert windows(config, 60) == [next(own[number]) for number in order]
 
 
 def test_a_throttling_store_is_asked_again(corpus, tokenizer, tmp_path, store, monkeypatch, log):

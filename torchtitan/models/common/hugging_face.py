@@ -239,15 +239,11 @@ class _Adapter(StateDictAdapter):
     """A table that leaves out a layer behind the last that predicts further tokens (DeepSeek-V3, GLM-4.5), as
     transformers does."""
 
-    def __init__(self, rows: Sequence[KeyMapping], *, n_layers: int, **options: Any):
-        super().__init__(rows, n_layers=n_layers, **options)
-        self._further = f"model.layers.{n_layers}."
-
     def match(self, external: Mapping[str, TensorSpec]) -> Match:
-        found = super().match(external)
-        if f"{self._further}eh_proj.weight" not in external:
+        found, further = super().match(external), f"model.layers.{self.n_layers}."
+        if f"{further}eh_proj.weight" not in external:
             return found
-        return found._replace(unexpected=[name for name in found.unexpected if not name.startswith(self._further)])
+        return found._replace(unexpected=[name for name in found.unexpected if not name.startswith(further)])
 
 
 def _from_config_json(model_types: Mapping[str, ModelType], document: Mapping[str, Any]) -> Decoder.Config:

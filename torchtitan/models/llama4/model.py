@@ -67,10 +67,6 @@ def _rows(config: Llama4Model.Config) -> list[KeyMapping]:
     return [replace(row, external=cast(str, row.external).replace(".mlp.", ".feed_forward.")) for row in rows]
 
 
-def _types(kind: str, has_rope: list[Any]) -> list[str]:
-    return [f"{kind}_attention" if rope else "full_attention" for rope in has_rope]
-
-
 def _prepare(document: dict[str, Any]) -> dict[str, Any]:
     """Return a config.json with `layer_types` and `mlp_layer_types`. Raise `UserError` for contradictory keys."""
     reader = ConfigReader("config.json", document)
@@ -82,19 +78,20 @@ def _prepare(document: dict[str, Any]) -> dict[str, Any]:
         raise reader.wrong("no_rope_layers", has_rope, f"a list with num_hidden_layers = {n_layers} items")
     if not (isinstance(sparse, list) and all(index in range(n_layers) for index in sparse)):
         raise reader.wrong("moe_layers", sparse, "a list of numbers of layers")
-    types = _types("chunked", has_rope[:n_layers])
+    types = ["chunked_attention" if rope else "full_attention" for rope in has_rope[:n_layers]]
     if document.get("layer_types", types) != types:
         raise reader.wrong("layer_types", document["layer_types"], "chunked_attention where layers have positions")
     kinds = ["sparse" if index in sparse else "dense" for index in range(n_layers)]
     if document.get("attn_temperature_tuning") == 4:  # true, in older files
         document["attn_temperature_tuning"] = True
-    return {**document, "layer_types": _types("sliding", has_rope[:n_layers]), "mlp_layer_types": kinds}
+    return {**document, "layer_types": [kind.replace("chunked", "sliding") for kind in types], "mlp_layer_types": kinds}
 
 
 def _write(config: Llama4Model.Config) -> dict[str, Any]:
     has_rope = [int(config.has_window(index)) for index in range(config.n_layers)]
     sparse = [index for index in range(config.n_layers) if config.moe.is_sparse(index)]
-    return {"no_rope_layers": has_rope, "moe_layers": sparse, "layer_types": _types("chunked", has_rope)}
+    types = ["chunked_attention" if rope else "full_attention" for rope in has_rope]
+    return {"no_rope_layers": has_rope, "moe_layers": sparse, "layer_types": types}
 
 
 _SAME = ("attention_bias", "layer_types", "use_qk_norm", "attn_temperature_tuning", "floor_scale", "attn_scale")

@@ -15,16 +15,13 @@ class Qwen3MoeModel(MoEDecoder):
     """Qwen3's decoder with experts in some layers or in all."""
 
     def make_attention(self, index: int, **options: Any) -> nn.Module:
-        return super().make_attention(index, **{"qk_norm": self.make_norm, **options})
+        return super().make_attention(index, qk_norm=self.make_norm, **options)
 
 
-class Qwen2MoeModel(Qwen3MoeModel):
+class Qwen2MoeModel(MoEDecoder):
     """Qwen2's decoder with experts in some layers or in all, next to one that every token passes through."""
 
     biased = "qkv"
-
-    def make_attention(self, index: int, **options: Any) -> nn.Module:
-        return super().make_attention(index, qk_norm=None, **options)
 
 
 _KEYS = expert_keys("num_experts", norm_topk_prob="norm_topk_prob", **SPARSE)
@@ -46,7 +43,7 @@ def _prepare(document: dict[str, Any]) -> dict[str, Any]:
     return {**prepared, "mlp_layer_types": ["dense" if dense else "sparse" for dense in is_dense]}
 
 
-def _write(config: Qwen3MoeModel.Config) -> dict[str, Any] | None:
+def _write(config: MoEDecoder.Config) -> dict[str, Any] | None:
     if config.moe.ffn_dim is None:
         return None
     dense = [index for index in range(config.n_layers) if not config.moe.is_sparse(index)]

@@ -90,3 +90,13 @@ def test_recursive_function():
 def test_functions_of_other_languages_are_rejected():
     with pytest.raises(UserError, match="is not a function written in Python"):
         function_fingerprint(len)
+
+
+def test_values_without_a_fingerprint_are_rejected():
+    numbers = (number for number in range(3))
+
+    def f(row):
+        return next(numbers)
+
+    with pytest.raises(UserError, match=r"f uses a value that cannot be fingerprinted .*cannot pickle 'generator' obj"):
+        function_fingerprint(f)

@@ -1,6 +1,7 @@
 """Token files of other programs: the same documents as in the arrays that wrote them."""
 
 import json
+import re
 import struct
 from pathlib import Path
 
@@ -131,9 +132,7 @@ def test_counts_of_many_files_are_estimated(documents, tokenizer, tmp_path):
 
 
 def test_megatron_documents(documents, tokenizer, tmp_path):
-    tokens = PretrainDataLoader.Config(dataset=[write_megatron(tmp_path / "a", documents, "uint16", 2)]).open(
-        tokenizer
-    )[0]
+    tokens = opened(write_megatron(tmp_path / "a", documents, "uint16", 2), tokenizer)
     starts = np.cumsum([0, *(len(ids) for ids in documents)])
     assert [tokens.document_at(int(start)) for start in starts[:-1]] == list(range(len(documents)))
     assert tokens.document_at(int(starts[7]) - 1) == 6
@@ -257,6 +256,10 @@ class TestLitdata:
             opened(write_litdata(tmp_path / "text", documents, data_format=["str", "int"]), tokenizer)
         with raises("items of type no_header_tensor:16 zstd, not uncompressed tokens"):
             opened(write_litdata(tmp_path / "compressed", documents, compression="zstd"), tokenizer)
+        index = Path(write_litdata(tmp_path / "tensors", documents)) / "index.json"
+        index.write_text(re.sub('"dim": [0-9]+', '"dim": null', index.read_text()))  # without TokensLoader
+        with raises("items of type no_header_tensor:16, not uncompressed tokens"):
+            opened(str(index.parent), tokenizer)
         (tmp_path / "index.json").write_text(json.dumps({"version": 2, "shards": [{"format": "mds"}]}))
         with raises(f"{tmp_path} is in MDS, whose library needs NumPy below 2.2"):
             opened(str(tmp_path), tokenizer)

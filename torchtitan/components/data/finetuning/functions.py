@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from torchtitan.components.data.sources.rows import first_line
 from torchtitan.components.data.sources.source import RowFunction
 from torchtitan.config.registry import import_failure, suggest
 from torchtitan.tools.errors import UserError
@@ -77,18 +78,27 @@ def function_fingerprint(function: Callable[..., Any]) -> str:
     a notebook), its defaults and closure, and all functions among these, such as one wrapped by a decorator.
 
     The current values are used. Modules imported by the file are not included. Raise `UserError` if the function is not
-    written in Python."""
+    written in Python, or has a value that cannot be fingerprinted."""
     if not inspect.isfunction(function):
         raise UserError(f"{function!r} is not a function written in Python; wrap it in one")
     from datasets.fingerprint import Hasher  # deferred: takes seconds
+
+    def digest(value: Any) -> str:
+        try:
+            return str(Hasher.hash(value))
+        except Exception as error:  # pickling may run any code of a class
+            raise UserError(
+                f"the function {function.__qualname__} uses a value that cannot be fingerprinted for the cache "
+                f"({first_line(error)}); create it inside the function, or in a module that the function imports"
+            ) from None
 
     functions: list[Any] = [function]
     parts = []
     for found in functions:
         file = Path(found.__code__.co_filename)
-        parts.append(hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else Hasher.hash(found))
+        parts.append(hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else digest(found))
         values = [cell.cell_contents for cell in found.__closure__ or ()]
         values += [found.__defaults__, found.__kwdefaults__, getattr(found, "__wrapped__", None)]
         functions += [value for value in values if inspect.isfunction(value) and value not in functions]
-        parts.append(Hasher.hash([None if inspect.isfunction(value) else value for value in values]))
+        parts.append(digest([None if inspect.isfunction(value) else value for value in values]))
     return hashlib.sha256(" ".join(parts).encode()).hexdigest()

@@ -208,7 +208,8 @@ def _litdata_chunks(folder: Path) -> dict[str, Any]:
         )
     if not chunks:
         return {}
-    if len(kinds) != 1 or not kinds[0].startswith("no_header_") or compression:
+    is_tokens = all(chunk.get("dim") is not None for chunk in chunks.values())  # the tokens of the chunk
+    if not is_tokens or len(kinds) != 1 or not kinds[0].startswith("no_header_") or compression:
         kind = " ".join([*kinds, compression or ""]).strip()
         raise UserError(
             f"{folder} holds litdata's items of type {kind}, not uncompressed tokens; write its texts as JSON Lines, "

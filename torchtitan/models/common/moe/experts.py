@@ -42,9 +42,7 @@ class Pairs(NamedTuple):
     @classmethod
     def of(cls, chosen_NK: Tensor) -> "Pairs":
         expert_R, slot_R = chosen_NK.flatten().sort(stable=True)
-        place_R = torch.empty_like(slot_R)
-        place_R[slot_R] = torch.arange(len(slot_R), device=slot_R.device)
-        return cls(slot_R // chosen_NK.shape[1], expert_R, place_R.view_as(chosen_NK), slot_R)
+        return cls(slot_R // chosen_NK.shape[1], expert_R, slot_R.argsort().view_as(chosen_NK), slot_R)
 
     def ends_E(self, n_experts: int) -> Tensor:
         """Return the end of each expert's pairs, int32. A search, since counting would wait for a GPU."""

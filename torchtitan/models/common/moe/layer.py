@@ -1,6 +1,7 @@
 """The mixture of experts that takes the place of a block's feed-forward network, and its configuration."""
 
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, Literal
 
 import torch
@@ -8,9 +9,16 @@ from torch import Tensor, nn
 
 from torchtitan.models.common.feed_forward import GatedFeedForward
 from torchtitan.models.common.moe.experts import RoutedExperts
-from torchtitan.models.common.moe.router import MOST, Router, RoutingConfig
+from torchtitan.models.common.moe.router import Router, RoutingConfig
 from torchtitan.protocols.initializer import TruncatedNormal, with_initializers
-from torchtitan.tools.errors import require
+from torchtitan.tools.errors import UserError, require
+
+_MOST = 2**24
+_LEAST = {
+    **{"n_experts": 1, "ffn_dim": 1, "shared_ffn_dim": 1, "n_shared_experts": 0, "routed_scaling_factor": 0},
+    **{"bias_rate": 0, "penalties.batch_loss": 0, "penalties.sequence_loss": 0, "penalties.z_loss": 0},
+}
+"""Field → its smallest value; the largest is `_MOST`."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -35,11 +43,22 @@ class MoEConfig(RoutingConfig):
 
     def validate(self) -> None:
         """Raise `UserError` for impossible values."""
-        RoutingConfig.validate(self)
-        for name, least in (("ffn_dim", 1), ("shared_ffn_dim", 1), ("n_shared_experts", 0)):
-            value = getattr(self, name)
-            require(value is None or least <= value <= MOST, f"--model.moe.{name}", value, f"from {least} to {MOST}")
+        for name, least in _LEAST.items():
+            value = attrgetter(name)(self)
+            require(value is None or least <= value <= _MOST, f"--model.moe.{name}", value, f"from {least} to {_MOST}")
         require(bool(self.layer_types), "--model.moe.layer_types", self.layer_types, "at least one type")
+        most = f"from 1 to --model.moe.n_experts {self.n_experts}"
+        require(1 <= self.top_k <= self.n_experts, "--model.moe.top_k", self.top_k, most)
+        has_rate = self.bias_rate and not self.selection_bias
+        require(not has_rate, "--model.moe.bias_rate", self.bias_rate, "0 without the bias")
+        size, rest = divmod(self.n_experts, max(1, self.n_group))
+        is_small = self.selection_bias and size < 2
+        if rest or is_small or not 1 <= self.topk_group <= self.n_group or self.top_k > size * self.topk_group:
+            raise UserError(
+                f"--model.moe.n_group {self.n_group} must divide --model.moe.n_experts {self.n_experts} into groups of "
+                f"at least {1 + self.selection_bias}, and --model.moe.topk_group {self.topk_group} of them must have "
+                f"--model.moe.top_k {self.top_k} experts"
+            )
 
     def make_shared(self, width: int, **options: Any) -> nn.Module | None:
         """Return the expert of all tokens, next to routed ones of a `width`; None: there is none."""

@@ -1,9 +1,6 @@
 """Routers: which experts get a token, and how much their results count."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
-from operator import attrgetter
 from typing import Any, Literal
 
 import torch
@@ -11,87 +8,80 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchtitan.models.common.norms import NormFactory
 from torchtitan.protocols.experts import LoadBalanced, PenaltyConfig, SelectionBias
-from torchtitan.protocols.initializer import Constant, TruncatedNormal, initializers_of, with_initializers
-from torchtitan.tools.errors import UserError, require
-
-softmax = partial(torch.softmax, dim=-1)
-
-MOST = 2**24
-"""Largest value of a number in the configuration of experts."""
-
-_LEAST = {
-    "n_experts": 1,
-    **dict.fromkeys(("routed_scaling_factor", "bias_rate"), 0),
-    **dict.fromkeys(("penalties.batch_loss", "penalties.sequence_loss", "penalties.z_loss"), 0),
-}
-"""Field → its smallest value."""
+from torchtitan.protocols.initializer import Constant, TruncatedNormal, with_initializers
 
 
-@dataclass(frozen=True)
-class TopK:
-    """Choose the `k` experts with the largest scores, (…, E) → (…, K): of all, or of the `k_groups` best of `n_groups`
-    groups of consecutive experts, so that a token reaches few devices (DeepSeek-V2, arXiv:2405.04434, 2.2.2). A group
-    is as good as the sum of its `members` best experts: one in DeepSeek-V2, two in V3."""
+@dataclass(kw_only=True, slots=True)
+class RoutingConfig:
+    """Choice of the experts that get a token, and the weights of their results."""
 
-    k: int
-    n_groups: int = 1
-    k_groups: int = 1
-    members: int = 1
+    n_experts: int
+    """Routed experts of a layer."""
 
-    def __call__(self, scores: Tensor) -> Tensor:
-        if self.n_groups > 1:
-            groups = scores.unflatten(-1, (self.n_groups, -1))
-            best = groups.topk(self.members, dim=-1).values.sum(dim=-1).topk(self.k_groups, dim=-1).indices
+    top_k: int
+    """Routed experts that a token passes through."""
+
+    scoring_func: Literal["softmax", "sigmoid"] = "softmax"
+    """Scores of experts: probabilities that compete (Switch, arXiv:2101.03961), or independent affinities (DeepSeek-V3,
+    arXiv:2412.19437, equation 15)."""
+
+    norm_topk_prob: bool = True
+    """Divide the weights of a token's experts by their sum. Of probabilities, these are the softmax over the logits of
+    the chosen experts (gpt-oss)."""
+
+    routed_scaling_factor: float = 1.0
+    """Factor of the weights after that."""
+
+    n_group: int = 1
+    """Groups of consecutive routed experts; divides n_experts."""
+
+    topk_group: int = 1
+    """Groups that a token's experts are in, so that it reaches few devices (DeepSeek-V2, arXiv:2405.04434, 2.2.2)."""
+
+    selection_bias: bool = False
+    """Add a bias to each expert's score for the choice alone (DeepSeek-V3). A group is then as good as its two best
+    experts, without it as its best."""
+
+    bias_rate: float = field(default=0.0, compare=False)  # not in config.json
+    """Change of this bias after each optimizer step, for balance; DeepSeek-V3 used 0.001."""
+
+    penalties: PenaltyConfig = field(default_factory=PenaltyConfig, compare=False)  # not in config.json
+    """Auxiliary losses."""
+
+    def choose(self, scores: Tensor) -> Tensor:
+        """Return the numbers of the experts with the largest scores: (…, E) → (…, K)."""
+        if self.n_group > 1:
+            groups = scores.unflatten(-1, (self.n_group, -1))
+            best = groups.topk(1 + self.selection_bias, dim=-1).values.sum(dim=-1).topk(self.topk_group, dim=-1).indices
             excluded = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter_(-1, best, False)
             # Infinity, since scores with a bias may be below 0.
             scores = groups.masked_fill(excluded[..., None], -torch.inf).flatten(-2)
-        return scores.topk(self.k, dim=-1).indices
+        return scores.topk(self.top_k, dim=-1).indices
 
 
 class Router(LoadBalanced):
-    """Linear gate, scores, choice and weights, in float32, since rounding would change the choice.
+    """Linear gate with or without `bias`, scores, choice and weights, in float32: rounding would change the choice."""
 
-    Args:
-        score: from logits to scores, (…, E): probabilities that compete (`softmax`; Switch, arXiv:2101.03961), or
-            independent affinities (`torch.sigmoid`; DeepSeek-V3, arXiv:2412.19437, equation 15).
-        normalized: divide the scores of a token's experts by their sum. Of probabilities, these are the softmax over
-            the logits of the chosen experts (gpt-oss).
-        scale: factor of the weights after that.
-        bias: of the gate.
-    """
-
-    def __init__(
-        self,
-        *,
-        dim: int,
-        n_experts: int,
-        choose: TopK,
-        score: Callable[[Tensor], Tensor] = softmax,
-        normalized: bool = True,
-        scale: float = 1.0,
-        bias: bool = False,
-        selection: SelectionBias | None = None,
-        penalties: PenaltyConfig | None = None,
-        init_std: float,
-    ):
-        super().__init__(n_experts, choose.k, penalties or PenaltyConfig(), selection)
-        self.choose, self.score, self.normalized, self.scale = choose, score, normalized, scale
+    def __init__(self, config: RoutingConfig, *, dim: int, bias: bool = False, init_std: float):
+        selection = SelectionBias(config.n_experts, config.bias_rate) if config.selection_bias else None
+        super().__init__(config.n_experts, config.top_k, config.penalties, selection)
+        self.choose, self.scale = config.choose, config.routed_scaling_factor
+        self.is_sigmoid, self.is_normalized = config.scoring_func == "sigmoid", config.norm_topk_prob
         # Not a linear layer: converters, such as LoRA, take all of them, and the router should keep its precision.
-        self.weight = nn.Parameter(torch.empty(n_experts, dim))
-        self.bias = nn.Parameter(torch.empty(n_experts)) if bias else None
+        self.weight = nn.Parameter(torch.empty(config.n_experts, dim))
+        self.bias = nn.Parameter(torch.empty(config.n_experts)) if bias else None
         with_initializers(self, weight=TruncatedNormal(init_std), bias=Constant(0.0))
 
     def forward(self, x_BLD: Tensor) -> tuple[Tensor, Tensor]:
         """(B, L, dim) → weights and numbers of the chosen experts, both (B, L, K)."""
         bias = None if self.bias is None else self.bias.float()
         logits_BLE = F.linear(x_BLD.float(), self.weight.float(), bias)
-        scores_BLE = self.score(logits_BLE)
+        scores_BLE = torch.sigmoid(logits_BLE) if self.is_sigmoid else logits_BLE.softmax(dim=-1)
         with torch.no_grad():
             chosen_BLK = self.choose(scores_BLE if self.selection is None else self.selection(scores_BLE))
         weights_BLK = scores_BLE.gather(-1, chosen_BLK)
-        if self.normalized:
+        if self.is_normalized:
             weights_BLK = weights_BLK / (weights_BLK.sum(dim=-1, keepdim=True) + 1e-20)
         weights_BLK = self.scale * weights_BLK
         if self.training and self.totals is not None:
@@ -121,86 +111,6 @@ class Router(LoadBalanced):
         if penalties.z_loss:  # keeps the logits small (ST-MoE, arXiv:2202.08906, equation 5)
             total = total + penalties.z_loss * logits_BLE.logsumexp(dim=-1).square().sum()
         return total
-
-
-class ScaledRouter(Router):
-    """A router with its own norm of the input, and a learned factor of each expert's weight (Gemma 4)."""
-
-    def __init__(self, *, dim: int, n_experts: int, norm: NormFactory, **options: Any):
-        super().__init__(dim=dim, n_experts=n_experts, **options)
-        self.norm, self.expert_scale = norm(dim), nn.Parameter(torch.empty(n_experts))
-        with_initializers(self, **initializers_of(self), expert_scale=Constant(1.0))
-
-    def forward(self, x_BLD: Tensor) -> tuple[Tensor, Tensor]:
-        weights_BLK, chosen_BLK = super().forward(self.norm(x_BLD) * x_BLD.shape[-1] ** -0.5)
-        return weights_BLK * self.expert_scale.float()[chosen_BLK], chosen_BLK
-
-
-@dataclass(kw_only=True, slots=True)
-class RoutingConfig:
-    """How tokens are sent to experts."""
-
-    n_experts: int
-    """Routed experts of a layer."""
-
-    top_k: int
-    """Routed experts that a token passes through."""
-
-    scoring_func: Literal["softmax", "sigmoid"] = "softmax"
-    """Scores of experts: probabilities that compete, or independent affinities."""
-
-    norm_topk_prob: bool = True
-    """Divide the weights of a token's experts by their sum."""
-
-    routed_scaling_factor: float = 1.0
-    """Factor of the weights after that."""
-
-    n_group: int = 1
-    """Groups of routed experts; divides n_experts."""
-
-    topk_group: int = 1
-    """Groups that a token's experts are in."""
-
-    selection_bias: bool = False
-    """Add a bias to each expert's score for the choice alone (DeepSeek-V3). A group is then as good as its two best
-    experts, without it as its best."""
-
-    bias_rate: float = field(default=0.0, compare=False)  # not in config.json
-    """Change of this bias after each optimizer step, for balance; DeepSeek-V3 used 0.001."""
-
-    penalties: PenaltyConfig = field(default_factory=PenaltyConfig, compare=False)  # not in config.json
-    """Auxiliary losses."""
-
-    def validate(self) -> None:
-        """Raise `UserError` for impossible values."""
-        for name, least in _LEAST.items():
-            value = attrgetter(name)(self)
-            require(least <= value <= MOST, f"--model.moe.{name}", value, f"from {least} to {MOST}")
-        most = f"from 1 to --model.moe.n_experts {self.n_experts}"
-        require(1 <= self.top_k <= self.n_experts, "--model.moe.top_k", self.top_k, most)
-        require(
-            self.selection_bias or not self.bias_rate, "--model.moe.bias_rate", self.bias_rate, "0 without the bias"
-        )
-        size, rest = divmod(self.n_experts, max(1, self.n_group))
-        is_small = self.selection_bias and size < 2
-        if rest or is_small or not 1 <= self.topk_group <= self.n_group or self.top_k > size * self.topk_group:
-            raise UserError(
-                f"--model.moe.n_group {self.n_group} must divide --model.moe.n_experts {self.n_experts} into groups of "
-                f"at least {1 + self.selection_bias}, and --model.moe.topk_group {self.topk_group} of them must have "
-                f"--model.moe.top_k {self.top_k} experts"
-            )
-
-    def make_router(self, kind: Callable[..., Router], **options: Any) -> Router:
-        """Return a router of a `kind` with further `options`."""
-        return kind(
-            choose=TopK(self.top_k, self.n_group, self.topk_group, members=1 + self.selection_bias),
-            score=torch.sigmoid if self.scoring_func == "sigmoid" else softmax,
-            normalized=self.norm_topk_prob,
-            scale=self.routed_scaling_factor,
-            selection=SelectionBias(self.n_experts, self.bias_rate) if self.selection_bias else None,
-            penalties=self.penalties,
-            **options,
-        )
 
 
 def _imbalance(probabilities_BLE: Tensor, counts: Tensor) -> Tensor:
