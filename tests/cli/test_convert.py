@@ -250,7 +250,7 @@ def test_wrong_format_is_reported(tmp_path, capsys):
     assert convert("--from", "meta", "--to", "dcp", tmp_path / "hf", tmp_path / "out") == 2
     assert "is a checkpoint in the format hf, not meta" in capsys.readouterr().err
     assert convert("--to", "dcp", tmp_path / "nowhere", tmp_path / "out") == 2
-    assert "nowhere is not a folder" in capsys.readouterr().err
+    assert "nowhere does not exist" in capsys.readouterr().err
     assert convert("--to", "hf", "--max_shard_size", 0, tmp_path / "hf", tmp_path / "out") == 2
     assert "--max_shard_size is 0.0, but must be above 0" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

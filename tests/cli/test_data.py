@@ -201,6 +201,22 @@ def test_pretraining_text(folder):
     assert page.row("a.txt")[1:4] == ["text", "1", "1"]
 
 
+def test_mixture_with_weights(folder):
+    """An epoch is over when the first dataset has been read, and the shares are the run's."""
+    for name, n_lines in (("a", 500), ("b", 600), ("c", 9000)):
+        (folder / f"{name}.txt").write_text("Once upon a time there was a lion.\n" * n_lines)
+    words = options(dataloader__dataset=["a.txt", "b.txt", "c.txt"], dataloader__weights=[7, 2, 1])
+    page = inspect(*words, *options(training__epochs=1, training__global_batch_size=2))
+    loader, _ = build_loader([*words, "--training.epochs", "1"], 1)
+    n_windows = len(list(loader))
+    assert page.row("windows per epoch")[1] == str(n_windows)
+    assert page.row("steps per epoch")[1] == str(-(-n_windows // 2))
+    assert page.row("the run")[1].startswith(f"{-(-n_windows // 2)} steps, 2 windows ")
+    shares = [float(page.row(f"{name}.txt")[11].removesuffix("%")) for name in "abc"]
+    assert shares == pytest.approx([70, 20, 10], abs=1)  # the last window of a set is not full
+    assert 0 < float(page.row("c.txt")[9]) < 0.1
+
+
 def test_characters_split_across_tokens(assets):
     text = "Grüße, 世界! 🦊🦊 ﷽ \ufffd end 👨‍👩‍👧"
     folders = ["", assets / "gpt2-tokenizer", assets / "mistral-v0.3-tokenizer", assets / "llama3-tokenizer"]
@@ -288,7 +304,7 @@ def test_report(folder):
     loader, _ = build_loader([*SFT, *options(dataloader__dataset=["rows.jsonl"], dataloader__broken="drop")], 1)
     n_tokens = sum(len(loader.samples.sample(i).ids) for i in range(20))
     n_trained = sum(int(loader.samples.sample(i).trained.sum()) for i in range(20))
-    name, form, read, kept, cut, dropped, tokens, trained, share, _, allowed = page.row("rows.jsonl")
+    name, form, read, kept, cut, dropped, tokens, trained, share, _, allowed, of_run = page.row("rows.jsonl")
     assert (form, read, kept, cut, dropped, allowed) == ("messages", "24", "20", "0", "4", "no limit")
     assert (int(tokens), int(trained)) == (n_tokens, n_trained)
     assert share == f"{n_trained / n_tokens:.1%}"

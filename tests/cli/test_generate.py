@@ -222,7 +222,7 @@ def test_sampling_depends_on_the_seed(stories, capsys):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--checkpoint", "/nowhere"], "/nowhere is not a folder"),
+        (["--checkpoint", "/nowhere"], "/nowhere does not exist"),
         (["--temperature", "-1"], "temperature is -1.0"),
         (["--top_p", "0"], "top_p is 0.0"),
         (["--max_new_tokens", "600"], "context of 512"),

@@ -171,10 +171,14 @@ def test_several_checkpoints(tmp_path, capsys):
 def test_folder_without_a_checkpoint(tmp_path, capsys):
     code, _, error = inspect(capsys, tmp_path / "nowhere")
     assert (code, error.count("\n")) == (2, 1)
-    assert error.startswith(f"torchtitan inspect: {tmp_path / 'nowhere'} is not a folder")
+    assert error.startswith(f"torchtitan inspect: {tmp_path / 'nowhere'} does not exist")
     code, _, error = inspect(capsys, tmp_path)
     assert code == 2
     assert "holds no checkpoint" in error
+    for step in (10, 9):
+        (tmp_path / f"checkpoint/step-{step}").mkdir(parents=True)
+    code, _, error = inspect(capsys, tmp_path / "checkpoint/step-999")
+    assert code == 2 and error.endswith("step-999 does not exist; there are the checkpoints step-9, step-10\n")
 
 
 def test_damaged_metadata_is_reported(tmp_path, capsys):

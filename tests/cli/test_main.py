@@ -145,7 +145,7 @@ MISTAKES = {
     "column": ("--dataloader.dataset column.jsonl --dataloader.text_column txt", "'txt'", "content"),
     "validation data": ("--validator.enable --validator.dataset nowhere.txt", "'nowhere.txt'"),
     "tokenizer": ("--hf_assets_path no_tokenizer", "'no_tokenizer'", "tokenizer.json", "tokenizer.model"),
-    "tokenizer folder": ("--hf_assets_path nowhere", "nowhere is not a folder"),
+    "tokenizer folder": ("--hf_assets_path nowhere", "nowhere does not exist"),
     "vocabulary": ("--model.vocab_size 100", "2048 tokens", "only 100"),
     "published vocabulary": (
         "--config 1b --checkpoint.no_enable --hf_assets_path large_tokenizer",
@@ -159,7 +159,7 @@ MISTAKES = {
     "sequence length": ("--training.seq_len 0", "--training.seq_len is 0", "at least 1"),
     "negative length": ("--training.seq_len -4", "--training.seq_len is -4", "at least 1"),
     "steps": ("--training.steps 0", "--training.steps is 0", "at least 1"),
-    "checkpoint absent": ("--checkpoint.initial_load_path nowhere", "nowhere is not a folder"),
+    "checkpoint absent": ("--checkpoint.initial_load_path nowhere", "nowhere does not exist"),
     "no checkpoint": ("--checkpoint.initial_load_path no_files", "no_files is not a checkpoint"),
     "folder of checkpoints": ("--checkpoint.initial_load_path outputs", "outputs/checkpoint/step-4"),
     "incomplete checkpoint": ("--checkpoint.initial_load_path cut_short/step-4", "cut_short/step-4 is incomplete"),

@@ -1,6 +1,7 @@
 """Distillation (`--module distillation`) against full logits, in several layouts, resumed, and with bad input."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -260,6 +261,9 @@ def test_writing_a_cache_continues_after_a_kill(folder, cache, tmp_path, monkeyp
     for file in after:
         assert file.read_bytes() == (cache / file.relative_to(tmp_path / "cache")).read_bytes()
     assert f"{tmp_path / 'cache'}: at most 16 windows, 0.4 MiB" in "".join(logged)
+    [complete] = [line for line in logged if "is complete" in line]
+    n_found, n_computed = map(int, re.findall(r"(\d+)(?:,| were)", complete))
+    assert n_found > 0 and n_computed > 0
 
 
 @pytest.mark.slow

@@ -365,7 +365,7 @@ class TestAuto:
         assert bool(logged) == ("mixed_precision_param" in caplog.text)
 
     def test_unusable_folders(self, folder):
-        with pytest.raises(UserError, match="elsewhere is not a folder"):
+        with pytest.raises(UserError, match="elsewhere does not exist"):
             parse("--hf_assets_path", folder / "elsewhere")
         (folder / "config.json").write_text(json.dumps(SMALL | {"torch_dtype": 16}))
         with pytest.raises(UserError, match="torch_dtype is 16, but must be the name of a type"):

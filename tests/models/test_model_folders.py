@@ -254,25 +254,25 @@ class TestMessages:
         [
             (
                 "meta-llama/Llama-3.1-8B",
-                "meta-llama/Llama-3.1-8B is not a folder; if it is a model on the Hugging Face Hub, run "
+                "meta-llama/Llama-3.1-8B does not exist; if it is a model on the Hugging Face Hub, run "
                 "torchtitan download meta-llama/Llama-3.1-8B, and use ./assets/hf/Llama-3.1-8B",
             ),
             (
                 "someone/fetched",
-                "someone/fetched is not a folder but the name of a downloaded model; use ./assets/hf/fetched",
+                "someone/fetched does not exist, but is the name of a downloaded model; use ./assets/hf/fetched",
             ),
             (
                 "./assets/hf/Llama-3.1-8B",
-                "assets/hf/Llama-3.1-8B is not a folder; to download the model, run: "
+                "assets/hf/Llama-3.1-8B does not exist; to download the model, run: "
                 "torchtitan download meta-llama/Llama-3.1-8B",
             ),
             (
                 "elsewhere/assets/hf/Model",
-                "elsewhere/assets/hf/Model is not a folder; to download the model, run: "
+                "elsewhere/assets/hf/Model does not exist; to download the model, run: "
                 "torchtitan download OWNER/Model --dest elsewhere/assets/hf/Model",
             ),
-            ("here/model", "here/model is not a folder; use the folder that contains the model's files"),
-            ("no/such/place", "no/such/place is not a folder; use the folder that contains the model's files"),
+            ("here/model", "here/model does not exist; use the folder that contains the model's files"),
+            ("no/such/place", "no/such/place does not exist; use the folder that contains the model's files"),
             ("here/file", "here/file is not a folder but a file; use the folder that contains it"),
         ],
     )
@@ -290,7 +290,5 @@ class TestMessages:
         assert main([*command, *words]) == 2
         (line,) = capsys.readouterr().err.splitlines()
         name = {"1b": "Llama-3.2-1B", "70b": "Llama-3.1-70B", "8b": "Llama-3.1-8B"}.get(config, "Llama-3.1-8B-Instruct")
-        expected = (
-            f"assets/hf/{name} is not a folder; to download the model, run: torchtitan download meta-llama/{name}"
-        )
+        expected = f"assets/hf/{name} does not exist; to download the model, run: torchtitan download meta-llama/{name}"
         assert line.endswith(expected)

@@ -53,12 +53,13 @@ class Bin(NamedTuple):
 
 def _tables(summary: DataSummary) -> Iterator[_Table]:
     counts = ("rows", "kept", "cut", "dropped", "tokens", "trained")
-    columns = ("dataset", "format", *counts, "share", "times read", "at most")
-    yield "Datasets", columns, [_set_cells(data) for data in summary.sets]
+    columns = ("dataset", "format", *counts, "% trained", "times read", "at most", "% of the run")
+    n_read = sum(_tokens_read(data) for data in summary.sets)
+    yield "Datasets", columns, [_set_cells(data, n_read) for data in summary.sets]
     if summary.sources:
         yield (
             "Sources",
-            ("source", *counts, "share"),
+            ("source", *counts, "% trained"),
             [[name, *_count_cells(report)] for name, report in summary.sources.items()],
         )
     reports = summary.sources or {data.name: data.report for data in summary.sets}
@@ -66,10 +67,17 @@ def _tables(summary: DataSummary) -> Iterator[_Table]:
         yield "Rows dropped, truncated or with special tokens", ("dataset", "what", "rows", "for example"), events
 
 
-def _set_cells(data: SetSummary) -> list[str]:
+def _tokens_read(data: SetSummary) -> float:
+    return data.report.tokens * data.epochs
+
+
+def _set_cells(data: SetSummary, n_read: float) -> list[str]:
+    """Return the cells of a dataset in a run that reads `n_read` tokens of all datasets."""
     report = data.report
     limit = "no limit" if data.max_epochs is None else f"{data.max_epochs:g}"
-    return [data.name, report.format, *_count_cells(report), f"{data.epochs:.2f}", limit]
+    times = f"{data.epochs:.2f}" if data.epochs >= 1 else f"{data.epochs:.2g}"
+    share = f"{_tokens_read(data) / n_read:.1%}" if n_read else "-"
+    return [data.name, report.format, *_count_cells(report), times, limit, share]
 
 
 def _count_cells(report: Report) -> list[str]:

@@ -30,6 +30,10 @@ class SequenceCache:
         """Return whether there is a file for each sequence of a loader's batch."""
         return all(file.exists() for file, _ in self._sequences(batch))
 
+    def n_sequences(self, batch: Batch) -> int:
+        """Return the number of sequences in a loader's batch, including padding."""
+        return len(_attention(batch).lengths)
+
     def write(self, batch: Batch, results: Mapping[str, Tensor]) -> None:
         """Write tensors (B, L, ...) of a loader's batch durably. Raise `UserError` if the folder cannot be written."""
         rows = {name: result.flatten(0, 1).cpu() for name, result in results.items()}

@@ -95,11 +95,14 @@ def _levels(content: Any) -> int:
 
 
 def missing_folder_error(path: str | Path) -> UserError:
-    """Return the error for a missing folder of model files, with the download command for a Hugging Face Hub id."""
+    """Return the error for a missing folder of model files, with the download command for a Hugging Face Hub id, or
+    the names of a run's other checkpoints."""
     folder = Path(path)
-    missing = f"{folder} is not a folder"
     if folder.exists():
-        return UserError(f"{missing} but a file; use the folder that contains it")
+        return UserError(f"{folder} is not a folder but a file; use the folder that contains it")
+    missing = f"{folder} does not exist"
+    if steps := sorted(int(path.name[5:]) for path in folder.parent.glob("step-*") if path.name[5:].isdecimal()):
+        return UserError(f"{missing}; there are the checkpoints {', '.join(f'step-{step}' for step in steps)}")
     if folder.parent.parts[-2:] == DOWNLOADS.parts:
         owner = "meta-llama" if _META.match(folder.name) else "OWNER"
         dest = "" if folder.parent == DOWNLOADS else f" --dest {folder}"
@@ -109,7 +112,7 @@ def missing_folder_error(path: str | Path) -> UserError:
         return UserError(f"{missing}; use the folder that contains the model's files")
     downloaded = DOWNLOADS / folder.name
     if downloaded.is_dir():
-        return UserError(f"{missing} but the name of a downloaded model; use ./{downloaded}")
+        return UserError(f"{missing}, but is the name of a downloaded model; use ./{downloaded}")
     return UserError(
         f"{missing}; if it is a model on the Hugging Face Hub, run torchtitan download {folder}, and use ./{downloaded}"
     )

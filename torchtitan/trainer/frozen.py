@@ -49,7 +49,9 @@ class FrozenModelTrainer(Trainer):
             return
         parts, model.parts = model.parts, []
         super().init_weights()
+        n_sequences = n_computed = 0
         for batch in self.cached_batches(self.cache):
+            n_sequences += self.cache.n_sequences(batch)
             if not on_all_ranks(self.cache.holds(batch)):
                 if not model.parts:
                     model.parts = parts
@@ -58,7 +60,14 @@ class FrozenModelTrainer(Trainer):
                 with self.precision.fixed_weights(), self.mixed_precision():
                     results = self.frozen_results(super().post_dataloading_process(batch))
                 self.ranks.all_ranks_or_raise(partial(self.cache.write, batch, results))
-        logger.info("%s is complete", self.cache.folder)
+                n_computed += self.cache.n_sequences(batch)
+        n_found = n_sequences - n_computed
+        logger.info(
+            "%s is complete: of this rank's sequences, it had %d, and %d were computed",
+            self.cache.folder,
+            n_found,
+            n_computed,
+        )
         model.parts, model.flops_per_token = [], 0.0
 
     def cached_batches(self, cache: SequenceCache) -> Iterator[Batch]:

@@ -477,7 +477,7 @@ def test_invalid_initial_load_path(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "source/checkpoint/step-7").mkdir()
     for path, message in (
-        (tmp_path / "absent", "absent is not a folder"),
+        (tmp_path / "absent", "absent does not exist"),
         (tmp_path / "empty", "empty is not a checkpoint"),
         (tmp_path / "source/checkpoint/step-7", "step-7 is incomplete"),
         (tmp_path / "source/checkpoint", "use one of them, such as .*step-2"),

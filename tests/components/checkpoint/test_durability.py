@@ -1015,7 +1015,7 @@ def test_initial_loads_of_states_missing_from_the_checkpoint(tmp_path: Path, log
     log.clear()
     Pair(tmp_path / "other", source=path, initial_load_path=str(path)).manager.load()
     assert "step-1 (model only)" in log.text
-    with pytest.raises(UserError, match=r"^/nowhere is not a folder"):
+    with pytest.raises(UserError, match=r"^/nowhere does not exist"):
         load_model_state("/nowhere", pair.states["reference"])
 
 

@@ -462,6 +462,8 @@ class TestErrors:
         with raises("is not complete; run torchtitan data prepare again"):
             open_tokens(tmp_path / "out", tokenizer, tmp_path)
         prepared(corpus, tmp_path / "out", tokenizer)
+        with raises(f"is part of prepared data; use {tmp_path / 'out'}"):
+            open_tokens(tmp_path / "out/parts", tokenizer, tmp_path)
         with raises("has no split 'validation'"):
             open_tokens(tmp_path / "out", tokenizer, tmp_path, "validation")
         [tokens, *_] = sorted(tmp_path.glob("out/parts/*/train*/tokens.bin"))

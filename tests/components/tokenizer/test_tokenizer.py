@@ -377,7 +377,7 @@ def test_unusable_files(tmp_path: Path, files: dict[str, bytes], message: str) -
 
 
 def test_missing_folder(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="nowhere is not a folder"):
+    with pytest.raises(UserError, match="nowhere does not exist"):
         load_tokenizer(tmp_path / "nowhere")
 
 

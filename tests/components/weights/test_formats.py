@@ -261,7 +261,7 @@ def test_damaged_hugging_face_folders(tmp_path):
 
 
 def test_a_folder_without_checkpoint(tmp_path):
-    with pytest.raises(UserError, match=r"none is not a folder"):
+    with pytest.raises(UserError, match=r"none does not exist"):
         format_of(tmp_path / "none")
     with pytest.raises(UserError, match=r"neither \.metadata .* model\.safetensors.* nor consolidated"):
         format_of(tmp_path)

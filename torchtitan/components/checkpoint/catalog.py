@@ -10,7 +10,14 @@ import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from torchtitan.components.checkpoint.filesystem import UNFINISHED, UNPUBLISHED, AnyFolder, Folder, folder_at
+from torchtitan.components.checkpoint.filesystem import (
+    UNFINISHED,
+    UNPUBLISHED,
+    AnyFolder,
+    Folder,
+    LocalFolder,
+    folder_at,
+)
 from torchtitan.components.checkpoint.manifest import (
     MANIFEST,
     MARKER,
@@ -27,6 +34,7 @@ from torchtitan.components.checkpoint.manifest import (
 )
 from torchtitan.components.checkpoint.ranks import Ranks
 from torchtitan.tools.errors import UserError
+from torchtitan.tools.files import missing_folder_error
 
 _DAMAGE = "damaged.json"
 _NAME = re.compile(r"step-(\d+)((?:\.dcp|\.removed)?\.partial)?")
@@ -131,8 +139,10 @@ def open_checkpoint(path: AnyFolder, option: str = "") -> CheckpointInfo:
     """Return the complete checkpoint in the folder `path`, which may have any name. Raise `UserError` if `path`, the
     value of `option`, is not a folder or not a checkpoint, is incomplete, or has a damaged marker."""
     folder, prefix = folder_at(path), f"{option}: " if option else ""
+    if isinstance(folder, LocalFolder) and not folder.exists():
+        raise UserError(f"{prefix}{missing_folder_error(folder.path)}")
     if not folder.exists():
-        raise UserError(f"{prefix}{path} is not a folder; use the step-N folder of a checkpoint")
+        raise UserError(f"{prefix}{path} does not exist; use the step-N folder of a checkpoint")
     try:
         marker = read_marker(folder)
     except MarkerError as error:

@@ -8,8 +8,10 @@ import torch
 
 from torchtitan.components.data.base import NO_DOCUMENT, Batch, TokenizingDataLoader, can_resume_position
 from torchtitan.components.data.disk_cache import cache_root, data_digest
+from torchtitan.components.data.plan.mixture import check_weights
 from torchtitan.components.data.prepare.encoding import DocumentEncoding
 from torchtitan.components.data.prepare.prepared import PreparedTokens, dataset_identity, find_prepared, splits_of
+from torchtitan.components.data.pretraining.order import check_cycle
 from torchtitan.components.data.pretraining.streaming import StreamBatches, StreamOrder
 from torchtitan.components.data.pretraining.token_cache import open_token_cache
 from torchtitan.components.data.pretraining.token_files import files_digest, find_token_files, open_token_files
@@ -63,11 +65,9 @@ class PretrainDataLoader(TokenizingDataLoader):
             require(self.remote_cache >= 0, "--dataloader.remote_cache", self.remote_cache, "at least 0 GiB")
             if not self.dataset or "" in self.dataset:
                 raise UserError("--dataloader.dataset is empty; set it to a file such as my.txt")
-            if self.weights and len(self.weights) != len(self.dataset):
-                raise UserError(
-                    f"--dataloader.weights has {len(self.weights)} values for {len(self.dataset)} datasets; set one "
-                    "each"
-                )
+            if self.weights:
+                check_weights("weights", self.weights, len(self.dataset))
+                check_cycle(self.weights)
 
         def prepare(self, *, tokenizer: Tokenizer) -> None:
             """Tokenize local data into the cache, or read the first document of a stream."""

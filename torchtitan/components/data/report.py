@@ -145,7 +145,7 @@ class DataSummary:
     max_length: int
     """Maximum tokens per sample; longer samples are dropped or truncated."""
     windows_per_epoch: int
-    """Windows in one pass over all data."""
+    """Windows in one pass over all data; for pre-training with weights, until the first dataset has been read."""
     packing_efficiency: float | None
     """Fraction of the windows' positions that hold data; None: samples are not packed."""
     follows_seed: bool

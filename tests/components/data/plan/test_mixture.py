@@ -134,7 +134,7 @@ def test_estimate_of_future_tokens():
         ([1, -1], [], "1 -1"),
         ([0, 0], [], "not all 0"),
         ([1, float("nan")], [], "nan"),
-        ([1, 2], [(5, [1, 2, 3])], "3 weights .1 2 3. for 2 datasets"),
+        ([1, 2], [(5, [1, 2, 3])], r"weight_schedule must have one value per dataset \(2\), not 3"),
         ([1, 2], [(5, [1, 2]), (5, [2, 1])], "ascend.*5, 5"),
         ([1, 2], [(0, [1, 2])], "ascend"),
     ],

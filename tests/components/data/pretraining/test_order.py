@@ -127,7 +127,9 @@ def test_names_and_summary(config, tokenizer):
     names = [loader.document_names(row) for batch in take(loader, 5) for row in batch["documents"]]
     assert {name.split(",")[0] for [name] in names} >= {"a.bin", "c.npy"}
     summary = loader.summary(100)
-    assert [of.name for of in summary.sets] == config.dataset and summary.windows_per_epoch > 100
+    assert [of.name for of in summary.sets] == config.dataset
+    assert summary.windows_per_epoch == len(take(build(config, tokenizer, batch=1, epochs=1)))
+    assert {of.report.format for of in summary.sets} == {"tokens"}
     sizes = [build(replace(config, dataset=[d], weights=[]), tokenizer, epochs=1).n_samples for d in config.dataset]
     expected = [100 * weight / size for weight, size in zip(config.weights, sizes, strict=True)]
     assert [of.epochs for of in summary.sets] == pytest.approx(expected)
@@ -139,12 +141,12 @@ def test_identity_depends_on_sets_and_weights(config):
 
 
 def test_errors(config, tokenizer):
-    with raises("--dataloader.weights has 2 values for 3 datasets; set one each"):
-        build(replace(config, weights=[1, 2]), tokenizer)
-    with raises("the weights 1 -1 0 must be finite, at least 0, and not all 0"):
-        build(replace(config, weights=[1, -1, 0]), tokenizer)
+    with raises("--dataloader.weights must have one value per dataset (3), not 2"):
+        replace(config, weights=[1, 2]).validate()
+    with raises("--dataloader.weights: the weights 1 -1 0 must be finite, at least 0, and not all 0"):
+        replace(config, weights=[1, -1, 0]).validate()
     with raises("the shortest cycle with exactly these shares has 1,000,000 windows, more than 10,000; use"):
-        build(replace(config, weights=[0.333333, 0.333333, 0.333334][::-1]), tokenizer)
+        replace(config, weights=[0.333333, 0.333333, 0.333334][::-1]).validate()
     register_dataset("order-test-stream", HubDataset(path="nowhere/nothing"))
     with raises("order-test-stream is streamed, and cannot be mixed with other data"):
         build(replace(config, dataset=["order-test-stream", config.dataset[0]], weights=[]), tokenizer)

@@ -465,6 +465,11 @@ class TestWebDataset:
         list(source_of(str(path)).rows(seen.append))
         assert sum(seen) == path.stat().st_size
 
+    def test_samples_without_text(self, tmp_path):
+        source = source_of(str(self.write(tmp_path / "a.tar", [{"__key__": "0", "jpg": b"picture"}])))
+        with raises("a.tar, sample 0: there is no member .txt or .json; remove the sample"):
+            list(source.parts[0].documents(lambda n_bytes: None))
+
     def test_files_written_by_webdataset(self, tmp_path):
         """Rows equal the samples that the library itself decodes, in two shards."""
         webdataset = pytest.importorskip("webdataset", reason="needs webdataset")

@@ -13,6 +13,7 @@ from torchtitan.components.data.finetuning.filters import FilterConfig, Policy
 from torchtitan.components.data.finetuning.loss_mask import TrainOn
 from torchtitan.components.data.finetuning.planned_loader import PlannedDataLoader
 from torchtitan.components.data.plan import Packing, Planner, Sampler, ShuffleSampler
+from torchtitan.components.data.plan.mixture import check_weights
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.tools.errors import UserError, require
 from torchtitan.tools.logging import logger
@@ -74,12 +75,15 @@ class SFTDataLoader(PlannedDataLoader):
             require(self.pack_chunk >= 1, "--dataloader.pack_chunk", self.pack_chunk, "at least 1 sample")
             if self.weight_schedule and not self.weights:
                 raise UserError("--dataloader.weight_schedule also needs --dataloader.weights, the initial weights")
-            parse_schedule(self.weight_schedule)
-            for name, values in (("weights", self.weights), ("max_epochs", self.max_epochs)):
-                if values and len(values) != len(self.dataset):
-                    raise UserError(
-                        f"--dataloader.{name} must have one value per dataset ({len(self.dataset)}), not {len(values)}"
-                    )
+            if self.weights:
+                check_weights("weights", self.weights, len(self.dataset))
+            for _, weights in parse_schedule(self.weight_schedule):
+                check_weights("weight_schedule", weights, len(self.dataset))
+            if self.max_epochs and len(self.max_epochs) != len(self.dataset):
+                raise UserError(
+                    f"--dataloader.max_epochs must have one value per dataset ({len(self.dataset)}), not "
+                    f"{len(self.max_epochs)}"
+                )
             if any(not limit > 0 for limit in self.max_epochs):
                 raise UserError(f"--dataloader.max_epochs is {min(self.max_epochs):g}, but must be above 0")
             self.filters()

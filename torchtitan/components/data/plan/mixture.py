@@ -37,8 +37,11 @@ class Mixture:
         steps = [step for step, _ in schedule]
         if any(step < 1 for step in steps) or any(a >= b for a, b in zip(steps, steps[1:], strict=False)):
             raise UserError(f"the steps of --dataloader.weight_schedule must ascend and be at least 1, not {steps}")
-        self._weights_before = _normalized(weights, len(weights))
-        self._schedule = [(step, _normalized(new, len(weights))) for step, new in schedule]
+        check_weights("weights", weights, len(weights))
+        for _, new in schedule:
+            check_weights("weight_schedule", new, len(weights))
+        self._weights_before = _normalized(weights)
+        self._schedule = [(step, _normalized(new)) for step, new in schedule]
         self._windows_per_step = windows_per_step
         self._changed_at = (0, 0)  # steps and windows completed before `windows_per_step` applied
         self._pieces = self._pieces_by_window()
@@ -129,13 +132,14 @@ class Mixture:
         return next(weights for first, weights in reversed(self._pieces) if first <= self.n_windows)
 
 
-def _normalized(weights: Sequence[float], n_sources: int) -> list[float]:
+def check_weights(option: str, weights: Sequence[float], n_sources: int) -> None:
+    """Raise `UserError` for weights of a data loader's option that do not suit `n_sources` datasets."""
     if len(weights) != n_sources:
-        raise UserError(f"{len(weights)} weights ({_listed(weights)}) for {n_sources} datasets; set one each")
+        raise UserError(f"--dataloader.{option} must have one value per dataset ({n_sources}), not {len(weights)}")
     if not all(0 <= weight < math.inf for weight in weights) or sum(weights) == 0:
-        raise UserError(f"the weights {_listed(weights)} must be finite, at least 0, and not all 0")
+        listed = " ".join(f"{weight:g}" for weight in weights)
+        raise UserError(f"--dataloader.{option}: the weights {listed} must be finite, at least 0, and not all 0")
+
+
+def _normalized(weights: Sequence[float]) -> list[float]:
     return [weight / sum(weights) for weight in weights]
-
-
-def _listed(weights: Sequence[float]) -> str:
-    return " ".join(f"{weight:g}" for weight in weights)

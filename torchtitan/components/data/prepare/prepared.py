@@ -28,7 +28,7 @@ from torchtitan.components.data.finetuning.chat_encoding import RowEncoder
 from torchtitan.components.data.finetuning.sample_cache import SampleCache
 from torchtitan.components.data.plan.sampler import Array
 from torchtitan.components.data.prepare.merge import INDEX_ROWS, UNIQUE
-from torchtitan.components.data.prepare.parts import MANIFEST, PLAN, has_file, read
+from torchtitan.components.data.prepare.parts import MANIFEST, PLAN, TRAIN, VALIDATION, has_file, read
 from torchtitan.components.data.pretraining.tokens import ArrayTokens, JoinedTokens
 from torchtitan.components.data.report import Report
 from torchtitan.components.data.sources.block_cache import BlockCache
@@ -77,10 +77,19 @@ def find_prepared(dataset: str, catalog: Catalog[Any]) -> Prepared | None:
     if isinstance(folder, LocalFolder) and not folder.exists():
         return None
     if not has_file(folder / "plan", PLAN):
+        if isinstance(folder, LocalFolder):
+            _reject_part(folder.path.absolute())
         return None
     if not has_file(folder, MANIFEST):
         raise UserError(f"the preparation in {dataset} is not complete; run torchtitan data prepare again to continue")
     return Prepared(dataset)
+
+
+def _reject_part(folder: Path) -> None:
+    for outer in folder.parents:
+        is_part = folder.relative_to(outer).parts[0] in ("parts", "plan", TRAIN, VALIDATION)
+        if is_part and (outer / "plan" / PLAN).is_file():
+            raise UserError(f"{folder} is part of prepared data; use {outer}")
 
 
 class PreparedTokens(JoinedTokens):

@@ -34,7 +34,7 @@ class BlockOrder:
         seed: random seed of the permutations.
 
     Raises:
-        UserError: weights are invalid, or their cycle is longer than `MOST_TURNS`.
+        UserError: weights are invalid, or see `check_cycle`.
     """
 
     def __init__(self, sizes: Sequence[int], weights: Sequence[float] = (), *, shuffle: bool, seed: int):
@@ -73,11 +73,9 @@ class BlockOrder:
         return min(lasts) + 1
 
 
-def _cycle(weights: Sequence[float]) -> Array:
-    """Return the shortest cycle that holds each set in the ratio of its weight, (n,)."""
-    if not weights:
-        return np.empty(0, np.int64)
-    mixture = Mixture(weights, capacity=1)
+def check_cycle(weights: Sequence[float]) -> int:
+    """Return the number of blocks in the shortest cycle that holds each set in the ratio of its weight. Raise
+    `UserError` if there are more than `MOST_TURNS`."""
     ratios = [Fraction(str(weight)) for weight in weights]  # 0.1 is a tenth, unlike its binary value
     scale = math.lcm(*(ratio.denominator for ratio in ratios))
     counts = [int(ratio * scale) for ratio in ratios]
@@ -87,8 +85,16 @@ def _cycle(weights: Sequence[float]) -> Array:
             f"--dataloader.weights: the shortest cycle with exactly these shares has {n_turns:,} windows, more than "
             f"{MOST_TURNS:,}; use fewer digits"
         )
-    turns = []
-    for _ in range(n_turns):
+    return n_turns
+
+
+def _cycle(weights: Sequence[float]) -> Array:
+    """Return the shortest cycle that holds each set in the ratio of its weight, (n,)."""
+    if not weights:
+        return np.empty(0, np.int64)
+    mixture = Mixture(weights, capacity=1)
+    turns: list[int] = []
+    for _ in range(check_cycle(weights)):
         turns.append(mixture.choose(dict.fromkeys(mixture.released(), 1)))
         mixture.add_window(turns[-1], 1)
     return np.array(turns)

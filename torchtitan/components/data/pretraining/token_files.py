@@ -95,7 +95,9 @@ def open_token_files(paths: Sequence[Path], tokenizer: Tokenizer) -> Tokens:
     delimited = [file for file in files if not file.read_offsets]
     delimiter_first = bool(delimited) and bool(delimited[0].map()[0] == delimited[0].delimiter)
     open_file = partial(_open, files, delimiter_first)
-    return JoinedTokens(files_digest(paths), first[:-1], np.array(documents[:-1]), int(first[-1]), open_file)
+    joined = JoinedTokens(files_digest(paths), first[:-1], np.array(documents[:-1]), int(first[-1]), open_file)
+    joined.format = "tokens"
+    return joined
 
 
 def files_digest(paths: Sequence[Path]) -> str:

@@ -26,6 +26,8 @@ class Tokens(ABC):
     """Equal keys mean equal documents and tokens."""
     n_tokens: int
     """Number of tokens, including BOS and EOS."""
+    format = "text"
+    """Format in the report."""
     is_remote: bool = False
     """True if reading takes long, so that windows should be read ahead."""
 
@@ -55,7 +57,7 @@ class Tokens(ABC):
         n_sampled = int(lengths.sum())
         scale = self.n_tokens / max(1, n_sampled)
         n_documents, n_nonempty = round(len(lengths) * scale), round(int((lengths > 0).sum()) * scale)
-        name = "text" if n_sampled == self.n_tokens else "text, about"
+        name = self.format if n_sampled == self.n_tokens else f"{self.format}, about"
         # The first token of a document is not predicted.
         return Report(name, n_documents, n_documents, self.n_tokens, self.n_tokens - n_nonempty)
 

@@ -269,7 +269,7 @@ class CachedBatches(BatchIterator):
             sets=summaries,
             sources=sources,
             max_length=seq_len + 1,
-            windows_per_epoch=sum(windows),
+            windows_per_epoch=self._order(seq_len).blocks_in(1),
             packing_efficiency=n_tokens / (sum(windows) * seq_len),
             follows_seed=True,
         )

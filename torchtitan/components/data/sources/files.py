@@ -224,7 +224,7 @@ class _Member(tarfile.TarInfo):
 
 def _samples(archive: tarfile.TarFile, name: str) -> Iterator[Row]:
     for sample, members in itertools.groupby(filter(tarfile.TarInfo.isfile, archive), _sample_name):
-        where, error = f"{name}, sample {sample}", ""
+        where, error, has_text = f"{name}, sample {sample}", "", False
         values: dict[str, Any] = {}
         for member in members:
             if member.size > MAX_ROW_CHARACTERS:
@@ -234,6 +234,7 @@ def _samples(archive: tarfile.TarFile, name: str) -> Iterator[Row]:
             kind = member.name.removeprefix(sample)
             if kind not in (".txt", ".json"):
                 continue
+            has_text = True
             content: Any = archive.extractfile(member)
             try:
                 text = content.read().decode()
@@ -242,6 +243,8 @@ def _samples(archive: tarfile.TarFile, name: str) -> Iterator[Row]:
                 error = error or row.error
             except ValueError as failure:  # also if it is not UTF-8
                 error = f"{member.name} is broken, {failure}"
+        if not has_text:
+            error = "there is no member .txt or .json; remove the sample"
         yield Row(where, None if error else values, error)
 
 

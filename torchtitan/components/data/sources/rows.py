@@ -76,9 +76,8 @@ def text_of(row: Row, text_column: str) -> Document:
 
 def check_column(columns: Sequence[str], text_column: str, where: str) -> None:
     if text_column not in columns:
-        raise UserError(
-            f"{where}: no column {text_column!r}; set --dataloader.text_column to one of: {', '.join(columns)}"
-        )
+        remedy = f"set --dataloader.text_column to one of: {', '.join(columns)}" if columns else "there are no columns"
+        raise UserError(f"{where}: no column {text_column!r}; {remedy}")
 
 
 def check_text(value: Any, text_column: str, where: str) -> str:
