@@ -214,7 +214,7 @@ def test_mixture_with_weights(folder):
     assert page.row("the run")[1].startswith(f"{-(-n_windows // 2)} steps, 2 windows ")
     shares = [float(page.row(f"{name}.txt")[11].removesuffix("%")) for name in "abc"]
     assert shares == pytest.approx([70, 20, 10], abs=1)  # the last window of a set is not full
-    assert 0 < float(page.row("c.txt")[9]) < 0.1
+    assert page.row("a.txt")[9] == "1.00" and 0 < float(page.row("c.txt")[9]) < 0.1
 
 
 def test_characters_split_across_tokens(assets):

@@ -251,6 +251,8 @@ class CachedBatches(BatchIterator):
         return self._sets[first % n].describe(first // n, last // n)
 
     def summary(self, n_samples: int) -> DataSummary:
+        if self.n_samples is not None:
+            n_samples = min(n_samples, self.n_samples)
         seq_len, n_tokens = self._layout.seq_len, 0
         sources: dict[str, Report] = {}
         windows = [count_windows(tokens.n_tokens, seq_len) for tokens in self._sets]
