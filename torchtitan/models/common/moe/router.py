@@ -14,7 +14,7 @@ from torchtitan.protocols.initializer import Constant, TruncatedNormal, with_ini
 
 @dataclass(kw_only=True, slots=True)
 class RoutingConfig:
-    """How tokens are sent to experts."""
+    """Choice of a token's experts, and their weights."""
 
     n_experts: int
     """Routed experts of a layer."""
