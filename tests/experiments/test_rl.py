@@ -192,9 +192,10 @@ def test_the_loss_equals_trl(folder, tmp_path, loss_type):
             captured.append((trajectories, result.loss, result.grad_norm))
             return result
 
-        def describe(self, groups):
+        def sample_groups(self, batches):
+            groups = super().sample_groups(batches)
             self.seen = [trajectory for group in groups for trajectory in group]
-            super().describe(groups)
+            return groups
 
     words = {"hf_assets_path": folder / "model", "dataloader.dataset": [folder / "prompts.jsonl"]}
     words |= {"dump_folder": tmp_path, "dataloader.cache_dir": folder / "cache", **OPTIONS, "training.steps": 1}

@@ -89,6 +89,14 @@ def test_results_are_those_of_float64(case, spread):
     torch.testing.assert_close(saved[-1].double(), exact_lse, rtol=0, atol=2 * 2**-8)
 
 
+def test_great_scores_do_not_overflow():
+    """The rounding error of scores of tens of thousands is above 88, the largest exponent in float32."""
+    q, k, v = (x.transpose(1, 2) for x in random_inputs("several blocks", 100.0)[:3])
+    out = cpu_attention.BFloat16CausalAttention.apply(q, k, v, q.shape[-1] ** -0.5)
+    exact = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), is_causal=True, enable_gqa=True)
+    assert errors([out], [exact])[0] < 2**-8
+
+
 def test_documents_do_not_see_each_other():
     inputs = random_inputs("several blocks", 1.0)
     lengths = [140, 10, 150]

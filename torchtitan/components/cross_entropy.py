@@ -83,15 +83,16 @@ def cross_entropy_(
 
 
 OfChunk = Callable[[Tensor, slice], tuple[Tensor, Tensor | None]]
-"""(logits (n, V), their rows) → values (n, K), and the gradients of the sum of the first column for the logits, which
-may replace these in memory; None if they are not needed."""
+"""(logits (n, V), their rows) → values of the rows (n, …), or their sums (1, …), and the gradients for the logits,
+which may replace these in memory; None if they are not needed."""
 
 
 def chunked_loss(
     hidden_ND: Tensor, weight_VD: Tensor | None, of_chunk: OfChunk, chunk_tokens: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the sum of the first column of `of_chunk`'s values, with gradients, and all values (N, K), without. The
-    forward pass also computes the gradients, so only one chunk's logits are in memory, and nothing is recomputed."""
+    """Return the sum of the first column of `of_chunk`'s values (n, K), whose gradients it returns, and all values,
+    without gradients. The forward pass also computes the gradients, so only one chunk's logits are in memory, and
+    nothing is recomputed."""
     if not torch.is_grad_enabled():  # a parameter would need gradients nevertheless
         hidden_ND, weight_VD = hidden_ND.detach(), None if weight_VD is None else weight_VD.detach()
     loss, values_NK = _ChunkedLoss.apply(hidden_ND, weight_VD, of_chunk, chunk_tokens)
@@ -135,13 +136,12 @@ def over_chunks(
     n_tokens, (needs_hidden, needs_weight) = len(hidden_ND), needs_grad[:2]
     grad_hidden = torch.empty_like(hidden_ND) if needs_hidden else None
     grad_weight: Tensor | None = None
-    memory = None if weight_VD is None else hidden_ND.new_empty(min(chunk_tokens, n_tokens), len(weight_VD))
+    memory: Any = None if weight_VD is None else hidden_ND.new_empty(min(chunk_tokens, n_tokens), len(weight_VD))
     values = []
     for start in range(0, n_tokens or 1, chunk_tokens):  # gradients of 0 without tokens
         part = slice(start, min(start + chunk_tokens, n_tokens))
-        hidden, logits = hidden_ND[part], hidden_ND[part]
-        if weight_VD is not None and memory is not None:
-            logits = torch.mm(hidden, weight_VD.T, out=memory[: len(hidden)])
+        hidden = hidden_ND[part]
+        logits = hidden if weight_VD is None else torch.mm(hidden, weight_VD.T, out=memory[: len(hidden)])
         of_part, gradients = of_chunk(logits, part)
         values.append(of_part)
         if grad_hidden is not None and gradients is not None:

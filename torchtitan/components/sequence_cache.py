@@ -9,6 +9,7 @@ from typing import Any
 
 import safetensors.torch
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from torchtitan.components.data.base import Batch
@@ -39,10 +40,8 @@ class SequenceCache:
                 durable.replace(unfinished, file)
 
     def read(self, batch: Batch) -> Batch:
-        """Return the tensors (B, L, ...) of a loader's batch. Raise `UserError` if a file is missing."""
-        if not self.holds(batch):
-            raise UserError(f"the cache {self.folder} lacks a sequence of this run")
-        parts = [safetensors.torch.load_file(file) for file, _ in self._sequences(batch)]
+        """Return the tensors (B, L, ...) of a loader's batch. Raise `UserError` if a file is missing or damaged."""
+        parts = [_load(file) for file, _ in self._sequences(batch)]
         shape, lengths = batch["input"].shape, _attention(batch).lengths
         return {
             name: torch.cat(
@@ -63,6 +62,17 @@ class SequenceCache:
             sequences.append((self.folder / name[:2] / f"{name[2:]}.safetensors", place))
             start += length
         return sequences
+
+
+def _load(file: Path) -> dict[str, Tensor]:
+    try:
+        return safetensors.torch.load_file(file)
+    except (OSError, SafetensorError) as error:
+        problem = "is damaged: delete it" if file.exists() else "is missing"
+        raise UserError(
+            f"{file} of the cache {problem}; a new start computes what is missing, and a run that resumes needs the "
+            "global batch size with which it began"
+        ) from error
 
 
 def _attention(batch: Batch) -> AttentionMetadata:

@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -55,7 +56,8 @@ class FrozenModelTrainer(Trainer):
                     model.allocate(self.device)
                     self._initial_load(model, model.weights, [])()
                 with self.precision.fixed_weights(), self.mixed_precision():
-                    self.cache.write(batch, self.frozen_results(super().post_dataloading_process(batch)))
+                    results = self.frozen_results(super().post_dataloading_process(batch))
+                self.ranks.all_ranks_or_raise(partial(self.cache.write, batch, results))
         logger.info("%s is complete", self.cache.folder)
         model.parts, model.flops_per_token = [], 0.0
 

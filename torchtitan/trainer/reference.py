@@ -79,7 +79,7 @@ class ReferenceTrainer(FrozenModelTrainer):
             return None
         assert isinstance(config.dataloader, TokenizingDataLoader.Config)
         source = base_weights(model.weights)["digest"] if model.weights else config.debug.seed
-        setting = [source, model.spec.model.to_dict(), config.training.mixed_precision_param]
+        setting = [source, model.spec.name, model.spec.model.to_dict(), config.training.mixed_precision_param]
         return SequenceCache(cache_root(config.dataloader.cache_dir) / "reference", setting, bytes_per_token=4)
 
     def frozen_results(self, batch: Batch) -> dict[str, Tensor]:

@@ -1,5 +1,8 @@
 """Rollouts of trainers: sampling with the run's own weights, by the engine that the configuration names."""
 
+import itertools
+from collections.abc import Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from typing import Any, cast
 
@@ -9,7 +12,7 @@ from torchtitan.components.checkpoint.state import ModelState
 from torchtitan.components.data import PromptDataLoader
 from torchtitan.components.generation import Engine, Sampling, stop_ids
 from torchtitan.components.rollout.rewards import Rewards
-from torchtitan.components.rollout.rollout import Rollouts, SamplingEngine
+from torchtitan.components.rollout.rollout import Group, Rollouts, SamplingEngine
 from torchtitan.components.rollout.vllm import VLLMEngine, check_server
 from torchtitan.components.weights.export import format_for
 from torchtitan.components.weights.views import ExternalView, LiveSource, PlainView
@@ -75,3 +78,18 @@ def huggingface_weights(trainer: Trainer) -> TensorSource:
         {name: given if name in state.buffers else replace(given, dtype=dtype) for name, given in source.specs.items()}
     )
     return view
+
+
+def measure_trajectories(
+    trainer: Trainer, groups: Iterable[Group], ends: AbstractSet[int], percents: Sequence[int] = ()
+) -> int:
+    """Measure `reward`, `length` (sampled tokens), `truncated` (the last token is not in `ends`) and percentiles
+    `reward_pN` of the trajectories of all ranks. Return the number of their tokens, with prompts."""
+    own = itertools.chain(*groups) if trainer.parallel_dims.is_batch_leader else ()
+    rows = [(t.reward, sum(t.loss_mask), t.tokens[-1] not in ends, len(t.tokens)) for t in own]
+    every = torch.tensor(list(itertools.chain(*trainer.ranks.gather(rows))), dtype=torch.float64).view(-1, 4)
+    for name, values in zip(("reward", "length", "truncated"), every.T, strict=False):
+        trainer.measure(name, values.sum(), torch.tensor(len(every)))
+    for percent in percents if len(every) else ():
+        trainer.measure(f"reward_p{percent}", every[:, 0].quantile(percent / 100), torch.tensor(1))
+    return int(every[:, 3].sum())

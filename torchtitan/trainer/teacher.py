@@ -79,8 +79,8 @@ class TeacherTrainer(FrozenModelTrainer):
         config, vocabulary = self.config.teacher, self.config.model_spec.model.vocab_size
         if not config.cache:
             return None
-        setting = [base_weights(model.weights)["digest"], model.spec.model.to_dict(), config.top_k, vocabulary]
-        setting += [self.loss.config.temperature, self.config.training.mixed_precision_param]
+        setting: list[Any] = [base_weights(model.weights)["digest"], model.spec.name, model.spec.model.to_dict()]
+        setting += [config.top_k, vocabulary, self.loss.config.temperature, self.config.training.mixed_precision_param]
         return SequenceCache(Path(config.cache), setting, bytes_per_token=8 * config.top_k + 4)
 
     def frozen_results(self, batch: Batch) -> dict[str, Tensor]:

@@ -60,6 +60,10 @@ def real(samples):
     return [sample for sample in samples if sample[0] != (-1, -1)]
 
 
+def test_a_single_dataset_may_be_a_string():
+    assert PretrainDataLoader.Config(dataset="my_text.txt").dataset == ["my_text.txt"]
+
+
 def test_batch(config, tokenizer):
     loader = build(config, tokenizer)
     assert isinstance(loader, BaseDataLoader) and iter(loader) is loader

@@ -218,8 +218,8 @@ class RemoteFolder:
             store.pipe_file(f"{root}/{name}", content)
 
     def write_new(self, name: str, content: bytes) -> None:
-        """Write the file `name`. Raise `FileExistsError` if it exists. fsspec looks for it first in stores without
-        conditional writes, where another process may write it in between."""
+        """Write the file `name`. Raise `FileExistsError` if it exists. In stores without conditional writes,
+        fsspec looks for the file first, and another process may write it in between."""
         with self._store() as (store, root):
             store.pipe_file(f"{root}/{name}", content, mode="create")
 

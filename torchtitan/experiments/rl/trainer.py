@@ -20,7 +20,7 @@ from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import StepResult
 from torchtitan.trainer.reference import ReferenceTrainer
-from torchtitan.trainer.rollouts import build_rollouts, check_rollouts
+from torchtitan.trainer.rollouts import build_rollouts, check_rollouts, measure_trajectories
 
 
 class RLTrainer(ReferenceTrainer):
@@ -89,7 +89,8 @@ class RLTrainer(ReferenceTrainer):
             if self.step:
                 self.finish("stopped")
             raise
-        self.describe(groups)
+        if n_tokens := measure_trajectories(self, groups, self.rollouts.stop_ids, percents=(10, 50, 90)):
+            self.tokens_per_step = n_tokens
         rewards_PG = torch.tensor([[t.reward for t in group] for group in groups], dtype=torch.float64)
         advantages = group_advantages(rewards_PG, self.policy.method.advantage).flatten().tolist() if groups else []
         trajectories = list(itertools.chain(*groups))
@@ -109,20 +110,6 @@ class RLTrainer(ReferenceTrainer):
             if self.policy.method.resample:
                 return self.rollouts.run_unequal(lambda: load(batches), wanted, step, name_of)
             return self.rollouts.run(lambda: load(batches), f"{step}/0", name_of)
-
-    def describe(self, groups: list[Group], *, is_validation: bool = False) -> None:
-        """Measure rewards and lengths of the trajectories of all ranks, and count their tokens."""
-        own = itertools.chain(*groups) if self.parallel_dims.is_batch_leader else ()
-        rows = [(t.reward, sum(t.loss_mask), t.tokens[-1] not in self.rollouts.stop_ids, len(t.tokens)) for t in own]
-        every = torch.tensor([row for of_rank in self.ranks.gather(rows) for row in of_rank], dtype=torch.float64)
-        if not len(every):
-            return
-        for name, values in zip(("reward", "length", "truncated"), every.T, strict=False):
-            self.measure(name, values.sum(), torch.tensor(len(every)))
-        if not is_validation:
-            for percent in (10, 50, 90):
-                self.measure(f"reward_p{percent}", every[:, 0].quantile(percent / 100), torch.tensor(1))
-            self.tokens_per_step = int(every[:, 3].sum())
 
     def update(self, micro_batches: list[Batch]) -> StepResult:
         on_device = [self.post_dataloading_process(batch) for batch in micro_batches]
@@ -167,6 +154,6 @@ class RLTrainer(ReferenceTrainer):
         """Return the negative rewards of one trajectory for each held-out prompt, and their number."""
         with self.mixed_precision():
             groups = self.rollouts.run(lambda: [batch], "validation", "validation prompt {}".format, size=1)
-        self.describe(groups, is_validation=True)
+        measure_trajectories(self, groups, self.rollouts.stop_ids)
         rewards = torch.tensor([-trajectory.reward for (trajectory,) in groups], device=self.device)
         return self.local_addend(rewards.sum()), self.local_addend(torch.full_like(rewards.sum(), len(groups)))

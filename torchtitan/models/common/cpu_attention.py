@@ -42,14 +42,17 @@ class BFloat16CausalAttention(torch.autograd.Function):
             scores = _product(q, keys[:, :end, :-1].mT, scale)
             unseen = torch.ones(end - start, end - start, dtype=torch.bool).triu(1)
             scores.unflatten(1, (-1, end - start))[..., start:].masked_fill_(unseen, -torch.inf)
-            # One more column of the factors subtracts the maximum before the scores are rounded.
+            # One more column of the factors subtracts the maximum before the scores are rounded. What remains of it,
+            # since it was rounded itself, could overflow if scores are in the thousands.
             shifted = torch.cat((q, -scores.amax(dim=-1, keepdim=True) / scale), dim=-1)
-            weights = _product(shifted, keys[:, :end].mT, scale).exp_()
-            weights.unflatten(1, (-1, end - start))[..., start:].tril_()
+            scores = _product(shifted, keys[:, :end].mT, scale)
+            scores.unflatten(1, (-1, end - start))[..., start:].masked_fill_(unseen, -torch.inf)
+            rest = scores.amax(dim=-1, keepdim=True)
+            weights = scores.sub_(rest).exp_()
             sums = weights.sum(dim=-1, keepdim=True, dtype=torch.float32)
             block = out[..., start:end, :]
             block.copy_((torch.bmm(weights, values[:, :end]) / sums).view_as(block))
-            lse[..., start:end] = (sums.log() - scale * shifted[..., -1:].float()).view_as(lse[..., start:end])
+            lse[..., start:end] = (sums.log() + rest - scale * shifted[..., -1:].float()).view_as(lse[..., start:end])
         ctx.scale = scale
         ctx.save_for_backward(q_BHLD, k_BKLD, v_BKLD, out_BHLD, lse_BHL)
         return out_BHLD

@@ -14,7 +14,7 @@ from torchtitan.protocols.initializer import Constant, TruncatedNormal, with_ini
 
 @dataclass(kw_only=True, slots=True)
 class RoutingConfig:
-    """Choice of a token's experts, and their weights."""
+    """Choice of the experts that get a token, and the weights of their results."""
 
     n_experts: int
     """Routed experts of a layer."""
