@@ -195,7 +195,7 @@ def test_missing_keys_have_transformers_defaults() -> None:
         ("V3-671B", {"kv_lora_rank": 0}, "kv_lora_rank is 0"),
         ("V3-671B", {"qk_rope_head_dim": 63}, "head_dim is 191, but must be even"),
         ("V3-671B", {"qk_rope_head_dim": 63, "qk_nope_head_dim": 129}, "such that an even number"),
-        ("V3-671B", {"n_group": 7}, "n_group 7 must divide --model.moe.n_experts 256"),
+        ("V3-671B", {"n_group": 7}, "n_group is 7, but must be a divisor of --model.moe.n_experts 256"),
     ],
 )
 def test_unsupported_models_are_rejected_by_name(flavor: str, change: dict[str, Any], message: str) -> None:

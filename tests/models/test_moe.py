@@ -380,7 +380,7 @@ def test_starving_experts_are_named_once(monkeypatch: pytest.MonkeyPatch, log: p
         (MoEConfig(n_experts=4, top_k=1, layer_types=[]), "layer_types is \\[\\], but must be at least one type"),
         (MoEConfig(n_experts=4, top_k=1, penalties=PenaltyConfig(z_loss=-1.0)), "penalties.z_loss is -1.0"),
         (MoEConfig(n_experts=4, top_k=1, penalties=PenaltyConfig(z_loss=math.nan)), "penalties.z_loss is nan"),
-        (MoEConfig(n_experts=8, top_k=2, n_group=3), "n_group 3 must divide --model.moe.n_experts 8"),
+        (MoEConfig(n_experts=8, top_k=2, n_group=3), "n_group is 3, but must be a divisor of --model.moe.n_experts 8"),
         (MoEConfig(n_experts=8, top_k=2, n_group=2, topk_group=3), "topk_group 3 of them must have"),
         (MoEConfig(n_experts=8, top_k=3, n_group=4), "topk_group 1 of them must have --model.moe.top_k 3"),
         (MoEConfig(n_experts=8, top_k=2, selection_bias=True, bias_rate=-0.1), "bias_rate is -0.1"),

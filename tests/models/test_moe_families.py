@@ -273,7 +273,7 @@ def test_missing_keys_have_transformers_defaults(model_type: str) -> None:
         ("llama4_text", {"floor_scale": 0}, "floor_scale is 0"),
         ("llama4_text", {"router_jitter_noise": 0.1}, "router_jitter_noise is 0.1"),
         ("qwen3_5_moe_text", {"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size is 0"),
-        ("glm4_moe", {"n_group": 3}, "n_group 3 must divide --model.moe.n_experts 128"),
+        ("glm4_moe", {"n_group": 3}, "n_group is 3, but must be a divisor of --model.moe.n_experts 128"),
         ("glm4_moe", {"first_k_dense_replace": -1}, "first_k_dense_replace is -1"),
         ("glm4_moe", {"routed_scaling_factor": -1.0}, "routed_scaling_factor is -1.0"),
         ("glm4_moe", {"num_hidden_layers": 2**31}, "num_hidden_layers is 2147483648"),

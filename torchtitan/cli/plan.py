@@ -57,6 +57,7 @@ def _plan(options: argparse.Namespace, words: list[str]) -> None:
     resolved = ConfigManager("torchtitan plan").parse_args(words)
     for section in (resolved.config.training, resolved.config.parallelism, resolved.config.activation_checkpoint):
         section.validate()
+    logger.info(f"comparing the layouts of {n_devices} x {device.name}, which takes up to a minute")
     for log in (logger, logging.getLogger("torch.distributed.tensor")):
         log.setLevel(logging.ERROR)  # the dry runs of many layouts would repeat themselves
     found = planning.plan(resolved.config, n_devices, device, devices_per_host=per_host, best=options.best)

@@ -20,6 +20,7 @@ class TemplateTrainer(Trainer):
     def train_step(self, batches: Iterator[Batch]) -> StepResult:
         """Take one optimizer step over the next global batch."""
         self.optimizer.zero_grad()
+        self.watchdog.phase("data")  # phases: of times, and of the report on a step that hangs
         micro_batches = self.next_micro_batches(batches)
         # Count over all micro-batches and ranks, so that every valid token of the global batch has the same weight.
         n_tokens = self.count_valid_tokens(micro_batches)
@@ -37,12 +38,15 @@ class TemplateTrainer(Trainer):
                 # The loss takes hidden states and output weights, so that no tensor ever holds all logits. For a custom
                 # loss on whole logits: `logits = model(*inputs)`.
                 with self.mixed_precision(), self.sample_losses.of(micro_batch):
+                    self.watchdog.phase("forward")
                     summed_loss = model(*inputs, head=self.loss, labels_BL=batch["labels"])
                     mean_loss = summed_loss / n_tokens.clamp(min=1).float()
                     # Gradients are averaged over the ranks that see different tokens, but the loss is a sum over them.
+                    self.watchdog.phase("backward")
                     (mean_loss * self.parallel_dims.gradient_degree).backward()
                 loss += mean_loss.detach()
 
+        self.watchdog.phase("gradient clipping")
         grad_norm = self.clip_gradients()
 
         # This is the only wait for the device. It reads the loss, the norm, and requests to stop.
@@ -50,6 +54,7 @@ class TemplateTrainer(Trainer):
         if not outcome.is_taken:
             self.skip_step(outcome, micro_batches)
         elif not outcome.data_exhausted:
+            self.watchdog.phase("optimizer step")
             self.optimizer.step()
             self.follow_weights()
         return outcome

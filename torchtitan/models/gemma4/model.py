@@ -4,7 +4,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from torchtitan.models.common.attention import SharedKeyAttention
@@ -13,14 +12,13 @@ from torchtitan.models.common.config_reader import ConfigReader
 from torchtitan.models.common.feed_forward import gelu_tanh
 from torchtitan.models.common.hugging_face import SANDWICH_ROWS, ModelType, dense_format, module_rows, write_if
 from torchtitan.models.common.layer_types import WINDOW_KEYS, ScaledEmbeddingDecoder, one_full_of
-from torchtitan.models.common.moe.decoder import ExpertLayers
+from torchtitan.models.common.moe.decoder import DenseAndExpertsBlock, ExpertLayers
 from torchtitan.models.common.moe.experts import RoutedExperts
 from torchtitan.models.common.moe.layer import MoEConfig
-from torchtitan.models.common.moe.router import Router, RoutingConfig
+from torchtitan.models.common.moe.router import ScaledRouter
 from torchtitan.models.common.moe.rows import FUSED_EXPERT_ROWS
-from torchtitan.models.common.norms import NormFactory, RMSNorm
+from torchtitan.models.common.norms import RMSNorm
 from torchtitan.models.common.rope import RoPEConfig
-from torchtitan.protocols.initializer import Constant, initializers_of, with_initializers
 from torchtitan.protocols.state_dict_adapter import KeyMapping
 from torchtitan.tools.errors import require
 
@@ -117,33 +115,6 @@ class Gemma4Model(ScaledEmbeddingDecoder):
             hidden_BLD, *keys_values = block(hidden_BLD, *inputs, own_BLNP[:, :, index], *shared)
             given[kind] = keys_values or shared
         return hidden_BLD
-
-
-class DenseAndExpertsBlock(ScaledSandwichBlock):
-    """Experts next to a `dense` network, both between norms of their own."""
-
-    def __init__(self, *parts: nn.Module, dense: nn.Module, dim: int, norm: NormFactory):
-        super().__init__(*parts, dim=dim, norm=norm)
-        self.feed_forward, self.dense_post_norm = dense, norm(dim)
-        self.moe.norm, self.moe.post_norm = norm(dim), norm(dim)
-
-    def _feed_forward(self, x_BLD: Tensor) -> Tensor:
-        assert self.ffn_norm and self.ffn_post_norm
-        dense_BLD = self.dense_post_norm(self.feed_forward(self.ffn_norm(x_BLD)))
-        return self.ffn_post_norm(dense_BLD + self.moe(x_BLD))
-
-
-class ScaledRouter(Router):
-    """A router with its own norm of the input, and a learned factor of each expert's weight."""
-
-    def __init__(self, config: RoutingConfig, *, dim: int, norm: NormFactory, **options: Any):
-        super().__init__(config, dim=dim, **options)
-        self.norm, self.expert_scale = norm(dim), nn.Parameter(torch.empty(config.n_experts))
-        with_initializers(self, **initializers_of(self), expert_scale=Constant(1.0))
-
-    def forward(self, x_BLD: Tensor) -> tuple[Tensor, Tensor]:
-        weights_BLK, chosen_BLK = super().forward(self.norm(x_BLD) * x_BLD.shape[-1] ** -0.5)
-        return weights_BLK * self.expert_scale.float()[chosen_BLK], chosen_BLK
 
 
 class Gemma4MoEModel(ExpertLayers, Gemma4Model):

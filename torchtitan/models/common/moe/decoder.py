@@ -4,13 +4,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
-from torch import nn
+from torch import Tensor, nn
 
+from torchtitan.models.common.blocks import ScaledSandwichBlock
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.layer_types import WindowedDecoder
 from torchtitan.models.common.moe.experts import RoutedExperts
 from torchtitan.models.common.moe.layer import MixtureOfExperts, MoEConfig
 from torchtitan.models.common.moe.router import Router
+from torchtitan.models.common.norms import NormFactory
 from torchtitan.tools.errors import require
 
 
@@ -49,6 +51,20 @@ class ExpertLayers:
         router = self.make_router(moe, dim=self.config.dim, init_std=sizes["init_std"])
         experts = self.make_experts(n_experts=moe.n_experts, top_k=moe.top_k, hidden_dim=width, **sizes)
         return MixtureOfExperts(router, experts, moe.make_shared(width, **sizes))
+
+
+class DenseAndExpertsBlock(ScaledSandwichBlock):
+    """Experts next to a `dense` network, both between norms of their own (Gemma 4)."""
+
+    def __init__(self, *parts: nn.Module, dense: nn.Module, dim: int, norm: NormFactory):
+        super().__init__(*parts, dim=dim, norm=norm)
+        self.feed_forward, self.dense_post_norm = dense, norm(dim)
+        self.moe.norm, self.moe.post_norm = norm(dim), norm(dim)
+
+    def _feed_forward(self, x_BLD: Tensor) -> Tensor:
+        assert self.ffn_norm and self.ffn_post_norm
+        dense_BLD = self.dense_post_norm(self.feed_forward(self.ffn_norm(x_BLD)))
+        return self.ffn_post_norm(dense_BLD + self.moe(x_BLD))
 
 
 class MoEDecoder(ExpertLayers, WindowedDecoder):

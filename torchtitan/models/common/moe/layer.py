@@ -11,7 +11,7 @@ from torchtitan.models.common.feed_forward import GatedFeedForward
 from torchtitan.models.common.moe.experts import RoutedExperts
 from torchtitan.models.common.moe.router import Router, RoutingConfig
 from torchtitan.protocols.initializer import TruncatedNormal, with_initializers
-from torchtitan.tools.errors import UserError, require
+from torchtitan.tools.errors import require
 
 _MOST = 2**24
 _LEAST = {
@@ -52,13 +52,12 @@ class MoEConfig(RoutingConfig):
         has_rate = self.bias_rate and not self.selection_bias
         require(not has_rate, "--model.moe.bias_rate", self.bias_rate, "0 without the bias")
         size, rest = divmod(self.n_experts, max(1, self.n_group))
-        is_small = self.selection_bias and size < 2
-        if rest or is_small or not 1 <= self.topk_group <= self.n_group or self.top_k > size * self.topk_group:
-            raise UserError(
-                f"--model.moe.n_group {self.n_group} must divide --model.moe.n_experts {self.n_experts} into groups of "
-                f"at least {1 + self.selection_bias}, and --model.moe.topk_group {self.topk_group} of them must have "
-                f"--model.moe.top_k {self.top_k} experts"
-            )
+        fits = not rest and size > self.selection_bias and 1 <= self.topk_group <= self.n_group
+        must = (
+            f"a divisor of --model.moe.n_experts {self.n_experts} with groups of at least {1 + self.selection_bias}, "
+            f"and --model.moe.topk_group {self.topk_group} of them must have --model.moe.top_k {self.top_k} experts"
+        )
+        require(fits and self.top_k <= size * self.topk_group, "--model.moe.n_group", self.n_group, must)
 
     def make_shared(self, width: int, **options: Any) -> nn.Module | None:
         """Return the expert of all tokens, next to routed ones of a `width`; None: there is none."""

@@ -8,8 +8,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from torchtitan.models.common.norms import NormFactory
 from torchtitan.protocols.experts import LoadBalanced, PenaltyConfig, SelectionBias
-from torchtitan.protocols.initializer import Constant, TruncatedNormal, with_initializers
+from torchtitan.protocols.initializer import Constant, TruncatedNormal, initializers_of, with_initializers
 
 
 @dataclass(kw_only=True, slots=True)
@@ -111,6 +112,19 @@ class Router(LoadBalanced):
         if penalties.z_loss:  # keeps the logits small (ST-MoE, arXiv:2202.08906, equation 5)
             total = total + penalties.z_loss * logits_BLE.logsumexp(dim=-1).square().sum()
         return total
+
+
+class ScaledRouter(Router):
+    """A router with its own norm of the input, and a learned factor of each expert's weight (Gemma 4)."""
+
+    def __init__(self, config: RoutingConfig, *, dim: int, norm: NormFactory, **options: Any):
+        super().__init__(config, dim=dim, **options)
+        self.norm, self.expert_scale = norm(dim), nn.Parameter(torch.empty(config.n_experts))
+        with_initializers(self, **initializers_of(self), expert_scale=Constant(1.0))
+
+    def forward(self, x_BLD: Tensor) -> tuple[Tensor, Tensor]:
+        weights_BLK, chosen_BLK = super().forward(self.norm(x_BLD) * x_BLD.shape[-1] ** -0.5)
+        return weights_BLK * self.expert_scale.float()[chosen_BLK], chosen_BLK
 
 
 def _imbalance(probabilities_BLE: Tensor, counts: Tensor) -> Tensor:
