@@ -57,6 +57,13 @@ class BlockOrder:
         earlier = cycle * len(places) + int(np.searchsorted(places, turn))
         return number, self._permute(earlier, self._sizes[number])
 
+    def blocks_of_sets(self, n_blocks: int) -> list[float]:
+        """Return how many of the first `n_blocks` are of each set; without weights, their mean over all seeds."""
+        if not len(self._turns):
+            return [n_blocks * size / self._ends[-1] for size in self._sizes]
+        cycles, turn = divmod(n_blocks, len(self._turns))
+        return [cycles * len(places) + int(np.searchsorted(places, turn)) for places in self._places]
+
     def _permute(self, place: int, size: int) -> int:
         epoch, index = divmod(place, size)
         return permute(index, size, self._seed, epoch) if self._shuffle else index

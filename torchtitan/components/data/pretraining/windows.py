@@ -256,22 +256,24 @@ class CachedBatches(BatchIterator):
         seq_len, n_tokens = self._layout.seq_len, 0
         sources: dict[str, Report] = {}
         windows = [count_windows(tokens.n_tokens, seq_len) for tokens in self._sets]
-        weights = self._weights or windows
-        summaries = []
-        for name, tokens, n_windows, weight in zip(self._names, self._sets, windows, weights, strict=True):
+        order = self._order(seq_len)
+        summaries, read = [], order.blocks_of_sets(n_samples)
+        for name, tokens, n_windows, n_read in zip(self._names, self._sets, windows, read, strict=True):
             report = tokens.report()
             if not self._layout.document_mask:
                 report.trained_tokens = tokens.n_tokens - 1  # only the first token of the whole text is not predicted
-            epochs = n_samples * weight / sum(weights) / n_windows
-            lengths = tokens.lengths()
-            summaries.append(SetSummary(name=name, report=report, lengths=lengths, epochs=epochs, max_epochs=None))
+            summaries.append(
+                SetSummary(
+                    name=name, report=report, lengths=tokens.lengths(), epochs=n_read / n_windows, max_epochs=None
+                )
+            )
             sources |= tokens.sources
             n_tokens += tokens.n_tokens - 1
         return DataSummary(
             sets=summaries,
             sources=sources,
             max_length=seq_len + 1,
-            windows_per_epoch=self._order(seq_len).blocks_in(1),
+            windows_per_epoch=order.blocks_in(1),
             packing_efficiency=n_tokens / (sum(windows) * seq_len),
             follows_seed=True,
         )
