@@ -181,10 +181,10 @@ def test_the_command_reports_this_host(tmp_path, monkeypatch, capsys):
     assert "PROBLEM" in capsys.readouterr().out
 
 
-def test_a_folder_that_cannot_be_written_ends_at_once(tmp_path, caplog):
+def test_a_folder_that_cannot_be_written_ends_at_once(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     assert main(["doctor", "--dump_folder", os.fspath(tmp_path / "file" / "dump")]) == 2
-    assert "cannot be written" in caplog.text
+    assert "cannot be written" in capsys.readouterr().err
 
 
 HOST = """
