@@ -127,7 +127,7 @@ def test_counts_of_many_files_are_estimated(documents, tokenizer, tmp_path):
         write_raw(tmp_path / f"{number}.npy", documents)
     report = opened(str(tmp_path), tokenizer).report()
     n_documents, n_tokens = 40 * len(documents), 40 * sum(map(len, documents))
-    assert (report.format, report.kept, report.tokens) == ("text, about", n_documents, n_tokens)
+    assert (report.format, report.kept, report.tokens) == ("tokens, about", n_documents, n_tokens)
     assert report.trained_tokens == n_tokens - n_documents
 
 
