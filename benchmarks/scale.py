@@ -131,7 +131,9 @@ def rows(rates: Rates, tokens: float, hosts: int) -> list[tuple[str, str]]:
     for count in sorted({1, 32, hosts}):
         taken = simulate_parts(n_parts, count, PART_BYTES / rates.prepared_bytes)
         transfer = count * PROCESSES_PER_HOST * rates.prepared_bytes / 1e9
-        result.append((f"prepare, {count:,} hosts", f"{in_words(taken)}, {transfer:,.1f} GB/s from the source"))
+        result.append(
+            (f"prepare, {count:,} host{'s' * (count > 1)}", f"{in_words(taken)}, {transfer:,.1f} GB/s from the source")
+        )
     merging = n_documents / rates.compared_hashes + n_passes * n_documents / rates.scanned_hashes
     hash_bytes = n_passes * n_documents * HASH_BYTES
     config = ConfigManager().parse_args(["--module", "llama3", "--config", "llama3_8b"]).config
