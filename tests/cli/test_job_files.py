@@ -189,7 +189,7 @@ def test_batch_script_in_a_slurm(slurm: dict[str, str], tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_preparation_in_a_slurm(slurm: dict[str, str], tmp_path: Path) -> None:
-    """The tasks of an array write shares, the last job merges them, and the result is that of one command."""
+    """The tasks of an array write shares, the last job merges them, and the result equals one command's."""
     lines = [json.dumps({"text": f"Sentence {number % 90} of a corpus."}) for number in range(120)]
     (tmp_path / "corpus.jsonl").write_text("\n".join(lines))
     (tmp_path / "recipes").symlink_to(PROJECT / "recipes")

@@ -60,7 +60,8 @@ def errors(measured: list[Tensor], exact: list[Tensor]) -> list[float]:
 @pytest.mark.parametrize("case", CASES)
 def test_gradients_are_those_of_float64(case, spread, scale, monkeypatch):
     """Probabilities (in both passes), results, and gradients of scores are rounded to bfloat16, whose relative errors
-    are up to 2**-8 each; so the error of a gradient is at most 4 * 2**-8, or twice that of PyTorch's kernel."""
+    are up to 2**-8 each; so the error of a gradient is at most 4 * 2**-8, or twice the error of PyTorch's
+    kernel."""
     inputs = random_inputs(case, spread)
     exact = gradients([x.detach().double().requires_grad_() for x in inputs], Attention(scale=scale))
     own = errors(gradients(inputs, Attention(scale=scale)), exact)

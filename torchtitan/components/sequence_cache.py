@@ -74,7 +74,7 @@ def _load(file: Path) -> dict[str, Tensor]:
     except (OSError, SafetensorError) as error:
         problem = "is damaged: delete it" if file.exists() else "is missing"
         raise UserError(
-            f"{file} of the cache {problem}; a new start computes what is missing, and a run that resumes needs the "
+            f"{file} of the cache {problem}; a new start computes missing results, and a run that resumes needs the "
             "global batch size with which it began"
         ) from error
 

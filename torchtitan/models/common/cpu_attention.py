@@ -42,8 +42,8 @@ class BFloat16CausalAttention(torch.autograd.Function):
             scores = _product(q, keys[:, :end, :-1].mT, scale)
             unseen = torch.ones(end - start, end - start, dtype=torch.bool).triu(1)
             scores.unflatten(1, (-1, end - start))[..., start:].masked_fill_(unseen, -torch.inf)
-            # One more column of the factors subtracts the maximum before the scores are rounded. What remains of it,
-            # since it was rounded itself, could overflow if scores are in the thousands.
+            # One more column of the factors subtracts the maximum before the scores are rounded. The rest of it
+            # (it was rounded itself) could overflow if scores are in the thousands, so it is subtracted later.
             shifted = torch.cat((q, -scores.amax(dim=-1, keepdim=True) / scale), dim=-1)
             scores = _product(shifted, keys[:, :end].mT, scale)
             scores.unflatten(1, (-1, end - start))[..., start:].masked_fill_(unseen, -torch.inf)
