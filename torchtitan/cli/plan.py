@@ -43,6 +43,8 @@ def plan(args: Sequence[str]) -> int:
 
 
 def _plan(options: argparse.Namespace, words: list[str]) -> None:
+    from rich.console import Console
+
     from torchtitan.config.manager import ConfigManager
     from torchtitan.config.sections import require_at_least
     from torchtitan.foresight import planning
@@ -57,10 +59,10 @@ def _plan(options: argparse.Namespace, words: list[str]) -> None:
     resolved = ConfigManager("torchtitan plan").parse_args(words)
     for section in (resolved.config.training, resolved.config.parallelism, resolved.config.activation_checkpoint):
         section.validate()
-    logger.info(f"comparing the layouts of {n_devices} x {device.name}, which takes up to a minute")
     for log in (logger, logging.getLogger("torch.distributed.tensor")):
         log.setLevel(logging.ERROR)  # the dry runs of many layouts would repeat themselves
-    found = planning.plan(resolved.config, n_devices, device, devices_per_host=per_host, best=options.best)
+    with Console(stderr=True).status(f"comparing layouts of {n_devices} x {device.name}"):
+        found = planning.plan(resolved.config, n_devices, device, devices_per_host=per_host, best=options.best)
     _print(found, f"{n_devices} x {device.name}")
     hosts, best = -(-n_devices // per_host), found.options[0]
     words += planning.option_words(resolved.config, best.values)

@@ -19,10 +19,9 @@ _QUERIES = 128
 
 
 def supports(q_BHLD: Tensor) -> bool:
-    """Return whether queries are in bfloat16, need gradients, and are on a CPU that multiplies bfloat16."""
+    """Return whether queries are in bfloat16 on a CPU that multiplies bfloat16."""
     is_plain = type(q_BHLD) is Tensor and not torch.compiler.is_compiling()
-    on_cpu = q_BHLD.device.type == "cpu" and q_BHLD.dtype == torch.bfloat16 and multiplies(torch.bfloat16)
-    return is_plain and on_cpu and q_BHLD.requires_grad
+    return is_plain and q_BHLD.device.type == "cpu" and q_BHLD.dtype == torch.bfloat16 and multiplies(torch.bfloat16)
 
 
 class BFloat16CausalAttention(torch.autograd.Function):
