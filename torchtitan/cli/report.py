@@ -15,7 +15,7 @@ from torchtitan.cli.model_options import run_command
 from torchtitan.components.checkpoint.catalog import CheckpointInfo, list_checkpoints
 from torchtitan.components.checkpoint.filesystem import is_url, resolve_folder
 from torchtitan.components.goodput import describe_goodput, goodput, mean_phases, shares
-from torchtitan.components.run_events import EVENTS, Event, events_in, is_event, read_json_lines
+from torchtitan.components.run_events import EVENTS, Event, from_first_start, is_event, read_json_lines
 from torchtitan.config.configurable import leaves
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError
@@ -41,8 +41,7 @@ class RunRecord:
         self.lines = self._read(folder / METRICS, _is_metrics)
         if not self.lines:
             raise UserError(f"'{folder}' has no {METRICS} with metrics; name the dump folder of a run (--dump_folder)")
-        self._read(folder / EVENTS, is_event)
-        self.events = events_in(folder)
+        self.events = from_first_start(self._read(folder / EVENTS, is_event))
         self.samples = self._read(folder / "completions.jsonl", bool)
         path = folder / "config.yaml"
         try:

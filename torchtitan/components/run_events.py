@@ -1,7 +1,7 @@
 """`events.jsonl`: what happened to a run, over all its sessions (docs/report.md)."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,11 @@ def open_events(folder: Path, step: int, command: str) -> JsonLines:
 
 def events_in(folder: Path) -> list[Event]:
     """Return the events of a run's folder in order, from the first start on; none if there is no file."""
-    events = read_json_lines(folder / EVENTS, is_event)[0]
+    return from_first_start(read_json_lines(folder / EVENTS, is_event)[0])
+
+
+def from_first_start(events: Sequence[Event]) -> list[Event]:
+    """Return the events without those before the first start, which belong to no session."""
     first = next((index for index, event in enumerate(events) if event["event"] == "start"), len(events))
     return list[Event](events[first:])
 

@@ -182,8 +182,9 @@ def _whole_number(text: str) -> int:
 
 
 def _in_one_line(box: str) -> str:
-    """Return the message in a box of tyro's, with the options that it suggests."""
-    _, message, hints, *_ = (" ".join(part.split()) for part in re.split("[-─]{8,}", re.sub("[│╭╮╰╯]", " ", box)))
+    """Return the message in a box of tyro's, with the options that it suggests; all of the text if it has no box."""
+    title, *parts = (" ".join(part.split()) for part in re.split("[-─]{8,}", re.sub("[│╭╮╰╯]", " ", box)))
+    message, hints, *_ = [*(parts or [title]), ""]
     options = re.findall(r"--[\w.]+", hints) if hints.startswith("Perhaps") else []
     return message.partition(" Got errors:")[0] + (f"; did you mean {' or '.join(options)}?" if options else "")
 

@@ -104,6 +104,8 @@ def _transfer(url: str, weights: TensorSource, rank: int, n_workers: int) -> Any
     from vllm.utils.network_utils import get_ip, get_open_port
 
     class Source(WeightSource):
+        """The model's weights in the order in which all ranks read them."""
+
         def metadata(self) -> list[Any]:
             return [ParamMeta(name, spec.dtype, tuple(spec.shape)) for name, spec in weights.specs.items()]
 

@@ -38,14 +38,11 @@ class BFloat16CausalAttention(torch.autograd.Function):
         for start in range(0, length, _QUERIES):
             end = min(start + _QUERIES, length)
             q = queries[..., start:end, :].flatten(2, 3).flatten(0, 1)
-            scores = _product(q, keys[:, :end, :-1].mT, scale)
-            unseen = torch.ones(end - start, end - start, dtype=torch.bool).triu(1)
-            scores.unflatten(1, (-1, end - start))[..., start:].masked_fill_(unseen, -torch.inf)
+            scores = _causal_scores(q, keys[:, :end, :-1], scale, start)
             # One more column of the factors subtracts the maximum before the scores are rounded. The rest of it
             # (it was rounded itself) could overflow if scores are in the thousands, so it is subtracted later.
             shifted = torch.cat((q, -scores.amax(dim=-1, keepdim=True) / scale), dim=-1)
-            scores = _product(shifted, keys[:, :end].mT, scale)
-            scores.unflatten(1, (-1, end - start))[..., start:].masked_fill_(unseen, -torch.inf)
+            scores = _causal_scores(shifted, keys[:, :end], scale, start)
             rest = scores.amax(dim=-1, keepdim=True)
             weights = scores.sub_(rest).exp_()
             sums = weights.sum(dim=-1, keepdim=True, dtype=torch.float32)
@@ -92,6 +89,14 @@ class BFloat16CausalAttention(torch.autograd.Function):
             grad_v.type_as(v_BKLD).view_as(v_BKLD),
             None,
         )
+
+
+def _causal_scores(q: Tensor, keys: Tensor, scale: float, start: int) -> Tensor:
+    """Return the scores of the queries from `start` on, (batch, heads * queries, keys), for all keys up to them."""
+    scores, n_queries = _product(q, keys.mT, scale), keys.shape[1] - start
+    unseen = torch.ones(n_queries, n_queries, dtype=torch.bool).triu(1)
+    scores.unflatten(1, (-1, n_queries))[..., start:].masked_fill_(unseen, -torch.inf)
+    return scores
 
 
 def _with_terms(x: Tensor, terms: Tensor) -> Tensor:
