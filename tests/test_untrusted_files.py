@@ -92,6 +92,10 @@ PARAMS_JSON = {"dim": 256, "n_layers": 4, "n_heads": 8, "vocab_size": 2048}
         ({"max_position_embeddings": 10**18}, "config.json: max_position_embeddings is 10{18}, but must be"),
         ({"intermediate_size": 2**25}, "--model.ffn_dim is 33554432, but must be from 1 to 16777216"),
         ({"head_dim": 2**26}, "--model.head_dim is 67108864, but must be from 1 to 16777216"),
+        (
+            {"hidden_size": 2**20, "num_hidden_layers": 1999, "intermediate_size": 2**24},
+            r"--model.dim 1048576, n_layers 1999, .* make a model of .* parameters, and 1.8e\+13 are the most",
+        ),
         ({"num_hidden_layers": True}, "num_hidden_layers is True"),
         ({"num_hidden_layers": 4.0}, "num_hidden_layers is 4.0"),
         ({"num_hidden_layers": "4"}, "num_hidden_layers is '4'"),

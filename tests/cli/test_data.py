@@ -307,7 +307,7 @@ def test_report(folder):
     name, form, read, kept, cut, dropped, tokens, trained, share, _, allowed, of_run = page.row("rows.jsonl")
     assert (form, read, kept, cut, dropped, allowed) == ("messages", "24", "20", "0", "4", "no limit")
     assert (int(tokens), int(trained)) == (n_tokens, n_trained)
-    assert share == f"{n_trained / n_tokens:.1%}"
+    assert (share, of_run) == (f"{n_trained / n_tokens:.1%}", "100.0%")
     events = {cells[1]: cells[2:] for cells in page.cells if cells[0] == "rows.jsonl" and len(cells) == 4}
     assert {event: count for event, (count, _) in events.items()} == {
         "dropped: too_long": "2",

@@ -199,7 +199,16 @@ def test_preparation_in_a_slurm(slurm: dict[str, str], tmp_path: Path) -> None:
     options = ["--part_size", "0.001", "--held_out", "0.1"]
     environment = {**slurm, "PYTHONPATH": str(PROJECT), "PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
     environment |= {"SOURCES": "corpus.jsonl", "OUT": "out", "OPTIONS": " ".join(options)}
-    command = ["sbatch", "--wait", "--array=1-2", "--cpus-per-task=1", "--output=job.log", "--open-mode=append"]
+    command = [
+        "timeout",
+        "240",
+        "sbatch",
+        "--wait",
+        "--array=1-2",
+        "--cpus-per-task=1",
+        "--output=job.log",
+        "--open-mode=append",
+    ]
     code = subprocess.run([*command, "recipes/prepare_slurm.sbatch"], cwd=tmp_path, env=environment).returncode
     deadline = time.monotonic() + 120
     while code == 0 and not (tmp_path / "out/manifest.json").exists() and time.monotonic() < deadline:

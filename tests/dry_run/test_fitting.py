@@ -130,7 +130,7 @@ def test_published_configurations_compile_on_cuda_only(monkeypatch, has_gpu):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["dpo_debugmodel", "kto_debugmodel"])
-def test_preferences_choose_by_dry_runs(name, monkeypatch, caplog):
+def test_preferences_choose_by_dry_runs(name, monkeypatch):
     monkeypatch.setattr(fitting, "device_type", lambda: "cuda")
     monkeypatch.setattr(fitting, "total_memory", lambda: 2**40)
     config = getattr(preferences, name)()

@@ -178,7 +178,8 @@ def test_a_cached_reference_is_computed_once(folder, tmp_path, monkeypatch):  # 
     resumed = train(folder, tmp_path / "first", "dpo", **{**options, "training__steps": 3})
     assert resumed.step == 3
     monkeypatch.setattr(PreferenceTrainer, "log_probs", only_of_the_model)
-    train(folder, tmp_path / "second", "dpo", **{**options, "training__steps": 3})
+    train(folder, tmp_path / "second", "dpo", **options)
+    train(folder, tmp_path / "second", "dpo", **{**options, "training__steps": 3})  # resumes
     assert read_metrics(tmp_path / "second", "loss") == read_metrics(tmp_path / "first", "loss")
 
 

@@ -56,7 +56,7 @@ def read_state(checkpoint: Path) -> State:
 def without_ranks(state: State) -> State:
     """Return the entries that do not belong to a rank, and rank 0's position in the data; without recent losses, which
     other numbers of ranks sum in another order. `compare_lines` compares these."""
-    other_ranks = re.compile(r"(?!dataloader\.rank0)\w+\.rank\d+\.|spikes\.")
+    other_ranks = re.compile(r"(?!dataloader\.rank0)\w+\.rank\d+\.|spikes\.recent")
     return {name: value for name, value in state.items() if not other_ranks.match(name)}
 
 

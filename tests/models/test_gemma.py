@@ -451,7 +451,7 @@ def test_conversion_round_trip(tmp_path: Path, pretrained: Path) -> None:
 
 
 def test_language_model_of_a_model_with_vision(tmp_path: Path) -> None:
-    """The tensors of vision are left out, under the names of transformers 4 and 5; it generates the same tokens."""
+    """The tensors of vision are left out, under the names of transformers 4 and 5; logits are equal."""
     reference = random_reference("gemma3_text", 0, **{**DISTINCT["gemma3_text"], "tie_word_embeddings": True})
     vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     vision |= {"image_size": 28, "patch_size": 14}

@@ -484,6 +484,7 @@ WITHOUT_GLOBAL = {"global_head_dim": ..., "num_global_key_value_heads": ...}
         {"layer_types": None, "rope_parameters": None},
         {"rope_parameters": ..., "head_dim": ...},
         {"use_bidirectional_attention": "vision", "top_k_experts": None},
+        {"use_double_wide_mlp": True},  # only layers that share keys are wide
         {"model_type": "gemma4_unified_text", "sliding_window": ..., "hidden_size_per_layer_input": ...},
         {**WITHOUT_GLOBAL, "per_layer_config": OVERRIDES},
         {"global_head_dim": 7, "per_layer_config": OVERRIDES},

@@ -239,6 +239,10 @@ EARLY = {"optimizer__early_step_in_backward": True, "training__max_norm": math.i
         ({"spikes__max_in_a_row": 0}, r"--spikes\.max_in_a_row"),
         ({"spikes__threshold": 3.0, **EARLY}, "early_step_in_backward cannot .* --spikes.threshold 3.0"),
         ({"spikes__action": "repeat"}, "--spikes.action repeat returns to a checkpoint, and needs --checkpoint.enable"),
+        (
+            {**SAVING, "spikes__action": "repeat", "checkpoint__keep_latest_k": 2, "spikes__max_in_a_row": 9},
+            "increase --checkpoint.keep_latest_k 2 or --checkpoint.interval 8",
+        ),
     ],
 )
 def test_mistakes(tmp_path, options, message):

@@ -62,6 +62,13 @@ class SpikeGuard(Configurable):
                 )
             if self.action != "stop" and not run.checkpoint.saves:
                 raise UserError(f"--spikes.action {self.action} returns to a checkpoint, and needs --checkpoint.enable")
+            kept, interval = run.checkpoint.keep_latest_k, run.checkpoint.interval
+            if self.action != "stop" and kept and (kept - 1) * interval < self.max_in_a_row:
+                raise UserError(
+                    f"--spikes.action {self.action}: after {self.max_in_a_row} skipped steps (--spikes.max_in_a_row), "
+                    f"the {kept} checkpoints that are kept may all be newer than the step to return to; increase "
+                    f"--checkpoint.keep_latest_k {kept} or --checkpoint.interval {interval}"
+                )
 
     config: Config
 

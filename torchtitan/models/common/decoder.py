@@ -29,6 +29,8 @@ _MOST = {
 }
 """Maximum sizes, far above any real model's: a larger one is a mistake, or an attack on memory."""
 
+_MOST_PARAMETERS = 2**44
+
 _INIT_STD = 0.02
 
 DENSE_SHARDING = ShardingPlan(
@@ -144,6 +146,14 @@ class Decoder(BaseModel):
                 )
             if self.n_heads % self.n_kv_heads:
                 raise UserError(f"--model.n_kv_heads {self.n_kv_heads} must divide --model.n_heads {self.n_heads}")
+            matrices = self.resolved_head_dim * 2 * (self.n_heads + self.n_kv_heads) + 3 * self.ffn_dim
+            n_parameters = self.dim * (self.n_layers * matrices + 2 * (self.vocab_size or 0))
+            if n_parameters > _MOST_PARAMETERS:
+                raise UserError(
+                    f"--model.dim {self.dim}, n_layers {self.n_layers}, n_heads {self.n_heads}, ffn_dim {self.ffn_dim} "
+                    f"and vocab_size {self.vocab_size} make a model of {n_parameters:.1e} parameters, and "
+                    f"{_MOST_PARAMETERS:.1e} are the most"
+                )
             self.rope.validate(self.resolved_head_dim)
 
     config: Config

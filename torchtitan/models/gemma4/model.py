@@ -156,6 +156,7 @@ def _prepare(document: dict[str, Any]) -> dict[str, Any]:
     n_layers = reader.n_layers()
     types = document.setdefault("layer_types", [*(one_full_of(6) * n_layers)[: n_layers - 1], "full_attention"])
     unused = {"use_bidirectional_attention": "vision", **dict.fromkeys(_SMALL[:2], 0)}
+    unused |= {} if document.get("num_kv_shared_layers") else {"use_double_wide_mlp": True}
     document = {key: value for key, value in document.items() if value != unused.get(key, ...)}
     key, n_rows = "vocab_size_per_layer_input", document.get("vocab_size")
     if document.get("hidden_size_per_layer_input") and document.get(key) != n_rows:

@@ -212,7 +212,9 @@ def test_rows_that_crash_parsers(tmp_path, row, error):
         found = rows_at(tmp_path / "a.json")[1]
         assert found.where == "a.json, element 2" and found.error == broken.error
     except UserError as whole:
-        assert str(whole).startswith(f"{tmp_path / 'a.json'}") and error[:20] in str(whole)
+        # Only errors of syntax have a place.
+        line = ":2" if "Expecting" in str(whole) or "Unterminated" in str(whole) else ""
+        assert str(whole).startswith(f"{tmp_path / 'a.json'}{line}: broken JSON, ") and error[:20] in str(whole)
 
 
 def test_parquet_values_without_python_equivalent(tmp_path):
@@ -424,6 +426,24 @@ def test_registered_hub_set(tmp_path, own_registry, monkeypatch):
         rows_at("absent")
 
 
+@pytest.mark.parametrize("name", ["a.parquet.gz", "a.json"])
+def test_size_limit_of_files_that_are_read_as_a_whole(tmp_path, monkeypatch, name):
+    path = write(tmp_path / name, [{"prompt": f"text {i}"} for i in range(1000)])
+    monkeypatch.setattr("torchtitan.components.data.sources.files.CHUNK_SIZE", 100)
+    assert len(rows_at(path)) == 1000
+    monkeypatch.setattr("torchtitan.components.data.sources.files.MAX_WHOLE_SIZE", 500)
+    with raises(f"{path} has more than 500 characters or bytes; "):
+        rows_at(path)
+
+
+def test_a_list_in_one_line_may_be_longer_than_a_row(tmp_path, monkeypatch):
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps([{"prompt": f"text {i}"} for i in range(1000)]))
+    for module in ("files", "rows"):
+        monkeypatch.setattr(f"torchtitan.components.data.sources.{module}.MAX_ROW_CHARACTERS", 1000)
+    assert len(rows_at(path)) == 1000
+
+
 def test_real_files(assets):
     rows = rows_at(assets / "sft" / "gsm8k_train.jsonl")
     assert [row.values for row in rows] == [json.loads(line) for line in (assets / "sft/gsm8k_train.jsonl").open()]
@@ -434,7 +454,7 @@ def test_real_files(assets):
 class TestWebDataset:
     SAMPLES = [
         {"__key__": "000", "txt": "Text Ü\n", "jpg": b"\xff"},
-        {"__key__": "a/001.b", "json": {"text": "of json", "n": [1, 2]}, "txt": "later"},
+        {"__key__": "v1.0/001", "seg.txt": "left out", "json": {"text": "of json", "n": [1, 2]}, "txt": "later"},
         {"__key__": "002", "json": {"n": 1}},
     ]
 
@@ -446,8 +466,10 @@ class TestWebDataset:
             archive.addfile(folder)
             for sample in samples:
                 for kind, value in list(sample.items())[1:]:
-                    content = value if isinstance(value, bytes) else value if kind == "txt" else json.dumps(value)
-                    member = tarfile.TarInfo(f"{sample['__key__'].replace('.b', '')}.{kind}")
+                    content = (
+                        value if isinstance(value, bytes) else value if kind.endswith("txt") else json.dumps(value)
+                    )
+                    member = tarfile.TarInfo(f"{sample['__key__']}.{kind}")
                     content = content.encode() if isinstance(content, str) else content
                     member.size = len(content)
                     archive.addfile(member, io.BytesIO(content))
@@ -458,7 +480,7 @@ class TestWebDataset:
         path = self.write(tmp_path / name)
         assert rows_at(path) == [
             Row(f"{name}, sample 000", {"text": "Text Ü\n"}),
-            Row(f"{name}, sample a/001", {"text": "later", "n": [1, 2]}),
+            Row(f"{name}, sample v1.0/001", {"text": "later", "n": [1, 2]}),
             Row(f"{name}, sample 002", {"n": 1}),
         ]
         seen: list[int] = []

@@ -9,6 +9,7 @@ import tarfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -32,6 +33,9 @@ from torchtitan.tools.errors import UserError
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 CHUNK_SIZE = 1 << 20
+
+MAX_WHOLE_SIZE = 4 << 30
+"""Largest list of JSON (characters) and compressed parquet file (bytes), which are read as a whole."""
 
 
 def file_format(path: Path) -> str | None:
@@ -184,14 +188,25 @@ def _read_json_lines(path: Path, name: str, on_read: OnRead, column: str | None)
 def _read_json(path: Path, name: str, on_read: OnRead, column: str | None) -> Iterator[Row]:
     """Read a list of objects as a whole, or one object per line."""
     with _open_text(path, _ignore_progress) as file:
-        first = next((line for line in numbered_lines(file, path) if not line.isspace()), "").strip()
-    if first == "{":
+        is_list = next((c for c in iter(partial(file.read, 1), "") if not c.isspace()), "") == "["
+    with _open_text(path, on_read if is_list else _ignore_progress) as file:
+        if is_list:
+            yield from json_elements(name, "".join(_pieces(file, path, "write one row per line")), path)
+            return
+        first = next((line for line in numbered_lines(file, path) if not line.isspace()), "")
+    if first.strip() == "{":
         raise UserError(f"{path} is one object over several lines; write a list of rows, or one row per line")
-    if not first.startswith("["):
-        yield from _read_json_lines(path, name, on_read, column)
-        return
-    with _open_text(path, on_read) as file:
-        yield from json_elements(name, file.read(), path)
+    yield from _read_json_lines(path, name, on_read, column)
+
+
+def _pieces(file: IO[Any], path: Path, remedy: str) -> Iterator[Any]:
+    """Yield the content of a file that is read as a whole. Raise `UserError` if it exceeds `MAX_WHOLE_SIZE`."""
+    size = 0
+    while piece := file.read(CHUNK_SIZE):
+        size += len(piece)
+        if size > MAX_WHOLE_SIZE:
+            raise UserError(f"{path} has more than {MAX_WHOLE_SIZE:,} characters or bytes; {remedy}")
+        yield piece
 
 
 def _read_tar(path: Path, name: str, on_read: OnRead, column: str | None) -> Iterator[Row]:
@@ -304,7 +319,9 @@ def _read_parquet(path: Path, name: str, on_read: OnRead, column: str | None) ->
 
     source: Any = path
     if path.suffix.lower() in COMPRESSIONS:  # as a whole, because reading begins at the end
-        source = pyarrow.BufferReader(_open_bytes(path, _ignore_progress).read())
+        with _open_bytes(path, _ignore_progress) as content:
+            remedy = "decompress it (parquet has its own compression)"
+            source = pyarrow.BufferReader(b"".join(_pieces(content, path, remedy)))
     try:
         file = parquet.ParquetFile(source, page_checksum_verification=True)
         _check_names(file.schema_arrow.names, str(path))
