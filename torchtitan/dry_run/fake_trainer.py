@@ -61,9 +61,10 @@ def without_data(config: Trainer.Config) -> Trainer.Config:
     if isinstance(config.dataloader, PromptDataLoader.Config):
         raise UserError("a dry run cannot sample answers; try --module auto --config sft with the same model")
     config = with_vocabulary(config)
+    vocab_size: Any = config.model_spec.model.vocab_size
     return dataclasses.replace(
         config,
-        tokenizer=VocabularySize.Config(vocab_size=config.model_spec.model.vocab_size),
+        tokenizer=VocabularySize.Config(vocab_size=vocab_size),
         validator=Validator.Config(),
         checkpoint=CheckpointManager.Config(),
         training=dataclasses.replace(

@@ -133,7 +133,15 @@ def dry_run(config: Trainer.Config, world_size: int) -> list[RankReport]:
     """Simulate one step of a run of `world_size` ranks in this process, without their memory. Print a report for each
     rank with different stages, and write all reports to `{dump_folder}/dry_run.json`. Raise `UserError` for an invalid
     configuration."""
-    _check(config)
+    for component in (config.tokenizer, config.validator, config.checkpoint):
+        component.validate()
+    if config.activation_checkpoint.mode == "memory_budget":
+        raise UserError(
+            "--activation_checkpoint.mode memory_budget needs the compiler, which a dry run does not use; set none, "
+            "selective or full"
+        )
+    if config.compile.enable:
+        logger.warning("--compile.enable is ignored: a dry run shows the memory of a run without compilation")
     dry_config = without_data(config)
     dry_config.check(world_size, dry_run=True)
     spec, training, mode = config.model_spec, config.training, config.activation_checkpoint.mode
@@ -155,18 +163,6 @@ def dry_run(config: Trainer.Config, world_size: int) -> list[RankReport]:
     durable.write(path, json.dumps(document, indent=2) + "\n")
     logger.info("the same numbers in bytes: %s", path)
     return reports
-
-
-def _check(config: Trainer.Config) -> None:
-    for component in (config.tokenizer, config.dataloader, config.validator, config.checkpoint):
-        component.validate()
-    if config.activation_checkpoint.mode == "memory_budget":
-        raise UserError(
-            "--activation_checkpoint.mode memory_budget needs the compiler, which a dry run does not use; set none, "
-            "selective or full"
-        )
-    if config.compile.enable:
-        logger.warning("--compile.enable is ignored: a dry run shows the memory of a run without compilation")
 
 
 def reports_of(config: Trainer.Config, world_size: int) -> Iterator[RankReport]:

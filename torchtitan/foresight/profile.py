@@ -57,7 +57,8 @@ class Portion(NamedTuple):
         """Return a sum of portions, each times a factor."""
         sums = cls(Counter(), Counter(), Counter())
         for factor, portion in terms:
-            for total, counts in zip(sums, portion, strict=True):
+            counters: Any = zip(sums, portion, strict=True)
+            for total, counts in counters:
                 total.update({key: factor * count for key, count in counts.items()})
         return sums
 
