@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from torchtitan.components.cross_entropy import IGNORE_INDEX, chunked_loss, cross_entropy_
 from torchtitan.config import Configurable
@@ -97,9 +96,7 @@ class Outputs:
         """Return plain tensors: hidden states (N, D) and this rank's weights, or logits, of the first tokens."""
         if self.weight is None:
             return self.hidden[..., :vocabulary].flatten(0, 1), None, None
-        hidden, weight, shard = self.hidden, self.weight, None
-        if isinstance(weight, DTensor):
-            hidden, weight, shard = local_shards(hidden, weight)
+        hidden, weight, shard = local_shards(self.hidden, self.weight)
         return hidden.flatten(0, 1), weight[:vocabulary], shard
 
 

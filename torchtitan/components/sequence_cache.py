@@ -1,7 +1,9 @@
 """`SequenceCache`: results of a frozen model for the tokens of sequences, on disk."""
 
+import contextlib
 import hashlib
 import json
+import time
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,10 +15,13 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from torchtitan.components.data.base import Batch
-from torchtitan.components.data.disk_cache import writable
+from torchtitan.components.data.disk_cache import digest_of, writable
 from torchtitan.protocols.attention import AttentionMetadata
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError
+
+_STALE_SECONDS = 3600.0
+"""Age of an unfinished file whose run no longer writes it."""
 
 
 class SequenceCache:
@@ -25,6 +30,15 @@ class SequenceCache:
 
     def __init__(self, folder: Path, setting: Any, *, bytes_per_token: int):
         self.folder, self.bytes_per_token, self._setting = folder, bytes_per_token, json.dumps(setting).encode()
+        self._unfinished = folder / "unfinished"
+        for file in self._unfinished.glob("*"):  # of killed runs
+            with contextlib.suppress(OSError):
+                if time.time() - file.stat().st_mtime > _STALE_SECONDS:
+                    file.unlink()
+
+    def complete(self, data: Any) -> Path:
+        """Return a file that exists once there are results for all sequences of `data`, JSON values."""
+        return self.folder / f"{digest_of([self._setting.decode(), data])}.complete"
 
     def holds(self, batch: Batch) -> bool:
         """Return whether there is a file for each sequence of a loader's batch."""
@@ -38,14 +52,14 @@ class SequenceCache:
         """Write tensors (B, L, ...) of a loader's batch durably. Raise `UserError` if the folder cannot be written."""
         rows = {name: result.flatten(0, 1).cpu() for name, result in results.items()}
         for file, place in self._sequences(batch):
-            with writable(file.parent):
-                unfinished = file.with_suffix(f".{uuid.uuid4().hex}")  # several ranks may have the same sequence
+            with writable(file.parent), writable(self._unfinished):
+                unfinished = self._unfinished / uuid.uuid4().hex  # several ranks may have the same sequence
                 safetensors.torch.save_file({name: x[place].contiguous() for name, x in rows.items()}, unfinished)
                 durable.replace(unfinished, file)
 
     def read(self, batch: Batch) -> Batch:
         """Return the tensors (B, L, ...) of a loader's batch. Raise `UserError` if a file is missing or damaged."""
-        parts = [_load(file) for file, _ in self._sequences(batch)]
+        parts = [self._load(file) for file, _ in self._sequences(batch)]
         shape, lengths = batch["input"].shape, _attention(batch).lengths
         return {
             name: torch.cat(
@@ -67,16 +81,18 @@ class SequenceCache:
             start += length
         return sequences
 
-
-def _load(file: Path) -> dict[str, Tensor]:
-    try:
-        return safetensors.torch.load_file(file)
-    except (OSError, SafetensorError) as error:
-        problem = "is damaged: delete it" if file.exists() else "is missing"
-        raise UserError(
-            f"{file} of the cache {problem}; a new start computes missing results, and a run that resumes needs the "
-            "global batch size with which it began"
-        ) from error
+    def _load(self, file: Path) -> dict[str, Tensor]:
+        try:
+            return safetensors.torch.load_file(file)
+        except (OSError, SafetensorError) as error:
+            with contextlib.suppress(OSError):
+                for mark in self.folder.glob("*.complete"):
+                    mark.unlink(missing_ok=True)
+            problem = "is damaged: delete it" if file.exists() else "is missing"
+            raise UserError(
+                f"{file} of the cache {problem}; a new start computes missing results, and a run that resumes needs "
+                "the global batch size with which it began"
+            ) from error
 
 
 def _attention(batch: Batch) -> AttentionMetadata:
