@@ -90,7 +90,8 @@ class FrozenModelTrainer(Trainer):
                 n_tokens = n_samples * config.training.seq_len * self.sequences_per_sample
                 size = n_tokens * cache.bytes_per_token / 2**20
                 logger.info("%s: at most %d windows, %.1f MiB (0: a stream)", cache.folder, n_samples, size)
-                mark = cache.complete([loader.state_dict(), config.debug.seed, epochs, steps, self.global_batch_size])
+                order = [config.debug.seed, epochs, steps, self.global_batch_size]
+                mark = cache.complete([loader_config.to_dict(), loader.state_dict(), *order])
                 if on_all_ranks(mark.exists()):
                     continue
                 for batch in itertools.islice(loader, steps * self.gradient_accumulation_steps if steps > 0 else None):
