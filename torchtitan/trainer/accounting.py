@@ -15,7 +15,7 @@ import torch
 import torchtitan
 from torchtitan.components.goodput import describe_goodput, goodput, mean_phases, shares
 from torchtitan.components.metric_sinks import JsonLines
-from torchtitan.components.run_events import events_in, open_events
+from torchtitan.components.run_events import open_events, read_events
 from torchtitan.distributed.phases import BETWEEN_STEPS, RETURN
 from torchtitan.distributed.process_group import gather_objects
 from torchtitan.tools.device import device_description
@@ -63,7 +63,6 @@ class Accounting(Callback):
         summary = trainer.dataloader.summary(n_samples)
         return {
             "begun": trainer.phases.begun,
-            "seconds": trainer.phases.seconds(),
             "total_steps": trainer.total_steps,
             "layout": str(trainer.parallel_dims) if trainer.mesh else "single process",
             "parameters": trainer.num_parameters,
@@ -84,9 +83,13 @@ class Accounting(Callback):
 
     def _write(self, event: str, **values: Any) -> None:
         """Append an event that happens now. After an error in writing, write no more."""
+        if self._log is None:
+            return
+        now = {"event": event, "time": time.time(), "step": self.trainer.step, "seconds": self.trainer.phases.seconds()}
         try:
-            if self._log:
-                self._log.append({"event": event, "time": time.time(), "step": self.trainer.step, **values})
+            self._log.append(now | values)
+            if event == "save":
+                self._log.sync()
         except OSError as error:
             logger.warning("events.jsonl cannot be written: %s; training continues", error)
             self._log = None
@@ -97,7 +100,7 @@ class Accounting(Callback):
             self._write("skipped", reason=str(outcome))
         # Warm-up and compilation in the first step would hide the other steps.
         if self._compared is None or self.trainer.metrics.should_log(step):
-            self._write("progress", seconds=seconds)
+            self._write("progress")
             if self._compared and len(self._hosts) > 1:
                 self._name_slow_rank(step, seconds, *self._compared)
             self._compared = step, seconds
@@ -121,15 +124,12 @@ class Accounting(Callback):
                 )
 
     def on_return(self, step: int) -> None:
-        self._write("returned", to=step, seconds=self.trainer.phases.seconds())
+        self._write("returned", to=step)
 
     def before_save(self) -> None:
         if self._saved_step != self.trainer.step:  # the last step may be saved twice, in full and for export
             self._saved_step = self.trainer.step
             self._write("save")
-        with contextlib.suppress(OSError):  # the checkpoint does not need the events
-            if self._log:
-                self._log.sync()
 
     def on_end(self, reason: StopReason) -> None:
         self._reason = reason
@@ -137,8 +137,8 @@ class Accounting(Callback):
     def close(self) -> None:
         """If the run came to its end, log the account."""
         if self._log and self._reason:
-            self._write("end", reason=self._reason, seconds=self.trainer.phases.seconds())
-            events = events_in(self._folder)
+            self._write("end", reason=self._reason)
+            events, _ = read_events(self._folder)
             if phases := mean_phases(events):
                 parts = ", ".join(f"{phase} {share}" for phase, share in shares(phases).items())
                 logger.info("mean step: %.1f ms; %s", 1000 * sum(phases.values()), parts)

@@ -59,13 +59,12 @@ class DataProgress:
 
     def check_schedules(self) -> None:
         """Raise `UserError` for a change of batches or windows that never takes effect."""
-        used = [(stretch.batch, stretch.window) for stretch in self.stretches(self._steps, 0, 0)]
-        options = {"batch_schedule": self._batches, "seq_len_schedule": self._windows}
-        for (option, changes), in_effect in zip(options.items(), zip(*used, strict=True), strict=True):
-            if unused := [change.word for change in changes if change not in in_effect]:
+        used = {change for stretch in self.stretches(self._steps, 0, 0) for change in (stretch.batch, stretch.window)}
+        for change in self._batches + self._windows:
+            if change not in used:
                 raise UserError(
-                    f"--training.{option} {unused[0]} never takes effect in {self._steps} steps (--training.steps); "
-                    "list changes in the order in which the run reaches them"
+                    f"{change.text} never takes effect in {self._steps} steps (--training.steps); list changes in the "
+                    "order in which the run reaches them"
                 )
 
     @property

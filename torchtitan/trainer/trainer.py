@@ -79,7 +79,7 @@ class Trainer(RunState):
         self.precision = MixedPrecision(getattr(torch, training.mixed_precision_param))
         self.is_divided = False  # whether the step's gradients are divided by the weight of an own loss
         self.init_weights()
-        self.ema = config.ema.build(model_parts=self.model_parts)
+        self.ema = config.ema.build(model_parts=self.model_parts, follow=self.follow_weights)
         self.flops_per_token = sum(model.flops_per_token for model in self.models.values())
         self.pipeline = self.build_pipeline()
         self.optimizer = self.build_optimizer()
@@ -481,7 +481,7 @@ class Trainer(RunState):
         if not self.checkpointer.is_due(self.step, last=last or stopped, validation_loss=validation_loss):
             return
         exports = last and self.config.checkpoint.last_kind != "full"
-        averaged = self.averaged(exports and self.config.ema.for_export)
+        averaged = self.ema.applied(exports and self.config.ema.for_export)
         with self.metrics.exclude(), self.phases.during("save"), averaged:
             for callback in self.callbacks:
                 callback.before_save()
@@ -491,21 +491,11 @@ class Trainer(RunState):
     def validate(self) -> float:
         """Validate outside of the training time, log the result, and return the loss."""
         assert self.validator is not None
-        averaged = self.averaged(self.config.ema.for_validation)
+        averaged = self.ema.applied(self.config.ema.for_validation)
         with self.metrics.exclude(), self.phases.during("validation"), averaged, self.precision.fixed_weights():
             measured = self.validator.validate()
             self.metrics.log_validation(self.step, **measured)
         return measured["validation_loss"]
-
-    @contextlib.contextmanager
-    def averaged(self, wanted: bool) -> Iterator[None]:
-        """Compute with the averages of weights in the block if `wanted`."""
-        with self.ema.applied(wanted):
-            if wanted:
-                self.follow_weights()
-            yield
-        if wanted:
-            self.follow_weights()
 
     def report(self, outcome: StepResult) -> None:
         """Log the numbers of the step if due."""
