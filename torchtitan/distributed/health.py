@@ -120,7 +120,7 @@ def measure(folder: Path, device: torch.device) -> list[RankHealth]:
         rank=rank,
         host=host,
         seconds=time.time(),
-        software=_software(),
+        software=software(),
         product_flops=peak_flops(device, dtype, published=False).value,
         disk_bandwidth=disk,
         free_bytes=shutil.disk_usage(existing).free,
@@ -208,7 +208,8 @@ def _slow_links(ranks: Sequence[RankHealth]) -> Iterator[Finding]:
             yield Finding(host, f"ranks {first} and {second} exchange {speed / median:.0%} of the median {place}")
 
 
-def _software() -> dict[str, str]:
+def software() -> dict[str, str]:
+    """Return the versions that must be equal on all hosts."""
     versions = {"python": platform.python_version(), "torch": torch.__version__, "torchtitan": torchtitan.__version__}
     if torch.version.cuda and torch.cuda.is_available():
         nccl = ".".join(map(str, torch.cuda.nccl.version()))
