@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.cli.test_launch import free_port
+from tests.commands import RunningCommand
 from tests.conftest import PROJECT
 from tests.processes import run_processes
 from torchtitan.cli import doctor
@@ -60,20 +61,26 @@ def test_sound_hosts_have_no_findings():
     ("changes", "words"),
     [
         ({"software": {"torch": "2.12.0"}}, "torch is 2.12.0, but 2.13.0"),
-        ({"product_flops": 0.7e12}, "rank 4 multiplies at 70%"),
+        ({"product_flops": 0.7e12}, "matrix products, rank 4: 70% of the median"),
         ({"is_throttled": True}, "rank 4 has lowered its clocks"),
-        ({"disk_bandwidth": 1e8}, "writes at 10%"),
+        ({"disk_bandwidth": 1e8}, "writing to the dump folder, rank 4: 10% of the median"),
         ({"free_bytes": 5 * GIB}, "5.00 GiB free in the dump folder"),
         ({"shared_memory_bytes": GIB // 16}, "0.06 GiB free in /dev/shm"),
         ({"open_files": 1024}, "1024 files"),
         ({"seconds": 1003.0}, "3.0 s ahead"),
         ({"seconds": 995.0}, "5.0 s behind"),
-        ({"memory_errors": 2}, "2 uncorrected memory errors"),
+        ({"memory_errors": 2}, "uncorrected memory errors on rank 4: 2"),
     ],
 )
 def test_the_odd_host_is_named(changes, words):
     (finding,) = findings(four_hosts(**changes), {})
     assert finding.host == "c" and words in finding.message
+
+
+def test_memory_errors_of_any_rank_count():
+    ranks = four_hosts()
+    ranks[5] = dataclasses.replace(ranks[5], memory_errors=1)
+    assert findings(ranks, {}) == [("c", "uncorrected memory errors on rank 5: 1")]
 
 
 def test_slow_links_name_the_host_that_they_share():
@@ -90,7 +97,7 @@ def test_slow_links_name_the_host_that_they_share():
     ]
     found = findings(slow, {})
     assert {finding.host for finding in found} == {"c"} and len(found) == 6  # all pairs with other hosts
-    assert "20% of the median between hosts" in found[0].message
+    assert found[0].message == "links to other hosts, rank 0 and 4: 20% of the median"
 
 
 EXPECTED = {PRODUCTS: 1e12, LINKS: 1e9, NETWORK: 1e8}
@@ -191,7 +198,8 @@ HOST = """
 import resource, socket, sys
 from torchtitan.cli.doctor import doctor
 from torchtitan.distributed import health
-health.LEAST_FREE_GIB = health.LEAST_SHARED_GIB = health.LEAST_PRODUCTS = health.LEAST_DISK = 0.0
+health.LEAST_FREE_GIB = health.LEAST_SHARED_GIB = 0.0
+health.LEAST_OF_MEDIAN = {}
 name, limit = sys.argv[1], int(sys.argv[2])
 health.LEAST_OPEN_FILES = 128
 socket.gethostname = lambda: name
@@ -212,13 +220,8 @@ def test_only_the_agent_of_the_odd_host_fails(tmp_path):
         meeting += ["--rdzv-conf", f"is_host={str(name == 'a').lower()}", "--local-addr", "127.0.0.1"]
         words = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", *meeting, "host.py", name]
         environment = {**os.environ, "PYTHONPATH": str(PROJECT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        agents[name] = subprocess.Popen(
-            [sys.executable, *words, "127" if name == "a" else "128"],
-            cwd=tmp_path,
-            env=environment,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        command = [sys.executable, *words, "127" if name == "a" else "128"]
+        agents[name] = RunningCommand(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True)
     try:
         printed = "".join(agent.communicate(timeout=120)[0] for agent in agents.values())
     finally:

@@ -76,20 +76,19 @@ def _expected_speeds(device: "torch.device") -> dict[str, float]:
 
 def _print(ranks: "Sequence[RankHealth]", device: str) -> None:
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
 
     software = ", ".join(f"{name} {version}" for name, version in ranks[0].software.items())
-    table = Table(title=f"{device}; {software}", title_justify="left")
-    columns = ("host", "rank", "products (TFLOP/s)", "links (GB/s)", "disk (MB/s)", "free (GiB)", "/dev/shm (GiB)")
-    for column in columns:
-        table.add_column(column, justify="left" if column == "host" else "right")
+    numbers = ("rank", "products (TFLOP/s)", "links (GB/s)", "disk (MB/s)", "free (GiB)", "/dev/shm (GiB)")
+    columns = [Column(name, justify="right") for name in numbers]
+    table = Table("host", *columns, title=f"{device}; {software}", title_justify="left")
     for one in ranks:
         speeds = one.bandwidths.values()
         links = f"{min(speeds) / 1e9:.2f} to {max(speeds) / 1e9:.2f}" if speeds else ""
         row = [one.host, str(one.rank), f"{one.product_flops / 1e12:,.2f}", links]
         if one.disk_bandwidth:  # the first rank of a host
-            row += [f"{one.disk_bandwidth / 1e6:,.0f}"]
-            row += [f"{n_bytes / 2**30:,.1f}" for n_bytes in (one.free_bytes, one.shared_memory_bytes)]
+            gib = (n_bytes / 2**30 for n_bytes in (one.free_bytes, one.shared_memory_bytes))
+            row += [f"{one.disk_bandwidth / 1e6:,.0f}", *(f"{amount:,.1f}" for amount in gib)]
         table.add_row(*row)
     console = Console(width=160)
     console.print(table)
