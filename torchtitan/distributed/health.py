@@ -1,5 +1,6 @@
 """Health of the hosts of a run: the facts of each rank, measured in seconds, and those that are out of line."""
 
+import math
 import os
 import platform
 import resource
@@ -24,27 +25,41 @@ from torchtitan.distributed.process_group import gather_objects
 from torchtitan.tools.device import peak_flops, synchronize
 from torchtitan.tools.errors import UserError
 
-GIB = 2**30
-
 PRODUCTS, LINKS, NETWORK = "matrix products", "links within the host", "links to other hosts"
-DISK, ALL_REDUCE = "writing to the dump folder", "the all-reduce"
-"""Names of the speeds: FLOP/s of a rank, bytes/s of a rank in one direction, and bytes/s of a host."""
+ALL_REDUCE, DISK = "the all-reduce", "writing to the dump folder"
+FREE, SHARED, OPEN_FILES = "GiB free in the dump folder", "GiB free in /dev/shm", "open files allowed (ulimit -n)"
+CLOCK, ERRORS = "seconds that the clock is ahead", "uncorrected memory errors"
+GPU_ERRORS, SLOWDOWN = "uncorrected memory errors of the GPU", "clocks of the GPU lowered (heat or power)"
 
-LEAST_OF_MEDIAN = {PRODUCTS: 0.8, LINKS: 0.5, NETWORK: 0.5, DISK: 0.25}
-"""Least part of the median of all ranks, pairs of ranks or hosts. Clocks of sound GPUs differ by a few percent; hosts
-may share a disk."""
+
+class Check(NamedTuple):
+    """Limits of a fact. Hosts beyond them are out of line."""
+
+    least: float = -math.inf
+    most: float = math.inf
+    of_median: float = 0.0
+    """Least part of the median of all ranks, pairs of ranks, or hosts."""
+
+
+CHECKS = {
+    PRODUCTS: Check(of_median=0.8),  # clocks of sound GPUs differ by a few percent
+    LINKS: Check(of_median=0.5),
+    NETWORK: Check(of_median=0.5),
+    ALL_REDUCE: Check(),
+    DISK: Check(of_median=0.25),  # hosts may share a disk
+    FREE: Check(least=10),
+    SHARED: Check(least=1),  # loaders' workers pass batches through it; containers often have only 64 MiB
+    OPEN_FILES: Check(least=4096),
+    CLOCK: Check(least=-1, most=1),  # otherwise, files of one run have inconsistent times
+    ERRORS: Check(most=0),
+    GPU_ERRORS: Check(most=0),
+    SLOWDOWN: Check(most=0),
+}
+"""Facts by name. Speeds are FLOP/s of the fastest matrix product (bfloat16 on a GPU, float32 on a CPU) and bytes/s."""
 
 LEAST_OF_EXPECTED = 0.25
 """Least part of the speed that a GPU's data sheet promises. Messages are too small to fill a fast link, and a GPU may
 have less power than its data sheet assumes."""
-
-LEAST_FREE_GIB = 10.0
-LEAST_SHARED_GIB = 1.0
-"""Workers of a data loader pass batches through /dev/shm, of which containers often have only 64 MiB."""
-
-LEAST_OPEN_FILES = 4096
-MOST_SKEW_SECONDS = 1.0
-"""Largest difference of a host's clock from the median. Files of one run then have inconsistent times."""
 
 _MESSAGE_BYTES = 2**25
 _DISK_BYTES = 2**26
@@ -54,32 +69,16 @@ _ALL_PAIRS = 16
 
 @dataclass(frozen=True, kw_only=True)
 class RankHealth:
-    """Facts of one rank and its host. Bandwidths are bytes/s."""
+    """Facts of one rank and its host."""
 
     rank: int
     host: str
     software: dict[str, str]
     """Name → version."""
-    product_flops: float
-    """FLOP/s of the fastest square matrix product in bfloat16 on a GPU, in float32 on a CPU."""
-    disk_bandwidth: float
-    """By the first rank of a host; 0 on other ranks."""
-    free_bytes: int
-    """In the dump folder's file system."""
-    shared_memory_bytes: int
-    """Free in /dev/shm."""
-    open_files: int
-    """Limit of this process."""
-    seconds: float
-    """Time of the host's clock when all ranks had received the same message."""
-    memory_errors: int
-    """Uncorrected errors since the start of the GPU's driver; with the host's on its first rank."""
-    is_throttled: bool
-    """True if the hardware of a GPU has lowered its clocks (heat or power)."""
+    facts: dict[str, float]
+    """Name in `CHECKS` → value; those of the host are known to its first rank."""
     bandwidths: dict[int, float] = field(default_factory=dict)
-    """Other rank → bandwidth of messages in both directions at once, while other pairs communicate too."""
-    all_reduce_bandwidth: float = 0.0
-    """Of one all-reduce over all ranks: bytes that each rank sends, per second; 0 for a single rank."""
+    """Other rank → bytes/s."""
 
 
 class Finding(NamedTuple):
@@ -97,98 +96,73 @@ def measure(folder: Path, device: torch.device) -> list[RankHealth]:
     """
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     host = socket.gethostname()
-    is_first = gather_objects(host).index(host) == rank
+    is_first, is_gpu = gather_objects(host).index(host) == rank, device.type == "cuda"
     existing = next(one for one in (folder, *folder.absolute().parents) if one.exists())  # the run creates the rest
-    disk, problem = 0.0, ""
+    facts, problem = {}, ""
     try:
-        disk = _disk_bandwidth(existing) if is_first else 0.0
+        if is_first:
+            facts[DISK] = _disk_bandwidth(existing)
     except OSError as error:
         problem = f"{host}: --dump_folder '{folder}' cannot be written: {error.strerror}"
-    problems = gather_objects(problem)
-    seconds = time.time()
+    problems, seconds = gather_objects(problem), time.time()
     if found := next(filter(None, problems), ""):
         raise UserError(found)
-    is_gpu = device.type == "cuda"
-    products = peak_flops(device, torch.bfloat16 if is_gpu else torch.float32, published=False).value
-    bandwidths, all_reduce_bandwidth = _bandwidths(rank, size, device)
-    smi_fields = "ecc.errors.uncorrected.volatile.total", "clocks_event_reasons.hw_slowdown"
-    errors, slowdown = _smi(*smi_fields) if is_gpu and torch.version.cuda else ("", "")
-    counts = [errors] if errors.isdecimal() else []
-    if is_first:  # Linux counts the host's errors (EDAC)
-        counts += [path.read_text() for path in Path("/sys/devices/system/edac/mc").glob("mc*/ue_count")]
-    own = RankHealth(
-        rank=rank,
-        host=host,
-        seconds=seconds,
-        software=_software(),
-        product_flops=products,
-        disk_bandwidth=disk,
-        free_bytes=shutil.disk_usage(existing).free,
-        shared_memory_bytes=shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 0,
-        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-        memory_errors=sum(map(int, counts)),
-        is_throttled=slowdown == "Active",
-        bandwidths=bandwidths,
-        all_reduce_bandwidth=all_reduce_bandwidth,
-    )
-    return gather_objects(own)
+    facts[PRODUCTS] = peak_flops(device, torch.bfloat16 if is_gpu else torch.float32, published=False).value
+    bandwidths = {}
+    if size > 1:
+        bandwidths, facts[ALL_REDUCE] = _bandwidths(rank, size, device)
+    if is_first:
+        shared, errors = Path("/dev/shm"), Path("/sys/devices/system/edac/mc").glob("mc*/ue_count")
+        facts |= {
+            FREE: shutil.disk_usage(existing).free / 2**30,
+            SHARED: shutil.disk_usage(shared).free / 2**30 if shared.is_dir() else 0,
+            CLOCK: seconds,
+            OPEN_FILES: resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+            ERRORS: sum(int(path.read_text()) for path in errors),  # of Linux (EDAC)
+        }
+    if is_gpu and torch.version.cuda:
+        gpu_errors, slowdown = _smi("ecc.errors.uncorrected.volatile.total", "clocks_event_reasons.hw_slowdown")
+        facts[GPU_ERRORS] = int(gpu_errors) if gpu_errors.isdecimal() else 0
+        facts[SLOWDOWN] = slowdown == "Active"
+    return gather_objects(RankHealth(rank=rank, host=host, software=_software(), facts=facts, bandwidths=bandwidths))
 
 
 def findings(ranks: Sequence[RankHealth], expected: Mapping[str, float]) -> list[Finding]:
     """Return everything that is out of line with the other ranks, or with the speeds expected, by name, of the GPU:
     hosts whose median is low, even if all hosts are equally slow."""
     host_of = {one.rank: one.host for one in ranks}
-    hosts, speeds = dict.fromkeys(host_of.values()), _speeds(ranks, host_of)
-    found = [*_different_software(ranks), *_beyond_limits(ranks)]
-    for name, least in LEAST_OF_MEDIAN.items():
-        median = statistics.median(speeds[name].values() or [0.0])
-        slow = {measured: speed / median for measured, speed in speeds[name].items() if speed < least * median}
-        # A pair is assigned to the host that is in most slow pairs.
-        counts = Counter(host for measured in slow for host in {host_of[rank] for rank in measured})
-        for measured, part in slow.items():
+    hosts, facts = dict.fromkeys(host_of.values()), {name: _values(name, ranks, host_of) for name in CHECKS}
+    found = list(_different_software(ranks))
+    for name, check in CHECKS.items():
+        median = statistics.median(facts[name].values() or [0.0])
+        least = max(check.least, check.of_median * median)
+        wrong = {measured: value for measured, value in facts[name].items() if not least <= value <= check.most}
+        # A pair is assigned to the host that is in most wrong pairs.
+        counts = Counter(host for measured in wrong for host in {host_of[rank] for rank in measured})
+        for measured, value in wrong.items():
             host = max((host_of[rank] for rank in measured), key=counts.__getitem__)
-            between = " and ".join(map(str, measured))
-            found.append(Finding(host, f"{name}, rank {between}: {part:.0%} of the median"))
+            what = f"{value / median:.0%} of the median" if check.of_median else f"{value:.6g}"
+            found.append(Finding(host, f"{name}, rank {' and '.join(map(str, measured))}: {what}"))
     expected = dict(expected)
     if expected and not found:  # an all-reduce waits for the slowest rank
         expected[ALL_REDUCE] = expected[LINKS if len(hosts) == 1 else NETWORK]
     for name, most in expected.items():
         for host in hosts:
-            own = [speed for measured, speed in speeds[name].items() if host in {host_of[rank] for rank in measured}]
+            own = [speed for measured, speed in facts[name].items() if host in {host_of[rank] for rank in measured}]
             if own and (part := statistics.median(own) / most) < LEAST_OF_EXPECTED:
                 found.append(Finding(host, f"{name}: {part:.0%} of the speed expected of the GPU"))
     return found
 
 
-def _speeds(ranks: Sequence[RankHealth], host_of: Mapping[int, str]) -> dict[str, dict[tuple[int, ...], float]]:
-    """Return the speeds by name, and by the rank or the two ranks that were measured."""
-    pairs = {(one.rank, other): speed for one in ranks for other, speed in one.bandwidths.items() if one.rank < other}
-    return {
-        PRODUCTS: {(one.rank,): one.product_flops for one in ranks},
-        DISK: {(one.rank,): one.disk_bandwidth for one in ranks if one.disk_bandwidth},
-        LINKS: {(a, b): speed for (a, b), speed in pairs.items() if host_of[a] == host_of[b]},
-        NETWORK: {(a, b): speed for (a, b), speed in pairs.items() if host_of[a] != host_of[b]},
-        ALL_REDUCE: {(one.rank,): one.all_reduce_bandwidth for one in ranks if one.all_reduce_bandwidth},
-    }
-
-
-def _beyond_limits(ranks: Sequence[RankHealth]) -> Iterator[Finding]:
-    hosts = [one for one in ranks if one.disk_bandwidth]
-    median_seconds = statistics.median(one.seconds for one in hosts)
-    for one in ranks:
-        checks = [
-            (one.is_throttled, f"the GPU of rank {one.rank} has lowered its clocks (heat or power)"),
-            (one.memory_errors > 0, f"uncorrected memory errors on rank {one.rank}: {one.memory_errors}"),
-        ]
-        if one in hosts:
-            free, shared, skew = one.free_bytes / GIB, one.shared_memory_bytes / GIB, one.seconds - median_seconds
-            checks += [
-                (free < LEAST_FREE_GIB, f"{free:.2f} GiB free in the dump folder, less than {LEAST_FREE_GIB:g}"),
-                (shared < LEAST_SHARED_GIB, f"{shared:.2f} GiB free in /dev/shm, less than {LEAST_SHARED_GIB:g}"),
-                (one.open_files < LEAST_OPEN_FILES, f"may open only {one.open_files} files (ulimit -n)"),
-                (abs(skew) > MOST_SKEW_SECONDS, f"its clock is {abs(skew):.1f} s {'ahead' if skew > 0 else 'behind'}"),
-            ]
-        yield from (Finding(one.host, message) for is_wrong, message in checks if is_wrong)
+def _values(name: str, ranks: Sequence[RankHealth], host_of: Mapping[int, str]) -> dict[tuple[int, ...], float]:
+    """Return the values of a fact by the rank or the two ranks that were measured."""
+    if name in (LINKS, NETWORK):
+        pairs = {(one.rank, other): speed for one in ranks for other, speed in one.bandwidths.items()}
+        is_inside = name == LINKS
+        return {(a, b): pairs[a, b] for a, b in pairs if a < b and (host_of[a] == host_of[b]) == is_inside}
+    values = {(one.rank,): one.facts[name] for one in ranks if name in one.facts}
+    median = statistics.median(values.values()) if name == CLOCK else 0.0
+    return {measured: value - median for measured, value in values.items()}
 
 
 def _different_software(ranks: Sequence[RankHealth]) -> Iterator[Finding]:
@@ -228,9 +202,8 @@ def _disk_bandwidth(folder: Path) -> float:
 
 
 def _bandwidths(rank: int, size: int, device: torch.device) -> tuple[dict[int, float], float]:
-    """Return the bandwidth with each partner, see `rounds`, and of an all-reduce."""
-    if size == 1:
-        return {}, 0.0
+    """Return the bandwidth of messages with each partner (see `rounds`), in both directions at once and while other
+    pairs communicate too, and that of an all-reduce: the bytes that each rank sends, per second."""
     sent, received = torch.zeros(2, _MESSAGE_BYTES // 4, device=device)
 
     def exchange(other: int | None) -> None:
