@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import tokenizers
 
-from tests.components.data.helpers import raises, take, with_positions, write_jsonl
+from tests.components.data.helpers import open_tokens, raises, split_documents, take, with_positions, write_jsonl
 from tests.conftest import PROJECT
 from torchtitan.cli.main import main
 from torchtitan.components.checkpoint.filesystem import folder_at
@@ -68,11 +68,6 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def open_tokens(place, tokenizer, tmp_path, split="train", **options):
-    config = PretrainDataLoader.Config(dataset=[str(place)], split=split, cache_dir=str(tmp_path / "cache"), **options)
-    return config.open(tokenizer)[0]
-
-
 def texts_of(sources: list[str]) -> list[str]:
     lines = [line for source in sources[:2] for line in Path(source).read_text().split("\n") if line]
     return [*(json.loads(line)["text"] for line in lines), Path(sources[2]).read_text()]
@@ -85,10 +80,7 @@ def test_tokens_equal_an_independent_tokenization_without_duplicates(corpus, tok
     unique = [text for text in dict.fromkeys(texts_of(corpus)) if text.strip()]
     expected = [library.encode(text, add_special_tokens=False).ids for text in unique]
     splits = {split: open_tokens(tmp_path / "out", tokenizer, tmp_path, split) for split in ("train", "validation")}
-    documents = {}
-    for split, tokens in splits.items():
-        ids, starts = tokens.tokens(0, tokens.n_tokens), tokens.starts(0, tokens.n_tokens)
-        documents[split] = [part[1:-1].tolist() for part in np.split(ids, starts[1:])]
+    documents = {split: [ids[1:-1] for ids in split_documents(tokens)] for split, tokens in splits.items()}
     held_out = {tuple(ids) for ids in documents["validation"]}
     assert documents["train"] == [ids for ids in expected if tuple(ids) not in held_out]
     assert documents["validation"] == [ids for ids in expected if tuple(ids) in held_out]
