@@ -98,7 +98,7 @@ def measure(folder: Path, device: torch.device) -> list[RankHealth]:
     host = socket.gethostname()
     is_first, is_gpu = gather_objects(host).index(host) == rank, device.type == "cuda"
     existing = next(one for one in (folder, *folder.absolute().parents) if one.exists())  # the run creates the rest
-    facts, problem = {}, ""
+    facts, bandwidths, problem = dict[str, float](), dict[int, float](), ""
     try:
         if is_first:
             facts[DISK] = _disk_bandwidth(existing)
@@ -108,7 +108,6 @@ def measure(folder: Path, device: torch.device) -> list[RankHealth]:
     if found := next(filter(None, problems), ""):
         raise UserError(found)
     facts[PRODUCTS] = peak_flops(device, torch.bfloat16 if is_gpu else torch.float32, published=False).value
-    bandwidths = {}
     if size > 1:
         bandwidths, facts[ALL_REDUCE] = _bandwidths(rank, size, device)
     if is_first:
