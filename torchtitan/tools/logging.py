@@ -30,7 +30,7 @@ class _Formatter(logging.Formatter):
         return f"{color}{line}{_RESET}" if self.colored and color else line
 
 
-class _Handler(logging.StreamHandler):  # type: ignore[type-arg]
+class _Handler(logging.StreamHandler):
     """Write to the current `sys.stderr`, which a progress bar redirects."""
 
     def emit(self, record: logging.LogRecord) -> None:

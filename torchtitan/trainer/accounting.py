@@ -65,8 +65,13 @@ class Accounting(Callback):
             of.name: {"rows": of.report.rows, "tokens": of.report.tokens, "epochs": of.epochs}
             for of in (summary.sets if summary else ())
         }
-        environment = software() | {"system": platform.platform(), "device": device_description(trainer.device)}
-        environment |= {"processes": len(self._hosts), "hosts": ", ".join(sorted(set(self._hosts)))}
+        environment = {
+            **software(),
+            "system": platform.platform(),
+            "device": device_description(trainer.device),
+            "processes": len(self._hosts),
+            "hosts": ", ".join(sorted(set(self._hosts))),
+        }
         return {
             "begun": trainer.phases.begun,
             "total_steps": trainer.total_steps,
