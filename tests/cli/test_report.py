@@ -128,7 +128,7 @@ def test_curves_of_long_runs_keep_their_extremes(tmp_path):
     curve = record.curve("loss")
     assert len(curve) <= 1100 and curve == sorted(curve) and set(curve) <= set(record.points("loss"))
     assert (12_346, 9.0) in curve and curve[0][0] == 1 and curve[-1][0] == 20_000
-    assert curves([record, record_of(tmp_path, lines[:1])])[0]["series"][1] == [(1, math.sin(0.02))]
+    assert curves([record, record_of(tmp_path, lines[:1])])[0] == ("loss", [curve, [(1, math.sin(0.02))]])
 
 
 def test_sparkline():

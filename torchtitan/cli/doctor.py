@@ -76,23 +76,22 @@ def _expected_speeds(device: "torch.device") -> dict[str, float]:
 
 def _print(ranks: "Sequence[RankHealth]", device: str) -> None:
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
+
+    from torchtitan.distributed.health import ALL_REDUCE, DISK, FREE, PRODUCTS, SHARED
 
     software = ", ".join(f"{name} {version}" for name, version in ranks[0].software.items())
-    table = Table(title=f"{device}; {software}", title_justify="left")
-    columns = ("host", "rank", "products (TFLOP/s)", "links (GB/s)", "disk (MB/s)", "free (GiB)", "/dev/shm (GiB)")
-    for column in columns:
-        table.add_column(column, justify="left" if column == "host" else "right")
+    names = ("rank", "products (TFLOP/s)", "links (GB/s)", "disk (MB/s)", "free (GiB)", "/dev/shm (GiB)")
+    columns = [Column(name, justify="right") for name in names]
+    table = Table("host", *columns, title=f"{device}; {software}", title_justify="left")
     for one in ranks:
         speeds = one.bandwidths.values()
         links = f"{min(speeds) / 1e9:.2f} to {max(speeds) / 1e9:.2f}" if speeds else ""
-        row = [one.host, str(one.rank), f"{one.product_flops / 1e12:,.2f}", links]
-        if one.disk_bandwidth:  # the first rank of a host
-            row += [f"{one.disk_bandwidth / 1e6:,.0f}"]
-            row += [f"{n_bytes / 2**30:,.1f}" for n_bytes in (one.free_bytes, one.shared_memory_bytes)]
-        table.add_row(*row)
+        of_host = [(DISK, 1e6), (FREE, 1), (SHARED, 1)] if FREE in one.facts else []
+        numbers = [f"{one.facts[name] / unit:,.1f}" for name, unit in of_host]
+        table.add_row(one.host, str(one.rank), f"{one.facts[PRODUCTS] / 1e12:,.2f}", links, *numbers)
     console = Console(width=160)
     console.print(table)
     if len(ranks) > 1:
-        speed = statistics.median(one.all_reduce_bandwidth for one in ranks)
+        speed = statistics.median(one.facts[ALL_REDUCE] for one in ranks)
         console.print(f"All-reduce over all ranks: {speed / 1e9:.2f} GB/s sent by each")

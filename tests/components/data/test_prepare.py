@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import tokenizers
 
-from tests.components.data.helpers import raises, take, with_positions, write_jsonl
+from tests.components.data.helpers import open_tokens, raises, split_documents, take, with_positions, write_jsonl
 from tests.conftest import PROJECT
 from torchtitan.cli.main import main
 from torchtitan.components.checkpoint.filesystem import folder_at
@@ -31,7 +31,7 @@ from torchtitan.components.data.prepare.encoding import DocumentEncoding
 from torchtitan.components.data.prepare.merge import find_duplicates, merge
 from torchtitan.components.data.prepare.parts import Preparation
 from torchtitan.components.data.prepare.prepared import find_prepared
-from torchtitan.components.data.sources import stored
+from torchtitan.components.data.sources import block_cache, stored
 from torchtitan.components.data.sources.source import DOCUMENTS, resolve_source
 from torchtitan.config.manager import ConfigManager
 
@@ -68,11 +68,6 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def open_tokens(place, tokenizer, tmp_path, split="train", **options):
-    config = PretrainDataLoader.Config(dataset=[str(place)], split=split, cache_dir=str(tmp_path / "cache"), **options)
-    return config.open(tokenizer)[0]
-
-
 def texts_of(sources: list[str]) -> list[str]:
     lines = [line for source in sources[:2] for line in Path(source).read_text().split("\n") if line]
     return [*(json.loads(line)["text"] for line in lines), Path(sources[2]).read_text()]
@@ -85,10 +80,7 @@ def test_tokens_equal_an_independent_tokenization_without_duplicates(corpus, tok
     unique = [text for text in dict.fromkeys(texts_of(corpus)) if text.strip()]
     expected = [library.encode(text, add_special_tokens=False).ids for text in unique]
     splits = {split: open_tokens(tmp_path / "out", tokenizer, tmp_path, split) for split in ("train", "validation")}
-    documents = {}
-    for split, tokens in splits.items():
-        ids, starts = tokens.tokens(0, tokens.n_tokens), tokens.starts(0, tokens.n_tokens)
-        documents[split] = [part[1:-1].tolist() for part in np.split(ids, starts[1:])]
+    documents = {split: [ids[1:-1] for ids in split_documents(tokens)] for split, tokens in splits.items()}
     held_out = {tuple(ids) for ids in documents["validation"]}
     assert documents["train"] == [ids for ids in expected if tuple(ids) not in held_out]
     assert documents["validation"] == [ids for ids in expected if tuple(ids) in held_out]
@@ -133,7 +125,7 @@ def test_without_changes_the_stream_is_the_token_cache(corpus, tokenizer, tmp_pa
         for name in ("input", "labels", "positions"):
             assert with_positions(ours)[name].equal(with_positions(theirs)[name])
     assert joined.describe(0, 0).startswith("a.jsonl[0:6000], document 1")
-    assert joined.describe(0, joined.document_at(joined.n_tokens - 1)).endswith("to c.txt, document 1")
+    assert joined.describe(0, joined.n_tokens - 1).endswith("to c.txt, document 1")
 
 
 @pytest.mark.slow
@@ -285,6 +277,39 @@ def test_a_file_cut_in_the_store_is_an_error_and_not_cached(corpus, tokenizer, t
         tokens.tokens(0, 10)
     store.pipe_file(path, content)
     assert len(tokens.tokens(0, 10)) == 10
+
+
+@pytest.mark.parametrize("failing", ["pwrite", "pread", "open"])
+def test_data_is_read_without_a_cache_on_a_full_disk(failing, corpus, tokenizer, tmp_path, store, monkeypatch, log):
+    prepared(corpus, "memory://out", tokenizer)
+    expected = open_tokens("memory://out", tokenizer, tmp_path).tokens(0, 10**9)
+    (tmp_path / "cache/remote_blocks").unlink()
+    tokens = open_tokens("memory://out", tokenizer, tmp_path)
+
+    def fail(path, *args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(block_cache.os, failing, fail)
+        assert np.array_equal(tokens.tokens(0, 10**9), expected)
+    assert log.text.count("read without the cache") == log.text.count("No space left on device") == 1
+    assert np.array_equal(tokens.tokens(0, 10**9), expected) and log.text.count("read without the cache") == 1
+
+
+def test_changes_in_stores_that_name_times_differently(corpus, store, monkeypatch, log):
+    """Each store of fsspec has its own names; without any, the warning says what goes unnoticed."""
+    entry = {"type": "file", "size": 5}
+
+    def version(**details):
+        monkeypatch.setattr(type(store), "find", lambda self, path, **options: {path: {**entry, **details}})
+        [part] = resolve_source("memory://raw/a.jsonl").parts
+        return part.version
+
+    for name in ("ETag", "etag", "md5Hash", "mtime", "Last-Modified", "LastModified", "last_modified", "updated"):
+        assert version(**{name: "1"}) != version(**{name: "2"})
+    assert not log.text
+    assert version(accessed=1) == version(accessed=2)
+    assert "memory://raw/a.jsonl: the store states neither checksums nor times; only another size" in log.text
 
 
 def test_a_full_disk_is_not_tried_again(monkeypatch):
@@ -508,7 +533,7 @@ def test_many_parts_open_fast_and_in_little_memory(corpus, tokenizer, tmp_path):
     expected = tokens.tokens(0, n_tokens)
     for number in read:
         assert np.array_equal(tokens.tokens(number * n_tokens, (number + 1) * n_tokens), expected)
-        assert tokens.document_at(number * n_tokens + 3) == number
+        assert tokens.locate(number * n_tokens + 3) == ("c.txt, document", 1)
     assert tokens.starts(99_998 * n_tokens, 99_999 * n_tokens + 1).tolist() == [0, n_tokens]
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 30_000  # KiB
     assert made.splits == ["train"]

@@ -103,7 +103,6 @@ class PreparedTokens(JoinedTokens):
     """
 
     def __init__(self, prepared: Prepared, split: str, blocks: BlockCache, *, verify: bool = False):
-        self._prepared, self._arguments = prepared, (prepared, split, blocks)
         entry, folder, name = prepared.splits[split], prepared.folder, f"{split}.index"
         self.is_remote = not isinstance(folder, LocalFolder)
         with readable(prepared.folder):
@@ -119,22 +118,13 @@ class PreparedTokens(JoinedTokens):
             for number in range(shape[1]) if verify else evenly_spaced(shape[1], SAMPLED_BLOCKS):
                 _check_part(prepared.folder, split, index[:, number], verify)
         super().__init__(
-            f"{prepared.digest}-{split}",
-            index[0],
-            index[1],
-            entry["tokens"],
-            partial(_open, prepared, split, index, blocks),
+            f"{prepared.digest}-{split}", index[0], entry["tokens"], partial(_open, prepared, split, index, blocks)
         )
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return PreparedTokens, self._arguments
+        self._arguments = (prepared, split, blocks)
+        self.sources = prepared.reports
 
     def report(self) -> Report:
-        return Report.total(self._prepared.reports.values())
-
-    @property
-    def sources(self) -> dict[str, Report]:
-        return self._prepared.reports
+        return Report.total(self.sources.values())
 
 
 def find_samples(dataset: str, split: str, encoder: RowEncoder, *, verify: bool = False) -> SampleCache | None:

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 
-from torchtitan.components.data.disk_cache import bytes_digest, writable
+from torchtitan.components.data.disk_cache import bytes_digest
 from torchtitan.tools import durable
+from torchtitan.tools.logging import logger
 
 BLOCK_BYTES = 1 << 18
 _HEADER = struct.Struct("<16sII")
@@ -39,29 +40,35 @@ class BlockCache:
         return os.open(self.root / "remote_blocks", os.O_RDWR | os.O_CREAT, 0o600)
 
     def read(self, name: str, start: int, stop: int, fetch: Callable[[int, int], bytes]) -> bytes:
-        """Return the bytes from `start` up to `stop` of the file `name`, whose content never changes. Raise `UserError`
-        if the cache cannot be written.
+        """Return the bytes from `start` up to `stop` of the file `name`, whose content never changes. If the cache
+        cannot be read or written, for example because the disk is full, warn once, and go on without it.
 
         Args:
-            fetch: reads a range of the file from the store; shorter at the end of the file.
+            fetch: reads a range of the file from the store; shorter at the end of the file. Raises no `OSError`.
         """
-        if not self._n_slots:
-            return fetch(start, stop)
         first = start // BLOCK_BYTES
-        blocks = [self._block(name, number, fetch) for number in range(first, -(-stop // BLOCK_BYTES))]
-        return b"".join(blocks)[start - first * BLOCK_BYTES : stop - first * BLOCK_BYTES]
+        if n_slots := self._n_slots:
+            try:
+                numbers = range(first, -(-stop // BLOCK_BYTES))
+                content = b"".join(self._block(name, number, n_slots, fetch) for number in numbers)
+                return content[start - first * BLOCK_BYTES : stop - first * BLOCK_BYTES]
+            except OSError as error:
+                if self._n_slots:  # not yet told by another thread
+                    logger.warning(
+                        f"remote data is read without the cache in {self.root} from now on: {error.strerror}"
+                    )
+                self._n_slots = 0
+        return fetch(start, stop)
 
-    def _block(self, name: str, number: int, fetch: Callable[[int, int], bytes]) -> bytes:
+    def _block(self, name: str, number: int, n_slots: int, fetch: Callable[[int, int], bytes]) -> bytes:
         key = bytes.fromhex(bytes_digest(f"{name} {number}".encode()))
-        place = int.from_bytes(key, "little") % self._n_slots * _SLOT_BYTES
-        with writable(self.root):
-            slot = os.pread(self._file, _SLOT_BYTES, place)
+        place = int.from_bytes(key, "little") % n_slots * _SLOT_BYTES
+        slot = os.pread(self._file, _SLOT_BYTES, place)
         if len(slot) > _HEADER.size:
             found, size, checksum = _HEADER.unpack_from(slot)
             content = slot[_HEADER.size : _HEADER.size + size]
             if found == key and len(content) == size and zlib.crc32(content) == checksum:
                 return content
         content = fetch(number * BLOCK_BYTES, (number + 1) * BLOCK_BYTES)
-        with writable(self.root):
-            os.pwrite(self._file, _HEADER.pack(key, len(content), zlib.crc32(content)) + content, place)
+        os.pwrite(self._file, _HEADER.pack(key, len(content), zlib.crc32(content)) + content, place)
         return content
