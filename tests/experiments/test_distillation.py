@@ -265,7 +265,7 @@ def test_writing_a_cache_continues_after_a_kill(folder, cache, tmp_path, monkeyp
         assert file.read_bytes() == (cache / file.relative_to(tmp_path / "cache")).read_bytes()
     assert f"{tmp_path / 'cache'}: at most 16 windows, 0.4 MiB" in "".join(logged)
     [complete] = [line for line in logged if "is complete" in line]
-    assert int(re.search(r"complete: (\d+) of this rank's", complete)[1]) > 0  # type: ignore[index]
+    assert int(re.search(r"complete: (\d+) of this rank's batches", complete)[1]) > 0  # type: ignore[index]
     assert not list((tmp_path / "cache/unfinished").iterdir())
 
 

@@ -74,8 +74,8 @@ class FrozenModelTrainer(Trainer):
             with self.precision.fixed_weights(), self.mixed_precision():
                 results = self.frozen_results(super().post_dataloading_process(batch))
             self.ranks.all_ranks_or_raise(partial(self.cache.write, batch, results))
-            n_computed += self.cache.n_sequences(batch)
-        logger.info("%s is complete: %d of this rank's sequences were computed", self.cache.folder, n_computed)
+            n_computed += 1
+        logger.info("%s is complete: %d of this rank's batches were computed", self.cache.folder, n_computed)
         model.parts, model.flops_per_token = [], 0.0
 
     def cached_batches(self, cache: SequenceCache) -> Iterator[Batch]:
