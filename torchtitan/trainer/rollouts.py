@@ -46,7 +46,7 @@ def check_rollouts(config: Any) -> None:
 
 class RolloutTrainer(Trainer):
     """A trainer whose configuration has the section `rollout`, and whose data are prompts. A trajectory depends on
-    weights, seed, phase, place of the prompt in the order of the data, and number among those of this prompt."""
+    weights, seed, phase, place of the prompt in the order of the data, and number among the answers to this prompt."""
 
     config: Any
     dataloader: PromptDataLoader
