@@ -1,6 +1,7 @@
 """`RolloutTrainer`: a trainer that samples with its own weights, by the engine that the configuration names."""
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -21,6 +22,8 @@ from torchtitan.protocols.conversion import converted_model
 from torchtitan.protocols.tensor_source import TensorSource
 from torchtitan.tools.errors import UserError, require
 from torchtitan.trainer.trainer import Trainer
+
+NameOf = Callable[[int], str]  # from the number of a row in the data
 
 
 def check_rollouts(config: Any) -> None:
@@ -46,7 +49,7 @@ def check_rollouts(config: Any) -> None:
 
 class RolloutTrainer(Trainer):
     """A trainer whose configuration has the section `rollout`, and whose data are prompts. A trajectory depends on
-    weights, seed, phase, place of the prompt in the order of the data, and number among the answers to this prompt."""
+    weights, seed, phase, number of the prompt in the data, and number among the answers to this prompt."""
 
     config: Any
     dataloader: PromptDataLoader
@@ -69,23 +72,31 @@ class RolloutTrainer(Trainer):
         self.rollout = find_rollout(rollout.function)
 
     def sample(
-        self, load: Callable[[], Iterable[Batch]], *, phase: str = "training", size: int | None = None
+        self, load: Callable[[], Iterable[Batch]], phase: str, name_of: NameOf, size: int | None = None
     ) -> list[Group]:
-        """Return `size` trajectories, by default `group_size`, of each prompt in batches of a loader, which `load`
+        """Return `size` trajectories, by default `group_size`, of each prompt in batches of the loader, which `load`
         returns. Raise `UserError` if it, a rollout or a reward fails on any rank."""
         most, size, texts = self.config.rollout.max_new_tokens, size or self.config.rollout.group_size, []
-        prompts: list[tuple[list[int], dict[str, Any], int, int]] = []
-        self.ranks.all_ranks_or_raise(lambda: prompts.extend(itertools.chain(*map(prompts_in, load()))))
-        for ids, row, document, place in prompts:
-            where = self.dataloader.sample_name(document) if phase == "training" else f"{phase} prompt {document}"
-            for number in range(size):
-                key = f"{self.config.debug.seed}/{phase}/{place}/{number}"
-                own = RolloutEngine(self.engine, self.tokenizer, self.rewards, ids, most, key, where)
+        prompts: list[tuple[list[int], dict[str, Any], int]] = []
+        leader = self.rank - self.parallel_dims.coordinate("tp")
+
+        def read() -> tuple[int, list[int]]:
+            prompts.extend(itertools.chain(*map(prompts_in, load())))
+            return leader, [document for _, _, document in prompts]
+
+        # A prompt may occur several times in a global batch; ranks with the same leader have the same prompts.
+        of_leaders = dict(self.ranks.all_ranks_or_raise(read))
+        earlier = (documents for other, documents in of_leaders.items() if other < leader)
+        sampled = Counter(itertools.chain(*earlier))
+        for ids, row, document in prompts:
+            for number in range(sampled[document] * size, (sampled[document] + 1) * size):
+                key = f"{self.config.debug.seed}/{phase}/{document}/{number}"
+                own = RolloutEngine(self.engine, self.tokenizer, self.rewards, ids, most, key, name_of(document))
                 texts.append(self.checked_rollout(row, own))
+            sampled[document] += 1
         with self.mixed_precision():
             trajectories = self.engine.run(texts)
         # The ranks of a tensor-parallel group sample the same tokens, but a reward may draw random numbers.
-        leader = self.rank - self.parallel_dims.coordinate("tp")
         rewards = self.ranks.gather([trajectory.reward for trajectory in trajectories])[leader]
         for trajectory, reward in zip(trajectories, rewards, strict=True):
             trajectory.reward = reward
@@ -93,7 +104,7 @@ class RolloutTrainer(Trainer):
 
     def sample_validation(self, batch: Batch) -> list[Group]:
         """Return one trajectory for each held-out prompt."""
-        return self.sample(lambda: [batch], phase="validation", size=1)
+        return self.sample(lambda: [batch], "validation", "validation prompt {}".format, size=1)
 
     async def checked_rollout(self, row: Mapping[str, Any], engine: RolloutEngine) -> Trajectory:
         """Return a valid trajectory. Raise `UserError` that names row and function if the user's code fails."""

@@ -101,20 +101,20 @@ class RLTrainer(ReferenceTrainer, RolloutTrainer):
     def sample_groups(self, batches: Iterator[Batch]) -> list[Group]:
         """Return the groups of this rank's prompts. With a method that resamples, only groups with unequal rewards,
         fewer at the end of the data; raise `UserError` if there is none in ten global batches."""
-        load, resamples = super().next_micro_batches, self.policy.method.resample
+        load, step, resamples = super().next_micro_batches, self.step + 1, self.policy.method.resample
         wanted = self.gradient_accumulation_steps * self.config.training.local_batch_size
         groups: list[Group] = []
         self.watchdog.phase("rollouts")
-        for _ in range(10):
-            sampled = self.sample(lambda: load(batches))
+        for number in range(10):
+            sampled = self.sample(lambda: load(batches), f"{step}/{number}", self.dataloader.sample_name)
             groups += [group for group in sampled if not resamples or len({t.reward for t in group}) > 1]
             if not resamples or all(self.ranks.gather(len(groups) >= wanted or not sampled)):
                 return groups[:wanted]
         if any(self.ranks.gather(bool(groups))):
             return groups
         raise UserError(
-            "the rewards of each prompt's answers were equal in 10 global batches, from which a --policy.method that "
-            "replaces such groups learns nothing; use an easier reward, or grpo"
+            f"the rewards of each prompt's answers were equal in {number + 1} global batches, from which a "
+            "--policy.method that replaces such groups learns nothing; use an easier reward, or grpo"
         )
 
     def update(self, micro_batches: list[Batch]) -> StepResult:

@@ -36,9 +36,9 @@ class PromptDataLoader(PlannedDataLoader):
     """Prompts for generation; see `PlannedDataLoader` for order and position.
 
     A batch has lists with an element for each sample: `prompts`, the token ids including the generation prompt, as
-    `torchtitan.components.generation.generate` takes them; `answers`, the reference answer or None; `rows`, all
-    columns; and `places`, the sample's number in the order of the data over all epochs. A padding sample has an empty
-    prompt, and `NO_DOCUMENT` in `documents`. `seq_len` limits the prompt without its answer.
+    `torchtitan.components.generation.generate` takes them; `answers`, the reference answer or None; and `rows`, all
+    columns. A padding sample has an empty prompt, and `NO_DOCUMENT` in `documents`. `seq_len` limits the prompt without
+    its answer.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -63,12 +63,8 @@ class PromptDataLoader(PlannedDataLoader):
         prompts = [window[0].ids.tolist() if window else [] for window in windows]
         return {"prompts": prompts, "answers": answers, "rows": rows}
 
-    def __next__(self) -> Batch:
-        first = self._position.n_windows + self._layout.dp_rank * self._layout.local_batch_size
-        return super().__next__() | {"places": list(range(first, first + self._layout.local_batch_size))}
 
-
-def prompts_in(batch: Batch) -> list[tuple[list[int], dict[str, Any], int, int]]:
-    """Return the token ids, the row, its number and the place of each prompt of a batch, without padding."""
-    prompts = zip(batch["prompts"], batch["rows"], batch["documents"][:, 0].tolist(), batch["places"], strict=True)
+def prompts_in(batch: Batch) -> list[tuple[list[int], dict[str, Any], int]]:
+    """Return the token ids, the row and the number in the data of each prompt of a batch, without padding."""
+    prompts = zip(batch["prompts"], batch["rows"], batch["documents"][:, 0].tolist(), strict=True)
     return [prompt for prompt in prompts if prompt[2] != NO_DOCUMENT]
