@@ -513,7 +513,7 @@ def test_a_prompt_that_occurs_twice_gets_other_answers(folder, tmp_path):
     options = {"dataloader__dataset": [folder / "one.jsonl"], "training__steps": 1, "rollout__group_size": 2}
     trainer = train_rl(folder, tmp_path, **options)
     batches = list(itertools.islice(trainer.dataloader, 2))
-    groups = trainer.sample(lambda: batches, "1/0", "row {}".format)
+    groups = trainer.sample(lambda: batches, "1/0")
     texts = [tuple(trajectory.tokens) for group in groups for trajectory in group]
     assert len(texts) == 8 and len(set(texts)) == 8
 

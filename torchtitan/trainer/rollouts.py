@@ -23,8 +23,6 @@ from torchtitan.protocols.tensor_source import TensorSource
 from torchtitan.tools.errors import UserError, require
 from torchtitan.trainer.trainer import Trainer
 
-NameOf = Callable[[int], str]  # from the number of a row in the data
-
 
 def check_rollouts(config: Any) -> None:
     """Raise `UserError` for a run that cannot sample with its section `rollout`."""
@@ -71,11 +69,10 @@ class RolloutTrainer(Trainer):
         self.engine.context = min(self.engine.context, config.training.seq_len + 1)
         self.rollout = find_rollout(rollout.function)
 
-    def sample(
-        self, load: Callable[[], Iterable[Batch]], phase: str, name_of: NameOf, size: int | None = None
-    ) -> list[Group]:
-        """Return `size` trajectories, by default `group_size`, of each prompt in batches of the loader, which `load`
-        returns. Raise `UserError` if it, a rollout or a reward fails on any rank."""
+    def sample(self, load: Callable[[], Iterable[Batch]], phase: str, size: int | None = None) -> list[Group]:
+        """Return `size` trajectories, by default `group_size`, of each prompt in batches of the loader, or held-out
+        ones in the phase "validation", which `load` returns. Raise `UserError` if it, a rollout or a reward fails on
+        any rank."""
         most, size, texts = self.config.rollout.max_new_tokens, size or self.config.rollout.group_size, []
         prompts: list[tuple[list[int], dict[str, Any], int]] = []
         leader = self.rank - self.parallel_dims.coordinate("tp")
@@ -89,9 +86,10 @@ class RolloutTrainer(Trainer):
         earlier = (documents for other, documents in of_leaders.items() if other < leader)
         sampled = Counter(itertools.chain(*earlier))
         for ids, row, document in prompts:
+            where = f"validation prompt {document}" if phase == "validation" else self.dataloader.sample_name(document)
             for number in range(sampled[document] * size, (sampled[document] + 1) * size):
                 key = f"{self.config.debug.seed}/{phase}/{document}/{number}"
-                own = RolloutEngine(self.engine, self.tokenizer, self.rewards, ids, most, key, name_of(document))
+                own = RolloutEngine(self.engine, self.tokenizer, self.rewards, ids, most, key, where)
                 texts.append(self.checked_rollout(row, own))
             sampled[document] += 1
         with self.mixed_precision():
@@ -101,10 +99,6 @@ class RolloutTrainer(Trainer):
         for trajectory, reward in zip(trajectories, rewards, strict=True):
             trajectory.reward = reward
         return [trajectories[start : start + size] for start in range(0, len(trajectories), size)]
-
-    def sample_validation(self, batch: Batch) -> list[Group]:
-        """Return one trajectory for each held-out prompt."""
-        return self.sample(lambda: [batch], "validation", "validation prompt {}".format, size=1)
 
     async def checked_rollout(self, row: Mapping[str, Any], engine: RolloutEngine) -> Trajectory:
         """Return a valid trajectory. Raise `UserError` that names row and function if the user's code fails."""

@@ -35,7 +35,7 @@ class OnPolicyTrainer(DistillationTrainer, RolloutTrainer):
 
     def next_micro_batches(self, batches: Iterator[Batch]) -> list[Batch]:
         prompts = super().next_micro_batches(batches)
-        answers = self.packed(self.sample(lambda: prompts, str(self.step + 1), self.dataloader.sample_name))
+        answers = self.packed(self.sample(lambda: prompts, str(self.step + 1)))
         self.tokens_per_step = sum(batch["input"].numel() for batch in answers) * self.parallel_dims.dp_degree
         return answers
 
@@ -46,6 +46,6 @@ class OnPolicyTrainer(DistillationTrainer, RolloutTrainer):
 
     def validation_sums(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return sums over one answer to each held-out prompt."""
-        answers = self.packed(self.sample_validation(batch))
+        answers = self.packed(self.sample(lambda: [batch], "validation", size=1))
         losses, weights = zip(*map(super().validation_sums, answers), strict=True)
         return sum(losses[1:], losses[0]), sum(weights[1:], weights[0])

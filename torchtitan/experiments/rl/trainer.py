@@ -106,7 +106,7 @@ class RLTrainer(ReferenceTrainer, RolloutTrainer):
         groups: list[Group] = []
         self.watchdog.phase("rollouts")
         for number in range(10):
-            sampled = self.sample(lambda: load(batches), f"{step}/{number}", self.dataloader.sample_name)
+            sampled = self.sample(lambda: load(batches), f"{step}/{number}")
             groups += [group for group in sampled if not resamples or len({t.reward for t in group}) > 1]
             if not resamples or all(self.ranks.gather(len(groups) >= wanted or not sampled)):
                 return groups[:wanted]
@@ -158,7 +158,7 @@ class RLTrainer(ReferenceTrainer, RolloutTrainer):
 
     def validation_sums(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the negative rewards of one trajectory for each held-out prompt, and their number."""
-        groups = self.sample_validation(batch)
+        groups = self.sample(lambda: [batch], "validation", size=1)
         self.measure_trajectories(groups)
         rewards = torch.tensor([-trajectory.reward for (trajectory,) in groups], device=self.device)
         return self.local_addend(rewards.sum()), self.local_addend(torch.full_like(rewards.sum(), len(groups)))
