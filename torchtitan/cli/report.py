@@ -135,11 +135,15 @@ def _moment(when: float) -> str:
 
 
 def _incidents(run: RunRecord) -> Iterator[list[str]]:
-    for event, before in zip(run.events, [{}, *run.events], strict=False):
-        words = _text({key: value for key, value in event.items() if key not in _UNLISTED})
+    for event, before in zip(run.events, [None, *run.events], strict=False):
+        values = {key: value for key, value in event.items() if key not in _UNLISTED}
+        words = _text(event.get("reason", values))
         if event["event"] == "start":
-            how = f"at step {before.get('step')} ({before.get('reason', 'killed or crashed')})"
-            words = f"{event['begun'] - before['time']:.1f} s after the last event, {how}" if before else ""
+            words = ""
+            if before:
+                how = before.get("reason") if before["event"] == "end" else "killed, or ended by an error"
+                gap = event["begun"] - before["time"]
+                words = f"{gap:.1f} s after the last event, at step {before['step']} ({how})"
         if event["event"] != "progress":
             yield [run.name, _moment(event["time"]), f"{event['step']:,}", event["event"], words]
 
