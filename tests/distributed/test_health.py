@@ -159,9 +159,9 @@ def test_many_ranks_meet_few_partners(size):
 def _measure_with_a_slow_rank(folder: str) -> None:
     torch.set_num_threads(1)
     rank = torch.distributed.get_rank()
-    plain, health._software = health._software, lambda: plain() | ({"torch": "old"} if rank == 1 else {})
+    plain, health.software = health.software, lambda: plain() | ({"torch": "old"} if rank == 1 else {})
     ranks = measure(Path(folder) / "dump", torch.device("cpu"))
-    health._software = plain
+    health.software = plain
     facts = [dataclasses.asdict(one) for one in ranks]
     (Path(folder) / f"{rank}.json").write_text(json.dumps(facts))
 

@@ -126,7 +126,7 @@ def measure(folder: Path, device: torch.device) -> list[RankHealth]:
         gpu_errors, slowdown = _smi("ecc.errors.uncorrected.volatile.total", "clocks_event_reasons.hw_slowdown")
         facts[GPU_ERRORS] = int(gpu_errors) if gpu_errors.isdecimal() else 0
         facts[SLOWDOWN] = slowdown == "Active"
-    return gather_objects(RankHealth(rank=rank, host=host, software=_software(), facts=facts, bandwidths=bandwidths))
+    return gather_objects(RankHealth(rank=rank, host=host, software=software(), facts=facts, bandwidths=bandwidths))
 
 
 def findings(ranks: Sequence[RankHealth], expected: Mapping[str, float]) -> list[Finding]:
@@ -176,7 +176,8 @@ def _different_software(ranks: Sequence[RankHealth]) -> Iterator[Finding]:
                 yield Finding(host, f"{name} is {version}, but {usual} on most ranks")
 
 
-def _software() -> dict[str, str]:
+def software() -> dict[str, str]:
+    """Return the versions that must be equal on all hosts."""
     versions = {"python": platform.python_version(), "torch": torch.__version__, "torchtitan": torchtitan.__version__}
     if torch.version.cuda and torch.cuda.is_available():
         nccl = ".".join(map(str, torch.cuda.nccl.version()))
