@@ -2,9 +2,10 @@
 
 import base64
 import hashlib
+import itertools
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -84,30 +85,28 @@ class Section(NamedTuple):
 
 def sections(runs: Sequence[RunRecord]) -> list[Section]:
     """Return the tables of the report, without empty ones."""
-    names = [run.name for run in runs]
 
-    def compared(title: str, of_runs: Sequence[Mapping[str, Any]], folded: bool = False) -> Section:
-        keys = dict.fromkeys(key for of_run in of_runs for key in of_run)
-        rows = [[key, *(_text(of.get(key)) for of in of_runs)] for key in keys]
-        return Section(title, ("", *names), [row for row in rows if any(row[1:])], folded)
+    def compared(title: str, of_run: Callable[[RunRecord], Mapping[str, Any]], folded: bool = False) -> Section:
+        facts = [of_run(run) for run in runs]
+        rows = [[key, *(_text(of.get(key)) for of in facts)] for key in dict.fromkeys(itertools.chain(*facts))]
+        return Section(title, ("", *(run.name for run in runs)), [row for row in rows if any(row[1:])], folded)
 
-    options = compared("Configuration", [run.config for run in runs], folded=True)
-    incidents = [[run.name, *incident] for run in runs for incident in _incidents(run)]
+    options = compared("Configuration", lambda run: run.config, folded=True)
     sampled = ("step", "reward", "prompt", "completion")
     samples = [[run.name, *(_text(row.get(key)) for key in sampled)] for run in runs for row in run.samples[-12:]]
     found = [
-        compared("Summary", [_summary(run) for run in runs]),
-        compared("Where the time went", [shares(goodput(run.events)) for run in runs]),
-        compared("Time of a step by phase", [shares(mean_phases(run.events)) for run in runs]),
-        Section("Incidents", ("run", "time", "step", "event", ""), incidents),
-        compared("Foresight", [_foresight(run) for run in runs]),
-        compared("Data", [run.start.get("data", {}) for run in runs]),
+        compared("Summary", _summary),
+        compared("Where the time went", lambda run: shares(goodput(run.events))),
+        compared("Time of a step by phase", lambda run: shares(mean_phases(run.events))),
+        Section("Incidents", ("run", "time", "step", "event", ""), [row for run in runs for row in _incidents(run)]),
+        compared("Foresight", _foresight),
+        compared("Data", lambda run: run.start.get("data", {})),
         options._replace(title="Differences", rows=[row for row in options.rows if len({*row[1:]}) > 1], folded=False),
         options,
         Section("Samples", ("run", *sampled), samples, folded=True),
-        compared("Checkpoints", [{f"step {info.step}": _contents(info) for info in run.checkpoints} for run in runs]),
-        compared("Environment", [run.start.get("environment", {}) for run in runs]),
-        compared("Command", [{"to repeat or resume": run.start.get("command")} for run in runs]),
+        compared("Checkpoints", lambda run: {f"step {info.step}": _contents(info) for info in run.checkpoints}),
+        compared("Environment", lambda run: run.start.get("environment", {})),
+        compared("Command", lambda run: {"to repeat or resume": run.start.get("command")}),
     ]
     return [section for section in found if section.rows]
 
@@ -121,13 +120,12 @@ def _text(value: Any) -> str:
 
 
 def _summary(run: RunRecord) -> dict[str, Any]:
-    facts: dict[str, Any] = {key: run.start[key] for key in ("total_steps", "parameters", "layout") if key in run.start}
+    facts = {key: run.start.get(key) for key in ("total_steps", "parameters", "layout")}
     if run.events:
         last = run.events[-1]
         facts["last event"] = f"{last['event']}, {_moment(last['time'])}"
         facts["goodput"] = describe_goodput(goodput(run.events)).split(";")[0].removeprefix("goodput ")
-    if losses := run.points("validation_loss"):
-        facts["lowest validation_loss"] = min(loss for _, loss in losses)
+    facts["lowest validation_loss"] = min((loss for _, loss in run.points("validation_loss")), default=None)
     keys = dict.fromkeys(key for line in run.lines for key in line if "/" not in key)
     return facts | {f"last {key}": points[-1][1] for key in keys if (points := run.points(key))}
 
@@ -136,15 +134,18 @@ def _moment(when: float) -> str:
     return datetime.fromtimestamp(when).strftime("%Y-%m-%d %H:%M:%S")
 
 
-def _incidents(run: RunRecord) -> Iterator[tuple[str, str, str, str]]:
-    for event, before in zip(run.events, [{}, *run.events], strict=False):
-        words = _text({key: value for key, value in event.items() if key not in _UNLISTED})
+def _incidents(run: RunRecord) -> Iterator[list[str]]:
+    for event, before in zip(run.events, [None, *run.events], strict=False):
+        values = {key: value for key, value in event.items() if key not in _UNLISTED}
+        words = _text(event.get("reason", values))
         if event["event"] == "start":
-            gap = event["begun"] - before.get("time", 0.0)
-            how = f"at step {before.get('step')} ({before.get('reason', 'killed or crashed')})"
-            words = f"{gap:.1f} s after the last event, {how}" if before else ""
+            words = ""
+            if before:
+                how = before.get("reason") if before["event"] == "end" else "killed, or ended by an error"
+                gap = event["begun"] - before["time"]
+                words = f"{gap:.1f} s after the last event, at step {before['step']} ({how})"
         if event["event"] != "progress":
-            yield _moment(event["time"]), f"{event['step']:,}", event["event"], words
+            yield [run.name, _moment(event["time"]), f"{event['step']:,}", event["event"], words]
 
 
 def _foresight(run: RunRecord) -> dict[str, str]:

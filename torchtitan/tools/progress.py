@@ -21,7 +21,7 @@ def progress(title: str, total: int, done: int = 0) -> Iterator[Callable[..., No
 
     is_terminal = sys.stderr.isatty()
     console = Console(stderr=True, markup=False, emoji=False, highlight=False, soft_wrap=True)
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(20), TaskProgressColumn(), "ETA")
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(8), TaskProgressColumn(), "ETA")
     # Drawn in calls only, without a thread, and removed at the end.
     options: dict[str, Any] = {"auto_refresh": False, "transient": True, "redirect_stdout": sys.stdout.isatty()}
     with Progress(*columns, TimeRemainingColumn(), console=console, disable=not is_terminal, **options) as bar:

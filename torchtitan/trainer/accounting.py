@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from torchtitan.components.goodput import describe_goodput, goodput, mean_phases, shares
-from torchtitan.components.metric_sinks import JsonLines
 from torchtitan.components.run_events import open_events, read_events
 from torchtitan.distributed.health import software
 from torchtitan.distributed.phases import BETWEEN_STEPS, RETURN
@@ -20,7 +19,7 @@ from torchtitan.distributed.process_group import gather_objects
 from torchtitan.tools.device import device_description
 from torchtitan.tools.logging import logger
 from torchtitan.tools.process import COMMAND_VARIABLE
-from torchtitan.trainer.callbacks import Callback
+from torchtitan.trainer.callbacks import Callback, Recorder
 from torchtitan.trainer.step_result import StepResult, StopReason
 
 OWN_PHASES = (BETWEEN_STEPS, "start of the step", "data", "forward", "optimizer step")
@@ -33,14 +32,13 @@ _Seconds = dict[str, float]
 _PAUSES = {"start-up", "validation", "save", RETURN}  # not parts of a step
 
 
-class Accounting(Callback):
+class Accounting(Recorder):
     """Write what happens to the run to `events.jsonl`, name a slow rank when metrics are logged, and log the time of a
     step by phase and the run's goodput at the end. See docs/report.md."""
 
     def __init__(self, config: Callback.Config, *, trainer: Any):
         super().__init__(config, trainer=trainer)
         self._folder = Path(trainer.config.dump_folder)
-        self._log: JsonLines | None = None  # on rank 0
         self._hosts: list[str] = []  # of each rank
         # Step and seconds by phase when the ranks were last compared, first after the first step of this session.
         self._compared: tuple[int, dict[str, float]] | None = None
@@ -53,7 +51,7 @@ class Accounting(Callback):
         self._hosts = gather_objects(socket.gethostname())
         if self.trainer.rank == 0:
             command = os.environ.get(COMMAND_VARIABLE, "")
-            self._log = open_events(self._folder, self.trainer.step, command)
+            self.file = open_events(self._folder, self.trainer.step, command)
             self._write("start", command=command, **self._description())
         yield
 
@@ -82,19 +80,14 @@ class Accounting(Callback):
         }
 
     def _write(self, event: str, **values: Any) -> None:
-        """Append an event that happens now. After an error in writing, write no more."""
-        if self._log is None:
-            return
-        spent = {
-            "seconds": self.trainer.phases.seconds()
-        }  # read first, since the parts of goodput must not exceed `time`
-        try:
-            self._log.append({"event": event, "time": time.time(), "step": self.trainer.step, **values, **spent})
-            if event == "save":
-                self._log.sync()
-        except OSError as error:
-            logger.warning("events.jsonl cannot be written: %s; training continues", error)
-            self._log = None
+        """Append an event that happens now."""
+        seconds = self.trainer.phases.seconds()  # read before `time`, which the parts of goodput must not exceed
+        line = {"event": event, "time": time.time(), "step": self.trainer.step, **values, "seconds": seconds}
+        self.use(lambda file: file.append(line))
+
+    def on_failure(self, error: OSError) -> None:
+        logger.warning("events.jsonl cannot be written: %s; training continues", error)
+        self.file = None
 
     def on_step(self, outcome: StepResult) -> None:
         if not outcome.is_taken:
@@ -131,23 +124,22 @@ class Accounting(Callback):
         if self._saved_step != self.trainer.step:  # the last step may be saved twice, in full and for export
             self._saved_step = self.trainer.step
             self._write("save")
+        super().before_save()
 
     def on_end(self, reason: StopReason) -> None:
         self._reason = reason
 
     def close(self) -> None:
         """If the run came to its end, log the account."""
-        if self._log and self._reason:
+        if self._reason:
             self._write("end", reason=self._reason)
+        if self._reason and self.file:
             events, _ = read_events(self._folder)
             if phases := mean_phases(events):
                 parts = ", ".join(f"{phase} {share}" for phase, share in shares(phases).items())
                 logger.info("mean step: %.1f ms; %s", 1000 * sum(phases.values()), parts)
             logger.info("%s", describe_goodput(goodput(events)))
-        with contextlib.suppress(OSError):
-            if self._log:
-                self._log.close()
-        self._log = None
+        super().close()
 
 
 def largest_excess(seconds_RP: Sequence[Sequence[float]]) -> tuple[float, int, int]:

@@ -20,7 +20,7 @@ class LiveView(Callback):
     def __init__(self, config: Callback.Config, *, trainer: Any):
         super().__init__(config, trainer=trainer)
         self._advance: Callable[..., None] | None = None
-        self._recent = deque[tuple[float, int, float]](maxlen=24)  # time, tokens seen and loss of the last steps
+        self._recent = deque[tuple[float, int, float]](maxlen=12)  # time, tokens seen and loss of the last steps
 
     @contextlib.contextmanager
     def around_run(self) -> Iterator[None]:

@@ -498,6 +498,7 @@ class Trainer(RunState):
     def report(self, outcome: StepResult) -> None:
         """Log the numbers of the step if due."""
         self.metrics.count_tokens(self.tokens_per_step)
+        skipped = {"skipped_steps": self.spikes.n_skipped} if self.spikes.n_skipped else {}
         self.metrics.log_step(
             self.step,
             loss=outcome.loss,
@@ -505,7 +506,7 @@ class Trainer(RunState):
             lr=self.lr_scheduler.lr,
             n_tokens_seen=self.n_tokens_seen,
             **outcome.measures,
-            **self.spikes.metrics(),
+            **skipped,
         )
 
     def finish(self, reason: StopReason) -> None:
