@@ -124,7 +124,7 @@ def _check_tied_tensors(source: TensorSource, name: str, tied_to: str) -> None:
 
 
 class PlainView(View):
-    """Tensors of a plain model, computed from those of a converted one in `source`, module by module. They may be more
+    """Tensors of a plain model, computed from a converted one's in `source`, module by module. They may be more
     precise than the dtypes in `specs`, which are the default dtypes to write. `model` is the converted one on the meta
     device, with trained parameters marked if known. Raises `UserError` if `source` does not fit it, naming the
     tensors."""
