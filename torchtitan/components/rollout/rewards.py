@@ -16,7 +16,7 @@ _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
 def number_match(prompt: str, completion: str, row: Mapping[str, Any]) -> float:
-    """Return 1 if completion and reference answer have the same last number, else 0. Raise `UserError` without answer."""
+    """Return 1 if completion and reference have the same last number, else 0. Raise `UserError` without reference."""
     answer = next((row[column] for column in ANSWERS if row.get(column) is not None), None)
     if answer is None:
         raise UserError(f"it has no reference answer (column {', '.join(ANSWERS)})")
