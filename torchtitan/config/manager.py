@@ -103,7 +103,7 @@ class ConfigManager:
             _check_values(document, types_by_key(default, type(default)), selected.config_file)
             _check_code(document, overrides, selected.config_file)
         words = _to_switches(overrides, {key for key, value in known.items() if isinstance(value, bool)})
-        return ResolvedConfig(module, config_name, self._parse(default, [*_to_flags(document), *words]))
+        return ResolvedConfig(module, config_name, self._parse(default, [*_to_flags(document), *words], list(known)))
 
     def _assets_path(self, config_name: str, overrides: list[str], document: dict[str, Any]) -> str:
         option = Parser(prog=self.prog, add_help=False, allow_abbrev=False)
@@ -117,13 +117,13 @@ class ConfigManager:
             raise SystemExit(0)
         raise UserError(f"configuration '{config_name}' needs --{ASSETS_PARAMETER}")
 
-    def _parse(self, default: Configurable.Config, args: list[str]) -> Any:
+    def _parse(self, default: Configurable.Config, args: list[str], known: Collection[str]) -> Any:
         registry, printed = ConstructorRegistry(), io.StringIO()
         registry.struct_rule(_named_configs_rule)
         registry.primitive_rule(_whole_numbers_rule)
         try:
             with registry, contextlib.redirect_stderr(printed):
-                return tyro.cli(
+                config, unknown = tyro.cli(
                     type(default),
                     default=default,
                     args=args,
@@ -131,11 +131,22 @@ class ConfigManager:
                     description=_DESCRIPTION,
                     use_underscores=True,
                     config=(tyro.conf.SuppressFixed,),
+                    return_unknown_args=True,
                 )
         except SystemExit as ended:
             if not ended.code:
                 raise
-            raise UserError(_in_one_line(printed.getvalue())) from None
+            raise UserError(f"{_message_in(printed.getvalue())}; see {self.prog} --help") from None
+        if unknown:
+            raise self._unknown(unknown, known)
+        return config
+
+    def _unknown(self, words: Sequence[str], known: Iterable[str]) -> UserError:
+        """Return the error for words of the command line that set no option."""
+        option = next((word.partition("=")[0] for word in words if word.startswith("-")), "")
+        what = f"unknown option {option}" if option else f"'{words[0]}' belongs to no option"
+        hint = suggest(option, [f"--{key}" for key in known])
+        return UserError(what + (hint or f"; see {self.prog} --help"))
 
 
 _DESCRIPTION = """Train a model: --module M --config C [--config_file run.yaml] [--section.key value ...].
@@ -181,12 +192,13 @@ def _whole_number(text: str) -> int:
     raise ValueError(f"'{text}' is no whole number")
 
 
-def _in_one_line(box: str) -> str:
-    """Return the message in a box of tyro's, with the options that it suggests; all of the text if it has no box."""
-    title, *parts = (" ".join(part.split()) for part in re.split("[-─]{8,}", re.sub("[│╭╮╰╯]", " ", box)))
-    message, hints, *_ = [*(parts or [title]), ""]
-    options = re.findall(r"--[\w.]+", hints) if hints.startswith("Perhaps") else []
-    return message.partition(" Got errors:")[0] + (f"; did you mean {' or '.join(options)}?" if options else "")
+def _message_in(box: str) -> str:
+    """Return the first part of a box of tyro's, up to a row that is a line, in one line; all of the text without a
+    box."""
+    parts = re.split(r"^(?:╭.*|[│╰ ]*[-─]{8,}[│╯ ]*)$", box, flags=re.MULTILINE)
+    rows = parts[min(1, len(parts) - 1)].splitlines()
+    message = " ".join(" ".join(row.strip("│ ") for row in rows).split())
+    return message.partition(" Got errors:")[0]
 
 
 def _registered_name(function: Callable[..., object]) -> str:
