@@ -314,7 +314,10 @@ def test_tokenizer_option_keeps_template_and_stop_tokens(chat_model, stories, ca
 def test_chat_requires_a_template(stories, capsys, monkeypatch):
     code, out, err = talk(capsys, monkeypatch, ["Hello"], "--checkpoint", stories)
     assert (
-        code == 2 and out == "" and "no chat template" in err and "set --chat_template to a file or one of: chatml," in err
+        code == 2
+        and out == ""
+        and "no chat template" in err
+        and "set --chat_template to a file or one of: chatml," in err
     )
     code, out, _ = talk(capsys, monkeypatch, ["Hello"], "--checkpoint", stories, "--chat_template", "chatml")
     assert code == 0 and len(out.splitlines()) == 1

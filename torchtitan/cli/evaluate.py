@@ -77,6 +77,8 @@ def _check(options: argparse.Namespace, files: list[str], names: list[str]) -> N
         raise UserError(f"--include_path: {options.include_path} {fault}; name the folder with the tasks' YAML files")
     if options.output is not None and not options.output.parent.is_dir():
         raise UserError(f"--output: the folder {options.output.parent} does not exist")
+    if options.output is not None and options.output.is_dir():
+        raise UserError(f"--output: {options.output} is a folder; name a file")
     if names and importlib.util.find_spec("lm_eval") is None:
         raise UserError(
             f"{', '.join(names)} is not a .jsonl, .txt or .md file, so it must be an lm-eval task, but lm-eval is not "

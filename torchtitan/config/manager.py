@@ -2,11 +2,13 @@
 
 import contextlib
 import dataclasses
+import difflib
 import io
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
@@ -136,17 +138,21 @@ class ConfigManager:
         except SystemExit as ended:
             if not ended.code:
                 raise
-            raise UserError(f"{_message_in(printed.getvalue())}; see {self.prog} --help") from None
+            raise _wrong_value(printed.getvalue(), args, types_by_key(default, type(default))) from None
         if unknown:
             raise self._unknown(unknown, known)
         return config
 
-    def _unknown(self, words: Sequence[str], known: Iterable[str]) -> UserError:
+    def _unknown(self, words: Sequence[str], known: Collection[str]) -> UserError:
         """Return the error for words of the command line that set no option."""
-        option = next((word.partition("=")[0] for word in words if word.startswith("-")), "")
-        what = f"unknown option {option}" if option else f"'{words[0]}' belongs to no option"
-        hint = suggest(option, [f"--{key}" for key in known])
-        return UserError(what + (hint or f"; see {self.prog} --help"))
+        option = next((word.partition("=")[0] for word in words if word.startswith("-")), None)
+        if option is None:
+            return UserError(f"'{words[0]}' belongs to no option; see {self.prog} --help")
+        key = _key_of(option)
+        in_sections = [name for name in known if name.endswith(f".{key}")][:3]
+        nearest = in_sections or difflib.get_close_matches(key, known, n=1, cutoff=0.7)
+        hint = f"did you mean {' or '.join(f'--{name}' for name in nearest)}?" if nearest else f"see {self.prog} --help"
+        return UserError(f"unknown option {option}; {hint}")
 
 
 _DESCRIPTION = """Train a model: --module M --config C [--config_file run.yaml] [--section.key value ...].
@@ -192,13 +198,23 @@ def _whole_number(text: str) -> int:
     raise ValueError(f"'{text}' is no whole number")
 
 
-def _message_in(box: str) -> str:
-    """Return the first part of a box of tyro's, up to a row that is a line, in one line; all of the text without a
-    box."""
-    parts = re.split(r"^(?:╭.*|[│╰ ]*[-─]{8,}[│╯ ]*)$", box, flags=re.MULTILINE)
-    rows = parts[min(1, len(parts) - 1)].splitlines()
-    message = " ".join(" ".join(row.strip("│ ") for row in rows).split())
-    return message.partition(" Got errors:")[0]
+def _wrong_value(printed: str, words: Sequence[str], types: Mapping[str, Any]) -> UserError:
+    """Return the error for the option of the command line that tyro names in what it `printed`."""
+    places = {_key_of(word): place for place, word in enumerate(words)}  # of a repeated option, the last one
+    key = next((key for key in re.findall(r"--([\w.]+)", printed) if key in places and key in types), None)
+    if key is None:
+        return UserError(" ".join(printed.split()))
+    _, assigned, value = words[places[key]].partition("=")
+    rest = takewhile(lambda word: _key_of(word) not in types, words[places[key] + 1 :])
+    shown = value if assigned else " ".join(rest)
+    must = describe(types[key]).replace("null", "None")
+    said = f"is {shown!r}, but" if shown or assigned else "has no value; it"
+    return UserError(f"--{key} {said} must be {must}")
+
+
+def _key_of(word: str) -> str:
+    """Return the key that a word of the command line sets if there is such an option; "" for other words."""
+    return word.partition("=")[0][2:].replace("-", "_") if word.startswith("--") else ""
 
 
 def _registered_name(function: Callable[..., object]) -> str:
@@ -362,8 +378,7 @@ def _to_switches(args: Sequence[str], switches: Collection[str]) -> list[str]:
     while rest:
         word = rest.pop(0)
         option, assigned, value = word.partition("=")
-        key = option.removeprefix("--").replace("-", "_")
-        if not option.startswith("--") or key not in switches:
+        if (key := _key_of(word)) not in switches:
             words.append(word)
             continue
         if not assigned:

@@ -467,9 +467,7 @@ def test_float8_all_gather_is_bitwise_exact_in_float32(compared):
 def test_float8_all_gather_in_bfloat16_differs_only_by_rounding(compared):
     """Weights are rounded once instead of twice, so that some get the other of two neighboring float8 values. The
     measured difference is 4e-6 to 2e-5."""
-    before, after = (
-        read_metrics(compared / f"in bfloat16{name}", "loss") for name in (", gathered in float8", "")
-    )
+    before, after = (read_metrics(compared / f"in bfloat16{name}", "loss") for name in (", gathered in float8", ""))
     assert before != after
     for (step, loss), (_, expected) in zip(before, after, strict=True):
         assert loss == pytest.approx(expected, rel=1e-4), step
