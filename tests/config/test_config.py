@@ -244,7 +244,10 @@ class TestMistakes:
             (["--module", "./nowhere/at_all"], "'./nowhere/at_all': the folder does not exist"),
             (["--module", "no.such.package"], "no.such.package"),
             (["--config", "debugmodle"], "unknown configuration 'debugmodle'.*did you mean 'debugmodel'"),
-            (["--config", "zzz"], r"there are: llama3_1b, [^;]*; with --hf_assets_path DIR: lora, pretrain, [a-z, ]*\)$"),
+            (
+                ["--config", "zzz"],
+                r"there are: llama3_1b, [^;]*; with --hf_assets_path DIR: lora, [a-z, ]*\)$",
+            ),
             (["--config", "lorra"], "did you mean 'lora'"),
             (["--module", "preference", "--config", "zzz"], r"there are: dpo, [^;]*\)$"),
             (["--config_file", "/no/such.yaml"], "/no/such.yaml"),
