@@ -332,6 +332,10 @@ class TestMistakes:
                 ["--dataloader.weights", "1", "a"],
                 "--dataloader.weights is '1 a', but must be a list (each item a number)",
             ),
+            (
+                ["--lr_scheduler.decay_type=--training.steps"],
+                "--lr_scheduler.decay_type is '--training.steps', but must be one of linear, sqrt, cosine",
+            ),
             (["--optimizer.lr", "x", "--optimizer.lr", "y"], "--optimizer.lr is 'y', but must be a number"),
             (["stray"], "'stray' belongs to no option; see torchtitan train --help"),
             (["--training.steps", "5", "6"], "'6' belongs to no option; see torchtitan train --help"),
@@ -402,6 +406,32 @@ class TestModules:
         folder = write_module(tmp_path / "yaml", self.REGISTRY.format(name="yaml"))
         with pytest.raises(UserError, match="'yaml' is the name of another package; rename the folder"):
             parse("--module", str(folder), "--config", "tiny")
+
+    def test_values_that_a_configuration_refuses(self, tmp_path):
+        """The message is kept, in one line."""
+        registry = """
+            from dataclasses import dataclass
+
+            from torchtitan.components.optimizer import Optimizer
+            from torchtitan.models.llama3.config_registry import llama3_debugmodel
+
+
+            class Own(Optimizer):
+                @dataclass(kw_only=True, slots=True)
+                class Config(Optimizer.Config):
+                    def __post_init__(self):
+                        if self.lr > 1:
+                            raise ValueError(f"--optimizer.lr is {self.lr}; choose less")
+
+
+            def refusing():
+                config = llama3_debugmodel()
+                config.optimizer = Own.Config()
+                return config
+        """
+        folder = write_module(tmp_path / "refuses_values", registry)
+        with pytest.raises(UserError, match=r"^[^│─\n]*: --optimizer\.lr is 2\.0; choose less [^│─\n]*$"):
+            parse("--module", str(folder), "--config", "refusing", "--optimizer.lr", "2")
 
     def test_listing_matches_import(self):
         import importlib

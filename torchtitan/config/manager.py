@@ -199,17 +199,18 @@ def _whole_number(text: str) -> int:
 
 
 def _wrong_value(printed: str, words: Sequence[str], types: Mapping[str, Any]) -> UserError:
-    """Return the error for the option of the command line that tyro names in what it `printed`."""
-    places = {_key_of(word): place for place, word in enumerate(words)}  # of a repeated option, the last one
-    key = next((key for key in re.findall(r"--([\w.]+)", printed) if key in places and key in types), None)
-    if key is None:
-        return UserError(" ".join(printed.split()))
-    _, assigned, value = words[places[key]].partition("=")
-    rest = takewhile(lambda word: _key_of(word) not in types, words[places[key] + 1 :])
+    """Return the error for the option of the command line that tyro names in the box that it `printed`; without such an
+    option, for example if the configuration refuses its values, the text of the box."""
+    text = " ".join(re.sub("[│╭╮╰╯─]", " ", printed).split())
+    named = re.search(r"(?:Error parsing |argument ')--([\w.]+)", text)
+    if named is None or (key := named[1]) not in types:
+        return UserError(text)
+    place = max(number for number, word in enumerate(words) if _key_of(word) == key)
+    _, assigned, value = words[place].partition("=")
+    rest = takewhile(lambda word: _key_of(word) not in types, words[place + 1 :])
     shown = value if assigned else " ".join(rest)
-    must = describe(types[key]).replace("null", "None")
     said = f"is {shown!r}, but" if shown or assigned else "has no value; it"
-    return UserError(f"--{key} {said} must be {must}")
+    return UserError(f"--{key} {said} must be {describe(types[key]).replace('null', 'None')}")
 
 
 def _key_of(word: str) -> str:
