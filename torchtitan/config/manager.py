@@ -186,7 +186,9 @@ def _in_one_line(box: str) -> str:
     title, *parts = (" ".join(part.split()) for part in re.split("[-─]{8,}", re.sub("[│╭╮╰╯]", " ", box)))
     message, hints, *_ = [*(parts or [title]), ""]
     options = re.findall(r"--[\w.]+", hints) if hints.startswith("Perhaps") else []
-    return message.partition(" Got errors:")[0] + (f"; did you mean {' or '.join(options)}?" if options else "")
+    listed = "; --help lists the options" if message.startswith("Unrecognized") else ""
+    remedy = f"; did you mean {' or '.join(options)}?" if options else listed
+    return message.partition(" Got errors:")[0] + remedy
 
 
 def _registered_name(function: Callable[..., object]) -> str:

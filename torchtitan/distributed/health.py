@@ -25,8 +25,9 @@ from torchtitan.distributed.process_group import gather_objects
 from torchtitan.tools.device import peak_flops, synchronize
 from torchtitan.tools.errors import UserError
 
-PRODUCTS, LINKS, NETWORK = "matrix products", "links within the host", "links to other hosts"
-ALL_REDUCE, DISK = "the all-reduce", "writing to the dump folder"
+PRODUCTS, LINKS = "matrix products (TFLOP/s)", "links within the host (GB/s)"
+NETWORK, ALL_REDUCE = "links to other hosts (GB/s)", "all-reduce, sent by each rank (GB/s)"
+DISK = "writing to the dump folder (GB/s)"
 FREE, SHARED, OPEN_FILES = "GiB free in the dump folder", "GiB free in /dev/shm", "open files allowed (ulimit -n)"
 CLOCK, ERRORS = "seconds that the clock is ahead", "uncorrected memory errors"
 GPU_ERRORS, SLOWDOWN = "uncorrected memory errors of the GPU", "clocks of the GPU lowered (heat or power)"
@@ -55,7 +56,8 @@ CHECKS = {
     GPU_ERRORS: Check(most=0),
     SLOWDOWN: Check(most=0),
 }
-"""Facts by name. Speeds are FLOP/s of the fastest matrix product (bfloat16 on a GPU, float32 on a CPU) and bytes/s."""
+"""Facts by name. Products are in bfloat16 on a GPU, in float32 on a CPU. Messages between two ranks go in both
+directions at once, while other pairs communicate too."""
 
 LEAST_OF_EXPECTED = 0.25
 """Least part of the speed that a GPU's data sheet promises. Messages are too small to fill a fast link, and a GPU may
@@ -78,7 +80,7 @@ class RankHealth:
     facts: dict[str, float]
     """Name in `CHECKS` → value; those of the host are known to its first rank."""
     bandwidths: dict[int, float] = field(default_factory=dict)
-    """Other rank → bytes/s."""
+    """Other rank → GB/s."""
 
 
 class Finding(NamedTuple):
@@ -107,7 +109,8 @@ def measure(folder: Path, device: torch.device) -> list[RankHealth]:
     problems, seconds = gather_objects(problem), time.time()
     if found := next(filter(None, problems), ""):
         raise UserError(found)
-    facts[PRODUCTS] = peak_flops(device, torch.bfloat16 if is_gpu else torch.float32, published=False).value
+    clocks = gather_objects(seconds if is_first else None)
+    facts[PRODUCTS] = peak_flops(device, torch.bfloat16 if is_gpu else torch.float32, published=False).value / 1e12
     if size > 1:
         bandwidths, facts[ALL_REDUCE] = _bandwidths(rank, size, device)
     if is_first:
@@ -115,7 +118,7 @@ def measure(folder: Path, device: torch.device) -> list[RankHealth]:
         facts |= {
             FREE: shutil.disk_usage(existing).free / 2**30,
             SHARED: shutil.disk_usage(shared).free / 2**30 if shared.is_dir() else 0,
-            CLOCK: seconds,
+            CLOCK: seconds - statistics.median(clock for clock in clocks if clock),
             OPEN_FILES: resource.getrlimit(resource.RLIMIT_NOFILE)[0],
             ERRORS: sum(int(path.read_text()) for path in errors),  # of Linux (EDAC)
         }
@@ -130,12 +133,12 @@ def findings(ranks: Sequence[RankHealth], expected: Mapping[str, float]) -> list
     """Return everything that is out of line with the other ranks, or with the speeds expected, by name, of the GPU:
     hosts whose median is low, even if all hosts are equally slow."""
     host_of = {one.rank: one.host for one in ranks}
-    hosts, facts = dict.fromkeys(host_of.values()), {name: _values(name, ranks, host_of) for name in CHECKS}
+    hosts, facts = dict.fromkeys(host_of.values()), values_of(ranks)
     found = list(_different_software(ranks))
     for name, check in CHECKS.items():
-        median = statistics.median(facts[name].values() or [0.0])
+        values, median = facts[name], statistics.median(facts[name].values() or [0.0])
         least = max(check.least, check.of_median * median)
-        wrong = {measured: value for measured, value in facts[name].items() if not least <= value <= check.most}
+        wrong = {measured: value for measured, value in values.items() if not least <= value <= check.most}
         # A pair is assigned to the host that is in most wrong pairs.
         counts = Counter(host for measured in wrong for host in {host_of[rank] for rank in measured})
         for measured, value in wrong.items():
@@ -153,15 +156,16 @@ def findings(ranks: Sequence[RankHealth], expected: Mapping[str, float]) -> list
     return found
 
 
-def _values(name: str, ranks: Sequence[RankHealth], host_of: Mapping[int, str]) -> dict[tuple[int, ...], float]:
-    """Return the values of a fact by the rank or the two ranks that were measured."""
-    if name in (LINKS, NETWORK):
-        pairs = {(one.rank, other): speed for one in ranks for other, speed in one.bandwidths.items()}
-        is_inside = name == LINKS
-        return {(a, b): pairs[a, b] for a, b in pairs if a < b and (host_of[a] == host_of[b]) == is_inside}
-    values = {(one.rank,): one.facts[name] for one in ranks if name in one.facts}
-    median = statistics.median(values.values()) if name == CLOCK else 0.0
-    return {measured: value - median for measured, value in values.items()}
+def values_of(ranks: Sequence[RankHealth]) -> dict[str, dict[tuple[int, ...], float]]:
+    """Return the values of each fact in `CHECKS` by the rank, or the two ranks, that were measured."""
+    host_of = {one.rank: one.host for one in ranks}
+    values: dict[str, dict[tuple[int, ...], float]]
+    values = {name: {(one.rank,): one.facts[name] for one in ranks if name in one.facts} for name in CHECKS}
+    for one in ranks:
+        for other, speed in one.bandwidths.items():
+            if one.rank < other:
+                values[LINKS if host_of[other] == one.host else NETWORK][one.rank, other] = speed
+    return values
 
 
 def _different_software(ranks: Sequence[RankHealth]) -> Iterator[Finding]:
@@ -198,12 +202,11 @@ def _disk_bandwidth(folder: Path) -> float:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-        return _DISK_BYTES / (time.perf_counter() - start)
+        return _DISK_BYTES / 1e9 / (time.perf_counter() - start)
 
 
 def _bandwidths(rank: int, size: int, device: torch.device) -> tuple[dict[int, float], float]:
-    """Return the bandwidth of messages with each partner (see `rounds`), in both directions at once and while other
-    pairs communicate too, and that of an all-reduce: the bytes that each rank sends, per second."""
+    """Return the bandwidth with each partner (see `rounds`), and that of an all-reduce."""
     sent, received = torch.zeros(2, _MESSAGE_BYTES // 4, device=device)
 
     def exchange(other: int | None) -> None:
@@ -213,8 +216,9 @@ def _bandwidths(rank: int, size: int, device: torch.device) -> tuple[dict[int, f
                 request.wait()
 
     seconds = [(other, _seconds(partial(exchange, other), device)) for other in rounds(rank, size)]
-    pairs = {other: _MESSAGE_BYTES / duration for other, duration in seconds if other is not None}
-    return pairs, 2 * (size - 1) / size * _MESSAGE_BYTES / _seconds(partial(dist.all_reduce, sent), device)
+    pairs = {other: _MESSAGE_BYTES / 1e9 / duration for other, duration in seconds if other is not None}
+    n_sent = 2 * (size - 1) / size * _MESSAGE_BYTES
+    return pairs, n_sent / 1e9 / _seconds(partial(dist.all_reduce, sent), device)
 
 
 def rounds(rank: int, size: int) -> list[int | None]:

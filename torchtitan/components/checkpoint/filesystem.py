@@ -193,7 +193,8 @@ class RemoteFolder:
     def files(self) -> dict[str, int]:
         with self._store() as (store, root):
             files = store.find(root, detail=True)
-            return {path.removeprefix(root).lstrip("/"): files[path]["size"] for path in sorted(files)}
+            sizes = {path: files[path].get("size") or store.size(path) for path in sorted(files)}  # HTTP lists none
+            return {path.removeprefix(root).lstrip("/"): size for path, size in sizes.items()}
 
     def has_file(self, name: str) -> bool:
         with self._store() as (store, root):
@@ -210,7 +211,7 @@ class RemoteFolder:
 
     def read_range(self, name: str, start: int, stop: int) -> bytes:
         with self._store() as (store, root):
-            content: bytes = store.cat_file(f"{root}/{name}", start, stop)
+            content: bytes = store.cat_file(f"{root}/{name}", start=start, end=stop)
             return content
 
     def write(self, name: str, content: bytes) -> None:

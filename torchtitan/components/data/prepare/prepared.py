@@ -200,10 +200,10 @@ class _StoredArray:
 
     def __getitem__(self, span: slice) -> Array:
         start, stop, _ = (index * self._dtype.itemsize for index in span.indices(self._length))
-        return np.frombuffer(self._blocks.read(f"{self._version}/{self._name}", start, stop, self._fetch), self._dtype)
+        name, size = f"{self._version}/{self._name}", self._length * self._dtype.itemsize
+        return np.frombuffer(self._blocks.read(name, size, start, stop, self._fetch), self._dtype)
 
     def _fetch(self, start: int, stop: int) -> bytes:
-        stop = min(stop, self._length * self._dtype.itemsize)
         what = f"reading {self._folder}/{self._name} at offset {start:,}"
         content = with_patience(what, lambda: self._folder.read_range(self._name, start, stop))
         if len(content) != stop - start:

@@ -79,16 +79,15 @@ def open_token_files(paths: Sequence[Path], tokenizer: Tokenizer) -> Tokens:
     chunks = {folder: _litdata_chunks(folder) for folder in {path.parent for path in paths}}
     inspected = [_inspect(path, tokenizer, chunks[path.parent].get(path.name)) for path in paths]
     files = [file for file in inspected if file.n_tokens]
-    if sum(file.n_tokens for file in files) < 2:
+    first = np.cumsum([0, *(file.n_tokens for file in files)])
+    if first[-1] < 2:
         raise UserError(f"{paths[0]} contains no tokens to train on")
     for file in files:
         _check_ids(file, tokenizer.vocab_size)
-    first = np.cumsum([0, *(file.n_tokens for file in files)])
     eos = -1 if tokenizer.eos_id is None else tokenizer.eos_id
     # A later file may begin in the middle of a document, so the first one shows where the delimiters are.
-    delimited = [file for file in files if not file.read_offsets]
-    delimiter_first = bool(delimited) and bool(delimited[0].map()[0] == eos)
-    open_file = partial(_open, files, eos, delimiter_first)
+    begins = [file.map()[0] == eos for file in files if not file.read_offsets]
+    open_file = partial(_open, files, eos, bool(begins and begins[0]))
     joined = JoinedTokens(files_digest(paths), first[:-1], int(first[-1]), open_file)
     joined.format = "tokens"
     return joined
@@ -127,7 +126,7 @@ def _inspect(path: Path, tokenizer: Tokenizer, chunk: Mapping[str, Any] | None) 
             _check_end(path, _LLM_C_HEADER + n_tokens * np.dtype(dtype).itemsize, "its header")
             return TokenFile(path, dtype, _LLM_C_HEADER, n_tokens)
         return _bare(path, "uint16" if is_bin else token_dtype(tokenizer))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, LookupError, TypeError) as error:
         raise error if isinstance(error, UserError) else UserError(f"{path} cannot be read: {error}") from None
 
 
@@ -238,16 +237,12 @@ def _open(files: Sequence[TokenFile], eos: int, delimiter_first: bool, number: i
     return ArrayTokens(str(file.path), file.map(), offsets, [file.path.name], [len(offsets) - 1])
 
 
-class DelimitedTokens(Tokens):
+class DelimitedTokens(ArrayTokens):
     """Tokens with a delimiter before each document, or after each. The file is not searched to count documents."""
 
     def __init__(self, file: TokenFile, delimiter: int, delimiter_first: bool):
-        self.key, self.n_tokens, self._name = str(file.path), file.n_tokens, file.path.name
-        self._tokens, self._delimiter = file.map(), delimiter
-        self._shift = 0 if delimiter_first else 1
-
-    def tokens(self, start: int, stop: int) -> Array:
-        return self._tokens[start:stop].astype(np.int64)
+        super().__init__(str(file.path), file.map(), np.empty(0, np.int64), [file.path.name], [])
+        self._delimiter, self._shift = delimiter, int(not delimiter_first)
 
     def starts(self, start: int, stop: int) -> Array:
         first = max(0, start - self._shift)
@@ -256,7 +251,7 @@ class DelimitedTokens(Tokens):
         return np.append(0, starts) if start == 0 and self._shift else starts
 
     def locate(self, token: int) -> tuple[str, int]:
-        return f"{self._name}, token", token + 1
+        return f"{self.names[0]}, token", token + 1
 
     def lengths(self) -> Array:
         """Return the tokens of each document that begins in the first 67 million tokens."""

@@ -21,8 +21,8 @@ from torchtitan.tools.logging import logger
 ATTEMPTS = 6
 """Attempts to read from a store or to write to it; the waiting time doubles after each, from one second."""
 
-_VERSIONS = {"etag", "md5hash", "contentmd5", "lastmodified", "mtime", "modified", "updated", "created"}
-"""Names by which stores give a file's checksum or time, in lower case without separators."""
+_VERSIONS = ("etag", "md5hash", "contentmd5", "mtime", "lastmodified", "modified", "updated", "created")
+"""Names of checksums and times in stores, in lower case without separators; checksums first."""
 
 _LASTING = (FileNotFoundError, PermissionError)
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -127,7 +127,8 @@ def stored_files(url: str, text_column: str) -> list[StoredPart]:
         if entry.get("size") is None:
             raise UserError(f"{store.unstrip_protocol(path)}: the server does not state the size; download the file")
         name = path if is_pattern else path.removeprefix(root).lstrip("/") or posixpath.basename(path)
-        version = " ".join(str(entry[key]) for key in sorted(entry) if re.sub("[-_]", "", key.lower()) in _VERSIONS)
+        names = {re.sub("[-_]", "", key.lower()): key for key in entry}
+        version = next((str(entry[names[name]]) for name in _VERSIONS if name in names), "")
         parts.append(StoredPart(name, store.unstrip_protocol(path), text_column, entry["size"], version))
     if not parts:
         raise UserError(f"{url}: there is no data file ({supported_formats()})")
