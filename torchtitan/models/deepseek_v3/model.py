@@ -1,6 +1,5 @@
 """DeepSeek-V2 and V3 (arXiv:2405.04434, 2412.19437), Kimi K2 (arXiv:2507.20534), and their Hugging Face format."""
 
-import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -53,7 +52,7 @@ class DeepSeekModel(MoEDecoder):
         def validate(self) -> None:
             MoEDecoder.Config.validate(self)
             self.check_positive("q_lora_rank", "kv_lora_rank", "v_head_dim", "mtp_weight")
-            self.check_sizes(64, *(["n_mtp_modules"] if self.n_mtp_modules else []))
+            self.check_sizes(64, "n_mtp_modules", least=0)
             most, heads = self.resolved_head_dim, f"equal to --model.n_heads {self.n_heads}"
             require(self.v_head_dim <= most, "--model.v_head_dim", self.v_head_dim, f"at most the head width {most}")
             require(self.n_kv_heads == self.n_heads, "--model.n_kv_heads", self.n_kv_heads, heads)
@@ -71,11 +70,7 @@ class DeepSeekModel(MoEDecoder):
         return with_further_tokens(head, modules, tokens_BL, positions_BL, self.config.mtp_weight)
 
     def make_attention(self, index: int, **options: Any) -> nn.Module:
-        config = self.config
-        ranks: Any = {"q_rank": config.q_lora_rank, "rank": config.kv_lora_rank, "v_dim": config.v_head_dim}
-        mscale = 1 + 0.1 * (config.mscale_all_dim or 0.0) * math.log(max(1.0, config.rope.scaling_factor))
-        scale, stds = config.resolved_head_dim**-0.5 * mscale**2, self.init_stds(index)
-        return LatentAttention(config, **ranks, scale=scale, interleaved=config.rope_interleave, **stds)
+        return LatentAttention(self.config, **self.init_stds(index))
 
     def score_flops(self, index: int, seq_len: int) -> float:
         return super().score_flops(index, seq_len) * (1 + self.config.v_head_dim / self.config.resolved_head_dim) / 2
@@ -123,7 +118,7 @@ _WIDTHS = {"q_lora_rank": 1536, "kv_lora_rank": 512, "v_head_dim": 128, "partial
 _V3 = hf.ModelType(
     architecture="DeepseekV3ForCausalLM",
     config=DeepSeekModel.Config,
-    rows=rows.expert_rows(_DENSE, shared="shared_experts"),
+    rows=lambda config: _DENSE + rows.expert_rows(config, shared="shared_experts"),
     keys={**_KEYS, "rope_interleave": "rope_interleave", "num_nextn_predict_layers": "n_mtp_modules"},
     defaults={
         **{"n_routed_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "n_group": 8},
