@@ -64,7 +64,7 @@ def test_sections_of_a_run_that_was_killed_twice(runs):
     }
     (incidents,) = (part.rows for part in sections([RunRecord(runs[0])]) if part.title == "Incidents")
     again = [what for _, _, _, event, what in incidents if event == "start"]
-    assert again[0] == "" and "at step 3 (killed or crashed)" in again[1] and "at step 5 (killed" in again[2]
+    assert again[0] == "" and "at step 3 (killed, or ended by an error)" in again[1] and "at step 5 (killed" in again[2]
     assert [step for _, _, step, event, _ in incidents if event == "save"] == ["2", "4", "6", "7"]
     phases = rows_of(killed, "Time of a step by phase")
     assert {"data", "forward", "backward", "gradient clipping", "optimizer step"} <= phases.keys()
@@ -128,7 +128,7 @@ def test_curves_of_long_runs_keep_their_extremes(tmp_path):
     curve = record.curve("loss")
     assert len(curve) <= 1100 and curve == sorted(curve) and set(curve) <= set(record.points("loss"))
     assert (12_346, 9.0) in curve and curve[0][0] == 1 and curve[-1][0] == 20_000
-    assert curves([record, record_of(tmp_path, lines[:1])])[0]["series"][1] == [(1, math.sin(0.02))]
+    assert curves([record, record_of(tmp_path, lines[:1])])[0] == ("loss", [curve, [(1, math.sin(0.02))]])
 
 
 def test_sparkline():

@@ -118,12 +118,7 @@ class RunBuilder(Configurable):
                 "--optimizer.early_step_in_backward cannot be combined with --training.epochs of a stream, whose end "
                 "is found too late to skip the step; set --training.steps instead"
             )
-        return DataProgress(
-            training,
-            n_samples=samples,
-            global_batch_size=self.global_batch_size,
-            sequences_per_sample=self.sequences_per_sample,
-        )
+        return self.config.data_progress(self.global_batch_size, samples)
 
     def build_models(self) -> dict[str, RunModel]:
         """Build the run's models by name, sharded and not yet allocated: here "model", which the configuration
