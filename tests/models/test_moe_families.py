@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +53,10 @@ def in_routers(change: Callable[[Any], None]) -> Callable[[Any], None]:
     return mistake
 
 
-def routed_with(**options: Any) -> Callable[[Any], None]:
+def set_part(**parts: Any) -> Callable[[Any], None]:
     def change(router: Any) -> None:
-        router.config = replace(router.config, **options)
+        for name, part in parts.items():
+            setattr(router, name, part)
 
     return in_routers(change)
 
@@ -83,6 +83,10 @@ def without_bias(model: Any) -> None:
 
 def biased_weights(router: Any) -> None:
     router.selection.forward = lambda scores: scores.data.add_(router.selection.bias_E)  # in place: the weights too
+
+
+def all_groups(router: Any) -> None:
+    router.choose = lambda scores: scores.topk(2, dim=-1).indices
 
 
 def without_sinks(model: Any) -> None:
@@ -139,13 +143,13 @@ GLM = {
 @pytest.mark.parametrize(
     ("model_type", "options", "mistake"),
     [
-        ("qwen3_moe", QWEN3, routed_with(norm_topk_prob=False)),
-        ("qwen3_moe", QWEN3, routed_with(scoring_func="sigmoid")),
+        ("qwen3_moe", QWEN3, set_part(is_normalized=False)),
+        ("qwen3_moe", QWEN3, set_part(is_sigmoid=True)),
         ("qwen3_moe", QWEN3, exchange_gate_and_up),
-        ("qwen2_moe", QWEN2, routed_with(norm_topk_prob=True)),
+        ("qwen2_moe", QWEN2, set_part(is_normalized=True)),
         ("qwen2_moe", QWEN2, without_shared),
         ("qwen2_moe", QWEN2, open_gate),
-        ("mixtral", {}, routed_with(norm_topk_prob=False)),
+        ("mixtral", {}, set_part(is_normalized=False)),
         ("gpt_oss", {}, without_sinks),
         ("gpt_oss", {}, unclamped),
         ("gpt_oss", {}, without_expert_bias),
@@ -155,13 +159,13 @@ GLM = {
         ("llama4_text", LLAMA4, without_norms),
         ("llama4_text", LLAMA4, scaled_results),
         ("llama4_text", LLAMA4, without_shared),
-        ("qwen3_5_moe_text", {}, routed_with(norm_topk_prob=False)),
+        ("qwen3_5_moe_text", {}, set_part(is_normalized=False)),
         ("qwen3_5_moe_text", {}, open_gate),
-        ("glm4_moe", GLM, routed_with(scoring_func="softmax")),
-        ("glm4_moe", GLM, routed_with(routed_scaling_factor=1.0)),
+        ("glm4_moe", GLM, set_part(is_sigmoid=False)),
+        ("glm4_moe", GLM, set_part(scale=1.0)),
         ("glm4_moe", GLM, without_bias),
         ("glm4_moe", GLM, in_routers(biased_weights)),
-        ("glm4_moe", GLM, routed_with(n_group=1)),
+        ("glm4_moe", GLM, in_routers(all_groups)),
         ("glm4_moe", GLM, without_shared),
     ],
 )

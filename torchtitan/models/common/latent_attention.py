@@ -1,7 +1,6 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, 2.1): keys and values of all heads come from one short
 vector per token, the latent of width R, which is all that caches and other ranks need."""
 
-import math
 from functools import partial
 from typing import Any
 
@@ -18,13 +17,12 @@ from torchtitan.protocols.attention import AttentionMetadata
 class LatentScores(nn.Module):
     """Attention of queries to latents, which context parallelism gathers and generation stores."""
 
-    def __init__(self, config: Any, init_std: float):
+    def __init__(self, config: Any, rank: int, v_dim: int, scale: float, init_std: float):
         super().__init__()
-        head_dim, self.v_dim = config.resolved_head_dim, config.v_head_dim
+        head_dim, self.v_dim = config.resolved_head_dim, v_dim
         self.plain_dim = head_dim - config.rope.rotated_dim(head_dim)
-        self.wkv_b = make_linear(config.kv_lora_rank, config.n_heads * (self.plain_dim + self.v_dim), init_std)
-        mscale = 1 + 0.1 * (config.mscale_all_dim or 0.0) * math.log(max(1.0, config.rope.scaling_factor))
-        self.scores = Attention(scale=head_dim**-0.5 * mscale**2)
+        self.wkv_b = make_linear(rank, config.n_heads * (self.plain_dim + v_dim), init_std)
+        self.scores = Attention(scale=scale)
 
     def forward(self, q_BLHD: Tensor, latent_BS1R: Tensor, k_BS1P: Tensor, attention: AttentionMetadata) -> Tensor:
         """Return (B, L, H, v_dim). `k_BS1P` is the part of the keys with positions, the same for all heads."""
@@ -35,14 +33,17 @@ class LatentScores(nn.Module):
 
 
 class LatentAttention(nn.Module):
-    """Causal self-attention to latents; queries have latents of their own, or none. Only the last part of a head, of
-    width P, has positions, and all heads share its keys. `config`: of a decoder with the fields of DeepSeek's."""
+    """Causal self-attention to latents of width `rank`; queries have latents of width `q_rank`, or none. Only the last
+    part of a head, of width P, has positions, and all heads share its keys. `config`: a decoder's. `scale`: of scores.
+    `interleaved`: RoPE rotates neighbors."""
 
-    def __init__(self, config: Any, *, init_std: float, out_init_std: float):
+    def __init__(
+        self, config: Any, *, q_rank: int | None, rank: int, v_dim: int, scale: float, interleaved: bool, **stds: float
+    ):
         super().__init__()
         norm = partial(RMSNorm, eps=1e-6)  # in the published models, whatever their other norms have
-        dim, rank, q_rank, bias = config.dim, config.kv_lora_rank, config.q_lora_rank, config.attention_bias
-        self.head_dim, self.interleaved = config.resolved_head_dim, config.rope_interleave
+        dim, bias, init_std = config.dim, config.attention_bias, stds["init_std"]
+        self.head_dim, self.interleaved = config.resolved_head_dim, interleaved
         self.widths = [rank, config.rope.rotated_dim(self.head_dim)]
         wq = make_linear(q_rank or dim, config.n_heads * self.head_dim, init_std)
         down = [make_linear(dim, q_rank, init_std, bias=bias), norm(q_rank)] if q_rank else []
@@ -51,8 +52,8 @@ class LatentAttention(nn.Module):
         self.wkv_a = make_linear(dim, sum(self.widths), init_std, bias=bias)
         self.kv_norm = norm(rank)
         self.latents = nn.Identity()  # tensor parallelism gathers its input, the latents of each rank's tokens
-        self.attend = LatentScores(config, init_std)
-        self.wo = make_linear(config.n_heads * config.v_head_dim, dim, out_init_std, bias=bias)
+        self.attend = LatentScores(config, rank, v_dim, scale, init_std)
+        self.wo = make_linear(config.n_heads * v_dim, dim, stds["out_init_std"], bias=bias)
 
     def forward(self, x_BLD: Tensor, rope: tuple[Tensor, Tensor], attention: AttentionMetadata) -> Tensor:
         """(B, L, dim) → (B, L, dim)."""

@@ -1,5 +1,6 @@
 """DeepSeek-V2 and V3 (arXiv:2405.04434, 2412.19437), Kimi K2 (arXiv:2507.20534), and their Hugging Face format."""
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -70,7 +71,11 @@ class DeepSeekModel(MoEDecoder):
         return with_further_tokens(head, modules, tokens_BL, positions_BL, self.config.mtp_weight)
 
     def make_attention(self, index: int, **options: Any) -> nn.Module:
-        return LatentAttention(self.config, **self.init_stds(index))
+        config = self.config
+        ranks: Any = {"q_rank": config.q_lora_rank, "rank": config.kv_lora_rank, "v_dim": config.v_head_dim}
+        mscale = 1 + 0.1 * (config.mscale_all_dim or 0.0) * math.log(max(1.0, config.rope.scaling_factor))
+        scale, stds = config.resolved_head_dim**-0.5 * mscale**2, self.init_stds(index)
+        return LatentAttention(config, **ranks, scale=scale, interleaved=config.rope_interleave, **stds)
 
     def score_flops(self, index: int, seq_len: int) -> float:
         return super().score_flops(index, seq_len) * (1 + self.config.v_head_dim / self.config.resolved_head_dim) / 2

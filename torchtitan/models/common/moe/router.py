@@ -67,7 +67,8 @@ class Router(LoadBalanced):
     def __init__(self, config: RoutingConfig, *, dim: int, bias: bool = False, init_std: float):
         selection = SelectionBias(config.n_experts, config.bias_rate) if config.selection_bias else None
         super().__init__(config.n_experts, config.top_k, config.penalties, selection)
-        self.config = config
+        self.choose, self.scale = config.choose, config.routed_scaling_factor
+        self.is_sigmoid, self.is_normalized = config.scoring_func == "sigmoid", config.norm_topk_prob
         # Not a linear layer: converters, such as LoRA, take all of them, and the router should keep its precision.
         self.weight = nn.Parameter(torch.empty(config.n_experts, dim))
         self.bias = nn.Parameter(torch.empty(config.n_experts)) if bias else None
@@ -77,14 +78,13 @@ class Router(LoadBalanced):
         """(B, L, dim) → weights and numbers of the chosen experts, both (B, L, K)."""
         bias = None if self.bias is None else self.bias.float()
         logits_BLE = F.linear(x_BLD.float(), self.weight.float(), bias)
-        is_sigmoid = self.config.scoring_func == "sigmoid"
-        scores_BLE = torch.sigmoid(logits_BLE) if is_sigmoid else logits_BLE.softmax(dim=-1)
+        scores_BLE = torch.sigmoid(logits_BLE) if self.is_sigmoid else logits_BLE.softmax(dim=-1)
         with torch.no_grad():
-            chosen_BLK = self.config.choose(scores_BLE if self.selection is None else self.selection(scores_BLE))
+            chosen_BLK = self.choose(scores_BLE if self.selection is None else self.selection(scores_BLE))
         weights_BLK = scores_BLE.gather(-1, chosen_BLK)
-        if self.config.norm_topk_prob:
+        if self.is_normalized:
             weights_BLK = weights_BLK / (weights_BLK.sum(dim=-1, keepdim=True) + 1e-20)
-        weights_BLK = self.config.routed_scaling_factor * weights_BLK
+        weights_BLK = self.scale * weights_BLK
         if self.training and self.totals is not None:
             # Not `bincount`, which waits for a GPU.
             places = chosen_BLK.flatten(1)
