@@ -123,7 +123,7 @@ def words_of(command: str, checkpoint: str, out: Path) -> list[object]:
     model = ["--checkpoint", checkpoint, "--device", "cpu"]
     return {
         "generate": [command, *model, "--prompt", "Once", "--max_new_tokens", 4],
-        "chat": [command, *model, "--template", "chatml"],
+        "chat": [command, *model, "--chat_template", "chatml"],
         "eval": [command, *model, "--tasks", out / "text.txt"],
         "convert": [command, "--to", "dcp", checkpoint, out / "out"],
         "inspect": [command, checkpoint],

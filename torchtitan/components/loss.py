@@ -98,10 +98,9 @@ class CrossEntropyLoss(Configurable):
             from_logits = _after(transform, from_logits)
         if weight_VD is None:
             return from_logits(hidden_BLD.flatten(0, 1), labels_BL.flatten())
-        shard = None
         if isinstance(weight_VD, DTensor):
             from_logits = on_sharded_logits(from_logits, weight_VD)
-            hidden_BLD, weight_VD, shard = local_shards(hidden_BLD, weight_VD)
+        hidden_BLD, weight_VD, shard = local_shards(hidden_BLD, weight_VD)
         hidden, labels = hidden_BLD.flatten(0, 1), labels_BL.flatten()
         device_type = self.device_type or hidden.device.type
         chunk_tokens = self.config.chunk_tokens

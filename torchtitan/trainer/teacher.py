@@ -11,11 +11,10 @@ from torchtitan.components.distillation import DistillationLoss, Outputs, TopTok
 from torchtitan.components.sequence_cache import SequenceCache
 from torchtitan.components.tokenizer import PretrainedTokenizer, Tokenizer
 from torchtitan.components.weights.assets import asset_folder
-from torchtitan.components.weights.sources import base_weights
 from torchtitan.protocols import ModelSpec
 from torchtitan.tools.errors import UserError, require
-from torchtitan.trainer.frozen import FrozenModelTrainer, check_cache
 from torchtitan.trainer.models import RunModel
+from torchtitan.trainer.reference import FrozenModelTrainer, check_cache
 
 
 @dataclass(kw_only=True, slots=True)
@@ -79,8 +78,7 @@ class TeacherTrainer(FrozenModelTrainer):
         config, vocabulary = self.config.teacher, self.config.model_spec.model.vocab_size
         if not config.cache:
             return None
-        setting: list[Any] = [base_weights(model.weights)["digest"], model.spec.name, model.spec.model.to_dict()]
-        setting += [config.top_k, vocabulary, self.loss.config.temperature, self.config.training.mixed_precision_param]
+        setting = [*self.setting(model), config.top_k, vocabulary, self.loss.config.temperature]
         return SequenceCache(Path(config.cache), setting, bytes_per_token=8 * config.top_k + 4)
 
     def frozen_results(self, batch: Batch) -> dict[str, Tensor]:

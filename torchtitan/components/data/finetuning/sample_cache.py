@@ -146,7 +146,7 @@ def first_columns(source: Source) -> list[str]:
         if row.values is not None:
             return list(row.values)
         error = error or f"{row.where}: {row.error}"
-    raise UserError(error or f"{source.name} has no rows")
+    raise UserError(error or f"{source.name} has no rows; add some, or name other data")
 
 
 def _build(source: Source, format: RowFormat, encoder: RowEncoder, filters: FilterConfig, folder: Path) -> str:
