@@ -11,7 +11,7 @@ import threading
 
 import pytest
 
-from tests.training import TINY, flags, run, tiny_config
+from tests.training import run, tiny_config
 from torchtitan.cli.launch import _stop
 from torchtitan.tools.logging import init_logger, logger
 from torchtitan.trainer import Trainer
@@ -121,7 +121,6 @@ def test_no_bar(tmp_path, monkeypatch, capsys, option):
     text = terminal.close() if terminal else capsys.readouterr().err
     assert " INFO step 4/4  loss" in re.sub(r"\x1b\[[\d;]*m", "", text).replace("INFO \x1b", "INFO ")
     assert "━" not in text and "\x1b[2K" not in text and "▁" not in text
-    assert "--metrics.no_enable_live_view" in flags({**TINY, "metrics.enable_live_view": False})
 
 
 def test_warning_of_the_launcher_replaces_the_bar(monkeypatch):

@@ -1,5 +1,6 @@
 """`events.jsonl`: what happened to a run, over all its sessions (docs/report.md)."""
 
+import contextlib
 import itertools
 import math
 from collections.abc import Callable, Mapping
@@ -51,12 +52,10 @@ def read_json_lines(path: Path, usable: Callable[[dict[str, Any]], bool]) -> tup
         raise UserError(f"'{path}' cannot be read: {error.strerror}") from error
     objects, broken = [], []
     for number, line in enumerate(content.splitlines(), start=1):
-        try:
+        with contextlib.suppress(UserError):
             value = parse_json(line, "the line")
-        except UserError:
-            value = None
-        if isinstance(value, dict) and usable(value):
-            objects.append(value)
-        else:
-            broken.append(number)
+            if isinstance(value, dict) and usable(value):
+                objects.append(value)
+                continue
+        broken.append(number)
     return objects, broken
