@@ -103,7 +103,6 @@ class PreparedTokens(JoinedTokens):
     """
 
     def __init__(self, prepared: Prepared, split: str, blocks: BlockCache, *, verify: bool = False):
-        self._prepared, self._arguments = prepared, (prepared, split, blocks)
         entry, folder, name = prepared.splits[split], prepared.folder, f"{split}.index"
         self.is_remote = not isinstance(folder, LocalFolder)
         with readable(prepared.folder):
@@ -119,22 +118,13 @@ class PreparedTokens(JoinedTokens):
             for number in range(shape[1]) if verify else evenly_spaced(shape[1], SAMPLED_BLOCKS):
                 _check_part(prepared.folder, split, index[:, number], verify)
         super().__init__(
-            f"{prepared.digest}-{split}",
-            index[0],
-            index[1],
-            entry["tokens"],
-            partial(_open, prepared, split, index, blocks),
+            f"{prepared.digest}-{split}", index[0], entry["tokens"], partial(_open, prepared, split, index, blocks)
         )
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return PreparedTokens, self._arguments
+        self._arguments = (prepared, split, blocks)
+        self.sources = prepared.reports
 
     def report(self) -> Report:
-        return Report.total(self._prepared.reports.values())
-
-    @property
-    def sources(self) -> dict[str, Report]:
-        return self._prepared.reports
+        return Report.total(self.sources.values())
 
 
 def find_samples(dataset: str, split: str, encoder: RowEncoder, *, verify: bool = False) -> SampleCache | None:
@@ -210,10 +200,10 @@ class _StoredArray:
 
     def __getitem__(self, span: slice) -> Array:
         start, stop, _ = (index * self._dtype.itemsize for index in span.indices(self._length))
-        return np.frombuffer(self._blocks.read(f"{self._version}/{self._name}", start, stop, self._fetch), self._dtype)
+        name, size = f"{self._version}/{self._name}", self._length * self._dtype.itemsize
+        return np.frombuffer(self._blocks.read(name, size, start, stop, self._fetch), self._dtype)
 
     def _fetch(self, start: int, stop: int) -> bytes:
-        stop = min(stop, self._length * self._dtype.itemsize)
         what = f"reading {self._folder}/{self._name} at offset {start:,}"
         content = with_patience(what, lambda: self._folder.read_range(self._name, start, stop))
         if len(content) != stop - start:
