@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import errno
+import itertools
 import json
 import os
 import pickle
@@ -23,11 +24,11 @@ from tests.conftest import PROJECT
 from torchtitan.cli.main import main
 from torchtitan.components.checkpoint.filesystem import folder_at
 from torchtitan.components.data import PretrainDataLoader
-from torchtitan.components.data.disk_cache import bytes_digest, digest_of, evenly_spaced
+from torchtitan.components.data.disk_cache import bytes_digest, digest_of
 from torchtitan.components.data.finetuning.filters import FilterConfig
 from torchtitan.components.data.prepare import merge as merging
 from torchtitan.components.data.prepare import parts
-from torchtitan.components.data.prepare.encoding import DocumentEncoding
+from torchtitan.components.data.prepare.encoding import ITEM, DocumentEncoding
 from torchtitan.components.data.prepare.merge import find_duplicates, merge
 from torchtitan.components.data.prepare.parts import Preparation
 from torchtitan.components.data.prepare.prepared import find_prepared
@@ -93,10 +94,17 @@ def test_tokens_equal_an_independent_tokenization_without_duplicates(corpus, tok
     assert documents["train"] == [ids for ids in expected if tuple(ids) not in held_out]
     assert documents["validation"] == [ids for ids in expected if tuple(ids) in held_out]
     assert 0.1 < len(held_out) / len(expected) < 0.3
-    reports = find_prepared(str(tmp_path / "out"), DOCUMENTS).reports
-    rows = [(report.rows, report.kept + report.n_dropped) for report in reports.values()]
-    assert rows == [(601, 601), (601, 601), (1, 1)]  # blank lines are empty documents
-    assert sum(report.kept for report in reports.values()) == len(documents["train"])
+    sources = find_prepared(str(tmp_path / "out"), DOCUMENTS).sources
+    assert sources.keys() == documents.keys()
+    for split, of_split in sources.items():
+        assert [name for name, _ in of_split] == corpus
+        reports = [report for _, report in of_split]
+        rows = [(report.rows, report.kept + report.n_dropped) for report in reports]
+        assert rows == [(601, 601), (601, 601), (1, 1)]  # blank lines are empty documents
+        assert sum(report.kept for report in reports) == len(documents[split])
+        assert sum(report.tokens for report in reports) == splits[split].n_tokens
+        lengths = [len(ids) + 1 for ids in documents[split]]  # without BOS, which is not predicted
+        assert sum(report.trained_tokens for report in reports) == sum(lengths)
 
 
 @pytest.mark.slow
@@ -159,12 +167,18 @@ def test_killed_preparations_continue(corpus, tokenizer, tmp_path):
 
 
 def test_duplicates_are_found_in_several_passes():
-    chance = np.random.default_rng(0)
-    parts = [chance.integers(0, 40, (n, 2)).astype(np.uint64) for n in (300, 0, 500)]
+    chance = random.Random(0)
+    hashes = [bytes(16), b"\xff" * 16, *(bytes([i]) * 15 + bytes([i % 3]) for i in range(0, 250, 5))]
+    drawn = [[chance.choice(hashes) for _ in range(n)] for n in (300, 0, 500)]
     seen, expected = set(), []
-    for position, item in enumerate(map(tuple, np.concatenate(parts).tolist())):
+    for position, item in enumerate(itertools.chain(*drawn)):
         expected += [position] if item in seen else []
         seen.add(item)
+    assert {*hashes} == seen
+    parts = []
+    for of_part in drawn:
+        in_order = sorted(range(len(of_part)), key=of_part.__getitem__)
+        parts.append(np.array([(of_part[position], position, 0, 0) for position in in_order], ITEM))
     for n_passes in (1, 3):
         found = [find_duplicates(parts, index, n_passes) for index in range(n_passes)]
         assert sorted(np.concatenate(found).tolist()) == expected
@@ -278,7 +292,7 @@ def test_cache_of_remote_blocks(corpus, tokenizer, tmp_path, store, monkeypatch)
 def test_a_file_cut_in_the_store_is_an_error_and_not_cached(corpus, tokenizer, tmp_path, store):
     prepared(corpus, "memory://out", tokenizer)
     tokens = open_tokens("memory://out", tokenizer, tmp_path)
-    [path] = [path for path in store.find("/out/parts/000000") if path.endswith("tokens.bin") and "unique" in path]
+    path = f"{tokens._open_stream(0)._tokens.folder}/tokens.bin"
     content = store.cat_file(path)
     store.pipe_file(path, content[:-7])
     with raises(f"tokens.bin at offset 0: the file ends after {len(content) - 7:,} bytes"):
@@ -331,7 +345,7 @@ def test_hosts_begin_together(place, held_out, is_before, corpus, tokenizer, tmp
         monkeypatch.setattr(folder, "create", create_after_other)
     with raises("holds another preparation, with other held_out") if held_out else contextlib.nullcontext():
         ours.begin()
-    assert other._begun_plan() == other.plan() and other.missing() != []
+    assert other._begun_plan() == other.plan and other.missing() != []
 
 
 def test_a_file_that_a_server_lists_without_details(corpus, store, monkeypatch):
@@ -463,10 +477,10 @@ class TestErrors:
             open_tokens(tmp_path / "out", tokenizer, tmp_path)
         prepared(corpus, tmp_path / "out", tokenizer)
         with raises(f"is part of prepared data; use {tmp_path / 'out'}"):
-            open_tokens(tmp_path / "out/parts", tokenizer, tmp_path)
+            open_tokens(tmp_path / "out/train", tokenizer, tmp_path)
         with raises("has no split 'validation'"):
             open_tokens(tmp_path / "out", tokenizer, tmp_path, "validation")
-        [tokens, *_] = sorted(tmp_path.glob("out/parts/*/train*/tokens.bin"))
+        [tokens, *_] = sorted(tmp_path.glob("out/train/*/tokens.bin"))
         content = tokens.read_bytes()
         tokens.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
         with pytest.raises(ValueError, match=r"damaged \(block 1 of 1 of tokens.bin has a wrong checksum, at offset 0"):
@@ -486,17 +500,15 @@ class TestErrors:
 
 
 def test_many_parts_open_fast_and_in_little_memory(corpus, tokenizer, tmp_path):
-    """An index of 100,000 parts, of which only the sampled ones and those that are read exist."""
+    """An index of 100,000 equal parts."""
     made = prepared([corpus[2]], tmp_path / "out", tokenizer)
-    n, [part] = 100_000, tmp_path.glob("out/parts/*/train")
+    n, [part] = 100_000, (tmp_path / "out/train").iterdir()
     n_tokens = open_tokens(tmp_path / "out", tokenizer, tmp_path).n_tokens
-    index = np.fromfile(tmp_path / "out/train.index", np.int64).reshape(merging.INDEX_ROWS, 1).repeat(n, axis=1)
-    index[:3] = np.arange(n) * np.array([[n_tokens], [1], [2]])
+    index = np.zeros((merging.INDEX_ROWS, n), np.int64)
+    index[:2] = np.arange(n) * np.array([[n_tokens], [1]])
+    index[2:] = np.frombuffer(bytes.fromhex(part.name), np.int64)[:, None]
     (tmp_path / "out/train.index").write_bytes(index.tobytes())
     read = [5, 77_777, 99_998, 99_999]
-    for number in {*evenly_spaced(n, 16), *read} - {0}:
-        (tmp_path / f"out/parts/{number:06}").mkdir()
-        (tmp_path / f"out/parts/{number:06}/train").symlink_to(part)
     path = tmp_path / "out/manifest.json"
     manifest = json.loads(path.read_text())
     entry = {"tokens": n * n_tokens, "items": n, "parts": n, "digest": bytes_digest(index.tobytes())}
@@ -511,4 +523,4 @@ def test_many_parts_open_fast_and_in_little_memory(corpus, tokenizer, tmp_path):
         assert tokens.document_at(number * n_tokens + 3) == number
     assert tokens.starts(99_998 * n_tokens, 99_999 * n_tokens + 1).tolist() == [0, n_tokens]
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 30_000  # KiB
-    assert made.splits == ["train"]
+    assert [*made.splits] == ["train"]

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from torchtitan.components.checkpoint.filesystem import Folder, LocalFolder
-from torchtitan.components.data.prepare.encoding import Encoding
+from torchtitan.components.data.disk_cache import digest_of
+from torchtitan.components.data.prepare.encoding import Encoding, read
 from torchtitan.components.data.sources.rows import Part
 from torchtitan.components.data.sources.source import Source
 from torchtitan.components.data.sources.stored import divide, with_patience
@@ -25,10 +26,9 @@ from torchtitan.tools.errors import RunFailure, UserError
 from torchtitan.tools.logging import logger
 from torchtitan.tools.process import signal_when_orphaned
 
-MANIFEST, PLAN = "manifest.json", "plan.json"
+MANIFEST, PLAN, PART, ITEMS = "manifest.json", "plan.json", "part.json", "items.bin"
 TRAIN, VALIDATION = "train", "validation"
 
-_META = "meta.json"
 _SECONDS_BETWEEN_LINES = 10.0
 
 T = TypeVar("T")
@@ -39,8 +39,9 @@ class Preparation:
     """A preparation of sources in a folder. The same sources and options always have the same parts, so any number of
     processes and hosts can write them, in any order and repeatedly.
 
-    Layout of the folder: `plan/plan.json`; for each part N `parts/N/meta.json`, which marks it as complete, and
-    `parts/N/SPLIT/`, a cache of its items with their hashes in `hashes.bin`; and the result of `merge`.
+    Layout of the folder: `plan/plan.json`; for each part N `parts/PLAN/N/`, with the arrays of its items, `items.bin`,
+    and `part.json`, which marks it as complete; and the result of `merge`, which removes the parts. PLAN is a digest, so
+    preparations do not mix even if two begin together in a store without conditional writes.
     """
 
     sources: Sequence[Source]
@@ -64,12 +65,14 @@ class Preparation:
         ]
 
     @property
-    def splits(self) -> list[str]:
-        return [TRAIN, VALIDATION] if self.held_out else [TRAIN]
+    def splits(self) -> dict[str, int]:
+        """Splits and their numbers."""
+        return {TRAIN: 1, VALIDATION: 2} if self.held_out else {TRAIN: 1}
 
+    @cached_property
     def plan(self) -> dict[str, Any]:
-        """Return everything that determines the result, as JSON values. Files count as equal if their sizes and times
-        are equal, since reading them takes long."""
+        """Everything that determines the result, as JSON values. Files count as equal if their sizes and times are
+        equal, since reading them takes long."""
 
         def version(path: Path) -> str:
             stat = path.stat()
@@ -89,7 +92,6 @@ class Preparation:
     def begin(self) -> None:
         """Create the folder, or continue in it. Raise `UserError` if it holds another preparation or other files, or
         is not writable."""
-        plan = self.plan()
         with self.writing():
             if not has_file(self.place / "plan", PLAN):
                 exists = isinstance(self.place, LocalFolder) and self.place.exists()
@@ -100,23 +102,22 @@ class Preparation:
                 self.place.create()
                 with self.work_folder() as work:
                     (work / "plan").mkdir()
-                    (work / "plan" / PLAN).write_text(json.dumps(plan))
+                    (work / "plan" / PLAN).write_text(json.dumps(self.plan))
                     publish(work / "plan", self.place / "plan", PLAN)
             found = self._begun_plan()
-        if changed := [name for name in plan if plan[name] != found.get(name)]:
+        if changed := [name for name in self.plan if self.plan[name] != found.get(name)]:
             raise UserError(
                 f"{self.place} holds another preparation, with other {' and '.join(changed)}; set --out to a new folder"
             )
 
     def check_unchanged(self) -> None:
-        """Raise `UserError` if the sources have changed since the beginning."""
-        try:
+        """Raise `UserError` if the sources have changed since the beginning, or another preparation began at the same
+        time."""
+        with contextlib.suppress(FileNotFoundError):
             now = replace(self, sources=[source.listed_again() for source in self.sources])
-            is_unchanged = now.plan() == self._begun_plan()
-        except FileNotFoundError:
-            is_unchanged = False
-        if not is_unchanged:
-            raise UserError("the sources changed while they were read; prepare them again in a new folder")
+            if self.plan == now.plan == self._begun_plan():
+                return
+        raise UserError("the sources changed while they were read; prepare them again in a new folder")
 
     def _begun_plan(self) -> dict[str, Any]:
         loaded: dict[str, Any] = json.loads(read(self.place / "plan", PLAN))
@@ -141,42 +142,35 @@ class Preparation:
         with tempfile.TemporaryDirectory(prefix=".work-", dir=inside) as folder:
             yield Path(folder)
 
+    @cached_property
+    def _parts_folder(self) -> Folder:
+        return self.place / "parts" / digest_of(self.plan)
+
     def folder(self, number: int) -> Folder:
-        return self.place / "parts" / f"{number:06}"
+        return self._parts_folder / f"{number:06}"
 
     def missing(self) -> list[int]:
-        """Return the numbers of the parts that are not complete; none after the merge, which may remove parts."""
+        """Return the numbers of the parts that are not complete; none after the merge, which removes the parts."""
         if self.is_complete():
             return []
-        files = with_patience(f"listing {self.place}/parts", (self.place / "parts").files)
-        complete = {name.partition("/")[0] for name in files if name.count("/") == 1}
-        return [number for number in range(len(self.parts)) if f"{number:06}" not in complete]
-
-    def meta(self, number: int) -> dict[str, Any]:
-        """Return the counts of a complete part: its source, report, and for each split items and digest."""
-        loaded: dict[str, Any] = json.loads(read(self.folder(number), _META))
-        return loaded
+        files = with_patience(f"listing {self._parts_folder}", self._parts_folder.files)
+        return [number for number in range(len(self.parts)) if f"{number:06}/{PART}" not in files]
 
     def write(self, number: int) -> int:
         """Write a part; return its tokens. Raise `UserError` if it cannot be read or written."""
         source_number, part = self.parts[number]
         source = self.sources[source_number].with_parts([part])
-        splits: dict[str, Any] = {}
         with self.writing(), self.work_folder() as work:
-            unselected, complete = work / "unselected", work / "complete"
-            unselected.mkdir()
-            report, keep = self.encoding.write(source, unselected)
-            hashes = self.encoding.hashes(unselected)
-            is_held_out = hashes[:, 0] / 2**64 < self.held_out
-            for split in self.splits:
-                mask = keep & (is_held_out if split == VALIDATION else ~is_held_out)
-                selection = [(unselected, mask)]
-                splits[split] = self.encoding.join(selection, report, complete / split, part.name, hashes[mask])
-            report = replace(report, kept=0, tokens=0, trained_tokens=0)
-            meta = {"source": source_number, "report": report.to_dict(), "splits": splits}
-            (complete / _META).write_text(json.dumps(meta))
-            publish(complete, self.folder(number), _META)
-        return sum(of_split["tokens"] for of_split in splits.values())
+            everything, complete = work / "everything", work / "complete"
+            everything.mkdir()
+            report, keep = self.encoding.write(source, everything)
+            self.encoding.select([(LocalFolder(everything), keep)], complete)
+            items = self.encoding.items(LocalFolder(complete))
+            items.tofile(complete / ITEMS)
+            meta = {"source": source_number, "report": report.to_dict(), "items": len(items)}
+            (complete / PART).write_text(json.dumps(meta))
+            publish(complete, self.folder(number), PART)
+        return int(items["tokens"].sum())
 
     def write_all(self, numbers: Sequence[int], workers: int) -> None:
         """Write parts and log progress and throughput."""
@@ -191,10 +185,6 @@ class Preparation:
                     f"{n_done:,} of {len(numbers):,} parts, {n_bytes / 1e6:,.1f} MB ({n_bytes / 1e6 / seconds:,.2f} "
                     f"MB/s), {n_tokens:,} tokens ({n_tokens / seconds:,.0f} tokens/s)"
                 )
-
-
-def read(folder: Folder, name: str) -> bytes:
-    return with_patience(f"reading {folder}/{name}", lambda: folder.read(name))
 
 
 def write(folder: Folder, name: str, content: bytes) -> None:
@@ -220,18 +210,6 @@ def publish(folder: Path, target: Folder, last: str) -> None:
         write = target.write_new if name == last else target.write
         with contextlib.suppress(FileExistsError):
             with_patience(f"writing {target}/{name}", partial(write, name, (folder / name).read_bytes()))
-
-
-@contextlib.contextmanager
-def local_copy(folder: Folder) -> Iterator[Path]:
-    """Yield a local folder with the same files."""
-    if isinstance(folder, LocalFolder):
-        yield folder.path
-        return
-    with tempfile.TemporaryDirectory() as copy:
-        for name in folder.files():
-            (Path(copy) / name).write_bytes(read(folder, name))
-        yield Path(copy)
 
 
 def run_in_processes(function: Callable[[int], T], numbers: Sequence[int], workers: int) -> Iterator[tuple[int, T]]:

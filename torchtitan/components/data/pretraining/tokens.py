@@ -30,6 +30,8 @@ class Tokens(ABC):
     """Format in the report."""
     is_remote: bool = False
     """True if reading takes long, so that windows should be read ahead."""
+    sources: Sequence[tuple[str, Report]] = ()
+    """Name and counts of each source, if recorded."""
 
     @abstractmethod
     def tokens(self, start: int, stop: int) -> Array:
@@ -60,11 +62,6 @@ class Tokens(ABC):
         name = self.format if n_sampled == self.n_tokens else f"{self.format}, about"
         # The first token of a document is not predicted.
         return Report(name, n_documents, n_documents, self.n_tokens, self.n_tokens - n_nonempty)
-
-    @property
-    def sources(self) -> dict[str, Report]:
-        """Counts of each source by name, if recorded."""
-        return {}
 
 
 class ArrayTokens(Tokens):
