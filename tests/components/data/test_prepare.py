@@ -53,8 +53,13 @@ def corpus(tmp_path) -> list[str]:
 
 def preparation(sources, place, tokenizer, *, part_bytes=6000, **options) -> Preparation:
     encoding = DocumentEncoding(tokenizer, FilterConfig(min_tokens=options.pop("min_tokens", 0)))
-    opened = [resolve_source(source) for source in sources]
-    return Preparation(sources=opened, place=folder_at(str(place)), encoding=encoding, part_bytes=part_bytes, **options)
+    return Preparation(
+        open_sources=lambda: [resolve_source(source) for source in sources],
+        place=folder_at(str(place)),
+        encoding=encoding,
+        part_bytes=part_bytes,
+        **options,
+    )
 
 
 def prepared(*args, workers: int = 1, **options) -> Preparation:
@@ -343,9 +348,10 @@ def test_hosts_begin_together(place, held_out, is_before, corpus, tokenizer, tmp
     monkeypatch.setattr(parts, "has_file", has_no_plan_yet)
     if not is_before:
         monkeypatch.setattr(folder, "create", create_after_other)
-    with raises("holds another preparation, with other held_out") if held_out else contextlib.nullcontext():
+    with raises("was begun with other held_out") if held_out else contextlib.nullcontext():
         ours.begin()
-    assert other._begun_plan() == other.plan and other.missing() != []
+    other.check()
+    assert other.missing() != []
 
 
 def test_a_file_that_a_server_lists_without_details(corpus, store, monkeypatch):
@@ -392,17 +398,17 @@ def test_chats_and_preferences(config, tmp_path, monkeypatch):
 class TestErrors:
     def test_another_preparation_or_other_files(self, corpus, tokenizer, tmp_path):
         prepared(corpus, tmp_path / "out", tokenizer)
-        with raises("holds another preparation, with other held_out; set --out to a new folder"):
+        with raises("was begun with other held_out, or they have changed; set --out to a new folder"):
             preparation(corpus, tmp_path / "out", tokenizer, held_out=0.5).begin()
         Path(corpus[0]).write_text('{"text": "changed"}')
-        with raises("holds another preparation, with other sources"):
+        with raises("was begun with other sources"):
             preparation(corpus, tmp_path / "out", tokenizer).begin()
         with raises("holds other files, such as a.jsonl"):
             preparation(corpus, tmp_path, tokenizer).begin()
 
     def test_another_order_of_sources(self, corpus, tokenizer, tmp_path):
         preparation(corpus, tmp_path / "out", tokenizer).begin()
-        with raises("holds another preparation, with other sources"):
+        with raises("was begun with other sources"):
             preparation(corpus[::-1], tmp_path / "out", tokenizer).begin()
 
     @pytest.mark.parametrize("place", ["local", "store"])
@@ -411,10 +417,10 @@ class TestErrors:
         made = preparation([corpus[2] if place == "local" else "memory://raw"], tmp_path / "out", tokenizer)
         made.begin()
         made.write_all(made.missing(), 1)
-        made.check_unchanged()
+        made.check()
         Path(corpus[2]).write_text("Other text.")
         store.pipe_file("/raw/c.txt", b"Same size.")
-        with raises("the sources changed while they were read"):
+        with raises("was begun with other sources, or they have changed"):
             merge(made, 1)
         assert not (tmp_path / "out/manifest.json").exists()
 

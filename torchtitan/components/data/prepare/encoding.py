@@ -5,7 +5,7 @@ import itertools
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -51,13 +51,10 @@ class Encoding(ABC):
     """A kind of cache. An item is a document or a sample."""
 
     kind: str
+    identity: dict[str, Any]
+    """JSON-serializable values that determine the arrays of given rows."""
     columns: list[Column]
     """The first has the items' tokens, and maybe `trained.bin`."""
-
-    @property
-    @abstractmethod
-    def identity(self) -> dict[str, Any]:
-        """Return the properties that determine the arrays of given rows, as JSON-serializable values."""
 
     @abstractmethod
     def write(self, source: Source, folder: Path) -> tuple[Report, np.ndarray]:
@@ -92,69 +89,56 @@ class Encoding(ABC):
             _select(column, selections, folder)
 
 
-@dataclass(frozen=True)
 class DocumentEncoding(Encoding):
     """Documents as a token cache."""
 
-    tokenizer: Tokenizer
-    filters: FilterConfig = field(default_factory=FilterConfig)
     kind = "tokens"
 
-    @property
-    def columns(self) -> list[Column]:  # type: ignore[override]
-        return [Column("offsets.bin", {"tokens.bin": token_dtype(self.tokenizer)})]
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        tokenizer = [self.tokenizer.fingerprint, document_wrapping(self.tokenizer)]
-        return {"version": FORMAT_VERSION, "tokenizer": tokenizer, "filters": asdict(self.filters)}
+    def __init__(self, tokenizer: Tokenizer, filters: FilterConfig | None = None):
+        self._tokenizer, self._filters, self._dtype = tokenizer, filters or FilterConfig(), token_dtype(tokenizer)
+        wrapped = [tokenizer.fingerprint, *document_wrapping(tokenizer)]
+        self.identity = {"version": FORMAT_VERSION, "tokenizer": wrapped, "filters": asdict(self._filters)}
+        self.columns = [Column("offsets.bin", {"tokens.bin": self._dtype})]
 
     def write(self, source: Source, folder: Path) -> tuple[Report, np.ndarray]:
-        write_tokens(source, self.tokenizer, folder, lambda n: None)
+        write_tokens(source, self._tokenizer, folder, lambda n: None)
         offsets = np.fromfile(folder / "offsets.bin", np.int64)
-        tokens = np.fromfile(folder / "tokens.bin", token_dtype(self.tokenizer))
+        tokens = np.fromfile(folder / "tokens.bin", self._dtype)
         report, keep = Report("text", rows=len(offsets) - 1), np.ones(len(offsets) - 1, bool)
         for index, (start, stop) in enumerate(itertools.pairwise(offsets.tolist())):
-            dropped = self.filters.drop_reason(tokens[start:stop]) if stop > start else ("empty", "it has no text")
+            dropped = self._filters.drop_reason(tokens[start:stop]) if stop > start else ("empty", "it has no text")
             if dropped:
                 report.drop(f"{source.parts[0].name}, document {index + 1}", *dropped)
                 keep[index] = False
         return report, keep
 
     def finish(self, folder: Path, report: Report, name: str) -> None:
-        meta = {"dtype": token_dtype(self.tokenizer), "n_tokens": report.tokens, "documents_per_part": [report.kept]}
+        meta = {"dtype": self._dtype, "n_tokens": report.tokens, "documents_per_part": [report.kept]}
         (folder / "meta.json").write_text(json.dumps({**meta, "names": [name]}))
 
 
-@dataclass(frozen=True)
 class SampleEncoding(Encoding):
     """Samples as a sample cache."""
 
-    format: RowFormat
-    encoder: RowEncoder
-    filters: FilterConfig
     kind = "samples"
 
-    @property
-    def columns(self) -> list[Column]:  # type: ignore[override]
-        answers = [Column("answer_offsets.bin", {"answers.bin": "uint8"})] if self.encoder.has_answers else []
-        return [
-            Column("offsets.bin", {"ids.bin": "uint32", _TRAINED: "bool"}, self.encoder.n_parts),
+    def __init__(self, format: RowFormat, encoder: RowEncoder, filters: FilterConfig):
+        self._format, self._encoder, self._filters = format, encoder, filters
+        fingerprints = {"format": format.fingerprint, "encoder": encoder.fingerprint}
+        self.identity = {"version": code_version(), **fingerprints, "filters": asdict(filters)}
+        answers = [Column("answer_offsets.bin", {"answers.bin": "uint8"})] if encoder.has_answers else []
+        self.columns = [
+            Column("offsets.bin", {"ids.bin": "uint32", _TRAINED: "bool"}, encoder.n_parts),
             *answers,
             Column("place_offsets.bin", {"places.bin": "uint8"}, hashed=False),
         ]
 
-    @property
-    def identity(self) -> dict[str, Any]:
-        fingerprints = {"format": self.format.fingerprint, "encoder": self.encoder.fingerprint}
-        return {"version": code_version(), **fingerprints, "filters": asdict(self.filters)}
-
     def write(self, source: Source, folder: Path) -> tuple[Report, np.ndarray]:
-        report = write_samples(source, self.format, self.encoder, self.filters, folder, lambda n: None)
+        report = write_samples(source, self._format, self._encoder, self._filters, folder, lambda n: None)
         return report, np.ones(report.kept, bool)
 
     def finish(self, folder: Path, report: Report, name: str) -> None:
-        finish_samples(folder, report, has_answers=self.encoder.has_answers)
+        finish_samples(folder, report, has_answers=self._encoder.has_answers)
 
 
 def read(folder: Folder, name: str) -> bytes:

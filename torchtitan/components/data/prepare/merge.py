@@ -10,6 +10,7 @@ import shutil
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from torchtitan.components.data.prepare.parts import (
     MANIFEST,
     PART,
     Preparation,
+    has_file,
     publish,
     run_in_processes,
     write,
@@ -48,11 +50,10 @@ def merge(preparation: Preparation, workers: int) -> None:
             f"{len(missing):,} of {len(preparation.parts):,} parts in {place} are missing, first {missing[0] + 1}; run "
             "the same command without --merge to write them"
         )
-    with preparation.writing():
-        if not preparation.is_complete():
-            with preparation.work_folder() as work:
-                manifest = _write_splits(preparation, workers, work)
-            preparation.check_unchanged()
+    with preparation.working() as work:
+        if not has_file(place, MANIFEST):
+            manifest = _write_splits(preparation, workers, work)
+            replace(preparation).check()  # lists the sources again
             write(place, MANIFEST, json.dumps(manifest).encode())
         _remove_parts(place)
     manifest = json.loads(read(place, MANIFEST))

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,11 +25,10 @@ from torchtitan.tools import durable
 from torchtitan.tools.errors import RunFailure, UserError
 from torchtitan.tools.logging import logger
 from torchtitan.tools.process import signal_when_orphaned
+from torchtitan.tools.progress import SECONDS_BETWEEN_LINES
 
 MANIFEST, PLAN, PART, ITEMS = "manifest.json", "plan.json", "part.json", "items.bin"
 TRAIN, VALIDATION = "train", "validation"
-
-_SECONDS_BETWEEN_LINES = 10.0
 
 T = TypeVar("T")
 
@@ -40,11 +39,12 @@ class Preparation:
     processes and hosts can write them, in any order and repeatedly.
 
     Layout of the folder: `plan/plan.json`; for each part N `parts/PLAN/N/`, with the arrays of its items, `items.bin`,
-    and `part.json`, which marks it as complete; and the result of `merge`, which removes the parts. PLAN is a digest, so
-    preparations do not mix even if two begin together in a store without conditional writes.
+    and `part.json`, which marks it as complete; and the result of `merge`, which removes the parts. PLAN is a digest:
+    preparations do not mix, even if two begin together in a store without conditional writes.
     """
 
-    sources: Sequence[Source]
+    open_sources: Callable[[], Sequence[Source]]
+    """Lists the sources as they are now."""
     place: Folder
     encoding: Encoding
     part_bytes: int
@@ -53,6 +53,10 @@ class Preparation:
     """Fraction of the items, selected by hash, in the split `validation`."""
     deduplicate: bool = True
     """Remove items that equal an earlier item of any source."""
+
+    @cached_property
+    def sources(self) -> Sequence[Source]:
+        return self.open_sources()
 
     @cached_property
     def parts(self) -> list[tuple[int, Part]]:
@@ -78,7 +82,7 @@ class Preparation:
             stat = path.stat()
             return f"{stat.st_size} {stat.st_mtime_ns}"
 
-        content = {
+        return {
             "kind": self.encoding.kind,
             "encoding": self.encoding.identity,
             "part_bytes": self.part_bytes,
@@ -86,61 +90,42 @@ class Preparation:
             "deduplicate": self.deduplicate,
             "sources": [[source.name, source.identity(version)] for source in self.sources],
         }
-        loaded: dict[str, Any] = json.loads(json.dumps(content))
-        return loaded
 
     def begin(self) -> None:
         """Create the folder, or continue in it. Raise `UserError` if it holds another preparation or other files, or
         is not writable."""
-        with self.writing():
+        plan = json.dumps(self.plan)
+        with self.working() as work:
             if not has_file(self.place / "plan", PLAN):
-                exists = isinstance(self.place, LocalFolder) and self.place.exists()
-                names = os.listdir(str(self.place)) if exists else self.place.files()
+                names = os.listdir(self.place) if isinstance(self.place, LocalFolder) else self.place.files()
                 others = {name.partition("/")[0] for name in names if name[0] != "."}  # not work folders of others
                 if others and "plan" not in others:  # otherwise, another process has begun
                     raise UserError(f"{self.place} holds other files, such as {min(others)}; set --out to a new folder")
-                self.place.create()
-                with self.work_folder() as work:
-                    (work / "plan").mkdir()
-                    (work / "plan" / PLAN).write_text(json.dumps(self.plan))
-                    publish(work / "plan", self.place / "plan", PLAN)
-            found = self._begun_plan()
-        if changed := [name for name in self.plan if self.plan[name] != found.get(name)]:
+                (work / "plan").mkdir()
+                (work / "plan" / PLAN).write_text(plan)
+                publish(work / "plan", self.place / "plan", PLAN)
+            self.check()
+
+    def check(self) -> None:
+        """Raise `UserError` if the folder holds another preparation."""
+        begun = json.loads(read(self.place / "plan", PLAN))
+        if changed := [name for name in self.plan if digest_of(self.plan[name]) != digest_of(begun.get(name))]:
             raise UserError(
-                f"{self.place} holds another preparation, with other {' and '.join(changed)}; set --out to a new folder"
+                f"{self.place} was begun with other {' and '.join(changed)}, or they have changed; set --out to a new "
+                "folder"
             )
 
-    def check_unchanged(self) -> None:
-        """Raise `UserError` if the sources have changed since the beginning, or another preparation began at the same
-        time."""
-        with contextlib.suppress(FileNotFoundError):
-            now = replace(self, sources=[source.listed_again() for source in self.sources])
-            if self.plan == now.plan == self._begun_plan():
-                return
-        raise UserError("the sources changed while they were read; prepare them again in a new folder")
-
-    def _begun_plan(self) -> dict[str, Any]:
-        loaded: dict[str, Any] = json.loads(read(self.place / "plan", PLAN))
-        return loaded
-
-    def is_complete(self) -> bool:
-        """Return whether the parts are merged."""
-        return has_file(self.place, MANIFEST)
-
     @contextlib.contextmanager
-    def writing(self) -> Iterator[None]:
-        """Turn an `OSError` in the block into a `UserError` about the folder."""
+    def working(self) -> Iterator[Path]:
+        """Yield a temporary folder, in the same file system if possible; killed processes leave theirs. Turn an
+        `OSError` in the block into a `UserError`."""
         try:
-            yield
+            self.place.create()
+            inside = self.place.path if isinstance(self.place, LocalFolder) else None
+            with tempfile.TemporaryDirectory(prefix=".work-", dir=inside) as folder:
+                yield Path(folder)
         except OSError as error:
             raise UserError(f"cannot write to {self.place}: {error.strerror or error}; set --out to another") from error
-
-    @contextlib.contextmanager
-    def work_folder(self) -> Iterator[Path]:
-        """Yield a temporary folder, in the same file system if possible. Killed processes leave theirs."""
-        inside = self.place.path if isinstance(self.place, LocalFolder) else None
-        with tempfile.TemporaryDirectory(prefix=".work-", dir=inside) as folder:
-            yield Path(folder)
 
     @cached_property
     def _parts_folder(self) -> Folder:
@@ -151,7 +136,7 @@ class Preparation:
 
     def missing(self) -> list[int]:
         """Return the numbers of the parts that are not complete; none after the merge, which removes the parts."""
-        if self.is_complete():
+        if has_file(self.place, MANIFEST):
             return []
         files = with_patience(f"listing {self._parts_folder}", self._parts_folder.files)
         return [number for number in range(len(self.parts)) if f"{number:06}/{PART}" not in files]
@@ -160,7 +145,7 @@ class Preparation:
         """Write a part; return its tokens. Raise `UserError` if it cannot be read or written."""
         source_number, part = self.parts[number]
         source = self.sources[source_number].with_parts([part])
-        with self.writing(), self.work_folder() as work:
+        with self.working() as work:
             everything, complete = work / "everything", work / "complete"
             everything.mkdir()
             report, keep = self.encoding.write(source, everything)
@@ -174,17 +159,12 @@ class Preparation:
 
     def write_all(self, numbers: Sequence[int], workers: int) -> None:
         """Write parts and log progress and throughput."""
-        started = last = time.monotonic()
-        n_bytes = n_tokens = 0
-        for n_done, (number, tokens) in enumerate(run_in_processes(self.write, numbers, workers), 1):
-            n_bytes, n_tokens = n_bytes + self.parts[number][1].size(), n_tokens + tokens
-            if time.monotonic() - last >= _SECONDS_BETWEEN_LINES or n_done == len(numbers):
-                last = time.monotonic()
-                seconds = last - started
-                logger.info(
-                    f"{n_done:,} of {len(numbers):,} parts, {n_bytes / 1e6:,.1f} MB ({n_bytes / 1e6 / seconds:,.2f} "
-                    f"MB/s), {n_tokens:,} tokens ({n_tokens / seconds:,.0f} tokens/s)"
-                )
+        started, last, n_tokens = time.monotonic(), 0.0, 0
+        for n_done, (_, tokens) in enumerate(run_in_processes(self.write, numbers, workers), 1):
+            n_tokens, now = n_tokens + tokens, time.monotonic()
+            if now - last >= SECONDS_BETWEEN_LINES or n_done == len(numbers):
+                last, speed = now, n_tokens / (now - started)
+                logger.info(f"{n_done:,} of {len(numbers):,} parts, {n_tokens:,} tokens ({speed:,.0f} tokens/s)")
 
 
 def write(folder: Folder, name: str, content: bytes) -> None:

@@ -64,7 +64,6 @@ class Prepared:
         """Raise `UserError` unless the data has this split and is of this kind, encoded in this way by any filters."""
         if split not in self.splits:
             raise UserError(f"{self.place} has no split {split!r}; use one of: {', '.join(self.splits)}")
-        encoding = json.loads(json.dumps(encoding))
         if self.kind != kind:
             raise UserError(f"{self.place} holds {self.kind}, but this configuration reads {kind}")
         if changed := [name for name in encoding if name != "filters" and encoding[name] != self.encoding.get(name)]:
