@@ -93,6 +93,8 @@ def _encoding(
     from torchtitan.components.data.sources.source import Source
 
     loader = config.dataloader
+    if not isinstance(loader, PlannedDataLoader.Config | PretrainDataLoader.Config):
+        raise UserError(f"{type(loader).__qualname__} reads its data in its own way, which cannot be prepared")
     config.tokenizer.validate()
     tokenizer = config.tokenizer.build(path=config.hf_assets_path)
     filters = FilterConfig(**{name: getattr(options, name) for name in ("min_tokens", "max_tokens", "max_repetition")})
@@ -110,8 +112,6 @@ def _encoding(
             raise UserError(f"the sources have different formats ({', '.join(formats)}); prepare each by itself")
         encoder = loader.encoder(tokenizer, loader.find_template(tokenizer))
         return lambda: [source for source, _ in loader.rows()], SampleEncoding(rows[0][1], encoder, loader.filters())
-    if not isinstance(loader, PretrainDataLoader.Config):
-        raise UserError(f"{type(loader).__qualname__} reads its data in its own way, which cannot be prepared")
 
     def open_sources() -> list[Source]:
         opened = [loader.source(source) for source in sources]

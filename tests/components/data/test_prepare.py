@@ -332,8 +332,7 @@ def test_hosts_begin_together(place, held_out, is_before, corpus, tokenizer, tmp
     (tmp_path / "out/.work-other/plan").mkdir(parents=True)
     out = "memory://out" if place == "store" else str(tmp_path / "out")
     other, ours = preparation(corpus, out, tokenizer), preparation(corpus, out, tokenizer, held_out=held_out)
-    folder = type(ours.place)
-    has_file, create = parts.has_file, folder.create
+    has_file, publish = parts.has_file, parts.publish
 
     def has_no_plan_yet(*arguments):
         monkeypatch.setattr(parts, "has_file", has_file)
@@ -341,13 +340,14 @@ def test_hosts_begin_together(place, held_out, is_before, corpus, tokenizer, tmp
             other.begin()
         return False
 
-    def create_after_other(self):
-        monkeypatch.setattr(folder, "create", create)
-        other.begin()
+    def publish_after_other(*arguments):
+        monkeypatch.setattr(parts, "publish", publish)
+        if not is_before:
+            other.begin()
+        publish(*arguments)
 
     monkeypatch.setattr(parts, "has_file", has_no_plan_yet)
-    if not is_before:
-        monkeypatch.setattr(folder, "create", create_after_other)
+    monkeypatch.setattr(parts, "publish", publish_after_other)
     with raises("was begun with other held_out") if held_out else contextlib.nullcontext():
         ours.begin()
     other.check()

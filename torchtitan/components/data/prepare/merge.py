@@ -52,7 +52,7 @@ def merge(preparation: Preparation, workers: int) -> None:
         )
     with preparation.working() as work:
         if not has_file(place, MANIFEST):
-            manifest = _write_splits(preparation, workers, work)
+            manifest = _Merge(preparation, workers, work).write()
             replace(preparation).check()  # lists the sources again
             write(place, MANIFEST, json.dumps(manifest).encode())
         _remove_parts(place)
@@ -61,53 +61,95 @@ def merge(preparation: Preparation, workers: int) -> None:
     logger.info(f"{place} is complete: {'; '.join(counts)}; digest {manifest['digest']}")
 
 
-def _write_splits(preparation: Preparation, workers: int, work: Path) -> dict[str, Any]:
-    """Write the caches and the index of each split; return the manifest."""
-    parts, names = range(len(preparation.parts)), [source.name for source in preparation.sources]
-    with ThreadPoolExecutor(16) as pool:  # a store takes long to answer
-        metas = list(pool.map(lambda part: json.loads(read(preparation.folder(part), PART)), parts))
-    items, chosen = _choose(preparation, [meta["items"] for meta in metas], workers, work)
-    n_items = sum(np.bincount(of_part, minlength=3) for of_part in chosen)
-    if not n_items[1]:
-        raise no_rows_left_error(", ".join(names), Report.total(Report.from_dict(meta["report"]) for meta in metas))
-    if preparation.held_out and not n_items[2]:
-        raise UserError("--held_out selects no document; increase it, or leave it out")
-    splits, sources = {}, {}
-    for split, number in preparation.splits.items():
-        reports = [_report(meta["report"], *part, number) for meta, *part in zip(metas, items, chosen, strict=True)]
-        totals = [Report() for _ in names]
-        for meta, report in zip(metas, reports, strict=True):
-            totals[meta["source"]].add(report)
-        sources[split] = [[name, total.to_dict()] for name, total in zip(names, totals, strict=True)]
-        splits[split] = _write_caches(preparation, split, reports, chosen, workers, work)
-    description = {"kind": preparation.encoding.kind, "encoding": preparation.encoding.identity}
-    return {**description, "digest": digest_of(splits), "splits": splits, "sources": sources}
+class _Merge:
+    """The items of all parts, and the splits that have them.
 
+    Args:
+        work: folder for files that are mapped into memory.
+    """
 
-def _choose(
-    preparation: Preparation, counts: Sequence[int], workers: int, work: Path
-) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Return the items of each part, `ITEM` (n,), and by their positions the number of the split that each is in, 0 for
-    none, uint8 (n,). Both are mapped files in `work`."""
-    all_items = np.memmap(work / "items", ITEM, "w+", shape=max(1, sum(counts)))
-    all_chosen = np.memmap(work / "chosen", np.uint8, "w+", shape=len(all_items))
-    bounds = list(itertools.pairwise(np.cumsum([0, *counts])))
-    items, chosen = ([array[start:stop] for start, stop in bounds] for array in (all_items, all_chosen))
-    last_held_out = int(preparation.held_out * 256**8).to_bytes(8)
-    n_passes = 1 + len(all_items) // ITEMS_PER_PASS
+    def __init__(self, preparation: Preparation, workers: int, work: Path):
+        self.preparation, self.workers, self.work = preparation, workers, work
+        folders = [preparation.folder(part) for part in range(len(preparation.parts))]
+        with ThreadPoolExecutor(16) as pool:  # a store takes long to answer
+            self.found = list(pool.map(lambda folder: json.loads(read(folder, PART)), folders))
+            bounds = list(itertools.pairwise(np.cumsum([0, *(report["kept"] for report in self.found)])))
+            items = np.memmap(work / "items", ITEM, "w+", shape=max(1, bounds[-1][1]))
+            chosen = np.memmap(work / "chosen", np.uint8, "w+", shape=len(items))
+            self.items = [items[start:stop] for start, stop in bounds]
+            """Items of each part, `ITEM` (n,)."""
+            self.chosen = [chosen[start:stop] for start, stop in bounds]
+            """Number of the split of each item of a part, by its position, 0 for none, uint8 (n,)."""
+            list(pool.map(self._read, self.items, self.chosen, folders))
+        n_passes = 1 + len(items) // ITEMS_PER_PASS
 
-    def copy(part: int) -> None:
-        items[part][:] = np.frombuffer(read(preparation.folder(part), ITEMS), ITEM)
-        chosen[part][items[part]["position"]] = np.where(items[part]["hash"] < last_held_out, 2, 1)
+        def remove_duplicates(index: int) -> None:
+            chosen[find_duplicates(self.items, index, n_passes)] = 0
 
-    def remove_duplicates(index: int) -> None:
-        all_chosen[find_duplicates(items, index, n_passes)] = 0
+        if preparation.deduplicate:
+            list(run_in_processes(remove_duplicates, range(n_passes), workers))
 
-    with ThreadPoolExecutor(16) as pool:
-        list(pool.map(copy, range(len(counts))))
-    if preparation.deduplicate:
-        list(run_in_processes(remove_duplicates, range(n_passes), workers))
-    return items, chosen
+    def _read(self, items: np.ndarray, chosen: np.ndarray, folder: Folder) -> None:
+        last_held_out = int(self.preparation.held_out * 256**8).to_bytes(8)
+        items[:] = np.frombuffer(read(folder, ITEMS), ITEM)
+        chosen[items["position"]] = np.where(items["hash"] < last_held_out, 2, 1)
+
+    def write(self) -> dict[str, Any]:
+        """Write the caches and the index of each split; return the manifest."""
+        preparation, names = self.preparation, [source.name for source in self.preparation.sources]
+        n_items = sum(np.bincount(of_part, minlength=3) for of_part in self.chosen)
+        if not n_items[1]:
+            raise no_rows_left_error(", ".join(names), Report.total(map(Report.from_dict, self.found)))
+        if preparation.held_out and not n_items[2]:
+            raise UserError("--held_out selects no document; increase it, or leave it out")
+        splits, sources = {}, {}
+        for split, number in preparation.splits.items():
+            reports = [self._report(part, number) for part in range(len(self.found))]
+            totals = [Report() for _ in names]
+            for (source, _), report in zip(preparation.parts, reports, strict=True):
+                totals[source].add(report)
+            sources[split] = [[name, total.to_dict()] for name, total in zip(names, totals, strict=True)]
+            splits[split] = self._write_caches(split, number, reports)
+        description = {"kind": preparation.encoding.kind, "encoding": preparation.encoding.identity}
+        return {**description, "digest": digest_of(splits), "splits": splits, "sources": sources}
+
+    def _report(self, part: int, split: int) -> Report:
+        """Return the counts of a part's items in a split; the others are dropped rows."""
+        report, items, chosen = Report.from_dict(self.found[part]), self.items[part], self.chosen[part]
+        kept, n_duplicates = items[chosen[items["position"]] == split], int((chosen == 0).sum())
+        report.kept, report.tokens = len(kept), int(kept["tokens"].sum())
+        report.trained_tokens = int(kept["trained"].sum())
+        report.drop_many("duplicate", n_duplicates)
+        report.drop_many("other_split", len(items) - len(kept) - n_duplicates)
+        return report
+
+    def _write_caches(self, split: str, split_number: int, reports: Sequence[Report]) -> dict[str, Any]:
+        """Write the caches and the index of a split, with the reports of its parts; return its counts."""
+        preparation, encoding, parts = self.preparation, self.preparation.encoding, range(len(reports))
+        groups = [[*parts]] if encoding.kind == "samples" else [[part] for part in parts if reports[part].kept]
+        totals = [Report.total(reports[part] for part in group) for group in groups]
+
+        def write_cache(number: int) -> str:
+            """Write the items of a group of parts to a cache; return its digest."""
+            group = groups[number]
+            selections = [(preparation.folder(part), self.chosen[part] == split_number) for part in group]
+            with tempfile.TemporaryDirectory(dir=self.work) as temporary:
+                folder = Path(temporary) / "cache"
+                encoding.select(selections, folder)
+                encoding.finish(folder, totals[number], preparation.parts[group[0]][1].name)
+                record_blocks(folder)
+                digest = bytes_digest((folder / BLOCKS_FILE).read_bytes())
+                publish(folder, preparation.place / split / digest, BLOCKS_FILE)
+            return digest
+
+        digests = "".join(run_in_processes(write_cache, range(len(groups)), self.workers))
+        counts = np.array([[total.tokens, total.kept] for total in totals])
+        index = np.zeros((INDEX_ROWS, len(groups)), np.int64)
+        index[:2, 1:] = counts.cumsum(axis=0)[:-1].T
+        index[2:] = np.frombuffer(bytes.fromhex(digests), np.int64).reshape(-1, 2).T
+        write(preparation.place, f"{split}.index", index.tobytes())
+        tokens, items = counts.sum(axis=0).tolist()
+        return {"tokens": tokens, "items": items, "parts": len(groups), "digest": bytes_digest(index.tobytes())}
 
 
 def find_duplicates(parts: Sequence[np.ndarray], index: int = 0, n_passes: int = 1) -> Array:
@@ -127,54 +169,6 @@ def find_duplicates(parts: Sequence[np.ndarray], index: int = 0, n_passes: int =
         n_before += len(items)
     _, originals = np.unique(np.concatenate(hashes), return_index=True)  # the first of equal hashes
     return np.delete(np.concatenate(positions), originals)
-
-
-def _report(found: dict[str, Any], items: np.ndarray, chosen: np.ndarray, split: int) -> Report:
-    """Return the counts of a part's items in a split; the others are dropped rows."""
-    report, kept = Report.from_dict(found), items[chosen[items["position"]] == split]
-    report.kept, report.tokens = len(kept), int(kept["tokens"].sum())
-    report.trained_tokens = int(kept["trained"].sum())
-    n_duplicates = int((chosen == 0).sum())
-    report.drop_many("duplicate", n_duplicates)
-    report.drop_many("other_split", len(items) - len(kept) - n_duplicates)
-    return report
-
-
-def _write_caches(
-    preparation: Preparation,
-    split: str,
-    reports: Sequence[Report],
-    chosen: Sequence[np.ndarray],
-    workers: int,
-    work: Path,
-) -> dict[str, Any]:
-    """Write the caches and the index of a split, with the reports of its parts; return its counts."""
-    encoding, parts = preparation.encoding, range(len(reports))
-    groups = [[*parts]] if encoding.kind == "samples" else [[part] for part in parts if reports[part].kept]
-    totals = [Report.total(reports[part] for part in group) for group in groups]
-
-    def write_cache(number: int) -> str:
-        """Write the items of a group of parts to a cache; return its digest."""
-        group = groups[number]
-        selections = [(preparation.folder(part), chosen[part] == preparation.splits[split]) for part in group]
-        with tempfile.TemporaryDirectory(dir=work) as temporary:
-            folder = Path(temporary) / "cache"
-            encoding.select(selections, folder)
-            encoding.finish(folder, totals[number], preparation.parts[group[0]][1].name)
-            record_blocks(folder)
-            digest = bytes_digest((folder / BLOCKS_FILE).read_bytes())
-            publish(folder, preparation.place / split / digest, BLOCKS_FILE)
-        return digest
-
-    digests = dict(run_in_processes(write_cache, range(len(groups)), workers))
-    counts = np.array([[total.tokens, total.kept] for total in totals])
-    index = np.zeros((INDEX_ROWS, len(groups)), np.int64)
-    index[:2, 1:] = counts.cumsum(axis=0)[:-1].T
-    in_order = bytes.fromhex("".join(digests[number] for number in range(len(groups))))
-    index[2:] = np.frombuffer(in_order, np.int64).reshape(-1, 2).T
-    write(preparation.place, f"{split}.index", index.tobytes())
-    tokens, items = counts.sum(axis=0).tolist()
-    return {"tokens": tokens, "items": items, "parts": len(groups), "digest": bytes_digest(index.tobytes())}
 
 
 def _remove_parts(place: Folder) -> None:
