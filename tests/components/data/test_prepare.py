@@ -22,7 +22,7 @@ import tokenizers
 from tests.components.data.helpers import raises, take, with_positions, write_jsonl
 from tests.conftest import PROJECT
 from torchtitan.cli.main import main
-from torchtitan.components.checkpoint.filesystem import folder_at
+from torchtitan.components.checkpoint.filesystem import RemoteFolder, folder_at
 from torchtitan.components.data import PretrainDataLoader
 from torchtitan.components.data.disk_cache import bytes_digest, digest_of
 from torchtitan.components.data.finetuning.filters import FilterConfig
@@ -352,6 +352,24 @@ def test_hosts_begin_together(place, held_out, is_before, corpus, tokenizer, tmp
         ours.begin()
     other.check()
     assert other.missing() != []
+
+
+def test_preparations_do_not_mix_in_a_store_without_conditional_writes(corpus, tokenizer, tmp_path, store, monkeypatch):
+    """The plan of the second replaces that of the first, which has begun and writes its parts."""
+    monkeypatch.setattr(RemoteFolder, "write_new", RemoteFolder.write)
+    first, second = (preparation(corpus, "memory://out", tokenizer, held_out=share) for share in (0.5, 0.1))
+    first.begin()
+    with monkeypatch.context() as patch:
+        patch.setattr(parts, "has_file", lambda *arguments: False)  # it looked earlier
+        second.begin()
+    for made in (first, second):
+        made.write_all(made.missing(), 1)
+    with raises("memory://out was begun with other held_out"):
+        merge(first, 1)
+    merge(second, 1)
+    expected = prepared(corpus, "memory://expected", tokenizer, held_out=0.1)
+    assert store.cat_file("/out/manifest.json") == store.cat_file("/expected/manifest.json")
+    assert expected.missing() == []
 
 
 def test_a_file_that_a_server_lists_without_details(corpus, store, monkeypatch):

@@ -97,7 +97,7 @@ class _Merge:
     def write(self) -> dict[str, Any]:
         """Write the caches and the index of each split; return the manifest."""
         preparation, names = self.preparation, [source.name for source in self.preparation.sources]
-        n_items = sum(np.bincount(of_part, minlength=3) for of_part in self.chosen)
+        n_items = np.sum([np.bincount(of_part, minlength=3) for of_part in self.chosen], axis=0)
         if not n_items[1]:
             raise no_rows_left_error(", ".join(names), Report.total(map(Report.from_dict, self.found)))
         if preparation.held_out and not n_items[2]:
