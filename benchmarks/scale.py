@@ -22,10 +22,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from torchtitan.cli.main import main as torchtitan
-from torchtitan.components.data.prepare.encoding import HASH_BYTES, ITEM
+from torchtitan.components.checkpoint.filesystem import LocalFolder
+from torchtitan.components.data.disk_cache import record_blocks
+from torchtitan.components.data.prepare.encoding import HASH_BYTES, ITEM, DocumentEncoding
 from torchtitan.components.data.prepare.merge import INDEX_ROWS, ITEMS_PER_PASS, find_duplicates
 from torchtitan.config.manager import ConfigManager
 from torchtitan.foresight import predict
+from torchtitan.tools import durable
 
 SOURCE_BYTES = 40e6
 PART_BYTES = 64e6
@@ -33,7 +36,7 @@ PROCESSES_PER_HOST = 64
 SECONDS_PER_LOSS = 6_300 * 3600
 """Mean time between losses of a host: 419 in 54 days on 2,048 hosts of 8 GPUs (arXiv:2407.21783, section 3.3.4)."""
 SECONDS_AWAY = 3600
-_BATCHES, _HASHES, _SEARCHES = 200, 1 << 22, 2000
+_BATCHES, _COPIES, _HASHES, _SEARCHES = 200, 10, 1 << 22, 2000
 
 
 class Rates(NamedTuple):
@@ -43,8 +46,8 @@ class Rates(NamedTuple):
     tokens_per_document: float
     prepared_bytes: float
     """Per second, of the source."""
-    merged_tokens: float
-    """Per second, copied without duplicates."""
+    copied_tokens: float
+    """Per second, by the merge."""
     searched_parts: float
     """Per second, for the hashes of one pass."""
     compared_hashes: float
@@ -74,20 +77,26 @@ def measure(folder: Path) -> Rates:
     write_source(small, 1e5)
     write_source(source, SOURCE_BYTES)
 
-    def prepare(path: Path, *step: str) -> None:
-        options = ["--out", str(folder / path.stem), "--workers", "1", *step]
-        assert torchtitan(["data", "prepare", str(path), *options, "--module", "llama3", "--config", "debugmodel"]) == 0
+    def prepare(path: Path) -> None:
+        place = ["--out", str(folder / path.stem), "--workers", "1"]
+        assert torchtitan(["data", "prepare", str(path), *place, "--module", "llama3", "--config", "debugmodel"]) == 0
 
-    def duration(*step: str) -> float:
-        fixed = seconds(prepare, small, *step)
-        return seconds(prepare, source, *step) - fixed
-
-    prepared, merged = duration("--part", "1/1"), duration("--merge")
+    fixed = seconds(prepare, small)
+    prepared = seconds(prepare, source) - fixed
     train = json.loads((folder / source.stem / "manifest.json").read_text())["splits"]["train"]
     config = ConfigManager().parse_args(["--dataloader.dataset", str(folder / source.stem)]).config
     tokenizer = config.tokenizer.build(path=config.hf_assets_path)
     loader = config.dataloader.build(tokenizer=tokenizer, seq_len=2048, local_batch_size=4, epochs=None, seed=0)
     next(loader)
+    [cache] = (folder / source.stem / "train").iterdir()
+
+    def copy() -> None:
+        with tempfile.TemporaryDirectory(dir=folder) as place:
+            target = Path(place) / "copy"
+            DocumentEncoding(tokenizer).select([(LocalFolder(cache), np.ones(train["items"], bool))], target)
+            record_blocks(target)
+            durable.sync_tree(target)
+
     items = np.zeros(_HASHES, ITEM)
     items["hash"] = np.frombuffer(np.random.default_rng(0).bytes(_HASHES * HASH_BYTES), f"S{HASH_BYTES}")
     part = np.sort(items[: round(train["items"] * PART_BYTES / source.stat().st_size)])
@@ -95,7 +104,7 @@ def measure(folder: Path) -> Rates:
         bytes_per_token=source.stat().st_size / train["tokens"],
         tokens_per_document=train["tokens"] / train["items"],
         prepared_bytes=source.stat().st_size / prepared,
-        merged_tokens=train["tokens"] / merged,
+        copied_tokens=_COPIES * train["tokens"] / seconds(lambda: [copy() for _ in range(_COPIES)]),
         searched_parts=_SEARCHES / seconds(find_duplicates, [part] * _SEARCHES, 0, 1 << 12),
         compared_hashes=_HASHES / seconds(find_duplicates, [items]),
         read_tokens=_BATCHES * 4 * 2048 / seconds(lambda: list(itertools.islice(loader, _BATCHES))),
@@ -132,7 +141,7 @@ def rows(rates: Rates, tokens: float, hosts: int) -> list[tuple[str, str]]:
     n_passes = 1 + n_documents // ITEMS_PER_PASS
     result = [
         ("measured: text prepared by one process", f"{rates.prepared_bytes / 1e6:.1f} MB/s"),
-        ("measured: tokens merged by one process", f"{rates.merged_tokens / 1e6:.1f} million/s"),
+        ("measured: tokens copied by one process", f"{rates.copied_tokens / 1e6:.1f} million/s"),
         ("measured: hashes compared, parts searched", f"{rates.compared_hashes:,.0f}/s, {rates.searched_parts:,.0f}/s"),
         ("measured: tokens read by one process", f"{rates.read_tokens / 1e6:.1f} million/s"),
         ("text, parts of 64 MB", f"{tokens * rates.bytes_per_token / 1e12:,.0f} TB, {n_parts:,}"),
@@ -144,7 +153,7 @@ def rows(rates: Rates, tokens: float, hosts: int) -> list[tuple[str, str]]:
             (f"prepare, {count:,} host{'s' * (count > 1)}", f"{in_words(taken)}, {transfer:,.1f} GB/s from the source")
         )
     comparing = n_documents / rates.compared_hashes + n_passes * n_parts / rates.searched_parts
-    comparing, copying = comparing / PROCESSES_PER_HOST, tokens / rates.merged_tokens / PROCESSES_PER_HOST
+    comparing, copying = comparing / PROCESSES_PER_HOST, tokens / rates.copied_tokens / PROCESSES_PER_HOST
     config = ConfigManager().parse_args(["--module", "llama3", "--config", "llama3_8b"]).config
     speed = predict(config, 8 * hosts, "h100").tokens_per_second * 8
     return result + [
