@@ -91,8 +91,8 @@ def measure(folder: Path) -> Rates:
     [cache] = (folder / source.stem / "train").iterdir()
 
     def copy() -> None:
-        with tempfile.TemporaryDirectory(dir=folder) as place:
-            target = Path(place) / "copy"
+        for number in range(_COPIES):
+            target = folder / f"copy{number}"
             DocumentEncoding(tokenizer).select([(LocalFolder(cache), np.ones(train["items"], bool))], target)
             record_blocks(target)
             durable.sync_tree(target)
@@ -104,7 +104,7 @@ def measure(folder: Path) -> Rates:
         bytes_per_token=source.stat().st_size / train["tokens"],
         tokens_per_document=train["tokens"] / train["items"],
         prepared_bytes=source.stat().st_size / prepared,
-        copied_tokens=_COPIES * train["tokens"] / seconds(lambda: [copy() for _ in range(_COPIES)]),
+        copied_tokens=_COPIES * train["tokens"] / seconds(copy),
         searched_parts=_SEARCHES / seconds(find_duplicates, [part] * _SEARCHES, 0, 1 << 12),
         compared_hashes=_HASHES / seconds(find_duplicates, [items]),
         read_tokens=_BATCHES * 4 * 2048 / seconds(lambda: list(itertools.islice(loader, _BATCHES))),
