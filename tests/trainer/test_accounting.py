@@ -10,7 +10,7 @@ import torch
 
 from tests.training import killed_in, launch, run, tiny_config, train
 from torchtitan.components.goodput import describe_goodput, goodput
-from torchtitan.components.run_events import events_in
+from torchtitan.components.run_events import read_events
 from torchtitan.trainer import Trainer
 from torchtitan.trainer.accounting import OWN_PHASES, largest_excess
 
@@ -23,7 +23,7 @@ def test_account_of_a_resumed_run(tmp_path, log):
         train(tmp_path, **SAVED)
     assert not any("goodput" in message for message in log.messages)  # it did not come to its end
     train(tmp_path, training__steps=6, **SAVED)
-    events, wall = events_in(tmp_path), time.time() - begun
+    events, wall = read_events(tmp_path)[0], time.time() - begun
     assert [(event["event"], event["step"]) for event in events] == [
         *[("start", 0), ("progress", 1), ("progress", 2), ("save", 2), ("progress", 3)],
         *[("start", 2), ("progress", 3), ("progress", 4), ("save", 4), ("progress", 5)],
@@ -49,7 +49,7 @@ def test_skipped_step_is_an_event(tmp_path):
             return loss * float("nan") if self.step == 1 else loss
 
     run(tiny_config(tmp_path, training__steps=3, training__on_nonfinite="skip"), Overflowing)
-    (skipped,) = (event for event in events_in(tmp_path) if event["event"] == "skipped")
+    (skipped,) = (event for event in read_events(tmp_path)[0] if event["event"] == "skipped")
     assert skipped["step"] == 2 and "loss nan" in skipped["reason"]
 
 
@@ -92,7 +92,7 @@ def test_slow_rank_is_named(tmp_path, method, phase):
     words = {"module": tmp_path / "slow", "config": "debug", "training.steps": 6, "metrics.log_freq": 2}
     printed = launch(tmp_path / "run", 2, **words)
     host = os.uname().nodename
-    named = [event for event in events_in(tmp_path / "run") if event["event"] == "straggler"]
+    named = [event for event in read_events(tmp_path / "run")[0] if event["event"] == "straggler"]
     if method is None:
         assert [event for event in named if event["seconds_more"] > 0.2] == []
         return

@@ -34,8 +34,8 @@ from torchtitan.components.data.report import Report, no_rows_left_error
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
 
-INDEX_ROWS = 4
-"""Rows of an index, int64 (INDEX_ROWS, caches): first token, first document, and the cache's digest (two rows)."""
+INDEX_ROWS = 3
+"""Rows of an index, int64 (INDEX_ROWS, caches): first token, and the cache's digest (two rows)."""
 
 ITEMS_PER_PASS = 1 << 24
 """Approximate number of hashes that a process compares at a time, which need about 80 bytes each."""
@@ -143,13 +143,10 @@ class _Merge:
             return digest
 
         digests = "".join(run_in_processes(write_cache, range(len(groups)), self.workers))
-        counts = np.array([[total.tokens, total.kept] for total in totals])
-        index = np.zeros((INDEX_ROWS, len(groups)), np.int64)
-        index[:2, 1:] = counts.cumsum(axis=0)[:-1].T
-        index[2:] = np.frombuffer(bytes.fromhex(digests), np.int64).reshape(-1, 2).T
-        write(preparation.place, f"{split}.index", index.tobytes())
-        tokens, items = counts.sum(axis=0).tolist()
-        return {"tokens": tokens, "items": items, "parts": len(groups), "digest": bytes_digest(index.tobytes())}
+        total, ends = Report.total(totals), np.cumsum([0, *(of_group.tokens for of_group in totals)])
+        index = np.vstack([ends[:-1], np.frombuffer(bytes.fromhex(digests), np.int64).reshape(-1, 2).T]).tobytes()
+        write(preparation.place, f"{split}.index", index)
+        return {"tokens": total.tokens, "items": total.kept, "parts": len(groups), "digest": bytes_digest(index)}
 
 
 def find_duplicates(parts: Sequence[np.ndarray], index: int = 0, n_passes: int = 1) -> Array:

@@ -101,7 +101,7 @@ class Prepared:
 
     def cache(self, split: str, index: Array, number: int) -> Folder:
         """Return the folder of a cache of the index."""
-        return self.folder / split / index[2:, number].tobytes().hex()
+        return self.folder / split / index[1:, number].tobytes().hex()
 
 
 def _checked(content: bytes, digest: str, name: str) -> bytes:
@@ -145,15 +145,16 @@ class PreparedTokens(JoinedTokens):
     """
 
     def __init__(self, prepared: Prepared, split: str, blocks: BlockCache, *, verify: bool = False):
+        index, n_tokens = (
+            prepared.index(split, blocks.root / "indexes", verify=verify),
+            prepared.splits[split]["tokens"],
+        )
+        super().__init__(
+            f"{prepared.digest}-{split}", index[0], n_tokens, partial(_open, prepared, split, index, blocks)
+        )
         self._arguments = (prepared, split, blocks)
         self.sources = prepared.sources[split]
         self.is_remote = not isinstance(prepared.folder, LocalFolder)
-        index = prepared.index(split, blocks.root / "indexes", verify=verify)
-        n_tokens, open_cache = prepared.splits[split]["tokens"], partial(_open, prepared, split, index, blocks)
-        super().__init__(f"{prepared.digest}-{split}", index[0], index[1], n_tokens, open_cache)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return PreparedTokens, self._arguments
 
     def report(self) -> Report:
         return Report.total(report for _, report in self.sources)
@@ -205,11 +206,10 @@ class _StoredArray:
 
     def __getitem__(self, span: slice) -> Array:
         start, stop, _ = (index * self.dtype.itemsize for index in span.indices(self.length))
-        content = self.blocks.read(f"{self.folder}/{self.name}", start, stop, self._fetch)
-        return np.frombuffer(content, self.dtype)
+        name, size = f"{self.folder}/{self.name}", self.length * self.dtype.itemsize
+        return np.frombuffer(self.blocks.read(name, size, start, stop, self._fetch), self.dtype)
 
     def _fetch(self, start: int, stop: int) -> bytes:
-        stop = min(stop, self.length * self.dtype.itemsize)
         what = f"reading {self.folder}/{self.name} at offset {start:,}"
         content = with_patience(what, lambda: self.folder.read_range(self.name, start, stop))
         if len(content) != stop - start:

@@ -162,9 +162,8 @@ class PackedDataset(Dataset[Batch]):
             return padding_sample(seq_len, document_mask=document_mask)
         tokens = data.tokens(start, start + seq_len + 1)
         starts = data.starts(start, start + len(tokens))
-        first, last = data.document_at(start), data.document_at(start + len(tokens) - 1)
-        # The document's number, unique over all sets.
-        documents = first * len(self.sets) + number, last * len(self.sets) + number
+        # Tokens stand for their documents, with numbers that are unique over all sets.
+        documents = start * len(self.sets) + number, (start + len(tokens) - 1) * len(self.sets) + number
         return pack(tokens, starts, seq_len, document_mask=document_mask), documents
 
 
