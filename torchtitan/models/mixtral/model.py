@@ -12,7 +12,7 @@ class MixtralModel(MoEDecoder):
 _TYPE = ModelType(
     architecture="MixtralForCausalLM",
     config=MixtralModel.Config,
-    rows=expert_rows(DENSE_ROWS, folder="block_sparse_moe", names={w: w for w in ("w1", "w2", "w3")}),
+    rows=lambda config: DENSE_ROWS + expert_rows(config, folder="block_sparse_moe", names=("w1", "w2", "w3")),
     keys={**expert_keys("num_local_experts"), "sliding_window": "sliding_window"},
     defaults={
         **{"num_local_experts": 8, "num_experts_per_tok": 2, "num_key_value_heads": 8},

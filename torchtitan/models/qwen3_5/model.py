@@ -70,7 +70,7 @@ _MOE = replace(
     _TEXT,
     architecture="Qwen3_5MoeForCausalLM",
     config=Qwen35MoEModel.Config,
-    rows=expert_rows(_DENSE, shared="shared_expert"),
+    rows=lambda config: _DENSE + expert_rows(config, shared="shared_expert"),
     keys={**_TEXT.keys, **_KEYS, "moe_intermediate_size": "ffn_dim"},
     defaults={**_TEXT.defaults, **_DEFAULTS, "moe_intermediate_size": 512, "num_key_value_heads": 2},
 )

@@ -54,7 +54,7 @@ def _write(config: MoEDecoder.Config) -> dict[str, Any] | None:
 _3 = ModelType(
     architecture="Qwen3MoeForCausalLM",
     config=Qwen3MoeModel.Config,
-    rows=expert_rows(DENSE_ROWS, shared="shared_expert"),
+    rows=lambda config: DENSE_ROWS + expert_rows(config, shared="shared_expert"),
     keys={**_KEYS, "sliding_window": "sliding_window", "attention_bias": "attention_bias"},
     defaults={
         **{"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "num_key_value_heads": 4},
