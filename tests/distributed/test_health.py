@@ -72,14 +72,14 @@ def test_sound_hosts_have_no_findings():
     ("changes", "words"),
     [
         ({PRODUCTS: 0.7}, "matrix products (TFLOP/s), rank 4: 70% of the median"),
-        ({SLOWDOWN: True}, "clocks of the GPU lowered (heat or power), rank 4: 1"),
+        ({SLOWDOWN: True}, "clocks of the GPU lowered (heat or power), rank 4: 1, but must be at most 0"),
         ({DISK: 0.1}, "writing to the dump folder (GB/s), rank 4: 10% of the median"),
-        ({FREE: 5}, "GiB free in the dump folder, rank 4: 5"),
-        ({SHARED: 1 / 16}, "GiB free in /dev/shm, rank 4: 0.0625"),
-        ({OPEN_FILES: 1024}, "open files allowed (ulimit -n), rank 4: 1024"),
-        ({CLOCK: 3.0}, "seconds that the clock is ahead, rank 4: 3"),
-        ({CLOCK: -5.0}, "seconds that the clock is ahead, rank 4: -5"),
-        ({ERRORS: 2}, "uncorrected memory errors, rank 4: 2"),
+        ({FREE: 5}, "GiB free in the dump folder, rank 4: 5, but must be at least 10"),
+        ({SHARED: 1 / 16}, "GiB free in /dev/shm, rank 4: 0.0625, but must be at least 1"),
+        ({OPEN_FILES: 1024}, "open files allowed (ulimit -n), rank 4: 1024, but must be at least 4096"),
+        ({CLOCK: 3.0}, "seconds that the clock is ahead, rank 4: 3, but must be at most 1"),
+        ({CLOCK: -5.0}, "seconds that the clock is ahead, rank 4: -5, but must be at least -1"),
+        ({ERRORS: 2}, "uncorrected memory errors, rank 4: 2, but must be at most 0"),
     ],
 )
 def test_the_odd_host_is_named(changes, words):
@@ -87,7 +87,7 @@ def test_the_odd_host_is_named(changes, words):
 
 
 def test_memory_errors_of_any_gpu_count():
-    assert findings(four_hosts(5, **{GPU_ERRORS: 1}), {}) == [("c", f"{GPU_ERRORS}, rank 5: 1")]
+    assert findings(four_hosts(5, **{GPU_ERRORS: 1}), {}) == [("c", f"{GPU_ERRORS}, rank 5: 1, but must be at most 0")]
 
 
 def test_different_software_is_named():
@@ -241,4 +241,6 @@ def test_only_the_agent_of_the_odd_host_fails(tmp_path):
         for agent in agents.values():
             agent.kill()
     assert {name: agent.returncode for name, agent in agents.items()} == {"a": 1, "b": 0}
-    assert re.search(r"PROBLEM a: open files allowed \(ulimit -n\), rank [01]: 127\n", printed)
+    assert re.search(
+        r"PROBLEM a: open files allowed \(ulimit -n\), rank [01]: 127, but must be at least 128\n", printed
+    )

@@ -1,5 +1,4 @@
-"""Divergences of a student's next-token distributions from a teacher's, with closed-form gradients, a chunk of both
-models' logits at a time."""
+"""Divergences of a student's next-token distributions from a teacher's, by chunks of both models' logits."""
 
 import math
 from dataclasses import dataclass

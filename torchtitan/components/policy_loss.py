@@ -1,7 +1,5 @@
 """Losses of policy-gradient methods, as pure functions of log-probabilities, and `PolicyLoss`, which consists of them.
-
-Dimensions: P prompts, G samples of each, N sampled tokens.
-"""
+Dimensions: P prompts, G samples of each, N sampled tokens."""
 
 import math
 from collections.abc import Mapping

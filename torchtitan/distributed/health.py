@@ -143,7 +143,8 @@ def findings(ranks: Sequence[RankHealth], expected: Mapping[str, float]) -> list
         counts = Counter(host for measured in wrong for host in {host_of[rank] for rank in measured})
         for measured, value in wrong.items():
             host = max((host_of[rank] for rank in measured), key=counts.__getitem__)
-            what = f"{value / median:.0%} of the median" if check.of_median else f"{value:.6g}"
+            limit = f"at least {check.least:g}" if value < least else f"at most {check.most:g}"
+            what = f"{value / median:.0%} of the median" if check.of_median else f"{value:.6g}, but must be {limit}"
             found.append(Finding(host, f"{name}, rank {' and '.join(map(str, measured))}: {what}"))
     expected = dict(expected)
     if expected and not found:  # an all-reduce waits for the slowest rank
@@ -206,7 +207,7 @@ def _disk_bandwidth(folder: Path) -> float:
 
 
 def _bandwidths(rank: int, size: int, device: torch.device) -> tuple[dict[int, float], float]:
-    """Return the bandwidth with each partner (see `rounds`), and that of an all-reduce."""
+    """Return the bandwidths with each partner, see `rounds`, and of an all-reduce."""
     sent, received = torch.zeros(2, _MESSAGE_BYTES // 4, device=device)
 
     def exchange(other: int | None) -> None:

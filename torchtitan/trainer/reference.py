@@ -79,8 +79,7 @@ class FrozenModelTrainer(Trainer):
         model.parts, model.flops_per_token = [], 0.0
 
     def cached_batches(self, cache: SequenceCache) -> Iterator[Batch]:
-        """Log the size of the cache for the run's steps and validation, and yield their batches, unless an earlier run
-        has completed them."""
+        """Log the size of the results for all steps and validation, and yield the batches of incomplete data."""
         config = self.config
         data: list[Any] = [(config.dataloader, config.training.epochs, self.run_length.data_steps(self.total_steps))]
         data += [(loader, 1, config.validator.steps) for loader in config.validation_dataloaders().values()]

@@ -28,8 +28,7 @@ class TeacherConfig:
     """Keep its weights in CPU memory between uses; needs FSDP."""
 
     cache: str = ""
-    """Folder for its likeliest tokens, which the teacher writes for all data before the first step; then it is removed.
-    Empty: it runs with the student."""
+    """Folder for its likeliest tokens in all data, written before the first step. Empty: it runs with the student."""
 
     top_k: int = 64
     """Tokens per position to write; all others are one event."""
@@ -82,8 +81,7 @@ class TeacherTrainer(FrozenModelTrainer):
         return SequenceCache(Path(config.cache), setting, bytes_per_token=8 * config.top_k + 4)
 
     def frozen_results(self, batch: Batch) -> dict[str, Tensor]:
-        """Return the `ids` and `log_probs` of `TopTokens`. Raise `UserError` if the vocabulary or the windows are
-        sharded."""
+        """Return the fields of `TopTokens`. Raise `UserError` if the vocabulary or the windows are sharded."""
         self.config.parallelism.require_one("tensor", "context", user="writing --teacher.cache")
         size, k = self.config.model_spec.model.vocab_size or 0, self.config.teacher.top_k
 

@@ -396,8 +396,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def _left_padded(sequences: Sequence[Sequence[int]], multiple: int) -> tuple[Tensor, Tensor]:
-    """Return tokens and positions (B, L) on the host, with L divisible by `multiple`. Each padding token has position
-    0, so it is a separate document."""
+    """Return tokens and positions (B, L) on the host, L divisible by `multiple`. Padding is documents of one token."""
     longest = -(-max(map(len, sequences)) // multiple) * multiple
     paddings = [longest - len(sequence) for sequence in sequences]
     tokens = [[_PADDING] * padding + list(sequence) for padding, sequence in zip(paddings, sequences, strict=True)]

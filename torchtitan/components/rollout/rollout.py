@@ -44,8 +44,7 @@ class Trajectory:
         self.loss_mask += [logprobs is not None] * len(tokens)
 
     def check(self, most: int, where: str) -> None:
-        """Raise `UserError`, which names the row (`where`), for a trajectory that cannot be trained, or of more than
-        `most` tokens."""
+        """Raise `UserError` that names the row (`where`) if it cannot be trained, or has more than `most` tokens."""
         lengths = [len(self.tokens), len(self.logprobs), len(self.loss_mask)]
         if len(set(lengths)) > 1 or not any(self.loss_mask[1:]) or lengths[0] > most or not math.isfinite(self.reward):
             raise UserError(
@@ -155,8 +154,7 @@ class RolloutConfig:
 
 
 def log_completions(folder: str, step: int, trajectories: Sequence[Trajectory], tokenizer: Tokenizer) -> None:
-    """Log the first trajectories of a step, and append them to `completions.jsonl` of a run whose last step is the one
-    before."""
+    """Log the first trajectories of a step, and append them to `completions.jsonl`, after removing later steps."""
     file = JsonLines(Path(folder) / "completions.jsonl", step - 1)
     for trajectory in trajectories[:_LOGGED]:
         start = trajectory.loss_mask.index(True)

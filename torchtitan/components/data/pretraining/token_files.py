@@ -8,6 +8,7 @@ after each.
 import glob
 import json
 import os
+import re
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -187,9 +188,10 @@ def _litdata_chunks(folder: Path) -> dict[str, Any]:
     `UserError` if the items are not tokens, and for MDS."""
     try:
         index = json.loads((folder / "index.json").read_bytes())
-        is_mds = "shards" in index
-        config, chunks = index.get("config"), {chunk["filename"]: chunk for chunk in index.get("chunks", [])}
-        kinds, compression = (config["data_format"], config["compression"]) if chunks else ([], None)
+        chunks = {chunk["filename"]: chunk for chunk in index.get("chunks", [])}
+        is_mds, config = "shards" in index, index["config"] if chunks else {"data_format": [], "compression": None}
+        kind = " ".join([*config["data_format"], config["compression"] or ""]).strip()
+        has_tokens = all(chunk.get("dim") is not None for chunk in chunks.values())  # the tokens of the chunk
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return {}
     if is_mds:
@@ -197,11 +199,7 @@ def _litdata_chunks(folder: Path) -> dict[str, Any]:
             f"{folder} is in MDS, whose library needs NumPy below 2.2 and transformers below 5; write its texts as "
             "JSON Lines there"
         )
-    if not chunks:
-        return {}
-    is_tokens = all(chunk.get("dim") is not None for chunk in chunks.values())  # the tokens of the chunk
-    if not is_tokens or len(kinds) != 1 or not kinds[0].startswith("no_header_") or compression:
-        kind = " ".join([*kinds, compression or ""]).strip()
+    if chunks and not (has_tokens and re.fullmatch(r"no_header_\S+", kind)):
         raise UserError(
             f"{folder} holds litdata's items of type {kind}, not uncompressed tokens; write its texts as JSON Lines, "
             "or tokens with TokensLoader"

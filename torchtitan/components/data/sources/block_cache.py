@@ -42,7 +42,7 @@ class BlockCache:
 
     def read(self, name: str, size: int, start: int, stop: int, fetch: Callable[[int, int], bytes]) -> bytes:
         """Return the bytes from `start` up to `stop` of the file `name` of `size` bytes, whose content never changes.
-        If the cache cannot be read or written, for example because the disk is full, warn once, and go on without it.
+        If the cache cannot be read or written, for example because the disk is full, warn once, and read without it.
 
         Args:
             fetch: reads a range of the file from the store. Raises no `OSError`.
