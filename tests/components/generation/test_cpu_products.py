@@ -9,6 +9,7 @@ from tests.components.generation.test_generation import TINY_PROMPTS, mixed_mode
 from torchtitan.components.generation import Engine, Sampling, cpu_products, generate
 from torchtitan.components.generation.cpu_products import onednn_products, product
 from torchtitan.components.peft import LoRA
+from torchtitan.distributed import initialize_weights
 from torchtitan.tools.errors import UserError
 
 
@@ -69,6 +70,7 @@ def test_each_product_reads_the_current_weights():
 def test_converted_layers_compute_themselves(calls):
     model = mixed_model().float()
     LoRA.Config(rank=2).build().convert(model)
+    initialize_weights(model, seed=0)
     converted = [layer for layer in model.modules() if isinstance(layer, nn.Linear) and type(layer) is not nn.Linear]
     n_plain = sum(type(layer) is nn.Linear for layer in model.modules())
     generate(model, [TINY_PROMPTS[1]], max_new_tokens=1)
