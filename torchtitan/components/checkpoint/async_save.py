@@ -179,7 +179,7 @@ class Saver:
         self.step, self.kind, self.failure = marker.step, marker.kind, ""
         blocked = (unblocked or time.perf_counter()) - start_time
         contents = "" if marker.kind == "full" else f" ({describe_kind(marker.kind)}; runs cannot resume from it)"
-        logger.info("saved %s%s; training was blocked for %.2f s", path, contents, blocked)
+        logger.info("saved %s%s; training was blocked for %.3f s", path, contents, blocked)
         if self.ranks.rank == 0:
             self.prune(marker.step)
 
