@@ -266,7 +266,7 @@ def experts(size: Size) -> Numbers:
 
 def generation(size: Size) -> Numbers:
     """Measure generation with the 1B model and random weights: the prompts, then new tokens, greedy and sampled."""
-    from torchtitan.components.generation import Sampling, generate
+    from torchtitan.components.generation import Sampling
     from torchtitan.distributed import initialize_weights
 
     spec = model_registry("debugmodel" if size.toy else "1B")
@@ -283,14 +283,25 @@ def generation(size: Size) -> Numbers:
         ("sampled, batch 8", 8, Sampling(temperature=1.0, top_p=0.9)),
     ):
         prompts = torch.randint(config.vocab_size, (batch, prompt_tokens)).tolist()
-
-        def run(n: int, prompts: Any = prompts, sampling: Any = sampling) -> Any:
-            return generate(model, prompts, max_new_tokens=n, sampling=sampling)
-
-        first = median_seconds(size.device, lambda run=run: run(1), repeats=2)
-        both = median_seconds(size.device, lambda run=run: run(new), repeats=2)
-        results[name] = {"prompt_seconds": first, "tokens_per_second": batch * (new - 1) / (both - first)}
+        timed = [token_times(model, prompts, new, sampling) for _ in range(3)][1:]  # the first one warms up
+        prompt_seconds = statistics.median(first - start for start, first, _ in timed)
+        new_seconds = statistics.median(last - first for _, first, last in timed)
+        results[name] = {"prompt_seconds": prompt_seconds, "tokens_per_second": batch * (new - 1) / new_seconds}
     return results
+
+
+def token_times(model: Any, prompts: list[list[int]], new: int, sampling: Any) -> tuple[float, float, float]:
+    """Return the times at which generation starts, and has the first and the last of `new` tokens."""
+    from torchtitan.components.generation import generate
+
+    times = [time.perf_counter()]
+
+    def on_token(row: int, token: int) -> bool:
+        times.append(time.perf_counter())
+        return False
+
+    generate(model, prompts, max_new_tokens=new, sampling=sampling, on_token=on_token)
+    return times[0], times[1], times[-1]
 
 
 def save_stall(size: Size) -> Numbers:

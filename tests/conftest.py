@@ -4,6 +4,7 @@ import contextlib
 import logging
 import os
 import resource
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from tests.equivalence.workers import Workers
 from torchtitan.components.tokenizer import PretrainedTokenizer, Tokenizer
 from torchtitan.tools import device
 from torchtitan.tools.logging import logger
+from torchtitan.tools.process import COMMAND_VARIABLE
 
 # Tiny models gain nothing from threads, and on a busy machine threads wait for each other.
 torch.set_num_threads(1)
@@ -51,6 +53,19 @@ def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     """Log messages of the package, from level INFO."""
     caplog.set_level(logging.INFO, logger="torchtitan")
     return caplog
+
+
+@pytest.fixture
+def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Run in an empty folder outside the package, with one process; unload the folder's modules after the test."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("NGPU", "1")
+    monkeypatch.setenv(COMMAND_VARIABLE, "set back afterwards")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield tmp_path
+    for name, module in list(sys.modules.items()):
+        if str(tmp_path) in (getattr(module, "__file__", None) or ""):
+            del sys.modules[name]
 
 
 @pytest.fixture(scope="module")

@@ -285,6 +285,11 @@ class TestComparison:
         (tmp_path / "metrics.jsonl").write_text(text[:-1])
         assert read_lines(tmp_path) == make_lines(2)
 
+    def test_recent_losses_are_ignored(self) -> None:
+        """Counts of the spike guard are compared, in whatever entry they are."""
+        states = [{f"spikes.json-{loss}": json.dumps({"recent": [[loss, 1.0]], "n_skipped": 2})} for loss in (3.0, 3.1)]
+        assert [without_ranks(state) for state in states] == [{"spikes": '{"n_skipped": 2}'}] * 2
+
     def test_process_specific_values_are_ignored(self) -> None:
         names = ["model.rank0.weight", "random.rank0.cpu", "dataloader.rank0.json-1", "dataloader.rank1.json-1"]
         assert list(without_ranks(dict.fromkeys(names, ""))) == ["dataloader.rank0.json-1"]

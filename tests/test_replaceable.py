@@ -5,18 +5,14 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 
 from tests.commands import run_command
-from tests.conftest import PROJECT
 from tests.training import flags, read_metrics, read_validation
 from torchtitan.cli.main import main
-from torchtitan.tools.process import COMMAND_VARIABLE
 
 TINY = {
     "model.dim": 64,
@@ -38,21 +34,7 @@ from torchtitan.models.llama3.config_registry import llama3_debugmodel
 """
 
 
-@pytest.fixture(autouse=True)
-def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Run in a folder outside the package with one process and thread, and unload its modules after the test."""
-    assert not tmp_path.is_relative_to(PROJECT / "torchtitan")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("NGPU", "1")
-    monkeypatch.setenv(COMMAND_VARIABLE, "set back afterwards")
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    n_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(n_threads)
-    for name, module in list(sys.modules.items()):
-        if str(tmp_path) in (getattr(module, "__file__", None) or ""):
-            del sys.modules[name]
+pytestmark = pytest.mark.usefixtures("empty_folder")
 
 
 def write_module(code: str) -> list[str]:

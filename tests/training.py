@@ -11,12 +11,17 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from torch import nn
 
 from tests.commands import run_command
 from torchtitan.components.data.base import Batch
 from torchtitan.components.data.dataloader import PretrainDataLoader
+from torchtitan.config import ParallelismConfig, TrainingConfig
 from torchtitan.config.manager import ConfigManager
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.parallelize import parallelize_model
 from torchtitan.models.common.rope import RoPEConfig
+from torchtitan.models.llama3 import SHARDING
 from torchtitan.models.llama3.model import Llama3Model
 from torchtitan.trainer import Trainer
 
@@ -52,6 +57,13 @@ def llama_config(**options: Any) -> Llama3Model.Config:
     """Return the configuration of a tiny Llama model of a few thousand parameters; `options` override it."""
     sizes = {"vocab_size": 99, "dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 50}
     return Llama3Model.Config(**{"rope": RoPEConfig(), **sizes, **options})
+
+
+def lay_out(model: nn.Module, parallelism: ParallelismConfig, **options: Any) -> None:
+    """Divide a model of Llama's layers among two processes, in float32; `options` go to `parallelize_model`."""
+    dims = ParallelDims.from_config(parallelism, 2)
+    common = {"mesh": dims.build_mesh("cpu"), "training": TrainingConfig(mixed_precision_param="float32")}
+    parallelize_model(model, parallel_dims=dims, sharding=SHARDING, parallelism=parallelism, **{**common, **options})
 
 
 def flags(options: dict[str, Any]) -> list[str]:

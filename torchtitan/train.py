@@ -25,6 +25,7 @@ from torchtitan.tools.process import (
     exit_process,
     exit_with_launcher,
     is_launched,
+    keep_freed_memory,
     report_failure,
     use_expandable_segments,
 )
@@ -39,6 +40,10 @@ _FIRST_RANK_SECONDS = 5.0
 def run(resolved: "ResolvedConfig") -> None:
     """Train with a validated configuration, then shut down together with the other ranks. After an error there is no
     orderly shutdown, since a process group that has lost a rank cannot be destroyed cleanly."""
+    from torchtitan.tools.device import device_type
+
+    if device_type() == "cpu":
+        keep_freed_memory()
     trainer = resolved.config.build()
     trainer.phases.begin_at(STARTED)
     _check_same_mode(trainer.config.activation_checkpoint.mode)

@@ -9,6 +9,8 @@ import torch
 from task import EXPERTS, StepLog, Task
 from torch import nn
 
+from torchtitan.tools.process import keep_freed_memory
+
 
 def make_block(system: str) -> nn.Module:
     dim, hidden, n_experts, top_k = (EXPERTS[name] for name in ("dim", "hidden_dim", "n_experts", "top_k"))
@@ -34,6 +36,7 @@ def make_block(system: str) -> nn.Module:
 def main(folder: str, system: str) -> None:
     task, log = Task.read(folder), StepLog(folder)
     torch.manual_seed(0)
+    keep_freed_memory()  # all systems alike, as in training with torchtitan
     block, dtype = make_block(system), getattr(torch, task.precision)
     for parameter in block.parameters():
         nn.init.normal_(parameter, std=0.02)

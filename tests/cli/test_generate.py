@@ -314,12 +314,15 @@ def test_tokenizer_option_keeps_template_and_stop_tokens(chat_model, stories, ca
 def test_chat_requires_a_template(stories, capsys, monkeypatch):
     code, out, err = talk(capsys, monkeypatch, ["Hello"], "--checkpoint", stories)
     assert (
-        code == 2 and out == "" and "no chat template" in err and "set --template to a file or one of: chatml," in err
+        code == 2
+        and out == ""
+        and "no chat template" in err
+        and "set --chat_template to a file or one of: chatml," in err
     )
-    code, out, _ = talk(capsys, monkeypatch, ["Hello"], "--checkpoint", stories, "--template", "chatml")
+    code, out, _ = talk(capsys, monkeypatch, ["Hello"], "--checkpoint", stories, "--chat_template", "chatml")
     assert code == 0 and len(out.splitlines()) == 1
-    code, out, err = talk(capsys, monkeypatch, ["Hello"], "--checkpoint", stories, "--template", "chatlm")
-    assert code == 2 and out == "" and "--template chatlm" in err and "alpaca" in err
+    code, out, err = talk(capsys, monkeypatch, ["Hello"], "--checkpoint", stories, "--chat_template", "chatlm")
+    assert code == 2 and out == "" and "--chat_template chatlm" in err and "alpaca" in err
 
 
 def test_chat_stops_at_the_end_of_turn_of_its_template(stories, tmp_path, capsys, monkeypatch):
@@ -332,6 +335,6 @@ def test_chat_stops_at_the_end_of_turn_of_its_template(stories, tmp_path, capsys
     end = tokenizer.decode([free[2]])
     file = tmp_path / "alpaca.jinja"
     file.write_text(template.source.replace("</s>", end))
-    talk_args = ["--checkpoint", stories, "--template", file]
+    talk_args = ["--checkpoint", stories, "--chat_template", file]
     code, out, _ = talk(capsys, monkeypatch, ["Hello"], *talk_args)
     assert code == 0 and out.strip() == tokenizer.decode(free).partition(end.strip())[0].strip()

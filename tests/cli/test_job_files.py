@@ -3,6 +3,7 @@
 import getpass
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -19,6 +20,7 @@ import yaml
 from tests.cli.test_launch import free_port
 from tests.conftest import PROJECT
 from tests.training import TINY, flags
+from torchtitan.distributed.health import CHECKS, GPU_ERRORS, NETWORK, SLOWDOWN
 
 SLURM = PROJECT / "multinode.slurm"
 TRAIN_JOB: dict[str, Any] = yaml.safe_load((PROJECT / "recipes/train_kubeflow.yaml").read_text())
@@ -183,7 +185,12 @@ def test_batch_script_in_a_slurm(slurm: dict[str, str], tmp_path: Path) -> None:
     code = subprocess.run(command, cwd=tmp_path, env=environment).returncode
     printed = (tmp_path / "job.log").read_text() if (tmp_path / "job.log").exists() else ""
     assert code == 0, printed
-    assert "1 host(s), 2 rank(s)" in printed or "PROBLEM" in printed
+    host = socket.gethostname()
+    measured = re.findall(r"^│ (.+?) +│ +[\d.e+-]+ │ +[\d.e+-]+ │ +[\d.e+-]+ │$", printed, re.MULTILINE)
+    assert measured == [name for name in CHECKS if name not in (NETWORK, GPU_ERRORS, SLOWDOWN)], printed
+    problems = re.findall(r"^PROBLEM (\S+): (.+), rank (?:0|1|0 and 1): \S+", printed, re.MULTILINE)
+    assert all(place == host and name in CHECKS for place, name in problems), printed
+    assert ("1 host(s), 2 rank(s): no problem found" in printed) == (not problems), printed
     assert "on 2 process(es)" in printed and "training completed: 4 steps" in printed
 
 

@@ -138,7 +138,10 @@ class TestFailures:
 
     @pytest.mark.parametrize(
         ("words", "message"),
-        [(["--training.stepz", "3"], "--training.stepz"), (["--dataloader.dataset", "nowhere.txt"], "'nowhere.txt'")],
+        [
+            pytest.param(["--training.stepz", "3"], "--training.stepz", marks=pytest.mark.slow),
+            (["--dataloader.dataset", "nowhere.txt"], "'nowhere.txt'"),
+        ],
     )
     def test_mistake_is_reported_once(self, start: Callable[..., Command], words: list[str], message: str) -> None:
         """`tests/cli/test_main.py` tests other mistakes."""

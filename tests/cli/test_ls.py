@@ -4,14 +4,19 @@ import pytest
 
 from tests.conftest import PROJECT
 from torchtitan.cli.main import main
+from torchtitan.config.registry import built_in_modules
 from torchtitan.models.families import families_with
 
 
-def test_sizes_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_sizes_are_shown(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two families: those of all are in the page, below."""
+    two = {name: folder for name, folder in built_in_modules().items() if name in ("llama3", "qwen3")}
+    monkeypatch.setattr("torchtitan.cli.ls.modules_on_disk", lambda: two)
     assert main(["ls"]) == 0
     printed = capsys.readouterr().out
     assert "flavors: debugmodel, 1B (1.24 B), 3B (3.21 B), 8B (8.03 B)" in printed
     assert "0.6B (596 M)" in printed
+    assert printed.endswith("\nEvery family also has the configurations of auto, with --hf_assets_path DIR.\n")
 
 
 def test_page_of_models_is_current(capsys: pytest.CaptureFixture[str]) -> None:

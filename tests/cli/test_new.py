@@ -7,17 +7,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.commands import RunningCommand
 from tests.training import flags, read_metrics, read_validation
 from torchtitan.cli.main import main
 from torchtitan.models.llama3.config_registry import llama3_debugmodel
-from torchtitan.tools.process import COMMAND_VARIABLE
 
 NUMBERS = ("loss", "grad_norm", "lr", "n_tokens_seen")
 TINY = {
@@ -31,20 +29,7 @@ TINY = {
 }
 
 
-@pytest.fixture(autouse=True)
-def one_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Run in an empty folder with one process and one thread; sums depend on the number of threads."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("NGPU", "1")
-    monkeypatch.setenv(COMMAND_VARIABLE, "set back afterwards")
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    n_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(n_threads)
-    for name, module in list(sys.modules.items()):
-        if str(tmp_path) in (getattr(module, "__file__", None) or ""):
-            del sys.modules[name]
+pytestmark = pytest.mark.usefixtures("empty_folder")
 
 
 def train(folder: str, *arguments: str, **options) -> Path:

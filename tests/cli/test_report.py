@@ -64,7 +64,7 @@ def test_sections_of_a_run_that_was_killed_twice(runs):
     }
     (incidents,) = (part.rows for part in sections([RunRecord(runs[0])]) if part.title == "Incidents")
     again = [what for _, _, _, event, what in incidents if event == "start"]
-    assert again[0] == "" and "at step 3 (killed or crashed)" in again[1] and "at step 5 (killed" in again[2]
+    assert again[0] == "" and "at step 3 (killed, or ended by an error)" in again[1] and "at step 5 (killed" in again[2]
     assert [step for _, _, step, event, _ in incidents if event == "save"] == ["2", "4", "6", "7"]
     phases = rows_of(killed, "Time of a step by phase")
     assert {"data", "forward", "backward", "gradient clipping", "optimizer step"} <= phases.keys()
@@ -87,11 +87,31 @@ def test_text_and_broken_lines(runs, capsys):
 
 
 def test_run_in_progress_without_events(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.5}\n{"step": 2, "loss": null}\n{"step": 3, "lo')
+    lines = ['{"step": 1, "loss": 2.5}', '{"step": 2, "loss": null}', '{"step": 3, "loss": NaN}', '{"step": 4, "lo']
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
     record = RunRecord(tmp_path)
     assert [part.title for part in sections([record])] == ["Summary"]
     assert rows_of([tmp_path], "Summary") == {"last step": ["2"], "last loss": ["2.5"]}
-    assert "metrics.jsonl: broken lines are left out: 3" in page([record])
+    assert "metrics.jsonl: broken lines are left out: 3, 4" in page([record])
+
+
+def test_incidents_say_why(tmp_path):
+    """A session that ended by itself has its reason; one whose last event is another was killed, or failed."""
+    start = {"event": "start", "begun": 10.0, "command": "train"}
+    events = [start, {"event": "skipped", "reason": "a spike"}, {"event": "returned", "to": 5}]
+    events += [start, {"event": "end", "reason": "stopped"}, start]
+    lines = [{"time": 9.0, "step": 7, "seconds": {}, **event} for event in events]
+    (tmp_path / "events.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    record_of(tmp_path, [{"step": 1, "loss": 1.0}])
+    (incidents,) = (part.rows for part in sections([RunRecord(tmp_path)]) if part.title == "Incidents")
+    assert [tuple(row[3:]) for row in incidents] == [
+        ("start", ""),
+        ("skipped", "a spike"),
+        ("returned", "to 5"),
+        ("start", "1.0 s after the last event, at step 7 (killed, or ended by an error)"),
+        ("end", "stopped"),
+        ("start", "1.0 s after the last event, at step 7 (stopped)"),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -128,7 +148,7 @@ def test_curves_of_long_runs_keep_their_extremes(tmp_path):
     curve = record.curve("loss")
     assert len(curve) <= 1100 and curve == sorted(curve) and set(curve) <= set(record.points("loss"))
     assert (12_346, 9.0) in curve and curve[0][0] == 1 and curve[-1][0] == 20_000
-    assert curves([record, record_of(tmp_path, lines[:1])])[0]["series"][1] == [(1, math.sin(0.02))]
+    assert curves([record, record_of(tmp_path, lines[:1])])[0] == ("loss", [curve, [(1, math.sin(0.02))]])
 
 
 def test_sparkline():

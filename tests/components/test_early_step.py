@@ -9,16 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from tests.processes import run_processes
-from tests.training import llama_config, read_metrics, tiny_config, train
+from tests.training import lay_out, llama_config, read_metrics, tiny_config, train
 from torchtitan.components.checkpoint import ModelState
 from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.components.lr_scheduler import LRScheduler
 from torchtitan.components.optimizer import Optimizer, ParamGroup, check_early_step
 from torchtitan.config import ActivationCheckpointConfig, CompileConfig, ParallelismConfig, TrainingConfig
-from torchtitan.distributed import ParallelDims, initialize_weights
+from torchtitan.distributed import initialize_weights
 from torchtitan.distributed.gradients import clip_grad_norm
-from torchtitan.distributed.parallelize import parallelize_model
-from torchtitan.models.llama3 import SHARDING
 from torchtitan.models.llama3.model import Llama3Model
 from torchtitan.tools.errors import UserError
 
@@ -35,28 +33,23 @@ OPTIMIZERS = {
 
 
 def make_model(*, tie_embeddings: bool = False, **layout: Any) -> Llama3Model:
-    """Build a model with fixed weights, parallelized with `layout` (see `lay_out`)."""
+    """Build a model with fixed weights, parallelized with `layout` (see `divide`)."""
     with torch.device("meta"):
         model = llama_config(vocab_size=VOCABULARY, tie_embeddings=tie_embeddings).build()
     if layout:
-        lay_out(model, **layout)
+        divide(model, **layout)
     model.to_empty(device="cpu")
     initialize_weights(model, 0)
     return model
 
 
-def lay_out(
+def divide(
     model: nn.Module, *, mode: Any = "none", compile: bool = False, offload: bool = False, **degrees: int
 ) -> None:
-    parallelism = ParallelismConfig(**degrees)
-    dims = ParallelDims.from_config(parallelism, 2)
-    parallelize_model(
+    lay_out(
         model,
-        parallel_dims=dims,
-        mesh=dims.build_mesh("cpu"),
-        sharding=SHARDING,
+        ParallelismConfig(**degrees),
         training=TrainingConfig(mixed_precision_param="float32", enable_cpu_offload=offload),
-        parallelism=parallelism,
         activation_checkpoint=ActivationCheckpointConfig(mode=mode),
         compile=CompileConfig(enable=compile, backend="aot_eager"),
     )

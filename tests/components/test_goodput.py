@@ -5,7 +5,7 @@ import json
 import pytest
 
 from torchtitan.components.goodput import describe_goodput, goodput, mean_phases, shares
-from torchtitan.components.run_events import EVENTS, events_in, open_events, read_json_lines
+from torchtitan.components.run_events import EVENTS, open_events, read_events, read_json_lines
 
 
 def start(time, step, begun, start_up):
@@ -25,7 +25,7 @@ KILLED_TWICE = [
     progress(200, 20, **{"start-up": 11.0, "forward": 9.0}),
     # Killed. Resumes from step 10, before the first session's end.
     start(225, 10, 220, 5.0),
-    {"event": "straggler", "time": 230, "step": 15, "rank": 1},
+    {"event": "straggler", "time": 230, "step": 15, "rank": 1, "seconds": {"start-up": 5.0, "forward": 8.0}},
     progress(245, 20, **{"start-up": 5.0, "forward": 16.0, "between steps": 1.0, "validation": 3.0}),
     {"event": "end", "time": 246, "step": 20, "seconds": {"start-up": 5.0, "forward": 16.0, "validation": 3.0}},
 ]
@@ -101,7 +101,7 @@ def test_killed_run_continues_its_events(tmp_path):
         if ended:
             log.append({"event": "end", "time": 1.0, "step": step + 1, "reason": "completed", "seconds": {}})
         log.close()
-        return len(events_in(tmp_path))
+        return len(read_events(tmp_path)[0])
 
     assert session(0) == 1
     with open(tmp_path / EVENTS, "a") as file:
@@ -122,4 +122,4 @@ def test_lines_that_are_no_events_are_left_out(tmp_path):
     (tmp_path / EVENTS).write_text(
         "\n".join(map(json.dumps, [progress(1.0, 1), *bad, good, *bad])) + '\n{"a": [[\n\xff'
     )
-    assert events_in(tmp_path) == [good]
+    assert read_events(tmp_path)[0] == [good]

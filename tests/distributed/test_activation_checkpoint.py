@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from tests.processes import run_processes
-from tests.training import llama_config
+from tests.training import lay_out, llama_config
 from torchtitan.components.checkpoint import ModelState
 from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.config import ActivationCheckpointConfig, CompileConfig, ParallelismConfig
@@ -403,25 +403,12 @@ def test_a_smaller_memory_budget_saves_memory(functorch_config):
 def compare_layouts(folder: Path) -> None:
     import torch.distributed as dist
 
-    from torchtitan.config import ParallelismConfig, TrainingConfig
-    from torchtitan.distributed import ParallelDims
-    from torchtitan.distributed.parallelize import parallelize_model
-    from torchtitan.models.llama3 import SHARDING
+    from torchtitan.config import ParallelismConfig
 
     def gradients(config: ActivationCheckpointConfig, **degrees: int) -> tuple[list[Tensor], int]:
         """Return the loss, the gradients, and the number of reduce-scatters in the backward pass."""
-        parallelism = ParallelismConfig(**degrees)
-        dims = ParallelDims.from_config(parallelism, 2)
         model = CONFIG.build()
-        parallelize_model(
-            model,
-            parallel_dims=dims,
-            mesh=dims.build_mesh("cpu"),
-            sharding=SHARDING,
-            training=TrainingConfig(mixed_precision_param="float32"),
-            parallelism=parallelism,
-            activation_checkpoint=config,
-        )
+        lay_out(model, ParallelismConfig(**degrees), activation_checkpoint=config)
         initialize_weights(model, 0)
         loss = compute_loss(model, packed())
         with Recorder() as backward:

@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.processes import run_processes
-from tests.training import llama_config, train
+from tests.training import lay_out, llama_config, train
 from torchtitan.components.checkpoint import ModelState
 from torchtitan.components.loss import CrossEntropyLoss
-from torchtitan.config import ActivationCheckpointConfig, CompileConfig, ParallelismConfig, TrainingConfig
+from torchtitan.config import ActivationCheckpointConfig, CompileConfig, ParallelismConfig
 from torchtitan.distributed import compile as compile_module
 from torchtitan.distributed import initialize_weights
 from torchtitan.distributed.activation_checkpoint import apply_activation_checkpointing
@@ -325,25 +325,11 @@ def test_schedules_that_split_the_backward_pass_disable_donated_buffers(degree, 
 def compare_layouts(folder: Path) -> None:
     import torch.distributed as dist
 
-    from torchtitan.distributed import ParallelDims
-    from torchtitan.distributed.parallelize import parallelize_model
-    from torchtitan.models.llama3 import SHARDING
-
     def numbers(compile: CompileConfig, mode: Any, **degrees: int) -> list[Tensor]:
         torch._dynamo.reset()
-        parallelism = ParallelismConfig(**degrees)
-        dims = ParallelDims.from_config(parallelism, 2)
         model, loss = make_model(), make_loss(compile if compile.enable else None)
-        parallelize_model(
-            model,
-            parallel_dims=dims,
-            mesh=dims.build_mesh("cpu"),
-            sharding=SHARDING,
-            training=TrainingConfig(mixed_precision_param="float32"),
-            parallelism=parallelism,
-            activation_checkpoint=ActivationCheckpointConfig(mode=mode),
-            compile=compile,
-        )
+        checkpointing = ActivationCheckpointConfig(mode=mode)
+        lay_out(model, ParallelismConfig(**degrees), activation_checkpoint=checkpointing, compile=compile)
         initialize_weights(model, 0)
         monitor = RecompileMonitor()
         for seed in range(2):
@@ -400,10 +386,6 @@ def test_async_tensor_parallelism_fuses_each_collective_of_a_layer(is_asynchrono
     from torch._inductor.compile_fx import compile_fx
     from torch._inductor.fx_passes.post_grad import post_grad_passes, view_to_reshape
 
-    from torchtitan.distributed import ParallelDims
-    from torchtitan.distributed.parallelize import parallelize_model
-    from torchtitan.models.llama3 import SHARDING
-
     calls: Counter[str] = Counter()
 
     def count(graph: Any, inputs: Any, **options: Any) -> Any:
@@ -415,21 +397,12 @@ def test_async_tensor_parallelism_fuses_each_collective_of_a_layer(is_asynchrono
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     monkeypatch.setattr(symmetric_memory, "_group_name_to_store", {})
     parallelism = ParallelismConfig(tensor_parallel_degree=2, enable_async_tensor_parallel=is_asynchronous)
-    dims = ParallelDims.from_config(parallelism, 2)
     model = llama_config(vocab_size=VOCABULARY, n_layers=1).build()
     dist.init_process_group("fake", rank=0, world_size=2)
     try:
         with inductor.patch(_micro_pipeline_tp=False):
             compile = CompileConfig(enable=True, backend=lambda graph, x: compile_fx(graph, x, inner_compile=count))
-            parallelize_model(
-                model,
-                parallel_dims=dims,
-                mesh=dims.build_mesh("cpu"),
-                sharding=SHARDING,
-                training=TrainingConfig(mixed_precision_param="float32"),
-                parallelism=parallelism,
-                compile=compile,
-            )
+            lay_out(model, parallelism, compile=compile)
             initialize_weights(model, 0)
             tokens_BL = torch.zeros(BATCH, LENGTH, dtype=torch.int64)
             with pytest.raises(Counted):

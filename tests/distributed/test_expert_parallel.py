@@ -31,7 +31,8 @@ N_EXPERTS, TOP_K, DIM, WIDTH, TOKENS = 4, 2, 16, 8, 6
 def make_experts(kind: type[RoutedExperts], dtype: torch.dtype, adapter: str | None) -> RoutedExperts:
     torch.manual_seed(0)
     sizes = {"n_experts": N_EXPERTS, "top_k": TOP_K, "dim": DIM, "hidden_dim": WIDTH}
-    experts = kind(**sizes, bias=True, init_std=1.0, out_init_std=1.0)
+    biased = type(kind.__name__, (kind,), {"has_bias": True})
+    experts = biased(**sizes, init_std=1.0, out_init_std=1.0)
     if adapter:
         adapt_experts(experts, rank=3, scaling=1.5, dora=adapter == "dora")
     for parameter in experts.parameters():

@@ -3,6 +3,9 @@
 import dataclasses
 import json
 import os
+import re
+import resource
+import socket
 import subprocess
 import sys
 from itertools import combinations
@@ -12,42 +15,51 @@ import pytest
 import torch
 
 from tests.cli.test_launch import free_port
+from tests.commands import RunningCommand
 from tests.conftest import PROJECT
 from tests.processes import run_processes
 from torchtitan.cli import doctor
 from torchtitan.cli.main import main
 from torchtitan.distributed import health
-from torchtitan.distributed.health import GIB, LINKS, NETWORK, PRODUCTS, RankHealth, findings, measure, rounds
-
-SOUND = RankHealth(
-    rank=0,
-    host="a",
-    software={"torch": "2.13.0"},
-    product_flops=1e12,
-    disk_bandwidth=1e9,
-    free_bytes=100 * GIB,
-    shared_memory_bytes=8 * GIB,
-    open_files=65536,
-    seconds=1000.0,
-    memory_errors=0,
-    is_throttled=False,
+from torchtitan.distributed.health import (
+    ALL_REDUCE,
+    CLOCK,
+    DISK,
+    ERRORS,
+    FREE,
+    GPU_ERRORS,
+    LINKS,
+    NETWORK,
+    OPEN_FILES,
+    PRODUCTS,
+    SHARED,
+    SLOWDOWN,
+    Check,
+    RankHealth,
+    findings,
+    measure,
+    rounds,
 )
 
+OF_RANK = {PRODUCTS: 1.0, GPU_ERRORS: 0, SLOWDOWN: False}
+OF_HOST = {DISK: 1.0, FREE: 100, SHARED: 8, OPEN_FILES: 65536, CLOCK: 0.5, ERRORS: 0}
+SOUND = RankHealth(rank=0, host="a", software={"torch": "2.13.0"}, facts=OF_RANK | OF_HOST)
 
-def four_hosts(**changes):
-    """Four hosts of two ranks; `changes` apply to rank 4, the first of host c."""
-    speeds = {within: 1e9 if within else 1e8 for within in (True, False)}
+
+def four_hosts(changed=4, software=SOUND.software, all_reduce=0.1, **changes):
+    """Four hosts of two ranks; software and changes to facts apply to one rank, by default the first of host c."""
+    speeds = {within: 1.0 if within else 0.1 for within in (True, False)}
     ranks = [
         dataclasses.replace(
             SOUND,
             rank=rank,
             host="abcd"[rank // 2],
-            disk_bandwidth=1e9 if rank % 2 == 0 else 0.0,
+            facts=OF_RANK | {ALL_REDUCE: all_reduce} | (OF_HOST if rank % 2 == 0 else {}),
             bandwidths={other: speeds[other // 2 == rank // 2] for other in range(8) if other != rank},
         )
         for rank in range(8)
     ]
-    ranks[4] = dataclasses.replace(ranks[4], **changes)
+    ranks[changed] = dataclasses.replace(ranks[changed], software=software, facts=ranks[changed].facts | changes)
     return ranks
 
 
@@ -59,21 +71,29 @@ def test_sound_hosts_have_no_findings():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"software": {"torch": "2.12.0"}}, "torch is 2.12.0, but 2.13.0"),
-        ({"product_flops": 0.7e12}, "rank 4 multiplies at 70%"),
-        ({"is_throttled": True}, "rank 4 has lowered its clocks"),
-        ({"disk_bandwidth": 1e8}, "writes at 10%"),
-        ({"free_bytes": 5 * GIB}, "5.00 GiB free in the dump folder"),
-        ({"shared_memory_bytes": GIB // 16}, "0.06 GiB free in /dev/shm"),
-        ({"open_files": 1024}, "1024 files"),
-        ({"seconds": 1003.0}, "3.0 s ahead"),
-        ({"seconds": 995.0}, "5.0 s behind"),
-        ({"memory_errors": 2}, "2 uncorrected memory errors"),
+        ({PRODUCTS: 0.7}, "matrix products (TFLOP/s), rank 4: 70% of the median"),
+        ({SLOWDOWN: True}, "clocks of the GPU lowered (heat or power), rank 4: 1, but must be at most 0"),
+        ({DISK: 0.1}, "writing to the dump folder (GB/s), rank 4: 10% of the median"),
+        ({FREE: 5}, "GiB free in the dump folder, rank 4: 5, but must be at least 10"),
+        ({SHARED: 1 / 16}, "GiB free in /dev/shm, rank 4: 0.0625, but must be at least 1"),
+        ({OPEN_FILES: 1024}, "open files allowed (ulimit -n), rank 4: 1024, but must be at least 4096"),
+        ({CLOCK: 3.0}, "seconds that the clock is ahead, rank 4: 3, but must be at most 1"),
+        ({CLOCK: -5.0}, "seconds that the clock is ahead, rank 4: -5, but must be at least -1"),
+        ({ERRORS: 2}, "uncorrected memory errors, rank 4: 2, but must be at most 0"),
     ],
 )
 def test_the_odd_host_is_named(changes, words):
-    (finding,) = findings(four_hosts(**changes), {})
-    assert finding.host == "c" and words in finding.message
+    assert findings(four_hosts(**changes), {}) == [("c", words)]
+
+
+def test_memory_errors_of_any_gpu_count():
+    assert findings(four_hosts(5, **{GPU_ERRORS: 1}), {}) == [("c", f"{GPU_ERRORS}, rank 5: 1, but must be at most 0")]
+
+
+def test_different_software_is_named():
+    assert findings(four_hosts(software={"torch": "2.12.0"}), {}) == [
+        ("c", "torch is 2.12.0, but 2.13.0 on most ranks")
+    ]
 
 
 def test_slow_links_name_the_host_that_they_share():
@@ -90,15 +110,14 @@ def test_slow_links_name_the_host_that_they_share():
     ]
     found = findings(slow, {})
     assert {finding.host for finding in found} == {"c"} and len(found) == 6  # all pairs with other hosts
-    assert "20% of the median between hosts" in found[0].message
+    assert found[0].message == "links to other hosts (GB/s), rank 0 and 4: 20% of the median"
 
 
-EXPECTED = {PRODUCTS: 1e12, LINKS: 1e9, NETWORK: 1e8}
+EXPECTED = {PRODUCTS: 1.0, LINKS: 1.0, NETWORK: 0.1}
 
 
 def expecting(changes):
-    ranks = [dataclasses.replace(one, all_reduce_bandwidth=1e8) for one in four_hosts()]
-    return findings(ranks, EXPECTED | changes)
+    return findings(four_hosts(), EXPECTED | changes)
 
 
 def test_equally_slow_hosts_are_named():
@@ -107,17 +126,15 @@ def test_equally_slow_hosts_are_named():
         found = expecting({name: 5 * EXPECTED[name]})
         assert [finding.host for finding in found] == list("abcd")
         assert {finding.message for finding in found} == {f"{name}: 20% of the speed expected of the GPU"}
-    found = expecting({NETWORK: 5e8})
-    assert {finding.message.partition(":")[0] for finding in found} == {"links to other hosts", "the all-reduce"}
+    found = expecting({NETWORK: 0.5})
+    assert {finding.message.partition(":")[0] for finding in found} == {NETWORK, ALL_REDUCE}
 
 
 def test_a_slow_all_reduce_of_sound_hosts_is_found():
-    ranks = [dataclasses.replace(one, all_reduce_bandwidth=1e7) for one in four_hosts()]
-    found = findings(ranks, EXPECTED)
-    assert found == [(host, "the all-reduce: 10% of the speed expected of the GPU") for host in "abcd"]
-    ranks[4] = dataclasses.replace(ranks[4], is_throttled=True)
-    (finding,) = findings(ranks, EXPECTED)
-    assert finding.host == "c" and "lowered its clocks" in finding.message
+    found = findings(four_hosts(all_reduce=0.01), EXPECTED)
+    assert found == [(host, f"{ALL_REDUCE}: 10% of the speed expected of the GPU") for host in "abcd"]
+    (finding,) = findings(four_hosts(all_reduce=0.01, **{SLOWDOWN: True}), EXPECTED)
+    assert finding.host == "c" and SLOWDOWN in finding.message
 
 
 @pytest.mark.parametrize("size", range(1, 17))
@@ -142,9 +159,9 @@ def test_many_ranks_meet_few_partners(size):
 def _measure_with_a_slow_rank(folder: str) -> None:
     torch.set_num_threads(1)
     rank = torch.distributed.get_rank()
-    plain, health._software = health._software, lambda: plain() | ({"torch": "old"} if rank == 1 else {})
+    plain, health.software = health.software, lambda: plain() | ({"torch": "old"} if rank == 1 else {})
     ranks = measure(Path(folder) / "dump", torch.device("cpu"))
-    health._software = plain
+    health.software = plain
     facts = [dataclasses.asdict(one) for one in ranks]
     (Path(folder) / f"{rank}.json").write_text(json.dumps(facts))
 
@@ -152,7 +169,7 @@ def _measure_with_a_slow_rank(folder: str) -> None:
 def test_the_expectation_is_the_table_of_devices(monkeypatch):
     names = {0: "NVIDIA H100 80GB HBM3", 1: "NVIDIA Unheard-of"}
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: names[device.index])
-    assert doctor._expected_speeds(torch.device("cuda", 0))[LINKS] == 0.8 * 450e9
+    assert doctor._expected_speeds(torch.device("cuda", 0))[LINKS] == 0.8 * 450
     assert doctor._expected_speeds(torch.device("cuda", 1)) == {}
     assert doctor._expected_speeds(torch.device("cpu")) == {}
 
@@ -164,21 +181,26 @@ def test_all_ranks_know_the_facts_of_all(tmp_path):
     assert facts[0] == facts[1] == facts[2]
     assert [one["software"]["torch"] == "old" for one in facts[0]] == [False, True, False]
     assert [sorted(map(int, one["bandwidths"])) for one in facts[0]] == [[1, 2], [0, 2], [0, 1]]
-    assert all(speed > 0 for one in facts[0] for speed in [*one["bandwidths"].values(), one["product_flops"]])
-    assert [one["disk_bandwidth"] > 0 for one in facts[0]] == [True, False, False]
+    for one in facts[0]:
+        assert all(
+            speed > 0 for speed in [*one["bandwidths"].values(), one["facts"][PRODUCTS], one["facts"][ALL_REDUCE]]
+        )
+        of_host = {DISK, FREE, SHARED, OPEN_FILES, CLOCK, ERRORS} if one["rank"] == 0 else set()
+        assert set(one["facts"]) == {PRODUCTS, ALL_REDUCE, *of_host}
+    assert facts[0][0]["facts"][DISK] > 0 and facts[0][0]["facts"][CLOCK] == 0
     assert not (tmp_path / "dump").exists()
 
 
 def test_the_command_reports_this_host(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(health, "LEAST_FREE_GIB", 0.0)
-    monkeypatch.setattr(health, "LEAST_SHARED_GIB", 0.0)
-    monkeypatch.setattr(health, "LEAST_OPEN_FILES", 1)
+    for name in (FREE, SHARED, OPEN_FILES):  # of this machine
+        monkeypatch.setitem(health.CHECKS, name, Check())
     assert main(["doctor", "--dump_folder", str(tmp_path / "new" / "dump")]) == 0
     assert not (tmp_path / "new").exists()
     assert "1 host(s), 1 rank(s): no problem found" in capsys.readouterr().out
-    monkeypatch.setattr(health, "LEAST_OPEN_FILES", 2**62)
+    monkeypatch.setitem(health.CHECKS, OPEN_FILES, Check(least=2**62))
     assert main(["doctor", "--dump_folder", str(tmp_path)]) == 1
-    assert "PROBLEM" in capsys.readouterr().out
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    assert f"PROBLEM {socket.gethostname()}: {OPEN_FILES}, rank 0: {limit:.6g}" in capsys.readouterr().out
 
 
 def test_a_folder_that_cannot_be_written_ends_at_once(tmp_path, capsys):
@@ -191,9 +213,8 @@ HOST = """
 import resource, socket, sys
 from torchtitan.cli.doctor import doctor
 from torchtitan.distributed import health
-health.LEAST_FREE_GIB = health.LEAST_SHARED_GIB = health.LEAST_PRODUCTS = health.LEAST_DISK = 0.0
+health.CHECKS = dict.fromkeys(health.CHECKS, health.Check()) | {health.OPEN_FILES: health.Check(least=128)}
 name, limit = sys.argv[1], int(sys.argv[2])
-health.LEAST_OPEN_FILES = 128
 socket.gethostname = lambda: name
 resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
 sys.exit(doctor(["--dump_folder", "dump"]))
@@ -212,17 +233,14 @@ def test_only_the_agent_of_the_odd_host_fails(tmp_path):
         meeting += ["--rdzv-conf", f"is_host={str(name == 'a').lower()}", "--local-addr", "127.0.0.1"]
         words = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", *meeting, "host.py", name]
         environment = {**os.environ, "PYTHONPATH": str(PROJECT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        agents[name] = subprocess.Popen(
-            [sys.executable, *words, "127" if name == "a" else "128"],
-            cwd=tmp_path,
-            env=environment,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        command = [sys.executable, *words, "127" if name == "a" else "128"]
+        agents[name] = RunningCommand(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True)
     try:
         printed = "".join(agent.communicate(timeout=120)[0] for agent in agents.values())
     finally:
         for agent in agents.values():
             agent.kill()
     assert {name: agent.returncode for name, agent in agents.items()} == {"a": 1, "b": 0}
-    assert "PROBLEM a: may open only 127 files" in printed
+    assert re.search(
+        r"PROBLEM a: open files allowed \(ulimit -n\), rank [01]: 127, but must be at least 128\n", printed
+    )

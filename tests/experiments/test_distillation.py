@@ -19,7 +19,7 @@ from torchtitan.experiments.distillation.on_policy import OnPolicyTrainer
 from torchtitan.experiments.distillation.trainer import DistillationTrainer
 from torchtitan.models.pretrained import load_model
 from torchtitan.tools.errors import UserError
-from torchtitan.trainer import frozen
+from torchtitan.trainer import reference
 
 SIZES = {"intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 OPTIONS = {
@@ -251,7 +251,7 @@ def test_writing_a_cache_continues_after_a_kill(folder, cache, tmp_path, monkeyp
     """It keeps what it has written, ends with the files of an uninterrupted one, and trains with them."""
     options = {"teacher__cache": tmp_path / "cache", "teacher__top_k": 50}
     logged: list[str] = []
-    monkeypatch.setattr(frozen.logger, "info", lambda text, *values, **_: logged.append(text % values))
+    monkeypatch.setattr(reference.logger, "info", lambda text, *values, **_: logged.append(text % values))
     with killed_in(SequenceCache, "write", 4):
         distill(folder, tmp_path / "run", **options)
     before = stamps(tmp_path / "cache")
@@ -265,8 +265,25 @@ def test_writing_a_cache_continues_after_a_kill(folder, cache, tmp_path, monkeyp
         assert file.read_bytes() == (cache / file.relative_to(tmp_path / "cache")).read_bytes()
     assert f"{tmp_path / 'cache'}: at most 16 windows, 0.4 MiB" in "".join(logged)
     [complete] = [line for line in logged if "is complete" in line]
-    n_found, n_computed = map(int, re.search(r"had (\d+), and (\d+) were", complete).groups())  # type: ignore[union-attr]
-    assert n_found > 0 and n_computed > 0
+    assert int(re.search(r"complete: (\d+) of this rank's batches", complete)[1]) > 0  # type: ignore[index]
+    assert not list((tmp_path / "cache/unfinished").iterdir())
+
+
+def test_a_complete_cache_is_not_looked_up_again_unless_a_file_is_missing(folder, cache, tmp_path, monkeypatch):
+    cache = Path(shutil.copytree(cache, tmp_path / "copy"))
+    looked_up: list[bool] = []
+    holds = SequenceCache.holds
+    monkeypatch.setattr(SequenceCache, "holds", lambda *args: looked_up.append(holds(*args)) or looked_up[-1])
+    distill(folder, tmp_path / "same", teacher__cache=cache, teacher__top_k=50)
+    assert not looked_up
+    distill(folder, tmp_path / "longer", teacher__cache=cache, teacher__top_k=50, training__steps=5)
+    assert not all(looked_up)  # the data of another step
+    missing = min(stamps(cache))
+    missing.unlink()
+    with pytest.raises(UserError, match=rf"{missing} of the cache is missing; a new start computes missing results"):
+        distill(folder, tmp_path / "again", teacher__cache=cache, teacher__top_k=50, training__steps=5)
+    distill(folder, tmp_path / "again", teacher__cache=cache, teacher__top_k=50, training__steps=5)
+    assert missing.exists()
 
 
 @pytest.mark.slow
@@ -334,10 +351,8 @@ def test_on_policy_distillation_compares_the_models_on_the_students_own_answers(
     prompts = [{"prompt": f"Is {i} big?"} for i in range(8)]
     (tmp_path / "prompts.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in prompts))
     batches = []
-    answers = OnPolicyTrainer.answers
-    monkeypatch.setattr(
-        OnPolicyTrainer, "answers", lambda *args, **options: batches.append(answers(*args, **options)) or batches[-1]
-    )
+    packed = OnPolicyTrainer.packed
+    monkeypatch.setattr(OnPolicyTrainer, "packed", lambda *args: batches.append(packed(*args)) or batches[-1])
     options = {"dataloader__dataset": [tmp_path / "prompts.jsonl"], "training__steps": 1, "rollout__max_new_tokens": 6}
     options |= {"rollout__group_size": 2, "loss__cross_entropy_weight": 0.0, "validator__enable": True}
     options |= {"validator__dataset": [tmp_path / "prompts.jsonl"]}

@@ -259,6 +259,11 @@ def test_invalid_combinations_are_rejected(folder, tmp_path):  # noqa: F811
         train(folder, tmp_path, "dpo", loss__label_smoothing=0.1)
 
 
+def test_an_option_of_another_method_names_help(folder, tmp_path):  # noqa: F811
+    with pytest.raises(UserError, match=r"^unknown option --loss\.kind; see torchtitan train --help$"):
+        train(folder, tmp_path, "kto", loss__kind="dpo")
+
+
 def test_kto_warns_of_windows_with_one_prompt(folder, tmp_path, caplog):  # noqa: F811
     options = {"training__seq_len": 32, "dataloader__dataset": [folder / "pairs.jsonl"], "loss__beta": 0.1}
     trainer = train(folder, tmp_path, "kto", **STEP, **options)

@@ -21,7 +21,7 @@ from torchtitan.components.critic import estimate_advantages, generalized_advant
 from torchtitan.components.generation import Generation, engine
 from torchtitan.components.generation.sampling import draw
 from torchtitan.components.rollout.rewards import Rewards, number_match
-from torchtitan.components.rollout.rollout import RolloutEngine, Rollouts, Trajectory, to_batches
+from torchtitan.components.rollout.rollout import RolloutEngine, Trajectory, to_batches
 from torchtitan.components.spikes import SpikeGuard
 from torchtitan.config.manager import ConfigManager
 from torchtitan.experiments.ppo.config_registry import ppo_debugmodel
@@ -30,6 +30,7 @@ from torchtitan.experiments.rl.trainer import RLTrainer
 from torchtitan.models.qwen3_moe import FLAVORS
 from torchtitan.models.qwen3_moe import model_spec as moe_spec
 from torchtitan.tools.errors import RunFailure, UserError
+from torchtitan.trainer.rollouts import RolloutTrainer
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 2048}
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
@@ -386,7 +387,7 @@ def test_a_spike_in_a_further_update_ends_its_step(folder, tmp_path, caplog, met
 def test_resume_is_exact(folder, tmp_path, inside, method):
     options = {"policy__beta": 0.1, "policy__updates": 2, "policy__method": method}
     train_rl(folder, tmp_path / "straight", **options)
-    kind, where, count = (Rollouts, "checked_rollout", 16 * 2 + 5) if inside else (RLTrainer, "complete_step", 3)
+    kind, where, count = (RolloutTrainer, "checked_rollout", 16 * 2 + 5) if inside else (RLTrainer, "complete_step", 3)
     with killed_in(kind, where, count):
         train_rl(folder, tmp_path / "stopped", **options)
     train_rl(folder, tmp_path / "stopped", **options)
@@ -456,7 +457,7 @@ def record_draws(folder: Path, dump: Path, options: dict[str, object]) -> None:
         return tokens
 
     with mock.patch.object(engine, "draw", recorded):
-        stops = train_rl(folder, dump, **options).rollouts.stop_ids
+        stops = train_rl(folder, dump, **options).stop_ids
     for row in draws.values():  # a finished row may stay in the batch
         del row[next((n for n, (token, _) in enumerate(row, 1) if token in stops), len(row)) :]
         del row[8:]
@@ -512,8 +513,7 @@ def test_a_prompt_that_occurs_twice_gets_other_answers(folder, tmp_path):
     options = {"dataloader__dataset": [folder / "one.jsonl"], "training__steps": 1, "rollout__group_size": 2}
     trainer = train_rl(folder, tmp_path, **options)
     batches = list(itertools.islice(trainer.dataloader, 2))
-    with trainer.mixed_precision():
-        groups = trainer.rollouts.run(lambda: batches, "1/0", "row {}".format)
+    groups = trainer.sample(lambda: batches, "1/0")
     texts = [tuple(trajectory.tokens) for group in groups for trajectory in group]
     assert len(texts) == 8 and len(set(texts)) == 8
 
@@ -548,7 +548,10 @@ def test_a_rollout_without_a_trajectory_is_named(folder, tmp_path):
     ("options", "message"),
     [
         ({"rollout__group_size": 1}, r"--rollout\.group_size is 1"),
-        ({"rollout__max_new_tokens": 65}, r"--rollout\.max_new_tokens is 65, but a window of --training\.seq_len 64"),
+        (
+            {"rollout__max_new_tokens": 65},
+            r"--rollout\.max_new_tokens is 65, but must be at most .* 64",
+        ),
         ({"training__seq_len": 8}, r"prompts\.jsonl:\d+: \d+ tokens, 8 fit"),
         ({"policy__gae_decay": 95}, r"--policy\.gae_decay is 95\.0, but must be from 0 to 1"),
         ({"rewards": ["nothing"]}, r"--rewards nothing is unknown"),

@@ -15,13 +15,13 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tests.conftest import PROJECT
 from tests.tables import Row, as_markdown, print_table, write_docs
 from torchtitan.config.manager import ConfigManager
 from torchtitan.foresight import plan, predict
-from torchtitan.foresight.planning import Option, layouts, option_words
+from torchtitan.foresight.planning import choices, layouts, option_words
 from torchtitan.trainer import Trainer
 
 REPEATS, STEPS, FIRST_STEPS = 5, 8, 3
@@ -115,9 +115,9 @@ def compare_steps(arguments: argparse.Namespace) -> None:
 def compare_layouts(arguments: argparse.Namespace) -> None:
     config = configuration([GLOBAL_BATCH])
     found = {str(one.layout): one for one in plan(config, 2, "cpu", devices_per_host=2, best=100).options}
-    values = {name: option.values for name, option in found.items()}
-    values |= {str(one): Option(one, prediction=None).values for one in layouts(config, 2, 2)}  # type: ignore[arg-type]
-    cases = {name: Case(2, [GLOBAL_BATCH, *_words(config, chosen)]) for name, chosen in values.items()}
+    compared = [*(one.layout for one in found.values()), *layouts(config, 2, 2)]
+    values = {str(layout): choices(layout.config) for layout in compared}
+    cases = {name: Case(2, [GLOBAL_BATCH, *option_words(config, chosen)]) for name, chosen in values.items()}
     first, last = arguments.cases or (1, len(cases))
     chosen = dict(list(cases.items())[first - 1 : last])
     measured = measure_all(chosen, arguments.results, {name: REPEATS if name in found else 1 for name in cases})
@@ -125,7 +125,7 @@ def compare_layouts(arguments: argparse.Namespace) -> None:
     best = next(iter(medians.values()))
     columns = ["layout, in the plan's order", "predicted (s)", "measured (s)", "relative to the first"]
     rows = [
-        Row([name, f"{found[name].prediction.seconds:.3f}", f"{median:.3f}", f"{median / best - 1:+.1%}"])
+        Row([name, f"{found[name].seconds:.3f}", f"{median:.3f}", f"{median / best - 1:+.1%}"])
         for name, median in medians.items()
         if name in found
     ]
@@ -141,11 +141,6 @@ def compare_layouts(arguments: argparse.Namespace) -> None:
     print(summary)
     if arguments.write_docs:
         write_docs(PROJECT / "docs/foresight.md", "layouts", f"{as_markdown(columns, rows)}\n\n{summary}".rstrip())
-
-
-def _words(config: Trainer.Config, values: dict[str, Any]) -> list[str]:
-    words = option_words(config, values)
-    return [f"{name}={value}" for name, value in zip(words[::2], words[1::2], strict=True)]
 
 
 def main() -> None:

@@ -19,13 +19,14 @@ from torchtitan.dry_run.work_tracker import Kernel
 from torchtitan.foresight import plan, predict
 from torchtitan.foresight.device_choice import device_in_file, device_named, device_of_gpu
 from torchtitan.foresight.devices import DEVICES
-from torchtitan.foresight.planning import MESH, option_words
+from torchtitan.foresight.planning import MESH, choices, option_words
 from torchtitan.foresight.prediction import RESERVED, predict_from_reports
-from torchtitan.foresight.time import CONTENTION, Message, Methods, bubble_seconds, collective_seconds, step_parts
+from torchtitan.foresight.time import CONTENTION, Message, bubble_seconds, collective_seconds, step_parts
 from torchtitan.tools.errors import UserError
 from torchtitan.trainer import Trainer
 
 DEVICE = DEVICES["h100"]
+LAYERS = "--model.n_layers=12"
 
 
 def configuration(tmp_path: Path, *words: str, config: str = "llama3_8b") -> Trainer.Config:
@@ -45,11 +46,11 @@ def total(parts: dict[str, float]) -> float:
 def test_kernels_take_the_longer_of_computation_and_traffic():
     rate, bandwidth = 989e12 * DEVICE.product_efficiency, 3.35e12 * DEVICE.memory_efficiency
     for kernel in (product(rate, 1), product(1, bandwidth)):
-        assert total(step_parts(DEVICE, [(kernel, 1)], [], Methods())) == pytest.approx(1.0)
+        assert total(step_parts(DEVICE, [(kernel, 1)], [])) == pytest.approx(1.0)
 
 
 def test_small_kernels_are_bound_by_launches():
-    parts = step_parts(DEVICE, [(product(1, 1), 1000)], [], Methods())
+    parts = step_parts(DEVICE, [(product(1, 1), 1000)], [])
     assert total(parts) == pytest.approx(1000 * DEVICE.launch_seconds)
 
 
@@ -57,17 +58,17 @@ def test_sharding_is_hidden_by_computation_and_tensor_parallelism_is_not():
     second = product(989e12 * DEVICE.product_efficiency, 1)
     bandwidth = DEVICE.link_efficiency * DEVICE.link_bandwidth
     n_bytes = 0.5 * bandwidth * 8 / 7  # half a second
-    message = Message("FSDP", "all-gather", 8, 8, 100, n_bytes)
+    message = Message("FSDP", "all-gather", n_bytes / 100, 8, 8)
     start = 100 * (DEVICE.collective_seconds + 7 * DEVICE.link_latency)
-    hidden = step_parts(DEVICE, [(second, 1)], [message], Methods())
+    hidden = step_parts(DEVICE, [(second, 1)], [(message, 100)])
     assert total(hidden) == pytest.approx(1 + CONTENTION * (0.5 + start))
-    exposed = step_parts(DEVICE, [(second, 1)], [message._replace(role="tensor parallel")], Methods())
+    exposed = step_parts(DEVICE, [(second, 1)], [(message._replace(role="tensor parallel"), 100)])
     assert total(exposed) == pytest.approx(1.5 + start)
 
 
 def test_rings_use_all_network_devices_of_a_host():
     within, across, many = (
-        collective_seconds(DEVICE, Message("FSDP", "all-gather", ranks, per_host, 1, 1e12))
+        collective_seconds(DEVICE, Message("FSDP", "all-gather", 1e12, ranks, per_host))
         for ranks, per_host in ((8, 8), (32, 1), (256, 8))
     )
     assert within == pytest.approx(7 / 8 * 1e12 / (0.8 * 450e9), rel=1e-3)
@@ -84,15 +85,15 @@ def test_bubble_of_a_pipeline():
 @pytest.mark.parametrize(
     ("world_size", "words"),
     [
-        (8, ["--activation_checkpoint.mode=selective"]),
-        (16, ["--parallelism.tensor_parallel_degree=2", "--activation_checkpoint.mode=full"]),
-        (4, ["--parallelism.context_parallel_degree=2", "--activation_checkpoint.mode=none"]),
+        (8, [LAYERS, "--activation_checkpoint.mode=selective"]),
+        (16, [LAYERS, "--parallelism.tensor_parallel_degree=2", "--activation_checkpoint.mode=full"]),
+        (4, [LAYERS, "--parallelism.context_parallel_degree=2", "--activation_checkpoint.mode=none"]),
     ],
 )
 def test_few_layers_predict_a_dry_run_of_all(tmp_path: Path, world_size: int, words: list[str]):
     """The extrapolation counts the same products, messages and memory. The optimizer's traffic is divided evenly, and
     the calls of messages are rounded, so times differ a little."""
-    config = configuration(tmp_path, "--model.n_layers=12", *words)
+    config = configuration(tmp_path, *words)
     reports = dry_run(config, world_size)
     whole = predict_from_reports(config, reports, world_size, DEVICE, 8)
     few = predict(config, world_size, DEVICE)
@@ -116,11 +117,27 @@ def test_published_rows_that_were_not_fitted(row: str):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
-    [["--config=debugmodel", "--module=llama4"], ["--config=debugmodel", "--optimizer.name=Muon"]],
+    [["--module=llama4", "--config=debugmodel"], [LAYERS, "--config=debugmodel", "--optimizer.name=Muon"]],
     ids=["chunks", "Muon"],
 )
-def test_all_models_and_optimizers_have_dry_runs(tmp_path: Path, words: list[str]):
-    assert predict(configuration(tmp_path, *words), 4, DEVICE).seconds > 0
+def test_other_models_and_optimizers_have_the_products_of_a_dry_run(tmp_path: Path, words: list[str]):
+    """Only products and attention: the launches of the optimizer, which bound these small models, are not counted."""
+    config = configuration(tmp_path, *words)
+    whole = predict_from_reports(config, dry_run(config, 4), 4, DEVICE, 8)
+    few = predict(config, 4, DEVICE)
+    for part in ("products", "attention"):
+        assert few.parts[part] == pytest.approx(whole.parts[part], rel=1e-6)
+    assert whole.parts["products"] > 0
+
+
+@pytest.mark.slow
+def test_activations_count_if_another_peak_is_higher_in_few_layers(tmp_path: Path):
+    """With one window, few layers need most memory for the gradient of the embedding, and all of them when activations
+    wait for the backward pass."""
+    words = [LAYERS, "--parallelism.tensor_parallel_degree=8", "--training.local_batch_size=1"]
+    config = configuration(tmp_path, *words, "--activation_checkpoint.mode=selective")
+    peak = max(report.peak_bytes for report in dry_run(config, 64))
+    assert predict(config, 64, DEVICE).memory_bytes / RESERVED[False] == pytest.approx(peak, rel=0.05)
 
 
 @pytest.mark.slow
@@ -138,15 +155,15 @@ def test_plan_fits_and_ranks(tmp_path: Path):
     words = ["--training.global_batch_size=64", "--training.seq_len=2048"]
     device = dataclasses.replace(DEVICE, memory_gib=1.0)
     found = plan(configuration(tmp_path, *words, config="debugmodel"), 8, device)
-    rates = [option.prediction.tokens_per_second for option in found.options]
+    rates = [option.tokens_per_second for option in found.options]
     assert rates == sorted(rates, reverse=True)
-    assert all(option.prediction.memory_gib < device.memory_gib for option in found.options)
+    assert all(option.memory_gib < device.memory_gib for option in found.options)
     assert found.n_compared > found.n_too_large > 0
     assert "slower" in found.reason(1)
     best = found.options[0]
     words += ["--parallelism.tensor_parallel_degree=8", "--parallelism.expert_tensor_parallel_degree=8"]
     other = configuration(tmp_path, *words, config="debugmodel")
-    again = configuration(tmp_path, *words, *option_words(other, best.values), config="debugmodel")
+    again = configuration(tmp_path, *words, *option_words(other, choices(best.layout.config)), config="debugmodel")
     assert again.training.resolve_global_batch_size(best.layout.dims.dp_degree) == 64
     assert again.check_layout(8) == best.layout.dims
 
@@ -200,8 +217,8 @@ def test_devices(tmp_path: Path):
         "3": "must map names",
         "name: x": "missing keys memory_gib",
         yaml.safe_dump({**own, "speed": 1}): "unknown keys speed",
-        yaml.safe_dump({**own, "memory_gib": "much"}): "memory_gib must be a number above 0, not 'much'",
-        yaml.safe_dump({**own, "memory_gib": -1}): "memory_gib must be a number above 0",
+        yaml.safe_dump({**own, "memory_gib": "much"}): "'memory_gib' is 'much', but must be a number",
+        yaml.safe_dump({**own, "memory_gib": -1}): "memory_gib is -1, but must be a number above 0",
         yaml.safe_dump({**own, "is_asynchronous": "maybe"}): "is_asynchronous. is 'maybe', but must be",
     }.items():
         path.write_text(text)
@@ -227,7 +244,7 @@ def test_auto_writes_its_layout_and_keeps_it(tmp_path: Path, monkeypatch: pytest
     written["training"]["local_batch_size"] = 2  # not the choice of a plan
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(written))
     kept = layout_words(configuration(tmp_path, "--checkpoint.enable", config="debugmodel"), processes, processes)
-    assert kept[kept.index("--training.local_batch_size") + 1] == "2"
+    assert "--training.local_batch_size=2" in kept
 
 
 def test_gpus_by_name():

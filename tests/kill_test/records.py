@@ -54,10 +54,14 @@ def read_state(checkpoint: Path) -> State:
 
 
 def without_ranks(state: State) -> State:
-    """Return the entries that do not belong to a rank, and rank 0's position in the data; without recent losses, which
-    other numbers of ranks sum in another order. `compare_lines` compares these."""
-    other_ranks = re.compile(r"(?!dataloader\.rank0)\w+\.rank\d+\.|spikes\.recent")
-    return {name: value for name, value in state.items() if not other_ranks.match(name)}
+    """Return the entries that do not belong to a rank, and rank 0's position in the data; and the spike guard's values
+    without recent losses, which other numbers of ranks sum in another order. `compare_lines` compares these."""
+    other_ranks = re.compile(r"(?!dataloader\.rank0)\w+\.rank\d+\.|spikes\.")
+    kept = {name: value for name, value in state.items() if not other_ranks.match(name)}
+    for name, value in state.items():
+        if name.startswith("spikes.") and isinstance(value, str):
+            kept["spikes"] = json.dumps({key: item for key, item in json.loads(value).items() if key != "recent"})
+    return kept
 
 
 @dataclass(frozen=True, order=True)

@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from tests.models.test_sft_configs import CHATS, SHORT, loss_of_transformers, run_named
+from torchtitan.cli.main import main
 from torchtitan.components.tokenizer import EMBEDDED_TOKENIZER
+from torchtitan.models.pretrained import load_model
 
 transformers = pytest.importorskip("transformers")
 
@@ -46,3 +48,18 @@ def assert_adapters_open_in_peft(family: str, pretrained: Path, chat_file: Path,
         adapted = PeftModel.from_pretrained(base, export / "adapter")(tokens).logits
     # Relative to the largest: products of small matrices, summed in another order in float32.
     torch.testing.assert_close(adapted, expected, atol=1e-5 * expected.abs().max().item(), rtol=0)
+
+
+def assert_conversion_round_trip(pretrained: Path, folder: Path) -> None:
+    """Convert to DCP and back: our model and transformers' compute the original logits."""
+    assert main(["convert", "--to", "dcp", str(pretrained), str(folder / "dcp")]) == 0
+    assert main(["convert", "--to", "hf", str(folder / "dcp"), str(folder / "again")]) == 0
+    tokens = torch.arange(1, 30)[None]
+    auto = transformers.AutoModelForCausalLM
+    original, again = (auto.from_pretrained(path) for path in (pretrained, folder / "again"))
+    loaded = load_model(folder / "dcp", device="cpu")
+    with torch.no_grad():
+        expected = original(tokens).logits
+        assert torch.equal(again(tokens).logits, expected)
+        # Float32 rounding of sums in another order.
+        torch.testing.assert_close(loaded.model(tokens), expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())

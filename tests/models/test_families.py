@@ -123,7 +123,7 @@ def words_of(command: str, checkpoint: str, out: Path) -> list[object]:
     model = ["--checkpoint", checkpoint, "--device", "cpu"]
     return {
         "generate": [command, *model, "--prompt", "Once", "--max_new_tokens", 4],
-        "chat": [command, *model, "--template", "chatml"],
+        "chat": [command, *model, "--chat_template", "chatml"],
         "eval": [command, *model, "--tasks", out / "text.txt"],
         "convert": [command, "--to", "dcp", checkpoint, out / "out"],
         "inspect": [command, checkpoint],
@@ -236,7 +236,8 @@ class TestInstalled:
         words = ["--module", "auto", "--config", "sft", "--hf_assets_path", "hf"]
         assert ConfigManager().parse_args(words).config.model_spec.module == "homemade"
 
-    def test_trained_and_listed_by_name(self, tmp_path, capsys):
+    def test_trained_and_listed_by_name(self, tmp_path, capsys, monkeypatch):
+        monkeypatch.setattr("torchtitan.cli.ls._sizes", lambda family: [])  # of built-in families
         words = flags({**TINY, "training.steps": 1, "dump_folder": tmp_path})
         assert run("train", "--module", "ours", "--config", "homemade_debugmodel", *words) == 0
         forget()

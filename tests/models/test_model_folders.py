@@ -208,7 +208,7 @@ class TestMessages:
         shutil.copy(assets / f"hf-configs/{name}_config.json", tmp_path / "model/config.json")
         first, *others = messages("model", tmp_path, capsys)
         assert others == [first] * 3
-        assert first.startswith("model holds no checkpoint; it contains config.json, but neither .metadata (DCP), ")
+        assert first.startswith("model holds no checkpoint: it contains config.json, and has neither .metadata (DCP), ")
 
     def test_unknown_type(self, tmp_path, capsys):
         """Without weights and with weights."""

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.models.family_cases import relative_error
 from torchtitan.components import load_balance
 from torchtitan.components.load_balance import LoadBalancer
-from torchtitan.models.common.moe.experts import InputScaledExperts, RoutedExperts, clamped_swiglu, swiglu
+from torchtitan.models.common.moe.experts import ClampedExperts, GeGLUExperts, InputScaledExperts, RoutedExperts, swiglu
 from torchtitan.models.common.moe.layer import MoEConfig
 from torchtitan.models.common.moe.router import Router, RoutingConfig
 from torchtitan.protocols.experts import PenaltyConfig
@@ -64,20 +64,22 @@ def token_by_token(experts: Any, x_ND: Tensor, weights_NK: Tensor, chosen_NK: Te
 
 @pytest.mark.parametrize("algorithm", ["cpu", "cuda"])
 @pytest.mark.parametrize(
-    ("kind", "options", "idle"),
+    ("kind", "has_bias", "idle"),
     [
-        (RoutedExperts, {}, None),
-        (RoutedExperts, {}, 2),
-        (RoutedExperts, {"bias": True, "activation": clamped_swiglu}, 0),
-        (InputScaledExperts, {"bias": True}, EXPERTS - 1),
+        (RoutedExperts, False, None),
+        (RoutedExperts, False, 2),
+        (ClampedExperts, True, 0),
+        (GeGLUExperts, False, 3),
+        (InputScaledExperts, True, EXPERTS - 1),
     ],
 )
 def test_experts_and_all_gradients_equal_their_definition(
-    kind: type[RoutedExperts], options: dict[str, Any], idle: int | None, algorithm: str
+    kind: type[RoutedExperts], has_bias: bool, idle: int | None, algorithm: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both algorithms; the grouped products of CUDA also run on a CPU. Large inputs reach the clamps."""
     sizes = {"n_experts": EXPERTS, "top_k": K, "dim": DIM, "hidden_dim": HIDDEN, "init_std": 1.0, "out_init_std": 1.0}
-    experts = filled(kind(**sizes, **options), std=1.0)
+    monkeypatch.setattr(kind, "has_bias", has_bias)
+    experts = filled(kind(**sizes), std=1.0)
     experts.device_type = algorithm
     inputs = choices(idle=idle)
     upstream = torch.randn(TOKENS, DIM, generator=torch.Generator().manual_seed(2))
@@ -128,7 +130,7 @@ def test_experts_of_gpt_oss_equal_transformers() -> None:
     config._experts_implementation = "eager"
     reference = filled(GptOssExperts(config), std=1.0)
     sizes = {"n_experts": EXPERTS, "top_k": K, "dim": DIM, "hidden_dim": HIDDEN, "init_std": 1.0, "out_init_std": 1.0}
-    experts = RoutedExperts(**sizes, bias=True, activation=clamped_swiglu)
+    experts = ClampedExperts(**sizes)
     with torch.no_grad():
         experts.w13.copy_(reference.gate_up_proj.mT.unflatten(1, (-1, 2)).transpose(1, 2))
         experts.w2.copy_(reference.down_proj.mT)

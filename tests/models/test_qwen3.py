@@ -10,13 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.models.family_runs import assert_adapters_open_in_peft, save_with_tokenizer
+from tests.models.family_runs import (
+    assert_adapters_open_in_peft,
+    assert_conversion_round_trip,
+    save_with_tokenizer,
+)
 from tests.models.test_sft_configs import chat_file
-from torchtitan.cli.main import main
 from torchtitan.components.generation import generate
 from torchtitan.distributed import initialize_weights
 from torchtitan.models.common.rope import RoPEConfig, apply_rope
-from torchtitan.models.pretrained import load_model
 from torchtitan.models.qwen3 import FLAVORS, FORMATS, model_registry
 from torchtitan.models.qwen3.model import Qwen3Model
 from torchtitan.tools.errors import UserError
@@ -202,13 +204,4 @@ def test_adapters_for_a_hugging_face_folder(tmp_path: Path, pretrained: Path, ch
 
 
 def test_conversion_round_trip(tmp_path: Path, pretrained: Path) -> None:
-    assert main(["convert", "--to", "dcp", str(pretrained), str(tmp_path / "dcp")]) == 0
-    assert main(["convert", "--to", "hf", str(tmp_path / "dcp"), str(tmp_path / "again")]) == 0
-    tokens = torch.arange(30)[None]
-    original, again = (transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("hf", "again"))
-    loaded = load_model(tmp_path / "dcp", device="cpu")
-    with torch.no_grad():
-        expected = original(tokens).logits
-        assert torch.equal(again(tokens).logits, expected)
-        # Float32 rounding of sums in another order.
-        torch.testing.assert_close(loaded.model(tokens), expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
+    assert_conversion_round_trip(pretrained, tmp_path)

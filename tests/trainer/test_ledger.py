@@ -133,7 +133,7 @@ def test_full_disk_ends_the_run(tmp_path, data, monkeypatch):
             def full(document):
                 raise OSError(28, "No space left on device")
 
-            monkeypatch.setattr(ledger._file, "append", full)
+            monkeypatch.setattr(ledger.file, "append", full)
 
     with pytest.raises(RunFailure, match=r"ledger\.jsonl' cannot be written: No space left"):
         train(tmp_path, trainer_class=FullAfterOneStep, dataloader__dataset=data, debug__ledger=True)

@@ -1,5 +1,6 @@
 """The bar on a terminal: a pseudo terminal gets whole log lines and the bar, others only the log."""
 
+import contextlib
 import logging
 import os
 import pty
@@ -10,7 +11,7 @@ import threading
 
 import pytest
 
-from tests.training import TINY, flags, run, tiny_config
+from tests.training import run, tiny_config
 from torchtitan.cli.launch import _stop
 from torchtitan.tools.logging import init_logger, logger
 from torchtitan.trainer import Trainer
@@ -81,7 +82,7 @@ class Talkative(Trainer):
 @pytest.fixture
 def slow_clock(monkeypatch) -> None:
     """Draw the bar after every step, however short."""
-    monkeypatch.setattr("torchtitan.trainer.live_view._SECONDS_BETWEEN_UPDATES", -1.0)
+    monkeypatch.setattr("torchtitan.tools.progress.SECONDS_BETWEEN_BARS", -1.0)
 
 
 @pytest.mark.usefixtures("slow_clock")
@@ -89,23 +90,20 @@ def slow_clock(monkeypatch) -> None:
 def test_terminal_shows_a_bar_below_whole_log_lines(tmp_path, monkeypatch, seed):
     terminal = Terminal(monkeypatch)
     init_logger()
-    handler, config = logger.handlers[0], tiny_config(tmp_path, debug__seed=seed)
-    logger.handlers += [logging.FileHandler(tmp_path / "log.txt"), logging.NullHandler()]  # of a user
-    if seed == 7:
-        with pytest.raises(RuntimeError, match="stopped here"):
+    config, of_user = tiny_config(tmp_path, debug__seed=seed), logging.FileHandler(tmp_path / "log.txt")
+    with contextlib.closing(of_user):
+        logger.addHandler(of_user)
+        with pytest.raises(RuntimeError, match="stopped here") if seed == 7 else contextlib.nullcontext():
             run(config, Talkative)
-    else:
-        run(config, Talkative)
-    assert handler.stream is sys.stderr
+        logger.info("after the run")
     assert (tmp_path / "log.txt").read_text().count("a long line " * 30 + "ends\n") == 1
     text = terminal.close()
-    bars = re.findall(
-        r"step (\d)/4 +\S+ .*?([▁-█]+) loss (\d+\.\d+) +([\d,]+) tokens/s", re.sub(r"\x1b\[[\d;]*m", "", text)
-    )
+    bars = re.findall(r"step (\d)/4 ([▁-█]+) loss (\d+\.\d+) +([\d,]+) tokens/s +━", re.sub(r"\x1b\[[\d;]*m", "", text))
     shown_bars = [*dict.fromkeys((step, len(losses)) for step, losses, *_ in bars)]  # drawn again below each log line
     assert shown_bars == [("1", 1), ("2", 2), ("3", 3), ("4", 4)][: 4 if seed == 1 else 3]
     shown = screen(text)
-    assert [line for line in shown if "━" in line or "tokens/s  ETA" in line] == []  # the bar is gone
+    assert [line for line in shown if "━" in line] == []  # the bar is gone
+    assert re.fullmatch(r"[\d:]+ INFO after the run", shown[-2]) and shown[-1] == ""
     logged = [line for line in shown if re.match(r"\d\d:\d\d:\d\d (INFO|WARNING)", line)]
     assert sum(" INFO step " in line for line in logged) == (4 if seed == 1 else 3)
     assert any(line.endswith("a long line " * 30 + "ends") for line in logged) and "from a library" in shown
@@ -123,7 +121,6 @@ def test_no_bar(tmp_path, monkeypatch, capsys, option):
     text = terminal.close() if terminal else capsys.readouterr().err
     assert " INFO step 4/4  loss" in re.sub(r"\x1b\[[\d;]*m", "", text).replace("INFO \x1b", "INFO ")
     assert "━" not in text and "\x1b[2K" not in text and "▁" not in text
-    assert "--metrics.no_enable_live_view" in flags({**TINY, "metrics.enable_live_view": False})
 
 
 def test_warning_of_the_launcher_replaces_the_bar(monkeypatch):

@@ -11,7 +11,7 @@ import yaml
 from torchtitan.config.configurable import leaves
 from torchtitan.foresight.device_choice import device_named, device_of_gpu
 from torchtitan.foresight.devices import DEVICES, Device
-from torchtitan.foresight.planning import CHOSEN, MESH, option_words, plan
+from torchtitan.foresight.planning import CHOSEN, MESH, choices, option_words, plan
 from torchtitan.tools.device import total_memory
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
@@ -31,11 +31,11 @@ def layout_words(config: Trainer.Config, world_size: int, devices_per_host: int)
         device = _own_device(world_size, devices_per_host)
         best = plan(planned, world_size, device, devices_per_host=devices_per_host, best=1).options[0]
         logger.info(
-            f"--parallelism.auto: {best.layout}; predicted {best.prediction.tokens_per_second:,.0f} tokens/s per "
-            f"device, {best.prediction.memory_gib:.1f} GiB"
+            f"--parallelism.auto: {best.layout}; predicted {best.tokens_per_second:,.0f} tokens/s per "
+            f"device, {best.memory_gib:.1f} GiB"
         )
-        chosen = best.values
-    return [*option_words(config, chosen), "--parallelism.auto", "false"]
+        chosen = choices(best.layout.config)
+    return [*option_words(config, chosen), "--parallelism.auto=false"]
 
 
 def _layout_of_earlier_run(config: Trainer.Config, world_size: int) -> dict[str, Any] | None:

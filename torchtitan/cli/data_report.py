@@ -1,11 +1,11 @@
 """A data inspection on the terminal, and as a self-contained HTML page without scripts."""
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jinja2
 import numpy as np
@@ -17,6 +17,8 @@ from torchtitan.cli.data_samples import Document, Row, Sample
 from torchtitan.components.data.plan.sampler import Array
 from torchtitan.components.data.report import DataSummary, Report, SetSummary
 from torchtitan.tools.logging import visible
+
+TEMPLATES = Path(__file__).parent / "templates"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,10 +62,10 @@ def _tables(summary: DataSummary) -> Iterator[_Table]:
         yield (
             "Sources",
             ("source", *counts, "% trained"),
-            [[name, *_count_cells(report)] for name, report in summary.sources.items()],
+            [[name, *_count_cells(report)] for name, report in summary.sources],
         )
-    reports = summary.sources or {data.name: data.report for data in summary.sets}
-    if events := [cells for name, report in reports.items() for cells in _event_rows(name, report)]:
+    reports = summary.sources or [(data.name, data.report) for data in summary.sets]
+    if events := [cells for name, report in reports for cells in _event_rows(name, report)]:
         yield "Rows dropped, truncated or with special tokens", ("dataset", "what", "rows", "for example"), events
 
 
@@ -146,19 +148,26 @@ def open_console() -> Console:
     return Console(width=width, markup=False, emoji=False, highlight=False)
 
 
+def print_table(
+    console: Console, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], numbers: Container[str] = ()
+) -> None:
+    """Print a table; the columns `numbers` are aligned on the right."""
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for column in columns:
+        table.add_column(visible(column), justify="right" if column in numbers else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*map(visible, row))
+    console.print(table)
+
+
 def print_inspection(console: Console, inspection: Inspection) -> None:
     """Print the tables, then the samples."""
     console.print(Text(visible(inspection.title), style="bold"))
     _print_facts(console, inspection.facts)
     if summary := inspection.summary:
+        words = ("dataset", "source", "format", "what", "for example")
         for title, columns, rows in _tables(summary):
-            words = ("dataset", "source", "format", "what", "for example")
-            table = Table(title=title, title_justify="left", title_style="bold")
-            for column in columns:
-                table.add_column(column, justify="left" if column in words else "right", overflow="fold")
-            for row in rows:
-                table.add_row(*map(visible, row))
-            console.print(table)
+            print_table(console, title, columns, rows, numbers=set(columns) - {*words})
         for data in summary.sets:
             _print_histogram(console, data, summary.max_length)
     print_samples(console, inspection.samples)
@@ -239,13 +248,11 @@ def _document_text(document: Document, *, colored: bool) -> Text:
 
 
 def page(inspection: Inspection) -> str:
-    """Return a whole HTML file. Everything that comes from the data is escaped."""
-    environment = jinja2.Environment(autoescape=True, keep_trailing_newline=True)
-    environment.filters["visible"] = visible
-    template = environment.from_string((Path(__file__).parent / "templates/data_report.html").read_text("utf-8"))
+    """Return a whole HTML file."""
     summary = inspection.summary
     sets, limit = (summary.sets, summary.max_length) if summary else ([], 0)
-    return template.render(
+    return render(
+        "data_report.html",
         title=inspection.title,
         refusal=inspection.refusal,
         facts=inspection.facts,
@@ -255,3 +262,10 @@ def page(inspection: Inspection) -> str:
         counts=_counts_of(inspection.samples),
         samples=inspection.samples,
     )
+
+
+def render(template: str, **values: Any) -> str:
+    """Return a template of this package with these values, which are escaped."""
+    environment = jinja2.Environment(autoescape=True, keep_trailing_newline=True)
+    environment.filters["visible"] = visible
+    return environment.from_string((TEMPLATES / template).read_text("utf-8")).render(values)

@@ -68,31 +68,22 @@ def _expected_speeds(device: "torch.device") -> dict[str, float]:
     if known is None:
         return {}
     return {
-        PRODUCTS: known.bfloat16_flops * known.product_efficiency,
-        LINKS: known.link_bandwidth * known.link_efficiency,
-        NETWORK: known.network_bandwidth * known.link_efficiency,
+        PRODUCTS: known.bfloat16_flops * known.product_efficiency / 1e12,
+        LINKS: known.link_bandwidth * known.link_efficiency / 1e9,
+        NETWORK: known.network_bandwidth * known.link_efficiency / 1e9,
     }
 
 
 def _print(ranks: "Sequence[RankHealth]", device: str) -> None:
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
+
+    from torchtitan.distributed.health import values_of
 
     software = ", ".join(f"{name} {version}" for name, version in ranks[0].software.items())
-    table = Table(title=f"{device}; {software}", title_justify="left")
-    columns = ("host", "rank", "products (TFLOP/s)", "links (GB/s)", "disk (MB/s)", "free (GiB)", "/dev/shm (GiB)")
-    for column in columns:
-        table.add_column(column, justify="left" if column == "host" else "right")
-    for one in ranks:
-        speeds = one.bandwidths.values()
-        links = f"{min(speeds) / 1e9:.2f} to {max(speeds) / 1e9:.2f}" if speeds else ""
-        row = [one.host, str(one.rank), f"{one.product_flops / 1e12:,.2f}", links]
-        if one.disk_bandwidth:  # the first rank of a host
-            row += [f"{one.disk_bandwidth / 1e6:,.0f}"]
-            row += [f"{n_bytes / 2**30:,.1f}" for n_bytes in (one.free_bytes, one.shared_memory_bytes)]
-        table.add_row(*row)
-    console = Console(width=160)
-    console.print(table)
-    if len(ranks) > 1:
-        speed = statistics.median(one.all_reduce_bandwidth for one in ranks)
-        console.print(f"All-reduce over all ranks: {speed / 1e9:.2f} GB/s sent by each")
+    columns = [Column(name, justify="right") for name in ("least", "median", "most")]
+    table = Table("of all ranks", *columns, title=f"{device}; {software}", title_justify="left")
+    for name, measured in values_of(ranks).items():
+        if values := measured.values():
+            table.add_row(name, *(f"{value:.4g}" for value in (min(values), statistics.median(values), max(values))))
+    Console(width=160).print(table)

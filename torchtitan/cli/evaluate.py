@@ -73,9 +73,12 @@ def _check(options: argparse.Namespace, files: list[str], names: list[str]) -> N
     if missing := [file for file in files if not Path(file).is_file()]:
         raise UserError(f"file not found: {', '.join(missing)}")
     if options.include_path is not None and not options.include_path.is_dir():
-        raise UserError(f"--include_path: {options.include_path} is not a folder")
+        fault = "is not a folder" if options.include_path.exists() else "does not exist"
+        raise UserError(f"--include_path: {options.include_path} {fault}; name the folder with the tasks' YAML files")
     if options.output is not None and not options.output.parent.is_dir():
         raise UserError(f"--output: the folder {options.output.parent} does not exist")
+    if options.output is not None and options.output.is_dir():
+        raise UserError(f"--output: {options.output} is a folder; name a file")
     if names and importlib.util.find_spec("lm_eval") is None:
         raise UserError(
             f"{', '.join(names)} is not a .jsonl, .txt or .md file, so it must be an lm-eval task, but lm-eval is not "

@@ -158,7 +158,7 @@ def chat(args: Sequence[str]) -> int:
     )
     parser.add_argument("--system", metavar="TEXT", help="system message at the start of the conversation")
     parser.add_argument(
-        "--template",
+        "--chat_template",
         default="",
         metavar="NAME|FILE",
         help="chat template: chatml, llama3, mistral, alpaca, or a Jinja file (default: the checkpoint's)",
@@ -190,7 +190,8 @@ class _Conversation:
 
         self._sampling = sampling_of(options)
         self._opened = opened = open_model(options)
-        self._template = resolve_chat_template(options.template, opened.folders, opened.tokenizer, option="--template")
+        template, option = options.chat_template, "--chat_template"
+        self._template = resolve_chat_template(template, opened.folders, opened.tokenizer, option=option)
         end, end_id = self._template.end_of_turn(), self._template.end_of_turn_id(opened.tokenizer)
         self._stop_ids = stop_ids(opened.tokenizer, *opened.folders) | ({end_id} if end_id is not None else set())
         # If the vocabulary has no such token, the model writes it as ordinary text.

@@ -32,6 +32,7 @@ def ls(args: Sequence[str]) -> int:
             with suppress(UserError), without_logs():  # an optional dependency is not installed
                 flavors = _sizes(name) if name in built_in else flavors
             print(f"  flavors: {', '.join(flavors)}")
+    print("Every family also has the configurations of auto, with --hf_assets_path DIR.")
     return 0
 
 

@@ -65,7 +65,7 @@ def _plan(options: argparse.Namespace, words: list[str]) -> None:
         found = planning.plan(resolved.config, n_devices, device, devices_per_host=per_host, best=options.best)
     _print(found, f"{n_devices} x {device.name}")
     hosts, best = -(-n_devices // per_host), found.options[0]
-    words += planning.option_words(resolved.config, best.values)
+    words += planning.option_words(resolved.config, planning.choices(best.layout.config))
     variables = f"NNODES={hosts} NGPU={per_host}" if hosts > 1 else f"NGPU={n_devices}"
     print(f"\nBest: {variables} torchtitan train {shlex.join(words)}")
     if path:
@@ -80,9 +80,8 @@ def _print(found: "Plan", title: str) -> None:
     table = Table(title=title, title_justify="left", title_style="bold")
     for column in ("", "layout", "step (s)", "tokens/s per device", "MFU", "GiB", "why not the first"):
         table.add_column(column, justify="left" if column in ("layout", "why not the first") else "right")
-    for index, option in enumerate(found.options):
-        one = option.prediction
+    for index, one in enumerate(found.options):
         numbers = [f"{one.seconds:,.3g}", f"{one.tokens_per_second:,.0f}", f"{one.mfu:.1%}", f"{one.memory_gib:.1f}"]
-        table.add_row(str(index + 1), str(option.layout), *numbers, found.reason(index) if index else "")
+        table.add_row(str(index + 1), str(one.layout), *numbers, found.reason(index) if index else "")
     Console(width=200).print(table)
     print(f"{found.n_compared:,} layouts compared; {found.n_too_large:,} need more memory than there is.")

@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,11 +12,12 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from torchtitan.cli.data_report import TEMPLATES, open_console, print_table, render
 from torchtitan.cli.model_options import run_command
 from torchtitan.components.checkpoint.catalog import CheckpointInfo, list_checkpoints
 from torchtitan.components.checkpoint.filesystem import is_url, resolve_folder
 from torchtitan.components.goodput import describe_goodput, goodput, mean_phases, shares
-from torchtitan.components.run_events import EVENTS, Event, from_first_start, is_event, read_json_lines
+from torchtitan.components.run_events import EVENTS, Event, read_events, read_json_lines
 from torchtitan.config.configurable import leaves
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError
@@ -24,9 +26,8 @@ from torchtitan.tools.logging import print_error, visible
 from torchtitan.tools.parser import Parser
 from torchtitan.tools.progress import sparkline
 
-METRICS = "metrics.jsonl"
+METRICS, SAMPLES = "metrics.jsonl", "completions.jsonl"
 _MOST_POINTS = 1000
-_TEMPLATES = Path(__file__).parent / "templates"
 _UNLISTED = {"event", "time", "step", "seconds"}
 
 
@@ -38,11 +39,13 @@ class RunRecord:
         self.name = str(folder)
         self.broken: dict[str, list[int]] = {}
         """Numbers of broken lines by file."""
-        self.lines = self._read(folder / METRICS, _is_metrics)
+        self.lines, self.broken[METRICS] = read_json_lines(folder / METRICS, _is_metrics)
         if not self.lines:
             raise UserError(f"'{folder}' has no {METRICS} with metrics; name the dump folder of a run (--dump_folder)")
-        self.events = from_first_start(self._read(folder / EVENTS, is_event))
-        self.samples = self._read(folder / "completions.jsonl", bool)
+        self.events, self.broken[EVENTS] = read_events(folder)
+        self.start: Event = next((event for event in reversed(self.events) if event["event"] == "start"), {})
+        """The start of the last session; empty if unknown."""
+        self.samples, self.broken[SAMPLES] = read_json_lines(folder / SAMPLES, bool)
         path = folder / "config.yaml"
         try:
             self.config = leaves(yaml.safe_load(regular_file(path).read_text()) if path.exists() else {})
@@ -51,16 +54,6 @@ class RunRecord:
         saved = str(self.config.get("checkpoint.folder", "checkpoint"))
         self.checkpoints = [] if is_url(saved) else list_checkpoints(resolve_folder(str(folder), saved))
         self.foresight = read_object(folder / "foresight.json")
-
-    def _read(self, path: Path, usable: Callable[..., bool]) -> list[dict[str, Any]]:
-        lines, broken = read_json_lines(path, usable)
-        self.broken |= {path.name: broken} if broken else {}
-        return lines
-
-    @property
-    def start(self) -> Event:
-        """The start of the last session; empty if unknown."""
-        return next((event for event in reversed(self.events) if event["event"] == "start"), {})
 
     def points(self, key: str) -> list[tuple[int, float]]:
         """Return steps and values of a metric."""
@@ -77,7 +70,8 @@ class RunRecord:
 
 
 def _is_metrics(line: Mapping[str, Any]) -> bool:
-    return type(line.get("step")) is int and all(type(value) in (int, float, type(None)) for value in line.values())
+    numbers = [value for value in line.values() if value is not None]
+    return type(line.get("step")) is int and all(type(n) in (int, float) and abs(n) < 1e100 for n in numbers)
 
 
 class Section(NamedTuple):
@@ -91,30 +85,28 @@ class Section(NamedTuple):
 
 def sections(runs: Sequence[RunRecord]) -> list[Section]:
     """Return the tables of the report, without empty ones."""
-    names = [run.name for run in runs]
 
-    def compared(title: str, of_runs: Sequence[Mapping[str, Any]], folded: bool = False) -> Section:
-        keys = dict.fromkeys(key for of_run in of_runs for key in of_run)
-        rows = [[key, *(_text(of.get(key)) for of in of_runs)] for key in keys]
-        return Section(title, ("", *names), [row for row in rows if any(row[1:])], folded)
+    def compared(title: str, of_run: Callable[[RunRecord], Mapping[str, Any]], folded: bool = False) -> Section:
+        facts = [of_run(run) for run in runs]
+        rows = [[key, *(_text(of.get(key)) for of in facts)] for key in dict.fromkeys(itertools.chain(*facts))]
+        return Section(title, ("", *(run.name for run in runs)), [row for row in rows if any(row[1:])], folded)
 
-    options = compared("Configuration", [run.config for run in runs], folded=True)
-    incidents = [[run.name, *incident] for run in runs for incident in _incidents(run)]
+    options = compared("Configuration", lambda run: run.config, folded=True)
     sampled = ("step", "reward", "prompt", "completion")
     samples = [[run.name, *(_text(row.get(key)) for key in sampled)] for run in runs for row in run.samples[-12:]]
     found = [
-        compared("Summary", [_summary(run) for run in runs]),
-        compared("Where the time went", [shares(goodput(run.events)) for run in runs]),
-        compared("Time of a step by phase", [shares(mean_phases(run.events)) for run in runs]),
-        Section("Incidents", ("run", "time", "step", "event", ""), incidents),
-        compared("Foresight", [_foresight(run) for run in runs]),
-        compared("Data", [run.start.get("data", {}) for run in runs]),
+        compared("Summary", _summary),
+        compared("Where the time went", lambda run: shares(goodput(run.events))),
+        compared("Time of a step by phase", lambda run: shares(mean_phases(run.events))),
+        Section("Incidents", ("run", "time", "step", "event", ""), [row for run in runs for row in _incidents(run)]),
+        compared("Foresight", _foresight),
+        compared("Data", lambda run: run.start.get("data", {})),
         options._replace(title="Differences", rows=[row for row in options.rows if len({*row[1:]}) > 1], folded=False),
         options,
         Section("Samples", ("run", *sampled), samples, folded=True),
-        compared("Checkpoints", [{f"step {info.step}": _contents(info) for info in run.checkpoints} for run in runs]),
-        compared("Environment", [run.start.get("environment", {}) for run in runs]),
-        compared("Command", [{"to repeat or resume": run.start.get("command")} for run in runs]),
+        compared("Checkpoints", lambda run: {f"step {info.step}": _contents(info) for info in run.checkpoints}),
+        compared("Environment", lambda run: run.start.get("environment", {})),
+        compared("Command", lambda run: {"to repeat or resume": run.start.get("command")}),
     ]
     return [section for section in found if section.rows]
 
@@ -128,13 +120,12 @@ def _text(value: Any) -> str:
 
 
 def _summary(run: RunRecord) -> dict[str, Any]:
-    facts: dict[str, Any] = {key: run.start[key] for key in ("total_steps", "parameters", "layout") if key in run.start}
+    facts = {key: run.start.get(key) for key in ("total_steps", "parameters", "layout")}
     if run.events:
         last = run.events[-1]
         facts["last event"] = f"{last['event']}, {_moment(last['time'])}"
         facts["goodput"] = describe_goodput(goodput(run.events)).split(";")[0].removeprefix("goodput ")
-    if losses := run.points("validation_loss"):
-        facts["lowest validation_loss"] = min(loss for _, loss in losses)
+    facts["lowest validation_loss"] = min((loss for _, loss in run.points("validation_loss")), default=None)
     keys = dict.fromkeys(key for line in run.lines for key in line if "/" not in key)
     return facts | {f"last {key}": points[-1][1] for key in keys if (points := run.points(key))}
 
@@ -143,25 +134,28 @@ def _moment(when: float) -> str:
     return datetime.fromtimestamp(when).strftime("%Y-%m-%d %H:%M:%S")
 
 
-def _incidents(run: RunRecord) -> Iterator[tuple[str, str, str, str]]:
-    for event, before in zip(run.events, [{}, *run.events], strict=False):
-        words = _text({key: value for key, value in event.items() if key not in _UNLISTED})
+def _incidents(run: RunRecord) -> Iterator[list[str]]:
+    for event, before in zip(run.events, [None, *run.events], strict=False):
+        values = {key: value for key, value in event.items() if key not in _UNLISTED}
+        words = _text(event.get("reason", values))
         if event["event"] == "start":
-            gap = event["begun"] - before.get("time", 0.0)
-            how = f"at step {before.get('step')} ({before.get('reason', 'killed or crashed')})"
-            words = f"{gap:.1f} s after the last event, {how}" if before else ""
+            words = ""
+            if before:
+                how = before.get("reason") if before["event"] == "end" else "killed, or ended by an error"
+                gap = event["begun"] - before["time"]
+                words = f"{gap:.1f} s after the last event, at step {before['step']} ({how})"
         if event["event"] != "progress":
-            yield _moment(event["time"]), f"{event['step']:,}", event["event"], words
+            yield [run.name, _moment(event["time"]), f"{event['step']:,}", event["event"], words]
 
 
 def _foresight(run: RunRecord) -> dict[str, str]:
     """Compare the metrics that a dry run predicted with their medians in the run."""
-    device = run.foresight.get("device", "")
-    medians = {key: statistics.median(dict(points).values()) for key in run.foresight if (points := run.points(key))}
-    return {
-        key: f"predicted for {device}: {_text(run.foresight[key])}, median here: {_text(median)}"
-        for key, median in medians.items()
-    }
+    rows = {}
+    for key, predicted in run.foresight.items():
+        if points := run.points(key):
+            median = _text(statistics.median(value for _, value in points))
+            rows[key] = f"predicted for {run.foresight.get('device')}: {_text(predicted)}, median here: {median}"
+    return rows
 
 
 def _contents(info: CheckpointInfo) -> str:
@@ -169,27 +163,26 @@ def _contents(info: CheckpointInfo) -> str:
     return f"damaged: {fault}" if (fault := info.damage or info.fault) else f"{info.contents}{loss}"
 
 
-def curves(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
-    """Return a chart per metric, with the points of each run; losses come first."""
+def curves(runs: Sequence[RunRecord]) -> list[tuple[str, list[list[tuple[int, float]]]]]:
+    """Return each metric with the points of each run; losses come first."""
     unshown = ("step", "n_tokens_seen")
     found = dict.fromkeys(key for run in runs for line in run.lines for key in line if key not in unshown)
     keys = sorted(found, key=lambda key: not key.endswith("loss"))
-    charts = [{"name": key, "series": [run.curve(key) for run in runs]} for key in keys]
-    return [chart for chart in charts if any(len(points) > 1 for points in chart["series"])]
+    charts = [(key, [run.curve(key) for run in runs]) for key in keys]
+    return [(key, series) for key, series in charts if any(len(points) > 1 for points in series)]
 
 
 def page(runs: Sequence[RunRecord]) -> str:
     """Return a whole HTML file that loads nothing. Everything that comes from a run is escaped, and only the page's own
     script runs."""
-    import jinja2
-
-    script = (_TEMPLATES / "run_report.js").read_text("utf-8")
-    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["visible"] = visible
-    return environment.from_string((_TEMPLATES / "run_report.html").read_text("utf-8")).render(
-        title=", ".join(run.name for run in runs),
+    script = (TEMPLATES / "run_report.js").read_text("utf-8")
+    charts = curves(runs)
+    return render(
+        "run_report.html",
+        runs=[run.name for run in runs],
         written=_moment(time.time()),
-        curves={"runs": [run.name for run in runs], "charts": curves(runs)},
+        names=[name for name, _ in charts],
+        series=[series for _, series in charts],
         bars=[(run.name, goodput(run.events)) for run in runs],
         sections=sections(runs),
         broken=[*_broken_lines(runs)],
@@ -202,23 +195,18 @@ def _broken_lines(runs: Sequence[RunRecord]) -> Iterator[str]:
     for run in runs:
         for file, numbers in run.broken.items():
             shown = ", ".join(map(str, numbers[:5])) + (", ..." if len(numbers) > 5 else "")
-            yield f"{run.name}: {file}: broken lines are left out: {shown}"
+            if numbers:
+                yield f"{run.name}: {file}: broken lines are left out: {shown}"
 
 
 def _print(runs: Sequence[RunRecord]) -> None:
-    from rich.table import Table
-
-    from torchtitan.cli.data_report import open_console
-
     console = open_console()
     for run in runs:
         losses = sparkline(value for _, value in run.curve("loss"))
         console.print(visible(f"loss of {run.name} {losses}"), soft_wrap=True)
-    for section in (one for one in sections(runs) if not one.folded):
-        table = Table(*map(visible, section.columns), title=section.title, title_justify="left", title_style="bold")
-        for row in section.rows:
-            table.add_row(*map(visible, row))
-        console.print(table)
+    for title, columns, rows, folded in sections(runs):
+        if not folded:
+            print_table(console, title, columns, rows)
 
 
 def report(args: Sequence[str]) -> int:

@@ -52,7 +52,12 @@ def _read(path: Path) -> list[_Stage]:
         raise UserError(f"{path} has no list `stages`; each stage has a `name` and a command line `run`")
     stages: list[_Stage] = []
     for number, row in enumerate(rows, 1):
-        if not (words := _words(row)):
+        is_stage = isinstance(row, dict) and {"name", "run"} <= row.keys() <= {"name", "run", "base"}
+        try:
+            words = shlex.split(row["run"]) if is_stage and all(isinstance(text, str) for text in row.values()) else []
+        except ValueError:  # a quotation without an end
+            words = []
+        if not words:
             raise UserError(f"{path}: stage {number} must have `name` and `run`, a command line, and may have `base`")
         name, base = row["name"], row.get("base", "")
         if not name.isidentifier() or any(name == stage.name for stage in stages):
@@ -65,15 +70,6 @@ def _read(path: Path) -> list[_Stage]:
     return stages
 
 
-def _words(row: Any) -> list[str]:
-    """Return the words of a stage's command line; none if the stage is invalid."""
-    is_stage = isinstance(row, dict) and {"name", "run"} <= row.keys() <= {"name", "run", "base"}
-    try:
-        return shlex.split(row["run"]) if is_stage and all(isinstance(text, str) for text in row.values()) else []
-    except ValueError:  # a quotation without an end
-        return []
-
-
 def _run_stages(stages: list[_Stage], folder: Path) -> int:
     previous, id_of_previous = "", ""
     for stage in stages:
@@ -84,7 +80,10 @@ def _run_stages(stages: list[_Stage], folder: Path) -> int:
         record, done = {"command": words, "base": id_of_previous if has_previous else ""}, own / "finished.json"
         if not done.exists() and (code := _run_stage(stage.name, words, own, shows=not stage.trains)):
             return code
-        exported = _exported(own, stage.name) if stage.trains else ""
+        exported = next(own.glob("checkpoint/step-*/config.json"), None)  # of the last step only
+        if stage.trains and not exported:
+            options = "--checkpoint.enable --checkpoint.last_save_in_hf"
+            raise UserError(f"stage '{stage.name}' has exported no model; add {options}")
         if not done.exists():
             durable.write(done, json.dumps({**record, "id": uuid.uuid4().hex}))
         finished = json.loads(done.read_text())
@@ -92,8 +91,8 @@ def _run_stages(stages: list[_Stage], folder: Path) -> int:
             raise UserError(
                 f"stage '{stage.name}' finished with another command line or base; remove {own} to repeat it"
             )
-        if stage.trains:
-            previous, id_of_previous = exported, finished["id"]
+        if exported:
+            previous, id_of_previous = str(exported.parent), finished["id"]
         logger.info("stage %s has finished: %s", stage.name, own)
     return 0
 
@@ -112,9 +111,3 @@ def _run_stage(name: str, words: list[str], folder: Path, *, shows: bool) -> int
         sys.stdout.write(output.decode())
         (folder / "output.txt").write_bytes(output)
     return 128 + signals.first if signals.first else abs(process.returncode)
-
-
-def _exported(folder: Path, name: str) -> str:
-    for path in folder.glob("checkpoint/step-*/config.json"):  # of the last step only
-        return str(path.parent)
-    raise UserError(f"stage '{name}' has exported no model; add --checkpoint.enable --checkpoint.last_save_in_hf")

@@ -124,15 +124,8 @@ class _ChunkedLoss(torch.autograd.Function):
 def over_chunks(
     hidden_ND: Tensor, weight_VD: Tensor | None, of_chunk: OfChunk, chunk_tokens: int, needs_grad: Sequence[bool]
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Call `of_chunk` on the logits `hidden_ND @ weight_VD.T` of each chunk of tokens.
-
-    Args:
-        weight_VD: None: `hidden_ND` are the logits.
-        needs_grad: whether hidden states and weights need gradients.
-
-    Returns:
-        The values of all chunks, and the gradients of hidden states and weights, as far as they are needed.
-    """
+    """Call `of_chunk` on the logits `hidden_ND @ weight_VD.T` (without weights, `hidden_ND`) of each chunk of tokens.
+    Return the values of all chunks, and the gradients of hidden states and weights, as far as `needs_grad` says."""
     n_tokens, (needs_hidden, needs_weight) = len(hidden_ND), needs_grad[:2]
     grad_hidden = torch.empty_like(hidden_ND) if needs_hidden else None
     grad_weight: Tensor | None = None

@@ -1,5 +1,4 @@
-"""Divergences of a student's next-token distributions from a teacher's, with closed-form gradients, a chunk of both
-models' logits at a time."""
+"""Divergences of a student's next-token distributions from a teacher's, by chunks of both models' logits."""
 
 import math
 from dataclasses import dataclass
@@ -9,7 +8,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from torchtitan.components.cross_entropy import IGNORE_INDEX, chunked_loss, cross_entropy_
 from torchtitan.config import Configurable
@@ -28,11 +26,7 @@ def divergence(
     With p and q the softmax of the teacher's and the student's logits divided by the temperature, it is KL(p‖q)
     (`forward_kl`, Hinton et al., arXiv:1503.02531, also for the factor), KL(q‖p) (`reverse_kl`, Gu et al.,
     arXiv:2306.08543) or (KL(p‖m) + KL(q‖m)) / 2 with m = (p + q) / 2 (`jensen_shannon`, Agarwal et al.,
-    arXiv:2306.13649).
-
-    Args:
-        group: ranks among which the vocabulary is sharded, each with a shard of the logits in float32.
-    """
+    arXiv:2306.13649). Each rank of a `group` has a shard of the logits, in float32."""
     log_q, log_p = (_log_softmax(logits / temperature, group) for logits in (student_NV, teacher_NV))
     q, p = log_q.exp(), log_p.exp()
     if kind == "forward_kl":
@@ -55,11 +49,8 @@ def top_logits(
 ) -> Tensor:
     """Return the logits (N, V) of a teacher of which K tokens are known, to compare them with `student_NV`. The others
     get the student's shares of the rest, and so count as one event: the divergence is at most the full one. K
-    renormalized probabilities instead would teach overconfidence (arXiv:2503.16870).
-
-    Args:
-        log_p_NE: log-probabilities at `temperature` of the K tokens and, if there are others, of these together.
-    """
+    renormalized probabilities instead would teach overconfidence (arXiv:2503.16870). `log_p_NE` are log-probabilities
+    at the temperature of the K tokens and, if there are others, of these together."""
     size, n_ids = student_NV.shape[1], ids_NK.shape[1]
     columns_NK = ids_NK - (shard.first if shard else 0)
     columns_NK = columns_NK.where((columns_NK >= 0) & (columns_NK < size), size)  # a column for other ranks' tokens
@@ -97,9 +88,7 @@ class Outputs:
         """Return plain tensors: hidden states (N, D) and this rank's weights, or logits, of the first tokens."""
         if self.weight is None:
             return self.hidden[..., :vocabulary].flatten(0, 1), None, None
-        hidden, weight, shard = self.hidden, self.weight, None
-        if isinstance(weight, DTensor):
-            hidden, weight, shard = local_shards(hidden, weight)
+        hidden, weight, shard = local_shards(self.hidden, self.weight)
         return hidden.flatten(0, 1), weight[:vocabulary], shard
 
 

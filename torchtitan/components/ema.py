@@ -1,7 +1,7 @@
 """`WeightAverage`: the exponential moving average (EMA) of a model's trained weights."""
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ class WeightAverage(Configurable):
 
     Args:
         model_parts: the model, or this rank's stages of it.
+        follow: computes again what depends on the weights, after they have been replaced.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -54,8 +55,11 @@ class WeightAverage(Configurable):
 
     config: Config
 
-    def __init__(self, config: Config, *, model_parts: Sequence[nn.Module]):
+    def __init__(
+        self, config: Config, *, model_parts: Sequence[nn.Module], follow: Callable[[], object] = lambda: None
+    ):
         super().__init__(config)
+        self._follow = follow
         named = [pair for part in model_parts for pair in part.named_parameters()] if config.decay is not None else []
         # Two pipeline stages of this rank may have copies of a parameter, with the same name.
         self._names = [canonical_name(name) for name, parameter in named if parameter.requires_grad]
@@ -86,10 +90,12 @@ class WeightAverage(Configurable):
             return
         kept = [weight.detach().clone() for weight in self._weights]
         _copy(self.averages, self._weights)
+        self._follow()
         try:
             yield
         finally:
             _copy(kept, self._weights)
+            self._follow()
 
     def state_dict(self) -> dict[str, Any]:
         """Return canonical name → average, without copying, and the number of updates."""

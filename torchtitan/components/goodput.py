@@ -1,5 +1,6 @@
 """Goodput: the part of a run's wall-clock time that advanced its training, and where the rest went."""
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -22,49 +23,35 @@ def goodput(events: Sequence[Event]) -> dict[str, float]:
     to an earlier checkpoint; the time between two events is divided by their steps.
     """
     parts: dict[str, float] = defaultdict(float)
-    step, seconds, is_first = 0, dict[str, float](), True
-    for index, (event, kept) in enumerate(zip(events, _last_kept_steps(events), strict=True)):
-        if event["event"] == "start":
-            is_first = index == 0
-            parts["restart"] += 0.0 if is_first else max(0.0, event["begun"] - events[index - 1]["time"])
-            step, seconds = event["step"], {}
-        if "seconds" not in event:
-            continue
+    kept = math.inf  # the last step that later events do not undo
+    for index in reversed(range(len(events))):
+        event, before = events[index], events[max(0, index - 1)]
+        is_start = event["event"] == "start"
+        if event["event"] == "returned" and event["step"] <= kept:  # otherwise, the return is undone itself
+            kept = event["to"]
+        step, seconds = (event["step"], {}) if is_start else (before["step"], before["seconds"])
         share_lost = 1 - min(1.0, max(0, kept - step) / max(1, event["step"] - step))
         for phase, total in event["seconds"].items():
-            spent = total - seconds.get(phase, 0.0)
-            part = _PARTS.get(phase, TRAINING)
-            if part == TRAINING:
-                parts["lost steps"] += share_lost * spent
-                spent -= share_lost * spent
-            parts["restart" if part == "start-up" and not is_first else part] += spent
-        step, seconds = event["step"], event["seconds"]
+            part, spent = _PARTS.get(phase, TRAINING), total - seconds.get(phase, 0.0)
+            lost = share_lost * spent if part == TRAINING else 0.0
+            parts["lost steps"] += lost
+            parts[part] += spent - lost
+        if is_start:
+            kept = min(kept, event["step"])
+            if index > 0:
+                parts["restart"] += parts.pop("start-up", 0.0) + max(0.0, event["begun"] - before["time"])
     if events:
         parts["other"] += max(0.0, events[-1]["time"] - events[0]["begun"] - sum(parts.values()))
     return dict(sorted(((name, time) for name, time in parts.items() if time), key=lambda part: -part[1]))
 
 
-def _last_kept_steps(events: Sequence[Event]) -> list[float]:
-    """Return for each event the last of the steps before it that neither it nor later events undo."""
-    kept, last = [], math.inf
-    for event in reversed(events):
-        if event["event"] == "returned" and event["step"] <= last:  # otherwise, the return is undone itself
-            last = event["to"]
-        kept.append(last)
-        if event["event"] == "start":
-            last = min(last, event["step"])
-    return kept[::-1]
-
-
 def mean_phases(events: Sequence[Event]) -> dict[str, float]:
     """Return the mean seconds of a step by phase in the last session, without its first step, which may compile; none
     if it took no further steps."""
-    timed = [event for event in events if "seconds" in event]
-    starts = [index for index, event in enumerate(timed) if event["event"] == "start"]
-    session = timed[starts[-1] + 1 :] if starts else []
-    if not session or session[-1]["step"] <= session[0]["step"]:
+    session = [*itertools.takewhile(lambda event: event["event"] != "start", reversed(events))]
+    if not session or session[0]["step"] <= session[-1]["step"]:
         return {}
-    first, last, n_steps = session[0]["seconds"], session[-1]["seconds"], session[-1]["step"] - session[0]["step"]
+    last, first, n_steps = session[0]["seconds"], session[-1]["seconds"], session[0]["step"] - session[-1]["step"]
     return {phase: mean for phase in last if (mean := (last[phase] - first.get(phase, 0.0)) / n_steps) > 0}
 
 

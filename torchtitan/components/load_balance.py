@@ -31,17 +31,17 @@ class LoadBalancer:
     """
 
     def __init__(self, model_parts: Sequence[nn.Module], mesh: DeviceMesh | None = None):
-        modules = [pair for part in model_parts for pair in part.named_modules()]
-        routers = {canonical_name(name): module for name, module in modules if isinstance(module, LoadBalanced)}
-        self._routers = {name.removesuffix(".moe.router"): router for name, router in routers.items()}
+        modules = (pair for part in model_parts for pair in part.named_modules())
+        routers = ((canonical_name(name), module) for name, module in modules if isinstance(module, LoadBalanced))
+        self._routers = {name.removesuffix(".moe.router"): router for name, router in routers}
         self._totals: Sequence[Tensor] = []  # of each router over the last finished step
-        self._idle_steps: list[Any] = [0] * len(routers)
+        self._idle_steps: list[Any] = [0] * len(self._routers)
         self._reported: set[str] = set()
         names = () if mesh is None else mesh.mesh_dim_names or ()
         groups = {name: mesh.get_group(name) for name in names if mesh is not None and mesh[name].size() > 1}
         self._pipeline = groups.pop("pp", None)  # its ranks have other routers; ranks of the others route other tokens
         self._groups = groups.values()
-        stages = self._of_stages([router.penalties for router in routers.values()])
+        stages = self._of_stages([router.penalties for router in self._routers.values()])
         penalties = [each for stage in stages for each in stage]
         self.needs_load, self.has_routers = any(each.batch_loss for each in penalties), bool(penalties)
         self.has_losses = any(each != PenaltyConfig() for each in penalties)

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from torchtitan.components.cross_entropy import (
     IGNORE_INDEX,
@@ -30,25 +29,17 @@ def token_log_probs(
     transform: LogitTransform = UNCHANGED,
     chunk_tokens: int = CHUNK_TOKENS,
 ) -> Tensor:
-    """Return the log-probability of each label, (B, L) in float32; 0 for label -100. Use it as a model's `head`.
+    """Return the log-probability of each label, the token after a position, (B, L) in float32; 0 for label -100. Use it
+    as a model's `head`: arguments are as of `CrossEntropyLoss`. Under tensor parallelism, the result is the same plain
+    tensor on all ranks.
 
     The backward pass computes the logits again, a chunk at a time, so that any function of the log-probabilities can be
-    the loss, and no gradient of the output weights is held before it.
-
-    Args:
-        hidden_BLD: last hidden states, normalized.
-        weight_VD: output weights. None: `hidden_BLD` are all logits. Under tensor parallelism, a DTensor that is
-            sharded by rows, and so is `hidden_BLD` in any way; the result is the same plain tensor on all ranks.
-        labels_BL: the token after each position, or -100.
-        transform: of the logits, before the softmax.
-    """
+    the loss, and no gradient of the output weights is held before it."""
     if weight_VD is None:
         scores_NV = transform(hidden_BLD.float()).flatten(0, 1)
         losses_N = F.cross_entropy(scores_NV, labels_BL.flatten(), ignore_index=IGNORE_INDEX, reduction="none")
         return -losses_N.view(labels_BL.shape)
-    shard = None
-    if isinstance(weight_VD, DTensor):
-        hidden_BLD, weight_VD, shard = local_shards(hidden_BLD, weight_VD)
+    hidden_BLD, weight_VD, shard = local_shards(hidden_BLD, weight_VD)
     hidden_ND, labels_N = hidden_BLD.flatten(0, 1), labels_BL.flatten()
     rows = labeled_rows(labels_N)
     if rows is not None:

@@ -82,13 +82,9 @@ class CrossEntropyLoss(Configurable):
     def __call__(
         self, hidden_BLD: Tensor, weight_VD: Tensor | None, labels_BL: Tensor, *, transform: LogitTransform = UNCHANGED
     ) -> Tensor:
-        """Return the summed loss, a float32 scalar.
-
-        Args:
-            hidden_BLD: last hidden states, normalized.
-            weight_VD: output weights. None: `hidden_BLD` are all logits, as autograd knows them.
-            labels_BL: the token after each position, or -100.
-            transform: of the logits, before the softmax.
+        """Return the summed loss, a float32 scalar, from the normalized last hidden states, the output weights (without
+        them, `hidden_BLD` are all logits, as autograd knows them), and the token after each position, or -100.
+        `transform` changes the logits before the softmax.
 
         Under tensor parallelism, the first two are DTensors, with the weights sharded by rows. Each rank computes the
         logits of its vocabulary shard, and an overridden `from_logits` gets them as a DTensor.
@@ -98,10 +94,9 @@ class CrossEntropyLoss(Configurable):
             from_logits = _after(transform, from_logits)
         if weight_VD is None:
             return from_logits(hidden_BLD.flatten(0, 1), labels_BL.flatten())
-        shard = None
         if isinstance(weight_VD, DTensor):
             from_logits = on_sharded_logits(from_logits, weight_VD)
-            hidden_BLD, weight_VD, shard = local_shards(hidden_BLD, weight_VD)
+        hidden_BLD, weight_VD, shard = local_shards(hidden_BLD, weight_VD)
         hidden, labels = hidden_BLD.flatten(0, 1), labels_BL.flatten()
         device_type = self.device_type or hidden.device.type
         chunk_tokens = self.config.chunk_tokens

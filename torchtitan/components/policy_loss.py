@@ -1,7 +1,5 @@
 """Losses of policy-gradient methods, as pure functions of log-probabilities, and `PolicyLoss`, which consists of them.
-
-Dimensions: P prompts, G samples of each, N sampled tokens.
-"""
+Dimensions: P prompts, G samples of each, N sampled tokens."""
 
 import math
 from collections.abc import Mapping
@@ -94,13 +92,9 @@ class PolicyLoss(Configurable):
         values_N: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Return the summed loss, its weight (the number of samples, or of tokens), and measures of each token (N,).
-
-        Args:
-            tokens: log-probabilities `old_logprobs` at the start of the step and `logprobs` of the sampler,
-                `advantages`, and the numbers of their `samples`, each (N,); for a critic, `old_values` and `returns`.
-            reference_N: log-probabilities under the reference, for a `beta` above 0.
-            values_N: values of a critic, in float32.
-        """
+        `tokens` has log-probabilities `old_logprobs` at the start of the step and `logprobs` of the sampler,
+        `advantages`, and the numbers of their `samples`, each (N,). For a `beta` above 0, there are log-probabilities
+        of a reference; for a critic, its values in float32, `old_values` and `returns`."""
         config, method, old_N, samples_N = self.config, self.method, tokens["old_logprobs"], tokens["samples"]
         log_ratio_N = log_probs_N - old_N
         if method.sequence_ratio:

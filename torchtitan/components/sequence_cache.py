@@ -1,7 +1,8 @@
 """`SequenceCache`: results of a frozen model for the tokens of sequences, on disk."""
 
-import hashlib
+import contextlib
 import json
+import time
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,10 +14,13 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from torchtitan.components.data.base import Batch
-from torchtitan.components.data.disk_cache import writable
+from torchtitan.components.data.disk_cache import bytes_digest, writable
 from torchtitan.protocols.attention import AttentionMetadata
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError
+
+_STALE_SECONDS = 3600.0
+"""Age of an unfinished file whose run no longer writes it."""
 
 
 class SequenceCache:
@@ -25,59 +29,60 @@ class SequenceCache:
 
     def __init__(self, folder: Path, setting: Any, *, bytes_per_token: int):
         self.folder, self.bytes_per_token, self._setting = folder, bytes_per_token, json.dumps(setting).encode()
+        self._unfinished = folder / "unfinished"
+        for file in self._unfinished.glob("*"):  # of killed runs
+            with contextlib.suppress(OSError):
+                if time.time() - file.stat().st_mtime > _STALE_SECONDS:
+                    file.unlink()
+
+    def complete(self, data: Any) -> Path:
+        """Return a file that exists once there are results for all sequences of `data`, JSON values."""
+        return self.folder / f"{bytes_digest(self._setting + json.dumps(data).encode())}.complete"
 
     def holds(self, batch: Batch) -> bool:
         """Return whether there is a file for each sequence of a loader's batch."""
-        return all(file.exists() for file, _ in self._sequences(batch))
-
-    def n_sequences(self, batch: Batch) -> int:
-        """Return the number of sequences in a loader's batch, including padding."""
-        return len(_attention(batch).lengths)
+        return all(file.exists() for file, _, _ in self._sequences(batch))
 
     def write(self, batch: Batch, results: Mapping[str, Tensor]) -> None:
         """Write tensors (B, L, ...) of a loader's batch durably. Raise `UserError` if the folder cannot be written."""
         rows = {name: result.flatten(0, 1).cpu() for name, result in results.items()}
-        for file, place in self._sequences(batch):
-            with writable(file.parent):
-                unfinished = file.with_suffix(f".{uuid.uuid4().hex}")  # several ranks may have the same sequence
+        for file, place, _ in self._sequences(batch):
+            with writable(file.parent), writable(self._unfinished):
+                unfinished = self._unfinished / uuid.uuid4().hex  # several ranks may have the same sequence
                 safetensors.torch.save_file({name: x[place].contiguous() for name, x in rows.items()}, unfinished)
                 durable.replace(unfinished, file)
 
     def read(self, batch: Batch) -> Batch:
         """Return the tensors (B, L, ...) of a loader's batch. Raise `UserError` if a file is missing or damaged."""
-        parts = [_load(file) for file, _ in self._sequences(batch)]
-        shape, lengths = batch["input"].shape, _attention(batch).lengths
-        return {
-            name: torch.cat(
-                [part[name].expand(length, *part[name].shape[1:]) for part, length in zip(parts, lengths, strict=True)]
-            ).unflatten(0, shape)
-            for name in parts[0]
+        parts = [(self._load(file), length) for file, _, length in self._sequences(batch)]
+        rows = {
+            name: torch.cat([part[name].expand(length, *part[name].shape[1:]) for part, length in parts])
+            for name in parts[0][0]
         }
+        return {name: x.unflatten(0, batch["input"].shape) for name, x in rows.items()}
 
-    def _sequences(self, batch: Batch) -> list[tuple[Path, slice]]:
-        """Return the file of each sequence, and the places of its tokens in the flattened batch."""
+    def _sequences(self, batch: Batch) -> list[tuple[Path, slice, int]]:
+        """Return the file of each sequence, the places of its results in the flattened batch, and its length."""
         tokens_N2 = torch.stack([batch["input"], batch["labels"]], dim=-1).flatten(0, 1)
+        attention = batch.get("attention") or AttentionMetadata.of_rows(*batch["input"].shape)
         sequences, start = [], 0
-        for length in _attention(batch).lengths:
+        for length in attention.lengths:
             is_labeled = bool((tokens_N2[start : start + length, 1] >= 0).any())
             place = slice(start, start + (length if is_labeled else 1))
-            content = self._setting + tokens_N2[place].numpy().tobytes()
-            name = hashlib.blake2b(content, digest_size=16).hexdigest()
-            sequences.append((self.folder / name[:2] / f"{name[2:]}.safetensors", place))
+            name = bytes_digest(self._setting + tokens_N2[place].numpy().tobytes())
+            sequences.append((self.folder / name[:2] / f"{name[2:]}.safetensors", place, length))
             start += length
         return sequences
 
-
-def _load(file: Path) -> dict[str, Tensor]:
-    try:
-        return safetensors.torch.load_file(file)
-    except (OSError, SafetensorError) as error:
-        problem = "is damaged: delete it" if file.exists() else "is missing"
-        raise UserError(
-            f"{file} of the cache {problem}; a new start computes missing results, and a run that resumes needs the "
-            "global batch size with which it began"
-        ) from error
-
-
-def _attention(batch: Batch) -> AttentionMetadata:
-    return batch.get("attention") or AttentionMetadata.of_rows(*batch["input"].shape)
+    def _load(self, file: Path) -> dict[str, Tensor]:
+        try:
+            return safetensors.torch.load_file(file)
+        except (OSError, SafetensorError) as error:
+            with contextlib.suppress(OSError):
+                for mark in self.folder.glob("*.complete"):
+                    mark.unlink(missing_ok=True)
+            problem = "is damaged: delete it" if file.exists() else "is missing"
+            raise UserError(
+                f"{file} of the cache {problem}; a new start computes missing results, and a run that resumes needs "
+                "the global batch size with which it began"
+            ) from error

@@ -105,10 +105,6 @@ class SpikeGuard(Configurable):
         self.in_a_row += 1
         self.n_skipped += 1
 
-    def metrics(self) -> dict[str, float]:
-        """Return the number of skipped steps, if any."""
-        return {"skipped_steps": self.n_skipped} if self.n_skipped else {}
-
     def state_dict(self) -> dict[str, Any]:
         return {"recent": [*map(list, self._recent)], **{name: getattr(self, name) for name in _COUNTS}}
 

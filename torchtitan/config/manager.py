@@ -2,11 +2,13 @@
 
 import contextlib
 import dataclasses
+import difflib
 import io
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
@@ -103,7 +105,7 @@ class ConfigManager:
             _check_values(document, types_by_key(default, type(default)), selected.config_file)
             _check_code(document, overrides, selected.config_file)
         words = _to_switches(overrides, {key for key, value in known.items() if isinstance(value, bool)})
-        return ResolvedConfig(module, config_name, self._parse(default, [*_to_flags(document), *words]))
+        return ResolvedConfig(module, config_name, self._parse(default, [*_to_flags(document), *words], list(known)))
 
     def _assets_path(self, config_name: str, overrides: list[str], document: dict[str, Any]) -> str:
         option = Parser(prog=self.prog, add_help=False, allow_abbrev=False)
@@ -117,13 +119,13 @@ class ConfigManager:
             raise SystemExit(0)
         raise UserError(f"configuration '{config_name}' needs --{ASSETS_PARAMETER}")
 
-    def _parse(self, default: Configurable.Config, args: list[str]) -> Any:
+    def _parse(self, default: Configurable.Config, args: list[str], known: Collection[str]) -> Any:
         registry, printed = ConstructorRegistry(), io.StringIO()
         registry.struct_rule(_named_configs_rule)
         registry.primitive_rule(_whole_numbers_rule)
         try:
             with registry, contextlib.redirect_stderr(printed):
-                return tyro.cli(
+                config, unknown = tyro.cli(
                     type(default),
                     default=default,
                     args=args,
@@ -131,11 +133,26 @@ class ConfigManager:
                     description=_DESCRIPTION,
                     use_underscores=True,
                     config=(tyro.conf.SuppressFixed,),
+                    return_unknown_args=True,
                 )
         except SystemExit as ended:
             if not ended.code:
                 raise
-            raise UserError(_in_one_line(printed.getvalue())) from None
+            raise _wrong_value(printed.getvalue(), args, types_by_key(default, type(default))) from None
+        if unknown:
+            raise self._unknown(unknown, known)
+        return config
+
+    def _unknown(self, words: Sequence[str], known: Collection[str]) -> UserError:
+        """Return the error for words of the command line that set no option."""
+        option = next((word.partition("=")[0] for word in words if word.startswith("-")), None)
+        if option is None:
+            return UserError(f"'{words[0]}' belongs to no option; see {self.prog} --help")
+        key = _key_of(option)
+        in_sections = [name for name in known if name.endswith(f".{key}")][:3]
+        nearest = in_sections or difflib.get_close_matches(key, known, n=1, cutoff=0.7)
+        hint = f"did you mean {' or '.join(f'--{name}' for name in nearest)}?" if nearest else f"see {self.prog} --help"
+        return UserError(f"unknown option {option}; {hint}")
 
 
 _DESCRIPTION = """Train a model: --module M --config C [--config_file run.yaml] [--section.key value ...].
@@ -181,12 +198,24 @@ def _whole_number(text: str) -> int:
     raise ValueError(f"'{text}' is no whole number")
 
 
-def _in_one_line(box: str) -> str:
-    """Return the message in a box of tyro's, with the options that it suggests; all of the text if it has no box."""
-    title, *parts = (" ".join(part.split()) for part in re.split("[-─]{8,}", re.sub("[│╭╮╰╯]", " ", box)))
-    message, hints, *_ = [*(parts or [title]), ""]
-    options = re.findall(r"--[\w.]+", hints) if hints.startswith("Perhaps") else []
-    return message.partition(" Got errors:")[0] + (f"; did you mean {' or '.join(options)}?" if options else "")
+def _wrong_value(printed: str, words: Sequence[str], types: Mapping[str, Any]) -> UserError:
+    """Return the error for the option of the command line that tyro names in the box that it `printed`; without such an
+    option, for example if the configuration refuses its values, the text of the box."""
+    text = " ".join(re.sub("[│╭╮╰╯─]", " ", printed).split())
+    named = re.search(r"(?:Error parsing |argument ')--([\w.]+)", text)
+    if named is None or (key := named[1]) not in types:
+        return UserError(text)
+    place = max(number for number, word in enumerate(words) if _key_of(word) == key)
+    _, assigned, value = words[place].partition("=")
+    rest = takewhile(lambda word: _key_of(word) not in types, words[place + 1 :])
+    shown = value if assigned else " ".join(rest)
+    said = f"is {shown!r}, but" if shown or assigned else "has no value; it"
+    return UserError(f"--{key} {said} must be {describe(types[key]).replace('null', 'None')}")
+
+
+def _key_of(word: str) -> str:
+    """Return the key that a word of the command line sets if there is such an option; "" for other words."""
+    return word.partition("=")[0][2:].replace("-", "_") if word.startswith("--") else ""
 
 
 def _registered_name(function: Callable[..., object]) -> str:
@@ -350,8 +379,7 @@ def _to_switches(args: Sequence[str], switches: Collection[str]) -> list[str]:
     while rest:
         word = rest.pop(0)
         option, assigned, value = word.partition("=")
-        key = option.removeprefix("--").replace("-", "_")
-        if not option.startswith("--") or key not in switches:
+        if (key := _key_of(word)) not in switches:
             words.append(word)
             continue
         if not assigned:

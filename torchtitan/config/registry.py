@@ -101,21 +101,22 @@ def load_config_function(module: str, config: str) -> Callable[..., object]:
     begin with the module's (`llama3_debugmodel`). Raise `UserError` if either does not exist, or importing fails.
     """
     registry = _import_registry(module)
-    functions = _configurations(registry)
+    functions, for_folders = _configurations(registry), {}
     package = _package_of(registry)
     short = package.__name__.rpartition(".")[2]
     names = (config, f"{short}_{config}")
     if functions.keys().isdisjoint(names) and "hf" in getattr(package, "FORMATS", {}):
-        for_any = _configurations(_import(_AUTO, module))
-        functions |= {name: wraps(function)(partial(function, family=package)) for name, function in for_any.items()}
+        shared = _configurations(_import(_AUTO, module))
+        for_folders = {name: wraps(function)(partial(function, family=package)) for name, function in shared.items()}
     for name in names:
-        if name in functions:
-            return functions[name]
-    known = sorted(functions)
-    short_names = [name.removeprefix(f"{short}_") for name in known]
+        if function := functions.get(name) or for_folders.get(name):
+            return function
+    known = [*functions, *for_folders, *(name.removeprefix(f"{short}_") for name in functions)]
+    there_are = ", ".join(sorted(functions)) or "none"
+    if for_folders:
+        there_are += f"; with --{ASSETS_PARAMETER} DIR: {', '.join(sorted(for_folders))}"
     raise UserError(
-        f"unknown configuration '{config}' in module '{module}'{suggest(config, known + short_names)} "
-        f"(there are: {', '.join(known) or 'none'})"
+        f"unknown configuration '{config}' in module '{module}'{suggest(config, known)} (there are: {there_are})"
     )
 
 

@@ -8,9 +8,9 @@ from torchtitan.tools.errors import UserError
 
 
 class Change(NamedTuple):
-    """A new value of an option, after a number of steps or tokens. `word` is its text on the command line."""
+    """A new value of an option, after a number of steps or tokens. `text` is its part of the command line."""
 
-    word: str
+    text: str
     after: int
     in_tokens: bool
     value: int
@@ -23,7 +23,7 @@ class Change(NamedTuple):
 def parse_changes(option: str, first: int, words: Sequence[str]) -> list[Change]:
     """Return `first`, the value at step 0, and the changes for `["1000:64", "5e8t:128"]`: 64 after 1000 steps, 128
     after 5e8 tokens. Raise `UserError` for a malformed word of the training option."""
-    changes = [Change("", 0, False, first)]
+    changes = [Change(f"--training.{option}", 0, False, first)]
     for word in words:
         match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d{1,2})?)(t?):(\d+)", word, re.ASCII)
         after = float(match[1]) if match else 0
@@ -32,7 +32,7 @@ def parse_changes(option: str, first: int, words: Sequence[str]) -> list[Change]
                 f"--training.{option} '{word}' is not like 1000:64 (64 after 1000 steps, at least 1) or 5e8t:64 (after "
                 "5e8 tokens)"
             )
-        changes.append(Change(word, int(after), bool(match[2]), int(match[3])))
+        changes.append(Change(f"--training.{option} {word}", int(after), bool(match[2]), int(match[3])))
     return changes
 
 

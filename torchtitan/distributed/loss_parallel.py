@@ -29,14 +29,17 @@ class VocabularyShard:
     group: ProcessGroup
 
 
-def local_shards(hidden_BLD: Tensor, weight_VD: DTensor) -> tuple[Tensor, Tensor, VocabularyShard]:
+def local_shards(hidden_BLD: Tensor, weight_VD: Tensor) -> tuple[Tensor, Tensor, VocabularyShard | None]:
     """Return plain tensors for a linear layer on this rank's part of the vocabulary: all hidden states, this rank's
-    rows of the weights, and their position. Gradients of a rank are its own part of the gradients.
+    rows of the weights, and their position. Gradients of a rank are its own part of the gradients. Plain tensors stay
+    as they are, without a position.
 
     Args:
         hidden_BLD: a DTensor on the mesh of `weight_VD`, with any sharding.
         weight_VD: rows sharded over a mesh of one dimension, possibly unevenly.
     """
+    if not isinstance(weight_VD, DTensor):
+        return hidden_BLD, weight_VD, None
     mesh = weight_VD.device_mesh
     assert isinstance(hidden_BLD, DTensor) and weight_VD.placements == (Shard(0),)
     # Every rank's rows of the weights contribute to the gradient of every hidden state.

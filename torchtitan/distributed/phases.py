@@ -25,8 +25,7 @@ class PhaseClock:
     """
 
     def __init__(self, device: torch.device | None = None):
-        on_cuda = device is not None and device.type == "cuda" and torch.cuda.is_available()
-        self._new_mark = _cuda_mark if on_cuda else _HostMark
+        self._on_cuda = device is not None and device.type == "cuda"
         self._seconds = defaultdict[str, float](float)
         self._marks = deque[tuple[str, Any]]()
         self.begun = time.time()
@@ -36,9 +35,16 @@ class PhaseClock:
         """Begin a phase, which ends the current one."""
         self.phase = phase
         self._marks.append((phase, self._new_mark()))
-        while len(self._marks) > 1 and self._marks[1][1].query():
-            ended, begin = self._marks.popleft()
-            self._seconds[ended] += begin.elapsed_time(self._marks[0][1]) / 1000
+        while len(self._marks) > 1 and (not self._on_cuda or self._marks[1][1].query()):
+            (ended, begin), (_, end) = self._marks.popleft(), self._marks[0]
+            self._seconds[ended] += begin.elapsed_time(end) / 1000 if self._on_cuda else end - begin
+
+    def _new_mark(self) -> Any:
+        if not self._on_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
     @contextlib.contextmanager
     def during(self, phase: str) -> Iterator[None]:
@@ -59,25 +65,6 @@ class PhaseClock:
         """Let the start-up begin earlier, at the time `when` in seconds since the epoch."""
         self._seconds[START_UP] += self.begun - when
         self.begun = when
-
-
-class _HostMark:
-    """A moment on the host, with the methods of `torch.cuda.Event`."""
-
-    def __init__(self) -> None:
-        self._time = time.perf_counter()
-
-    def query(self) -> bool:
-        return True
-
-    def elapsed_time(self, end: "_HostMark") -> float:
-        return 1000 * (end._time - self._time)
-
-
-def _cuda_mark() -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
 
 
 def mark_gathering(model: nn.Module, clock: PhaseClock) -> None:

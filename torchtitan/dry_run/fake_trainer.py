@@ -1,7 +1,7 @@
 """A trainer with fake tensors, which have shapes but no memory. It runs as one rank without the others."""
 
 import dataclasses
-import functools
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,56 +48,23 @@ class VocabularySize(Tokenizer):
         raise NotImplementedError
 
 
-class ZeroBatches(BaseDataLoader):
-    """Batches of zeros in the configured shape; each sample is one document."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(BaseDataLoader.Config):
-        """The tensors of a batch."""
-
-        names: list[str]
-        """As `BaseDataLoader.token_tensors`."""
-
-        sequences_per_sample: int = 1
-        """As `Trainer.sequences_per_sample`."""
-
-    config: Config
-
-    def __init__(self, config: Config, *, seq_len: int, local_batch_size: int, **_: Any):
-        super().__init__(config)
-        self.shape = (local_batch_size, seq_len * config.sequences_per_sample)
-
-    def __next__(self) -> Batch:
-        return self.batch
-
-    @functools.cached_property
-    def batch(self) -> Batch:
-        """The batch that every step gets; a device never holds two."""
-        return {name: torch.zeros(self.shape, dtype=torch.int64) for name in self.config.names}
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def close(self) -> None:
-        """Do nothing; nothing is open."""
+def with_vocabulary(config: Trainer.Config) -> Trainer.Config:
+    """Return a configuration whose model has the size of the tokenizer's vocabulary, if it has none."""
+    if config.model_spec.model.vocab_size is not None:
+        return config
+    return config.resolve(config.tokenizer.build(path=config.hf_assets_path))
 
 
 def without_data(config: Trainer.Config) -> Trainer.Config:
-    """Copy a configuration without data, checkpoints and compilation, with its longest windows; read the tokenizer for
+    """Copy a configuration without text, checkpoints and compilation, with its longest windows; read the tokenizer for
     its size, if needed. Raise `UserError` for a trainer that samples its data."""
     if isinstance(config.dataloader, PromptDataLoader.Config):
         raise UserError("a dry run cannot sample answers; try --module auto --config sft with the same model")
-    vocab_size = config.model_spec.model.vocab_size
-    if vocab_size is None:
-        vocab_size = config.tokenizer.build(path=config.hf_assets_path).vocab_size
-    loader, trainer = config.dataloader._owner, config._owner
-    assert issubclass(loader, BaseDataLoader) and issubclass(trainer, Trainer)
+    config = with_vocabulary(config)
+    vocab_size: Any = config.model_spec.model.vocab_size
     return dataclasses.replace(
         config,
         tokenizer=VocabularySize.Config(vocab_size=vocab_size),
-        dataloader=ZeroBatches.Config(
-            names=list(loader.token_tensors), sequences_per_sample=trainer.sequences_per_sample
-        ),
         validator=Validator.Config(),
         checkpoint=CheckpointManager.Config(),
         training=dataclasses.replace(
@@ -125,6 +92,10 @@ class FakeTrainer(Trainer):
 
     def lock_folder(self) -> None:
         """Do nothing; a dry run writes no files that need a lock."""
+
+    def build_dataloader(self, config: BaseDataLoader.Config, *, epochs: int | None) -> BaseDataLoader:
+        """Return a loader without data."""
+        return BaseDataLoader(config)
 
     def post_dataloading_process(self, batch: Batch) -> Batch:
         """Leave out `attention`: plain causal attention needs no mask, like the kernels of a GPU."""
@@ -192,9 +163,14 @@ class FakeTrainer(Trainer):
         self.memory.label("optimizer", [v for state in states for v in state.values() if isinstance(v, Tensor)])
         if self.pipeline:
             MicrobatchReplay(self.pipeline, self.memory, self.work, self.label_training_allocations).install()
+        loader, training = self.config.dataloader._owner, self.config.training
+        assert issubclass(loader, BaseDataLoader)
+        shape = (training.local_batch_size, training.seq_len * self.sequences_per_sample)
         with self.fake_mode, observing(self.memory, self.work):
+            # Again and again, since a device never holds two batches. Each sample is one document.
+            batch = {name: torch.zeros(shape, dtype=torch.int64) for name in loader.token_tensors}
             self.prepare_converters(1)
-            self.train_step(iter(self.dataloader))
+            self.train_step(itertools.repeat(batch))
 
     def count_local_parameters(self) -> int:
         """Count the elements of this rank's shard of the weights."""

@@ -1,9 +1,10 @@
 """Track the memory of real or fake tensors, and break down its peak by kind. Memory is counted by storage, once for all
 views. Temporary memory inside an operation is not counted."""
 
+import itertools
 import weakref
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -15,7 +16,7 @@ from torchtitan.dry_run.observer import Observer
 from torchtitan.tools.torch_private import (
     OpOverload,
     current_backward_pass,
-    is_traceable_wrapper_subclass,
+    get_untyped_storages,
     storage_key,
     tree_iter,
 )
@@ -84,8 +85,7 @@ class MemoryTracker(Observer):
     def label(self, kind: MemoryKind, tensors: Iterable[Tensor | None]) -> None:
         """Label the memory of `tensors`, and track it from now on if it is not yet tracked."""
         for tensor in tensors:
-            for part in _plain_parts(tensor):
-                storage = part.untyped_storage()
+            for storage in get_untyped_storages(tensor) if tensor is not None else ():
                 owner = self._owner_of(storage)
                 owner.label = kind
                 if owner.current is None and storage.nbytes():
@@ -100,12 +100,9 @@ class MemoryTracker(Observer):
 
     def peak(self, without: Collection[MemoryKind] = ()) -> Counter[MemoryKind]:
         """Return the bytes in use at their peak by kind, 0 for kinds in `without`."""
-        live = most = moment = 0
-        for index, (allocation, sign) in enumerate(self._events):
-            live += sign * allocation.n_bytes * (allocation.kind not in without)
-            if live > most:
-                most, moment = live, index + 1
-        return self.use(moment, without)
+        changes = (sign * one.n_bytes * (one.kind not in without) for one, sign in self._events)
+        live = list(itertools.accumulate(changes, initial=0))
+        return self.use(live.index(max(live)), without)
 
     def reserved(self, without: Collection[MemoryKind] = ()) -> int:
         """Return the bytes that PyTorch's CUDA allocator would have reserved by now; see `CachingAllocator`."""
@@ -123,11 +120,6 @@ class MemoryTracker(Observer):
         """Return the memory of a plain tensor; None if it is not tracked."""
         owner = self._owners.get(storage_key(tensor.untyped_storage()))
         return owner.current if owner else None
-
-    def label_like(self, allocation: Allocation | None, tensor: Tensor) -> None:
-        """Give the memory of a plain tensor the kind of another allocation."""
-        if (copied := self.allocation_of(tensor)) is not None:
-            copied.twin_of = allocation
 
     def replay(
         self, start: int, end: int, twins: dict[Allocation, Allocation], omit: Sequence[Allocation | None]
@@ -189,15 +181,3 @@ class MemoryTracker(Observer):
             self._latest_backward = current
             for allocation in self._live:
                 allocation.outlived_backward = True
-
-
-def _plain_parts(tensor: Any) -> Iterator[Tensor]:
-    """Yield the tensors inside a wrapper (a DTensor, a quantized tensor), or a plain tensor itself."""
-    if not isinstance(tensor, Tensor):
-        return
-    if not is_traceable_wrapper_subclass(tensor):
-        yield tensor
-        return
-    names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-    for name in names:
-        yield from _plain_parts(getattr(tensor, name))

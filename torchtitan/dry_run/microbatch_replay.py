@@ -1,18 +1,21 @@
 """Run a complete pipeline schedule, computing only a few of its micro-batches."""
 
 import functools
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.pipelining.schedules import BACKWARD_INPUT, FULL_BACKWARD, PipelineScheduleMulti
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from torchtitan.distributed.pipeline import Pipeline
 from torchtitan.dry_run.memory_tracker import Allocation, MemoryTracker
 from torchtitan.dry_run.work_tracker import Work, WorkTracker
 from torchtitan.tools.torch_private import pipeline_stages, skip_shape_vote, tree_iter, tree_map_only
+
+_REPLAYED = (ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B)
+"""Schedules with whole backward passes in the order of the forward passes, so that the second represents all later."""
 
 
 @dataclass
@@ -32,9 +35,9 @@ class MicrobatchReplay:
     """Compute the first micro-batch of each stage, which gathers weights and creates gradients, and the second;
     replay the effects of the second on memory and work for all others.
 
-    A replayed result is a tensor of the right shape, with memory as long as the schedule holds it. If a schedule splits
-    backward passes, or orders them differently from the forward passes, every micro-batch is computed. `pipeline`
-    must not have run; `after_backward` is called after each computed backward pass.
+    A replayed result is a tensor of the right shape, with memory as long as the schedule holds it. Schedules that are
+    not `_REPLAYED` compute every micro-batch. `pipeline` must not have run; `after_backward` is called after each
+    computed backward pass.
     """
 
     def __init__(
@@ -51,22 +54,19 @@ class MicrobatchReplay:
         """Insert this between the schedule and its stages. Skip their exchange of shapes, which `Pipeline` declares."""
         skip_shape_vote(self.schedule)
         for stage in pipeline_stages(self.schedule):
-            replays = _can_replay(self.schedule, stage.stage_index)
-            stage.forward_one_chunk = functools.partial(self.forward, stage, stage.forward_one_chunk, replays)
-            stage.backward_one_chunk = functools.partial(self.backward, stage, stage.backward_one_chunk, replays)
+            stage.forward_one_chunk = functools.partial(self.forward, stage, stage.forward_one_chunk)
+            stage.backward_one_chunk = functools.partial(self.backward, stage, stage.backward_one_chunk)
 
-    def forward(
-        self, stage: Any, compute: Callable[..., Any], replays: bool, microbatch: int, *args: Any, **kwargs: Any
-    ) -> Any:
+    def forward(self, stage: Any, compute: Callable[..., Any], microbatch: int, *args: Any, **kwargs: Any) -> Any:
         """Replace `stage.forward_one_chunk`."""
         key = (stage.stage_index, "forward")
-        if microbatch < 2 or not replays:
+        if microbatch < 2 or not isinstance(self.schedule, _REPLAYED):
             return self._sample(key, lambda: compute(microbatch, *args, **kwargs))
         output = self._replay(key, (stage.stage_index, microbatch))
         stage.fwd_cache[microbatch] = ((output,), [])
         return output
 
-    def backward(self, stage: Any, compute: Callable[..., Any], replays: bool, microbatch: int, **kwargs: Any) -> None:
+    def backward(self, stage: Any, compute: Callable[..., Any], microbatch: int, **kwargs: Any) -> None:
         """Replace `stage.backward_one_chunk`."""
         key = (stage.stage_index, "backward")
 
@@ -74,7 +74,7 @@ class MicrobatchReplay:
             compute(microbatch, **kwargs)
             return stage.bwd_cache[microbatch]
 
-        if microbatch < 2 or not replays:
+        if microbatch < 2 or not isinstance(self.schedule, _REPLAYED):
             self._sample(key, gradients_of_inputs)
             self.after_backward()
         else:
@@ -97,25 +97,6 @@ class MicrobatchReplay:
         result = tree_map_only(functools.partial, lambda make: make(), sample.result)
         tensors = [tensor for tensor in tree_iter(result) if isinstance(tensor, Tensor)]
         for tensor, original in zip(tensors, sample.allocations, strict=True):
-            self.memory.label_like(original, tensor)
+            if (copied := self.memory.allocation_of(tensor)) is not None:
+                copied.twin_of = original
         return result
-
-
-def _can_replay(schedule: Any, stage: int) -> bool:
-    """Return whether the second micro-batch of a stage represents all later ones."""
-    backward = [
-        action
-        for action in _actions(schedule)
-        if action.stage_index == stage and action.computation_type in (BACKWARD_INPUT, FULL_BACKWARD)
-    ]
-    order = [action.microbatch_index for action in backward if action.microbatch_index is not None]
-    split = any(action.computation_type == BACKWARD_INPUT for action in backward)
-    return order == sorted(order) and not split
-
-
-def _actions(schedule: Any) -> Iterator[Any]:
-    """Yield this rank's actions in order; none for GPipe and 1F1B, which have no list of them."""
-    if isinstance(schedule, PipelineScheduleMulti):
-        for action in schedule.pipeline_order[schedule.rank]:
-            if action is not None:
-                yield from action.sub_actions or (action,)

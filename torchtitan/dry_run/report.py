@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import sys
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -65,6 +65,8 @@ class RankReport:
     optimizer_bytes: int
     peak: dict[MemoryKind, int]
     peak_bytes: int
+    saved_bytes: int
+    """Most bytes of activations at once."""
     peak_reserved_bytes: int
     """Memory reserved by PyTorch's CUDA allocator at the end of the step; see `CachingAllocator`."""
     communication: list[Traffic]
@@ -101,6 +103,7 @@ def report_of(trainer: FakeTrainer) -> RankReport:
         optimizer_bytes=in_use["optimizer"],
         peak=dict(peak),
         peak_bytes=peak.total(),
+        saved_bytes=memory.peak(without=[kind for kind in MEMORY_KINDS if kind != "activations"]).total(),
         peak_reserved_bytes=memory.reserved(without=on_host),
         communication=_by_axis(trainer.work.work, dims),
         model_flops=trainer.flops_per_token * trainer.tokens_per_step / dims.world_size,
@@ -110,13 +113,14 @@ def report_of(trainer: FakeTrainer) -> RankReport:
 
 
 def _by_axis(work: Work, dims: ParallelDims) -> list[Traffic]:
-    groups: defaultdict[tuple[CommunicationKind, str], list[tuple[int, int, float]]] = defaultdict(list)
-    for one, calls in work.transfers.items():
-        numbers = (calls, calls * one.n_bytes, calls * one.n_bytes_sent)
-        groups[one.kind, axis_of(one.ranks, dims)].append(numbers)
-    sums = {key: [sum(column) for column in zip(*rows, strict=True)] for key, rows in groups.items()}
-    traffic = [Traffic(*key, int(calls), int(n_bytes), round(sent)) for key, (calls, n_bytes, sent) in sums.items()]
-    return sorted(traffic, key=lambda one: -one.n_bytes)
+    calls: Counter[tuple[CommunicationKind, str]] = Counter()
+    n_bytes, sent = calls.copy(), calls.copy()
+    for one, times in work.transfers.items():
+        key = (one.kind, axis_of(one.ranks, dims))
+        calls[key] += times
+        n_bytes[key] += times * one.n_bytes
+        sent[key] += round(times * one.n_bytes_sent)
+    return [Traffic(*key, calls[key], size, sent[key]) for key, size in n_bytes.most_common()]
 
 
 def axis_of(ranks: tuple[int, ...], dims: ParallelDims) -> str:
@@ -129,7 +133,15 @@ def dry_run(config: Trainer.Config, world_size: int) -> list[RankReport]:
     """Simulate one step of a run of `world_size` ranks in this process, without their memory. Print a report for each
     rank with different stages, and write all reports to `{dump_folder}/dry_run.json`. Raise `UserError` for an invalid
     configuration."""
-    _check(config)
+    for component in (config.tokenizer, config.validator, config.checkpoint):
+        component.validate()
+    if config.activation_checkpoint.mode == "memory_budget":
+        raise UserError(
+            "--activation_checkpoint.mode memory_budget needs the compiler, which a dry run does not use; set none, "
+            "selective or full"
+        )
+    if config.compile.enable:
+        logger.warning("--compile.enable is ignored: a dry run shows the memory of a run without compilation")
     dry_config = without_data(config)
     dry_config.check(world_size, dry_run=True)
     spec, training, mode = config.model_spec, config.training, config.activation_checkpoint.mode
@@ -151,18 +163,6 @@ def dry_run(config: Trainer.Config, world_size: int) -> list[RankReport]:
     durable.write(path, json.dumps(document, indent=2) + "\n")
     logger.info("the same numbers in bytes: %s", path)
     return reports
-
-
-def _check(config: Trainer.Config) -> None:
-    for component in (config.tokenizer, config.dataloader, config.validator, config.checkpoint):
-        component.validate()
-    if config.activation_checkpoint.mode == "memory_budget":
-        raise UserError(
-            "--activation_checkpoint.mode memory_budget needs the compiler, which a dry run does not use; set none, "
-            "selective or full"
-        )
-    if config.compile.enable:
-        logger.warning("--compile.enable is ignored: a dry run shows the memory of a run without compilation")
 
 
 def reports_of(config: Trainer.Config, world_size: int) -> Iterator[RankReport]:
@@ -192,21 +192,21 @@ def _print(reports: Sequence[RankReport]) -> None:
     from rich.console import Console
 
     kinds = [kind for kind in MEMORY_KINDS if any(report.peak[kind] for report in reports)]
+    columns = " ".join(_COLUMN_OF_KIND[kind] for kind in kinds)
     states: list[_Row] = []
     peaks: list[_Row] = []
     messages: list[_Row] = []
     work: list[_Row] = []
-    for report in reports:
-        rank, stages = str(report.rank), ", ".join(map(str, report.stages))
-        sizes = [report.parameter_bytes, report.gradient_bytes, report.optimizer_bytes]
-        states.append(([rank, stages, f"{report.parameters:,}"], sizes))
-        peaks.append(([rank], [*map(report.peak.__getitem__, kinds), report.peak_bytes, report.peak_reserved_bytes]))
-        for one in report.communication:
-            messages.append(([rank, one.kind, one.axis, f"{one.calls:,}"], [one.n_bytes, one.n_bytes_sent]))
-        work.append(([rank], [report.model_flops, report.executed_flops]))
+    for one in reports:
+        rank, stages = str(one.rank), ", ".join(map(str, one.stages))
+        states.append(
+            ([rank, stages, f"{one.parameters:,}"], [one.parameter_bytes, one.gradient_bytes, one.optimizer_bytes])
+        )
+        peaks.append(([rank], [*(one.peak[kind] for kind in kinds), one.peak_bytes, one.peak_reserved_bytes]))
+        messages += [([rank, m.kind, m.axis, f"{m.calls:,}"], [m.n_bytes, m.n_bytes_sent]) for m in one.communication]
+        work.append(([rank], [one.model_flops, one.executed_flops]))
     console = Console(width=None if sys.stdout.isatty() else _FILE_WIDTH)
     console.print(_table("Memory between steps", "rank stages parameters weights gradients optimizer", states))
-    columns = " ".join(_COLUMN_OF_KIND[kind] for kind in kinds)
     console.print(_table("Peak of a step", f"rank {columns} allocated reserved", peaks))
     console.print(_table("Communication of a step", "rank kind axis calls size sent", messages))
     console.print(_table("Operations of a step", "rank model executed", work, _OPERATIONS))

@@ -7,10 +7,10 @@ from typing import Any
 
 import yaml
 
-from torchtitan.config.configurable import from_plain
+from torchtitan.config.configurable import fits, from_plain
 from torchtitan.foresight.devices import DEVICES, Device
 from torchtitan.foresight.this_machine import this_machine
-from torchtitan.tools.errors import UserError
+from torchtitan.tools.errors import UserError, require
 
 
 def device_named(name: str, world_size: int) -> Device:
@@ -43,19 +43,13 @@ def device_in_file(path: Path) -> Device:
     types = {field.name: field.type for field in fields(Device)}
     if not isinstance(document, dict):
         raise UserError(f"{option} must map names to values: {', '.join(types)}")
-    values = {str(name): _number(x) if types.get(name) is float else x for name, x in document.items()}
+    document = {str(name): value for name, value in document.items()}
+    for name, value in document.items():
+        if types.get(name) is float and fits(value, float):  # also 1e12, which YAML reads as a string
+            document[name] = float(value)
+            require(0 < document[name] < math.inf, f"{option}: {name}", value, "a number above 0")
     try:
-        device: Device = from_plain(Device, values)
+        device: Device = from_plain(Device, document)
     except UserError as error:
         raise UserError(f"{option}: {str(error).removeprefix('configuration: ')}") from error
-    for name, value in document.items():
-        if types[name] is float and not 0 < values[name] < math.inf:
-            raise UserError(f"{option}: {name} must be a number above 0, not {value!r}")
     return device
-
-
-def _number(value: Any) -> float:
-    try:  # YAML reads 1e12 without a dot as a string
-        return math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError):
-        return math.nan

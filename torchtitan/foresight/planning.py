@@ -2,18 +2,19 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 from operator import attrgetter
 from typing import Any
 
 from torchtitan.config.sections import PipelineSchedule
+from torchtitan.dry_run.fake_trainer import with_vocabulary
 from torchtitan.dry_run.fitting import USABLE, with_mode
 from torchtitan.foresight.device_choice import device_named
 from torchtitan.foresight.devices import Device
 from torchtitan.foresight.prediction import GIB, Estimate, Layout, Prediction
-from torchtitan.foresight.profile import facts_of, profile, with_vocabulary
+from torchtitan.foresight.profile import facts_of, profile
 from torchtitan.tools.errors import UserError
 from torchtitan.trainer import Trainer
 
@@ -44,42 +45,35 @@ CHOSEN = (
 """Options that a plan may change."""
 
 
-@dataclass(frozen=True)
-class Option:
-    """A layout of a plan with its prediction."""
+def choices(config: Trainer.Config) -> dict[str, Any]:
+    """Return the options that a plan may change, with their values."""
+    return {name: attrgetter(name)(config) for name in CHOSEN}
 
-    layout: Layout
-    prediction: Prediction
 
-    @property
-    def values(self) -> dict[str, Any]:
-        """Options that a plan may change, with their values."""
-        return {name: attrgetter(name)(self.layout.config) for name in CHOSEN}
+def option_words(config: Trainer.Config, values: Mapping[str, Any]) -> list[str]:
+    """Return the options of the command line that change a configuration to these values."""
+    return [f"--{name}={value}" for name, value in values.items() if attrgetter(name)(config) != value]
 
 
 @dataclass(frozen=True)
 class Plan:
     """The best layouts, best first, and how many were compared."""
 
-    options: list[Option]
+    options: list[Prediction]
     n_compared: int
     n_too_large: int
 
     def reason(self, index: int) -> str:
         """Say why a layout is slower than the first: the parts of the step that take more time per token."""
-        best, other = (self.options[i].prediction for i in (0, index))
-        slowdown = best.tokens_per_second / other.tokens_per_second - 1
-
-        def per_token(prediction: Prediction, part: str) -> float:
-            return prediction.parts.get(part, 0.0) / (prediction.tokens_per_second * prediction.seconds)
-
-        total = 1 / best.tokens_per_second
-        more = {
-            name: (per_token(other, name) - per_token(best, name)) / total for name in {**best.parts, **other.parts}
+        best, other = self.options[0], self.options[index]
+        slowdown = best.tokens_per_second / other.tokens_per_second
+        more = {  # relative to the best layout's time per token
+            name: slowdown * other.parts.get(name, 0.0) / other.seconds - best.parts.get(name, 0.0) / best.seconds
+            for name in {**best.parts, **other.parts}
         }
         worst = sorted(more, key=lambda name: -more[name])[:2]
         causes = [f"{name} +{more[name]:.1%}" for name in worst if more[name] > 0.001]
-        return f"{slowdown:.1%} slower" + (f": {', '.join(causes)}" if causes else "")
+        return f"{slowdown - 1:.1%} slower" + (f": {', '.join(causes)}" if causes else "")
 
 
 def plan(
@@ -111,13 +105,12 @@ def plan(
     device = device_named(device, world_size) if isinstance(device, str) else device
     measure = functools.cache(functools.partial(profile, config, facts_of(config)))
 
-    def estimates_of(n_devices: int) -> Iterator[Estimate]:
-        for layout in layouts(config, n_devices, devices_per_host):
-            # DDP wraps layers like FSDP, but gathers nothing.
-            split = layout.split._replace(sequences=_REFERENCE_BATCH, data_parallel="FSDP")
-            yield Estimate(layout, measure(split))
+    def estimate(layout: Layout) -> Estimate:
+        """Estimate a layout from a profile that it shares with others."""
+        # DDP wraps layers like FSDP, but gathers nothing.
+        return Estimate(layout, measure(layout.split._replace(sequences=_REFERENCE_BATCH, data_parallel="FSDP")))
 
-    estimates = list(estimates_of(world_size))
+    estimates = [estimate(layout) for layout in layouts(config, world_size, devices_per_host)]
     if not estimates:
         raise UserError(
             f"no layout of {world_size} devices is valid for {config.model_spec.name} {config.model_spec.flavor} with "
@@ -125,10 +118,11 @@ def plan(
             "number of devices, a power of 2, or a multiple of it as the global batch may be"
         )
     limit = USABLE * device.memory_gib * GIB
-    fitting = [(one.predict(device, devices_per_host), one.layout) for one in estimates if one.memory_bytes <= limit]
-    fitting.sort(key=lambda pair: (-pair[0].tokens_per_second, pair[0].memory_bytes))
-    chosen: dict[tuple[object, ...], Option] = {}
-    for _, layout in fitting:
+    fitting = [one.predict(device, devices_per_host) for one in estimates if one.memory_bytes <= limit]
+    fitting.sort(key=lambda one: (-one.tokens_per_second, one.memory_bytes))
+    nearest = min(estimates, key=lambda one: one.memory_bytes)
+    chosen: dict[tuple[object, ...], Prediction] = {}
+    for layout in [*(one.layout for one in fitting), nearest.layout]:
         # Layouts of one kind differ only in the size of their batches and the schedule.
         kind = (layout.dims, layout.config.activation_checkpoint.mode)
         if len(chosen) == best or kind in chosen:
@@ -136,54 +130,47 @@ def plan(
         # Profiled again with its own batch, since the scaled one is less accurate.
         exact = Estimate(layout, measure(layout.split)).predict(device, devices_per_host)
         if exact.memory_bytes <= limit:
-            chosen[kind] = Option(layout, exact)
+            chosen[kind] = exact
     if not chosen:
-        raise UserError(_nothing_fits(estimates, world_size, device, estimates_of))
-    ranked = sorted(chosen.values(), key=lambda option: -option.prediction.tokens_per_second)
+        least = functools.partial(layouts, config, devices_per_host=devices_per_host, least=True)
+        sizes = (factor * world_size for factor in (2, 4, 8, 16, 32, 64))
+        enough = (n for n in sizes if any(estimate(one).memory_bytes <= limit for one in least(n)))
+        raise _nothing_fits(exact, len(estimates), n_enough=next(enough, None))
+    ranked = sorted(chosen.values(), key=lambda one: -one.tokens_per_second)
     return Plan(ranked, len(estimates), len(estimates) - len(fitting))
 
 
-def option_words(config: Trainer.Config, values: Mapping[str, Any]) -> list[str]:
-    """Return the options of the command line that change a configuration to these values."""
-    changed = {name: value for name, value in values.items() if attrgetter(name)(config) != value}
-    return [word for name, value in changed.items() for word in (f"--{name}", str(value))]
-
-
-def _nothing_fits(
-    estimates: list[Estimate], world_size: int, device: Device, estimates_of: Callable[[int], Iterator[Estimate]]
-) -> str:
-    nearest = min(estimates, key=lambda one: one.memory_bytes)
-    limit, config = USABLE * device.memory_gib * GIB, nearest.layout.config
-    remedies = []
-    for n_devices in (factor * world_size for factor in (2, 4, 8, 16, 32, 64)):
-        if any(one.memory_bytes <= limit for one in estimates_of(n_devices)):
-            remedies.append(f"{n_devices} devices")
-            break
-    if config.training.seq_len > _SHORT:
-        remedies.append("a smaller --training.seq_len")
-    if not config.compile.enable:
-        remedies.append("--compile.enable")
-    return (
-        f"no layout fits into the {limit / GIB:.1f} GiB that {device.name} offers: the nearest of {len(estimates)} is "
-        f"{nearest.layout}, with {nearest.memory_bytes / GIB:.1f} GiB. What may make it fit: "
-        f"{', '.join(remedies) or 'a smaller model'}"
+def _nothing_fits(nearest: Prediction, n_compared: int, n_enough: int | None) -> UserError:
+    device, config = nearest.device, nearest.layout.config
+    remedies = {
+        f"{n_enough} devices": n_enough is not None,
+        "a smaller --training.seq_len": config.training.seq_len > _SHORT,
+        "--compile.enable": not config.compile.enable,
+    }
+    return UserError(
+        f"no layout fits into the {USABLE * device.memory_gib:.1f} GiB that {device.name} offers: the nearest of "
+        f"{n_compared} is {nearest.layout}, with {nearest.memory_gib:.1f} GiB. What may make it fit: "
+        f"{', '.join(name for name, helps in remedies.items() if helps) or 'a smaller model'}"
     )
 
 
-def layouts(config: Trainer.Config, world_size: int, devices_per_host: int) -> Iterator[Layout]:
-    """Yield the valid layouts of a run."""
-    for candidate in _candidates(config, world_size, devices_per_host):
+def layouts(config: Trainer.Config, world_size: int, devices_per_host: int, *, least: bool = False) -> Iterator[Layout]:
+    """Yield the valid layouts of a run; with `least`, only those that need the least memory of their degrees."""
+    for candidate in _candidates(config, world_size, devices_per_host, least):
         try:
             yield Layout.of(candidate, world_size, compiles=True)
         except UserError:
             continue
 
 
-def _candidates(config: Trainer.Config, world_size: int, devices_per_host: int) -> Iterator[Trainer.Config]:
+def _candidates(
+    config: Trainer.Config, world_size: int, devices_per_host: int, least: bool
+) -> Iterator[Trainer.Config]:
     """Yield configurations, which may be invalid."""
     is_async = config.parallelism.enable_async_tensor_parallel
     n_experts = next(iter(config.model_spec.model.expert_parallel_sizes.values()), 1)
     most = (min(world_size, devices_per_host), max(1, config.training.seq_len // _LEAST_TOKENS), _MOST_STAGES)
+    modes = ("full",) if least else ("none", "selective", "full")
     for tp, cp, pp in product(*map(_powers, most)):
         dp, rest = divmod(world_size, tp * cp * pp)
         if rest:
@@ -193,7 +180,7 @@ def _candidates(config: Trainer.Config, world_size: int, devices_per_host: int) 
         schedules = ("1F1B", "Interleaved1F1B") if pp > 1 else (config.parallelism.pipeline_parallel_schedule,)
         for shard in _shards(dp, tp * cp, devices_per_host):
             for ep in _powers(min(n_experts, shard * cp * tp)):
-                for size, schedule, mode in product(sizes, schedules, ("none", "selective", "full")):
+                for size, schedule, mode in product(sizes[:1] if least else sizes, schedules, modes):
                     parallelism = dataclasses.replace(
                         config.parallelism,
                         data_parallel_replicate_degree=dp // shard,

@@ -1,7 +1,7 @@
 """Prediction of a run's time and memory from the profile of a layer."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
@@ -9,17 +9,17 @@ from typing import Any
 
 import torch
 
-from torchtitan.components.quantization.float8 import Float8LinearConverter
 from torchtitan.config import CompileConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.pipeline import PipelinePlan
+from torchtitan.dry_run.fake_trainer import with_vocabulary
 from torchtitan.dry_run.fitting import USABLE, with_mode
 from torchtitan.dry_run.report import RankReport, axis_of
-from torchtitan.dry_run.work_tracker import CommunicationKind, Kernel
+from torchtitan.dry_run.work_tracker import Kernel
 from torchtitan.foresight.device_choice import device_named
 from torchtitan.foresight.devices import Device
-from torchtitan.foresight.profile import Portion, Profile, Split, facts_of, profile, role_of, with_vocabulary
-from torchtitan.foresight.time import Message, Methods, Role, bubble_seconds, step_parts
+from torchtitan.foresight.profile import Portion, Profile, Split, facts_of, profile, role_of
+from torchtitan.foresight.time import Message, Role, bubble_seconds, step_parts
 from torchtitan.trainer import Trainer
 
 GIB = 2**30
@@ -39,6 +39,7 @@ _BAR = 40
 class Prediction:
     """Time of a step, and peak memory of the rank that needs most. As text: the time, and a bar of where it goes."""
 
+    layout: "Layout"
     device: Device
     parts: dict[str, float]
     """Seconds of a step by part, such as products; see `step_parts`."""
@@ -102,16 +103,16 @@ def predict_from_reports(
 ) -> Prediction:
     """Predict the step of a dry run from all of its operations, which show float8 as they are."""
     layout = Layout.of(config, world_size)
-    steps = []
+    work = []
     for report in reports:
         messages = []
         for one, calls in report.work.transfers.items():
             n, hosts = len(one.ranks), len({rank // devices_per_host for rank in one.ranks})
             if role := role_of(one.kind, axis_of(one.ranks, layout.dims)):
-                messages.append(Message(role, one.kind, n, ceil(n / hosts), calls, calls * one.n_bytes))
-        steps.append(step_parts(device, report.work.kernels.items(), messages, layout.methods))
+                messages.append((Message(role, one.kind, one.n_bytes, n, ceil(n / hosts)), calls))
+        work.append((report.work.kernels.items(), messages))
     memory = max(report.peak_reserved_bytes for report in reports)
-    return _prediction(layout, device, steps, memory, reports[0].model_flops)
+    return _prediction(layout, device, work, memory, reports[0].model_flops)
 
 
 @dataclass(frozen=True)
@@ -141,9 +142,9 @@ class Layout:
     @cached_property
     def pipeline(self) -> PipelinePlan | None:
         config, batch = self.config, self.config.training.local_batch_size
-        return (
-            PipelinePlan.from_config(config.parallelism, config.model_spec.model, batch) if self.dims.pp > 1 else None
-        )
+        if self.dims.pp == 1:
+            return None
+        return PipelinePlan.from_config(config.parallelism, config.model_spec.model, batch)
 
     @property
     def split(self) -> Split:
@@ -172,11 +173,8 @@ class Layout:
         return training.resolve_global_batch_size(self.dims.dp_degree) * training.seq_lens[-1]
 
     @property
-    def methods(self) -> Methods:
-        """Methods of computation without float8."""
-        compile = self.config.compile
-        is_compiled = compile.enable and "model" in compile.components
-        return Methods(is_compiled, is_async_tp=self.config.parallelism.enable_async_tensor_parallel)
+    def is_compiled(self) -> bool:
+        return self.config.compile.enable and "model" in self.config.compile.components
 
 
 @dataclass(frozen=True)
@@ -192,32 +190,19 @@ class Estimate:
         return self.layout.split.sequences / self.measured.sequences
 
     def predict(self, device: Device, devices_per_host: int) -> Prediction:
-        layout, facts = self.layout, self.measured.facts
-        methods, steps = self._methods(), []
-        for layers, rest in {self._held_by(rank) for rank in range(layout.dims.pp)}:
-            portions = [(self.measured.layer, layers), (self.measured.rest, rest)]
-            messages = self._messages(portions, devices_per_host)
-            steps.append(step_parts(device, self._kernels(portions), messages, methods))
-        flops = facts.flops_per_token * layout.tokens / layout.dims.world_size
-        return _prediction(layout, device, steps, self.memory_bytes, flops)
+        layout, measured = self.layout, self.measured
+        work = []
+        for layers, has_loss in {self._held_by(rank) for rank in range(layout.dims.pp)}:
+            held = Portion.of_terms((layers, measured.layer), (has_loss, measured.rest))
+            work.append((self._kernels(held), self._messages(held, layers, devices_per_host)))
+        flops = measured.facts.flops_per_token * layout.tokens / layout.dims.world_size
+        return _prediction(layout, device, work, self.memory_bytes, flops)
 
     @property
     def memory_bytes(self) -> float:
         """Memory that the allocator reserves on the rank that needs most."""
         allocated = max(map(self._allocated, range(self.layout.dims.pp)))
-        return allocated * RESERVED[self.layout.methods.is_compiled]
-
-    def _methods(self) -> Methods:
-        """Return the methods of computation. All products are in float8 except the head's."""
-        config, methods = self.layout.config, self.layout.methods
-        model: Any = config.model_spec.model
-        for one in config.model_converters:
-            if isinstance(one, Float8LinearConverter.Config) and not one.emulate:
-                head = model.vocab_size * getattr(model, "dim", 0)
-                embedding = 0 if getattr(model, "tie_embeddings", False) else head
-                part = max(0.0, 1 - head / (self.measured.facts.parameters - embedding))
-                return dataclasses.replace(methods, float8_part=part, gathers_float8=one.fsdp_float8_all_gather)
-        return methods
+        return allocated * RESERVED[self.layout.is_compiled]
 
     def _held_by(self, rank: int) -> tuple[int, int]:
         """Return the layers of a pipeline rank, and 1 if it computes the loss."""
@@ -233,19 +218,16 @@ class Estimate:
         pipeline = self.layout.pipeline
         return self.layout.accumulation * (pipeline.n_microbatches if pipeline else 1)
 
-    def _kernels(self, portions: list[tuple[Portion, int]]) -> Iterator[tuple[Kernel, float]]:
-        batch, passes, accumulation = self.batch, self._passes, self.layout.accumulation
-        for portion, n in portions:
-            for kernel, calls in portion.kernels.items():
-                if kernel.kind == "sharding":
-                    yield kernel, calls * n * accumulation
-                else:
-                    flops, n_bytes = round(kernel.flops * batch), round(kernel.n_bytes * batch)
-                    yield kernel._replace(flops=flops, n_bytes=n_bytes), calls * n * passes
-        n_bytes = round(sum(portion.update_bytes * n for portion, n in portions) / self.layout.shards)
-        yield Kernel("other", "update", torch.float32, 0, n_bytes), 1
+    def _kernels(self, held: Portion) -> Iterator[tuple[Kernel, float]]:
+        for kernel, calls in held.kernels.items():
+            if kernel.kind == "sharding":
+                yield kernel, calls * self.layout.accumulation
+            else:
+                flops, n_bytes = round(kernel.flops * self.batch), round(kernel.n_bytes * self.batch)
+                yield kernel._replace(flops=flops, n_bytes=n_bytes), calls * self._passes
+        yield Kernel("other", "update", torch.float32, 0, round(held.sizes["update"] / self.layout.shards)), 1
 
-    def _messages(self, portions: list[tuple[Portion, int]], devices_per_host: int) -> Iterator[Message]:
+    def _messages(self, held: Portion, layers: int, devices_per_host: int) -> Iterator[tuple[Message, float]]:
         dims, shards = self.layout.dims, self.layout.shards
         ranks_and_distance: dict[Role, tuple[int, int]] = {
             "tensor parallel": (dims.tp, 1),
@@ -254,42 +236,43 @@ class Estimate:
             "FSDP": (shards, dims.tp),
             "replicas": (dims.dp_replicate, dims.tp * shards),
         }
-
-        def message(role: Role, kind: CommunicationKind, calls: float, n_bytes: float) -> Message:
-            ranks, distance = ranks_and_distance[role]
-            return Message(role, kind, ranks, max(1, min(ranks, devices_per_host // distance)), calls, calls * n_bytes)
-
-        batch, passes, accumulation = self.batch, self._passes, self.layout.accumulation
-        for portion, n in portions:
-            for (role, kind, n_bytes), calls in portion.transfers.items():
-                if role == "FSDP":  # a pipeline gathers weights, and reduces gradients, once per local batch
-                    keeps_weights = kind == "all-gather" and dims.pp > 1  # for the backward pass
-                    yield message(role, kind, calls * n * accumulation / (2 if keeps_weights else 1), n_bytes)
-                elif role != "replicas":
-                    yield message(role, kind, calls * n * passes, n_bytes * batch)
-            if dims.dp_replicate > 1:  # replicas add up gradients once per step
-                yield message("replicas", "all-reduce", n, _GRADIENT_BYTES * portion.parameters / shards)
+        ranks_and_per_host = {
+            role: (ranks, max(1, min(ranks, devices_per_host // distance)))
+            for role, (ranks, distance) in ranks_and_distance.items()
+        }
+        for (role, kind, n_bytes), calls in held.transfers.items():
+            if role == "FSDP":  # a pipeline gathers weights, and reduces gradients, once per local batch
+                keeps_weights = kind == "all-gather" and dims.pp > 1  # for the backward pass
+                times, size = self.layout.accumulation / (2 if keeps_weights else 1), float(n_bytes)
+            else:
+                times, size = self._passes, n_bytes * self.batch
+            if role != "replicas":
+                yield Message(role, kind, size, *ranks_and_per_host[role]), calls * times
+        if dims.dp_replicate > 1:  # replicas add up gradients once per step, layer by layer
+            size = _GRADIENT_BYTES * held.sizes["parameters"] / shards / (layers + 1)
+            yield Message("replicas", "all-reduce", size, *ranks_and_per_host["replicas"]), layers + 1
 
     def _allocated(self, rank: int) -> float:
         """Return the allocated bytes at the peak of a rank. In a pipeline, the embedding and the head have half of the
         remaining weights each; gathered weights stay, and gradients accumulate before they are sharded. The
         embedding's gradient is whole on each tensor-parallel rank."""
-        layer, rest = self.measured.layer, self.measured.rest
+        layer, rest = self.measured.layer.sizes, self.measured.rest.sizes
         shards, pipeline, batch = self.layout.shards, self.layout.pipeline, self.batch
         layers, has_loss = self._held_by(rank)
         ends = 1.0 if pipeline is None else 0.5 * ((rank == 0) + has_loss)
-        states = (layers * layer.state_bytes + ends * rest.state_bytes) / shards
-        weights = layers * layer.parameters + ends * rest.parameters
-        gradients = _GRADIENT_BYTES * weights
+        states = (layers * layer["state"] + ends * rest["state"]) / shards
+        weights = layers * layer["parameters"] + ends * rest["parameters"]
+        gradients, passing_of_loss = _GRADIENT_BYTES * weights, rest["saved"] + rest["temporary"]
         if pipeline is None:
-            held = [(layer, layers), (rest, 1)]
-            passing = sum(n * (batch * one.passing_bytes + one.gathered_bytes) for one, n in held)
+            passing = (
+                batch * (layers * layer["saved"] + passing_of_loss) + layers * layer["gathered"] + rest["gathered"]
+            )
             accumulated = gradients / shards if self.layout.accumulation > 1 else 0.0
             return states + max(passing + accumulated, gradients / shards)
         if rank == 0:
-            gradients += _GRADIENT_BYTES * 0.5 * rest.parameters * (self.layout.dims.tp - 1)
+            gradients += _GRADIENT_BYTES * 0.5 * rest["parameters"] * (self.layout.dims.tp - 1)
         kept = _in_flight(pipeline, rank) / (len(pipeline.stages) // pipeline.degree)
-        passing = batch * (layers * kept * layer.passing_bytes + has_loss * rest.passing_bytes)
+        passing = batch * (layers * kept * layer["saved"] + has_loss * passing_of_loss)
         return states + _GATHERED_BYTES * weights + gradients + passing
 
 
@@ -305,9 +288,16 @@ def _in_flight(pipeline: PipelinePlan, rank: int) -> int:
 
 
 def _prediction(
-    layout: Layout, device: Device, steps: list[dict[str, float]], memory_bytes: float, flops: float
+    layout: Layout,
+    device: Device,
+    work: Iterable[tuple[Iterable[tuple[Kernel, float]], Iterable[tuple[Message, float]]]],
+    memory_bytes: float,
+    flops: float,
 ) -> Prediction:
-    """Return the prediction for a step of the slowest rank; `flops` are the model's operations for each device."""
+    """Return the prediction for a step of the slowest rank, from the kernels and messages of each with their numbers of
+    calls; `flops` are the model's operations for each device."""
+    methods = {"is_compiled": layout.is_compiled, "is_async_tp": layout.config.parallelism.enable_async_tensor_parallel}
+    steps = [step_parts(device, kernels, messages, **methods) for kernels, messages in work]
     parts = max(steps, key=lambda step: sum(step.values()))
     if pipeline := layout.pipeline:
         stages = len(pipeline.stages) // pipeline.degree
@@ -315,4 +305,4 @@ def _prediction(
         parts["pipeline bubble"] = bubble
     seconds = sum(parts.values())
     rate = layout.tokens / seconds / layout.dims.world_size
-    return Prediction(device, parts, memory_bytes, rate, flops / seconds / device.bfloat16_flops)
+    return Prediction(layout, device, parts, memory_bytes, rate, flops / seconds / device.bfloat16_flops)

@@ -1,10 +1,7 @@
 """Work and memory of a model's layers on one rank, from dry runs of the same model with few layers."""
 
 import dataclasses
-import functools
-import operator
 from collections import Counter
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -15,7 +12,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.dry_run.fitting import with_mode
 from torchtitan.dry_run.report import RankReport, axis_of, reports_of
 from torchtitan.dry_run.work_tracker import CommunicationKind, Kernel
-from torchtitan.foresight.time import Role
+from torchtitan.foresight.time import FLOAT8_CASTS, Role
 from torchtitan.tools.errors import UserError
 from torchtitan.trainer import Trainer
 
@@ -41,31 +38,29 @@ class Split(NamedTuple):
     """`activation_checkpoint.mode`."""
 
 
-@dataclass(frozen=True)
-class Portion:
-    """Work, parameters and memory of some layers in one forward and backward pass."""
+Size = Literal["parameters", "state", "update", "gathered", "saved", "temporary"]
+"""Parameters of some layers on this rank; bytes of weights and optimizer (`state`), and those that the optimizer reads
+and writes (`update`), all before FSDP shards them; bytes at the peak of gathered weights, of saved activations, and of
+the rest (`temporary`)."""
+
+
+class Portion(NamedTuple):
+    """Work and memory of some layers in one forward and backward pass."""
 
     kernels: Counter[Kernel]
     transfers: Counter[tuple[Role, CommunicationKind, int]]
     """Messages by role, kind and bytes."""
-    parameters: float
-    """On this rank, before FSDP shards them."""
-    state_bytes: float
-    """Weights and optimizer state on the device, before FSDP shards them."""
-    passing_bytes: float
-    """Peak memory other than weights, optimizer state and gathered weights."""
-    gathered_bytes: float
-    """Weights that FSDP has gathered at the peak."""
-    update_bytes: float
-    """Memory traffic of the optimizer, before FSDP shards the weights."""
+    sizes: Counter[Size]
 
-    def __sub__(self, other: "Portion") -> "Portion":
-        """Return the difference, without kernels that then have no calls left."""
-        transfers = self.transfers.copy()
-        transfers.subtract(other.transfers)
-        names = ("parameters", "state_bytes", "passing_bytes", "gathered_bytes", "update_bytes")
-        numbers = {name: getattr(self, name) - getattr(other, name) for name in names}
-        return Portion(self.kernels - other.kernels, transfers, **numbers)
+    @classmethod
+    def of_terms(cls, *terms: tuple[int, "Portion"]) -> "Portion":
+        """Return a sum of portions, each times a factor."""
+        sums = cls(Counter(), Counter(), Counter())
+        for factor, portion in terms:
+            counters: Any = zip(sums, portion, strict=True)
+            for total, counts in counters:
+                total.update({key: factor * count for key, count in counts.items()})
+        return sums
 
 
 class Facts(NamedTuple):
@@ -74,7 +69,6 @@ class Facts(NamedTuple):
     n_layers: int
     n_special: int
     """First layers, at least 2, after which all layers have equal numbers of parameters."""
-    parameters: int
     flops_per_token: float
     """Forward and backward, by the formula of model FLOP/s utilization."""
 
@@ -89,20 +83,12 @@ class Profile(NamedTuple):
     """Windows of its micro-batch."""
 
 
-def with_vocabulary(config: Trainer.Config) -> Trainer.Config:
-    """Return a configuration whose model has the size of the tokenizer's vocabulary, if it has none."""
-    if config.model_spec.model.vocab_size is not None:
-        return config
-    return config.resolve(config.tokenizer.build(path=config.hf_assets_path))
-
-
 def facts_of(config: Trainer.Config) -> Facts:
     """Return the facts of a model. Raise `UserError` unless it consists of repeated layers."""
     model: Any = config.model_spec.model
     if not hasattr(model, "n_layers"):
         raise UserError(f"{type(model).__qualname__} has no n_layers; foresight needs a model of repeated layers")
 
-    @functools.cache
     def build(n_layers: int) -> Any:
         smaller = dataclasses.replace(model, n_layers=n_layers)
         try:
@@ -117,15 +103,38 @@ def facts_of(config: Trainer.Config) -> Facts:
     for first in range(2, 2 + _MOST_SPECIAL_LAYERS):
         few, more = (build(n).num_parameters() for n in (first, first + 1))
         if few + (n_layers - first) * (more - few) == total:
-            return Facts(n_layers, first, total, flops)
+            return Facts(n_layers, first, flops)
     raise UserError("the layers of this model differ in size: foresight needs layers that are alike after the first 8")
 
 
 def profile(config: Trainer.Config, facts: Facts, split: Split) -> Profile:
     """Return the work and memory of a layer, by the difference of two dry runs."""
     few, more = (_measure(config, split, n) for n in (facts.n_special, facts.n_special + 1))
-    layer = more - few
-    return Profile(layer, functools.reduce(operator.sub, [layer] * facts.n_special, few), facts, split.sequences)
+    layer = Portion.of_terms((1, more), (-1, few))
+    del layer.sizes["temporary"]  # which depends on the moment of the peak, not on the number of layers
+    if config.parallelism.fsdp_reshard_after_forward != "never":
+        del layer.sizes["gathered"]
+    rest = Portion.of_terms((1, few), (-facts.n_special, layer))
+    for one in config.model_converters:
+        if isinstance(one, Float8LinearConverter.Config) and not one.emulate:
+            layer = _in_float8(layer, one)  # all but the head, which is in `rest`
+    return Profile(layer, rest, facts, split.sequences)
+
+
+def _in_float8(layer: Portion, converter: Float8LinearConverter.Config) -> Portion:
+    """Return a layer with its products in bfloat16 replaced by products in float8, and kernels that cast."""
+    kernels, transfers = Counter[Kernel](), Counter[tuple[Role, CommunicationKind, int]]()
+    for kernel, calls in layer.kernels.items():
+        if kernel.kind == "product" and kernel.dtype == torch.bfloat16:
+            cast = kernel._replace(kind="other", flops=0, n_bytes=round(FLOAT8_CASTS * kernel.n_bytes))
+            product = kernel._replace(dtype=torch.float8_e4m3fn, n_bytes=kernel.n_bytes // 2)
+            kernels.update({cast: calls, product: calls})
+        else:
+            kernels[kernel] += calls
+    for (role, kind, n_bytes), calls in layer.transfers.items():
+        is_halved = converter.fsdp_float8_all_gather and (role, kind) == ("FSDP", "all-gather")
+        transfers[role, kind, n_bytes // 2 if is_halved else n_bytes] += calls
+    return layer._replace(kernels=kernels, transfers=transfers)
 
 
 def _measure(config: Trainer.Config, split: Split, n_layers: int) -> Portion:
@@ -159,22 +168,23 @@ def _measure(config: Trainer.Config, split: Split, n_layers: int) -> Portion:
 
 
 def _portion_of(report: RankReport, dims: ParallelDims) -> Portion:
-    shards = dims.dp_shard * dims.cp
-    transfers: Counter[tuple[Role, CommunicationKind, int]] = Counter()
+    shards, peak = dims.dp_shard * dims.cp, report.peak
+    kernels, transfers = report.work.kernels.copy(), Counter[tuple[Role, CommunicationKind, int]]()
     for one, calls in report.work.transfers.items():
         if role := role_of(one.kind, axis_of(one.ranks, dims)):
             transfers[role, one.kind, one.n_bytes] += calls
-    updates = {kernel: calls for kernel, calls in report.work.kernels.items() if kernel.phase == "update"}
-    states, gathered = report.peak["parameters"] + report.peak["optimizer"], report.peak["gathered parameters"]
-    return Portion(
-        kernels=report.work.kernels - Counter(updates),  # which take all layers at once
-        transfers=transfers,
-        parameters=report.parameters * shards,
-        state_bytes=states * shards,
-        passing_bytes=report.peak_bytes - states - gathered,
-        gathered_bytes=gathered,
-        update_bytes=shards * sum(kernel.n_bytes * calls for kernel, calls in updates.items()),
-    )
+    updates = [kernel for kernel in kernels if kernel.phase == "update"]  # which take all layers at once
+    updated = sum(kernel.n_bytes * kernels.pop(kernel) for kernel in updates)
+    state, gathered = peak["parameters"] + peak["optimizer"], peak["gathered parameters"]
+    sizes: dict[Size, int] = {
+        "parameters": report.parameters * shards,
+        "state": state * shards,
+        "update": updated * shards,
+        "gathered": gathered,
+        "saved": report.saved_bytes,
+        "temporary": report.peak_bytes - state - gathered - report.saved_bytes,
+    }
+    return Portion(kernels, transfers, Counter(sizes))
 
 
 def role_of(kind: CommunicationKind, axis: str) -> Role | None:

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torchtitan.foresight.devices import Device
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError
+from torchtitan.tools.process import keep_freed_memory
 
 _SECONDS = 0.4
 """Duration of each measurement."""
@@ -29,7 +30,7 @@ _ELEMENTS = 2**20
 """Elements of the tensors that pass through memory: activations of small models."""
 _LARGE, _SMALL = 2**22, 16
 """Elements of the messages that give bandwidth and latency."""
-_VERSION = 2
+_VERSION = 3
 """Of the measurement, part of the file's name."""
 
 
@@ -70,6 +71,7 @@ def _measure_together(processes: int) -> str:
 def measure() -> None:
     """Print the speed of this process, while others measure too. Arguments of the command line: a file for their
     rendezvous, their number, the rank."""
+    keep_freed_memory()  # as in training
     store, processes, rank = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=processes)
     torch.manual_seed(0)
@@ -94,7 +96,6 @@ def measure() -> None:
         link_latency=0.0,
         network_latency=0.0,
         collective_seconds=latency,
-        launch_seconds=_launch_seconds(),
         is_asynchronous=False,
     )
     print(json.dumps(asdict(device)))
@@ -140,17 +141,3 @@ def _attention_rate() -> float:
         F.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
 
     return 0.5 * square * (1 + 2.5) / _mean_seconds(attend)
-
-
-def _launch_seconds() -> float:
-    """Return the time of an operation on a tensor so small that only the call counts, with its part of autograd."""
-    x, layer = torch.rand(1, 16, requires_grad=True), torch.nn.Linear(16, 16, bias=False)
-    repeats, operations_each = 20, 8  # product, activation and sum; their gradients; the sum of the weight's gradients
-
-    def operations() -> None:
-        y = x
-        for _ in range(repeats):
-            y = F.silu(layer(y)) + y
-        y.sum().backward()
-
-    return _mean_seconds(operations) / (repeats * operations_each)

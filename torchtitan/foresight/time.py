@@ -3,8 +3,7 @@
 import math
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -27,10 +26,9 @@ FUSED_LAUNCHES = 0.3
 FLOAT8_EFFICIENCY = 0.53
 """Part of the float8 peak that large products reach. Fitted to rows 3 and 11 of the published runs."""
 
-FLOAT8_CASTS = 0.75
-"""Traffic to cast the operands of products to float8, relative to the traffic of the products in bfloat16: two reads,
-to find the largest number and to cast, and half a write, for operands that two or three products share. Fitted to rows
-3 and 11."""
+FLOAT8_CASTS = 1.75
+"""Traffic to cast the operands of products to float8, relative to the traffic of the products in bfloat16, before
+fusing (`FUSED_TRAFFIC`). Fitted to rows 3 and 11."""
 
 CAUSAL_PART = 0.5
 """Part of the square of attention that flash attention computes under a causal mask."""
@@ -60,37 +58,25 @@ delayed weight gradients fill two thirds (arXiv:2401.10241, section 2.2), and V 
 
 
 class Message(NamedTuple):
-    """Calls of a collective with the same role; `n_bytes` counts whole messages of all calls together."""
+    """A collective; `n_bytes` counts the whole message."""
 
     role: Role
     kind: CommunicationKind
+    n_bytes: float
     ranks: int
     per_host: int
     """Ranks that share a host."""
-    calls: float
-    n_bytes: float
-
-
-@dataclass(frozen=True)
-class Methods:
-    """Methods of computation, as far as the counted operations do not show it."""
-
-    is_compiled: bool = False
-    float8_part: float = 0.0
-    """Part of the operations of products that is computed in float8."""
-    gathers_float8: bool = False
-    is_async_tp: bool = False
 
 
 def collective_seconds(device: Device, message: Message) -> float:
-    """Return the time of all calls of a collective.
+    """Return the time of a collective.
 
     A ring over several hosts crosses each of them with all network devices of its ranks. All-to-all sends to other
     hosts directly, with one network device per rank. All-reduce takes the faster of ring and tree (2 log2 n hops).
     """
-    _, kind, n, per_host, calls, n_bytes = message
+    _, kind, n_bytes, n, per_host = message
     hosts = math.ceil(n / per_host)
-    if n == 1 or not calls:
+    if n == 1:
         return 0.0
     link, network = device.link_bandwidth, device.network_bandwidth * per_host
     bandwidth = device.link_efficiency * (link if hosts == 1 else min(link, network))
@@ -100,16 +86,13 @@ def collective_seconds(device: Device, message: Message) -> float:
     if kind == "all-to-all":
         remote = n_bytes * (n - per_host) / n
         local = n_bytes * part - remote
-        seconds = max(local / link, remote / device.network_bandwidth) / device.link_efficiency
-        return calls * (start + hop) + seconds
+        return start + hop + max(local / link, remote / device.network_bandwidth) / device.link_efficiency
     if kind == "all-reduce":
-        by_ring = calls * 2 * ring + 2 * part * n_bytes / bandwidth
-        by_tree = calls * 2 * math.log2(n) * hop + 2 * n_bytes / bandwidth
-        return calls * start + min(by_ring, by_tree)
-    return calls * (start + ring) + part * n_bytes / bandwidth
+        return start + 2 * min(ring + part * n_bytes / bandwidth, math.log2(n) * hop + n_bytes / bandwidth)
+    return start + ring + part * n_bytes / bandwidth
 
 
-def kernel_seconds(device: Device, kernel: Kernel, methods: Methods) -> float:
+def kernel_seconds(device: Device, kernel: Kernel, *, is_compiled: bool) -> float:
     """Return the time of one kernel on the device, without its launch: the longer of computation and memory
     traffic."""
     traffic = kernel.n_bytes / (device.memory_bandwidth * device.memory_efficiency)
@@ -119,23 +102,24 @@ def kernel_seconds(device: Device, kernel: Kernel, methods: Methods) -> float:
         passes = ATTENTION_BACKWARD if kernel.phase == "backward" else 1.0
         return max(CAUSAL_PART * passes * kernel.flops / (peak * device.attention_efficiency), traffic)
     if kernel.kind == "product":
-        computing = kernel.flops / (peak * device.product_efficiency)
-        in_float8 = kernel.flops / (device.float8_flops * FLOAT8_EFFICIENCY)
-        if kernel.dtype.itemsize == 1:
-            return max(in_float8, traffic)
-        part = 0.0 if is_float32 else methods.float8_part
-        cast = max(in_float8, traffic / 2) + FLOAT8_CASTS * traffic
-        return (1 - part) * max(computing, traffic) + part * cast
-    is_fused = methods.is_compiled and kernel.kind == "other" and kernel.phase != "update"
+        in_float8 = kernel.dtype.itemsize == 1
+        rate = device.float8_flops * FLOAT8_EFFICIENCY if in_float8 else peak * device.product_efficiency
+        return max(kernel.flops / rate, traffic)
+    is_fused = is_compiled and kernel.kind == "other" and kernel.phase != "update"
     return traffic * (FUSED_TRAFFIC if is_fused else 1.0)
 
 
 def step_parts(
-    device: Device, kernels: Iterable[tuple[Kernel, float]], messages: Iterable[Message], methods: Methods
+    device: Device,
+    kernels: Iterable[tuple[Kernel, float]],
+    messages: Iterable[tuple[Message, float]],
+    *,
+    is_compiled: bool = False,
+    is_async_tp: bool = False,
 ) -> dict[str, float]:
     """Return the seconds of a step's work on one rank by part, without a pipeline's bubble: products, attention, other
     kernels, recomputation, optimizer, launches, and each role of communication, as far as no computation hides it.
-    `kernels` come with their numbers of calls.
+    Kernels and messages come with their numbers of calls.
 
     FSDP's communication runs on its own streams: the first gather and the last reduction are exposed, the others only
     if they take longer than the computation. Tensor, context and expert parallelism need each result at once.
@@ -144,27 +128,21 @@ def step_parts(
     launches = 0.0
     for kernel, calls in kernels:
         name = _PART_OF_PHASE.get(kernel.phase) or _PART_OF_KIND.get(kernel.kind, "other kernels")
-        parts[name] += calls * kernel_seconds(device, kernel, methods)
-        launches += calls * (FUSED_LAUNCHES if methods.is_compiled and kernel.kind == "other" else 1.0)
-    computing = sum(parts.values())
-    hidden, first = 0.0, 0.0
-    totals: dict[tuple[Any, ...], Message] = {}
-    for one in messages:
-        same = totals.get(one[:4], one._replace(calls=0.0, n_bytes=0.0))
-        totals[one[:4]] = one._replace(calls=same.calls + one.calls, n_bytes=same.n_bytes + one.n_bytes)
-    for message in totals.values():
-        role = message.role
-        if role == "FSDP" and message.kind == "all-gather" and methods.gathers_float8:
-            message = message._replace(n_bytes=message.n_bytes * (1 - methods.float8_part / 2))
+        parts[name] += calls * kernel_seconds(device, kernel, is_compiled=is_compiled)
+        launches += calls * (FUSED_LAUNCHES if is_compiled and kernel.kind == "other" else 1.0)
+    computing, hidden = sum(parts.values()), 0.0
+    exposed: defaultdict[CommunicationKind, float] = defaultdict(float)
+    for message, calls in messages:
         seconds = collective_seconds(device, message)
-        if role in ("FSDP", "replicas"):
-            hidden += seconds
-            first += seconds / max(1.0, message.calls)
+        if message.role in ("FSDP", "replicas"):
+            hidden += calls * seconds
+            exposed[message.kind] = max(exposed[message.kind], seconds)
         else:
-            saved = ASYNC_TENSOR_PARALLEL if role == "tensor parallel" and methods.is_async_tp else 0.0
-            parts[role] += seconds * (1 - saved)
+            saved = ASYNC_TENSOR_PARALLEL if message.role == "tensor parallel" and is_async_tp else 0.0
+            parts[message.role] += calls * seconds * (1 - saved)
     if device.is_asynchronous:
-        parts["FSDP"] = max(hidden + CONTENTION * min(hidden, computing) - computing, CONTENTION * hidden, first)
+        beyond = hidden + CONTENTION * min(hidden, computing) - computing
+        parts["FSDP"] = max(beyond, CONTENTION * hidden, sum(exposed.values()))
         parts["launches"] = max(0.0, launches * device.launch_seconds - sum(parts.values()))
     else:
         parts["FSDP"] = hidden

@@ -30,12 +30,20 @@ class _Formatter(logging.Formatter):
         return f"{color}{line}{_RESET}" if self.colored and color else line
 
 
+class _Handler(logging.StreamHandler):
+    """Write to the current `sys.stderr`, which a progress bar redirects."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)
+
+
 def init_logger() -> None:
     """Print the package's messages on standard error: errors on every rank, others only on ranks in the environment
     variable `LOG_RANK` (comma-separated, default `0`)."""
     rank = os.environ.get("RANK", "0")
     is_printing = "RANK" not in os.environ or rank in os.environ.get("LOG_RANK", "0").split(",")
-    handler = logging.StreamHandler(sys.stderr)
+    handler = _Handler()
     handler.setFormatter(_Formatter(colored=sys.stderr.isatty(), rank=rank))
     logger.handlers[:] = [handler]
     logger.setLevel(logging.INFO if is_printing else logging.ERROR)

@@ -24,6 +24,7 @@ COMMAND_VARIABLE = "TORCHTITAN_COMMAND"
 """Environment variable with the command that started the run, shown when it stops."""
 
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # <malloc.h>
 _SAME_REQUEST_SECONDS = 1.0
 _LAUNCHER = 0  # standard input, a socket connected to the launcher
 _MAX_REPORT_LENGTH = 20_000  # characters, fewer than the connection's buffer, so that sending never blocks
@@ -109,6 +110,16 @@ def use_expandable_segments() -> None:
     sizes, unless the user configures the allocator. Call this before torch is imported."""
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+
+
+def keep_freed_memory() -> None:
+    """Let glibc's malloc keep freed memory for the next tensors, unless the user configures it. By default it returns
+    large tensors to the kernel, which then clears each of their pages when they are allocated again."""
+    libc = ctypes.CDLL(None)
+    is_configured = any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ)
+    if hasattr(libc, "mallopt") and not is_configured:
+        libc.mallopt(_M_MMAP_MAX, 0)
+        libc.mallopt(_M_TRIM_THRESHOLD, -1)
 
 
 def is_launched() -> bool:

@@ -4,36 +4,42 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from torchtitan.tools.logging import logger
 
-SECONDS_BETWEEN_LINES = 10.0
-
+SECONDS_BETWEEN_BARS, SECONDS_BETWEEN_LINES = 0.1, 10.0
 _BARS = "▁▂▃▄▅▆▇█"
 
 
 @contextmanager
-def progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Show progress towards `total` during the block; yields a function to call with each additional amount."""
-    if not sys.stderr.isatty():
-        done, last = 0, time.monotonic()
-
-        def advance(amount: int) -> None:
-            nonlocal done, last
-            done += amount
-            if time.monotonic() - last >= SECONDS_BETWEEN_LINES:
-                last = time.monotonic()
-                logger.info(f"{title}: {100 * done / max(1, total):.0f}%")
-
-        yield advance
-        return
+def progress(title: str, total: int, done: int = 0) -> Iterator[Callable[..., None]]:
+    """Show progress from `done` to `total` during the block: as a bar below other output if standard error is a
+    terminal, else as log lines. Yields a function to call with each additional amount, and the title if it changes."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(title, total=total)
-        yield lambda amount: bar.advance(task, amount)
+    is_terminal = sys.stderr.isatty()
+    console = Console(stderr=True, markup=False, emoji=False, highlight=False, soft_wrap=True)
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(8), TaskProgressColumn(), "ETA")
+    # Drawn in calls only, without a thread, and removed at the end.
+    options: dict[str, Any] = {"auto_refresh": False, "transient": True, "redirect_stdout": sys.stdout.isatty()}
+    with Progress(*columns, TimeRemainingColumn(), console=console, disable=not is_terminal, **options) as bar:
+        if is_terminal:
+            console.show_cursor(True)  # a killed process could not show it again
+        task, last = bar.add_task(title, total=total, completed=done), time.monotonic()
+
+        def advance(amount: int, title: str = title) -> None:
+            nonlocal done, last
+            done += amount
+            if time.monotonic() - last < (SECONDS_BETWEEN_BARS if is_terminal else SECONDS_BETWEEN_LINES):
+                return
+            last = time.monotonic()
+            bar.update(task, completed=done, description=title, refresh=True)
+            if not is_terminal:
+                logger.info(f"{title}: {100 * done / max(1, total):.0f}%")
+
+        yield advance
 
 
 def sparkline(numbers: Iterable[float], width: int = 60) -> str:

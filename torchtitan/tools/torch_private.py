@@ -21,12 +21,13 @@ _SOURCES = {
     "FakeTensorMode": "torch._subclasses.fake_tensor",
     "OpOverload": "torch._ops",
     "TorchDispatchMode": "torch.utils._python_dispatch",
-    "is_traceable_wrapper_subclass": "torch.utils._python_dispatch",
     "is_traceable_wrapper_subclass_type": "torch.utils._python_dispatch",
     "record_memory_history": "torch.cuda.memory:_record_memory_history",
     "dump_memory_snapshot": "torch.cuda.memory:_dump_snapshot",
     # The functions that a `torch.device` context changes.
     "device_constructors": "torch.utils._device:_device_constructors",
+    # The memory of a tensor, also of those inside a wrapper.
+    "get_untyped_storages": "torch.distributed._tools.common_utils",
     # Nested containers of tensors, as passed to PyTorch's operations; `optree` adds a dependency and has fewer types.
     "tree_iter": "torch.utils._pytree",
     "tree_map": "torch.utils._pytree",

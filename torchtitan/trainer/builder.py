@@ -118,12 +118,7 @@ class RunBuilder(Configurable):
                 "--optimizer.early_step_in_backward cannot be combined with --training.epochs of a stream, whose end "
                 "is found too late to skip the step; set --training.steps instead"
             )
-        return DataProgress(
-            training,
-            n_samples=samples,
-            global_batch_size=self.global_batch_size,
-            sequences_per_sample=self.sequences_per_sample,
-        )
+        return self.config.data_progress(self.global_batch_size, samples)
 
     def build_models(self) -> dict[str, RunModel]:
         """Build the run's models by name, sharded and not yet allocated: here "model", which the configuration
@@ -139,17 +134,11 @@ class RunBuilder(Configurable):
     def build_other_model(
         self, spec: ModelSpec, *, weights: str = "", trained: bool = False, saved: bool = False, offloaded: bool = False
     ) -> RunModel:
-        """Build an additional model, sharded like the main one. A trained model shares the optimizer and the schedule;
-        a frozen model has the type that FSDP computes in. Raise `UserError` under pipeline parallelism, and for
-        offloading without FSDP.
-
-        Args:
-            spec: its specification; a vocabulary size of None is replaced by the main model's.
-            weights: checkpoint folder, in any format. Empty: initialize with `debug.seed`.
-            trained: whether the optimizer updates the model, which must then be saved.
-            saved: whether checkpoints contain the model.
-            offloaded: whether FSDP keeps the weights in CPU memory.
-        """
+        """Build an additional model, sharded like the main one, from its specification, in which a vocabulary size of
+        None is the main model's, and a checkpoint folder in any format; without one, initialize it with `debug.seed`.
+        A `trained` model shares the optimizer and the schedule, and must be `saved` in checkpoints; a frozen model has
+        the type that FSDP computes in, and FSDP keeps the weights of an `offloaded` one in CPU memory. Raise
+        `UserError` under pipeline parallelism, and for offloading without FSDP."""
         assert saved or not trained, "the weights of a trained model would be lost"
         dims, training = self.parallel_dims, self.config.training
         if dims.pp > 1:

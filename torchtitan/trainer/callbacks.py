@@ -2,12 +2,13 @@
 
 import contextlib
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 from torchtitan.components.data.base import Batch
+from torchtitan.components.metric_sinks import JsonLines
 from torchtitan.config import Configurable
 from torchtitan.distributed.compile import RecompileMonitor
 from torchtitan.trainer.step_result import StepResult, StopReason
@@ -57,6 +58,29 @@ class Callback(Configurable):
 
     def close(self) -> None:
         """Release resources; may be called twice."""
+
+
+class Recorder(Callback):
+    """Base class of callbacks that write JSON lines. A subclass opens `file` on rank 0, and acts on errors; checkpoints
+    wait until the lines are on disk."""
+
+    file: JsonLines | None = None
+    on_failure: Callable[[OSError], None]
+
+    def use(self, action: Callable[[JsonLines], None]) -> None:
+        """Call `action` with the file, if this rank writes it."""
+        try:
+            if self.file is not None:
+                action(self.file)
+        except OSError as error:
+            self.on_failure(error)
+
+    def before_save(self) -> None:
+        self.use(JsonLines.sync)
+
+    def close(self) -> None:
+        self.use(JsonLines.close)
+        self.file = None
 
 
 class GarbageCollection(Callback):

@@ -202,6 +202,8 @@ class RunConfig(Configurable.Config):
             added=tokenizer.added,
             seed=self.debug.seed,
         )
+        if dry_run:  # which reads no data
+            return
         self.dataloader.prepare(tokenizer=tokenizer)
         for validation in self.validation_dataloaders().values():
             validation.prepare(tokenizer=tokenizer)

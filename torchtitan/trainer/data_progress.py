@@ -13,6 +13,7 @@ class Stretch(NamedTuple):
 
     step: int
     n_steps: int
+    tokens_per_step: int
     batch: Change
     window: Change
 
@@ -41,7 +42,10 @@ class DataProgress:
         self._sequences_per_sample = sequences_per_sample
         self._batches = parse_changes("batch_schedule", global_batch_size, config.batch_schedule)
         self._windows = parse_changes("seq_len_schedule", config.seq_len, config.seq_len_schedule)
-        self._skipped = sorted(parse_step_ranges(config.skip_data), key=lambda span: span.start)
+        self._skipped: list[range] = []  # ascending and disjoint
+        for span in sorted(parse_step_ranges(config.skip_data), key=lambda span: span.start):
+            end = self._skipped[-1].stop if self._skipped else 1
+            self._skipped.append(range(max(span.start, end), max(span.stop, end)))
 
     @property
     def next_is_skipped(self) -> bool:
@@ -59,13 +63,12 @@ class DataProgress:
 
     def check_schedules(self) -> None:
         """Raise `UserError` for a change of batches or windows that never takes effect."""
-        used = [(stretch.batch, stretch.window) for stretch in self.stretches(self._steps, 0, 0)]
-        options = {"batch_schedule": self._batches, "seq_len_schedule": self._windows}
-        for (option, changes), in_effect in zip(options.items(), zip(*used, strict=True), strict=True):
-            if unused := [change.word for change in changes if change not in in_effect]:
+        used = {change for stretch in self.stretches(self._steps, 0, 0) for change in (stretch.batch, stretch.window)}
+        for change in self._batches + self._windows:
+            if change not in used:
                 raise UserError(
-                    f"--training.{option} {unused[0]} never takes effect in {self._steps} steps (--training.steps); "
-                    "list changes in the order in which the run reaches them"
+                    f"{change.text} never takes effect in {self._steps} steps (--training.steps); list changes in the "
+                    "order in which the run reaches them"
                 )
 
     @property
@@ -80,31 +83,28 @@ class DataProgress:
             tokens_per_step = batch.value * window.value * self._sequences_per_sample
             ahead = [change.steps_ahead(step, n_tokens, tokens_per_step) for change in self._batches + self._windows]
             n_steps = min([last_step - step, *(n for n in ahead if n > 0)])
-            yield Stretch(step, n_steps, batch, window)
+            yield Stretch(step, n_steps, tokens_per_step, batch, window)
             step, n_tokens = step + n_steps, n_tokens + n_steps * tokens_per_step
 
-    def ahead(self, last_step: int, step: int, n_tokens: int) -> tuple[int, int]:
-        """Return the samples and tokens of the steps after `step`, which ends at `n_tokens`, up to `last_step`."""
-        n_samples = n_positions = 0
-        for _, n_steps, batch, window in self.stretches(last_step, step, n_tokens):
-            n_samples += n_steps * batch.value
-            n_positions += n_steps * batch.value * window.value
-        return n_samples, n_positions * self._sequences_per_sample
+    def tokens_at(self, last_step: int, step: int, n_tokens: int) -> int:
+        """Return the tokens up to `last_step`, if `step` ends at `n_tokens`."""
+        stretches = self.stretches(last_step, step, n_tokens)
+        return n_tokens + sum(stretch.n_steps * stretch.tokens_per_step for stretch in stretches)
 
     def last_step(self, step: int) -> int:
         """Return the last step of a run that has taken `step` steps."""
         if self._n_samples is None:
             return self._steps
         n_batches = -(-max(0, self._n_samples - self.n_samples_read) // self.global_batch_size)
-        end = self.data_step + 1 + n_batches
-        return step + n_batches - sum(max(0, min(span.stop, end) - span.start) for span in self._skipped_ahead())
+        first, end = self.data_step + 1, self.data_step + 1 + n_batches
+        return step + n_batches - sum(max(0, min(span.stop, end) - max(span.start, first)) for span in self._skipped)
 
     def data_steps(self, n_steps: int) -> int:
         """Return `data_step` after `n_steps` more steps, at least 1."""
-        end = self.data_step + 1 + n_steps
-        for skipped in self._skipped_ahead():
-            if skipped.start < end:
-                end += len(skipped)
+        first, end = self.data_step + 1, self.data_step + 1 + n_steps
+        for span in self._skipped:
+            if span.start < end:
+                end += max(0, span.stop - max(span.start, first))
         return end - 1
 
     def samples_read_at(self, last_step: int, step: int, n_tokens: int = 0) -> int:
@@ -113,16 +113,8 @@ class DataProgress:
         if last_step <= step:
             return self.n_samples_read
         n_skipped = self.data_steps(last_step - step) - self.data_step - (last_step - step)
-        n_samples, _ = self.ahead(last_step, step, n_tokens)
+        n_samples = sum(part.n_steps * part.batch.value for part in self.stretches(last_step, step, n_tokens))
         return self.n_samples_read + n_samples + n_skipped * self.global_batch_size
-
-    def _skipped_ahead(self) -> list[range]:
-        """Return the batches that are yet to be skipped, as ascending, disjoint ranges."""
-        first, skipped = self.data_step + 1, []
-        for span in self._skipped:
-            skipped.append(range(max(span.start, first), max(span.stop, first)))
-            first = max(first, span.stop)
-        return skipped
 
     def state_dict(self) -> dict[str, int]:
         return {"data_step": self.data_step, "n_samples_read": self.n_samples_read}

@@ -12,29 +12,28 @@ from torchtitan.components.data.base import Batch
 from torchtitan.components.metric_sinks import JsonLines
 from torchtitan.distributed.process_group import gather_objects
 from torchtitan.tools.errors import RunFailure
-from torchtitan.trainer.callbacks import Callback
+from torchtitan.trainer.callbacks import Callback, Recorder
 from torchtitan.trainer.step_result import StepResult
 
 
-class Ledger(Callback):
+class Ledger(Recorder):
     """Write a line of `ledger.jsonl` for each step: the names of all ranks' documents in their global order.
 
     The line of a skipped step has the reason as `skipped`. `returned_to` is the step whose weights the run last loaded
-    again, which undid the steps between. Rank 0 syncs the lines to disk before it saves a checkpoint. Resuming from
-    step N drops later lines; a fresh run moves an existing file aside. Without `debug.ledger`, nothing is written.
+    again, which undid the steps between. Resuming from step N drops later lines; a fresh run moves an existing file
+    aside. Without `debug.ledger`, nothing is written. Raises `RunFailure` on failure, since a ledger must have no gaps.
     """
 
     def __init__(self, config: Callback.Config, *, trainer: Any):
         super().__init__(config, trainer=trainer)
         self.enabled = trainer.config.debug.ledger
         self.path = Path(trainer.config.dump_folder) / "ledger.jsonl"
-        self._file: JsonLines | None = None
         self._taken: list[list[str]] = []
 
     @contextlib.contextmanager
     def around_run(self) -> Iterator[None]:
         if self.enabled and self.trainer.rank == 0:
-            self._file = JsonLines(self.path, self.trainer.step)
+            self.file = JsonLines(self.path, self.trainer.step)
         yield
 
     def on_batches(self, micro_batches: Sequence[Batch]) -> None:
@@ -42,38 +41,22 @@ class Ledger(Callback):
         self._taken += names_of(local_batches, self.trainer.dataloader.document_names)
 
     def on_step(self, outcome: StepResult) -> None:
-        """Write the line of the step. Raise `RunFailure` on failure, since a ledger must have no gaps."""
         taken, self._taken = self._taken, []
         if not self.enabled:
             return
-        documents = in_global_order(taken)
-        if self._file is not None:
-            line = {"step": self.trainer.step, "data_step": self.trainer.run_length.data_step, "documents": documents}
-            if not outcome.is_taken:
-                line["skipped"] = str(outcome)
-            if self.trainer.spikes.returned_to is not None:
-                line["returned_to"] = self.trainer.spikes.returned_to
-            with self._writing():
-                self._file.append(line)
+        line = {
+            "step": self.trainer.step,
+            "data_step": self.trainer.run_length.data_step,
+            "documents": in_global_order(taken),
+        }
+        if not outcome.is_taken:
+            line["skipped"] = str(outcome)
+        if self.trainer.spikes.returned_to is not None:
+            line["returned_to"] = self.trainer.spikes.returned_to
+        self.use(lambda file: file.append(line))
 
-    def before_save(self) -> None:
-        """Sync the lines to disk; raise like `on_step`."""
-        if self._file is not None:
-            with self._writing():
-                self._file.sync()
-
-    def close(self) -> None:
-        if self._file is not None:
-            with self._writing():
-                self._file.close()
-            self._file = None
-
-    @contextlib.contextmanager
-    def _writing(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise RunFailure(f"'{self.path}' cannot be written: {error.strerror} (--debug.ledger)") from error
+    def on_failure(self, error: OSError) -> None:
+        raise RunFailure(f"'{self.path}' cannot be written: {error.strerror} (--debug.ledger)") from error
 
 
 def names_of(micro_batches: Sequence[Batch], names: Callable[[Tensor], list[str]]) -> list[list[str]]:

@@ -1,7 +1,12 @@
-"""`ReferenceTrainer`: a trainer that compares the trained model with a frozen one, by their log-probabilities."""
+"""Frozen models that the trained one is compared with, or their results in a cache: `FrozenModelTrainer` for any, and
+`ReferenceTrainer` for the log-probabilities of a reference."""
 
+import contextlib
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from functools import partial
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -14,9 +19,89 @@ from torchtitan.components.peft.lora import adapters_off
 from torchtitan.components.sequence_cache import SequenceCache
 from torchtitan.components.weights.pretrained import internal_source
 from torchtitan.components.weights.sources import base_weights
+from torchtitan.distributed.process_group import on_all_ranks
 from torchtitan.tools.errors import UserError
-from torchtitan.trainer.frozen import FrozenModelTrainer, check_cache
+from torchtitan.tools.logging import logger
 from torchtitan.trainer.models import RunModel
+from torchtitan.trainer.trainer import Trainer
+
+
+def check_cache(config: Trainer.Config, option: str, *, dry_run: bool) -> None:
+    """Raise `UserError` for a run whose data cannot be known before its first step."""
+    if dry_run:
+        raise UserError(f"{option} cannot be combined with a dry run, which reads no data; leave it out")
+    if config.training.batch_schedule or config.training.seq_len_schedule:
+        raise UserError(f"{option} needs batches of one size; leave out batch_schedule and seq_len_schedule")
+
+
+class FrozenModelTrainer(Trainer):
+    """A trainer with a frozen model, `models[frozen]`. If it has a cache, the model computes the missing results
+    before the first step and is then removed, and the batches get them."""
+
+    frozen: ClassVar[str]
+    """Name of the model."""
+    cache: SequenceCache | None = None
+
+    def open_cache(self, model: RunModel) -> SequenceCache | None:
+        """Return the cache for the results of the frozen model; None: it computes them in each step."""
+        raise NotImplementedError
+
+    def setting(self, model: RunModel) -> list[Any]:
+        """Return what the results of the frozen model depend on, besides tokens, as JSON values."""
+        source = base_weights(model.weights)["digest"] if model.weights else self.config.debug.seed
+        return [source, model.spec.name, model.spec.model.to_dict(), self.config.training.mixed_precision_param]
+
+    def frozen_results(self, batch: Batch) -> dict[str, Tensor]:
+        """Return what the frozen model computes for each token of a batch on the device, (B, L, ...)."""
+        raise NotImplementedError
+
+    def init_weights(self) -> None:
+        model = self.models.get(self.frozen)
+        self.cache = self.open_cache(model) if model else None
+        if not (model and self.cache):
+            super().init_weights()
+            return
+        parts, model.parts = model.parts, []
+        super().init_weights()
+        n_computed = 0
+        for batch in self.cached_batches(self.cache):
+            if on_all_ranks(self.cache.holds(batch)):
+                continue
+            if not model.parts:
+                model.parts = parts
+                model.allocate(self.device)
+                self._initial_load(model, model.weights, [])()
+            with self.precision.fixed_weights(), self.mixed_precision():
+                results = self.frozen_results(super().post_dataloading_process(batch))
+            self.ranks.all_ranks_or_raise(partial(self.cache.write, batch, results))
+            n_computed += 1
+        logger.info("%s is complete: %d of this rank's batches were computed", self.cache.folder, n_computed)
+        model.parts, model.flops_per_token = [], 0.0
+
+    def cached_batches(self, cache: SequenceCache) -> Iterator[Batch]:
+        """Log the size of the results for all steps and validation, and yield the batches of incomplete data."""
+        config = self.config
+        data: list[Any] = [(config.dataloader, config.training.epochs, self.run_length.data_steps(self.total_steps))]
+        data += [(loader, 1, config.validator.steps) for loader in config.validation_dataloaders().values()]
+        for loader_config, epochs, steps in data:
+            with contextlib.closing(self.build_dataloader(loader_config, epochs=epochs)) as loader:
+                n_samples = steps * self.global_batch_size if steps > 0 else loader.n_samples or 0
+                n_tokens = n_samples * config.training.seq_len * self.sequences_per_sample
+                size = n_tokens * cache.bytes_per_token / 2**20
+                logger.info("%s: at most %d windows, %.1f MiB (0: a stream)", cache.folder, n_samples, size)
+                order = [config.debug.seed, epochs, steps, self.global_batch_size]
+                mark = cache.complete([loader_config.to_dict(), loader.state_dict(), *order])
+                if on_all_ranks(mark.exists()):
+                    continue
+                for batch in itertools.islice(loader, steps * self.gradient_accumulation_steps if steps > 0 else None):
+                    if loader.n_samples is None and on_all_ranks(loader.exhausted):
+                        break
+                    yield batch
+                with contextlib.suppress(OSError):  # a complete cache may be read-only
+                    mark.touch()
+
+    def post_dataloading_process(self, batch: Batch) -> Batch:
+        return super().post_dataloading_process({**batch, **self.cache.read(batch)} if self.cache else batch)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -78,9 +163,8 @@ class ReferenceTrainer(FrozenModelTrainer):
         if config.reference.kind != "cached":
             return None
         assert isinstance(config.dataloader, TokenizingDataLoader.Config)
-        source = base_weights(model.weights)["digest"] if model.weights else config.debug.seed
-        setting = [source, model.spec.name, model.spec.model.to_dict(), config.training.mixed_precision_param]
-        return SequenceCache(cache_root(config.dataloader.cache_dir) / "reference", setting, bytes_per_token=4)
+        folder = cache_root(config.dataloader.cache_dir) / "reference"
+        return SequenceCache(folder, self.setting(model), bytes_per_token=4)
 
     def frozen_results(self, batch: Batch) -> dict[str, Tensor]:
         return {"reference": self.log_probs("reference", batch)}

@@ -1,24 +1,26 @@
-"""Rollouts of trainers: sampling with the run's own weights, by the engine that the configuration names."""
+"""`RolloutTrainer`: a trainer that samples with its own weights, by the engine that the configuration names."""
 
 import itertools
-from collections.abc import Iterable, Sequence
-from collections.abc import Set as AbstractSet
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from torchtitan.components.checkpoint.state import ModelState
 from torchtitan.components.data import PromptDataLoader
+from torchtitan.components.data.base import Batch
+from torchtitan.components.data.finetuning.prompts import prompts_in
 from torchtitan.components.generation import Engine, Sampling, stop_ids
 from torchtitan.components.rollout.rewards import Rewards
-from torchtitan.components.rollout.rollout import Group, Rollouts, SamplingEngine
+from torchtitan.components.rollout.rollout import Group, RolloutEngine, SamplingEngine, Trajectory, find_rollout
 from torchtitan.components.rollout.vllm import VLLMEngine, check_server
 from torchtitan.components.weights.export import format_for
 from torchtitan.components.weights.views import ExternalView, LiveSource, PlainView
 from torchtitan.protocols.conversion import converted_model
 from torchtitan.protocols.tensor_source import TensorSource
-from torchtitan.tools.errors import UserError
+from torchtitan.tools.errors import UserError, require
 from torchtitan.trainer.trainer import Trainer
 
 
@@ -36,33 +38,91 @@ def check_rollouts(config: Any) -> None:
         if is_set:
             raise UserError(f"{option} needs a known number of tokens per step, which rollouts do not have; use steps")
     parallelism.require_one("context", "pipeline", user="rollouts, which the run's own weights generate")
-    if rollout.max_new_tokens > most:
-        raise UserError(
-            f"--rollout.max_new_tokens is {rollout.max_new_tokens}, but a window of --training.seq_len {most} must "
-            "also hold the prompt; decrease it, or increase --training.seq_len"
-        )
+    limit = f"at most --training.seq_len {most}, since a window also holds the prompt"
+    require(rollout.max_new_tokens <= most, "--rollout.max_new_tokens", rollout.max_new_tokens, limit)
     if rollout.engine == "vllm":  # whose processes of a tensor-parallel group would get different tokens
         parallelism.require_one("tensor", user="--rollout.engine vllm")
         check_server(rollout.url)
 
 
-def build_rollouts(trainer: Trainer, rewards: Rewards) -> Rollouts:
-    """Return the rollouts of a trainer whose configuration has the section `rollout`, and whose data are prompts."""
-    config, tokenizer, template = trainer.config, trainer.tokenizer, cast(PromptDataLoader, trainer.dataloader).template
-    rollout: Rollouts.Config = cast(Any, config).rollout
-    assert template
-    end, folders = template.end_of_turn_id(tokenizer), [tokenizer.folder] if tokenizer.folder else []
-    stops = stop_ids(tokenizer, *folders) | (set() if end is None else {end})
+class RolloutTrainer(Trainer):
+    """A trainer whose configuration has the section `rollout`, and whose data are prompts. A trajectory depends on
+    weights, seed, phase, number of the prompt in the data, and number among the answers to this prompt."""
+
+    config: Any
+    dataloader: PromptDataLoader
+    rewards = Rewards([], [])
     engine: SamplingEngine
-    if rollout.engine == "vllm":
-        engine = VLLMEngine(rollout.url, huggingface_weights(trainer), stops, rollout.max_rows, trainer.ranks)
-    else:
-        options: dict[str, Any] = {"stop_ids": stops, "max_rows": rollout.max_rows, "group": trainer.ranks.group}
-        engine = Engine(trainer.model_parts[0], sampling=Sampling(temperature=1.0), **options)
-    engine.context = min(engine.context, config.training.seq_len + 1)
-    leader = trainer.rank - trainer.parallel_dims.coordinate("tp")
-    parts = {"tokenizer": tokenizer, "rewards": rewards, "seed": config.debug.seed}
-    return rollout.build(engine=engine, stop_ids=stops, ranks=trainer.ranks, leader=leader, **parts)
+
+    def __init__(self, config: Any):
+        super().__init__(config)
+        rollout, tokenizer, template = self.config.rollout, self.tokenizer, self.dataloader.template
+        assert template
+        end, folders = template.end_of_turn_id(tokenizer), [tokenizer.folder] if tokenizer.folder else []
+        self.stop_ids = stop_ids(tokenizer, *folders) | (set() if end is None else {end})
+        if rollout.engine == "vllm":
+            weights = huggingface_weights(self)
+            self.engine = VLLMEngine(rollout.url, weights, self.stop_ids, rollout.max_rows, self.ranks)
+        else:
+            options = {"stop_ids": self.stop_ids, "max_rows": rollout.max_rows, "group": self.ranks.group}
+            self.engine = Engine(self.model_parts[0], sampling=Sampling(temperature=1.0), **options)
+        self.engine.context = min(self.engine.context, config.training.seq_len + 1)
+        self.rollout = find_rollout(rollout.function)
+
+    def sample(self, load: Callable[[], Iterable[Batch]], phase: str, size: int | None = None) -> list[Group]:
+        """Return `size` trajectories, by default `group_size`, of each prompt in batches of the loader, or held-out
+        ones in the phase "validation", which `load` returns. Raise `UserError` if it, a rollout or a reward fails on
+        any rank."""
+        most, size, texts = self.config.rollout.max_new_tokens, size or self.config.rollout.group_size, []
+        prompts: list[tuple[list[int], dict[str, Any], int]] = []
+        leader = self.rank - self.parallel_dims.coordinate("tp")
+
+        def read() -> tuple[int, list[int]]:
+            prompts.extend(itertools.chain(*map(prompts_in, load())))
+            return leader, [document for _, _, document in prompts]
+
+        # A prompt may occur several times in a global batch; ranks with the same leader have the same prompts.
+        of_leaders = dict(self.ranks.all_ranks_or_raise(read))
+        earlier = (documents for other, documents in of_leaders.items() if other < leader)
+        sampled = Counter(itertools.chain(*earlier))
+        for ids, row, document in prompts:
+            where = f"validation prompt {document}" if phase == "validation" else self.dataloader.sample_name(document)
+            for number in range(sampled[document] * size, (sampled[document] + 1) * size):
+                key = f"{self.config.debug.seed}/{phase}/{document}/{number}"
+                own = RolloutEngine(self.engine, self.tokenizer, self.rewards, ids, most, key, where)
+                texts.append(self.checked_rollout(row, own))
+            sampled[document] += 1
+        with self.mixed_precision():
+            trajectories = self.engine.run(texts)
+        # The ranks of a tensor-parallel group sample the same tokens, but a reward may draw random numbers.
+        rewards = self.ranks.gather([trajectory.reward for trajectory in trajectories])[leader]
+        for trajectory, reward in zip(trajectories, rewards, strict=True):
+            trajectory.reward = reward
+        return [trajectories[start : start + size] for start in range(0, len(trajectories), size)]
+
+    async def checked_rollout(self, row: Mapping[str, Any], engine: RolloutEngine) -> Trajectory:
+        """Return a valid trajectory. Raise `UserError` that names row and function if the user's code fails."""
+        try:
+            trajectory = await self.rollout(row, engine)
+            trajectory.check(self.engine.context, engine.where)
+        except UserError:
+            raise
+        except Exception as error:
+            named = f"{engine.where}: the rollout {self.config.rollout.function or 'single_turn'}"
+            raise UserError(f"{named} failed: {type(error).__name__}: {error}") from error
+        return trajectory
+
+    def measure_trajectories(self, groups: Iterable[Group], percents: Sequence[int] = ()) -> int:
+        """Measure `reward`, `length` (sampled tokens), `truncated` (the last token is not in `stop_ids`) and
+        percentiles `reward_pN` of the trajectories of all ranks. Return the number of their tokens, with prompts."""
+        own = itertools.chain(*groups) if self.parallel_dims.is_batch_leader else ()
+        rows = [(t.reward, sum(t.loss_mask), t.tokens[-1] not in self.stop_ids, len(t.tokens)) for t in own]
+        every = torch.tensor(list(itertools.chain(*self.ranks.gather(rows))), dtype=torch.float64).view(-1, 4)
+        for name, values in zip(("reward", "length", "truncated"), every.T, strict=False):
+            self.measure(name, values.sum(), torch.tensor(len(every)))
+        for percent in percents if len(every) else ():
+            self.measure(f"reward_p{percent}", every[:, 0].quantile(percent / 100), torch.tensor(1))
+        return int(every[:, 3].sum())
 
 
 def huggingface_weights(trainer: Trainer) -> TensorSource:
@@ -78,18 +138,3 @@ def huggingface_weights(trainer: Trainer) -> TensorSource:
         {name: given if name in state.buffers else replace(given, dtype=dtype) for name, given in source.specs.items()}
     )
     return view
-
-
-def measure_trajectories(
-    trainer: Trainer, groups: Iterable[Group], ends: AbstractSet[int], percents: Sequence[int] = ()
-) -> int:
-    """Measure `reward`, `length` (sampled tokens), `truncated` (the last token is not in `ends`) and percentiles
-    `reward_pN` of the trajectories of all ranks. Return the number of their tokens, with prompts."""
-    own = itertools.chain(*groups) if trainer.parallel_dims.is_batch_leader else ()
-    rows = [(t.reward, sum(t.loss_mask), t.tokens[-1] not in ends, len(t.tokens)) for t in own]
-    every = torch.tensor(list(itertools.chain(*trainer.ranks.gather(rows))), dtype=torch.float64).view(-1, 4)
-    for name, values in zip(("reward", "length", "truncated"), every.T, strict=False):
-        trainer.measure(name, values.sum(), torch.tensor(len(every)))
-    for percent in percents if len(every) else ():
-        trainer.measure(f"reward_p{percent}", every[:, 0].quantile(percent / 100), torch.tensor(1))
-    return int(every[:, 3].sum())

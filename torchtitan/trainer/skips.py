@@ -47,7 +47,10 @@ def return_to_checkpoint(trainer: Any) -> None:
         returned_to = trainer.checkpointer.reload(last_taken, excluding=kept)
         trainer.follow_weights()
     if returned_to == before:
-        raise RunFailure(f"steps {last_taken + 1} to {step} are skipped, and the run has returned to {before} before")
+        raise RunFailure(
+            f"steps {last_taken + 1} to {step} are skipped, and the run has returned to step {before} before; leave "
+            "out more data (--training.skip_data), or increase --spikes.max_in_a_row or --spikes.threshold"
+        )
     trainer.step, trainer.n_tokens_seen = step, n_tokens_seen
     guard.in_a_row, guard.n_skipped, guard.returned_to = 0, n_skipped, returned_to
     trainer.update_length()

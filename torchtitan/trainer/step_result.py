@@ -42,7 +42,7 @@ class StepResult:
         return self.is_finite and not self.spike
 
     def __str__(self) -> str:
-        return f"loss {self.loss}, gradient norm {self.grad_norm}" + (f": {self.spike}" if self.spike else "")
+        return f"loss {self.loss:.6g}, gradient norm {self.grad_norm:.6g}" + (f": {self.spike}" if self.spike else "")
 
 
 def log_stop_reason(reason: StopReason, step: int, total_steps: int, checkpoint: CheckpointManager.Config) -> None:

@@ -11,11 +11,10 @@ from torchtitan.components.distillation import DistillationLoss, Outputs, TopTok
 from torchtitan.components.sequence_cache import SequenceCache
 from torchtitan.components.tokenizer import PretrainedTokenizer, Tokenizer
 from torchtitan.components.weights.assets import asset_folder
-from torchtitan.components.weights.sources import base_weights
 from torchtitan.protocols import ModelSpec
 from torchtitan.tools.errors import UserError, require
-from torchtitan.trainer.frozen import FrozenModelTrainer, check_cache
 from torchtitan.trainer.models import RunModel
+from torchtitan.trainer.reference import FrozenModelTrainer, check_cache
 
 
 @dataclass(kw_only=True, slots=True)
@@ -29,8 +28,7 @@ class TeacherConfig:
     """Keep its weights in CPU memory between uses; needs FSDP."""
 
     cache: str = ""
-    """Folder for its likeliest tokens, which the teacher writes for all data before the first step; then it is removed.
-    Empty: it runs with the student."""
+    """Folder for its likeliest tokens in all data, written before the first step. Empty: it runs with the student."""
 
     top_k: int = 64
     """Tokens per position to write; all others are one event."""
@@ -79,13 +77,11 @@ class TeacherTrainer(FrozenModelTrainer):
         config, vocabulary = self.config.teacher, self.config.model_spec.model.vocab_size
         if not config.cache:
             return None
-        setting: list[Any] = [base_weights(model.weights)["digest"], model.spec.name, model.spec.model.to_dict()]
-        setting += [config.top_k, vocabulary, self.loss.config.temperature, self.config.training.mixed_precision_param]
+        setting = [*self.setting(model), config.top_k, vocabulary, self.loss.config.temperature]
         return SequenceCache(Path(config.cache), setting, bytes_per_token=8 * config.top_k + 4)
 
     def frozen_results(self, batch: Batch) -> dict[str, Tensor]:
-        """Return the `ids` and `log_probs` of `TopTokens`. Raise `UserError` if the vocabulary or the windows are
-        sharded."""
+        """Return the fields of `TopTokens`. Raise `UserError` if the vocabulary or the windows are sharded."""
         self.config.parallelism.require_one("tensor", "context", user="writing --teacher.cache")
         size, k = self.config.model_spec.model.vocab_size or 0, self.config.teacher.top_k
 

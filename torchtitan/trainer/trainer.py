@@ -79,7 +79,7 @@ class Trainer(RunState):
         self.precision = MixedPrecision(getattr(torch, training.mixed_precision_param))
         self.is_divided = False  # whether the step's gradients are divided by the weight of an own loss
         self.init_weights()
-        self.ema = config.ema.build(model_parts=self.model_parts)
+        self.ema = config.ema.build(model_parts=self.model_parts, follow=self.follow_weights)
         self.flops_per_token = sum(model.flops_per_token for model in self.models.values())
         self.pipeline = self.build_pipeline()
         self.optimizer = self.build_optimizer()
@@ -167,15 +167,17 @@ class Trainer(RunState):
         """Count the steps that the remaining data takes, for example if the batch size has changed."""
         self.follow_schedule()
         self.total_steps = self.metrics.total_steps = self.run_length.last_step(self.step)
-        self.lr_scheduler.set_length(self.schedule_length(), step_size=self.schedule_step())
+        self.lr_scheduler.set_length(self.schedule_length(), step_size=self.schedule_step)
 
     def follow_schedule(self) -> None:
-        """Set the size of the next global batch, and the length of its windows."""
+        """Set the size of the next global batch, the length of its windows, and the next step's size in the unit of the
+        learning-rate schedule."""
         self.run_length.follow_schedule(self.step, self.n_tokens_seen)
         self.global_batch_size = self.run_length.global_batch_size
         samples_per_pass = self.config.training.local_batch_size * self.parallel_dims.dp_degree
         self.gradient_accumulation_steps = self.global_batch_size // samples_per_pass
         self.tokens_per_step = self.run_length.tokens_per_step
+        self.schedule_step = 1 if self.config.lr_scheduler.unit == "steps" else self.tokens_per_step
         if self.config.training.seq_len_schedule:
             self.dataloader.set_seq_len(self.run_length.seq_len, self.config.training.seq_lens[-1])
 
@@ -183,11 +185,7 @@ class Trainer(RunState):
         """Return the length of the run in the unit of the learning-rate schedule."""
         if self.config.lr_scheduler.unit == "steps":
             return self.total_steps
-        return self.n_tokens_seen + self.run_length.ahead(self.total_steps, self.step, self.n_tokens_seen)[1]
-
-    def schedule_step(self) -> int:
-        """Return the size of the next step in the unit of the learning-rate schedule."""
-        return 1 if self.config.lr_scheduler.unit == "steps" else self.tokens_per_step
+        return self.run_length.tokens_at(self.total_steps, self.step, self.n_tokens_seen)
 
     def train(self) -> None:
         """Resume if possible, then train to the end or until asked to stop. Log if nothing is left to train."""
@@ -466,9 +464,9 @@ class Trainer(RunState):
             self.spikes.record(outcome.loss, outcome.grad_norm)
             self.ema.update()
             self.dataloader.observe(statistics)
-        n_units = self.schedule_step() if outcome.is_taken or self.config.spikes.advance_schedule else 0
+        n_units = self.schedule_step if outcome.is_taken or self.config.spikes.advance_schedule else 0
         self.follow_schedule()
-        self.lr_scheduler.step(n_units, step_size=self.schedule_step())
+        self.lr_scheduler.step(n_units, step_size=self.schedule_step)
         for callback in self.callbacks:
             callback.after_step(outcome)
         last = not self.should_continue_training()
@@ -481,7 +479,7 @@ class Trainer(RunState):
         if not self.checkpointer.is_due(self.step, last=last or stopped, validation_loss=validation_loss):
             return
         exports = last and self.config.checkpoint.last_kind != "full"
-        averaged = self.averaged(exports and self.config.ema.for_export)
+        averaged = self.ema.applied(exports and self.config.ema.for_export)
         with self.metrics.exclude(), self.phases.during("save"), averaged:
             for callback in self.callbacks:
                 callback.before_save()
@@ -491,25 +489,16 @@ class Trainer(RunState):
     def validate(self) -> float:
         """Validate outside of the training time, log the result, and return the loss."""
         assert self.validator is not None
-        averaged = self.averaged(self.config.ema.for_validation)
+        averaged = self.ema.applied(self.config.ema.for_validation)
         with self.metrics.exclude(), self.phases.during("validation"), averaged, self.precision.fixed_weights():
             measured = self.validator.validate()
             self.metrics.log_validation(self.step, **measured)
         return measured["validation_loss"]
 
-    @contextlib.contextmanager
-    def averaged(self, wanted: bool) -> Iterator[None]:
-        """Compute with the averages of weights in the block if `wanted`."""
-        with self.ema.applied(wanted):
-            if wanted:
-                self.follow_weights()
-            yield
-        if wanted:
-            self.follow_weights()
-
     def report(self, outcome: StepResult) -> None:
         """Log the numbers of the step if due."""
         self.metrics.count_tokens(self.tokens_per_step)
+        skipped = {"skipped_steps": self.spikes.n_skipped} if self.spikes.n_skipped else {}
         self.metrics.log_step(
             self.step,
             loss=outcome.loss,
@@ -517,7 +506,7 @@ class Trainer(RunState):
             lr=self.lr_scheduler.lr,
             n_tokens_seen=self.n_tokens_seen,
             **outcome.measures,
-            **self.spikes.metrics(),
+            **skipped,
         )
 
     def finish(self, reason: StopReason) -> None:
@@ -554,7 +543,7 @@ class Trainer(RunState):
             f"{f' ({dims})' if self.mesh else ''}, {self.device}"
         )
         stretches = self.run_length.stretches(self.total_steps, self.step, self.n_tokens_seen)
-        for after, _, batch, window in list(stretches)[1:]:
+        for after, _, _, batch, window in list(stretches)[1:]:
             n_sequences = batch.value * self.sequences_per_sample
             logger.info("from step %d on, %d x %d tokens per step", after + 1, n_sequences, window.value)
         for name, model in list(self.models.items())[1:]:

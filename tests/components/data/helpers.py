@@ -6,10 +6,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from torchtitan.components.data import BaseDataLoader
+from torchtitan.components.data import BaseDataLoader, PretrainDataLoader
 from torchtitan.components.data.base import Batch
+from torchtitan.components.data.pretraining.tokens import Tokens
+from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.tools.errors import UserError
 
 
@@ -40,3 +43,19 @@ def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> str:
     """Write rows as JSON Lines; return the path."""
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     return str(path)
+
+
+def open_tokens(
+    dataset: str | Path, tokenizer: Tokenizer, folder: Path, split: str = "train", **options: Any
+) -> Tokens:
+    """Open a dataset of pre-training, with its cache in a subfolder."""
+    config = PretrainDataLoader.Config(dataset=[str(dataset)], split=split, cache_dir=str(folder / "cache"), **options)
+    [tokens] = config.open(tokenizer)
+    assert isinstance(tokens, Tokens)
+    return tokens
+
+
+def split_documents(tokens: Tokens) -> list[list[int]]:
+    """Return the token ids of each document."""
+    starts = tokens.starts(0, tokens.n_tokens)
+    return [part.tolist() for part in np.split(tokens.tokens(0, tokens.n_tokens), starts[1:])]

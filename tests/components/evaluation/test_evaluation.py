@@ -329,7 +329,8 @@ def test_nonfinite_numbers_are_null_in_json(capsys):
         (["--tasks", "missing.jsonl"], "file not found: missing.jsonl"),
         (["--tasks", "README.md", "--limit", "0"], "--limit is 0"),
         (["--tasks", "README.md", "--output", "/nowhere/x"], "--output: the folder /nowhere does not exist"),
-        (["--tasks", "README.md", "--include_path", "/nowhere"], "/nowhere is not a folder"),
+        (["--tasks", "README.md", "--include_path", "/nowhere"], "/nowhere does not exist; name the folder"),
+        (["--tasks", "README.md", "--include_path", "README.md"], "README.md is not a folder; name the folder"),
         pytest.param(["--tasks", "no_such_task"], "no_such_task", marks=pytest.mark.slow),  # imports lm-eval
     ],
 )

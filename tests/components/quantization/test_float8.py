@@ -321,6 +321,7 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "tp, rowwise": ("tp", {"recipe": "rowwise"}),
     "pp, gathered in float8": ("pp", {"fsdp_float8_all_gather": True}),
 }
+WHOLE = "fsdp, gathered in float8"
 SLOW_RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "fsdp, rowwise": ("fsdp", {"recipe": "rowwise"}),
     "ddp, gathered in float8": ("ddp", {"fsdp_float8_all_gather": True}),
@@ -405,19 +406,31 @@ def replace_weights(folder: Path) -> None:
         assert trainer.spikes.returned_to == 2
 
 
-def train_on_two_processes(folder: Path) -> None:
-    train_in_layouts(folder, RUNS)
-    train_in_bfloat16(folder)
-    gather_float8(folder / "bytes")
+def train_in_float8(folder: Path) -> None:
+    train_in_layouts(folder, {WHOLE: RUNS[WHOLE]})
     resume(folder / "resumed")
     replace_weights(folder / "replaced")
 
 
+def compare_on_two_processes(folder: Path) -> None:
+    train_in_layouts(folder, RUNS)
+    train_in_bfloat16(folder)
+    gather_float8(folder / "bytes")
+
+
 @pytest.fixture(scope="module")
 def two_processes(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder with the runs of two processes."""
+    """Folder with the runs of two processes that gather weights in float8."""
     folder = tmp_path_factory.mktemp("two")
-    run_processes(train_on_two_processes, 2, folder)
+    run_processes(train_in_float8, 2, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with further runs of two processes, with and without float8."""
+    folder = tmp_path_factory.mktemp("compared")
+    run_processes(compare_on_two_processes, 2, folder)
     return folder
 
 
@@ -434,8 +447,8 @@ def compare_with_one_process(folder: Path, references: Path, runs: dict[str, tup
 
 
 @pytest.mark.slow
-def test_two_processes_match_one(two_processes, tmp_path):
-    compare_with_one_process(two_processes, tmp_path, RUNS)
+def test_two_processes_match_one(compared, tmp_path):
+    compare_with_one_process(compared, tmp_path, RUNS)
 
 
 @pytest.mark.slow
@@ -445,25 +458,23 @@ def test_two_processes_match_one_in_more_layouts(tmp_path):
 
 
 @pytest.mark.slow
-def test_float8_all_gather_is_bitwise_exact_in_float32(two_processes):
-    before, after = (read_metrics(two_processes / f"fsdp{name}", "loss") for name in (", gathered in float8", ""))
+def test_float8_all_gather_is_bitwise_exact_in_float32(compared):
+    before, after = (read_metrics(compared / f"fsdp{name}", "loss") for name in (", gathered in float8", ""))
     assert before == after
 
 
 @pytest.mark.slow
-def test_float8_all_gather_in_bfloat16_differs_only_by_rounding(two_processes):
+def test_float8_all_gather_in_bfloat16_differs_only_by_rounding(compared):
     """Weights are rounded once instead of twice, so that some get the other of two neighboring float8 values. The
     measured difference is 4e-6 to 2e-5."""
-    before, after = (
-        read_metrics(two_processes / f"in bfloat16{name}", "loss") for name in (", gathered in float8", "")
-    )
+    before, after = (read_metrics(compared / f"in bfloat16{name}", "loss") for name in (", gathered in float8", ""))
     assert before != after
     for (step, loss), (_, expected) in zip(before, after, strict=True):
         assert loss == pytest.approx(expected, rel=1e-4), step
 
 
 def test_resume_is_exact(two_processes):
-    resumed, whole = (two_processes / name for name in ("resumed", "fsdp, gathered in float8"))
+    resumed, whole = (two_processes / name for name in ("resumed", WHOLE))
     assert read_metrics(resumed, "loss", "grad_norm") == read_metrics(whole, "loss", "grad_norm")
 
 

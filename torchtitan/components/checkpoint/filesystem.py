@@ -165,7 +165,7 @@ class RemoteFolder:
     can_rename: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        self._open()
+        open_store(self.url)
 
     def __str__(self) -> str:
         return self.url
@@ -193,7 +193,8 @@ class RemoteFolder:
     def files(self) -> dict[str, int]:
         with self._store() as (store, root):
             files = store.find(root, detail=True)
-            return {path.removeprefix(root).lstrip("/"): files[path]["size"] for path in sorted(files)}
+            sizes = {path: files[path].get("size") or store.size(path) for path in sorted(files)}  # HTTP lists none
+            return {path.removeprefix(root).lstrip("/"): size for path, size in sizes.items()}
 
     def has_file(self, name: str) -> bool:
         with self._store() as (store, root):
@@ -210,7 +211,7 @@ class RemoteFolder:
 
     def read_range(self, name: str, start: int, stop: int) -> bytes:
         with self._store() as (store, root):
-            content: bytes = store.cat_file(f"{root}/{name}", start, stop)
+            content: bytes = store.cat_file(f"{root}/{name}", start=start, end=stop)
             return content
 
     def write(self, name: str, content: bytes) -> None:
@@ -253,7 +254,7 @@ class RemoteFolder:
         """Yield fsspec's file system and the folder's path in it. The cache is cleared, since other processes change
         the store. Errors of the store's library become `OSError`s."""
         try:
-            store, root = self._open()
+            store, root = open_store(self.url)
             store.invalidate_cache()
             yield store, root
         except (OSError, UserError):
@@ -261,13 +262,15 @@ class RemoteFolder:
         except Exception as error:
             raise OSError(f"{self.url}: {error!r}") from error
 
-    def _open(self) -> tuple[Any, str]:
-        from fsspec.core import url_to_fs
 
-        try:
-            return url_to_fs(self.url)
-        except (ImportError, ValueError) as error:
-            raise UserError(f"{self.url} cannot be opened with the installed libraries: {error}") from error
+def open_store(url: str) -> tuple[Any, str]:
+    """Return fsspec's file system and the path in it. Raise `UserError` if no installed library opens the URL."""
+    from fsspec.core import url_to_fs
+
+    try:
+        return url_to_fs(url)
+    except (ImportError, ValueError) as error:
+        raise UserError(f"{url} cannot be opened with the installed libraries: {error}") from error
 
 
 Folder = LocalFolder | RemoteFolder

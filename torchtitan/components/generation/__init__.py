@@ -1,7 +1,6 @@
 """Text generation with any model: sampling, a key/value cache, incremental decoding."""
 
-from torchtitan.components.generation.engine import Engine, Generation
-from torchtitan.components.generation.generate import generate
+from torchtitan.components.generation.engine import Engine, Generation, generate
 from torchtitan.components.generation.kv_cache import KVCache
 from torchtitan.components.generation.sampling import Sampling
 from torchtitan.components.generation.text import TextStream, start_id, stop_ids

@@ -1,4 +1,5 @@
-"""The engine of generation: coroutines that await continuations, computed together by the model's own weights."""
+"""The engine of generation: coroutines that await continuations, computed together by the model's own weights; and
+`generate`, for prompts that are known in advance."""
 
 import types
 from collections import deque
@@ -22,7 +23,7 @@ from torchtitan.distributed.parallelize import free_gathered_weights
 from torchtitan.protocols.attention import AttentionMetadata
 from torchtitan.protocols.model import BaseModel
 from torchtitan.protocols.output_head import UNCHANGED, LogitTransform, compute_logits
-from torchtitan.tools.errors import UserError
+from torchtitan.tools.errors import UserError, require
 from torchtitan.tools.torch_private import forward_pre_hooks
 
 FinishReason = Literal["stop", "length"]
@@ -78,7 +79,8 @@ class _Row:
 
 class Engine:
     """Continue texts in batches with a model that is plain or under FSDP, DDP, tensor parallelism, activation
-    checkpointing or compilation (blocks run uncompiled), but not under pipeline or context parallelism.
+    checkpointing or compilation (blocks run uncompiled). Raises `UserError` under pipeline or context parallelism, and
+    if a sampling option is out of range.
 
     A finished text makes room for the next one. A prompt that several waiting texts share is computed once. Each text
     has its own random numbers, so that it depends only on weights, prompt and key, up to the rounding of logits.
@@ -90,9 +92,6 @@ class Engine:
         use_cache: use a key/value cache; otherwise every token needs a forward pass over all previous tokens.
         group: processes that run forward passes together (FSDP, tensor parallelism) until all texts are finished. Their
             texts may differ, except under tensor parallelism.
-
-    Raises:
-        UserError: the model is a pipeline stage or uses context parallelism; a sampling option is out of range.
     """
 
     def __init__(
@@ -115,16 +114,9 @@ class Engine:
     async def generate(
         self, prompt: Sequence[int], *, max_new_tokens: int, key: str, on_token: OnToken | None = None
     ) -> Generation:
-        """Return a continuation of `prompt`; await it in a coroutine that `run` runs.
-
-        Args:
-            prompt: token ids, at least one.
-            max_new_tokens: maximum, including the stop token.
-            key: seed of the text's random numbers.
-
-        Raises:
-            UserError: the prompt is empty or has an unknown token; prompt and continuation exceed the context.
-        """
+        """Return a continuation of a prompt, token ids, of at most `max_new_tokens`, including the stop token; await it
+        in a coroutine that `run` runs. Random numbers depend on `key`. Raise `UserError` if the prompt is empty or has
+        an unknown token, or if prompt and continuation exceed the context."""
         _check(self._model, prompt, max_new_tokens)
         if max_new_tokens == 0:
             return Generation()
@@ -133,12 +125,8 @@ class Engine:
     @torch.no_grad()
     def run(self, texts: Sequence[Coroutine[Any, Any, ResultT]]) -> list[ResultT]:
         """Run coroutines that await `generate` until all have returned, with the model in evaluation mode; return their
-        results in order.
-
-        Raises:
-            UserError: raised by a coroutine of any process, in all of them; logits are not finite.
-            Exception: raised by a coroutine of this process; the others raise `UserError`.
-        """
+        results in order. Raise the error of a coroutine, which is a `UserError` in the other processes, and `UserError`
+        if logits are not finite."""
         results: dict[int, ResultT] = {}
         self._waiting: deque[_Row] = deque()
         self._rows: list[_Row] = []
@@ -278,7 +266,7 @@ class Engine:
 
     def _sample(self) -> None:
         """Draw a token for each row, and continue the coroutines of those that end."""
-        if not any(not row.is_done for row in self._rows):
+        if all(row.is_done for row in self._rows):
             return
         assert self._logits_BV is not None
         logits_BV = self._logits_BV.float()
@@ -319,6 +307,40 @@ class Engine:
         return UserError(next(filter(None, errors))) if own is None or isinstance(own, UserError) else own
 
 
+def generate(
+    model: nn.Module,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    sampling: Sampling | None = None,
+    stop_ids: AbstractSet[int] = frozenset(),
+    on_token: Callable[[int, int], bool] | None = None,
+    use_cache: bool = True,
+    group: dist.ProcessGroup | None = None,
+) -> list[Generation]:
+    """Continue all `prompts`, token ids, in one batch, by at most `max_new_tokens` each; rows end independently. For
+    models, further arguments and errors, see `Engine`. Raise `UserError` if there are no prompts.
+
+    Args:
+        sampling: None: always the most probable token.
+        on_token: called with the row number and the next token, in row order; return True to end the row.
+    """
+    if not prompts:
+        raise UserError("there are no prompts; pass at least one")
+    sampling = sampling or Sampling()
+    engine = Engine(model, sampling=sampling, stop_ids=stop_ids, use_cache=use_cache, group=group)
+    texts = [
+        engine.generate(
+            prompt,
+            max_new_tokens=max_new_tokens,
+            key=f"{sampling.seed}/{row}",
+            on_token=on_token and partial(on_token, row),
+        )
+        for row, prompt in enumerate(prompts)
+    ]
+    return engine.run(texts)
+
+
 @types.coroutine
 def _wait(row: _Row) -> Generator[_Row, Generation, Generation]:
     return (yield row)
@@ -334,8 +356,7 @@ def _check(model: nn.Module, prompt: Sequence[int], max_new_tokens: int) -> None
         raise UserError(
             f"a prompt contains token {unknown[0]}, but the model's vocabulary ends at {config.vocab_size - 1}"
         )
-    if max_new_tokens < 0:
-        raise UserError(f"max_new_tokens is {max_new_tokens}, but must be 0 or more")
+    require(max_new_tokens >= 0, "max_new_tokens", max_new_tokens, "0 or more")
     if len(prompt) + max_new_tokens > config.max_seq_len:
         raise UserError(
             f"a prompt of {len(prompt)} tokens plus max_new_tokens {max_new_tokens} exceeds the model's context of "
@@ -376,8 +397,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def _left_padded(sequences: Sequence[Sequence[int]], multiple: int) -> tuple[Tensor, Tensor]:
-    """Return tokens and positions (B, L) on the host, with L divisible by `multiple`. Each padding token has position
-    0, so it is a separate document."""
+    """Return tokens and positions (B, L) on the host, L divisible by `multiple`. Padding is documents of one token."""
     longest = -(-max(map(len, sequences)) // multiple) * multiple
     paddings = [longest - len(sequence) for sequence in sequences]
     tokens = [[_PADDING] * padding + list(sequence) for padding, sequence in zip(paddings, sequences, strict=True)]

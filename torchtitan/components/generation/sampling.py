@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchtitan.tools.device import send
-from torchtitan.tools.errors import UserError
+from torchtitan.tools.errors import require
 
 _BLOCK = 256
 _COLDEST = 1e-30  # below this, the temperature or its inverse is out of range in float32
@@ -34,12 +34,9 @@ class Sampling:
 
     def validate(self) -> None:
         """Raise `UserError` for a value out of range."""
-        if not 0 <= self.temperature < math.inf:
-            raise UserError(f"temperature is {self.temperature}, but must be 0 or above")
-        if self.top_k is not None and self.top_k < 1:
-            raise UserError(f"top_k is {self.top_k}, but must be at least 1")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise UserError(f"top_p is {self.top_p}, but must be above 0 and at most 1")
+        require(0 <= self.temperature < math.inf, "temperature", self.temperature, "0 or above")
+        require(self.top_k is None or self.top_k >= 1, "top_k", self.top_k, "at least 1")
+        require(self.top_p is None or 0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")
 
 
 def generator_of(key: str) -> torch.Generator:

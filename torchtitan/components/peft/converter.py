@@ -21,7 +21,7 @@ from torchtitan.protocols.converter import HEAD, LayerConverter, is_head_tied
 from torchtitan.protocols.experts import StackedExperts
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.tensor_source import summarize_names
-from torchtitan.tools.errors import UserError
+from torchtitan.tools.errors import UserError, require
 from torchtitan.tools.logging import logger
 
 _MAX_RANK = 2**24
@@ -76,12 +76,9 @@ class LoRA(LayerConverter):
         def validate(self) -> None:
             LayerConverter.Config.validate(self)
             option = f"--model_converters.{config_key(self)}"
-            if not 1 <= self.rank <= _MAX_RANK:
-                raise UserError(f"{option}.rank is {self.rank}, but must be from 1 to {_MAX_RANK}")
-            if not 0 < self.alpha < math.inf:
-                raise UserError(f"{option}.alpha is {self.alpha}, but must be a number above 0")
-            if not 0 <= self.dropout < 1:
-                raise UserError(f"{option}.dropout is {self.dropout}, but must be in [0, 1)")
+            require(1 <= self.rank <= _MAX_RANK, f"{option}.rank", self.rank, f"from 1 to {_MAX_RANK}")
+            require(0 < self.alpha < math.inf, f"{option}.alpha", self.alpha, "a number above 0")
+            require(0 <= self.dropout < 1, f"{option}.dropout", self.dropout, "in [0, 1)")
 
     config: Config
 

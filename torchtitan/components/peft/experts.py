@@ -61,17 +61,18 @@ def adapt_experts(experts: StackedExperts, *, rank: int, scaling: float, dora: b
     for name in experts.matrices:
         weight, hidden_dim = experts.get_parameter(name), experts.hidden_dims.get(name)
         *rows, inputs = weight.shape
-        are_inputs_split = hidden_dim == len(rows)
+        # Either the inputs or the outputs are the experts' width.
+        dim_A, dim_B = (2, None) if hidden_dim == len(rows) else (None, hidden_dim)
         added: dict[str, tuple[list[int], Initializer, int | None]] = {
-            "A": ([rows[0], rank, inputs], Uniform(-(inputs**-0.5), inputs**-0.5), 2 if are_inputs_split else None),
-            "B": ([*rows, rank], Constant(0.0), None if are_inputs_split else hidden_dim),
+            "A": ([rows[0], rank, inputs], Uniform(-(inputs**-0.5), inputs**-0.5), dim_A),
+            "B": ([*rows, rank], Constant(0.0), dim_B),
         }
         if dora:
             start = initializer_of(experts, name)
             norms = DerivedRows(
                 name, weight.shape, start, lambda rows: row_norms(rows.to(next(experts.parameters()).dtype).float())
             )
-            added["magnitude"] = rows, norms, added["B"][2]
+            added["magnitude"] = rows, norms, dim_B
         for part, (shape, start, split_dim) in added.items():
             experts.register_parameter(f"{name}_{part}", nn.Parameter(weight.new_empty(shape)))
             starts[f"{name}_{part}"], split_dims[f"{name}_{part}"] = start, split_dim

@@ -86,14 +86,8 @@ class LoRALinear(AdaptedLayer, nn.Linear):
     """A linear layer with an adapter: `y = x Wᵀ + b + scaling · dropout(x) Aᵀ Bᵀ`; for DoRA, see `forward`.
 
     Parameters: `weight` (out, in) and, if present, `bias` (out,), both frozen; `lora_A` (rank, in) and `lora_B` (out,
-    rank); with DoRA, `magnitude` (out,).
-
-    Args:
-        linear: the plain layer; its parameters, with their initializers, are reused and frozen.
-        scaling: factor of the adapter's output.
-        dropout: dropout probability of the adapter's inputs.
-        dora: also train the magnitudes of the rows.
-    """
+    rank); with `dora`, `magnitude` (out,), which is trained too. The plain layer's parameters, with their initializers,
+    are reused and frozen. `scaling` multiplies the adapter's output; `dropout` is the probability for its inputs."""
 
     magnitude: nn.Parameter | None
 

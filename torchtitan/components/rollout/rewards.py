@@ -16,8 +16,7 @@ _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
 def number_match(prompt: str, completion: str, row: Mapping[str, Any]) -> float:
-    """Return 1 if the last number in the completion is the last one in the row's reference answer, else 0. Raise
-    `UserError` if the row has none."""
+    """Return 1 if completion and reference have the same last number, else 0. Raise `UserError` without reference."""
     answer = next((row[column] for column in ANSWERS if row.get(column) is not None), None)
     if answer is None:
         raise UserError(f"it has no reference answer (column {', '.join(ANSWERS)})")

@@ -1,11 +1,8 @@
 """Rollouts: how rows of the data become trajectories of tokens, sampled by the model and rated by rewards."""
 
 import inspect
-import itertools
 import math
-from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar, cast
@@ -16,14 +13,12 @@ from torchtitan.components.checkpoint.ranks import Ranks
 from torchtitan.components.data.base import Batch, to_batch
 from torchtitan.components.data.finetuning.chat_encoding import EncodedSample
 from torchtitan.components.data.finetuning.functions import load_function
-from torchtitan.components.data.finetuning.prompts import prompts_in
 from torchtitan.components.data.finetuning.samples import pack_samples
 from torchtitan.components.data.plan.packing import first_fit_decreasing
 from torchtitan.components.generation import Generation
 from torchtitan.components.metric_sinks import JsonLines
 from torchtitan.components.rollout.rewards import Rewards
 from torchtitan.components.tokenizer import Tokenizer
-from torchtitan.config import Configurable
 from torchtitan.config.sections import require_at_least
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
@@ -49,8 +44,7 @@ class Trajectory:
         self.loss_mask += [logprobs is not None] * len(tokens)
 
     def check(self, most: int, where: str) -> None:
-        """Raise `UserError`, which names the row (`where`), for a trajectory that cannot be trained, or of more than
-        `most` tokens."""
+        """Raise `UserError` that names the row (`where`) if it cannot be trained, or has more than `most` tokens."""
         lengths = [len(self.tokens), len(self.logprobs), len(self.loss_mask)]
         if len(set(lengths)) > 1 or not any(self.loss_mask[1:]) or lengths[0] > most or not math.isfinite(self.reward):
             raise UserError(
@@ -108,10 +102,9 @@ class RolloutEngine:
 
 
 Group = list[Trajectory]  # of one prompt
-NameOf = Callable[[int], str]  # from the number of a row in the data
 Rollout = Callable[[Mapping[str, Any], RolloutEngine], Awaitable[Trajectory]]  # of a row; many run at a time
 
-_MOST_ROUNDS, _LOGGED = 10, 2
+_LOGGED = 2
 
 
 async def single_turn(row: Mapping[str, Any], engine: RolloutEngine) -> Trajectory:
@@ -132,118 +125,36 @@ def find_rollout(reference: str) -> Rollout:
     return cast(Rollout, function)
 
 
-class Rollouts(Configurable):
-    """Runs rollouts with an engine. A trajectory depends on weights, seed, phase, number of the prompt in the data, and
-    number among the trajectories of this prompt. The rewards of rank `leader` count, since the ranks of a
-    tensor-parallel group sample the same tokens, but a reward may draw random numbers."""
+@dataclass(kw_only=True, slots=True)
+class RolloutConfig:
+    """Sampling of trajectories, at temperature 1."""
 
-    @dataclass(kw_only=True, slots=True)
-    class Config(Configurable.Config):
-        """Sampling of trajectories, at temperature 1."""
+    function: str = ""
+    """Rollout, package.module:function or file.py:function. Empty: one answer, rated by the rewards."""
 
-        function: str = ""
-        """Rollout, package.module:function or file.py:function. Empty: one answer, rated by the rewards."""
+    group_size: int = 8
+    """Trajectories per prompt."""
 
-        group_size: int = 8
-        """Trajectories per prompt."""
+    max_new_tokens: int = 256
+    """Maximum tokens of an answer."""
 
-        max_new_tokens: int = 256
-        """Maximum tokens of an answer."""
+    max_rows: int = 64
+    """Texts that a rank generates at a time; a finished one makes room for the next."""
 
-        max_rows: int = 64
-        """Texts that a rank generates at a time; a finished one makes room for the next."""
+    engine: Literal["embedded", "vllm"] = "embedded"
+    """embedded: the run's own weights; vllm: a server, which gets the weights before each step."""
 
-        engine: Literal["embedded", "vllm"] = "embedded"
-        """embedded: the run's own weights; vllm: a server, which gets the weights before each step."""
+    url: str = "http://localhost:8000"
+    """Server of the engine vllm."""
 
-        url: str = "http://localhost:8000"
-        """Server of the engine vllm."""
-
-        def validate(self) -> None:
-            require_at_least(1, rollout__max_new_tokens=self.max_new_tokens, rollout__max_rows=self.max_rows)
-            require_at_least(1, rollout__group_size=self.group_size)
-            find_rollout(self.function)
-
-    config: Config
-
-    def __init__(
-        self,
-        config: Config,
-        *,
-        engine: SamplingEngine,
-        stop_ids: AbstractSet[int],
-        tokenizer: Tokenizer,
-        rewards: Rewards,
-        seed: int,
-        ranks: Ranks,
-        leader: int,
-    ):
-        super().__init__(config)
-        self.engine, self.stop_ids = engine, stop_ids
-        self._function, self._tokenizer, self._rewards = find_rollout(config.function), tokenizer, rewards
-        self._seed, self._ranks, self._leader = seed, ranks, leader
-
-    def run_unequal(self, load: Callable[[], list[Batch]], wanted: int, phase: str, name_of: NameOf) -> list[Group]:
-        """Return `wanted` groups with unequal rewards, fewer at the end of the data. Raise `UserError` like `run`, and
-        if all groups of ten calls of `load` have equal rewards."""
-        groups: list[Group] = []
-        for number in range(_MOST_ROUNDS):
-            sampled = self.run(load, f"{phase}/{number}", name_of)
-            groups += [group for group in sampled if len({trajectory.reward for trajectory in group}) > 1]
-            if all(self._ranks.gather(len(groups) >= wanted or not sampled)):
-                break
-        found = self._ranks.gather((bool(groups), bool(sampled)))
-        if not any(has_groups for has_groups, _ in found) and any(has_data for _, has_data in found):
-            raise UserError(
-                f"the rewards of each prompt's answers were equal in {_MOST_ROUNDS} global batches, from which a "
-                "--policy.method that replaces such groups learns nothing; use an easier reward, or grpo"
-            )
-        return groups[:wanted]
-
-    def run(
-        self, load: Callable[[], Iterable[Batch]], phase: str, name_of: NameOf, size: int | None = None
-    ) -> list[Group]:
-        """Return `size` trajectories, by default `group_size`, of each prompt in batches of a `PromptDataLoader`, which
-        `load` returns. Raise `UserError` if it, a rollout or a reward fails on any rank."""
-        most, size, texts = self.config.max_new_tokens, size or self.config.group_size, []
-        prompts: list[tuple[list[int], dict[str, Any], int]] = []
-
-        def read() -> tuple[int, list[int]]:
-            prompts.extend(itertools.chain(*map(prompts_in, load())))
-            return self._leader, [document for _, _, document in prompts]
-
-        # A prompt may occur several times in a global batch; ranks with the same leader have the same prompts.
-        of_leaders = dict(self._ranks.all_ranks_or_raise(read))
-        earlier = (documents for leader, documents in of_leaders.items() if leader < self._leader)
-        sampled = Counter(itertools.chain(*earlier))
-        for ids, row, document in prompts:
-            for number in range(sampled[document] * size, (sampled[document] + 1) * size):
-                key = f"{self._seed}/{phase}/{document}/{number}"
-                own = RolloutEngine(self.engine, self._tokenizer, self._rewards, ids, most, key, name_of(document))
-                texts.append(self.checked_rollout(row, own))
-            sampled[document] += 1
-        trajectories = self.engine.run(texts)
-        rewards = self._ranks.gather([trajectory.reward for trajectory in trajectories])[self._leader]
-        for trajectory, reward in zip(trajectories, rewards, strict=True):
-            trajectory.reward = reward
-        return [trajectories[start : start + size] for start in range(0, len(trajectories), size)]
-
-    async def checked_rollout(self, row: Mapping[str, Any], engine: RolloutEngine) -> Trajectory:
-        """Return a valid trajectory. Raise `UserError` that names row and function if the user's code fails."""
-        try:
-            trajectory = await self._function(row, engine)
-            trajectory.check(self.engine.context, engine.where)
-        except UserError:
-            raise
-        except Exception as error:
-            named = f"{engine.where}: the rollout {self.config.function or 'single_turn'}"
-            raise UserError(f"{named} failed: {type(error).__name__}: {error}") from error
-        return trajectory
+    def validate(self) -> None:
+        require_at_least(1, rollout__max_new_tokens=self.max_new_tokens, rollout__max_rows=self.max_rows)
+        require_at_least(1, rollout__group_size=self.group_size)
+        find_rollout(self.function)
 
 
 def log_completions(folder: str, step: int, trajectories: Sequence[Trajectory], tokenizer: Tokenizer) -> None:
-    """Log the first trajectories of a step, and append them to `completions.jsonl` of a run whose last step is the one
-    before."""
+    """Log the first trajectories of a step, and append them to `completions.jsonl`, after removing later steps."""
     file = JsonLines(Path(folder) / "completions.jsonl", step - 1)
     for trajectory in trajectories[:_LOGGED]:
         start = trajectory.loss_mask.index(True)

@@ -50,17 +50,10 @@ def check_server(url: str) -> tuple[str, int, int]:
 
 
 class VLLMEngine:
-    """Samples with the server at `url` (docs.vllm.ai/en/latest/training/weight_transfer), at temperature 1.
-
-    Args:
-        weights: the model's weights under Hugging Face's names, which all ranks read in the same order; they are sent
-            in the types of its specifications.
-        stop_ids: tokens that end a text.
-        max_rows: requests at a time.
-
-    Raises:
-        UserError: as `check_server`, and if a request fails.
-    """
+    """Samples with the server at `url` (docs.vllm.ai/en/latest/training/weight_transfer), at temperature 1, with at
+    most `max_rows` requests at a time; `stop_ids` end a text. `weights`, under Hugging Face's names, are sent in the
+    types of their specifications; all ranks read them in the same order. Raises `UserError` like `check_server`, and if
+    a request fails."""
 
     def __init__(self, url: str, weights: TensorSource, stop_ids: AbstractSet[int], max_rows: int, ranks: Ranks):
         self._url, self._ranks, self._max_rows, self._stop_ids = url, ranks, max_rows, sorted(stop_ids)

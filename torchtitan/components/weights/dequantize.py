@@ -37,9 +37,7 @@ _PAIRS = torch.cartesian_prod(torch.cat([_FP4, -_FP4]), torch.cat([_FP4, -_FP4])
 class _Weight(NamedTuple):
     values: str
     scale: str
-    shape: tuple[int, ...]
-    """Shape of the unpacked values; gpt-oss's are transposed."""
-
+    shape: torch.Size
     steps: tuple[int, ...]
     """Per dimension, how many consecutive values share a scale; () for a single scale."""
 
@@ -91,17 +89,12 @@ class DequantizedSource(TensorSource):
     def __init__(self, source: TensorSource, method: str, block: Sequence[int] | None):
         self.method = method
         self._source = source
-        self._weights: dict[str, _Weight] = {}
-        specs: dict[str, TensorSpec] = {}
-        for name, spec in source.specs.items():
-            if weight := _find_weight(name, source.specs, block or (1, 1)):
-                plain, shape = name.removesuffix(_PACKED), torch.Size(weight.shape)
-                shape = shape if plain == name else torch.Size([shape[0], shape[2], shape[1]])
-                self._weights[plain], specs[plain] = weight, TensorSpec(shape, torch.bfloat16)
-            elif not name.endswith(_OTHER_SCALES):
-                specs[name] = spec
-        scales = {weight.scale for weight in self._weights.values()}
-        self.specs = {name: spec for name, spec in specs.items() if name not in scales}
+        found = [_find_weight(name, source.specs, block or (1, 1)) for name in source.specs]
+        self._weights = {weight.values.removesuffix(_PACKED): weight for weight in found if weight}
+        used = {name for weight in self._weights.values() for name in (weight.values, weight.scale)}
+        others = (name for name in source.specs if name not in used and not name.endswith(_OTHER_SCALES))
+        weights = {name: TensorSpec(weight.shape, torch.bfloat16) for name, weight in self._weights.items()}
+        self.specs = {**{name: source.specs[name] for name in others}, **weights}
 
     def read(self, name: str, slices: Slices | None = None) -> Tensor:
         if name not in self._weights:
@@ -120,7 +113,7 @@ class DequantizedSource(TensorSource):
         values = self._read(weight.values, items)
         if values.dtype not in _FP8:
             pairs = functional.embedding(values.view(torch.uint8).int(), _PAIRS)  # faster than indexing
-            values = pairs.reshape(len(values), *weight.shape[1:])
+            values = pairs.flatten(len(weight.shape) - 1)
         if not weight.steps:
             return values.float().mul_(_to_float(self._source.read(weight.scale)).reshape(())).bfloat16()
         step = weight.steps[0]
@@ -159,7 +152,7 @@ def _find_weight(name: str, specs: Mapping[str, TensorSpec], block: Sequence[int
     if steps is None or stored.dtype not in _SCALES or is_packed and stored.shape != spec.shape[:3]:
         dtype = str(stored.dtype).removeprefix("torch.")
         raise UserError(f"{scale}, {dtype} {list(stored.shape)}, is no scale for the weight {name} {list(shape)}")
-    return _Weight(name, scale, shape, steps)
+    return _Weight(name, scale, torch.Size((shape[0], *shape[:0:-1]) if is_packed else shape), steps)
 
 
 def _find_steps(scale: torch.Size, shape: Sequence[int], block: Sequence[int]) -> tuple[int, ...] | None:

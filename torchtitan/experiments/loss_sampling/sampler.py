@@ -7,7 +7,7 @@ import numpy as np
 
 from torchtitan.components.data.plan.sampler import Array, Sampler, StepStatistics
 from torchtitan.config.sections import require_at_least
-from torchtitan.tools.errors import UserError
+from torchtitan.tools.errors import require
 
 _UNSEEN = -1.0
 
@@ -30,10 +30,8 @@ class LossSampler(Sampler):
 
         def validate(self) -> None:
             require_at_least(0, dataloader__sampler__power=self.power)
-            if not 0 <= self.explore <= 1:
-                raise UserError(f"--dataloader.sampler.explore is {self.explore}, but must be from 0 to 1")
-            if not 0 <= self.momentum < 1:
-                raise UserError(f"--dataloader.sampler.momentum is {self.momentum}, but must be from 0 to below 1")
+            require(0 <= self.explore <= 1, "--dataloader.sampler.explore", self.explore, "from 0 to 1")
+            require(0 <= self.momentum < 1, "--dataloader.sampler.momentum", self.momentum, "from 0 to below 1")
 
     config: Config
     needs_sample_losses: ClassVar[bool] = True

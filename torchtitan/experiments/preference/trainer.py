@@ -96,7 +96,7 @@ class KTOTrainer(PreferenceTrainer):
                 ratios = self.log_probs("model", batch, "mismatched_") - self.reference_log_probs(batch, "mismatched_")
             total, number = total + ratios.sum(), number + batch["n_mismatched"].sum()
         total, number = sum_over_ranks(torch.stack([total, number]))
-        if self.has_data and type(number) is Tensor and not number:  # fake tensors have no values
+        if self.step == 0 and self.has_data and type(number) is Tensor and not number:  # fake tensors have no values
             logger.warning("KTO: no window has answers to two prompts, so z is 0; increase --training.seq_len")
         return (total / number.clamp(min=1)).clamp(min=0).float()
 

@@ -5,7 +5,7 @@ from types import ModuleType
 
 from torchtitan.components.data.finetuning import prompts
 from torchtitan.components.optimizer import Optimizer
-from torchtitan.components.rollout.rollout import Rollouts
+from torchtitan.components.rollout.rollout import RolloutConfig
 from torchtitan.models.auto.config_registry import sft
 from torchtitan.models.llama3.config_registry import llama3_debugmodel_sft
 
@@ -28,7 +28,7 @@ def rl_debugmodel() -> RLTrainer.Config:
     return RLTrainer.Config.based_on(
         config,
         dataloader=prompts.PromptDataLoader.Config(dataset=["chats"], format=first_message, chat_template="chatml"),
-        rollout=Rollouts.Config(group_size=4, max_new_tokens=16),
+        rollout=RolloutConfig(group_size=4, max_new_tokens=16),
         rewards=["length=20"],
         training=dataclasses.replace(config.training, steps=20),
     )

@@ -8,22 +8,21 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from torchtitan.components.data import PromptDataLoader
 from torchtitan.components.data.base import Batch
 from torchtitan.components.loss import IGNORE_INDEX, CrossEntropyLoss
 from torchtitan.components.policy_loss import PolicyLoss, group_advantages
 from torchtitan.components.rollout.rewards import Rewards
-from torchtitan.components.rollout.rollout import Group, Rollouts, log_completions, to_batches
+from torchtitan.components.rollout.rollout import Group, RolloutConfig, log_completions, to_batches
 from torchtitan.distributed.process_group import on_all_ranks
 from torchtitan.experiments.reward.trainer import check_reward_model, reward_function
-from torchtitan.tools.errors import UserError
+from torchtitan.tools.errors import UserError, require
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import StepResult
 from torchtitan.trainer.reference import ReferenceTrainer
-from torchtitan.trainer.rollouts import build_rollouts, check_rollouts, measure_trajectories
+from torchtitan.trainer.rollouts import RolloutTrainer, check_rollouts
 
 
-class RLTrainer(ReferenceTrainer):
+class RLTrainer(ReferenceTrainer, RolloutTrainer):
     """Sample trajectories, rate them, and raise the probability of those better than their group.
 
     In a step, `next_micro_batches` samples, rates and packs trajectories, and `update` trains on them once or more;
@@ -38,7 +37,7 @@ class RLTrainer(ReferenceTrainer):
         policy: PolicyLoss.Config = field(default_factory=PolicyLoss.Config)
         """Loss of the policy."""
 
-        rollout: Rollouts.Config = field(default_factory=Rollouts.Config)
+        rollout: RolloutConfig = field(default_factory=RolloutConfig)
         """Sampling of trajectories."""
 
         rewards: list[str] = field(default_factory=list)
@@ -57,14 +56,13 @@ class RLTrainer(ReferenceTrainer):
             check_rollouts(self)
             if (self.policy.method == "ppo") != self.has_critic:
                 raise UserError("--policy.method ppo needs --module ppo, and the other methods --module rl")
-            if self.rollout.group_size < 2 and not self.has_critic:
-                raise UserError(f"--rollout.group_size is {self.rollout.group_size}, but must be 2 or more")
+            size = self.rollout.group_size
+            require(size >= 2 or self.has_critic, "--rollout.group_size", size, "2 or more")
             if not (self.rewards or self.rollout.function):
                 raise UserError("--rewards is empty; name a function, such as my_rewards.py:score")
             Rewards(self.rewards, self.reward_weights, check_reward_model)
 
     config: Config
-    dataloader: PromptDataLoader
     measures_named = (
         *("reward", "reward_p10", "reward_p50", "reward_p90", "length", "truncated"),
         *("entropy", "clip_fraction", "kl", "importance_weight", "value_loss"),
@@ -73,9 +71,8 @@ class RLTrainer(ReferenceTrainer):
     def __init__(self, config: Config):
         self.needs_reference = config.policy.beta > 0
         super().__init__(config)
-        config = self.config
         self.policy = config.policy.build(max_new_tokens=config.rollout.max_new_tokens)
-        self.rollouts = build_rollouts(self, Rewards(config.rewards, config.reward_weights, reward_function))
+        self.rewards = Rewards(config.rewards, config.reward_weights, reward_function)
 
     def next_micro_batches(self, batches: Iterator[Batch]) -> list[Batch]:
         """Sample trajectories for the next prompts, and return them in packed windows, equally many on each rank."""
@@ -89,7 +86,7 @@ class RLTrainer(ReferenceTrainer):
             if self.step:
                 self.finish("stopped")
             raise
-        if n_tokens := measure_trajectories(self, groups, self.rollouts.stop_ids, percents=(10, 50, 90)):
+        if n_tokens := self.measure_trajectories(groups, percents=(10, 50, 90)):
             self.tokens_per_step = n_tokens
         rewards_PG = torch.tensor([[t.reward for t in group] for group in groups], dtype=torch.float64)
         advantages = group_advantages(rewards_PG, self.policy.method.advantage).flatten().tolist() if groups else []
@@ -102,14 +99,23 @@ class RLTrainer(ReferenceTrainer):
         return to_batches(samples, training.seq_len, training.local_batch_size, self.ranks)
 
     def sample_groups(self, batches: Iterator[Batch]) -> list[Group]:
-        """Return the groups of this rank's prompts; with a method that resamples, only groups with unequal rewards."""
-        load, step, name_of = super().next_micro_batches, str(self.step + 1), self.dataloader.sample_name
+        """Return the groups of this rank's prompts. With a method that resamples, only groups with unequal rewards,
+        fewer at the end of the data; raise `UserError` if there is none in ten global batches."""
+        load, step, resamples = super().next_micro_batches, self.step + 1, self.policy.method.resample
         wanted = self.gradient_accumulation_steps * self.config.training.local_batch_size
+        groups: list[Group] = []
         self.watchdog.phase("rollouts")
-        with self.mixed_precision():
-            if self.policy.method.resample:
-                return self.rollouts.run_unequal(lambda: load(batches), wanted, step, name_of)
-            return self.rollouts.run(lambda: load(batches), f"{step}/0", name_of)
+        for number in range(10):
+            sampled = self.sample(lambda: load(batches), f"{step}/{number}")
+            groups += [group for group in sampled if not resamples or len({t.reward for t in group}) > 1]
+            if not resamples or all(self.ranks.gather(len(groups) >= wanted or not sampled)):
+                return groups[:wanted]
+        if any(self.ranks.gather(bool(groups))):
+            return groups
+        raise UserError(
+            f"the rewards of each prompt's answers were equal in {number + 1} global batches, from which a "
+            "--policy.method that replaces such groups learns nothing; use an easier reward, or grpo"
+        )
 
     def update(self, micro_batches: list[Batch]) -> StepResult:
         on_device = [self.post_dataloading_process(batch) for batch in micro_batches]
@@ -152,8 +158,7 @@ class RLTrainer(ReferenceTrainer):
 
     def validation_sums(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the negative rewards of one trajectory for each held-out prompt, and their number."""
-        with self.mixed_precision():
-            groups = self.rollouts.run(lambda: [batch], "validation", "validation prompt {}".format, size=1)
-        measure_trajectories(self, groups, self.rollouts.stop_ids)
+        groups = self.sample(lambda: [batch], "validation", size=1)
+        self.measure_trajectories(groups)
         rewards = torch.tensor([-trajectory.reward for (trajectory,) in groups], device=self.device)
         return self.local_addend(rewards.sum()), self.local_addend(torch.full_like(rewards.sum(), len(groups)))

@@ -11,7 +11,7 @@ from torchtitan.models.common import hugging_face_keys as shared
 from torchtitan.models.common.config_reader import ConfigReader
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.hugging_face_rope import check_sections, read_rope, write_rope, write_rope_section
-from torchtitan.models.common.moe.rows import FUSED_EXPERT_ROWS
+from torchtitan.models.common.moe.rows import fused_expert_rows
 from torchtitan.protocols.state_dict_adapter import (
     Concatenated,
     ExternalFormat,
@@ -204,7 +204,7 @@ def _fused_adapter(model_types: Mapping[str, ModelType], config: Decoder.Config)
     """Return the table of files with the experts of a layer in one tensor; None if no others have experts."""
     rows = _rows_of(model_types, config)
     is_fused = not any(isinstance(row.transform, Stacked) for row in rows)
-    return None if is_fused else _adapter_of(replaced(rows, *FUSED_EXPERT_ROWS), config)
+    return None if is_fused else _adapter_of(replaced(rows, *fused_expert_rows()), config)
 
 
 def _rows_of(model_types: Mapping[str, ModelType], config: Decoder.Config) -> Sequence[KeyMapping]:

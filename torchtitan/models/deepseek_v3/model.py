@@ -53,7 +53,7 @@ class DeepSeekModel(MoEDecoder):
         def validate(self) -> None:
             MoEDecoder.Config.validate(self)
             self.check_positive("q_lora_rank", "kv_lora_rank", "v_head_dim", "mtp_weight")
-            self.check_sizes(64, *(["n_mtp_modules"] if self.n_mtp_modules else []))
+            self.check_sizes(64, "n_mtp_modules", least=0)
             most, heads = self.resolved_head_dim, f"equal to --model.n_heads {self.n_heads}"
             require(self.v_head_dim <= most, "--model.v_head_dim", self.v_head_dim, f"at most the head width {most}")
             require(self.n_kv_heads == self.n_heads, "--model.n_kv_heads", self.n_kv_heads, heads)
@@ -123,7 +123,7 @@ _WIDTHS = {"q_lora_rank": 1536, "kv_lora_rank": 512, "v_head_dim": 128, "partial
 _V3 = hf.ModelType(
     architecture="DeepseekV3ForCausalLM",
     config=DeepSeekModel.Config,
-    rows=rows.expert_rows(_DENSE, shared="shared_experts"),
+    rows=lambda config: _DENSE + rows.expert_rows(config, shared="shared_experts"),
     keys={**_KEYS, "rope_interleave": "rope_interleave", "num_nextn_predict_layers": "n_mtp_modules"},
     defaults={
         **{"n_routed_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "n_group": 8},

@@ -9,14 +9,13 @@ from torch import Tensor, nn
 from torchtitan.models.common.attention import SharedKeyAttention
 from torchtitan.models.common.blocks import PerLayerBlock, PerLayerEmbeddings, ScaledSandwichBlock
 from torchtitan.models.common.config_reader import ConfigReader
-from torchtitan.models.common.feed_forward import gelu_tanh
 from torchtitan.models.common.hugging_face import SANDWICH_ROWS, ModelType, dense_format, module_rows, write_if
 from torchtitan.models.common.layer_types import WINDOW_KEYS, ScaledEmbeddingDecoder, one_full_of
 from torchtitan.models.common.moe.decoder import DenseAndExpertsBlock, ExpertLayers
-from torchtitan.models.common.moe.experts import RoutedExperts
+from torchtitan.models.common.moe.experts import GeGLUExperts
 from torchtitan.models.common.moe.layer import MoEConfig
 from torchtitan.models.common.moe.router import ScaledRouter
-from torchtitan.models.common.moe.rows import FUSED_EXPERT_ROWS
+from torchtitan.models.common.moe.rows import fused_expert_rows
 from torchtitan.models.common.norms import RMSNorm
 from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.protocols.state_dict_adapter import KeyMapping
@@ -127,7 +126,7 @@ class Gemma4MoEModel(ExpertLayers, Gemma4Model):
 
     config: Config
     block_kind = DenseAndExpertsBlock
-    make_experts = staticmethod(partial(RoutedExperts, activation=lambda gate, up: gelu_tanh(gate) * up))
+    make_experts = GeGLUExperts
 
     def make_router(self, *args: Any, **options: Any) -> ScaledRouter:
         return ScaledRouter(*args, norm=self.make_norm, **options)
@@ -188,7 +187,7 @@ _ROWS = (
     *module_rows("layers.*", "model.layers.*", _OF_EXPERTS),
     KeyMapping("layers.*.moe.router.norm.weight", "model.layers.*.router.scale"),
     KeyMapping("layers.*.moe.router.expert_scale", "model.layers.*.router.per_expert_scale"),
-    *(replace(row, external=str(row.external).replace("mlp.", "")) for row in FUSED_EXPERT_ROWS[1:]),
+    *(replace(row, external=str(row.external).replace("mlp.", "")) for row in fused_expert_rows()[2:]),
 )
 
 _DENSE = ModelType(

@@ -31,7 +31,7 @@ class GLM4MoeModel(MoEDecoder):
 _TYPE = ModelType(
     architecture="Glm4MoeForCausalLM",
     config=GLM4MoeModel.Config,
-    rows=rows.expert_rows(DENSE_ROWS, shared="shared_experts"),
+    rows=lambda config: DENSE_ROWS + rows.expert_rows(config, shared="shared_experts"),
     keys={**rows.SIGMOID_KEYS, **{name: name for name in ("attention_bias", "use_qk_norm")}},
     values={"moe.selection_bias": True},
     fixed={"scoring_func": "sigmoid"},

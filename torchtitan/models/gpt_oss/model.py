@@ -8,9 +8,9 @@ from torchtitan.models.common.hugging_face import DENSE_ROWS, ModelType, dense_f
 from torchtitan.models.common.hugging_face_rope import write_rope_section
 from torchtitan.models.common.layer_types import WINDOW_KEYS
 from torchtitan.models.common.moe.decoder import MoEDecoder
-from torchtitan.models.common.moe.experts import RoutedExperts, clamped_swiglu
+from torchtitan.models.common.moe.experts import ClampedExperts
 from torchtitan.models.common.moe.router import Router
-from torchtitan.models.common.moe.rows import expert_keys, transposed_expert_rows
+from torchtitan.models.common.moe.rows import LOCAL_KEYS, fused_expert_rows
 from torchtitan.protocols.state_dict_adapter import KeyMapping
 
 
@@ -18,7 +18,7 @@ class GptOssModel(MoEDecoder):
     """A decoder with attention sinks, biases, windows in every second layer, and experts with a clamped activation."""
 
     has_sinks = True
-    make_experts = staticmethod(partial(RoutedExperts, activation=clamped_swiglu, bias=True))
+    make_experts = ClampedExperts
     make_router = staticmethod(partial(Router, bias=True))
 
 
@@ -37,8 +37,8 @@ def _prepare(document: dict[str, Any]) -> dict[str, Any]:
 _TYPE = ModelType(
     architecture="GptOssForCausalLM",
     config=GptOssModel.Config,
-    rows=(*DENSE_ROWS, _SINKS, *transposed_expert_rows((0, 3, 2, 1))),
-    keys={**WINDOW_KEYS, **expert_keys("num_local_experts"), "attention_bias": "attention_bias"},
+    rows=(*DENSE_ROWS, _SINKS, *fused_expert_rows("router", (0, 3, 2, 1))),
+    keys={**WINDOW_KEYS, **LOCAL_KEYS, "attention_bias": "attention_bias"},
     fixed={"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
     defaults={
         **{"num_local_experts": 128, "num_experts_per_tok": 4, "num_key_value_heads": 8, "head_dim": 64},

@@ -8,7 +8,7 @@ from torch import nn
 from torchtitan.models.common.config_reader import ConfigReader
 from torchtitan.models.common.hugging_face import DENSE_ROWS, ModelType, dense_format
 from torchtitan.models.common.moe.decoder import MoEDecoder
-from torchtitan.models.common.moe.rows import SPARSE, expert_keys, expert_rows
+from torchtitan.models.common.moe.rows import QWEN_KEYS, SPARSE_KEYS, expert_rows
 
 
 class Qwen3MoeModel(MoEDecoder):
@@ -24,7 +24,7 @@ class Qwen2MoeModel(MoEDecoder):
     biased = "qkv"
 
 
-_KEYS = expert_keys("num_experts", norm_topk_prob="norm_topk_prob", **SPARSE)
+_KEYS = {**QWEN_KEYS, **SPARSE_KEYS, "norm_topk_prob": "moe.norm_topk_prob"}
 
 
 def _prepare(document: dict[str, Any]) -> dict[str, Any]:
@@ -54,7 +54,7 @@ def _write(config: MoEDecoder.Config) -> dict[str, Any] | None:
 _3 = ModelType(
     architecture="Qwen3MoeForCausalLM",
     config=Qwen3MoeModel.Config,
-    rows=expert_rows(DENSE_ROWS, shared="shared_expert"),
+    rows=lambda config: DENSE_ROWS + expert_rows(config, shared="shared_expert"),
     keys={**_KEYS, "sliding_window": "sliding_window", "attention_bias": "attention_bias"},
     defaults={
         **{"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "num_key_value_heads": 4},

@@ -1,6 +1,8 @@
 """Packing algorithms: every sample in one window, balanced and dense windows."""
 
+import itertools
 import json
+import math
 
 import numpy as np
 import pytest
@@ -53,6 +55,36 @@ def test_first_fit_decreasing_equals_its_definition():
                 expected.append([index])
         actual = [window.tolist() for window in first_fit_decreasing(lengths, capacity)]
         assert actual == [sorted(window) for window in expected]
+
+
+def test_multipack_equals_its_definition():
+    """The definition: put each sample, longest first, into the least full of as many windows as first fit needs, or of
+    the next larger number (by 0.5 %) with which all fit."""
+    n_more = 0
+    for lengths, capacity in random_cases():
+        n_first_fit = n_windows = len(first_fit_decreasing(lengths, capacity))
+        while True:
+            expected: list[list[int]] = [[] for _ in range(n_windows)]
+            loads = [0] * n_windows
+            for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+                least = loads.index(min(loads))
+                expected[least].append(index)
+                loads[least] += int(lengths[index])
+            if max(loads, default=0) <= capacity:
+                break
+            n_windows += math.ceil(n_windows / 200)
+        assert [window.tolist() for window in multipack(lengths, capacity)] == [sorted(window) for window in expected]
+        n_more += n_windows > n_first_fit
+    assert n_more > 0
+
+
+def test_multipack_may_need_one_more_window():
+    """3 + 3 and 2 + 2 + 2 fit into two windows of 6, but the longest samples first are 3 + 2 + 2 and 3 + 2."""
+    lengths, capacity = np.array([3, 3, 2, 2, 2]), 6
+    loads = [np.bincount(places, weights=lengths, minlength=2) for places in itertools.product(range(2), repeat=5)]
+    assert min(load.max() for load in loads) == capacity  # the best of all assignments
+    assert len(first_fit_decreasing(lengths, capacity)) == 2
+    assert [window.tolist() for window in multipack(lengths, capacity)] == [[0, 4], [1], [2, 3]]
 
 
 def test_multipack_fills_windows_equally():

@@ -8,13 +8,12 @@ import pytest
 
 from tests.components.data.helpers import raises, replace, take
 from tests.components.data.pretraining.test_token_files import write_litdata, write_megatron, write_raw
-from tests.components.data.test_dataloader import rows
+from tests.components.data.test_dataloader import build, rows
 from torchtitan.components.data import HubDataset, PretrainDataLoader, register_dataset
 from torchtitan.components.data.pretraining.order import BlockOrder
 
-SEQ_LEN = 16
 SIZES = [300, 90, 50]
-"""Documents of each set; the first token of each names its set."""
+"""Documents of each set."""
 
 
 @pytest.fixture(scope="module")
@@ -22,20 +21,13 @@ def config(tmp_path_factory):
     """Three sets in different formats, with weights."""
     folder = tmp_path_factory.mktemp("sets")
     rng = np.random.default_rng(0)
-    sets = [
-        [[1000 + number, *rng.integers(2, 900, int(rng.integers(3, 60))).tolist()] for _ in range(size)]
-        for number, size in enumerate(SIZES)
-    ]
+    sets = [[rng.integers(2, 900, int(rng.integers(4, 61))).tolist() for _ in range(size)] for size in SIZES]
     paths = [
         write_megatron(folder / "a", sets[0]),
         write_litdata(folder / "b", sets[1]),
         write_raw(folder / "c.npy", sets[2]),
     ]
     return PretrainDataLoader.Config(dataset=paths, weights=[0.5, 0.2, 0.3], cache_dir=str(folder / "cache"))
-
-
-def build(config, tokenizer, *, batch=4, **runtime):
-    return config.build(tokenizer=tokenizer, **{"seq_len": SEQ_LEN, "local_batch_size": batch, **runtime})
 
 
 def sources(batches):

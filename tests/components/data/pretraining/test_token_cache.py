@@ -77,21 +77,17 @@ def test_content_is_the_encoded_documents(tmp_path, tokenizer):
     reference = tokenizer.encode_documents(visible)
     assert all(ids[0] == tokenizer.bos_id and ids[-1] == tokenizer.eos_id for ids in reference)
     assert cache.tokens(0, 10**9).tolist() == [i for ids in reference for i in ids]
-    assert (cache.n_tokens, cache.n_documents) == (sum(map(len, reference)), 6)
+    assert (cache.n_tokens, len(cache.lengths())) == (sum(map(len, reference)), 6)
     begins = np.cumsum([0] + [len(ids) for ids in reference])
     assert sorted(set(cache.starts(0, cache.n_tokens + 9).tolist())) == begins[:-1].tolist()
     assert cache.starts(begins[1] - 2, begins[1]).tolist() == []
     assert set(cache.starts(begins[1] - 2, begins[1] + 1).tolist()) == {2}
-    assert [cache.document_at(i) for i in (0, begins[1] - 1, begins[1], begins[3], cache.n_tokens - 1)] == [
-        0,
-        0,
-        3,
-        5,
-        5,
-    ]
-    assert cache.describe(0, 3) == "a.jsonl, documents 1-4"
-    assert cache.describe(5, 5) == "b.txt, document 1"
-    assert cache.describe(4, 5) == "a.jsonl, document 5 to b.txt, document 1"
+    last = cache.n_tokens - 1
+    located = [cache.locate(int(i)) for i in (0, begins[1] - 1, begins[1], begins[2], begins[3], last)]
+    assert located == [*(("a.jsonl, document", n) for n in (1, 1, 4, 5)), *[("b.txt, document", 1)] * 2]
+    assert cache.describe(0, int(begins[1])) == "a.jsonl, documents 1-4"
+    assert cache.describe(last, last) == "b.txt, document 1"
+    assert cache.describe(int(begins[2]), last) == "a.jsonl, document 5 to b.txt, document 1"
 
 
 def test_pickled_cache_contains_no_tokens(tmp_path, tokenizer):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.components.data.helpers import raises, take, with_positions, write_jsonl
+from tests.components.data.helpers import open_tokens, raises, split_documents, take, with_positions, write_jsonl
 from torchtitan.components.data import PretrainDataLoader
 from torchtitan.components.data.pretraining.token_files import find_token_files
 
@@ -45,11 +45,6 @@ def write_llm_c(path: Path, documents, magic=20240520, dtype="uint16") -> str:
 def write_raw(path: Path, documents) -> str:
     np.concatenate(documents).astype(np.uint16).tofile(path)
     return str(path)
-
-
-def opened(dataset, tokenizer):
-    [tokens] = PretrainDataLoader.Config(dataset=[dataset]).open(tokenizer)
-    return tokens
 
 
 def batches(dataset, tokenizer, tmp_path, **options):
@@ -101,7 +96,7 @@ def test_windows_equal_those_of_the_arrays(name, documents, tokenizer, tmp_path)
 def test_delimiters_before_documents(documents, tokenizer, tmp_path):
     """llm.c's scripts write the delimiter before each document."""
     before = [[tokenizer.eos_id, *ids[:-1]] for ids in documents]
-    tokens = opened(write_llm_c(tmp_path / "a.bin", before), tokenizer)
+    tokens = open_tokens(write_llm_c(tmp_path / "a.bin", before), tokenizer, tmp_path)
     starts = np.cumsum([0, *(len(ids) for ids in before)])
     assert tokens.starts(0, tokens.n_tokens).tolist() == starts[:-1].tolist()
     assert tokens.starts(int(starts[3]) + 1, int(starts[5]) + 1).tolist() == [
@@ -118,26 +113,27 @@ def test_files_cut_within_documents(documents, tokenizer, tmp_path):
     assert before[cut] != tokenizer.eos_id
     write_llm_c(tmp_path / "1.bin", [before[:cut]])
     write_llm_c(tmp_path / "2.bin", [before[cut:]])
-    tokens = opened(str(tmp_path), tokenizer)
+    tokens = open_tokens(str(tmp_path), tokenizer, tmp_path)
     assert tokens.starts(0, tokens.n_tokens).tolist() == np.flatnonzero(before == tokenizer.eos_id).tolist()
 
 
 def test_counts_of_many_files_are_estimated(documents, tokenizer, tmp_path):
     for number in range(40):
         write_raw(tmp_path / f"{number}.npy", documents)
-    report = opened(str(tmp_path), tokenizer).report()
+    report = open_tokens(str(tmp_path), tokenizer, tmp_path).report()
     n_documents, n_tokens = 40 * len(documents), 40 * sum(map(len, documents))
     assert (report.format, report.kept, report.tokens) == ("tokens, about", n_documents, n_tokens)
     assert report.trained_tokens == n_tokens - n_documents
 
 
 def test_megatron_documents(documents, tokenizer, tmp_path):
-    tokens = opened(write_megatron(tmp_path / "a", documents, "uint16", 2), tokenizer)
+    tokens = open_tokens(write_megatron(tmp_path / "a", documents, "uint16", 2), tokenizer, tmp_path)
     starts = np.cumsum([0, *(len(ids) for ids in documents)])
-    assert [tokens.document_at(int(start)) for start in starts[:-1]] == list(range(len(documents)))
-    assert tokens.document_at(int(starts[7]) - 1) == 6
+    expected = [("a.bin, document", number + 1) for number in range(len(documents))]
+    assert [tokens.locate(int(start)) for start in starts[:-1]] == expected
+    assert [tokens.locate(int(start) - 1) for start in starts[1:]] == expected
     assert tokens.lengths().tolist() == [len(ids) for ids in documents]
-    assert tokens.describe(6, 8) == "a.bin, documents 7-9"
+    assert tokens.describe(int(starts[6]), int(starts[8])) == "a.bin, documents 7-9"
 
 
 def test_file_written_by_datatrove(documents, tokenizer, tmp_path):
@@ -147,9 +143,8 @@ def test_file_written_by_datatrove(documents, tokenizer, tmp_path):
     for ids in documents:
         file.write(ids)
     file.close()
-    tokens = opened(str(tmp_path / "a.bin"), tokenizer)
-    starts = tokens.starts(0, tokens.n_tokens)
-    assert [part.tolist() for part in np.split(tokens.tokens(0, tokens.n_tokens), starts[1:])] == documents
+    tokens = open_tokens(str(tmp_path / "a.bin"), tokenizer, tmp_path)
+    assert split_documents(tokens) == documents
 
 
 def test_another_position_and_content(documents, tokenizer, tmp_path):
@@ -170,34 +165,34 @@ class TestErrors:
             size = file.stat().st_size
             file.write_bytes(file.read_bytes()[:-20])
             with pytest.raises(ValueError, match=rf"{file.name} ends at byte {size - 20:,}, but .* {size:,}"):
-                opened(dataset, tokenizer).tokens(0, 10)
+                open_tokens(dataset, tokenizer, tmp_path).tokens(0, 10)
 
     def test_damaged_index(self, documents, tokenizer, tmp_path):
         dataset = write_megatron(tmp_path / "b", documents)
         index = tmp_path / "b.idx"
         index.write_bytes(index.read_bytes()[:-3])
         with raises("but its header announces"):
-            opened(dataset, tokenizer)
+            open_tokens(dataset, tokenizer, tmp_path)
         index.write_bytes(b"something else")
         with raises("is not a Megatron index"):
-            opened(dataset, tokenizer)
+            open_tokens(dataset, tokenizer, tmp_path)
 
     def test_other_tokenizer(self, documents, tokenizer, tmp_path):
         documents[60][1] = 60_000
         offset = 2 * (sum(map(len, documents[:60])) + 1)
         with raises(f"token 60000 at offset {offset:,} is outside the vocabulary"):
-            opened(write_raw(tmp_path / "a.bin", documents), tokenizer)
+            open_tokens(write_raw(tmp_path / "a.bin", documents), tokenizer, tmp_path)
 
     def test_odd_size_and_other_arrays(self, tokenizer, tmp_path):
         (tmp_path / "a.bin").write_bytes(b"abc")
         with raises("has 3 bytes, which are not whole tokens"):
-            opened(str(tmp_path / "a.bin"), tokenizer)
+            open_tokens(str(tmp_path / "a.bin"), tokenizer, tmp_path)
         np.save(tmp_path / "b.npy", np.ones((2, 2)))
         with raises("not a row of token ids"):
-            opened(str(tmp_path / "b.npy"), tokenizer)
+            open_tokens(str(tmp_path / "b.npy"), tokenizer, tmp_path)
         (tmp_path / "c.bin").touch()
         with raises("contains no tokens"):
-            opened(str(tmp_path / "c.bin"), tokenizer)
+            open_tokens(str(tmp_path / "c.bin"), tokenizer, tmp_path)
 
 
 def test_no_dataset():
@@ -207,8 +202,7 @@ def test_no_dataset():
 def test_jsonl_next_to_token_files_is_text(tokenizer, tmp_path):
     write_jsonl(tmp_path / "a.jsonl", [{"text": "some text"}])
     (tmp_path / "model.bin").write_bytes(b"\0" * 4)
-    tokens = PretrainDataLoader.Config(dataset=[str(tmp_path)], cache_dir=str(tmp_path / "cache")).open(tokenizer)[0]
-    assert tokens.n_documents == 1
+    assert len(open_tokens(tmp_path, tokenizer, tmp_path).lengths()) == 1
 
 
 def write_litdata(folder: Path, documents, dtype="uint16", per_chunk=13, **config) -> str:
@@ -227,17 +221,13 @@ def write_litdata(folder: Path, documents, dtype="uint16", per_chunk=13, **confi
     return str(folder)
 
 
-def split_documents(tokens) -> list[list[int]]:
-    starts = tokens.starts(0, tokens.n_tokens)
-    return [part.tolist() for part in np.split(tokens.tokens(0, tokens.n_tokens), starts[1:])]
-
-
 class TestLitdata:
     def test_documents(self, documents, tokenizer, tmp_path):
         for dtype in ("uint16", "int32", "int64"):
-            tokens = opened(write_litdata(tmp_path / dtype, documents, dtype), tokenizer)
+            tokens = open_tokens(write_litdata(tmp_path / dtype, documents, dtype), tokenizer, tmp_path)
             assert split_documents(tokens) == documents
-            assert tokens.describe(14, 14) == "chunk-0-1.bin, document 2"
+            token = sum(map(len, documents[:14]))
+            assert tokens.describe(token, token) == "chunk-0-1.bin, document 2"
 
     def test_files_written_by_litdata(self, documents, tokenizer, tmp_path):
         cache = pytest.importorskip("litdata.streaming.cache", reason="needs litdata")
@@ -249,25 +239,25 @@ class TestLitdata:
             writer.done()
             writer.merge()
             assert len(find_token_files(str(tmp_path / name))) > 3
-            assert split_documents(opened(str(tmp_path / name), tokenizer)) == documents
+            assert split_documents(open_tokens(str(tmp_path / name), tokenizer, tmp_path)) == documents
 
     def test_refused(self, documents, tokenizer, tmp_path):
         with raises("holds litdata's items of type str int, not uncompressed tokens"):
-            opened(write_litdata(tmp_path / "text", documents, data_format=["str", "int"]), tokenizer)
+            open_tokens(write_litdata(tmp_path / "text", documents, data_format=["str", "int"]), tokenizer, tmp_path)
         with raises("items of type no_header_tensor:16 zstd, not uncompressed tokens"):
-            opened(write_litdata(tmp_path / "compressed", documents, compression="zstd"), tokenizer)
+            open_tokens(write_litdata(tmp_path / "compressed", documents, compression="zstd"), tokenizer, tmp_path)
         index = Path(write_litdata(tmp_path / "tensors", documents)) / "index.json"
         index.write_text(re.sub('"dim": [0-9]+', '"dim": null', index.read_text()))  # without TokensLoader
         with raises("items of type no_header_tensor:16, not uncompressed tokens"):
-            opened(str(index.parent), tokenizer)
+            open_tokens(str(index.parent), tokenizer, tmp_path)
         (tmp_path / "index.json").write_text(json.dumps({"version": 2, "shards": [{"format": "mds"}]}))
         with raises(f"{tmp_path} is in MDS, whose library needs NumPy below 2.2"):
-            opened(str(tmp_path), tokenizer)
+            open_tokens(str(tmp_path), tokenizer, tmp_path)
         folder = Path(write_litdata(tmp_path / "short", documents))
         chunk = folder / "chunk-0-2.bin"
         chunk.write_bytes(chunk.read_bytes()[:-3])
         with raises(f"{chunk} ends at byte {chunk.stat().st_size:,}, which does not fit"):
-            opened(str(folder), tokenizer)
+            open_tokens(str(folder), tokenizer, tmp_path)
         chunk.unlink()
         with raises(f"{chunk} cannot be read"):
-            opened(str(folder), tokenizer)
+            open_tokens(str(folder), tokenizer, tmp_path)

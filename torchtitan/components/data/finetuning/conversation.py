@@ -99,14 +99,8 @@ def normalize(messages: Any, tools: Any = None) -> Conversation:
     - Keys with null values are dropped, since tables store every key in every message.
     - A bare function is wrapped in `{"type": "function", "function": …}`.
 
-    Args:
-        messages: list of messages, or its JSON text, as in a CSV cell.
-        tools: list of callable functions, its JSON text, or None.
-
-    Raises:
-        EmptySample: there are no messages.
-        BrokenSample: a message is invalid; the error names its number, from 1.
-    """
+    Both arguments are lists or their JSON text, as in a CSV cell; `tools`, the callable functions, may be None. Raise
+    `EmptySample` if there are no messages, and `BrokenSample` for an invalid one, naming its number, from 1."""
     turns = from_json(messages, "messages")
     if not isinstance(turns, list):
         raise BrokenSample(f"messages must be a list, not {kind_of(turns)}")

@@ -195,14 +195,9 @@ class PlannedDataLoader(TokenizingDataLoader):
         return pack_windows(windows, seq_len)
 
     def plan(self, samplers: list[Sampler], *, epochs: int | None, windows_per_step: int, **order: Any) -> Planner:
-        """Create a planner at the first window, by default with one sample per window.
-
-        Args:
-            samplers: one sampler per dataset.
-            epochs: passes over the data; None: endless.
-            windows_per_step: windows of a training step.
-            order: further arguments of the planner.
-        """
+        """Create a planner at the first window, by default with one sample per window, for steps of `windows_per_step`.
+        There is a sampler per dataset; windows never end if there is no number of `epochs`, the passes over the data;
+        `order` are further arguments of the planner."""
         lengths = [np.ones(data.n_samples, np.int64) for data in self.samples.sets]
         return Planner(lengths, 1, samplers, packing="none", chunk=CHUNK_WITHOUT_PACKING, epochs=epochs, **order)
 

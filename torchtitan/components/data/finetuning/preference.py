@@ -23,8 +23,7 @@ _MISSING = EncodedSample(np.zeros(0, np.int64), np.zeros(0, bool))
 
 
 class PairEncoder(RowEncoder):
-    """Encodes pairs: the prompt with the chosen answer, and the prompt with the rejected answer. The sequence of a
-    missing answer is empty."""
+    """Encodes pairs: the prompt with the chosen and with the rejected answer. A missing answer has no tokens at all."""
 
     n_parts = len(SIDES)
 

@@ -47,13 +47,8 @@ def code_version() -> str:
 
 
 class SampleCache:
-    """Samples of a dataset, mapped into memory. Pickling stores only the path of the folder.
-
-    Args:
-        folder: folder of a finished cache.
-        n_parts: number of token sequences per sample.
-        has_answers: whether there are reference answers.
-    """
+    """Samples of `n_parts` token sequences each, from the folder of a finished cache, mapped into memory. Pickling
+    stores only the path of the folder."""
 
     def __init__(self, folder: Path, n_parts: int, has_answers: bool):
         self.folder, self._n_parts = folder, n_parts
@@ -146,7 +141,7 @@ def first_columns(source: Source) -> list[str]:
         if row.values is not None:
             return list(row.values)
         error = error or f"{row.where}: {row.error}"
-    raise UserError(error or f"{source.name} has no rows")
+    raise UserError(error or f"{source.name} has no rows; add some, or name other data")
 
 
 def _build(source: Source, format: RowFormat, encoder: RowEncoder, filters: FilterConfig, folder: Path) -> str:

@@ -28,19 +28,14 @@ TooLong = Literal["drop", "truncate_left", "truncate_right", "error"]
 
 
 class LengthFilteredDataset:
-    """Samples of a cache that fit into a window, possibly truncated.
+    """Samples of a cache whose sequences have at most `max_length` tokens, possibly truncated. `name` is the dataset's,
+    for messages. Raises `UserError` if a sample violates a policy `error`, or if no sample is left.
 
     Args:
-        cache: all samples.
-        max_length: maximum tokens per sequence.
         too_long: policy for samples with a longer sequence. Truncation removes the same number of tokens from all
             sequences of a sample, so that common prefixes stay equal.
         untrained: policy for samples without trained tokens after truncation. None: drop samples if truncation would
             remove trained tokens, since comparisons need complete answers.
-        name: name of the dataset, for messages.
-
-    Raises:
-        UserError: a sample violates a policy `error`, or no sample is left.
     """
 
     def __init__(self, cache: SampleCache, max_length: int, too_long: TooLong, untrained: Policy | None, name: str):
@@ -228,12 +223,8 @@ def pack_windows(windows: Windows, seq_len: int) -> Batch:
 
 
 def pack_samples(samples: Sequence[EncodedSample], seq_len: int) -> dict[str, Array]:
-    """Pack samples into one window of `seq_len` positions, each as a separate document.
-
-    Returns:
-        `input`, `labels` and `positions`, each (seq_len,). The rest of the window is padding: a separate document with
-            ignored labels.
-    """
+    """Pack samples into one window of `seq_len` positions, each as a separate document. Return `input`, `labels` and
+    `positions`, each (seq_len,). The rest of the window is padding: a separate document with ignored labels."""
     window = {
         "input": np.zeros(seq_len, np.int64),
         "labels": np.full(seq_len, IGNORE_INDEX, np.int64),

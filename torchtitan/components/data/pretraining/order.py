@@ -84,9 +84,7 @@ def check_cycle(weights: Sequence[float]) -> int:
     """Return the number of blocks in the shortest cycle that holds each set in the ratio of its weight. Raise
     `UserError` if there are more than `MOST_TURNS`."""
     ratios = [Fraction(str(weight)) for weight in weights]  # 0.1 is a tenth, unlike its binary value
-    scale = math.lcm(*(ratio.denominator for ratio in ratios))
-    counts = [int(ratio * scale) for ratio in ratios]
-    n_turns = sum(counts) // math.gcd(*counts)
+    n_turns = math.lcm(*((ratio / sum(ratios)).denominator for ratio in ratios))
     if n_turns > MOST_TURNS:
         raise UserError(
             f"--dataloader.weights: the shortest cycle with exactly these shares has {n_turns:,} windows, more than "

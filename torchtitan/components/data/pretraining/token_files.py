@@ -6,12 +6,12 @@ after each.
 """
 
 import glob
-import itertools
 import json
 import os
+import re
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,12 +48,9 @@ class TokenFile:
     start: int
     """Offset of the first token in bytes."""
     n_tokens: int
-    delimiter: int
-    """Token that marks document boundaries, unless there is an index."""
-    n_documents: int = 0
-    """Number of documents in the index."""
-    read_offsets: "Callable[[TokenFile], Array] | None" = None
-    """Returns the first token of each document in the index, and the number of tokens, (n_documents + 1,)."""
+    read_offsets: Callable[[], Array] | None = None
+    """Returns the first token of each document, and the number of tokens, (n_documents + 1,); None: EOS marks the
+    documents."""
 
     def map(self) -> np.ndarray:
         return np.asarray(np.memmap(self.path, self.dtype, "r", self.start, (self.n_tokens,)))
@@ -71,12 +68,10 @@ def find_token_files(dataset: str, names: Sequence[str] = ()) -> list[Path]:
     if path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.is_file())
         return [] if any(map(file_format, files)) else [file for file in files if file.suffix in _SUFFIXES]
-    if path.is_file():
-        path = path.with_suffix(".bin") if path.suffix == ".idx" else path
-        return [path] if path.suffix in _SUFFIXES else []
-    if path.with_name(f"{path.name}.idx").is_file():
-        return [path.with_name(f"{path.name}.bin")]
-    matches = sorted(map(Path, glob.glob(str(path), recursive=True)))
+    index = path if path.suffix == ".idx" else path.with_name(f"{path.name}.idx")
+    if index.is_file():
+        return [index.with_suffix(".bin")]
+    matches = [path] if path.is_file() else sorted(map(Path, glob.glob(str(path), recursive=True)))
     return matches if all(match.suffix in _SUFFIXES for match in matches) else []
 
 
@@ -85,17 +80,16 @@ def open_token_files(paths: Sequence[Path], tokenizer: Tokenizer) -> Tokens:
     chunks = {folder: _litdata_chunks(folder) for folder in {path.parent for path in paths}}
     inspected = [_inspect(path, tokenizer, chunks[path.parent].get(path.name)) for path in paths]
     files = [file for file in inspected if file.n_tokens]
-    if sum(file.n_tokens for file in files) < 2:
+    first = np.cumsum([0, *(file.n_tokens for file in files)])
+    if first[-1] < 2:
         raise UserError(f"{paths[0]} contains no tokens to train on")
     for file in files:
         _check_ids(file, tokenizer.vocab_size)
-    first = np.cumsum([0, *(file.n_tokens for file in files)])
-    documents = [0, *itertools.accumulate(file.n_documents or file.n_tokens for file in files)]
+    eos = -1 if tokenizer.eos_id is None else tokenizer.eos_id
     # A later file may begin in the middle of a document, so the first one shows where the delimiters are.
-    delimited = [file for file in files if not file.read_offsets]
-    delimiter_first = bool(delimited) and bool(delimited[0].map()[0] == delimited[0].delimiter)
-    open_file = partial(_open, files, delimiter_first)
-    joined = JoinedTokens(files_digest(paths), first[:-1], np.array(documents[:-1]), int(first[-1]), open_file)
+    begins = [file.map()[0] == eos for file in files if not file.read_offsets]
+    open_file = partial(_open, files, eos, bool(begins and begins[0]))
+    joined = JoinedTokens(files_digest(paths), first[:-1], int(first[-1]), open_file)
     joined.format = "tokens"
     return joined
 
@@ -115,41 +109,39 @@ def files_digest(paths: Sequence[Path]) -> str:
 
 def _inspect(path: Path, tokenizer: Tokenizer, chunk: Mapping[str, Any] | None) -> TokenFile:
     """Open a file; `chunk` is its entry in litdata's index."""
-    eos = -1 if tokenizer.eos_id is None else tokenizer.eos_id
     try:
-        size = path.stat().st_size
         if chunk is not None:
-            return _inspect_chunk(path, size, chunk["chunk_size"], chunk["dim"])
+            return _litdata(path, chunk["chunk_size"], chunk["dim"])
+        is_bin = path.suffix == ".bin"
+        if is_bin and path.with_suffix(".idx").is_file():
+            return _megatron(path, path.with_suffix(".idx"))
         with path.open("rb") as file:
             head = file.read(_LLM_C_HEADER)
-            index = path.with_suffix(".idx")
-            if path.suffix == ".bin" and index.is_file():
-                code, _, n_entries = _megatron_header(index)
-                if not (dtype := _MEGATRON_TYPES.get(code, "")):
-                    raise UserError(f"{index} does not hold integers")
-                return TokenFile(path, dtype, 0, _count(path, size, dtype), eos, n_entries - 1, _megatron_offsets)
-            if head.startswith(b"\x93NUMPY"):
-                array = np.load(path, mmap_mode="r")
-                if array.ndim != 1 or array.dtype.kind not in "iu":
-                    raise UserError(f"{path} holds {array.dtype} of shape {array.shape}, not a row of token ids")
-                return TokenFile(path, array.dtype.name, size - array.nbytes, len(array), eos)
-            magic, _, n_tokens = struct.unpack("<3i", head[:12]) if len(head) == _LLM_C_HEADER else (0, 0, 0)
-    except (OSError, ValueError) as error:
+        if head.startswith(b"\x93NUMPY"):
+            array = np.load(path, mmap_mode="r")
+            if array.ndim != 1 or array.dtype.kind not in "iu":
+                raise UserError(f"{path} holds {array.dtype} of shape {array.shape}, not a row of token ids")
+            return TokenFile(path, array.dtype.name, path.stat().st_size - array.nbytes, len(array))
+        magic, _, n_tokens = struct.unpack("<3i", head[:12]) if len(head) == _LLM_C_HEADER else (0, 0, 0)
+        if is_bin and (dtype := _LLM_C_TYPES.get(magic)):
+            _check_end(path, _LLM_C_HEADER + n_tokens * np.dtype(dtype).itemsize, "its header")
+            return TokenFile(path, dtype, _LLM_C_HEADER, n_tokens)
+        return _bare(path, "uint16" if is_bin else token_dtype(tokenizer))
+    except (OSError, ValueError, LookupError, TypeError) as error:
         raise error if isinstance(error, UserError) else UserError(f"{path} cannot be read: {error}") from None
-    if path.suffix == ".bin" and (dtype := _LLM_C_TYPES.get(magic, "")):
-        expected = _LLM_C_HEADER + n_tokens * np.dtype(dtype).itemsize
-        if size != expected:
-            raise UserError(f"{path} ends at byte {size:,}, but its header announces {expected:,}")
-        return TokenFile(path, dtype, _LLM_C_HEADER, n_tokens, eos)
-    dtype = "uint16" if path.suffix == ".bin" else token_dtype(tokenizer)
-    return TokenFile(path, dtype, 0, _count(path, size, dtype), eos)
 
 
-def _count(path: Path, size: int, dtype: str) -> int:
-    n_tokens, rest = divmod(size, np.dtype(dtype).itemsize)
-    if rest:
-        raise UserError(f"{path} has {size:,} bytes, which are not whole tokens of {np.dtype(dtype).itemsize} bytes")
-    return n_tokens
+def _check_end(path: Path, expected: int, announced_by: str) -> None:
+    if (size := path.stat().st_size) != expected:
+        raise UserError(f"{path} ends at byte {size:,}, but {announced_by} announces {expected:,}")
+
+
+def _bare(path: Path, dtype: str) -> TokenFile:
+    """Return a file of nothing but tokens."""
+    size, item_bytes = path.stat().st_size, np.dtype(dtype).itemsize
+    if size % item_bytes:
+        raise UserError(f"{path} has {size:,} bytes, which are not whole tokens of {item_bytes} bytes")
+    return TokenFile(path, dtype, 0, size // item_bytes)
 
 
 def _check_ids(file: TokenFile, vocab_size: int) -> None:
@@ -164,32 +156,30 @@ def _check_ids(file: TokenFile, vocab_size: int) -> None:
             )
 
 
-def _megatron_header(index: Path) -> tuple[int, int, int]:
-    """Return the code of the type, the number of sequences, and the number of entries of the document index."""
-    size = index.stat().st_size
+def _megatron(path: Path, index: Path) -> TokenFile:
+    """Open tokens with an index of sequences, one or more per document."""
     with index.open("rb") as file:
         header = file.read(_MEGATRON_HEADER.size)
     if len(header) < _MEGATRON_HEADER.size or not header.startswith(_MEGATRON_MAGIC):
         raise UserError(f"{index} is not a Megatron index: it does not begin with MMIDIDX")
     _, _, code, n_sequences, n_entries = _MEGATRON_HEADER.unpack(header)
+    if not (dtype := _MEGATRON_TYPES.get(code)):
+        raise UserError(f"{index} does not hold integers")
     expected = _MEGATRON_HEADER.size + 12 * n_sequences + 8 * n_entries
-    if size < expected:
-        raise UserError(f"{index} ends at byte {size:,}, but its header announces {expected:,}")
-    return code, n_sequences, n_entries
+    if index.stat().st_size < expected:  # a multimodal index has more
+        _check_end(index, expected, "its header")
+    tokens = _bare(path, dtype)
+    return replace(tokens, read_offsets=partial(_megatron_offsets, tokens, index, n_sequences, n_entries))
 
 
-def _megatron_offsets(file: TokenFile) -> Array:
-    """Read an index of sequences, one or more per document."""
-    index = file.path.with_suffix(".idx")
-    _, n_sequences, n_entries = _megatron_header(index)
+def _megatron_offsets(file: TokenFile, index: Path, n_sequences: int, n_entries: int) -> Array:
+    """Read the index: the lengths and byte offsets of the sequences, and the first sequence of each document."""
     start, item_bytes = _MEGATRON_HEADER.size, np.dtype(file.dtype).itemsize
     lengths = np.memmap(index, np.int32, "r", start, (n_sequences,))
     pointers = np.memmap(index, np.int64, "r", start + 4 * n_sequences, (n_sequences,))
     entries = np.fromfile(index, np.int64, n_entries, offset=start + 12 * n_sequences)
     end = int(pointers[-1]) + int(lengths[-1]) * item_bytes
-    if end != file.n_tokens * item_bytes:
-        size = file.n_tokens * item_bytes
-        raise UserError(f"{file.path} ends at byte {size:,}, but its index ends at byte {end:,}")
+    _check_end(file.path, end, "its index")
     return np.append(pointers, end)[entries] // item_bytes
 
 
@@ -198,9 +188,10 @@ def _litdata_chunks(folder: Path) -> dict[str, Any]:
     `UserError` if the items are not tokens, and for MDS."""
     try:
         index = json.loads((folder / "index.json").read_bytes())
-        is_mds = "shards" in index
-        config, chunks = index.get("config"), {chunk["filename"]: chunk for chunk in index.get("chunks", [])}
-        kinds, compression = (config["data_format"], config["compression"]) if chunks else ([], None)
+        chunks = {chunk["filename"]: chunk for chunk in index.get("chunks", [])}
+        is_mds, config = "shards" in index, index["config"] if chunks else {"data_format": [], "compression": None}
+        kind = " ".join([*config["data_format"], config["compression"] or ""]).strip()
+        has_tokens = all(chunk.get("dim") is not None for chunk in chunks.values())  # the tokens of the chunk
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return {}
     if is_mds:
@@ -208,11 +199,7 @@ def _litdata_chunks(folder: Path) -> dict[str, Any]:
             f"{folder} is in MDS, whose library needs NumPy below 2.2 and transformers below 5; write its texts as "
             "JSON Lines there"
         )
-    if not chunks:
-        return {}
-    is_tokens = all(chunk.get("dim") is not None for chunk in chunks.values())  # the tokens of the chunk
-    if not is_tokens or len(kinds) != 1 or not kinds[0].startswith("no_header_") or compression:
-        kind = " ".join([*kinds, compression or ""]).strip()
+    if chunks and not (has_tokens and re.fullmatch(r"no_header_\S+", kind)):
         raise UserError(
             f"{folder} holds litdata's items of type {kind}, not uncompressed tokens; write its texts as JSON Lines, "
             "or tokens with TokensLoader"
@@ -220,42 +207,40 @@ def _litdata_chunks(folder: Path) -> dict[str, Any]:
     return chunks
 
 
-def _inspect_chunk(path: Path, size: int, n_items: int, n_tokens: int) -> TokenFile:
+def _litdata(path: Path, n_items: int, n_tokens: int) -> TokenFile:
     """Open a chunk: the number of items (documents), their offsets in bytes, and the last one's end, all uint32; then
     their tokens."""
-    start = 4 * (n_items + 2)
+    size, start = path.stat().st_size, 4 * (n_items + 2)
     item_bytes, rest = divmod(size - start, max(1, n_tokens))
     if rest or item_bytes not in (1, 2, 4, 8):
         raise UserError(f"{path} ends at byte {size:,}, which does not fit {n_tokens:,} tokens from byte {start:,} on")
+
     # Types differ only for negative numbers and floats, which are not in the vocabulary.
-    return TokenFile(path, f"uint{8 * item_bytes}", start, n_tokens, -1, n_items, _litdata_offsets)
+    return TokenFile(
+        path, f"uint{8 * item_bytes}", start, n_tokens, partial(_litdata_offsets, path, n_items, item_bytes)
+    )
 
 
-def _litdata_offsets(file: TokenFile) -> Array:
-    offsets = np.fromfile(file.path, np.uint32, file.n_documents + 1, offset=4).astype(np.int64)
-    return (offsets - file.start) // np.dtype(file.dtype).itemsize
+def _litdata_offsets(path: Path, n_items: int, item_bytes: int) -> Array:
+    offsets = np.fromfile(path, np.uint32, n_items + 1, offset=4).astype(np.int64)
+    return (offsets - offsets[0]) // item_bytes
 
 
-def _open(files: Sequence[TokenFile], delimiter_first: bool, number: int) -> Tokens:
+def _open(files: Sequence[TokenFile], eos: int, delimiter_first: bool, number: int) -> Tokens:
     """Open a file. The document starts of an index are kept in memory."""
     file = files[number]
     if file.read_offsets is None:
-        return DelimitedTokens(file, delimiter_first)
-    offsets = file.read_offsets(file)
-    return ArrayTokens(str(file.path), file.map(), offsets, [file.path.name], [file.n_documents])
+        return DelimitedTokens(file, eos, delimiter_first)
+    offsets = file.read_offsets()
+    return ArrayTokens(str(file.path), file.map(), offsets, [file.path.name], [len(offsets) - 1])
 
 
-class DelimitedTokens(Tokens):
-    """Tokens with a delimiter before each document, or after each. A document's number is the position of a token in
-    it, so that the file need not be searched."""
+class DelimitedTokens(ArrayTokens):
+    """Tokens with a delimiter before each document, or after each. The file is not searched to count documents."""
 
-    def __init__(self, file: TokenFile, delimiter_first: bool):
-        self.key, self.n_tokens, self._name = str(file.path), file.n_tokens, file.path.name
-        self._tokens, self._delimiter = file.map(), file.delimiter
-        self._shift = 0 if delimiter_first else 1
-
-    def tokens(self, start: int, stop: int) -> Array:
-        return self._tokens[start:stop].astype(np.int64)
+    def __init__(self, file: TokenFile, delimiter: int, delimiter_first: bool):
+        super().__init__(str(file.path), file.map(), np.empty(0, np.int64), [file.path.name], [])
+        self._delimiter, self._shift = delimiter, int(not delimiter_first)
 
     def starts(self, start: int, stop: int) -> Array:
         first = max(0, start - self._shift)
@@ -263,11 +248,8 @@ class DelimitedTokens(Tokens):
         starts = delimiters + first + self._shift - start
         return np.append(0, starts) if start == 0 and self._shift else starts
 
-    def document_at(self, token: int) -> int:
-        return token
-
-    def describe(self, first: int, last: int) -> str:
-        return f"{self._name}, tokens {first + 1:,}-{last + 1:,}"
+    def locate(self, token: int) -> tuple[str, int]:
+        return f"{self.names[0]}, token", token + 1
 
     def lengths(self) -> Array:
         """Return the tokens of each document that begins in the first 67 million tokens."""

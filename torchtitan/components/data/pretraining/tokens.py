@@ -30,6 +30,8 @@ class Tokens(ABC):
     """Format in the report."""
     is_remote: bool = False
     """True if reading takes long, so that windows should be read ahead."""
+    sources: Sequence[tuple[str, Report]] = ()
+    """Name and counts of each source, if recorded."""
 
     @abstractmethod
     def tokens(self, start: int, stop: int) -> Array:
@@ -40,12 +42,15 @@ class Tokens(ABC):
         """Return the starts of documents in [start, stop), relative to `start`; the end of the data is not a start."""
 
     @abstractmethod
-    def document_at(self, token: int) -> int:
-        """Return the number of the document that contains a token. Numbers ascend from 0, possibly with gaps."""
+    def locate(self, token: int) -> tuple[str, int]:
+        """Return the place of a token's document: `a.jsonl, document`, and its number there, from 1."""
 
-    @abstractmethod
     def describe(self, first: int, last: int) -> str:
-        """Describe a range of documents by their numbers."""
+        """Describe the documents from one token to another."""
+        (place, begin), (last_place, end) = self.locate(first), self.locate(last)
+        if place != last_place:
+            return f"{place} {begin:,} to {last_place} {end:,}"
+        return f"{place} {begin:,}" if begin == end else f"{place}s {begin:,}-{end:,}"
 
     @abstractmethod
     def lengths(self) -> Array:
@@ -60,11 +65,6 @@ class Tokens(ABC):
         name = self.format if n_sampled == self.n_tokens else f"{self.format}, about"
         # The first token of a document is not predicted.
         return Report(name, n_documents, n_documents, self.n_tokens, self.n_tokens - n_nonempty)
-
-    @property
-    def sources(self) -> dict[str, Report]:
-        """Counts of each source by name, if recorded."""
-        return {}
 
 
 class ArrayTokens(Tokens):
@@ -83,11 +83,6 @@ class ArrayTokens(Tokens):
         self._tokens, self._offsets = tokens, offsets
         self._first_documents = [0, *itertools.accumulate(documents_per_part)]
 
-    @property
-    def n_documents(self) -> int:
-        """Number of documents, including empty ones."""
-        return len(self._offsets) - 1
-
     def lengths(self) -> Array:
         return np.diff(self._offsets)
 
@@ -99,20 +94,10 @@ class ArrayTokens(Tokens):
         low, high = np.searchsorted(self._offsets[:-1], (start, min(stop, self.n_tokens)))
         return np.array(self._offsets[low:high]) - start
 
-    def document_at(self, token: int) -> int:
-        return int(np.searchsorted(self._offsets, token, side="right")) - 1
-
-    def describe(self, first: int, last: int) -> str:
-        """Describe a range of documents, numbered from 1 in each part."""
-        if self._locate(first)[0] != self._locate(last)[0]:
-            return f"{self.describe(first, first)} to {self.describe(last, last)}"
-        name, begin = self._locate(first)
-        _, end = self._locate(last)
-        return f"{name}, document {begin}" if begin == end else f"{name}, documents {begin}-{end}"
-
-    def _locate(self, document: int) -> tuple[str, int]:
+    def locate(self, token: int) -> tuple[str, int]:
+        document = int(np.searchsorted(self._offsets, token, side="right")) - 1
         part = bisect.bisect_right(self._first_documents, document) - 1
-        return self.names[part], document - self._first_documents[part] + 1
+        return f"{self.names[part]}, document", document - self._first_documents[part] + 1
 
 
 class JoinedTokens(Tokens):
@@ -121,27 +106,17 @@ class JoinedTokens(Tokens):
     Args:
         key: see `Tokens`.
         first_tokens: position of each stream's first token, ascending, int64 (n,).
-        first_documents: number of each stream's first document, ascending, int64 (n,).
         n_tokens: tokens of all streams.
         open_stream: opens a stream by its index, and can be pickled. Raise `UserError` if it is damaged.
     """
 
-    def __init__(
-        self,
-        key: str,
-        first_tokens: Array,
-        first_documents: Array,
-        n_tokens: int,
-        open_stream: Callable[[int], Tokens],
-    ):
-        self.key, self.n_tokens = key, n_tokens
-        self._first_tokens, self._first_documents = first_tokens, first_documents
-        self._open_stream = open_stream
+    def __init__(self, key: str, first_tokens: Array, n_tokens: int, open_stream: Callable[[int], Tokens]):
+        self._arguments: tuple[Any, ...] = (key, first_tokens, n_tokens, open_stream)
+        self.key, self._first_tokens, self.n_tokens = key, first_tokens, n_tokens
         self._stream = functools.lru_cache(OPEN_STREAMS)(open_stream)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        arguments = (self.key, self._first_tokens, self._first_documents, self.n_tokens, self._open_stream)
-        return JoinedTokens, arguments
+        return type(self), self._arguments
 
     def _spans(self, start: int, stop: int) -> Iterator[tuple[Tokens, int, int, int]]:
         """Yield the streams that overlap a range, with the position of the first token of the stream, and the range
@@ -161,20 +136,9 @@ class JoinedTokens(Tokens):
         spans = self._spans(start, stop)
         return np.concatenate([stream.starts(low, high) + first + low - start for stream, first, low, high in spans])
 
-    def document_at(self, token: int) -> int:
-        index = int(np.searchsorted(self._first_tokens, token, side="right")) - 1
-        within = self._stream(index).document_at(token - int(self._first_tokens[index]))
-        return int(self._first_documents[index]) + within
-
-    def describe(self, first: int, last: int) -> str:
-        (index, begin), (last_index, end) = self._locate(first), self._locate(last)
-        if index == last_index:
-            return self._stream(index).describe(begin, end)
-        return f"{self._stream(index).describe(begin, begin)} to {self._stream(last_index).describe(end, end)}"
-
-    def _locate(self, document: int) -> tuple[int, int]:
-        index = int(np.searchsorted(self._first_documents, document, side="right")) - 1
-        return index, document - int(self._first_documents[index])
+    def locate(self, token: int) -> tuple[str, int]:
+        [(stream, _, place, _)] = self._spans(token, token + 1)
+        return stream.locate(place)
 
     def lengths(self) -> Array:
         """Return the tokens of the documents of at most 16 evenly spaced streams, (n,)."""

@@ -150,7 +150,7 @@ def json_elements(name: str, text: str, path: Path) -> Iterator[Row]:
         elements = json.loads(text)
     except (ValueError, RecursionError) as error:
         line = f":{error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
-        raise UserError(f"{path}{line}: broken JSON, {_describe_error(error)}") from None
+        raise UserError(f"{path}{line}: broken JSON, {_describe_error(error)}; correct the file") from None
     for number, value in enumerate(elements, 1):
         where = f"{name}, element {number}"
         try:

@@ -2,6 +2,7 @@
 
 import errno
 import posixpath
+import re
 import shutil
 import tempfile
 import time
@@ -9,8 +10,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, TypeVar
 
+from torchtitan.components.checkpoint.filesystem import open_store
 from torchtitan.components.data.sources.files import FilePart, file_format, supported_formats
 from torchtitan.components.data.sources.rows import Document, OnRead, Part, Row, first_line
 from torchtitan.tools.errors import UserError
@@ -18,6 +20,9 @@ from torchtitan.tools.logging import logger
 
 ATTEMPTS = 6
 """Attempts to read from a store or to write to it; the waiting time doubles after each, from one second."""
+
+_VERSIONS = ("etag", "md5hash", "contentmd5", "mtime", "lastmodified", "modified", "updated", "created")
+"""Names of checksums and times in stores, in lower case without separators; checksums first."""
 
 _LASTING = (FileNotFoundError, PermissionError)
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -112,34 +117,24 @@ def stored_files(url: str, text_column: str) -> list[StoredPart]:
     is_pattern = any(character in root for character in "*?[")
     find = store.glob if is_pattern else store.find
     found = with_patience(f"listing {url}", lambda: find(root, detail=True))
-    known = [path for path in sorted(found) if file_format(Path(path)) is not None]
-    # fsspec's HTTP store lists files without sizes.
-    unsized = [path for path in known if found[path].get("size") is None]
-    details = found | {path: with_patience(f"reading {path}", partial(store.info, path)) for path in unsized}
-    files = {path: details[path] for path in known if details[path]["type"] == "file"}
-    if not files:
-        raise UserError(f"{url}: there is no data file ({supported_formats()})")
-
-    def part(path: str) -> StoredPart:
-        name = path if is_pattern else path.removeprefix(root).lstrip("/") or posixpath.basename(path)
-        entry = files[path]
+    parts = []
+    for path in sorted(path for path in found if file_format(Path(path)) is not None):
+        entry = found[path]
+        if entry.get("size") is None:  # fsspec's HTTP store lists files so
+            entry = with_patience(f"reading {path}", partial(store.info, path))
+        if entry["type"] != "file":
+            continue
         if entry.get("size") is None:
             raise UserError(f"{store.unstrip_protocol(path)}: the server does not state the size; download the file")
-        version = next((str(entry[key]) for key in ("ETag", "md5Hash", "mtime", "created") if key in entry), "")
-        return StoredPart(name, store.unstrip_protocol(path), text_column, entry["size"], version)
-
-    return [part(path) for path in files]
-
-
-def open_store(url: str) -> tuple[Any, str]:
-    """Return fsspec's file system and the path in it. Raise `UserError` if no installed library opens the URL."""
-    from fsspec.core import url_to_fs
-
-    try:
-        store, path = url_to_fs(url)
-        return store, path
-    except (ImportError, ValueError) as error:
-        raise UserError(f"{url} cannot be opened with the installed libraries: {first_line(error)}") from error
+        name = path if is_pattern else path.removeprefix(root).lstrip("/") or posixpath.basename(path)
+        names = {re.sub("[-_]", "", key.lower()): key for key in entry}
+        version = next((str(entry[names[name]]) for name in _VERSIONS if name in names), "")
+        parts.append(StoredPart(name, store.unstrip_protocol(path), text_column, entry["size"], version))
+    if not parts:
+        raise UserError(f"{url}: there is no data file ({supported_formats()})")
+    if not all(part.version for part in parts):
+        logger.warning(f"{url}: the store states neither checksums nor times; only another size counts as a change")
+    return parts
 
 
 def with_patience(what: str, operation: Callable[[], T]) -> T:

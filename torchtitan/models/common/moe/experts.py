@@ -4,13 +4,14 @@ N tokens, K experts for each, E experts in all, H their width. A pair is a token
 are computed in the order of experts. No pair is dropped, and no memory is set aside for more.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from torchtitan.models.common.feed_forward import gelu_tanh
 from torchtitan.protocols.experts import StackedExperts
 from torchtitan.protocols.initializer import Constant, TruncatedNormal, with_initializers
 from torchtitan.tools.device import multiplies
@@ -21,38 +22,31 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """Return the activation of gpt-oss: both inputs are limited to 7, the gate only from above."""
-    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
-    return gate * torch.sigmoid(1.702 * gate) * (up + 1)
-
-
 class Pairs(NamedTuple):
-    """Pairs in the order of experts."""
+    """Token, expert and weight of each pair in the order of experts, and the places of a token's pairs in it."""
 
     token_R: Tensor
-    """Token of each pair."""
     expert_R: Tensor
-    """Expert of each pair, rising."""
+    weight_R: Tensor
     place_NK: Tensor
-    """Place of a token's pairs in this order."""
-    slot_R: Tensor
-    """Place of each pair in the order of tokens."""
 
     @classmethod
-    def of(cls, chosen_NK: Tensor) -> "Pairs":
-        expert_R, slot_R = chosen_NK.flatten().sort(stable=True)
-        return cls(slot_R // chosen_NK.shape[1], expert_R, slot_R.argsort().view_as(chosen_NK), slot_R)
+    def of(cls, weights_NK: Tensor, chosen_NK: Tensor) -> "Pairs":
+        expert_R, slot_R = chosen_NK.flatten().int().sort(stable=True)  # faster than int64
+        places_R = torch.arange(len(slot_R), device=slot_R.device)
+        place_NK = torch.empty_like(slot_R).scatter_(0, slot_R, places_R).view_as(chosen_NK)
+        return cls(slot_R // chosen_NK.shape[1], expert_R, weights_NK.flatten().gather(0, slot_R), place_NK)
 
     def ends_E(self, n_experts: int) -> Tensor:
         """Return the end of each expert's pairs, int32. A search, since counting would wait for a GPU."""
-        experts_E = torch.arange(n_experts, device=self.expert_R.device)
+        experts_E = torch.arange(n_experts, dtype=torch.int32, device=self.expert_R.device)
         return torch.searchsorted(self.expert_R, experts_E, right=True, out_int32=True)
 
-    def of_experts(self, n_experts: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-        """Yield the rows of each expert in tensors with a row for each pair; waits for the sizes."""
+    def of_experts(self, n_experts: int, *rows: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        """Yield tokens, weights (…, 1) and `rows` of the pairs of each expert; waits for their numbers."""
         sizes = self.expert_R.bincount(minlength=n_experts).tolist()
-        return zip(*(tensor.split(sizes) for tensor in tensors), strict=True)
+        weight_R1 = self.weight_R[:, None].to(rows[0].dtype)
+        return zip(*(each.split(sizes) for each in (self.token_R, weight_R1, *rows)), strict=True)
 
     def rows_of(self, x_ND: Tensor) -> Tensor:
         """Return the rows (R, D) of the pairs' tokens."""
@@ -84,50 +78,38 @@ def _take(rows: Tensor, places: Tensor) -> Tensor:
 
 class RoutedExperts(StackedExperts):
     """Gated networks `w2(activation(gate x, up x))` with stacked weights: `w13` (E, 2, H, dim), the gate and up of each
-    expert, and `w2` (E, dim, H). With `bias`: `bias13` (E, 2, H), `bias2` (E, dim). `top_k`: experts of a token."""
+    expert, and `w2` (E, dim, H). If they have biases: `bias13` (E, 2, H), `bias2` (E, dim). `top_k`: of a token."""
 
     matrices = ("w13", "w2")
     hidden_dims = {"w13": 2, "w2": 2, "bias13": 2}
+    activation, has_bias = staticmethod(swiglu), False
 
-    def __init__(
-        self,
-        *,
-        n_experts: int,
-        top_k: int,
-        dim: int,
-        hidden_dim: int,
-        activation: Callable[[Tensor, Tensor], Tensor] = swiglu,
-        bias: bool = False,
-        init_std: float,
-        out_init_std: float,
-    ):
+    def __init__(self, *, n_experts: int, top_k: int, dim: int, hidden_dim: int, init_std: float, out_init_std: float):
         super().__init__()
-        self.activation = activation
         self.n_experts = n_experts
         self.active_fraction = top_k / n_experts
         """Part of the weights that multiplies a token, for the count of operations (`count_elements`)."""
         self.w13 = nn.Parameter(torch.empty(n_experts, 2, hidden_dim, dim))
         self.w2 = nn.Parameter(torch.empty(n_experts, dim, hidden_dim))
-        self.bias13 = nn.Parameter(torch.empty(n_experts, 2, hidden_dim)) if bias else None
-        self.bias2 = nn.Parameter(torch.empty(n_experts, dim)) if bias else None
+        self.bias13 = nn.Parameter(torch.empty(n_experts, 2, hidden_dim)) if self.has_bias else None
+        self.bias2 = nn.Parameter(torch.empty(n_experts, dim)) if self.has_bias else None
         weights = {"w13": TruncatedNormal(init_std), "w2": TruncatedNormal(out_init_std)}
         with_initializers(self, **weights, bias13=Constant(0.0), bias2=Constant(0.0))
 
     def forward(self, x_ND: Tensor, weights_NK: Tensor, chosen_NK: Tensor) -> Tensor:
         if self.exchange is None:
             return self._compute(x_ND, weights_NK, chosen_NK)
-        pairs = Pairs.of(chosen_NK)
-        weight_R, ends_E = weights_NK.flatten().gather(0, pairs.slot_R), pairs.ends_E(self.n_experts)
+        pairs = Pairs.of(weights_NK, chosen_NK)
+        ends_E = pairs.ends_E(self.n_experts)
         counts_E = ends_E.diff(prepend=ends_E.new_zeros(1))
-        return pairs.sums_of(self.exchange(pairs.rows_of(x_ND), weight_R, counts_E, self._compute))
+        return pairs.sums_of(self.exchange(pairs.rows_of(x_ND), pairs.weight_R, counts_E, self._compute))
 
     def _compute(self, x_ND: Tensor, weights_NK: Tensor, chosen_NK: Tensor) -> Tensor:
         """Compute with the experts of this rank, which `chosen_NK` numbers from 0."""
-        pairs = Pairs.of(chosen_NK)
-        weight_R = weights_NK.flatten().gather(0, pairs.slot_R)
+        pairs = Pairs.of(weights_NK, chosen_NK)
         on_cpu = (self.device_type or x_ND.device.type) == "cpu"
         if on_cpu and self.activation is swiglu and self.bias2 is None:
-            return _OneByOne.apply(x_ND, weight_R, self.w13.flatten(1, 2), self.w2, *pairs)
+            return _OneByOne.apply(x_ND, self.w13.flatten(1, 2), self.w2, *pairs)
         # All experts in one product each, without reading a size from the device.
         ends_E = pairs.ends_E(len(self.w13))
         both_RH = self.product(pairs.rows_of(x_ND), "w13", ends_E)
@@ -135,10 +117,27 @@ class RoutedExperts(StackedExperts):
             both_RH = both_RH + self.bias13.flatten(1)[pairs.expert_R]
         hidden_RH = self.activation(*both_RH.chunk(2, dim=1))
         # The weight multiplies the narrower side of w2.
-        out_RD = self.product((hidden_RH * weight_R[:, None]).to(x_ND.dtype), "w2", ends_E)
+        out_RD = self.product((hidden_RH * pairs.weight_R[:, None]).to(x_ND.dtype), "w2", ends_E)
         if self.bias2 is not None:
-            out_RD = out_RD + (self.bias2[pairs.expert_R] * weight_R[:, None]).to(x_ND.dtype)
+            out_RD = out_RD + (self.bias2[pairs.expert_R] * pairs.weight_R[:, None]).to(x_ND.dtype)
         return pairs.sums_of(out_RD)
+
+
+class ClampedExperts(RoutedExperts):
+    """Experts with biases; the inputs of their activation are limited to 7, the gate only from above (gpt-oss)."""
+
+    has_bias = True
+
+    @staticmethod
+    def activation(gate: Tensor, up: Tensor) -> Tensor:
+        gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+        return gate * torch.sigmoid(1.702 * gate) * (up + 1)
+
+
+class GeGLUExperts(RoutedExperts):
+    """Experts with GeGLU (Gemma 4)."""
+
+    activation = staticmethod(lambda gate, up: gelu_tanh(gate) * up)
 
 
 class InputScaledExperts(RoutedExperts):
@@ -155,33 +154,30 @@ class _OneByOne(torch.autograd.Function):
     the first product to the last."""
 
     @staticmethod
-    def forward(ctx: Any, x_ND: Tensor, weight_R: Tensor, w13: Tensor, w2: Tensor, *order: Tensor) -> Tensor:
-        pairs, both_RH = Pairs(*order), x_ND.new_empty(len(weight_R), w13.shape[1])
-        out_RD = x_ND.new_empty(len(weight_R), x_ND.shape[1])
-        rows = pairs.of_experts(len(w13), pairs.token_R, weight_R[:, None].to(x_ND.dtype), both_RH, out_RD)
-        for e, (tokens, weight, both, out) in enumerate(rows):
+    def forward(ctx: Any, x_ND: Tensor, w13: Tensor, w2: Tensor, *parts: Tensor) -> Tensor:
+        pairs = Pairs(*parts)
+        both_RH, out_RD = (x_ND.new_empty(len(pairs.token_R), size) for size in (w13.shape[1], x_ND.shape[1]))
+        for e, (tokens, weight, both, out) in enumerate(pairs.of_experts(len(w13), both_RH, out_RD)):
             _product(x_ND.index_select(0, tokens), w13[e].T, both)
             _product(swiglu(*both.chunk(2, dim=1)) * weight, w2[e].T, out)
-        ctx.save_for_backward(x_ND, weight_R, w13, w2, both_RH, *order)
+        ctx.save_for_backward(x_ND, w13, w2, both_RH, *parts)
         return _take(out_RD, pairs.place_NK)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        x_ND, weight_R, w13, w2, both_RH, *order = ctx.saved_tensors
-        pairs, (grad_ND,) = Pairs(*order), grad_outputs
-        is_trained = zip((w13, w2), ctx.needs_input_grad[2:4], strict=True)
+        x_ND, w13, w2, both_RH, *parts = ctx.saved_tensors
+        pairs, (grad_ND,) = Pairs(*parts), grad_outputs
+        is_trained = zip((w13, w2), ctx.needs_input_grad[1:3], strict=True)
         grad_w13, grad_w2 = (torch.empty_like(weight) if trained else None for weight, trained in is_trained)
-        grad_weight_R, grad_x_RD = torch.empty_like(weight_R), x_ND.new_empty(len(weight_R), x_ND.shape[1])
-        rows = pairs.of_experts(
-            len(w13), pairs.token_R, weight_R[:, None].to(x_ND.dtype), both_RH, grad_weight_R, grad_x_RD
-        )
+        grad_weight_R, grad_x_RD = torch.empty_like(pairs.weight_R), grad_ND.new_empty(len(both_RH), x_ND.shape[1])
+        rows = pairs.of_experts(len(w13), both_RH, grad_weight_R, grad_x_RD)
         for e, (tokens, weight, both, grad_weight, grad_x) in enumerate(rows):
             x, grad = (rows.index_select(0, tokens) for rows in (x_ND, grad_ND))
             gate, up = both.chunk(2, dim=1)
             _product(grad, w2[e], grad_hidden := grad.new_empty(gate.shape))
             gated = F.silu(gate)
             hidden = gated * up
-            torch.sum(grad_hidden * hidden, dim=1, dtype=weight_R.dtype, out=grad_weight)
+            torch.sum(grad_hidden * hidden, dim=1, dtype=grad_weight.dtype, out=grad_weight)
             grad_hidden *= weight
             # Not by autograd, whose cost would arise for each expert.
             grad_gate = torch.ops.aten.silu_backward(grad_hidden * up, gate)
@@ -191,7 +187,7 @@ class _OneByOne(torch.autograd.Function):
                 _product(grad_both.T, x, grad_w13[e])
             if grad_w2 is not None:
                 _product(grad.T, hidden * weight, grad_w2[e])
-        return _take(grad_x_RD, pairs.place_NK), grad_weight_R, grad_w13, grad_w2, *[None] * len(order)
+        return _take(grad_x_RD, pairs.place_NK), grad_w13, grad_w2, None, None, grad_weight_R, None
 
 
 def _product(a: Tensor, b: Tensor, out: Tensor) -> None:

@@ -129,11 +129,9 @@ class ScaledRouter(Router):
 
 def _imbalance(probabilities_BLE: Tensor, counts: Tensor) -> Tensor:
     """Return the sum over tokens of `E sum_i f_i P_i`, with f_i the share of expert i in `counts` and P_i its
-    probability; the mean is 1 if all experts are equally busy. Shares have no gradient.
-
-    `counts` has the tokens of each expert: (E,) in the global batch (Switch, arXiv:2101.03961, equation 4;
-    arXiv:2501.11873), or (B, 1, E) in each row, in which packed documents count together (DeepSeek-V3,
-    arXiv:2412.19437, equations 17 to 20)."""
+    probability; the mean is 1 if all experts are equally busy. Shares have no gradient. `counts` are tokens: (E,) of
+    the global batch (Switch, arXiv:2101.03961, equation 4; arXiv:2501.11873), or (B, 1, E) of each row, in which packed
+    documents count together (DeepSeek-V3, arXiv:2412.19437, equations 17 to 20)."""
     shares = counts / counts.sum(dim=-1, keepdim=True).clamp(min=1)
     return counts.shape[-1] * (probabilities_BLE * shares).sum()
 

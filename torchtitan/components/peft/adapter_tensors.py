@@ -1,0 +1,255 @@
+"""The tensors that PEFT's files have for the adapted layers of a model.
+
+A PEFT adapter belongs to the Hugging Face model, so names and row order follow the family's table of its class
+(`ExternalFormat.class_adapter`). With W = W₀ + s·B·A, a permutation of the rows of W permutes the rows of B and the
+magnitudes, but not A. An embedding's rows are its tokens, which are the columns of its A.
+
+If that model fuses several of our layers, PEFT has one adapter for them. Our adapters are written as one of their
+summed rank: their A are stacked, and their B are the blocks of a block-diagonal B. In an adapter that PEFT made, all
+parts share A, and each has its rows of B.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from torchtitan.components.peft.experts import AdaptedExperts
+from torchtitan.components.peft.lora import AdaptedLayer
+from torchtitan.components.weights.export import format_for
+from torchtitan.protocols import ModelSpec
+from torchtitan.protocols.sharding import features_of
+from torchtitan.protocols.state_dict_adapter import (
+    Concatenated,
+    Permuted,
+    StateDictAdapter,
+    TensorConversion,
+    Transform,
+    model_tensor_specs,
+)
+from torchtitan.protocols.tensor_source import TensorSpec, summarize_names
+from torchtitan.tools.errors import UserError
+
+_PREFIX = "base_model.model."
+"""Prefix of all names in the weights file."""
+
+_BASE = "base_layer.weight"
+"""Base weight of an adapted layer, which PEFT also saves if the head or the embedding is adapted."""
+
+_LINEAR = {
+    "weight": _BASE,
+    "lora_A": "lora_A.weight",
+    "lora_B": "lora_B.weight",
+    "magnitude": "lora_magnitude_vector",
+}
+_EMBEDDING = {"weight": _BASE, "lora_A": "lora_embedding_A", "lora_B": "lora_embedding_B"}
+"""Parameter of an adapted layer → its name in PEFT."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Tensor of an adapted layer in PEFT's files."""
+
+    module: str
+    """Name of the layer in Hugging Face's model."""
+    key: str
+    """Name of the tensor in the file."""
+    shape: torch.Size
+    """Shape of our tensor."""
+    transform: Transform
+    """Conversion between the layer's weights."""
+    rows: int | None
+    """Dimension that corresponds to the rows of the layer's weight, if any."""
+
+    @property
+    def is_base(self) -> bool:
+        """True for the layer's base weight."""
+        return self.key.endswith(_BASE)
+
+    @property
+    def file_shape(self) -> torch.Size:
+        """Shape of the file's tensor."""
+        return self.to_external([torch.empty(self.shape, device="meta")]).shape
+
+    def to_external(self, tensors: list[Tensor]) -> Tensor:
+        """Return the file's tensor, in Hugging Face's row order, from ours."""
+        (tensor,) = tensors
+        if self.rows is None:
+            return tensor
+        (reordered,) = self.transform.to_external([tensor.movedim(self.rows, 0)])
+        return reordered.movedim(0, self.rows)
+
+    def to_internal(self, tensor: Tensor) -> Tensor:
+        """Return a tensor of the file in our row order."""
+        if self.rows is None:
+            return tensor
+        rows_first = tensor.movedim(self.rows, 0)
+        (reordered,) = self.transform.to_internal([rows_first], [rows_first.shape])
+        return reordered.movedim(0, self.rows)
+
+
+@dataclass(frozen=True)
+class FusedEntry(Entry):
+    """Tensor of one of the layers, its parts, that Hugging Face's model fuses."""
+
+    part: int
+    """Number of the layer."""
+    widths: tuple[int, ...]
+    """Rows of all parts' weights."""
+    is_shared: bool = False
+    """True if all parts have the same A."""
+
+    @property
+    def file_shape(self) -> torch.Size:
+        n_ranks = 1 if self.is_shared else len(self.widths)
+        if self.rows is None:
+            return torch.Size((n_ranks * self.shape[0], self.shape[1]))
+        return torch.Size((sum(self.widths), *(n_ranks * rank for rank in self.shape[1:])))
+
+    def to_external(self, tensors: list[Tensor]) -> Tensor:
+        is_lora_b = self.rows is not None and tensors[0].ndim == 2
+        return torch.block_diag(*tensors) if is_lora_b else torch.cat(tensors)
+
+    def to_internal(self, tensor: Tensor) -> Tensor:
+        """Return this part. Raise `UserError` if a part's rows of B depend on another part's A."""
+        n_parts = len(self.widths)
+        if self.rows is None:
+            return tensor if self.is_shared else tensor.chunk(n_parts)[self.part]
+        rows = tensor.split(self.widths)[self.part]
+        if self.is_shared or rows.ndim == 1:
+            return rows
+        blocks = list(rows.chunk(n_parts, dim=1))
+        own = blocks.pop(self.part)
+        if any(block.any() for block in blocks):
+            raise UserError(
+                f"{self.module} is {n_parts} layers here, and its adapter is not one of each: {self.key} is not "
+                "block-diagonal"
+            )
+        return own
+
+
+@dataclass(frozen=True)
+class ExpertsEntry(Entry):
+    """Tensor of experts' adapters, which PEFT has in one matrix for all experts. `module` is a parameter's name."""
+
+    def to_external(self, tensors: list[Tensor]) -> Tensor:
+        if self.rows is None:
+            return tensors[0].flatten(0, 1)
+        (lora_B,) = self.transform.to_external(tensors)
+        return self._ranks_last(lora_B).permute(1, 2, 0).flatten(1)
+
+    def to_internal(self, tensor: Tensor) -> Tensor:
+        if self.rows is None:
+            return tensor.view(self.shape)
+        lora_B = tensor.unflatten(1, (-1, self.shape[0])).permute(2, 0, 1)
+        return self.transform.to_internal([self._ranks_last(lora_B)], [self.shape])[0]
+
+    def _ranks_last(self, lora_B: Tensor) -> Tensor:
+        """Exchange the last dimensions of B (E, out, rank), in the file's layout, if weights there are transposed."""
+        is_transposed = isinstance(self.transform, Permuted) and self.transform.order[-1] != len(self.shape) - 1
+        return lora_B.mT if is_transposed else lora_B
+
+
+def make_entries(model: nn.Module, spec: ModelSpec) -> dict[str, Entry]:
+    """Return the entry of each adapter tensor and base weight, with the parts of a fused layer in order. Errors are as
+    in `write_adapter`."""
+    plain = model_tensor_specs(spec.model)
+    modules = [(name, module) for name, module in model.named_modules() if isinstance(module, AdaptedLayer)]
+    layers = {f"{name}.{own}": module for name, module in modules for own in getattr(module, "matrices", ["weight"])}
+    entries: dict[str, Entry] = {}
+    unsupported: list[str] = []
+    for step in _class_adapter(spec).steps:
+        adapted = [name for name in step.internal if name in layers]
+        if adapted and isinstance(experts := layers[adapted[0]], AdaptedExperts):
+            entries |= _expert_entries(adapted[0], experts, step, spec.name)
+        elif adapted and step.transform.rows_only:
+            (name,) = adapted
+            entries |= _make_layer_entries(name.removesuffix(".weight"), layers[name], step, plain[name].shape)
+        elif len(adapted) == len(step.internal) and step.transform == Concatenated(0):
+            entries |= _make_fused_entries({name: layers[name] for name in adapted}, step, plain)
+        elif adapted:
+            unsupported.append(f"{', '.join(adapted)} ({', '.join(step.external)})")
+    if unsupported:
+        raise UserError(
+            "PEFT files do not support adapters of weights that the Hugging Face format splits, or fuses with weights "
+            f"that have no adapter: {summarize_names(unsupported)}"
+        )
+    return entries
+
+
+def _class_adapter(spec: ModelSpec) -> StateDictAdapter:
+    format = format_for(spec, "hf")
+    # Transformers 5 has the experts of a layer in one tensor.
+    return format.other_adapter(spec.model) or (format.class_adapter or format.adapter)(spec.model)
+
+
+def _expert_entries(weight: str, experts: AdaptedExperts, step: TensorConversion, family: str) -> dict[str, Entry]:
+    (parameter,), matrix = step.external, weight.rpartition(".")[2]
+    if family == "llama4" or f"{matrix}_magnitude" in experts.adapter:
+        raise UserError(f"PEFT files do not support adapters of Llama 4's experts, or DoRA of experts: {weight}")
+    # PEFT wraps experts once for each adapted parameter, beginning with the first.
+    outer = list(experts.matrices)[::-1].index(matrix)
+    wrapper = parameter.rpartition(".")[0] + ".base_layer" * outer
+    entries: dict[str, Entry] = {}
+    for part, rows in (("A", None), ("B", 1)):
+        key, shape = f"{_PREFIX}{wrapper}.lora_{part}.weight", experts.get_parameter(f"{matrix}_{part}").shape
+        entries[f"{weight}_{part}"] = ExpertsEntry(parameter, key, shape, step.transform, rows)
+    return entries
+
+
+def _make_fused_entries(
+    layers: Mapping[str, AdaptedLayer], step: TensorConversion, plain: Mapping[str, TensorSpec]
+) -> dict[str, Entry]:
+    widths = tuple(plain[name].shape[0] for name in layers)
+    return {
+        name: FusedEntry(**vars(entry), part=part, widths=widths)
+        for part, (weight, layer) in enumerate(layers.items())
+        for name, entry in _make_layer_entries(weight.removesuffix(".weight"), layer, step, plain[weight].shape).items()
+        if not entry.is_base  # PEFT saves base weights only of heads and embeddings
+    }
+
+
+def _make_layer_entries(
+    name: str, layer: AdaptedLayer, step: TensorConversion, plain_shape: torch.Size
+) -> dict[str, Entry]:
+    features = features_of(layer)
+    keys = _EMBEDDING if isinstance(layer, nn.Embedding) else _LINEAR
+    shapes = {parameter: layer.get_parameter(parameter).shape for parameter in layer.adapter}
+    (row_features, _), module = features["weight"], step.external[0].removesuffix(".weight")
+    entries: dict[str, Entry] = {}
+    for parameter, shape in {**shapes, "weight": plain_shape}.items():  # a 4-bit layer has no parameter `weight`
+        rows = features[parameter].index(row_features) if row_features in features[parameter] else None
+        key = f"{_PREFIX}{module}.{keys[parameter]}"
+        entries[f"{name}.{parameter}"] = Entry(module, key, shape, step.transform, rows)
+    return entries
+
+
+def map_to_internal(spec: ModelSpec) -> dict[str, str]:
+    """Return Hugging Face's layer name → our name (or multiple names for a fused layer)."""
+    steps = _class_adapter(spec).steps
+    return {
+        external.removesuffix(".weight"): " and ".join(internal.removesuffix(".weight") for internal in step.internal)
+        for step in steps
+        for external in step.external
+    }
+
+
+def module_of(key: str) -> str:
+    """Return the layer of a tensor in an adapter's file, or the recognizable part of its name."""
+    suffixes = "|".join(re.escape(suffix) for suffix in {*_LINEAR.values(), *_EMBEDDING.values()})
+    return re.sub(rf"\.({suffixes})$", "", key.removeprefix(_PREFIX))
+
+
+def find_target_modules(adapted: set[str], spec: ModelSpec) -> list[str]:
+    """Return PEFT's `target_modules`. The last part of a name matches all layers with this suffix; if only some of them
+    are adapted, return their full names."""
+    weights = _class_adapter(spec).external_names
+    last_parts: dict[str, set[str]] = {}
+    for module in (name.removesuffix(".weight") for name in weights):
+        last_parts.setdefault(module.rpartition(".")[2], set()).add(module)
+    targets: set[str] = set()
+    for part, modules in last_parts.items():
+        targets |= {part} if modules <= adapted else modules & adapted
+    return sorted(targets)
