@@ -30,8 +30,8 @@ def onednn_products(model: nn.Module) -> Iterator[None]:
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return `F.linear(x, weight, bias)`, for which gradients are not needed.
 
-    oneDNN is faster than MKL, PyTorch's BLAS, on the processor of docs/performance.md, and most of all for many rows. It
-    takes plain tensors only: no DTensors or quantized weights.
+    oneDNN is faster than MKL, PyTorch's BLAS, on the processor of docs/performance.md, and most of all for many rows.
+    It takes plain tensors only: no DTensors or quantized weights.
     """
     is_plain = type(x) is Tensor and type(weight) in _PLAIN and x.dtype == weight.dtype == torch.float32
     if _linear is None or not is_plain or not x.is_cpu:
