@@ -4,8 +4,8 @@
 
 One process prepares and reads 40 MB of made-up text here, and looks for duplicates among random hashes. The simulation
 then gives parts of 64 MB to 64 processes per host at this rate; a part takes 0.8 to 1.2 times the mean, and a lost host
-loses the parts that it is writing and returns after an hour. One process of one host looks for duplicates. Shared disks
-and networks are assumed to keep up; the table says what they must transfer.
+loses the parts that it is writing and returns after an hour. 64 processes of one host look for duplicates and copy the
+rest. Shared disks and networks are assumed to keep up; the table says what they must transfer.
 """
 
 import argparse
@@ -22,9 +22,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from torchtitan.cli.main import main as torchtitan
+from torchtitan.components.checkpoint.filesystem import LocalFolder
+from torchtitan.components.data.disk_cache import record_blocks
+from torchtitan.components.data.prepare.encoding import HASH_BYTES, ITEM, DocumentEncoding
 from torchtitan.components.data.prepare.merge import INDEX_ROWS, ITEMS_PER_PASS, find_duplicates
 from torchtitan.config.manager import ConfigManager
 from torchtitan.foresight import predict
+from torchtitan.tools import durable
 
 SOURCE_BYTES = 40e6
 PART_BYTES = 64e6
@@ -32,8 +36,7 @@ PROCESSES_PER_HOST = 64
 SECONDS_PER_LOSS = 6_300 * 3600
 """Mean time between losses of a host: 419 in 54 days on 2,048 hosts of 8 GPUs (arXiv:2407.21783, section 3.3.4)."""
 SECONDS_AWAY = 3600
-HASH_BYTES = 16
-_BATCHES, _HASHES = 200, 1 << 22
+_BATCHES, _COPIES, _HASHES, _SEARCHES = 200, 10, 1 << 22, 2000
 
 
 class Rates(NamedTuple):
@@ -43,10 +46,12 @@ class Rates(NamedTuple):
     tokens_per_document: float
     prepared_bytes: float
     """Per second, of the source."""
-    scanned_hashes: float
-    """Per second, of a pass that compares few of them."""
+    copied_tokens: float
+    """Per second, by the merge."""
+    searched_parts: float
+    """Per second, for the hashes of one pass."""
     compared_hashes: float
-    """Per second, of a pass that compares all."""
+    """Per second."""
     read_tokens: float
     """Per second."""
 
@@ -83,13 +88,25 @@ def measure(folder: Path) -> Rates:
     tokenizer = config.tokenizer.build(path=config.hf_assets_path)
     loader = config.dataloader.build(tokenizer=tokenizer, seq_len=2048, local_batch_size=4, epochs=None, seed=0)
     next(loader)
-    hashes = [np.random.default_rng(0).integers(0, 2**63, (_HASHES, 2)).astype(np.uint64)]
+    [cache] = (folder / source.stem / "train").iterdir()
+
+    def copy() -> None:
+        for number in range(_COPIES):
+            target = folder / f"copy{number}"
+            DocumentEncoding(tokenizer).select([(LocalFolder(cache), np.ones(train["items"], bool))], target)
+            record_blocks(target)
+            durable.sync_tree(target)
+
+    items = np.zeros(_HASHES, ITEM)
+    items["hash"] = np.frombuffer(np.random.default_rng(0).bytes(_HASHES * HASH_BYTES), f"S{HASH_BYTES}")
+    part = np.sort(items[: round(train["items"] * PART_BYTES / source.stat().st_size)])
     return Rates(
         bytes_per_token=source.stat().st_size / train["tokens"],
         tokens_per_document=train["tokens"] / train["items"],
         prepared_bytes=source.stat().st_size / prepared,
-        scanned_hashes=_HASHES / seconds(find_duplicates, hashes, 0, 1 << 12),
-        compared_hashes=_HASHES / seconds(find_duplicates, hashes),
+        copied_tokens=_COPIES * train["tokens"] / seconds(copy),
+        searched_parts=_SEARCHES / seconds(find_duplicates, [part] * _SEARCHES, 0, 1 << 12),
+        compared_hashes=_HASHES / seconds(find_duplicates, [items]),
         read_tokens=_BATCHES * 4 * 2048 / seconds(lambda: list(itertools.islice(loader, _BATCHES))),
     )
 
@@ -124,7 +141,8 @@ def rows(rates: Rates, tokens: float, hosts: int) -> list[tuple[str, str]]:
     n_passes = 1 + n_documents // ITEMS_PER_PASS
     result = [
         ("measured: text prepared by one process", f"{rates.prepared_bytes / 1e6:.1f} MB/s"),
-        ("measured: hashes scanned, compared", f"{rates.scanned_hashes:,.0f}/s, {rates.compared_hashes:,.0f}/s"),
+        ("measured: tokens copied by one process", f"{rates.copied_tokens / 1e6:.1f} million/s"),
+        ("measured: hashes compared, parts searched", f"{rates.compared_hashes:,.0f}/s, {rates.searched_parts:,.0f}/s"),
         ("measured: tokens read by one process", f"{rates.read_tokens / 1e6:.1f} million/s"),
         ("text, parts of 64 MB", f"{tokens * rates.bytes_per_token / 1e12:,.0f} TB, {n_parts:,}"),
     ]
@@ -134,15 +152,16 @@ def rows(rates: Rates, tokens: float, hosts: int) -> list[tuple[str, str]]:
         result.append(
             (f"prepare, {count:,} host{'s' * (count > 1)}", f"{in_words(taken)}, {transfer:,.1f} GB/s from the source")
         )
-    merging = n_documents / rates.compared_hashes + n_passes * n_documents / rates.scanned_hashes
-    hash_bytes = n_passes * n_documents * HASH_BYTES
+    comparing = n_documents / rates.compared_hashes + n_passes * n_parts / rates.searched_parts
+    comparing, copying = comparing / PROCESSES_PER_HOST, tokens / rates.copied_tokens / PROCESSES_PER_HOST
     config = ConfigManager().parse_args(["--module", "llama3", "--config", "llama3_8b"]).config
     speed = predict(config, 8 * hosts, "h100").tokens_per_second * 8
     return result + [
         (
-            f"find duplicates, one process, {n_passes:,.0f} passes",
-            f"{in_words(merging)}, {hash_bytes / merging / 1e9:.1f} GB/s of hashes",
+            f"merge, 1 host: find duplicates, {n_passes:,.0f} passes",
+            f"{in_words(comparing)}, {n_documents * ITEM.itemsize / 1e12:.1f} TB on its disk",
         ),
+        ("merge, 1 host: copy", f"{in_words(copying)}, {tokens * 4 / copying / 1e9:.1f} GB/s read and written"),
         ("predicted: `llama3_8b` on 8 H100 per host", f"{speed:,.0f} tokens/s per host"),
         (f"train on all tokens with {hosts:,} hosts", f"{tokens / speed / hosts / 86400:,.1f} days"),
         ("read, 4 bytes per token", f"{speed * 4e-6:.2f} MB/s per host, {speed * hosts * 4e-6:,.0f} MB/s in all"),

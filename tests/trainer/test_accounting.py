@@ -12,7 +12,7 @@ from tests.training import killed_in, launch, run, tiny_config, train
 from torchtitan.components.goodput import describe_goodput, goodput
 from torchtitan.components.run_events import read_events
 from torchtitan.trainer import Trainer
-from torchtitan.trainer.accounting import OWN_PHASES, largest_excess
+from torchtitan.trainer.accounting import OWN_PHASES, Accounting, largest_excess
 
 SAVED = {"checkpoint__enable": True, "checkpoint__interval": 2}
 
@@ -53,7 +53,24 @@ def test_skipped_step_is_an_event(tmp_path):
     assert skipped["step"] == 2 and "loss nan" in skipped["reason"]
 
 
-def test_median_of_the_other_ranks_is_exceeded():
+def test_full_disk_does_not_end_the_run(tmp_path, log, monkeypatch):
+    def full(line):
+        raise OSError(28, "No space left on device")
+
+    class FullAfterOneStep(Trainer):
+        def complete_step(self, outcome):
+            super().complete_step(outcome)
+            for callback in self.callbacks:
+                if isinstance(callback, Accounting) and callback.file:
+                    monkeypatch.setattr(callback.file, "append", full)
+
+    trainer = run(tiny_config(tmp_path), FullAfterOneStep)
+    assert trainer.step == 4 and [event["event"] for event in read_events(tmp_path)[0]] == ["start", "progress"]
+    warnings = [record.message for record in log.records if record.levelname == "WARNING"]
+    assert warnings == ["events.jsonl cannot be written: [Errno 28] No space left on device; training continues"]
+
+
+def test_median_of_the_ranks_is_exceeded():
     seconds = np.array([[1.0, 5.0], [1.1, 5.0], [3.0, 5.1], [1.2, 4.0]])
     excess, rank, phase = largest_excess(seconds)
     assert (rank, phase) == (2, 0) and excess == pytest.approx(1.9)

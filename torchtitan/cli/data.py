@@ -235,14 +235,19 @@ def _show(options: argparse.Namespace, resolved: "ResolvedConfig") -> None:
 
 def _ledger_line(path: Path, step: int) -> dict[str, Any]:
     """Return a step's ledger entry. Raise `UserError` if there is none."""
-    from torchtitan.components.run_events import read_json_lines
+    from torchtitan.components.run_events import json_lines
 
-    lines, damaged = read_json_lines(path, _is_ledger_entry)
-    for line in lines:
-        if line["step"] == step:
+    steps: list[int] = []
+    damaged = 0
+    for number, line in enumerate(json_lines(path, _is_ledger_entry), start=1):
+        if line is None:
+            damaged = damaged or number
+        elif line["step"] == step:
             return line
-    known = f"has the steps {lines[0]['step']} to {lines[-1]['step']}" if lines else "has no steps"
-    unread = f", and line {damaged[0]} of it is damaged" if damaged else ""
+        else:
+            steps = [*steps[:1], line["step"]]
+    known = f"has the steps {steps[0]} to {steps[-1]}" if steps else "has no steps"
+    unread = f", and line {damaged} of it is damaged" if damaged else ""
     raise UserError(f"there is no step {step}: '{path}' {known}{unread}")
 
 

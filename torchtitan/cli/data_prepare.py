@@ -4,7 +4,7 @@ import argparse
 import os
 import re
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torchtitan.tools.errors import UserError, require
@@ -53,9 +53,9 @@ def prepare(sources: Sequence[str], options: argparse.Namespace, config: Any) ->
     require(options.workers >= 1, "--workers", options.workers, "at least 1")
     require(options.part_size > 0, "--part_size", options.part_size, "above 0")
     require(0 <= options.held_out < 1, "--held_out", options.held_out, "at least 0 and below 1")
-    opened, encoding = _encoding(sources, options, config)
+    open_sources, encoding = _encoding(sources, options, config)
     preparation = Preparation(
-        sources=opened,
+        open_sources=open_sources,
         place=folder_at(os.path.expanduser(options.out)),
         encoding=encoding,
         part_bytes=max(1, int(options.part_size * 1e6)),
@@ -82,39 +82,42 @@ def _share(text: str | None) -> tuple[int, int]:
     return int(match[1]) - 1, int(match[2])
 
 
-def _encoding(sources: Sequence[str], options: argparse.Namespace, config: Any) -> "tuple[list[Source], Encoding]":
-    """Return the opened sources, and their encoding according to the data loader."""
+def _encoding(
+    sources: Sequence[str], options: argparse.Namespace, config: Any
+) -> "tuple[Callable[[], Sequence[Source]], Encoding]":
+    """Return a function that lists the sources, and their encoding according to the data loader."""
     from torchtitan.components.data.dataloader import PretrainDataLoader
     from torchtitan.components.data.finetuning.filters import FilterConfig
     from torchtitan.components.data.finetuning.planned_loader import PlannedDataLoader
     from torchtitan.components.data.prepare.encoding import DocumentEncoding, SampleEncoding
-    from torchtitan.components.data.sources.source import Source, resolve_source
+    from torchtitan.components.data.sources.source import Source
 
     loader = config.dataloader
+    if not isinstance(loader, PlannedDataLoader.Config | PretrainDataLoader.Config):
+        raise UserError(f"{type(loader).__qualname__} reads its data in its own way, which cannot be prepared")
     config.tokenizer.validate()
     tokenizer = config.tokenizer.build(path=config.hf_assets_path)
+    filters = FilterConfig(**{name: getattr(options, name) for name in ("min_tokens", "max_tokens", "max_repetition")})
+    loader.dataset = list(sources)
+    loader.validate()
     if isinstance(loader, PlannedDataLoader.Config):
-        if (options.min_tokens, options.max_tokens, options.max_repetition) != (0, None, 1.0):
+        if filters != FilterConfig():
             raise UserError(
                 "--min_tokens, --max_tokens and --max_repetition filter text; leave them out, and set the filters of "
                 "the loader (--dataloader.…)"
             )
-        loader.dataset = list(sources)
-        loader.validate()
         rows = loader.rows()
-        formats = {row_format.name: row_format for _, row_format in rows}
+        formats = {row_format.name for _, row_format in rows}
         if len(formats) != 1 or len(rows) != len(sources):
             raise UserError(f"the sources have different formats ({', '.join(formats)}); prepare each by itself")
         encoder = loader.encoder(tokenizer, loader.find_template(tokenizer))
-        return [source for source, _ in rows], SampleEncoding(rows[0][1], encoder, loader.filters())
-    if not isinstance(loader, PretrainDataLoader.Config):
-        raise UserError(f"{type(loader).__qualname__} reads its data in its own way, which cannot be prepared")
-    loader.validate()
-    opened = [resolve_source(source, loader.text_column, loader.split) for source in sources]
-    local = [source for source in opened if isinstance(source, Source)]
-    if len(local) != len(opened):
-        raise UserError("registered datasets are streamed; prepare their files: a path or a URL")
-    filters = FilterConfig(
-        min_tokens=options.min_tokens, max_tokens=options.max_tokens, max_repetition=options.max_repetition
-    )
-    return local, DocumentEncoding(tokenizer, filters)
+        return lambda: [source for source, _ in loader.rows()], SampleEncoding(rows[0][1], encoder, loader.filters())
+
+    def open_sources() -> list[Source]:
+        opened = [loader.source(source) for source in sources]
+        local = [source for source in opened if isinstance(source, Source)]
+        if len(local) != len(opened):
+            raise UserError("registered datasets are streamed; prepare their files: a path or a URL")
+        return local
+
+    return open_sources, DocumentEncoding(tokenizer, filters)

@@ -62,10 +62,10 @@ def _tables(summary: DataSummary) -> Iterator[_Table]:
         yield (
             "Sources",
             ("source", *counts, "% trained"),
-            [[name, *_count_cells(report)] for name, report in summary.sources.items()],
+            [[name, *_count_cells(report)] for name, report in summary.sources],
         )
-    reports = summary.sources or {data.name: data.report for data in summary.sets}
-    if events := [cells for name, report in reports.items() for cells in _event_rows(name, report)]:
+    reports = summary.sources or [(data.name, data.report) for data in summary.sets]
+    if events := [cells for name, report in reports for cells in _event_rows(name, report)]:
         yield "Rows dropped, truncated or with special tokens", ("dataset", "what", "rows", "for example"), events
 
 

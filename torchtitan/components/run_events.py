@@ -1,9 +1,8 @@
 """`events.jsonl`: what happened to a run, over all its sessions (docs/report.md)."""
 
-import contextlib
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,18 +43,24 @@ def _is_event(line: Event) -> bool:
 
 
 def read_json_lines(path: Path, usable: Callable[[dict[str, Any]], bool]) -> tuple[list[dict[str, Any]], list[int]]:
-    """Return the usable objects of a file of JSON lines, and the numbers of the other lines; nothing if the file is
-    absent. Raise `UserError` if it cannot be read."""
+    """Return the usable objects of a file of JSON lines, and the numbers of the other lines; see `json_lines`."""
+    lines = list(json_lines(path, usable))
+    broken = [number for number, line in enumerate(lines, start=1) if line is None]
+    return [line for line in lines if line is not None], broken
+
+
+def json_lines(path: Path, usable: Callable[[dict[str, Any]], bool]) -> Iterator[dict[str, Any] | None]:
+    """Yield the object of each line of a file, None for lines that are not usable; nothing if the file is absent. Raise
+    `UserError` if it cannot be read."""
+    if not path.exists():
+        return
     try:
-        content = regular_file(path).read_bytes() if path.exists() else b""
+        with regular_file(path).open("rb") as file:
+            for line in file:
+                try:
+                    value = parse_json(line, "the line")
+                except UserError:
+                    value = None
+                yield value if isinstance(value, dict) and usable(value) else None
     except OSError as error:
         raise UserError(f"'{path}' cannot be read: {error.strerror}") from error
-    objects, broken = [], []
-    for number, line in enumerate(content.splitlines(), start=1):
-        with contextlib.suppress(UserError):
-            value = parse_json(line, "the line")
-            if isinstance(value, dict) and usable(value):
-                objects.append(value)
-                continue
-        broken.append(number)
-    return objects, broken

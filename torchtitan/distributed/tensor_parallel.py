@@ -123,9 +123,8 @@ def compute_with_local_parameters(module: nn.Module, localize: Callable[[str, DT
                 replaced[name] = parameter
 
     def restore(module: nn.Module, *_: Any) -> None:
-        while replaced:
-            name, parameter = replaced.popitem()
-            module._parameters[name] = parameter
+        module._parameters.update(replaced)
+        replaced.clear()
 
     replaced: dict[str, nn.Parameter] = {}
     module.register_forward_pre_hook(use_local)

@@ -40,9 +40,6 @@ class Device:
     communication overlaps with computation."""
 
 
-_NVLINK4, _NVLINK5 = 450e9, 900e9
-_400_GBIT = 50e9
-
 _H100 = Device(
     name="H100 SXM 80 GB",
     memory_gib=79.2,
@@ -50,8 +47,8 @@ _H100 = Device(
     bfloat16_flops=989e12,
     float8_flops=1979e12,
     memory_bandwidth=3.35e12,
-    link_bandwidth=_NVLINK4,
-    network_bandwidth=_400_GBIT,
+    link_bandwidth=450e9,  # NVLink 4
+    network_bandwidth=50e9,  # 400 Gbit/s
 )
 
 DEVICES = {
@@ -67,14 +64,14 @@ DEVICES = {
         memory_bandwidth=2.4e12,
     ),
     "h200": replace(_H100, name="H200 SXM 141 GB", memory_gib=139.8, memory_bandwidth=4.8e12),
-    "b200": Device(
+    "b200": replace(
+        _H100,
         name="B200 SXM 180 GB",
         memory_gib=178.4,
         float32_flops=80e12,
         bfloat16_flops=2250e12,
         float8_flops=4500e12,
         memory_bandwidth=8e12,
-        link_bandwidth=_NVLINK5,
-        network_bandwidth=_400_GBIT,
+        link_bandwidth=900e9,  # NVLink 5
     ),
 }

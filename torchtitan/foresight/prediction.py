@@ -142,9 +142,9 @@ class Layout:
     @cached_property
     def pipeline(self) -> PipelinePlan | None:
         config, batch = self.config, self.config.training.local_batch_size
-        return (
-            PipelinePlan.from_config(config.parallelism, config.model_spec.model, batch) if self.dims.pp > 1 else None
-        )
+        if self.dims.pp == 1:
+            return None
+        return PipelinePlan.from_config(config.parallelism, config.model_spec.model, batch)
 
     @property
     def split(self) -> Split:

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torchtitan.foresight.devices import Device
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError
+from torchtitan.tools.process import keep_freed_memory
 
 _SECONDS = 0.4
 """Duration of each measurement."""
@@ -70,6 +71,7 @@ def _measure_together(processes: int) -> str:
 def measure() -> None:
     """Print the speed of this process, while others measure too. Arguments of the command line: a file for their
     rendezvous, their number, the rank."""
+    keep_freed_memory()  # as in training
     store, processes, rank = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=processes)
     torch.manual_seed(0)

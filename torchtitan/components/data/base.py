@@ -26,7 +26,7 @@ Batch = dict[str, Any]
 - `attention`, only with document masking: the `AttentionMetadata` of the batch, in which positions restart with each
   document and in each window.
 - `documents` (B, M), optional: numbers of the sample's documents in order, padded with `NO_DOCUMENT`; for windows of
-  running text (B, 2), the first and last document. `document_names` names them.
+  running text (B, 2), any numbers for the first and last document. `document_names` names them.
 """
 
 

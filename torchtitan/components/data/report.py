@@ -1,6 +1,6 @@
 """Reports on the rows of datasets, and summaries of a loader's data."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
@@ -140,8 +140,8 @@ class DataSummary:
     """Summary of a run's data, available without training."""
 
     sets: Sequence[SetSummary]
-    sources: Mapping[str, Report] = field(default_factory=dict)
-    """Counts of each source of prepared data."""
+    sources: Sequence[tuple[str, Report]] = ()
+    """Name and counts of each source of prepared data."""
     max_length: int
     """Maximum tokens per sample; longer samples are dropped or truncated."""
     windows_per_epoch: int

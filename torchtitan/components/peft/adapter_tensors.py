@@ -192,16 +192,11 @@ def _expert_entries(weight: str, experts: AdaptedExperts, step: TensorConversion
     # PEFT wraps experts once for each adapted parameter, beginning with the first.
     outer = list(experts.matrices)[::-1].index(matrix)
     wrapper = parameter.rpartition(".")[0] + ".base_layer" * outer
-    return {
-        f"{weight}_{part}": ExpertsEntry(
-            module=parameter,
-            key=f"{_PREFIX}{wrapper}.lora_{part}.weight",
-            shape=experts.get_parameter(f"{matrix}_{part}").shape,
-            transform=step.transform,
-            rows=None if part == "A" else 1,
-        )
-        for part in "AB"
-    }
+    entries: dict[str, Entry] = {}
+    for part, rows in (("A", None), ("B", 1)):
+        key, shape = f"{_PREFIX}{wrapper}.lora_{part}.weight", experts.get_parameter(f"{matrix}_{part}").shape
+        entries[f"{weight}_{part}"] = ExpertsEntry(parameter, key, shape, step.transform, rows)
+    return entries
 
 
 def _make_fused_entries(

@@ -10,7 +10,7 @@ from torchtitan.models.common.layer_types import WINDOW_KEYS
 from torchtitan.models.common.moe.decoder import MoEDecoder
 from torchtitan.models.common.moe.experts import ClampedExperts
 from torchtitan.models.common.moe.router import Router
-from torchtitan.models.common.moe.rows import expert_keys, fused_expert_rows
+from torchtitan.models.common.moe.rows import LOCAL_KEYS, fused_expert_rows
 from torchtitan.protocols.state_dict_adapter import KeyMapping
 
 
@@ -38,7 +38,7 @@ _TYPE = ModelType(
     architecture="GptOssForCausalLM",
     config=GptOssModel.Config,
     rows=(*DENSE_ROWS, _SINKS, *fused_expert_rows("router", (0, 3, 2, 1))),
-    keys={**WINDOW_KEYS, **expert_keys("num_local_experts"), "attention_bias": "attention_bias"},
+    keys={**WINDOW_KEYS, **LOCAL_KEYS, "attention_bias": "attention_bias"},
     fixed={"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
     defaults={
         **{"num_local_experts": 128, "num_experts_per_tok": 4, "num_key_value_heads": 8, "head_dim": 64},

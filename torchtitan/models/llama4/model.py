@@ -11,7 +11,7 @@ from torchtitan.models.common.config_reader import ConfigReader
 from torchtitan.models.common.hugging_face import DENSE_ROWS, ModelType, dense_format, interleaved, write_if
 from torchtitan.models.common.moe.decoder import MoEDecoder
 from torchtitan.models.common.moe.experts import InputScaledExperts
-from torchtitan.models.common.moe.rows import expert_keys, fused_expert_rows, shared_rows
+from torchtitan.models.common.moe.rows import LOCAL_KEYS, fused_expert_rows, shared_rows
 from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.protocols.state_dict_adapter import KeyMapping
 from torchtitan.tools.errors import UserError
@@ -101,7 +101,7 @@ _TEXT = ModelType(
     config=Llama4Model.Config,
     rows=_rows,
     keys={
-        **expert_keys("num_local_experts", intermediate_size="ffn_dim", mlp_layer_types="layer_types"),
+        **{**LOCAL_KEYS, "intermediate_size": "moe.ffn_dim", "mlp_layer_types": "moe.layer_types"},
         **{"intermediate_size_mlp": "ffn_dim", "attention_chunk_size": "sliding_window"},
         **{name: name for name in _SAME},
     },

@@ -2,7 +2,7 @@
 
 from torchtitan.models.common.hugging_face import DENSE_ROWS, ModelType, dense_format
 from torchtitan.models.common.moe.decoder import MoEDecoder
-from torchtitan.models.common.moe.rows import expert_keys, expert_rows
+from torchtitan.models.common.moe.rows import LOCAL_KEYS, expert_rows
 
 
 class MixtralModel(MoEDecoder):
@@ -13,7 +13,7 @@ _TYPE = ModelType(
     architecture="MixtralForCausalLM",
     config=MixtralModel.Config,
     rows=lambda config: DENSE_ROWS + expert_rows(config, folder="block_sparse_moe", names=("w1", "w2", "w3")),
-    keys={**expert_keys("num_local_experts"), "sliding_window": "sliding_window"},
+    keys={**LOCAL_KEYS, "sliding_window": "sliding_window"},
     defaults={
         **{"num_local_experts": 8, "num_experts_per_tok": 2, "num_key_value_heads": 8},
         **{"rope_theta": 1e6, "rms_norm_eps": 1e-5},

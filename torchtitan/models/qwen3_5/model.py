@@ -10,7 +10,7 @@ from torchtitan.models.common.delta_net import DELTA_NET_KEYS, DELTA_NET_ROWS, H
 from torchtitan.models.common.hugging_face import DENSE_ROWS, ModelType, dense_format
 from torchtitan.models.common.moe.decoder import ExpertLayers
 from torchtitan.models.common.moe.layer import MoEConfig
-from torchtitan.models.common.moe.rows import expert_keys, expert_rows
+from torchtitan.models.common.moe.rows import QWEN_KEYS, expert_rows
 from torchtitan.models.common.norms import OffsetRMSNorm
 from torchtitan.tools.errors import UserError
 
@@ -64,14 +64,14 @@ _TEXT = ModelType(
     prepare=_prepare,
 )
 
-_KEYS = expert_keys("num_experts", shared_expert_intermediate_size="shared_ffn_dim")
+_KEYS = {**QWEN_KEYS, "shared_expert_intermediate_size": "moe.shared_ffn_dim", "moe_intermediate_size": "ffn_dim"}
 _DEFAULTS = {"num_experts": 256, "num_experts_per_tok": 8, "shared_expert_intermediate_size": 512}
 _MOE = replace(
     _TEXT,
     architecture="Qwen3_5MoeForCausalLM",
     config=Qwen35MoEModel.Config,
     rows=lambda config: _DENSE + expert_rows(config, shared="shared_expert"),
-    keys={**_TEXT.keys, **_KEYS, "moe_intermediate_size": "ffn_dim"},
+    keys={**_TEXT.keys, **_KEYS},
     defaults={**_TEXT.defaults, **_DEFAULTS, "moe_intermediate_size": 512, "num_key_value_heads": 2},
 )
 

@@ -8,7 +8,7 @@ from torch import nn
 from torchtitan.models.common.config_reader import ConfigReader
 from torchtitan.models.common.hugging_face import DENSE_ROWS, ModelType, dense_format
 from torchtitan.models.common.moe.decoder import MoEDecoder
-from torchtitan.models.common.moe.rows import SPARSE, expert_keys, expert_rows
+from torchtitan.models.common.moe.rows import QWEN_KEYS, SPARSE_KEYS, expert_rows
 
 
 class Qwen3MoeModel(MoEDecoder):
@@ -24,7 +24,7 @@ class Qwen2MoeModel(MoEDecoder):
     biased = "qkv"
 
 
-_KEYS = expert_keys("num_experts", norm_topk_prob="norm_topk_prob", **SPARSE)
+_KEYS = {**QWEN_KEYS, **SPARSE_KEYS, "norm_topk_prob": "moe.norm_topk_prob"}
 
 
 def _prepare(document: dict[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import importlib
 import sys
+import threading
 
 import pytest
 
@@ -99,4 +100,16 @@ def test_values_without_a_fingerprint_are_rejected():
         return next(numbers)
 
     with pytest.raises(UserError, match=r"f uses a value that cannot be fingerprinted .*cannot pickle 'generator' obj"):
+        function_fingerprint(f)
+
+
+@pytest.mark.parametrize("create", [threading.Lock, threading.RLock, threading.Condition])
+def test_locks_are_rejected(create):
+    lock = create()
+
+    def f(row):
+        with lock:
+            return row
+
+    with pytest.raises(UserError, match=r"f uses a value that cannot be fingerprinted .*\(a (lock|RLock|Condition)\)"):
         function_fingerprint(f)

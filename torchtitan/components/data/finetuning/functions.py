@@ -5,6 +5,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,8 @@ from torchtitan.components.data.sources.rows import first_line
 from torchtitan.components.data.sources.source import RowFunction
 from torchtitan.config.registry import import_failure, suggest
 from torchtitan.tools.errors import UserError
+
+_LOCKS = (type(threading.Lock()), type(threading.RLock()), threading.Condition, threading.Semaphore, threading.Event)
 
 
 def load_function(reference: str) -> RowFunction:
@@ -83,14 +86,17 @@ def function_fingerprint(function: Callable[..., Any]) -> str:
         raise UserError(f"{function!r} is not a function written in Python; wrap it in one")
     from datasets.fingerprint import Hasher  # deferred: takes seconds
 
+    def refusal(reason: str) -> UserError:
+        return UserError(
+            f"the function {function.__qualname__} uses a value that cannot be fingerprinted for the cache ({reason}); "
+            "create it inside the function, or in a module that the function imports"
+        )
+
     def digest(value: Any) -> str:
         try:
             return str(Hasher.hash(value))
         except Exception as error:  # pickling may run any code of a class
-            raise UserError(
-                f"the function {function.__qualname__} uses a value that cannot be fingerprinted for the cache "
-                f"({first_line(error)}); create it inside the function, or in a module that the function imports"
-            ) from None
+            raise refusal(first_line(error)) from None
 
     functions: list[Any] = [function]
     parts = []
@@ -99,6 +105,8 @@ def function_fingerprint(function: Callable[..., Any]) -> str:
         parts.append(hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else digest(found))
         values = [cell.cell_contents for cell in found.__closure__ or ()]
         values += [found.__defaults__, found.__kwdefaults__, getattr(found, "__wrapped__", None)]
+        if locks := [value for value in values if isinstance(value, _LOCKS)]:  # the hasher accepts them
+            raise refusal(f"a {type(locks[0]).__name__}")
         functions += [value for value in values if inspect.isfunction(value) and value not in functions]
         parts.append(digest([None if inspect.isfunction(value) else value for value in values]))
     return hashlib.sha256(" ".join(parts).encode()).hexdigest()

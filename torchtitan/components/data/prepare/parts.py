@@ -8,7 +8,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from torchtitan.components.checkpoint.filesystem import Folder, LocalFolder
-from torchtitan.components.data.prepare.encoding import Encoding
+from torchtitan.components.data.disk_cache import digest_of
+from torchtitan.components.data.prepare.encoding import Encoding, read
 from torchtitan.components.data.sources.rows import Part
 from torchtitan.components.data.sources.source import Source
 from torchtitan.components.data.sources.stored import divide, with_patience
@@ -24,12 +25,10 @@ from torchtitan.tools import durable
 from torchtitan.tools.errors import RunFailure, UserError
 from torchtitan.tools.logging import logger
 from torchtitan.tools.process import signal_when_orphaned
+from torchtitan.tools.progress import SECONDS_BETWEEN_LINES
 
-MANIFEST, PLAN = "manifest.json", "plan.json"
+MANIFEST, PLAN, PART, ITEMS = "manifest.json", "plan.json", "part.json", "items.bin"
 TRAIN, VALIDATION = "train", "validation"
-
-_META = "meta.json"
-_SECONDS_BETWEEN_LINES = 10.0
 
 T = TypeVar("T")
 
@@ -39,11 +38,13 @@ class Preparation:
     """A preparation of sources in a folder. The same sources and options always have the same parts, so any number of
     processes and hosts can write them, in any order and repeatedly.
 
-    Layout of the folder: `plan/plan.json`; for each part N `parts/N/meta.json`, which marks it as complete, and
-    `parts/N/SPLIT/`, a cache of its items with their hashes in `hashes.bin`; and the result of `merge`.
+    Layout of the folder: `plan/plan.json`; for each part N `parts/PLAN/N/`, with the arrays of its items, `items.bin`,
+    and `part.json`, which marks it as complete; and the result of `merge`, which removes the parts. PLAN is a digest:
+    preparations do not mix, even if two begin together in a store without conditional writes.
     """
 
-    sources: Sequence[Source]
+    open_sources: Callable[[], Sequence[Source]]
+    """Lists the sources as they are now."""
     place: Folder
     encoding: Encoding
     part_bytes: int
@@ -52,6 +53,10 @@ class Preparation:
     """Fraction of the items, selected by hash, in the split `validation`."""
     deduplicate: bool = True
     """Remove items that equal an earlier item of any source."""
+
+    @cached_property
+    def sources(self) -> Sequence[Source]:
+        return self.open_sources()
 
     @cached_property
     def parts(self) -> list[tuple[int, Part]]:
@@ -64,18 +69,20 @@ class Preparation:
         ]
 
     @property
-    def splits(self) -> list[str]:
-        return [TRAIN, VALIDATION] if self.held_out else [TRAIN]
+    def splits(self) -> dict[str, int]:
+        """Splits and their numbers."""
+        return {TRAIN: 1, VALIDATION: 2} if self.held_out else {TRAIN: 1}
 
+    @cached_property
     def plan(self) -> dict[str, Any]:
-        """Return everything that determines the result, as JSON values. Files count as equal if their sizes and times
-        are equal, since reading them takes long."""
+        """Everything that determines the result, as JSON values. Files count as equal if their sizes and times are
+        equal, since reading them takes long."""
 
         def version(path: Path) -> str:
             stat = path.stat()
             return f"{stat.st_size} {stat.st_mtime_ns}"
 
-        content = {
+        return {
             "kind": self.encoding.kind,
             "encoding": self.encoding.identity,
             "part_bytes": self.part_bytes,
@@ -83,118 +90,81 @@ class Preparation:
             "deduplicate": self.deduplicate,
             "sources": [[source.name, source.identity(version)] for source in self.sources],
         }
-        loaded: dict[str, Any] = json.loads(json.dumps(content))
-        return loaded
 
     def begin(self) -> None:
         """Create the folder, or continue in it. Raise `UserError` if it holds another preparation or other files, or
         is not writable."""
-        plan = self.plan()
-        with self.writing():
+        plan = json.dumps(self.plan)
+        with self.working() as work:
             if not has_file(self.place / "plan", PLAN):
-                exists = isinstance(self.place, LocalFolder) and self.place.exists()
-                names = os.listdir(str(self.place)) if exists else self.place.files()
+                names = os.listdir(self.place) if isinstance(self.place, LocalFolder) else self.place.files()
                 others = {name.partition("/")[0] for name in names if name[0] != "."}  # not work folders of others
                 if others and "plan" not in others:  # otherwise, another process has begun
                     raise UserError(f"{self.place} holds other files, such as {min(others)}; set --out to a new folder")
-                self.place.create()
-                with self.work_folder() as work:
-                    (work / "plan").mkdir()
-                    (work / "plan" / PLAN).write_text(json.dumps(plan))
-                    publish(work / "plan", self.place / "plan", PLAN)
-            found = self._begun_plan()
-        if changed := [name for name in plan if plan[name] != found.get(name)]:
+                (work / "plan").mkdir()
+                (work / "plan" / PLAN).write_text(plan)
+                publish(work / "plan", self.place / "plan", PLAN)
+            self.check()
+
+    def check(self) -> None:
+        """Raise `UserError` if the folder holds another preparation."""
+        begun = json.loads(read(self.place / "plan", PLAN))
+        if changed := [name for name in self.plan if digest_of(self.plan[name]) != digest_of(begun.get(name))]:
             raise UserError(
-                f"{self.place} holds another preparation, with other {' and '.join(changed)}; set --out to a new folder"
+                f"{self.place} was begun with other {' and '.join(changed)}, or they have changed; set --out to a new "
+                "folder"
             )
 
-    def check_unchanged(self) -> None:
-        """Raise `UserError` if the sources have changed since the beginning."""
-        try:
-            now = replace(self, sources=[source.listed_again() for source in self.sources])
-            is_unchanged = now.plan() == self._begun_plan()
-        except FileNotFoundError:
-            is_unchanged = False
-        if not is_unchanged:
-            raise UserError("the sources changed while they were read; prepare them again in a new folder")
-
-    def _begun_plan(self) -> dict[str, Any]:
-        loaded: dict[str, Any] = json.loads(read(self.place / "plan", PLAN))
-        return loaded
-
-    def is_complete(self) -> bool:
-        """Return whether the parts are merged."""
-        return has_file(self.place, MANIFEST)
-
     @contextlib.contextmanager
-    def writing(self) -> Iterator[None]:
-        """Turn an `OSError` in the block into a `UserError` about the folder."""
+    def working(self) -> Iterator[Path]:
+        """Yield a temporary folder, in the same file system if possible; killed processes leave theirs. Turn an
+        `OSError` in the block into a `UserError`."""
         try:
-            yield
+            self.place.create()
+            inside = self.place.path if isinstance(self.place, LocalFolder) else None
+            with tempfile.TemporaryDirectory(prefix=".work-", dir=inside) as folder:
+                yield Path(folder)
         except OSError as error:
             raise UserError(f"cannot write to {self.place}: {error.strerror or error}; set --out to another") from error
 
-    @contextlib.contextmanager
-    def work_folder(self) -> Iterator[Path]:
-        """Yield a temporary folder, in the same file system if possible. Killed processes leave theirs."""
-        inside = self.place.path if isinstance(self.place, LocalFolder) else None
-        with tempfile.TemporaryDirectory(prefix=".work-", dir=inside) as folder:
-            yield Path(folder)
+    @cached_property
+    def _parts_folder(self) -> Folder:
+        return self.place / "parts" / digest_of(self.plan)
 
     def folder(self, number: int) -> Folder:
-        return self.place / "parts" / f"{number:06}"
+        return self._parts_folder / f"{number:06}"
 
     def missing(self) -> list[int]:
-        """Return the numbers of the parts that are not complete; none after the merge, which may remove parts."""
-        if self.is_complete():
+        """Return the numbers of the parts that are not complete; none after the merge, which removes the parts."""
+        if has_file(self.place, MANIFEST):
             return []
-        files = with_patience(f"listing {self.place}/parts", (self.place / "parts").files)
-        complete = {name.partition("/")[0] for name in files if name.count("/") == 1}
-        return [number for number in range(len(self.parts)) if f"{number:06}" not in complete]
-
-    def meta(self, number: int) -> dict[str, Any]:
-        """Return the counts of a complete part: its source, report, and for each split items and digest."""
-        loaded: dict[str, Any] = json.loads(read(self.folder(number), _META))
-        return loaded
+        files = with_patience(f"listing {self._parts_folder}", self._parts_folder.files)
+        return [number for number in range(len(self.parts)) if f"{number:06}/{PART}" not in files]
 
     def write(self, number: int) -> int:
         """Write a part; return its tokens. Raise `UserError` if it cannot be read or written."""
         source_number, part = self.parts[number]
         source = self.sources[source_number].with_parts([part])
-        splits: dict[str, Any] = {}
-        with self.writing(), self.work_folder() as work:
-            unselected, complete = work / "unselected", work / "complete"
-            unselected.mkdir()
-            report, keep = self.encoding.write(source, unselected)
-            hashes = self.encoding.hashes(unselected)
-            is_held_out = hashes[:, 0] / 2**64 < self.held_out
-            for split in self.splits:
-                mask = keep & (is_held_out if split == VALIDATION else ~is_held_out)
-                selection = [(unselected, mask)]
-                splits[split] = self.encoding.join(selection, report, complete / split, part.name, hashes[mask])
-            report = replace(report, kept=0, tokens=0, trained_tokens=0)
-            meta = {"source": source_number, "report": report.to_dict(), "splits": splits}
-            (complete / _META).write_text(json.dumps(meta))
-            publish(complete, self.folder(number), _META)
-        return sum(of_split["tokens"] for of_split in splits.values())
+        with self.working() as work:
+            everything, complete = work / "everything", work / "complete"
+            everything.mkdir()
+            report, keep = self.encoding.write(source, everything)
+            self.encoding.select([(LocalFolder(everything), keep)], complete)
+            items = self.encoding.items(LocalFolder(complete))
+            items.tofile(complete / ITEMS)
+            report = replace(report, kept=len(items), tokens=int(items["tokens"].sum()))
+            (complete / PART).write_text(json.dumps(report.to_dict()))
+            publish(complete, self.folder(number), PART)
+        return report.tokens
 
     def write_all(self, numbers: Sequence[int], workers: int) -> None:
         """Write parts and log progress and throughput."""
-        started = last = time.monotonic()
-        n_bytes = n_tokens = 0
-        for n_done, (number, tokens) in enumerate(run_in_processes(self.write, numbers, workers), 1):
-            n_bytes, n_tokens = n_bytes + self.parts[number][1].size(), n_tokens + tokens
-            if time.monotonic() - last >= _SECONDS_BETWEEN_LINES or n_done == len(numbers):
-                last = time.monotonic()
-                seconds = last - started
-                logger.info(
-                    f"{n_done:,} of {len(numbers):,} parts, {n_bytes / 1e6:,.1f} MB ({n_bytes / 1e6 / seconds:,.2f} "
-                    f"MB/s), {n_tokens:,} tokens ({n_tokens / seconds:,.0f} tokens/s)"
-                )
-
-
-def read(folder: Folder, name: str) -> bytes:
-    return with_patience(f"reading {folder}/{name}", lambda: folder.read(name))
+        started, last, n_tokens = time.monotonic(), 0.0, 0
+        for n_done, tokens in enumerate(run_in_processes(self.write, numbers, workers), 1):
+            n_tokens, now = n_tokens + tokens, time.monotonic()
+            if now - last >= SECONDS_BETWEEN_LINES or n_done == len(numbers):
+                last, speed = now, n_tokens / (now - started)
+                logger.info(f"{n_done:,} of {len(numbers):,} parts, {n_tokens:,} tokens ({speed:,.0f} tokens/s)")
 
 
 def write(folder: Folder, name: str, content: bytes) -> None:
@@ -222,33 +192,17 @@ def publish(folder: Path, target: Folder, last: str) -> None:
             with_patience(f"writing {target}/{name}", partial(write, name, (folder / name).read_bytes()))
 
 
-@contextlib.contextmanager
-def local_copy(folder: Folder) -> Iterator[Path]:
-    """Yield a local folder with the same files."""
-    if isinstance(folder, LocalFolder):
-        yield folder.path
-        return
-    with tempfile.TemporaryDirectory() as copy:
-        for name in folder.files():
-            (Path(copy) / name).write_bytes(read(folder, name))
-        yield Path(copy)
-
-
-def run_in_processes(function: Callable[[int], T], numbers: Sequence[int], workers: int) -> Iterator[tuple[int, T]]:
-    """Yield each number and the function's result, in order of completion. Raise `RunFailure` if a process is
-    killed."""
+def run_in_processes(function: Callable[[int], T], numbers: Sequence[int], workers: int) -> Iterator[T]:
+    """Yield the results of a function in the order of its arguments. Raise `RunFailure` if a process is killed."""
     if workers == 1:
-        for number in numbers:
-            yield number, function(number)
+        yield from map(function, numbers)
         return
     global _function
     _function = function  # forked processes inherit it, since it cannot be pickled
     context, initialize = multiprocessing.get_context("fork"), (signal.SIGKILL, os.getpid())
     with ProcessPoolExecutor(workers, context, signal_when_orphaned, initialize) as pool:
-        futures = {pool.submit(_call, number): number for number in numbers}
         try:
-            for future in as_completed(futures):
-                yield futures[future], future.result()
+            yield from pool.map(_call, numbers)
         except BrokenProcessPool:
             raise RunFailure(
                 "a process was killed, possibly for lack of memory (set --workers); run the same command again to "

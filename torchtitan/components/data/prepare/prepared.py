@@ -5,6 +5,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,9 @@ from torchtitan.components.data.disk_cache import (
 from torchtitan.components.data.finetuning.chat_encoding import RowEncoder
 from torchtitan.components.data.finetuning.sample_cache import SampleCache
 from torchtitan.components.data.plan.sampler import Array
-from torchtitan.components.data.prepare.merge import INDEX_ROWS, UNIQUE
-from torchtitan.components.data.prepare.parts import MANIFEST, PLAN, TRAIN, VALIDATION, has_file, read
+from torchtitan.components.data.prepare.encoding import read
+from torchtitan.components.data.prepare.merge import INDEX_ROWS
+from torchtitan.components.data.prepare.parts import MANIFEST, PLAN, TRAIN, VALIDATION, has_file
 from torchtitan.components.data.pretraining.tokens import ArrayTokens, JoinedTokens
 from torchtitan.components.data.report import Report
 from torchtitan.components.data.sources.block_cache import BlockCache
@@ -50,7 +52,11 @@ class Prepared:
             self.encoding: dict[str, Any] = manifest["encoding"]
             self.digest = check_digest(manifest["digest"])
             self.splits: dict[str, dict[str, Any]] = manifest["splits"]
-            self.reports = {of["name"]: Report.from_dict(of["report"]) for of in manifest["sources"]}
+            self.sources = {
+                split: [(name, Report.from_dict(report)) for name, report in of_split]
+                for split, of_split in manifest["sources"].items()
+            }
+            """Names and counts of the sources in each split."""
             if digest_of(self.splits) != self.digest:
                 raise ValueError(f"{MANIFEST} does not match its digest")
 
@@ -58,7 +64,6 @@ class Prepared:
         """Raise `UserError` unless the data has this split and is of this kind, encoded in this way by any filters."""
         if split not in self.splits:
             raise UserError(f"{self.place} has no split {split!r}; use one of: {', '.join(self.splits)}")
-        encoding = json.loads(json.dumps(encoding))
         if self.kind != kind:
             raise UserError(f"{self.place} holds {self.kind}, but this configuration reads {kind}")
         if changed := [name for name in encoding if name != "filters" and encoding[name] != self.encoding.get(name)]:
@@ -66,6 +71,43 @@ class Prepared:
                 f"{self.place} was prepared with another {' and '.join(changed)}; prepare the data again in a new "
                 "folder with the options of this run"
             )
+
+    def index(self, split: str, copies: Path, *, verify: bool) -> Array:
+        """Map the index of a split into memory, see `INDEX_ROWS`; verify the digests of 16 caches, or everything.
+
+        Args:
+            copies: folder for the copy of an index in a store; other processes may write the same one.
+        """
+        n, digest, name = int(self.splits[split]["parts"]), check_digest(self.splits[split]["digest"]), f"{split}.index"
+        with readable(self.folder):
+            path = Path(f"{self.folder}/{name}")
+            if not isinstance(self.folder, LocalFolder):
+                path = copies / f"{digest}.index"
+                if not path.is_file():
+                    durable.make_folder(copies)
+                    with tempfile.TemporaryDirectory(dir=copies) as temporary:
+                        copy = Path(temporary) / name
+                        copy.write_bytes(_checked(read(self.folder, name), digest, name))
+                        durable.replace(copy, path)
+            index = map_array(path, "int64", INDEX_ROWS * n).reshape(INDEX_ROWS, n)
+            if verify:
+                _checked(index.tobytes(), digest, name)
+        for number in range(n) if verify else evenly_spaced(n, SAMPLED_BLOCKS):
+            cache = self.cache(split, index, number)
+            with readable(cache):
+                _checked(read(cache, BLOCKS_FILE), cache.name, BLOCKS_FILE)
+                with_patience(f"verifying {cache}", partial(check_blocks, cache, verify))
+        return index
+
+    def cache(self, split: str, index: Array, number: int) -> Folder:
+        """Return the folder of a cache of the index."""
+        return self.folder / split / index[1:, number].tobytes().hex()
+
+
+def _checked(content: bytes, digest: str, name: str) -> bytes:
+    if bytes_digest(content) != digest:
+        raise ValueError(f"{name} does not match its digest")
+    return content
 
 
 def find_prepared(dataset: str, catalog: Catalog[Any]) -> Prepared | None:
@@ -103,28 +145,19 @@ class PreparedTokens(JoinedTokens):
     """
 
     def __init__(self, prepared: Prepared, split: str, blocks: BlockCache, *, verify: bool = False):
-        entry, folder, name = prepared.splits[split], prepared.folder, f"{split}.index"
-        self.is_remote = not isinstance(folder, LocalFolder)
-        with readable(prepared.folder):
-            shape = (INDEX_ROWS, int(entry["parts"]))
-            if not isinstance(folder, LocalFolder):
-                digest, index_folder = check_digest(entry["digest"]), LocalFolder(blocks.root / "indexes")
-                if not index_folder.has_file(f"{digest}.index"):
-                    _copy_index(folder, name, digest, index_folder)
-                folder, name = index_folder, f"{digest}.index"
-            index = map_array(folder.path / name, "int64", shape[0] * shape[1]).reshape(shape)
-            if verify and bytes_digest(index.tobytes()) != entry["digest"]:
-                raise ValueError(f"{name} does not match its digest")
-            for number in range(shape[1]) if verify else evenly_spaced(shape[1], SAMPLED_BLOCKS):
-                _check_part(prepared.folder, split, index[:, number], verify)
+        index, n_tokens = (
+            prepared.index(split, blocks.root / "indexes", verify=verify),
+            prepared.splits[split]["tokens"],
+        )
         super().__init__(
-            f"{prepared.digest}-{split}", index[0], entry["tokens"], partial(_open, prepared, split, index, blocks)
+            f"{prepared.digest}-{split}", index[0], n_tokens, partial(_open, prepared, split, index, blocks)
         )
         self._arguments = (prepared, split, blocks)
-        self.sources = prepared.reports
+        self.sources = prepared.sources[split]
+        self.is_remote = not isinstance(prepared.folder, LocalFolder)
 
     def report(self) -> Report:
-        return Report.total(self.sources.values())
+        return Report.total(report for _, report in self.sources)
 
 
 def find_samples(dataset: str, split: str, encoder: RowEncoder, *, verify: bool = False) -> SampleCache | None:
@@ -135,77 +168,48 @@ def find_samples(dataset: str, split: str, encoder: RowEncoder, *, verify: bool 
     prepared.check(split, "samples", {"encoder": encoder.fingerprint})
     if not isinstance(prepared.folder, LocalFolder):
         raise UserError(f"{dataset}: prepared samples must be in a local folder; copy them, and set the path")
-    folder = prepared.folder / split
-    with readable(folder):
-        if bytes_digest(folder.read(BLOCKS_FILE)) != prepared.splits[split]["digest"]:
-            raise ValueError(f"{BLOCKS_FILE} does not match the digest in {MANIFEST}")
-        check_blocks(folder, verify)
-    return SampleCache(folder.path, encoder.n_parts, encoder.has_answers)
-
-
-def _copy_index(folder: Folder, name: str, digest: str, target: LocalFolder) -> None:
-    """Copy an index to `DIGEST.index`; other processes may do the same."""
-    content = read(folder, name)
-    if bytes_digest(content) != digest:
-        raise ValueError(f"{name} does not match its digest")
-    target.create()
-    with tempfile.TemporaryDirectory(dir=target) as temporary:
-        copy = Path(temporary) / name
-        copy.write_bytes(content)
-        durable.replace(copy, target.path / f"{digest}.index")
-
-
-def _part_folder(folder: Folder, split: str, row: Array) -> Folder:
-    number, rewritten = divmod(int(row[2]), 2)
-    return folder / "parts" / f"{number:06}" / (split + UNIQUE * rewritten)
-
-
-def _check_part(folder: Folder, split: str, row: Array, verify: bool) -> None:
-    part = _part_folder(folder, split, row)
-    with readable(part):
-        if bytes.fromhex(bytes_digest(read(part, BLOCKS_FILE))) != row[3:].tobytes():
-            raise ValueError(f"{BLOCKS_FILE} does not match the digest in the index")
-        with_patience(f"verifying {part}", lambda: check_blocks(part, verify))
+    cache = prepared.cache(split, prepared.index(split, prepared.folder.path, verify=verify), 0)
+    return SampleCache(Path(str(cache)), encoder.n_parts, encoder.has_answers)
 
 
 def _open(prepared: Prepared, split: str, index: Array, blocks: BlockCache, number: int) -> ArrayTokens:
-    """Open a part of the index by its place in it."""
-    folder = _part_folder(prepared.folder, split, index[:, number])
+    """Open a cache by its number in the index."""
+    folder = prepared.cache(split, index, number)
+
+    def array(name: str, dtype: str, length: int) -> Any:
+        if isinstance(folder, LocalFolder):
+            return map_array(folder.path / name, dtype, length)
+        return _StoredArray(folder, name, np.dtype(dtype), length, blocks)
+
     with readable(folder):
         meta = json.loads(read(folder, "meta.json"))
         [n_documents] = meta["documents_per_part"]
-        tokens: Any
-        offsets: Any
-        if isinstance(folder, LocalFolder):
-            tokens = map_array(folder.path / "tokens.bin", meta["dtype"], meta["n_tokens"])
-            offsets = map_array(folder.path / "offsets.bin", "int64", n_documents + 1)
-        else:
-            version = f"{prepared.digest} {folder}"
-            tokens = _StoredArray(folder, "tokens.bin", np.dtype(meta["dtype"]), meta["n_tokens"], version, blocks)
-            offsets = _StoredArray(folder, "offsets.bin", np.dtype("int64"), n_documents + 1, version, blocks)[:]
+        tokens = array("tokens.bin", meta["dtype"], meta["n_tokens"])
+        offsets = array("offsets.bin", "int64", n_documents + 1)[:]
         return ArrayTokens(str(number), tokens, offsets, meta["names"], [n_documents])
 
 
+@dataclass(frozen=True)
 class _StoredArray:
-    """An array in a store, of which slices are read. `version` names the folder's content in the cache."""
+    """An array in a store, of which slices are read. The folder's name identifies its content in the cache."""
 
-    def __init__(
-        self, folder: Folder, name: str, dtype: "np.dtype[Any]", length: int, version: str, blocks: BlockCache
-    ):
-        self._folder, self._name, self._dtype, self._length = folder, name, dtype, length
-        self._version, self._blocks = version, blocks
+    folder: Folder
+    name: str
+    dtype: "np.dtype[Any]"
+    length: int
+    blocks: BlockCache
 
     def __len__(self) -> int:
-        return self._length
+        return self.length
 
     def __getitem__(self, span: slice) -> Array:
-        start, stop, _ = (index * self._dtype.itemsize for index in span.indices(self._length))
-        name, size = f"{self._version}/{self._name}", self._length * self._dtype.itemsize
-        return np.frombuffer(self._blocks.read(name, size, start, stop, self._fetch), self._dtype)
+        start, stop, _ = (index * self.dtype.itemsize for index in span.indices(self.length))
+        name, size = f"{self.folder}/{self.name}", self.length * self.dtype.itemsize
+        return np.frombuffer(self.blocks.read(name, size, start, stop, self._fetch), self.dtype)
 
     def _fetch(self, start: int, stop: int) -> bytes:
-        what = f"reading {self._folder}/{self._name} at offset {start:,}"
-        content = with_patience(what, lambda: self._folder.read_range(self._name, start, stop))
+        what = f"reading {self.folder}/{self.name} at offset {start:,}"
+        content = with_patience(what, lambda: self.folder.read_range(self.name, start, stop))
         if len(content) != stop - start:
             raise UserError(f"{what}: the file ends after {len(content):,} bytes; copy or prepare the data again")
         return content

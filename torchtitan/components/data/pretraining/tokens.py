@@ -4,7 +4,7 @@ import bisect
 import functools
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,8 +30,8 @@ class Tokens(ABC):
     """Format in the report."""
     is_remote: bool = False
     """True if reading takes long, so that windows should be read ahead."""
-    sources: Mapping[str, Report] = {}
-    """Counts of each source by name, if recorded."""
+    sources: Sequence[tuple[str, Report]] = ()
+    """Name and counts of each source, if recorded."""
 
     @abstractmethod
     def tokens(self, start: int, stop: int) -> Array:

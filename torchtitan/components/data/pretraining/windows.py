@@ -20,7 +20,7 @@ from torchtitan.components.data.disk_cache import digest_of
 from torchtitan.components.data.plan.sampler import Array
 from torchtitan.components.data.pretraining.order import BlockOrder
 from torchtitan.components.data.pretraining.tokens import Tokens
-from torchtitan.components.data.report import DataSummary, Report, SetSummary
+from torchtitan.components.data.report import DataSummary, SetSummary
 from torchtitan.components.data.workers import Workers
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.tools.errors import UserError
@@ -253,10 +253,9 @@ class CachedBatches(BatchIterator):
         if self.n_samples is not None:
             n_samples = min(n_samples, self.n_samples)
         seq_len, n_tokens = self._layout.seq_len, 0
-        sources: dict[str, Report] = {}
         windows = [count_windows(tokens.n_tokens, seq_len) for tokens in self._sets]
         order = self._order(seq_len)
-        summaries, read = [], order.blocks_of_sets(n_samples)
+        summaries, sources, read = [], [], order.blocks_of_sets(n_samples)
         for name, tokens, n_windows, n_read in zip(self._names, self._sets, windows, read, strict=True):
             report = tokens.report()
             if not self._layout.document_mask:
@@ -266,7 +265,7 @@ class CachedBatches(BatchIterator):
                     name=name, report=report, lengths=tokens.lengths(), epochs=n_read / n_windows, max_epochs=None
                 )
             )
-            sources |= tokens.sources
+            sources += [(source if len(self._sets) == 1 else f"{source} of {name}", r) for source, r in tokens.sources]
             n_tokens += tokens.n_tokens - 1
         return DataSummary(
             sets=summaries,

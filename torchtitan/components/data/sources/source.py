@@ -35,21 +35,16 @@ class Source:
         name: configured name.
         parts: at least one part.
         documents: whether to read documents instead of rows.
-        url: URL that the parts were found at, if in a store.
     """
 
-    def __init__(self, name: str, parts: Sequence[Part], *, documents: bool, url: str = ""):
+    def __init__(self, name: str, parts: Sequence[Part], *, documents: bool):
         self.name = name
         self.parts = parts
-        self._documents, self._url = documents, url
+        self._documents = documents
 
     def with_parts(self, parts: Sequence[Part]) -> "Source":
         """Return a source with other parts that is read in the same way."""
         return Source(self.name, parts, documents=self._documents)
-
-    def listed_again(self) -> "Source":
-        """Return the source with the files that are in the store now; a local source is returned as is."""
-        return self.with_parts(stored_files(self._url, self.parts[0].text_column)) if self._url else self
 
     def size(self) -> int:
         """Return the sum of all `on_read` calls: bytes or rows."""
@@ -281,7 +276,6 @@ def resolve_source(
         column = text_column or registered.text_column
         return StreamSource(name=dataset, dataset=registered, split=split, text_column=column)
     parts: Sequence[Part]
-    url = ""
     if dataset in catalog.embedded:
         parts = [_EmbeddedPart(dataset, split, catalog.embedded[dataset])]
     elif registered and registered.on_hub():
@@ -293,8 +287,8 @@ def resolve_source(
         if folder := saved_dataset(path, split):
             parts = [saved_table(folder, text_column or "text")]
         elif is_url(path):
-            url, parts = path, stored_files(path, text_column or "text")
+            parts = stored_files(path, text_column or "text")
         else:
             files = local_files(path, catalog.names()).items()
             parts = [FilePart(shown, file, text_column or "text") for shown, file in files]
-    return Source(dataset, parts, documents=catalog is DOCUMENTS, url=url)
+    return Source(dataset, parts, documents=catalog is DOCUMENTS)

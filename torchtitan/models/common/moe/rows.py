@@ -49,16 +49,13 @@ def shared_rows(theirs: str) -> tuple[KeyMapping, ...]:
     return tuple(KeyMapping(f"layers.*.moe.shared.{o}", f"{their}{t}.weight") for o, t in names.items())
 
 
-def expert_keys(number: str, **others: str) -> dict[str, str]:
-    """Return `ModelType.keys` of experts: the key of their `number`, and `others` → field of the `MoEConfig`."""
-    fields = {number: "n_experts", "num_experts_per_tok": "top_k", **others}
-    return {key: f"moe.{field}" for key, field in fields.items()}
-
-
+LOCAL_KEYS = {"num_local_experts": "moe.n_experts", "num_experts_per_tok": "moe.top_k"}
+QWEN_KEYS = {"num_experts": "moe.n_experts", "num_experts_per_tok": "moe.top_k"}
+SPARSE_KEYS = {"moe_intermediate_size": "moe.ffn_dim", "mlp_layer_types": "moe.layer_types"}
 _SAME = ("n_shared_experts", "norm_topk_prob", "routed_scaling_factor", "n_group", "topk_group", "scoring_func")
-SPARSE = {"moe_intermediate_size": "ffn_dim", "mlp_layer_types": "layer_types"}
-SIGMOID_KEYS = expert_keys("n_routed_experts", **SPARSE, **{name: name for name in _SAME})
-"""Key of config.json → field of the `MoEConfig` (DeepSeek-V3)."""
+SIGMOID_KEYS = {"n_routed_experts": "moe.n_experts", "num_experts_per_tok": "moe.top_k", **SPARSE_KEYS}
+SIGMOID_KEYS |= {name: f"moe.{name}" for name in _SAME}
+"""`ModelType.keys` of experts, by the name of their number; those of models with dense layers; those of DeepSeek-V3."""
 
 
 def prepare_dense_layers(document: dict[str, Any], default: int = 1) -> dict[str, Any]:
