@@ -18,6 +18,7 @@ from torch import Tensor
 from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.models.common.cpu_attention import BFloat16CausalAttention
 from torchtitan.models.common.rope import apply_rope
+from torchtitan.tools.torch_private import onednn_linear
 
 TOKENS, DIM, HEAD_DIM, HEADS, KV_HEADS, FFN = 2048, 512, 64, 8, 4, 1536
 
@@ -105,6 +106,28 @@ def rotary_embedding() -> dict[str, Part]:
     }
 
 
+def linear_layers_without_gradients(rows: int) -> dict[str, Part]:
+    """Weights of 24 layers are larger than the processor's cache, as in generation. The result is for `compare`."""
+    weights, x = [torch.randn(FFN, DIM) for _ in range(24)], torch.randn(rows, DIM)
+    packed = [torch.ops.mkldnn._reorder_linear_weight(weight, rows) for weight in weights]
+    linear, rest = onednn_linear(), (None, "none", [], "")
+
+    def part(multiply: Callable[[Tensor, Tensor], Tensor], matrices: list[Tensor]) -> Part:
+        def multiply_all() -> Tensor:
+            with torch.no_grad():
+                for matrix in matrices:
+                    multiply(x, matrix)
+            return torch.zeros((), requires_grad=True)
+
+        return multiply_all
+
+    return {
+        "MKL": part(F.linear, weights),
+        "oneDNN (used in generation)": part(lambda x, weight: linear(x, weight, *rest), weights),
+        "oneDNN, copies of the weights in its own order": part(lambda x, weight: linear(x, weight, *rest), packed),
+    }
+
+
 def compare(title: str, parts: dict[str, Part], rounds: int) -> None:
     """Print the time of each way, and its ratio to the first."""
     times: dict[str, list[float]] = {name: [] for name in parts}
@@ -118,7 +141,7 @@ def compare(title: str, parts: dict[str, Part], rounds: int) -> None:
     for name, (_, *seconds) in times.items():
         ratios = [reference / own for reference, own in zip(first, seconds, strict=True)]
         spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-        print(f"| {name} | {1000 * statistics.median(seconds):,.0f} | {spread} |")
+        print(f"| {name} | {1000 * statistics.median(seconds):,.1f} | {spread} |")
     print(flush=True)
 
 
@@ -137,6 +160,10 @@ def main() -> None:
     compare("queries, keys and values", attention_inputs(), options.rounds)
     compare("gated feed-forward network", gated_feed_forward(), options.rounds)
     compare("rotary position embedding", rotary_embedding(), options.rounds)
+    if options.dtype == "float32":
+        for rows in (1, 8, 128, TOKENS):
+            title = f"24 linear layers without gradients, {rows:,} rows"
+            compare(title, linear_layers_without_gradients(rows), options.rounds)
 
 
 if __name__ == "__main__":

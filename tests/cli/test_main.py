@@ -159,6 +159,8 @@ MISTAKES = {
     "sequence length": ("--training.seq_len 0", "--training.seq_len is 0", "at least 1"),
     "negative length": ("--training.seq_len -4", "--training.seq_len is -4", "at least 1"),
     "steps": ("--training.steps 0", "--training.steps is 0", "at least 1"),
+    "most steps": ("--training.steps 1e13", "--training.steps is 10000000000000", "at most 1e12"),
+    "seed": ("--debug.seed 1e19", "--debug.seed is 10000000000000000000", "from 0 to 2^63 - 1"),
     "checkpoint absent": ("--checkpoint.initial_load_path nowhere", "nowhere does not exist"),
     "no checkpoint": ("--checkpoint.initial_load_path no_files", "no_files is not a checkpoint"),
     "folder of checkpoints": ("--checkpoint.initial_load_path outputs", "outputs/checkpoint/step-4"),

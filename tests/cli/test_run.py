@@ -87,6 +87,14 @@ def test_invalid_recipes_are_rejected(tmp_path, capsys, content, message):
     assert message in error and error.count("\n") == 1
 
 
+def test_a_folder_that_cannot_be_written_is_named(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    recipe = write(tmp_path / "recipe.yaml", {"name": "first", "run": FIRST})
+    assert main(["run", str(recipe), "--folder", str(tmp_path / "file")]) == 2
+    message = f"--folder: '{tmp_path}/file/first' cannot be written: Not a directory; name another folder"
+    assert message in capsys.readouterr().err
+
+
 def test_a_missing_recipe_is_rejected(tmp_path, capsys):
     assert main(["run", str(tmp_path / "none.yaml")]) == 2
     assert "none.yaml cannot be read" in capsys.readouterr().err

@@ -100,7 +100,10 @@ def _run_stages(stages: list[_Stage], folder: Path) -> int:
 def _run_stage(name: str, words: list[str], folder: Path, *, shows: bool) -> int:
     """Run a command line. Return its exit code; what it `shows` is printed, and kept in output.txt."""
     logger.info("stage %s: torchtitan %s", name, shlex.join(words))
-    durable.make_folder(folder)
+    try:
+        durable.make_folder(folder)
+    except OSError as error:
+        raise UserError(f"--folder: '{folder}' cannot be written: {error.strerror}; name another folder") from error
     command = [sys.executable, "-P", "-m", "torchtitan", *words]
     save = partial(signal_when_orphaned, signal.SIGTERM, os.getpid())
     process = subprocess.Popen(command, stdout=subprocess.PIPE if shows else None, preexec_fn=save)

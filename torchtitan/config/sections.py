@@ -71,6 +71,7 @@ class TrainingConfig:
 
     def validate(self) -> None:
         require_at_least(1, training__steps=self.steps, training__epochs=self.epochs, training__seq_len=self.seq_len)
+        require(self.steps <= 10**12, "--training.steps", self.steps, "at most 1e12")
         require_at_least(1, training__local_batch_size=self.local_batch_size, training__gc_freq=self.gc_freq)
         require(self.max_norm > 0, "--training.max_norm", self.max_norm, "above 0 (inf: never clip)")
         parse_step_ranges(self.skip_data)
@@ -297,4 +298,4 @@ class DebugConfig:
     """Record the documents of each step in ledger.jsonl."""
 
     def validate(self) -> None:
-        require_at_least(0, debug__seed=self.seed)
+        require(0 <= self.seed < 2**63, "--debug.seed", self.seed, "from 0 to 2^63 - 1")

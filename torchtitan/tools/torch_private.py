@@ -132,6 +132,14 @@ def product_operations() -> list[Any]:
     return [aten.mm.default, aten.addmm.default, aten.linear.default, aten._scaled_mm.default]
 
 
+def onednn_linear() -> Any:
+    """Return the operation of a linear layer by oneDNN, without gradients, with the arguments input, weight, bias, and
+    "none", [], "" (nothing follows); None if PyTorch is built without oneDNN. `F.linear` calls it for bfloat16 only."""
+    import torch
+
+    return torch.ops.mkldnn._linear_pointwise.default if torch.backends.mkldnn.is_available() else None
+
+
 def attention_operations() -> list[Any]:
     """Return the attention operations, as the operators that a checkpointing policy sees."""
     import torch

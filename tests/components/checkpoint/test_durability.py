@@ -467,6 +467,38 @@ def test_all_kinds_of_state_pass_through_shared_memory(tmp_path: Path) -> None:
         assert_same(loaded.values, {**tensors, "part": part, "note": "json" if step == 1 else "grown"})
 
 
+def test_memory_is_reserved_before_training(tmp_path: Path) -> None:
+    run = Run(tmp_path, async_mode="async_with_pinned_mem")
+    run.manager.load()
+    process = run.manager._saver._process
+    assert process is not None and process.pid is None  # the process starts in the background
+    reserved, address = process.memory.n_bytes, process.memory._address
+    run.train_and_save(1)
+    run.manager.close()
+    assert reserved > 0 and (process.memory.n_bytes, process.memory._address) == (reserved, address)
+
+
+FIRST_SAVE = """
+import sys
+import torch
+from torchtitan.components.checkpoint import CheckpointManager, ModelState
+
+manager = CheckpointManager.Config(enable=True, interval=1, async_mode="async").build(
+    dump_folder=sys.argv[1], states={"model": ModelState([torch.nn.Linear(4, 4)])})
+manager.load()
+before = set(sys.modules)
+manager._saver._executor.submit = lambda *call: None  # the background may import
+manager.save(1)
+print(sorted(name for name in set(sys.modules) - before if name.startswith("torch")))
+"""
+
+
+@pytest.mark.slow
+def test_the_first_save_in_the_background_imports_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", FIRST_SAVE, str(tmp_path)]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
 def _save_shards_in_processes(folder: Path) -> None:
     run = Run(folder, wrap=shard, async_mode="async_with_pinned_mem")
     run.train(1)

@@ -237,6 +237,19 @@ def test_mixed_with_other_data(corpus, tokenizer, tmp_path, store):
     assert windows(config, 60) == [next(own[number]) for number in order]
 
 
+def test_sources_of_one_name_in_mixed_preparations(corpus, tokenizer, tmp_path):
+    sets = [str(tmp_path / "all"), str(tmp_path / "short")]
+    for place, limit in zip(sets, (0, 40), strict=True):
+        prepared(corpus[:2], place, tokenizer, min_tokens=limit)
+    config = PretrainDataLoader.Config(dataset=sets, cache_dir=str(tmp_path / "cache"))
+    summary = config.build(tokenizer=tokenizer, seq_len=50, local_batch_size=1).summary(1)
+    names = [name for name, _ in summary.sources]
+    assert names == [f"{source} of {place}" for place in sets for source in corpus[:2]]
+    tokens = [report.tokens for _, report in summary.sources]
+    expected = [open_tokens(place, tokenizer, tmp_path).n_tokens for place in sets]
+    assert [sum(tokens[:2]), sum(tokens[2:])] == expected and expected[0] > expected[1]
+
+
 def test_a_throttling_store_is_asked_again(corpus, tokenizer, tmp_path, store, monkeypatch, log):
     prepared(corpus, "memory://out", tokenizer)
     waits, failures = [], [2]

@@ -105,6 +105,19 @@ class Saver:
         self._executor = _background_thread()
         self._in_flight: Future[None] | None = None
         self._process: WriterProcess | None = None
+        if self.async_mode != "disabled":
+            # Imported now, since it would stop training in the first save.
+            from torch.distributed.checkpoint import state_dict  # noqa: F401
+
+            from torchtitan.components.checkpoint import dcp  # noqa: F401
+
+    def reserve(self, entries: Mapping[str, Entries]) -> "SharedMemory":
+        """Return memory for a copy of `entries` that the writer process shares. The first time takes longer than a
+        copy."""
+        if self._process is None:
+            self._process = WriterProcess()
+        self._process.memory.reserve(entries)
+        return self._process.memory
 
     def save(self, marker: Marker, entries: Mapping[str, Entries], start_time: float, *, in_background: bool) -> None:
         """Write a checkpoint of `entries`. Return as soon as they are copied if `in_background`, otherwise after they
@@ -150,10 +163,7 @@ class Saver:
     def _stage(self, entries: Mapping[str, Entries]) -> dict[str, Entries]:
         if self.async_mode == "async":
             return stage(entries, lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype))
-        if self._process is None:
-            self._process = WriterProcess()
-        self._process.memory.reserve(entries)
-        return stage(entries, self._process.memory.empty_like)
+        return stage(entries, self.reserve(entries).empty_like)
 
     def _write(
         self, marker: Marker, entries: Mapping[str, Entries], start_time: float, unblocked: float | None = None
@@ -169,7 +179,7 @@ class Saver:
         self.step, self.kind, self.failure = marker.step, marker.kind, ""
         blocked = (unblocked or time.perf_counter()) - start_time
         contents = "" if marker.kind == "full" else f" ({describe_kind(marker.kind)}; runs cannot resume from it)"
-        logger.info("saved %s%s; training was blocked for %.2f s", path, contents, blocked)
+        logger.info("saved %s%s; training was blocked for %.3f s", path, contents, blocked)
         if self.ranks.rank == 0:
             self.prune(marker.step)
 
@@ -301,7 +311,7 @@ class SharedMemory:
         if needed > self.n_bytes:
             # Map the new memory first, so that the old memory stays usable if this fails.
             os.ftruncate(self.descriptor, needed)
-            memory = mmap.mmap(self.descriptor, needed)
+            memory = mmap.mmap(self.descriptor, needed, mmap.MAP_SHARED | mmap.MAP_POPULATE)
             self._unpin()
             self._memory = memory
             self._address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()

@@ -1,5 +1,6 @@
 """`CheckpointManager`, which saves a run's checkpoints, resumes from them, and removes old ones."""
 
+import contextlib
 import dataclasses
 import difflib
 import math
@@ -179,6 +180,9 @@ class CheckpointManager(Configurable):
                 the checkpoint does not fit the states, or the folder holds checkpoints of another run.
             RunComplete: if the run has ended in a checkpoint that it cannot resume from.
         """
+        if self.config.saves and self.config.async_mode == "async_with_pinned_mem":
+            with contextlib.suppress(OSError):  # the first save tries again, and reports the error
+                self._saver.reserve(self._encode("full"))
         has_model_loader = self.config.initial_load_model_only and "model" in self.initial_loads
         start = choose_start(
             self.config, self.folder, self._ranks, identity=self._identity, verify_initial=not has_model_loader

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from torchtitan.components.generation.cpu_products import onednn_products, product
 from torchtitan.components.generation.kv_cache import CachedAttention, KVCache
 from torchtitan.components.generation.sampling import Sampling, draw, generator_of
 from torchtitan.distributed import context_parallel
@@ -148,7 +149,7 @@ class Engine:
         self._joins = type(cache) is KVCache  # otherwise a new row needs a pass over all tokens of all rows
         self._is_new_batch = True
         try:
-            with evaluating(self._model), nullcontext() if cache is None else cache:
+            with evaluating(self._model), onednn_products(self._model), nullcontext() if cache is None else cache:
                 for index in range(len(texts)):
                     advance(index, None)
                 while self._step():
@@ -406,12 +407,12 @@ def _left_padded(sequences: Sequence[Sequence[int]], multiple: int) -> tuple[Ten
 def _logits_at(model: nn.Module, index: int, tokens_BL: Tensor, attention: AttentionMetadata) -> Tensor:
     """Return the logits (B, V) of the token in column `index`."""
 
-    def head(hidden_BLD: Tensor, weight_VD: Tensor, transform: LogitTransform = UNCHANGED) -> Tensor:
+    def head(hidden_BLD: Tensor, weight_VD: Tensor | None, transform: LogitTransform = UNCHANGED) -> Tensor:
         if isinstance(hidden_BLD, DTensor):
             hidden_BLD = hidden_BLD.full_tensor()
         hidden_BD = hidden_BLD[:, index]
-        if not isinstance(weight_VD, DTensor):
-            return compute_logits(hidden_BD, weight_VD, transform)
+        if weight_VD is None or not isinstance(weight_VD, DTensor):
+            return transform(hidden_BD if weight_VD is None else product(hidden_BD, weight_VD))
         # Weights are sharded by vocabulary; gathering logits is cheaper than gathering weights.
         shared_BD = DTensor.from_local(hidden_BD, weight_VD.device_mesh, [Replicate()])
         return cast(DTensor, compute_logits(shared_BD, weight_VD, transform)).full_tensor()

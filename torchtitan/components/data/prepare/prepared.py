@@ -184,11 +184,9 @@ def _open(prepared: Prepared, split: str, index: Array, blocks: BlockCache, numb
     with readable(folder):
         meta = json.loads(read(folder, "meta.json"))
         [n_documents] = meta["documents_per_part"]
-        tokens, offsets = (
-            array("tokens.bin", meta["dtype"], meta["n_tokens"]),
-            array("offsets.bin", "int64", n_documents + 1),
-        )
-        return ArrayTokens(str(number), tokens, offsets[:], meta["names"], [n_documents])
+        tokens = array("tokens.bin", meta["dtype"], meta["n_tokens"])
+        offsets = array("offsets.bin", "int64", n_documents + 1)[:]
+        return ArrayTokens(str(number), tokens, offsets, meta["names"], [n_documents])
 
 
 @dataclass(frozen=True)

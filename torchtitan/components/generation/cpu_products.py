@@ -1,0 +1,44 @@
+"""Products of linear layers in generation in float32 on a CPU, computed by oneDNN in place of PyTorch's BLAS."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torchtitan.tools.torch_private import onednn_linear
+
+_linear = onednn_linear()
+_PLAIN = (Tensor, nn.Parameter)
+
+
+@contextmanager
+def onednn_products(model: nn.Module) -> Iterator[None]:
+    """Let the linear layers of a model compute with `product` in the block; not the layers that converters replaced."""
+    layers = [layer for layer in model.modules() if type(layer) is nn.Linear]
+    for layer in layers:
+        layer.forward = partial(_forward, layer)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return `F.linear(x, weight, bias)`, for which gradients are not needed.
+
+    oneDNN is faster than MKL, PyTorch's BLAS, on the processor of docs/performance.md, and most of all for many rows.
+    It takes plain tensors only: no DTensors or quantized weights.
+    """
+    is_plain = type(x) is Tensor and type(weight) in _PLAIN and x.dtype == weight.dtype == torch.float32
+    if _linear is None or not is_plain or not x.is_cpu:
+        return F.linear(x, weight, bias)
+    out: Tensor = _linear(x, weight, bias, "none", [], "")
+    return out
+
+
+def _forward(layer: nn.Linear, x: Tensor) -> Tensor:
+    return product(x, layer.weight, layer.bias)
