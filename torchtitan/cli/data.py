@@ -68,6 +68,8 @@ def _parse_and_run(command: str, args: Sequence[str]) -> None:
     options, others = parser.parse_known_args(args[len(sources) :])
     if {"-h", "--help"} & set(others):
         print(parser.format_help(), flush=True)
+    elif command == "prepare" and not sources:
+        raise UserError("no source is given; begin with files, folders, patterns or URLs: data prepare SOURCE…")
     resolved = ConfigManager(parser.prog).parse_args(others)
     if command == "prepare":
         data_prepare.prepare(sources, options, resolved.config)

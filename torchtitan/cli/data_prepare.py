@@ -44,8 +44,6 @@ def prepare(sources: Sequence[str], options: argparse.Namespace, config: Any) ->
     from torchtitan.components.data.prepare.merge import merge
     from torchtitan.components.data.prepare.parts import Preparation
 
-    if not sources:
-        raise UserError("no source is given; begin with files, folders, patterns or URLs: data prepare SOURCE…")
     if not options.out:
         raise UserError("--out is missing; set it to the folder or URL of the result")
     if options.part and options.merge:

@@ -1,13 +1,23 @@
 """Command lines whose mistakes are reported in one line."""
 
 import argparse
-from typing import NoReturn
+import difflib
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
 from torchtitan.tools.logging import visible
 
 
 class Parser(argparse.ArgumentParser):
     """Parser that reports a mistake in one line, without the usage, and exits with code 2."""
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+        """Parse all arguments; name the option nearest to an unknown one."""
+        options, others = self.parse_known_args(args, namespace)
+        if others:
+            nearest = difflib.get_close_matches(others[0], self._option_string_actions, n=1)
+            self.error(f"unrecognized argument {others[0]}" + (f"; did you mean {nearest[0]}?" if nearest else ""))
+        return options
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, visible(f"{self.prog}: {message}; see {self.prog} --help") + "\n")

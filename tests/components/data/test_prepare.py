@@ -578,6 +578,7 @@ class TestErrors:
         "arguments, message",
         [
             ([], "no source is given"),
+            (["--out", "o", "a.jsonl"], "no source is given"),
             (["a.jsonl"], "--out is missing"),
             (["a.jsonl", "--out", "o", "--part", "3/2"], "--part is 3/2"),
             (["a.jsonl", "--out", "o", "--part", "1/2", "--merge"], "set one of them"),

@@ -232,6 +232,11 @@ def test_an_interrupted_write_cannot_be_opened(tmp_path, format):
         open_source(tmp_path)
 
 
+def test_an_empty_folder(tmp_path):
+    with pytest.raises(UserError, match="holds no checkpoint: it is empty, and has neither"):
+        open_source(tmp_path)
+
+
 def test_a_type_that_safetensors_lacks_is_rejected(tmp_path):
     with pytest.raises(UserError, match=r"phase has type torch\.complex64"):
         save(tmp_path, "hf", {"phase": torch.zeros(2, dtype=torch.complex64)})

@@ -48,10 +48,10 @@ def format_of(path: str | Path) -> Format:
         raise UserError(f"{folder} holds only an adapter, not a model; use the merged model ({merged})")
     if catalog.has_marker(folder):
         catalog.raise_if_damaged(folder)
-    names = summarize_names(sorted(item.name for item in folder.iterdir()))
+    names = sorted(item.name for item in folder.iterdir())
+    contents = f"contains {summarize_names(names)}" if names else "is empty"
     raise UserError(
-        f"{folder} holds no checkpoint: it {f'contains {names}' if names else 'is empty'}, and has neither "
-        f"{DCP_METADATA} (DCP), "
+        f"{folder} holds no checkpoint: it {contents}, and has neither {DCP_METADATA} (DCP), "
         f"{', '.join((*_SAFETENSORS, *_PICKLED))} (Hugging Face) nor {torch_files.META_FILES} (Meta)"
     )
 
