@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -500,6 +501,21 @@ def fail_on_one_rank() -> None:
 def test_equal_rewards_end_a_method_that_resamples(folder, tmp_path):
     with pytest.raises(UserError, match="rewards of each prompt's answers were equal in 10 global batches"):
         train_rl(folder, tmp_path, policy__method="dapo", rewards=["pattern=^"])
+
+
+def test_a_rank_keeps_no_more_groups_than_it_trains():
+    """In ten global batches, it has found ten groups with unequal rewards, and another rank none."""
+
+    class OneOfTwo(RLTrainer):
+        ranks = SimpleNamespace(gather=lambda value: [value, False])
+
+    trainer = object.__new__(OneOfTwo)
+    trainer.step, trainer.gradient_accumulation_steps, trainer.watchdog = 0, 1, SimpleNamespace(phase=print)
+    trainer.config = SimpleNamespace(training=SimpleNamespace(local_batch_size=2))
+    trainer.policy = SimpleNamespace(method=SimpleNamespace(resample=True))
+    trainer.sample = lambda load, phase: [[SimpleNamespace(reward=reward, phase=phase) for reward in (0, 1)]]
+    groups = trainer.sample_groups(iter([]))
+    assert [group[0].phase for group in groups] == ["1/0", "1/1"]
 
 
 def test_equal_rewards_are_a_warning(folder, tmp_path, caplog):

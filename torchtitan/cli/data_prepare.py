@@ -107,7 +107,7 @@ def _encoding(
                 "the loader (--dataloader.…)"
             )
         rows = loader.rows()
-        formats = {row_format.name for _, row_format in rows}
+        formats = sorted({row_format.name for _, row_format in rows})
         if len(formats) != 1 or len(rows) != len(sources):
             raise UserError(f"the sources have different formats ({', '.join(formats)}); prepare each by itself")
         encoder = loader.encoder(tokenizer, loader.find_template(tokenizer))

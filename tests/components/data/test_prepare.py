@@ -170,6 +170,22 @@ def test_killed_preparations_continue(corpus, tokenizer, tmp_path):
     assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
 
 
+def test_results_come_in_order_of_completion(tmp_path):
+    """While a long part is written, progress is shown, and an error ends the work."""
+
+    def work(number):
+        for _ in range(500 if number == 0 else 0):
+            if (tmp_path / "1 has come").exists():
+                break
+            time.sleep(0.01)
+        return 10 + number
+
+    results = parts.run_in_processes(work, [0, 1], 2)
+    assert next(results) == (1, 11)
+    (tmp_path / "1 has come").touch()
+    assert list(results) == [(0, 10)]
+
+
 def test_duplicates_are_found_in_several_passes():
     chance = random.Random(0)
     hashes = [bytes(16), b"\xff" * 16, *(bytes([i]) * 15 + bytes([i % 3]) for i in range(0, 250, 5))]
@@ -551,6 +567,13 @@ class TestErrors:
     def test_nothing_held_out(self, corpus, tokenizer, tmp_path):
         with raises("--held_out selects no document; increase it"):
             prepared(corpus, tmp_path / "out", tokenizer, held_out=1e-9)
+
+    def test_nothing_to_train_on(self, corpus, tokenizer, tmp_path):
+        text = write_jsonl(tmp_path / "twice.jsonl", [{"text": "The same text."}] * 2)
+        with raises(
+            "0 of 2 rows kept (text), 0 tokens, 0 trained; dropped, duplicate: 1 (...); dropped, other_split: 1"
+        ):
+            prepared([text], tmp_path / "out", tokenizer, held_out=0.999999)
 
     def test_another_manifest_is_no_preparation(self, tmp_path):
         (tmp_path / "manifest.json").write_text("{}")

@@ -111,7 +111,7 @@ class RLTrainer(ReferenceTrainer, RolloutTrainer):
             if not resamples or all(self.ranks.gather(len(groups) >= wanted or not sampled)):
                 return groups[:wanted]
         if any(self.ranks.gather(bool(groups))):
-            return groups
+            return groups[:wanted]
         raise UserError(
             f"the rewards of each prompt's answers were equal in {number + 1} global batches, from which a "
             "--policy.method that replaces such groups learns nothing; use an easier reward, or grpo"

@@ -99,7 +99,8 @@ class _Merge:
         preparation, names = self.preparation, [source.name for source in self.preparation.sources]
         n_items = np.sum([np.bincount(of_part, minlength=3) for of_part in self.chosen], axis=0)
         if not n_items[1]:
-            raise no_rows_left_error(", ".join(names), Report.total(map(Report.from_dict, self.found)))
+            reports = (self._report(part, 1) for part in range(len(self.found)))
+            raise no_rows_left_error(", ".join(names), Report.total(reports))
         if preparation.held_out and not n_items[2]:
             raise UserError("--held_out selects no document; increase it, or leave it out")
         splits, sources = {}, {}
@@ -142,7 +143,8 @@ class _Merge:
                 publish(folder, preparation.place / split / digest, BLOCKS_FILE)
             return digest
 
-        digests = "".join(run_in_processes(write_cache, range(len(groups)), self.workers))
+        written = sorted(run_in_processes(write_cache, range(len(groups)), self.workers))
+        digests = "".join(digest for _, digest in written)
         total, ends = Report.total(totals), np.cumsum([0, *(of_group.tokens for of_group in totals)])
         index = np.vstack([ends[:-1], np.frombuffer(bytes.fromhex(digests), np.int64).reshape(-1, 2).T]).tobytes()
         write(preparation.place, f"{split}.index", index)
