@@ -616,6 +616,11 @@ class TestErrors:
         error = capsys.readouterr().err
         assert message in error and len(error.splitlines()) == 1
 
+    def test_weights_of_the_run_do_not_count(self, corpus, tmp_path):
+        command = ["data", "prepare", corpus[2], "--out", str(tmp_path / "out"), "--workers", "1"]
+        command += ["--module", "llama3", "--config", "debugmodel"]
+        assert main([*command, "--dataloader.dataset", "a", "b", "--dataloader.weights", "2", "1"]) == 0
+
     def test_filters_of_text_for_chats(self, tmp_path, monkeypatch, capsys):
         monkeypatch.chdir(tmp_path)
         write_jsonl(tmp_path / "a.jsonl", [CHAT])
