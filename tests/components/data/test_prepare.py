@@ -369,7 +369,7 @@ def test_data_behind_http(corpus, tokenizer, tmp_path):
     expected = open_tokens(tmp_path / "out", tokenizer, tmp_path).tokens(0, 10**9)
     handler = functools.partial(Ranges, directory=str(tmp_path))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever).start()
+        threading.Thread(target=server.serve_forever, daemon=True).start()
         place = f"http://127.0.0.1:{server.server_port}/out"
         for is_cached in (False, True):
             tokens = open_tokens(place, tokenizer, tmp_path)
