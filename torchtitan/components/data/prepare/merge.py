@@ -38,7 +38,7 @@ INDEX_ROWS = 3
 """Rows of an index, int64 (INDEX_ROWS, caches): first token, and the cache's digest (two rows)."""
 
 ITEMS_PER_PASS = 1 << 24
-"""Approximate number of hashes that a process compares at a time, which need about 80 bytes each."""
+"""Approximate number of hashes that a process compares at a time, which need about 90 bytes each."""
 
 
 def merge(preparation: Preparation, workers: int) -> None:
