@@ -101,6 +101,7 @@ class Preparation:
                 others = {name.partition("/")[0] for name in names if name[0] != "."}  # not work folders of others
                 if others and "plan" not in others:  # otherwise, another process has begun
                     raise UserError(f"{self.place} holds other files, such as {min(others)}; set --out to a new folder")
+                self.place.create()
                 (work / "plan").mkdir()
                 (work / "plan" / PLAN).write_text(plan)
                 publish(work / "plan", self.place / "plan", PLAN)
@@ -120,9 +121,12 @@ class Preparation:
         """Yield a temporary folder, in the same file system if possible; killed processes leave theirs. Turn an
         `OSError` in the block into a `UserError`."""
         try:
-            self.place.create()
-            inside = self.place.path if isinstance(self.place, LocalFolder) else None
-            with tempfile.TemporaryDirectory(prefix=".work-", dir=inside) as folder:
+            inside = None
+            if isinstance(self.place, LocalFolder):
+                self.place.create()
+                inside = self.place.path
+            # NFS keeps files that are still mapped into memory.
+            with tempfile.TemporaryDirectory(prefix=".work-", dir=inside, ignore_cleanup_errors=True) as folder:
                 yield Path(folder)
         except OSError as error:
             raise UserError(f"cannot write to {self.place}: {error.strerror or error}; set --out to another") from error
