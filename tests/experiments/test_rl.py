@@ -6,7 +6,6 @@ import json
 import math
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -503,19 +502,14 @@ def test_equal_rewards_end_a_method_that_resamples(folder, tmp_path):
         train_rl(folder, tmp_path, policy__method="dapo", rewards=["pattern=^"])
 
 
-def test_a_rank_keeps_no_more_groups_than_it_trains():
-    """In ten global batches, it has found ten groups with unequal rewards, and another rank none."""
-
-    class OneOfTwo(RLTrainer):
-        ranks = SimpleNamespace(gather=lambda value: [value, False])
-
-    trainer = object.__new__(OneOfTwo)
-    trainer.step, trainer.gradient_accumulation_steps, trainer.watchdog = 0, 1, SimpleNamespace(phase=print)
-    trainer.config = SimpleNamespace(training=SimpleNamespace(local_batch_size=2))
-    trainer.policy = SimpleNamespace(method=SimpleNamespace(resample=True))
-    trainer.sample = lambda load, phase: [[SimpleNamespace(reward=reward, phase=phase) for reward in (0, 1)]]
-    groups = trainer.sample_groups(iter([]))
-    assert [group[0].phase for group in groups] == ["1/0", "1/1"]
+def test_a_rank_with_enough_groups_trains_no_others_if_another_rank_has_too_few(monkeypatch):
+    monkeypatch.setattr(RLTrainer, "ranks", mock.Mock(gather=lambda value: [value, False]))
+    trainer = object.__new__(RLTrainer)
+    trainer.step, trainer.gradient_accumulation_steps = 0, 1
+    trainer.config, trainer.policy, trainer.watchdog = mock.Mock(), mock.Mock(), mock.Mock()
+    trainer.config.training.local_batch_size, trainer.policy.method.resample = 2, True
+    trainer.sample = lambda load, phase: [[Trajectory(reward=0.0), Trajectory(reward=1.0)]]
+    assert len(trainer.sample_groups(iter([]))) == 2
 
 
 def test_equal_rewards_are_a_warning(folder, tmp_path, caplog):
