@@ -5,7 +5,8 @@
 One process prepares and reads 40 MB of made-up text here, and looks for duplicates among random hashes. The simulation
 then gives parts of 64 MB to 64 processes per host at this rate; a part takes 0.8 to 1.2 times the mean, and a lost host
 loses the parts that it is writing and returns after an hour. 64 processes of one host look for duplicates and copy the
-rest. Shared disks and networks are assumed to keep up; the table says what they must transfer.
+rest; what the first process does alone (gathering hashes, counting) is left out. Shared disks and networks are assumed
+to keep up; the table says what they must transfer.
 """
 
 import argparse
@@ -46,8 +47,8 @@ class Rates(NamedTuple):
     tokens_per_document: float
     prepared_bytes: float
     """Per second, of the source."""
-    copied_tokens: float
-    """Per second, by the merge."""
+    copied_bytes: float
+    """Per second, of tokens, by the merge."""
     searched_parts: float
     """Per second, for the hashes of one pass."""
     compared_hashes: float
@@ -104,7 +105,7 @@ def measure(folder: Path) -> Rates:
         bytes_per_token=source.stat().st_size / train["tokens"],
         tokens_per_document=train["tokens"] / train["items"],
         prepared_bytes=source.stat().st_size / prepared,
-        copied_tokens=_COPIES * train["tokens"] / seconds(copy),
+        copied_bytes=_COPIES * (cache / "tokens.bin").stat().st_size / seconds(copy),
         searched_parts=_SEARCHES / seconds(find_duplicates, [part] * _SEARCHES, 0, 1 << 12),
         compared_hashes=_HASHES / seconds(find_duplicates, [items]),
         read_tokens=_BATCHES * 4 * 2048 / seconds(lambda: list(itertools.islice(loader, _BATCHES))),
@@ -141,7 +142,7 @@ def rows(rates: Rates, tokens: float, hosts: int) -> list[tuple[str, str]]:
     n_passes = 1 + n_documents // ITEMS_PER_PASS
     result = [
         ("measured: text prepared by one process", f"{rates.prepared_bytes / 1e6:.1f} MB/s"),
-        ("measured: tokens copied by one process", f"{rates.copied_tokens / 1e6:.1f} million/s"),
+        ("measured: tokens copied by one process", f"{rates.copied_bytes / 1e6:.1f} MB/s"),
         ("measured: hashes compared, parts searched", f"{rates.compared_hashes:,.0f}/s, {rates.searched_parts:,.0f}/s"),
         ("measured: tokens read by one process", f"{rates.read_tokens / 1e6:.1f} million/s"),
         ("text, parts of 64 MB", f"{tokens * rates.bytes_per_token / 1e12:,.0f} TB, {n_parts:,}"),
@@ -153,7 +154,7 @@ def rows(rates: Rates, tokens: float, hosts: int) -> list[tuple[str, str]]:
             (f"prepare, {count:,} host{'s' * (count > 1)}", f"{in_words(taken)}, {transfer:,.1f} GB/s from the source")
         )
     comparing = n_documents / rates.compared_hashes + n_passes * n_parts / rates.searched_parts
-    comparing, copying = comparing / PROCESSES_PER_HOST, tokens / rates.copied_tokens / PROCESSES_PER_HOST
+    comparing, copying = comparing / PROCESSES_PER_HOST, tokens * 4 / rates.copied_bytes / PROCESSES_PER_HOST
     config = ConfigManager().parse_args(["--module", "llama3", "--config", "llama3_8b"]).config
     speed = predict(config, 8 * hosts, "h100").tokens_per_second * 8
     return result + [

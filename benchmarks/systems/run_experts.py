@@ -36,7 +36,8 @@ def make_block(system: str) -> nn.Module:
 def main(folder: str, system: str) -> None:
     task, log = Task.read(folder), StepLog(folder)
     torch.manual_seed(0)
-    keep_freed_memory()  # all systems alike, as in training with torchtitan
+    if system == "torchtitan":
+        keep_freed_memory()  # as in training
     block, dtype = make_block(system), getattr(torch, task.precision)
     for parameter in block.parameters():
         nn.init.normal_(parameter, std=0.02)

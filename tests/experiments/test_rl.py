@@ -502,6 +502,16 @@ def test_equal_rewards_end_a_method_that_resamples(folder, tmp_path):
         train_rl(folder, tmp_path, policy__method="dapo", rewards=["pattern=^"])
 
 
+def test_a_rank_with_enough_groups_trains_no_others_if_another_rank_has_too_few(monkeypatch):
+    monkeypatch.setattr(RLTrainer, "ranks", mock.Mock(gather=lambda value: [value, False]))
+    trainer = object.__new__(RLTrainer)
+    trainer.step, trainer.gradient_accumulation_steps = 0, 1
+    trainer.config, trainer.policy, trainer.watchdog = mock.Mock(), mock.Mock(), mock.Mock()
+    trainer.config.training.local_batch_size, trainer.policy.method.resample = 2, True
+    trainer.sample = lambda load, phase: [[Trajectory(reward=0.0), Trajectory(reward=1.0)]]
+    assert len(trainer.sample_groups(iter([]))) == 2
+
+
 def test_equal_rewards_are_a_warning(folder, tmp_path, caplog):
     train_rl(folder, tmp_path, training__steps=1, rewards=["pattern=^"])
     assert "no answer has a higher reward than another" in caplog.text

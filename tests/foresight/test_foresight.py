@@ -64,6 +64,7 @@ def test_sharding_is_hidden_by_computation_and_tensor_parallelism_is_not():
     assert total(hidden) == pytest.approx(1 + CONTENTION * (0.5 + start))
     exposed = step_parts(DEVICE, [(second, 1)], [(message._replace(role="tensor parallel"), 100)])
     assert total(exposed) == pytest.approx(1.5 + start)
+    assert total(step_parts(DEVICE, [(second, 1)], [(message._replace(n_bytes=1e12), 0)])) == pytest.approx(1)
 
 
 def test_rings_use_all_network_devices_of_a_host():

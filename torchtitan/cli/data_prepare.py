@@ -97,19 +97,9 @@ def _encoding(
     tokenizer = config.tokenizer.build(path=config.hf_assets_path)
     filters = FilterConfig(**{name: getattr(options, name) for name in ("min_tokens", "max_tokens", "max_repetition")})
     loader.dataset = list(sources)
+    if isinstance(loader, PretrainDataLoader.Config):
+        loader.weights = []  # of the datasets of the run
     loader.validate()
-    if isinstance(loader, PlannedDataLoader.Config):
-        if filters != FilterConfig():
-            raise UserError(
-                "--min_tokens, --max_tokens and --max_repetition filter text; leave them out, and set the filters of "
-                "the loader (--dataloader.…)"
-            )
-        rows = loader.rows()
-        formats = {row_format.name for _, row_format in rows}
-        if len(formats) != 1 or len(rows) != len(sources):
-            raise UserError(f"the sources have different formats ({', '.join(formats)}); prepare each by itself")
-        encoder = loader.encoder(tokenizer, loader.find_template(tokenizer))
-        return lambda: [source for source, _ in loader.rows()], SampleEncoding(rows[0][1], encoder, loader.filters())
 
     def open_sources() -> list[Source]:
         opened = [loader.source(source) for source in sources]
@@ -118,4 +108,16 @@ def _encoding(
             raise UserError("registered datasets are streamed; prepare their files: a path or a URL")
         return local
 
+    if isinstance(loader, PlannedDataLoader.Config):
+        if filters != FilterConfig():
+            raise UserError(
+                "--min_tokens, --max_tokens and --max_repetition filter text; leave them out, and set the filters of "
+                "the loader (--dataloader.…)"
+            )
+        rows = loader.rows()
+        formats = dict.fromkeys(row_format.name for _, row_format in rows)
+        if len(formats) != 1 or len(rows) != len(sources):
+            raise UserError(f"the sources have different formats ({', '.join(formats)}); prepare each by itself")
+        encoder = loader.encoder(tokenizer, loader.find_template(tokenizer))
+        return open_sources, SampleEncoding(rows[0][1], encoder, loader.filters())
     return open_sources, DocumentEncoding(tokenizer, filters)

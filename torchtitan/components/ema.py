@@ -89,9 +89,9 @@ class WeightAverage(Configurable):
             yield
             return
         kept = [weight.detach().clone() for weight in self._weights]
-        _copy(self.averages, self._weights)
-        self._follow()
         try:
+            _copy(self.averages, self._weights)
+            self._follow()
             yield
         finally:
             _copy(kept, self._weights)

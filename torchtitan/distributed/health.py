@@ -132,8 +132,7 @@ def measure(folder: Path, device: torch.device) -> list[RankHealth]:
 def findings(ranks: Sequence[RankHealth], expected: Mapping[str, float]) -> list[Finding]:
     """Return everything that is out of line with the other ranks, or with the speeds expected, by name, of the GPU:
     hosts whose median is low, even if all hosts are equally slow."""
-    host_of = {one.rank: one.host for one in ranks}
-    hosts, facts = dict.fromkeys(host_of.values()), values_of(ranks)
+    host_of, facts = {one.rank: one.host for one in ranks}, values_of(ranks)
     found = list(_different_software(ranks))
     for name, check in CHECKS.items():
         values, median = facts[name], statistics.median(facts[name].values() or [0.0])
@@ -148,11 +147,14 @@ def findings(ranks: Sequence[RankHealth], expected: Mapping[str, float]) -> list
             found.append(Finding(host, f"{name}, rank {' and '.join(map(str, measured))}: {what}"))
     expected = dict(expected)
     if expected and not found:  # an all-reduce waits for the slowest rank
-        expected[ALL_REDUCE] = expected[LINKS if len(hosts) == 1 else NETWORK]
+        expected[ALL_REDUCE] = expected[LINKS if len({*host_of.values()}) == 1 else NETWORK]
     for name, most in expected.items():
-        for host in hosts:
-            own = [speed for measured, speed in facts[name].items() if host in {host_of[rank] for rank in measured}]
-            if own and (part := statistics.median(own) / most) < LEAST_OF_EXPECTED:
+        of_hosts: dict[str, list[float]] = {}
+        for measured, speed in facts[name].items():
+            for host in dict.fromkeys(host_of[rank] for rank in measured):
+                of_hosts.setdefault(host, []).append(speed)
+        for host, speeds in of_hosts.items():
+            if (part := statistics.median(speeds) / most) < LEAST_OF_EXPECTED:
                 found.append(Finding(host, f"{name}: {part:.0%} of the speed expected of the GPU"))
     return found
 

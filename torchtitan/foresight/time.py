@@ -136,7 +136,7 @@ def step_parts(
         seconds = collective_seconds(device, message)
         if message.role in ("FSDP", "replicas"):
             hidden += calls * seconds
-            exposed[message.kind] = max(exposed[message.kind], seconds)
+            exposed[message.kind] = max(exposed[message.kind], seconds if calls > 0 else 0.0)
         else:
             saved = ASYNC_TENSOR_PARALLEL if message.role == "tensor parallel" and is_async_tp else 0.0
             parts[message.role] += calls * seconds * (1 - saved)

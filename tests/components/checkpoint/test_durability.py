@@ -478,6 +478,19 @@ def test_memory_is_reserved_before_training(tmp_path: Path) -> None:
     assert reserved > 0 and (process.memory.n_bytes, process.memory._address) == (reserved, address)
 
 
+def test_memory_that_cannot_be_reserved_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(memory: SharedMemory, states: Any) -> None:
+        raise RuntimeError("Registering memory failed with cudaError: 2.")
+
+    run = Run(tmp_path, async_mode="async_with_pinned_mem")
+    with monkeypatch.context() as patch:
+        patch.setattr(SharedMemory, "reserve", fail)
+        assert run.manager.load() == 0
+    run.train_and_save(1)
+    run.manager.close()
+    assert steps(tmp_path) == [1]
+
+
 FIRST_SAVE = """
 import sys
 import torch

@@ -170,6 +170,22 @@ def test_killed_preparations_continue(corpus, tokenizer, tmp_path):
     assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
 
 
+def test_results_come_in_order_of_completion(tmp_path):
+    """While a long part is written, progress is shown, and an error ends the work."""
+
+    def work(number):
+        for _ in range(500 if number == 0 else 0):
+            if (tmp_path / "1 has come").exists():
+                break
+            time.sleep(0.01)
+        return 10 + number
+
+    results = parts.run_in_processes(work, [0, 1], 2)
+    assert next(results) == (1, 11)
+    (tmp_path / "1 has come").touch()
+    assert list(results) == [(0, 10)]
+
+
 def test_duplicates_are_found_in_several_passes():
     chance = random.Random(0)
     hashes = [bytes(16), b"\xff" * 16, *(bytes([i]) * 15 + bytes([i % 3]) for i in range(0, 250, 5))]
@@ -369,7 +385,7 @@ def test_data_behind_http(corpus, tokenizer, tmp_path):
     expected = open_tokens(tmp_path / "out", tokenizer, tmp_path).tokens(0, 10**9)
     handler = functools.partial(Ranges, directory=str(tmp_path))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever).start()
+        threading.Thread(target=server.serve_forever, daemon=True).start()
         place = f"http://127.0.0.1:{server.server_port}/out"
         for is_cached in (False, True):
             tokens = open_tokens(place, tokenizer, tmp_path)
@@ -407,6 +423,7 @@ def test_changes_in_stores_that_name_times_differently(corpus, store, monkeypatc
 
     for name in ("ETag", "etag", "md5Hash", "mtime", "Last-Modified", "LastModified", "last_modified", "updated"):
         assert version(**{name: "1"}) != version(**{name: "2"})
+    assert version(ETag=None, mtime=1) != version(ETag=None, mtime=2)
     assert not log.text
     assert version(accessed=1) == version(accessed=2)
     assert "memory://raw/a.jsonl: the store states neither checksums nor times; only another size" in log.text
@@ -470,9 +487,10 @@ def test_preparations_do_not_mix_in_a_store_without_conditional_writes(corpus, t
         second.begin()
     for made in (first, second):
         made.write_all(made.missing(), 1)
-    with raises("memory://out was begun with other held_out"):
-        merge(first, 1)
-    merge(second, 1)
+    for merge_second in (lambda: merge(second, 1), lambda: None):
+        with raises("memory://out was begun with other held_out"):
+            merge(first, 1)
+        merge_second()
     expected = prepared(corpus, "memory://expected", tokenizer, held_out=0.1)
     assert store.cat_file("/out/manifest.json") == store.cat_file("/expected/manifest.json")
     assert expected.missing() == []
@@ -548,9 +566,11 @@ class TestErrors:
             merge(made, 1)
         assert not (tmp_path / "out/manifest.json").exists()
 
-    def test_nothing_held_out(self, corpus, tokenizer, tmp_path):
+    def test_nothing_or_everything_held_out(self, corpus, tokenizer, tmp_path):
         with raises("--held_out selects no document; increase it"):
             prepared(corpus, tmp_path / "out", tokenizer, held_out=1e-9)
+        with raises("--held_out selects all documents; decrease it"):
+            prepared(corpus, tmp_path / "all", tokenizer, held_out=1 - 1e-9)
 
     def test_another_manifest_is_no_preparation(self, tmp_path):
         (tmp_path / "manifest.json").write_text("{}")
@@ -593,6 +613,11 @@ class TestErrors:
         assert main(["data", "prepare", *arguments, "--module", "llama3", "--config", "debugmodel"]) == 2
         error = capsys.readouterr().err
         assert message in error and len(error.splitlines()) == 1
+
+    def test_weights_of_the_run_do_not_count(self, corpus, tmp_path):
+        command = ["data", "prepare", corpus[2], "--out", str(tmp_path / "out"), "--workers", "1"]
+        command += ["--module", "llama3", "--config", "debugmodel"]
+        assert main([*command, "--dataloader.dataset", "a", "b", "--dataloader.weights", "2", "1"]) == 0
 
     def test_filters_of_text_for_chats(self, tmp_path, monkeypatch, capsys):
         monkeypatch.chdir(tmp_path)

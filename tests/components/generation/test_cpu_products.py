@@ -25,6 +25,7 @@ def calls(monkeypatch):
 
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("n_rows", [1, 8, 100])
+@torch.no_grad()
 def test_products_are_pytorchs(n_rows, has_bias, calls):
     x = torch.randn(n_rows, 3, 192)[:, 1]  # not contiguous, as the last token of each row
     weight, bias = torch.randn(80, 192), torch.randn(80) if has_bias else None
@@ -35,9 +36,19 @@ def test_products_are_pytorchs(n_rows, has_bias, calls):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@torch.no_grad()
 def test_other_types_are_left_to_pytorch(dtype, calls):
     x, weight = torch.randn(2, 16, dtype=dtype), torch.randn(8, 16, dtype=dtype)
     assert torch.equal(product(x, weight), F.linear(x, weight))
+    assert not calls
+
+
+def test_gradients_and_autocast_are_left_to_pytorch(calls):
+    x, weight = torch.randn(2, 16), nn.Parameter(torch.randn(8, 16))
+    product(x, weight).sum().backward()
+    torch.testing.assert_close(weight.grad, x.sum(0).expand(8, 16))
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert product(x, weight).dtype == torch.bfloat16
     assert not calls
 
 
@@ -55,6 +66,14 @@ def test_layers_of_a_model_are_as_before_after_an_error(calls):
     with pytest.raises(UserError, match="no reward"):
         engine.run([fail()])
     assert not any("forward" in vars(layer) for layer in model.modules())
+
+
+def test_a_layer_with_a_forward_of_its_own_keeps_it():
+    layer = nn.Linear(16, 8)
+    layer.forward = lambda x: x
+    with torch.no_grad(), onednn_products(layer):
+        assert layer(3) == 3
+    assert layer(3) == 3
 
 
 def test_each_product_reads_the_current_weights():

@@ -181,8 +181,9 @@ class CheckpointManager(Configurable):
             RunComplete: if the run has ended in a checkpoint that it cannot resume from.
         """
         if self.config.saves and self.config.async_mode == "async_with_pinned_mem":
-            with contextlib.suppress(OSError):  # the first save tries again, and reports the error
-                self._saver.reserve(self._encode("full"))
+            entries = self._encode("full")
+            with contextlib.suppress(OSError, RuntimeError):  # the first save tries again, and reports the error
+                self._saver.reserve(entries)
         has_model_loader = self.config.initial_load_model_only and "model" in self.initial_loads
         start = choose_start(
             self.config, self.folder, self._ranks, identity=self._identity, verify_initial=not has_model_loader

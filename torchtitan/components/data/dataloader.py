@@ -10,7 +10,12 @@ from torchtitan.components.data.base import NO_DOCUMENT, Batch, TokenizingDataLo
 from torchtitan.components.data.disk_cache import cache_root, data_digest
 from torchtitan.components.data.plan.mixture import check_weights
 from torchtitan.components.data.prepare.encoding import DocumentEncoding
-from torchtitan.components.data.prepare.prepared import PreparedTokens, dataset_identity, find_prepared, splits_of
+from torchtitan.components.data.prepare.prepared import (
+    PreparedTokens,
+    dataset_identity,
+    find_prepared,
+    validation_split,
+)
 from torchtitan.components.data.pretraining.order import check_cycle
 from torchtitan.components.data.pretraining.streaming import StreamBatches, StreamOrder
 from torchtitan.components.data.pretraining.token_cache import open_token_cache
@@ -119,12 +124,9 @@ class PretrainDataLoader(TokenizingDataLoader):
         def for_validation(self, dataset: str) -> "PretrainDataLoader.Config | None":
             """Return the config for the validation split of `dataset` (all data if it has no splits), by default of the
             training datasets that have one."""
-            with_validation = [name for name in self.dataset if "validation" in splits_of(name, DOCUMENTS)]
-            chosen = [dataset] if dataset else with_validation
-            if not chosen:
+            if (found := validation_split(dataset, self.dataset, DOCUMENTS)) is None:
                 return None
-            splits = splits_of(chosen[0], DOCUMENTS)
-            split = "validation" if "validation" in splits else splits[0]
+            chosen, split = found
             # The column of local files is likely the same; a registered dataset defines its own.
             column = None if dataset in DOCUMENTS.registered and dataset not in self.dataset else self.text_column
             return dataclasses.replace(

@@ -16,8 +16,9 @@ _PLAIN = (Tensor, nn.Parameter)
 
 @contextmanager
 def onednn_products(model: nn.Module) -> Iterator[None]:
-    """Let the linear layers of a model compute with `product` in the block; not the layers that converters replaced."""
-    layers = [layer for layer in model.modules() if type(layer) is nn.Linear]
+    """Let the linear layers of a model compute with `product` in the block; not those that something has replaced, such
+    as a converter."""
+    layers = [layer for layer in model.modules() if type(layer) is nn.Linear and "forward" not in vars(layer)]
     for layer in layers:
         layer.forward = partial(_forward, layer)  # type: ignore[method-assign]
     try:
@@ -28,13 +29,14 @@ def onednn_products(model: nn.Module) -> Iterator[None]:
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return `F.linear(x, weight, bias)`, for which gradients are not needed.
+    """Return `F.linear(x, weight, bias)`.
 
     oneDNN is faster than MKL, PyTorch's BLAS, on the processor of docs/performance.md, and most of all for many rows.
-    It takes plain tensors only: no DTensors or quantized weights.
+    It takes plain tensors only, without gradients: no DTensors, quantized weights or autocast.
     """
-    is_plain = type(x) is Tensor and type(weight) in _PLAIN and x.dtype == weight.dtype == torch.float32
-    if _linear is None or not is_plain or not x.is_cpu:
+    tensors = [x, weight] if bias is None else [x, weight, bias]
+    is_plain = all(type(each) in _PLAIN and each.is_cpu and each.dtype == torch.float32 for each in tensors)
+    if _linear is None or not is_plain or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
         return F.linear(x, weight, bias)
     out: Tensor = _linear(x, weight, bias, "none", [], "")
     return out

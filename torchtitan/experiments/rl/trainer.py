@@ -110,12 +110,12 @@ class RLTrainer(ReferenceTrainer, RolloutTrainer):
             groups += [group for group in sampled if not resamples or len({t.reward for t in group}) > 1]
             if not resamples or all(self.ranks.gather(len(groups) >= wanted or not sampled)):
                 return groups[:wanted]
-        if any(self.ranks.gather(bool(groups))):
-            return groups
-        raise UserError(
-            f"the rewards of each prompt's answers were equal in {number + 1} global batches, from which a "
-            "--policy.method that replaces such groups learns nothing; use an easier reward, or grpo"
-        )
+        if not any(self.ranks.gather(bool(groups))):
+            raise UserError(
+                f"the rewards of each prompt's answers were equal in {number + 1} global batches, from which a "
+                "--policy.method that replaces such groups learns nothing; use an easier reward, or grpo"
+            )
+        return groups[:wanted]
 
     def update(self, micro_batches: list[Batch]) -> StepResult:
         on_device = [self.post_dataloading_process(batch) for batch in micro_batches]

@@ -265,7 +265,7 @@ def test_all_code_that_makes_samples_is_hashed():
     excluded = {
         "data/disk_cache.py",  # location of caches
         "data/plan/sampler.py",  # type of an array
-        "checkpoint/filesystem.py",  # how files in stores are read
+        "checkpoint/filesystem.py",  # opens stores; the content of files is read as it is
     }
     folder = Path(components.__path__[0])
     known = {file for pattern in SOURCES for file in folder.glob(pattern)}

@@ -28,7 +28,7 @@ from torchtitan.components.data.finetuning.samples import (
     pack_windows,
 )
 from torchtitan.components.data.plan import Planner, Sampler, ShuffleSampler, Snapshot, StepStatistics, Window
-from torchtitan.components.data.prepare.prepared import dataset_identity, find_prepared, find_samples, splits_of
+from torchtitan.components.data.prepare.prepared import dataset_identity, find_prepared, find_samples, validation_split
 from torchtitan.components.data.report import DataSummary, SetSummary
 from torchtitan.components.data.sources.source import AUTO, CHAT_DATASETS, Source, resolve_source
 from torchtitan.components.data.workers import Workers
@@ -118,20 +118,21 @@ class PlannedDataLoader(TokenizingDataLoader):
             """Return the source and row format of each dataset that is not prepared. Raise `UserError` if either is
             unknown."""
             raw = [dataset for dataset in self.dataset if not find_prepared(dataset, CHAT_DATASETS)]
-            sources = [self._source(dataset) for dataset in raw]
+            sources = [self.source(dataset) for dataset in raw]
             columns = [first_columns(source) for source in sources]
             mapping = parse_columns(self.columns)
             formats = dataset_formats(raw, columns, self.format, mapping, self._loader.kind)
             return list(zip(sources, formats, strict=True))
 
-        def _source(self, dataset: str) -> Source:
+        def source(self, dataset: str) -> Source:
+            """Return the rows of a dataset that is not prepared. Raise `UserError` if there are none."""
             source = resolve_source(dataset, split=self.split, catalog=CHAT_DATASETS)
             assert isinstance(source, Source)
             return source
 
         def identity(self) -> dict[str, Any]:
             """Return the loader's class, the content of its datasets, and the options for reading rows."""
-            digest = partial(data_digest, self._source, self.cache_dir)
+            digest = partial(data_digest, self.source, self.cache_dir)
             options = ("split", "format", "columns", "chat_template")
             return TokenizingDataLoader.Config.identity(self) | {
                 "dataloader.dataset": dataset_identity(self.dataset, digest, CHAT_DATASETS),
@@ -141,12 +142,9 @@ class PlannedDataLoader(TokenizingDataLoader):
         def for_validation(self, dataset: str) -> Self | None:
             """Return the config for the validation split of `dataset` (all data if it has no splits), by default of the
             training datasets that have one. `format` and `columns` are kept if they fit."""
-            with_validation = [name for name in self.dataset if "validation" in splits_of(name, CHAT_DATASETS)]
-            chosen = [dataset] if dataset else with_validation
-            if not chosen:
+            if (found := validation_split(dataset, self.dataset, CHAT_DATASETS)) is None:
                 return None
-            splits = splits_of(chosen[0], CHAT_DATASETS)
-            split = "validation" if "validation" in splits else splits[0]
+            chosen, split = found
             in_order = ShuffleSampler.Config(shuffle=False)
             config = dataclasses.replace(self, dataset=chosen, split=split, sampler=in_order, num_workers=0)
             if self.format == AUTO and not self.columns:

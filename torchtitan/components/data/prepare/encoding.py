@@ -79,7 +79,7 @@ class Encoding(ABC):
         items["hash"] = [hashlib.blake2b(b"\0".join(content), digest_size=HASH_BYTES).digest() for content in contents]
         items["position"] = np.arange(len(items))
         items["tokens"] = np.diff(bounds)
-        items["trained"] = np.diff(np.append(0, trained.cumsum())[bounds])
+        items["trained"] = [trained[start:stop].sum() for start, stop in itertools.pairwise(bounds)]
         return items[np.argsort(items["hash"], kind="stable")]
 
     def select(self, selections: Sequence[tuple[Folder, np.ndarray]], folder: Path) -> None:

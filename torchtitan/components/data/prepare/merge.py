@@ -38,13 +38,14 @@ INDEX_ROWS = 3
 """Rows of an index, int64 (INDEX_ROWS, caches): first token, and the cache's digest (two rows)."""
 
 ITEMS_PER_PASS = 1 << 24
-"""Approximate number of hashes that a process compares at a time, which need about 80 bytes each."""
+"""Approximate number of hashes that a process compares at a time, which need about 90 bytes each."""
 
 
 def merge(preparation: Preparation, workers: int) -> None:
     """Write the items of each split, of equal ones the first, and the manifest; then remove the parts. May be killed
-    and repeated. Raise `UserError` if parts are missing, or nothing is left."""
+    and repeated. Raise `UserError` if parts are missing, a split is empty, or the plan or the sources have changed."""
     place = preparation.place
+    preparation.check()
     if missing := preparation.missing():
         raise UserError(
             f"{len(missing):,} of {len(preparation.parts):,} parts in {place} are missing, first {missing[0] + 1}; run "
@@ -79,7 +80,7 @@ class _Merge:
             self.items = [items[start:stop] for start, stop in bounds]
             """Items of each part, `ITEM` (n,)."""
             self.chosen = [chosen[start:stop] for start, stop in bounds]
-            """Number of the split of each item of a part, by its position, 0 for none, uint8 (n,)."""
+            """Number of the split (see `Preparation`) of a part's items, by their positions, 0 for none, uint8 (n,)."""
             list(pool.map(self._read, self.items, self.chosen, folders))
         n_passes = 1 + len(items) // ITEMS_PER_PASS
 
@@ -90,18 +91,19 @@ class _Merge:
             list(run_in_processes(remove_duplicates, range(n_passes), workers))
 
     def _read(self, items: np.ndarray, chosen: np.ndarray, folder: Folder) -> None:
-        last_held_out = int(self.preparation.held_out * 256**8).to_bytes(8)
+        end_of_held_out = int(self.preparation.held_out * 256**8).to_bytes(8)
         items[:] = np.frombuffer(read(folder, ITEMS), ITEM)
-        chosen[items["position"]] = np.where(items["hash"] < last_held_out, 2, 1)
+        chosen[items["position"]] = np.where(items["hash"] < end_of_held_out, 2, 1)
 
     def write(self) -> dict[str, Any]:
         """Write the caches and the index of each split; return the manifest."""
         preparation, names = self.preparation, [source.name for source in self.preparation.sources]
         n_items = np.sum([np.bincount(of_part, minlength=3) for of_part in self.chosen], axis=0)
-        if not n_items[1]:
+        if not n_items[1:].any():
             raise no_rows_left_error(", ".join(names), Report.total(map(Report.from_dict, self.found)))
-        if preparation.held_out and not n_items[2]:
-            raise UserError("--held_out selects no document; increase it, or leave it out")
+        if preparation.held_out and not n_items[1:].all():
+            selected = "no document; increase" if n_items[1] else "all documents; decrease"
+            raise UserError(f"--held_out selects {selected} it, or leave it out")
         splits, sources = {}, {}
         for split, number in preparation.splits.items():
             reports = [self._report(part, number) for part in range(len(self.found))]
@@ -142,7 +144,8 @@ class _Merge:
                 publish(folder, preparation.place / split / digest, BLOCKS_FILE)
             return digest
 
-        digests = "".join(run_in_processes(write_cache, range(len(groups)), self.workers))
+        written = sorted(run_in_processes(write_cache, range(len(groups)), self.workers))
+        digests = "".join(digest for _, digest in written)
         total, ends = Report.total(totals), np.cumsum([0, *(of_group.tokens for of_group in totals)])
         index = np.vstack([ends[:-1], np.frombuffer(bytes.fromhex(digests), np.int64).reshape(-1, 2).T]).tobytes()
         write(preparation.place, f"{split}.index", index)

@@ -8,7 +8,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -101,6 +101,7 @@ class Preparation:
                 others = {name.partition("/")[0] for name in names if name[0] != "."}  # not work folders of others
                 if others and "plan" not in others:  # otherwise, another process has begun
                     raise UserError(f"{self.place} holds other files, such as {min(others)}; set --out to a new folder")
+                self.place.create()
                 (work / "plan").mkdir()
                 (work / "plan" / PLAN).write_text(plan)
                 publish(work / "plan", self.place / "plan", PLAN)
@@ -120,9 +121,12 @@ class Preparation:
         """Yield a temporary folder, in the same file system if possible; killed processes leave theirs. Turn an
         `OSError` in the block into a `UserError`."""
         try:
-            self.place.create()
-            inside = self.place.path if isinstance(self.place, LocalFolder) else None
-            with tempfile.TemporaryDirectory(prefix=".work-", dir=inside) as folder:
+            inside = None
+            if isinstance(self.place, LocalFolder):
+                self.place.create()
+                inside = self.place.path
+            # NFS keeps files that are still mapped into memory.
+            with tempfile.TemporaryDirectory(prefix=".work-", dir=inside, ignore_cleanup_errors=True) as folder:
                 yield Path(folder)
         except OSError as error:
             raise UserError(f"cannot write to {self.place}: {error.strerror or error}; set --out to another") from error
@@ -160,7 +164,7 @@ class Preparation:
     def write_all(self, numbers: Sequence[int], workers: int) -> None:
         """Write parts and log progress and throughput."""
         started, last, n_tokens = time.monotonic(), 0.0, 0
-        for n_done, tokens in enumerate(run_in_processes(self.write, numbers, workers), 1):
+        for n_done, (_, tokens) in enumerate(run_in_processes(self.write, numbers, workers), 1):
             n_tokens, now = n_tokens + tokens, time.monotonic()
             if now - last >= SECONDS_BETWEEN_LINES or n_done == len(numbers):
                 last, speed = now, n_tokens / (now - started)
@@ -192,17 +196,20 @@ def publish(folder: Path, target: Folder, last: str) -> None:
             with_patience(f"writing {target}/{name}", partial(write, name, (folder / name).read_bytes()))
 
 
-def run_in_processes(function: Callable[[int], T], numbers: Sequence[int], workers: int) -> Iterator[T]:
-    """Yield the results of a function in the order of its arguments. Raise `RunFailure` if a process is killed."""
+def run_in_processes(function: Callable[[int], T], numbers: Sequence[int], workers: int) -> Iterator[tuple[int, T]]:
+    """Yield each number and the function's result, in order of completion. Raise `RunFailure` if a process is
+    killed."""
     if workers == 1:
-        yield from map(function, numbers)
+        yield from zip(numbers, map(function, numbers), strict=True)
         return
     global _function
     _function = function  # forked processes inherit it, since it cannot be pickled
     context, initialize = multiprocessing.get_context("fork"), (signal.SIGKILL, os.getpid())
     with ProcessPoolExecutor(workers, context, signal_when_orphaned, initialize) as pool:
+        futures = {pool.submit(_call, number): number for number in numbers}
         try:
-            yield from pool.map(_call, numbers)
+            for future in as_completed(futures):
+                yield futures[future], future.result()
         except BrokenProcessPool:
             raise RunFailure(
                 "a process was killed, possibly for lack of memory (set --workers); run the same command again to "

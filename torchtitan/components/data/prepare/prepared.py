@@ -145,13 +145,9 @@ class PreparedTokens(JoinedTokens):
     """
 
     def __init__(self, prepared: Prepared, split: str, blocks: BlockCache, *, verify: bool = False):
-        index, n_tokens = (
-            prepared.index(split, blocks.root / "indexes", verify=verify),
-            prepared.splits[split]["tokens"],
-        )
-        super().__init__(
-            f"{prepared.digest}-{split}", index[0], n_tokens, partial(_open, prepared, split, index, blocks)
-        )
+        index = prepared.index(split, blocks.root / "indexes", verify=verify)
+        open_cache = partial(_open, prepared, split, index, blocks)
+        super().__init__(f"{prepared.digest}-{split}", index[0], prepared.splits[split]["tokens"], open_cache)
         self._arguments = (prepared, split, blocks)
         self.sources = prepared.sources[split]
         self.is_remote = not isinstance(prepared.folder, LocalFolder)
@@ -215,10 +211,19 @@ class _StoredArray:
         return content
 
 
-def splits_of(dataset: str, catalog: Catalog[Any]) -> tuple[str, ...]:
-    """Return the splits of a dataset string, which may be a preparation."""
-    found = find_prepared(dataset, catalog)
-    return tuple(found.splits) if found else catalog.splits(dataset)
+def validation_split(dataset: str, training: Sequence[str], catalog: Catalog[Any]) -> tuple[list[str], str] | None:
+    """Return the datasets to validate with, and their split: `dataset`, by default those of `training` that have a
+    validation split; None if there are none. A dataset without one is read as a whole."""
+
+    def splits(name: str) -> Sequence[str]:
+        found = find_prepared(name, catalog)
+        return tuple(found.splits) if found else catalog.splits(name)
+
+    chosen = [dataset] if dataset else [name for name in training if VALIDATION in splits(name)]
+    if not chosen:
+        return None
+    available = splits(chosen[0])
+    return chosen, VALIDATION if VALIDATION in available else available[0]
 
 
 def dataset_identity(datasets: Sequence[str], digest: Callable[[str], str], catalog: Catalog[Any]) -> dict[str, str]:

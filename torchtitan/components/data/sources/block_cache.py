@@ -12,7 +12,7 @@ from torchtitan.tools.logging import logger
 BLOCK_BYTES = 1 << 18
 _DIGEST_BYTES = 32
 _SLOT_BYTES = _DIGEST_BYTES + BLOCK_BYTES
-"""A slot holds the digest of a block's name and content, and the content."""
+"""A slot holds the digest of a block's name and content, in hexadecimal, and the content."""
 
 
 class BlockCache:

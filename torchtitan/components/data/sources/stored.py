@@ -127,8 +127,8 @@ def stored_files(url: str, text_column: str) -> list[StoredPart]:
         if entry.get("size") is None:
             raise UserError(f"{store.unstrip_protocol(path)}: the server does not state the size; download the file")
         name = path if is_pattern else path.removeprefix(root).lstrip("/") or posixpath.basename(path)
-        names = {re.sub("[-_]", "", key.lower()): key for key in entry}
-        version = next((str(entry[names[name]]) for name in _VERSIONS if name in names), "")
+        stated = {re.sub("[-_]", "", key.lower()): value for key, value in entry.items() if value}
+        version = next((str(stated[key]) for key in _VERSIONS if key in stated), "")
         parts.append(StoredPart(name, store.unstrip_protocol(path), text_column, entry["size"], version))
     if not parts:
         raise UserError(f"{url}: there is no data file ({supported_formats()})")

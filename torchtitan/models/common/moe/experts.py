@@ -82,7 +82,9 @@ class RoutedExperts(StackedExperts):
 
     matrices = ("w13", "w2")
     hidden_dims = {"w13": 2, "w2": 2, "bias13": 2}
-    activation, has_bias = staticmethod(swiglu), False
+    activation = staticmethod(swiglu)
+    """Of gate and up, each (R, H)."""
+    has_bias = False
 
     def __init__(self, *, n_experts: int, top_k: int, dim: int, hidden_dim: int, init_std: float, out_init_std: float):
         super().__init__()

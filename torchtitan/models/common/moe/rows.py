@@ -42,20 +42,26 @@ def fused_expert_rows(router: str = "gate", order: tuple[int, ...] = (0, 1, 2, 3
     return tuple(KeyMapping(f"layers.*.moe.{ours}", f"model.layers.*.mlp.{theirs}", x) for ours, theirs, x in rows)
 
 
-def shared_rows(theirs: str) -> tuple[KeyMapping, ...]:
+def shared_rows(expert: str) -> tuple[KeyMapping, ...]:
     """Return the rows of a shared expert, and of its gate."""
     names = {"w1.weight": ".gate_proj", "w2.weight": ".down_proj", "w3.weight": ".up_proj", "gate": "_gate"}
-    their = f"model.layers.*.mlp.{theirs}"
-    return tuple(KeyMapping(f"layers.*.moe.shared.{o}", f"{their}{t}.weight") for o, t in names.items())
+    return tuple(
+        KeyMapping(f"layers.*.moe.shared.{ours}", f"model.layers.*.mlp.{expert}{theirs}.weight")
+        for ours, theirs in names.items()
+    )
 
 
 LOCAL_KEYS = {"num_local_experts": "moe.n_experts", "num_experts_per_tok": "moe.top_k"}
 QWEN_KEYS = {"num_experts": "moe.n_experts", "num_experts_per_tok": "moe.top_k"}
+"""`ModelType.keys` of experts, by the key of their number."""
+
 SPARSE_KEYS = {"moe_intermediate_size": "moe.ffn_dim", "mlp_layer_types": "moe.layer_types"}
+"""Further ones of models that also have dense layers."""
+
 _SAME = ("n_shared_experts", "norm_topk_prob", "routed_scaling_factor", "n_group", "topk_group", "scoring_func")
 SIGMOID_KEYS = {"n_routed_experts": "moe.n_experts", "num_experts_per_tok": "moe.top_k", **SPARSE_KEYS}
 SIGMOID_KEYS |= {name: f"moe.{name}" for name in _SAME}
-"""`ModelType.keys` of experts, by the name of their number; those of models with dense layers; those of DeepSeek-V3."""
+"""Those of DeepSeek-V3."""
 
 
 def prepare_dense_layers(document: dict[str, Any], default: int = 1) -> dict[str, Any]:
