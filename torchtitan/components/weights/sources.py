@@ -48,8 +48,8 @@ def format_of(path: str | Path) -> Format:
         raise UserError(f"{folder} holds only an adapter, not a model; use the merged model ({merged})")
     if catalog.has_marker(folder):
         catalog.raise_if_damaged(folder)
-    names = sorted(item.name for item in folder.iterdir())
-    contents = f"contains {summarize_names(names)}" if names else "is empty"
+    inside = sorted(item.name for item in folder.iterdir())
+    contents = f"contains {summarize_names(inside)}" if inside else "is empty"
     raise UserError(
         f"{folder} holds no checkpoint: it {contents}, and has neither {DCP_METADATA} (DCP), "
         f"{', '.join((*_SAFETENSORS, *_PICKLED))} (Hugging Face) nor {torch_files.META_FILES} (Meta)"
