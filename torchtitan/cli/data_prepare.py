@@ -99,6 +99,8 @@ def _encoding(
     tokenizer = config.tokenizer.build(path=config.hf_assets_path)
     filters = FilterConfig(**{name: getattr(options, name) for name in ("min_tokens", "max_tokens", "max_repetition")})
     loader.dataset = list(sources)
+    if isinstance(loader, PretrainDataLoader.Config):
+        loader.weights = []  # of the datasets of the run
     loader.validate()
 
     def open_sources() -> list[Source]:

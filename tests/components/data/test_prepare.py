@@ -170,6 +170,22 @@ def test_killed_preparations_continue(corpus, tokenizer, tmp_path):
     assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
 
 
+def test_results_come_in_order_of_completion(tmp_path):
+    """While a long part is written, progress is shown, and an error ends the work."""
+
+    def work(number):
+        for _ in range(500 if number == 0 else 0):
+            if (tmp_path / "1 has come").exists():
+                break
+            time.sleep(0.01)
+        return 10 + number
+
+    results = parts.run_in_processes(work, [0, 1], 2)
+    assert next(results) == (1, 11)
+    (tmp_path / "1 has come").touch()
+    assert list(results) == [(0, 10)]
+
+
 def test_duplicates_are_found_in_several_passes():
     chance = random.Random(0)
     hashes = [bytes(16), b"\xff" * 16, *(bytes([i]) * 15 + bytes([i % 3]) for i in range(0, 250, 5))]
@@ -596,6 +612,11 @@ class TestErrors:
         assert main(["data", "prepare", *arguments, "--module", "llama3", "--config", "debugmodel"]) == 2
         error = capsys.readouterr().err
         assert message in error and len(error.splitlines()) == 1
+
+    def test_weights_of_the_run_do_not_count(self, corpus, tmp_path):
+        command = ["data", "prepare", corpus[2], "--out", str(tmp_path / "out"), "--workers", "1"]
+        command += ["--module", "llama3", "--config", "debugmodel"]
+        assert main([*command, "--dataloader.dataset", "a", "b", "--dataloader.weights", "2", "1"]) == 0
 
     def test_filters_of_text_for_chats(self, tmp_path, monkeypatch, capsys):
         monkeypatch.chdir(tmp_path)

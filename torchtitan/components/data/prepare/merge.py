@@ -144,7 +144,8 @@ class _Merge:
                 publish(folder, preparation.place / split / digest, BLOCKS_FILE)
             return digest
 
-        digests = "".join(run_in_processes(write_cache, range(len(groups)), self.workers))
+        written = sorted(run_in_processes(write_cache, range(len(groups)), self.workers))
+        digests = "".join(digest for _, digest in written)
         total, ends = Report.total(totals), np.cumsum([0, *(of_group.tokens for of_group in totals)])
         index = np.vstack([ends[:-1], np.frombuffer(bytes.fromhex(digests), np.int64).reshape(-1, 2).T]).tobytes()
         write(preparation.place, f"{split}.index", index)

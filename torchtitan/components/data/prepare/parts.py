@@ -8,7 +8,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -164,7 +164,7 @@ class Preparation:
     def write_all(self, numbers: Sequence[int], workers: int) -> None:
         """Write parts and log progress and throughput."""
         started, last, n_tokens = time.monotonic(), 0.0, 0
-        for n_done, tokens in enumerate(run_in_processes(self.write, numbers, workers), 1):
+        for n_done, (_, tokens) in enumerate(run_in_processes(self.write, numbers, workers), 1):
             n_tokens, now = n_tokens + tokens, time.monotonic()
             if now - last >= SECONDS_BETWEEN_LINES or n_done == len(numbers):
                 last, speed = now, n_tokens / (now - started)
@@ -196,17 +196,20 @@ def publish(folder: Path, target: Folder, last: str) -> None:
             with_patience(f"writing {target}/{name}", partial(write, name, (folder / name).read_bytes()))
 
 
-def run_in_processes(function: Callable[[int], T], numbers: Sequence[int], workers: int) -> Iterator[T]:
-    """Yield the results of a function in the order of its arguments. Raise `RunFailure` if a process is killed."""
+def run_in_processes(function: Callable[[int], T], numbers: Sequence[int], workers: int) -> Iterator[tuple[int, T]]:
+    """Yield each number and the function's result, in order of completion. Raise `RunFailure` if a process is
+    killed."""
     if workers == 1:
-        yield from map(function, numbers)
+        yield from zip(numbers, map(function, numbers), strict=True)
         return
     global _function
     _function = function  # forked processes inherit it, since it cannot be pickled
     context, initialize = multiprocessing.get_context("fork"), (signal.SIGKILL, os.getpid())
     with ProcessPoolExecutor(workers, context, signal_when_orphaned, initialize) as pool:
+        futures = {pool.submit(_call, number): number for number in numbers}
         try:
-            yield from pool.map(_call, numbers)
+            for future in as_completed(futures):
+                yield futures[future], future.result()
         except BrokenProcessPool:
             raise RunFailure(
                 "a process was killed, possibly for lack of memory (set --workers); run the same command again to "
