@@ -88,7 +88,8 @@ class FrozenModelTrainer(Trainer):
                 n_samples = steps * self.global_batch_size if steps > 0 else loader.n_samples or 0
                 n_tokens = n_samples * config.training.seq_len * self.sequences_per_sample
                 size = n_tokens * cache.bytes_per_token / 2**20
-                logger.info("%s: at most %d windows, %.1f MiB (0: a stream)", cache.folder, n_samples, size)
+                most = f"at most {n_samples:,} windows, {size:,.1f} MiB" if n_samples else "all windows of a stream"
+                logger.info("%s: %s", cache.folder, most)
                 order = [config.debug.seed, epochs, steps, self.global_batch_size]
                 mark = cache.complete([loader_config.to_dict(), loader.state_dict(), *order])
                 if on_all_ranks(mark.exists()):
