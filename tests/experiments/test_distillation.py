@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from tests.conftest import PROJECT
 from tests.processes import run_processes
 from tests.training import flags, killed_in, read_metrics, run
+from torchtitan.components.run_events import read_events
 from torchtitan.components.sequence_cache import SequenceCache
 from torchtitan.config.manager import ConfigManager
 from torchtitan.dry_run import dry_run
@@ -376,6 +377,8 @@ def test_on_policy_distillation_compares_the_models_on_the_students_own_answers(
     assert loss == pytest.approx(total / n_tokens, rel=1e-5)
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert any(line.get("validation_divergence", 0) > 0 for line in lines)
+    seconds = read_events(tmp_path / "run")[0][-1]["seconds"]
+    assert seconds["rollouts"] > seconds["data"]  # sampling is no wait for data
     distill(folder, tmp_path / "self", "on_policy", **options, teacher__path=folder / "student")
     ((_, loss),) = read_metrics(tmp_path / "self", "loss")
     assert loss == pytest.approx(0, abs=1e-6)

@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import re
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -15,7 +16,7 @@ class Parser(argparse.ArgumentParser):
         """Parse all arguments; name the option nearest to an unknown one."""
         options, others = self.parse_known_args(args, namespace)
         if others:
-            nearest = difflib.get_close_matches(others[0], self._option_string_actions, n=1)
+            nearest = difflib.get_close_matches(others[0], re.findall(r"--[\w-]+", self.format_usage()), n=1)
             self.error(f"unrecognized argument {others[0]}" + (f"; did you mean {nearest[0]}?" if nearest else ""))
         return options
 

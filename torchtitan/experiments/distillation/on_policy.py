@@ -35,6 +35,7 @@ class OnPolicyTrainer(DistillationTrainer, RolloutTrainer):
 
     def next_micro_batches(self, batches: Iterator[Batch]) -> list[Batch]:
         prompts = super().next_micro_batches(batches)
+        self.watchdog.phase("rollouts")
         answers = self.packed(self.sample(lambda: prompts, str(self.step + 1)))
         self.tokens_per_step = sum(batch["input"].numel() for batch in answers) * self.parallel_dims.dp_degree
         return answers
