@@ -56,12 +56,12 @@ QWEN_KEYS = {"num_experts": "moe.n_experts", "num_experts_per_tok": "moe.top_k"}
 """`ModelType.keys` of experts, by the key of their number."""
 
 SPARSE_KEYS = {"moe_intermediate_size": "moe.ffn_dim", "mlp_layer_types": "moe.layer_types"}
-"""Further ones of models that also have dense layers."""
+"""Further keys of models that also have dense layers."""
 
 _SAME = ("n_shared_experts", "norm_topk_prob", "routed_scaling_factor", "n_group", "topk_group", "scoring_func")
 SIGMOID_KEYS = {"n_routed_experts": "moe.n_experts", "num_experts_per_tok": "moe.top_k", **SPARSE_KEYS}
 SIGMOID_KEYS |= {name: f"moe.{name}" for name in _SAME}
-"""Those of DeepSeek-V3."""
+"""Keys of DeepSeek-V3's experts."""
 
 
 def prepare_dense_layers(document: dict[str, Any], default: int = 1) -> dict[str, Any]:
