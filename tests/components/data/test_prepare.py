@@ -429,6 +429,20 @@ def test_changes_in_stores_that_name_times_differently(corpus, store, monkeypatc
     assert "memory://raw/a.jsonl: the store states neither checksums nor times; only another size" in log.text
 
 
+@pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="needs posix_fallocate")
+def test_a_full_disk_ends_the_merge_with_a_message(corpus, tokenizer, tmp_path, store, monkeypatch):
+    """Not with the signal SIGBUS, when a page of the map is written."""
+
+    def fail(descriptor, start, length):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(merging.os, "posix_fallocate", fail)
+    with raises(f"cannot write to {tmp_path / 'out'}: No space left on device; set --out to another"):
+        prepared(corpus, tmp_path / "out", tokenizer)
+    with raises(": No space left on device; set --out or TMPDIR to another"):
+        prepared(corpus, "memory://out", tokenizer)
+
+
 def test_a_full_disk_is_not_tried_again(monkeypatch):
     def fail():
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -6,6 +6,7 @@ part of text, or one for all samples; `SPLIT.index` lists them, see `INDEX_ROWS`
 
 import itertools
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -75,8 +76,8 @@ class _Merge:
         with ThreadPoolExecutor(16) as pool:  # a store takes long to answer
             self.found = list(pool.map(lambda folder: json.loads(read(folder, PART)), folders))
             bounds = list(itertools.pairwise(np.cumsum([0, *(report["kept"] for report in self.found)])))
-            items = np.memmap(work / "items", ITEM, "w+", shape=max(1, bounds[-1][1]))
-            chosen = np.memmap(work / "chosen", np.uint8, "w+", shape=len(items))
+            items = _new_memmap(work / "items", ITEM, max(1, int(bounds[-1][1])))
+            chosen = _new_memmap(work / "chosen", np.dtype(np.uint8), len(items))
             self.items = [items[start:stop] for start, stop in bounds]
             """Items of each part, `ITEM` (n,)."""
             self.chosen = [chosen[start:stop] for start, stop in bounds]
@@ -150,6 +151,16 @@ class _Merge:
         index = np.vstack([ends[:-1], np.frombuffer(bytes.fromhex(digests), np.int64).reshape(-1, 2).T]).tobytes()
         write(preparation.place, f"{split}.index", index)
         return {"tokens": total.tokens, "items": total.kept, "parts": len(groups), "digest": bytes_digest(index)}
+
+
+def _new_memmap(path: Path, dtype: "np.dtype[Any]", length: int) -> np.memmap:
+    """Map a new file of zeros (length,) into memory. Raise `OSError` if the disk is too full, which would otherwise end
+    the process later without a message."""
+    with path.open("wb") as file:
+        file.truncate(length * dtype.itemsize)
+        if hasattr(os, "posix_fallocate"):  # not on macOS
+            os.posix_fallocate(file.fileno(), 0, length * dtype.itemsize)
+    return np.memmap(path, dtype, "r+")
 
 
 def find_duplicates(parts: Sequence[np.ndarray], index: int = 0, n_passes: int = 1) -> Array:

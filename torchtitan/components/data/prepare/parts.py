@@ -120,16 +120,16 @@ class Preparation:
     def working(self) -> Iterator[Path]:
         """Yield a temporary folder, in the same file system if possible; killed processes leave theirs. Turn an
         `OSError` in the block into a `UserError`."""
+        inside, places, options = None, f"{self.place} or {tempfile.gettempdir()}", "--out or TMPDIR"
         try:
-            inside = None
             if isinstance(self.place, LocalFolder):
+                inside, places, options = self.place.path, str(self.place), "--out"
                 self.place.create()
-                inside = self.place.path
             # NFS keeps files that are still mapped into memory.
             with tempfile.TemporaryDirectory(prefix=".work-", dir=inside, ignore_cleanup_errors=True) as folder:
                 yield Path(folder)
         except OSError as error:
-            raise UserError(f"cannot write to {self.place}: {error.strerror or error}; set --out to another") from error
+            raise UserError(f"cannot write to {places}: {error.strerror or error}; set {options} to another") from error
 
     @cached_property
     def _parts_folder(self) -> Folder:
