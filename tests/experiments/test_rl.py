@@ -365,6 +365,7 @@ def test_the_small_configurations_run_with_experts(tmp_path, debugmodel):
     line = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])
     assert 0.9 < line["router_entropy/layers.0"] <= 1  # a router at random
     assert "dropped_tokens/layers.0" not in line
+    assert 0 < line["reward"] < 1 and line["grad_norm"] > 0  # random answers are rated differently
 
 
 @pytest.mark.parametrize("method", ["grpo", "ppo"])

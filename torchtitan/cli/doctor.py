@@ -85,5 +85,6 @@ def _print(ranks: "Sequence[RankHealth]", device: str) -> None:
     table = Table("of all ranks", *columns, title=f"{device}; {software}", title_justify="left")
     for name, measured in values_of(ranks).items():
         if values := measured.values():
-            table.add_row(name, *(f"{value:.4g}" for value in (min(values), statistics.median(values), max(values))))
+            shown = (min(values), statistics.median(values), max(values))
+            table.add_row(name, *(f"{value:,.0f}" if value >= 1000 else f"{value:.4g}" for value in shown))
     Console(width=160).print(table)

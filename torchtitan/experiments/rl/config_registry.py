@@ -23,12 +23,13 @@ def grpo(hf_assets_path: str, family: ModuleType | None = None) -> RLTrainer.Con
 
 
 def rl_debugmodel() -> RLTrainer.Config:
-    """Train the small Llama 3, from random weights, to write 20 characters in reply to the built-in conversations."""
+    """Reward the small Llama 3, with random weights, for 50 characters in reply to the built-in chats. Its first
+    answers have 55 to 90, so that rewards differ from the first step on."""
     config, first_message = llama3_debugmodel_sft(), f"{prompts.__name__}:first_message"
     return RLTrainer.Config.based_on(
         config,
         dataloader=prompts.PromptDataLoader.Config(dataset=["chats"], format=first_message, chat_template="chatml"),
         rollout=RolloutConfig(group_size=4, max_new_tokens=16),
-        rewards=["length=20"],
+        rewards=["length=50"],
         training=dataclasses.replace(config.training, steps=20),
     )
