@@ -42,7 +42,7 @@ from torchtitan.distributed.health import (
 )
 
 OF_RANK = {PRODUCTS: 1.0, GPU_ERRORS: 0, SLOWDOWN: False}
-OF_HOST = {DISK: 1.0, FREE: 100, SHARED: 8, OPEN_FILES: 65536, CLOCK: 0.5, ERRORS: 0}
+OF_HOST = {DISK: 1.0, FREE: 100, SHARED: 8, OPEN_FILES: 65536, CLOCK: -0.5, ERRORS: 0}
 SOUND = RankHealth(rank=0, host="a", software={"torch": "2.13.0"}, facts=OF_RANK | OF_HOST)
 
 

@@ -136,7 +136,7 @@ def findings(ranks: Sequence[RankHealth], expected: Mapping[str, float]) -> list
     found = list(_different_software(ranks))
     for name, check in CHECKS.items():
         values, median = facts[name], statistics.median(facts[name].values() or [0.0])
-        least = max(check.least, check.of_median * median)
+        least = check.of_median * median if check.of_median else check.least
         wrong = {measured: value for measured, value in values.items() if not least <= value <= check.most}
         # A pair is assigned to the host that is in most wrong pairs.
         counts = Counter(host for measured in wrong for host in {host_of[rank] for rank in measured})
