@@ -62,10 +62,14 @@ def start_process(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
 def test_kills_leave_no_trace(tmp_path: Path, name: str, kills: int) -> None:
     """The first and third kills are timed inside a save, the second after one."""
     text = command.write_text(tmp_path / "text.txt", seed=0)
-    outcome = Campaign(tmp_path, text, kills=kills, seed=0).run(MODE[name])
-    assert outcome.passed, outcome
-    assert outcome.kills == kills and outcome.kills_in_save > 0, outcome
-    assert outcome.resumed_steps[0] == 0 and outcome.resumed_steps[-1] > 0
+    for seed in range(4):  # on a busy machine, a save of milliseconds may end before the kill
+        (workplace := tmp_path / str(seed)).mkdir()
+        outcome = Campaign(workplace, text, kills=kills, seed=seed).run(MODE[name])
+        assert outcome.passed, outcome
+        assert outcome.kills == kills and outcome.resumed_steps[0] == 0
+        if outcome.kills_in_save and outcome.resumed_steps[-1] > 0:
+            return
+    pytest.fail("no run was killed inside a save and resumed from a checkpoint")
 
 
 @pytest.mark.slow
@@ -449,7 +453,7 @@ class TestMoments:
         assert {moment.event for moment in moments[:8]} == {"start", "step", "save", "written", "renamed", "complete"}
         assert {moment.step for moment in moments} == set(range(31, 31 + 2 * INTERVAL))
         assert max(moment.delay for moment in moments if moment.event == "start") > 4
-        assert max(moment.delay for moment in moments if moment.event not in ("start", "step")) < 0.02
+        assert max(moment.delay for moment in moments if moment.event not in ("start", "step")) < 0.01
 
 
 # --- the command ------------------------------------------------------------------------------------------------------

@@ -61,7 +61,7 @@ def draw_moment(generator: random.Random, kill: int, saved: int, start_seconds: 
         start_seconds: approximate time from the command to the first step.
     """
     event = _EVENTS[kill % len(_EVENTS)]
-    longest = {"start": start_seconds, "step": 0.2}.get(event, 0.02)
+    longest = {"start": start_seconds, "step": 0.2}.get(event, 0.01)
     return Moment(event, saved + generator.randint(1, 2 * INTERVAL), generator.uniform(0, longest))
 
 
