@@ -287,7 +287,7 @@ def test_the_entry_point_of_one_process(
         (["trian"], ["unknown command 'trian'", "did you mean 'train'", "ls", "new"]),  # codespell:ignore
         (["ls", "everything"], ["everything"]),
         (["new"], ["required: path", "torchtitan new --help"]),
-        (["report", "--txt", "outputs"], ["unrecognized argument --txt; did you mean --text?"]),  # codespell:ignore
+        (["report", "--txt", "outputs"], ["unrecognized argument --txt; did you mean '--text'?"]),  # codespell:ignore
     ],
 )
 def test_unknown_commands(args: list[str], words: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -58,7 +58,7 @@ def main(args: Sequence[str] | None = None) -> int:
     if name == "--version":
         print(f"torchtitan {torchtitan.__version__}")
         return 0
-    from torchtitan.config.registry import suggest
+    from torchtitan.tools.errors import suggest
 
     message = f"unknown command '{name}'{suggest(name, _COMMANDS)} (there are: {', '.join(_COMMANDS)})"
     print(visible(f"torchtitan: {message}"), file=sys.stderr)

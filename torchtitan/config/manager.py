@@ -30,10 +30,9 @@ from torchtitan.config.registry import (
     is_trusted,
     load_config_function,
     needs_assets,
-    suggest,
 )
 from torchtitan.tools import durable
-from torchtitan.tools.errors import UserError
+from torchtitan.tools.errors import UserError, suggest
 from torchtitan.tools.files import regular_file
 from torchtitan.tools.parser import Parser
 

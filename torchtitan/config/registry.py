@@ -1,7 +1,6 @@
 """Find modules (packages with a `config_registry.py`), configurations and flavors in the sources, without imports."""
 
 import ast
-import difflib
 import importlib
 import importlib.metadata
 import importlib.util
@@ -14,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
-from torchtitan.tools.errors import UserError, in_words
+from torchtitan.tools.errors import UserError, in_words, suggest
 
 _REGISTRY = "config_registry"
 REGISTRY_FILE = f"{_REGISTRY}.py"
@@ -44,12 +43,6 @@ class ModuleListing(NamedTuple):
     name: str
     configs: list[str]
     flavors: list[str]
-
-
-def suggest(name: str, known: Iterable[str]) -> str:
-    """Return `; did you mean 'x'?` for the known name closest to `name`, or ""."""
-    nearest = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f"; did you mean '{nearest[0]}'?" if nearest else ""
 
 
 def built_in_modules() -> dict[str, Path]:

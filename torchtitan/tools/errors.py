@@ -1,5 +1,8 @@
 """Exceptions that the command line prints as a short message instead of a traceback."""
 
+import difflib
+from collections.abc import Iterable
+
 
 class UserError(ValueError):
     """A mistake in the user's input. The message names the offending value and the remedy; the command line prints it
@@ -14,6 +17,12 @@ def require(holds: bool, name: str, value: object, what: str) -> None:
     """Raise `UserError` unless the condition holds: the option `name` has this value, but must be `what`."""
     if not holds:
         raise UserError(f"{name} is {value}, but must be {what}")
+
+
+def suggest(name: str, known: Iterable[str]) -> str:
+    """Return `; did you mean 'x'?` for the known name closest to `name`, or ""."""
+    nearest = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f"; did you mean '{nearest[0]}'?" if nearest else ""
 
 
 def in_words(error: BaseException) -> str:

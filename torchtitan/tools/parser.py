@@ -1,11 +1,11 @@
 """Command lines whose mistakes are reported in one line."""
 
 import argparse
-import difflib
 import re
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from torchtitan.tools.errors import suggest
 from torchtitan.tools.logging import visible
 
 
@@ -16,8 +16,8 @@ class Parser(argparse.ArgumentParser):
         """Parse all arguments; name the option nearest to an unknown one."""
         options, others = self.parse_known_args(args, namespace)
         if others:
-            nearest = difflib.get_close_matches(others[0], re.findall(r"--[\w-]+", self.format_usage()), n=1)
-            self.error(f"unrecognized argument {others[0]}" + (f"; did you mean {nearest[0]}?" if nearest else ""))
+            known = re.findall(r"--[\w-]+", self.format_usage())
+            self.error(f"unrecognized argument {others[0]}{suggest(others[0], known)}")
         return options
 
     def error(self, message: str) -> NoReturn:

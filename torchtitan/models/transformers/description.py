@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from torchtitan.config.registry import suggest
-from torchtitan.tools.errors import UserError, in_words
+from torchtitan.tools.errors import UserError, in_words, suggest
 
 _found = version("transformers") if importlib.util.find_spec("transformers") else "absent"
 if not _found[:1].isdigit() or [int(number) for number in _found.split(".")[:2]] < [5, 23]:

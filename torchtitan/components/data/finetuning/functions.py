@@ -14,8 +14,8 @@ from typing import Any
 
 from torchtitan.components.data.sources.rows import first_line
 from torchtitan.components.data.sources.source import RowFunction
-from torchtitan.config.registry import import_failure, suggest
-from torchtitan.tools.errors import UserError
+from torchtitan.config.registry import import_failure
+from torchtitan.tools.errors import UserError, suggest
 
 _LOCKS = (type(threading.Lock()), type(threading.RLock()), threading.Condition, threading.Semaphore, threading.Event)
 

@@ -33,8 +33,7 @@ from torchtitan.components.data.finetuning.conversions import (
 from torchtitan.components.data.finetuning.functions import function_fingerprint, load_function
 from torchtitan.components.data.sources.rows import kind_of
 from torchtitan.components.data.sources.source import AUTO, CHAT_DATASETS, RowFunction
-from torchtitan.config.registry import suggest
-from torchtitan.tools.errors import UserError
+from torchtitan.tools.errors import UserError, suggest
 
 Kind = Literal["sft", "preference", "rated", "prompt"]
 """Purpose of rows: samples to imitate, pairs to compare, answers to judge (pairs too), prompts to answer."""
