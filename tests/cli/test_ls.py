@@ -9,7 +9,7 @@ from torchtitan.models.families import families_with
 
 
 def test_sizes_are_shown(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two families: those of all are in the page, below."""
+    """The page below has the sizes of all families."""
     two = {name: folder for name, folder in built_in_modules().items() if name in ("llama3", "qwen3")}
     monkeypatch.setattr("torchtitan.cli.ls.modules_on_disk", lambda: two)
     assert main(["ls"]) == 0

@@ -86,7 +86,7 @@ def test_reads_the_data_in_order_and_counts_tokens(tmp_path, log):
     seen = [line[1] for line in read_metrics(tmp_path / "growing", "n_tokens_seen")]
     assert seen == list(itertools.accumulate(32 * size for size in SIZES))
     assert trainer.run_length.n_samples_read == sum(SIZES)
-    assert trainer.run_length.samples_read_at(10, 0, 0) == 2 * sum(SIZES)  # as many ahead again
+    assert trainer.run_length.samples_read_at(10, 0, 0) == 2 * sum(SIZES)  # the same number of samples again
     assert trainer.run_length.tokens_at(10, 0, 0) == 32 * sum(SIZES)
 
 

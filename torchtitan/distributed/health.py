@@ -78,7 +78,7 @@ class RankHealth:
     software: dict[str, str]
     """Name → version."""
     facts: dict[str, float]
-    """Name in `CHECKS` → value; those of the host are known to its first rank."""
+    """Name in `CHECKS` → value. Only a host's first rank has the facts of the host."""
     bandwidths: dict[int, float] = field(default_factory=dict)
     """Other rank → GB/s."""
 

@@ -413,7 +413,7 @@ def test_data_is_read_without_a_cache_on_a_full_disk(failing, corpus, tokenizer,
 
 
 def test_changes_in_stores_that_name_times_differently(corpus, store, monkeypatch, log):
-    """Each store of fsspec has its own names; without any, the warning says what goes unnoticed."""
+    """Each store of fsspec has its own names; without any, a warning says which changes go unnoticed."""
     entry = {"type": "file", "size": 5}
 
     def version(**details):
@@ -492,7 +492,7 @@ def test_hosts_begin_together(place, held_out, is_before, corpus, tokenizer, tmp
 
 
 def test_preparations_do_not_mix_in_a_store_without_conditional_writes(corpus, tokenizer, tmp_path, store, monkeypatch):
-    """The plan of the second replaces that of the first, which has begun and writes its parts."""
+    """The second plan replaces the first, whose preparation has begun and writes its parts."""
     monkeypatch.setattr(RemoteFolder, "write_new", RemoteFolder.write)
     first, second = (preparation(corpus, "memory://out", tokenizer, held_out=share) for share in (0.5, 0.1))
     first.begin()

@@ -58,8 +58,8 @@ def test_first_fit_decreasing_equals_its_definition():
 
 
 def test_multipack_equals_its_definition():
-    """The definition: put each sample, longest first, into the least full of as many windows as first fit needs, or of
-    the next larger number (by 0.5 %) with which all fit."""
+    """The definition: put each sample, longest first, into the least full window. The number of windows is first
+    fit's, or the next larger number (by 0.5 %) with which all samples fit."""
     n_more = 0
     for lengths, capacity in random_cases():
         n_first_fit = n_windows = len(first_fit_decreasing(lengths, capacity))

@@ -219,11 +219,11 @@ def validation_split(dataset: str, training: Sequence[str], catalog: Catalog[Any
         found = find_prepared(name, catalog)
         return tuple(found.splits) if found else catalog.splits(name)
 
-    chosen = [dataset] if dataset else [name for name in training if VALIDATION in splits(name)]
-    if not chosen:
-        return None
-    available = splits(chosen[0])
-    return chosen, VALIDATION if VALIDATION in available else available[0]
+    if not dataset:
+        chosen = [name for name in training if VALIDATION in splits(name)]
+        return (chosen, VALIDATION) if chosen else None
+    available = splits(dataset)
+    return [dataset], VALIDATION if VALIDATION in available else available[0]
 
 
 def dataset_identity(datasets: Sequence[str], digest: Callable[[str], str], catalog: Catalog[Any]) -> dict[str, str]:

@@ -87,8 +87,8 @@ def open_token_files(paths: Sequence[Path], tokenizer: Tokenizer) -> Tokens:
         _check_ids(file, tokenizer.vocab_size)
     eos = -1 if tokenizer.eos_id is None else tokenizer.eos_id
     # A later file may begin in the middle of a document, so the first one shows where the delimiters are.
-    begins = [file.map()[0] == eos for file in files if not file.read_offsets]
-    open_file = partial(_open, files, eos, bool(begins and begins[0]))
+    begins = (bool(file.map()[0] == eos) for file in files if not file.read_offsets)
+    open_file = partial(_open, files, eos, next(begins, False))
     joined = JoinedTokens(files_digest(paths), first[:-1], int(first[-1]), open_file)
     joined.format = "tokens"
     return joined

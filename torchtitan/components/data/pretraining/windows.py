@@ -162,7 +162,7 @@ class PackedDataset(Dataset[Batch]):
             return padding_sample(seq_len, document_mask=document_mask)
         tokens = data.tokens(start, start + seq_len + 1)
         starts = data.starts(start, start + len(tokens))
-        # Tokens stand for their documents, with numbers that are unique over all sets.
+        # Documents are numbered by their tokens here; the numbers are unique over all sets.
         documents = start * len(self.sets) + number, (start + len(tokens) - 1) * len(self.sets) + number
         return pack(tokens, starts, seq_len, document_mask=document_mask), documents
 
