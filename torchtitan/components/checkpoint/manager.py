@@ -180,16 +180,16 @@ class CheckpointManager(Configurable):
                 the checkpoint does not fit the states, or the folder holds checkpoints of another run.
             RunComplete: if the run has ended in a checkpoint that it cannot resume from.
         """
-        if self.config.saves and self.config.async_mode == "async_with_pinned_mem":
-            entries = self._encode("full")
-            with contextlib.suppress(OSError, RuntimeError):  # the first save tries again, and reports the error
-                self._saver.reserve(entries)
         has_model_loader = self.config.initial_load_model_only and "model" in self.initial_loads
         start = choose_start(
             self.config, self.folder, self._ranks, identity=self._identity, verify_initial=not has_model_loader
         )
         self._finished_steps = self._ranks.broadcast_from_rank0(self._find_finished_steps)
         self._ranks.broadcast_from_rank0(lambda: check_frozen(self.config, start, self._base_model))
+        if self.config.saves and self.config.async_mode == "async_with_pinned_mem":
+            entries = self._encode("full")
+            with contextlib.suppress(OSError, RuntimeError):  # the first save tries again, and reports the error
+                self._saver.reserve(entries)
         needs_base_model = start is not None and start.resumes and bool(start.checkpoint.base_model)
         for initialize in self.initial_loads.values() if needs_base_model else []:
             initialize()

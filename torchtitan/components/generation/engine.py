@@ -411,7 +411,7 @@ def _logits_at(model: nn.Module, index: int, tokens_BL: Tensor, attention: Atten
         if isinstance(hidden_BLD, DTensor):
             hidden_BLD = hidden_BLD.full_tensor()
         hidden_BD = hidden_BLD[:, index]
-        if weight_VD is None or not isinstance(weight_VD, DTensor):
+        if not isinstance(weight_VD, DTensor):
             return transform(hidden_BD if weight_VD is None else product(hidden_BD, weight_VD))
         # Weights are sharded by vocabulary; gathering logits is cheaper than gathering weights.
         shared_BD = DTensor.from_local(hidden_BD, weight_VD.device_mesh, [Replicate()])
