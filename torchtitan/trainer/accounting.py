@@ -41,7 +41,7 @@ class Accounting(Recorder):
         self._folder = Path(trainer.config.dump_folder)
         self._hosts: list[str] = []  # of each rank
         # Step and seconds by phase when the ranks were last compared, first after the first step of this session.
-        self._compared: tuple[int, dict[str, float]] | None = None
+        self._compared: tuple[int, _Seconds] | None = None
         self._slow: tuple[int, int] | None = None  # rank and phase of the last comparison
         self._saved_step: int | None = None
         self._reason: StopReason | None = None
