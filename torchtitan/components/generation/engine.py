@@ -12,10 +12,10 @@ from typing import Any, Literal, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from torchtitan.components.generation.cpu_products import onednn_products, product
 from torchtitan.components.generation.kv_cache import CachedAttention, KVCache
 from torchtitan.components.generation.sampling import Sampling, draw, generator_of
 from torchtitan.distributed import context_parallel
@@ -23,6 +23,7 @@ from torchtitan.distributed.parallelize import free_gathered_weights
 from torchtitan.protocols.attention import AttentionMetadata
 from torchtitan.protocols.model import BaseModel
 from torchtitan.protocols.output_head import UNCHANGED, LogitTransform, compute_logits
+from torchtitan.tools.cpu_products import onednn_products
 from torchtitan.tools.errors import UserError, require
 from torchtitan.tools.torch_private import forward_pre_hooks
 
@@ -149,7 +150,7 @@ class Engine:
         self._joins = type(cache) is KVCache  # otherwise a new row needs a pass over all tokens of all rows
         self._is_new_batch = True
         try:
-            with evaluating(self._model), onednn_products(self._model), nullcontext() if cache is None else cache:
+            with evaluating(self._model), onednn_products(), nullcontext() if cache is None else cache:
                 for index in range(len(texts)):
                     advance(index, None)
                 while self._step():
@@ -412,7 +413,7 @@ def _logits_at(model: nn.Module, index: int, tokens_BL: Tensor, attention: Atten
             hidden_BLD = hidden_BLD.full_tensor()
         hidden_BD = hidden_BLD[:, index]
         if not isinstance(weight_VD, DTensor):
-            return transform(hidden_BD if weight_VD is None else product(hidden_BD, weight_VD))
+            return transform(hidden_BD if weight_VD is None else F.linear(hidden_BD, weight_VD))
         # Weights are sharded by vocabulary; gathering logits is cheaper than gathering weights.
         shared_BD = DTensor.from_local(hidden_BD, weight_VD.device_mesh, [Replicate()])
         return cast(DTensor, compute_logits(shared_BD, weight_VD, transform)).full_tensor()
