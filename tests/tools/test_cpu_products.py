@@ -3,7 +3,14 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
+from tests.components.generation.test_generation import TINY_PROMPTS, mixed_model
+from torchtitan import train
+from torchtitan.components.generation import generate
+from torchtitan.components.loss import CrossEntropyLoss
+from torchtitan.components.peft import LoRA
+from torchtitan.distributed import initialize_weights
 from torchtitan.tools import cpu_products
 from torchtitan.tools.cpu_products import is_faster, onednn_products
 from torchtitan.tools.torch_private import onednn_linear
@@ -125,3 +132,38 @@ def test_other_processors_keep_pytorchs_products(calls, monkeypatch):
     with onednn_products():
         torch.randn(4, 4) @ torch.randn(4, 4)
     assert not calls
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_generation_uses_it(adapted, calls):
+    model = mixed_model().float()
+    if adapted:
+        LoRA.Config(rank=2).build().convert(model)
+        initialize_weights(model, seed=0)
+    n_linear = sum(isinstance(layer, nn.Linear) for layer in model.modules())
+    generate(model, [TINY_PROMPTS[1]], max_new_tokens=2)
+    assert len(calls) >= 2 * n_linear
+    done = len(calls)
+    torch.ones(2, 2) @ torch.ones(2, 2)
+    assert len(calls) == done
+
+
+def test_runs_use_it(calls, monkeypatch):
+    monkeypatch.setattr(train, "keep_freed_memory", lambda: None)
+    monkeypatch.setattr(train, "_run", lambda x: x @ x)
+    train.run(torch.ones(2, 2))
+    assert calls == [(2, 2)]
+
+
+@pytest.mark.parametrize("chunk_tokens", [0, 5])
+def test_the_loss_and_its_gradients_are_those_of_float64(chunk_tokens, calls):
+    hidden, weight = torch.randn(1, 12, 16, requires_grad=True), torch.randn(40, 16, requires_grad=True)
+    labels = torch.randint(40, (1, 12))
+    with onednn_products():
+        CrossEntropyLoss.Config(chunk_tokens=chunk_tokens).build()(hidden, weight, labels).backward()
+    exact = hidden.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
+    F.cross_entropy(F.linear(*exact)[0], labels[0], reduction="sum").backward()
+    assert len(calls) == 3 * (1 if chunk_tokens == 0 else 3)
+    assert weight.grad.is_contiguous()
+    for got, expected in zip((hidden, weight), exact, strict=True):
+        torch.testing.assert_close(got.grad.double(), expected.grad, atol=TOLERANCE, rtol=0)
