@@ -6,20 +6,14 @@ import weakref
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from torchtitan.dry_run.caching_allocator import CachingAllocator
-from torchtitan.dry_run.observer import Observer
-from torchtitan.tools.torch_private import (
-    OpOverload,
-    current_backward_pass,
-    get_untyped_storages,
-    storage_key,
-    tree_iter,
-)
+from torchtitan.dry_run.observer import Observer, Operation
+from torchtitan.tools.torch_private import current_backward_pass, get_untyped_storages, storage_key
 
 MemoryKind = Literal["parameters", "gradients", "optimizer", "gathered parameters", "activations", "temporary"]
 """The first four are labels. `activations` are allocated outside a backward pass and live until one. The rest is
@@ -74,7 +68,6 @@ class MemoryTracker(Observer):
     def __init__(self) -> None:
         self._owners: dict[int, Owner] = {}  # by the storage's address
         self._events: list[tuple[Allocation, int]] = []  # 1: allocated, -1: freed
-        self._live: dict[Allocation, None] = {}
         self._latest_backward = -1  # the number that PyTorch gives it
 
     @property
@@ -133,20 +126,13 @@ class MemoryTracker(Observer):
                 twins[allocation] = twin = self._allocate(Owner(), allocation.n_bytes)
                 twin.twin_of, twin.stream = allocation, allocation.stream
 
-    def observe(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+    def observe(self, operation: Operation) -> None:
         self._note_backward_pass()
-        if func.overloadpacket.__name__ in _FSDP_COMMUNICATION and (buffer := self.allocation_of(args[0])) is not None:
-            buffer.stream = func.overloadpacket.__name__
-        results = [tensor for tensor in tree_iter(result) if isinstance(tensor, Tensor)]
-        if not results:
-            return
-        argument_keys = {
-            storage_key(tensor.untyped_storage()) for tensor in tree_iter((args, kwargs)) if isinstance(tensor, Tensor)
-        }
-        for tensor in results:
+        if operation.name in _FSDP_COMMUNICATION and (buffer := self.allocation_of(operation.args[0])) is not None:
+            buffer.stream = operation.name
+        for tensor in operation.new_tensors():
             storage = tensor.untyped_storage()
-            # An untracked argument was allocated before tracking began.
-            if storage_key(storage) not in self._owners and storage_key(storage) not in argument_keys:
+            if storage_key(storage) not in self._owners:
                 self._allocate(self._owner_of(storage), storage.nbytes())
 
     def resized(self, storage: torch.UntypedStorage, n_bytes: int) -> None:
@@ -165,19 +151,18 @@ class MemoryTracker(Observer):
 
     def _allocate(self, owner: Owner, n_bytes: int) -> Allocation:
         allocation = owner.current = Allocation(n_bytes, owner)
-        self._live[allocation] = None
         self._events.append((allocation, 1))
         return allocation
 
     def _free(self, owner: Owner) -> None:
         allocation, owner.current = owner.current, None
         if allocation is not None:
-            del self._live[allocation]
             self._events.append((allocation, -1))
 
     def _note_backward_pass(self) -> None:
         current = current_backward_pass()
         if current > self._latest_backward:
             self._latest_backward = current
-            for allocation in self._live:
-                allocation.outlived_backward = True
+            for owner in self._owners.values():
+                if owner.current is not None:
+                    owner.current.outlived_backward = True

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torchtitan.distributed import ParallelDims
 from torchtitan.dry_run.fake_trainer import FakeTrainer, fake_trainer, without_data
 from torchtitan.dry_run.memory_tracker import MEMORY_KINDS, MemoryKind
-from torchtitan.dry_run.work_tracker import CommunicationKind, Work
+from torchtitan.dry_run.work_tracker import CommunicationKind, Transfer, Work
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
@@ -107,7 +107,7 @@ def report_of(trainer: FakeTrainer) -> RankReport:
         peak_reserved_bytes=memory.reserved(without=on_host),
         communication=_by_axis(trainer.work.work, dims),
         model_flops=trainer.flops_per_token * trainer.tokens_per_step / dims.world_size,
-        executed_flops=trainer.work.work.flops,
+        executed_flops=trainer.work.flops,
         work=trainer.work.work,
     )
 
@@ -115,11 +115,12 @@ def report_of(trainer: FakeTrainer) -> RankReport:
 def _by_axis(work: Work, dims: ParallelDims) -> list[Traffic]:
     calls: Counter[tuple[CommunicationKind, str]] = Counter()
     n_bytes, sent = calls.copy(), calls.copy()
-    for one, times in work.transfers.items():
-        key = (one.kind, axis_of(one.ranks, dims))
-        calls[key] += times
-        n_bytes[key] += times * one.n_bytes
-        sent[key] += round(times * one.n_bytes_sent)
+    for one, times in work.items():
+        if isinstance(one, Transfer):
+            key = (one.kind, axis_of(one.ranks, dims))
+            calls[key] += times
+            n_bytes[key] += times * one.n_bytes
+            sent[key] += round(times * one.n_bytes_sent)
     return [Traffic(*key, calls[key], size, sent[key]) for key, size in n_bytes.most_common()]
 
 

@@ -11,8 +11,7 @@ from typing import Any
 from torchtitan.config.sections import PipelineSchedule
 from torchtitan.dry_run.fake_trainer import with_vocabulary
 from torchtitan.dry_run.fitting import USABLE, with_mode
-from torchtitan.foresight.device_choice import device_named
-from torchtitan.foresight.devices import Device
+from torchtitan.foresight.devices import Device, device_named
 from torchtitan.foresight.prediction import GIB, Estimate, Layout, Prediction
 from torchtitan.foresight.profile import facts_of, profile
 from torchtitan.tools.errors import UserError
