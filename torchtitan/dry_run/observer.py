@@ -58,9 +58,9 @@ def observing(*observers: Observer) -> Iterator[None]:
     reported as operations on its local tensors, including communication; operations that only infer a *global* shape
     are not reported."""
     mode = _Observation(observers)
-    wrappers = {
-        (ShardingPropagator, "_propagate_tensor_meta_non_cached"): mode.unobserved,
-        (DecompShardingStrategy, "propagate_strategy"): mode.unobserved,
+    wrappers: dict[tuple[type, str], Callable[..., Any]] = {
+        (ShardingPropagator, "_propagate_tensor_meta_non_cached"): mode.paused(),
+        (DecompShardingStrategy, "propagate_strategy"): mode.paused(),
         # FSDP resizes gathered weights this way, bypassing the dispatcher.
         (torch.UntypedStorage, "resize_"): mode.observing_resize,
     }
@@ -96,15 +96,13 @@ class _Observation(TorchDispatchMode):
                 observer.observe(Operation(func, args, kwargs, result))
         return result
 
-    def unobserved(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            before, self.looking_away = self.looking_away, True
-            try:
-                return method(*args, **kwargs)
-            finally:
-                self.looking_away = before
-
-        return call
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        before, self.looking_away = self.looking_away, True
+        try:
+            yield
+        finally:
+            self.looking_away = before
 
     def observing_resize(self, method: Callable[..., Any]) -> Callable[..., Any]:
         def resize(storage: torch.UntypedStorage, n_bytes: int) -> Any:
