@@ -106,7 +106,7 @@ class Engine:
     ):
         _reject_partial_model(model)
         sampling.validate()
-        self._model: Any = model
+        self._model = cast(Any, model)
         self.context: int = self._model.config.max_seq_len
         self._sampling, self._stop_ids, self._group = sampling, stop_ids, group
         self._max_rows, self._use_cache = max_rows, use_cache

@@ -104,8 +104,6 @@ class RolloutEngine:
 Group = list[Trajectory]  # of one prompt
 Rollout = Callable[[Mapping[str, Any], RolloutEngine], Awaitable[Trajectory]]  # of a row; many run at a time
 
-_LOGGED = 2
-
 
 async def single_turn(row: Mapping[str, Any], engine: RolloutEngine) -> Trajectory:
     """Answer the prompt once, and rate the answer by `--rewards`."""
@@ -154,9 +152,9 @@ class RolloutConfig:
 
 
 def log_completions(folder: str, step: int, trajectories: Sequence[Trajectory], tokenizer: Tokenizer) -> None:
-    """Log the first trajectories of a step, and append them to `completions.jsonl`, after removing later steps."""
+    """Log the first two trajectories of a step, and append them to `completions.jsonl`, after removing later steps."""
     file = JsonLines(Path(folder) / "completions.jsonl", step - 1)
-    for trajectory in trajectories[:_LOGGED]:
+    for trajectory in trajectories[:2]:
         start = trajectory.loss_mask.index(True)
         prompt, completion = map(tokenizer.decode, (trajectory.tokens[:start], trajectory.tokens[start:]))
         logger.info("reward %.3f: %r -> %r", trajectory.reward, prompt[-200:], completion[:400])

@@ -19,12 +19,11 @@ from torchtitan.tools.errors import UserError
 ResultT = TypeVar("ResultT")
 
 _START = 'start VLLM_SERVER_DEV_MODE=1 vllm serve DIR --weight-transfer-config \'{"backend": "nccl"}\''
-_SECONDS = 3600.0
-"""Limit of a request; a continuation may wait for many others."""
 
 
-def request(url: str, path: str, body: Any = None, *, seconds: float = _SECONDS) -> Any:
-    """Return the JSON that a server answers to GET or, with a body, POST. Raise `UserError` if it does not."""
+def request(url: str, path: str, body: Any = None, *, seconds: float = 3600.0) -> Any:
+    """Return the JSON that a server answers to GET or, with a body, POST. Raise `UserError` if it does not within some
+    seconds, by default an hour, since a continuation may wait for many others."""
     data = None if body is None else json.dumps(body).encode()
     try:
         message = urllib.request.Request(f"{url}{path}", data, {"Content-Type": "application/json"})
