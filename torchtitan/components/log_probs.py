@@ -7,13 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchtitan.components.cross_entropy import (
-    IGNORE_INDEX,
-    block_elements,
-    cross_entropy_in_blocks,
-    labeled_rows,
-    over_chunks,
-)
+from torchtitan.components.cross_entropy import IGNORE_INDEX, cross_entropy_in_blocks, labeled_rows, over_chunks
 from torchtitan.distributed.loss_parallel import local_shards
 from torchtitan.protocols.output_head import UNCHANGED, LogitTransform
 
@@ -44,7 +38,7 @@ def token_log_probs(
     rows = labeled_rows(labels_N)
     if rows is not None:
         hidden_ND, labels_N = hidden_ND.index_select(0, rows), labels_N[rows]
-    options = {"elements": block_elements(hidden_ND.device.type, shard), "transform": transform, "shard": shard}
+    options = {"device_type": hidden_ND.device.type, "transform": transform, "shard": shard}
     values: Tensor = _TokenLogProbs.apply(hidden_ND, weight_VD, labels_N, chunk_tokens, options)
     if rows is not None:
         values = values.new_zeros(labels_BL.numel()).index_copy(0, rows, values)

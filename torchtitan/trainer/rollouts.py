@@ -18,6 +18,7 @@ from torchtitan.components.rollout.rollout import Group, RolloutEngine, Sampling
 from torchtitan.components.rollout.vllm import VLLMEngine, check_server
 from torchtitan.components.weights.export import format_for
 from torchtitan.components.weights.views import ExternalView, LiveSource, PlainView
+from torchtitan.config.sections import require_at_least
 from torchtitan.protocols.conversion import converted_model
 from torchtitan.protocols.tensor_source import TensorSource
 from torchtitan.tools.errors import UserError, require
@@ -27,7 +28,9 @@ from torchtitan.trainer.trainer import Trainer
 def check_rollouts(config: Any) -> None:
     """Raise `UserError` for a run that cannot sample with its section `rollout`."""
     rollout, parallelism, training = config.rollout, config.parallelism, config.training
-    rollout.validate()
+    require_at_least(1, rollout__max_new_tokens=rollout.max_new_tokens, rollout__max_rows=rollout.max_rows)
+    require_at_least(1, rollout__group_size=rollout.group_size)
+    find_rollout(rollout.function)
     for option, is_set in (
         ("--lr_scheduler.unit tokens", config.lr_scheduler.unit == "tokens"),
         ("--training.batch_schedule in tokens", any("t:" in change for change in training.batch_schedule)),
@@ -68,9 +71,8 @@ class RolloutTrainer(Trainer):
         self.rollout = find_rollout(rollout.function)
 
     def sample(self, load: Callable[[], Iterable[Batch]], phase: str, size: int | None = None) -> list[Group]:
-        """Return `size` trajectories, by default `group_size`, of each prompt in batches of the loader, or held-out
-        ones in the phase "validation", which `load` returns. Raise `UserError` if it, a rollout or a reward fails on
-        any rank."""
+        """Return `size` trajectories, by default `group_size`, of each prompt in the batches that `load` returns,
+        held-out ones in the phase "validation". Raise `UserError` if it, a rollout or a reward fails on any rank."""
         most, size, texts = self.config.rollout.max_new_tokens, size or self.config.rollout.group_size, []
         prompts: list[tuple[list[int], dict[str, Any], int]] = []
         leader = self.rank - self.parallel_dims.coordinate("tp")

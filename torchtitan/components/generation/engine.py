@@ -125,9 +125,8 @@ class Engine:
 
     @torch.no_grad()
     def run(self, texts: Sequence[Coroutine[Any, Any, ResultT]]) -> list[ResultT]:
-        """Run coroutines that await `generate` until all have returned, with the model in evaluation mode; return their
-        results in order. Raise the error of a coroutine, which is a `UserError` in the other processes, and `UserError`
-        if logits are not finite."""
+        """Return the results, in order, of coroutines that await `generate`, with the model in evaluation mode. Raise
+        the error of a coroutine, in other processes as a `UserError`, and `UserError` if logits are not finite."""
         results: dict[int, ResultT] = {}
         self._waiting: deque[_Row] = deque()
         self._rows: list[_Row] = []

@@ -54,7 +54,7 @@ class KVCache:
         self._modules = [module for name, module in model.named_modules() if fnmatchcase(name, _ATTENTION)]
         if not self._modules:
             raise ValueError(f"{type(model).__name__} has no modules named {_ATTENTION}, whose keys could be cached")
-        self._stored: dict[nn.Module, tuple[int, *tuple[Tensor, ...]]] = {}
+        self._stored: dict[nn.Module, Any] = {}
         """First slot of a layer's keys and values, and both from there: all in full layers."""
         self._cleanup = ExitStack()
 

@@ -24,10 +24,8 @@ from torchtitan.trainer.rollouts import RolloutTrainer, check_rollouts
 
 
 class RLTrainer(ReferenceTrainer, RolloutTrainer):
-    """Sample trajectories, rate them, and raise the probability of those better than their group.
-
-    In a step, `next_micro_batches` samples, rates and packs trajectories, and `update` trains on them once or more;
-    `compute_loss` calls the `PolicyLoss`."""
+    """Raise the probability of trajectories that are better than their group. In a step, `next_micro_batches` samples,
+    rates and packs them, and `update` trains on them once or more; `compute_loss` calls the `PolicyLoss`."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(ReferenceTrainer.Config):
