@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from torchtitan.components.checkpoint.ranks import Ranks
 from torchtitan.components.checkpoint.state import ModelState
@@ -25,9 +24,9 @@ from torchtitan.components.peft.adapter_tensors import (
     module_of,
 )
 from torchtitan.components.weights import HuggingFaceSource
+from torchtitan.components.weights.load import read_part
 from torchtitan.components.weights.sources import ADAPTER_CONFIG
 from torchtitan.config.configurable import config_key
-from torchtitan.distributed.initialize import local_slices
 from torchtitan.protocols import ModelSpec
 from torchtitan.protocols.state_dict_adapter import Identity
 from torchtitan.protocols.tensor_source import Slices, TensorSource, TensorSpec, summarize_names
@@ -200,15 +199,10 @@ def check_adapter_config(folder: Path, config: LoRAConfig, patterns: Mapping[str
 @torch.no_grad()
 def _load_part(source: AdapterSource, name: str, tensor: Tensor) -> None:
     """Copy this process's shard of an adapter tensor, or compare its shard of a base weight."""
-    slices: Slices | None = None
-    if isinstance(tensor, DTensor):
-        slices, tensor = local_slices(tensor), tensor.to_local()
-    if not tensor.numel():
-        return
-    values = source.read(name, slices)
+    part, values = read_part(source, name, tensor)
     if name not in source.base:
-        tensor.copy_(values)
-    elif not torch.allclose(values.float(), tensor.cpu().float(), rtol=_ROUNDING, atol=1e-6):
+        part.copy_(values)
+    elif not torch.allclose(values.float(), part.cpu().float(), rtol=_ROUNDING, atol=1e-6):
         raise UserError(f"the adapter was trained with another base model: its {name} differs from this model's")
 
 
