@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from torchtitan.components.checkpoint import catalog
 from torchtitan.components.checkpoint.config import CheckpointConfig
+from torchtitan.components.checkpoint.filesystem import errors_logged
 from torchtitan.components.checkpoint.identity import BaseWeights, RunIdentity
 from torchtitan.components.checkpoint.manifest import Kind, Marker
 from torchtitan.components.checkpoint.ranks import Ranks
@@ -303,13 +304,11 @@ class CheckpointManager(Configurable):
 
     def _prune(self, step: int) -> None:
         self._saved_steps.add(step)
-        try:
-            # Exclude the steps that an earlier attempt saved after the step from which this run resumed.
-            history = range(self._resumed_step + 1), self._saved_steps
-            best_of = (lambda step: any(step in steps for steps in history)) if self.config.keep_best else None
+        # Exclude the steps that an earlier attempt saved after the step from which this run resumed.
+        history = range(self._resumed_step + 1), self._saved_steps
+        best_of = (lambda step: any(step in steps for steps in history)) if self.config.keep_best else None
+        with errors_logged(f"could not remove an old checkpoint in {self.folder}"):
             catalog.prune(self.folder, step, self.config.keep_latest_k, best_of=best_of)
-        except OSError as error:
-            logger.warning("could not remove an old checkpoint in %s: %s", self.folder, error)
 
     def _find_finished_steps(self) -> set[int]:
         # With --checkpoint.load_step, the user wants to repeat the rest of the run.

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan.components.checkpoint import catalog
 from torchtitan.components.checkpoint.config import AsyncMode
-from torchtitan.components.checkpoint.filesystem import Folder
+from torchtitan.components.checkpoint.filesystem import Folder, errors_logged
 from torchtitan.components.checkpoint.manifest import KIND_DESCRIPTIONS, Kind, Marker
 from torchtitan.components.checkpoint.ranks import Ranks
 from torchtitan.components.checkpoint.state import Entries
@@ -176,10 +176,8 @@ class Saver:
                 "`torchtitan convert` to export them"
             ) from error
         if self.ranks.rank == 0:
-            try:
+            with errors_logged(f"could not remove {dcp_folder}"):
                 catalog.remove_checkpoint(dcp_folder)
-            except OSError as error:
-                logger.warning("could not remove %s: %s", dcp_folder, error)
         return path
 
     def _commit(self, partial: Folder, marker: Marker) -> Folder:
