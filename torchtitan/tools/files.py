@@ -3,6 +3,7 @@
 import json
 import re
 import stat
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,26 @@ def parse_json(text: str | bytes, name: str) -> Any:
     if levels > _MOST_JSON_LEVELS:
         raise UserError(f"{name} is nested more than {_MOST_JSON_LEVELS} levels deep")
     return content
+
+
+def json_lines(path: Path, usable: Callable[[dict[str, Any]], bool], broken: list[int]) -> Iterator[dict[str, Any]]:
+    """Yield the usable objects of a file of JSON lines, and append the numbers of its other lines to `broken`; nothing
+    if the file is absent. Raise `UserError` if it cannot be read."""
+    if not path.exists():
+        return
+    try:
+        with regular_file(path).open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                try:
+                    value = parse_json(line, "the line")
+                except UserError:
+                    value = None
+                if isinstance(value, dict) and usable(value):
+                    yield value
+                else:
+                    broken.append(number)
+    except OSError as error:
+        raise UserError(f"'{path}' cannot be read: {error.strerror}") from error
 
 
 def _levels(content: Any) -> int:
