@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from torchtitan.distributed.gradients import redistribute_like
+from torchtitan.distributed.initialize import local_part
 from torchtitan.tools.torch_private import (
     adjusted_lr,
     compute_local_shape_and_global_offset,
@@ -55,7 +56,7 @@ class Muon(torch.optim.Muon):
             update = orthogonalize(update, group["ns_coefficients"], group["ns_steps"], group["eps"])
         for index, matrix in enumerate(matrices):
             part = _shared(update if index == own else None, matrix, index)[self._own_parts[matrix]]
-            local = _local(matrix)
+            local = local_part(matrix)
             local.mul_(1 - group["lr"] * group["weight_decay"])
             rate = adjusted_lr(group["lr"], group["adjust_lr_fn"], matrix.shape)
             local.add_(part.to(local.device), alpha=-rate)
@@ -63,11 +64,11 @@ class Muon(torch.optim.Muon):
     def _moment(self, matrix: Tensor, group: dict[str, Any]) -> Tensor:
         """Add the gradient to the matrix's moment, and return the whole matrix of Nesterov's moment in bfloat16."""
         assert matrix.grad is not None
-        gradient = _local(redistribute_like(matrix.grad, matrix))
+        gradient = local_part(redistribute_like(matrix.grad, matrix))
         state = self.state[matrix]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(matrix)
-        moment = _local(state["momentum_buffer"]).lerp_(gradient, 1 - group["momentum"])
+        moment = local_part(state["momentum_buffer"]).lerp_(gradient, 1 - group["momentum"])
         direction = gradient.lerp(moment, group["momentum"])
         if not isinstance(matrix, DTensor):
             return direction
@@ -108,7 +109,3 @@ def _own_coordinate(mesh: DeviceMesh) -> tuple[int, ...]:
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
     return tuple(coordinate)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

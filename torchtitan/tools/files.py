@@ -3,6 +3,7 @@
 import json
 import re
 import stat
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,26 @@ def read_yaml(path: Path, name: str) -> Any:
         raise UserError(f"{name} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError, yaml.YAMLError) as error:  # also text in another encoding, or no date
         raise UserError(f"{name} cannot be read as YAML: {' '.join(str(error).split())}") from error
+
+
+def json_lines(path: Path, usable: Callable[[dict[str, Any]], bool], broken: list[int]) -> Iterator[dict[str, Any]]:
+    """Yield the usable objects of a file of JSON lines, and append the numbers of its other lines to `broken`; nothing
+    if the file is absent. Raise `UserError` if it cannot be read."""
+    if not path.exists():
+        return
+    try:
+        with regular_file(path).open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                try:
+                    value = parse_json(line, "the line")
+                except UserError:
+                    value = None
+                if isinstance(value, dict) and usable(value):
+                    yield value
+                else:
+                    broken.append(number)
+    except OSError as error:
+        raise UserError(f"'{path}' cannot be read: {error.strerror}") from error
 
 
 def _levels(content: Any) -> int:

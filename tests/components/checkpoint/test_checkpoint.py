@@ -29,10 +29,10 @@ from torchtitan.components.checkpoint import (
     CheckpointSaveError,
     ModelState,
     RandomState,
-    async_save,
     catalog,
     dcp,
     list_checkpoints,
+    saver,
 )
 from torchtitan.tools.errors import UserError
 
@@ -551,7 +551,7 @@ def test_exclude_from_loading(tmp_path: Path) -> None:
     assert torch.equal(run.model[0].weight, source.model[0].weight)
     assert_same(run.states["optimizer"].state_dict(), fresh_optimizer)
     assert torch.equal(torch.get_rng_state(), random_state)
-    with pytest.raises(UserError, match="no state 'optimizers'; did you mean optimizer?"):
+    with pytest.raises(UserError, match="no state 'optimizers'; did you mean 'optimizer'?"):
         Run(tmp_path, exclude_from_loading=["optimizers"])
 
 
@@ -728,15 +728,15 @@ def _out_of_memory(rank: int, folder: Path) -> None:
     def fail(*args: Any) -> None:
         raise MemoryError("too large")
 
-    stage = async_save.stage
+    stage = saver.stage
     if rank == 1:
-        async_save.stage = fail
+        saver.stage = fail
     try:
         run = Run(folder, wrap=shard, async_mode="async")
         run.manager.save(3)
         assert "step-3 could not be saved: MemoryError: too large" in run.manager._saver.failure
     finally:
-        async_save.stage = stage
+        saver.stage = stage
 
 
 def _unexpected_errors_on_every_rank(folder: Path) -> None:

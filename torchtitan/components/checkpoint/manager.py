@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import difflib
 import math
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -10,18 +9,19 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from torchtitan.components.checkpoint import catalog
-from torchtitan.components.checkpoint.async_save import Assets, Export, Saver
 from torchtitan.components.checkpoint.config import CheckpointConfig
+from torchtitan.components.checkpoint.filesystem import errors_logged
 from torchtitan.components.checkpoint.identity import BaseWeights, RunIdentity
 from torchtitan.components.checkpoint.manifest import Kind, Marker
 from torchtitan.components.checkpoint.ranks import Ranks
 from torchtitan.components.checkpoint.resume import Start, check_frozen, choose_start, find_start, newest_usable
+from torchtitan.components.checkpoint.saver import Assets, Export, Saver
 from torchtitan.components.checkpoint.state import Entries, ModelState, with_parameter_names, without_frozen
 from torchtitan.config.configurable import Configurable
-from torchtitan.tools.errors import RunFailure, UserError
+from torchtitan.distributed.initialize import local_part
+from torchtitan.tools.errors import RunFailure, UserError, suggest
 from torchtitan.tools.logging import logger
 
 if TYPE_CHECKING:
@@ -237,9 +237,8 @@ class CheckpointManager(Configurable):
         assert len(names) == len(set(names)), "states and rank_states share a name"
         for name in self.config.exclude_from_loading:
             if name not in names:
-                matches = difflib.get_close_matches(name, names, n=1)
-                hint = f"did you mean {matches[0]}?" if matches else f"the states are {', '.join(names)}"
-                raise UserError(f"checkpoint.exclude_from_loading: there is no state {name!r}; {hint}")
+                hint = suggest(name, names) or f"; the states are {', '.join(names)}"
+                raise UserError(f"checkpoint.exclude_from_loading: there is no state {name!r}{hint}")
         if self.config.last_save_in_hf and not can_export:
             raise UserError("checkpoint.last_save_in_hf: this model cannot be exported to Hugging Face format")
         if self.config.initial_load_in_hf and "model" not in self.initial_loads:
@@ -305,13 +304,11 @@ class CheckpointManager(Configurable):
 
     def _prune(self, step: int) -> None:
         self._saved_steps.add(step)
-        try:
-            # Exclude the steps that an earlier attempt saved after the step from which this run resumed.
-            history = range(self._resumed_step + 1), self._saved_steps
-            best_of = (lambda step: any(step in steps for steps in history)) if self.config.keep_best else None
+        # Exclude the steps that an earlier attempt saved after the step from which this run resumed.
+        history = range(self._resumed_step + 1), self._saved_steps
+        best_of = (lambda step: any(step in steps for steps in history)) if self.config.keep_best else None
+        with errors_logged(f"could not remove an old checkpoint in {self.folder}"):
             catalog.prune(self.folder, step, self.config.keep_latest_k, best_of=best_of)
-        except OSError as error:
-            logger.warning("could not remove an old checkpoint in %s: %s", self.folder, error)
 
     def _find_finished_steps(self) -> set[int]:
         # With --checkpoint.load_step, the user wants to repeat the rest of the run.
@@ -331,5 +328,5 @@ class CheckpointManager(Configurable):
 
 def _has_overflow(value: torch.Tensor, converted: torch.Tensor) -> bool:
     """Return whether the conversion made finite values of this rank's shard infinite."""
-    before, after = (x.to_local() if isinstance(x, DTensor) else x for x in (value, converted))
+    before, after = local_part(value), local_part(converted)
     return bool((before.isfinite() & after.isinf()).any())
