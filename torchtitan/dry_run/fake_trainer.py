@@ -161,7 +161,8 @@ class FakeTrainer(Trainer):
         self.memory.label("parameters", [*parameters, *self.ema.averages])
         self.memory.label("optimizer", [v for state in states for v in state.values() if isinstance(v, Tensor)])
         if self.pipeline:
-            MicrobatchReplay(self.pipeline, self.memory, self.work, self.label_training_allocations).install()
+            schedule = self.pipeline.schedule
+            MicrobatchReplay(schedule, self.memory, self.work, self.label_training_allocations).install()
         loader, training = self.config.dataloader._owner, self.config.training
         assert issubclass(loader, BaseDataLoader)
         shape = (training.local_batch_size, training.seq_len * self.sequences_per_sample)
