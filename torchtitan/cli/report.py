@@ -171,13 +171,11 @@ def page(runs: Sequence[RunRecord]) -> str:
     """Return a whole HTML file that loads nothing. Everything that comes from a run is escaped, and only the page's own
     script runs."""
     script = (TEMPLATES / "run_report.js").read_text("utf-8")
-    charts = curves(runs)
     return render(
         "run_report.html",
         runs=[run.name for run in runs],
         written=_moment(time.time()),
-        names=[name for name, _ in charts],
-        series=[series for _, series in charts],
+        charts=curves(runs),
         bars=[(run.name, goodput(run.events)) for run in runs],
         sections=sections(runs),
         broken=[*_broken_lines(runs)],
@@ -206,9 +204,7 @@ def _print(runs: Sequence[RunRecord]) -> None:
 
 def report(args: Sequence[str]) -> int:
     """Write or print the report, and return the exit code."""
-    description = (
-        "Write one self-contained HTML page about runs, which may be in progress. Their folders are only read."
-    )
+    description = "Write a self-contained HTML page about runs, which may be in progress. Their folders are only read."
     parser = Parser(prog="torchtitan report", description=description)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="dump folder of a run")
     parser.add_argument("--output", type=Path, default="report.html", metavar="FILE", help="default: report.html")
