@@ -57,11 +57,9 @@ class RunRecord:
     def curve(self, key: str) -> list[tuple[int, float]]:
         """Return the points of a metric; of many, the lowest and the highest in each of equal parts."""
         points = self.points(key)
-        size = -(-2 * len(points) // _MOST_POINTS)
-        if size <= 2:
-            return points
+        size = max(1, -(-2 * len(points) // _MOST_POINTS))
         parts = [sorted(points[i : i + size], key=lambda point: point[1]) for i in range(0, len(points), size)]
-        return sorted({points[0], points[-1], *(part[end] for part in parts for end in (0, -1))})
+        return sorted({*points[:1], *points[-1:], *(part[end] for part in parts for end in (0, -1))})
 
 
 def _is_metrics(line: Mapping[str, Any]) -> bool:
