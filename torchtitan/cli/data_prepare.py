@@ -41,8 +41,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def prepare(sources: Sequence[str], options: argparse.Namespace, config: Any) -> None:
     """Prepare `sources` as the data of a configuration."""
     from torchtitan.components.checkpoint.filesystem import folder_at
-    from torchtitan.components.data.prepare.merge import merge
-    from torchtitan.components.data.prepare.parts import Preparation
+    from torchtitan.components.data.prepare.preparation import Preparation, merge
 
     if not options.out:
         raise UserError("--out is missing; set it to the folder or URL of the result")
@@ -51,8 +50,9 @@ def prepare(sources: Sequence[str], options: argparse.Namespace, config: Any) ->
     require(options.workers >= 1, "--workers", options.workers, "at least 1")
     require(options.part_size > 0, "--part_size", options.part_size, "above 0")
     require(0 <= options.held_out < 1, "--held_out", options.held_out, "at least 0 and below 1")
-    open_sources, encoding = _encoding(sources, options, config)
+    opened, open_sources, encoding = _open(sources, options, config)
     preparation = Preparation(
+        sources=opened,
         open_sources=open_sources,
         place=folder_at(os.path.expanduser(options.out)),
         encoding=encoding,
@@ -80,10 +80,10 @@ def _share(text: str | None) -> tuple[int, int]:
     return int(match[1]) - 1, int(match[2])
 
 
-def _encoding(
+def _open(
     sources: Sequence[str], options: argparse.Namespace, config: Any
-) -> "tuple[Callable[[], Sequence[Source]], Encoding]":
-    """Return a function that lists the sources, and their encoding according to the data loader."""
+) -> "tuple[Sequence[Source], Callable[[], Sequence[Source]], Encoding]":
+    """Return the sources, a function that lists them again, and their encoding according to the data loader."""
     from torchtitan.components.data.dataloader import PretrainDataLoader
     from torchtitan.components.data.finetuning.filters import FilterConfig
     from torchtitan.components.data.finetuning.planned_loader import PlannedDataLoader
@@ -119,5 +119,6 @@ def _encoding(
         if len(formats) != 1 or len(rows) != len(sources):
             raise UserError(f"the sources have different formats ({', '.join(formats)}); prepare each by itself")
         encoder = loader.encoder(tokenizer, loader.find_template(tokenizer))
-        return open_sources, SampleEncoding(rows[0][1], encoder, loader.filters())
-    return open_sources, DocumentEncoding(tokenizer, filters)
+        opened = [source for source, _ in rows]
+        return opened, open_sources, SampleEncoding(rows[0][1], encoder, loader.filters())
+    return open_sources(), open_sources, DocumentEncoding(tokenizer, filters)

@@ -29,8 +29,7 @@ from torchtitan.components.data.finetuning.chat_encoding import RowEncoder
 from torchtitan.components.data.finetuning.sample_cache import SampleCache
 from torchtitan.components.data.plan.sampler import Array
 from torchtitan.components.data.prepare.encoding import read
-from torchtitan.components.data.prepare.merge import INDEX_ROWS
-from torchtitan.components.data.prepare.parts import MANIFEST, PLAN, TRAIN, VALIDATION, has_file
+from torchtitan.components.data.prepare.preparation import INDEX_ROWS, MANIFEST, PLAN, TRAIN, VALIDATION, has_file
 from torchtitan.components.data.pretraining.tokens import ArrayTokens, JoinedTokens
 from torchtitan.components.data.report import Report
 from torchtitan.components.data.sources.block_cache import BlockCache
