@@ -32,6 +32,7 @@ from torchtitan.cli.main import main
 from torchtitan.components.checkpoint.filesystem import RemoteFolder, folder_at
 from torchtitan.components.data import PretrainDataLoader
 from torchtitan.components.data.disk_cache import bytes_digest, digest_of
+from torchtitan.components.data.finetuning import planned_loader
 from torchtitan.components.data.finetuning.filters import FilterConfig
 from torchtitan.components.data.prepare import preparation as preparing
 from torchtitan.components.data.prepare.encoding import ITEM, DocumentEncoding
@@ -452,7 +453,7 @@ def test_a_full_disk_ends_the_merge_with_a_message(corpus, tokenizer, tmp_path, 
 
 
 def test_what_killed_processes_leave_is_removed(corpus, tokenizer, tmp_path):
-    """Only their folders, not those of processes that live."""
+    """The folders of processes that live stay."""
     child = os.fork()
     if child == 0:
         with preparation(corpus, tmp_path / "out", tokenizer).working() as work:
@@ -565,6 +566,19 @@ def test_a_file_that_a_server_lists_without_details(corpus, store, monkeypatch):
         resolve_source("memory://raw/a.jsonl")
 
 
+def test_parts_of_a_file_with_colons_in_its_name(corpus, tokenizer, tmp_path):
+    """They are no chain of fsspec's stores. Lines of any length, also empty ones, belong to one part each."""
+    path = tmp_path / "a::b.jsonl"
+    lines = [json.dumps({"text": "x" * n}) for n in (*range(1, 80), 500, 1)]
+    path.write_text("\n".join(lines))
+    for part_bytes in (7, 64, 101):
+        [source] = preparation([str(path)], tmp_path / "out", tokenizer).sources
+        pieces = [piece for part in source.parts for piece in stored.divide(part, part_bytes)]
+        assert len(pieces) == -(-path.stat().st_size // part_bytes)
+        texts = ["".join(text) for piece in pieces for text in piece.documents(lambda n: None)]
+        assert texts == [json.loads(line)["text"] for line in lines]
+
+
 CHAT = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]}
 
 
@@ -581,8 +595,11 @@ def test_chats_and_preferences(config, tmp_path, monkeypatch):
     write_jsonl(tmp_path / "rows.jsonl", rows)
     write_jsonl(tmp_path / "unique.jsonl", rows[:20])
     arguments = ["--part_size", "0.001", "--workers", "2", "--dataloader.chat_template", "alpaca", *names]
+    listed, resolve = [], planned_loader.resolve_source
+    monkeypatch.setattr(planned_loader, "resolve_source", lambda name, **o: listed.append(name) or resolve(name, **o))
     assert main(["data", "prepare", "rows.jsonl", "--out", "out", *arguments]) == 0
     assert not (tmp_path / "out/parts").exists()
+    assert listed == ["rows.jsonl"] * 2  # at the start, and to find changes
     monkeypatch.setattr(Preparation, "write", None)  # the same command again writes no part
     assert main(["data", "prepare", "rows.jsonl", "--out", "out", *arguments]) == 0
     batches = []
@@ -662,6 +679,7 @@ class TestErrors:
             (["a.jsonl", "--out", "o", "--part", "3/2"], "--part is 3/2"),
             (["a.jsonl", "--out", "o", "--part", "1/2", "--merge"], "set one of them"),
             (["a.jsonl", "--out", "o", "--held_out", "1"], "--held_out is 1.0"),
+            (["a.jsonl", "--out", "o", "--heldout", "0.1"], "unknown option --heldout; did you mean --held_out?"),
             (["c4", "--out", "o"], "registered datasets are streamed"),
             (["a.jsonl", "--out", "nothere://o"], "nothere"),
         ],

@@ -17,12 +17,7 @@ from torchtitan.components.data.finetuning.filters import FilterConfig
 from torchtitan.components.data.finetuning.row_formats import RowFormat
 from torchtitan.components.data.finetuning.sample_cache import code_version, finish_samples, write_samples
 from torchtitan.components.data.plan.sampler import Array
-from torchtitan.components.data.pretraining.token_cache import (
-    FORMAT_VERSION,
-    document_wrapping,
-    token_dtype,
-    write_tokens,
-)
+from torchtitan.components.data.pretraining import token_cache
 from torchtitan.components.data.report import Report
 from torchtitan.components.data.sources.source import Source
 from torchtitan.components.data.sources.stored import with_patience
@@ -32,8 +27,6 @@ HASH_BYTES = 16
 ITEM = np.dtype([("hash", f"S{HASH_BYTES}"), ("split", "u1"), ("number", "i8"), ("tokens", "i8"), ("trained", "i8")])
 """An item of arrays: digest of its content, number of its split (see `Preparation.splits`; 0: none), its number, its
 tokens, and how many of them are predicted."""
-
-_TRAINED = "trained.bin"
 
 
 @dataclass(frozen=True)
@@ -71,9 +64,8 @@ class Encoding(ABC):
         Equal items have equal hashes, and keep their order."""
         column = self.columns[0]
         offsets = _array(folder, column.offsets)
-        trained = np.ones(offsets[-1], bool)
-        if _TRAINED in column.values:
-            trained &= _array(folder, _TRAINED, "bool")
+        is_masked = "trained.bin" in column.values
+        trained = _array(folder, "trained.bin", "bool").copy() if is_masked else np.ones(offsets[-1], bool)
         trained[offsets[:-1][np.diff(offsets) > 0]] = False  # nothing predicts the first token of a sequence
         bounds = offsets[:: column.sequences]
         contents = zip(*(_contents(folder, column) for column in self.columns if column.hashed), strict=True)
@@ -99,13 +91,14 @@ class DocumentEncoding(Encoding):
     kind = "tokens"
 
     def __init__(self, tokenizer: Tokenizer, filters: FilterConfig | None = None):
-        self._tokenizer, self._filters, self._dtype = tokenizer, filters or FilterConfig(), token_dtype(tokenizer)
-        wrapped = [tokenizer.fingerprint, *document_wrapping(tokenizer)]
-        self.identity = {"version": FORMAT_VERSION, "tokenizer": wrapped, "filters": asdict(self._filters)}
+        self._tokenizer, self._filters = tokenizer, filters or FilterConfig()
+        self._dtype = token_cache.token_dtype(tokenizer)
+        wrapped = [tokenizer.fingerprint, *token_cache.document_wrapping(tokenizer)]
+        self.identity = {"version": token_cache.FORMAT_VERSION, "tokenizer": wrapped, "filters": asdict(self._filters)}
         self.columns = [Column("offsets.bin", {"tokens.bin": self._dtype})]
 
     def write(self, source: Source, folder: Path) -> tuple[Report, np.ndarray]:
-        write_tokens(source, self._tokenizer, folder, lambda n: None)
+        token_cache.write_tokens(source, self._tokenizer, folder, lambda n: None)
         offsets = np.fromfile(folder / "offsets.bin", np.int64)
         tokens = np.fromfile(folder / "tokens.bin", self._dtype)
         report, keep = Report("text", rows=len(offsets) - 1), np.ones(len(offsets) - 1, bool)
@@ -132,7 +125,7 @@ class SampleEncoding(Encoding):
         self.identity = {"version": code_version(), **fingerprints, "filters": asdict(filters)}
         answers = [Column("answer_offsets.bin", {"answers.bin": "uint8"})] if encoder.has_answers else []
         self.columns = [
-            Column("offsets.bin", {"ids.bin": "uint32", _TRAINED: "bool"}, encoder.n_parts),
+            Column("offsets.bin", {"ids.bin": "uint32", "trained.bin": "bool"}, encoder.n_parts),
             *answers,
             Column("place_offsets.bin", {"places.bin": "uint8"}, hashed=False),
         ]

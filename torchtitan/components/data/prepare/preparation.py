@@ -92,19 +92,9 @@ class Preparation:
     def plan(self) -> dict[str, Any]:
         """Everything that determines the result, as JSON values. Files count as equal if their sizes and times are
         equal, since reading them takes long."""
-
-        def version(path: Path) -> str:
-            stat = path.stat()
-            return f"{stat.st_size} {stat.st_mtime_ns}"
-
-        return {
-            "kind": self.encoding.kind,
-            "encoding": self.encoding.identity,
-            "part_bytes": self.part_bytes,
-            "held_out": self.held_out,
-            "deduplicate": self.deduplicate,
-            "sources": [[source.name, source.identity(version)] for source in self.sources],
-        }
+        sources = [[source.name, source.identity(_version)] for source in self.sources]
+        options = {name: getattr(self, name) for name in ("part_bytes", "held_out", "deduplicate")}
+        return {"kind": self.encoding.kind, "encoding": self.encoding.identity, **options, "sources": sources}
 
     def begin(self) -> None:
         """Create the folder, or continue in it. Raise `UserError` if it holds another preparation or other files, or
@@ -127,9 +117,9 @@ class Preparation:
         """Raise `UserError` if the folder holds another preparation."""
         begun = json.loads(read(self.place / "plan", PLAN))
         if changed := [name for name in self.plan if digest_of(self.plan[name]) != digest_of(begun.get(name))]:
+            names = " and ".join(changed)
             raise UserError(
-                f"{self.place} was begun with other {' and '.join(changed)}, or they have changed; set --out to a new "
-                "folder"
+                f"{self.place} was begun with other {names}, or they have changed; set --out to a new folder"
             )
 
     @contextlib.contextmanager
@@ -213,11 +203,7 @@ def merge(preparation: Preparation, workers: int) -> None:
 
 
 class _Merge:
-    """The items of all parts.
-
-    Args:
-        work: folder for files that are mapped into memory.
-    """
+    """The items of all parts, in files in the folder `work`."""
 
     def __init__(self, preparation: Preparation, workers: int, work: Path):
         self.preparation, self.workers, self.work = preparation, workers, work
@@ -333,6 +319,10 @@ def _remove_parts(place: Folder) -> None:
     if isinstance(place, LocalFolder):  # folders of killed processes
         for left in (*place.path.glob(".work-*"), *place.path.glob(f"*{UNFINISHED}")):
             shutil.rmtree(left, ignore_errors=True)
+
+
+def _version(path: Path) -> str:
+    return f"{path.stat().st_size} {path.stat().st_mtime_ns}"
 
 
 def _remove_abandoned(place: Path) -> None:
