@@ -214,7 +214,7 @@ def test_devices(tmp_path: Path):
     path.write_text(yaml.safe_dump(own))
     assert device_in_file(path) == DEVICE
     for text, message in {
-        "[": "cannot be read as YAML",
+        "[": "is not valid YAML",
         "3": "must map names",
         "name: x": "missing keys memory_gib",
         yaml.safe_dump({**own, "speed": 1}): "unknown keys speed",
@@ -225,7 +225,7 @@ def test_devices(tmp_path: Path):
         path.write_text(text)
         with pytest.raises(UserError, match=message):
             device_in_file(path)
-    with pytest.raises(UserError, match="cannot be read"):
+    with pytest.raises(UserError, match=r"--device_file '.*missing.yaml' cannot be read: No such file or directory$"):
         device_in_file(tmp_path / "missing.yaml")
 
 

@@ -20,7 +20,7 @@ from torchtitan.components.goodput import describe_goodput, goodput, mean_phases
 from torchtitan.components.run_events import EVENTS, Event, read_events, read_json_lines
 from torchtitan.config.configurable import leaves
 from torchtitan.tools import durable
-from torchtitan.tools.errors import UserError
+from torchtitan.tools.errors import UserError, os_errors_as
 from torchtitan.tools.files import read_object, regular_file
 from torchtitan.tools.logging import print_error, visible
 from torchtitan.tools.parser import Parser
@@ -227,10 +227,8 @@ def report(args: Sequence[str]) -> int:
         if options.text:
             _print(runs)
             return 0
-        try:
+        with os_errors_as(f"--output '{options.output}' cannot be written"):
             durable.write(options.output, page(runs))
-        except OSError as error:
-            raise UserError(f"--output '{options.output}' cannot be written: {error.strerror}") from error
         print(options.output)
         return 0
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.components.metric_sinks import JsonLines
-from torchtitan.tools.errors import UserError
+from torchtitan.tools.errors import UserError, os_errors_as
 from torchtitan.tools.files import parse_json, regular_file
 
 EVENTS = "events.jsonl"
@@ -54,13 +54,10 @@ def json_lines(path: Path, usable: Callable[[dict[str, Any]], bool]) -> Iterator
     `UserError` if it cannot be read."""
     if not path.exists():
         return
-    try:
-        with regular_file(path).open("rb") as file:
-            for line in file:
-                try:
-                    value = parse_json(line, "the line")
-                except UserError:
-                    value = None
-                yield value if isinstance(value, dict) and usable(value) else None
-    except OSError as error:
-        raise UserError(f"'{path}' cannot be read: {error.strerror}") from error
+    with os_errors_as(f"'{path}' cannot be read"), regular_file(path).open("rb") as file:
+        for line in file:
+            try:
+                value = parse_json(line, "the line")
+            except UserError:
+                value = None
+            yield value if isinstance(value, dict) and usable(value) else None

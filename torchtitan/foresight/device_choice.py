@@ -3,14 +3,12 @@
 import math
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
-
-import yaml
 
 from torchtitan.config.configurable import fits, from_plain
 from torchtitan.foresight.devices import DEVICES, Device
 from torchtitan.foresight.this_machine import this_machine
 from torchtitan.tools.errors import UserError, require
+from torchtitan.tools.files import read_yaml
 
 
 def device_named(name: str, world_size: int) -> Device:
@@ -36,10 +34,7 @@ def device_of_gpu(name: str) -> Device | None:
 def device_in_file(path: Path) -> Device:
     """Read a device from a YAML file with the fields of `Device`. Raise `UserError` for a file without them."""
     option = f"--device_file '{path}'"
-    try:
-        document: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UserError(f"{option} cannot be read as YAML: {' '.join(str(error).split())}") from error
+    document = read_yaml(path, option)
     types = {field.name: field.type for field in fields(Device)}
     if not isinstance(document, dict):
         raise UserError(f"{option} must map names to values: {', '.join(types)}")

@@ -6,7 +6,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from torchtitan.tools.errors import UserError
+from torchtitan.tools.errors import UserError, os_errors_as
 
 DOWNLOADS = Path("assets/hf")
 """Folder of `torchtitan download`, with a subfolder per model."""
@@ -55,12 +55,10 @@ def read_object(path: Path) -> dict[str, Any]:
     name = f"'{path}'"
     if not regular_file(path, name).exists():
         return {}
-    try:
+    with os_errors_as(f"{name} cannot be read"):
         if (n_bytes := path.stat().st_size) > _MOST_JSON_BYTES:
             raise UserError(f"{name} has {n_bytes:,} bytes, and may have {_MOST_JSON_BYTES:,} at most")
         text = path.read_bytes()
-    except OSError as error:
-        raise UserError(f"{name} cannot be read: {error.strerror}") from error
     try:
         content = parse_json(text, name)
     except UserError as error:
@@ -68,6 +66,17 @@ def read_object(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise UserError(f"{name} must contain a JSON object, not {type(content).__name__}")
     return content
+
+
+def read_yaml(path: Path, name: str) -> Any:
+    """Return the content of a YAML file, called `name` in messages. Raise `UserError` if it cannot be read."""
+    import yaml
+
+    try:
+        with os_errors_as(f"{name} cannot be read"):
+            return yaml.safe_load(regular_file(path, name).read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, RecursionError, yaml.YAMLError) as error:
+        raise UserError(f"{name} is not valid YAML: {' '.join(str(error).split())}") from error
 
 
 def parse_json(text: str | bytes, name: str) -> Any:

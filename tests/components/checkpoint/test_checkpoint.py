@@ -502,6 +502,7 @@ def test_invalid_initial_load_path(tmp_path: Path) -> None:
         ({"load_step": 7}, "step 7 in .* does not exist; complete steps: 9, 10"),
         ({"load_step": 8}, "step 8 in .* is incomplete; complete steps: 9, 10"),
         ({"load_step": 0}, "step 0 in .* does not exist"),
+        ({"load_step": -2}, "--checkpoint.load_step is -2, but must be a step, or -1 for the newest"),
     ],
 )
 def test_invalid_options(tmp_path: Path, config: dict[str, Any], message: str) -> None:
@@ -551,7 +552,7 @@ def test_exclude_from_loading(tmp_path: Path) -> None:
     assert torch.equal(run.model[0].weight, source.model[0].weight)
     assert_same(run.states["optimizer"].state_dict(), fresh_optimizer)
     assert torch.equal(torch.get_rng_state(), random_state)
-    with pytest.raises(UserError, match="no state 'optimizers'; did you mean optimizer?"):
+    with pytest.raises(UserError, match="no state 'optimizers'; did you mean 'optimizer'"):
         Run(tmp_path, exclude_from_loading=["optimizers"])
 
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import difflib
 import math
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -21,7 +20,7 @@ from torchtitan.components.checkpoint.ranks import Ranks
 from torchtitan.components.checkpoint.resume import Start, check_frozen, choose_start, find_start, newest_usable
 from torchtitan.components.checkpoint.state import Entries, ModelState, with_parameter_names, without_frozen
 from torchtitan.config.configurable import Configurable
-from torchtitan.tools.errors import RunFailure, UserError
+from torchtitan.tools.errors import RunFailure, UserError, suggest
 from torchtitan.tools.logging import logger
 
 if TYPE_CHECKING:
@@ -237,9 +236,8 @@ class CheckpointManager(Configurable):
         assert len(names) == len(set(names)), "states and rank_states share a name"
         for name in self.config.exclude_from_loading:
             if name not in names:
-                matches = difflib.get_close_matches(name, names, n=1)
-                hint = f"did you mean {matches[0]}?" if matches else f"the states are {', '.join(names)}"
-                raise UserError(f"checkpoint.exclude_from_loading: there is no state {name!r}; {hint}")
+                states = f"{suggest(name, names)} (there are: {', '.join(names)})"
+                raise UserError(f"--checkpoint.exclude_from_loading: there is no state {name!r}{states}")
         if self.config.last_save_in_hf and not can_export:
             raise UserError("checkpoint.last_save_in_hf: this model cannot be exported to Hugging Face format")
         if self.config.initial_load_in_hf and "model" not in self.initial_loads:
