@@ -66,7 +66,7 @@ def test_stages_build_on_each_other_and_are_not_repeated(tmp_path, capsys):
     [
         ("stages: []", "has no list `stages`"),
         ("- a", "has no list `stages`"),
-        ("{", "is not valid YAML"),
+        ("{", "cannot be read as YAML"),
         ("stages: [{name: a}]", "stage 1 must have `name` and `run`"),
         ("stages: [{name: a, run: ls, bsae: previous}]", "stage 1 must have `name` and `run`"),
         ("stages: [{name: ../a, run: ls}]", "stage 1 has the name '../a'"),

@@ -75,7 +75,7 @@ def _run_stages(stages: list[_Stage], folder: Path) -> int:
         record, done = {"command": words, "base": id_of_previous if has_previous else ""}, own / "finished.json"
         if not done.exists() and (code := _run_stage(stage.name, words, own, shows=not stage.trains)):
             return code
-        exported = next(own.glob("checkpoint/step-*/config.json"), None)  # of the last step only
+        exported = next(own.glob("checkpoint/step-*/config.json"), None) if stage.trains else None  # of the last step
         if stage.trains and not exported:
             options = "--checkpoint.enable --checkpoint.last_save_in_hf"
             raise UserError(f"stage '{stage.name}' has exported no model; add {options}")
