@@ -61,8 +61,10 @@ class ResolvedConfig:
 class ConfigManager:
     """Resolve a configuration: the configuration function, then `--config_file`, then the command line."""
 
-    def __init__(self, prog: str = "torchtitan train"):
+    def __init__(self, prog: str = "torchtitan train", others: Sequence[str] = ()):
         self.prog = prog
+        self._others = others
+        """Names of options that the command parses itself, to suggest one for an unknown option."""
 
     def parse_args(self, args: Sequence[str]) -> ResolvedConfig:
         """Resolve `args`, the words after the command's name.
@@ -148,7 +150,7 @@ class ConfigManager:
         if option is None:
             return UserError(f"'{words[0]}' belongs to no option; see {self.prog} --help")
         key = _key_of(option)
-        options = [f"--{name}" for name in known]
+        options = [f"--{name}" for name in (*known, *self._others)]
         if in_sections := [name for name in options if name.endswith(f".{key}")][:3]:
             return UserError(f"unknown option {option}; did you mean {' or '.join(in_sections)}?")
         hint = suggest(option, options, cutoff=0.7) or f"; see {self.prog} --help"

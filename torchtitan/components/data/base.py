@@ -19,9 +19,6 @@ from torchtitan.tools.logging import logger
 NO_DOCUMENT = -1
 """Document number of a padding sample."""
 
-_WORKERS_PER_CORE = 16
-"""More worker processes only use memory, even if all wait for a store."""
-
 Batch = dict[str, Any]
 """A data loader's batch of B samples of T = `seq_len` tokens; tensors are int64:
 
@@ -200,14 +197,9 @@ class TokenizingDataLoader(BaseDataLoader):
 
         def validate(self) -> None:
             """Raise `UserError` for a value out of range, without reading data."""
-            require(self.num_workers >= 0, "--dataloader.num_workers", self.num_workers, "at least 0")
-            most = _WORKERS_PER_CORE * (os.cpu_count() or 1)
-            require(
-                self.num_workers <= most,
-                "--dataloader.num_workers",
-                self.num_workers,
-                f"at most {most}, 16 per CPU core",
-            )
+            most = 16 * (os.cpu_count() or 1)  # more processes only use memory, even if all wait for a store
+            limits = f"at least 0, and at most {most}, 16 per CPU core"
+            require(0 <= self.num_workers <= most, "--dataloader.num_workers", self.num_workers, limits)
 
     config: Config
 
