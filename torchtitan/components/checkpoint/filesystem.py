@@ -199,9 +199,11 @@ class RemoteFolder:
 
     def files(self) -> dict[str, int]:
         with self._store() as (store, root):
-            files = store.find(root, detail=True)
-            sizes = {path: files[path].get("size") or store.size(path) for path in sorted(files)}  # HTTP lists none
-            return {path.removeprefix(root).lstrip("/"): size for path, size in sizes.items()}
+            sizes = {path: file.get("size") for path, file in sorted(store.find(root, detail=True).items())}
+            return {
+                path.removeprefix(root).lstrip("/"): store.size(path) if size is None else size  # HTTP lists none
+                for path, size in sizes.items()
+            }
 
     def has_file(self, name: str) -> bool:
         with self._store() as (store, root):
