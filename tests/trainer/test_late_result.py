@@ -40,7 +40,7 @@ class Damaged(Trainer):
 
     def complete_step(self, outcome):
         history, late = self.__dict__.setdefault("history", []), self.__dict__.setdefault("late_steps", [])
-        state = {**dict(self.model_parts[0].named_parameters()), **self.optimizer.state_dict()}
+        state = {**dict(self.model_parts[0].state_dict()), **self.optimizer.state_dict()}
         history.append({name: _whole(value).detach().clone() for name, value in state.items()})
         if isinstance(outcome, LateResult) and not outcome.is_read:
             late.append(self.step + 1)
@@ -89,7 +89,11 @@ def _lines(folder: Path) -> list[dict[str, Any]]:
 
 
 def _events(folder: Path) -> list[tuple[Any, ...]]:
-    return [(event["event"], event["step"], event.get("reason")) for event in read_events(folder)[0]]
+    return [
+        (event["event"], event["step"], event.get("reason"))
+        for event in read_events(folder)[0]
+        if event["event"] != "straggler"
+    ]
 
 
 SKIP = {"training__on_nonfinite": "skip"}
@@ -114,6 +118,15 @@ class TestSameRun:
         """The last step before the end is late, damaged, and still logged."""
         assert compare(tmp_path, monkeypatch, (6,), SixBatches, **SKIP).late_steps == [2, 3, 4, 5, 6]
         assert _lines(tmp_path / "late")[-1]["skipped_steps"] == 1
+
+    def test_with_balanced_experts(self, tmp_path, monkeypatch):
+        """The balance of the experts, which is not part of the optimizer's update, stays too."""
+        options = {"module": "glm4_moe", "model__n_layers": 2, "model__moe__layer_types": ["dense", "sparse"]}
+        options |= {"model__moe__bias_rate": 0.01, "training__steps": 4}
+        late = compare(tmp_path, monkeypatch, (2,), **SKIP, **options)
+        name = "layers.1.moe.router.selection.bias_E"
+        first, skipped, third = (state[name] for state in late.history[1:])
+        assert late.late_steps == [2, 3] and torch.equal(first, skipped) and not torch.equal(skipped, third)
 
     def test_resumes_exactly(self, tmp_path, monkeypatch, late):
         whole = trained(tmp_path / "whole", (3, 6), **SKIP)
@@ -160,13 +173,16 @@ class TestNonFinite:
         assert trainer.step == 3 and len(trainer.history) == 3
         assert all(torch.equal(trainer.history[1][name], value) for name, value in trainer.history[2].items())
 
-    def test_is_never_saved(self, tmp_path, late):
-        """A callback may make any step the last, and save it."""
-        config = tiny_config(tmp_path, training__steps=8, metrics__log_freq=100, **SAVES)
+    @pytest.mark.parametrize("options", [SAVES, {}], ids=["saves", "saves nothing"])
+    def test_is_noticed_in_a_last_step_that_comes_unexpectedly(self, tmp_path, late, options):
+        """A callback ends the run, which saves the step, or only logs it."""
+        config = tiny_config(tmp_path, training__steps=8, metrics__log_freq=100, **options)
         config.callbacks = [EndsEarly.Config()]
         with pytest.raises(NonFiniteError, match=r"^step 3: "):
             run(config, type("Damaged", (Damaged,), {"damaged": (3,)}))
-        assert not any((tmp_path / "checkpoint").glob("step-*"))
+        assert not any(tmp_path.glob("checkpoint/step-*"))
+        run(config, Damaged)
+        assert [step for step, _ in read_metrics(tmp_path, "loss")] == [1, 3]
 
     def test_many_in_a_row_end_the_run(self, tmp_path, late):
         with pytest.raises(RunFailure, match="2 steps in a row are skipped .*step 3: loss"):
