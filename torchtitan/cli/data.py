@@ -14,6 +14,7 @@ from torchtitan.cli import data_prepare
 from torchtitan.cli.model_options import run_command
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError, require
+from torchtitan.tools.files import json_lines
 from torchtitan.tools.logging import logger, print_error, visible
 from torchtitan.tools.parser import Parser
 
@@ -237,19 +238,14 @@ def _show(options: argparse.Namespace, resolved: "ResolvedConfig") -> None:
 
 def _ledger_line(path: Path, step: int) -> dict[str, Any]:
     """Return a step's ledger entry. Raise `UserError` if there is none."""
-    from torchtitan.components.run_events import json_lines
-
     steps: list[int] = []
-    damaged = 0
-    for number, line in enumerate(json_lines(path, _is_ledger_entry), start=1):
-        if line is None:
-            damaged = damaged or number
-        elif line["step"] == step:
+    damaged: list[int] = []
+    for line in json_lines(path, _is_ledger_entry, damaged):
+        if line["step"] == step:
             return line
-        else:
-            steps = [*steps[:1], line["step"]]
+        steps = [*steps[:1], line["step"]]
     known = f"has the steps {steps[0]} to {steps[-1]}" if steps else "has no steps"
-    unread = f", and line {damaged} of it is damaged" if damaged else ""
+    unread = f", and line {damaged[0]} of it is damaged" if damaged else ""
     raise UserError(f"there is no step {step}: '{path}' {known}{unread}")
 
 

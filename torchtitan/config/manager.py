@@ -77,7 +77,8 @@ class ConfigManager:
         for name in (*DEFAULT_SELECTION, "config_file"):
             selectors.add_argument(f"--{name}")
         selected, overrides = selectors.parse_known_args(args)
-        document = _read_config_file(Path(selected.config_file)) if selected.config_file else {}
+        file = selected.config_file
+        document = read_config_file(Path(file), f"--config_file {file}") if file else {}
         in_file = {name: document.pop(name, None) for name in DEFAULT_SELECTION}
         _check_values(in_file, dict.fromkeys(DEFAULT_SELECTION, str | None), selected.config_file)
         module, config_name = (
@@ -240,25 +241,26 @@ def _wrong_node(problem: str, node: yaml.Node) -> yaml.YAMLError:
     return yaml.constructor.ConstructorError(problem=problem, problem_mark=node.start_mark)
 
 
-def _read_config_file(path: Path) -> dict[str, Any]:
-    regular_file(path, f"--config_file {path}")
+def read_config_file(path: Path, name: str) -> dict[str, Any]:
+    """Return the content of a configuration file, called `name` in messages. Raise `UserError` if there is none."""
+    regular_file(path, name)
     try:
         n_bytes = path.stat().st_size
         document = _load_yaml(path.read_text(encoding="utf-8")) if n_bytes <= _MAX_BYTES else None
     except OSError as error:
-        raise UserError(f"--config_file {path} cannot be read: {error.strerror}") from error
+        raise UserError(f"{name} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise UserError(f"--config_file {path} is not a text file in UTF-8") from error
+        raise UserError(f"{name} is not a text file in UTF-8") from error
     except RecursionError as error:
-        raise UserError(f"--config_file {path} is nested too deeply") from error
+        raise UserError(f"{name} is nested too deeply") from error
     except (yaml.YAMLError, ValueError, OverflowError) as error:  # also a date or a number that Python refuses
-        raise UserError(f"--config_file {path} is not valid YAML: {' '.join(str(error).split())}") from error
+        raise UserError(f"{name} is not valid YAML: {' '.join(str(error).split())}") from error
     if n_bytes > _MAX_BYTES:
-        raise UserError(f"--config_file {path} has {n_bytes:,} bytes; the limit is {_MAX_BYTES:,}")
+        raise UserError(f"{name} has {n_bytes:,} bytes; the limit is {_MAX_BYTES:,}")
     if document is None:
-        raise UserError(f"--config_file {path} is empty")
+        raise UserError(f"{name} is empty")
     if not isinstance(document, dict):
-        raise UserError(f"--config_file {path} must contain sections and keys, not {type(document).__name__}")
+        raise UserError(f"{name} must contain sections and keys, not {type(document).__name__}")
     return document
 
 

@@ -46,7 +46,7 @@ class LateResults:
         self._micro_batches: Sequence[Batch] = ()
         self._action: Callable[[], None] = lambda: None
         self._is_on = trainer.device.type in self.device_types and not _needs_results(trainer)
-        self._reads_next = True  # the first result, and that of the last step before a requested stop
+        self._reads_next = True  # in the first step, and in the last one before a requested stop
 
     def result(self, micro_batches: Sequence[Batch], *sums: Tensor) -> StepResult:
         """Return the result of a step, given the arguments of `Trainer.read_result`, after acting on the one before."""

@@ -7,7 +7,6 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from torchtitan.tools.progress import progress, sparkline
 from torchtitan.trainer.callbacks import Callback
@@ -17,10 +16,7 @@ from torchtitan.trainer.step_result import StepResult
 class LiveView(Callback):
     """Show a progress bar while rank 0, and no other rank, logs to a terminal (`metrics.enable_live_view`)."""
 
-    def __init__(self, config: Callback.Config, *, trainer: Any):
-        super().__init__(config, trainer=trainer)
-        self._advance: Callable[..., None] | None = None
-        self._recent = deque[tuple[float, int, StepResult]](maxlen=12)  # time, tokens seen and result of the last steps
+    _advance: Callable[..., None] | None = None
 
     @contextlib.contextmanager
     def around_run(self) -> Iterator[None]:
@@ -28,6 +24,7 @@ class LiveView(Callback):
         if not (is_alone and self.trainer.config.metrics.enable_live_view and sys.stderr.isatty()):
             yield
             return
+        self._recent = deque[tuple[float, int, StepResult]](maxlen=12)  # time, tokens seen, result of the last steps
         with progress("", self.trainer.total_steps, done=self.trainer.step) as self._advance:
             yield
 

@@ -27,16 +27,18 @@ from torchtitan.components.checkpoint import (
     CheckpointManager,
     CheckpointSaveError,
     ModelState,
-    async_save,
     catalog,
     list_checkpoints,
     load_model_state,
     manifest,
+    saver,
     verify,
+    writer_process,
 )
-from torchtitan.components.checkpoint.async_save import Export, SharedMemory
 from torchtitan.components.checkpoint.filesystem import LocalFolder, folder_at
 from torchtitan.components.checkpoint.ranks import Ranks
+from torchtitan.components.checkpoint.saver import Export
+from torchtitan.components.checkpoint.writer_process import SharedMemory
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError
 
@@ -625,7 +627,7 @@ def test_out_of_memory(
         raise RuntimeError("not enough memory")
 
     with monkeypatch.context() as patched:
-        patched.setattr(async_save, "stage", fail)
+        patched.setattr(saver, "stage", fail)
         run.manager.save(1, validation_loss=1.0)
     assert "step-1 could not be saved: RuntimeError: not enough memory" in log.text
     run.manager.save(2, validation_loss=2.0)
@@ -642,7 +644,7 @@ def test_shared_memory_that_cannot_grow_is_kept(monkeypatch: pytest.MonkeyPatch)
     def fail(*args: Any) -> None:
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
-    monkeypatch.setattr(async_save.mmap, "mmap", fail)
+    monkeypatch.setattr(writer_process.mmap, "mmap", fail)
     with pytest.raises(OSError, match="Cannot allocate"):
         memory.reserve({"state": {"large": torch.ones(1000)}})
     assert not unpinned and memory.n_bytes == 64

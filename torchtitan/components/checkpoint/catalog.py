@@ -19,6 +19,7 @@ from torchtitan.components.checkpoint.filesystem import (
     folder_at,
 )
 from torchtitan.components.checkpoint.manifest import (
+    KIND_DESCRIPTIONS,
     MANIFEST,
     MARKER,
     Faults,
@@ -26,7 +27,6 @@ from torchtitan.components.checkpoint.manifest import (
     Marker,
     MarkerError,
     UnreadMarkerError,
-    describe_kind,
     find_faults,
     marker_content,
     read_marker,
@@ -77,7 +77,7 @@ class CheckpointInfo:
 
     @property
     def contents(self) -> str:
-        return describe_kind(self.marker.kind) if self.marker else "an incomplete checkpoint"
+        return KIND_DESCRIPTIONS[self.marker.kind] if self.marker else "an incomplete checkpoint"
 
     @property
     def validation_loss(self) -> float | None:

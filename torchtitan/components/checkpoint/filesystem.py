@@ -35,6 +35,15 @@ def folder_at(path: "AnyFolder") -> "Folder":
     return RemoteFolder(text.rstrip("/"))
 
 
+@contextlib.contextmanager
+def errors_logged(message: str) -> Iterator[None]:
+    """Log an `OSError` inside the block as a warning that begins with `message`, and continue after the block."""
+    try:
+        yield
+    except OSError as error:
+        logger.warning("%s: %s", message, error)
+
+
 def resolve_folder(dump_folder: str, folder: str) -> "Folder":
     """Return `folder` inside `dump_folder`; a URL or an absolute path is used as is."""
     return folder_at(folder) if is_url(folder) else LocalFolder(Path(dump_folder) / folder)
@@ -136,10 +145,8 @@ class LocalFolder:
         for changed in (final, final.parent):
             durable.sync_folder(changed.path)
         if replaced:
-            try:
+            with errors_logged(f"{final} is saved, but the checkpoint it replaces could not be removed"):
                 shutil.rmtree(replaced)
-            except OSError as error:
-                logger.warning("%s is saved, but the checkpoint it replaces could not be removed: %s", final, error)
         return final
 
     def _set_aside(self) -> Path:

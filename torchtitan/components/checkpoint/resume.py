@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator, Sequence
 
 import torch.distributed as dist
@@ -10,7 +9,7 @@ import torch.distributed as dist
 from torchtitan.components.checkpoint import catalog
 from torchtitan.components.checkpoint.catalog import CheckpointInfo
 from torchtitan.components.checkpoint.config import CheckpointConfig
-from torchtitan.components.checkpoint.filesystem import UNFINISHED, AnyFolder, Folder, folder_at
+from torchtitan.components.checkpoint.filesystem import UNFINISHED, AnyFolder, Folder, errors_logged, folder_at
 from torchtitan.components.checkpoint.identity import BaseWeights, RunIdentity
 from torchtitan.components.checkpoint.ranks import Ranks
 from torchtitan.components.checkpoint.state import ModelState
@@ -198,19 +197,13 @@ def _find_start_and_clean_up(config: CheckpointConfig, folder: Folder, identity:
         if info.path.name.endswith(UNFINISHED) or not (info.is_complete or info.fault or folder.can_rename):
             logger.warning("%s was left by an interrupted save or removal", info.path)
             if not config.load_only:
-                _try_or_warn(functools.partial(catalog.remove_checkpoint, info.path), f"could not remove {info.path}")
+                with errors_logged(f"could not remove {info.path}"):
+                    catalog.remove_checkpoint(info.path)
         elif not info.is_complete:
             logger.warning("skipped %s: %s", info.path, info.fault or "it is incomplete")
         elif info.step > resumed:
             logger.warning("skipped %s: %s", info.path, _skip_reason(info))
     return start
-
-
-def _try_or_warn(action: Callable[[], None], message: str) -> None:
-    try:
-        action()
-    except OSError as error:
-        logger.warning("%s: %s", message, error)
 
 
 def _skip_reason(info: CheckpointInfo) -> str:
@@ -241,8 +234,8 @@ def newest_usable(
             logger.warning("skipped %s: %s", checkpoint.path, reasons[checkpoint.step])
             # Unreadable files are not recorded, since the next run may be able to read them.
             if faults.damage and not config.load_only:
-                record = functools.partial(catalog.record_damage, checkpoint, faults.damage)
-                _try_or_warn(record, f"could not record the damage in {checkpoint.path}")
+                with errors_logged(f"could not record the damage in {checkpoint.path}"):
+                    catalog.record_damage(checkpoint, faults.damage)
     with _report_unreadable(folder):
         raise ranks.broadcast_from_rank0(lambda: catalog.no_usable_checkpoint_error(folder, reasons))
 
