@@ -91,7 +91,7 @@ def _lines(folder: Path) -> list[dict[str, Any]]:
 def _events(folder: Path) -> list[tuple[Any, ...]]:
     return [
         (event["event"], event["step"], event.get("reason"))
-        for event in read_events(folder)[0]
+        for event in read_events(folder)
         if event["event"] != "straggler"
     ]
 
