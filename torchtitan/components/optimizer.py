@@ -149,7 +149,8 @@ class Optimizer(Configurable):
     @property
     def can_skip(self) -> bool:
         """True if `step` can leave out an update that only the device knows to be unusable: fused Adam and AdamW."""
-        return all(getattr(optimizer, "_step_supports_amp_scaling", False) for optimizer in self.optimizers)
+        kinds = (torch.optim.Adam, torch.optim.AdamW)
+        return all(type(each) in kinds and each.defaults["fused"] for each in self.optimizers)
 
     def step(self, skip: Tensor | None = None) -> None:
         """Update the parameters that have gradients; parameters updated in the backward pass have none. `skip`, a

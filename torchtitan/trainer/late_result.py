@@ -14,15 +14,18 @@ class LateResult(StepResult):
     """Result of a step whose update the device leaves out by itself if loss or gradient norm is not finite. Its numbers
     are copied to the host meanwhile; the first use of one waits for the copy."""
 
+    _read: Callable[[], dict[str, Any]]
+
     def __init__(self, values: Tensor, read: Callable[[list[float]], StepResult], **known: Any):
         # `values` as in `Trainer.sum_result`.
         known["skip"] = values[1:3].isfinite().all().logical_not().float()
-        vars(self).update(known, _known=known, _values=HostCopy(values), _read=read)
+        copy = HostCopy(values)
+        vars(self).update(known, _read=lambda: vars(read(copy.tolist())) | known)
 
     def __getattr__(self, name: str) -> Any:
         if name not in StepResult.__dataclass_fields__:
             raise AttributeError(name)
-        vars(self).update(vars(self._read(self._values.tolist())) | self._known)
+        vars(self).update(self._read())
         return vars(self)[name]
 
     @property
