@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import logging
 import math
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -71,7 +72,8 @@ def _parse_and_run(command: str, args: Sequence[str]) -> None:
         print(parser.format_help(), flush=True)
     elif command == "prepare" and not sources:
         raise UserError("no source is given; begin with files, folders, patterns or URLs: data prepare SOURCE…")
-    resolved = ConfigManager(parser.prog).parse_args(others)
+    own_options = re.findall(r"--(\w+)", parser.format_help())
+    resolved = ConfigManager(parser.prog, own_options).parse_args(others)
     if command == "prepare":
         data_prepare.prepare(sources, options, resolved.config)
     else:

@@ -62,7 +62,7 @@ def _expected_speeds(device: "torch.device") -> dict[str, float]:
     import torch
 
     from torchtitan.distributed.health import LINKS, NETWORK, PRODUCTS
-    from torchtitan.foresight.device_choice import device_of_gpu
+    from torchtitan.foresight.devices import device_of_gpu
 
     known = device_of_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     if known is None:

@@ -10,12 +10,12 @@ import uuid
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torchtitan.cli.model_options import run_command
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError
-from torchtitan.tools.files import regular_file
+from torchtitan.tools.files import read_yaml
 from torchtitan.tools.logging import logger
 from torchtitan.tools.parser import Parser
 from torchtitan.tools.process import StopSignals, signal_when_orphaned
@@ -42,12 +42,7 @@ def run(args: Sequence[str]) -> int:
 
 
 def _read(path: Path) -> list[_Stage]:
-    import yaml
-
-    try:
-        recipe: Any = yaml.safe_load(regular_file(path).read_text())
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise UserError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
+    recipe = read_yaml(path, str(path))
     if not isinstance(recipe, dict) or not isinstance(rows := recipe.get("stages"), list) or not rows:
         raise UserError(f"{path} has no list `stages`; each stage has a `name` and a command line `run`")
     stages: list[_Stage] = []

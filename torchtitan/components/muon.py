@@ -12,13 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from torchtitan.distributed.gradients import redistribute_like
-from torchtitan.distributed.initialize import local_part
-from torchtitan.tools.torch_private import (
-    adjusted_lr,
-    compute_local_shape_and_global_offset,
-    dtensor_like,
-    orthogonalize,
-)
+from torchtitan.distributed.initialize import local_part, local_slices
+from torchtitan.tools.torch_private import adjusted_lr, dtensor_like, orthogonalize
 
 
 class Muon(torch.optim.Muon):
@@ -31,7 +26,8 @@ class Muon(torch.optim.Muon):
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
         # Found by computations on tensors, which have no values during a dry run's step.
-        self._own_parts = {matrix: _own_part(matrix) for group in self.param_groups for matrix in group["params"]}
+        matrices = [matrix for group in self.param_groups for matrix in group["params"]]
+        self._own_parts = {matrix: local_slices(matrix) if isinstance(matrix, DTensor) else () for matrix in matrices}
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -91,14 +87,6 @@ def _shared(update: Tensor | None, matrix: Tensor, index: int) -> Tensor:
         if coordinate[:dim] == source[:dim]:
             dist.broadcast(update, group=mesh.get_group(dim), group_src=source[dim])
     return update
-
-
-def _own_part(matrix: Tensor) -> tuple[slice, ...]:
-    """Return this rank's part of a matrix."""
-    if not isinstance(matrix, DTensor):
-        return ()
-    shape, offset = compute_local_shape_and_global_offset(matrix.shape, matrix.device_mesh, matrix.placements)
-    return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
 
 
 def _coordinates(mesh: DeviceMesh) -> list[tuple[int, ...]]:

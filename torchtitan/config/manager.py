@@ -62,8 +62,10 @@ class ResolvedConfig:
 class ConfigManager:
     """Resolve a configuration: the configuration function, then `--config_file`, then the command line."""
 
-    def __init__(self, prog: str = "torchtitan train"):
+    def __init__(self, prog: str = "torchtitan train", others: Sequence[str] = ()):
         self.prog = prog
+        self._others = others
+        """Names of options that the command parses itself, to suggest one for an unknown option."""
 
     def parse_args(self, args: Sequence[str]) -> ResolvedConfig:
         """Resolve `args`, the words after the command's name.
@@ -150,7 +152,7 @@ class ConfigManager:
             return UserError(f"'{words[0]}' belongs to no option; see {self.prog} --help")
         key = _key_of(option)
         in_sections = [name for name in known if name.endswith(f".{key}")][:3]
-        nearest = in_sections or difflib.get_close_matches(key, known, n=1, cutoff=0.7)
+        nearest = in_sections or difflib.get_close_matches(key, [*known, *self._others], n=1, cutoff=0.7)
         hint = f"did you mean {' or '.join(f'--{name}' for name in nearest)}?" if nearest else f"see {self.prog} --help"
         return UserError(f"unknown option {option}; {hint}")
 

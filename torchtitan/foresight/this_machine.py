@@ -10,14 +10,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from torchtitan.foresight.devices import Device
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.process import keep_freed_memory
@@ -34,9 +33,9 @@ _VERSION = 3
 """Of the measurement, part of the file's name."""
 
 
-def this_machine(processes: int) -> Device:
-    """Return the speed of each of `processes`, at most one per core, that compute at the same time on this machine,
-    measured on first use; the file is in $TORCHTITAN_CACHE or ~/.cache/torchtitan."""
+def speed_of_this_machine(processes: int) -> dict[str, Any]:
+    """Return the fields of `Device` for each of `processes`, at most one per core, that compute at the same time on
+    this machine, measured on first use; the file is in $TORCHTITAN_CACHE or ~/.cache/torchtitan."""
     processes = min(processes, os.cpu_count() or 1)
     threads = os.environ.get("OMP_NUM_THREADS", "")
     key = [_VERSION, platform.processor(), platform.node(), os.cpu_count(), processes, threads, torch.__version__]
@@ -48,7 +47,8 @@ def this_machine(processes: int) -> Device:
             durable.write(path, _measure_together(processes))
         except OSError as error:
             raise UserError(f"{cache} cannot be written: {error.strerror}; set TORCHTITAN_CACHE to a folder") from error
-    return Device(**json.loads(path.read_text()))
+    fields: dict[str, Any] = json.loads(path.read_text())
+    return fields
 
 
 def _measure_together(processes: int) -> str:
@@ -80,7 +80,7 @@ def measure() -> None:
     latency, seconds = (_mean_seconds(functools.partial(dist.all_reduce, torch.zeros(n))) for n in (_SMALL, _LARGE))
     # A ring sends twice (n - 1) / n of the message.
     bandwidth = 8 * _LARGE * (processes - 1) / processes / (seconds - latency)
-    device = Device(
+    fields = dict(
         name=f"this machine, {processes} process(es)",
         memory_gib=gib / processes,
         float32_flops=float32,
@@ -98,7 +98,7 @@ def measure() -> None:
         collective_seconds=latency,
         is_asynchronous=False,
     )
-    print(json.dumps(asdict(device)))
+    print(json.dumps(fields))
 
 
 def _mean_seconds(call: Callable[[], object]) -> float:

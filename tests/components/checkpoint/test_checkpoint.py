@@ -499,6 +499,7 @@ def test_invalid_initial_load_path(tmp_path: Path) -> None:
         ({"interval": 0}, "checkpoint.interval is 0, but must be"),
         ({"keep_latest_k": -1}, "checkpoint.keep_latest_k is -1, but must be"),
         ({"load_step": 7, "enable": False}, "checkpoint.load_step 7 requires --checkpoint.enable"),
+        ({"load_step": -2}, "checkpoint.load_step is -2, but must be a step"),
         ({"load_step": 7}, "step 7 in .* does not exist; complete steps: 9, 10"),
         ({"load_step": 8}, "step 8 in .* is incomplete; complete steps: 9, 10"),
         ({"load_step": 0}, "step 0 in .* does not exist"),

@@ -91,6 +91,7 @@ class CheckpointConfig(Configurable.Config):
     def validate(self) -> None:
         require(self.interval >= 1, "--checkpoint.interval", self.interval, "at least 1 step")
         require(self.keep_latest_k >= 0, "--checkpoint.keep_latest_k", self.keep_latest_k, "at least 0 (keep all)")
+        require(self.load_step >= -1, "--checkpoint.load_step", self.load_step, "a step, or -1 (the newest)")
         if self.load_step != -1 and not self.enable:
             raise UserError(f"checkpoint.load_step {self.load_step} requires --checkpoint.enable")
         _check_initial_load(self)

@@ -200,7 +200,8 @@ class RemoteFolder:
     def files(self) -> dict[str, int]:
         with self._store() as (store, root):
             files = store.find(root, detail=True)
-            sizes = {path: files[path].get("size") or store.size(path) for path in sorted(files)}  # HTTP lists none
+            unknown = {path for path, entry in files.items() if entry.get("size") is None}  # HTTP lists none
+            sizes = {path: store.size(path) if path in unknown else files[path]["size"] for path in sorted(files)}
             return {path.removeprefix(root).lstrip("/"): size for path, size in sizes.items()}
 
     def has_file(self, name: str) -> bool:
@@ -271,9 +272,13 @@ class RemoteFolder:
 
 
 def open_store(url: str) -> tuple[Any, str]:
-    """Return fsspec's file system and the path in it. Raise `UserError` if no installed library opens the URL."""
+    """Return fsspec's file system and the path in it, for a URL or a local path. Raise `UserError` if no installed
+    library opens the URL."""
     from fsspec.core import url_to_fs
+    from fsspec.implementations.local import LocalFileSystem
 
+    if not is_url(url):  # `::` in a path would mean a chain of stores
+        return LocalFileSystem(), url
     try:
         return url_to_fs(url)
     except (ImportError, ValueError) as error:

@@ -96,8 +96,6 @@ class CheckpointManager(Configurable):
         self._saver = Saver(
             self.folder, self._ranks, async_mode=config.async_mode, assets=assets, export=export, prune=self._prune
         )
-        # Lowest validation loss of a complete checkpoint, now and before the most recent save.
-        self._best_loss = self._previous_best_loss = math.inf
         # Steps at which this run ended before it was extended.
         self._finished_steps = set[int]()
         # This run's history: the step it resumed from, and the steps saved since.
@@ -112,7 +110,7 @@ class CheckpointManager(Configurable):
         is_best = False
         if self.config.keep_best and validation_loss is not None:
             self.wait()
-            is_best = validation_loss < self._best_loss
+            is_best = validation_loss < self._saver.best_loss
         is_first = step == 1 and self.config.enable_first_step_checkpoint
         return last or is_first or is_best or step % self.config.interval == 0
 
@@ -160,14 +158,8 @@ class CheckpointManager(Configurable):
             identity=self._identity.properties if self._identity else {},
             length=self._identity.length if self._identity else {},
         )
-        entries = self._encode(kind)
-        # Set now, so that it is the same on every rank; reset if the save fails.
-        self._previous_best_loss = self._best_loss
-        if validation_loss is not None:
-            self._best_loss = min(self._best_loss, validation_loss)
         in_background = not is_final and self.config.async_mode != "disabled"
-        self._saver.save(marker, entries, start_time, in_background=in_background)
-        self._reset_loss_if_failed()
+        self._saver.save(marker, self._encode(kind), start_time, in_background=in_background)
         if is_final:
             self._saver.raise_failure()
 
@@ -207,8 +199,8 @@ class CheckpointManager(Configurable):
         if start is None:
             return 0
         if start.resumes:
-            self._saver.step = self._resumed_step = start.checkpoint.step
-            self._best_loss = self._ranks.broadcast_from_rank0(lambda: self._find_best_loss(start.checkpoint.step))
+            self._saver.step = self._resumed_step = step = start.checkpoint.step
+            self._saver.best_loss = self._ranks.broadcast_from_rank0(lambda: self._find_best_loss(step))
         return start.checkpoint.step if start.resumes or not self.config.initial_load_model_only else 0
 
     def reload(self, newest: int, *, excluding: Collection[str]) -> int:
@@ -224,7 +216,6 @@ class CheckpointManager(Configurable):
     def wait(self) -> None:
         """Wait for the background save, if any."""
         self._saver.wait()
-        self._reset_loss_if_failed()
 
     def close(self) -> None:
         """Wait for the background save and release threads and memory. Call this before destroying the process group.
@@ -315,10 +306,6 @@ class CheckpointManager(Configurable):
         if not self.config.saves or self.config.load_step != -1:
             return set()
         return {info.step for info in catalog.list_checkpoints(self.folder) if info.ends_run}
-
-    def _reset_loss_if_failed(self) -> None:
-        if self._saver.failure:
-            self._best_loss = self._previous_best_loss
 
     def _find_best_loss(self, step: int) -> float:
         complete = [info for info in catalog.list_checkpoints(self.folder) if info.is_complete and not info.damage]

@@ -6,6 +6,7 @@ A background save blocks training only while `stage` copies the states to CPU me
 import contextlib
 import dataclasses
 import functools
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -69,6 +70,9 @@ class Saver:
 
     kind: Kind = "full"
     """Contents of that checkpoint."""
+
+    best_loss: float = math.inf
+    """Lowest validation loss of a complete checkpoint."""
 
     failure: str = ""
     """Error of the most recent save, if it failed."""
@@ -139,6 +143,8 @@ class Saver:
         with self._failure_recorded(marker.step):
             path = self._write_complete(marker, entries, self._process if unblocked else None)
             self.step, self.kind = marker.step, marker.kind
+            if marker.validation_loss is not None:
+                self.best_loss = min(self.best_loss, marker.validation_loss)
             blocked = (unblocked or time.perf_counter()) - start_time
             contents = (
                 "" if marker.kind == "full" else f" ({KIND_DESCRIPTIONS[marker.kind]}; runs cannot resume from it)"

@@ -19,13 +19,14 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.config.configurable import config_key
-from torchtitan.distributed.initialize import canonical_name
+from torchtitan.distributed.initialize import canonical_name, local_part
 from torchtitan.protocols.converter import LayerConverter
 from torchtitan.protocols.experts import StackedExperts
 from torchtitan.protocols.initializer import initializers_of, with_initializers
 from torchtitan.tools.errors import UserError, require
 from torchtitan.tools.logging import logger
 from torchtitan.tools.patterns import without_numbers
+from torchtitan.tools.torch_private import dtensor_like
 from torchtitan.tools.torchao import check_torchao, import_torchao
 
 _ALIGNMENT = 16
@@ -180,18 +181,8 @@ def _give_plain_weight(module: nn.Module, state_dict: dict[str, Any], prefix: st
     checkpoints would refer to the wrapper's class."""
     key = f"{prefix}weight"
     weight: Any = state_dict[key].detach()
-    if not isinstance(weight, DTensor):
-        state_dict[key] = weight._tensor.detach()
-        return
-    local: Any = weight.to_local()
-    state_dict[key] = DTensor.from_local(
-        local._tensor.detach(),
-        weight.device_mesh,
-        weight.placements,
-        run_check=False,
-        shape=weight.shape,
-        stride=weight.stride(),
-    )
+    plain = local_part(weight)._tensor.detach()  # type: ignore[attr-defined]
+    state_dict[key] = dtensor_like(plain, weight) if isinstance(weight, DTensor) else plain
 
 
 def _missing_kernels_reason() -> str | None:

@@ -167,6 +167,9 @@ class Decoder(BaseModel):
     biased = "qkvo"
     """Projections of attention that `attention_bias` gives a bias."""
 
+    has_qk_norm = False
+    """The queries and the keys of each head are normalized."""
+
     has_sinks = False
     """Attention has a score per head for no token."""
 
@@ -204,16 +207,16 @@ class Decoder(BaseModel):
     def make_attention(self, index: int, *, kind: type[nn.Module] = GroupedQueryAttention, **options: Any) -> nn.Module:
         """Return the attention of a layer; `options` are those of `GroupedQueryAttention`."""
         config = self.config
-        options = {"n_kv_heads": config.n_kv_heads, "biases": self.biased if config.attention_bias else "", **options}
-        return kind(
-            dim=config.dim,
-            n_heads=config.n_heads,
-            head_dim=self.head_dim_of_layer(index),
-            softcap=self.score_softcap(),
-            has_sinks=self.has_sinks,
+        own = {
+            "n_kv_heads": config.n_kv_heads,
+            "biases": self.biased if config.attention_bias else "",
+            "qk_norm": self.make_norm if self.has_qk_norm else None,
+            "softcap": self.score_softcap(),
+            "has_sinks": self.has_sinks,
             **self.init_stds(index),
-            **options,
-        )
+        }
+        sizes = {"dim": config.dim, "n_heads": config.n_heads, "head_dim": self.head_dim_of_layer(index)}
+        return kind(**{**sizes, **own, **options})
 
     def make_feed_forward(
         self, index: int, kind: Callable[..., nn.Module] = GatedFeedForward, **options: Any
