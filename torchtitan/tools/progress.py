@@ -58,5 +58,4 @@ def sparkline(numbers: Iterable[float], width: int = 60) -> str:
     parts = [values[i * len(values) // n_parts : (i + 1) * len(values) // n_parts] for i in range(n_parts)]
     means = [sum(part) / len(part) for part in parts]
     low, high = min(means, default=0.0), max(means, default=0.0)
-    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
-    return "".join(_BARS[round((mean - low) * scale)] for mean in means)
+    return "".join(_BARS[round((mean - low) / (high - low or 1.0) * (len(_BARS) - 1))] for mean in means)

@@ -845,6 +845,20 @@ def test_file_urls_are_paths(tmp_path: Path) -> None:
     assert torch.equal(other.model[1].weight, run.model[1].weight)
 
 
+def test_sizes_that_a_store_lists_are_not_asked_again(store: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import fsspec
+
+    folder = folder_at(store)
+    folder.write("empty", b"")
+    folder.write("full", b"123")
+
+    def size(*args: Any) -> None:
+        raise AssertionError("a request per file")
+
+    monkeypatch.setattr(type(fsspec.filesystem("memory")), "size", size)
+    assert folder.files() == {"empty": 0, "full": 3}
+
+
 def test_unavailable_protocols(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="nonsense://x/y cannot be opened .* Protocol not known: nonsense"):
         CheckpointManager.Config(enable=True, folder="nonsense://x/y").validate()

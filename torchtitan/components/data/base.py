@@ -108,6 +108,11 @@ class BaseDataLoader(Configurable):
     """True if `observe` needs per-sample losses."""
 
     @property
+    def adapts(self) -> bool:
+        """True if `observe` changes later batches."""
+        return type(self).observe is not BaseDataLoader.observe
+
+    @property
     def exhausted(self) -> bool:
         """True if this rank has reached the end of its data; see the class."""
         return False
