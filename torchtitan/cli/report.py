@@ -18,7 +18,7 @@ from torchtitan.components.run_events import EVENTS, Event, describe_goodput, go
 from torchtitan.config.configurable import leaves
 from torchtitan.config.manager import read_config_file
 from torchtitan.tools import durable
-from torchtitan.tools.errors import UserError
+from torchtitan.tools.errors import UserError, os_errors_as
 from torchtitan.tools.files import json_lines, read_object
 from torchtitan.tools.logging import print_error, visible
 from torchtitan.tools.parser import Parser
@@ -57,11 +57,9 @@ class RunRecord:
     def curve(self, key: str) -> list[tuple[int, float]]:
         """Return the points of a metric; of many, the lowest and the highest in each of equal parts."""
         points = self.points(key)
-        size = -(-2 * len(points) // _MOST_POINTS)
-        if size <= 2:
-            return points
+        size = max(1, -(-2 * len(points) // _MOST_POINTS))
         parts = [sorted(points[i : i + size], key=lambda point: point[1]) for i in range(0, len(points), size)]
-        return sorted({points[0], points[-1], *(part[end] for part in parts for end in (0, -1))})
+        return sorted({*points[:1], *points[-1:], *(part[end] for part in parts for end in (0, -1))})
 
 
 def _is_metrics(line: Mapping[str, Any]) -> bool:
@@ -171,13 +169,11 @@ def page(runs: Sequence[RunRecord]) -> str:
     """Return a whole HTML file that loads nothing. Everything that comes from a run is escaped, and only the page's own
     script runs."""
     script = (TEMPLATES / "run_report.js").read_text("utf-8")
-    charts = curves(runs)
     return render(
         "run_report.html",
         runs=[run.name for run in runs],
         written=_moment(time.time()),
-        names=[name for name, _ in charts],
-        series=[series for _, series in charts],
+        charts=curves(runs),
         bars=[(run.name, goodput(run.events)) for run in runs],
         sections=sections(runs),
         broken=[*_broken_lines(runs)],
@@ -206,9 +202,7 @@ def _print(runs: Sequence[RunRecord]) -> None:
 
 def report(args: Sequence[str]) -> int:
     """Write or print the report, and return the exit code."""
-    description = (
-        "Write one self-contained HTML page about runs, which may be in progress. Their folders are only read."
-    )
+    description = "Write a self-contained HTML page about runs, which may be in progress. Their folders are only read."
     parser = Parser(prog="torchtitan report", description=description)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="dump folder of a run")
     parser.add_argument("--output", type=Path, default="report.html", metavar="FILE", help="default: report.html")
@@ -222,10 +216,8 @@ def report(args: Sequence[str]) -> int:
         if options.text:
             _print(runs)
             return 0
-        try:
+        with os_errors_as(f"--output '{options.output}' cannot be written"):
             durable.write(options.output, page(runs))
-        except OSError as error:
-            raise UserError(f"--output '{options.output}' cannot be written: {error.strerror}") from error
         print(options.output)
         return 0
 

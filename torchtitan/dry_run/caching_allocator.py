@@ -47,11 +47,8 @@ class CachingAllocator:
         pool.add(address, size)
 
     def _reserve(self, size: int) -> tuple[int, int]:
-        if size <= _SMALL:
-            segment = _SMALL_SEGMENT
-        elif size < _OWN_SEGMENT:
-            segment = _LARGE_SEGMENT
-        else:
+        segment = _SMALL_SEGMENT if size <= _SMALL else _LARGE_SEGMENT
+        if size >= _OWN_SEGMENT:
             segment = -(-size // _SEGMENT_UNIT) * _SEGMENT_UNIT
         # A gap keeps segments from being neighbors.
         address, self._end = self._end, self._end + segment + 1

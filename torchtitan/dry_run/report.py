@@ -167,25 +167,21 @@ def dry_run(config: Trainer.Config, world_size: int) -> list[RankReport]:
 
 def reports_of(config: Trainer.Config, world_size: int) -> Iterator[RankReport]:
     """Simulate one step on each rank with different pipeline stages, without output."""
-    dry_config = without_data(config)
+    dry_config, exception_hook = without_data(config), sys.excepthook
     for rank in range(0, world_size, world_size // config.parallelism.pipeline_parallel_degree):
-        yield _try_rank(dry_config, rank, world_size)
-
-
-def _try_rank(config: Trainer.Config, rank: int, world_size: int) -> RankReport:
-    exception_hook = sys.excepthook  # each process group prefixes a traceback with its rank
-    if world_size > 1:
-        dist.init_process_group("fake", rank=rank, world_size=world_size)
-    try:
-        trainer = fake_trainer(config)
-        trainer.measure_step()
-        return report_of(trainer)
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        sys.excepthook = exception_hook
-        # PyTorch caches the process groups of one rank, and would reuse them for the mesh of the next rank.
-        clear_sharding_cache()
+        if world_size > 1:
+            dist.init_process_group("fake", rank=rank, world_size=world_size)
+        try:
+            trainer = fake_trainer(dry_config)
+            trainer.measure_step()
+            report = report_of(trainer)
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            sys.excepthook = exception_hook  # each process group prefixes a traceback with its rank
+            # PyTorch caches the process groups of one rank, and would reuse them for the mesh of the next rank.
+            clear_sharding_cache()
+        yield report
 
 
 def _print(reports: Sequence[RankReport]) -> None:

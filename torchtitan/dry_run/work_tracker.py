@@ -1,12 +1,10 @@
 """Count communication and computation from the operations that a program executes."""
 
 from collections import Counter
-from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from torchtitan.dry_run.observer import Observer, Operation, tensors_in
 from torchtitan.tools.torch_private import (
@@ -89,9 +87,7 @@ class WorkTracker(Observer):
         if func.namespace in _COMMUNICATION_NAMESPACES:
             self._count_message(operation.name, [*args, *kwargs.values(), result])
             return
-        formula = _formula_of(operation) if func.namespace == "aten" else None
-        flops = formula(*args, **kwargs, out_val=result) if formula else 0
-        written = _count_written_bytes(operation)
+        flops, written = _flops_of(operation), _count_written_bytes(operation)
         if flops or written:
             n_bytes = _count_bytes((args, kwargs)) + written
             self.work[Kernel(_kind_of(operation, flops), self._phase(), _dtype_of((args, result)), flops, n_bytes)] += 1
@@ -143,18 +139,17 @@ def _group_in(values: list[Any]) -> dist.ProcessGroup:
     return group_by_name(dist.distributed_c10d.GroupName(name))
 
 
-def _formula_of(operation: Operation) -> Callable[..., int] | None:
-    """Return the function that counts an operation's FLOP from its arguments; None if it has no products."""
+def _flops_of(operation: Operation) -> int:
+    """Count the floating-point operations of matrix products and attention."""
+    func, args, kwargs, result = operation
+    if func.namespace != "aten":
+        return 0
     if operation.name.startswith(_ATTENTION):
-        return _attention_backward_flops if "backward" in operation.name else _attention_flops
+        is_backward = "backward" in operation.name
+        q_BHLD, k_BKMD, v_BKMD = args[1:4] if is_backward else args[:3]  # after the gradient of the result
+        samples, heads, length, width = q_BHLD.shape
+        flops: int = 2 * samples * heads * length * k_BKMD.shape[2] * (width + v_BKMD.shape[3])
+        return 2 * flops if is_backward else flops
     formulas, in_place = flop_formulas(), getattr(torch.ops.aten, operation.name.removesuffix("_"), None)
-    return formulas.get(operation.func.overloadpacket) or formulas.get(in_place)
-
-
-def _attention_flops(q_BHLD: Tensor, k_BKMD: Tensor, v_BKMD: Tensor, *args: Any, **kwargs: Any) -> int:
-    samples, heads, length, width = q_BHLD.shape
-    return 2 * samples * heads * length * k_BKMD.shape[2] * (width + v_BKMD.shape[3])
-
-
-def _attention_backward_flops(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> int:
-    return 2 * _attention_flops(q, k, v)
+    formula = formulas.get(func.overloadpacket) or formulas.get(in_place)
+    return formula(*args, **kwargs, out_val=result) if formula else 0

@@ -77,12 +77,7 @@ class Plan:
 
 
 def plan(
-    config: Trainer.Config,
-    world_size: int,
-    device: Device | str = "h100",
-    *,
-    devices_per_host: int = 8,
-    best: int = 5,
+    config: Trainer.Config, world_size: int, device: Device | str = "h100", *, devices_per_host: int = 8, best: int = 5
 ) -> Plan:
     """Compare the layouts of a run, and return the best.
 

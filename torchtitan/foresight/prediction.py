@@ -1,7 +1,7 @@
 """Prediction of a run's time and memory from the profile of a layer."""
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -17,7 +17,7 @@ from torchtitan.dry_run.report import RankReport
 from torchtitan.dry_run.work_tracker import CommunicationKind, Kernel
 from torchtitan.foresight.devices import Device, device_named
 from torchtitan.foresight.profile import Profile, Split, facts_of, profile, timed_work, weighted_sum
-from torchtitan.foresight.time import Message, Role, bubble_seconds, step_parts
+from torchtitan.foresight.time import Message, Role, WorkOfRank, bubble_seconds, step_parts
 from torchtitan.trainer import Trainer
 
 GIB = 2**30
@@ -68,23 +68,10 @@ class Prediction:
 
 
 def predict(
-    config: Trainer.Config,
-    world_size: int,
-    device: Device | str = "h100",
-    *,
-    devices_per_host: int = 8,
+    config: Trainer.Config, world_size: int, device: Device | str = "h100", *, devices_per_host: int = 8
 ) -> Prediction:
-    """Predict the step of a run.
-
-    Args:
-        config: the run's configuration, with its layout.
-        world_size: devices of the run.
-        device: a device, or its name in `DEVICES`.
-        devices_per_host: devices that are connected by fast links.
-
-    Raises:
-        UserError: for an impossible layout, or a model without repeated layers.
-    """
+    """Predict the step of a run with its configured layout; arguments as in `plan`. Raise `UserError` for an impossible
+    layout, or a model without repeated layers."""
     config = with_vocabulary(config)
     device = device_named(device, world_size) if isinstance(device, str) else device
     facts, mode = facts_of(config), config.activation_checkpoint.mode
@@ -201,8 +188,8 @@ class Estimate:
         names = [name for stage in pipeline.stages_of_rank(rank) for name in pipeline.stages[stage]]
         return sum(name.startswith("layers.") for name in names), int("head" in names)
 
-    def _work(self, layers: int, has_loss: int, devices_per_host: int) -> Iterator[tuple[Kernel | Message, float]]:
-        """Yield the kernels and messages of a step on one rank, with their numbers of calls."""
+    def _work(self, layers: int, has_loss: int, devices_per_host: int) -> WorkOfRank:
+        """Yield the work of a step."""
         dims, shards, pipeline = self.layout.dims, self.layout.shards, self.layout.pipeline
         ranks_and_distance: dict[Role, tuple[int, int]] = {
             "tensor parallel": (dims.tp, 1),
@@ -272,14 +259,10 @@ def _in_flight(pipeline: PipelinePlan, rank: int) -> int:
 
 
 def _prediction(
-    layout: Layout,
-    device: Device,
-    work: Iterable[Iterable[tuple[Kernel | Message, float]]],
-    memory_bytes: float,
-    flops: float,
+    layout: Layout, device: Device, work: Iterable[WorkOfRank], memory_bytes: float, flops: float
 ) -> Prediction:
-    """Return the prediction for a step of the slowest rank, from the kernels and messages of each with their numbers of
-    calls; `flops` are the model's operations for each device."""
+    """Return the prediction for a step of the slowest rank, from the work of each; `flops` are the model's operations
+    for each device."""
     methods = {"is_compiled": layout.is_compiled, "is_async_tp": layout.config.parallelism.enable_async_tensor_parallel}
     steps = [step_parts(device, one, **methods) for one in work]
     parts = max(steps, key=lambda step: sum(step.values()))

@@ -182,7 +182,7 @@ def _portion_of(report: RankReport, dims: ParallelDims) -> Portion:
 
 
 def timed_work(work: Work, dims: ParallelDims, devices_per_host: int) -> Iterator[tuple[Kernel | Message, int]]:
-    """Yield the kernels of a dry run and the messages whose time counts, with their numbers of calls."""
+    """Yield the kernels of a dry run, and the messages whose time counts."""
     for one, calls in work.items():
         if isinstance(one, Kernel):
             yield one, calls

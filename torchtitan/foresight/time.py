@@ -68,6 +68,10 @@ class Message(NamedTuple):
     """Ranks that share a host."""
 
 
+WorkOfRank = Iterable[tuple[Kernel | Message, float]]
+"""Kernels and messages with their numbers of calls."""
+
+
 def collective_seconds(device: Device, message: Message) -> float:
     """Return the time of a collective.
 
@@ -110,15 +114,10 @@ def kernel_seconds(device: Device, kernel: Kernel, *, is_compiled: bool) -> floa
 
 
 def step_parts(
-    device: Device,
-    work: Iterable[tuple[Kernel | Message, float]],
-    *,
-    is_compiled: bool = False,
-    is_async_tp: bool = False,
+    device: Device, work: WorkOfRank, *, is_compiled: bool = False, is_async_tp: bool = False
 ) -> dict[str, float]:
     """Return the seconds of a step's work on one rank by part, without a pipeline's bubble: products, attention, other
     kernels, recomputation, optimizer, launches, and each role of communication, as far as no computation hides it.
-    Kernels and messages come with their numbers of calls.
 
     FSDP's communication runs on its own streams: the first gather and the last reduction are exposed, the others only
     if they take longer than the computation. Tensor, context and expert parallelism need each result at once.

@@ -679,7 +679,7 @@ class TestErrors:
             (["a.jsonl", "--out", "o", "--part", "3/2"], "--part is 3/2"),
             (["a.jsonl", "--out", "o", "--part", "1/2", "--merge"], "set one of them"),
             (["a.jsonl", "--out", "o", "--held_out", "1"], "--held_out is 1.0"),
-            (["a.jsonl", "--out", "o", "--heldout", "0.1"], "unknown option --heldout; did you mean --held_out?"),
+            (["a.jsonl", "--out", "o", "--heldout", "0.1"], "unknown option --heldout; did you mean '--held_out'?"),
             (["c4", "--out", "o"], "registered datasets are streamed"),
             (["a.jsonl", "--out", "nothere://o"], "nothere"),
         ],
