@@ -71,7 +71,7 @@ def folder(tmp_path_factory) -> Path:
     (folder / "rewards.py").write_text(
         "def many(prompt, completion, row):\n    return [1.0] * 3\n"
         "def nan(prompt, completion, row):\n    return float('nan')\n"
-        "def fails(prompt, completion, row):\n    return row['absent']\n"
+        "def fails(prompt, completion, row):\n    raise ValueError('two\\nlines')\n"
         "async def nothing(row, engine):\n    return None\n"
         "def sees(prompt, completion, row):\n    assert str(row['number']) in prompt\n    return len(completion)\n"
     )
@@ -534,7 +534,7 @@ def test_a_prompt_that_occurs_twice_gets_other_answers(folder, tmp_path):
     [
         ("many", r"prompts\.jsonl:\d+: the reward function .*:many returned \[1\.0, 1\.0, 1\.0\], but must return one"),
         ("nan", r"prompts\.jsonl:\d+: the reward function .*:nan returned nan"),
-        ("fails", r"prompts\.jsonl:\d+: the reward function .*:fails failed: KeyError: 'absent'"),
+        ("fails", r"prompts\.jsonl:\d+: the reward function .*:fails failed: ValueError: two lines"),
     ],
 )
 def test_broken_rewards_are_named_after_a_save(folder, tmp_path, function, message):

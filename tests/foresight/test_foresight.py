@@ -224,7 +224,7 @@ def test_devices(tmp_path: Path):
         path.write_text(text)
         with pytest.raises(UserError, match=message):
             device_in_file(path)
-    with pytest.raises(UserError, match="cannot be read"):
+    with pytest.raises(UserError, match=r"--device_file '.*missing.yaml' cannot be read: No such file or directory$"):
         device_in_file(tmp_path / "missing.yaml")
 
 

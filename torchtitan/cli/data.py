@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torchtitan.cli import data_prepare
 from torchtitan.cli.model_options import run_command
 from torchtitan.tools import durable
-from torchtitan.tools.errors import UserError, require
+from torchtitan.tools.errors import UserError, os_errors_as, require
 from torchtitan.tools.files import json_lines
 from torchtitan.tools.logging import logger, print_error, visible
 from torchtitan.tools.parser import Parser
@@ -178,10 +178,8 @@ def _inspect(options: argparse.Namespace, resolved: "ResolvedConfig") -> None:
         )
     print_inspection(open_console(), inspection)
     if options.html is not None:
-        try:
+        with os_errors_as(f"--html {options.html} cannot be written"):
             durable.write(options.html.resolve(), page(inspection))
-        except OSError as error:
-            raise UserError(f"--html {options.html} cannot be written: {error.strerror}") from error
         print(f"\nwritten to {options.html}")
 
 

@@ -18,7 +18,7 @@ from torchtitan.components.run_events import EVENTS, Event, describe_goodput, go
 from torchtitan.config.configurable import leaves
 from torchtitan.config.manager import read_config_file
 from torchtitan.tools import durable
-from torchtitan.tools.errors import UserError
+from torchtitan.tools.errors import UserError, os_errors_as
 from torchtitan.tools.files import json_lines, read_object
 from torchtitan.tools.logging import print_error, visible
 from torchtitan.tools.parser import Parser
@@ -216,10 +216,8 @@ def report(args: Sequence[str]) -> int:
         if options.text:
             _print(runs)
             return 0
-        try:
+        with os_errors_as(f"--output '{options.output}' cannot be written"):
             durable.write(options.output, page(runs))
-        except OSError as error:
-            raise UserError(f"--output '{options.output}' cannot be written: {error.strerror}") from error
         print(options.output)
         return 0
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from torchtitan.cli.model_options import run_command
 from torchtitan.tools import durable
-from torchtitan.tools.errors import UserError
+from torchtitan.tools.errors import UserError, os_errors_as
 from torchtitan.tools.files import read_yaml
 from torchtitan.tools.logging import logger
 from torchtitan.tools.parser import Parser
@@ -95,10 +95,8 @@ def _run_stages(stages: list[_Stage], folder: Path) -> int:
 def _run_stage(name: str, words: list[str], folder: Path, *, shows: bool) -> int:
     """Run a command line. Return its exit code; what it `shows` is printed, and kept in output.txt."""
     logger.info("stage %s: torchtitan %s", name, shlex.join(words))
-    try:
+    with os_errors_as(f"--folder: '{folder}' cannot be written", "; name another folder"):
         durable.make_folder(folder)
-    except OSError as error:
-        raise UserError(f"--folder: '{folder}' cannot be written: {error.strerror}; name another folder") from error
     command = [sys.executable, "-P", "-m", "torchtitan", *words]
     save = partial(signal_when_orphaned, signal.SIGTERM, os.getpid())
     process = subprocess.Popen(command, stdout=subprocess.PIPE if shows else None, preexec_fn=save)

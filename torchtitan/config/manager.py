@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import difflib
 import io
 import re
 from collections import Counter
@@ -151,10 +150,11 @@ class ConfigManager:
         if option is None:
             return UserError(f"'{words[0]}' belongs to no option; see {self.prog} --help")
         key = _key_of(option)
-        in_sections = [name for name in known if name.endswith(f".{key}")][:3]
-        nearest = in_sections or difflib.get_close_matches(key, [*known, *self._others], n=1, cutoff=0.7)
-        hint = f"did you mean {' or '.join(f'--{name}' for name in nearest)}?" if nearest else f"see {self.prog} --help"
-        return UserError(f"unknown option {option}; {hint}")
+        options = [f"--{name}" for name in (*known, *self._others)]
+        if in_sections := [name for name in options if name.endswith(f".{key}")][:3]:
+            return UserError(f"unknown option {option}; did you mean {' or '.join(in_sections)}?")
+        hint = suggest(option, options, cutoff=0.7) or f"; see {self.prog} --help"
+        return UserError(f"unknown option {option}{hint}")
 
 
 _DESCRIPTION = """Train a model: --module M --config C [--config_file run.yaml] [--section.key value ...].
@@ -383,6 +383,8 @@ def _to_switches(args: Sequence[str], switches: Collection[str]) -> list[str]:
         word = rest.pop(0)
         option, assigned, value = word.partition("=")
         if (key := _key_of(word)) not in switches:
+            if "." in key and (positive := key.removeprefix("no_")) in switches:
+                raise UserError(f"unknown option {option}; did you mean '{_switch(positive, False)}'?")
             words.append(word)
             continue
         if not assigned:

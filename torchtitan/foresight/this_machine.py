@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from torchtitan.tools import durable
-from torchtitan.tools.errors import UserError
+from torchtitan.tools.errors import UserError, os_errors_as
 from torchtitan.tools.process import keep_freed_memory
 
 _SECONDS = 0.4
@@ -42,11 +42,9 @@ def speed_of_this_machine(processes: int) -> dict[str, Any]:
     cache = Path(os.environ.get("TORCHTITAN_CACHE") or Path.home() / ".cache" / "torchtitan")
     path = cache / f"device-{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}.json"
     if not path.is_file():
-        try:
+        with os_errors_as(f"{cache} cannot be written", "; set TORCHTITAN_CACHE to a folder"):
             durable.make_folder(cache)
             durable.write(path, _measure_together(processes))
-        except OSError as error:
-            raise UserError(f"{cache} cannot be written: {error.strerror}; set TORCHTITAN_CACHE to a folder") from error
     fields: dict[str, Any] = json.loads(path.read_text())
     return fields
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from torchtitan.tools.errors import UserError
+from torchtitan.tools.errors import UserError, os_errors_as
 
 DOWNLOADS = Path("assets/hf")
 """Folder of `torchtitan download`, with a subfolder per model."""
@@ -56,12 +56,10 @@ def read_object(path: Path) -> dict[str, Any]:
     name = f"'{path}'"
     if not regular_file(path, name).exists():
         return {}
-    try:
+    with os_errors_as(f"{name} cannot be read"):
         if (n_bytes := path.stat().st_size) > _MOST_JSON_BYTES:
             raise UserError(f"{name} has {n_bytes:,} bytes, and may have {_MOST_JSON_BYTES:,} at most")
         text = path.read_bytes()
-    except OSError as error:
-        raise UserError(f"{name} cannot be read: {error.strerror}") from error
     try:
         content = parse_json(text, name)
     except UserError as error:
@@ -91,11 +89,10 @@ def read_yaml(path: Path, name: str) -> Any:
     """Return the content of a YAML file, called `name` in messages. Raise `UserError` if it cannot be read."""
     import yaml
 
-    regular_file(path, name)
+    with os_errors_as(f"{name} cannot be read"):
+        text = regular_file(path, name).read_bytes()
     try:
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{name} cannot be read: {error.strerror}") from error
+        return yaml.safe_load(text.decode())
     except (ValueError, RecursionError, yaml.YAMLError) as error:  # also text in another encoding, or no date
         raise UserError(f"{name} cannot be read as YAML: {' '.join(str(error).split())}") from error
 
@@ -105,19 +102,16 @@ def json_lines(path: Path, usable: Callable[[dict[str, Any]], bool], broken: lis
     if the file is absent. Raise `UserError` if it cannot be read."""
     if not path.exists():
         return
-    try:
-        with regular_file(path).open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                try:
-                    value = parse_json(line, "the line")
-                except UserError:
-                    value = None
-                if isinstance(value, dict) and usable(value):
-                    yield value
-                else:
-                    broken.append(number)
-    except OSError as error:
-        raise UserError(f"'{path}' cannot be read: {error.strerror}") from error
+    with os_errors_as(f"'{path}' cannot be read"), regular_file(path).open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                value = parse_json(line, "the line")
+            except UserError:
+                value = None
+            if isinstance(value, dict) and usable(value):
+                yield value
+            else:
+                broken.append(number)
 
 
 def _levels(content: Any) -> int:

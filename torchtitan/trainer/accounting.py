@@ -81,9 +81,10 @@ class Accounting(Recorder):
         logger.warning("events.jsonl cannot be written: %s; training continues", error)
         self.file = None
 
+    def on_skip(self, outcome: StepResult) -> None:
+        self._write("skipped", step=outcome.step, reason=str(outcome))
+
     def on_step(self, outcome: StepResult) -> None:
-        if not outcome.is_taken:
-            self._write("skipped", reason=str(outcome))
         # Warm-up and compilation in the first step would hide the other steps.
         if self._progress is None or self.trainer.metrics.should_log(self.trainer.step):
             before, self._progress = self._progress, self._write("progress")

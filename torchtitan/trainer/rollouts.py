@@ -21,7 +21,7 @@ from torchtitan.components.weights.views import ExternalView, LiveSource, PlainV
 from torchtitan.config.sections import require_at_least
 from torchtitan.protocols.conversion import converted_model
 from torchtitan.protocols.tensor_source import TensorSource
-from torchtitan.tools.errors import UserError, require
+from torchtitan.tools.errors import UserError, in_words, require
 from torchtitan.trainer.trainer import Trainer
 
 
@@ -109,7 +109,7 @@ class RolloutTrainer(Trainer):
             raise
         except Exception as error:
             named = f"{engine.where}: the rollout {self.config.rollout.function or 'single_turn'}"
-            raise UserError(f"{named} failed: {type(error).__name__}: {error}") from error
+            raise UserError(f"{named} failed: {in_words(error)}") from error
         return trajectory
 
     def measure_trajectories(self, groups: Iterable[Group], percents: Sequence[int] = ()) -> int:

@@ -552,7 +552,7 @@ def test_exclude_from_loading(tmp_path: Path) -> None:
     assert torch.equal(run.model[0].weight, source.model[0].weight)
     assert_same(run.states["optimizer"].state_dict(), fresh_optimizer)
     assert torch.equal(torch.get_rng_state(), random_state)
-    with pytest.raises(UserError, match="no state 'optimizers'; did you mean 'optimizer'?"):
+    with pytest.raises(UserError, match="no state 'optimizers'; did you mean 'optimizer'"):
         Run(tmp_path, exclude_from_loading=["optimizers"])
 
 

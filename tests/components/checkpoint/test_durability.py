@@ -845,6 +845,20 @@ def test_file_urls_are_paths(tmp_path: Path) -> None:
     assert torch.equal(other.model[1].weight, run.model[1].weight)
 
 
+def test_sizes_that_a_store_lists_are_not_asked_again(store: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import fsspec
+
+    folder = folder_at(store)
+    folder.write("empty", b"")
+    folder.write("full", b"123")
+
+    def size(*args: Any) -> None:
+        raise AssertionError("a request per file")
+
+    monkeypatch.setattr(type(fsspec.filesystem("memory")), "size", size)
+    assert folder.files() == {"empty": 0, "full": 3}
+
+
 def test_unavailable_protocols(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="nonsense://x/y cannot be opened .* Protocol not known: nonsense"):
         CheckpointManager.Config(enable=True, folder="nonsense://x/y").validate()
@@ -853,7 +867,7 @@ def test_unavailable_protocols(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(UserError, match="s3://bucket/run.* cannot be opened .*[Ii]nstall s3fs"):
             CheckpointManager.Config(enable=True, **options).find_start("outputs")
     monkeypatch.setattr(Path, "iterdir", lambda path: os.listdir("/nowhere"))
-    with pytest.raises(UserError, match="cannot read the checkpoints in .*nowhere"):
+    with pytest.raises(UserError, match="the checkpoints in /tmp cannot be read: No such file"):
         CheckpointManager.Config(enable=True, folder="/tmp").find_start("outputs")
     with pytest.raises(UserError, match="last_save_in_hf needs a local checkpoint.folder, not memory://run"):
         CheckpointManager.Config(enable=True, last_save_in_hf=True, folder="memory://run").validate()

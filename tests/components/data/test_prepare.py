@@ -185,9 +185,9 @@ def test_results_come_in_order_of_completion(tmp_path):
         return 10 + number
 
     results = preparing.run_in_processes(work, [0, 1], 2)
-    assert next(results) == (1, 11)
+    assert next(results) == 11
     (tmp_path / "1 has come").touch()
-    assert list(results) == [(0, 10)]
+    assert list(results) == [10]
 
 
 def test_duplicates_are_found_in_several_passes():
@@ -679,7 +679,7 @@ class TestErrors:
             (["a.jsonl", "--out", "o", "--part", "3/2"], "--part is 3/2"),
             (["a.jsonl", "--out", "o", "--part", "1/2", "--merge"], "set one of them"),
             (["a.jsonl", "--out", "o", "--held_out", "1"], "--held_out is 1.0"),
-            (["a.jsonl", "--out", "o", "--heldout", "0.1"], "unknown option --heldout; did you mean --held_out?"),
+            (["a.jsonl", "--out", "o", "--heldout", "0.1"], "unknown option --heldout; did you mean '--held_out'?"),
             (["c4", "--out", "o"], "registered datasets are streamed"),
             (["a.jsonl", "--out", "nothere://o"], "nothere"),
         ],

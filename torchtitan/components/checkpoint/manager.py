@@ -229,7 +229,7 @@ class CheckpointManager(Configurable):
         for name in self.config.exclude_from_loading:
             if name not in names:
                 hint = suggest(name, names) or f"; the states are {', '.join(names)}"
-                raise UserError(f"checkpoint.exclude_from_loading: there is no state {name!r}{hint}")
+                raise UserError(f"--checkpoint.exclude_from_loading: there is no state {name!r}{hint}")
         if self.config.last_save_in_hf and not can_export:
             raise UserError("checkpoint.last_save_in_hf: this model cannot be exported to Hugging Face format")
         if self.config.initial_load_in_hf and "model" not in self.initial_loads:

@@ -23,7 +23,7 @@ from torchtitan.distributed.parallelize import free_gathered_weights
 from torchtitan.distributed.process_group import gather_objects
 from torchtitan.protocols.attention import AttentionMetadata
 from torchtitan.protocols.output_head import UNCHANGED, LogitTransform, compute_logits
-from torchtitan.tools.errors import UserError, require
+from torchtitan.tools.errors import UserError, in_words, require
 from torchtitan.tools.torch_private import forward_pre_hooks
 
 FinishReason = Literal["stop", "length"]
@@ -288,7 +288,7 @@ class Engine:
     def _common_error(self) -> Exception:
         """Return the first error of all processes, or this process's own if it is not a `UserError`."""
         own = self._error
-        text = None if own is None else str(own) if isinstance(own, UserError) else f"{type(own).__name__}: {own}"
+        text = None if own is None else str(own) if isinstance(own, UserError) else in_words(own)
         errors = gather_objects(text, self._group) if self._group else [text]
         return UserError(next(filter(None, errors))) if own is None or isinstance(own, UserError) else own
 

@@ -184,9 +184,9 @@ class Decoder(BaseModel):
                 "tokenizer.vocab_size (the Trainer takes it from its tokenizer)"
             )
         init = with_initializers
-        self.tok_embeddings: nn.Embedding | None = init(
-            nn.Embedding(config.vocab_size, config.dim), weight=self.embedding_init()
-        )
+        # Values would be drawn twice, and on the meta device this would import the compiler, which takes a second.
+        embedding = nn.Embedding.from_pretrained(torch.empty(config.vocab_size, config.dim), freeze=False)
+        self.tok_embeddings: nn.Embedding | None = init(embedding, weight=self.embedding_init())
         self.per_layer: Any = None
         # A dictionary, so that layers keep their names if a pipeline stage drops others.
         self.layers = nn.ModuleDict({str(index): self.make_block(index) for index in range(config.n_layers)})
