@@ -53,25 +53,20 @@ def _measure_together(processes: int) -> str:
     """Return the speed of one of several processes as JSON."""
     threads = max(1, (os.cpu_count() or 1) // processes)  # as `torchtitan train` does
     environment = {"OMP_NUM_THREADS": str(threads), **os.environ}
-    program = "from torchtitan.foresight.this_machine import measure; measure()"
     with tempfile.TemporaryDirectory() as folder:
-        words = [sys.executable, "-P", "-c", program, f"{folder}/store", str(processes)]
-        started = [
-            subprocess.Popen([*words, str(rank)], stdout=subprocess.PIPE, text=True, env=environment)
-            for rank in range(processes)
-        ]
+        program = "from torchtitan.foresight.this_machine import measure; measure({!r}, {}, {})"
+        words = [[sys.executable, "-P", "-c", program.format(folder, processes, rank)] for rank in range(processes)]
+        started = [subprocess.Popen(one, stdout=subprocess.PIPE, text=True, env=environment) for one in words]
         outputs = [process.communicate()[0] for process in started]
     if any(process.returncode for process in started):
         raise UserError("the speed of this machine could not be measured (see above); describe it in a --device_file")
     return outputs[0]
 
 
-def measure() -> None:
-    """Print the speed of this process, while others measure too. Arguments of the command line: a file for their
-    rendezvous, their number, the rank."""
+def measure(folder: str, processes: int, rank: int) -> None:
+    """Print the speed of this process, while others, which it meets in a file of `folder`, measure too."""
     keep_freed_memory()  # as in training
-    store, processes, rank = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=processes)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=processes)
     torch.manual_seed(0)
     gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
     float32, bfloat16 = (_products_rate(dtype) for dtype in (torch.float32, torch.bfloat16))

@@ -185,9 +185,9 @@ def test_results_come_in_order_of_completion(tmp_path):
         return 10 + number
 
     results = preparing.run_in_processes(work, [0, 1], 2)
-    assert next(results) == (1, 11)
+    assert next(results) == 11
     (tmp_path / "1 has come").touch()
-    assert list(results) == [(0, 10)]
+    assert list(results) == [10]
 
 
 def test_duplicates_are_found_in_several_passes():

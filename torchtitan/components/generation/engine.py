@@ -149,7 +149,8 @@ class Engine:
         cache = self._cache = model.generation_cache(lambda: KVCache(model, 0)) if self._use_cache else None
         self._joins = type(cache) is KVCache  # otherwise a new row needs a pass over all tokens of all rows
         try:
-            with evaluating(model), onednn_products(model), cache or nullcontext():
+            products = onednn_products(model) if self._device.type == "cpu" else nullcontext()
+            with evaluating(model), products, cache or nullcontext():
                 for index in range(len(texts)):
                     advance(index, None)
                 while self._step():

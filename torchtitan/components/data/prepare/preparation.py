@@ -171,7 +171,7 @@ class Preparation:
         """Write parts and show progress and throughput."""
         started, n_tokens = time.monotonic(), 0
         with progress("preparing", len(numbers)) as advance:
-            for _, tokens in run_in_processes(self.write, numbers, workers):
+            for tokens in run_in_processes(self.write, numbers, workers):
                 n_tokens += tokens
                 advance(1, f"preparing, {n_tokens / (time.monotonic() - started):,.0f} tokens/s")
         logger.info(f"{len(numbers):,} parts written: {n_tokens:,} tokens in {time.monotonic() - started:,.1f} s")
@@ -271,8 +271,8 @@ class _Merge:
         groups = [[*parts]] if encoding.kind == "samples" else [[part] for part in parts if reports[part].kept]
         totals = [Report.total(reports[part] for part in group) for group in groups]
 
-        def write_cache(number: int) -> str:
-            """Write the items of a group of parts to a cache; return its digest."""
+        def write_cache(number: int) -> tuple[int, str]:
+            """Write the items of a group of parts to a cache; return its number and digest."""
             group = groups[number]
             selections = [(preparation.folder(part), self._kept(part, split)["number"]) for part in group]
             with tempfile.TemporaryDirectory(dir=self.work) as temporary:
@@ -282,7 +282,7 @@ class _Merge:
                 record_blocks(folder)
                 digest = bytes_digest((folder / BLOCKS_FILE).read_bytes())
                 publish(folder, preparation.place / split / digest, BLOCKS_FILE)
-            return digest
+            return number, digest
 
         written = sorted(run_in_processes(write_cache, range(len(groups)), self.workers))
         digests = "".join(digest for _, digest in written)
@@ -360,20 +360,20 @@ def publish(folder: Path, target: Folder, last: str) -> None:
             with_patience(f"writing {target}/{name}", partial(write, name, (folder / name).read_bytes()))
 
 
-def run_in_processes(function: Callable[[int], T], numbers: Sequence[int], workers: int) -> Iterator[tuple[int, T]]:
-    """Yield each number and the function's result, in order of completion. Raise `RunFailure` if a process is
+def run_in_processes(function: Callable[[int], T], numbers: Sequence[int], workers: int) -> Iterator[T]:
+    """Yield the function's results for the numbers in order of completion. Raise `RunFailure` if a process is
     killed."""
     if workers == 1:
-        yield from zip(numbers, map(function, numbers), strict=True)
+        yield from map(function, numbers)
         return
     global _function
     _function = function  # forked processes inherit it, since it cannot be pickled
     context, initialize = multiprocessing.get_context("fork"), (signal.SIGKILL, os.getpid())
     with ProcessPoolExecutor(workers, context, signal_when_orphaned, initialize) as pool:
-        futures = {pool.submit(_call, number): number for number in numbers}
+        futures = [pool.submit(_call, number) for number in numbers]
         try:
             for future in as_completed(futures):
-                yield futures[future], future.result()
+                yield future.result()
         except BrokenProcessPool:
             raise RunFailure(
                 "a process was killed, possibly for lack of memory (set --workers); run the same command again to "

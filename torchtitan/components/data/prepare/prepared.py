@@ -66,12 +66,9 @@ class Prepared:
         Args:
             copies: folder for the copy of an index in a store; other processes may write the same one.
         """
-        n, digest, name = (
-            int(self.splits[split]["parts"]),
-            disk_cache.check_digest(self.splits[split]["digest"]),
-            f"{split}.index",
-        )
+        name, n = f"{split}.index", int(self.splits[split]["parts"])
         with disk_cache.readable(self.folder):
+            digest = disk_cache.check_digest(self.splits[split]["digest"])
             path = Path(f"{self.folder}/{name}")
             if not isinstance(self.folder, LocalFolder):
                 path = copies / f"{digest}.index"

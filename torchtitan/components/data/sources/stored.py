@@ -37,24 +37,23 @@ class StoredPart(Part):
         name: see `Part`.
         url: path or URL of the file.
         text_column: see `Part`.
-        n_bytes: size of the file.
+        n_bytes: size of the file or range.
         version: any text that changes with the content of the file.
-        span: first byte of the range, and the byte after it; None: the whole file.
+        start: first byte of the range; None: the whole file.
     """
 
     def __init__(
-        self, name: str, url: str, text_column: str, n_bytes: int, version: str, span: tuple[int, int] | None = None
+        self, name: str, url: str, text_column: str, n_bytes: int, version: str = "", start: int | None = None
     ):
-        super().__init__(name if span is None else f"{name}[{span[0]}:{span[1]}]", text_column)
-        self.url, self.n_bytes, self.version, self._span = url, n_bytes, version, span
+        super().__init__(name if start is None else f"{name}[{start}:{start + n_bytes}]", text_column)
+        self.url, self.version, self._n_bytes, self._start = url, version, n_bytes, start
 
     def size(self) -> int:
-        start, stop = self._span or (0, self.n_bytes)
-        return stop - start
+        return self._n_bytes
 
     def contents(self, digest: Callable[[Path], str]) -> list[str]:
         path = Path(self.url)
-        return [f"{file_format(path)} {path.suffix} {self.n_bytes} {self.version}".rstrip()]
+        return [f"{file_format(path)} {path.suffix} {self.size()} {self.version}".rstrip()]
 
     def rows(self, on_read: OnRead) -> Iterator[Row]:
         with self._copy() as part:
@@ -77,10 +76,10 @@ class StoredPart(Part):
 
     def _download(self, target: Path) -> None:
         store, path = open_store(self.url)
-        if self._span is None:
+        if self._start is None:
             store.get_file(path, str(target))
         else:
-            target.write_bytes(store.read_block(path, self._span[0], self.size(), delimiter=b"\n"))
+            target.write_bytes(store.read_block(path, self._start, self._n_bytes, delimiter=b"\n"))
 
 
 def divide(part: Part, n_bytes: int) -> list[Part]:
@@ -90,8 +89,8 @@ def divide(part: Part, n_bytes: int) -> list[Part]:
     url, size = part.url if isinstance(part, StoredPart) else str(part.path.resolve()), part.size()
     if not url.lower().endswith(".jsonl") or size <= n_bytes:
         return [part]
-    spans = [(start, min(start + n_bytes, size)) for start in range(0, size, n_bytes)]
-    return [StoredPart(part.name, url, part.text_column, size, "", span) for span in spans]
+    sizes = {start: min(n_bytes, size - start) for start in range(0, size, n_bytes)}
+    return [StoredPart(part.name, url, part.text_column, sizes[start], start=start) for start in sizes]
 
 
 def stored_files(url: str, text_column: str) -> list[StoredPart]:
