@@ -34,14 +34,11 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Change]:
         before, after = old["jobs"][job], new["jobs"][job]
         for system in [name for name in before if name in after]:
             was, now = before[system], after[system]
-            if system == FASTEST:
-                yield Change(job, system, median_ratio(now, was, "speed_ratio"), median_ratio(now, was, "memory_ratio"))
-            elif "tokens_per_second" in was:
-                speed = median_ratio(now, was, "tokens_per_second")
-                yield Change(job, system, speed, median_ratio(now, was, "memory_gib"))
-            else:
-                speed = median_ratio(was, now, "first_step_seconds")
-                yield Change(job, system, speed, median_ratio(now, was, "memory_gib"))
+            is_ratio = system == FASTEST
+            speed, memory = ("speed_ratio", "memory_ratio") if is_ratio else ("tokens_per_second", "memory_gib")
+            has_speed = speed in was
+            faster = median_ratio(now, was, speed) if has_speed else median_ratio(was, now, "first_step_seconds")
+            yield Change(job, system, faster, median_ratio(now, was, memory))
 
 
 def median_ratio(above: Mapping[str, Any], below: Mapping[str, Any], name: str) -> float:

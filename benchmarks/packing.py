@@ -1,6 +1,6 @@
 """Trained tokens per second of packed windows against padded ones, in one run on one machine.
 
-    python benchmarks/packing.py [--rounds 2] [--windows 8] [--million]
+    python benchmarks/packing.py [--rounds 2] [--windows 8]
 
 The samples have the lengths of GSM8K's (question and answer, GPT-2's tokens; from sft/gsm8k_train.jsonl of the test
 assets, or a similar log-normal distribution without them) and random ids. A small Llama (dim 256, 2 layers,
@@ -158,25 +158,10 @@ def compare_plans(lengths: Array) -> None:
         print(f"{packing:26} {n_windows:16,} {(lengths - 1).sum() / (n_windows * SEQ_LEN):6.1%}")
 
 
-def time_a_million() -> None:
-    """Print how long it takes to plan an epoch of a million samples, in chunks and at once."""
-    lengths = np.exp(np.random.default_rng(0).normal(5, 0.8, 1_000_000)).astype(np.int64).clip(2, SEQ_LEN)
-    print(f"\n{'a million samples':26} {'seconds':>16} {'filled':>6}")
-    for packing in ("ffd", "multipack"):
-        for chunk in (8192, len(lengths)):
-            sampler = ShuffleSampler.Config().build(n_samples=len(lengths), seed=0)
-            started = time.perf_counter()
-            planner = Planner([lengths], SEQ_LEN, [sampler], packing=packing, chunk=chunk, epochs=1)
-            filled = lengths.sum() / (sum(1 for _ in planner) * SEQ_LEN)
-            seconds = time.perf_counter() - started
-            print(f"{packing + f', {chunk:,} at a time':26} {seconds:16.1f} {filled:6.1%}")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=2, help="measurements of each variant, taking turns")
     parser.add_argument("--windows", type=int, default=8, help="windows of 1,024 per measurement; a multiple of 8")
-    parser.add_argument("--million", action="store_true", help="also plan a million samples (about a minute)")
     options = parser.parse_args()
     lengths, trained = lengths_of_samples()
     fits = lengths - 1 <= SEQ_LEN
@@ -185,8 +170,6 @@ def main() -> None:
     compare_plans(lengths)
     compare_attention(make_windows(lengths, trained, "ffd", options.windows), options.rounds)
     compare_speeds(lengths, trained, options.rounds, options.windows)
-    if options.million:
-        time_a_million()
 
 
 if __name__ == "__main__":

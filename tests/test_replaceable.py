@@ -555,4 +555,4 @@ def test_converter_option_is_set_by_name():
 def test_unknown_converter_option_is_rejected(capsys):
     own = [*write_module(CONVERTERS)[:2], "--config", "headless"]
     assert main(["train", *own, "--model_converters.headless.keeep", "0.5"]) == 2
-    assert "did you mean --model_converters.headless.keep?" in capsys.readouterr().err
+    assert "did you mean '--model_converters.headless.keep'?" in capsys.readouterr().err

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchtitan.tools.errors import RunComplete, RunFailure, UserError
+from torchtitan.tools.errors import RunComplete, RunFailure, UserError, os_errors_as
 from torchtitan.tools.logging import init_logger, logger
 from torchtitan.tools.process import (
     COMMAND_VARIABLE,
@@ -78,12 +78,10 @@ def _save_config(resolved: "ResolvedConfig", *, fresh: bool) -> None:
 
     folder = resolved.config.dump_folder
     path = Path(folder) / "config.yaml"
-    try:
+    with os_errors_as(f"--dump_folder '{folder}' cannot be written"):
         if fresh and path.exists():
             set_aside(path)
         resolved.save(path)
-    except OSError as error:
-        raise UserError(f"--dump_folder '{folder}' cannot be written: {error.strerror}") from error
 
 
 def exit_code_of(error: BaseException) -> int:

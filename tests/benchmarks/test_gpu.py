@@ -8,6 +8,7 @@ from typing import Any
 
 import gpu
 import pytest
+from gpu_rows import kernel_class
 
 from tests.conftest import PROJECT
 
@@ -56,4 +57,4 @@ def test_a_row_that_fails_or_hangs_costs_only_itself(monkeypatch: pytest.MonkeyP
 def test_kernels_are_classified():
     names = ["nvjet_hsh_128x128", "flash_fwd_kernel", "ncclDevKernel_AllReduce", "triton_poi_fused_mul", "aten::mm"]
     classes = ["matrix products", "attention", "communication", "compiled", "matrix products"]
-    assert [gpu.kernel_class(name) for name in names] == classes
+    assert [kernel_class(name) for name in names] == classes

@@ -606,7 +606,7 @@ def test_mistakes_are_one_line(chats, capsys):
 
 def test_unknown_options_are_rejected(capsys):
     message = failure(capsys, "inspect", "--dataloader.datset", "x")  # codespell:ignore
-    assert "did you mean --dataloader.dataset" in message
+    assert "did you mean '--dataloader.dataset'" in message
 
 
 @pytest.mark.parametrize("command", ["inspect", "show"])

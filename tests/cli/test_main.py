@@ -185,7 +185,7 @@ FOUND_BY_WORKERS = {
         "--checkpoint.initial_load_path outputs/checkpoint/step-4 --dump_folder other --model.ffn_dim 96",
         "model.layers.0.feed_forward.w1.weight: [128, 64] in the checkpoint, [96, 64] in this run",
     ),
-    "state": ("--checkpoint.exclude_from_loading optimizers", "'optimizers'", "did you mean optimizer"),
+    "state": ("--checkpoint.exclude_from_loading optimizers", "'optimizers'", "did you mean 'optimizer'"),
 }
 """Mistakes found after the model is built."""
 

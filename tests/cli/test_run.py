@@ -66,7 +66,7 @@ def test_stages_build_on_each_other_and_are_not_repeated(tmp_path, capsys):
     [
         ("stages: []", "has no list `stages`"),
         ("- a", "has no list `stages`"),
-        ("{", "cannot be read"),
+        ("{", "cannot be read as YAML"),
         ("stages: [{name: a}]", "stage 1 must have `name` and `run`"),
         ("stages: [{name: a, run: ls, bsae: previous}]", "stage 1 must have `name` and `run`"),
         ("stages: [{name: ../a, run: ls}]", "stage 1 has the name '../a'"),
@@ -97,7 +97,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path, capsys):
 
 def test_a_missing_recipe_is_rejected(tmp_path, capsys):
     assert main(["run", str(tmp_path / "none.yaml")]) == 2
-    assert "none.yaml cannot be read" in capsys.readouterr().err
+    assert capsys.readouterr().err.endswith("none.yaml cannot be read: No such file or directory\n")
 
 
 @pytest.mark.slow

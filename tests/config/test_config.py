@@ -339,6 +339,7 @@ class TestMistakes:
             (["--optimizer.lr", "x", "--optimizer.lr", "y"], "--optimizer.lr is 'y', but must be a number"),
             (["stray"], "'stray' belongs to no option; see torchtitan train --help"),
             (["--training.steps", "5", "6"], "'6' belongs to no option; see torchtitan train --help"),
+            (["--no_validator.enable"], "unknown option --no_validator.enable; did you mean '--validator.no_enable'?"),
             (["--zzz", "3"], "unknown option --zzz; see torchtitan train --help"),
             (["--steps", "3"], "unknown option --steps; did you mean --training.steps or --validator.steps?"),
         ],

@@ -1,8 +1,7 @@
 """Health of hosts: pairs of ranks, findings, and a real check."""
 
-import dataclasses
-import json
 import os
+import pickle
 import re
 import resource
 import socket
@@ -23,6 +22,7 @@ from torchtitan.cli.main import main
 from torchtitan.distributed import health
 from torchtitan.distributed.health import (
     ALL_REDUCE,
+    CHECKS,
     CLOCK,
     DISK,
     ERRORS,
@@ -35,7 +35,7 @@ from torchtitan.distributed.health import (
     SHARED,
     SLOWDOWN,
     Check,
-    RankHealth,
+    Health,
     findings,
     measure,
     rounds,
@@ -43,29 +43,26 @@ from torchtitan.distributed.health import (
 
 OF_RANK = {PRODUCTS: 1.0, GPU_ERRORS: 0, SLOWDOWN: False}
 OF_HOST = {DISK: 1.0, FREE: 100, SHARED: 8, OPEN_FILES: 65536, CLOCK: -0.5, ERRORS: 0}
-SOUND = RankHealth(rank=0, host="a", software={"torch": "2.13.0"}, facts=OF_RANK | OF_HOST)
 
 
-def four_hosts(changed=4, software=SOUND.software, all_reduce=0.1, **changes):
+def four_hosts(changed=4, software="2.13.0", all_reduce=0.1, **changes):
     """Four hosts of two ranks; software and changes to facts apply to one rank, by default the first of host c."""
-    speeds = {within: 1.0 if within else 0.1 for within in (True, False)}
-    ranks = [
-        dataclasses.replace(
-            SOUND,
-            rank=rank,
-            host="abcd"[rank // 2],
-            facts=OF_RANK | {ALL_REDUCE: all_reduce} | (OF_HOST if rank % 2 == 0 else {}),
-            bandwidths={other: speeds[other // 2 == rank // 2] for other in range(8) if other != rank},
-        )
-        for rank in range(8)
-    ]
-    ranks[changed] = dataclasses.replace(ranks[changed], software=software, facts=ranks[changed].facts | changes)
-    return ranks
+    facts = {name: {(rank,): value for rank in range(8)} for name, value in OF_RANK.items()}
+    facts |= {name: {(rank,): value for rank in range(0, 8, 2)} for name, value in OF_HOST.items()}
+    facts |= {ALL_REDUCE: {(rank,): all_reduce for rank in range(8)}, LINKS: {}, NETWORK: {}}
+    for pair in combinations(range(8), 2):
+        within = pair[0] // 2 == pair[1] // 2
+        facts[LINKS if within else NETWORK][pair] = 1.0 if within else 0.1
+    for name, value in changes.items():
+        facts[name][changed,] = value
+    versions = [{"torch": software if rank == changed else "2.13.0"} for rank in range(8)]
+    return Health(list("aabbccdd"), versions, {name: facts[name] for name in CHECKS})
 
 
 def test_sound_hosts_have_no_findings():
     assert findings(four_hosts(), {}) == []
-    assert findings([SOUND], {}) == []
+    alone = dict.fromkeys(CHECKS, {}) | {name: {(0,): value} for name, value in (OF_RANK | OF_HOST).items()}
+    assert findings(Health(["a"], [{"torch": "2.13.0"}], alone), {}) == []
 
 
 @pytest.mark.parametrize(
@@ -91,26 +88,17 @@ def test_memory_errors_of_any_gpu_count():
 
 
 def test_different_software_is_named():
-    assert findings(four_hosts(software={"torch": "2.12.0"}), {}) == [
-        ("c", "torch is 2.12.0, but 2.13.0 on most ranks")
-    ]
+    assert findings(four_hosts(software="2.12.0"), {}) == [("c", "torch is 2.12.0, but 2.13.0 on most ranks")]
 
 
 def test_slow_links_name_the_host_that_they_share():
-    ranks = four_hosts()
-    slow = [
-        dataclasses.replace(
-            one,
-            bandwidths={
-                other: speed / 5 if 4 in (one.rank, other) and one.rank // 2 != other // 2 else speed
-                for other, speed in one.bandwidths.items()
-            },
-        )
-        for one in ranks
-    ]
+    slow = four_hosts()
+    for pair in slow.facts[NETWORK]:
+        if 4 in pair:
+            slow.facts[NETWORK][pair] /= 5
     found = findings(slow, {})
-    assert {finding.host for finding in found} == {"c"} and len(found) == 6  # all pairs with other hosts
-    assert found[0].message == "links to other hosts (GB/s), rank 0 and 4: 20% of the median"
+    assert {host for host, _ in found} == {"c"} and len(found) == 6  # all pairs with other hosts
+    assert found[0] == ("c", "links to other hosts (GB/s), rank 0 and 4: 20% of the median")
 
 
 EXPECTED = {PRODUCTS: 1.0, LINKS: 1.0, NETWORK: 0.1}
@@ -124,17 +112,17 @@ def test_equally_slow_hosts_are_named():
     assert expecting({}) == []
     for name in (PRODUCTS, LINKS):
         found = expecting({name: 5 * EXPECTED[name]})
-        assert [finding.host for finding in found] == list("abcd")
-        assert {finding.message for finding in found} == {f"{name}: 20% of the speed expected of the GPU"}
+        assert [host for host, _ in found] == list("abcd")
+        assert {message for _, message in found} == {f"{name}: 20% of the speed expected of the GPU"}
     found = expecting({NETWORK: 0.5})
-    assert {finding.message.partition(":")[0] for finding in found} == {NETWORK, ALL_REDUCE}
+    assert {message.partition(":")[0] for _, message in found} == {NETWORK, ALL_REDUCE}
 
 
 def test_a_slow_all_reduce_of_sound_hosts_is_found():
     found = findings(four_hosts(all_reduce=0.01), EXPECTED)
     assert found == [(host, f"{ALL_REDUCE}: 10% of the speed expected of the GPU") for host in "abcd"]
-    (finding,) = findings(four_hosts(all_reduce=0.01, **{SLOWDOWN: True}), EXPECTED)
-    assert finding.host == "c" and SLOWDOWN in finding.message
+    ((host, message),) = findings(four_hosts(all_reduce=0.01, **{SLOWDOWN: True}), EXPECTED)
+    assert host == "c" and SLOWDOWN in message
 
 
 @pytest.mark.parametrize("size", range(1, 17))
@@ -160,10 +148,9 @@ def _measure_with_a_slow_rank(folder: str) -> None:
     torch.set_num_threads(1)
     rank = torch.distributed.get_rank()
     plain, health.software = health.software, lambda: plain() | ({"torch": "old"} if rank == 1 else {})
-    ranks = measure(Path(folder) / "dump", torch.device("cpu"))
+    measured = measure(Path(folder) / "dump", torch.device("cpu"))
     health.software = plain
-    facts = [dataclasses.asdict(one) for one in ranks]
-    (Path(folder) / f"{rank}.json").write_text(json.dumps(facts))
+    (Path(folder) / f"{rank}.pickle").write_bytes(pickle.dumps(measured))
 
 
 def test_the_expectation_is_the_table_of_devices(monkeypatch):
@@ -177,17 +164,17 @@ def test_the_expectation_is_the_table_of_devices(monkeypatch):
 @pytest.mark.slow
 def test_all_ranks_know_the_facts_of_all(tmp_path):
     run_processes(_measure_with_a_slow_rank, 3, str(tmp_path))
-    facts = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(3)]
-    assert facts[0] == facts[1] == facts[2]
-    assert [one["software"]["torch"] == "old" for one in facts[0]] == [False, True, False]
-    assert [sorted(map(int, one["bandwidths"])) for one in facts[0]] == [[1, 2], [0, 2], [0, 1]]
-    for one in facts[0]:
-        assert all(
-            speed > 0 for speed in [*one["bandwidths"].values(), one["facts"][PRODUCTS], one["facts"][ALL_REDUCE]]
-        )
-        of_host = {DISK, FREE, SHARED, OPEN_FILES, CLOCK, ERRORS} if one["rank"] == 0 else set()
-        assert set(one["facts"]) == {PRODUCTS, ALL_REDUCE, *of_host}
-    assert facts[0][0]["facts"][DISK] > 0 and facts[0][0]["facts"][CLOCK] == 0
+    measured = [pickle.loads((tmp_path / f"{rank}.pickle").read_bytes()) for rank in range(3)]
+    assert measured[0] == measured[1] == measured[2]
+    hosts, software, facts = measured[0]
+    assert hosts == [socket.gethostname()] * 3
+    assert [one["torch"] == "old" for one in software] == [False, True, False]
+    ranks, pairs = {(0,), (1,), (2,)}, {(0, 1), (0, 2), (1, 2)}
+    expected = {PRODUCTS: ranks, ALL_REDUCE: ranks, LINKS: pairs, NETWORK: set(), GPU_ERRORS: set(), SLOWDOWN: set()}
+    assert {name: set(values) for name, values in facts.items()} == dict.fromkeys(CHECKS, {(0,)}) | expected
+    for name in (PRODUCTS, ALL_REDUCE, LINKS, DISK):
+        assert all(speed > 0 for speed in facts[name].values())
+    assert facts[CLOCK][0,] == 0
     assert not (tmp_path / "dump").exists()
 
 
@@ -207,6 +194,12 @@ def test_a_folder_that_cannot_be_written_ends_at_once(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     assert main(["doctor", "--dump_folder", os.fspath(tmp_path / "file" / "dump")]) == 2
     assert "cannot be written" in capsys.readouterr().err
+
+
+def test_a_number_of_processes_that_training_refuses_is_a_problem(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("NGPU", "abc")
+    assert main(["doctor", "--dump_folder", str(tmp_path)]) == 2
+    assert "NGPU is 'abc', but must be a number" in capsys.readouterr().err
 
 
 HOST = """

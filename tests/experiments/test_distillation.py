@@ -377,7 +377,7 @@ def test_on_policy_distillation_compares_the_models_on_the_students_own_answers(
     assert loss == pytest.approx(total / n_tokens, rel=1e-5)
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert any(line.get("validation_divergence", 0) > 0 for line in lines)
-    seconds = read_events(tmp_path / "run")[0][-1]["seconds"]
+    seconds = read_events(tmp_path / "run")[-1]["seconds"]
     assert seconds["rollouts"] > seconds["data"]  # sampling is no wait for data
     distill(folder, tmp_path / "self", "on_policy", **options, teacher__path=folder / "student")
     ((_, loss),) = read_metrics(tmp_path / "self", "loss")

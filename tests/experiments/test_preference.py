@@ -231,7 +231,7 @@ def test_a_dry_run_counts_both_models(folder, tmp_path):
     assert trainer.count_local_parameters() == pytest.approx(
         trainer.num_parameters, rel=0.01
     )  # half of each of two models
-    assert trainer.work.work.flops > 0
+    assert trainer.work.flops > 0
 
 
 @pytest.mark.slow

@@ -13,7 +13,6 @@ from torchtitan.models import glm4
 from torchtitan.models.common import hugging_face
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.glm4 import FLAVORS, FORMATS, model_registry
-from torchtitan.models.glm4 import model as glm4_model
 from torchtitan.models.pretrained import load_model
 from torchtitan.protocols.state_dict_adapter import KeyMapping, RopePermutation
 from torchtitan.tools.errors import UserError
@@ -92,10 +91,11 @@ def test_other_permutation_changes_logits(monkeypatch: pytest.MonkeyPatch, permu
 
 def test_biases_are_permuted(monkeypatch: pytest.MonkeyPatch) -> None:
     def of_weights_only(rows: Sequence[KeyMapping], config: Decoder.Config) -> list[KeyMapping]:
-        pairs = zip(rows, hugging_face.interleaved(rows, config), strict=True)
+        pairs = zip(rows, interleaved(rows, config), strict=True)
         return [row if str(row.internal).endswith(".bias") else changed for row, changed in pairs]
 
-    monkeypatch.setattr(glm4_model, "interleaved", of_weights_only)
+    interleaved = hugging_face.interleaved
+    monkeypatch.setattr(hugging_face, "interleaved", of_weights_only)
     assert logits_error("glm4") > 1e-3
 
 

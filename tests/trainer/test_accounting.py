@@ -4,13 +4,11 @@ import os
 import re
 import time
 
-import numpy as np
 import pytest
 import torch
 
 from tests.training import killed_in, launch, run, tiny_config, train
-from torchtitan.components.goodput import describe_goodput, goodput
-from torchtitan.components.run_events import read_events
+from torchtitan.components.run_events import describe_goodput, goodput, read_events
 from torchtitan.trainer import Trainer
 from torchtitan.trainer.accounting import OWN_PHASES, Accounting, largest_excess
 
@@ -23,7 +21,7 @@ def test_account_of_a_resumed_run(tmp_path, log):
         train(tmp_path, **SAVED)
     assert not any("goodput" in message for message in log.messages)  # it did not come to its end
     train(tmp_path, training__steps=6, **SAVED)
-    events, wall = read_events(tmp_path)[0], time.time() - begun
+    events, wall = read_events(tmp_path), time.time() - begun
     assert [(event["event"], event["step"]) for event in events] == [
         *[("start", 0), ("progress", 1), ("progress", 2), ("save", 2), ("progress", 3)],
         *[("start", 2), ("progress", 3), ("progress", 4), ("save", 4), ("progress", 5)],
@@ -39,7 +37,7 @@ def test_account_of_a_resumed_run(tmp_path, log):
     assert [phase for phase in phases if phase in in_order] == in_order and min(phases[p] for p in in_order) > 0
     described, summary = log.messages[-2:]
     assert re.match(r"mean step: [\d.]+ ms; start of the step .* data .* forward .* backward", described)
-    assert summary == describe_goodput(parts)
+    assert summary == f"goodput {describe_goodput(parts)}"
 
 
 def test_skipped_step_is_an_event(tmp_path):
@@ -49,7 +47,7 @@ def test_skipped_step_is_an_event(tmp_path):
             return loss * float("nan") if self.step == 1 else loss
 
     run(tiny_config(tmp_path, training__steps=3, training__on_nonfinite="skip"), Overflowing)
-    (skipped,) = (event for event in read_events(tmp_path)[0] if event["event"] == "skipped")
+    (skipped,) = (event for event in read_events(tmp_path) if event["event"] == "skipped")
     assert skipped["step"] == 2 and "loss nan" in skipped["reason"]
 
 
@@ -65,17 +63,20 @@ def test_full_disk_does_not_end_the_run(tmp_path, log, monkeypatch):
                     monkeypatch.setattr(callback.file, "append", full)
 
     trainer = run(tiny_config(tmp_path), FullAfterOneStep)
-    assert trainer.step == 4 and [event["event"] for event in read_events(tmp_path)[0]] == ["start", "progress"]
+    assert trainer.step == 4 and [event["event"] for event in read_events(tmp_path)] == ["start", "progress"]
     warnings = [record.message for record in log.records if record.levelname == "WARNING"]
     assert warnings == ["events.jsonl cannot be written: [Errno 28] No space left on device; training continues"]
 
 
 def test_median_of_the_ranks_is_exceeded():
-    seconds = np.array([[1.0, 5.0], [1.1, 5.0], [3.0, 5.1], [1.2, 4.0]])
+    equal = [0.5, 0.5, 0.5]
+    seconds = [[1.0, 5.0, *equal], [1.1, 5.0, *equal], [3.0, 5.1, *equal], [1.2, 4.0, *equal]]
     excess, rank, phase = largest_excess(seconds)
-    assert (rank, phase) == (2, 0) and excess == pytest.approx(1.9)
+    assert (rank, phase) == (2, OWN_PHASES[0]) and excess == pytest.approx(1.9)
     # Without peers to wait for, the slower of two is the one to name.
-    assert largest_excess(seconds[1:3])[1:] == (1, 0)
+    assert largest_excess(seconds[1:3])[1:] == (1, OWN_PHASES[0])
+    seconds[1][4] = 2.9
+    assert largest_excess(seconds)[1:] == (1, OWN_PHASES[4])
 
 
 SLOW = """
@@ -109,7 +110,7 @@ def test_slow_rank_is_named(tmp_path, method, phase):
     words = {"module": tmp_path / "slow", "config": "debug", "training.steps": 6, "metrics.log_freq": 2}
     printed = launch(tmp_path / "run", 2, **words)
     host = os.uname().nodename
-    named = [event for event in read_events(tmp_path / "run")[0] if event["event"] == "straggler"]
+    named = [event for event in read_events(tmp_path / "run") if event["event"] == "straggler"]
     if method is None:
         assert [event for event in named if event["seconds_more"] > 0.2] == []
         return

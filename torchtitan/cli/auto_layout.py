@@ -9,8 +9,7 @@ import torch
 import yaml
 
 from torchtitan.config.configurable import leaves
-from torchtitan.foresight.device_choice import device_named, device_of_gpu
-from torchtitan.foresight.devices import DEVICES, Device
+from torchtitan.foresight.devices import DEVICES, Device, device_named, device_of_gpu
 from torchtitan.foresight.planning import CHOSEN, MESH, choices, option_words, plan
 from torchtitan.tools.device import total_memory
 from torchtitan.tools.errors import UserError

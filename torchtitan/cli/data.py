@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import logging
 import math
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -13,7 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torchtitan.cli import data_prepare
 from torchtitan.cli.model_options import run_command
 from torchtitan.tools import durable
-from torchtitan.tools.errors import UserError, require
+from torchtitan.tools.errors import UserError, os_errors_as, require
+from torchtitan.tools.files import json_lines
 from torchtitan.tools.logging import logger, print_error, visible
 from torchtitan.tools.parser import Parser
 
@@ -70,7 +72,8 @@ def _parse_and_run(command: str, args: Sequence[str]) -> None:
         print(parser.format_help(), flush=True)
     elif command == "prepare" and not sources:
         raise UserError("no source is given; begin with files, folders, patterns or URLs: data prepare SOURCE…")
-    resolved = ConfigManager(parser.prog).parse_args(others)
+    own_options = re.findall(r"--(\w+)", parser.format_help())
+    resolved = ConfigManager(parser.prog, own_options).parse_args(others)
     if command == "prepare":
         data_prepare.prepare(sources, options, resolved.config)
     else:
@@ -175,10 +178,8 @@ def _inspect(options: argparse.Namespace, resolved: "ResolvedConfig") -> None:
         )
     print_inspection(open_console(), inspection)
     if options.html is not None:
-        try:
+        with os_errors_as(f"--html {options.html} cannot be written"):
             durable.write(options.html.resolve(), page(inspection))
-        except OSError as error:
-            raise UserError(f"--html {options.html} cannot be written: {error.strerror}") from error
         print(f"\nwritten to {options.html}")
 
 
@@ -237,19 +238,14 @@ def _show(options: argparse.Namespace, resolved: "ResolvedConfig") -> None:
 
 def _ledger_line(path: Path, step: int) -> dict[str, Any]:
     """Return a step's ledger entry. Raise `UserError` if there is none."""
-    from torchtitan.components.run_events import json_lines
-
     steps: list[int] = []
-    damaged = 0
-    for number, line in enumerate(json_lines(path, _is_ledger_entry), start=1):
-        if line is None:
-            damaged = damaged or number
-        elif line["step"] == step:
+    damaged: list[int] = []
+    for line in json_lines(path, _is_ledger_entry, damaged):
+        if line["step"] == step:
             return line
-        else:
-            steps = [*steps[:1], line["step"]]
+        steps = [*steps[:1], line["step"]]
     known = f"has the steps {steps[0]} to {steps[-1]}" if steps else "has no steps"
-    unread = f", and line {damaged} of it is damaged" if damaged else ""
+    unread = f", and line {damaged[0]} of it is damaged" if damaged else ""
     raise UserError(f"there is no step {step}: '{path}' {known}{unread}")
 
 

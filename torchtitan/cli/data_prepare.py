@@ -41,8 +41,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def prepare(sources: Sequence[str], options: argparse.Namespace, config: Any) -> None:
     """Prepare `sources` as the data of a configuration."""
     from torchtitan.components.checkpoint.filesystem import folder_at
-    from torchtitan.components.data.prepare.merge import merge
-    from torchtitan.components.data.prepare.parts import Preparation
+    from torchtitan.components.data.prepare.preparation import Preparation, merge
 
     if not options.out:
         raise UserError("--out is missing; set it to the folder or URL of the result")
@@ -51,8 +50,12 @@ def prepare(sources: Sequence[str], options: argparse.Namespace, config: Any) ->
     require(options.workers >= 1, "--workers", options.workers, "at least 1")
     require(options.part_size > 0, "--part_size", options.part_size, "above 0")
     require(0 <= options.held_out < 1, "--held_out", options.held_out, "at least 0 and below 1")
-    open_sources, encoding = _encoding(sources, options, config)
+    share = re.fullmatch(r"(\d+)/(\d+)", options.part or "1/1")
+    if share is None or not 1 <= int(share[1]) <= int(share[2]):
+        raise UserError(f"--part is {options.part}, but must be I/N with I from 1 to N, such as 3/64")
+    opened, open_sources, encoding = _open(sources, options, config)
     preparation = Preparation(
+        sources=opened,
         open_sources=open_sources,
         place=folder_at(os.path.expanduser(options.out)),
         encoding=encoding,
@@ -60,30 +63,21 @@ def prepare(sources: Sequence[str], options: argparse.Namespace, config: Any) ->
         held_out=options.held_out,
         deduplicate=not options.keep_duplicates,
     )
-    share, n_shares = _share(options.part)
     # Ignore SIGPIPE, so that a killed worker raises an error instead of ending this process.
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread per process
     preparation.begin()
     if not options.merge:
-        numbers = [number for number in preparation.missing() if number % n_shares == share]
+        numbers = [number for number in preparation.missing() if number % int(share[2]) == int(share[1]) - 1]
         preparation.write_all(numbers, options.workers)
     if not options.part:
         merge(preparation, options.workers)
 
 
-def _share(text: str | None) -> tuple[int, int]:
-    """Parse I/N into the share, from 0, and the number of shares."""
-    match = re.fullmatch(r"(\d+)/(\d+)", text or "1/1")
-    if match is None or not 1 <= int(match[1]) <= int(match[2]):
-        raise UserError(f"--part is {text}, but must be I/N with I from 1 to N, such as 3/64")
-    return int(match[1]) - 1, int(match[2])
-
-
-def _encoding(
+def _open(
     sources: Sequence[str], options: argparse.Namespace, config: Any
-) -> "tuple[Callable[[], Sequence[Source]], Encoding]":
-    """Return a function that lists the sources, and their encoding according to the data loader."""
+) -> "tuple[Sequence[Source], Callable[[], Sequence[Source]], Encoding]":
+    """Return the sources, a function that lists them again, and their encoding according to the data loader."""
     from torchtitan.components.data.dataloader import PretrainDataLoader
     from torchtitan.components.data.finetuning.filters import FilterConfig
     from torchtitan.components.data.finetuning.planned_loader import PlannedDataLoader
@@ -108,16 +102,16 @@ def _encoding(
             raise UserError("registered datasets are streamed; prepare their files: a path or a URL")
         return local
 
-    if isinstance(loader, PlannedDataLoader.Config):
-        if filters != FilterConfig():
-            raise UserError(
-                "--min_tokens, --max_tokens and --max_repetition filter text; leave them out, and set the filters of "
-                "the loader (--dataloader.…)"
-            )
-        rows = loader.rows()
-        formats = dict.fromkeys(row_format.name for _, row_format in rows)
-        if len(formats) != 1 or len(rows) != len(sources):
-            raise UserError(f"the sources have different formats ({', '.join(formats)}); prepare each by itself")
-        encoder = loader.encoder(tokenizer, loader.find_template(tokenizer))
-        return open_sources, SampleEncoding(rows[0][1], encoder, loader.filters())
-    return open_sources, DocumentEncoding(tokenizer, filters)
+    if isinstance(loader, PretrainDataLoader.Config):
+        return open_sources(), open_sources, DocumentEncoding(tokenizer, filters)
+    if filters != FilterConfig():
+        raise UserError(
+            "--min_tokens, --max_tokens and --max_repetition filter text; leave them out, and set the filters of the "
+            "loader (--dataloader.…)"
+        )
+    rows = loader.rows()
+    formats = dict.fromkeys(row_format.name for _, row_format in rows)
+    if len(formats) != 1 or len(rows) != len(sources):
+        raise UserError(f"the sources have different formats ({', '.join(formats)}); prepare each by itself")
+    encoding = SampleEncoding(rows[0][1], loader.encoder(tokenizer, loader.find_template(tokenizer)), loader.filters())
+    return [source for source, _ in rows], open_sources, encoding

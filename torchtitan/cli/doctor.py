@@ -14,7 +14,7 @@ from torchtitan.tools.parser import Parser
 if TYPE_CHECKING:
     import torch
 
-    from torchtitan.distributed.health import RankHealth
+    from torchtitan.distributed.health import Health
 
 _SECONDS_UNTIL_FAILURE = 5.0
 """Until then, the processes of sound hosts have ended. If an agent of torchrun failed first, all of them would fail."""
@@ -36,25 +36,26 @@ def doctor(args: Sequence[str]) -> int:
 
 
 def _check(folder: Path) -> int:
+    from torchtitan.cli.launch import environment_number
     from torchtitan.config import CommConfig
     from torchtitan.distributed.health import findings, measure
     from torchtitan.distributed.process_group import destroy_process_group, init_process_group
     from torchtitan.tools.device import device_description, device_type
 
+    environment_number("NGPU", default=1, minimum=1)  # a mistake in it, before training finds it
     device = init_process_group(device_type(), CommConfig(init_timeout_seconds=60))
-    ranks = measure(folder, device)
-    found = findings(ranks, _expected_speeds(device))
+    health = measure(folder, device)
+    found = findings(health, _expected_speeds(device))
     destroy_process_group()
-    own = [finding for finding in found if finding.host == socket.gethostname()]
     if int(os.environ.get("RANK", "0")) == 0:
-        _print(ranks, device_description(device))
-        for finding in found:
-            print(f"PROBLEM {finding.host}: {finding.message}")
+        _print(health, device_description(device))
+        for host, message in found:
+            print(f"PROBLEM {host}: {message}")
         if not found:
-            print(f"{len({one.host for one in ranks})} host(s), {len(ranks)} rank(s): no problem found")
-    if own and len(ranks) > 1:
-        time.sleep(_SECONDS_UNTIL_FAILURE)
-    return 1 if own else 0
+            print(f"{len({*health.hosts})} host(s), {len(health.hosts)} rank(s): no problem found")
+    if is_odd := socket.gethostname() in dict(found):
+        time.sleep(_SECONDS_UNTIL_FAILURE if len(health.hosts) > 1 else 0)
+    return int(is_odd)
 
 
 def _expected_speeds(device: "torch.device") -> dict[str, float]:
@@ -62,7 +63,7 @@ def _expected_speeds(device: "torch.device") -> dict[str, float]:
     import torch
 
     from torchtitan.distributed.health import LINKS, NETWORK, PRODUCTS
-    from torchtitan.foresight.device_choice import device_of_gpu
+    from torchtitan.foresight.devices import device_of_gpu
 
     known = device_of_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     if known is None:
@@ -74,16 +75,14 @@ def _expected_speeds(device: "torch.device") -> dict[str, float]:
     }
 
 
-def _print(ranks: "Sequence[RankHealth]", device: str) -> None:
+def _print(health: "Health", device: str) -> None:
     from rich.console import Console
     from rich.table import Column, Table
 
-    from torchtitan.distributed.health import values_of
-
-    software = ", ".join(f"{name} {version}" for name, version in ranks[0].software.items())
+    software = ", ".join(f"{name} {version}" for name, version in health.software[0].items())
     columns = [Column(name, justify="right") for name in ("least", "median", "most")]
     table = Table("of all ranks", *columns, title=f"{device}; {software}", title_justify="left")
-    for name, measured in values_of(ranks).items():
+    for name, measured in health.facts.items():
         if values := measured.values():
             shown = (min(values), statistics.median(values), max(values))
             table.add_row(name, *(f"{value:,.0f}" if value >= 1000 else f"{value:.4g}" for value in shown))

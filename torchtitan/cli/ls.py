@@ -1,5 +1,6 @@
 """`torchtitan ls`: list modules, their configurations, and the sizes of their models."""
 
+import gc
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -27,10 +28,10 @@ def ls(args: Sequence[str]) -> int:
         listing = list_module(name, folder)
         print(name)
         print(f"  configs: {', '.join(listing.configs)}")
-        if listing.flavors:
-            flavors = listing.flavors
+        if flavors := listing.flavors:
+            has_sizes = name in built_in and any(not flavor.startswith("debugmodel") for flavor in flavors)
             with suppress(UserError), without_logs():  # an optional dependency is not installed
-                flavors = _sizes(name) if name in built_in else flavors
+                flavors = _sizes(name) if has_sizes else flavors
             print(f"  flavors: {', '.join(flavors)}")
     print("Every family also has the configurations of auto, with --hf_assets_path DIR.")
     return 0
@@ -42,6 +43,7 @@ def _sizes(family: str) -> list[str]:
 
     from torchtitan.config.registry import trusted_module
 
+    gc.freeze()  # otherwise, garbage collection walks through all of torch with each few models
     sizes = []
     package = trusted_module(f"torchtitan.models.{family}")
     assert package is not None, "built-in modules are trusted"

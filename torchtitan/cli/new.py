@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torchtitan.cli.model_options import run_command
 from torchtitan.config.registry import built_in_modules
-from torchtitan.tools.errors import UserError
+from torchtitan.tools.errors import UserError, os_errors_as
 from torchtitan.tools.parser import Parser
 
 _PACKAGE = Path(__file__).resolve().parent.parent
@@ -41,7 +41,7 @@ def _copy(path: Path, *, plain_loop: bool) -> None:
     if not plain_loop and (name in built_in_modules() or importlib.util.find_spec(name) is not None):
         raise UserError(f"'{name}' is the name of an existing module; choose another name")
     class_prefix = "".join(word.capitalize() for word in name.split("_"))
-    try:
+    with os_errors_as(f"'{path}' cannot be written"):
         (path.parent if plain_loop else path).mkdir(parents=True, exist_ok=True)
         if plain_loop:
             path.write_text(_PLAIN_LOOP.read_text().replace("THIS_FILE", name))
@@ -49,7 +49,5 @@ def _copy(path: Path, *, plain_loop: bool) -> None:
             for source in sorted(_EXPERIMENT.glob("*.py")):
                 text = source.read_text().replace("Template", class_prefix).replace("template_", f"{name}_")
                 (path / source.name).write_text(text)
-    except OSError as error:
-        raise UserError(f"'{path}' cannot be written: {error.strerror}") from error
     command = f"python {path}" if plain_loop else f"torchtitan train --module {path} --config debugmodel"
     print(f"wrote {path}{'' if plain_loop else '/'}; run it: {command}")

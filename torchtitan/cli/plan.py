@@ -48,7 +48,7 @@ def _plan(options: argparse.Namespace, words: list[str]) -> None:
     from torchtitan.config.manager import ConfigManager
     from torchtitan.config.sections import require_at_least
     from torchtitan.foresight import planning
-    from torchtitan.foresight.device_choice import device_in_file, device_named
+    from torchtitan.foresight.devices import device_in_file, device_named
 
     n_devices, per_host, path = options.devices, options.devices_per_host, options.apply
     for name in ("devices", "devices_per_host", "best", "seq_len", "global_batch_size"):

@@ -10,18 +10,16 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
-
 from torchtitan.cli.data_report import TEMPLATES, open_console, print_table, render
 from torchtitan.cli.model_options import run_command
 from torchtitan.components.checkpoint.catalog import CheckpointInfo, list_checkpoints
 from torchtitan.components.checkpoint.filesystem import is_url, resolve_folder
-from torchtitan.components.goodput import describe_goodput, goodput, mean_phases, shares
-from torchtitan.components.run_events import EVENTS, Event, read_events, read_json_lines
+from torchtitan.components.run_events import EVENTS, Event, describe_goodput, goodput, mean_phases, read_events, shares
 from torchtitan.config.configurable import leaves
+from torchtitan.config.manager import read_config_file
 from torchtitan.tools import durable
-from torchtitan.tools.errors import UserError
-from torchtitan.tools.files import read_object, regular_file
+from torchtitan.tools.errors import UserError, os_errors_as
+from torchtitan.tools.files import json_lines, read_object
 from torchtitan.tools.logging import print_error, visible
 from torchtitan.tools.parser import Parser
 from torchtitan.tools.progress import sparkline
@@ -37,20 +35,17 @@ class RunRecord:
 
     def __init__(self, folder: Path):
         self.name = str(folder)
-        self.broken: dict[str, list[int]] = {}
+        self.broken: dict[str, list[int]] = {METRICS: [], EVENTS: [], SAMPLES: []}
         """Numbers of broken lines by file."""
-        self.lines, self.broken[METRICS] = read_json_lines(folder / METRICS, _is_metrics)
+        self.lines = [*json_lines(folder / METRICS, _is_metrics, self.broken[METRICS])]
         if not self.lines:
             raise UserError(f"'{folder}' has no {METRICS} with metrics; name the dump folder of a run (--dump_folder)")
-        self.events, self.broken[EVENTS] = read_events(folder)
+        self.events = read_events(folder, self.broken[EVENTS])
         self.start: Event = next((event for event in reversed(self.events) if event["event"] == "start"), {})
         """The start of the last session; empty if unknown."""
-        self.samples, self.broken[SAMPLES] = read_json_lines(folder / SAMPLES, bool)
+        self.samples = [*json_lines(folder / SAMPLES, bool, self.broken[SAMPLES])]
         path = folder / "config.yaml"
-        try:
-            self.config = leaves(yaml.safe_load(regular_file(path).read_text()) if path.exists() else {})
-        except (OSError, ValueError, AttributeError, yaml.YAMLError, RecursionError) as error:
-            raise UserError(f"'{path}' cannot be read: {error}") from error
+        self.config = leaves(read_config_file(path, f"'{path}'")) if path.exists() else {}
         saved = str(self.config.get("checkpoint.folder", "checkpoint"))
         self.checkpoints = [] if is_url(saved) else list_checkpoints(resolve_folder(str(folder), saved))
         self.foresight = read_object(folder / "foresight.json")
@@ -62,11 +57,9 @@ class RunRecord:
     def curve(self, key: str) -> list[tuple[int, float]]:
         """Return the points of a metric; of many, the lowest and the highest in each of equal parts."""
         points = self.points(key)
-        size = -(-2 * len(points) // _MOST_POINTS)
-        if size <= 2:
-            return points
+        size = max(1, -(-2 * len(points) // _MOST_POINTS))
         parts = [sorted(points[i : i + size], key=lambda point: point[1]) for i in range(0, len(points), size)]
-        return sorted({points[0], points[-1], *(part[end] for part in parts for end in (0, -1))})
+        return sorted({*points[:1], *points[-1:], *(part[end] for part in parts for end in (0, -1))})
 
 
 def _is_metrics(line: Mapping[str, Any]) -> bool:
@@ -124,7 +117,7 @@ def _summary(run: RunRecord) -> dict[str, Any]:
     if run.events:
         last = run.events[-1]
         facts["last event"] = f"{last['event']}, {_moment(last['time'])}"
-        facts["goodput"] = describe_goodput(goodput(run.events)).split(";")[0].removeprefix("goodput ")
+        facts["goodput"] = describe_goodput(goodput(run.events)).split(";")[0]
     facts["lowest validation_loss"] = min((loss for _, loss in run.points("validation_loss")), default=None)
     keys = dict.fromkeys(key for line in run.lines for key in line if "/" not in key)
     return facts | {f"last {key}": points[-1][1] for key in keys if (points := run.points(key))}
@@ -176,13 +169,11 @@ def page(runs: Sequence[RunRecord]) -> str:
     """Return a whole HTML file that loads nothing. Everything that comes from a run is escaped, and only the page's own
     script runs."""
     script = (TEMPLATES / "run_report.js").read_text("utf-8")
-    charts = curves(runs)
     return render(
         "run_report.html",
         runs=[run.name for run in runs],
         written=_moment(time.time()),
-        names=[name for name, _ in charts],
-        series=[series for _, series in charts],
+        charts=curves(runs),
         bars=[(run.name, goodput(run.events)) for run in runs],
         sections=sections(runs),
         broken=[*_broken_lines(runs)],
@@ -211,9 +202,7 @@ def _print(runs: Sequence[RunRecord]) -> None:
 
 def report(args: Sequence[str]) -> int:
     """Write or print the report, and return the exit code."""
-    description = (
-        "Write one self-contained HTML page about runs, which may be in progress. Their folders are only read."
-    )
+    description = "Write a self-contained HTML page about runs, which may be in progress. Their folders are only read."
     parser = Parser(prog="torchtitan report", description=description)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="dump folder of a run")
     parser.add_argument("--output", type=Path, default="report.html", metavar="FILE", help="default: report.html")
@@ -227,10 +216,8 @@ def report(args: Sequence[str]) -> int:
         if options.text:
             _print(runs)
             return 0
-        try:
+        with os_errors_as(f"--output '{options.output}' cannot be written"):
             durable.write(options.output, page(runs))
-        except OSError as error:
-            raise UserError(f"--output '{options.output}' cannot be written: {error.strerror}") from error
         print(options.output)
         return 0
 

@@ -10,12 +10,12 @@ import uuid
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torchtitan.cli.model_options import run_command
 from torchtitan.tools import durable
-from torchtitan.tools.errors import UserError
-from torchtitan.tools.files import regular_file
+from torchtitan.tools.errors import UserError, os_errors_as
+from torchtitan.tools.files import read_yaml
 from torchtitan.tools.logging import logger
 from torchtitan.tools.parser import Parser
 from torchtitan.tools.process import StopSignals, signal_when_orphaned
@@ -42,12 +42,7 @@ def run(args: Sequence[str]) -> int:
 
 
 def _read(path: Path) -> list[_Stage]:
-    import yaml
-
-    try:
-        recipe: Any = yaml.safe_load(regular_file(path).read_text())
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise UserError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
+    recipe = read_yaml(path, str(path))
     if not isinstance(recipe, dict) or not isinstance(rows := recipe.get("stages"), list) or not rows:
         raise UserError(f"{path} has no list `stages`; each stage has a `name` and a command line `run`")
     stages: list[_Stage] = []
@@ -80,7 +75,7 @@ def _run_stages(stages: list[_Stage], folder: Path) -> int:
         record, done = {"command": words, "base": id_of_previous if has_previous else ""}, own / "finished.json"
         if not done.exists() and (code := _run_stage(stage.name, words, own, shows=not stage.trains)):
             return code
-        exported = next(own.glob("checkpoint/step-*/config.json"), None)  # of the last step only
+        exported = next(own.glob("checkpoint/step-*/config.json"), None) if stage.trains else None  # of the last step
         if stage.trains and not exported:
             options = "--checkpoint.enable --checkpoint.last_save_in_hf"
             raise UserError(f"stage '{stage.name}' has exported no model; add {options}")
@@ -100,10 +95,8 @@ def _run_stages(stages: list[_Stage], folder: Path) -> int:
 def _run_stage(name: str, words: list[str], folder: Path, *, shows: bool) -> int:
     """Run a command line. Return its exit code; what it `shows` is printed, and kept in output.txt."""
     logger.info("stage %s: torchtitan %s", name, shlex.join(words))
-    try:
+    with os_errors_as(f"--folder: '{folder}' cannot be written", "; name another folder"):
         durable.make_folder(folder)
-    except OSError as error:
-        raise UserError(f"--folder: '{folder}' cannot be written: {error.strerror}; name another folder") from error
     command = [sys.executable, "-P", "-m", "torchtitan", *words]
     save = partial(signal_when_orphaned, signal.SIGTERM, os.getpid())
     process = subprocess.Popen(command, stdout=subprocess.PIPE if shows else None, preexec_fn=save)

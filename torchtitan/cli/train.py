@@ -83,7 +83,7 @@ def _train(args: list[str]) -> int:
 
 def _dry_run(config: Any) -> None:
     from torchtitan.dry_run import dry_run
-    from torchtitan.foresight.device_choice import device_in_file, device_named
+    from torchtitan.foresight.devices import device_in_file, device_named
     from torchtitan.foresight.prediction import predict_from_reports
 
     world_size = environment_number("NNODES", default=1, minimum=1) * _named_processes(default=1)

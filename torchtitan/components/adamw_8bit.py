@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from torchtitan.distributed.initialize import local_part
 from torchtitan.tools.torch_private import dtensor_like
 from torchtitan.tools.torchao import import_torchao
 
@@ -54,7 +55,7 @@ def make_adamw_8bit(groups: list[dict[str, Any]], **settings: Any) -> torch.opti
             keys = [key for group in state_dict["param_groups"] for key in group["params"]]
             for parameter, key, own in zip(parameters, keys, moments, strict=True):
                 for name in ("exp_avg", "exp_avg_sq"):
-                    _local(own[name]).copy_(_local(state_dict["state"][key][name]))
+                    local_part(own[name]).copy_(local_part(state_dict["state"][key][name]))
                     self.state[parameter][name] = own[name]
 
     optimizer = AdamW8bit(groups, **settings)
@@ -63,13 +64,9 @@ def make_adamw_8bit(groups: list[dict[str, Any]], **settings: Any) -> torch.opti
     return optimizer
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _plain(value: Any) -> Any:
     """Return a moment in float32; other values are unchanged."""
-    local = _local(value) if isinstance(value, Tensor) else value
+    local = local_part(value) if isinstance(value, Tensor) else value
     if not hasattr(local, "dequantize") or type(local) is Tensor:
         return value
     plain = local.dequantize()

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from torchtitan.distributed.initialize import local_part
 from torchtitan.tools.torch_private import dtensor_like, write_count
 
 
@@ -43,7 +44,7 @@ class AdamWOffload(torch.optim.AdamW):
         own = [parameter for group in self.param_groups for parameter in group["params"]]
         for key, parameter in zip(saved, own, strict=True):
             for name, value in state_dict["state"].get(key, {}).items():
-                _local(self._hosts[parameter].state(parameter)[name]).copy_(_local(value))
+                local_part(self._hosts[parameter].state(parameter)[name]).copy_(local_part(value))
         super().load_state_dict({**state_dict, "state": {}})  # PyTorch would copy the moments to the GPU
         self.state.update({parameter: host.state(parameter) for parameter, host in self._hosts.items()})
 
@@ -52,7 +53,7 @@ class _Host:
     """Weight, gradient and moments of a parameter's shard in CPU memory."""
 
     def __init__(self, parameter: Tensor):
-        local = _local(parameter)
+        local = local_part(parameter)
         self.weight, self.weight.grad = (
             torch.empty_like(local, device="cpu", pin_memory=local.is_cuda) for _ in range(2)
         )
@@ -61,11 +62,11 @@ class _Host:
 
     def fetch(self, parameter: Tensor) -> "torch.cuda.Event | None":
         """Copy the gradient, and the weight if anything but `update` has changed it, without waiting."""
-        local, gradient = _local(parameter), parameter.grad
+        local, gradient = local_part(parameter), parameter.grad
         assert gradient is not None and self.weight.grad is not None
         if write_count(local) != self.written:
             self.weight.copy_(local, non_blocking=True)
-        self.weight.grad.copy_(_local(gradient), non_blocking=True)
+        self.weight.grad.copy_(local_part(gradient), non_blocking=True)
         return torch.cuda.current_stream(local.device).record_event() if local.is_cuda else None
 
     def update(self, parameter: Tensor, group: dict[str, Any]) -> None:
@@ -73,7 +74,7 @@ class _Host:
         (own,) = self.optimizer.param_groups
         own.update({name: group[name] for name in ("lr", "betas", "eps", "weight_decay")})
         self.optimizer.step()
-        local = _local(parameter)
+        local = local_part(parameter)
         local.copy_(self.weight, non_blocking=True)
         self.written = write_count(local)
 
@@ -83,7 +84,3 @@ class _Host:
             name: dtensor_like(value, parameter) if isinstance(parameter, DTensor) and name != "step" else value
             for name, value in self.optimizer.state[self.weight].items()
         }
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

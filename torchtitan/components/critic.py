@@ -1,17 +1,15 @@
 """A critic for proximal policy optimization: values of hidden states, and advantages computed from them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 from torchtitan.components.data.base import Batch
 from torchtitan.components.loss import IGNORE_INDEX
-from torchtitan.distributed.parallelize import parallelize_model
 from torchtitan.distributed.process_group import sum_over_ranks
-from torchtitan.protocols import BaseModel, ModelSpec
+from torchtitan.protocols import BaseModel
 from torchtitan.protocols.initializer import Constant, with_initializers
-from torchtitan.protocols.sharding import ShardingPlan
 
 
 class ValueHead(BaseModel):
@@ -23,30 +21,7 @@ class ValueHead(BaseModel):
 
     def forward(self, hidden_BLD: Tensor) -> Tensor:
         """Return the value of each state, (B, L) in float32."""
-        values: Tensor = self.output(hidden_BLD)[..., 0].float()
-        return values
-
-    def blocks(self) -> dict[str, nn.Module]:
-        return {}
-
-    def units(self) -> list[nn.Module]:
-        return []
-
-    def flops_per_token(self, seq_len: int) -> float:
-        return 6.0 * self.output.in_features
-
-
-def value_head(spec: ModelSpec) -> ModelSpec:
-    """Return the specification of a head for the hidden states of a model."""
-    return ModelSpec(
-        name="value",
-        flavor="head",
-        module=__name__,
-        model=ValueHead.Config(dim=spec.model.dim),
-        loss=spec.loss,
-        sharding=ShardingPlan({"output": "whole"}, attention=""),
-        parallelize=parallelize_model,
-    )
+        return torch.squeeze(self.output(hidden_BLD), -1).float()
 
 
 def generalized_advantages(rewards_N: Tensor, values_N: Tensor, samples_N: Tensor, decay: float) -> Tensor:
@@ -61,18 +36,17 @@ def generalized_advantages(rewards_N: Tensor, values_N: Tensor, samples_N: Tenso
     return torch.tensor(advantages, dtype=torch.float64).flip(0)
 
 
-def estimate_advantages(batches: Sequence[Batch], decay: float, local_addend: Callable[[Tensor], Tensor]) -> None:
-    """Replace the `advantages` of batches, which are rewards, with normalized advantages, by `old_values`; and add
-    `returns`, the targets of the values. Mean 0 and deviation 1 hold over the batches of all ranks."""
-    masks = [batch["labels"] != IGNORE_INDEX for batch in batches]
-    found = []
-    for batch, mask in zip(batches, masks, strict=True):
-        rewards, values, samples = (batch[name][mask] for name in ("advantages", "old_values", "samples"))
-        found.append(generalized_advantages(rewards, values, samples, decay).to(values))
-        batch["returns"] = batch["old_values"].masked_scatter(mask, found[-1] + values)
-    every = torch.cat(found)
-    sums = sum_over_ranks(local_addend(torch.stack([every.sum(), every.square().sum(), torch.ones_like(every).sum()])))
-    mean, square = sums[:2] / sums[2].clamp(min=1)
-    for batch, mask, advantages in zip(batches, masks, found, strict=True):
-        normalized = (advantages - mean) / ((square - mean**2).clamp(min=0).sqrt() + 1e-8)
-        batch["advantages"] = batch["advantages"].masked_scatter(mask, normalized)
+def estimate_advantages(batches: Sequence[Batch], decay: float) -> None:
+    """Replace the `advantages` of batches, which are rewards, with advantages by `old_values`, and add `returns`, the
+    targets of the values. The advantages have mean 0 and deviation 1 over the sampled tokens of all ranks."""
+    sums = torch.zeros(3, device=batches[0]["labels"].device)
+    for batch in batches:
+        is_trained = batch["labels"] != IGNORE_INDEX
+        rewards, values, samples = (batch[name][is_trained] for name in ("advantages", "old_values", "samples"))
+        advantages = generalized_advantages(rewards, values, samples, decay).to(values)
+        batch["advantages"] = batch["advantages"].masked_scatter(is_trained, advantages)
+        batch["returns"] = batch["old_values"] + batch["advantages"]
+        sums += torch.stack([advantages.sum(), advantages.square().sum(), is_trained.sum()])
+    mean, square = sum_over_ranks(sums)[:2] / sums[2].clamp(min=1)
+    for batch in batches:
+        batch["advantages"] = (batch["advantages"] - mean) / ((square - mean**2).clamp(min=0).sqrt() + 1e-8)

@@ -155,14 +155,10 @@ def labeled_rows(labels_N: Tensor) -> Tensor | None:
     return None if len(rows) == len(labels_N) else rows
 
 
-def block_elements(device_type: str, shard: VocabularyShard | None) -> int:
-    """Return the number of logits that `cross_entropy_in_blocks` computes in float32 at a time."""
+def cross_entropy_in_blocks(logits_NV: Tensor, labels_N: Tensor, device_type: str, **options: Any) -> Tensor:
+    """Call `cross_entropy_` on blocks of rows that share their float32 memory, of the size for a type of device."""
     # Collectives of shards are best called once per chunk.
-    return _MOST_BLOCK_ELEMENTS if shard else BLOCK_ELEMENTS.get(device_type, _MOST_BLOCK_ELEMENTS)
-
-
-def cross_entropy_in_blocks(logits_NV: Tensor, labels_N: Tensor, elements: int, **options: Any) -> Tensor:
-    """Call `cross_entropy_` on blocks of rows that share their float32 memory."""
+    elements = BLOCK_ELEMENTS.get("" if options["shard"] else device_type, _MOST_BLOCK_ELEMENTS)
     n_rows = max(1, elements // logits_NV.shape[1])
     scratch = None
     if logits_NV.dtype != torch.float32:

@@ -28,7 +28,7 @@ class Freeze(ModelConverter):
 
         def validate(self) -> None:
             consequence = "nothing would be frozen; set patterns of parameter names (^tok_embeddings)"
-            check_choice(f"--model_converters.{config_key(self)}", self.include, self.exclude, consequence)
+            check_choice(self.option, self.include, self.exclude, consequence)
 
     config: Config
 
@@ -37,8 +37,7 @@ class Freeze(ModelConverter):
             self.convert(model)
 
     def convert(self, model: nn.Module) -> None:
-        config, key = self.config, config_key(self.config)
-        option = f"--model_converters.{key}"
+        config, option = self.config, self.config.option
         parameters = dict(model.named_parameters())
         frozen = choose(option, config.include, config.exclude, list(parameters), "parameters")
         if not frozen:
@@ -47,4 +46,4 @@ class Freeze(ModelConverter):
             parameters[name].requires_grad_(False)
         n_frozen, n_total = (sum(parameters[name].numel() for name in names) for names in (frozen, parameters))
         names = ", ".join(without_numbers(frozen))
-        logger.info("%s: %s of %s parameters frozen: %s", key, f"{n_frozen:,}", f"{n_total:,}", names)
+        logger.info("%s: %s of %s parameters frozen: %s", config_key(config), f"{n_frozen:,}", f"{n_total:,}", names)

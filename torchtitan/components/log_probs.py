@@ -7,14 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchtitan.components.cross_entropy import (
-    IGNORE_INDEX,
-    block_elements,
-    cross_entropy_in_blocks,
-    labeled_rows,
-    over_chunks,
-)
-from torchtitan.distributed.loss_parallel import VocabularyShard, local_shards
+from torchtitan.components.cross_entropy import IGNORE_INDEX, cross_entropy_in_blocks, labeled_rows, over_chunks
+from torchtitan.distributed.loss_parallel import local_shards
 from torchtitan.protocols.output_head import UNCHANGED, LogitTransform
 
 CHUNK_TOKENS = 1024
@@ -44,7 +38,8 @@ def token_log_probs(
     rows = labeled_rows(labels_N)
     if rows is not None:
         hidden_ND, labels_N = hidden_ND.index_select(0, rows), labels_N[rows]
-    values: Tensor = _TokenLogProbs.apply(hidden_ND, weight_VD, labels_N, transform, shard, chunk_tokens)
+    options = {"device_type": hidden_ND.device.type, "transform": transform, "shard": shard}
+    values: Tensor = _TokenLogProbs.apply(hidden_ND, weight_VD, labels_N, chunk_tokens, options)
     if rows is not None:
         values = values.new_zeros(labels_BL.numel()).index_copy(0, rows, values)
     return values.view(labels_BL.shape)
@@ -53,21 +48,14 @@ def token_log_probs(
 class _TokenLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden_ND: Tensor,
-        weight_VD: Tensor,
-        labels_N: Tensor,
-        transform: LogitTransform,
-        shard: VocabularyShard | None,
-        chunk_tokens: int,
+        ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, chunk_tokens: int, options: dict[str, Any]
     ) -> Tensor:
+        """Return log-probabilities (N,); `options` are of `cross_entropy_in_blocks`."""
         ctx.save_for_backward(hidden_ND, weight_VD, labels_N)
-        elements = block_elements(hidden_ND.device.type, shard)
-        ctx.options = {"elements": elements, "transform": transform, "shard": shard}
-        ctx.chunk_tokens = chunk_tokens
+        ctx.chunk_tokens, ctx.options = chunk_tokens, options
 
         def of_chunk(logits: Tensor, part: slice) -> tuple[Tensor, None]:
-            return cross_entropy_in_blocks(logits, labels_N[part], needs_grad=False, **ctx.options), None
+            return cross_entropy_in_blocks(logits, labels_N[part], needs_grad=False, **options), None
 
         return -over_chunks(hidden_ND, weight_VD, of_chunk, chunk_tokens, (False, False))[0]
 
@@ -81,4 +69,4 @@ class _TokenLogProbs(torch.autograd.Function):
 
         chunks = over_chunks(hidden_ND, weight_VD, of_chunk, ctx.chunk_tokens, ctx.needs_input_grad)
         _, grad_hidden, grad_weight = chunks
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight_VD.dtype), None, None, None, None
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight_VD.dtype), None, None, None

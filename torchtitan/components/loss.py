@@ -17,7 +17,6 @@ from torchtitan.components.cross_entropy import (
     IGNORE_INDEX,
     BlockLoss,
     OfChunk,
-    block_elements,
     chunked_loss,
     cross_entropy_,
     cross_entropy_in_blocks,
@@ -112,12 +111,11 @@ class CrossEntropyLoss(Configurable):
         if rows is not None:
             hidden, labels = hidden.index_select(0, rows), labels[rows]
         options = {"transform": transform, "shard": shard, "needs_grad": needs_grad}
-        elements = block_elements(device_type, shard)
 
         def closed_form(logits_NV: Tensor, part: slice) -> tuple[Tensor, Tensor]:
             if self._compiled:  # fuses the passes, and needs no memory in float32
                 return self._compiled(logits_NV, labels[part], **options)[:, None], logits_NV
-            return cross_entropy_in_blocks(logits_NV, labels[part], elements, **options)[:, None], logits_NV
+            return cross_entropy_in_blocks(logits_NV, labels[part], device_type, **options)[:, None], logits_NV
 
         loss, losses_N1 = chunked_loss(hidden, weight_VD, closed_form, chunk_tokens)
         if self._recorded is not None:

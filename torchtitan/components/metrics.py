@@ -19,7 +19,7 @@ from torchtitan.config.configurable import Configurable
 from torchtitan.config.sections import require_at_least
 from torchtitan.tools import durable
 from torchtitan.tools.device import PeakFlops, device_description, memory_gib, peak_flops, synchronize
-from torchtitan.tools.errors import UserError
+from torchtitan.tools.errors import os_errors_as
 from torchtitan.tools.logging import logger
 
 _RESET, _DIM, _GREEN, _BLUE, _MAGENTA, _CYAN = (f"\033[{code}m" for code in (0, 2, 32, 34, 35, 36))
@@ -128,11 +128,9 @@ class MetricsProcessor(Configurable):
         repeats those steps. Raise `UserError` if the folder is not writable, or W&B does not start.
         """
         if self.rank == 0:
-            try:
+            with os_errors_as(f"metrics cannot be written to {self.dump_folder}", "; set --dump_folder to another"):
                 durable.make_folder(self.dump_folder)
                 self._sinks = self.make_sinks(step)
-            except OSError as error:
-                raise UserError(f"cannot write metrics: {error}; set --dump_folder to a writable folder") from error
         if self._reports:
             self._peak = peak_flops(self.device, self.compute_dtype)
             logger.info(

@@ -12,12 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from torchtitan.distributed.gradients import redistribute_like
-from torchtitan.tools.torch_private import (
-    adjusted_lr,
-    compute_local_shape_and_global_offset,
-    dtensor_like,
-    orthogonalize,
-)
+from torchtitan.distributed.initialize import local_part, local_slices
+from torchtitan.tools.torch_private import adjusted_lr, dtensor_like, orthogonalize
 
 
 class Muon(torch.optim.Muon):
@@ -30,7 +26,8 @@ class Muon(torch.optim.Muon):
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
         # Found by computations on tensors, which have no values during a dry run's step.
-        self._own_parts = {matrix: _own_part(matrix) for group in self.param_groups for matrix in group["params"]}
+        matrices = [matrix for group in self.param_groups for matrix in group["params"]]
+        self._own_parts = {matrix: local_slices(matrix) if isinstance(matrix, DTensor) else () for matrix in matrices}
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -55,7 +52,7 @@ class Muon(torch.optim.Muon):
             update = orthogonalize(update, group["ns_coefficients"], group["ns_steps"], group["eps"])
         for index, matrix in enumerate(matrices):
             part = _shared(update if index == own else None, matrix, index)[self._own_parts[matrix]]
-            local = _local(matrix)
+            local = local_part(matrix)
             local.mul_(1 - group["lr"] * group["weight_decay"])
             rate = adjusted_lr(group["lr"], group["adjust_lr_fn"], matrix.shape)
             local.add_(part.to(local.device), alpha=-rate)
@@ -63,11 +60,11 @@ class Muon(torch.optim.Muon):
     def _moment(self, matrix: Tensor, group: dict[str, Any]) -> Tensor:
         """Add the gradient to the matrix's moment, and return the whole matrix of Nesterov's moment in bfloat16."""
         assert matrix.grad is not None
-        gradient = _local(redistribute_like(matrix.grad, matrix))
+        gradient = local_part(redistribute_like(matrix.grad, matrix))
         state = self.state[matrix]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(matrix)
-        moment = _local(state["momentum_buffer"]).lerp_(gradient, 1 - group["momentum"])
+        moment = local_part(state["momentum_buffer"]).lerp_(gradient, 1 - group["momentum"])
         direction = gradient.lerp(moment, group["momentum"])
         if not isinstance(matrix, DTensor):
             return direction
@@ -92,14 +89,6 @@ def _shared(update: Tensor | None, matrix: Tensor, index: int) -> Tensor:
     return update
 
 
-def _own_part(matrix: Tensor) -> tuple[slice, ...]:
-    """Return this rank's part of a matrix."""
-    if not isinstance(matrix, DTensor):
-        return ()
-    shape, offset = compute_local_shape_and_global_offset(matrix.shape, matrix.device_mesh, matrix.placements)
-    return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
-
-
 def _coordinates(mesh: DeviceMesh) -> list[tuple[int, ...]]:
     return list(itertools.product(*map(range, mesh.shape)))
 
@@ -108,7 +97,3 @@ def _own_coordinate(mesh: DeviceMesh) -> tuple[int, ...]:
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
     return tuple(coordinate)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

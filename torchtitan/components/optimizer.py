@@ -146,9 +146,19 @@ class Optimizer(Configurable):
         """Parameter groups of all optimizers; `initial_lr` is the peak learning rate."""
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
-    def step(self) -> None:
-        """Update the parameters that have gradients; parameters updated in the backward pass have none."""
+    @property
+    def can_skip(self) -> bool:
+        """True if `step` can leave out an update that only the device knows to be unusable: fused Adam and AdamW."""
+        # By the configuration, since a stage of a pipeline may have no optimizer, or another one than other ranks.
+        has_own = type(self).make_optimizers is not Optimizer.make_optimizers
+        return self.config.name in ("AdamW", "Adam") and self.config.implementation == "fused" and not has_own
+
+    def step(self, skip: Tensor | None = None) -> None:
+        """Update the parameters that have gradients; parameters updated in the backward pass have none. `skip`, a
+        float32 scalar on the device, keeps weights and moments if it is 1, not 0; it needs `can_skip`."""
         for optimizer in self.optimizers:
+            if skip is not None or self.can_skip:
+                optimizer.found_inf = skip  # type: ignore[attr-defined]  # read by the step, as for a `GradScaler`
             optimizer.step()
 
     def zero_grad(self) -> None:

@@ -1,14 +1,15 @@
-"""`events.jsonl`: what happened to a run, over all its sessions (docs/report.md)."""
+"""`events.jsonl`: what happened to a run over all its sessions, and where its time went (docs/report.md)."""
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from torchtitan.components.metric_sinks import JsonLines
-from torchtitan.tools.errors import UserError
-from torchtitan.tools.files import parse_json, regular_file
+from torchtitan.tools.files import json_lines
 
 EVENTS = "events.jsonl"
 
@@ -19,21 +20,25 @@ values of its kind."""
 _TYPES: dict[str, type] = {"event": str, "time": float, "step": int, "seconds": dict}
 _TYPES_OF_KIND: dict[str, dict[str, type]] = {"start": {"begun": float}, "returned": {"to": int}}
 
+_PARTS = {name: name for name in ("start-up", "data", "validation", "save")}
+_PARTS |= {"between steps": "other", "return to a checkpoint": "restart"}
+"""Phase → part of the run's time; all other phases are parts of a step, and are training."""
+
 
 def open_events(folder: Path, step: int, command: str) -> JsonLines:
     """Open the file of a run to append events after `step`. At step 0, an earlier run's file is moved aside, unless
     that run had the same command and did not end, as after a crash before the first checkpoint."""
-    events, _ = read_events(folder)
+    events = read_events(folder)
     commands = [event.get("command") for event in events if event["event"] == "start"]
     continues = step > 0 or commands[-1:] == [command] and events[-1]["event"] != "end"
     return JsonLines(folder / EVENTS, math.inf if continues else 0)
 
 
-def read_events(folder: Path) -> tuple[list[Event], list[int]]:
-    """Return the events of a run's folder in order, from the first start on, and the numbers of broken lines; nothing
-    if there is no file."""
-    events, broken = read_json_lines(folder / EVENTS, _is_event)
-    return [*itertools.dropwhile(lambda event: event["event"] != "start", events)], broken
+def read_events(folder: Path, broken: list[int] | None = None) -> list[Event]:
+    """Return the events of a run's folder in order, from the first start on; none if there is no file. The numbers of
+    broken lines are appended to `broken`."""
+    events = json_lines(folder / EVENTS, _is_event, [] if broken is None else broken)
+    return [*itertools.dropwhile(lambda event: event["event"] != "start", events)]
 
 
 def _is_event(line: Event) -> bool:
@@ -42,25 +47,60 @@ def _is_event(line: Event) -> bool:
     return has_types and all(type(value) is float for value in line["seconds"].values())
 
 
-def read_json_lines(path: Path, usable: Callable[[dict[str, Any]], bool]) -> tuple[list[dict[str, Any]], list[int]]:
-    """Return the usable objects of a file of JSON lines, and the numbers of the other lines; see `json_lines`."""
-    lines = list(json_lines(path, usable))
-    broken = [number for number, line in enumerate(lines, start=1) if line is None]
-    return [line for line in lines if line is not None], broken
+def goodput(events: Sequence[Event]) -> dict[str, float]:
+    """Return the time of a run in seconds by part, largest first; none without events. "training" advanced the run; the
+    parts (docs/report.md) add up to the time from the first start to the last event.
+
+    A session is known up to its last event: the time from there to the first step of the next one is "restart", also if
+    the session was killed between two events. Steps are lost if a later session starts before them, or the run returns
+    to an earlier checkpoint; the time between two events is divided by their steps.
+    """
+    parts: dict[str, float] = defaultdict(float)
+    kept = math.inf  # the last step that later events do not undo
+    for before, event in reversed([*itertools.pairwise([*events[:1], *events])]):
+        is_start = event["event"] == "start"
+        if event["event"] == "returned" and event["step"] <= kept:  # otherwise, the return is undone itself
+            kept = event["to"]
+        step, seconds = (event["step"], {}) if is_start else (before["step"], before["seconds"])
+        share_lost = 1 - min(1.0, max(0, kept - step) / max(1, event["step"] - step))
+        for phase, total in event["seconds"].items():
+            part, spent = _PARTS.get(phase, "training"), total - seconds.get(phase, 0.0)
+            lost = share_lost * spent if part == "training" else 0.0
+            parts["lost steps"] += lost
+            parts[part] += spent - lost
+        if is_start:
+            kept = min(kept, event["step"])
+            if event is not before:
+                parts["restart"] += parts.pop("start-up", 0.0) + max(0.0, event["begun"] - before["time"])
+    if events:
+        parts["other"] += max(0.0, events[-1]["time"] - events[0]["begun"] - sum(parts.values()))
+    return dict(sorted(((name, time) for name, time in parts.items() if time), key=lambda part: -part[1]))
 
 
-def json_lines(path: Path, usable: Callable[[dict[str, Any]], bool]) -> Iterator[dict[str, Any] | None]:
-    """Yield the object of each line of a file, None for lines that are not usable; nothing if the file is absent. Raise
-    `UserError` if it cannot be read."""
-    if not path.exists():
-        return
-    try:
-        with regular_file(path).open("rb") as file:
-            for line in file:
-                try:
-                    value = parse_json(line, "the line")
-                except UserError:
-                    value = None
-                yield value if isinstance(value, dict) and usable(value) else None
-    except OSError as error:
-        raise UserError(f"'{path}' cannot be read: {error.strerror}") from error
+def mean_phases(events: Sequence[Event]) -> dict[str, float]:
+    """Return the mean seconds of a step by phase in the last session, without its first step, which may compile; none
+    if it took no further steps."""
+    session = [*itertools.takewhile(lambda event: event["event"] != "start", reversed(events))]
+    return mean_between(session[-1], session[0]) if session else {}
+
+
+def mean_between(first: Event, last: Event) -> dict[str, float]:
+    """Return the mean seconds by phase of the steps between two events of a session; none without steps."""
+    n_steps = last["step"] - first["step"]
+    spent = {phase: total - first["seconds"].get(phase, 0.0) for phase, total in last["seconds"].items()}
+    return {phase: time / n_steps for phase, time in spent.items() if time > 0} if n_steps > 0 else {}
+
+
+def shares(seconds: Mapping[str, float]) -> dict[str, str]:
+    """Return each of these times as text, with its share of the sum."""
+    total = sum(seconds.values())
+    shown = {name: f"{time:,.1f} s" if total >= 10 else f"{1000 * time:,.1f} ms" for name, time in seconds.items()}
+    return {name: f"{shown[name]} ({time / total:.1%})" for name, time in seconds.items()}
+
+
+def describe_goodput(parts: Mapping[str, float]) -> str:
+    """Return a result of `goodput` as text."""
+    wall = sum(parts.values())
+    rest = [f"{name} {seconds / wall:.1%}" for name, seconds in parts.items() if name != "training"]
+    duration = timedelta(seconds=round(wall))
+    return f"{parts.get('training', 0.0) / wall:.1%} of {duration}; {', '.join(rest)}"

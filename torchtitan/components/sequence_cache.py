@@ -19,9 +19,6 @@ from torchtitan.protocols.attention import AttentionMetadata
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError
 
-_STALE_SECONDS = 3600.0
-"""Age of an unfinished file whose run no longer writes it."""
-
 
 class SequenceCache:
     """A folder with a file for each sequence, named by a hash of its tokens, its labels and the `setting`, JSON values
@@ -30,9 +27,9 @@ class SequenceCache:
     def __init__(self, folder: Path, setting: Any, *, bytes_per_token: int):
         self.folder, self.bytes_per_token, self._setting = folder, bytes_per_token, json.dumps(setting).encode()
         self._unfinished = folder / "unfinished"
-        for file in self._unfinished.glob("*"):  # of killed runs
+        for file in self._unfinished.glob("*"):
             with contextlib.suppress(OSError):
-                if time.time() - file.stat().st_mtime > _STALE_SECONDS:
+                if time.time() - file.stat().st_mtime > 3600:  # seconds: its run was killed
                     file.unlink()
 
     def complete(self, data: Any) -> Path:

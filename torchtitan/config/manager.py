@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import difflib
 import io
 import re
 from collections import Counter
@@ -62,8 +61,10 @@ class ResolvedConfig:
 class ConfigManager:
     """Resolve a configuration: the configuration function, then `--config_file`, then the command line."""
 
-    def __init__(self, prog: str = "torchtitan train"):
+    def __init__(self, prog: str = "torchtitan train", others: Sequence[str] = ()):
         self.prog = prog
+        self._others = others
+        """Names of options that the command parses itself, to suggest one for an unknown option."""
 
     def parse_args(self, args: Sequence[str]) -> ResolvedConfig:
         """Resolve `args`, the words after the command's name.
@@ -77,7 +78,8 @@ class ConfigManager:
         for name in (*DEFAULT_SELECTION, "config_file"):
             selectors.add_argument(f"--{name}")
         selected, overrides = selectors.parse_known_args(args)
-        document = _read_config_file(Path(selected.config_file)) if selected.config_file else {}
+        file = selected.config_file
+        document = read_config_file(Path(file), f"--config_file {file}") if file else {}
         in_file = {name: document.pop(name, None) for name in DEFAULT_SELECTION}
         _check_values(in_file, dict.fromkeys(DEFAULT_SELECTION, str | None), selected.config_file)
         module, config_name = (
@@ -148,10 +150,11 @@ class ConfigManager:
         if option is None:
             return UserError(f"'{words[0]}' belongs to no option; see {self.prog} --help")
         key = _key_of(option)
-        in_sections = [name for name in known if name.endswith(f".{key}")][:3]
-        nearest = in_sections or difflib.get_close_matches(key, known, n=1, cutoff=0.7)
-        hint = f"did you mean {' or '.join(f'--{name}' for name in nearest)}?" if nearest else f"see {self.prog} --help"
-        return UserError(f"unknown option {option}; {hint}")
+        options = [f"--{name}" for name in (*known, *self._others)]
+        if in_sections := [name for name in options if name.endswith(f".{key}")][:3]:
+            return UserError(f"unknown option {option}; did you mean {' or '.join(in_sections)}?")
+        hint = suggest(option, options, cutoff=0.7) or f"; see {self.prog} --help"
+        return UserError(f"unknown option {option}{hint}")
 
 
 _DESCRIPTION = """Train a model: --module M --config C [--config_file run.yaml] [--section.key value ...].
@@ -240,25 +243,26 @@ def _wrong_node(problem: str, node: yaml.Node) -> yaml.YAMLError:
     return yaml.constructor.ConstructorError(problem=problem, problem_mark=node.start_mark)
 
 
-def _read_config_file(path: Path) -> dict[str, Any]:
-    regular_file(path, f"--config_file {path}")
+def read_config_file(path: Path, name: str) -> dict[str, Any]:
+    """Return the content of a configuration file, called `name` in messages. Raise `UserError` if there is none."""
+    regular_file(path, name)
     try:
         n_bytes = path.stat().st_size
         document = _load_yaml(path.read_text(encoding="utf-8")) if n_bytes <= _MAX_BYTES else None
     except OSError as error:
-        raise UserError(f"--config_file {path} cannot be read: {error.strerror}") from error
+        raise UserError(f"{name} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise UserError(f"--config_file {path} is not a text file in UTF-8") from error
+        raise UserError(f"{name} is not a text file in UTF-8") from error
     except RecursionError as error:
-        raise UserError(f"--config_file {path} is nested too deeply") from error
+        raise UserError(f"{name} is nested too deeply") from error
     except (yaml.YAMLError, ValueError, OverflowError) as error:  # also a date or a number that Python refuses
-        raise UserError(f"--config_file {path} is not valid YAML: {' '.join(str(error).split())}") from error
+        raise UserError(f"{name} is not valid YAML: {' '.join(str(error).split())}") from error
     if n_bytes > _MAX_BYTES:
-        raise UserError(f"--config_file {path} has {n_bytes:,} bytes; the limit is {_MAX_BYTES:,}")
+        raise UserError(f"{name} has {n_bytes:,} bytes; the limit is {_MAX_BYTES:,}")
     if document is None:
-        raise UserError(f"--config_file {path} is empty")
+        raise UserError(f"{name} is empty")
     if not isinstance(document, dict):
-        raise UserError(f"--config_file {path} must contain sections and keys, not {type(document).__name__}")
+        raise UserError(f"{name} must contain sections and keys, not {type(document).__name__}")
     return document
 
 
@@ -379,6 +383,8 @@ def _to_switches(args: Sequence[str], switches: Collection[str]) -> list[str]:
         word = rest.pop(0)
         option, assigned, value = word.partition("=")
         if (key := _key_of(word)) not in switches:
+            if "." in key and (positive := key.removeprefix("no_")) in switches:
+                raise UserError(f"unknown option {option}; did you mean '{_switch(positive, False)}'?")
             words.append(word)
             continue
         if not assigned:

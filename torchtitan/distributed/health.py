@@ -10,9 +10,8 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -69,114 +68,95 @@ _ALL_PAIRS = 16
 """Most ranks of which all pairs are measured; of more, those whose numbers differ in one binary digit."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RankHealth:
-    """Facts of one rank and its host."""
+class Health(NamedTuple):
+    """What was measured on all ranks."""
 
-    rank: int
-    host: str
-    software: dict[str, str]
-    """Name → version."""
-    facts: dict[str, float]
-    """Name in `CHECKS` → value. Only a host's first rank has the facts of the host."""
-    bandwidths: dict[int, float] = field(default_factory=dict)
-    """Other rank → GB/s."""
+    hosts: list[str]
+    """Host of each rank."""
+    software: list[dict[str, str]]
+    """Name → version, of each rank."""
+    facts: dict[str, dict[tuple[int, ...], float]]
+    """Name in `CHECKS` → rank, or two ranks → value. The first rank of a host has the facts of the host."""
 
 
-class Finding(NamedTuple):
-    """Something wrong with a host."""
-
-    host: str
-    message: str
-
-
-def measure(folder: Path, device: torch.device) -> list[RankHealth]:
-    """Measure this rank, together with all others, and return the facts of all ranks.
+def measure(folder: Path, device: torch.device) -> Health:
+    """Measure this rank together with all others, and return what was measured on all of them.
 
     Raises:
         UserError: on all ranks, if one cannot write to the folder.
     """
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    host = socket.gethostname()
-    is_first, is_gpu = gather_objects(host).index(host) == rank, device.type == "cuda"
+    hosts = gather_objects(socket.gethostname())
+    is_first, is_gpu = hosts.index(hosts[rank]) == rank, device.type == "cuda"
     existing = next(one for one in (folder, *folder.absolute().parents) if one.exists())  # the run creates the rest
-    facts, bandwidths, problem = dict[str, float](), dict[int, float](), ""
+    own, pairs, problem = dict[str, float](), dict[str, dict[tuple[int, ...], float]](), ""
     try:
         if is_first:
-            facts[DISK] = _disk_bandwidth(existing)
+            own[DISK] = _disk_bandwidth(existing)
     except OSError as error:
-        problem = f"{host}: --dump_folder '{folder}' cannot be written: {error.strerror}"
+        problem = f"{hosts[rank]}: --dump_folder '{folder}' cannot be written: {error.strerror}"
     problems, seconds = gather_objects(problem), time.time()
     if found := next(filter(None, problems), ""):
         raise UserError(found)
-    clocks = gather_objects(seconds if is_first else None)
-    facts[PRODUCTS] = peak_flops(device, torch.bfloat16 if is_gpu else torch.float32, published=False).value / 1e12
+    own[PRODUCTS] = peak_flops(device, torch.bfloat16 if is_gpu else torch.float32, published=False).value / 1e12
     if size > 1:
-        bandwidths, facts[ALL_REDUCE] = _bandwidths(rank, size, device)
+        speeds, own[ALL_REDUCE] = _bandwidths(rank, size, device)
+        for other, speed in speeds.items():
+            if rank < other:
+                pairs.setdefault(LINKS if hosts[other] == hosts[rank] else NETWORK, {})[rank, other] = speed
     if is_first:
         shared, errors = Path("/dev/shm"), Path("/sys/devices/system/edac/mc").glob("mc*/ue_count")
-        facts |= {
+        own |= {
             FREE: shutil.disk_usage(existing).free / 2**30,
             SHARED: shutil.disk_usage(shared).free / 2**30 if shared.is_dir() else 0,
-            CLOCK: seconds - statistics.median(clock for clock in clocks if clock),
+            CLOCK: seconds,
             OPEN_FILES: resource.getrlimit(resource.RLIMIT_NOFILE)[0],
             ERRORS: sum(int(path.read_text()) for path in errors),  # of Linux (EDAC)
         }
     if is_gpu and torch.version.cuda:
         gpu_errors, slowdown = _smi("ecc.errors.uncorrected.volatile.total", "clocks_event_reasons.hw_slowdown")
-        facts[GPU_ERRORS] = int(gpu_errors) if gpu_errors.isdecimal() else 0
-        facts[SLOWDOWN] = slowdown == "Active"
-    return gather_objects(RankHealth(rank=rank, host=host, software=software(), facts=facts, bandwidths=bandwidths))
+        own[GPU_ERRORS] = int(gpu_errors) if gpu_errors.isdecimal() else 0
+        own[SLOWDOWN] = slowdown == "Active"
+    measured = gather_objects({name: {(rank,): own[name]} for name in own} | pairs)
+    facts = {name: {ranks: value for of in measured for ranks, value in of.get(name, {}).items()} for name in CHECKS}
+    now = statistics.median(facts[CLOCK].values())
+    facts[CLOCK] = {ranks: value - now for ranks, value in facts[CLOCK].items()}
+    return Health(hosts, gather_objects(software()), facts)
 
 
-def findings(ranks: Sequence[RankHealth], expected: Mapping[str, float]) -> list[Finding]:
-    """Return everything that is out of line with the other ranks, or with the speeds expected, by name, of the GPU:
-    hosts whose median is low, even if all hosts are equally slow."""
-    host_of, facts = {one.rank: one.host for one in ranks}, values_of(ranks)
-    found = list(_different_software(ranks))
+def findings(health: Health, expected: Mapping[str, float]) -> list[tuple[str, str]]:
+    """Return (host, message) for everything that is out of line with the other ranks, or with the speeds expected, by
+    name, of the GPU: hosts whose median is low, even if all hosts are equally slow."""
+    (hosts, software, facts), found = health, list[tuple[str, str]]()
+    for name in software[0]:
+        versions = [one[name] for one in software]
+        usual = statistics.mode(versions)
+        for host, version in dict.fromkeys(zip(hosts, versions, strict=True)):
+            if version != usual:
+                found.append((host, f"{name} is {version}, but {usual} on most ranks"))
     for name, check in CHECKS.items():
-        values, median = facts[name], statistics.median(facts[name].values() or [0.0])
+        median = statistics.median(facts[name].values() or [0.0])
         least = check.of_median * median if check.of_median else check.least
-        wrong = {measured: value for measured, value in values.items() if not least <= value <= check.most}
+        wrong = {ranks: value for ranks, value in facts[name].items() if not least <= value <= check.most}
         # A pair is assigned to the host that is in most wrong pairs.
-        counts = Counter(host for measured in wrong for host in {host_of[rank] for rank in measured})
-        for measured, value in wrong.items():
-            host = max((host_of[rank] for rank in measured), key=counts.__getitem__)
+        counts = Counter(host for ranks in wrong for host in {hosts[rank] for rank in ranks})
+        for ranks, value in wrong.items():
+            host = max((hosts[rank] for rank in ranks), key=counts.__getitem__)
             limit = f"at least {check.least:g}" if value < least else f"at most {check.most:g}"
             what = f"{value / median:.0%} of the median" if check.of_median else f"{value:.6g}, but must be {limit}"
-            found.append(Finding(host, f"{name}, rank {' and '.join(map(str, measured))}: {what}"))
+            found.append((host, f"{name}, rank {' and '.join(map(str, ranks))}: {what}"))
     expected = dict(expected)
     if expected and not found:  # an all-reduce waits for the slowest rank
-        expected[ALL_REDUCE] = expected[LINKS if len({*host_of.values()}) == 1 else NETWORK]
+        expected[ALL_REDUCE] = expected[LINKS if len({*hosts}) == 1 else NETWORK]
     for name, most in expected.items():
-        of_hosts: dict[str, list[float]] = {}
-        for measured, speed in facts[name].items():
-            for host in dict.fromkeys(host_of[rank] for rank in measured):
-                of_hosts.setdefault(host, []).append(speed)
-        for host, speeds in of_hosts.items():
+        of_hosts = defaultdict[str, list[float]](list)
+        for ranks, speed in facts[name].items():
+            for host in {hosts[rank] for rank in ranks}:
+                of_hosts[host].append(speed)
+        for host, speeds in sorted(of_hosts.items()):
             if (part := statistics.median(speeds) / most) < LEAST_OF_EXPECTED:
-                found.append(Finding(host, f"{name}: {part:.0%} of the speed expected of the GPU"))
+                found.append((host, f"{name}: {part:.0%} of the speed expected of the GPU"))
     return found
-
-
-def values_of(ranks: Sequence[RankHealth]) -> dict[str, dict[tuple[int, ...], float]]:
-    """Return the values of each fact in `CHECKS` by the rank, or the two ranks, that were measured."""
-    host_of = {one.rank: one.host for one in ranks}
-    values: dict[str, dict[tuple[int, ...], float]]
-    values = {name: {(one.rank,): one.facts[name] for one in ranks if name in one.facts} for name in CHECKS}
-    for one in ranks:
-        for other, speed in one.bandwidths.items():
-            if one.rank < other:
-                values[LINKS if host_of[other] == one.host else NETWORK][one.rank, other] = speed
-    return values
-
-
-def _different_software(ranks: Sequence[RankHealth]) -> Iterator[Finding]:
-    for name in ranks[0].software:
-        ((usual, _),) = Counter(one.software[name] for one in ranks).most_common(1)
-        for host, version in dict.fromkeys((one.host, one.software[name]) for one in ranks):
-            if version != usual:
-                yield Finding(host, f"{name} is {version}, but {usual} on most ranks")
 
 
 def software() -> dict[str, str]:

@@ -76,6 +76,11 @@ def _set_values(places: Mapping[str, tuple[nn.Module, str]], values: Iterable[tu
             tensor.copy_(value)
 
 
+def local_part(tensor: Tensor) -> Tensor:
+    """Return this process's shard of a tensor; a plain tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def local_slices(tensor: DTensor) -> Slices:
     """Return the slices of the full tensor that this process's shard covers."""
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)

@@ -34,17 +34,13 @@ class PhaseClock:
     def enter(self, phase: str) -> None:
         """Begin a phase, which ends the current one."""
         self.phase = phase
-        self._marks.append((phase, self._new_mark()))
+        mark: Any = torch.cuda.Event(enable_timing=True) if self._on_cuda else time.perf_counter()
+        if self._on_cuda:
+            mark.record()
+        self._marks.append((phase, mark))
         while len(self._marks) > 1 and (not self._on_cuda or self._marks[1][1].query()):
             (ended, begin), (_, end) = self._marks.popleft(), self._marks[0]
             self._seconds[ended] += begin.elapsed_time(end) / 1000 if self._on_cuda else end - begin
-
-    def _new_mark(self) -> Any:
-        if not self._on_cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
 
     @contextlib.contextmanager
     def during(self, phase: str) -> Iterator[None]:

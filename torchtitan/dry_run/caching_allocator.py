@@ -47,11 +47,8 @@ class CachingAllocator:
         pool.add(address, size)
 
     def _reserve(self, size: int) -> tuple[int, int]:
-        if size <= _SMALL:
-            segment = _SMALL_SEGMENT
-        elif size < _OWN_SEGMENT:
-            segment = _LARGE_SEGMENT
-        else:
+        segment = _SMALL_SEGMENT if size <= _SMALL else _LARGE_SEGMENT
+        if size >= _OWN_SEGMENT:
             segment = -(-size // _SEGMENT_UNIT) * _SEGMENT_UNIT
         # A gap keeps segments from being neighbors.
         address, self._end = self._end, self._end + segment + 1
@@ -62,30 +59,27 @@ class CachingAllocator:
 class _FreeBlocks:
     def __init__(self) -> None:
         self._by_size: list[tuple[int, int]] = []  # (size, address), sorted
-        self._size_at: dict[int, int] = {}
-        self._start_of_end: dict[int, int] = {}
+        self._other_end: dict[int, int] = {}  # start → end and end → start of each block; neighbors are merged
 
     def take(self, size: int) -> tuple[int, int] | None:
         index = bisect.bisect_left(self._by_size, (size, 0))
         if index == len(self._by_size):
             return None
         block, address = self._by_size[index]
-        self._remove(address, block)
+        self._remove(address, address + block)
         return address, block
 
     def add(self, address: int, size: int) -> None:
-        before = self._start_of_end.get(address)
-        if before is not None:
-            self._remove(before, address - before)
-            address, size = before, size + address - before
-        if (next_size := self._size_at.get(address + size)) is not None:
-            self._remove(address + size, next_size)
-            size += next_size
-        bisect.insort(self._by_size, (size, address))
-        self._size_at[address] = size
-        self._start_of_end[address + size] = address
+        start, end = address, address + size
+        if (before := self._other_end.get(start)) is not None:
+            self._remove(before, start)
+            start = before
+        if (after := self._other_end.get(end)) is not None:
+            self._remove(end, after)
+            end = after
+        bisect.insort(self._by_size, (end - start, start))
+        self._other_end |= {start: end, end: start}
 
-    def _remove(self, address: int, size: int) -> None:
-        del self._by_size[bisect.bisect_left(self._by_size, (size, address))]
-        del self._size_at[address]
-        del self._start_of_end[address + size]
+    def _remove(self, start: int, end: int) -> None:
+        del self._by_size[bisect.bisect_left(self._by_size, (end - start, start))]
+        del self._other_end[start], self._other_end[end]

@@ -41,11 +41,10 @@ class VocabularySize(Tokenizer):
         super().__init__(config)
         self.vocab_size = config.vocab_size
 
-    def tokenize(self, texts: Any, *, allow_special: bool) -> list[list[int]]:
+    def tokenize(self, *args: Any, **options: Any) -> Any:
         raise NotImplementedError
 
-    def decode(self, ids: Any, *, skip_special_tokens: bool = False) -> str:
-        raise NotImplementedError
+    decode = tokenize
 
 
 def with_vocabulary(config: Trainer.Config) -> Trainer.Config:
@@ -162,7 +161,8 @@ class FakeTrainer(Trainer):
         self.memory.label("parameters", [*parameters, *self.ema.averages])
         self.memory.label("optimizer", [v for state in states for v in state.values() if isinstance(v, Tensor)])
         if self.pipeline:
-            MicrobatchReplay(self.pipeline, self.memory, self.work, self.label_training_allocations).install()
+            schedule = self.pipeline.schedule
+            MicrobatchReplay(schedule, self.memory, self.work, self.label_training_allocations).install()
         loader, training = self.config.dataloader._owner, self.config.training
         assert issubclass(loader, BaseDataLoader)
         shape = (training.local_batch_size, training.seq_len * self.sequences_per_sample)

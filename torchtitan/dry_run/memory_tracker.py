@@ -6,20 +6,14 @@ import weakref
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from torchtitan.dry_run.caching_allocator import CachingAllocator
-from torchtitan.dry_run.observer import Observer
-from torchtitan.tools.torch_private import (
-    OpOverload,
-    current_backward_pass,
-    get_untyped_storages,
-    storage_key,
-    tree_iter,
-)
+from torchtitan.dry_run.observer import Observer, Operation
+from torchtitan.tools.torch_private import current_backward_pass, get_untyped_storages, storage_key
 
 MemoryKind = Literal["parameters", "gradients", "optimizer", "gathered parameters", "activations", "temporary"]
 """The first four are labels. `activations` are allocated outside a backward pass and live until one. The rest is
@@ -33,29 +27,22 @@ MEMORY_KINDS: tuple[MemoryKind, ...] = get_args(MemoryKind)
 
 @dataclass(eq=False)
 class Allocation:
-    """A storage's memory between allocation and release."""
+    """The memory of a storage, which may be freed and allocated again."""
 
-    n_bytes: int
-    owner: "Owner"
+    n_bytes: int = 0
+    """Now; 0: freed."""
+    label: MemoryKind | None = None
     stream: str | None = None
     """Stream on a GPU: the operation's name for results of FSDP's communication, else None."""
     outlived_backward: bool = False
     twin_of: "Allocation | None" = None
+    reference: "weakref.ref[torch.UntypedStorage] | None" = None
 
     @property
     def kind(self) -> MemoryKind:
         if self.twin_of is not None:
             return self.twin_of.kind
-        return self.owner.label or ("activations" if self.outlived_backward else "temporary")
-
-
-@dataclass(eq=False)
-class Owner:
-    """A tracked storage, with a new allocation each time it is freed and allocated again."""
-
-    reference: "weakref.ref[torch.UntypedStorage] | None" = None
-    label: MemoryKind | None = None
-    current: Allocation | None = None
+        return self.label or ("activations" if self.outlived_backward else "temporary")
 
 
 class MemoryTracker(Observer):
@@ -72,9 +59,8 @@ class MemoryTracker(Observer):
     """
 
     def __init__(self) -> None:
-        self._owners: dict[int, Owner] = {}  # by the storage's address
-        self._events: list[tuple[Allocation, int]] = []  # 1: allocated, -1: freed
-        self._live: dict[Allocation, None] = {}
+        self._allocations: dict[int, Allocation] = {}  # by the storage's address
+        self._events: list[tuple[Allocation, int]] = []  # bytes allocated (above 0) or freed
         self._latest_backward = -1  # the number that PyTorch gives it
 
     @property
@@ -86,98 +72,82 @@ class MemoryTracker(Observer):
         """Label the memory of `tensors`, and track it from now on if it is not yet tracked."""
         for tensor in tensors:
             for storage in get_untyped_storages(tensor) if tensor is not None else ():
-                owner = self._owner_of(storage)
-                owner.label = kind
-                if owner.current is None and storage.nbytes():
-                    self._allocate(owner, storage.nbytes())
+                allocation = self._allocation(storage)
+                allocation.label = kind
+                if not allocation.n_bytes:
+                    self._resize(allocation, storage.nbytes())
 
     def use(self, moment: int | None = None, without: Collection[MemoryKind] = ()) -> Counter[MemoryKind]:
         """Return the bytes in use at a moment (default: now) by kind, 0 for kinds in `without`."""
         by_kind: Counter[MemoryKind] = Counter(dict.fromkeys(MEMORY_KINDS, 0))
-        for allocation, sign in self._events[:moment]:
-            by_kind[allocation.kind] += sign * allocation.n_bytes * (allocation.kind not in without)
+        for allocation, change in self._events[:moment]:
+            by_kind[allocation.kind] += change * (allocation.kind not in without)
         return by_kind
 
     def peak(self, without: Collection[MemoryKind] = ()) -> Counter[MemoryKind]:
         """Return the bytes in use at their peak by kind, 0 for kinds in `without`."""
-        changes = (sign * one.n_bytes * (one.kind not in without) for one, sign in self._events)
+        changes = (change * (allocation.kind not in without) for allocation, change in self._events)
         live = list(itertools.accumulate(changes, initial=0))
         return self.use(live.index(max(live)), without)
 
     def reserved(self, without: Collection[MemoryKind] = ()) -> int:
         """Return the bytes that PyTorch's CUDA allocator would have reserved by now; see `CachingAllocator`."""
         allocator = CachingAllocator()
-        for allocation, sign in self._events:
+        for allocation, change in self._events:
             if allocation.kind in without:
                 continue
-            if sign > 0:
-                allocator.allocate(allocation, allocation.n_bytes, allocation.stream)
+            if change > 0:
+                allocator.allocate(allocation, change, allocation.stream)
             else:
                 allocator.free(allocation)
         return allocator.reserved
 
     def allocation_of(self, tensor: Tensor) -> Allocation | None:
         """Return the memory of a plain tensor; None if it is not tracked."""
-        owner = self._owners.get(storage_key(tensor.untyped_storage()))
-        return owner.current if owner else None
+        return self._allocations.get(storage_key(tensor.untyped_storage()))
 
     def replay(
         self, start: int, end: int, twins: dict[Allocation, Allocation], omit: Sequence[Allocation | None]
     ) -> None:
         """Repeat the events from moment `start` to `end` with new memory, except allocations in `omit`. `twins` holds
         the allocations of earlier replays that are not freed yet."""
-        for allocation, sign in self._events[start:end]:
-            if sign < 0 and allocation in twins:
-                self._free(twins.pop(allocation).owner)
-            elif sign > 0 and allocation not in omit:
-                twins[allocation] = twin = self._allocate(Owner(), allocation.n_bytes)
-                twin.twin_of, twin.stream = allocation, allocation.stream
+        for allocation, change in self._events[start:end]:
+            if change < 0 and allocation in twins:
+                self._resize(twins.pop(allocation), 0)
+            elif change > 0 and allocation not in omit:
+                twins[allocation] = Allocation(twin_of=allocation, stream=allocation.stream)
+                self._resize(twins[allocation], change)
 
-    def observe(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+    def observe(self, operation: Operation) -> None:
         self._note_backward_pass()
-        if func.overloadpacket.__name__ in _FSDP_COMMUNICATION and (buffer := self.allocation_of(args[0])) is not None:
-            buffer.stream = func.overloadpacket.__name__
-        results = [tensor for tensor in tree_iter(result) if isinstance(tensor, Tensor)]
-        if not results:
-            return
-        argument_keys = {
-            storage_key(tensor.untyped_storage()) for tensor in tree_iter((args, kwargs)) if isinstance(tensor, Tensor)
-        }
-        for tensor in results:
+        if operation.name in _FSDP_COMMUNICATION and (buffer := self.allocation_of(operation.args[0])) is not None:
+            buffer.stream = operation.name
+        for tensor in operation.new_tensors():
             storage = tensor.untyped_storage()
-            # An untracked argument was allocated before tracking began.
-            if storage_key(storage) not in self._owners and storage_key(storage) not in argument_keys:
-                self._allocate(self._owner_of(storage), storage.nbytes())
+            if storage_key(storage) not in self._allocations:
+                self._resize(self._allocation(storage), storage.nbytes())
 
     def resized(self, storage: torch.UntypedStorage, n_bytes: int) -> None:
         self._note_backward_pass()
-        owner = self._owner_of(storage)
-        if n_bytes != (owner.current.n_bytes if owner.current else 0):
-            self._free(owner)
-            if n_bytes:
-                self._allocate(owner, n_bytes)
+        allocation = self._allocation(storage)
+        if n_bytes != allocation.n_bytes:
+            self._resize(allocation, n_bytes)
 
-    def _owner_of(self, storage: torch.UntypedStorage) -> Owner:
+    def _allocation(self, storage: torch.UntypedStorage) -> Allocation:
         address = storage_key(storage)
-        if address not in self._owners:
-            self._owners[address] = Owner(weakref.ref(storage, lambda _: self._free(self._owners.pop(address))))
-        return self._owners[address]
+        if address not in self._allocations:
+            reference = weakref.ref(storage, lambda _: self._resize(self._allocations.pop(address), 0))
+            self._allocations[address] = Allocation(reference=reference)
+        return self._allocations[address]
 
-    def _allocate(self, owner: Owner, n_bytes: int) -> Allocation:
-        allocation = owner.current = Allocation(n_bytes, owner)
-        self._live[allocation] = None
-        self._events.append((allocation, 1))
-        return allocation
-
-    def _free(self, owner: Owner) -> None:
-        allocation, owner.current = owner.current, None
-        if allocation is not None:
-            del self._live[allocation]
-            self._events.append((allocation, -1))
+    def _resize(self, allocation: Allocation, n_bytes: int) -> None:
+        changes = (-allocation.n_bytes, n_bytes)
+        self._events += [(allocation, change) for change in changes if change]
+        allocation.n_bytes = n_bytes
 
     def _note_backward_pass(self) -> None:
         current = current_backward_pass()
         if current > self._latest_backward:
             self._latest_backward = current
-            for allocation in self._live:
-                allocation.outlived_backward = True
+            for allocation in self._allocations.values():
+                allocation.outlived_backward |= allocation.n_bytes > 0

@@ -1,18 +1,19 @@
 """Run a complete pipeline schedule, computing only a few of its micro-batches."""
 
 import functools
+from collections import defaultdict
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
-from torchtitan.distributed.pipeline import Pipeline
 from torchtitan.dry_run.memory_tracker import Allocation, MemoryTracker
+from torchtitan.dry_run.observer import tensors_in
 from torchtitan.dry_run.work_tracker import Work, WorkTracker
-from torchtitan.tools.torch_private import pipeline_stages, skip_shape_vote, tree_iter, tree_map_only
+from torchtitan.tools.torch_private import pipeline_stages, skip_shape_vote, tree_map_only
 
 _REPLAYED = (ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B)
 """Schedules with whole backward passes in the order of the forward passes, so that the second represents all later."""
@@ -31,24 +32,22 @@ class _Sample:
     """Allocations of the result's tensors."""
 
 
+@dataclass
 class MicrobatchReplay:
     """Compute the first micro-batch of each stage, which gathers weights and creates gradients, and the second;
     replay the effects of the second on memory and work for all others.
 
     A replayed result is a tensor of the right shape, with memory as long as the schedule holds it. Schedules that are
-    not `_REPLAYED` compute every micro-batch. `pipeline` must not have run; `after_backward` is called after each
+    not `_REPLAYED` compute every micro-batch. `schedule` must not have run; `after_backward` is called after each
     computed backward pass.
     """
 
-    def __init__(
-        self, pipeline: Pipeline, memory: MemoryTracker, work: WorkTracker, after_backward: Callable[[], None]
-    ):
-        self.schedule: Any = pipeline.schedule
-        self.memory = memory
-        self.work = work
-        self.after_backward = after_backward
-        self.samples: dict[Hashable, _Sample] = {}
-        self.twins: dict[Hashable, dict[Allocation, Allocation]] = {}
+    schedule: Any
+    memory: MemoryTracker
+    work: WorkTracker
+    after_backward: Callable[[], None]
+    samples: dict[Hashable, _Sample] = field(default_factory=dict)
+    twins: defaultdict[Hashable, dict[Allocation, Allocation]] = field(default_factory=lambda: defaultdict(dict))
 
     def install(self) -> None:
         """Insert this between the schedule and its stages. Skip their exchange of shapes, which `Pipeline` declares."""
@@ -84,7 +83,7 @@ class MicrobatchReplay:
     def _sample(self, key: Hashable, compute: Callable[[], Any]) -> Any:
         start, before = self.memory.now, self.work.work.copy()
         result = compute()
-        allocations = [self.memory.allocation_of(tensor) for tensor in tree_iter(result) if isinstance(tensor, Tensor)]
+        allocations = [self.memory.allocation_of(tensor) for tensor in tensors_in(result)]
         again = tree_map_only(Tensor, lambda t: functools.partial(torch.empty, t.shape, dtype=t.dtype), result)
         self.samples[key] = _Sample(start, self.memory.now, self.work.work - before, again, allocations)
         return result
@@ -92,11 +91,9 @@ class MicrobatchReplay:
     def _replay(self, key: Hashable, microbatch: Hashable) -> Any:
         sample = self.samples[key]
         self.work.work += sample.work
-        twins = self.twins.setdefault(microbatch, {})
-        self.memory.replay(sample.start, sample.end, twins, omit=sample.allocations)
+        self.memory.replay(sample.start, sample.end, self.twins[microbatch], omit=sample.allocations)
         result = tree_map_only(functools.partial, lambda make: make(), sample.result)
-        tensors = [tensor for tensor in tree_iter(result) if isinstance(tensor, Tensor)]
-        for tensor, original in zip(tensors, sample.allocations, strict=True):
+        for tensor, original in zip(tensors_in(result), sample.allocations, strict=True):
             if (copied := self.memory.allocation_of(tensor)) is not None:
                 copied.twin_of = original
         return result

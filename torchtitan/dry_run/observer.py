@@ -2,9 +2,10 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from torchtitan.tools.torch_private import (
     DecompShardingStrategy,
@@ -12,14 +13,40 @@ from torchtitan.tools.torch_private import (
     ShardingPropagator,
     TorchDispatchMode,
     is_traceable_wrapper_subclass_type,
+    storage_key,
+    tree_iter,
 )
+
+
+class Operation(NamedTuple):
+    """An operation that was called. Its tensors are plain or fake."""
+
+    func: OpOverload
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    result: Any
+
+    @property
+    def name(self) -> str:
+        name: str = self.func.overloadpacket.__name__
+        return name
+
+    def new_tensors(self) -> list[Tensor]:
+        """Return the results that are not in the memory of an argument."""
+        old = {storage_key(tensor.untyped_storage()) for tensor in tensors_in((self.args, self.kwargs))}
+        return [one for one in tensors_in(self.result) if storage_key(one.untyped_storage()) not in old]
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in nested containers."""
+    return (part for part in tree_iter(value) if isinstance(part, Tensor))
 
 
 class Observer:
     """Base class that receives every operation within `observing`."""
 
-    def observe(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """Receive an operation, its arguments and its result after the call; its tensors are plain or fake."""
+    def observe(self, operation: Operation) -> None:
+        """Receive an operation after the call."""
 
     def resized(self, storage: torch.UntypedStorage, n_bytes: int) -> None:
         """Receive the resize of `storage` to `n_bytes` bytes, before its memory changes."""
@@ -31,9 +58,9 @@ def observing(*observers: Observer) -> Iterator[None]:
     reported as operations on its local tensors, including communication; operations that only infer a *global* shape
     are not reported."""
     mode = _Observation(observers)
-    wrappers = {
-        (ShardingPropagator, "_propagate_tensor_meta_non_cached"): mode.unobserved,
-        (DecompShardingStrategy, "propagate_strategy"): mode.unobserved,
+    wrappers: dict[tuple[type, str], Callable[..., Any]] = {
+        (ShardingPropagator, "_propagate_tensor_meta_non_cached"): mode.paused(),
+        (DecompShardingStrategy, "propagate_strategy"): mode.paused(),
         # FSDP resizes gathered weights this way, bypassing the dispatcher.
         (torch.UntypedStorage, "resize_"): mode.observing_resize,
     }
@@ -66,18 +93,16 @@ class _Observation(TorchDispatchMode):
         # `prim` operations only query a tensor's properties.
         if not self.looking_away and func.namespace != "prim":
             for observer in self.observers:
-                observer.observe(func, args, kwargs, result)
+                observer.observe(Operation(func, args, kwargs, result))
         return result
 
-    def unobserved(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            before, self.looking_away = self.looking_away, True
-            try:
-                return method(*args, **kwargs)
-            finally:
-                self.looking_away = before
-
-        return call
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        before, self.looking_away = self.looking_away, True
+        try:
+            yield
+        finally:
+            self.looking_away = before
 
     def observing_resize(self, method: Callable[..., Any]) -> Callable[..., Any]:
         def resize(storage: torch.UntypedStorage, n_bytes: int) -> Any:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torchtitan.distributed import ParallelDims
 from torchtitan.dry_run.fake_trainer import FakeTrainer, fake_trainer, without_data
 from torchtitan.dry_run.memory_tracker import MEMORY_KINDS, MemoryKind
-from torchtitan.dry_run.work_tracker import CommunicationKind, Work
+from torchtitan.dry_run.work_tracker import CommunicationKind, Transfer, Work
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
@@ -29,7 +29,7 @@ Units = tuple[tuple[str, float], ...]
 
 _BYTES: Units = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 _OPERATIONS: Units = (("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6))
-_Row = tuple[Sequence[str], Sequence[float]]
+_Row = tuple[str | float, ...]
 _FILE_WIDTH = 120
 _COLUMN_OF_KIND: dict[MemoryKind, str] = {
     "parameters": "weights",
@@ -107,7 +107,7 @@ def report_of(trainer: FakeTrainer) -> RankReport:
         peak_reserved_bytes=memory.reserved(without=on_host),
         communication=_by_axis(trainer.work.work, dims),
         model_flops=trainer.flops_per_token * trainer.tokens_per_step / dims.world_size,
-        executed_flops=trainer.work.work.flops,
+        executed_flops=trainer.work.flops,
         work=trainer.work.work,
     )
 
@@ -115,11 +115,12 @@ def report_of(trainer: FakeTrainer) -> RankReport:
 def _by_axis(work: Work, dims: ParallelDims) -> list[Traffic]:
     calls: Counter[tuple[CommunicationKind, str]] = Counter()
     n_bytes, sent = calls.copy(), calls.copy()
-    for one, times in work.transfers.items():
-        key = (one.kind, axis_of(one.ranks, dims))
-        calls[key] += times
-        n_bytes[key] += times * one.n_bytes
-        sent[key] += round(times * one.n_bytes_sent)
+    for one, times in work.items():
+        if isinstance(one, Transfer):
+            key = (one.kind, axis_of(one.ranks, dims))
+            calls[key] += times
+            n_bytes[key] += times * one.n_bytes
+            sent[key] += round(times * one.n_bytes_sent)
     return [Traffic(*key, calls[key], size, sent[key]) for key, size in n_bytes.most_common()]
 
 
@@ -154,8 +155,7 @@ def dry_run(config: Trainer.Config, world_size: int) -> list[RankReport]:
     for report in reports_of(config, world_size):
         reports.append(report)
         if config.parallelism.pipeline_parallel_degree > 1:
-            unit, size = _unit(report.peak_bytes, _BYTES)
-            logger.info("rank %d: %s %s at most", report.rank, _shown(report.peak_bytes / size), unit)
+            logger.info("rank %d: %.2f GiB at most", report.rank, report.peak_bytes / 2**30)
     _print(reports)
     path = Path(config.dump_folder) / "dry_run.json"
     ranks = [report.to_dict() for report in reports]
@@ -167,25 +167,21 @@ def dry_run(config: Trainer.Config, world_size: int) -> list[RankReport]:
 
 def reports_of(config: Trainer.Config, world_size: int) -> Iterator[RankReport]:
     """Simulate one step on each rank with different pipeline stages, without output."""
-    dry_config = without_data(config)
+    dry_config, exception_hook = without_data(config), sys.excepthook
     for rank in range(0, world_size, world_size // config.parallelism.pipeline_parallel_degree):
-        yield _try_rank(dry_config, rank, world_size)
-
-
-def _try_rank(config: Trainer.Config, rank: int, world_size: int) -> RankReport:
-    exception_hook = sys.excepthook  # each process group prefixes a traceback with its rank
-    if world_size > 1:
-        dist.init_process_group("fake", rank=rank, world_size=world_size)
-    try:
-        trainer = fake_trainer(config)
-        trainer.measure_step()
-        return report_of(trainer)
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        sys.excepthook = exception_hook
-        # PyTorch caches the process groups of one rank, and would reuse them for the mesh of the next rank.
-        clear_sharding_cache()
+        if world_size > 1:
+            dist.init_process_group("fake", rank=rank, world_size=world_size)
+        try:
+            trainer = fake_trainer(dry_config)
+            trainer.measure_step()
+            report = report_of(trainer)
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            sys.excepthook = exception_hook  # each process group prefixes a traceback with its rank
+            # PyTorch caches the process groups of one rank, and would reuse them for the mesh of the next rank.
+            clear_sharding_cache()
+        yield report
 
 
 def _print(reports: Sequence[RankReport]) -> None:
@@ -193,18 +189,14 @@ def _print(reports: Sequence[RankReport]) -> None:
 
     kinds = [kind for kind in MEMORY_KINDS if any(report.peak[kind] for report in reports)]
     columns = " ".join(_COLUMN_OF_KIND[kind] for kind in kinds)
-    states: list[_Row] = []
-    peaks: list[_Row] = []
-    messages: list[_Row] = []
-    work: list[_Row] = []
+    states, peaks, messages, work = (list[_Row]() for _ in range(4))
     for one in reports:
         rank, stages = str(one.rank), ", ".join(map(str, one.stages))
-        states.append(
-            ([rank, stages, f"{one.parameters:,}"], [one.parameter_bytes, one.gradient_bytes, one.optimizer_bytes])
-        )
-        peaks.append(([rank], [*(one.peak[kind] for kind in kinds), one.peak_bytes, one.peak_reserved_bytes]))
-        messages += [([rank, m.kind, m.axis, f"{m.calls:,}"], [m.n_bytes, m.n_bytes_sent]) for m in one.communication]
-        work.append(([rank], [one.model_flops, one.executed_flops]))
+        sizes = (one.parameter_bytes, one.gradient_bytes, one.optimizer_bytes)
+        states.append((rank, stages, f"{one.parameters:,}", *sizes))
+        peaks.append((rank, *(one.peak[kind] for kind in kinds), one.peak_bytes, one.peak_reserved_bytes))
+        messages += [(rank, m.kind, m.axis, f"{m.calls:,}", m.n_bytes, m.n_bytes_sent) for m in one.communication]
+        work.append((rank, one.model_flops, one.executed_flops))
     console = Console(width=None if sys.stdout.isatty() else _FILE_WIDTH)
     console.print(_table("Memory between steps", "rank stages parameters weights gradients optimizer", states))
     console.print(_table("Peak of a step", f"rank {columns} allocated reserved", peaks))
@@ -215,19 +207,15 @@ def _print(reports: Sequence[RankReport]) -> None:
 def _table(title: str, columns: str, rows: Sequence[_Row], units: Units = _BYTES) -> "Table":
     from rich.table import Table
 
-    largest = max((number for _, numbers in rows for number in numbers), default=0)
-    unit, size = _unit(largest, units)
+    largest = max((cell for row in rows for cell in row if not isinstance(cell, str)), default=0)
+    unit, size = next((unit for unit in units if largest >= unit[1]), units[-1])
     title = f"{title} ({unit})"
     table = Table(title=title, title_justify="left", title_style="bold", min_width=len(title))
     for column in columns.split():
         table.add_column(column, justify="left" if column in ("kind", "axis") else "right")
-    for words, numbers in rows:
-        table.add_row(*words, *(_shown(number / size) for number in numbers))
+    for row in rows:
+        table.add_row(*(cell if isinstance(cell, str) else _shown(cell / size) for cell in row))
     return table
-
-
-def _unit(number: float, units: Units) -> tuple[str, float]:
-    return next((unit for unit in units if number >= unit[1]), units[-1])
 
 
 def _shown(value: float) -> str:

@@ -1,5 +1,6 @@
 """The best layouts of a run: enumerate, prune by memory, rank by predicted speed."""
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Iterator, Mapping
@@ -11,8 +12,7 @@ from typing import Any
 from torchtitan.config.sections import PipelineSchedule
 from torchtitan.dry_run.fake_trainer import with_vocabulary
 from torchtitan.dry_run.fitting import USABLE, with_mode
-from torchtitan.foresight.device_choice import device_named
-from torchtitan.foresight.devices import Device
+from torchtitan.foresight.devices import Device, device_named
 from torchtitan.foresight.prediction import GIB, Estimate, Layout, Prediction
 from torchtitan.foresight.profile import facts_of, profile
 from torchtitan.tools.errors import UserError
@@ -77,12 +77,7 @@ class Plan:
 
 
 def plan(
-    config: Trainer.Config,
-    world_size: int,
-    device: Device | str = "h100",
-    *,
-    devices_per_host: int = 8,
-    best: int = 5,
+    config: Trainer.Config, world_size: int, device: Device | str = "h100", *, devices_per_host: int = 8, best: int = 5
 ) -> Plan:
     """Compare the layouts of a run, and return the best.
 
@@ -156,17 +151,6 @@ def _nothing_fits(nearest: Prediction, n_compared: int, n_enough: int | None) ->
 
 def layouts(config: Trainer.Config, world_size: int, devices_per_host: int, *, least: bool = False) -> Iterator[Layout]:
     """Yield the valid layouts of a run; with `least`, only those that need the least memory of their degrees."""
-    for candidate in _candidates(config, world_size, devices_per_host, least):
-        try:
-            yield Layout.of(candidate, world_size, compiles=True)
-        except UserError:
-            continue
-
-
-def _candidates(
-    config: Trainer.Config, world_size: int, devices_per_host: int, least: bool
-) -> Iterator[Trainer.Config]:
-    """Yield configurations, which may be invalid."""
     is_async = config.parallelism.enable_async_tensor_parallel
     n_experts = next(iter(config.model_spec.model.expert_parallel_sizes.values()), 1)
     most = (min(world_size, devices_per_host), max(1, config.training.seq_len // _LEAST_TOKENS), _MOST_STAGES)
@@ -176,32 +160,31 @@ def _candidates(
         if rest:
             continue
         sizes = _powers(_MOST_SEQUENCES) if pp == 1 else [pp * n for n in (1, 2, 4, 8)]
+        sizes = sizes[:1] if least else sizes
         schedules: tuple[PipelineSchedule, ...]
         schedules = ("1F1B", "Interleaved1F1B") if pp > 1 else (config.parallelism.pipeline_parallel_schedule,)
-        for shard in _shards(dp, tp * cp, devices_per_host):
-            for ep in _powers(min(n_experts, shard * cp * tp)):
-                for size, schedule, mode in product(sizes[:1] if least else sizes, schedules, modes):
-                    parallelism = dataclasses.replace(
-                        config.parallelism,
-                        data_parallel_replicate_degree=dp // shard,
-                        data_parallel_shard_degree=shard,
-                        context_parallel_degree=cp,
-                        tensor_parallel_degree=tp,
-                        enable_async_tensor_parallel=is_async and tp > 1,
-                        pipeline_parallel_degree=pp,
-                        pipeline_parallel_schedule=schedule,
-                        pipeline_parallel_microbatch_size=1,
-                        expert_parallel_degree=ep,
-                        expert_tensor_parallel_degree=1,
-                    )
-                    training = dataclasses.replace(config.training, local_batch_size=size)
-                    yield dataclasses.replace(with_mode(config, mode), parallelism=parallelism, training=training)
-
-
-def _shards(dp: int, inner: int, devices_per_host: int) -> list[int]:
-    """Return degrees of sharding: all ranks (FSDP), the ranks of a host (HSDP), one (DDP)."""
-    in_host = max(1, devices_per_host // inner)
-    return sorted({dp, 1} | ({in_host} if dp % in_host == 0 and in_host < dp else set()))
+        in_host = max(1, devices_per_host // (tp * cp))
+        # All ranks (FSDP), the ranks of a host (HSDP), or none (DDP).
+        for shard in sorted({dp, 1} | ({in_host} if dp % in_host == 0 and in_host < dp else set())):
+            experts = _powers(min(n_experts, shard * cp * tp))
+            for ep, size, schedule, mode in product(experts, sizes, schedules, modes):
+                parallelism = dataclasses.replace(
+                    config.parallelism,
+                    data_parallel_replicate_degree=dp // shard,
+                    data_parallel_shard_degree=shard,
+                    context_parallel_degree=cp,
+                    tensor_parallel_degree=tp,
+                    enable_async_tensor_parallel=is_async and tp > 1,
+                    pipeline_parallel_degree=pp,
+                    pipeline_parallel_schedule=schedule,
+                    pipeline_parallel_microbatch_size=1,
+                    expert_parallel_degree=ep,
+                    expert_tensor_parallel_degree=1,
+                )
+                training = dataclasses.replace(config.training, local_batch_size=size)
+                candidate = dataclasses.replace(with_mode(config, mode), parallelism=parallelism, training=training)
+                with contextlib.suppress(UserError):  # the degrees do not fit the model or each other
+                    yield Layout.of(candidate, world_size, compiles=True)
 
 
 def _powers(most: int) -> list[int]:

@@ -1,10 +1,9 @@
 """Prediction of a run's time and memory from the profile of a layer."""
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from math import ceil
 from typing import Any
 
 import torch
@@ -14,12 +13,11 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.pipeline import PipelinePlan
 from torchtitan.dry_run.fake_trainer import with_vocabulary
 from torchtitan.dry_run.fitting import USABLE, with_mode
-from torchtitan.dry_run.report import RankReport, axis_of
-from torchtitan.dry_run.work_tracker import Kernel
-from torchtitan.foresight.device_choice import device_named
-from torchtitan.foresight.devices import Device
-from torchtitan.foresight.profile import Portion, Profile, Split, facts_of, profile, role_of
-from torchtitan.foresight.time import Message, Role, bubble_seconds, step_parts
+from torchtitan.dry_run.report import RankReport
+from torchtitan.dry_run.work_tracker import CommunicationKind, Kernel
+from torchtitan.foresight.devices import Device, device_named
+from torchtitan.foresight.profile import Profile, Split, facts_of, profile, timed_work, weighted_sum
+from torchtitan.foresight.time import Message, Role, WorkOfRank, bubble_seconds, step_parts
 from torchtitan.trainer import Trainer
 
 GIB = 2**30
@@ -70,23 +68,10 @@ class Prediction:
 
 
 def predict(
-    config: Trainer.Config,
-    world_size: int,
-    device: Device | str = "h100",
-    *,
-    devices_per_host: int = 8,
+    config: Trainer.Config, world_size: int, device: Device | str = "h100", *, devices_per_host: int = 8
 ) -> Prediction:
-    """Predict the step of a run.
-
-    Args:
-        config: the run's configuration, with its layout.
-        world_size: devices of the run.
-        device: a device, or its name in `DEVICES`.
-        devices_per_host: devices that are connected by fast links.
-
-    Raises:
-        UserError: for an impossible layout, or a model without repeated layers.
-    """
+    """Predict the step of a run with its configured layout; arguments as in `plan`. Raise `UserError` for an impossible
+    layout, or a model without repeated layers."""
     config = with_vocabulary(config)
     device = device_named(device, world_size) if isinstance(device, str) else device
     facts, mode = facts_of(config), config.activation_checkpoint.mode
@@ -103,14 +88,7 @@ def predict_from_reports(
 ) -> Prediction:
     """Predict the step of a dry run from all of its operations, which show float8 as they are."""
     layout = Layout.of(config, world_size)
-    work = []
-    for report in reports:
-        messages = []
-        for one, calls in report.work.transfers.items():
-            n, hosts = len(one.ranks), len({rank // devices_per_host for rank in one.ranks})
-            if role := role_of(one.kind, axis_of(one.ranks, layout.dims)):
-                messages.append((Message(role, one.kind, one.n_bytes, n, ceil(n / hosts)), calls))
-        work.append((report.work.kernels.items(), messages))
+    work = [timed_work(report.work, layout.dims, devices_per_host) for report in reports]
     memory = max(report.peak_reserved_bytes for report in reports)
     return _prediction(layout, device, work, memory, reports[0].model_flops)
 
@@ -190,12 +168,10 @@ class Estimate:
         return self.layout.split.sequences / self.measured.sequences
 
     def predict(self, device: Device, devices_per_host: int) -> Prediction:
-        layout, measured = self.layout, self.measured
-        work = []
-        for layers, has_loss in {self._held_by(rank) for rank in range(layout.dims.pp)}:
-            held = Portion.of_terms((layers, measured.layer), (has_loss, measured.rest))
-            work.append((self._kernels(held), self._messages(held, layers, devices_per_host)))
-        flops = measured.facts.flops_per_token * layout.tokens / layout.dims.world_size
+        layout = self.layout
+        held = {self._held_by(rank) for rank in range(layout.dims.pp)}
+        work = [self._work(layers, has_loss, devices_per_host) for layers, has_loss in held]
+        flops = self.measured.facts.flops_per_token * layout.tokens / layout.dims.world_size
         return _prediction(layout, device, work, self.memory_bytes, flops)
 
     @property
@@ -212,23 +188,9 @@ class Estimate:
         names = [name for stage in pipeline.stages_of_rank(rank) for name in pipeline.stages[stage]]
         return sum(name.startswith("layers.") for name in names), int("head" in names)
 
-    @property
-    def _passes(self) -> int:
-        """Micro-batches of a step."""
-        pipeline = self.layout.pipeline
-        return self.layout.accumulation * (pipeline.n_microbatches if pipeline else 1)
-
-    def _kernels(self, held: Portion) -> Iterator[tuple[Kernel, float]]:
-        for kernel, calls in held.kernels.items():
-            if kernel.kind == "sharding":
-                yield kernel, calls * self.layout.accumulation
-            else:
-                flops, n_bytes = round(kernel.flops * self.batch), round(kernel.n_bytes * self.batch)
-                yield kernel._replace(flops=flops, n_bytes=n_bytes), calls * self._passes
-        yield Kernel("other", "update", torch.float32, 0, round(held.sizes["update"] / self.layout.shards)), 1
-
-    def _messages(self, held: Portion, layers: int, devices_per_host: int) -> Iterator[tuple[Message, float]]:
-        dims, shards = self.layout.dims, self.layout.shards
+    def _work(self, layers: int, has_loss: int, devices_per_host: int) -> WorkOfRank:
+        """Yield the work of a step."""
+        dims, shards, pipeline = self.layout.dims, self.layout.shards, self.layout.pipeline
         ranks_and_distance: dict[Role, tuple[int, int]] = {
             "tensor parallel": (dims.tp, 1),
             "context parallel": (dims.cp, dims.tp),
@@ -236,27 +198,36 @@ class Estimate:
             "FSDP": (shards, dims.tp),
             "replicas": (dims.dp_replicate, dims.tp * shards),
         }
-        ranks_and_per_host = {
-            role: (ranks, max(1, min(ranks, devices_per_host // distance)))
-            for role, (ranks, distance) in ranks_and_distance.items()
-        }
-        for (role, kind, n_bytes), calls in held.transfers.items():
-            if role == "FSDP":  # a pipeline gathers weights, and reduces gradients, once per local batch
-                keeps_weights = kind == "all-gather" and dims.pp > 1  # for the backward pass
-                times, size = self.layout.accumulation / (2 if keeps_weights else 1), float(n_bytes)
-            else:
-                times, size = self._passes, n_bytes * self.batch
-            if role != "replicas":
-                yield Message(role, kind, size, *ranks_and_per_host[role]), calls * times
+
+        def message(role: Role, kind: CommunicationKind, n_bytes: float) -> Message:
+            ranks, distance = ranks_and_distance[role]
+            return Message(role, kind, n_bytes, ranks, max(1, min(ranks, devices_per_host // distance)))
+
+        batches = self.layout.accumulation
+        passes = batches * (pipeline.n_microbatches if pipeline else 1)
+        held = weighted_sum((layers, self.measured.layer), (has_loss, self.measured.rest))
+        for one, calls in held.items():
+            if isinstance(one, Kernel):
+                is_sharding = one.kind == "sharding"
+                scale = 1.0 if is_sharding else self.batch
+                scaled = one._replace(flops=round(one.flops * scale), n_bytes=round(one.n_bytes * scale))
+                yield scaled, calls * (batches if is_sharding else passes)
+            elif isinstance(one, Message) and one.role == "FSDP":
+                # A pipeline gathers weights, and reduces gradients, once per local batch.
+                keeps_weights = one.kind == "all-gather" and dims.pp > 1  # for the backward pass
+                yield message(one.role, one.kind, one.n_bytes), calls * batches / (2 if keeps_weights else 1)
+            elif isinstance(one, Message) and one.role != "replicas":
+                yield message(one.role, one.kind, one.n_bytes * self.batch), calls * passes
+        yield Kernel("other", "update", torch.float32, 0, round(held["update"] / shards)), 1
         if dims.dp_replicate > 1:  # replicas add up gradients once per step, layer by layer
-            size = _GRADIENT_BYTES * held.sizes["parameters"] / shards / (layers + 1)
-            yield Message("replicas", "all-reduce", size, *ranks_and_per_host["replicas"]), layers + 1
+            size = _GRADIENT_BYTES * held["parameters"] / shards / (layers + 1)
+            yield message("replicas", "all-reduce", size), layers + 1
 
     def _allocated(self, rank: int) -> float:
         """Return the allocated bytes at the peak of a rank. In a pipeline, the embedding and the head have half of the
         remaining weights each; gathered weights stay, and gradients accumulate before they are sharded. The
         embedding's gradient is whole on each tensor-parallel rank."""
-        layer, rest = self.measured.layer.sizes, self.measured.rest.sizes
+        layer, rest = self.measured.layer, self.measured.rest
         shards, pipeline, batch = self.layout.shards, self.layout.pipeline, self.batch
         layers, has_loss = self._held_by(rank)
         ends = 1.0 if pipeline is None else 0.5 * ((rank == 0) + has_loss)
@@ -288,16 +259,12 @@ def _in_flight(pipeline: PipelinePlan, rank: int) -> int:
 
 
 def _prediction(
-    layout: Layout,
-    device: Device,
-    work: Iterable[tuple[Iterable[tuple[Kernel, float]], Iterable[tuple[Message, float]]]],
-    memory_bytes: float,
-    flops: float,
+    layout: Layout, device: Device, work: Iterable[WorkOfRank], memory_bytes: float, flops: float
 ) -> Prediction:
-    """Return the prediction for a step of the slowest rank, from the kernels and messages of each with their numbers of
-    calls; `flops` are the model's operations for each device."""
+    """Return the prediction for a step of the slowest rank, from the work of each; `flops` are the model's operations
+    for each device."""
     methods = {"is_compiled": layout.is_compiled, "is_async_tp": layout.config.parallelism.enable_async_tensor_parallel}
-    steps = [step_parts(device, kernels, messages, **methods) for kernels, messages in work]
+    steps = [step_parts(device, one, **methods) for one in work]
     parts = max(steps, key=lambda step: sum(step.values()))
     if pipeline := layout.pipeline:
         stages = len(pipeline.stages) // pipeline.degree

@@ -2,6 +2,8 @@
 
 import dataclasses
 from collections import Counter
+from collections.abc import Iterator
+from math import ceil
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -11,8 +13,8 @@ from torchtitan.config import CompileConfig, ParallelismConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.dry_run.fitting import with_mode
 from torchtitan.dry_run.report import RankReport, axis_of, reports_of
-from torchtitan.dry_run.work_tracker import CommunicationKind, Kernel
-from torchtitan.foresight.time import FLOAT8_CASTS, Role
+from torchtitan.dry_run.work_tracker import CommunicationKind, Kernel, Work
+from torchtitan.foresight.time import FLOAT8_CASTS, Message, Role
 from torchtitan.tools.errors import UserError
 from torchtitan.trainer import Trainer
 
@@ -44,23 +46,16 @@ and writes (`update`), all before FSDP shards them; bytes at the peak of gathere
 the rest (`temporary`)."""
 
 
-class Portion(NamedTuple):
-    """Work and memory of some layers in one forward and backward pass."""
+Portion = Counter[Kernel | Message | Size]
+"""Work of some layers in one forward and backward pass, as numbers of calls, and their sizes."""
 
-    kernels: Counter[Kernel]
-    transfers: Counter[tuple[Role, CommunicationKind, int]]
-    """Messages by role, kind and bytes."""
-    sizes: Counter[Size]
 
-    @classmethod
-    def of_terms(cls, *terms: tuple[int, "Portion"]) -> "Portion":
-        """Return a sum of portions, each times a factor."""
-        sums = cls(Counter(), Counter(), Counter())
-        for factor, portion in terms:
-            counters: Any = zip(sums, portion, strict=True)
-            for total, counts in counters:
-                total.update({key: factor * count for key, count in counts.items()})
-        return sums
+def weighted_sum(*terms: tuple[int, Portion]) -> Portion:
+    """Return a sum of portions, each times a factor."""
+    total: Portion = Counter()
+    for factor, portion in terms:
+        total.update({key: factor * count for key, count in portion.items()})
+    return total
 
 
 class Facts(NamedTuple):
@@ -110,11 +105,11 @@ def facts_of(config: Trainer.Config) -> Facts:
 def profile(config: Trainer.Config, facts: Facts, split: Split) -> Profile:
     """Return the work and memory of a layer, by the difference of two dry runs."""
     few, more = (_measure(config, split, n) for n in (facts.n_special, facts.n_special + 1))
-    layer = Portion.of_terms((1, more), (-1, few))
-    del layer.sizes["temporary"]  # which depends on the moment of the peak, not on the number of layers
+    layer = weighted_sum((1, more), (-1, few))
+    del layer["temporary"]  # which depends on the moment of the peak, not on the number of layers
     if config.parallelism.fsdp_reshard_after_forward != "never":
-        del layer.sizes["gathered"]
-    rest = Portion.of_terms((1, few), (-facts.n_special, layer))
+        del layer["gathered"]
+    rest = weighted_sum((1, few), (-facts.n_special, layer))
     for one in config.model_converters:
         if isinstance(one, Float8LinearConverter.Config) and not one.emulate:
             layer = _in_float8(layer, one)  # all but the head, which is in `rest`
@@ -123,18 +118,15 @@ def profile(config: Trainer.Config, facts: Facts, split: Split) -> Profile:
 
 def _in_float8(layer: Portion, converter: Float8LinearConverter.Config) -> Portion:
     """Return a layer with its products in bfloat16 replaced by products in float8, and kernels that cast."""
-    kernels, transfers = Counter[Kernel](), Counter[tuple[Role, CommunicationKind, int]]()
-    for kernel, calls in layer.kernels.items():
-        if kernel.kind == "product" and kernel.dtype == torch.bfloat16:
-            cast = kernel._replace(kind="other", flops=0, n_bytes=round(FLOAT8_CASTS * kernel.n_bytes))
-            product = kernel._replace(dtype=torch.float8_e4m3fn, n_bytes=kernel.n_bytes // 2)
-            kernels.update({cast: calls, product: calls})
-        else:
-            kernels[kernel] += calls
-    for (role, kind, n_bytes), calls in layer.transfers.items():
-        is_halved = converter.fsdp_float8_all_gather and (role, kind) == ("FSDP", "all-gather")
-        transfers[role, kind, n_bytes // 2 if is_halved else n_bytes] += calls
-    return layer._replace(kernels=kernels, transfers=transfers)
+    changed: Portion = Counter()
+    for one, count in layer.items():
+        if isinstance(one, Kernel) and one.kind == "product" and one.dtype == torch.bfloat16:
+            changed[one._replace(kind="other", flops=0, n_bytes=round(FLOAT8_CASTS * one.n_bytes))] += count
+            one = one._replace(dtype=torch.float8_e4m3fn, n_bytes=one.n_bytes // 2)
+        elif isinstance(one, Message) and one.role == "FSDP" and one.kind == "all-gather":
+            one = one._replace(n_bytes=one.n_bytes // (2 if converter.fsdp_float8_all_gather else 1))
+        changed[one] += count
+    return changed
 
 
 def _measure(config: Trainer.Config, split: Split, n_layers: int) -> Portion:
@@ -169,30 +161,41 @@ def _measure(config: Trainer.Config, split: Split, n_layers: int) -> Portion:
 
 def _portion_of(report: RankReport, dims: ParallelDims) -> Portion:
     shards, peak = dims.dp_shard * dims.cp, report.peak
-    kernels, transfers = report.work.kernels.copy(), Counter[tuple[Role, CommunicationKind, int]]()
-    for one, calls in report.work.transfers.items():
-        if role := role_of(one.kind, axis_of(one.ranks, dims)):
-            transfers[role, one.kind, one.n_bytes] += calls
-    updates = [kernel for kernel in kernels if kernel.phase == "update"]  # which take all layers at once
-    updated = sum(kernel.n_bytes * kernels.pop(kernel) for kernel in updates)
     state, gathered = peak["parameters"] + peak["optimizer"], peak["gathered parameters"]
-    sizes: dict[Size, int] = {
-        "parameters": report.parameters * shards,
-        "state": state * shards,
-        "update": updated * shards,
-        "gathered": gathered,
-        "saved": report.saved_bytes,
-        "temporary": report.peak_bytes - state - gathered - report.saved_bytes,
-    }
-    return Portion(kernels, transfers, Counter(sizes))
+    portion: Portion = Counter(
+        {
+            "parameters": report.parameters * shards,
+            "state": state * shards,
+            "gathered": gathered,
+            "saved": report.saved_bytes,
+            "temporary": report.peak_bytes - state - gathered - report.saved_bytes,
+        }
+    )
+    for one, calls in timed_work(report.work, dims, devices_per_host=1):
+        if isinstance(one, Message):
+            portion[one._replace(ranks=1)] += calls  # as many as a layout has
+        elif one.phase == "update":  # which takes all layers at once
+            portion["update"] += calls * one.n_bytes * shards
+        else:
+            portion[one] += calls
+    return portion
 
 
-def role_of(kind: CommunicationKind, axis: str) -> Role | None:
+def timed_work(work: Work, dims: ParallelDims, devices_per_host: int) -> Iterator[tuple[Kernel | Message, int]]:
+    """Yield the kernels of a dry run, and the messages whose time counts."""
+    for one, calls in work.items():
+        if isinstance(one, Kernel):
+            yield one, calls
+        elif role := _role_of(one.kind, axis_of(one.ranks, dims)):
+            n, hosts = len(one.ranks), len({rank // devices_per_host for rank in one.ranks})
+            yield Message(role, one.kind, one.n_bytes, n, ceil(n / hosts)), calls
+
+
+def _role_of(kind: CommunicationKind, axis: str) -> Role | None:
     """Return why ranks that differ in these mesh dimensions (`dp_shard+cp`) communicate. None: no time is counted."""
     roles: dict[str, Role] = {"tp": "tensor parallel", "cp": "context parallel", "dp_replicate": "replicas"}
-    if kind == "all-to-all":
-        return "expert parallel"
     if kind in ("send", "receive"):
         return None
-    is_sharding = kind in ("all-gather", "reduce-scatter") and "dp_shard" in axis.split("+")
-    return "FSDP" if is_sharding else roles.get(axis)
+    if kind in ("all-gather", "reduce-scatter") and "dp_shard" in axis.split("+"):
+        return "FSDP"
+    return "expert parallel" if kind == "all-to-all" else roles.get(axis)

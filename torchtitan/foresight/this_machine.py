@@ -10,17 +10,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from torchtitan.foresight.devices import Device
 from torchtitan.tools import durable
 from torchtitan.tools.cpu_products import onednn_products
-from torchtitan.tools.errors import UserError
+from torchtitan.tools.errors import UserError, os_errors_as
 from torchtitan.tools.process import keep_freed_memory
 
 _SECONDS = 0.4
@@ -35,53 +34,47 @@ _VERSION = 3
 """Of the measurement, part of the file's name."""
 
 
-def this_machine(processes: int) -> Device:
-    """Return the speed of each of `processes`, at most one per core, that compute at the same time on this machine,
-    measured on first use; the file is in $TORCHTITAN_CACHE or ~/.cache/torchtitan."""
+def speed_of_this_machine(processes: int) -> dict[str, Any]:
+    """Return the fields of `Device` for each of `processes`, at most one per core, that compute at the same time on
+    this machine, measured on first use; the file is in $TORCHTITAN_CACHE or ~/.cache/torchtitan."""
     processes = min(processes, os.cpu_count() or 1)
     threads = os.environ.get("OMP_NUM_THREADS", "")
     key = [_VERSION, platform.processor(), platform.node(), os.cpu_count(), processes, threads, torch.__version__]
     cache = Path(os.environ.get("TORCHTITAN_CACHE") or Path.home() / ".cache" / "torchtitan")
     path = cache / f"device-{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}.json"
     if not path.is_file():
-        try:
+        with os_errors_as(f"{cache} cannot be written", "; set TORCHTITAN_CACHE to a folder"):
             durable.make_folder(cache)
             durable.write(path, _measure_together(processes))
-        except OSError as error:
-            raise UserError(f"{cache} cannot be written: {error.strerror}; set TORCHTITAN_CACHE to a folder") from error
-    return Device(**json.loads(path.read_text()))
+    fields: dict[str, Any] = json.loads(path.read_text())
+    return fields
 
 
 def _measure_together(processes: int) -> str:
     """Return the speed of one of several processes as JSON."""
     threads = max(1, (os.cpu_count() or 1) // processes)  # as `torchtitan train` does
     environment = {"OMP_NUM_THREADS": str(threads), **os.environ}
-    program = "from torchtitan.foresight.this_machine import measure; measure()"
     with tempfile.TemporaryDirectory() as folder:
-        words = [sys.executable, "-P", "-c", program, f"{folder}/store", str(processes)]
-        started = [
-            subprocess.Popen([*words, str(rank)], stdout=subprocess.PIPE, text=True, env=environment)
-            for rank in range(processes)
-        ]
+        program = "from torchtitan.foresight.this_machine import measure; measure({!r}, {}, {})"
+        words = [[sys.executable, "-P", "-c", program.format(folder, processes, rank)] for rank in range(processes)]
+        started = [subprocess.Popen(one, stdout=subprocess.PIPE, text=True, env=environment) for one in words]
         outputs = [process.communicate()[0] for process in started]
     if any(process.returncode for process in started):
         raise UserError("the speed of this machine could not be measured (see above); describe it in a --device_file")
     return outputs[0]
 
 
-def measure() -> None:
-    """Print the speed of this process, while others measure too. Arguments of the command line: a file for their
-    rendezvous, their number, the rank."""
+def measure(folder: str, processes: int, rank: int) -> None:
+    """Print the speed of this process, while others, which it meets in a file of `folder`, measure too."""
     keep_freed_memory()  # as in training
-    store, processes, rank = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=processes)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=processes)
     torch.manual_seed(0)
     gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
     float32, bfloat16 = (_products_rate(dtype) for dtype in (torch.float32, torch.bfloat16))
     latency, seconds = (_mean_seconds(functools.partial(dist.all_reduce, torch.zeros(n))) for n in (_SMALL, _LARGE))
     # A ring sends twice (n - 1) / n of the message.
     bandwidth = 8 * _LARGE * (processes - 1) / processes / (seconds - latency)
-    device = Device(
+    fields = dict(
         name=f"this machine, {processes} process(es)",
         memory_gib=gib / processes,
         float32_flops=float32,
@@ -99,7 +92,7 @@ def measure() -> None:
         collective_seconds=latency,
         is_asynchronous=False,
     )
-    print(json.dumps(asdict(device)))
+    print(json.dumps(fields))
 
 
 def _mean_seconds(call: Callable[[], object]) -> float:

@@ -68,6 +68,10 @@ class Message(NamedTuple):
     """Ranks that share a host."""
 
 
+WorkOfRank = Iterable[tuple[Kernel | Message, float]]
+"""Kernels and messages with their numbers of calls."""
+
+
 def collective_seconds(device: Device, message: Message) -> float:
     """Return the time of a collective.
 
@@ -110,43 +114,39 @@ def kernel_seconds(device: Device, kernel: Kernel, *, is_compiled: bool) -> floa
 
 
 def step_parts(
-    device: Device,
-    kernels: Iterable[tuple[Kernel, float]],
-    messages: Iterable[tuple[Message, float]],
-    *,
-    is_compiled: bool = False,
-    is_async_tp: bool = False,
+    device: Device, work: WorkOfRank, *, is_compiled: bool = False, is_async_tp: bool = False
 ) -> dict[str, float]:
     """Return the seconds of a step's work on one rank by part, without a pipeline's bubble: products, attention, other
     kernels, recomputation, optimizer, launches, and each role of communication, as far as no computation hides it.
-    Kernels and messages come with their numbers of calls.
 
     FSDP's communication runs on its own streams: the first gather and the last reduction are exposed, the others only
     if they take longer than the computation. Tensor, context and expert parallelism need each result at once.
     """
-    parts: defaultdict[str, float] = defaultdict(float)
-    launches = 0.0
-    for kernel, calls in kernels:
-        name = _PART_OF_PHASE.get(kernel.phase) or _PART_OF_KIND.get(kernel.kind, "other kernels")
-        parts[name] += calls * kernel_seconds(device, kernel, is_compiled=is_compiled)
-        launches += calls * (FUSED_LAUNCHES if is_compiled and kernel.kind == "other" else 1.0)
-    computing, hidden = sum(parts.values()), 0.0
+    kernels: defaultdict[str, float] = defaultdict(float)
+    messages: defaultdict[str, float] = defaultdict(float)
     exposed: defaultdict[CommunicationKind, float] = defaultdict(float)
-    for message, calls in messages:
-        seconds = collective_seconds(device, message)
-        if message.role in ("FSDP", "replicas"):
+    launching = hidden = 0.0
+    for one, calls in work:
+        if isinstance(one, Kernel):
+            name = _PART_OF_PHASE.get(one.phase) or _PART_OF_KIND.get(one.kind, "other kernels")
+            kernels[name] += calls * kernel_seconds(device, one, is_compiled=is_compiled)
+            launching += calls * (FUSED_LAUNCHES if is_compiled and one.kind == "other" else 1.0)
+            continue
+        seconds = collective_seconds(device, one)
+        if one.role in ("FSDP", "replicas"):
             hidden += calls * seconds
-            exposed[message.kind] = max(exposed[message.kind], seconds if calls > 0 else 0.0)
+            exposed[one.kind] = max(exposed[one.kind], seconds if calls > 0 else 0.0)
         else:
-            saved = ASYNC_TENSOR_PARALLEL if message.role == "tensor parallel" and is_async_tp else 0.0
-            parts[message.role] += calls * seconds * (1 - saved)
+            saved = ASYNC_TENSOR_PARALLEL if one.role == "tensor parallel" and is_async_tp else 0.0
+            messages[one.role] += calls * seconds * (1 - saved)
+    launching *= device.launch_seconds
+    parts = {**kernels, **messages, "FSDP": hidden}
     if device.is_asynchronous:
+        computing = sum(kernels.values())
         beyond = hidden + CONTENTION * min(hidden, computing) - computing
         parts["FSDP"] = max(beyond, CONTENTION * hidden, sum(exposed.values()))
-        parts["launches"] = max(0.0, launches * device.launch_seconds - sum(parts.values()))
-    else:
-        parts["FSDP"] = hidden
-        parts["launches"] = launches * device.launch_seconds
+        launching = max(0.0, launching - sum(parts.values()))
+    parts["launches"] = launching
     return {name: seconds for name, seconds in parts.items() if seconds}
 
 

@@ -46,6 +46,11 @@ class ModelConverter(Configurable):
     class Config(Configurable.Config):
         """A converter's options: `--model_converters.<class name in lower case>.<field>`."""
 
+        @property
+        def option(self) -> str:
+            """Beginning of the names of these options, for messages."""
+            return f"--model_converters.{config_key(self)}"
+
         def check_run(
             self, *, training: TrainingConfig, parallelism: ParallelismConfig, compile: CompileConfig
         ) -> None:
@@ -107,8 +112,7 @@ class LayerConverter(ModelConverter):
         """Regular expressions; layers with matching names are not converted."""
 
         def validate(self) -> None:
-            option = f"--model_converters.{config_key(self)}"
-            check_choice(option, self.include, self.exclude, "nothing would be converted")
+            check_choice(self.option, self.include, self.exclude, "nothing would be converted")
 
     config: Config
 
@@ -138,17 +142,17 @@ class LayerConverter(ModelConverter):
             layers.pop(HEAD, None)
         is_tied = self.converts_head and is_head_tied(model)
         kind = f"layers (the head is tied to the embedding, so there is no '{HEAD}')" if is_tied else "layers"
-        names = choose(f"--model_converters.{key}", config.include, config.exclude, list(layers), kind)
+        names = choose(config.option, config.include, config.exclude, list(layers), kind)
         for name in names:
             is_plain = type(layers[name]) in self.layer_types or isinstance(layers[name], StackedExperts)
             if (other := converter_of(layers[name])) or not is_plain:
                 raise UserError(
                     f"model_converters: {name} is already converted by {other or type(layers[name]).__name__}, and "
-                    f"{key} cannot convert it again; exclude it from one of them (--model_converters.{key}.exclude)"
+                    f"{key} cannot convert it again; exclude it from one of them ({config.option}.exclude)"
                 )
         selected = {name: layers[name] for name in names if self.accepts(name, layers[name])}
         if not selected:
-            raise UserError(f"--model_converters.{key}: no layer is left to convert ({_join(layers)})")
+            raise UserError(f"{config.option}: no layer is left to convert ({_join(layers)})")
         return selected
 
     def accepts(self, name: str, layer: nn.Module) -> bool:

@@ -100,6 +100,23 @@ def send(x: torch.Tensor, device: torch.device) -> torch.Tensor:
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 
+class HostCopy:
+    """Copy of a tensor on the host, made in the order of the device's work. Only `tolist` waits, for this copy."""
+
+    def __init__(self, x: torch.Tensor):
+        on_cuda = x.device.type == "cuda"
+        self._copy = x.to("cpu", non_blocking=on_cuda)  # in pinned memory, which PyTorch takes for such copies
+        self._event = torch.cuda.Event() if on_cuda else None
+        if self._event:
+            self._event.record()
+
+    def tolist(self) -> list[float]:
+        if self._event:
+            self._event.synchronize()
+        values: list[float] = self._copy.tolist()
+        return values
+
+
 @functools.cache
 def multiplies(dtype: torch.dtype) -> bool:
     """Return whether this CPU has instructions for products of a type. Without them, such products are slow."""

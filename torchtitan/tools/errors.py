@@ -1,7 +1,8 @@
 """Exceptions that the command line prints as a short message instead of a traceback."""
 
+import contextlib
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 
 class UserError(ValueError):
@@ -19,9 +20,18 @@ def require(holds: bool, name: str, value: object, what: str) -> None:
         raise UserError(f"{name} is {value}, but must be {what}")
 
 
-def suggest(name: str, known: Iterable[str]) -> str:
-    """Return `; did you mean 'x'?` for the known name closest to `name`, or ""."""
-    nearest = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+@contextlib.contextmanager
+def os_errors_as(message: str, remedy: str = "") -> Iterator[None]:
+    """Turn an `OSError` in the block into a `UserError`: the message ("x cannot be read"), the reason, the remedy."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{message}: {error.strerror or error}{remedy}") from error
+
+
+def suggest(name: str, known: Iterable[str], cutoff: float = 0.5) -> str:
+    """Return `; did you mean 'x'?` for the known name closest to `name`, or "" if all are less alike than `cutoff`."""
+    nearest = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
     return f"; did you mean '{nearest[0]}'?" if nearest else ""
 
 

@@ -1,12 +1,13 @@
-"""Safe reading of untrusted files: regular files, JSON, and model folders."""
+"""Safe reading of untrusted files: regular files, JSON, YAML, and model folders."""
 
 import json
 import re
 import stat
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from torchtitan.tools.errors import UserError
+from torchtitan.tools.errors import UserError, os_errors_as
 
 DOWNLOADS = Path("assets/hf")
 """Folder of `torchtitan download`, with a subfolder per model."""
@@ -55,12 +56,10 @@ def read_object(path: Path) -> dict[str, Any]:
     name = f"'{path}'"
     if not regular_file(path, name).exists():
         return {}
-    try:
+    with os_errors_as(f"{name} cannot be read"):
         if (n_bytes := path.stat().st_size) > _MOST_JSON_BYTES:
             raise UserError(f"{name} has {n_bytes:,} bytes, and may have {_MOST_JSON_BYTES:,} at most")
         text = path.read_bytes()
-    except OSError as error:
-        raise UserError(f"{name} cannot be read: {error.strerror}") from error
     try:
         content = parse_json(text, name)
     except UserError as error:
@@ -84,6 +83,35 @@ def parse_json(text: str | bytes, name: str) -> Any:
     if levels > _MOST_JSON_LEVELS:
         raise UserError(f"{name} is nested more than {_MOST_JSON_LEVELS} levels deep")
     return content
+
+
+def read_yaml(path: Path, name: str) -> Any:
+    """Return the content of a YAML file, called `name` in messages. Raise `UserError` if it cannot be read."""
+    import yaml
+
+    with os_errors_as(f"{name} cannot be read"):
+        text = regular_file(path, name).read_bytes()
+    try:
+        return yaml.safe_load(text.decode())
+    except (ValueError, RecursionError, yaml.YAMLError) as error:  # also text in another encoding, or no date
+        raise UserError(f"{name} cannot be read as YAML: {' '.join(str(error).split())}") from error
+
+
+def json_lines(path: Path, usable: Callable[[dict[str, Any]], bool], broken: list[int]) -> Iterator[dict[str, Any]]:
+    """Yield the usable objects of a file of JSON lines, and append the numbers of its other lines to `broken`; nothing
+    if the file is absent. Raise `UserError` if it cannot be read."""
+    if not path.exists():
+        return
+    with os_errors_as(f"'{path}' cannot be read"), regular_file(path).open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                value = parse_json(line, "the line")
+            except UserError:
+                value = None
+            if isinstance(value, dict) and usable(value):
+                yield value
+            else:
+                broken.append(number)
 
 
 def _levels(content: Any) -> int:

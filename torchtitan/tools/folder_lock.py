@@ -9,7 +9,7 @@ import weakref
 from pathlib import Path
 
 from torchtitan.tools import durable
-from torchtitan.tools.errors import UserError
+from torchtitan.tools.errors import UserError, os_errors_as
 from torchtitan.tools.logging import logger
 
 FILE = "run.lock"
@@ -88,12 +88,10 @@ def lock_folder(folder: Path) -> FolderLock:
     path = folder.resolve()
     if (lock := _locks.get(path)) is not None:
         return lock
-    try:
+    with os_errors_as(f"--dump_folder '{folder}' cannot be written"):
         durable.make_folder(folder)
         lock = FolderLock(folder)
         lock.take()
-    except OSError as error:
-        raise UserError(f"--dump_folder '{folder}' cannot be written: {error.strerror}") from error
     _locks[path] = lock
     return lock
 

@@ -72,9 +72,10 @@ class StopSignals:
 
 
 def log_stop(number: int, when: str = "after this step") -> None:
-    """Log that a stop signal was received, and when the run stops."""
-    name = signal.Signals(number).name
-    logger.warning("%s received: the run stops %s (a second signal ends it immediately)", name, when)
+    """Log that a stop signal was received, and when the run stops: in a thread, since the signal may have interrupted a
+    write to standard error, during which this thread cannot begin another."""
+    text = f"{signal.Signals(number).name} received: the run stops {when} (a second signal ends it immediately)"
+    threading.Thread(target=logger.warning, args=(text,)).start()
 
 
 class StopRequest(StopSignals):

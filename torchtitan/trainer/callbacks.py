@@ -44,6 +44,9 @@ class Callback(Configurable):
     def on_step(self, outcome: StepResult) -> None:
         """Act on a finished step before it is reported; `trainer.step` already counts it."""
 
+    def on_skip(self, outcome: StepResult) -> None:
+        """Act on a step that is not taken: before `on_step`, or on CUDA a step later."""
+
     def after_step(self, outcome: StepResult) -> None:
         """Act on a finished step after it is reported, before validation and checkpoint."""
 

@@ -44,7 +44,7 @@ from torchtitan.distributed.tensor_parallel import check_parts
 from torchtitan.protocols import ModelConverter, ModelSpec
 from torchtitan.protocols.conversion import check_plain_state, converter_records, import_path, weight_options
 from torchtitan.tools import durable
-from torchtitan.tools.errors import UserError
+from torchtitan.tools.errors import UserError, os_errors_as
 from torchtitan.tools.logging import logger
 from torchtitan.trainer.callbacks import Callback
 from torchtitan.trainer.data_progress import DataProgress
@@ -335,9 +335,6 @@ def _check_distinct(section: str, configs: Sequence[Configurable.Config]) -> Non
 
 
 def _check_writable(folder: Path) -> None:
-    try:
+    with os_errors_as(f"--dump_folder '{folder}' cannot be written"):
         durable.make_folder(folder)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise UserError(f"--dump_folder '{folder}' cannot be written: {error.strerror}") from error
+        tempfile.TemporaryFile(dir=folder).close()

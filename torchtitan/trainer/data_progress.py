@@ -35,13 +35,10 @@ class DataProgress:
         """Samples read by all ranks."""
         self._steps = config.steps
         self._n_samples = None if config.epochs is None else n_samples
-        self.global_batch_size = global_batch_size
-        """Samples of the next global batch."""
-        self.seq_len = config.seq_len
-        """Length of the windows of the next global batch."""
         self._sequences_per_sample = sequences_per_sample
         self._batches = parse_changes("batch_schedule", global_batch_size, config.batch_schedule)
         self._windows = parse_changes("seq_len_schedule", config.seq_len, config.seq_len_schedule)
+        self.follow_schedule(0, 0)
         self._skipped: list[range] = []  # ascending and disjoint
         for span in sorted(parse_step_ranges(config.skip_data), key=lambda span: span.start):
             end = self._skipped[-1].stop if self._skipped else 1
@@ -57,9 +54,11 @@ class DataProgress:
         self.n_samples_read += self.global_batch_size
 
     def follow_schedule(self, step: int, n_tokens: int) -> None:
-        """Set the sizes of the batch after `step` steps with `n_tokens` tokens."""
-        self.global_batch_size = change_at(self._batches, step, n_tokens).value
-        self.seq_len = change_at(self._windows, step, n_tokens).value
+        """Set the samples, the length of windows and the tokens of the global batch after `step` steps with `n_tokens`
+        tokens."""
+        (following,) = self.stretches(step + 1, step, n_tokens)
+        self.global_batch_size, self.seq_len = following.batch.value, following.window.value
+        self.tokens_per_step = following.tokens_per_step
 
     def check_schedules(self) -> None:
         """Raise `UserError` for a change of batches or windows that never takes effect."""
@@ -70,11 +69,6 @@ class DataProgress:
                     f"{change.text} never takes effect in {self._steps} steps (--training.steps); list changes in the "
                     "order in which the run reaches them"
                 )
-
-    @property
-    def tokens_per_step(self) -> int:
-        """Tokens of the next global batch."""
-        return self.global_batch_size * self.seq_len * self._sequences_per_sample
 
     def stretches(self, last_step: int, step: int, n_tokens: int) -> Iterator[Stretch]:
         """Yield the steps after `step`, which ends at `n_tokens`, up to `last_step`."""
@@ -88,8 +82,7 @@ class DataProgress:
 
     def tokens_at(self, last_step: int, step: int, n_tokens: int) -> int:
         """Return the tokens up to `last_step`, if `step` ends at `n_tokens`."""
-        stretches = self.stretches(last_step, step, n_tokens)
-        return n_tokens + sum(stretch.n_steps * stretch.tokens_per_step for stretch in stretches)
+        return n_tokens + sum(part.n_steps * part.tokens_per_step for part in self.stretches(last_step, step, n_tokens))
 
     def last_step(self, step: int) -> int:
         """Return the last step of a run that has taken `step` steps."""

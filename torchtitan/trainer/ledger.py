@@ -1,8 +1,8 @@
 """Ledger of a run: the documents of each step, in one global order over all ranks."""
 
-import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +30,10 @@ class Ledger(Recorder):
         self.path = Path(trainer.config.dump_folder) / "ledger.jsonl"
         self._taken: list[list[str]] = []
 
-    @contextlib.contextmanager
-    def around_run(self) -> Iterator[None]:
+    def around_run(self) -> AbstractContextManager[Any]:
         if self.enabled and self.trainer.rank == 0:
             self.file = JsonLines(self.path, self.trainer.step)
-        yield
+        return super().around_run()
 
     def on_batches(self, micro_batches: Sequence[Batch]) -> None:
         local_batches = micro_batches if self.enabled and self.trainer.parallel_dims.is_batch_leader else []

@@ -7,7 +7,6 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from torchtitan.tools.progress import progress, sparkline
 from torchtitan.trainer.callbacks import Callback
@@ -17,10 +16,7 @@ from torchtitan.trainer.step_result import StepResult
 class LiveView(Callback):
     """Show a progress bar while rank 0, and no other rank, logs to a terminal (`metrics.enable_live_view`)."""
 
-    def __init__(self, config: Callback.Config, *, trainer: Any):
-        super().__init__(config, trainer=trainer)
-        self._advance: Callable[..., None] | None = None
-        self._recent = deque[tuple[float, int, float]](maxlen=12)  # time, tokens seen and loss of the last steps
+    _advance: Callable[..., None] | None = None
 
     @contextlib.contextmanager
     def around_run(self) -> Iterator[None]:
@@ -28,6 +24,7 @@ class LiveView(Callback):
         if not (is_alone and self.trainer.config.metrics.enable_live_view and sys.stderr.isatty()):
             yield
             return
+        self._recent = deque[tuple[float, int, StepResult]](maxlen=12)  # time, tokens seen, result of the last steps
         with progress("", self.trainer.total_steps, done=self.trainer.step) as self._advance:
             yield
 
@@ -35,8 +32,9 @@ class LiveView(Callback):
         if not self._advance:
             return
         step, total, seen = self.trainer.step, self.trainer.total_steps, self.trainer.n_tokens_seen
-        self._recent.append((time.perf_counter(), seen, outcome.loss))
+        self._recent.append((time.perf_counter(), seen, outcome))
         seconds, n_tokens = self._recent[-1][0] - self._recent[0][0], seen - self._recent[0][1]
-        losses = sparkline(loss for *_, loss in self._recent if math.isfinite(loss))
+        losses = [each.loss for *_, each in self._recent if each.is_read]  # the newest may still be on the device
+        curve = sparkline(loss for loss in losses if math.isfinite(loss))
         speed = n_tokens / seconds if seconds else 0.0  # of the steps after the first one shown
-        self._advance(1, f"step {step}/{total} {losses} loss {outcome.loss:.4f}  {speed:,.0f} tokens/s")
+        self._advance(1, f"step {step}/{total} {curve} loss {losses[-1]:.4f}  {speed:,.0f} tokens/s")

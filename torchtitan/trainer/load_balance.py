@@ -36,7 +36,7 @@ class LoadBalance(Callback):
                         trainer.compute_loss(trainer.post_dataloading_process(batch))
 
     def on_step(self, outcome: StepResult) -> None:
-        if outcome.is_taken:
+        if self.balancer.has_routers and outcome.is_taken:
             self.balancer.finish_step()
-            if self.balancer.has_routers and self.trainer.metrics.should_log(self.trainer.step):
+            if self.trainer.metrics.should_log(self.trainer.step):
                 self.trainer.metrics.add(self.balancer.watch())

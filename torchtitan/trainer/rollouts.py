@@ -18,28 +18,29 @@ from torchtitan.components.rollout.rollout import Group, RolloutEngine, Sampling
 from torchtitan.components.rollout.vllm import VLLMEngine, check_server
 from torchtitan.components.weights.export import format_for
 from torchtitan.components.weights.views import ExternalView, LiveSource, PlainView
+from torchtitan.config.sections import require_at_least
 from torchtitan.protocols.conversion import converted_model
 from torchtitan.protocols.tensor_source import TensorSource
-from torchtitan.tools.errors import UserError, require
+from torchtitan.tools.errors import UserError, in_words, require
 from torchtitan.trainer.trainer import Trainer
 
 
 def check_rollouts(config: Any) -> None:
     """Raise `UserError` for a run that cannot sample with its section `rollout`."""
-    rollout, parallelism, most = config.rollout, config.parallelism, config.training.seq_len
-    rollout.validate()
-    training = config.training
-    in_tokens = any("t:" in change for change in training.batch_schedule)
+    rollout, parallelism, training = config.rollout, config.parallelism, config.training
+    require_at_least(1, rollout__max_new_tokens=rollout.max_new_tokens, rollout__max_rows=rollout.max_rows)
+    require_at_least(1, rollout__group_size=rollout.group_size)
+    find_rollout(rollout.function)
     for option, is_set in (
         ("--lr_scheduler.unit tokens", config.lr_scheduler.unit == "tokens"),
-        ("--training.batch_schedule in tokens", in_tokens),
+        ("--training.batch_schedule in tokens", any("t:" in change for change in training.batch_schedule)),
         ("--training.seq_len_schedule", bool(training.seq_len_schedule)),
     ):
         if is_set:
             raise UserError(f"{option} needs a known number of tokens per step, which rollouts do not have; use steps")
     parallelism.require_one("context", "pipeline", user="rollouts, which the run's own weights generate")
-    limit = f"at most --training.seq_len {most}, since a window also holds the prompt"
-    require(rollout.max_new_tokens <= most, "--rollout.max_new_tokens", rollout.max_new_tokens, limit)
+    limit = f"at most --training.seq_len {training.seq_len}, since a window also holds the prompt"
+    require(rollout.max_new_tokens <= training.seq_len, "--rollout.max_new_tokens", rollout.max_new_tokens, limit)
     if rollout.engine == "vllm":  # whose processes of a tensor-parallel group would get different tokens
         parallelism.require_one("tensor", user="--rollout.engine vllm")
         check_server(rollout.url)
@@ -70,9 +71,8 @@ class RolloutTrainer(Trainer):
         self.rollout = find_rollout(rollout.function)
 
     def sample(self, load: Callable[[], Iterable[Batch]], phase: str, size: int | None = None) -> list[Group]:
-        """Return `size` trajectories, by default `group_size`, of each prompt in batches of the loader, or held-out
-        ones in the phase "validation", which `load` returns. Raise `UserError` if it, a rollout or a reward fails on
-        any rank."""
+        """Return `size` trajectories, by default `group_size`, of each prompt in the batches that `load` returns,
+        held-out ones in the phase "validation". Raise `UserError` if it, a rollout or a reward fails on any rank."""
         most, size, texts = self.config.rollout.max_new_tokens, size or self.config.rollout.group_size, []
         prompts: list[tuple[list[int], dict[str, Any], int]] = []
         leader = self.rank - self.parallel_dims.coordinate("tp")
@@ -109,7 +109,7 @@ class RolloutTrainer(Trainer):
             raise
         except Exception as error:
             named = f"{engine.where}: the rollout {self.config.rollout.function or 'single_turn'}"
-            raise UserError(f"{named} failed: {type(error).__name__}: {error}") from error
+            raise UserError(f"{named} failed: {in_words(error)}") from error
         return trajectory
 
     def measure_trajectories(self, groups: Iterable[Group], percents: Sequence[int] = ()) -> int:
@@ -129,9 +129,7 @@ def huggingface_weights(trainer: Trainer) -> TensorSource:
     """Return the current weights of a trainer's model under Hugging Face's names, without adapters. Specifications
     have the type of the computation, except that buffers keep theirs."""
     spec, converters, state = trainer.config.model_spec, trainer.converters, ModelState(trainer.model_parts)
-    source: TensorSource = LiveSource(state.state_dict())
-    if converters:
-        source = PlainView(source, converted_model(spec.model, converters), converters)
+    source = PlainView(LiveSource(state.state_dict()), converted_model(spec.model, converters), converters)
     dtype, adapter = getattr(torch, trainer.config.training.mixed_precision_param), format_for(spec, "hf").adapter
     view = ExternalView(source, adapter(spec.model))
     view.specs = adapter(spec.model).external_specs(

@@ -17,9 +17,8 @@ def skip_step(trainer: Any, outcome: StepResult, micro_batches: Sequence[Batch])
     guard = trainer.spikes
     local_batches = micro_batches if trainer.parallel_dims.is_batch_leader else []
     documents = in_global_order(names_of(local_batches, trainer.dataloader.document_names))
-    last = trainer.run_length.data_step
-    data_step = f" (data step {last + 1})" if last > trainer.step else ""
-    message = f"step {trainer.step + 1}{data_step}: {outcome}; documents: {shortened(documents)}"
+    data_step = f" (data step {outcome.data_step})" if outcome.data_step > outcome.step else ""
+    message = f"step {outcome.step}{data_step}: {outcome}; documents: {shortened(documents)}"
     ending: RunFailure | None = None
     if not outcome.is_finite and trainer.config.training.on_nonfinite == "stop":
         ending = NonFiniteError(message)
@@ -31,6 +30,8 @@ def skip_step(trainer: Any, outcome: StepResult, micro_batches: Sequence[Batch])
     if ending:
         trainer.checkpointer.wait()  # the process ends immediately, which would lose a save in the background
         raise ending
+    for callback in trainer.callbacks:
+        callback.on_skip(outcome)
 
 
 def return_to_checkpoint(trainer: Any) -> None:

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from torch import Tensor
+
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.tools.errors import RunFailure
 from torchtitan.tools.logging import logger
@@ -30,6 +32,16 @@ class StepResult:
     data_exhausted: bool
     measures: Mapping[str, float] = field(default_factory=dict)
     spike: str = ""
+    step: int = 0
+    data_step: int = 0
+    """Number of its global batch in data order, including those that are left out (`skip_data`)."""
+    skip: Tensor | None = None
+    """1 on the device if it leaves out the update, otherwise 0; None: the host decides, by `is_taken`."""
+
+    @property
+    def is_read(self) -> bool:
+        """True if the numbers are on the host, so that using them waits for nothing."""
+        return True
 
     @property
     def is_finite(self) -> bool:

@@ -3,7 +3,8 @@
 import contextlib
 import itertools
 from collections.abc import Iterator
-from typing import ClassVar
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ from torchtitan.tools.logging import logger
 from torchtitan.tools.process import StopRequest
 from torchtitan.trainer.accounting import Accounting
 from torchtitan.trainer.callbacks import Callback, GarbageCollection, Profiling, RecompileWarning
+from torchtitan.trainer.late_result import LateResults
 from torchtitan.trainer.ledger import Ledger
 from torchtitan.trainer.live_view import LiveView
 from torchtitan.trainer.load_balance import LoadBalance
@@ -46,6 +48,8 @@ class Trainer(RunState):
         training = config.training
         self.has_own_loss = type(self).compute_loss is not Trainer.compute_loss
         self.has_own_forward = self.has_own_loss or type(self).forward is not Trainer.forward
+        own_reading = type(self).read_result is not Trainer.read_result
+        self.has_own_update = own_reading or type(self).update is not Trainer.update
         self.device = self.init_distributed()
         self.phases = PhaseClock(self.device)
         self.folder_lock = None
@@ -97,6 +101,7 @@ class Trainer(RunState):
             step_seconds=config.comm.step_timeout_seconds,
             clock=self.phases,
         )
+        self.late = LateResults(self)
         self.callbacks = self.build_callbacks()
 
     def build_validator(self) -> Validator | None:
@@ -228,7 +233,7 @@ class Trainer(RunState):
                 self.prepare_converters(self.step)  # no step was taken, so validate as in the last step
                 return "data ended"
             self.complete_step(outcome)
-            if outcome.stop_requested and self.should_continue_training():
+            if outcome is not self.late.pending and outcome.stop_requested and self.should_continue_training():
                 return "stopped"
         return "completed"
 
@@ -263,14 +268,14 @@ class Trainer(RunState):
         self.watchdog.phase("gradient clipping")
         grad_norm = self.clip_gradients()
         self.watchdog.phase("reading the outcome")
-        outcome = self.read_result(loss, grad_norm, n_tokens)
-        if not outcome.is_taken:
+        outcome = self.late.result(micro_batches, loss, grad_norm, n_tokens)
+        if outcome.skip is None and not outcome.is_taken:
             self.skip_step(outcome, micro_batches)
         elif not outcome.data_exhausted:
             if self.step == 0:
                 self.check_gradients()
             self.watchdog.phase("optimizer step")
-            self.optimizer.step()
+            self.optimizer.step(outcome.skip)
             self.follow_weights()
         return outcome
 
@@ -421,6 +426,10 @@ class Trainer(RunState):
 
     def read_result(self, loss: Tensor, grad_norm: Tensor, n_tokens: Tensor) -> StepResult:
         """Sum the loss and requests to stop over ranks, and read all values at once."""
+        return self.result_of(self.sum_result(loss, grad_norm, n_tokens).tolist())
+
+    def sum_result(self, loss: Tensor, grad_norm: Tensor, n_tokens: Tensor) -> Tensor:
+        """Return the numbers of a step for `result_of` on the device: tokens, loss, gradient norm, and others."""
         if self.has_own_loss and not self.is_divided:
             raise UserError(
                 f"{type(self).__name__} overrides train_step and compute_loss, so the step must call "
@@ -433,7 +442,9 @@ class Trainer(RunState):
         norm = grad_norm if self.rank == 0 else torch.zeros_like(grad_norm)
         local = [value.to(self.device, self.statistics_dtype) for value in (self.local_addend(loss), norm, *flags)]
         sums = sum_over_ranks(torch.cat([torch.stack(local), self.measures.take()]))
-        values = torch.cat([n_tokens.to(self.device, self.statistics_dtype).reshape(1), sums]).tolist()
+        return torch.cat([n_tokens.to(self.device, self.statistics_dtype).reshape(1), sums])
+
+    def result_of(self, values: list[float]) -> StepResult:
         tokens, total_loss, total_norm, ranks_to_stop, ranks_with_data, *measured = values
         return StepResult(
             loss=total_loss,
@@ -442,6 +453,8 @@ class Trainer(RunState):
             data_exhausted=ranks_with_data == 0 and tokens == 0,
             measures=self.measures.means(measured),
             spike=self.spikes.spike(total_loss, total_norm),
+            step=self.step + 1,
+            data_step=self.run_length.data_step + 1,
         )
 
     def skip_step(self, outcome: StepResult, micro_batches: list[Batch]) -> None:
@@ -458,13 +471,10 @@ class Trainer(RunState):
         self.n_tokens_seen += self.tokens_per_step
         for callback in self.callbacks:
             callback.on_step(outcome)
-        self.report(outcome)
-        statistics = self.sample_losses.statistics(self.step, outcome.loss, outcome.grad_norm)
-        if outcome.is_taken:
-            self.spikes.record(outcome.loss, outcome.grad_norm)
-            self.ema.update()
-            self.dataloader.observe(statistics)
-        n_units = self.schedule_step if outcome.is_taken or self.config.spikes.advance_schedule else 0
+        self.metrics.count_tokens(self.tokens_per_step)
+        progress = {"lr": self.lr_scheduler.lr, "n_tokens_seen": self.n_tokens_seen}
+        self.late.when_known(outcome, partial(self.report, outcome, self.step, progress))
+        n_units = self.schedule_step if self.config.spikes.advance_schedule or outcome.is_taken else 0
         self.follow_schedule()
         self.lr_scheduler.step(n_units, step_size=self.schedule_step)
         for callback in self.callbacks:
@@ -478,6 +488,7 @@ class Trainer(RunState):
         exported."""
         if not self.checkpointer.is_due(self.step, last=last or stopped, validation_loss=validation_loss):
             return
+        self.late.settle()
         exports = last and self.config.checkpoint.last_kind != "full"
         averaged = self.ema.applied(exports and self.config.ema.for_export)
         with self.metrics.exclude(), self.phases.during("save"), averaged:
@@ -495,22 +506,20 @@ class Trainer(RunState):
             self.metrics.log_validation(self.step, **measured)
         return measured["validation_loss"]
 
-    def report(self, outcome: StepResult) -> None:
-        """Log the numbers of the step if due."""
-        self.metrics.count_tokens(self.tokens_per_step)
+    def report(self, outcome: StepResult, step: int, progress: dict[str, Any]) -> None:
+        """Log the numbers of a step if due; if it was taken, tell them to spike guard, averages and loader."""
         skipped = {"skipped_steps": self.spikes.n_skipped} if self.spikes.n_skipped else {}
-        self.metrics.log_step(
-            self.step,
-            loss=outcome.loss,
-            grad_norm=outcome.grad_norm,
-            lr=self.lr_scheduler.lr,
-            n_tokens_seen=self.n_tokens_seen,
-            **outcome.measures,
-            **skipped,
-        )
+        measured = {**progress, **outcome.measures, **skipped}
+        self.metrics.log_step(step, loss=outcome.loss, grad_norm=outcome.grad_norm, **measured)
+        statistics = self.sample_losses.statistics(step, outcome.loss, outcome.grad_norm)
+        if outcome.is_taken:
+            self.spikes.record(outcome.loss, outcome.grad_norm)
+            self.ema.update()
+            self.dataloader.observe(statistics)
 
     def finish(self, reason: StopReason) -> None:
         """Report and save outstanding results, and log how the run ended."""
+        self.late.settle()
         self.metrics.flush()
         for callback in self.callbacks:
             callback.on_end(reason)

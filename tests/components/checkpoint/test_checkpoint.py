@@ -29,10 +29,10 @@ from torchtitan.components.checkpoint import (
     CheckpointSaveError,
     ModelState,
     RandomState,
-    async_save,
     catalog,
     dcp,
     list_checkpoints,
+    saver,
 )
 from torchtitan.tools.errors import UserError
 
@@ -499,6 +499,7 @@ def test_invalid_initial_load_path(tmp_path: Path) -> None:
         ({"interval": 0}, "checkpoint.interval is 0, but must be"),
         ({"keep_latest_k": -1}, "checkpoint.keep_latest_k is -1, but must be"),
         ({"load_step": 7, "enable": False}, "checkpoint.load_step 7 requires --checkpoint.enable"),
+        ({"load_step": -2}, "checkpoint.load_step is -2, but must be a step"),
         ({"load_step": 7}, "step 7 in .* does not exist; complete steps: 9, 10"),
         ({"load_step": 8}, "step 8 in .* is incomplete; complete steps: 9, 10"),
         ({"load_step": 0}, "step 0 in .* does not exist"),
@@ -551,7 +552,7 @@ def test_exclude_from_loading(tmp_path: Path) -> None:
     assert torch.equal(run.model[0].weight, source.model[0].weight)
     assert_same(run.states["optimizer"].state_dict(), fresh_optimizer)
     assert torch.equal(torch.get_rng_state(), random_state)
-    with pytest.raises(UserError, match="no state 'optimizers'; did you mean optimizer?"):
+    with pytest.raises(UserError, match="no state 'optimizers'; did you mean 'optimizer'"):
         Run(tmp_path, exclude_from_loading=["optimizers"])
 
 
@@ -728,15 +729,15 @@ def _out_of_memory(rank: int, folder: Path) -> None:
     def fail(*args: Any) -> None:
         raise MemoryError("too large")
 
-    stage = async_save.stage
+    stage = saver.stage
     if rank == 1:
-        async_save.stage = fail
+        saver.stage = fail
     try:
         run = Run(folder, wrap=shard, async_mode="async")
         run.manager.save(3)
         assert "step-3 could not be saved: MemoryError: too large" in run.manager._saver.failure
     finally:
-        async_save.stage = stage
+        saver.stage = stage
 
 
 def _unexpected_errors_on_every_rank(folder: Path) -> None:

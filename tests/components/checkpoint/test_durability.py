@@ -27,16 +27,18 @@ from torchtitan.components.checkpoint import (
     CheckpointManager,
     CheckpointSaveError,
     ModelState,
-    async_save,
     catalog,
     list_checkpoints,
     load_model_state,
     manifest,
+    saver,
     verify,
+    writer_process,
 )
-from torchtitan.components.checkpoint.async_save import Export, SharedMemory
 from torchtitan.components.checkpoint.filesystem import LocalFolder, folder_at
 from torchtitan.components.checkpoint.ranks import Ranks
+from torchtitan.components.checkpoint.saver import Export
+from torchtitan.components.checkpoint.writer_process import SharedMemory
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError
 
@@ -625,7 +627,7 @@ def test_out_of_memory(
         raise RuntimeError("not enough memory")
 
     with monkeypatch.context() as patched:
-        patched.setattr(async_save, "stage", fail)
+        patched.setattr(saver, "stage", fail)
         run.manager.save(1, validation_loss=1.0)
     assert "step-1 could not be saved: RuntimeError: not enough memory" in log.text
     run.manager.save(2, validation_loss=2.0)
@@ -642,7 +644,7 @@ def test_shared_memory_that_cannot_grow_is_kept(monkeypatch: pytest.MonkeyPatch)
     def fail(*args: Any) -> None:
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
-    monkeypatch.setattr(async_save.mmap, "mmap", fail)
+    monkeypatch.setattr(writer_process.mmap, "mmap", fail)
     with pytest.raises(OSError, match="Cannot allocate"):
         memory.reserve({"state": {"large": torch.ones(1000)}})
     assert not unpinned and memory.n_bytes == 64
@@ -843,6 +845,20 @@ def test_file_urls_are_paths(tmp_path: Path) -> None:
     assert torch.equal(other.model[1].weight, run.model[1].weight)
 
 
+def test_sizes_that_a_store_lists_are_not_asked_again(store: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import fsspec
+
+    folder = folder_at(store)
+    folder.write("empty", b"")
+    folder.write("full", b"123")
+
+    def size(*args: Any) -> None:
+        raise AssertionError("a request per file")
+
+    monkeypatch.setattr(type(fsspec.filesystem("memory")), "size", size)
+    assert folder.files() == {"empty": 0, "full": 3}
+
+
 def test_unavailable_protocols(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="nonsense://x/y cannot be opened .* Protocol not known: nonsense"):
         CheckpointManager.Config(enable=True, folder="nonsense://x/y").validate()
@@ -851,7 +867,7 @@ def test_unavailable_protocols(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(UserError, match="s3://bucket/run.* cannot be opened .*[Ii]nstall s3fs"):
             CheckpointManager.Config(enable=True, **options).find_start("outputs")
     monkeypatch.setattr(Path, "iterdir", lambda path: os.listdir("/nowhere"))
-    with pytest.raises(UserError, match="cannot read the checkpoints in .*nowhere"):
+    with pytest.raises(UserError, match="the checkpoints in /tmp cannot be read: No such file"):
         CheckpointManager.Config(enable=True, folder="/tmp").find_start("outputs")
     with pytest.raises(UserError, match="last_save_in_hf needs a local checkpoint.folder, not memory://run"):
         CheckpointManager.Config(enable=True, last_save_in_hf=True, folder="memory://run").validate()

@@ -336,6 +336,7 @@ def test_arguments_out_of_range(config, tokenizer, runtime, message):
 def test_options_out_of_range(config, tokenizer):
     for settings, message in (
         ({"num_workers": -1}, "--dataloader.num_workers is -1, but must be at least 0"),
+        ({"num_workers": 10**6}, "num_workers is 1000000, but must be at least 0, and at most .*, 16 per CPU core"),
         ({"shuffle_buffer": 0}, "--dataloader.shuffle_buffer is 0, but must be at least 1 document"),
     ):
         wrong = replace(config, **settings)

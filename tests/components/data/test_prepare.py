@@ -32,12 +32,11 @@ from torchtitan.cli.main import main
 from torchtitan.components.checkpoint.filesystem import RemoteFolder, folder_at
 from torchtitan.components.data import PretrainDataLoader
 from torchtitan.components.data.disk_cache import bytes_digest, digest_of
+from torchtitan.components.data.finetuning import planned_loader
 from torchtitan.components.data.finetuning.filters import FilterConfig
-from torchtitan.components.data.prepare import merge as merging
-from torchtitan.components.data.prepare import parts
+from torchtitan.components.data.prepare import preparation as preparing
 from torchtitan.components.data.prepare.encoding import ITEM, DocumentEncoding
-from torchtitan.components.data.prepare.merge import find_duplicates, merge
-from torchtitan.components.data.prepare.parts import Preparation
+from torchtitan.components.data.prepare.preparation import Preparation, find_duplicates, merge
 from torchtitan.components.data.prepare.prepared import find_prepared
 from torchtitan.components.data.sources import block_cache, stored
 from torchtitan.components.data.sources.source import DOCUMENTS, resolve_source
@@ -60,8 +59,13 @@ def corpus(tmp_path) -> list[str]:
 
 def preparation(sources, place, tokenizer, *, part_bytes=6000, **options) -> Preparation:
     encoding = DocumentEncoding(tokenizer, FilterConfig(min_tokens=options.pop("min_tokens", 0)))
+
+    def open_sources():
+        return [resolve_source(source) for source in sources]
+
     return Preparation(
-        open_sources=lambda: [resolve_source(source) for source in sources],
+        sources=open_sources(),
+        open_sources=open_sources,
         place=folder_at(str(place)),
         encoding=encoding,
         part_bytes=part_bytes,
@@ -87,7 +91,7 @@ def texts_of(sources: list[str]) -> list[str]:
 
 
 def test_tokens_equal_an_independent_tokenization_without_duplicates(corpus, tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr(merging, "ITEMS_PER_PASS", 200)  # several passes
+    monkeypatch.setattr(preparing, "ITEMS_PER_PASS", 200)  # several passes
     prepared(corpus, tmp_path / "out", tokenizer, held_out=0.2)
     library = tokenizers.Tokenizer.from_file(str(PROJECT / "torchtitan/assets/tokenizer/tokenizer.json"))
     unique = [text for text in dict.fromkeys(texts_of(corpus)) if text.strip()]
@@ -180,10 +184,10 @@ def test_results_come_in_order_of_completion(tmp_path):
             time.sleep(0.01)
         return 10 + number
 
-    results = parts.run_in_processes(work, [0, 1], 2)
-    assert next(results) == (1, 11)
+    results = preparing.run_in_processes(work, [0, 1], 2)
+    assert next(results) == 11
     (tmp_path / "1 has come").touch()
-    assert list(results) == [(0, 10)]
+    assert list(results) == [10]
 
 
 def test_duplicates_are_found_in_several_passes():
@@ -198,10 +202,13 @@ def test_duplicates_are_found_in_several_passes():
     parts = []
     for of_part in drawn:
         in_order = sorted(range(len(of_part)), key=of_part.__getitem__)
-        parts.append(np.array([(of_part[position], position, 0, 0) for position in in_order], ITEM))
+        parts.append(np.array([(of_part[position], 1, position, 0, 0) for position in in_order], ITEM))
+    positions = np.concatenate(
+        [of_part["number"] + before for of_part, before in zip(parts, (0, 300, 300), strict=True)]
+    )
     for n_passes in (1, 3):
         found = [find_duplicates(parts, index, n_passes) for index in range(n_passes)]
-        assert sorted(np.concatenate(found).tolist()) == expected
+        assert sorted(positions[np.concatenate(found)].tolist()) == expected
 
 
 @pytest.fixture
@@ -429,18 +436,57 @@ def test_changes_in_stores_that_name_times_differently(corpus, store, monkeypatc
     assert "memory://raw/a.jsonl: the store states neither checksums nor times; only another size" in log.text
 
 
-@pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="needs posix_fallocate")
-def test_a_full_disk_ends_the_merge_with_a_message(corpus, tokenizer, tmp_path, store, monkeypatch):
+def test_a_full_disk_ends_the_merge_with_a_message(corpus, tokenizer, tmp_path, store):
     """Not with the signal SIGBUS, when a page of the map is written."""
+    for place, options in ((tmp_path / "out", "--out"), ("memory://out", "--out or TMPDIR")):
+        made = preparation(corpus, place, tokenizer)
+        made.begin()
+        made.write_all(made.missing(), 1)
+        _, limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limit))  # the file of hashes is larger
+        try:
+            with raises(f": File too large; set {options} to another"):
+                merge(made, 1)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+        merge(made, 1)
 
-    def fail(descriptor, start, length):
-        raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(merging.os, "posix_fallocate", fail)
-    with raises(f"cannot write to {tmp_path / 'out'}: No space left on device; set --out to another"):
-        prepared(corpus, tmp_path / "out", tokenizer)
-    with raises(": No space left on device; set --out or TMPDIR to another"):
-        prepared(corpus, "memory://out", tokenizer)
+def test_what_killed_processes_leave_is_removed(corpus, tokenizer, tmp_path):
+    """The folders of processes that live stay."""
+    child = os.fork()
+    if child == 0:
+        with preparation(corpus, tmp_path / "out", tokenizer).working() as work:
+            (work / "file").write_text("some content")
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    made = preparation(corpus, tmp_path / "out", tokenizer)
+    with made.working() as living:
+        [killed] = {*tmp_path.glob("out/.work-*")} - {living}
+        assert (killed / "file").is_file()
+        made.begin()
+        assert [*tmp_path.glob("out/.work-*")] == [living]
+
+
+@pytest.mark.parametrize("place", ["local", "store"])
+def test_two_merges_at_once(place, corpus, tokenizer, tmp_path, store, monkeypatch):
+    """The second one removes parts and work folders while the first one reads them."""
+    out = tmp_path / "out" if place == "local" else "memory://out"
+    made = preparation(corpus, out, tokenizer)
+    made.begin()
+    made.write_all(made.missing(), 1)
+    select = DocumentEncoding.select
+
+    def select_after_other(*arguments):
+        monkeypatch.setattr(DocumentEncoding, "select", select)
+        merge(preparation(corpus, out, tokenizer), 1)
+        select(*arguments)
+
+    monkeypatch.setattr(DocumentEncoding, "select", select_after_other)
+    merge(made, 1)
+    result, expected = folder_at(str(out)), prepared(corpus, tmp_path / "expected", tokenizer).place
+    assert result.files() == expected.files()
+    assert result.read("manifest.json") == expected.read("manifest.json")
 
 
 def test_a_full_disk_is_not_tried_again(monkeypatch):
@@ -469,22 +515,22 @@ def test_hosts_begin_together(place, held_out, is_before, corpus, tokenizer, tmp
     (tmp_path / "out/.work-other/plan").mkdir(parents=True)
     out = "memory://out" if place == "store" else str(tmp_path / "out")
     other, ours = preparation(corpus, out, tokenizer), preparation(corpus, out, tokenizer, held_out=held_out)
-    has_file, publish = parts.has_file, parts.publish
+    has_file, publish = preparing.has_file, preparing.publish
 
     def has_no_plan_yet(*arguments):
-        monkeypatch.setattr(parts, "has_file", has_file)
+        monkeypatch.setattr(preparing, "has_file", has_file)
         if is_before:
             other.begin()
         return False
 
     def publish_after_other(*arguments):
-        monkeypatch.setattr(parts, "publish", publish)
+        monkeypatch.setattr(preparing, "publish", publish)
         if not is_before:
             other.begin()
         publish(*arguments)
 
-    monkeypatch.setattr(parts, "has_file", has_no_plan_yet)
-    monkeypatch.setattr(parts, "publish", publish_after_other)
+    monkeypatch.setattr(preparing, "has_file", has_no_plan_yet)
+    monkeypatch.setattr(preparing, "publish", publish_after_other)
     with raises("was begun with other held_out") if held_out else contextlib.nullcontext():
         ours.begin()
     other.check()
@@ -497,7 +543,7 @@ def test_preparations_do_not_mix_in_a_store_without_conditional_writes(corpus, t
     first, second = (preparation(corpus, "memory://out", tokenizer, held_out=share) for share in (0.5, 0.1))
     first.begin()
     with monkeypatch.context() as patch:
-        patch.setattr(parts, "has_file", lambda *arguments: False)  # it looked earlier
+        patch.setattr(preparing, "has_file", lambda *arguments: False)  # it looked earlier
         second.begin()
     for made in (first, second):
         made.write_all(made.missing(), 1)
@@ -520,6 +566,19 @@ def test_a_file_that_a_server_lists_without_details(corpus, store, monkeypatch):
         resolve_source("memory://raw/a.jsonl")
 
 
+def test_parts_of_a_file_with_colons_in_its_name(corpus, tokenizer, tmp_path):
+    """They are no chain of fsspec's stores. Lines of any length, also empty ones, belong to one part each."""
+    path = tmp_path / "a::b.jsonl"
+    lines = [json.dumps({"text": "x" * n}) for n in (*range(1, 80), 500, 1)]
+    path.write_text("\n".join(lines))
+    for part_bytes in (7, 64, 101):
+        [source] = preparation([str(path)], tmp_path / "out", tokenizer).sources
+        pieces = [piece for part in source.parts for piece in stored.divide(part, part_bytes)]
+        assert len(pieces) == -(-path.stat().st_size // part_bytes)
+        texts = ["".join(text) for piece in pieces for text in piece.documents(lambda n: None)]
+        assert texts == [json.loads(line)["text"] for line in lines]
+
+
 CHAT = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]}
 
 
@@ -536,8 +595,11 @@ def test_chats_and_preferences(config, tmp_path, monkeypatch):
     write_jsonl(tmp_path / "rows.jsonl", rows)
     write_jsonl(tmp_path / "unique.jsonl", rows[:20])
     arguments = ["--part_size", "0.001", "--workers", "2", "--dataloader.chat_template", "alpaca", *names]
+    listed, resolve = [], planned_loader.resolve_source
+    monkeypatch.setattr(planned_loader, "resolve_source", lambda name, **o: listed.append(name) or resolve(name, **o))
     assert main(["data", "prepare", "rows.jsonl", "--out", "out", *arguments]) == 0
     assert not (tmp_path / "out/parts").exists()
+    assert listed == ["rows.jsonl"] * 2  # at the start, and to find changes
     monkeypatch.setattr(Preparation, "write", None)  # the same command again writes no part
     assert main(["data", "prepare", "rows.jsonl", "--out", "out", *arguments]) == 0
     batches = []
@@ -617,6 +679,7 @@ class TestErrors:
             (["a.jsonl", "--out", "o", "--part", "3/2"], "--part is 3/2"),
             (["a.jsonl", "--out", "o", "--part", "1/2", "--merge"], "set one of them"),
             (["a.jsonl", "--out", "o", "--held_out", "1"], "--held_out is 1.0"),
+            (["a.jsonl", "--out", "o", "--heldout", "0.1"], "unknown option --heldout; did you mean '--held_out'?"),
             (["c4", "--out", "o"], "registered datasets are streamed"),
             (["a.jsonl", "--out", "nothere://o"], "nothere"),
         ],
@@ -674,7 +737,7 @@ def test_many_parts_open_fast_and_in_little_memory(corpus, tokenizer, tmp_path):
     made = prepared([corpus[2]], tmp_path / "out", tokenizer)
     n, [part] = 100_000, (tmp_path / "out/train").iterdir()
     n_tokens = open_tokens(tmp_path / "out", tokenizer, tmp_path).n_tokens
-    index = np.zeros((merging.INDEX_ROWS, n), np.int64)
+    index = np.zeros((preparing.INDEX_ROWS, n), np.int64)
     index[0] = np.arange(n) * n_tokens
     index[1:] = np.frombuffer(bytes.fromhex(part.name), np.int64)[:, None]
     (tmp_path / "out/train.index").write_bytes(index.tobytes())

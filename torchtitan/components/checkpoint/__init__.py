@@ -1,9 +1,9 @@
 """Checkpoints: save a run's state, complete or not at all, and resume from it on any number of processes."""
 
-from torchtitan.components.checkpoint.async_save import CheckpointSaveError
 from torchtitan.components.checkpoint.catalog import CheckpointInfo, list_checkpoints, verify
 from torchtitan.components.checkpoint.manager import CheckpointManager
 from torchtitan.components.checkpoint.resume import load_model_state
+from torchtitan.components.checkpoint.saver import CheckpointSaveError
 from torchtitan.components.checkpoint.state import ModelState, RandomState
 
 __all__ = ["CheckpointInfo", "CheckpointManager", "CheckpointSaveError", "ModelState", "RandomState"]

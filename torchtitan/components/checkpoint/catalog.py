@@ -19,6 +19,7 @@ from torchtitan.components.checkpoint.filesystem import (
     folder_at,
 )
 from torchtitan.components.checkpoint.manifest import (
+    KIND_DESCRIPTIONS,
     MANIFEST,
     MARKER,
     Faults,
@@ -26,7 +27,6 @@ from torchtitan.components.checkpoint.manifest import (
     Marker,
     MarkerError,
     UnreadMarkerError,
-    describe_kind,
     find_faults,
     marker_content,
     read_marker,
@@ -77,7 +77,7 @@ class CheckpointInfo:
 
     @property
     def contents(self) -> str:
-        return describe_kind(self.marker.kind) if self.marker else "an incomplete checkpoint"
+        return KIND_DESCRIPTIONS[self.marker.kind] if self.marker else "an incomplete checkpoint"
 
     @property
     def validation_loss(self) -> float | None:
@@ -100,14 +100,14 @@ def find_step(folder: Folder, step: int) -> CheckpointInfo:
         return full[0]
     if complete := [info for info in same_step if info.is_complete]:
         raise UserError(
-            f"checkpoint.load_step: step {step} in {folder} holds {complete[0].contents}, so a run cannot resume from "
-            f"it; to start a new run from its weights, set --checkpoint.initial_load_path {complete[0].path}"
+            f"--checkpoint.load_step: step {step} in {folder} holds {complete[0].contents}, so a run cannot resume "
+            f"from it; to start a new run from its weights, set --checkpoint.initial_load_path {complete[0].path}"
         )
     fault = "is incomplete" if same_step else "does not exist"
     fault = next((f"cannot be loaded: {info.fault}" for info in same_step if info.fault), fault)
     steps = [str(info.step) for info in checkpoints if info.kind == "full"]
     raise UserError(
-        f"checkpoint.load_step: step {step} in {folder} {fault}; complete steps: {', '.join(steps) or 'none'}"
+        f"--checkpoint.load_step: step {step} in {folder} {fault}; complete steps: {', '.join(steps) or 'none'}"
     )
 
 

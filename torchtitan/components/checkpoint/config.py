@@ -91,8 +91,9 @@ class CheckpointConfig(Configurable.Config):
     def validate(self) -> None:
         require(self.interval >= 1, "--checkpoint.interval", self.interval, "at least 1 step")
         require(self.keep_latest_k >= 0, "--checkpoint.keep_latest_k", self.keep_latest_k, "at least 0 (keep all)")
+        require(self.load_step >= -1, "--checkpoint.load_step", self.load_step, "a step, or -1 (the newest)")
         if self.load_step != -1 and not self.enable:
-            raise UserError(f"checkpoint.load_step {self.load_step} requires --checkpoint.enable")
+            raise UserError(f"--checkpoint.load_step {self.load_step} requires --checkpoint.enable")
         _check_initial_load(self)
         _check_saves(self)
         _check_folder(self)
@@ -136,7 +137,7 @@ def _check_initial_load(config: CheckpointConfig) -> None:
         raise UserError("checkpoint.initial_load_in_hf requires --checkpoint.initial_load_path, the folder to load")
     if is_url(path):
         raise UserError(
-            f"checkpoint.initial_load_path: {path} is a URL, but checkpoint.initial_load_in_hf needs a local folder; "
+            f"--checkpoint.initial_load_path: {path} is a URL, but checkpoint.initial_load_in_hf needs a local folder; "
             "download it and set its path"
         )
     if not config.initial_load_model_only:

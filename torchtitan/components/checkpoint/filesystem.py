@@ -35,6 +35,15 @@ def folder_at(path: "AnyFolder") -> "Folder":
     return RemoteFolder(text.rstrip("/"))
 
 
+@contextlib.contextmanager
+def errors_logged(message: str) -> Iterator[None]:
+    """Log an `OSError` inside the block as a warning that begins with `message`, and continue after the block."""
+    try:
+        yield
+    except OSError as error:
+        logger.warning("%s: %s", message, error)
+
+
 def resolve_folder(dump_folder: str, folder: str) -> "Folder":
     """Return `folder` inside `dump_folder`; a URL or an absolute path is used as is."""
     return folder_at(folder) if is_url(folder) else LocalFolder(Path(dump_folder) / folder)
@@ -136,10 +145,8 @@ class LocalFolder:
         for changed in (final, final.parent):
             durable.sync_folder(changed.path)
         if replaced:
-            try:
+            with errors_logged(f"{final} is saved, but the checkpoint it replaces could not be removed"):
                 shutil.rmtree(replaced)
-            except OSError as error:
-                logger.warning("%s is saved, but the checkpoint it replaces could not be removed: %s", final, error)
         return final
 
     def _set_aside(self) -> Path:
@@ -193,7 +200,8 @@ class RemoteFolder:
     def files(self) -> dict[str, int]:
         with self._store() as (store, root):
             files = store.find(root, detail=True)
-            sizes = {path: files[path].get("size") or store.size(path) for path in sorted(files)}  # HTTP lists none
+            unknown = {path for path, entry in files.items() if entry.get("size") is None}  # HTTP lists none
+            sizes = {path: store.size(path) if path in unknown else files[path]["size"] for path in sorted(files)}
             return {path.removeprefix(root).lstrip("/"): size for path, size in sizes.items()}
 
     def has_file(self, name: str) -> bool:
@@ -264,9 +272,13 @@ class RemoteFolder:
 
 
 def open_store(url: str) -> tuple[Any, str]:
-    """Return fsspec's file system and the path in it. Raise `UserError` if no installed library opens the URL."""
+    """Return fsspec's file system and the path in it, for a URL or a local path. Raise `UserError` if no installed
+    library opens the URL."""
     from fsspec.core import url_to_fs
+    from fsspec.implementations.local import LocalFileSystem
 
+    if not is_url(url):  # `::` in a path would mean a chain of stores
+        return LocalFileSystem(), url
     try:
         return url_to_fs(url)
     except (ImportError, ValueError) as error:

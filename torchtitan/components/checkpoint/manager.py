@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import difflib
 import math
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -10,18 +9,19 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from torchtitan.components.checkpoint import catalog
-from torchtitan.components.checkpoint.async_save import Assets, Export, Saver
 from torchtitan.components.checkpoint.config import CheckpointConfig
+from torchtitan.components.checkpoint.filesystem import errors_logged
 from torchtitan.components.checkpoint.identity import BaseWeights, RunIdentity
 from torchtitan.components.checkpoint.manifest import Kind, Marker
 from torchtitan.components.checkpoint.ranks import Ranks
 from torchtitan.components.checkpoint.resume import Start, check_frozen, choose_start, find_start, newest_usable
+from torchtitan.components.checkpoint.saver import Assets, Export, Saver
 from torchtitan.components.checkpoint.state import Entries, ModelState, with_parameter_names, without_frozen
 from torchtitan.config.configurable import Configurable
-from torchtitan.tools.errors import RunFailure, UserError
+from torchtitan.distributed.initialize import local_part
+from torchtitan.tools.errors import RunFailure, UserError, suggest
 from torchtitan.tools.logging import logger
 
 if TYPE_CHECKING:
@@ -96,8 +96,6 @@ class CheckpointManager(Configurable):
         self._saver = Saver(
             self.folder, self._ranks, async_mode=config.async_mode, assets=assets, export=export, prune=self._prune
         )
-        # Lowest validation loss of a complete checkpoint, now and before the most recent save.
-        self._best_loss = self._previous_best_loss = math.inf
         # Steps at which this run ended before it was extended.
         self._finished_steps = set[int]()
         # This run's history: the step it resumed from, and the steps saved since.
@@ -112,7 +110,7 @@ class CheckpointManager(Configurable):
         is_best = False
         if self.config.keep_best and validation_loss is not None:
             self.wait()
-            is_best = validation_loss < self._best_loss
+            is_best = validation_loss < self._saver.best_loss
         is_first = step == 1 and self.config.enable_first_step_checkpoint
         return last or is_first or is_best or step % self.config.interval == 0
 
@@ -160,14 +158,8 @@ class CheckpointManager(Configurable):
             identity=self._identity.properties if self._identity else {},
             length=self._identity.length if self._identity else {},
         )
-        entries = self._encode(kind)
-        # Set now, so that it is the same on every rank; reset if the save fails.
-        self._previous_best_loss = self._best_loss
-        if validation_loss is not None:
-            self._best_loss = min(self._best_loss, validation_loss)
         in_background = not is_final and self.config.async_mode != "disabled"
-        self._saver.save(marker, entries, start_time, in_background=in_background)
-        self._reset_loss_if_failed()
+        self._saver.save(marker, self._encode(kind), start_time, in_background=in_background)
         if is_final:
             self._saver.raise_failure()
 
@@ -207,8 +199,8 @@ class CheckpointManager(Configurable):
         if start is None:
             return 0
         if start.resumes:
-            self._saver.step = self._resumed_step = start.checkpoint.step
-            self._best_loss = self._ranks.broadcast_from_rank0(lambda: self._find_best_loss(start.checkpoint.step))
+            self._saver.step = self._resumed_step = step = start.checkpoint.step
+            self._saver.best_loss = self._ranks.broadcast_from_rank0(lambda: self._find_best_loss(step))
         return start.checkpoint.step if start.resumes or not self.config.initial_load_model_only else 0
 
     def reload(self, newest: int, *, excluding: Collection[str]) -> int:
@@ -224,7 +216,6 @@ class CheckpointManager(Configurable):
     def wait(self) -> None:
         """Wait for the background save, if any."""
         self._saver.wait()
-        self._reset_loss_if_failed()
 
     def close(self) -> None:
         """Wait for the background save and release threads and memory. Call this before destroying the process group.
@@ -237,9 +228,8 @@ class CheckpointManager(Configurable):
         assert len(names) == len(set(names)), "states and rank_states share a name"
         for name in self.config.exclude_from_loading:
             if name not in names:
-                matches = difflib.get_close_matches(name, names, n=1)
-                hint = f"did you mean {matches[0]}?" if matches else f"the states are {', '.join(names)}"
-                raise UserError(f"checkpoint.exclude_from_loading: there is no state {name!r}; {hint}")
+                hint = suggest(name, names) or f"; the states are {', '.join(names)}"
+                raise UserError(f"--checkpoint.exclude_from_loading: there is no state {name!r}{hint}")
         if self.config.last_save_in_hf and not can_export:
             raise UserError("checkpoint.last_save_in_hf: this model cannot be exported to Hugging Face format")
         if self.config.initial_load_in_hf and "model" not in self.initial_loads:
@@ -305,23 +295,17 @@ class CheckpointManager(Configurable):
 
     def _prune(self, step: int) -> None:
         self._saved_steps.add(step)
-        try:
-            # Exclude the steps that an earlier attempt saved after the step from which this run resumed.
-            history = range(self._resumed_step + 1), self._saved_steps
-            best_of = (lambda step: any(step in steps for steps in history)) if self.config.keep_best else None
+        # Exclude the steps that an earlier attempt saved after the step from which this run resumed.
+        history = range(self._resumed_step + 1), self._saved_steps
+        best_of = (lambda step: any(step in steps for steps in history)) if self.config.keep_best else None
+        with errors_logged(f"could not remove an old checkpoint in {self.folder}"):
             catalog.prune(self.folder, step, self.config.keep_latest_k, best_of=best_of)
-        except OSError as error:
-            logger.warning("could not remove an old checkpoint in %s: %s", self.folder, error)
 
     def _find_finished_steps(self) -> set[int]:
         # With --checkpoint.load_step, the user wants to repeat the rest of the run.
         if not self.config.saves or self.config.load_step != -1:
             return set()
         return {info.step for info in catalog.list_checkpoints(self.folder) if info.ends_run}
-
-    def _reset_loss_if_failed(self) -> None:
-        if self._saver.failure:
-            self._best_loss = self._previous_best_loss
 
     def _find_best_loss(self, step: int) -> float:
         complete = [info for info in catalog.list_checkpoints(self.folder) if info.is_complete and not info.damage]
@@ -331,5 +315,5 @@ class CheckpointManager(Configurable):
 
 def _has_overflow(value: torch.Tensor, converted: torch.Tensor) -> bool:
     """Return whether the conversion made finite values of this rank's shard infinite."""
-    before, after = (x.to_local() if isinstance(x, DTensor) else x for x in (value, converted))
+    before, after = local_part(value), local_part(converted)
     return bool((before.isfinite() & after.isinf()).any())

@@ -27,7 +27,11 @@ _FORMAT_VERSION = 2
 _OPTIONAL = ("base_model", "base_digest", "identity", "length")
 """Fields omitted if empty."""
 
-_KIND_DESCRIPTIONS = {"full": "everything", "model_only": "the model only", "huggingface": "a Hugging Face model only"}
+KIND_DESCRIPTIONS: dict[Kind, str] = {
+    "full": "everything",
+    "model_only": "the model only",
+    "huggingface": "a Hugging Face model only",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,10 +75,6 @@ class MarkerError(Exception):
 
 class UnreadMarkerError(MarkerError):
     """Raised if a marker, possibly intact, could not be read."""
-
-
-def describe_kind(kind: Kind) -> str:
-    return _KIND_DESCRIPTIONS[kind]
 
 
 def read_marker(folder: Folder) -> Marker | None:

@@ -1,20 +1,18 @@
 """Choosing and verifying the checkpoint that a run starts from."""
 
-import contextlib
 import dataclasses
-import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 
 from torchtitan.components.checkpoint import catalog
 from torchtitan.components.checkpoint.catalog import CheckpointInfo
 from torchtitan.components.checkpoint.config import CheckpointConfig
-from torchtitan.components.checkpoint.filesystem import UNFINISHED, AnyFolder, Folder, folder_at
+from torchtitan.components.checkpoint.filesystem import UNFINISHED, AnyFolder, Folder, errors_logged, folder_at
 from torchtitan.components.checkpoint.identity import BaseWeights, RunIdentity
 from torchtitan.components.checkpoint.ranks import Ranks
 from torchtitan.components.checkpoint.state import ModelState
-from torchtitan.tools.errors import RunComplete, UserError
+from torchtitan.tools.errors import RunComplete, UserError, os_errors_as
 from torchtitan.tools.logging import logger
 
 MISSING_WEIGHTS_ADVICE = (
@@ -43,7 +41,7 @@ def check_owner(config: CheckpointConfig, folder: Folder, get_identity: Callable
             checkpoint that it cannot resume from.
         RunComplete: if this run ended in such a checkpoint and is complete.
     """
-    with _report_unreadable(folder):
+    with os_errors_as(f"the checkpoints in {folder} cannot be read"):
         checkpoints = [info for info in catalog.list_checkpoints(folder) if info.is_complete]
     if not checkpoints:
         return
@@ -91,7 +89,7 @@ def find_start(config: CheckpointConfig, folder: Folder) -> Start | None:
     """Return the checkpoint that a run with checkpoints in `folder` would start from; reads only markers. Raise
     `UserError` if a requested checkpoint cannot be loaded, all of the run's checkpoints are damaged, or reading
     fails."""
-    with _report_unreadable(folder):
+    with os_errors_as(f"the checkpoints in {folder} cannot be read"):
         if config.load_step != -1:
             return Start(catalog.find_step(folder, config.load_step), resumes=True)
         if config.enable and (own := catalog.resumable(folder)):
@@ -101,17 +99,17 @@ def find_start(config: CheckpointConfig, folder: Folder) -> Start | None:
     start = Start(catalog.open_checkpoint(config.initial_load_path, "checkpoint.initial_load_path"), resumes=False)
     if start.checkpoint.kind == "huggingface":
         raise UserError(
-            f"checkpoint.initial_load_path: {config.initial_load_path} holds a Hugging Face model; "
+            f"--checkpoint.initial_load_path: {config.initial_load_path} holds a Hugging Face model; "
             "set --checkpoint.initial_load_in_hf"
         )
     if start.checkpoint.base_model:
         raise UserError(
-            f"checkpoint.initial_load_path: {config.initial_load_path} {describe_missing(start.checkpoint)}; "
+            f"--checkpoint.initial_load_path: {config.initial_load_path} {describe_missing(start.checkpoint)}; "
             f"{MISSING_WEIGHTS_ADVICE}"
         )
     if start.checkpoint.kind == "model_only" and not config.initial_load_model_only:
         raise UserError(
-            f"checkpoint.initial_load_path: {config.initial_load_path} holds the model only; "
+            f"--checkpoint.initial_load_path: {config.initial_load_path} holds the model only; "
             "remove checkpoint.initial_load_model_only False"
         )
     return start
@@ -198,19 +196,13 @@ def _find_start_and_clean_up(config: CheckpointConfig, folder: Folder, identity:
         if info.path.name.endswith(UNFINISHED) or not (info.is_complete or info.fault or folder.can_rename):
             logger.warning("%s was left by an interrupted save or removal", info.path)
             if not config.load_only:
-                _try_or_warn(functools.partial(catalog.remove_checkpoint, info.path), f"could not remove {info.path}")
+                with errors_logged(f"could not remove {info.path}"):
+                    catalog.remove_checkpoint(info.path)
         elif not info.is_complete:
             logger.warning("skipped %s: %s", info.path, info.fault or "it is incomplete")
         elif info.step > resumed:
             logger.warning("skipped %s: %s", info.path, _skip_reason(info))
     return start
-
-
-def _try_or_warn(action: Callable[[], None], message: str) -> None:
-    try:
-        action()
-    except OSError as error:
-        logger.warning("%s: %s", message, error)
 
 
 def _skip_reason(info: CheckpointInfo) -> str:
@@ -226,7 +218,7 @@ def newest_usable(
 ) -> CheckpointInfo | None:
     """Return the newest undamaged full checkpoint up to the step `up_to`, None if there is none so old. All ranks call
     this together and divide the work. Raise `UserError` if all such checkpoints are damaged."""
-    with _report_unreadable(folder):
+    with os_errors_as(f"the checkpoints in {folder} cannot be read"):
         own = ranks.broadcast_from_rank0(lambda: catalog.resumable(folder))
     own = [info for info in own if up_to is None or info.step <= up_to]
     if not own:
@@ -241,15 +233,7 @@ def newest_usable(
             logger.warning("skipped %s: %s", checkpoint.path, reasons[checkpoint.step])
             # Unreadable files are not recorded, since the next run may be able to read them.
             if faults.damage and not config.load_only:
-                record = functools.partial(catalog.record_damage, checkpoint, faults.damage)
-                _try_or_warn(record, f"could not record the damage in {checkpoint.path}")
-    with _report_unreadable(folder):
+                with errors_logged(f"could not record the damage in {checkpoint.path}"):
+                    catalog.record_damage(checkpoint, faults.damage)
+    with os_errors_as(f"the checkpoints in {folder} cannot be read"):
         raise ranks.broadcast_from_rank0(lambda: catalog.no_usable_checkpoint_error(folder, reasons))
-
-
-@contextlib.contextmanager
-def _report_unreadable(folder: Folder) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise UserError(f"cannot read the checkpoints in {folder}: {error}") from error

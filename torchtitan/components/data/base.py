@@ -1,5 +1,6 @@
 """Batches, and the interface of all data loaders."""
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
@@ -107,6 +108,11 @@ class BaseDataLoader(Configurable):
     """True if `observe` needs per-sample losses."""
 
     @property
+    def adapts(self) -> bool:
+        """True if `observe` changes later batches."""
+        return type(self).observe is not BaseDataLoader.observe
+
+    @property
     def exhausted(self) -> bool:
         """True if this rank has reached the end of its data; see the class."""
         return False
@@ -196,7 +202,9 @@ class TokenizingDataLoader(BaseDataLoader):
 
         def validate(self) -> None:
             """Raise `UserError` for a value out of range, without reading data."""
-            require(self.num_workers >= 0, "--dataloader.num_workers", self.num_workers, "at least 0")
+            most = 16 * (os.cpu_count() or 1)  # more processes only use memory, even if all wait for a store
+            limits = f"at least 0, and at most {most}, 16 per CPU core"
+            require(0 <= self.num_workers <= most, "--dataloader.num_workers", self.num_workers, limits)
 
     config: Config
 

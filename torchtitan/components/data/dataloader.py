@@ -9,13 +9,8 @@ import torch
 from torchtitan.components.data.base import NO_DOCUMENT, Batch, TokenizingDataLoader, can_resume_position
 from torchtitan.components.data.disk_cache import cache_root, data_digest
 from torchtitan.components.data.plan.mixture import check_weights
+from torchtitan.components.data.prepare import prepared
 from torchtitan.components.data.prepare.encoding import DocumentEncoding
-from torchtitan.components.data.prepare.prepared import (
-    PreparedTokens,
-    dataset_identity,
-    find_prepared,
-    validation_split,
-)
 from torchtitan.components.data.pretraining.order import check_cycle
 from torchtitan.components.data.pretraining.streaming import StreamBatches, StreamOrder
 from torchtitan.components.data.pretraining.token_cache import open_token_cache
@@ -93,10 +88,10 @@ class PretrainDataLoader(TokenizingDataLoader):
             return streams or [data for data in opened if isinstance(data, Tokens)]
 
         def _open(self, dataset: str, tokenizer: Tokenizer) -> Tokens | StreamSource:
-            if prepared := find_prepared(dataset, DOCUMENTS):
-                prepared.check(self.split, "tokens", DocumentEncoding(tokenizer).identity)
+            if manifest := prepared.find_prepared(dataset, DOCUMENTS):
+                manifest.check(self.split, "tokens", DocumentEncoding(tokenizer).identity)
                 blocks = BlockCache(cache_root(self.cache_dir), round(self.remote_cache * 2**30))
-                return PreparedTokens(prepared, self.split, blocks, verify=self.verify_caches)
+                return prepared.PreparedTokens(manifest, self.split, blocks, verify=self.verify_caches)
             if files := find_token_files(dataset, DOCUMENTS.names()):
                 return open_token_files(files, tokenizer)
             source = self.source(dataset)
@@ -116,7 +111,7 @@ class PretrainDataLoader(TokenizingDataLoader):
                 return files_digest(files) if files else data_digest(self.source, self.cache_dir, dataset)
 
             return TokenizingDataLoader.Config.identity(self) | {
-                "dataloader.dataset": dataset_identity(self.dataset, digest, DOCUMENTS),
+                "dataloader.dataset": prepared.dataset_identity(self.dataset, digest, DOCUMENTS),
                 **{f"dataloader.{name}": getattr(self, name) for name in ("split", "text_column")},
                 **({"dataloader.weights": self.weights} if self.weights else {}),
             }
@@ -124,7 +119,7 @@ class PretrainDataLoader(TokenizingDataLoader):
         def for_validation(self, dataset: str) -> "PretrainDataLoader.Config | None":
             """Return the config for the validation split of `dataset` (all data if it has no splits), by default of the
             training datasets that have one."""
-            if (found := validation_split(dataset, self.dataset, DOCUMENTS)) is None:
+            if (found := prepared.validation_split(dataset, self.dataset, DOCUMENTS)) is None:
                 return None
             chosen, split = found
             # The column of local files is likely the same; a registered dataset defines its own.

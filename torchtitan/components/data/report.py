@@ -61,11 +61,6 @@ class Report:
     def drop(self, where: str, reason: str, why: str) -> None:
         self.dropped.setdefault(reason, ExampleCounter()).add(where, why)
 
-    def drop_many(self, reason: str, count: int) -> None:
-        """Count rows dropped for one reason, without examples."""
-        if count:
-            self.dropped.setdefault(reason, ExampleCounter()).count += count
-
     @classmethod
     def total(cls, reports: Iterable[Self]) -> Self:
         """Return the sum of reports."""

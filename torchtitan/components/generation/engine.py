@@ -20,11 +20,11 @@ from torchtitan.components.generation.kv_cache import CachedAttention, KVCache
 from torchtitan.components.generation.sampling import Sampling, draw, generator_of
 from torchtitan.distributed import context_parallel
 from torchtitan.distributed.parallelize import free_gathered_weights
+from torchtitan.distributed.process_group import gather_objects
 from torchtitan.protocols.attention import AttentionMetadata
-from torchtitan.protocols.model import BaseModel
 from torchtitan.protocols.output_head import UNCHANGED, LogitTransform, compute_logits
 from torchtitan.tools.cpu_products import onednn_products
-from torchtitan.tools.errors import UserError, require
+from torchtitan.tools.errors import UserError, in_words, require
 from torchtitan.tools.torch_private import forward_pre_hooks
 
 FinishReason = Literal["stop", "length"]
@@ -64,9 +64,9 @@ class _Row:
     generator: torch.Generator
     on_token: OnToken | None
     generation: Generation = field(default_factory=Generation)
-    resume: Callable[[Generation], None] | None = None
-    """Continues the coroutine that awaits the text."""
     is_done: bool = False
+    resume: Callable[[Generation], None] = field(init=False)
+    """Continues the coroutine that awaits the text."""
 
     @property
     def tokens(self) -> list[int]:
@@ -107,8 +107,9 @@ class Engine:
     ):
         _reject_partial_model(model)
         sampling.validate()
-        self.context: int = cast(Any, model).config.max_seq_len
-        self._model, self._sampling, self._stop_ids, self._group = model, sampling, stop_ids, group
+        self._model = cast(Any, model)
+        self.context: int = self._model.config.max_seq_len
+        self._sampling, self._stop_ids, self._group = sampling, stop_ids, group
         self._max_rows, self._use_cache = max_rows, use_cache
         self._degree, self._device = _tensor_parallel_degree(model), _device_of(model)
 
@@ -125,9 +126,8 @@ class Engine:
 
     @torch.no_grad()
     def run(self, texts: Sequence[Coroutine[Any, Any, ResultT]]) -> list[ResultT]:
-        """Run coroutines that await `generate` until all have returned, with the model in evaluation mode; return their
-        results in order. Raise the error of a coroutine, which is a `UserError` in the other processes, and `UserError`
-        if logits are not finite."""
+        """Return the results, in order, of coroutines that await `generate`, with the model in evaluation mode. Raise
+        the error of a coroutine, in other processes as a `UserError`, and `UserError` if logits are not finite."""
         results: dict[int, ResultT] = {}
         self._waiting: deque[_Row] = deque()
         self._rows: list[_Row] = []
@@ -146,11 +146,11 @@ class Engine:
                 row.resume = partial(advance, index)
                 self._waiting.append(row)
 
-        cache = self._cache = self._new_cache() if self._use_cache else None
+        model = self._model
+        cache = self._cache = model.generation_cache(lambda: KVCache(model, 0)) if self._use_cache else None
         self._joins = type(cache) is KVCache  # otherwise a new row needs a pass over all tokens of all rows
-        self._is_new_batch = True
         try:
-            with evaluating(self._model), onednn_products(), nullcontext() if cache is None else cache:
+            with evaluating(model), onednn_products(), cache or nullcontext():
                 for index in range(len(texts)):
                     advance(index, None)
                 while self._step():
@@ -159,10 +159,6 @@ class Engine:
             for text in texts:
                 text.close()
         return [results[index] for index in range(len(texts))]
-
-    def _new_cache(self) -> Any:
-        model = self._model
-        return model.generation_cache(lambda: KVCache(model, 0)) if isinstance(model, BaseModel) else KVCache(model, 0)
 
     def _step(self) -> bool:
         """Append a token to each row and let waiting texts join; return False if no process has any. Each process
@@ -182,22 +178,21 @@ class Engine:
             return False
         if chosen and not self._joins:
             self._rows = [row for row in self._rows if not row.is_done] + chosen
-            self._is_new_batch = True
         if decodes:
-            self._decode()
+            self._decode(is_new_batch=bool(chosen) and not self._joins)
         if self._joins:
             self._join(chosen, new, prefills=prefills)
         self._sample()
         return True
 
-    def _decode(self) -> None:
+    def _decode(self, *, is_new_batch: bool) -> None:
         """Compute the logits of the next token of all rows."""
         rows, cache, degree = self._rows, self._cache, self._degree
         if all(row.is_done for row in rows):
             self._pass_without_rows()
             return
-        boundaries = cast(Any, self._model).cache_boundaries()
-        if cache is None or self._is_new_batch or any(row.n_tokens - 1 in boundaries for row in rows):
+        boundaries = self._model.cache_boundaries()
+        if cache is None or is_new_batch or any(row.n_tokens - 1 in boundaries for row in rows):
             tokens_BL, positions_BL = _left_padded([row.tokens for row in rows], degree)
             if cache is None:
                 attention = AttentionMetadata.from_positions(positions_BL).to(self._device)
@@ -210,7 +205,6 @@ class Engine:
             tokens_BL = torch.tensor([[row.tokens[-1]] * degree for row in rows])
             positions_BL = torch.tensor([[row.n_tokens - 1] * degree for row in rows])
             n_kept = 1
-        self._is_new_batch = False
         self._logits_BV = self._cached_logits(cache, tokens_BL, positions_BL, n_kept)
 
     def _cached_logits(self, cache: Any, tokens_BL: Tensor, positions_BL: Tensor, n_kept: int) -> Tensor:
@@ -261,7 +255,6 @@ class Engine:
             self._cache.max_slots = n_slots + longest + 2 * self._degree
             self._cache.assemble(sources, n_slots)
             self._rows, self._logits_BV = rows, torch.cat(logits)
-            self._is_new_batch = False
         if self._held and not any(row.prompt in self._held[1] for row in self._waiting):
             self._held = None
 
@@ -280,7 +273,6 @@ class Engine:
             # The most probable token would silently be token 0.
             self._error = UserError(f"the model's logits are not finite (NaN or infinite); {NOT_FINITE_HINT}")
             return
-        ended = []
         for row, (drawn_id, logprob, _) in zip(self._rows, drawn, strict=True):
             if row.is_done:
                 continue
@@ -292,19 +284,13 @@ class Engine:
                 row.generation.finish_reason = "stop"
             if stopped or len(row.generation.ids) == row.max_new_tokens:
                 row.is_done = True
-                ended.append(row)
-        for row in ended:
-            assert row.resume is not None
-            row.resume(row.generation)
+                row.resume(row.generation)
 
     def _common_error(self) -> Exception:
         """Return the first error of all processes, or this process's own if it is not a `UserError`."""
         own = self._error
-        text = None if own is None else str(own) if isinstance(own, UserError) else f"{type(own).__name__}: {own}"
-        errors = [text]
-        if self._group is not None:
-            errors = [None] * dist.get_world_size(self._group)
-            dist.all_gather_object(errors, text, group=self._group)
+        text = None if own is None else str(own) if isinstance(own, UserError) else in_words(own)
+        errors = gather_objects(text, self._group) if self._group else [text]
         return UserError(next(filter(None, errors))) if own is None or isinstance(own, UserError) else own
 
 
@@ -330,15 +316,10 @@ def generate(
         raise UserError("there are no prompts; pass at least one")
     sampling = sampling or Sampling()
     engine = Engine(model, sampling=sampling, stop_ids=stop_ids, use_cache=use_cache, group=group)
-    texts = [
-        engine.generate(
-            prompt,
-            max_new_tokens=max_new_tokens,
-            key=f"{sampling.seed}/{row}",
-            on_token=on_token and partial(on_token, row),
-        )
-        for row, prompt in enumerate(prompts)
-    ]
+    texts = []
+    for row, prompt in enumerate(prompts):
+        key, take = f"{sampling.seed}/{row}", on_token and partial(on_token, row)
+        texts.append(engine.generate(prompt, max_new_tokens=max_new_tokens, key=key, on_token=take))
     return engine.run(texts)
 
 
@@ -423,10 +404,8 @@ def _logits_at(model: nn.Module, index: int, tokens_BL: Tensor, attention: Atten
 
 
 def _tensor_parallel_degree(model: nn.Module) -> int:
-    for parameter in model.parameters():
-        if isinstance(parameter, DTensor) and "tp" in (parameter.device_mesh.mesh_dim_names or ()):
-            return parameter.device_mesh["tp"].size()
-    return 1
+    meshes = (parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor))
+    return next((mesh["tp"].size() for mesh in meshes if "tp" in (mesh.mesh_dim_names or ())), 1)
 
 
 def _device_of(model: nn.Module) -> torch.device:

@@ -54,7 +54,7 @@ class KVCache:
         self._modules = [module for name, module in model.named_modules() if fnmatchcase(name, _ATTENTION)]
         if not self._modules:
             raise ValueError(f"{type(model).__name__} has no modules named {_ATTENTION}, whose keys could be cached")
-        self._stored: dict[nn.Module, tuple[int, Tensor, Tensor]] = {}
+        self._stored: dict[nn.Module, Any] = {}
         """First slot of a layer's keys and values, and both from there: all in full layers."""
         self._cleanup = ExitStack()
 
@@ -116,35 +116,31 @@ class KVCache:
 
     @staticmethod
     def _attend_to_cached(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        q_BLHD, k_BLKD, v_BLKD, attention = args
+        q_BLHD, *new, attention = args
         if not isinstance(attention, CachedAttention):
             return args
-        keys, values = attention.cache._store(module, k_BLKD, v_BLKD, attention)
-        return q_BLHD, keys, values, attention
+        return q_BLHD, *attention.cache._store(module, new, attention), attention
 
-    def _store(
-        self, module: nn.Module, k_BLKD: Tensor, v_BLKD: Tensor, attention: CachedAttention
-    ) -> tuple[Tensor, Tensor]:
+    def _store(self, module: nn.Module, new: Sequence[Tensor], attention: CachedAttention) -> list[Tensor]:
         """Store new keys and values of a layer; return all that its window reaches."""
-        end, new = self.n_slots + k_BLKD.shape[1], (k_BLKD, v_BLKD)
-        stored_first, *stored = self._stored.get(module, (0, k_BLKD[:, :0], v_BLKD[:, :0]))
+        end = self.n_slots + new[0].shape[1]
+        stored_first, *stored = self._stored.get(module, (0, *(x[:, :0] for x in new)))
         if attention.window is not None:
             assert attention.key_places_S is not None
             first = end - len(attention.key_places_S)
             kept = slice(first - stored_first, self.n_slots - stored_first)
-            keys, values = (torch.cat((old[:, kept], x), dim=1) for old, x in zip(stored, new, strict=True))
-            self._stored[module] = first, keys, values
-            return keys, values
+            stored = [torch.cat((old[:, kept], x), dim=1) for old, x in zip(stored, new, strict=True)]
+            self._stored[module] = first, *stored
+            return stored
         if stored[0].shape[1] < end:
             grown = [x.new_empty(x.shape[0], self.max_slots, *x.shape[2:]) for x in new]
             for memory, old in zip(grown, stored, strict=True):
                 memory[:, : self.n_slots] = old[:, : self.n_slots]
-            self._stored[module] = 0, grown[0], grown[1]
+            self._stored[module] = 0, *grown
             stored = grown
         for memory, x in zip(stored, new, strict=True):
             memory[:, self.n_slots : end] = x
-        keys, values = (memory[:, :end] for memory in stored)
-        return keys, values
+        return [memory[:, :end] for memory in stored]
 
 
 def _last(x_BSKD: Tensor, rows: Tensor, n_valid: int, width: int) -> Tensor:

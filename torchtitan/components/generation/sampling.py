@@ -74,8 +74,7 @@ def draw(logits_BV: Tensor, sampling: Sampling, generators: Sequence[torch.Gener
 
 def restricted_logits(logits_BV: Tensor, sampling: Sampling) -> Tensor:
     """Return float32 logits (B, V) after temperature (above 0), top_k and top_p, up to a constant per row; excluded
-    tokens get -inf. With top_p (Holtzman et al. 2020, arXiv:1904.09751) the token that crosses the threshold is
-    included."""
+    tokens get -inf. With top_p (Holtzman et al., arXiv:1904.09751), the token that crosses the threshold is kept."""
     logits_BV = logits_BV.float()
     # The largest logit is 0, so that others may become -inf, but never inf.
     logits_BV = (logits_BV - logits_BV.amax(dim=-1, keepdim=True)).div_(max(sampling.temperature, _COLDEST))

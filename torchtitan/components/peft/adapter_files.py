@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from torchtitan.components.checkpoint.ranks import Ranks
 from torchtitan.components.checkpoint.state import ModelState
@@ -25,9 +24,8 @@ from torchtitan.components.peft.adapter_tensors import (
     module_of,
 )
 from torchtitan.components.weights import HuggingFaceSource
+from torchtitan.components.weights.load import read_part
 from torchtitan.components.weights.sources import ADAPTER_CONFIG
-from torchtitan.config.configurable import config_key
-from torchtitan.distributed.initialize import local_slices
 from torchtitan.protocols import ModelSpec
 from torchtitan.protocols.state_dict_adapter import Identity
 from torchtitan.protocols.tensor_source import Slices, TensorSource, TensorSpec, summarize_names
@@ -87,7 +85,7 @@ class AdapterSource(TensorSource):
             fused = {name: entry for name, entry in entries.items() if isinstance(entry, FusedEntry)}
             entries |= {name: replace(entry, is_shared=True) for name, entry in fused.items()}
         self._file = _AdapterFile(folder)
-        _check_layers(folder, config_key(config), self._file.specs, entries.values(), spec)
+        _check_layers(folder, config.option, self._file.specs, entries.values(), spec)
         self._entries = {name: entry for name, entry in entries.items() if entry.key in self._file.specs}
         self.specs = {
             name: TensorSpec(entry.shape, self._file.specs[entry.key].dtype) for name, entry in self._entries.items()
@@ -177,11 +175,10 @@ def read_adapter(
 def check_adapter_config(folder: Path, config: LoRAConfig, patterns: Mapping[str, Any] | None = None) -> bool:
     """Return whether adapter_config.json has these `patterns` (`_patterns`). Raise `UserError` if a file is missing, or
     if adapter_config.json has unsupported or different options."""
-    option = f"--model_converters.{config_key(config)}"
     for name in (CONFIG, WEIGHTS):
         if not (folder / name).is_file():
-            raise UserError(f"{option}.adapter_path: the folder '{folder}' has no {name}")
-    file, document = folder / CONFIG, read_object(folder / CONFIG)
+            raise UserError(f"{config.option}.adapter_path: the folder '{folder}' has no {name}")
+    option, file, document = config.option, folder / CONFIG, read_object(folder / CONFIG)
     for key, supported in _SUPPORTED.items():
         if document.get(key, supported[0]) not in supported:
             raise UserError(f"{file}: {key} {document[key]!r} is not supported (only {supported[0]!r})")
@@ -200,15 +197,10 @@ def check_adapter_config(folder: Path, config: LoRAConfig, patterns: Mapping[str
 @torch.no_grad()
 def _load_part(source: AdapterSource, name: str, tensor: Tensor) -> None:
     """Copy this process's shard of an adapter tensor, or compare its shard of a base weight."""
-    slices: Slices | None = None
-    if isinstance(tensor, DTensor):
-        slices, tensor = local_slices(tensor), tensor.to_local()
-    if not tensor.numel():
-        return
-    values = source.read(name, slices)
+    part, values = read_part(source, name, tensor)
     if name not in source.base:
-        tensor.copy_(values)
-    elif not torch.allclose(values.float(), tensor.cpu().float(), rtol=_ROUNDING, atol=1e-6):
+        part.copy_(values)
+    elif not torch.allclose(values.float(), part.cpu().float(), rtol=_ROUNDING, atol=1e-6):
         raise UserError(f"the adapter was trained with another base model: its {name} differs from this model's")
 
 
@@ -235,7 +227,7 @@ def _whole_if_possible(number: float) -> float:
 
 
 def _check_layers(
-    folder: Path, converter: str, saved: Mapping[str, TensorSpec], entries: Collection[Entry], spec: ModelSpec
+    folder: Path, option: str, saved: Mapping[str, TensorSpec], entries: Collection[Entry], spec: ModelSpec
 ) -> None:
     """Raise `UserError` if the adapter's file has other layers than the run, or missing or unexpected tensors, or
     tensors of the wrong shape or type."""
@@ -250,10 +242,7 @@ def _check_layers(
             for place, names in differences.items()
             if names
         )
-        raise UserError(
-            f"{folder}: the adapter has other layers than --model_converters.{converter}.include and exclude select: "
-            f"{described}"
-        )
+        raise UserError(f"{folder}: the adapter has other layers than {option}.include and exclude select: {described}")
     faults = [f"{key} is missing" for key, entry in expected.items() if key not in saved and not entry.is_base]
     for key, tensor_spec in saved.items():
         if key not in expected:

@@ -13,7 +13,7 @@ from torchtitan.components.peft.adapter_files import AdapterSource, read_adapter
 from torchtitan.components.peft.experts import adapt_experts
 from torchtitan.components.peft.lora import AdaptedLayer, LoRAEmbedding, LoRALinear, QLoRALinear
 from torchtitan.components.quantization.nf4 import BLOCK_SIZE
-from torchtitan.config.configurable import Configurable, config_key
+from torchtitan.config.configurable import Configurable
 from torchtitan.distributed.compile import check_c_compiler
 from torchtitan.distributed.process_group import gather_objects
 from torchtitan.protocols.conversion import converted_model
@@ -75,7 +75,7 @@ class LoRA(LayerConverter):
 
         def validate(self) -> None:
             LayerConverter.Config.validate(self)
-            option = f"--model_converters.{config_key(self)}"
+            option = self.option
             require(1 <= self.rank <= _MAX_RANK, f"{option}.rank", self.rank, f"from 1 to {_MAX_RANK}")
             require(0 < self.alpha < math.inf, f"{option}.alpha", self.alpha, "a number above 0")
             require(0 <= self.dropout < 1, f"{option}.dropout", self.dropout, "in [0, 1)")
@@ -115,7 +115,7 @@ class LoRA(LayerConverter):
         return True
 
     def _layer_error(self, name: str, reason: str, *, advice: str = "") -> UserError:
-        option = f"--model_converters.{config_key(self.config)}"
+        option = self.config.option
         return UserError(f"{option}: {name} cannot have an adapter: {reason}; {advice}exclude it ({option}.exclude)")
 
     def convert_layer(self, name: str, layer: nn.Module) -> nn.Module:
@@ -137,7 +137,7 @@ class LoRA(LayerConverter):
         assert saved is None or isinstance(saved, LoRA.Config)
         if path and saved and Path(path).resolve() != Path(saved.adapter_path).resolve():
             raise UserError(
-                f"--model_converters.{config_key(self.config)}.adapter_path {path}: checkpoint.initial_load_path "
+                f"{self.config.option}.adapter_path {path}: checkpoint.initial_load_path "
                 "already has adapters; set only one of the two options"
             )
 

@@ -159,10 +159,8 @@ class LoRALinear(AdaptedLayer, nn.Linear):
         return torch.addmm(weight, lora_B.to(weight.dtype), lora_A.to(weight.dtype), alpha=self.scaling)
 
     def extra_repr(self) -> str:
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
-            f"rank={self.rank}, scaling={self.scaling:g}, dropout={self.dropout:g}, dora={self.magnitude is not None}"
-        )
+        adapter = f"rank={self.rank}, scaling={self.scaling:g}, dropout={self.dropout:g}"
+        return f"{super().extra_repr()}, {adapter}, dora={self.magnitude is not None}"
 
 
 class QLoRALinear(LoRALinear):

@@ -19,14 +19,14 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.config.configurable import config_key
-from torchtitan.config.sections import require_at_least
-from torchtitan.distributed.initialize import canonical_name
+from torchtitan.distributed.initialize import canonical_name, local_part
 from torchtitan.protocols.converter import LayerConverter
 from torchtitan.protocols.experts import StackedExperts
 from torchtitan.protocols.initializer import initializers_of, with_initializers
-from torchtitan.tools.errors import UserError
+from torchtitan.tools.errors import UserError, require
 from torchtitan.tools.logging import logger
 from torchtitan.tools.patterns import without_numbers
+from torchtitan.tools.torch_private import dtensor_like
 from torchtitan.tools.torchao import check_torchao, import_torchao
 
 _ALIGNMENT = 16
@@ -61,19 +61,18 @@ class Float8LinearConverter(LayerConverter):
 
         def validate(self) -> None:
             LayerConverter.Config.validate(self)
-            option = f"--model_converters.{config_key(self)}"
+            option = self.option
             if self.fsdp_float8_all_gather and self.recipe != "tensorwise":
                 raise UserError(
                     f"{option}.fsdp_float8_all_gather cannot be combined with {option}.recipe {self.recipe}: its "
                     "products round the same weights in two ways; set recipe tensorwise"
                 )
-            require_at_least(0, **{f"model_converters.{config_key(self)}.min_features": self.min_features})
+            require(self.min_features >= 0, f"{option}.min_features", self.min_features, "at least 0")
 
         def check_run(
             self, *, training: TrainingConfig, parallelism: ParallelismConfig, compile: CompileConfig
         ) -> None:
-            option = f"--model_converters.{config_key(self)}"
-            check_torchao(option)
+            check_torchao(self.option)
             if self.emulate:
                 return
             pipelined = parallelism.pipeline_parallel_degree > 1
@@ -81,16 +80,15 @@ class Float8LinearConverter(LayerConverter):
             tokens = sequences * training.seq_len // parallelism.context_parallel_degree
             if tokens % _ALIGNMENT and self.recipe != "rowwise_with_gw_hp":
                 raise UserError(
-                    f"{option}: float8 kernels sum over multiples of {_ALIGNMENT} tokens, and a rank has {tokens} at a "
-                    f"time; change --training.seq_len {training.seq_len}"
+                    f"{self.option}: float8 kernels sum over multiples of {_ALIGNMENT} tokens, and a rank has {tokens} "
+                    f"at a time; change --training.seq_len {training.seq_len}"
                 )
 
         def check_device(self) -> None:
             if not self.emulate and (reason := _missing_kernels_reason()) is not None:
-                option = f"--model_converters.{config_key(self)}"
                 raise UserError(
-                    f"{option}: float8 products need a GPU of compute capability 8.9 or above, and {reason}; "
-                    f"{option}.emulate computes the same, slowly, on any device"
+                    f"{self.option}: float8 products need a GPU of compute capability 8.9 or above, and {reason}; "
+                    f"{self.option}.emulate computes the same, slowly, on any device"
                 )
 
     config: Config
@@ -106,7 +104,7 @@ class Float8LinearConverter(LayerConverter):
         chosen = super().select(model)
         kept = {name: layer for name, layer in chosen.items() if self._exclusion_reason(layer) is None}
         if not kept:
-            option = f"--model_converters.{config_key(self.config)}"
+            option = self.config.option
             raise UserError(
                 f"{option}: no layer to convert, since it skips layers with {self._left_out(chosen)}; "
                 f"reduce {option}.min_features or change {option}.include"
@@ -171,7 +169,7 @@ class Float8LinearConverter(LayerConverter):
             # By attribute: FSDP's placement of rows that tensor parallelism has sharded is not a `Shard`.
             sizes = [n for n, place in zip(mesh.shape, placements, strict=True) if getattr(place, "dim", None) == 0]
             if rows % (ranks := math.prod(sizes)):
-                option = f"--model_converters.{config_key(self.config)}"
+                option = self.config.option
                 raise UserError(
                     f"{option}.fsdp_float8_all_gather: the {rows} outputs of {canonical_name(name)} cannot be shared "
                     f"out evenly to {ranks} ranks; leave out this option, or the layer ({option}.exclude)"
@@ -183,18 +181,8 @@ def _give_plain_weight(module: nn.Module, state_dict: dict[str, Any], prefix: st
     checkpoints would refer to the wrapper's class."""
     key = f"{prefix}weight"
     weight: Any = state_dict[key].detach()
-    if not isinstance(weight, DTensor):
-        state_dict[key] = weight._tensor.detach()
-        return
-    local: Any = weight.to_local()
-    state_dict[key] = DTensor.from_local(
-        local._tensor.detach(),
-        weight.device_mesh,
-        weight.placements,
-        run_check=False,
-        shape=weight.shape,
-        stride=weight.stride(),
-    )
+    plain = local_part(weight)._tensor.detach()  # type: ignore[attr-defined]
+    state_dict[key] = dtensor_like(plain, weight) if isinstance(weight, DTensor) else plain
 
 
 def _missing_kernels_reason() -> str | None:

@@ -21,10 +21,9 @@ import torch
 from torch import nn
 
 from torchtitan.config.configurable import config_key
-from torchtitan.config.sections import require_at_least
 from torchtitan.protocols.converter import LayerConverter
 from torchtitan.protocols.initializer import initializers_of, with_initializers
-from torchtitan.tools.errors import UserError
+from torchtitan.tools.errors import UserError, require
 from torchtitan.tools.logging import logger
 from torchtitan.tools.patterns import without_numbers
 from torchtitan.tools.torchao import check_torchao, import_torchao
@@ -50,9 +49,8 @@ class QAT(LayerConverter):
 
         def validate(self) -> None:
             LayerConverter.Config.validate(self)
-            option = f"model_converters.{config_key(self)}"
-            require_at_least(2, **{f"{option}.group_size": self.group_size})
-            require_at_least(0, **{f"{option}.start_step": self.start_step})
+            require(self.group_size >= 2, f"{self.option}.group_size", self.group_size, "at least 2")
+            require(self.start_step >= 0, f"{self.option}.start_step", self.start_step, "at least 0")
 
     config: Config
 
@@ -61,11 +59,11 @@ class QAT(LayerConverter):
         size = self.config.group_size
         indivisible = [name for name, layer in selected.items() if _n_inputs(layer) % size]
         if indivisible:
-            key = f"--model_converters.{config_key(self.config)}"
             sizes = sorted({_n_inputs(selected[name]) for name in indivisible})
             raise UserError(
-                f"{key}.group_size {size} does not divide the inputs ({', '.join(map(str, sizes))}) of "
-                f"{', '.join(without_numbers(indivisible))}; set another size, or exclude these layers ({key}.exclude)"
+                f"{self.config.option}.group_size {size} does not divide the inputs ({', '.join(map(str, sizes))}) of "
+                f"{', '.join(without_numbers(indivisible))}; set another size, or exclude these layers "
+                f"({self.config.option}.exclude)"
             )
         return selected
 

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from torchtitan.components.data.finetuning.conversions import ANSWERS
 from torchtitan.components.data.finetuning.functions import load_function
-from torchtitan.tools.errors import UserError
+from torchtitan.tools.errors import UserError, in_words
 
 Reward = Callable[[str, str, Mapping[str, Any]], Any]
 """Returns one number for prompt, completion and the row of the dataset with the prompt."""
@@ -69,7 +69,7 @@ class Rewards:
             try:
                 value = function(prompt, completion, row)
             except Exception as error:
-                raise UserError(f"{subject} failed: {type(error).__name__}: {error}") from error
+                raise UserError(f"{subject} failed: {in_words(error)}") from error
             try:
                 total += weight * float(value)
             except Exception as error:

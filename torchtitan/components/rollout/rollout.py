@@ -19,7 +19,6 @@ from torchtitan.components.generation import Generation
 from torchtitan.components.metric_sinks import JsonLines
 from torchtitan.components.rollout.rewards import Rewards
 from torchtitan.components.tokenizer import Tokenizer
-from torchtitan.config.sections import require_at_least
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
 
@@ -65,8 +64,7 @@ class SamplingEngine(Protocol):
         """Return a continuation, with random numbers that depend on `key`; await it in a coroutine that `run` runs."""
 
     def run(self, texts: Sequence[Coroutine[Any, Any, ResultT]]) -> list[ResultT]:
-        """Run coroutines that await `generate`; return their results in order. All processes call this together, and an
-        exception of any is raised in all."""
+        """Return the results, in order, of coroutines that await `generate`. All processes call this, and all raise."""
 
 
 @dataclass
@@ -103,8 +101,6 @@ class RolloutEngine:
 
 Group = list[Trajectory]  # of one prompt
 Rollout = Callable[[Mapping[str, Any], RolloutEngine], Awaitable[Trajectory]]  # of a row; many run at a time
-
-_LOGGED = 2
 
 
 async def single_turn(row: Mapping[str, Any], engine: RolloutEngine) -> Trajectory:
@@ -147,16 +143,11 @@ class RolloutConfig:
     url: str = "http://localhost:8000"
     """Server of the engine vllm."""
 
-    def validate(self) -> None:
-        require_at_least(1, rollout__max_new_tokens=self.max_new_tokens, rollout__max_rows=self.max_rows)
-        require_at_least(1, rollout__group_size=self.group_size)
-        find_rollout(self.function)
-
 
 def log_completions(folder: str, step: int, trajectories: Sequence[Trajectory], tokenizer: Tokenizer) -> None:
-    """Log the first trajectories of a step, and append them to `completions.jsonl`, after removing later steps."""
+    """Log the first two trajectories of a step, and append them to `completions.jsonl`, after removing later steps."""
     file = JsonLines(Path(folder) / "completions.jsonl", step - 1)
-    for trajectory in trajectories[:_LOGGED]:
+    for trajectory in trajectories[:2]:
         start = trajectory.loss_mask.index(True)
         prompt, completion = map(tokenizer.decode, (trajectory.tokens[:start], trajectory.tokens[start:]))
         logger.info("reward %.3f: %r -> %r", trajectory.reward, prompt[-200:], completion[:400])
@@ -166,9 +157,8 @@ def log_completions(folder: str, step: int, trajectories: Sequence[Trajectory], 
 
 
 def to_batches(samples: Sequence[tuple[Trajectory, float]], seq_len: int, batch_size: int, ranks: Ranks) -> list[Batch]:
-    """Pack trajectories, each with its advantage, into batches of windows of `seq_len` tokens, equally many on each
-    rank. For each label, there are also `logprobs` of the sampler, `old_logprobs` (0), `advantages`, and `samples`, the
-    number of its trajectory."""
+    """Pack trajectories and their advantages into batches of windows of `seq_len` tokens, equally many on each rank.
+    Labels also have `logprobs` of the sampler, `old_logprobs` (0), `advantages`, and trajectory numbers, `samples`."""
     packed: list[Any] = first_fit_decreasing(np.array([len(t.tokens) - 1 for t, _ in samples], np.int64), seq_len)
     n_windows = batch_size * max(ranks.gather(-(-len(packed) // batch_size)))
     windows = []

@@ -19,12 +19,11 @@ from torchtitan.tools.errors import UserError
 ResultT = TypeVar("ResultT")
 
 _START = 'start VLLM_SERVER_DEV_MODE=1 vllm serve DIR --weight-transfer-config \'{"backend": "nccl"}\''
-_SECONDS = 3600.0
-"""Limit of a request; a continuation may wait for many others."""
 
 
-def request(url: str, path: str, body: Any = None, *, seconds: float = _SECONDS) -> Any:
-    """Return the JSON that a server answers to GET or, with a body, POST. Raise `UserError` if it does not."""
+def request(url: str, path: str, body: Any = None, *, seconds: float = 3600.0) -> Any:
+    """Return the JSON that a server answers to GET or, with a body, POST. Raise `UserError` if it does not within some
+    seconds, by default an hour, since a continuation may wait for many others."""
     data = None if body is None else json.dumps(body).encode()
     try:
         message = urllib.request.Request(f"{url}{path}", data, {"Content-Type": "application/json"})
@@ -51,9 +50,8 @@ def check_server(url: str) -> tuple[str, int, int]:
 
 class VLLMEngine:
     """Samples with the server at `url` (docs.vllm.ai/en/latest/training/weight_transfer), at temperature 1, with at
-    most `max_rows` requests at a time; `stop_ids` end a text. `weights`, under Hugging Face's names, are sent in the
-    types of their specifications; all ranks read them in the same order. Raises `UserError` like `check_server`, and if
-    a request fails."""
+    most `max_rows` requests at a time; `stop_ids` end a text. `weights` have Hugging Face's names, and are sent in the
+    types of their specifications; all ranks read them in one order. Raises as `check_server` and `request`."""
 
     def __init__(self, url: str, weights: TensorSource, stop_ids: AbstractSet[int], max_rows: int, ranks: Ranks):
         self._url, self._ranks, self._max_rows, self._stop_ids = url, ranks, max_rows, sorted(stop_ids)
@@ -74,8 +72,7 @@ class VLLMEngine:
         return Generation(ids, logprobs, "stop" if choice["finish_reason"] == "stop" else "length")
 
     def run(self, texts: Sequence[Coroutine[Any, Any, ResultT]]) -> list[ResultT]:
-        """Send the weights, and run coroutines that await `generate`; return their results in order. An exception of
-        any process is raised in all."""
+        """Send the weights; return the results, in order, of coroutines that await `generate`. All ranks raise."""
 
         async def together() -> None:
             with ThreadPoolExecutor(self._max_rows) as self._pool:

@@ -12,7 +12,7 @@ from torchtitan.components.checkpoint.filesystem import folder_at
 from torchtitan.components.tokenizer import PretrainedTokenizer, Tokenizer
 from torchtitan.protocols.conversion import ConverterRecord
 from torchtitan.protocols.model_spec import ModelSpec
-from torchtitan.tools.errors import UserError
+from torchtitan.tools.errors import UserError, os_errors_as
 from torchtitan.tools.files import file_to_copy, parse_json, read_object
 from torchtitan.tools.logging import logger
 
@@ -118,10 +118,8 @@ def read_converters(
     """Return the `converters` (or `simulated`) in `CheckpointAssets.model` of a checkpoint in a folder or at a URL.
     Raise `UserError` if they cannot be read."""
     folder, name = folder_at(checkpoint), DESCRIPTION
-    try:
+    with os_errors_as(f"{checkpoint}/{name} cannot be read"):
         content = parse_json(folder.read(name), f"{checkpoint}/{name}") if folder.has_file(name) else {}
-    except OSError as error:
-        raise UserError(f"{checkpoint}/{name} cannot be read: {error}") from error
     converters = content.get(key, []) if isinstance(content, dict) else None
     if not (isinstance(converters, list) and all(isinstance(converter, dict) for converter in converters)):
         raise UserError(f"{checkpoint}/{name}: {key} must be a list of objects, not {converters!r}")

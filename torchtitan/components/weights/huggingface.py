@@ -5,7 +5,7 @@ header, a JSON object of name → dtype, shape and offsets; then the data of all
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -61,10 +61,7 @@ class HuggingFaceSource(TensorSource):
 
     def _add(self, path: Path, names: list[str] | None) -> None:
         with _open(path) as file:
-            stored = list(file.keys())
-            if missing := [name for name in names or [] if name not in set(stored)]:
-                raise UserError(f"{path} has no tensors {summarize_names(missing)}, which {INDEX} lists in it")
-            for name in stored if names is None else names:
+            for name in listed(path, file.keys(), names, INDEX):
                 part = file.get_slice(name)
                 if part.get_dtype() not in _DTYPES:
                     raise UserError(f"{path}: {name} has the unsupported type {part.get_dtype()}")
@@ -92,6 +89,15 @@ def files_of(folder: Path, weights: str, index: str) -> dict[Path, list[str] | N
     if missing := sorted(file for file in files if not (folder / file).is_file()):
         raise UserError(f"{folder} is incomplete: {index} lists missing files: {summarize_names(missing)}")
     return {folder / file: files[file] for file in sorted(files)}
+
+
+def listed(file: Path, stored: Collection[str], names: list[str] | None, index: str) -> Collection[str]:
+    """Return the `names` of a file's tensors in the file `index`; None: all that are `stored`. Raise `UserError` if
+    some are not."""
+    known = set(stored)
+    if missing := [name for name in names or [] if name not in known]:
+        raise UserError(f"{file} has no tensors {summarize_names(missing)}, which {index} lists in it")
+    return stored if names is None else names
 
 
 def write_huggingface(

@@ -9,8 +9,8 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan.components.checkpoint.ranks import Ranks
 from torchtitan.components.checkpoint.state import ModelState
-from torchtitan.distributed.initialize import local_slices
-from torchtitan.protocols.tensor_source import Slices, TensorSource, TensorSpec, summarize_names
+from torchtitan.distributed.initialize import local_part, local_slices
+from torchtitan.protocols.tensor_source import TensorSource, TensorSpec, summarize_names
 from torchtitan.tools.errors import UserError
 
 _QUANTIZED = "quantized (at least 16-bit floating point is required)"
@@ -90,8 +90,13 @@ def check_types(specs: Mapping[str, TensorSpec], tensors: Mapping[str, Tensor]) 
 
 @torch.no_grad()
 def _load_tensor(tensor: Tensor, name: str, source: TensorSource) -> None:
-    slices: Slices | None = None
-    if isinstance(tensor, DTensor):
-        slices, tensor = local_slices(tensor), tensor.to_local()
-    if tensor.numel():
-        tensor.copy_(source.read(name, slices))
+    part, values = read_part(source, name, tensor)
+    part.copy_(values)
+
+
+def read_part(source: TensorSource, name: str, tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """Return this process's shard of a model's tensor, and its values in `source`, in CPU memory."""
+    part = local_part(tensor)
+    if part.numel() == 0:
+        return part, part.cpu()
+    return part, source.read(name, local_slices(tensor) if isinstance(tensor, DTensor) else None)

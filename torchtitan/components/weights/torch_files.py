@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from torchtitan.components.weights.huggingface import files_of
+from torchtitan.components.weights.huggingface import files_of, listed
 from torchtitan.protocols.tensor_source import (
     MakeTensor,
     Slices,
@@ -71,9 +71,7 @@ class PickledSource(TensorSource):
         self._locations: dict[str, TensorLocation] = {}
         for file, names in files_of(Path(path), PICKLED_WEIGHTS, PICKLED_INDEX).items():
             locations = locate_tensors(file)
-            if missing := [name for name in names or [] if name not in locations]:
-                raise UserError(f"{file} has no tensors {summarize_names(missing)}, which {PICKLED_INDEX} lists in it")
-            self._locations |= {name: locations[name] for name in names or locations}
+            self._locations |= {name: locations[name] for name in listed(file, locations, names, PICKLED_INDEX)}
         self.specs = {name: location.spec for name, location in self._locations.items()}
 
     def read(self, name: str, slices: Slices | None = None) -> Tensor:

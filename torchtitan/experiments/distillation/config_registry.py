@@ -14,8 +14,7 @@ from .trainer import DistillationTrainer
 
 
 def distillation_debugmodel() -> DistillationTrainer.Config:
-    """A small student on the built-in stories, without network: `--teacher.path` is a checkpoint of `llama3`'s
-    `debugmodel`."""
+    """A small student on the built-in stories: `--teacher.path` is a checkpoint of `llama3`'s `debugmodel`."""
     student = dataclasses.replace(FLAVORS["debugmodel"], n_layers=2)
     return DistillationTrainer.Config.based_on(
         small_run(model_spec(student, "debugmodel")), loss=DistillationLoss.Config()

@@ -1,30 +1,28 @@
 """The trainer of proximal policy optimization."""
 
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchtitan.components.critic import estimate_advantages, value_head
+from torchtitan.components.critic import ValueHead, estimate_advantages
 from torchtitan.components.data.base import Batch
 from torchtitan.components.log_probs import token_log_probs
 from torchtitan.experiments.rl.trainer import RLTrainer
+from torchtitan.protocols.sharding import ShardingPlan
 from torchtitan.trainer import RunModel, StepResult
 
 
 class PPOTrainer(RLTrainer):
     """Estimate the advantage of each token by a linear function of the policy's last hidden states, a second model."""
 
-    @dataclass(kw_only=True, slots=True)
-    class Config(RLTrainer.Config):
-        """A whole run of proximal policy optimization."""
-
-        has_critic = True
+    has_critic = True
 
     def build_models(self) -> dict[str, RunModel]:
-        value = self.build_other_model(value_head(self.config.model_spec), trained=True, saved=True)
-        return {**super().build_models(), "value": value}
+        spec, sharding = self.config.model_spec, ShardingPlan({"output": "whole"}, attention="")
+        head = replace(spec, flavor="value head", model=ValueHead.Config(dim=spec.model.dim), sharding=sharding)
+        return {**super().build_models(), "value": self.build_other_model(head, trained=True, saved=True)}
 
     def update(self, micro_batches: list[Batch]) -> StepResult:
         on_device = [self.post_dataloading_process(batch) for batch in micro_batches]
@@ -32,15 +30,13 @@ class PPOTrainer(RLTrainer):
             for batch in on_device:
                 batch["old_values"] = self.policy_outputs(batch)[1]
         if on_device:
-            estimate_advantages(on_device, self.config.policy.gae_decay, self.local_addend)
+            estimate_advantages(on_device, self.config.policy.gae_decay)
         return super().update(on_device)
 
     def policy_outputs(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        hidden: list[Tensor] = []
+        def head(hidden_BLD: Tensor, weight_VD: Tensor | None, **changes: Any) -> tuple[Tensor, Tensor]:
+            log_probs_BL = token_log_probs(hidden_BLD, weight_VD, batch["labels"], **changes)
+            return log_probs_BL, self.models["value"](hidden_BLD)
 
-        def head(hidden_BLD: Tensor, weight_VD: Tensor | None, **changes: Any) -> Tensor:
-            hidden.append(hidden_BLD)
-            return token_log_probs(hidden_BLD, weight_VD, batch["labels"], **changes)
-
-        log_probs_BL = self.models["model"](batch["input"], batch["attention"], head=head)
-        return log_probs_BL, self.models["value"](*hidden)
+        outputs: tuple[Tensor, Tensor] = self.models["model"](batch["input"], batch["attention"], head=head)
+        return outputs

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -23,16 +24,12 @@ from torchtitan.trainer.rollouts import RolloutTrainer, check_rollouts
 
 
 class RLTrainer(ReferenceTrainer, RolloutTrainer):
-    """Sample trajectories, rate them, and raise the probability of those better than their group.
-
-    In a step, `next_micro_batches` samples, rates and packs trajectories, and `update` trains on them once or more;
-    `compute_loss` calls the `PolicyLoss`."""
+    """Raise the probability of trajectories that are better than their group. In a step, `next_micro_batches` samples,
+    rates and packs them, and `update` trains on them once or more; `compute_loss` calls the `PolicyLoss`."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(ReferenceTrainer.Config):
         """A whole run of reinforcement learning."""
-
-        has_critic = False
 
         policy: PolicyLoss.Config = field(default_factory=PolicyLoss.Config)
         """Loss of the policy."""
@@ -54,15 +51,16 @@ class RLTrainer(ReferenceTrainer, RolloutTrainer):
                 raise UserError("reinforcement learning computes log-probabilities, and takes no other --loss")
             self.policy.validate()
             check_rollouts(self)
-            if (self.policy.method == "ppo") != self.has_critic:
+            if (has_critic := self.policy.method == "ppo") != cast(Any, self._owner).has_critic:
                 raise UserError("--policy.method ppo needs --module ppo, and the other methods --module rl")
             size = self.rollout.group_size
-            require(size >= 2 or self.has_critic, "--rollout.group_size", size, "2 or more")
+            require(size >= 2 or has_critic, "--rollout.group_size", size, "2 or more")
             if not (self.rewards or self.rollout.function):
                 raise UserError("--rewards is empty; name a function, such as my_rewards.py:score")
             Rewards(self.rewards, self.reward_weights, check_reward_model)
 
     config: Config
+    has_critic = False
     measures_named = (
         *("reward", "reward_p10", "reward_p50", "reward_p90", "length", "truncated"),
         *("entropy", "clip_fraction", "kl", "importance_weight", "value_loss"),

@@ -167,6 +167,9 @@ class Decoder(BaseModel):
     biased = "qkvo"
     """Projections of attention that `attention_bias` gives a bias."""
 
+    has_qk_norm = False
+    """The queries and the keys of each head are normalized."""
+
     has_sinks = False
     """Attention has a score per head for no token."""
 
@@ -181,9 +184,9 @@ class Decoder(BaseModel):
                 "tokenizer.vocab_size (the Trainer takes it from its tokenizer)"
             )
         init = with_initializers
-        self.tok_embeddings: nn.Embedding | None = init(
-            nn.Embedding(config.vocab_size, config.dim), weight=self.embedding_init()
-        )
+        # Values would be drawn twice, and on the meta device this would import the compiler, which takes a second.
+        embedding = nn.Embedding.from_pretrained(torch.empty(config.vocab_size, config.dim), freeze=False)
+        self.tok_embeddings: nn.Embedding | None = init(embedding, weight=self.embedding_init())
         self.per_layer: Any = None
         # A dictionary, so that layers keep their names if a pipeline stage drops others.
         self.layers = nn.ModuleDict({str(index): self.make_block(index) for index in range(config.n_layers)})
@@ -204,16 +207,16 @@ class Decoder(BaseModel):
     def make_attention(self, index: int, *, kind: type[nn.Module] = GroupedQueryAttention, **options: Any) -> nn.Module:
         """Return the attention of a layer; `options` are those of `GroupedQueryAttention`."""
         config = self.config
-        options = {"n_kv_heads": config.n_kv_heads, "biases": self.biased if config.attention_bias else "", **options}
-        return kind(
-            dim=config.dim,
-            n_heads=config.n_heads,
-            head_dim=self.head_dim_of_layer(index),
-            softcap=self.score_softcap(),
-            has_sinks=self.has_sinks,
+        own = {
+            "n_kv_heads": config.n_kv_heads,
+            "biases": self.biased if config.attention_bias else "",
+            "qk_norm": self.make_norm if self.has_qk_norm else None,
+            "softcap": self.score_softcap(),
+            "has_sinks": self.has_sinks,
             **self.init_stds(index),
-            **options,
-        )
+        }
+        sizes = {"dim": config.dim, "n_heads": config.n_heads, "head_dim": self.head_dim_of_layer(index)}
+        return kind(**{**sizes, **own, **options})
 
     def make_feed_forward(
         self, index: int, kind: Callable[..., nn.Module] = GatedFeedForward, **options: Any

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from torchtitan.models.common.attention import Attention
+from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.feed_forward import make_linear
 from torchtitan.models.common.norms import RMSNorm
 from torchtitan.models.common.rope import apply_rope
@@ -17,7 +18,7 @@ from torchtitan.protocols.attention import AttentionMetadata
 class LatentScores(nn.Module):
     """Attention of queries to latents, which context parallelism gathers and generation stores."""
 
-    def __init__(self, config: Any, rank: int, v_dim: int, scale: float, init_std: float):
+    def __init__(self, config: Decoder.Config, rank: int, v_dim: int, scale: float, init_std: float):
         super().__init__()
         head_dim, self.v_dim = config.resolved_head_dim, v_dim
         self.plain_dim = head_dim - config.rope.rotated_dim(head_dim)
@@ -34,11 +35,19 @@ class LatentScores(nn.Module):
 
 class LatentAttention(nn.Module):
     """Causal self-attention to latents of width `rank`; queries have latents of width `q_rank`, or none. Only the last
-    part of a head, of width P, has positions, and all heads share its keys. `config`: a decoder's. `scale`: of scores.
-    `interleaved`: RoPE rotates neighbors."""
+    part of a head, of width P, has positions, and all heads share its keys. `scale`: of scores. `interleaved`: RoPE
+    rotates neighbors."""
 
     def __init__(
-        self, config: Any, *, q_rank: int | None, rank: int, v_dim: int, scale: float, interleaved: bool, **stds: float
+        self,
+        config: Decoder.Config,
+        *,
+        q_rank: int | None,
+        rank: int,
+        v_dim: int,
+        scale: float,
+        interleaved: bool,
+        **stds: float,
     ):
         super().__init__()
         norm = partial(RMSNorm, eps=1e-6)  # in the published models, whatever their other norms have

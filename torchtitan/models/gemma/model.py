@@ -62,8 +62,7 @@ class Gemma3Model(Gemma2Model):
         local_rope: RoPEConfig = field(default_factory=lambda: RoPEConfig(theta=10_000.0))
         """Rotary position embedding of layers of type sliding_attention. The others use `rope`."""
 
-    def make_attention(self, index: int, **options: Any) -> nn.Module:
-        return super().make_attention(index, qk_norm=self.make_norm, **options)
+    has_qk_norm = True
 
 
 _BASES = {"full_attention": ("rope_theta", 1e6), "sliding_attention": ("rope_local_base_freq", 1e4)}

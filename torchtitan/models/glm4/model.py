@@ -3,16 +3,9 @@
 from dataclasses import dataclass
 from typing import Any
 
+from torchtitan.models.common import hugging_face as hf
 from torchtitan.models.common.blocks import SandwichBlock
 from torchtitan.models.common.decoder import Decoder
-from torchtitan.models.common.hugging_face import (
-    FUSED_GATE_UP,
-    ModelType,
-    dense_format,
-    dense_rows,
-    interleaved,
-    replaced,
-)
 from torchtitan.protocols.state_dict_adapter import KeyMapping
 
 
@@ -40,7 +33,7 @@ _NORMS |= {"ffn_norm": "post_attention_layernorm", "ffn_post_norm": "post_mlp_la
 
 
 def _rows(config: GLMModel.Config) -> list[KeyMapping]:
-    return interleaved(replaced(dense_rows(**_NORMS), FUSED_GATE_UP), config)
+    return hf.interleaved(hf.replaced(hf.dense_rows(**_NORMS), hf.FUSED_GATE_UP), config)
 
 
 _SHARED: dict[str, Any] = {
@@ -49,9 +42,9 @@ _SHARED: dict[str, Any] = {
     "defaults": {"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1.5625e-7, "partial_rotary_factor": 0.5},
 }
 
-FORMAT = dense_format(
+FORMAT = hf.dense_format(
     {
-        "glm4": ModelType(architecture="Glm4ForCausalLM", config=GLM4Model.Config, **_SHARED),
-        "glm": ModelType(architecture="GlmForCausalLM", config=GLMModel.Config, **_SHARED),
+        "glm4": hf.ModelType(architecture="Glm4ForCausalLM", config=GLM4Model.Config, **_SHARED),
+        "glm": hf.ModelType(architecture="GlmForCausalLM", config=GLMModel.Config, **_SHARED),
     }
 )

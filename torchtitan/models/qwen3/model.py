@@ -1,9 +1,5 @@
 """Qwen3's dense models ("Qwen3 Technical Report", arXiv:2505.09388), and their Hugging Face format."""
 
-from typing import Any
-
-from torch import nn
-
 from torchtitan.models.common.hugging_face import DENSE_ROWS, ModelType, dense_format
 from torchtitan.models.common.layer_types import WINDOW_KEYS, WindowedDecoder, prepare_windows
 
@@ -11,8 +7,7 @@ from torchtitan.models.common.layer_types import WINDOW_KEYS, WindowedDecoder, p
 class Qwen3Model(WindowedDecoder):
     """Llama's decoder with a norm on the queries and keys of each head, and windows in some models' upper layers."""
 
-    def make_attention(self, index: int, **options: Any) -> nn.Module:
-        return super().make_attention(index, qk_norm=self.make_norm, **options)
+    has_qk_norm = True
 
 
 FORMAT = dense_format(

@@ -3,8 +3,6 @@
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
-
 from torchtitan.models.common.config_reader import ConfigReader
 from torchtitan.models.common.hugging_face import DENSE_ROWS, ModelType, dense_format
 from torchtitan.models.common.moe.decoder import MoEDecoder
@@ -14,8 +12,7 @@ from torchtitan.models.common.moe.rows import QWEN_KEYS, SPARSE_KEYS, expert_row
 class Qwen3MoeModel(MoEDecoder):
     """Qwen3's decoder with experts in some layers or in all."""
 
-    def make_attention(self, index: int, **options: Any) -> nn.Module:
-        return super().make_attention(index, qk_norm=self.make_norm, **options)
+    has_qk_norm = True
 
 
 class Qwen2MoeModel(MoEDecoder):

@@ -177,6 +177,22 @@ class TestErrors:
         with raises("is not a Megatron index"):
             open_tokens(dataset, tokenizer, tmp_path)
 
+    @pytest.mark.parametrize("entries", [[0, 5, 99], [0, 5, -1], [0, 7, 5, 80], [1, 80], [0, 79], []])
+    def test_index_that_does_not_divide_the_tokens(self, entries, documents, tokenizer, tmp_path):
+        dataset = write_megatron(tmp_path / "b", documents)
+        index = tmp_path / "b.idx"
+        content = bytearray(index.read_bytes()[: 34 + 12 * len(documents)]) + np.array(entries, np.int64).tobytes()
+        content[26:34] = struct.pack("<Q", len(entries))
+        index.write_bytes(content)
+        with raises(f"{index} does not divide {tmp_path / 'b.bin'} into documents"):
+            open_tokens(dataset, tokenizer, tmp_path).tokens(0, 10)
+
+    def test_index_without_sequences(self, documents, tokenizer, tmp_path):
+        dataset = write_megatron(tmp_path / "b", documents)
+        (tmp_path / "b.idx").write_bytes(b"MMIDIDX\x00\x00" + struct.pack("<QBQQq", 1, 8, 0, 1, 0))
+        with raises("but its index announces 0"):
+            open_tokens(dataset, tokenizer, tmp_path).tokens(0, 10)
+
     def test_other_tokenizer(self, documents, tokenizer, tmp_path):
         documents[60][1] = 60_000
         offset = 2 * (sum(map(len, documents[:60])) + 1)

@@ -273,10 +273,10 @@ def test_progress_adds_up_to_the_size(tmp_path):
 
 def test_missing_path_suggests_the_nearest(tmp_path):
     (tmp_path / "corpus.txt").write_text("a")
-    with raises(f"{tmp_path / 'corpsu.txt'} does not exist; did you mean {tmp_path / 'corpus.txt'}?"):
+    with raises(f"{tmp_path / 'corpsu.txt'} does not exist; did you mean 'corpus.txt'?"):
         documents_at(tmp_path / "corpsu.txt")
     (tmp_path / "data").mkdir()
-    with raises(f"{tmp_path / 'dta'} does not exist; did you mean {tmp_path / 'data'}?"):
+    with raises(f"{tmp_path / 'dta'} does not exist; did you mean 'data'?"):
         documents_at(tmp_path / "dta" / "x.txt")
 
 

@@ -4,13 +4,12 @@ A message is a dictionary for transformers' chat templates: `role`, `content`, o
 `tool_call_id`, and any other keys for the model's own template.
 """
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torchtitan.components.data.sources.rows import kind_of, parse_json
-from torchtitan.tools.errors import UserError
+from torchtitan.tools.errors import UserError, suggest
 
 Message = dict[str, Any]
 
@@ -155,8 +154,8 @@ def describe_other_keys(turn: Mapping[str, Any]) -> str:
 def _message(turn: Mapping[str, Any]) -> Message:
     message = {key: value for key, value in turn.items() if value is not None and key not in _FLAGS}
     for key in message.keys() - set(_KEYS):
-        if near := difflib.get_close_matches(str(key), [*_KEYS, *_FLAGS], n=1, cutoff=0.8):
-            raise BrokenSample(f"unknown key {key!r}; did you mean {near[0]!r}?")
+        if near := suggest(str(key), [*_KEYS, *_FLAGS], cutoff=0.8):
+            raise BrokenSample(f"unknown key {key!r}{near}")
     role = message.get("role")
     if role is None:
         raise BrokenSample(f"it has no role{describe_other_keys(turn)}")

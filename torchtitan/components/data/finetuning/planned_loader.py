@@ -261,6 +261,10 @@ class PlannedDataLoader(TokenizingDataLoader):
         return self.samples.describe(number)
 
     @property
+    def adapts(self) -> bool:
+        return self._planner.is_adaptive
+
+    @property
     def exhausted(self) -> bool:
         return self._exhausted
 

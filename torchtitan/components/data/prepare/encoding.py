@@ -16,22 +16,17 @@ from torchtitan.components.data.finetuning.chat_encoding import RowEncoder
 from torchtitan.components.data.finetuning.filters import FilterConfig
 from torchtitan.components.data.finetuning.row_formats import RowFormat
 from torchtitan.components.data.finetuning.sample_cache import code_version, finish_samples, write_samples
-from torchtitan.components.data.pretraining.token_cache import (
-    FORMAT_VERSION,
-    document_wrapping,
-    token_dtype,
-    write_tokens,
-)
+from torchtitan.components.data.plan.sampler import Array
+from torchtitan.components.data.pretraining import token_cache
 from torchtitan.components.data.report import Report
 from torchtitan.components.data.sources.source import Source
 from torchtitan.components.data.sources.stored import with_patience
 from torchtitan.components.tokenizer import Tokenizer
 
 HASH_BYTES = 16
-ITEM = np.dtype([("hash", f"S{HASH_BYTES}"), ("position", "i8"), ("tokens", "i8"), ("trained", "i8")])
-"""An item of arrays: digest of its content, its number, its tokens, and how many of them are predicted."""
-
-_TRAINED = "trained.bin"
+ITEM = np.dtype([("hash", f"S{HASH_BYTES}"), ("split", "u1"), ("number", "i8"), ("tokens", "i8"), ("trained", "i8")])
+"""An item of arrays: digest of its content, number of its split (see `Preparation.splits`; 0: none), its number, its
+tokens, and how many of them are predicted."""
 
 
 @dataclass(frozen=True)
@@ -64,26 +59,27 @@ class Encoding(ABC):
     def finish(self, folder: Path, report: Report, name: str) -> None:
         """Complete the arrays in `folder` to a cache. `report` has the counts of these arrays."""
 
-    def items(self, folder: Folder) -> np.ndarray:
-        """Return the items of arrays in the order of their hashes, `ITEM` (n,). Equal items have equal hashes, and keep
-        their order."""
+    def items(self, folder: Folder, keep: np.ndarray) -> np.ndarray:
+        """Return the items of arrays that a mask (n,) keeps, without splits, in the order of their hashes, `ITEM` (k,).
+        Equal items have equal hashes, and keep their order."""
         column = self.columns[0]
         offsets = _array(folder, column.offsets)
-        trained = np.ones(offsets[-1], bool)
-        if _TRAINED in column.values:
-            trained &= _array(folder, _TRAINED, "bool")
+        is_masked = "trained.bin" in column.values
+        trained = _array(folder, "trained.bin", "bool").copy() if is_masked else np.ones(offsets[-1], bool)
         trained[offsets[:-1][np.diff(offsets) > 0]] = False  # nothing predicts the first token of a sequence
         bounds = offsets[:: column.sequences]
         contents = zip(*(_contents(folder, column) for column in self.columns if column.hashed), strict=True)
-        items = np.empty(len(bounds) - 1, ITEM)
+        items = np.zeros(len(bounds) - 1, ITEM)
         items["hash"] = [hashlib.blake2b(b"\0".join(content), digest_size=HASH_BYTES).digest() for content in contents]
-        items["position"] = np.arange(len(items))
+        items["number"] = np.arange(len(items))
         items["tokens"] = np.diff(bounds)
         items["trained"] = [trained[start:stop].sum() for start, stop in itertools.pairwise(bounds)]
+        items = items[keep]
         return items[np.argsort(items["hash"], kind="stable")]
 
-    def select(self, selections: Sequence[tuple[Folder, np.ndarray]], folder: Path) -> None:
-        """Write the selected items of several folders, each with a mask (n,), to arrays in a new folder."""
+    def select(self, selections: Sequence[tuple[Folder, Array]], folder: Path) -> None:
+        """Write items of several folders, each with the numbers of its items, in their order, to arrays in a new
+        folder."""
         folder.mkdir()
         for column in self.columns:
             _select(column, selections, folder)
@@ -95,21 +91,22 @@ class DocumentEncoding(Encoding):
     kind = "tokens"
 
     def __init__(self, tokenizer: Tokenizer, filters: FilterConfig | None = None):
-        self._tokenizer, self._filters, self._dtype = tokenizer, filters or FilterConfig(), token_dtype(tokenizer)
-        wrapped = [tokenizer.fingerprint, *document_wrapping(tokenizer)]
-        self.identity = {"version": FORMAT_VERSION, "tokenizer": wrapped, "filters": asdict(self._filters)}
+        self._tokenizer, self._filters = tokenizer, filters or FilterConfig()
+        self._dtype = token_cache.token_dtype(tokenizer)
+        wrapped = [tokenizer.fingerprint, *token_cache.document_wrapping(tokenizer)]
+        self.identity = {"version": token_cache.FORMAT_VERSION, "tokenizer": wrapped, "filters": asdict(self._filters)}
         self.columns = [Column("offsets.bin", {"tokens.bin": self._dtype})]
 
     def write(self, source: Source, folder: Path) -> tuple[Report, np.ndarray]:
-        write_tokens(source, self._tokenizer, folder, lambda n: None)
+        token_cache.write_tokens(source, self._tokenizer, folder, lambda n: None)
         offsets = np.fromfile(folder / "offsets.bin", np.int64)
         tokens = np.fromfile(folder / "tokens.bin", self._dtype)
         report, keep = Report("text", rows=len(offsets) - 1), np.ones(len(offsets) - 1, bool)
-        for index, (start, stop) in enumerate(itertools.pairwise(offsets.tolist())):
+        for number, (start, stop) in enumerate(itertools.pairwise(offsets.tolist())):
             dropped = self._filters.drop_reason(tokens[start:stop]) if stop > start else ("empty", "it has no text")
             if dropped:
-                report.drop(f"{source.parts[0].name}, document {index + 1}", *dropped)
-                keep[index] = False
+                report.drop(f"{source.parts[0].name}, document {number + 1}", *dropped)
+                keep[number] = False
         return report, keep
 
     def finish(self, folder: Path, report: Report, name: str) -> None:
@@ -128,7 +125,7 @@ class SampleEncoding(Encoding):
         self.identity = {"version": code_version(), **fingerprints, "filters": asdict(filters)}
         answers = [Column("answer_offsets.bin", {"answers.bin": "uint8"})] if encoder.has_answers else []
         self.columns = [
-            Column("offsets.bin", {"ids.bin": "uint32", _TRAINED: "bool"}, encoder.n_parts),
+            Column("offsets.bin", {"ids.bin": "uint32", "trained.bin": "bool"}, encoder.n_parts),
             *answers,
             Column("place_offsets.bin", {"places.bin": "uint8"}, hashed=False),
         ]
@@ -159,12 +156,14 @@ def _contents(folder: Folder, column: Column) -> Iterator[bytes]:
         yield b"".join([(bounds - bounds[0]).tobytes(), *values])
 
 
-def _select(column: Column, selections: Sequence[tuple[Folder, np.ndarray]], folder: Path) -> None:
-    lengths = [np.diff(_array(source, column.offsets)) for source, _ in selections]
-    sequences = [np.repeat(keep, column.sequences) for _, keep in selections]
-    kept = [of_source[selected] for of_source, selected in zip(lengths, sequences, strict=True)]
-    np.cumsum(np.concatenate([np.zeros(1, np.int64), *kept])).tofile(folder / column.offsets)
-    for name, dtype in column.values.items():
-        with (folder / name).open("wb") as file:
-            for (source, _), of_source, selected in zip(selections, lengths, sequences, strict=True):
-                _array(source, name, dtype)[np.repeat(selected, of_source)].tofile(file)
+def _select(column: Column, selections: Sequence[tuple[Folder, Array]], folder: Path) -> None:
+    lengths = [np.zeros(1, np.int64)]
+    for source, numbers in selections:
+        all_lengths = np.diff(_array(source, column.offsets))
+        selected = np.zeros(len(all_lengths), bool)
+        selected.reshape(-1, column.sequences)[numbers] = True
+        lengths.append(all_lengths[selected])
+        for name, dtype in column.values.items():
+            with (folder / name).open("ab") as file:
+                _array(source, name, dtype)[np.repeat(selected, all_lengths)].tofile(file)
+    np.cumsum(np.concatenate(lengths)).tofile(folder / column.offsets)

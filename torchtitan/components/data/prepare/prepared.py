@@ -14,23 +14,12 @@ import numpy as np
 
 from torchtitan.components.checkpoint.filesystem import Folder, LocalFolder, folder_at
 from torchtitan.components.checkpoint.identity import identify_content
-from torchtitan.components.data.disk_cache import (
-    BLOCKS_FILE,
-    SAMPLED_BLOCKS,
-    bytes_digest,
-    check_blocks,
-    check_digest,
-    digest_of,
-    evenly_spaced,
-    map_array,
-    readable,
-)
+from torchtitan.components.data import disk_cache
 from torchtitan.components.data.finetuning.chat_encoding import RowEncoder
 from torchtitan.components.data.finetuning.sample_cache import SampleCache
 from torchtitan.components.data.plan.sampler import Array
 from torchtitan.components.data.prepare.encoding import read
-from torchtitan.components.data.prepare.merge import INDEX_ROWS
-from torchtitan.components.data.prepare.parts import MANIFEST, PLAN, TRAIN, VALIDATION, has_file
+from torchtitan.components.data.prepare.preparation import INDEX_ROWS, MANIFEST, PLAN, TRAIN, VALIDATION, has_file
 from torchtitan.components.data.pretraining.tokens import ArrayTokens, JoinedTokens
 from torchtitan.components.data.report import Report
 from torchtitan.components.data.sources.block_cache import BlockCache
@@ -46,19 +35,18 @@ class Prepared:
 
     def __init__(self, place: str):
         self.place, self.folder = place, folder_at(os.path.expanduser(place))
-        with readable(self.folder):
+        with disk_cache.readable(self.folder):
             manifest = json.loads(read(self.folder, MANIFEST))
             self.kind: str = manifest["kind"]
             self.encoding: dict[str, Any] = manifest["encoding"]
-            self.digest = check_digest(manifest["digest"])
+            self.digest: str = manifest["digest"]
             self.splits: dict[str, dict[str, Any]] = manifest["splits"]
             self.sources = {
                 split: [(name, Report.from_dict(report)) for name, report in of_split]
                 for split, of_split in manifest["sources"].items()
             }
             """Names and counts of the sources in each split."""
-            if digest_of(self.splits) != self.digest:
-                raise ValueError(f"{MANIFEST} does not match its digest")
+            _checked(json.dumps(self.splits).encode(), self.digest, MANIFEST)
 
     def check(self, split: str, kind: str, encoding: dict[str, Any]) -> None:
         """Raise `UserError` unless the data has this split and is of this kind, encoded in this way by any filters."""
@@ -78,8 +66,9 @@ class Prepared:
         Args:
             copies: folder for the copy of an index in a store; other processes may write the same one.
         """
-        n, digest, name = int(self.splits[split]["parts"]), check_digest(self.splits[split]["digest"]), f"{split}.index"
-        with readable(self.folder):
+        name, n = f"{split}.index", int(self.splits[split]["parts"])
+        with disk_cache.readable(self.folder):
+            digest = disk_cache.check_digest(self.splits[split]["digest"])
             path = Path(f"{self.folder}/{name}")
             if not isinstance(self.folder, LocalFolder):
                 path = copies / f"{digest}.index"
@@ -89,14 +78,14 @@ class Prepared:
                         copy = Path(temporary) / name
                         copy.write_bytes(_checked(read(self.folder, name), digest, name))
                         durable.replace(copy, path)
-            index = map_array(path, "int64", INDEX_ROWS * n).reshape(INDEX_ROWS, n)
+            index = disk_cache.map_array(path, "int64", INDEX_ROWS * n).reshape(INDEX_ROWS, n)
             if verify:
                 _checked(index.tobytes(), digest, name)
-        for number in range(n) if verify else evenly_spaced(n, SAMPLED_BLOCKS):
+        for number in range(n) if verify else disk_cache.evenly_spaced(n, disk_cache.SAMPLED_BLOCKS):
             cache = self.cache(split, index, number)
-            with readable(cache):
-                _checked(read(cache, BLOCKS_FILE), cache.name, BLOCKS_FILE)
-                with_patience(f"verifying {cache}", partial(check_blocks, cache, verify))
+            with disk_cache.readable(cache):
+                _checked(read(cache, disk_cache.BLOCKS_FILE), cache.name, disk_cache.BLOCKS_FILE)
+                with_patience(f"verifying {cache}", partial(disk_cache.check_blocks, cache, verify))
         return index
 
     def cache(self, split: str, index: Array, number: int) -> Folder:
@@ -105,7 +94,7 @@ class Prepared:
 
 
 def _checked(content: bytes, digest: str, name: str) -> bytes:
-    if bytes_digest(content) != digest:
+    if disk_cache.bytes_digest(content) != digest:
         raise ValueError(f"{name} does not match its digest")
     return content
 
@@ -152,9 +141,6 @@ class PreparedTokens(JoinedTokens):
         self.sources = prepared.sources[split]
         self.is_remote = not isinstance(prepared.folder, LocalFolder)
 
-    def report(self) -> Report:
-        return Report.total(report for _, report in self.sources)
-
 
 def find_samples(dataset: str, split: str, encoder: RowEncoder, *, verify: bool = False) -> SampleCache | None:
     """Open a prepared sample cache; None if the dataset is not prepared. Raise `UserError` if it is damaged, in a
@@ -174,10 +160,10 @@ def _open(prepared: Prepared, split: str, index: Array, blocks: BlockCache, numb
 
     def array(name: str, dtype: str, length: int) -> Any:
         if isinstance(folder, LocalFolder):
-            return map_array(folder.path / name, dtype, length)
+            return disk_cache.map_array(folder.path / name, dtype, length)
         return _StoredArray(folder, name, np.dtype(dtype), length, blocks)
 
-    with readable(folder):
+    with disk_cache.readable(folder):
         meta = json.loads(read(folder, "meta.json"))
         [n_documents] = meta["documents_per_part"]
         tokens = array("tokens.bin", meta["dtype"], meta["n_tokens"])
@@ -231,5 +217,5 @@ def dataset_identity(datasets: Sequence[str], digest: Callable[[str], str], cata
     unknown. `digest` returns the digest of data that is not prepared."""
     prepared = [find_prepared(dataset, catalog) for dataset in datasets]
     digests = [of.digest if of else digest(name) for name, of in zip(datasets, prepared, strict=True)]
-    joined = digests[0] if len(digests) == 1 else digest_of(digests)
+    joined = digests[0] if len(digests) == 1 else disk_cache.digest_of(digests)
     return identify_content(", ".join(map(location, datasets)), joined if all(digests) else "")

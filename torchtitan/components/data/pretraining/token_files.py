@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from torchtitan.components.checkpoint.filesystem import LocalFolder
 from torchtitan.components.data.disk_cache import bytes_digest, digest_of, evenly_spaced
 from torchtitan.components.data.plan.sampler import Array
 from torchtitan.components.data.pretraining.token_cache import token_dtype
@@ -96,15 +97,12 @@ def open_token_files(paths: Sequence[Path], tokenizer: Tokenizer) -> Tokens:
 
 def files_digest(paths: Sequence[Path]) -> str:
     """Return a digest of the sizes and four blocks of each file."""
-    blocks: list[Any] = []
+    content: list[Any] = []
     for path in paths:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            for number in evenly_spaced(-(-size // _BLOCK), _CHECKED_BLOCKS):
-                file.seek(number * _BLOCK)
-                blocks.append(bytes_digest(file.read(_BLOCK)))
-        blocks.append(size)
-    return digest_of(blocks)
+        folder, size = LocalFolder(path.parent), path.stat().st_size
+        starts = [number * _BLOCK for number in evenly_spaced(-(-size // _BLOCK), _CHECKED_BLOCKS)]
+        content += [size, *(bytes_digest(folder.read_range(path.name, start, start + _BLOCK)) for start in starts)]
+    return digest_of(content)
 
 
 def _inspect(path: Path, tokenizer: Tokenizer, chunk: Mapping[str, Any] | None) -> TokenFile:
@@ -173,14 +171,15 @@ def _megatron(path: Path, index: Path) -> TokenFile:
 
 
 def _megatron_offsets(file: TokenFile, index: Path, n_sequences: int, n_entries: int) -> Array:
-    """Read the index: the lengths and byte offsets of the sequences, and the first sequence of each document."""
-    start, item_bytes = _MEGATRON_HEADER.size, np.dtype(file.dtype).itemsize
-    lengths = np.memmap(index, np.int32, "r", start, (n_sequences,))
-    pointers = np.memmap(index, np.int64, "r", start + 4 * n_sequences, (n_sequences,))
-    entries = np.fromfile(index, np.int64, n_entries, offset=start + 12 * n_sequences)
-    end = int(pointers[-1]) + int(lengths[-1]) * item_bytes
-    _check_end(file.path, end, "its index")
-    return np.append(pointers, end)[entries] // item_bytes
+    """Read the lengths of the sequences, and the first sequence of each document."""
+    lengths = np.fromfile(index, np.int32, n_sequences, offset=_MEGATRON_HEADER.size)
+    entries = np.fromfile(index, np.int64, n_entries, offset=_MEGATRON_HEADER.size + 12 * n_sequences)
+    starts = np.cumsum(np.append(0, lengths))
+    _check_end(file.path, int(starts[-1]) * np.dtype(file.dtype).itemsize, "its index")
+    is_ascending = all((numbers >= 0).all() for numbers in (lengths, np.diff(entries)))
+    if not is_ascending or [*entries[:1], *entries[-1:]] != [0, n_sequences]:
+        raise UserError(f"{index} does not divide {file.path} into documents; write both files again")
+    return starts[entries]
 
 
 def _litdata_chunks(folder: Path) -> dict[str, Any]:
@@ -214,11 +213,9 @@ def _litdata(path: Path, n_items: int, n_tokens: int) -> TokenFile:
     item_bytes, rest = divmod(size - start, max(1, n_tokens))
     if rest or item_bytes not in (1, 2, 4, 8):
         raise UserError(f"{path} ends at byte {size:,}, which does not fit {n_tokens:,} tokens from byte {start:,} on")
-
+    read_offsets = partial(_litdata_offsets, path, n_items, item_bytes)
     # Types differ only for negative numbers and floats, which are not in the vocabulary.
-    return TokenFile(
-        path, f"uint{8 * item_bytes}", start, n_tokens, partial(_litdata_offsets, path, n_items, item_bytes)
-    )
+    return TokenFile(path, f"uint{8 * item_bytes}", start, n_tokens, read_offsets)
 
 
 def _litdata_offsets(path: Path, n_items: int, item_bytes: int) -> Array:

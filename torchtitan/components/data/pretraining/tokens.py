@@ -57,7 +57,9 @@ class Tokens(ABC):
         """Return the tokens of each document, (n,); of joined streams, the documents of a sample of them."""
 
     def report(self) -> Report:
-        """Return the counts of documents and tokens, estimated if `lengths` is a sample."""
+        """Return the counts of documents and tokens, estimated if they are not recorded and `lengths` is a sample."""
+        if self.sources:
+            return Report.total(report for _, report in self.sources)
         lengths = self.lengths()
         n_sampled = int(lengths.sum())
         scale = self.n_tokens / max(1, n_sampled)

@@ -1,6 +1,5 @@
 """Resolution of dataset strings to local files and folders."""
 
-import difflib
 import glob
 import json
 import os
@@ -10,7 +9,7 @@ from functools import cache
 from pathlib import Path
 
 from torchtitan.components.data.sources.files import file_format, supported_formats
-from torchtitan.tools.errors import UserError
+from torchtitan.tools.errors import UserError, suggest
 from torchtitan.tools.files import is_url, regular_file
 
 _PATTERN_CHARACTERS = "*?["
@@ -145,9 +144,8 @@ def _not_found_message(dataset: str, path: Path, names: Sequence[str]) -> str:
     missing = next(step for step in (*reversed(path.parents), path) if not step.exists()) if dataset else path
     siblings = sorted(os.listdir(missing.parent)) if missing.parent.is_dir() else []
     is_name = os.sep not in dataset
-    near = difflib.get_close_matches(missing.name, [*siblings, *(names if is_name else ())], n=1)
+    near = suggest(missing.name, [*siblings, *(names if is_name else ())])
     if is_name:
         message = f"dataset {dataset!r} is neither a registered name ({', '.join(names)}) nor a file or folder"
-        return message + (f"; did you mean {near[0]!r}?" if near else "; use one of these or a local path")
-    message = f"dataset {dataset!r}: {missing} does not exist"
-    return message + (f"; did you mean {missing.parent / near[0]}?" if near else "")
+        return message + (near or "; use one of these or a local path")
+    return f"dataset {dataset!r}: {missing} does not exist{near}"

@@ -3,14 +3,13 @@
 import errno
 import posixpath
 import re
-import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import TypeVar
 
 from torchtitan.components.checkpoint.filesystem import open_store
 from torchtitan.components.data.sources.files import FilePart, file_format, supported_formats
@@ -31,31 +30,30 @@ T = TypeVar("T")
 
 
 class StoredPart(Part):
-    """A file in a store, or the lines of a file that begin in a byte range. To be read, the lines are copied to a
-    temporary file.
+    """A file in a store, or a byte range of a file's lines: those after a line end in the range, and the first line of
+    the file. To be read, the lines are copied to a temporary file.
 
     Args:
         name: see `Part`.
         url: path or URL of the file.
         text_column: see `Part`.
-        n_bytes: size of the file.
+        n_bytes: size of the file or range.
         version: any text that changes with the content of the file.
-        span: first byte of the range, and the byte after it; None: the whole file.
+        start: first byte of the range; None: the whole file.
     """
 
     def __init__(
-        self, name: str, url: str, text_column: str, n_bytes: int, version: str, span: tuple[int, int] | None = None
+        self, name: str, url: str, text_column: str, n_bytes: int, version: str = "", start: int | None = None
     ):
-        super().__init__(name if span is None else f"{name}[{span[0]}:{span[1]}]", text_column)
-        self.url, self.n_bytes, self.version, self._span = url, n_bytes, version, span
+        super().__init__(name if start is None else f"{name}[{start}:{start + n_bytes}]", text_column)
+        self.url, self.version, self._n_bytes, self._start = url, version, n_bytes, start
 
     def size(self) -> int:
-        start, stop = self._span or (0, self.n_bytes)
-        return stop - start
+        return self._n_bytes
 
     def contents(self, digest: Callable[[Path], str]) -> list[str]:
         path = Path(self.url)
-        return [f"{file_format(path)} {path.suffix} {self.n_bytes} {self.version} {self._span or ''}".rstrip()]
+        return [f"{file_format(path)} {path.suffix} {self.size()} {self.version}".rstrip()]
 
     def rows(self, on_read: OnRead) -> Iterator[Row]:
         with self._copy() as part:
@@ -78,35 +76,21 @@ class StoredPart(Part):
 
     def _download(self, target: Path) -> None:
         store, path = open_store(self.url)
-        with store.open(path, "rb") as file, target.open("wb") as copy:
-            if self._span is None:
-                shutil.copyfileobj(file, copy)
-            else:
-                _copy_lines(file, copy, *self._span)
-
-
-def _copy_lines(file: IO[bytes], copy: IO[bytes], start: int, stop: int) -> None:
-    """Copy the lines that begin in the range from `start` up to `stop`."""
-    if start:
-        file.seek(start - 1)
-        file.readline()
-    while file.tell() < stop and (line := file.readline()):
-        copy.write(line)
+        if self._start is None:
+            store.get_file(path, str(target))
+        else:
+            target.write_bytes(store.read_block(path, self._start, self._n_bytes, delimiter=b"\n"))
 
 
 def divide(part: Part, n_bytes: int) -> list[Part]:
     """Divide an uncompressed JSON Lines file into byte ranges of at most `n_bytes`; return other parts unchanged."""
-    if isinstance(part, FilePart):
-        url, version = str(part.path.resolve()), str(part.path.stat().st_mtime_ns)
-    elif isinstance(part, StoredPart):
-        url, version = part.url, part.version
-    else:
+    if not isinstance(part, FilePart | StoredPart):
         return [part]
-    size = part.size()
+    url, size = part.url if isinstance(part, StoredPart) else str(part.path.resolve()), part.size()
     if not url.lower().endswith(".jsonl") or size <= n_bytes:
         return [part]
-    spans = [(start, min(start + n_bytes, size)) for start in range(0, size, n_bytes)]
-    return [StoredPart(part.name, url, part.text_column, size, version, span) for span in spans]
+    sizes = {start: min(n_bytes, size - start) for start in range(0, size, n_bytes)}
+    return [StoredPart(part.name, url, part.text_column, sizes[start], start=start) for start in sizes]
 
 
 def stored_files(url: str, text_column: str) -> list[StoredPart]:

@@ -1,0 +1,390 @@
+"""Preparation of data: parts, planned from the sources alone and each written completely or not at all, and their merge
+with exact deduplication over all of them.
+
+The folder of a preparation has `plan/plan.json`; for each part N `parts/PLAN/N/`, with the arrays of its items,
+`items.bin`, and `part.json`, which marks it as complete; and the result of `merge`, which removes the parts. PLAN is a
+digest: preparations do not mix, even if two begin together in a store without conditional writes. The result is
+`manifest.json` with the counts of each source and split, and a digest; caches `SPLIT/DIGEST/`, one per part of text, or
+one for all samples; and `SPLIT.index`, which lists them, see `INDEX_ROWS`.
+"""
+
+import contextlib
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from torchtitan.components.checkpoint.filesystem import UNFINISHED, Folder, LocalFolder
+from torchtitan.components.data.disk_cache import BLOCKS_FILE, bytes_digest, digest_of, record_blocks
+from torchtitan.components.data.plan.sampler import Array
+from torchtitan.components.data.prepare.encoding import HASH_BYTES, ITEM, Encoding, read
+from torchtitan.components.data.report import ExampleCounter, Report, no_rows_left_error
+from torchtitan.components.data.sources.rows import Part
+from torchtitan.components.data.sources.source import Source
+from torchtitan.components.data.sources.stored import divide, with_patience
+from torchtitan.tools import durable
+from torchtitan.tools.errors import RunFailure, UserError
+from torchtitan.tools.logging import logger
+from torchtitan.tools.process import signal_when_orphaned
+from torchtitan.tools.progress import progress
+
+MANIFEST, PLAN, PART, ITEMS = "manifest.json", "plan.json", "part.json", "items.bin"
+TRAIN, VALIDATION = "train", "validation"
+
+INDEX_ROWS = 3
+"""Rows of an index, int64 (INDEX_ROWS, caches): first token, and the cache's digest (two rows)."""
+
+ITEMS_PER_PASS = 1 << 24
+"""Approximate number of hashes that a process compares at a time, which need about 90 bytes each."""
+
+_PARTS_AT_A_TIME = 256
+"""Parts whose hashes are in memory while they are copied."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preparation:
+    """A preparation of sources in a folder. The same sources and options always have the same parts, so any number of
+    processes and hosts can write them, in any order and repeatedly."""
+
+    sources: Sequence[Source]
+    open_sources: Callable[[], Sequence[Source]]
+    """Lists the sources again, to find changes."""
+    place: Folder
+    encoding: Encoding
+    part_bytes: int
+    """Maximum bytes of a part of a file that can be divided."""
+    held_out: float = 0.0
+    """Fraction of the items, selected by hash, in the split `validation`."""
+    deduplicate: bool = True
+    """Remove items that equal an earlier item of any source."""
+
+    @cached_property
+    def parts(self) -> list[tuple[int, Part]]:
+        """Number of the source, and part of it."""
+        return [
+            (number, piece)
+            for number, source in enumerate(self.sources)
+            for part in source.parts
+            for piece in divide(part, self.part_bytes)
+        ]
+
+    @property
+    def splits(self) -> dict[str, int]:
+        """Splits and their numbers."""
+        return {TRAIN: 1, VALIDATION: 2} if self.held_out else {TRAIN: 1}
+
+    @cached_property
+    def plan(self) -> dict[str, Any]:
+        """Everything that determines the result, as JSON values. Files count as equal if their sizes and times are
+        equal, since reading them takes long."""
+        sources = [[source.name, source.identity(_version)] for source in self.sources]
+        options = {name: getattr(self, name) for name in ("part_bytes", "held_out", "deduplicate")}
+        return {"kind": self.encoding.kind, "encoding": self.encoding.identity, **options, "sources": sources}
+
+    def begin(self) -> None:
+        """Create the folder, or continue in it. Raise `UserError` if it holds another preparation or other files, or
+        is not writable."""
+        plan = json.dumps(self.plan)
+        with self.working() as work:
+            _remove_abandoned(work.parent)
+            if not has_file(self.place / "plan", PLAN):
+                names = os.listdir(self.place) if isinstance(self.place, LocalFolder) else self.place.files()
+                others = {name.partition("/")[0] for name in names if name[0] != "."}  # not work folders of others
+                if others and "plan" not in others:  # otherwise, another process has begun
+                    raise UserError(f"{self.place} holds other files, such as {min(others)}; set --out to a new folder")
+                self.place.create()
+                (work / "plan").mkdir()
+                (work / "plan" / PLAN).write_text(plan)
+                publish(work / "plan", self.place / "plan", PLAN)
+            self.check()
+
+    def check(self) -> None:
+        """Raise `UserError` if the folder holds another preparation."""
+        begun = json.loads(read(self.place / "plan", PLAN))
+        if changed := [name for name in self.plan if digest_of(self.plan[name]) != digest_of(begun.get(name))]:
+            names = " and ".join(changed)
+            raise UserError(
+                f"{self.place} was begun with other {names}, or they have changed; set --out to a new folder"
+            )
+
+    @contextlib.contextmanager
+    def working(self) -> Iterator[Path]:
+        """Yield a temporary folder, in the same file system if possible; killed processes leave theirs. Turn an
+        `OSError` in the block into a `UserError`."""
+        inside, places, options = None, f"{self.place} or {tempfile.gettempdir()}", "--out or TMPDIR"
+        try:
+            if isinstance(self.place, LocalFolder):
+                inside, places, options = self.place.path, str(self.place), "--out"
+                self.place.create()
+            prefix = f".work-{socket.gethostname()}-{os.getpid()}-"
+            # NFS keeps files that are still mapped into memory.
+            with tempfile.TemporaryDirectory(prefix=prefix, dir=inside, ignore_cleanup_errors=True) as folder:
+                yield Path(folder)
+        except OSError as error:
+            raise UserError(f"cannot write to {places}: {error.strerror or error}; set {options} to another") from error
+
+    @cached_property
+    def _parts_folder(self) -> Folder:
+        return self.place / "parts" / digest_of(self.plan)
+
+    def folder(self, number: int) -> Folder:
+        return self._parts_folder / f"{number:06}"
+
+    def missing(self) -> list[int]:
+        """Return the numbers of the parts that are not complete; none after the merge, which removes the parts."""
+        if has_file(self.place, MANIFEST):
+            return []
+        files = with_patience(f"listing {self._parts_folder}", self._parts_folder.files)
+        return [number for number in range(len(self.parts)) if f"{number:06}/{PART}" not in files]
+
+    def write(self, number: int) -> int:
+        """Write a part; return its tokens. Raise `UserError` if it cannot be read or written."""
+        source, part = self.parts[number]
+        with self.working() as work:
+            folder = work / "part"
+            folder.mkdir()
+            report, keep = self.encoding.write(self.sources[source].with_parts([part]), folder)
+            items = self.encoding.items(LocalFolder(folder), keep)
+            items["split"] = np.where(items["hash"] < int(self.held_out * 256**8).to_bytes(8), 2, 1)
+            items.tofile(folder / ITEMS)
+            report = replace(report, kept=len(items), tokens=int(items["tokens"].sum()))
+            (folder / PART).write_text(json.dumps(report.to_dict()))
+            publish(folder, self.folder(number), PART)
+        return report.tokens
+
+    def write_all(self, numbers: Sequence[int], workers: int) -> None:
+        """Write parts and show progress and throughput."""
+        started, n_tokens = time.monotonic(), 0
+        with progress("preparing", len(numbers)) as advance:
+            for tokens in run_in_processes(self.write, numbers, workers):
+                n_tokens += tokens
+                advance(1, f"preparing, {n_tokens / (time.monotonic() - started):,.0f} tokens/s")
+        logger.info(f"{len(numbers):,} parts written: {n_tokens:,} tokens in {time.monotonic() - started:,.1f} s")
+
+
+def merge(preparation: Preparation, workers: int) -> None:
+    """Write the items of each split, of equal ones the first, and the manifest; then remove the parts. May be killed
+    and repeated. Raise `UserError` if parts are missing, a split is empty, or the plan or the sources have changed."""
+    place = preparation.place
+    preparation.check()
+    if missing := preparation.missing():
+        raise UserError(
+            f"{len(missing):,} of {len(preparation.parts):,} parts in {place} are missing, first {missing[0] + 1}; run "
+            "the same command without --merge to write them"
+        )
+    with preparation.working() as work:
+        if not has_file(place, MANIFEST):
+            try:
+                manifest = _Merge(preparation, workers, work).write()
+                replace(preparation, sources=preparation.open_sources()).check()
+                write(place, MANIFEST, json.dumps(manifest).encode())
+            except (OSError, UserError):
+                if not has_file(place, MANIFEST):  # otherwise, another merge has removed the parts
+                    raise
+        _remove_parts(place)
+    manifest = json.loads(read(place, MANIFEST))
+    counts = (f"{split}: {of['items']:,} items, {of['tokens']:,} tokens" for split, of in manifest["splits"].items())
+    logger.info(f"{place} is complete: {'; '.join(counts)}; digest {manifest['digest']}")
+
+
+class _Merge:
+    """The items of all parts, in files in the folder `work`."""
+
+    def __init__(self, preparation: Preparation, workers: int, work: Path):
+        self.preparation, self.workers, self.work = preparation, workers, work
+        folders = [preparation.folder(part) for part in range(len(preparation.parts))]
+        with ThreadPoolExecutor(16) as pool, (work / "items").open("wb") as file:  # a store takes long to answer
+            reports = pool.map(lambda folder: json.loads(read(folder, PART)), folders)
+            self.found = list(map(Report.from_dict, reports))
+            for first in range(0, len(folders), _PARTS_AT_A_TIME):
+                file.writelines(pool.map(partial(read, name=ITEMS), folders[first : first + _PARTS_AT_A_TIME]))
+        if not any(report.kept for report in self.found):
+            names = ", ".join(source.name for source in preparation.sources)
+            raise no_rows_left_error(names, Report.total(self.found))
+        items = np.memmap(work / "items", ITEM, "r+")
+        self.items = np.split(items, np.cumsum([report.kept for report in self.found])[:-1])
+        """Items of each part, `ITEM` (n,); duplicates are in no split."""
+        n_passes = 1 + len(items) // ITEMS_PER_PASS
+
+        def remove_duplicates(index: int) -> None:
+            items["split"][find_duplicates(self.items, index, n_passes)] = 0
+
+        if preparation.deduplicate:
+            list(run_in_processes(remove_duplicates, range(n_passes), workers))
+
+    def write(self) -> dict[str, Any]:
+        """Write the caches and the index of each split; return the manifest."""
+        preparation = self.preparation
+        reports = {
+            split: [self._report(part, split) for part in range(len(self.found))] for split in preparation.splits
+        }
+        for split, of_parts in reports.items():
+            if not any(report.kept for report in of_parts):
+                selected = "no document; increase" if split == VALIDATION else "all documents; decrease"
+                raise UserError(f"--held_out selects {selected} it, or leave it out")
+        splits, sources = {}, {}
+        for split, of_parts in reports.items():
+            totals = [Report() for _ in preparation.sources]
+            for (source, _), report in zip(preparation.parts, of_parts, strict=True):
+                totals[source].add(report)
+            named = zip(preparation.sources, totals, strict=True)
+            sources[split] = [[source.name, total.to_dict()] for source, total in named]
+            splits[split] = self._write_caches(split, of_parts)
+        description = {"kind": preparation.encoding.kind, "encoding": preparation.encoding.identity}
+        return {**description, "digest": digest_of(splits), "splits": splits, "sources": sources}
+
+    def _kept(self, part: int, split: str) -> np.ndarray:
+        items = self.items[part]
+        return items[items["split"] == self.preparation.splits[split]]
+
+    def _report(self, part: int, split: str) -> Report:
+        """Return the counts of a part's items in a split; the others are dropped rows."""
+        report, items, kept = self.found[part], self.items[part], self._kept(part, split)
+        n_duplicates = int((items["split"] == 0).sum())
+        others = {"duplicate": n_duplicates, "other_split": len(items) - len(kept) - n_duplicates}
+        return replace(
+            report,
+            kept=len(kept),
+            tokens=int(kept["tokens"].sum()),
+            trained_tokens=int(kept["trained"].sum()),
+            dropped=report.dropped | {reason: ExampleCounter(count) for reason, count in others.items() if count},
+        )
+
+    def _write_caches(self, split: str, reports: Sequence[Report]) -> dict[str, Any]:
+        """Write the caches and the index of a split, with the reports of its parts; return its counts."""
+        preparation, encoding, parts = self.preparation, self.preparation.encoding, range(len(reports))
+        groups = [[*parts]] if encoding.kind == "samples" else [[part] for part in parts if reports[part].kept]
+        totals = [Report.total(reports[part] for part in group) for group in groups]
+
+        def write_cache(number: int) -> tuple[int, str]:
+            """Write the items of a group of parts to a cache; return its number and digest."""
+            group = groups[number]
+            selections = [(preparation.folder(part), self._kept(part, split)["number"]) for part in group]
+            with tempfile.TemporaryDirectory(dir=self.work) as temporary:
+                folder = Path(temporary) / "cache"
+                encoding.select(selections, folder)
+                encoding.finish(folder, totals[number], preparation.parts[group[0]][1].name)
+                record_blocks(folder)
+                digest = bytes_digest((folder / BLOCKS_FILE).read_bytes())
+                publish(folder, preparation.place / split / digest, BLOCKS_FILE)
+            return number, digest
+
+        written = sorted(run_in_processes(write_cache, range(len(groups)), self.workers))
+        digests = "".join(digest for _, digest in written)
+        total, ends = Report.total(totals), np.cumsum([0, *(of_group.tokens for of_group in totals)])
+        index = np.vstack([ends[:-1], np.frombuffer(bytes.fromhex(digests), np.int64).reshape(-1, 2).T]).tobytes()
+        write(preparation.place, f"{split}.index", index)
+        return {"tokens": total.tokens, "items": total.kept, "parts": len(groups), "digest": bytes_digest(index)}
+
+
+def find_duplicates(parts: Sequence[np.ndarray], index: int = 0, n_passes: int = 1) -> Array:
+    """Return the indices, over all parts, of the items that repeat an earlier item of the same hash. A pass compares
+    one of `n_passes` ranges of hashes.
+
+    Args:
+        parts: each part's items in the order of their hashes, `ITEM` (n,).
+    """
+    low, high = (number * 256**HASH_BYTES // n_passes for number in (index, index + 1))
+    first, last = low.to_bytes(HASH_BYTES), (high - 1).to_bytes(HASH_BYTES)
+    hashes, indices, n_before = [], [], 0
+    for items in parts:
+        start, stop = np.searchsorted(items["hash"], first), np.searchsorted(items["hash"], last, side="right")
+        hashes.append(items["hash"][start:stop])
+        indices.append(np.arange(start, stop) + n_before)
+        n_before += len(items)
+    _, originals = np.unique(np.concatenate(hashes), return_index=True)  # the first of equal hashes
+    return np.delete(np.concatenate(indices), originals)
+
+
+def _remove_parts(place: Folder) -> None:
+    parts = place / "parts"
+    if parts.exists():
+        with contextlib.suppress(FileNotFoundError):  # another merge removes them
+            parts.remove(PART)
+    if isinstance(place, LocalFolder):  # folders of killed processes
+        for left in (*place.path.glob(".work-*"), *place.path.glob(f"*{UNFINISHED}")):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def _version(path: Path) -> str:
+    return f"{path.stat().st_size} {path.stat().st_mtime_ns}"
+
+
+def _remove_abandoned(place: Path) -> None:
+    """Remove the work folders of processes of this host that were killed."""
+    for folder in place.glob(f".work-{socket.gethostname()}-*"):
+        with contextlib.suppress(PermissionError):  # a process of another user
+            try:
+                os.kill(int(folder.name.split("-")[-2]), 0)
+            except ProcessLookupError:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def write(folder: Folder, name: str, content: bytes) -> None:
+    with_patience(f"writing {folder}/{name}", lambda: folder.write(name, content))
+
+
+def has_file(folder: Folder, name: str) -> bool:
+    return with_patience(f"reading {folder}", lambda: folder.has_file(name))
+
+
+def publish(folder: Path, target: Folder, last: str) -> None:
+    """Move a complete local folder to its place. In a store, the file `last` is written last. Leave the folder of
+    another process that was faster: it has the same content, except for plans."""
+    if isinstance(target, LocalFolder):
+        durable.make_folder(target.path.parent)
+        try:
+            durable.rename(folder, target.path)
+        except OSError:
+            if not target.exists():
+                raise
+        return
+    for name in sorted(LocalFolder(folder).files(), key=lambda name: name == last):
+        write = target.write_new if name == last else target.write
+        with contextlib.suppress(FileExistsError):
+            with_patience(f"writing {target}/{name}", partial(write, name, (folder / name).read_bytes()))
+
+
+def run_in_processes(function: Callable[[int], T], numbers: Sequence[int], workers: int) -> Iterator[T]:
+    """Yield the function's results for the numbers in order of completion. Raise `RunFailure` if a process is
+    killed."""
+    if workers == 1:
+        yield from map(function, numbers)
+        return
+    global _function
+    _function = function  # forked processes inherit it, since it cannot be pickled
+    context, initialize = multiprocessing.get_context("fork"), (signal.SIGKILL, os.getpid())
+    with ProcessPoolExecutor(workers, context, signal_when_orphaned, initialize) as pool:
+        futures = [pool.submit(_call, number) for number in numbers]
+        try:
+            for future in as_completed(futures):
+                yield future.result()
+        except BrokenProcessPool:
+            raise RunFailure(
+                "a process was killed, possibly for lack of memory (set --workers); run the same command again to "
+                "continue: complete parts are kept"
+            ) from None
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _call(number: int) -> Any:
+    return _function(number)
+
+
+_function: Callable[[int], Any]
