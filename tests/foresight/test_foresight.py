@@ -196,7 +196,7 @@ def test_nothing_fits(tmp_path: Path):
         ("--module=rl --config=rl_debugmodel", "a dry run cannot sample answers"),
         ("--apply=/nowhere/best.yaml", "--apply '/nowhere/best.yaml' cannot be written"),
         ("--apply=.", "--apply '.' cannot be written"),
-        ("--device_file=/nowhere", "--device_file '/nowhere' cannot be read: No such file or directory"),
+        ("--device_file=/nowhere", "the device file '/nowhere' cannot be read: No such file or directory"),
     ],
 )
 def test_mistake_on_the_command_line_is_one_line(word: str, message: str, capsys: pytest.CaptureFixture[str]):
@@ -224,7 +224,7 @@ def test_devices(tmp_path: Path):
         path.write_text(text)
         with pytest.raises(UserError, match=message):
             device_in_file(path)
-    with pytest.raises(UserError, match=r"--device_file '.*missing.yaml' cannot be read: No such file or directory$"):
+    with pytest.raises(UserError, match=r"the device file '.*missing.yaml' cannot be read: No such file or directory$"):
         device_in_file(tmp_path / "missing.yaml")
 
 

@@ -57,7 +57,8 @@ def _sizes(family: str) -> list[str]:
 
 
 def _rounded(n_parameters: int) -> str:
-    return f"{n_parameters / 1e9:.3g} B" if n_parameters >= 999.5e6 else f"{n_parameters / 1e6:.3g} M"
+    unit, letter = next(entry for entry in ((1e12, "T"), (1e9, "B"), (1e6, "M")) if n_parameters >= 0.9995 * entry[0])
+    return f"{n_parameters / unit:.3g} {letter}"
 
 
 _FORMATS = {"hf": "Hugging Face", "meta": "Meta"}

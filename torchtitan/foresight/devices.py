@@ -91,7 +91,9 @@ def device_named(name: str, world_size: int) -> Device:
         return Device(**speed_of_this_machine(world_size))
     if name not in DEVICES:
         known = ", ".join([*DEVICES, "cpu"])
-        raise UserError(f"unknown device '{name}' (there are: {known}); describe another one in a --device_file")
+        raise UserError(
+            f"unknown device '{name}' (there are: {known}); name a file for another (--device_file, DEVICE)"
+        )
     return DEVICES[name]
 
 
@@ -104,7 +106,7 @@ def device_of_gpu(name: str) -> Device | None:
 
 def device_in_file(path: Path) -> Device:
     """Read a device from a YAML file with the fields of `Device`. Raise `UserError` for a file without them."""
-    option = f"--device_file '{path}'"
+    option = f"the device file '{path}'"
     document, types = read_yaml(path, option), {field.name: field.type for field in fields(Device)}
     if not isinstance(document, dict):
         raise UserError(f"{option} must map names to values: {', '.join(types)}")

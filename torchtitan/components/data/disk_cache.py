@@ -195,14 +195,15 @@ def _locked(path: Path, name: str) -> Iterator[None]:
 
 
 @contextmanager
-def readable(folder: Path | Folder) -> Iterator[None]:
-    """Turn errors in the block into `DamagedCache` if a file is missing or changed, else into `UserError`."""
+def readable(folder: Path | Folder, remedy: str = "") -> Iterator[None]:
+    """Turn errors in the block into `DamagedCache` if a file is missing or changed, else into `UserError`.
+    `remedy` ends the message about damage."""
     try:
         yield
     except UserError:
         raise
     except (FileNotFoundError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-        raise DamagedCache(f"the cache {folder} is damaged ({error})") from error
+        raise DamagedCache(f"the cache {folder} is damaged ({error}){remedy}") from error
     except OSError as error:
         raise UserError(f"the cache {folder} cannot be read: {error}") from error
 

@@ -50,6 +50,14 @@ INDEX_ROWS = 3
 ITEMS_PER_PASS = 1 << 24
 """Approximate number of hashes that a process compares at a time, which need about 90 bytes each."""
 
+_WORDS = {
+    "encoding": "tokenizer, filters or template",
+    "part_bytes": "--part_size",
+    "held_out": "--held_out",
+    "deduplicate": "--keep_duplicates",
+}
+"""What the user calls the entries of a plan, if not by their names."""
+
 _PARTS_AT_A_TIME = 256
 """Parts whose hashes are in memory while they are copied."""
 
@@ -117,7 +125,7 @@ class Preparation:
         """Raise `UserError` if the folder holds another preparation."""
         begun = json.loads(read(self.place / "plan", PLAN))
         if changed := [name for name in self.plan if digest_of(self.plan[name]) != digest_of(begun.get(name))]:
-            names = " and ".join(changed)
+            names = " and ".join(_WORDS.get(name, name) for name in changed)
             raise UserError(
                 f"{self.place} was begun with other {names}, or they have changed; set --out to a new folder"
             )

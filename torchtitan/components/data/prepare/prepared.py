@@ -29,13 +29,15 @@ from torchtitan.components.data.sources.stored import with_patience
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError
 
+_REMEDY = "; prepare the data again in a new folder"
+
 
 class Prepared:
     """The manifest of a complete preparation. Raise `UserError` if it is damaged."""
 
     def __init__(self, place: str):
         self.place, self.folder = place, folder_at(os.path.expanduser(place))
-        with disk_cache.readable(self.folder):
+        with disk_cache.readable(self.folder, _REMEDY):
             manifest = json.loads(read(self.folder, MANIFEST))
             self.kind: str = manifest["kind"]
             self.encoding: dict[str, Any] = manifest["encoding"]
@@ -53,7 +55,9 @@ class Prepared:
         if split not in self.splits:
             raise UserError(f"{self.place} has no split {split!r}; use one of: {', '.join(self.splits)}")
         if self.kind != kind:
-            raise UserError(f"{self.place} holds {self.kind}, but this configuration reads {kind}")
+            raise UserError(
+                f"{self.place} holds {self.kind}, but this configuration reads {kind}; prepare the data with it"
+            )
         if changed := [name for name in encoding if name != "filters" and encoding[name] != self.encoding.get(name)]:
             raise UserError(
                 f"{self.place} was prepared with another {' and '.join(changed)}; prepare the data again in a new "
@@ -67,7 +71,7 @@ class Prepared:
             copies: folder for the copy of an index in a store; other processes may write the same one.
         """
         name, n = f"{split}.index", int(self.splits[split]["parts"])
-        with disk_cache.readable(self.folder):
+        with disk_cache.readable(self.folder, _REMEDY):
             digest = disk_cache.check_digest(self.splits[split]["digest"])
             path = Path(f"{self.folder}/{name}")
             if not isinstance(self.folder, LocalFolder):
@@ -83,7 +87,7 @@ class Prepared:
                 _checked(index.tobytes(), digest, name)
         for number in range(n) if verify else disk_cache.evenly_spaced(n, disk_cache.SAMPLED_BLOCKS):
             cache = self.cache(split, index, number)
-            with disk_cache.readable(cache):
+            with disk_cache.readable(cache, _REMEDY):
                 _checked(read(cache, disk_cache.BLOCKS_FILE), cache.name, disk_cache.BLOCKS_FILE)
                 with_patience(f"verifying {cache}", partial(disk_cache.check_blocks, cache, verify))
         return index
@@ -163,7 +167,7 @@ def _open(prepared: Prepared, split: str, index: Array, blocks: BlockCache, numb
             return disk_cache.map_array(folder.path / name, dtype, length)
         return _StoredArray(folder, name, np.dtype(dtype), length, blocks)
 
-    with disk_cache.readable(folder):
+    with disk_cache.readable(folder, _REMEDY):
         meta = json.loads(read(folder, "meta.json"))
         [n_documents] = meta["documents_per_part"]
         tokens = array("tokens.bin", meta["dtype"], meta["n_tokens"])
