@@ -543,3 +543,30 @@ def test_parameters_without_gradients_do_not_count():
     (with_gradient,) = with_gradients([torch.tensor([3.0, 4.0])])
     assert clip_grad_norm([nn.Parameter(torch.ones(2)), with_gradient], 10.0).item() == 5.0
     assert clip_grad_norm([nn.Parameter(torch.ones(2))], 10.0).item() == 0.0
+
+
+# --- updates that the device leaves out -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Adam"])
+def test_a_flag_leaves_out_an_update(name):
+    """Weights, moments and the count of updates stay; without the flag, or with 0, the update is the same."""
+    config = Optimizer.Config(**{**ADAM, "name": name})
+    models = [make_model() for _ in range(2)]
+    optimizers = [config.build(model_parts=[model]) for model in models]
+    for step in range(3):
+        for model in models:
+            set_gradients(model, step)
+        optimizers[0].step(torch.tensor(0.0) if step == 2 else None)
+        optimizers[1].step()
+        kept = {key: value.clone() for key, value in optimizers[0].state_dict().items()}
+        set_gradients(models[0], 7)
+        optimizers[0].step(torch.tensor(1.0))
+        assert all(torch.equal(kept[key], value) for key, value in optimizers[0].state_dict().items())
+        assert_equal_weights(*models)
+    assert config.build(model_parts=[make_model()]).can_skip
+
+
+@pytest.mark.parametrize("settings", [SGD, MUON, {"implementation": "foreach"}, {"name": "AdamWOffload"}])
+def test_other_optimizers_cannot_leave_out_an_update(settings):
+    assert not Optimizer.Config(**settings).build(model_parts=[make_model()]).can_skip

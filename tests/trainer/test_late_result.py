@@ -35,7 +35,7 @@ class Damaged(Trainer):
     def forward_backward_step(self, batch, n_tokens):
         loss = super().forward_backward_step(batch, n_tokens)
         if self.step + 1 in self.damaged:
-            self.model_parts[0].layers["0"].attention.wq.weight.grad.fill_(math.inf)
+            next(p.grad for p in self.trained_parameters() if p.grad is not None).fill_(math.inf)
         return loss
 
     def complete_step(self, outcome):
@@ -156,7 +156,14 @@ def compare_shards(folder: Path, layout: dict[str, int]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "layout", [{}, {"parallelism__data_parallel_replicate_degree": 2}, {"parallelism__tensor_parallel_degree": 2}]
+    "layout",
+    [
+        {},
+        *(
+            {f"parallelism__{of}_degree": 2}
+            for of in ("data_parallel_replicate", "tensor_parallel", "pipeline_parallel")
+        ),
+    ],
 )
 def test_two_processes_skip_alike(tmp_path, layout):
     run_processes(compare_shards, 2, tmp_path, layout)
