@@ -82,7 +82,7 @@ def linear_layers_without_gradients(rows: int) -> dict[str, Part]:
 
     return {
         "MKL": part(F.linear, weights),
-        "oneDNN (used in generation)": part(lambda x, weight: linear(x, weight, *rest), weights),
+        "oneDNN (used on AMD with AVX-512)": part(lambda x, weight: linear(x, weight, *rest), weights),
         "oneDNN, copies of the weights in its own order": part(lambda x, weight: linear(x, weight, *rest), packed),
     }
 

@@ -40,10 +40,16 @@ _FIRST_RANK_SECONDS = 5.0
 def run(resolved: "ResolvedConfig") -> None:
     """Train with a validated configuration, then shut down together with the other ranks. After an error there is no
     orderly shutdown, since a process group that has lost a rank cannot be destroyed cleanly."""
+    from torchtitan.tools.cpu_products import onednn_products
     from torchtitan.tools.device import device_type
 
     if device_type() == "cpu":
         keep_freed_memory()
+    with onednn_products():
+        _run(resolved)
+
+
+def _run(resolved: "ResolvedConfig") -> None:
     trainer = resolved.config.build()
     trainer.phases.begin_at(STARTED)
     _check_same_mode(trainer.config.activation_checkpoint.mode)

@@ -117,7 +117,9 @@ class _ChunkedLoss(torch.autograd.Function):
         if grad_hidden is not None:
             grad_hidden = grad_hidden * scale
         if grad_weight is not None:
-            grad_weight = torch.mul(grad_weight, scale, out=torch.empty_like(grad_weight, dtype=ctx.weight_dtype))
+            grad_weight = torch.mul(
+                grad_weight, scale, out=grad_weight.new_empty(grad_weight.shape, dtype=ctx.weight_dtype)
+            )
         return grad_hidden, grad_weight, None, None
 
 
@@ -129,21 +131,18 @@ def over_chunks(
     n_tokens, (needs_hidden, needs_weight) = len(hidden_ND), needs_grad[:2]
     grad_hidden = torch.empty_like(hidden_ND) if needs_hidden else None
     grad_weight: Tensor | None = None
-    memory: Any = None if weight_VD is None else hidden_ND.new_empty(min(chunk_tokens, n_tokens), len(weight_VD))
     values = []
     for start in range(0, n_tokens or 1, chunk_tokens):  # gradients of 0 without tokens
         part = slice(start, min(start + chunk_tokens, n_tokens))
         hidden = hidden_ND[part]
-        logits = hidden if weight_VD is None else torch.mm(hidden, weight_VD.T, out=memory[: len(hidden)])
+        logits = hidden if weight_VD is None else hidden @ weight_VD.T
         of_part, gradients = of_chunk(logits, part)
         values.append(of_part)
         if grad_hidden is not None and gradients is not None:
-            if weight_VD is None:
-                grad_hidden[part] = gradients
-            else:
-                torch.mm(gradients, weight_VD, out=grad_hidden[part])
+            grad_hidden[part] = gradients if weight_VD is None else gradients @ weight_VD
         if needs_weight and gradients is not None:
             grad_weight = add_product(grad_weight, gradients.T, hidden, is_only=n_tokens <= chunk_tokens)
+        del logits, gradients  # before the next chunk takes memory
     return torch.cat(values), grad_hidden, grad_weight
 
 
@@ -174,10 +173,10 @@ def cross_entropy_in_blocks(logits_NV: Tensor, labels_N: Tensor, device_type: st
 
 def add_product(total: Tensor | None, a: Tensor, b: Tensor, *, is_only: bool) -> Tensor:
     """Return `total + a @ b`, in float32 unless it `is_only` one product: a sum in bfloat16 would lose small terms."""
+    if a.dtype == torch.float32:  # transposed, since oneDNN copies the first factor; `a` is the larger one
+        return (b.T @ a.T).T if total is None else total.T.addmm_(b.T, a.T).T
     if is_only:
         return a @ b
-    if a.dtype == torch.float32:
-        return a @ b if total is None else total.addmm_(a, b)
     if a.device.type == "cuda":  # CPUs have no product with another type of result
         if total is None:
             return torch.mm(a, b, out_dtype=torch.float32)

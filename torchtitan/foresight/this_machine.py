@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from torchtitan.tools import durable
+from torchtitan.tools.cpu_products import onednn_products
 from torchtitan.tools.errors import UserError, os_errors_as
 from torchtitan.tools.process import keep_freed_memory
 
@@ -109,7 +110,8 @@ def _mean_seconds(call: Callable[[], object]) -> float:
 
 def _products_rate(dtype: torch.dtype) -> float:
     a, b = torch.rand(2, _SIDE, _SIDE).to(dtype)
-    return 2 * _SIDE**3 / _mean_seconds(lambda: a @ b)
+    with onednn_products():  # as in training
+        return 2 * _SIDE**3 / _mean_seconds(lambda: a @ b)
 
 
 def _memory_rate() -> float:

@@ -12,10 +12,10 @@ from typing import Any, Literal, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from torchtitan.components.generation.cpu_products import onednn_products, product
 from torchtitan.components.generation.kv_cache import CachedAttention, KVCache
 from torchtitan.components.generation.sampling import Sampling, draw, generator_of
 from torchtitan.distributed import context_parallel
@@ -23,6 +23,7 @@ from torchtitan.distributed.parallelize import free_gathered_weights
 from torchtitan.distributed.process_group import gather_objects
 from torchtitan.protocols.attention import AttentionMetadata
 from torchtitan.protocols.output_head import UNCHANGED, LogitTransform, compute_logits
+from torchtitan.tools.cpu_products import onednn_products
 from torchtitan.tools.errors import UserError, in_words, require
 from torchtitan.tools.torch_private import forward_pre_hooks
 
@@ -149,8 +150,7 @@ class Engine:
         cache = self._cache = model.generation_cache(lambda: KVCache(model, 0)) if self._use_cache else None
         self._joins = type(cache) is KVCache  # otherwise a new row needs a pass over all tokens of all rows
         try:
-            products = onednn_products(model) if self._device.type == "cpu" else nullcontext()
-            with evaluating(model), products, cache or nullcontext():
+            with evaluating(model), onednn_products(), cache or nullcontext():
                 for index in range(len(texts)):
                     advance(index, None)
                 while self._step():
@@ -394,7 +394,7 @@ def _logits_at(model: nn.Module, index: int, tokens_BL: Tensor, attention: Atten
             hidden_BLD = hidden_BLD.full_tensor()
         hidden_BD = hidden_BLD[:, index]
         if not isinstance(weight_VD, DTensor):
-            return transform(hidden_BD if weight_VD is None else product(hidden_BD, weight_VD))
+            return transform(hidden_BD if weight_VD is None else F.linear(hidden_BD, weight_VD))
         # Weights are sharded by vocabulary; gathering logits is cheaper than gathering weights.
         shared_BD = DTensor.from_local(hidden_BD, weight_VD.device_mesh, [Replicate()])
         return cast(DTensor, compute_logits(shared_BD, weight_VD, transform)).full_tensor()
