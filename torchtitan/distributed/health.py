@@ -213,12 +213,10 @@ def rounds(rank: int, size: int) -> list[int | None]:
 
 def _seconds(communicate: Callable[[], object], device: torch.device) -> float:
     """Return the time of a communication that all ranks start together, after one that connects them."""
-    communicate()
-    synchronize(device)
-    dist.barrier()
-    start = time.perf_counter()
-    communicate()
-    synchronize(device)
-    seconds = time.perf_counter() - start
-    dist.barrier()
+    for _ in range(2):
+        dist.barrier()
+        start = time.perf_counter()
+        communicate()
+        synchronize(device)
+        seconds = time.perf_counter() - start
     return seconds
