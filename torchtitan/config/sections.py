@@ -252,6 +252,11 @@ class CompileConfig:
     backend: str = "inductor"
     """Compiler: `inductor`, or another from `torch.compiler.list_backends()` (`aot_eager`, for debugging)."""
 
+    @property
+    def compiles_model(self) -> bool:
+        """True if the layers of the model are compiled."""
+        return self.enable and "model" in self.components
+
 
 @dataclass(kw_only=True, slots=True)
 class CommConfig:
