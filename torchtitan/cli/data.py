@@ -72,7 +72,7 @@ def _parse_and_run(command: str, args: Sequence[str]) -> None:
         print(parser.format_help(), flush=True)
     elif command == "prepare" and not sources:
         raise UserError("no source is given; begin with files, folders, patterns or URLs: data prepare SOURCE…")
-    own_options = re.findall(r"--(\w+)", parser.format_help())
+    own_options = re.findall(r"^  --(\w+)", parser.format_help(), re.MULTILINE)
     resolved = ConfigManager(parser.prog, own_options).parse_args(others)
     if command == "prepare":
         data_prepare.prepare(sources, options, resolved.config)
