@@ -24,9 +24,6 @@ class TeacherConfig:
     path: str = ""
     """Checkpoint of the teacher, in any format and of any family, with the student's tokenizer."""
 
-    offload: bool = False
-    """Keep its weights in CPU memory between uses; needs FSDP."""
-
     cache: str = ""
     """Folder for its likeliest tokens in all data, written before the first step. Empty: it runs with the student."""
 
@@ -69,8 +66,7 @@ class TeacherTrainer(FrozenModelTrainer):
     frozen = "teacher"
 
     def build_models(self) -> dict[str, RunModel]:
-        config, spec = self.config.teacher, self.config.teacher_spec()
-        teacher = self.build_other_model(spec, weights=config.path, offloaded=config.offload)
+        teacher = self.build_other_model(self.config.teacher_spec(), weights=self.config.teacher.path)
         return {**super().build_models(), "teacher": teacher}
 
     def open_cache(self, model: RunModel) -> SequenceCache | None:
