@@ -213,7 +213,7 @@ def test_devices(tmp_path: Path):
     path.write_text(yaml.safe_dump(own))
     assert device_in_file(path) == DEVICE
     for text, message in {
-        "[": "cannot be read as YAML",
+        "[": "is not valid YAML",
         "3": "must map names",
         "name: x": "missing keys memory_gib",
         yaml.safe_dump({**own, "speed": 1}): "unknown keys speed",

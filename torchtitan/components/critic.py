@@ -47,6 +47,7 @@ def estimate_advantages(batches: Sequence[Batch], decay: float) -> None:
         batch["advantages"] = batch["advantages"].masked_scatter(is_trained, advantages)
         batch["returns"] = batch["old_values"] + batch["advantages"]
         sums += torch.stack([advantages.sum(), advantages.square().sum(), is_trained.sum()])
-    mean, square = sum_over_ranks(sums)[:2] / sums[2].clamp(min=1)
+    sum_over_ranks(sums)
+    mean, square = sums[:2] / sums[2].clamp(min=1)
     for batch in batches:
         batch["advantages"] = (batch["advantages"] - mean) / ((square - mean**2).clamp(min=0).sqrt() + 1e-8)

@@ -14,6 +14,7 @@ import pickle
 import random
 import re
 import resource
+import shutil
 import signal
 import socket
 import threading
@@ -760,6 +761,18 @@ class TestErrors:
         (tmp_path / "out/manifest.json").write_text(json.dumps(manifest))
         with pytest.raises(ValueError, match="does not match its digest"):
             open_tokens(tmp_path / "out", tokenizer, tmp_path)
+
+    def test_damaged_parts(self, corpus, tokenizer, tmp_path):
+        made = preparation(corpus, tmp_path / "out", tokenizer)
+        made.begin()
+        made.write_all(made.missing(), 1)
+        [items, *_] = sorted(tmp_path.glob("out/parts/*/*/items.bin"))
+        items.write_bytes(items.read_bytes()[ITEM.itemsize :])
+        with raises(f"{tmp_path / 'out'}/parts is damaged, or of another version; remove it and run the same command"):
+            merge(made, 1)
+        shutil.rmtree(tmp_path / "out/parts")
+        again, other = (prepared(corpus, tmp_path / name, tokenizer).place for name in ("out", "other"))
+        assert again.read("manifest.json") == other.read("manifest.json")
 
     def test_other_tokenizer(self, corpus, tokenizer, tmp_path):
         prepared(corpus, tmp_path / "out", tokenizer)

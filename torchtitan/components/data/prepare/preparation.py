@@ -215,8 +215,12 @@ class _Merge:
         if not any(report.kept for report in self.found):
             names = ", ".join(source.name for source in preparation.sources)
             raise no_rows_left_error(names, Report.total(self.found))
+        ends = np.cumsum([report.kept for report in self.found])
+        if (work / "items").stat().st_size != ends[-1] * ITEM.itemsize:
+            parts = f"{preparation.place}/parts"
+            raise UserError(f"{parts} is damaged, or of another version; remove it and run the same command again")
         items = np.memmap(work / "items", ITEM, "r+")
-        self.items = np.split(items, np.cumsum([report.kept for report in self.found])[:-1])
+        self.items = np.split(items, ends[:-1])
         """Items of each part, `ITEM` (n,); duplicates are in no split."""
         n_passes = 1 + len(items) // ITEMS_PER_PASS
 
