@@ -104,9 +104,9 @@ class AnswerDataLoader(PreferenceDataLoader):
 
     def log_data(self) -> None:
         super().log_data()
-        kinds = np.concatenate([data.sequence_positions() > 0 for data in self.samples.sets]).any(axis=0)
-        if not kinds.all():
-            found, lacking = ("desirable", "undesirable") if kinds[0] else ("undesirable", "desirable")
+        lengths = np.concatenate([data.sequence_positions() for data in self.samples.sets]).max(axis=0).tolist()
+        if 0 in lengths:
+            found, lacking = ("desirable", "undesirable") if lengths[0] else ("undesirable", "desirable")
             logger.warning(f"all answers in {' '.join(self.config.dataset)} are {found}; KTO also needs {lacking} ones")
 
     @staticmethod
