@@ -161,7 +161,7 @@ def test_metrics_do_not_depend_on_micro_batches_and_padding(folder, tmp_path):
 @pytest.mark.parametrize(
     "options",
     [
-        {"training__enable_cpu_offload": True},
+        {"reference__offload": True},
         {"parallelism__tensor_parallel_degree": 2, "parallelism__data_parallel_shard_degree": 1},
     ],
     ids=["FSDP, offload", "TP"],
@@ -209,6 +209,10 @@ def test_invalid_options_are_rejected(folder, tmp_path):
         UserError, match=r"--parallelism\.pipeline_parallel_degree 2 cannot be combined with --module preference"
     ):
         train_dpo(folder, tmp_path, parallelism__pipeline_parallel_degree=2)
+    with pytest.raises(
+        UserError, match=r"offloading a model needs FSDP; set --parallelism\.data_parallel_shard_degree"
+    ):
+        train_dpo(folder, tmp_path, reference__offload=True)
 
 
 @pytest.mark.slow

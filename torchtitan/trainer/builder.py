@@ -127,23 +127,26 @@ class RunBuilder(Configurable):
         num_parameters = model.num_parameters()
         dtype = getattr(torch, self.config.training.mixed_precision_param)
         convert_model(model, self.converters, frozen_dtype=dtype)
-        facts = facts_of(model, self.config.training)
-        parts = self.parallelize(model)
-        return {"model": RunModel(spec=spec, parts=parts, num_parameters=num_parameters, **facts)}
+        facts = facts_of(model, self.config.training.seq_len)
+        parts, offloaded = self.parallelize(model), self.config.training.enable_cpu_offload
+        return {"model": RunModel(spec=spec, parts=parts, num_parameters=num_parameters, offloaded=offloaded, **facts)}
 
     def build_other_model(
-        self, spec: ModelSpec, *, weights: str = "", trained: bool = False, saved: bool = False
+        self, spec: ModelSpec, *, weights: str = "", trained: bool = False, saved: bool = False, offloaded: bool = False
     ) -> RunModel:
         """Build an additional model, sharded like the main one, from its specification, in which a vocabulary size of
         None is the main model's, and a checkpoint folder in any format; without one, initialize it with `debug.seed`.
         A `trained` model shares the optimizer and the schedule, and must be `saved` in checkpoints; a frozen model has
-        the type that FSDP computes in. Raise `UserError` under pipeline parallelism."""
+        the type that FSDP computes in, and FSDP keeps the weights of an `offloaded` one in CPU memory. Raise
+        `UserError` under pipeline parallelism, and for offloading without FSDP."""
         assert saved or not trained, "the weights of a trained model would be lost"
-        training = self.config.training
-        if self.parallel_dims.pp > 1:
+        dims, training = self.parallel_dims, self.config.training
+        if dims.pp > 1:
             raise UserError(
                 "--parallelism.pipeline_parallel_degree above 1 supports a single model, but this run has several"
             )
+        if offloaded and dims.dp_shard * dims.cp == 1:
+            raise UserError("offloading a model needs FSDP; set --parallelism.data_parallel_shard_degree above 1")
         vocab_size = spec.model.vocab_size or self.config.model_spec.model.vocab_size
         spec = dataclasses.replace(spec, model=dataclasses.replace(spec.model, vocab_size=vocab_size))
         dtype = training.dtype if trained else training.mixed_precision_param
@@ -151,8 +154,10 @@ class RunBuilder(Configurable):
             model: BaseModel = spec.model.build().to(getattr(torch, dtype))
         if not trained:
             model.requires_grad_(False)
-        facts = {"num_parameters": model.num_parameters(), **facts_of(model, training)}
-        return RunModel(spec=spec, parts=[self.shard(model, spec)], weights=weights, saved=saved, **facts)
+        facts = {"num_parameters": model.num_parameters(), **facts_of(model, training.seq_len)}
+        parts = [self.shard(model, spec, offloaded=offloaded)]
+        offloaded = offloaded or training.enable_cpu_offload
+        return RunModel(spec=spec, parts=parts, weights=weights, saved=saved, offloaded=offloaded, **facts)
 
     def build_model(self) -> BaseModel:
         """Build the model on the meta device, in the type of the master weights."""
@@ -202,14 +207,15 @@ class RunBuilder(Configurable):
             parts = [take_stage(model, self.pipeline_plan.modules_of_stage(stage)) for stage in stages]
         return [self.shard(part, self.config.model_spec) for part in parts]
 
-    def shard(self, part: nn.Module, spec: ModelSpec) -> nn.Module:
+    def shard(self, part: nn.Module, spec: ModelSpec, *, offloaded: bool = False) -> nn.Module:
         """Apply all parallelisms except pipelines to a model of `spec`, or a stage of it."""
+        training = self.config.training
         sharded = spec.parallelize(
             part,
             parallel_dims=self.parallel_dims,
             mesh=self.mesh,
             sharding=spec.sharding,
-            training=self.config.training,
+            training=dataclasses.replace(training, enable_cpu_offload=True) if offloaded else training,
             parallelism=self.config.parallelism,
             activation_checkpoint=self.config.activation_checkpoint,
             compile=self.config.compile,

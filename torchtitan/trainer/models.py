@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from torchtitan.components.optimizer import trained_names
-from torchtitan.config import TrainingConfig
 from torchtitan.distributed import initialize_weights
 from torchtitan.distributed.parallelize import free_gathered_weights
 from torchtitan.protocols import BaseModel, ModelSpec
@@ -36,14 +35,13 @@ class RunModel:
     trained_names: list[str]
     """Canonical names of the trained parameters of all pipeline stages."""
 
-    offloaded: bool
-    """True if FSDP keeps the weights in CPU memory between uses."""
-
     weights: str = ""
     """Checkpoint folder of the initial weights, in any format. Empty: initialized with `debug.seed`."""
 
     saved: bool = True
     """True if checkpoints contain the weights; otherwise a resumed run reads them from `weights` again."""
+
+    offloaded: bool = False
 
     is_initialized: bool = True
     """False from allocation until every tensor has an initial value or is about to be loaded."""
@@ -74,11 +72,10 @@ class RunModel:
         return output
 
 
-def facts_of(model: BaseModel, training: TrainingConfig) -> dict[str, Any]:
-    """Return the fields of a `RunModel` that must be computed before it is sharded, and where its weights are."""
+def facts_of(model: BaseModel, seq_len: int) -> dict[str, Any]:
+    """Return the fields of a `RunModel` that must be computed before it is sharded."""
     return {
         "num_trained": sum(p.numel() for p in model.parameters() if p.requires_grad),
-        "flops_per_token": model.flops_per_token(training.seq_len),
+        "flops_per_token": model.flops_per_token(seq_len),
         "trained_names": trained_names(model),
-        "offloaded": training.enable_cpu_offload,
     }

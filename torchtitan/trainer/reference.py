@@ -117,6 +117,9 @@ class ReferenceConfig:
     path: str = ""
     """Checkpoint of the reference, in any format. Empty: the initial weights of the run."""
 
+    offload: bool = False
+    """Keep its weights in CPU memory between uses; needs FSDP."""
+
 
 class ReferenceTrainer(FrozenModelTrainer):
     """A trainer with a reference, whose `compute_loss` calls `log_probs` and `reference_log_probs`."""
@@ -153,7 +156,7 @@ class ReferenceTrainer(FrozenModelTrainer):
         models, config, spec = super().build_models(), self.config.reference, self.config.model_spec
         if self.needs_reference and config.kind != "adapters_off":
             weights = config.path or self.config.checkpoint.initial_load_path
-            models["reference"] = self.build_other_model(spec, weights=weights)
+            models["reference"] = self.build_other_model(spec, weights=weights, offloaded=config.offload)
         return models
 
     def open_cache(self, model: RunModel) -> SequenceCache | None:

@@ -24,6 +24,9 @@ class TeacherConfig:
     path: str = ""
     """Checkpoint of the teacher, in any format and of any family, with the student's tokenizer."""
 
+    offload: bool = False
+    """Keep its weights in CPU memory between uses; needs FSDP."""
+
     cache: str = ""
     """Folder for its likeliest tokens in all data, written before the first step. Empty: it runs with the student."""
 
@@ -66,7 +69,8 @@ class TeacherTrainer(FrozenModelTrainer):
     frozen = "teacher"
 
     def build_models(self) -> dict[str, RunModel]:
-        teacher = self.build_other_model(self.config.teacher_spec(), weights=self.config.teacher.path)
+        config, spec = self.config.teacher, self.config.teacher_spec()
+        teacher = self.build_other_model(spec, weights=config.path, offloaded=config.offload)
         return {**super().build_models(), "teacher": teacher}
 
     def open_cache(self, model: RunModel) -> SequenceCache | None:
