@@ -17,6 +17,7 @@ from torch import Tensor
 
 from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.models.common.cpu_attention import BFloat16CausalAttention
+from torchtitan.models.common.rope import apply_rope
 from torchtitan.tools.torch_private import onednn_linear
 
 TOKENS, DIM, HEAD_DIM, HEADS, KV_HEADS, FFN = 2048, 512, 64, 8, 4, 1536
@@ -62,6 +63,46 @@ def attention_in_bfloat16() -> dict[str, Part]:
     return {
         "PyTorch's kernel": library,
         "batched products (used)": lambda: (BFloat16CausalAttention.apply(*inputs, HEAD_DIM**-0.5) * weight).sum(),
+    }
+
+
+def attention_inputs() -> dict[str, Part]:
+    x, widths = parameter(TOKENS, DIM), [HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM]
+    separate, fused = [parameter(width, DIM) for width in widths], parameter(sum(widths), DIM)
+    ones = [torch.ones(TOKENS, width) for width in widths]
+
+    def total(parts: list[Tensor]) -> Tensor:
+        return sum(((one * part).sum() for one, part in zip(ones, parts, strict=True)), torch.zeros(()))
+
+    return {
+        "three products (used)": lambda: total([F.linear(x, weight) for weight in separate]),
+        "one product": lambda: total(list(F.linear(x, fused).split(widths, dim=-1))),
+    }
+
+
+def gated_feed_forward() -> dict[str, Part]:
+    x, w1, w3, both, w2 = (
+        parameter(*shape) for shape in ((TOKENS, DIM), (FFN, DIM), (FFN, DIM), (2 * FFN, DIM), (DIM, FFN))
+    )
+
+    def one_product() -> Tensor:
+        gate, up = F.linear(x, both).chunk(2, dim=-1)
+        return F.linear(F.silu(gate) * up, w2).sum()
+
+    return {
+        "two products (used)": lambda: F.linear(F.silu(F.linear(x, w1)) * F.linear(x, w3), w2).sum(),
+        "one product": one_product,
+    }
+
+
+def rotary_embedding() -> dict[str, Part]:
+    x = parameter(4, TOKENS // 4, HEADS, HEAD_DIM)
+    angles = torch.randn(4, TOKENS // 4, 1, HEAD_DIM // 2)
+    cos, sin = angles.cos(), angles.sin()
+    wide_cos, wide_sin = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+    return {
+        "products of halves (used)": lambda: apply_rope(x, (cos, sin)).sum(),
+        "rolled heads": lambda: (x * wide_cos + x.roll(HEAD_DIM // 2, -1) * wide_sin).sum(),
     }
 
 
@@ -116,6 +157,9 @@ def main() -> None:
     compare("loss, vocabulary 8,192, 2,048 tokens", loss_parts(8192, TOKENS), options.rounds)
     compare("loss, vocabulary 128,256, 1,024 tokens", loss_parts(128_256, TOKENS // 2), options.rounds)
     compare("causal attention in bfloat16, windows of 512 tokens", attention_in_bfloat16(), options.rounds)
+    compare("queries, keys and values", attention_inputs(), options.rounds)
+    compare("gated feed-forward network", gated_feed_forward(), options.rounds)
+    compare("rotary position embedding", rotary_embedding(), options.rounds)
     if options.dtype == "float32":
         for rows in (1, 8, 128, TOKENS):
             title = f"24 linear layers without gradients, {rows:,} rows"

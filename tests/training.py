@@ -111,16 +111,16 @@ class Killed(BaseException):
 
 
 @contextlib.contextmanager
-def killed_in(trainer_class: type[Trainer], method: str, call: int) -> Iterator[None]:
+def killed_in(owner: type, method: str, call: int) -> Iterator[None]:
     """Let this call of a method, counted from 1, end the run of the block; fail if it does not come."""
-    original, calls = getattr(trainer_class, method), itertools.count(1)
+    original, calls = getattr(owner, method), itertools.count(1)
 
     def stop(*args: Any) -> Any:
         if next(calls) == call:
             raise Killed
         return original(*args)
 
-    with mock.patch.object(trainer_class, method, stop), pytest.raises(Killed):
+    with mock.patch.object(owner, method, stop), pytest.raises(Killed):
         yield
 
 

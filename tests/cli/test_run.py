@@ -65,8 +65,8 @@ def test_stages_build_on_each_other_and_are_not_repeated(tmp_path, capsys):
     ("content", "message"),
     [
         ("stages: []", "has no list `stages`"),
-        ("- a", "has no list `stages`"),
-        ("{", "cannot be read as YAML"),
+        ("- a", "must map names to values, not be a list"),
+        ("{", "is not valid YAML"),
         ("stages: [{name: a}]", "stage 1 must have `name` and `run`"),
         ("stages: [{name: a, run: ls, bsae: previous}]", "stage 1 must have `name` and `run`"),
         ("stages: [{name: ../a, run: ls}]", "stage 1 has the name '../a'"),

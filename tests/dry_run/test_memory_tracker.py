@@ -13,12 +13,11 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.utils.checkpoint import checkpoint
 
-from torchtitan.dry_run.caching_allocator import CachingAllocator
 from torchtitan.dry_run.memory_tracker import MemoryTracker
 from torchtitan.dry_run.observer import observing
 from torchtitan.dry_run.work_tracker import Transfer, WorkTracker
 
-KIB, MIB = 2**10, 2**20
+KIB = 2**10
 
 
 @pytest.fixture(params=["real", "fake"])
@@ -221,50 +220,6 @@ class TestOperations:
         with observing(work):
             F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).sum().backward()
         assert work.flops == 3 * 2 * (2 * 2 * 4 * 16 * 16 * 8)
-
-
-def peak_reserved(events):
-    """Return the reserved bytes after a sequence of events (key, bytes[, stream]); 0 bytes frees the key."""
-    allocator = CachingAllocator()
-    for key, n_bytes, *stream in events:
-        if n_bytes:
-            allocator.allocate(key, n_bytes, *stream)
-        else:
-            allocator.free(key)
-    return allocator.reserved
-
-
-class TestReserved:
-    """Rules of the CUDA allocator of PyTorch."""
-
-    def test_small_allocations_share_a_segment(self):
-        assert peak_reserved([(1, 1)]) == 2 * MIB
-        assert peak_reserved([(key, 512) for key in range(4096)]) == 2 * MIB
-        assert peak_reserved([(key, 513) for key in range(2049)]) == 4 * MIB
-
-    def test_medium_allocations_share_a_segment_and_large_ones_do_not(self):
-        assert peak_reserved([(1, 2 * MIB)]) == 20 * MIB
-        assert peak_reserved([(key, 2 * MIB) for key in range(10)]) == 20 * MIB
-        assert peak_reserved([(1, 10 * MIB + 1)]) == 12 * MIB
-
-    def test_freed_memory_stays_reserved_and_is_reused(self):
-        assert peak_reserved([(1, 64 * MIB), (1, 0), (2, 40 * MIB), (3, 24 * MIB)]) == 64 * MIB
-
-    def test_another_stream_does_not_reuse_memory(self):
-        assert peak_reserved([(1, 64 * MIB), (1, 0), (2, 64 * MIB, "other")]) == 128 * MIB
-
-    def test_adjacent_free_blocks_are_merged(self):
-        events = [(1, 64 * MIB), (1, 0), (2, 32 * MIB), (3, 32 * MIB), (2, 0), (3, 0), (4, 64 * MIB)]
-        assert peak_reserved(events) == 64 * MIB
-
-    def test_the_smallest_sufficient_block_is_used(self):
-        events = [(1, 64 * MIB), (2, 32 * MIB), (1, 0), (2, 0), (3, 32 * MIB), (4, 64 * MIB)]
-        assert peak_reserved(events) == 96 * MIB
-
-    def test_a_fragmented_free_block_is_not_used(self):
-        """96 MiB are free, but no block has 64 MiB."""
-        events = [(key, 32 * MIB) for key in range(6)] + [(key, 0) for key in (0, 2, 4)] + [(9, 64 * MIB)]
-        assert peak_reserved(events) == (6 * 32 + 64) * MIB
 
 
 def test_the_tracker_keeps_no_tensor_alive():

@@ -3,7 +3,9 @@
 import json
 import math
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -61,20 +63,17 @@ def folder(tmp_path_factory) -> Path:
     for file in (PROJECT / "torchtitan/assets/tokenizer").glob("*.json"):
         shutil.copy(file, folder / "model")
     (folder / "model/chat_template.jinja").write_text(TEMPLATE)
-    write_pairs(folder / "pairs.jsonl", 16)
-    write_pairs(folder / "odd.jsonl", 5)
+    write_rows(folder / "pairs.jsonl", map(pair_of, range(16)))
+    write_rows(folder / "odd.jsonl", map(pair_of, range(5)))
     return folder
 
 
-def write_pairs(path: Path, n: int) -> None:
-    rows = [
-        {
-            "prompt": f"Is {i} a big number?",
-            "chosen": f"No, {i} is " + "quite " * (i % 5) + "small.",
-            "rejected": f"I like {i}." + " Very much." * (i % 3),
-        }
-        for i in range(n)
-    ]
+def pair_of(i: int) -> dict[str, Any]:
+    chosen = f"No, {i} is " + "quite " * (i % 5) + "small."
+    return {"prompt": f"Is {i} a big number?", "chosen": chosen, "rejected": f"I like {i}." + " Very much." * (i % 3)}
+
+
+def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
 
 

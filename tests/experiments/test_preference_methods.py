@@ -271,6 +271,17 @@ def test_kto_warns_of_windows_with_one_prompt(folder, tmp_path, caplog):  # noqa
     assert trainer.kl == 0
 
 
+@pytest.mark.parametrize(("kept", "lacking"), [(True, "undesirable"), (False, "desirable")])
+def test_kto_warns_of_answers_of_one_kind(folder, tmp_path, caplog, kept, lacking):  # noqa: F811
+    rows = [line for line in write_answers(folder).read_text().splitlines() if json.loads(line)["label"] is kept]
+    (tmp_path / "some.jsonl").write_text("\n".join(rows))
+    train(folder, tmp_path, "kto", **STEP, dataloader__dataset=[tmp_path / "some.jsonl"])
+    assert f"KTO also needs {lacking} ones" in caplog.text
+    caplog.clear()
+    train(folder, tmp_path / "both", "kto", **STEP, dataloader__dataset=[folder / "answers.jsonl"])
+    assert "KTO also needs" not in caplog.text
+
+
 def test_pairs_without_a_difference_are_refused(folder, tmp_path):  # noqa: F811
     path = tmp_path / "equal.jsonl"
     path.write_text(json.dumps({"prompt": "Hi?", "chosen": "Yes.", "rejected": "Yes."}) + "\n")

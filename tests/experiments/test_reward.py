@@ -13,6 +13,7 @@ import torch
 from torch.nn.functional import linear
 
 from tests.conftest import PROJECT
+from tests.experiments.test_preference import pair_of, write_rows
 from tests.models.family_cases import CASES, random_reference, relative_error
 from tests.pretrained import make_pretrained
 from tests.processes import run_processes
@@ -61,7 +62,7 @@ def folder(tmp_path_factory) -> Path:
     for file in (PROJECT / "torchtitan/assets/tokenizer").glob("*.json"):
         shutil.copy(file, folder / "model")
     (folder / "model/chat_template.jinja").write_text(TEMPLATE)
-    write_pairs(folder / "pairs.jsonl", [pair_of(i) | ({"margin": 0.5 * i} if i % 2 else {}) for i in range(7)])
+    write_rows(folder / "pairs.jsonl", [pair_of(i) | ({"margin": 0.5 * i} if i % 2 else {}) for i in range(7)])
     train_reward(
         folder,
         folder / "run",
@@ -70,15 +71,6 @@ def folder(tmp_path_factory) -> Path:
         validator__dataset=[folder / "pairs.jsonl"],
     )
     return folder
-
-
-def pair_of(i: int) -> dict[str, Any]:
-    chosen = f"No, {i} is " + "quite " * (i % 5) + "small."
-    return {"prompt": f"Is {i} a big number?", "chosen": chosen, "rejected": f"I like {i}." + " Very much." * (i % 3)}
-
-
-def write_pairs(path: Path, rows: list[dict[str, Any]]) -> None:
-    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
 
 
 def train_reward(folder: Path, dump: Path, **options: object) -> RewardTrainer:
@@ -164,7 +156,7 @@ def test_a_new_score_starts_at_zero(folder, tmp_path):
     make_pretrained(tmp_path / "model", tie_word_embeddings=False, **TOKEN_IDS)
     for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(folder / "model" / file, tmp_path / "model")
-    write_pairs(tmp_path / "pairs.jsonl", [pair_of(i) | {"margin": 0.25} for i in range(4)])
+    write_rows(tmp_path / "pairs.jsonl", [pair_of(i) | {"margin": 0.25} for i in range(4)])
     train_reward(tmp_path, tmp_path / "run", training__steps=1)
     ((_, loss, norm, *measures),) = read_metrics(tmp_path / "run", *NUMBERS)
     assert loss == pytest.approx(math.log1p(math.exp(0.25)), rel=1e-6)
@@ -252,7 +244,7 @@ def test_best_of_n_prints_the_text_with_the_highest_reward(folder, capsys):
 
 def test_reinforcement_learning_uses_the_reward_model(folder, tmp_path):
     """The rewards in the log belong to the logged answers, as text without special tokens."""
-    write_pairs(folder / "prompts.jsonl", [{"question": f"Is {i} a big number?"} for i in range(2)])
+    write_rows(folder / "prompts.jsonl", [{"question": f"Is {i} a big number?"} for i in range(2)])
     words = flags({**OPTIONS, "hf_assets_path": folder / "model", "dump_folder": tmp_path, "training.steps": 1})
     words += flags({"dataloader.dataset": [folder / "prompts.jsonl"], "dataloader.cache_dir": folder / "cache"})
     words += flags({"rewards": [f"reward_model={trained(folder)}"], "rollout.max_new_tokens": 5})
@@ -286,7 +278,7 @@ def test_mistakes_are_one_line(folder, tmp_path, capsys):
         ([{**pair_of(1), "margin": math.nan}], r"margin must be a number, not nan"),
         ([{**pair_of(1), "rejected": pair_of(1)["chosen"]}], r"chosen and rejected are equal"),
     ):
-        write_pairs(pairs, rows)
+        write_rows(pairs, rows)
         with pytest.raises(UserError, match=message) as error:
             train_reward(folder, tmp_path / "run", dataloader__dataset=[pairs])
         assert "\n" not in str(error.value)
@@ -315,7 +307,7 @@ def test_mistakes_are_one_line(folder, tmp_path, capsys):
 
 def test_other_trainers_refuse_a_reward_model(folder, tmp_path):
     words = flags({"hf_assets_path": trained(folder), "dataloader.dataset": [folder / "sft.jsonl"], **OPTIONS})
-    write_pairs(folder / "sft.jsonl", [{"prompt": "Why?", "response": "So."}])
+    write_rows(folder / "sft.jsonl", [{"prompt": "Why?", "response": "So."}])
     config = ConfigManager().parse_args(["--module", "auto", "--config", "sft", *words, f"--dump_folder={tmp_path}"])
     with pytest.raises(UserError, match=f"{trained(folder)} holds a reward model; train it with --module reward"):
         config.config.check(world_size=1)

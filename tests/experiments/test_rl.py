@@ -30,7 +30,6 @@ from torchtitan.experiments.rl.trainer import RLTrainer
 from torchtitan.models.qwen3_moe import FLAVORS
 from torchtitan.models.qwen3_moe import model_spec as moe_spec
 from torchtitan.tools.errors import RunFailure, UserError
-from torchtitan.trainer.rollouts import RolloutTrainer
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 2048}
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
@@ -388,7 +387,7 @@ def test_a_spike_in_a_further_update_ends_its_step(folder, tmp_path, caplog, met
 def test_resume_is_exact(folder, tmp_path, inside, method):
     options = {"policy__beta": 0.1, "policy__updates": 2, "policy__method": method}
     train_rl(folder, tmp_path / "straight", **options)
-    kind, where, count = (RolloutTrainer, "checked_rollout", 16 * 2 + 5) if inside else (RLTrainer, "complete_step", 3)
+    kind, where, count = (Trajectory, "check", 16 * 2 + 5) if inside else (RLTrainer, "complete_step", 3)
     with killed_in(kind, where, count):
         train_rl(folder, tmp_path / "stopped", **options)
     train_rl(folder, tmp_path / "stopped", **options)

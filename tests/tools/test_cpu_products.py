@@ -72,6 +72,10 @@ def test_any_layout_and_size(m, k, n, calls):
                 products = [a @ b, torch.addmm(total, a, b, alpha=2) - total, total.clone().addmm_(a, b) - total]
             for product, times in zip(products, (1, 2, 1), strict=True):
                 torch.testing.assert_close(product.double(), times * exact, atol=TOLERANCE, rtol=0)
+            for bias in (torch.randn(n), torch.randn(2 * n)[::2], torch.randn(1).expand(n)):
+                with onednn_products():
+                    total = torch.addmm(bias, a, b)
+                torch.testing.assert_close(total.double(), bias.double() + exact, atol=TOLERANCE, rtol=0)
     assert bool(calls) == (m * k * n > 0)
 
 

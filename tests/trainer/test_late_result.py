@@ -1,6 +1,7 @@
 """Results that the host reads a step late, as on CUDA, against results that it reads in their own step, as on a CPU."""
 
 import contextlib
+import dataclasses
 import itertools
 import json
 import math
@@ -20,7 +21,7 @@ from tests.training import read_metrics, run, tiny_config
 from torchtitan.components.data.dataloader import PretrainDataLoader
 from torchtitan.components.run_events import read_events
 from torchtitan.tools.errors import RunFailure
-from torchtitan.trainer import Callback, NonFiniteError, Trainer
+from torchtitan.trainer import Callback, NonFiniteError, StepResult, Trainer
 from torchtitan.trainer.late_result import LateResult, LateResults
 
 EXACT = ("loss", "grad_norm", "lr", "n_tokens_seen", "skipped_steps")
@@ -290,6 +291,32 @@ NEEDS_EACH = {
 def test_what_needs_each_result_gets_it_in_its_step(tmp_path, late, options):
     trainer = trained(tmp_path, **{"training__steps": 3, **options})
     assert trainer.step == 3 and trainer.late_steps == []
+
+
+def test_own_steps_of_two_updates_are_reported_once(tmp_path, late):
+    reported = []
+
+    class Twice(Damaged):
+        def train_step(self, batches):
+            super().train_step(batches)
+            return super().train_step(batches)
+
+        def report(self, outcome, step, progress):
+            reported.append(step)
+
+    trainer = run(tiny_config(tmp_path, training__steps=5, metrics__log_freq=100), Twice)
+    assert reported == [1, 2, 3, 4, 5] and trainer.late_steps == [2, 3, 4]
+
+
+def test_a_changed_copy_has_all_numbers():
+    def read(values):
+        return StepResult(*values, stop_requested=False, data_exhausted=True, measures={"kl": 3.0}, step=9)
+
+    late = LateResult.of(torch.tensor([8.0, 1.0, math.inf]), lambda values: read(values[1:]), step=4)
+    assert late.skip == 1 and late.step == 4 and not late.is_read
+    changed = dataclasses.replace(late, measures={**late.measures, "more": 5.0})
+    assert changed.is_read and (changed.loss, changed.grad_norm, changed.step) == (1.0, math.inf, 4)
+    assert changed.data_exhausted and changed.measures == {"kl": 3.0, "more": 5.0} and not changed.is_taken
 
 
 def test_own_updates_and_adaptive_data_get_each_result(tmp_path, late):

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
 from torchtitan.config.configurable import leaves
+from torchtitan.config.manager import read_config_file
 from torchtitan.foresight.devices import DEVICES, Device, device_named, device_of_gpu
 from torchtitan.foresight.planning import CHOSEN, MESH, choices, option_words, plan
 from torchtitan.tools.device import total_memory
@@ -42,7 +42,7 @@ def _layout_of_earlier_run(config: Trainer.Config, world_size: int) -> dict[str,
     start = config.checkpoint.find_start(config.dump_folder)
     if start is None or not start.resumes or not path.is_file():
         return None
-    document = leaves(yaml.safe_load(path.read_text(encoding="utf-8")))
+    document = leaves(read_config_file(path, f"'{path}'"))
     has_same_batch = config.training.global_batch_size in (-1, document["training.global_batch_size"])
     if prod(document[name] for name in MESH) != world_size or not has_same_batch:
         return None

@@ -72,7 +72,7 @@ def _parse_and_run(command: str, args: Sequence[str]) -> None:
         print(parser.format_help(), flush=True)
     elif command == "prepare" and not sources:
         raise UserError("no source is given; begin with files, folders, patterns or URLs: data prepare SOURCE…")
-    own_options = re.findall(r"--(\w+)", parser.format_help())
+    own_options = re.findall(r"^  --(\w+)", parser.format_help(), re.MULTILINE)
     resolved = ConfigManager(parser.prog, own_options).parse_args(others)
     if command == "prepare":
         data_prepare.prepare(sources, options, resolved.config)
@@ -145,8 +145,9 @@ def _data_parallel_degree(parallelism: Any) -> int:
 
 
 def _inspect(options: argparse.Namespace, resolved: "ResolvedConfig") -> None:
-    from torchtitan.cli.data_report import Inspection, open_console, page, print_inspection
+    from torchtitan.cli.data_report import Inspection, page, print_inspection
     from torchtitan.cli.data_samples import Sample, samples_of
+    from torchtitan.tools.tables import open_console
 
     require(options.samples >= 1, "--samples", options.samples, "at least 1")
     if options.html is not None and not options.html.absolute().parent.is_dir():
@@ -210,8 +211,9 @@ def _counted(number: int, noun: str) -> str:
 
 
 def _show(options: argparse.Namespace, resolved: "ResolvedConfig") -> None:
-    from torchtitan.cli.data_report import open_console, print_samples
+    from torchtitan.cli.data_report import print_samples
     from torchtitan.cli.data_samples import samples_of
+    from torchtitan.tools.tables import open_console
 
     if options.step is None:
         raise UserError("no step is selected; set --step to the number of a step, from 1")

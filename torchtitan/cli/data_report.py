@@ -1,7 +1,6 @@
 """A data inspection on the terminal, and as a self-contained HTML page without scripts."""
 
-import sys
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -17,6 +16,7 @@ from torchtitan.cli.data_samples import Document, Row, Sample
 from torchtitan.components.data.plan.sampler import Array
 from torchtitan.components.data.report import DataSummary, Report, SetSummary
 from torchtitan.tools.logging import visible
+from torchtitan.tools.tables import print_table
 
 TEMPLATES = Path(__file__).parent / "templates"
 
@@ -135,29 +135,10 @@ def _counts_of(samples: Sequence[Sample], *, in_windows: bool = True) -> list[tu
 
 # The terminal.
 
-_FILE_WIDTH = 140
 _BAR_WIDTH = 40
 _TRAINED, _SPECIAL, _QUIET = "bold green", "reverse", "dim"
 _MARKS = ("⟦", "⟧")
 """Marks around trained text without colors."""
-
-
-def open_console() -> Console:
-    """Return a console on standard output that treats text from the data neither as markup nor as emoji."""
-    width = None if sys.stdout.isatty() else _FILE_WIDTH
-    return Console(width=width, markup=False, emoji=False, highlight=False)
-
-
-def print_table(
-    console: Console, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], numbers: Container[str] = ()
-) -> None:
-    """Print a table; the columns `numbers` are aligned on the right."""
-    table = Table(title=title, title_justify="left", title_style="bold")
-    for column in columns:
-        table.add_column(visible(column), justify="right" if column in numbers else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*map(visible, row))
-    console.print(table)
 
 
 def print_inspection(console: Console, inspection: Inspection) -> None:

@@ -76,14 +76,12 @@ def _expected_speeds(device: "torch.device") -> dict[str, float]:
 
 
 def _print(health: "Health", device: str) -> None:
-    from rich.console import Console
-    from rich.table import Column, Table
+    from torchtitan.tools.tables import open_console, print_table
 
     software = ", ".join(f"{name} {version}" for name, version in health.software[0].items())
-    columns = [Column(name, justify="right") for name in ("least", "median", "most")]
-    table = Table("of all ranks", *columns, title=f"{device}; {software}", title_justify="left")
+    rows, numeric = [], ("least", "median", "most")
     for name, measured in health.facts.items():
         if values := measured.values():
             shown = (min(values), statistics.median(values), max(values))
-            table.add_row(name, *(f"{value:,.0f}" if value >= 1000 else f"{value:.4g}" for value in shown))
-    Console(width=160).print(table)
+            rows.append((name, *(f"{value:,.0f}" if value >= 1000 else f"{value:.4g}" for value in shown)))
+    print_table(open_console(), f"{device}; {software}", ("of all ranks", *numeric), rows, numbers=numeric)

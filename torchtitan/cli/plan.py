@@ -74,14 +74,12 @@ def _plan(options: argparse.Namespace, words: list[str]) -> None:
 
 
 def _print(found: "Plan", title: str) -> None:
-    from rich.console import Console
-    from rich.table import Table
+    from torchtitan.tools.tables import open_console, print_table
 
-    table = Table(title=title, title_justify="left", title_style="bold")
-    for column in ("", "layout", "step (s)", "tokens/s per device", "MFU", "GiB", "why not the first"):
-        table.add_column(column, justify="left" if column in ("layout", "why not the first") else "right")
+    rows = []
     for index, one in enumerate(found.options):
         numbers = [f"{one.seconds:,.3g}", f"{one.tokens_per_second:,.0f}", f"{one.mfu:.1%}", f"{one.memory_gib:.1f}"]
-        table.add_row(str(index + 1), str(one.layout), *numbers, found.reason(index) if index else "")
-    Console(width=200).print(table)
+        rows.append([str(index + 1), str(one.layout), *numbers, found.reason(index) if index else ""])
+    numeric = ["step (s)", "tokens/s per device", "MFU", "GiB"]
+    print_table(open_console(), title, ["", "layout", *numeric, "why not the first"], rows, numbers=["", *numeric])
     print(f"{found.n_compared:,} layouts compared; {found.n_too_large:,} need more memory than there is.")

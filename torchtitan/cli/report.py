@@ -10,7 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torchtitan.cli.data_report import TEMPLATES, open_console, print_table, render
+from torchtitan.cli.data_report import TEMPLATES, render
 from torchtitan.cli.model_options import run_command
 from torchtitan.components.checkpoint.catalog import CheckpointInfo, list_checkpoints
 from torchtitan.components.checkpoint.filesystem import is_url, resolve_folder
@@ -23,6 +23,7 @@ from torchtitan.tools.files import json_lines, read_object
 from torchtitan.tools.logging import print_error, visible
 from torchtitan.tools.parser import Parser
 from torchtitan.tools.progress import sparkline
+from torchtitan.tools.tables import open_console, print_table
 
 METRICS, SAMPLES = "metrics.jsonl", "completions.jsonl"
 _MOST_POINTS = 1000

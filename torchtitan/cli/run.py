@@ -15,7 +15,6 @@ from typing import NamedTuple
 from torchtitan.cli.model_options import run_command
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError, os_errors_as
-from torchtitan.tools.files import read_yaml
 from torchtitan.tools.logging import logger
 from torchtitan.tools.parser import Parser
 from torchtitan.tools.process import StopSignals, signal_when_orphaned
@@ -42,8 +41,9 @@ def run(args: Sequence[str]) -> int:
 
 
 def _read(path: Path) -> list[_Stage]:
-    recipe = read_yaml(path, str(path))
-    if not isinstance(recipe, dict) or not isinstance(rows := recipe.get("stages"), list) or not rows:
+    from torchtitan.config.manager import read_config_file
+
+    if not isinstance(rows := read_config_file(path, str(path)).get("stages"), list) or not rows:
         raise UserError(f"{path} has no list `stages`; each stage has a `name` and a command line `run`")
     stages: list[_Stage] = []
     for number, row in enumerate(rows, 1):

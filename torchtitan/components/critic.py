@@ -8,14 +8,14 @@ from torch import Tensor, nn
 from torchtitan.components.data.base import Batch
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.distributed.process_group import sum_over_ranks
-from torchtitan.protocols import BaseModel
 from torchtitan.protocols.initializer import Constant, with_initializers
+from torchtitan.protocols.model import SmallModel
 
 
-class ValueHead(BaseModel):
+class ValueHead(SmallModel):
     """Linear function of the last hidden states (B, L, D) of another model, initially 0."""
 
-    def __init__(self, config: BaseModel.Config):
+    def __init__(self, config: SmallModel.Config):
         super().__init__(config)
         self.output = with_initializers(nn.Linear(config.dim, 1, bias=False), weight=Constant(0.0))
 
@@ -47,6 +47,7 @@ def estimate_advantages(batches: Sequence[Batch], decay: float) -> None:
         batch["advantages"] = batch["advantages"].masked_scatter(is_trained, advantages)
         batch["returns"] = batch["old_values"] + batch["advantages"]
         sums += torch.stack([advantages.sum(), advantages.square().sum(), is_trained.sum()])
-    mean, square = sum_over_ranks(sums)[:2] / sums[2].clamp(min=1)
+    sum_over_ranks(sums)
+    mean, square = sums[:2] / sums[2].clamp(min=1)
     for batch in batches:
         batch["advantages"] = (batch["advantages"] - mean) / ((square - mean**2).clamp(min=0).sqrt() + 1e-8)

@@ -132,7 +132,7 @@ class DistillationLoss(Configurable):
     def __call__(
         self, student: Outputs, teacher: Outputs | TopTokens, labels_BL: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return sums over tokens with a label, in float32: the loss, with gradients, cross entropy, divergence."""
+        """Return sums over tokens with a label, float32 scalars: loss, with gradients, cross entropy, divergence."""
         outputs = [x for x in (student, teacher) if isinstance(x, Outputs)]
         vocabulary = min(x.hidden.shape[-1] if x.weight is None else len(x.weight) for x in outputs)
         hidden, weight, shard = student.flat(vocabulary)

@@ -11,9 +11,6 @@ from torchtitan.components.cross_entropy import IGNORE_INDEX, cross_entropy_in_b
 from torchtitan.distributed.loss_parallel import local_shards
 from torchtitan.protocols.output_head import UNCHANGED, LogitTransform
 
-CHUNK_TOKENS = 1024
-"""Tokens with logits in memory at a time."""
-
 
 def token_log_probs(
     hidden_BLD: Tensor,
@@ -21,14 +18,14 @@ def token_log_probs(
     labels_BL: Tensor,
     *,
     transform: LogitTransform = UNCHANGED,
-    chunk_tokens: int = CHUNK_TOKENS,
+    chunk_tokens: int = 1024,
 ) -> Tensor:
     """Return the log-probability of each label, the token after a position, (B, L) in float32; 0 for label -100. Use it
     as a model's `head`: arguments are as of `CrossEntropyLoss`. Under tensor parallelism, the result is the same plain
     tensor on all ranks.
 
-    The backward pass computes the logits again, a chunk at a time, so that any function of the log-probabilities can be
-    the loss, and no gradient of the output weights is held before it."""
+    Logits of `chunk_tokens` tokens exist at a time. The backward pass computes them again, so that any function of the
+    log-probabilities can be the loss, and no gradient of the output weights is held before it."""
     if weight_VD is None:
         scores_NV = transform(hidden_BLD.float()).flatten(0, 1)
         losses_N = F.cross_entropy(scores_NV, labels_BL.flatten(), ignore_index=IGNORE_INDEX, reduction="none")

@@ -244,7 +244,8 @@ def _wrong_node(problem: str, node: yaml.Node) -> yaml.YAMLError:
 
 
 def read_config_file(path: Path, name: str) -> dict[str, Any]:
-    """Return the content of a configuration file, called `name` in messages. Raise `UserError` if there is none."""
+    """Return the content of a YAML file of keys and values, called `name` in messages. Raise `UserError` if it has
+    none."""
     regular_file(path, name)
     try:
         n_bytes = path.stat().st_size
@@ -262,7 +263,7 @@ def read_config_file(path: Path, name: str) -> dict[str, Any]:
     if document is None:
         raise UserError(f"{name} is empty")
     if not isinstance(document, dict):
-        raise UserError(f"{name} must contain sections and keys, not {type(document).__name__}")
+        raise UserError(f"{name} must map names to values, not be a {type(document).__name__}")
     return document
 
 

@@ -70,7 +70,8 @@ def list_module(name: str, folder: Path) -> ModuleListing:
     for statement in ast.parse((folder / REGISTRY_FILE).read_text()).body:
         match statement:
             case ast.FunctionDef(name=config, args=arguments):
-                parameters = _parameters(arguments)
+                listed = (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)
+                parameters = [argument.arg for argument in listed]
             case ast.Assign(targets=[ast.Name(config)], value=ast.Call(ast.Name(function))) if function in _RECIPES:
                 parameters = []
             case _:
@@ -165,10 +166,6 @@ def needs_assets(function: Callable[..., object]) -> bool:
 
 def _package_of(registry: ModuleType) -> ModuleType:
     return sys.modules[registry.__name__.rpartition(".")[0]]
-
-
-def _parameters(arguments: ast.arguments) -> list[str]:
-    return [arg.arg for arg in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
 
 
 def _is_config(name: str, parameters: list[str]) -> bool:

@@ -72,6 +72,7 @@ class TrainingConfig:
     def validate(self) -> None:
         require_at_least(1, training__steps=self.steps, training__epochs=self.epochs, training__seq_len=self.seq_len)
         require(self.steps <= 10**12, "--training.steps", self.steps, "at most 1e12")
+        require(self.seq_len <= 2**30, "--training.seq_len", self.seq_len, "at most 2^30")
         require_at_least(1, training__local_batch_size=self.local_batch_size, training__gc_freq=self.gc_freq)
         require(self.max_norm > 0, "--training.max_norm", self.max_norm, "above 0 (inf: never clip)")
         parse_step_ranges(self.skip_data)
@@ -251,6 +252,11 @@ class CompileConfig:
 
     backend: str = "inductor"
     """Compiler: `inductor`, or another from `torch.compiler.list_backends()` (`aot_eager`, for debugging)."""
+
+    @property
+    def compiles_model(self) -> bool:
+        """True if the layers of the model are compiled."""
+        return self.enable and "model" in self.components
 
 
 @dataclass(kw_only=True, slots=True)

@@ -25,7 +25,7 @@ def check_activation_checkpoint(
 ) -> None:
     """Raise `UserError` for a memory budget without a compiler, or an option that a pipeline or compiled tensor
     parallelism does not support. Compiled blocks leave routed experts out."""
-    is_compiled = compile.enable and "model" in compile.components
+    is_compiled = compile.compiles_model
     is_by_operation = config.mode in ("selective", "auto") and config.selective_option == "op"
     if is_by_operation and parallelism.splits_backward and (has_experts or not is_compiled):
         # The first part of the backward pass frees saved results that the second part needs.

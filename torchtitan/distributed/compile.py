@@ -46,7 +46,7 @@ def check_async_tensor_parallel(config: CompileConfig, parallelism: ParallelismC
     """Raise `UserError` if `enable_async_tensor_parallel` would have no effect."""
     missing = {
         "--parallelism.tensor_parallel_degree above 1": parallelism.tensor_parallel_degree == 1,
-        "--compile.enable with `model` in --compile.components": not (config.enable and "model" in config.components),
+        "--compile.enable with `model` in --compile.components": not config.compiles_model,
         "--compile.backend inductor": config.backend != "inductor",
         "GPUs of CUDA": device_type() != "cuda",
     }

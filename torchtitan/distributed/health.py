@@ -69,7 +69,7 @@ _ALL_PAIRS = 16
 
 
 class Health(NamedTuple):
-    """What was measured on all ranks."""
+    """Measurements of all ranks."""
 
     hosts: list[str]
     """Host of each rank."""
@@ -80,7 +80,7 @@ class Health(NamedTuple):
 
 
 def measure(folder: Path, device: torch.device) -> Health:
-    """Measure this rank together with all others, and return what was measured on all of them.
+    """Measure this rank together with all others, and return the measurements of all.
 
     Raises:
         UserError: on all ranks, if one cannot write to the folder.
@@ -213,12 +213,10 @@ def rounds(rank: int, size: int) -> list[int | None]:
 
 def _seconds(communicate: Callable[[], object], device: torch.device) -> float:
     """Return the time of a communication that all ranks start together, after one that connects them."""
-    communicate()
-    synchronize(device)
-    dist.barrier()
-    start = time.perf_counter()
-    communicate()
-    synchronize(device)
-    seconds = time.perf_counter() - start
-    dist.barrier()
+    for _ in range(2):
+        dist.barrier()
+        start = time.perf_counter()
+        communicate()
+        synchronize(device)
+        seconds = time.perf_counter() - start
     return seconds

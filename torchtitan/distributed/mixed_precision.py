@@ -6,6 +6,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from torchtitan.tools.torch_private import parameter_entries
+
 
 class MixedPrecision:
     """Copies of weights in `dtype` that models compute with, as under FSDP: the residual stream has this type, and
@@ -31,10 +33,10 @@ class MixedPrecision:
         its backward pass, where activation checkpointing computes again. In the context, a model's parameters are the
         copies, and another such context changes nothing."""
         weights = [
-            (module._parameters, name, weight)
+            (parameter_entries(module), name, weight)
             for model in models
             for module in model.modules()
-            for name, weight in module._parameters.items()
+            for name, weight in parameter_entries(module).items()
             if weight is not None and weight.is_floating_point() and weight.dtype != self.dtype
         ]
         if not weights:
@@ -44,7 +46,7 @@ class MixedPrecision:
         try:
             for parameters, name, weight in weights:
                 # Not attributes: a module accepts only a leaf, and gradients must reach the weight.
-                parameters[name] = self._copies[weight]  # type: ignore[assignment]
+                parameters[name] = self._copies[weight]
             yield
         finally:
             for parameters, name, weight in weights:

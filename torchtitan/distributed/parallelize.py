@@ -56,7 +56,7 @@ def parallelize_model(
     if mesh is not None and parallel_dims.cp > 1:
         apply_context_parallel(model, parallel_dims.context_mesh(mesh), sharding)
     apply_activation_checkpointing(model, activation_checkpoint)
-    if compile.enable and "model" in compile.components:
+    if compile.compiles_model:
         apply_compile(model, compile, parallelism)
         if mesh is not None and parallelism.enable_async_tensor_parallel:
             fuse_collectives_with_products(mesh["tp"].get_group().group_name)

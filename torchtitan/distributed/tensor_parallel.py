@@ -14,6 +14,7 @@ from torchtitan.protocols.converter import converter_of
 from torchtitan.protocols.output_head import compute_logits
 from torchtitan.protocols.sharding import Features, ShardingPlan, TensorSharding, features_of
 from torchtitan.tools.errors import UserError
+from torchtitan.tools.torch_private import parameter_entries
 
 
 class _Interface(NamedTuple):
@@ -116,17 +117,17 @@ def compute_with_local_parameters(module: nn.Module, localize: Callable[[str, DT
     """Let a module's forward pass, not the passes of its submodules, compute with plain tensors instead of DTensors."""
 
     def use_local(module: nn.Module, _: Any) -> None:
-        for name, parameter in module._parameters.items():
+        # Not attributes: a module accepts only a leaf, and gradients must reach the DTensor.
+        for name, parameter in parameter_entries(module).items():
             if isinstance(parameter, DTensor):
-                # Not an attribute: a module accepts only a leaf, and gradients must reach the DTensor.
-                module._parameters[name] = localize(name, parameter)
+                parameter_entries(module)[name] = localize(name, parameter)
                 replaced[name] = parameter
 
     def restore(module: nn.Module, *_: Any) -> None:
-        module._parameters.update(replaced)
+        parameter_entries(module).update(replaced)
         replaced.clear()
 
-    replaced: dict[str, nn.Parameter] = {}
+    replaced: dict[str, DTensor] = {}
     module.register_forward_pre_hook(use_local)
     module.register_forward_hook(restore, always_call=True)
 

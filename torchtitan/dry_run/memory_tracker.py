@@ -11,16 +11,12 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from torchtitan.dry_run.caching_allocator import CachingAllocator
 from torchtitan.dry_run.observer import Observer, Operation
 from torchtitan.tools.torch_private import current_backward_pass, get_untyped_storages, storage_key
 
 MemoryKind = Literal["parameters", "gradients", "optimizer", "gathered parameters", "activations", "temporary"]
 """The first four are labels. `activations` are allocated outside a backward pass and live until one. The rest is
 `temporary`."""
-
-_FSDP_COMMUNICATION = ("_allgather_base_", "_reduce_scatter_base_")
-"""Each allocates its result on its own stream: a gathered layer, or a layer's sharded gradients."""
 
 MEMORY_KINDS: tuple[MemoryKind, ...] = get_args(MemoryKind)
 
@@ -32,8 +28,6 @@ class Allocation:
     n_bytes: int = 0
     """Now; 0: freed."""
     label: MemoryKind | None = None
-    stream: str | None = None
-    """Stream on a GPU: the operation's name for results of FSDP's communication, else None."""
     outlived_backward: bool = False
     twin_of: "Allocation | None" = None
     reference: "weakref.ref[torch.UntypedStorage] | None" = None
@@ -90,18 +84,6 @@ class MemoryTracker(Observer):
         live = list(itertools.accumulate(changes, initial=0))
         return self.use(live.index(max(live)), without)
 
-    def reserved(self, without: Collection[MemoryKind] = ()) -> int:
-        """Return the bytes that PyTorch's CUDA allocator would have reserved by now; see `CachingAllocator`."""
-        allocator = CachingAllocator()
-        for allocation, change in self._events:
-            if allocation.kind in without:
-                continue
-            if change > 0:
-                allocator.allocate(allocation, change, allocation.stream)
-            else:
-                allocator.free(allocation)
-        return allocator.reserved
-
     def allocation_of(self, tensor: Tensor) -> Allocation | None:
         """Return the memory of a plain tensor; None if it is not tracked."""
         return self._allocations.get(storage_key(tensor.untyped_storage()))
@@ -115,13 +97,11 @@ class MemoryTracker(Observer):
             if change < 0 and allocation in twins:
                 self._resize(twins.pop(allocation), 0)
             elif change > 0 and allocation not in omit:
-                twins[allocation] = Allocation(twin_of=allocation, stream=allocation.stream)
+                twins[allocation] = Allocation(twin_of=allocation)
                 self._resize(twins[allocation], change)
 
     def observe(self, operation: Operation) -> None:
         self._note_backward_pass()
-        if operation.name in _FSDP_COMMUNICATION and (buffer := self.allocation_of(operation.args[0])) is not None:
-            buffer.stream = operation.name
         for tensor in operation.new_tensors():
             storage = tensor.untyped_storage()
             if storage_key(storage) not in self._allocations:

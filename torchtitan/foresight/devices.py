@@ -4,10 +4,10 @@ import math
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from torchtitan.config.configurable import fits, from_plain
+from torchtitan.config.configurable import fits, from_plain, leaves
+from torchtitan.config.manager import read_config_file
 from torchtitan.foresight.this_machine import speed_of_this_machine
 from torchtitan.tools.errors import UserError, require
-from torchtitan.tools.files import read_yaml
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,10 +107,7 @@ def device_of_gpu(name: str) -> Device | None:
 def device_in_file(path: Path) -> Device:
     """Read a device from a YAML file with the fields of `Device`. Raise `UserError` for a file without them."""
     option = f"the device file '{path}'"
-    document, types = read_yaml(path, option), {field.name: field.type for field in fields(Device)}
-    if not isinstance(document, dict):
-        raise UserError(f"{option} must map names to values: {', '.join(types)}")
-    document = {str(name): value for name, value in document.items()}
+    document, types = leaves(read_config_file(path, option)), {field.name: field.type for field in fields(Device)}
     for name, value in document.items():
         if types.get(name) is float and fits(value, float):  # also 1e12, which YAML reads as a string
             document[name] = float(value)

@@ -13,7 +13,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.pipeline import PipelinePlan
 from torchtitan.dry_run.fake_trainer import with_vocabulary
 from torchtitan.dry_run.fitting import USABLE, with_mode
-from torchtitan.dry_run.report import RankReport
+from torchtitan.dry_run.report import RankReport, reserved_bytes
 from torchtitan.dry_run.work_tracker import CommunicationKind, Kernel
 from torchtitan.foresight.devices import Device, device_named
 from torchtitan.foresight.profile import Profile, Split, facts_of, profile, timed_work, weighted_sum
@@ -21,10 +21,6 @@ from torchtitan.foresight.time import Message, Role, WorkOfRank, bubble_seconds,
 from torchtitan.trainer import Trainer
 
 GIB = 2**30
-
-RESERVED = {False: 1.2, True: 1.12}
-"""Reserved by the allocator, relative to allocated memory, in eager mode and compiled: gaps between blocks, with CUDA's
-and NCCL's buffers. Fitted to rows 1, 2 and 11 of the published runs."""
 
 _GRADIENT_BYTES, _GATHERED_BYTES = 4, 2
 """Bytes of a gradient (float32) and of a gathered weight (bfloat16)."""
@@ -150,10 +146,6 @@ class Layout:
         training = self.config.training
         return training.resolve_global_batch_size(self.dims.dp_degree) * training.seq_lens[-1]
 
-    @property
-    def is_compiled(self) -> bool:
-        return self.config.compile.enable and "model" in self.config.compile.components
-
 
 @dataclass(frozen=True)
 class Estimate:
@@ -178,7 +170,7 @@ class Estimate:
     def memory_bytes(self) -> float:
         """Memory that the allocator reserves on the rank that needs most."""
         allocated = max(map(self._allocated, range(self.layout.dims.pp)))
-        return allocated * RESERVED[self.layout.is_compiled]
+        return reserved_bytes(allocated, self.layout.config.compile)
 
     def _held_by(self, rank: int) -> tuple[int, int]:
         """Return the layers of a pipeline rank, and 1 if it computes the loss."""
@@ -263,8 +255,9 @@ def _prediction(
 ) -> Prediction:
     """Return the prediction for a step of the slowest rank, from the work of each; `flops` are the model's operations
     for each device."""
-    methods = {"is_compiled": layout.is_compiled, "is_async_tp": layout.config.parallelism.enable_async_tensor_parallel}
-    steps = [step_parts(device, one, **methods) for one in work]
+    config = layout.config
+    is_compiled, is_async = config.compile.compiles_model, config.parallelism.enable_async_tensor_parallel
+    steps = [step_parts(device, one, is_compiled=is_compiled, is_async_tp=is_async) for one in work]
     parts = max(steps, key=lambda step: sum(step.values()))
     if pipeline := layout.pipeline:
         stages = len(pipeline.stages) // pipeline.degree

@@ -74,13 +74,13 @@ class BaseModel(nn.Module, Configurable):
 
     def blocks(self) -> dict[str, nn.Module]:
         """Return the repeated blocks by name, in forward order. Each is compiled, and recomputed in the backward pass,
-        by itself; the name ends with the layer's number. By default, there are none."""
-        return {}
+        by itself; the name ends with the layer's number."""
+        raise NotImplementedError
 
     def units(self) -> list[nn.Module]:
         """Return the modules, in forward order, whose weights data parallelism gathers together; the last belongs to
-        the head, if any. The model itself is the unit of all other weights, by default of all."""
-        return []
+        the head, if any. The model itself is the unit of all other weights."""
+        raise NotImplementedError
 
     def values_of(self, names: Sequence[str], seed: int) -> Iterator[tuple[str, Tensor]]:
         """Yield the initial values of whole parameters and buffers without initializers (`protocols.initializer`), by
@@ -105,8 +105,20 @@ class BaseModel(nn.Module, Configurable):
         return make_default()
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Return forward and backward operations per token in samples of `seq_len`; see `count_elements`. By default,
-        they are those of a model of linear layers."""
+        """Return forward and backward operations per token in samples of `seq_len`; see `count_elements`."""
+        raise NotImplementedError
+
+
+class SmallModel(BaseModel):
+    """A model of a few linear layers without repeated blocks, such as a head: one unit of data parallelism."""
+
+    def blocks(self) -> dict[str, nn.Module]:
+        return {}
+
+    def units(self) -> list[nn.Module]:
+        return []
+
+    def flops_per_token(self, seq_len: int) -> float:
         return 6.0 * self.num_parameters()
 
 

@@ -46,9 +46,9 @@ def _takes(*tensors: Tensor) -> bool:
 
 
 def _multiply(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-    # For other strides, oneDNN would use its reference code, a thousand times slower.
+    # For other strides, oneDNN would use its reference code, a thousand times slower; of a bias, it ignores them.
     weight = b.mT if b.is_contiguous() or b.mT.is_contiguous() else b.contiguous().mT
-    out: Tensor = onednn_linear()(a, weight, bias, "none", [], "")
+    out: Tensor = onednn_linear()(a, weight, None if bias is None else bias.contiguous(), "none", [], "")
     return out
 
 

@@ -1,4 +1,4 @@
-"""Safe reading of untrusted files: regular files, JSON, YAML, and model folders."""
+"""Safe reading of untrusted files: regular files, JSON, and model folders."""
 
 import json
 import re
@@ -83,18 +83,6 @@ def parse_json(text: str | bytes, name: str) -> Any:
     if levels > _MOST_JSON_LEVELS:
         raise UserError(f"{name} is nested more than {_MOST_JSON_LEVELS} levels deep")
     return content
-
-
-def read_yaml(path: Path, name: str) -> Any:
-    """Return the content of a YAML file, called `name` in messages. Raise `UserError` if it cannot be read."""
-    import yaml
-
-    with os_errors_as(f"{name} cannot be read"):
-        text = regular_file(path, name).read_bytes()
-    try:
-        return yaml.safe_load(text.decode())
-    except (ValueError, RecursionError, yaml.YAMLError) as error:  # also text in another encoding, or no date
-        raise UserError(f"{name} cannot be read as YAML: {' '.join(str(error).split())}") from error
 
 
 def json_lines(path: Path, usable: Callable[[dict[str, Any]], bool], broken: list[int]) -> Iterator[dict[str, Any]]:

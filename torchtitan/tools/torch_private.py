@@ -273,6 +273,11 @@ def skip_shape_vote(schedule: Any) -> None:
     schedule._warmup_p2p = skip
 
 
+def parameter_entries(module: "nn.Module") -> dict[str, Any]:
+    """Return a module's dictionary of its own parameters, in which any tensor may replace one; attributes refuse it."""
+    return module._parameters
+
+
 def forward_pre_hooks(module: "nn.Module") -> Iterable[Any]:
     """Return the functions called before a module's `forward`; the public interface can only add them."""
     return module._forward_pre_hooks.values()

@@ -14,18 +14,22 @@ class LateResult(StepResult):
     """Result of a step whose update the device leaves out by itself if loss or gradient norm is not finite. Its numbers
     are copied to the host meanwhile; the first use of one waits for the copy."""
 
-    _read: Callable[[], dict[str, Any]]
+    _copy: HostCopy
+    _read: Callable[[list[float]], StepResult]
 
-    def __init__(self, values: Tensor, read: Callable[[list[float]], StepResult], **known: Any):
-        # `values` as in `Trainer.sum_result`.
-        known["skip"] = values[1:3].isfinite().all().logical_not().float()
-        copy = HostCopy(values)
-        vars(self).update(known, _read=lambda: vars(read(copy.tolist())) | known)
+    @classmethod
+    def of(cls, values: Tensor, read: Callable[[list[float]], StepResult], **known: Any) -> "LateResult":
+        """Return the result of `values` (`Trainer.sum_result`), which `read` interprets, with the fields `known`."""
+        outcome = cls.__new__(cls)  # without the other fields, so that `__getattr__` is called for them
+        skip = values[1:3].isfinite().all().logical_not().float()
+        vars(outcome).update(known, skip=skip, _copy=HostCopy(values), _read=read)
+        return outcome
 
     def __getattr__(self, name: str) -> Any:
+        """Add all fields that are not known when one of them is used."""
         if name not in StepResult.__dataclass_fields__:
             raise AttributeError(name)
-        vars(self).update(self._read())
+        vars(self).update(vars(self._read(self._copy.tolist())) | vars(self))
         return vars(self)[name]
 
     @property
@@ -61,9 +65,9 @@ class LateResults:
         known = {"step": step, "data_step": trainer.run_length.data_step + 1}
         if trainer.has_data:  # then the data of all ranks has not ended
             known["data_exhausted"] = False
-        outcome = LateResult(trainer.sum_result(*sums), trainer.result_of, **known)
+        outcome = LateResult.of(trainer.sum_result(*sums), trainer.result_of, **known)
         if not outcome.data_exhausted:
-            self.pending, self._micro_batches = outcome, micro_batches
+            self.pending, self._micro_batches, self._action = outcome, micro_batches, lambda: None
         return outcome
 
     def _is_needed(self, step: int) -> bool:

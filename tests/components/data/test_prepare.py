@@ -14,7 +14,9 @@ import pickle
 import random
 import re
 import resource
+import shutil
 import signal
+import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -41,6 +43,7 @@ from torchtitan.components.data.prepare.prepared import find_prepared
 from torchtitan.components.data.sources import block_cache, stored
 from torchtitan.components.data.sources.source import DOCUMENTS, resolve_source
 from torchtitan.config.manager import ConfigManager
+from torchtitan.tools import durable
 
 
 @pytest.fixture
@@ -452,25 +455,38 @@ def test_a_full_disk_ends_the_merge_with_a_message(corpus, tokenizer, tmp_path, 
         merge(made, 1)
 
 
-def test_what_killed_processes_leave_is_removed(corpus, tokenizer, tmp_path):
-    """The folders of processes that live stay."""
+def killed_while_working(place, corpus, tokenizer, host):
+    """Kill a process of a host in a work folder; return the folder."""
     child = os.fork()
     if child == 0:
-        with preparation(corpus, tmp_path / "out", tokenizer).working() as work:
+        socket.gethostname = lambda: host
+        with preparation(corpus, place, tokenizer).working() as work:
             (work / "file").write_text("some content")
             os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(child, 0)
-    made = preparation(corpus, tmp_path / "out", tokenizer)
+    [work] = place.glob(f".work-*@{host}.files")
+    assert (work / "file").is_file()
+    return work
+
+
+def test_what_killed_processes_leave_is_removed(corpus, tokenizer, tmp_path, monkeypatch):
+    """Of this host at once, and of others at the end; not the folders of processes that live, even if other containers
+    of the host have processes of the same number."""
+    place, made = tmp_path / "out", preparation(corpus, tmp_path / "out", tokenizer)
+    left = [killed_while_working(place, corpus, tokenizer, host) for host in ("node", "node-1", "node.node")]
+    monkeypatch.setattr(socket, "gethostname", lambda: "node")
     with made.working() as living:
-        [killed] = {*tmp_path.glob("out/.work-*")} - {living}
-        assert (killed / "file").is_file()
         made.begin()
-        assert [*tmp_path.glob("out/.work-*")] == [living]
+        assert {*place.glob(".work-*.files")} == {living, *left[1:]}
+        made.write_all(made.missing(), 1)
+        merge(made, 1)
+        assert {*place.glob(".work-*.files")} == {living} and len([*place.glob(".work-*")]) == 2
+    assert not [*place.glob(".work-*")]
 
 
 @pytest.mark.parametrize("place", ["local", "store"])
 def test_two_merges_at_once(place, corpus, tokenizer, tmp_path, store, monkeypatch):
-    """The second one removes parts and work folders while the first one reads them."""
+    """The second one removes the parts while the first one reads them."""
     out = tmp_path / "out" if place == "local" else "memory://out"
     made = preparation(corpus, out, tokenizer)
     made.begin()
@@ -487,6 +503,27 @@ def test_two_merges_at_once(place, corpus, tokenizer, tmp_path, store, monkeypat
     result, expected = folder_at(str(out)), prepared(corpus, tmp_path / "expected", tokenizer).place
     assert result.files() == expected.files()
     assert result.read("manifest.json") == expected.read("manifest.json")
+
+
+def test_two_merges_write_an_index_at_once(corpus, tokenizer, tmp_path, monkeypatch):
+    made = preparation(corpus, tmp_path / "out", tokenizer)
+    made.begin()
+    made.write_all(made.missing(), 1)
+    replace, n_others = durable.replace, 0
+
+    def replace_after_other(file, target):
+        nonlocal n_others
+        if target.name == "train.index" and not n_others:
+            n_others += 1
+            with made.working() as work:
+                preparing._Merge(made, 1, work).write()
+        replace(file, target)
+
+    monkeypatch.setattr(durable, "replace", replace_after_other)
+    merge(made, 1)
+    assert n_others == 1
+    prepared(corpus, tmp_path / "expected", tokenizer)
+    assert contents(tmp_path / "out") == contents(tmp_path / "expected")
 
 
 def test_a_full_disk_is_not_tried_again(monkeypatch):
@@ -680,6 +717,7 @@ class TestErrors:
             (["a.jsonl", "--out", "o", "--part", "1/2", "--merge"], "set one of them"),
             (["a.jsonl", "--out", "o", "--held_out", "1"], "--held_out is 1.0"),
             (["a.jsonl", "--out", "o", "--heldout", "0.1"], "unknown option --heldout; did you mean '--held_out'?"),
+            (["a.jsonl", "--out", "o", "--dataloder", "x"], "did you mean '--dataloader."),
             (["c4", "--out", "o"], "registered datasets are streamed"),
             (["a.jsonl", "--out", "nothere://o"], "nothere"),
         ],
@@ -725,6 +763,18 @@ class TestErrors:
         (tmp_path / "out/manifest.json").write_text(json.dumps(manifest))
         with pytest.raises(ValueError, match="does not match its digest"):
             open_tokens(tmp_path / "out", tokenizer, tmp_path)
+
+    def test_damaged_parts(self, corpus, tokenizer, tmp_path):
+        made = preparation(corpus, tmp_path / "out", tokenizer)
+        made.begin()
+        made.write_all(made.missing(), 1)
+        [items, *_] = sorted(tmp_path.glob("out/parts/*/*/items.bin"))
+        items.write_bytes(items.read_bytes()[ITEM.itemsize :])
+        with raises(f"{tmp_path / 'out'}/parts is damaged, or of another version; remove it and run the same command"):
+            merge(made, 1)
+        shutil.rmtree(tmp_path / "out/parts")
+        again, other = (prepared(corpus, tmp_path / name, tokenizer).place for name in ("out", "other"))
+        assert again.read("manifest.json") == other.read("manifest.json")
 
     def test_other_tokenizer(self, corpus, tokenizer, tmp_path):
         prepared(corpus, tmp_path / "out", tokenizer)

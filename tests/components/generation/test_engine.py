@@ -4,16 +4,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.components.generation.test_generation import TINY_PROMPTS, mixed_model
+from tests.components.generation.test_generation import TINY_PROMPTS, mixed_model, sharded_model
 from tests.models.test_delta_net import MixedModel, small_config
 from torchtitan.components.generation import Engine, Generation, Sampling
 from torchtitan.components.generation import engine as engine_module
 from torchtitan.components.generation.sampling import draw, generator_of
-from torchtitan.config import ParallelismConfig, TrainingConfig
 from torchtitan.distributed import initialize_weights
-from torchtitan.distributed.parallel_dims import ParallelDims
-from torchtitan.distributed.parallelize import parallelize_model
-from torchtitan.models.llama3 import SHARDING
 from torchtitan.tools.errors import UserError
 
 SAMPLING = Sampling(temperature=1.0)
@@ -126,18 +122,7 @@ def test_a_boundary_of_the_distribution_decides():
 
 
 def sharded_texts(layout: str, expected: list[Generation]) -> None:
-    rank = dist.get_rank()
-    degrees = {"fsdp": {"dp_shard": 2}, "tp": {"tp": 2}}[layout]
-    dims = ParallelDims(**{"dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1, "pp": 1, "world_size": 2, **degrees})
-    model = mixed_model()
-    parallelize_model(
-        model,
-        parallel_dims=dims,
-        mesh=dims.build_mesh("cpu"),
-        sharding=SHARDING,
-        training=TrainingConfig(mixed_precision_param="float32"),
-        parallelism=ParallelismConfig(),
-    )
+    rank, model = dist.get_rank(), sharded_model(layout)
     # Under FSDP, rank 1 has fewer texts; then none.
     for mine in ([range(14), range(14, 20)], [range(20), range(0)]) if layout == "fsdp" else [[range(20)] * 2]:
         engine = Engine(model, sampling=SAMPLING, stop_ids=STOP_IDS, max_rows=3, group=dist.group.WORLD)

@@ -16,7 +16,7 @@ from torchtitan.components.generation import KVCache, Sampling, TextStream, gene
 from torchtitan.components.generation.kv_cache import CachedAttention
 from torchtitan.components.generation.sampling import draw, generator_of, restricted_logits
 from torchtitan.components.tokenizer import PretrainedTokenizer
-from torchtitan.config import ParallelismConfig, TrainingConfig
+from torchtitan.config import TrainingConfig
 from torchtitan.distributed.context_parallel import apply_context_parallel
 from torchtitan.distributed.mixed_precision import MixedPrecision
 from torchtitan.distributed.parallel_dims import ParallelDims
@@ -630,20 +630,17 @@ def test_start_and_stop_ids(stories_tokenizer, tmp_path):
 # Several processes.
 
 
-def sharded_generations(layout: str, expected: list[list[int]]) -> None:
-    rank = dist.get_rank()
+def sharded_model(layout: str) -> Llama3Model:
     degrees = {"fsdp": {"dp_shard": 2}, "tp": {"tp": 2}}[layout]
     dims = ParallelDims(**{"dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1, "pp": 1, "world_size": 2, **degrees})
-    training, parallelism = TrainingConfig(mixed_precision_param="float32"), ParallelismConfig()
-    model = mixed_model()
-    parallelize_model(
-        model,
-        parallel_dims=dims,
-        mesh=dims.build_mesh("cpu"),
-        sharding=SHARDING,
-        training=training,
-        parallelism=parallelism,
-    )
+    model, training = mixed_model(), TrainingConfig(mixed_precision_param="float32")
+    mesh = dims.build_mesh("cpu")
+    parallelize_model(model, parallel_dims=dims, mesh=mesh, sharding=SHARDING, training=training)
+    return model
+
+
+def sharded_generations(layout: str, expected: list[list[int]]) -> None:
+    rank, model = dist.get_rank(), sharded_model(layout)
     # With FSDP, each rank has different prompts, and rank 1 ends early.
     rows, length = ([rank], 3 if rank else 12) if layout == "fsdp" else ([0, 1, 2, 3], 12)
     for use_cache in (True, False):

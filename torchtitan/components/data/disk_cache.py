@@ -25,7 +25,7 @@ import numpy as np
 from torchtitan.components.checkpoint.filesystem import Folder, LocalFolder
 from torchtitan.components.data.sources.source import Source, StreamSource
 from torchtitan.tools import durable
-from torchtitan.tools.errors import UserError
+from torchtitan.tools.errors import UserError, os_errors_as
 from torchtitan.tools.logging import logger
 
 ENVIRONMENT_VARIABLE = "TORCHTITAN_CACHE"
@@ -60,14 +60,10 @@ def check_digest(text: str) -> str:
 @contextmanager
 def writable(root: Path) -> Iterator[None]:
     """Create the cache folder and turn an `OSError` in the block into a `UserError`."""
-    try:
+    remedy = f"; set --dataloader.cache_dir or ${ENVIRONMENT_VARIABLE} to another folder"
+    with os_errors_as(f"cannot write to the cache {root}", remedy):
         durable.make_folder(root)
         yield
-    except OSError as error:
-        raise UserError(
-            f"cannot write to the cache {root}: {error.strerror or error}; "
-            f"set --dataloader.cache_dir or ${ENVIRONMENT_VARIABLE} to another folder"
-        ) from error
 
 
 class DamagedCache(UserError):
@@ -219,10 +215,8 @@ def map_array(path: Path, dtype: str, length: int) -> np.memmap:
 def file_digest(root: Path, path: Path) -> str:
     """Return the digest of a file's content, cached in `{root}/digests` until the file's stat changes. Raise
     `UserError` if the file cannot be read."""
-    try:
+    with os_errors_as(f"{path} cannot be read"):
         stat = path.stat()
-    except OSError as error:
-        raise _unreadable(path, error) from error
     status = digest_of([str(path.resolve()), stat.st_size, stat.st_mtime_ns, stat.st_ino])
     entry = root / "digests" / status
     with contextlib.suppress(FileNotFoundError, ValueError):  # absent or damaged
@@ -268,12 +262,5 @@ def content_digest(folder: Path, names: Sequence[str]) -> str:
 def _hash(path: Path, size: int) -> str:
     if size > _LARGE:
         logger.info(f"reading {path} ({size / 2**30:.0f} GiB) to look up its tokens in the cache")
-    try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=_DIGEST_BYTES)).hexdigest()
-    except OSError as error:
-        raise _unreadable(path, error) from error
-
-
-def _unreadable(path: Path, error: OSError) -> UserError:
-    return UserError(f"{path} cannot be read: {error.strerror or error}")
+    with os_errors_as(f"{path} cannot be read"), path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=_DIGEST_BYTES)).hexdigest()

@@ -64,7 +64,8 @@ class SamplingEngine(Protocol):
         """Return a continuation, with random numbers that depend on `key`; await it in a coroutine that `run` runs."""
 
     def run(self, texts: Sequence[Coroutine[Any, Any, ResultT]]) -> list[ResultT]:
-        """Return the results, in order, of coroutines that await `generate`. All processes call this, and all raise."""
+        """Return the results, in order, of coroutines that await `generate`. All processes call this together; an error
+        of one is raised in all."""
 
 
 @dataclass

@@ -1,5 +1,6 @@
 """Data loaders for preference methods: a chosen and a rejected answer to one prompt, or single answers with labels."""
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -14,6 +15,7 @@ from torchtitan.components.data.finetuning.planned_loader import PlannedDataLoad
 from torchtitan.components.data.finetuning.row_formats import Kind
 from torchtitan.components.data.finetuning.samples import Windows, pack_samples
 from torchtitan.components.data.plan import Packing, Planner, Sampler
+from torchtitan.tools.logging import logger
 
 SIDES = ("chosen", "rejected")
 SEQUENCES_PER_SAMPLE = len(SIDES)
@@ -75,7 +77,7 @@ class PreferenceDataLoader(PlannedDataLoader):
         return to_batch([pack_pairs(window, seq_len * SEQUENCES_PER_SAMPLE) for window in windows])
 
     def plan(self, samplers: list[Sampler], *, epochs: int | None, windows_per_step: int, **order: Any) -> Planner:
-        positions = [data.total_positions() for data in self.samples.sets]
+        positions = [data.sequence_positions().sum(axis=1) for data in self.samples.sets]
         capacity = self._layout.seq_len * SEQUENCES_PER_SAMPLE
         return Planner(positions, capacity, samplers, packing=self.config.packing, epochs=epochs, **order)
 
@@ -100,6 +102,13 @@ class AnswerDataLoader(PreferenceDataLoader):
     kind = "rated"
     token_tensors = (*PreferenceDataLoader.token_tensors, "mismatched_input", "mismatched_labels", "n_mismatched")
 
+    def log_data(self) -> None:
+        super().log_data()
+        lengths = np.concatenate([data.sequence_positions() for data in self.samples.sets]).max(axis=0).tolist()
+        if 0 in lengths:
+            found, lacking = ("desirable", "undesirable") if lengths[0] else ("undesirable", "desirable")
+            logger.warning(f"all answers in {' '.join(self.config.dataset)} are {found}; KTO also needs {lacking} ones")
+
     @staticmethod
     def collate(windows: Windows, seq_len: int) -> Batch:
         batch = PreferenceDataLoader.collate(windows, seq_len)
@@ -116,14 +125,11 @@ class RewardEncoder(PairEncoder):
 
     def encode(self, sample: Sample) -> EncodedRow:
         parts, margin = super().encode(sample).parts, sample.margin or 0  # type: ignore[union-attr]
-        try:
-            is_number = abs(float(margin)) < float("inf")  # cells of CSV files are text
-        except (TypeError, ValueError):
-            is_number = False
-        if not is_number:
-            raise BrokenSample(f"margin must be a number, not {shortened(margin)}")
-        longer = (EncodedSample(np.append(part.ids, 0), np.append(part.trained, False)) for part in parts)
-        return EncodedRow(tuple(longer), str(margin))
+        with contextlib.suppress(TypeError, ValueError):
+            if abs(float(margin)) < float("inf"):  # cells of CSV files are text
+                longer = (EncodedSample(np.append(part.ids, 0), np.append(part.trained, False)) for part in parts)
+                return EncodedRow(tuple(longer), str(margin))
+        raise BrokenSample(f"margin must be a number, not {shortened(margin)}")
 
 
 class RewardDataLoader(PreferenceDataLoader):

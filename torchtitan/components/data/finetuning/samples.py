@@ -62,11 +62,11 @@ class LengthFilteredDataset:
     def sample(self, index: int) -> EncodedRow:
         return self._truncate(self._cache.sample(int(self._indices[index])))
 
-    def total_positions(self) -> Array:
-        """Return the window positions of each sample's sequences together, (n_samples,)."""
+    def sequence_positions(self) -> Array:
+        """Return the window positions of each sample's sequences, (n_samples, n_sequences)."""
         lengths = self._cache.sequence_lengths[self._indices]
         n_excess = np.maximum(lengths.max(axis=1, keepdims=True) - self.max_length, 0)
-        positions: Array = np.maximum(lengths - n_excess - 1, 0).sum(axis=1)
+        positions: Array = np.maximum(lengths - n_excess - 1, 0)
         return positions
 
     def describe(self, index: int) -> str:

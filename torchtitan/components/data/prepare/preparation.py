@@ -9,6 +9,7 @@ one for all samples; and `SPLIT.index`, which lists them, see `INDEX_ROWS`.
 """
 
 import contextlib
+import fcntl
 import json
 import multiprocessing
 import os
@@ -56,7 +57,7 @@ _WORDS = {
     "held_out": "--held_out",
     "deduplicate": "--keep_duplicates",
 }
-"""What the user calls the entries of a plan, if not by their names."""
+"""Words for the entries of a plan in messages, if other than their names."""
 
 _PARTS_AT_A_TIME = 256
 """Parts whose hashes are in memory while they are copied."""
@@ -109,7 +110,7 @@ class Preparation:
         is not writable."""
         plan = json.dumps(self.plan)
         with self.working() as work:
-            _remove_abandoned(work.parent)
+            _remove_abandoned(work.parent, socket.gethostname())
             if not has_file(self.place / "plan", PLAN):
                 names = os.listdir(self.place) if isinstance(self.place, LocalFolder) else self.place.files()
                 others = {name.partition("/")[0] for name in names if name[0] != "."}  # not work folders of others
@@ -139,10 +140,8 @@ class Preparation:
             if isinstance(self.place, LocalFolder):
                 inside, places, options = self.place.path, str(self.place), "--out"
                 self.place.create()
-            prefix = f".work-{socket.gethostname()}-{os.getpid()}-"
-            # NFS keeps files that are still mapped into memory.
-            with tempfile.TemporaryDirectory(prefix=prefix, dir=inside, ignore_cleanup_errors=True) as folder:
-                yield Path(folder)
+            with _work_folder(inside) as folder:
+                yield folder
         except OSError as error:
             raise UserError(f"cannot write to {places}: {error.strerror or error}; set {options} to another") from error
 
@@ -190,7 +189,7 @@ def merge(preparation: Preparation, workers: int) -> None:
     and repeated. Raise `UserError` if parts are missing, a split is empty, or the plan or the sources have changed."""
     place = preparation.place
     preparation.check()
-    if missing := preparation.missing():
+    if (missing := preparation.missing()) and not has_file(place, MANIFEST):
         raise UserError(
             f"{len(missing):,} of {len(preparation.parts):,} parts in {place} are missing, first {missing[0] + 1}; run "
             "the same command without --merge to write them"
@@ -200,7 +199,7 @@ def merge(preparation: Preparation, workers: int) -> None:
             try:
                 manifest = _Merge(preparation, workers, work).write()
                 replace(preparation, sources=preparation.open_sources()).check()
-                write(place, MANIFEST, json.dumps(manifest).encode())
+                _write(place, MANIFEST, json.dumps(manifest).encode(), work)
             except (OSError, UserError):
                 if not has_file(place, MANIFEST):  # otherwise, another merge has removed the parts
                     raise
@@ -224,8 +223,12 @@ class _Merge:
         if not any(report.kept for report in self.found):
             names = ", ".join(source.name for source in preparation.sources)
             raise no_rows_left_error(names, Report.total(self.found))
+        ends = np.cumsum([report.kept for report in self.found])
+        if (work / "items").stat().st_size != ends[-1] * ITEM.itemsize:
+            parts = f"{preparation.place}/parts"
+            raise UserError(f"{parts} is damaged, or of another version; remove it and run the same command again")
         items = np.memmap(work / "items", ITEM, "r+")
-        self.items = np.split(items, np.cumsum([report.kept for report in self.found])[:-1])
+        self.items = np.split(items, ends[:-1])
         """Items of each part, `ITEM` (n,); duplicates are in no split."""
         n_passes = 1 + len(items) // ITEMS_PER_PASS
 
@@ -296,7 +299,7 @@ class _Merge:
         digests = "".join(digest for _, digest in written)
         total, ends = Report.total(totals), np.cumsum([0, *(of_group.tokens for of_group in totals)])
         index = np.vstack([ends[:-1], np.frombuffer(bytes.fromhex(digests), np.int64).reshape(-1, 2).T]).tobytes()
-        write(preparation.place, f"{split}.index", index)
+        _write(preparation.place, f"{split}.index", index, self.work)
         return {"tokens": total.tokens, "items": total.kept, "parts": len(groups), "digest": bytes_digest(index)}
 
 
@@ -324,8 +327,9 @@ def _remove_parts(place: Folder) -> None:
     if parts.exists():
         with contextlib.suppress(FileNotFoundError):  # another merge removes them
             parts.remove(PART)
-    if isinstance(place, LocalFolder):  # folders of killed processes
-        for left in (*place.path.glob(".work-*"), *place.path.glob(f"*{UNFINISHED}")):
+    if isinstance(place, LocalFolder):
+        _remove_abandoned(place.path)
+        for left in place.path.glob(f"*{UNFINISHED}"):
             shutil.rmtree(left, ignore_errors=True)
 
 
@@ -333,18 +337,37 @@ def _version(path: Path) -> str:
     return f"{path.stat().st_size} {path.stat().st_mtime_ns}"
 
 
-def _remove_abandoned(place: Path) -> None:
-    """Remove the work folders of processes of this host that were killed."""
-    for folder in place.glob(f".work-{socket.gethostname()}-*"):
-        with contextlib.suppress(PermissionError):  # a process of another user
-            try:
-                os.kill(int(folder.name.split("-")[-2]), 0)
-            except ProcessLookupError:
-                shutil.rmtree(folder, ignore_errors=True)
+@contextlib.contextmanager
+def _work_folder(place: Path | None) -> Iterator[Path]:
+    """Yield a temporary folder next to a file that is locked until the block or the process ends."""
+    with tempfile.NamedTemporaryFile(prefix=".work-", suffix=f"@{socket.gethostname()}", dir=place) as file:
+        with contextlib.suppress(OSError):  # a file system without locks, where killed processes leave their folders
+            fcntl.flock(file, fcntl.LOCK_EX)
+        folder = Path(f"{file.name}.files")
+        folder.mkdir(0o700)
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)  # NFS keeps files that are still mapped into memory
 
 
-def write(folder: Folder, name: str, content: bytes) -> None:
-    with_patience(f"writing {folder}/{name}", lambda: folder.write(name, content))
+def _remove_abandoned(place: Path, host: str = "*") -> None:
+    """Remove what killed processes of a host, or of any, have left: their locks can be taken. Some file systems share
+    locks within a host only."""
+    for path in place.glob(f".work-*@{host}"):
+        with contextlib.suppress(OSError), path.open("r+") as file:  # locked, another user's, or removed by now
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(f"{path}.files", ignore_errors=True)
+            path.unlink()
+
+
+def _write(folder: Folder, name: str, content: bytes, work: Path) -> None:
+    """Write a file atomically, by way of `work`, since another merge may write the same one."""
+    if isinstance(folder, LocalFolder):
+        (work / name).write_bytes(content)
+        durable.replace(work / name, folder.path / name)
+    else:
+        with_patience(f"writing {folder}/{name}", lambda: folder.write(name, content))
 
 
 def has_file(folder: Folder, name: str) -> bool:
