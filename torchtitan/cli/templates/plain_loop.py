@@ -22,6 +22,7 @@ from torchtitan.components.validate import Validator
 from torchtitan.distributed import initialize_weights
 from torchtitan.distributed.gradients import clip_grad_norm
 from torchtitan.models.llama3 import model_registry
+from torchtitan.tools.cpu_products import onednn_products
 from torchtitan.tools.device import device_type
 from torchtitan.tools.logging import init_logger, logger
 
@@ -95,7 +96,7 @@ def main():
     )
     profiler = Profiler.Config(enable_profiling=options.profile).build(dump_folder=options.folder, device=device)
 
-    with closing(loader), closing(checkpoints), closing(metrics), profiler:
+    with onednn_products(), closing(loader), closing(checkpoints), closing(metrics), profiler:
         last_step = checkpoints.load()  # 0 if there is nothing to resume
         if last_step >= options.steps:
             logger.info("%s holds all %d steps already; --steps says how far to go", options.folder, last_step)

@@ -35,8 +35,7 @@ class PPOTrainer(RLTrainer):
 
     def policy_outputs(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
         def head(hidden_BLD: Tensor, weight_VD: Tensor | None, **changes: Any) -> tuple[Tensor, Tensor]:
-            log_probs_BL = token_log_probs(hidden_BLD, weight_VD, batch["labels"], **changes)
-            return log_probs_BL, self.models["value"](hidden_BLD)
+            return token_log_probs(hidden_BLD, weight_VD, batch["labels"], **changes), self.models["value"](hidden_BLD)
 
         outputs: tuple[Tensor, Tensor] = self.models["model"](batch["input"], batch["attention"], head=head)
         return outputs
