@@ -143,7 +143,8 @@ def _readable(path: Path) -> Path:
 def _not_found_message(dataset: str, path: Path, names: Sequence[str]) -> str:
     missing = next(step for step in (*reversed(path.parents), path) if not step.exists()) if dataset else path
     if missing.is_symlink():
-        return f"dataset {dataset!r}: {missing} is a link to '{os.readlink(missing)}', which does not exist; fix or remove it"
+        target = os.readlink(missing)
+        return f"dataset {dataset!r}: {missing} is a link to '{target}', which does not exist; fix or remove it"
     siblings = sorted(os.listdir(missing.parent)) if missing.parent.is_dir() else []
     is_name = os.sep not in dataset
     near = suggest(missing.name, [*siblings, *(names if is_name else ())])
