@@ -24,13 +24,13 @@ from torchtitan.tools.process import keep_freed_memory
 
 _SECONDS = 0.4
 """Duration of each measurement."""
-_SIDE = 768
-"""Rows of the matrices that are multiplied: products of small models, beyond the caches."""
+_TOKENS, _WIDTHS = 1024, (256, 768)
+"""Linear layer whose products are timed, forward and backward: feed-forward network of the debug model."""
 _ELEMENTS = 2**20
 """Elements of the tensors that pass through memory: activations of small models."""
 _LARGE, _SMALL = 2**22, 16
 """Elements of the messages that give bandwidth and latency."""
-_VERSION = 3
+_VERSION = 4
 """Of the measurement, part of the file's name."""
 
 
@@ -109,9 +109,13 @@ def _mean_seconds(call: Callable[[], object]) -> float:
 
 
 def _products_rate(dtype: torch.dtype) -> float:
-    a, b = torch.rand(2, _SIDE, _SIDE).to(dtype)
+    width, wide = _WIDTHS
+    x = torch.rand(_TOKENS, width, dtype=dtype, requires_grad=True)
+    weight = torch.rand(wide, width, dtype=dtype, requires_grad=True)
+    gradient = torch.rand(_TOKENS, wide, dtype=dtype)
     with onednn_products():  # as in training
-        return 2 * _SIDE**3 / _mean_seconds(lambda: a @ b)
+        seconds = _mean_seconds(lambda: torch.autograd.grad(F.linear(x, weight), (x, weight), gradient))
+    return 3 * 2 * _TOKENS * width * wide / seconds
 
 
 def _memory_rate() -> float:
