@@ -245,6 +245,8 @@ def test_packed_runs_resume_exactly(folder, tmp_path, config):  # noqa: F811
 def test_invalid_combinations_are_rejected(folder, tmp_path):  # noqa: F811
     with pytest.raises(UserError, match="--reference.kind adapters_off is the base model of adapters"):
         train(folder, tmp_path, "dpo", reference__kind="adapters_off")
+    with pytest.raises(UserError, match="without --reference.path and --reference.offload"):
+        train(folder, tmp_path, "dpo_lora", reference__kind="adapters_off", reference__offload=True)
     with pytest.raises(UserError, match="--reference.kind cached has no answers to other prompts"):
         train(folder, tmp_path, "kto", reference__kind="cached")
     with pytest.raises(UserError, match="--dataloader.packing none leaves no answers to other prompts"):

@@ -97,6 +97,8 @@ def test_autocast_and_errors_are_pytorchs(calls):
             x @ weight
         with pytest.raises(RuntimeError, match="dtype"):
             x @ weight.T.double()
+        with pytest.raises(RuntimeError, match="Bad in-place call"):
+            torch.zeros(8).addmm_(x, weight.T)
     assert not calls
 
 

@@ -57,7 +57,7 @@ def _sizes(family: str) -> list[str]:
 
 
 def _rounded(n_parameters: int) -> str:
-    unit, letter = next(entry for entry in ((1e12, "T"), (1e9, "B"), (1e6, "M")) if n_parameters >= 0.9995 * entry[0])
+    unit, letter = next((one for one in ((1e12, "T"), (1e9, "B")) if n_parameters >= 0.9995 * one[0]), (1e6, "M"))
     return f"{n_parameters / unit:.3g} {letter}"
 
 

@@ -64,5 +64,8 @@ def _addmm(total: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float
 
 
 def _addmm_(total: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    is_sum = _takes(a, b) and beta == alpha == 1 and total.dtype == a.dtype and total.shape == (len(a), b.shape[1])
+    shape = (*a.shape[:1], *b.shape[1:])
+    if total.shape != shape:  # `out` would be resized
+        raise RuntimeError(f"Bad in-place call: the total has shape {tuple(total.shape)}, the product {shape}")
+    is_sum = _takes(a, b) and beta == alpha == 1 and total.dtype == a.dtype
     return total.add_(_multiply(a, b)) if is_sum else torch.addmm(total, a, b, beta=beta, alpha=alpha, out=total)

@@ -40,7 +40,7 @@ class LateResult(StepResult):
 class LateResults:
     """Lets a `Trainer` take steps without waiting for their results, which it gets with the next step.
 
-    A result is read in its own step where something else than the optimizer depends on it: logging, validation, a
+    A result is read in its own step where something other than the optimizer depends on it: logging, validation, a
     checkpoint, the last step, and in every step with the options in `_needs_results`.
     """
 

@@ -42,6 +42,7 @@ class RunModel:
     """True if checkpoints contain the weights; otherwise a resumed run reads them from `weights` again."""
 
     offloaded: bool = False
+    """True if FSDP keeps the weights in CPU memory between uses."""
 
     is_initialized: bool = True
     """False from allocation until every tensor has an initial value or is about to be loaded."""

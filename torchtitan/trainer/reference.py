@@ -133,8 +133,9 @@ class ReferenceTrainer(FrozenModelTrainer):
 
         def validate(self) -> None:
             has_adapters = any(isinstance(converter, LoRA.Config) for converter in self.model_converters)
-            if self.reference.kind == "adapters_off" and (self.reference.path or not has_adapters):
-                remedy = "use --config dpo_lora, without --reference.path"
+            has_weights = self.reference.path or self.reference.offload
+            if self.reference.kind == "adapters_off" and (has_weights or not has_adapters):
+                remedy = "use --config dpo_lora, without --reference.path and --reference.offload"
                 raise UserError(f"--reference.kind adapters_off is the base model of adapters: {remedy}")
 
         def check(self, world_size: int, *, dry_run: bool = False) -> None:

@@ -770,7 +770,9 @@ class TestErrors:
         made.write_all(made.missing(), 1)
         [items, *_] = sorted(tmp_path.glob("out/parts/*/*/items.bin"))
         items.write_bytes(items.read_bytes()[ITEM.itemsize :])
-        with raises(f"{tmp_path / 'out'}/parts is damaged, or of another version; remove it and run the same command"):
+        with raises(
+            f"{tmp_path / 'out'}/parts is damaged, or of another version; remove it and prepare all parts again"
+        ):
             merge(made, 1)
         shutil.rmtree(tmp_path / "out/parts")
         again, other = (prepared(corpus, tmp_path / name, tokenizer).place for name in ("out", "other"))

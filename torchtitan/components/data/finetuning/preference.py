@@ -1,6 +1,5 @@
 """Data loaders for preference methods: a chosen and a rejected answer to one prompt, or single answers with labels."""
 
-import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -125,11 +124,14 @@ class RewardEncoder(PairEncoder):
 
     def encode(self, sample: Sample) -> EncodedRow:
         parts, margin = super().encode(sample).parts, sample.margin or 0  # type: ignore[union-attr]
-        with contextlib.suppress(TypeError, ValueError):
-            if abs(float(margin)) < float("inf"):  # cells of CSV files are text
-                longer = (EncodedSample(np.append(part.ids, 0), np.append(part.trained, False)) for part in parts)
-                return EncodedRow(tuple(longer), str(margin))
-        raise BrokenSample(f"margin must be a number, not {shortened(margin)}")
+        try:
+            is_number = abs(float(margin)) < float("inf")  # cells of CSV files are text
+        except (TypeError, ValueError, OverflowError):
+            is_number = False
+        if not is_number:
+            raise BrokenSample(f"margin must be a number, not {shortened(margin)}")
+        longer = (EncodedSample(np.append(part.ids, 0), np.append(part.trained, False)) for part in parts)
+        return EncodedRow(tuple(longer), str(margin))
 
 
 class RewardDataLoader(PreferenceDataLoader):

@@ -226,7 +226,7 @@ class _Merge:
         ends = np.cumsum([report.kept for report in self.found])
         if (work / "items").stat().st_size != ends[-1] * ITEM.itemsize:
             parts = f"{preparation.place}/parts"
-            raise UserError(f"{parts} is damaged, or of another version; remove it and run the same command again")
+            raise UserError(f"{parts} is damaged, or of another version; remove it and prepare all parts again")
         items = np.memmap(work / "items", ITEM, "r+")
         self.items = np.split(items, ends[:-1])
         """Items of each part, `ITEM` (n,); duplicates are in no split."""

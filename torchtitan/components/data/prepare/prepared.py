@@ -56,7 +56,7 @@ class Prepared:
             raise UserError(f"{self.place} has no split {split!r}; use one of: {', '.join(self.splits)}")
         if self.kind != kind:
             raise UserError(
-                f"{self.place} holds {self.kind}, but this configuration reads {kind}; prepare the data with it"
+                f"{self.place} holds {self.kind}, but this configuration reads {kind}; prepare it again with this one"
             )
         if changed := [name for name in encoding if name != "filters" and encoding[name] != self.encoding.get(name)]:
             raise UserError(
