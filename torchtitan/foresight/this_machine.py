@@ -1,4 +1,4 @@
-"""Speed of this machine's CPU, measured in about ten seconds by the number of processes that train, and kept in a file."""
+"""Speed of this machine's CPU, measured in ten seconds by the number of processes that train, and kept in a file."""
 
 import functools
 import hashlib
