@@ -1,4 +1,4 @@
-"""What a family must define."""
+"""Methods that a family must define."""
 
 import pytest
 

@@ -21,6 +21,8 @@ def make_adamw_8bit(groups: list[dict[str, Any]], **settings: Any) -> torch.opti
     base: Any = import_torchao("torchao.optim").AdamW8bit
 
     class AdamW8bit(base):
+        """torchao's optimizer with the corrections above."""
+
         @staticmethod
         def _subclass_zeros(p: Tensor, signed: bool, block_size: int) -> Any:
             moment = base._subclass_zeros(p, signed, block_size)
