@@ -82,7 +82,7 @@ class SFTDataLoader(PlannedDataLoader):
             if self.max_epochs:
                 check_per_dataset("max_epochs", self.max_epochs, len(self.dataset))
             for limit in self.max_epochs:
-                require(limit > 0, "--dataloader.max_epochs", limit, "above 0")
+                require(limit > 0, "--dataloader.max_epochs", f"{limit:g}", "above 0")
             self.filters()
 
         def filters(self) -> FilterConfig:
