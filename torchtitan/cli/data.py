@@ -137,8 +137,8 @@ def _data_parallel_degree(parallelism: Any) -> int:
     from torchtitan.cli.launch import environment_number
     from torchtitan.distributed import ParallelDims
 
-    processes = environment_number("NNODES", default=1, minimum=1)
-    processes *= environment_number("NGPU", default=max(1, torch.cuda.device_count()), minimum=1)
+    processes = environment_number("NNODES")
+    processes *= environment_number("NGPU", default=max(1, torch.cuda.device_count()))
     others = [getattr(parallelism, f"{kind}_parallel_degree") for kind in ("context", "tensor", "pipeline")]
     copies = parallelism.data_parallel_replicate_degree * max(1, parallelism.data_parallel_shard_degree)
     return ParallelDims.from_config(parallelism, max(processes, copies * math.prod(others))).dp_degree
