@@ -9,7 +9,7 @@ from torchtitan.components.chat_template.built_in import BUILT_IN_TEMPLATES, REQ
 from torchtitan.components.chat_template.marks import with_marks
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.tools.errors import UserError, in_words
-from torchtitan.tools.files import file_to_copy, read_object
+from torchtitan.tools.files import file_to_copy, read_object, read_text
 
 Message = Mapping[str, Any]
 """`role` ("system", "user", "assistant", …), `content`, and any other keys that the template reads."""
@@ -228,10 +228,7 @@ def _bos_and_eos(tokenizer: Tokenizer) -> dict[str, str]:
 
 
 def _read_text(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"the chat template '{file}' cannot be read: {error}") from error
+    return read_text(file, f"the chat template '{file}'")
 
 
 def _read(file: Path) -> str | None:

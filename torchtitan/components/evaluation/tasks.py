@@ -11,6 +11,7 @@ from torchtitan.components.data.sources.rows import parse_json
 from torchtitan.components.evaluation.scoring import Progress, Request, Scorer
 from torchtitan.components.generation import start_id
 from torchtitan.components.tokenizer import Tokenizer
+from torchtitan.tools import files
 from torchtitan.tools.errors import UserError
 
 SUFFIXES = (".jsonl", ".txt", ".md")
@@ -46,10 +47,7 @@ class MultipleChoiceResult:
 def read_questions(path: Path, limit: int | None = None) -> list[Question]:
     """Return the first `limit` questions (None: all) of a file with one JSON object per line: `query`, `choices`,
     `gold`. Raise `UserError` with the line number for an invalid line."""
-    try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"'{path}' cannot be read: {error}") from error
+    lines = files.read_text(path, encoding="utf-8-sig").split("\n")
     numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
     questions = [_parse(line, f"'{path}' line {number}") for number, line in numbered[:limit]]
     if not questions:
@@ -198,10 +196,6 @@ def evaluate_file(
 
 def read_text(path: Path) -> str:
     """Return the text of a file; raise `UserError` if it cannot be read or is empty."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"'{path}' cannot be read as UTF-8 text: {error}") from error
-    if not text:
+    if not (text := files.read_text(path)):
         raise UserError(f"'{path}' is empty")
     return text
