@@ -246,6 +246,8 @@ def test_late_mistake_is_reported_once(mistake: str, in_workplace: Path, capfd: 
         ({"NGPU": "abc"}, ("NGPU is 'abc'", "at least 1")),
         ({"NGPU": "-1"}, ("NGPU is '-1'", "at least 1")),
         ({"NGPU": "5000"}, ("NGPU is 5000", "CPU core(s)", "OVERSUBSCRIBE=1", "COMM_MODE=fake_backend")),
+        ({"LOG_RANK": "all"}, ("LOG_RANK is 'all'", "ranks below 1")),
+        ({"NGPU": "2", "LOG_RANK": "0,2"}, ("LOG_RANK is '0,2'", "ranks below 2")),
         ({"NNODES": "two"}, ("NNODES is 'two'", "at least 1")),
         ({"NNODES": "2", "MASTER_ADDR": "localhost"}, ("NODE_RANK",)),
         ({"NNODES": "2", "NODE_RANK": "0"}, ("MASTER_ADDR",)),
