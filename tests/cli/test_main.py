@@ -144,6 +144,7 @@ MISTAKES = {
     "data's column": ("--dataloader.dataset column.jsonl", "column.jsonl", "'text'", "content"),
     "column": ("--dataloader.dataset column.jsonl --dataloader.text_column txt", "'txt'", "content"),
     "validation data": ("--validator.enable --validator.dataset nowhere.txt", "'nowhere.txt'"),
+    "workers": ("--dataloader.num_workers 100000", "--dataloader.num_workers is 100000", "16 per CPU core"),
     "tokenizer": ("--hf_assets_path no_tokenizer", "'no_tokenizer'", "tokenizer.json", "tokenizer.model"),
     "tokenizer folder": ("--hf_assets_path nowhere", "nowhere does not exist"),
     "vocabulary": ("--model.vocab_size 100", "2048 tokens", "only 100"),

@@ -1208,7 +1208,7 @@ def test_a_full_save_is_not_replaced_by_the_final_one(tmp_path: Path, log: pytes
         ({"keep_best": True}, "keep_best requires --checkpoint.enable"),
         (
             {"last_save_in_hf": True, "export_dtype": "bfloat16"},
-            "last_save_in_hf, checkpoint.export_dtype require .*, add --checkpoint.no_last_save_in_hf "
+            "last_save_in_hf, --checkpoint.export_dtype require .*, add --checkpoint.no_last_save_in_hf "
             "--checkpoint.export_dtype None$",
         ),
         (
