@@ -51,14 +51,6 @@ def regular_file(path: Path, name: str | None = None) -> Path:
     return path
 
 
-def read_text(path: Path, name: str | None = None, encoding: str = "utf-8") -> str:
-    """Return the text of a file, called `name` in messages. Raise `UserError` if it cannot be read as UTF-8 text."""
-    try:
-        return path.read_text(encoding=encoding)
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{name or repr(str(path))} cannot be read as UTF-8 text: {error}") from error
-
-
 def read_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file, or an empty one if the file is absent. Raise `UserError` for other content."""
     name = f"'{path}'"

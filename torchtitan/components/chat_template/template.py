@@ -8,8 +8,8 @@ from typing import Any
 from torchtitan.components.chat_template.built_in import BUILT_IN_TEMPLATES, REQUIRED_TOKENS
 from torchtitan.components.chat_template.marks import with_marks
 from torchtitan.components.tokenizer import Tokenizer
-from torchtitan.tools.errors import UserError, in_words
-from torchtitan.tools.files import file_to_copy, read_object, read_text
+from torchtitan.tools.errors import UserError, in_words, os_errors_as
+from torchtitan.tools.files import file_to_copy, read_object
 
 Message = Mapping[str, Any]
 """`role` ("system", "user", "assistant", …), `content`, and any other keys that the template reads."""
@@ -228,7 +228,8 @@ def _bos_and_eos(tokenizer: Tokenizer) -> dict[str, str]:
 
 
 def _read_text(file: Path) -> str:
-    return read_text(file, f"the chat template '{file}'")
+    with os_errors_as(f"the chat template '{file}' cannot be read"):
+        return file.read_text(encoding="utf-8")
 
 
 def _read(file: Path) -> str | None:
