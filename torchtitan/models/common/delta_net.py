@@ -256,8 +256,16 @@ class HybridDecoder(Decoder):
         config = self.config
         if not config.is_linear(index):
             return super().make_attention(index, **options)
-        sizes = {name.removeprefix("linear_"): getattr(config, name) for name in _SIZES}
-        return GatedDeltaNet(dim=config.dim, norm_eps=config.norm_eps, **sizes, **self.init_stds(index))
+        return GatedDeltaNet(
+            dim=config.dim,
+            num_key_heads=config.linear_num_key_heads,
+            num_value_heads=config.linear_num_value_heads,
+            key_head_dim=config.linear_key_head_dim,
+            value_head_dim=config.linear_value_head_dim,
+            conv_kernel_dim=config.linear_conv_kernel_dim,
+            norm_eps=config.norm_eps,
+            **self.init_stds(index),
+        )
 
     def score_flops(self, index: int, seq_len: int) -> float:
         """A gated delta net multiplies a key and a query with each state, and adds the product of a key and a value to
