@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.transformers_matrix.page import PAGE, lines
+from tests.conftest import PROJECT
+from tests.models_page import page
 from torchtitan.cli.main import main
 from torchtitan.config.registry import built_in_modules
 from torchtitan.models.families import families_with
@@ -21,7 +22,7 @@ def test_sizes_are_shown(capsys: pytest.CaptureFixture[str], monkeypatch: pytest
 
 def test_page_of_models_is_current() -> None:
     """docs/models.md is the output of the command that it names, and has every family."""
-    printed = "\n".join(lines()) + "\n"
-    assert printed == PAGE.read_text()
+    printed = "\n".join(page()) + "\n"
+    assert printed == (PROJECT / "docs/models.md").read_text()
     for family in families_with("hf"):
         assert f"| {family.__name__.rpartition('.')[2]} |" in printed

@@ -13,9 +13,8 @@ from torchtitan.tools.parser import Parser
 def ls(args: Sequence[str]) -> int:
     """Print modules with their configurations and flavors, and return the exit code. Modules of other packages are
     listed from their sources, without importing them, so without the sizes of their models."""
-    Parser(
-        prog="torchtitan ls", description="List modules, their configurations (--config) and their model flavors."
-    ).parse_args(args)
+    description = "List modules, their configurations (--config) and their model flavors."
+    Parser(prog="torchtitan ls", description=description).parse_args(args)
     built_in = built_in_modules()
     for name, folder in modules_on_disk().items():
         listing = list_module(name, folder)

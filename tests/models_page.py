@@ -1,4 +1,4 @@
-"""The page docs/models.md: model families, and what they support. Run it to print the page."""
+"""The page docs/models.md: model families, and what they support (`python -m tests.models_page > docs/models.md`)."""
 
 from collections.abc import Iterator
 
@@ -6,15 +6,11 @@ from tests.conftest import PROJECT
 from torchtitan.cli.ls import sizes_of
 from torchtitan.models.families import families_with
 
-PAGE = PROJECT / "docs" / "models.md"
-CLASSES = PROJECT / "tests" / "transformers_matrix" / "table.md"
-"""Results of `python -m tests.transformers_matrix --write-docs`, the end of the page."""
-
 _FORMATS = {"hf": "Hugging Face", "meta": "Meta"}
 
 _INTRODUCTION = """# Models
 
-<!-- python -m tests.transformers_matrix.page > docs/models.md -->
+<!-- python -m tests.models_page > docs/models.md -->
 
 `MODULE=auto` finds the family of a Hugging Face folder by the `model_type` of its config.json
 ([pretrained models](pretrained.md)). The tests compare each family with the class of transformers that is named
@@ -32,9 +28,12 @@ their combinations, LoRA, DoRA and QLoRA with PEFT's adapter files, Float8, quan
 Other types train through their class in transformers, as listed below.
 """
 
+TABLE = PROJECT / "tests" / "transformers_matrix" / "table.md"
+"""Results of `python -m tests.transformers_matrix --write-docs`, the end of the page."""
 
-def lines() -> Iterator[str]:
-    """Yield the page: what each family supports, then the table of the classes in transformers."""
+
+def page() -> Iterator[str]:
+    """Yield the lines of docs/models.md."""
     yield _INTRODUCTION
     for family in families_with("hf"):
         name = family.__name__.rpartition(".")[2]
@@ -51,8 +50,8 @@ def lines() -> Iterator[str]:
         cells = (name, "<br>".join(types), "<br>".join(sizes_of(name)), ", ".join(formats), "<br>".join(missing))
         yield f"| {' | '.join(cells)} |"
     yield _END
-    yield CLASSES.read_text().rstrip()
+    yield TABLE.read_text().rstrip()
 
 
 if __name__ == "__main__":
-    print("\n".join(lines()))
+    print("\n".join(page()))
