@@ -4,7 +4,7 @@ import hashlib
 import itertools
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -115,13 +115,14 @@ class DocumentEncoding(Encoding):
 
 
 class SampleEncoding(Encoding):
-    """Samples as a sample cache."""
+    """Samples as a sample cache. `formats` has the row format of each source by its name."""
 
     kind = "samples"
 
-    def __init__(self, format: RowFormat, encoder: RowEncoder, filters: FilterConfig):
-        self._format, self._encoder, self._filters = format, encoder, filters
-        fingerprints = {"format": format.fingerprint, "encoder": encoder.fingerprint}
+    def __init__(self, formats: Mapping[str, RowFormat], encoder: RowEncoder, filters: FilterConfig):
+        self._formats, self._encoder, self._filters = formats, encoder, filters
+        formats_used = [row_format.fingerprint for row_format in formats.values()]
+        fingerprints = {"format": formats_used, "encoder": encoder.fingerprint}
         self.identity = {"version": code_version(), **fingerprints, "filters": asdict(filters)}
         answers = [Column("answer_offsets.bin", {"answers.bin": "uint8"})] if encoder.has_answers else []
         self.columns = [
@@ -131,7 +132,7 @@ class SampleEncoding(Encoding):
         ]
 
     def write(self, source: Source, folder: Path) -> tuple[Report, np.ndarray]:
-        report = write_samples(source, self._format, self._encoder, self._filters, folder, lambda n: None)
+        report = write_samples(source, self._formats[source.name], self._encoder, self._filters, folder, lambda n: None)
         return report, np.ones(report.kept, bool)
 
     def finish(self, folder: Path, report: Report, name: str) -> None:
