@@ -28,10 +28,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--workers", type=int, default=os.cpu_count(), metavar="N", help="processes (default: cores)")
     add("--part", metavar="I/N", help="write only the I-th of N shares of the parts, without merging")
     add("--merge", action="store_true", help="only merge, after all shares are written")
-    help_text = "MB per part of a JSON Lines file (default: 64); other files are one part each"
-    add("--part_size", type=float, default=64.0, metavar="MB", help=help_text)
-    help_text = "fraction of the documents or samples, selected by hash, in the split `validation` (default: 0)"
-    add("--held_out", type=float, default=0.0, metavar="F", help=help_text)
+    add("--part_size", type=float, default=64.0, metavar="MB", help="MB per part of a JSON Lines file (default: 64)")
+    add("--held_out", type=float, default=0.0, metavar="F", help="fraction to keep for the split `validation`, by hash")
     add("--keep_duplicates", action="store_true", help="keep documents or samples with equal tokens")
     add("--min_tokens", type=int, default=0, metavar="N", help="text: drop shorter documents")
     add("--max_tokens", type=int, metavar="N", help="text: drop longer documents")
@@ -83,7 +81,7 @@ def _open(
     from torchtitan.components.data.dataloader import PretrainDataLoader
     from torchtitan.components.data.finetuning.filters import FilterConfig
     from torchtitan.components.data.finetuning.planned_loader import PlannedDataLoader
-    from torchtitan.components.data.prepare.encoding import DocumentEncoding, SampleEncoding
+    from torchtitan.components.data.prepare.encoding import document_encoding, sample_encoding
     from torchtitan.components.data.prepare.prepared import find_prepared
     from torchtitan.components.data.sources.source import CHAT_DATASETS, DOCUMENTS, Source
 
@@ -93,12 +91,13 @@ def _open(
     config.tokenizer.validate()
     tokenizer = config.tokenizer.build(path=config.hf_assets_path)
     filters = FilterConfig(**{name: getattr(options, name) for name in ("min_tokens", "max_tokens", "max_repetition")})
-    loader.dataset, is_text = list(sources), isinstance(loader, PretrainDataLoader.Config)
-    if is_text:
-        loader.weights = []  # of the datasets of the run
+    loader.dataset = list(sources)
+    catalog: Any = CHAT_DATASETS
+    if isinstance(loader, PretrainDataLoader.Config):
+        loader.weights, catalog = [], DOCUMENTS  # the weights are those of the run's datasets
     loader.validate()
     for source in sources:
-        if find_prepared(source, DOCUMENTS if is_text else CHAT_DATASETS):
+        if find_prepared(source, catalog):
             raise UserError(f"{source} is prepared data; name what it was made of")
 
     def open_sources() -> list[Source]:
@@ -108,8 +107,8 @@ def _open(
             raise UserError("registered datasets are streamed; prepare their files: a path or a URL")
         return local
 
-    if is_text:
-        return open_sources, DocumentEncoding(tokenizer, filters)
+    if isinstance(loader, PretrainDataLoader.Config):
+        return open_sources, document_encoding(tokenizer, filters)
     if filters != FilterConfig():
         raise UserError(
             "--min_tokens, --max_tokens and --max_repetition filter text; leave them out, and set the filters of the "
@@ -117,4 +116,4 @@ def _open(
         )
     formats = {source.name: row_format for source, row_format in loader.rows()}
     encoder = loader.encoder(tokenizer, loader.find_template(tokenizer))
-    return open_sources, SampleEncoding(formats, encoder, loader.filters())
+    return open_sources, sample_encoding(formats, encoder, loader.filters())

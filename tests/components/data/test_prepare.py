@@ -36,7 +36,7 @@ from torchtitan.components.data.disk_cache import bytes_digest, digest_of
 from torchtitan.components.data.finetuning import planned_loader
 from torchtitan.components.data.finetuning.filters import FilterConfig
 from torchtitan.components.data.prepare import preparation as preparing
-from torchtitan.components.data.prepare.encoding import ITEM, DocumentEncoding
+from torchtitan.components.data.prepare.encoding import ITEM, Encoding, document_encoding
 from torchtitan.components.data.prepare.preparation import Preparation, find_duplicates, merge
 from torchtitan.components.data.prepare.prepared import find_prepared
 from torchtitan.components.data.sources import block_cache, stored
@@ -60,7 +60,7 @@ def corpus(tmp_path) -> list[str]:
 
 
 def preparation(sources, place, tokenizer, *, part_bytes=6000, **options) -> Preparation:
-    encoding = DocumentEncoding(tokenizer, FilterConfig(min_tokens=options.pop("min_tokens", 0)))
+    encoding = document_encoding(tokenizer, FilterConfig(min_tokens=options.pop("min_tokens", 0)))
 
     return Preparation(
         open_sources=lambda: [resolve_source(source) for source in sources],
@@ -483,14 +483,14 @@ def test_two_merges_at_once(place, corpus, tokenizer, tmp_path, store, monkeypat
     made = preparation(corpus, out, tokenizer)
     made.begin()
     made.write_all(made.missing(), 1)
-    select = DocumentEncoding.select
+    select = Encoding.select
 
     def select_after_other(*arguments):
-        monkeypatch.setattr(DocumentEncoding, "select", select)
+        monkeypatch.setattr(Encoding, "select", select)
         merge(preparation(corpus, out, tokenizer), 1)
         select(*arguments)
 
-    monkeypatch.setattr(DocumentEncoding, "select", select_after_other)
+    monkeypatch.setattr(Encoding, "select", select_after_other)
     merge(made, 1)
     result, expected = folder_at(str(out)), prepared(corpus, tmp_path / "expected", tokenizer).place
     assert result.files() == expected.files()

@@ -202,7 +202,7 @@ def merge(preparation: Preparation, workers: int) -> None:
         with preparation.working() as work:
             manifest = _Merge(preparation, workers, work).write()
             replace(preparation).check()
-            _write(place, MANIFEST, json.dumps(manifest).encode(), work)
+            write_file(place, MANIFEST, json.dumps(manifest).encode(), work)
     with os_errors_as(f"{place} is complete, but its parts cannot be removed"):
         _remove_parts(place)
     manifest = json.loads(read(place, MANIFEST))
@@ -295,7 +295,7 @@ class _Merge:
         digests = "".join(digest for _, digest in written)
         total, ends = Report.total(totals), np.cumsum([0, *(of_group.tokens for of_group in totals)])
         index = np.vstack([ends[:-1], np.frombuffer(bytes.fromhex(digests), np.int64).reshape(-1, 2).T]).tobytes()
-        _write(preparation.place, f"{split}.index", index, self.work)
+        write_file(preparation.place, f"{split}.index", index, self.work)
         return {"tokens": total.tokens, "items": total.kept, "parts": len(groups), "digest": bytes_digest(index)}
 
 
@@ -333,7 +333,7 @@ def _version(path: Path) -> str:
     return f"{path.stat().st_size} {path.stat().st_mtime_ns}"
 
 
-def _write(folder: Folder, name: str, content: bytes, work: Path) -> None:
+def write_file(folder: Folder, name: str, content: bytes, work: Path) -> None:
     """Write a file atomically, by way of `work`, since another merge may write the same one."""
     if isinstance(folder, LocalFolder):
         (work / name).write_bytes(content)
