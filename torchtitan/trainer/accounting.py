@@ -124,9 +124,8 @@ class Accounting(Recorder):
 
     def close(self) -> None:
         """If the run came to its end, log the account."""
-        if self._reason:
-            self._write("end", reason=self._reason)
         if self._reason and self.file:
+            self._write("end", reason=self._reason)
             events = run_events.read_events(Path(self.trainer.config.dump_folder))
             if phases := run_events.mean_phases(events):
                 parts = ", ".join(f"{phase} {share}" for phase, share in run_events.shares(phases).items())
