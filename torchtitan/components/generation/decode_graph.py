@@ -1,9 +1,10 @@
-"""CUDA graphs of decoding: the kernels of a step are recorded once, and then started together by one call, since a small
-batch computes faster than Python starts one kernel after another."""
+"""CUDA graphs of decoding: the kernels of a step are recorded once, and then started together by one call, since a GPU
+computes a small batch faster than Python starts its kernels one by one."""
 
 import functools
 import os
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,9 @@ BUCKET = 256
 PATIENCE = 8
 """Steps of an unchanged batch before a graph is made, which costs a few steps: a batch that changes often has none."""
 
+Compute = Callable[[Tensor, AttentionMetadata], Tensor]
+"""Returns the logits (B, V) of tokens (B, 1) on the device, with their attention."""
+
 Step = Callable[[], Tensor]
 Capture = Callable[[Step, torch.device], Step]
 """Records the operations of a step, without their effects. The returned function repeats them, on the same memory."""
@@ -39,7 +43,7 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 def _capture_on_cuda(step: Step, device: torch.device) -> Step:
     graph, stream = torch.cuda.CUDAGraph(), _stream(device)
     # The outer context also leaves the stream if the inner one fails. By default, other threads must not allocate
-    # memory meanwhile, which those of data loaders do.
+    # memory meanwhile, which a data loader's threads do.
     with torch.cuda.stream(stream), torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         result = step()
 
@@ -54,34 +58,25 @@ CAPTURES: dict[str, Capture] = {"cuda": _capture_on_cuda}
 """By type of device. On others, steps are not recorded."""
 
 
-def capture_for(model: BaseModel) -> Capture | None:
-    """Return how to record the model's steps. None if its device does not, or if the host takes part in a step: weights
-    that are sharded, offloaded or packed, experts (some of whose products read their sizes), blocks with activation
-    checkpointing (which reads the state of random numbers), and LongRoPE (which sends factors)."""
+def graphs_for(model: BaseModel, compute: Compute) -> "Callable[[KVCache], DecodeGraph] | None":
+    """Return a function that makes the graphs of a batch in a cache. None if the device has no graphs, or if the host
+    takes part in a step: weights that are sharded, offloaded or packed, experts (some of whose products read their
+    sizes), blocks with activation checkpointing (which reads the state of random numbers), LongRoPE (whose factors it
+    sends)."""
     weights = list(model.parameters())
     device = weights[0].device
     is_plain = all(type(x) in (Tensor, nn.Parameter) and x.is_floating_point() and x.device == device for x in weights)
     has_host_work = any(isinstance(module, StackedExperts | CheckpointWrapper) for module in model.modules())
-    if not is_plain or has_host_work or model.cache_boundaries() or os.environ.get(SWITCH) == "0":
-        return None
-    return CAPTURES.get(device.type)
+    is_possible = device.type in CAPTURES and is_plain and not has_host_work and not model.cache_boundaries()
+    is_wanted = os.environ.get(SWITCH) != "0"
+    return partial(DecodeGraph, compute, CAPTURES[device.type], device) if is_possible and is_wanted else None
 
 
 class DecodeGraph:
-    """Decoding of a batch whose rows stay the same, as long as all layers keep all tokens and have no states.
+    """Decoding of a batch whose rows stay the same, as long as all layers keep all tokens and have no states."""
 
-    Args:
-        compute: returns the logits (B, V) of tokens (B, 1) on the `device`, with their attention.
-    """
-
-    def __init__(
-        self,
-        compute: Callable[[Tensor, AttentionMetadata], Tensor],
-        cache: KVCache,
-        capture: Capture,
-        device: torch.device,
-    ):
-        self._compute, self._cache, self._capture, self._device = compute, cache, capture, device
+    def __init__(self, compute: Compute, capture: Capture, device: torch.device, cache: KVCache):
+        self._compute, self._capture, self._device, self._cache = compute, capture, device, cache
         self._patience, self._n_keys = PATIENCE, 0
         self._inputs_3B: Tensor | None = None
         self._replay: Step | None = None
