@@ -149,6 +149,7 @@ class Engine:
 
         model = self._model
         self._graph: DecodeGraph | None = None
+        self._running: DecodeGraph | None = None
         self._graph_of = graphs_for(model, partial(_logits_at, model, 0))
         cache = self._cache = model.generation_cache(lambda: KVCache(model, 0)) if self._use_cache else None
         self._joins = type(cache) is KVCache  # otherwise a new row needs a pass over all tokens of all rows
