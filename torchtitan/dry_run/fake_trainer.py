@@ -110,7 +110,7 @@ class FakeTrainer(Trainer):
     def init_weights(self) -> None:
         """Give the parameters fake memory, without values; let experts compute as on CUDA, and get equal parts of the
         tokens."""
-        for module in (module for part in self.model_parts for module in part.modules()):
+        for module in (module for part in self.all_parts for module in part.modules()):
             if hasattr(module, "device_type"):
                 module.device_type = "cuda"  # type: ignore[assignment]
             if hasattr(module, "has_chunks"):

@@ -161,9 +161,9 @@ class RunBuilder(Configurable):
         """Build the model on the meta device, in the type of the master weights."""
         config, training = self.config.model_spec.model, self.config.training
         if training.seq_lens[-1] > config.max_seq_len:
-            most = config.max_seq_len
             logger.warning(
-                f"training.seq_len {training.seq_lens[-1]} exceeds the model's maximum sequence length of {most} tokens"
+                f"--training.seq_len {training.seq_lens[-1]} exceeds the model's maximum sequence length of "
+                f"{config.max_seq_len} tokens"
             )
         with torch.device("meta"):
             model: BaseModel = config.build().to(getattr(torch, training.dtype))
