@@ -144,6 +144,7 @@ MISTAKES = {
     "data's column": ("--dataloader.dataset column.jsonl", "column.jsonl", "'text'", "content"),
     "column": ("--dataloader.dataset column.jsonl --dataloader.text_column txt", "'txt'", "content"),
     "validation data": ("--validator.enable --validator.dataset nowhere.txt", "'nowhere.txt'"),
+    "workers": ("--dataloader.num_workers 100000", "--dataloader.num_workers is 100000", "16 per CPU core"),
     "tokenizer": ("--hf_assets_path no_tokenizer", "'no_tokenizer'", "tokenizer.json", "tokenizer.model"),
     "tokenizer folder": ("--hf_assets_path nowhere", "nowhere does not exist"),
     "vocabulary": ("--model.vocab_size 100", "2048 tokens", "only 100"),
@@ -246,6 +247,8 @@ def test_late_mistake_is_reported_once(mistake: str, in_workplace: Path, capfd: 
         ({"NGPU": "abc"}, ("NGPU is 'abc'", "at least 1")),
         ({"NGPU": "-1"}, ("NGPU is '-1'", "at least 1")),
         ({"NGPU": "5000"}, ("NGPU is 5000", "CPU core(s)", "OVERSUBSCRIBE=1", "COMM_MODE=fake_backend")),
+        ({"LOG_RANK": "all"}, ("LOG_RANK is 'all'", "ranks below 1")),
+        ({"NGPU": "2", "LOG_RANK": "0,2"}, ("LOG_RANK is '0,2'", "ranks below 2")),
         ({"NNODES": "two"}, ("NNODES is 'two'", "at least 1")),
         ({"NNODES": "2", "MASTER_ADDR": "localhost"}, ("NODE_RANK",)),
         ({"NNODES": "2", "NODE_RANK": "0"}, ("MASTER_ADDR",)),
@@ -308,7 +311,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("args", [["--list"], ["train", "--list"], ["train", "--module", "llama3", "--list"]])
 def test_list_is_ls(args: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchtitan.cli.ls._sizes", lambda family: [family])  # models take seconds to build
+    monkeypatch.setattr("torchtitan.cli.ls.sizes_of", lambda family: [family])  # models take seconds to build
     assert main(["ls"]) == 0
     expected = capsys.readouterr().out
     assert main(args) == 0

@@ -19,6 +19,7 @@ from torchtitan.components.peft.lora import adapters_off
 from torchtitan.components.sequence_cache import SequenceCache
 from torchtitan.components.weights.pretrained import internal_source
 from torchtitan.components.weights.sources import base_weights
+from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.process_group import on_all_ranks
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
@@ -137,6 +138,12 @@ class ReferenceTrainer(FrozenModelTrainer):
             if self.reference.kind == "adapters_off" and (has_weights or not has_adapters):
                 remedy = "use --config dpo_lora, without --reference.path and --reference.offload"
                 raise UserError(f"--reference.kind adapters_off is the base model of adapters: {remedy}")
+
+        def check_layout(self, world_size: int) -> ParallelDims:
+            dims = FrozenModelTrainer.Config.check_layout(self, world_size)
+            if self.reference.offload:
+                dims.require_fsdp("--reference.offload")
+            return dims
 
         def check(self, world_size: int, *, dry_run: bool = False) -> None:
             FrozenModelTrainer.Config.check(self, world_size, dry_run=dry_run)

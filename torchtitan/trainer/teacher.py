@@ -11,6 +11,7 @@ from torchtitan.components.distillation import DistillationLoss, Outputs, TopTok
 from torchtitan.components.sequence_cache import SequenceCache
 from torchtitan.components.tokenizer import PretrainedTokenizer, Tokenizer
 from torchtitan.components.weights.assets import asset_folder
+from torchtitan.distributed import ParallelDims
 from torchtitan.protocols import ModelSpec
 from torchtitan.tools.errors import UserError, require
 from torchtitan.trainer.models import RunModel
@@ -48,6 +49,12 @@ class TeacherTrainer(FrozenModelTrainer):
         def teacher_spec(self) -> ModelSpec:
             """Return the teacher's specification. Raise `UserError` if its folder holds no whole model."""
             raise NotImplementedError
+
+        def check_layout(self, world_size: int) -> ParallelDims:
+            dims = FrozenModelTrainer.Config.check_layout(self, world_size)
+            if self.teacher.offload:
+                dims.require_fsdp("--teacher.offload")
+            return dims
 
         def check(self, world_size: int, *, dry_run: bool = False) -> None:
             FrozenModelTrainer.Config.check(self, world_size, dry_run=dry_run)
