@@ -5,6 +5,7 @@ import math
 import re
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from itertools import cycle
 from typing import Any
 
@@ -251,7 +252,7 @@ def alternating(turns: list[Any]) -> list[Any]:
     unchanged."""
     if not all(isinstance(turn, str) and not _LOOKS_LIKE_A_MESSAGE.match(turn) for turn in turns):
         return turns
-    return [{"role": role, "content": text} for role, text in zip(cycle(("user", "assistant")), turns, strict=False)]
+    return [_message(role, text) for role, text in zip(cycle(("user", "assistant")), turns, strict=False)]
 
 
 def transcript(text: str) -> list[Any] | None:
@@ -262,10 +263,8 @@ def transcript(text: str) -> list[Any] | None:
     _, *pieces = _SPEAKER_IN_TRANSCRIPT.split(text)
     if "Assistant" not in pieces[::2]:
         return None
-    return [
-        {"role": SPEAKERS[speaker.lower()], "content": text.strip()}
-        for speaker, text in zip(pieces[::2], pieces[1::2], strict=True)
-    ]
+    turns = zip(pieces[::2], pieces[1::2], strict=True)
+    return [_message(SPEAKERS[speaker.lower()], text.strip()) for speaker, text in turns]
 
 
 def openai_messages(turns: list[Any]) -> list[Any]:
@@ -278,8 +277,10 @@ def openai_messages(turns: list[Any]) -> list[Any]:
     calls = _Calls()
     messages = []
     for number, turn in enumerate(turns, 1):
+        with suppress(BrokenSample):  # which `normalize` reports
+            turn = from_json(turn, "message")
         try:
-            messages.append(calls.message(_parsed(turn)))
+            messages.append(calls.message(turn))
         except BrokenSample as error:
             raise BrokenSample(f"message {number}: {error}") from None
     return messages
@@ -323,10 +324,3 @@ class _Calls:
             calls.append({"id": self._pending_ids[-1], "type": "function", "function": function})
             self._n_calls += 1
         return calls
-
-
-def _parsed(turn: Any) -> Any:
-    try:
-        return from_json(turn, "message")
-    except BrokenSample:
-        return turn
