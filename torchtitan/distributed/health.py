@@ -96,8 +96,8 @@ def measure(folder: Path, device: torch.device) -> Health:
     except OSError as error:
         problem = f"{hosts[rank]}: --dump_folder '{folder}' cannot be written: {error.strerror}"
     problems, seconds = gather_objects(problem), time.time()
-    if found := next(filter(None, problems), ""):
-        raise UserError(found)
+    if any(problems):
+        raise UserError(max(problems))
     own[PRODUCTS] = peak_flops(device, torch.bfloat16 if is_gpu else torch.float32, published=False).value / 1e12
     if size > 1:
         speeds, own[ALL_REDUCE] = _bandwidths(rank, size, device)
@@ -115,8 +115,7 @@ def measure(folder: Path, device: torch.device) -> Health:
         }
     if is_gpu and torch.version.cuda:
         gpu_errors, slowdown = _smi("ecc.errors.uncorrected.volatile.total", "clocks_event_reasons.hw_slowdown")
-        own[GPU_ERRORS] = int(gpu_errors) if gpu_errors.isdecimal() else 0
-        own[SLOWDOWN] = slowdown == "Active"
+        own |= {GPU_ERRORS: int(gpu_errors) if gpu_errors.isdecimal() else 0, SLOWDOWN: slowdown == "Active"}
     measured = gather_objects({name: {(rank,): own[name]} for name in own} | pairs)
     facts = {name: {ranks: value for of in measured for ranks, value in of.get(name, {}).items()} for name in CHECKS}
     now = statistics.median(facts[CLOCK].values())
@@ -128,12 +127,11 @@ def findings(health: Health, expected: Mapping[str, float]) -> list[tuple[str, s
     """Return (host, message) for everything that is out of line with the other ranks, or with the speeds expected, by
     name, of the GPU: hosts whose median is low, even if all hosts are equally slow."""
     (hosts, software, facts), found = health, list[tuple[str, str]]()
-    for name in software[0]:
-        versions = [one[name] for one in software]
+    for name in dict.fromkeys(name for one in software for name in one):
+        versions = [one.get(name, "missing") for one in software]
         usual = statistics.mode(versions)
-        for host, version in dict.fromkeys(zip(hosts, versions, strict=True)):
-            if version != usual:
-                found.append((host, f"{name} is {version}, but {usual} on most ranks"))
+        different = dict.fromkeys(each for each in zip(hosts, versions, strict=True) if each[1] != usual)
+        found += [(host, f"{name} is {version}, but {usual} on most ranks") for host, version in different]
     for name, check in CHECKS.items():
         median = statistics.median(facts[name].values() or [0.0])
         least = check.of_median * median if check.of_median else check.least

@@ -523,7 +523,7 @@ def test_a_full_disk_is_not_tried_again(monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(stored.time, "sleep", None)
-    with raises("writing x failed: [Errno 28] No space left on device"):
+    with raises("writing x failed: No space left on device"):
         stored.with_patience("writing x", fail)
 
 
@@ -782,6 +782,9 @@ class TestErrors:
         with pytest.raises(
             ValueError, match=r"block 1 of 1 of tokens.bin has a wrong checksum.*; prepare the data again"
         ):
+            open_tokens(tmp_path / "out", tokenizer, tmp_path)
+        shutil.rmtree(tokens.parent)
+        with pytest.raises(ValueError, match="blocks.json failed: No such file or directory.; prepare the data again"):
             open_tokens(tmp_path / "out", tokenizer, tmp_path)
         manifest = json.loads((tmp_path / "out/manifest.json").read_text())
         manifest["splits"]["train"]["tokens"] += 1

@@ -65,11 +65,8 @@ class Prepared:
             )
 
     def index(self, split: str, copies: Path, *, verify: bool) -> Array:
-        """Map the index of a split into memory, see `INDEX_ROWS`; verify the digests of 16 caches, or everything.
-
-        Args:
-            copies: folder for the copy of an index in a store; other processes may write the same one.
-        """
+        """Map the index of a split into memory, see `INDEX_ROWS`, or its copy in the folder `copies` if it is in a
+        store; other processes may copy it too. Verify the digests of 16 caches, or everything."""
         name, n = f"{split}.index", int(self.splits[split]["parts"])
         with disk_cache.readable(self.folder, _REMEDY):
             digest = disk_cache.check_digest(self.splits[split]["digest"])
