@@ -816,7 +816,7 @@ class TestErrors:
 
 def test_many_parts_open_fast_and_in_little_memory(corpus, tokenizer, tmp_path):
     """An index of 100,000 equal parts."""
-    made = prepared([corpus[2]], tmp_path / "out", tokenizer)
+    prepared([corpus[2]], tmp_path / "out", tokenizer)
     n, [part] = 100_000, (tmp_path / "out/train").iterdir()
     n_tokens = open_tokens(tmp_path / "out", tokenizer, tmp_path).n_tokens
     index = np.zeros((preparing.INDEX_ROWS, n), np.int64)
@@ -838,4 +838,4 @@ def test_many_parts_open_fast_and_in_little_memory(corpus, tokenizer, tmp_path):
         assert tokens.locate(number * n_tokens + 3) == ("c.txt, document", 1)
     assert tokens.starts(99_998 * n_tokens, 99_999 * n_tokens + 1).tolist() == [0, n_tokens]
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 30_000  # KiB
-    assert [*made.splits] == ["train"]
+    assert [*manifest["splits"]] == ["train"]

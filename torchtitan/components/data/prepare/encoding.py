@@ -24,7 +24,7 @@ from torchtitan.components.tokenizer import Tokenizer
 
 HASH_BYTES = 16
 ITEM = np.dtype([("hash", f"S{HASH_BYTES}"), ("split", "u1"), ("number", "i8"), ("tokens", "i8"), ("trained", "i8")])
-"""An item of arrays: digest of its content, number of its split (see `Preparation.splits`; 0: none), its number, its
+"""An item of arrays: digest of its content, number of its split (0: none), its number, its
 tokens, and how many of them are predicted."""
 
 
