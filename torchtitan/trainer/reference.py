@@ -21,7 +21,7 @@ from torchtitan.components.weights.pretrained import internal_source
 from torchtitan.components.weights.sources import base_weights
 from torchtitan.distributed.process_group import on_all_ranks
 from torchtitan.tools.errors import UserError
-from torchtitan.tools.logging import logger
+from torchtitan.tools.logging import logger, without_logs
 from torchtitan.trainer.models import RunModel
 from torchtitan.trainer.trainer import Trainer
 
@@ -84,10 +84,11 @@ class FrozenModelTrainer(Trainer):
         data: list[Any] = [(config.dataloader, config.training.epochs, self.run_length.data_steps(self.total_steps))]
         data += [(loader, 1, config.validator.steps) for loader in config.validation_dataloaders().values()]
         for loader_config, epochs, steps in data:
-            with contextlib.closing(self.build_dataloader(loader_config, epochs=epochs)) as loader:
+            with without_logs():  # the loaders of training and validation log the same
+                loader = self.build_dataloader(loader_config, epochs=epochs)
+            with contextlib.closing(loader):
                 n_samples = steps * self.global_batch_size if steps > 0 else loader.n_samples or 0
-                n_tokens = n_samples * config.training.seq_len * self.sequences_per_sample
-                size = n_tokens * cache.bytes_per_token / 2**20
+                size = n_samples * config.training.seq_len * self.sequences_per_sample * cache.bytes_per_token / 2**20
                 most = f"at most {n_samples:,} windows, {size:,.1f} MiB" if n_samples else "all windows of a stream"
                 logger.info("%s: %s", cache.folder, most)
                 order = [config.debug.seed, epochs, steps, self.global_batch_size]

@@ -14,7 +14,14 @@ from torchtitan.components.data.base import Batch
 from torchtitan.components.data.finetuning.prompts import prompts_in
 from torchtitan.components.generation import Engine, Sampling, stop_ids
 from torchtitan.components.rollout.rewards import Rewards
-from torchtitan.components.rollout.rollout import Group, RolloutEngine, SamplingEngine, Trajectory, find_rollout
+from torchtitan.components.rollout.rollout import (
+    Group,
+    RolloutEngine,
+    SamplingEngine,
+    Trajectory,
+    find_rollout,
+    to_batches,
+)
 from torchtitan.components.rollout.vllm import VLLMEngine, check_server
 from torchtitan.components.weights.export import format_for
 from torchtitan.components.weights.views import ExternalView, LiveSource, PlainView
@@ -111,6 +118,12 @@ class RolloutTrainer(Trainer):
             named = f"{engine.where}: the rollout {self.config.rollout.function or 'single_turn'}"
             raise UserError(f"{named} failed: {in_words(error)}") from error
         return trajectory
+
+    def packed(self, groups: Iterable[Group], advantages: Sequence[float] = ()) -> list[Batch]:
+        """Return trajectories in packed windows, equally many batches on each rank; see `to_batches`."""
+        trajectories, training = list(itertools.chain(*groups)), self.config.training
+        samples = list(zip(trajectories, advantages or [0.0] * len(trajectories), strict=True))
+        return to_batches(samples, training.seq_len, training.local_batch_size, self.ranks)
 
     def measure_trajectories(self, groups: Iterable[Group], percents: Sequence[int] = ()) -> int:
         """Measure `reward`, `length` (sampled tokens), `truncated` (the last token is not in `stop_ids`) and

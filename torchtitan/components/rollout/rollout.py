@@ -1,8 +1,9 @@
 """Rollouts: how rows of the data become trajectories of tokens, sampled by the model and rated by rewards."""
 
 import inspect
+import itertools
 import math
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar, cast
@@ -145,10 +146,10 @@ class RolloutConfig:
     """Server of the engine vllm."""
 
 
-def log_completions(folder: str, step: int, trajectories: Sequence[Trajectory], tokenizer: Tokenizer) -> None:
+def log_completions(folder: str, step: int, groups: Iterable[Group], tokenizer: Tokenizer) -> None:
     """Log the first two trajectories of a step, and append them to `completions.jsonl`, after removing later steps."""
     file = JsonLines(Path(folder) / "completions.jsonl", step - 1)
-    for trajectory in trajectories[:2]:
+    for trajectory in itertools.islice(itertools.chain(*groups), 2):
         start = trajectory.loss_mask.index(True)
         prompt, completion = map(tokenizer.decode, (trajectory.tokens[:start], trajectory.tokens[start:]))
         logger.info("reward %.3f: %r -> %r", trajectory.reward, prompt[-200:], completion[:400])
