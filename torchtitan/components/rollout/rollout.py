@@ -115,14 +115,6 @@ async def single_turn(row: Mapping[str, Any], engine: RolloutEngine) -> Trajecto
     return trajectory
 
 
-def find_rollout(reference: str) -> Rollout:
-    """Return the rollout of `--rollout.function`. Raise `UserError` if there is none."""
-    function: Any = load_function(reference) if reference else single_turn
-    if not inspect.iscoroutinefunction(function):
-        raise UserError(f"--rollout.function {reference} must be defined as async def rollout(row, engine)")
-    return cast(Rollout, function)
-
-
 @dataclass(kw_only=True, slots=True)
 class RolloutConfig:
     """Sampling of trajectories, at temperature 1."""
@@ -144,6 +136,13 @@ class RolloutConfig:
 
     url: str = "http://localhost:8000"
     """Server of the engine vllm."""
+
+    def find_function(self) -> Rollout:
+        """Return the rollout. Raise `UserError` if there is none."""
+        function: Any = load_function(self.function) if self.function else single_turn
+        if not inspect.iscoroutinefunction(function):
+            raise UserError(f"--rollout.function {self.function} must be defined as async def rollout(row, engine)")
+        return cast(Rollout, function)
 
 
 def log_completions(folder: str, step: int, groups: Iterable[Group], tokenizer: Tokenizer) -> None:

@@ -113,14 +113,13 @@ class RLTrainer(ReferenceTrainer, RolloutTrainer):
         return groups[:wanted]
 
     def update(self, micro_batches: list[Batch]) -> StepResult:
-        on_device = [self.post_dataloading_process(batch) for batch in micro_batches]
-        outcome = super().update(on_device)
+        outcome = super().update(micro_batches)
         for _ in range(self.config.policy.updates - 1):
             if not outcome.is_taken or outcome.data_exhausted:
                 break
             self.is_first_update = False
             self.optimizer.zero_grad()
-            last = super().update(on_device)
+            last = super().update(micro_batches)
             if not last.is_taken:
                 break
             outcome = dataclasses.replace(last, measures={**outcome.measures, **last.measures})
