@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchtitan.tools.errors import RunComplete, RunFailure, UserError, os_errors_as
-from torchtitan.tools.logging import init_logger, logger
+from torchtitan.tools.logging import check_log_ranks, init_logger, logger
 from torchtitan.tools.process import (
     COMMAND_VARIABLE,
     STARTED,
@@ -130,6 +130,7 @@ def _parse_and_run(words: list[str]) -> None:
     resolved = ConfigManager("python -m torchtitan.train").parse_args(words)
     if not is_launched():
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        check_log_ranks(world_size)
         resolved.config.check(world_size)
         resolved = with_fitting_mode(resolved, world_size)
     run(resolved)

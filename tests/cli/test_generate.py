@@ -226,7 +226,7 @@ def test_sampling_depends_on_the_seed(stories, capsys):
         (["--temperature", "-1"], "temperature is -1.0"),
         (["--top_p", "0"], "top_p is 0.0"),
         (["--max_new_tokens", "600"], "context of 512"),
-        (["--prompt_file", "/nowhere"], "/nowhere cannot be read"),
+        (["--prompt_file", "/nowhere"], "--prompt_file /nowhere cannot be read: No such file or directory\n"),
     ],
 )
 def test_mistakes_are_reported(stories, capsys, args, message):

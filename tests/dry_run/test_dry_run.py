@@ -225,6 +225,10 @@ def last_message(text):
     return text.splitlines()[-1].partition(" ")[2]
 
 
+def test_limits_of_this_host_are_not_those_of_the_run(tmp_path):
+    assert dry_run(tiny_config(tmp_path, dataloader__num_workers=100_000), 2)
+
+
 def test_an_unknown_mode_is_rejected(tmp_path):
     result = run_command_line(tmp_path, COMM_MODE="fake")
     assert result.returncode == 2

@@ -183,7 +183,7 @@ def test_invalid_options_are_rejected(folder, tmp_path):
         ({"loss__cross_entropy_weight": 1.5}, r"--loss\.cross_entropy_weight is 1\.5"),
         ({"loss__chunk_tokens": 0}, r"--loss\.chunk_tokens is 0"),
         ({"parallelism__pipeline_parallel_degree": 2}, r"--parallelism\.pipeline_parallel_degree 2 cannot be combined"),
-        ({"teacher__offload": True}, r"offloading a model needs FSDP"),
+        ({"teacher__offload": True}, r"--teacher\.offload is a part of FSDP"),
         (
             {"teacher__path": folder / "padded", "parallelism__tensor_parallel_degree": 2},
             r"2 cannot be combined with a student's vocabulary of 2048 rows and a teacher's of 2100",

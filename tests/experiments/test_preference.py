@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.conftest import PROJECT
 from tests.processes import run_processes
@@ -208,29 +209,37 @@ def test_invalid_options_are_rejected(folder, tmp_path):
         UserError, match=r"--parallelism\.pipeline_parallel_degree 2 cannot be combined with --module preference"
     ):
         train_dpo(folder, tmp_path, parallelism__pipeline_parallel_degree=2)
-    with pytest.raises(
-        UserError, match=r"offloading a model needs FSDP; set --parallelism\.data_parallel_shard_degree"
-    ):
+    with pytest.raises(UserError, match=r"--reference\.offload is a part of FSDP, and needs --parallelism\.data_par"):
         train_dpo(folder, tmp_path, reference__offload=True)
 
 
 @pytest.mark.slow
 def test_a_dry_run_counts_both_models(folder, tmp_path):
-    from torchtitan.dry_run.fake_trainer import fake_trainer, without_data
+    from torchtitan.dry_run.report import reports_of
     from torchtitan.experiments.preference.config_registry import dpo as dpo_config
 
-    config = without_data(dpo_config(str(folder / "model")))
+    config = dpo_config(str(folder / "model"))
     config.dump_folder, config.training.seq_len = str(tmp_path), 64
-    torch.distributed.init_process_group("fake", rank=0, world_size=2)
-    try:
-        trainer = fake_trainer(config)
-        trainer.measure_step()
-    finally:
-        torch.distributed.destroy_process_group()
-    assert trainer.count_local_parameters() == pytest.approx(
-        trainer.num_parameters, rel=0.01
-    )  # half of each of two models
-    assert trainer.work.flops > 0
+    (both,) = reports_of(config, 2)
+    n_parameters = sum(weights.numel() for weights in load_file(folder / "model/model.safetensors").values())
+    assert both.parameters == pytest.approx(n_parameters, rel=0.01)  # half of each of two models
+    assert both.executed_flops > 0
+    config.reference.offload = True
+    (offloaded,) = reports_of(config, 2)
+    assert both.peak_bytes - offloaded.peak_bytes == pytest.approx(
+        n_parameters / 2 * 4, rel=0.01
+    )  # float32, as in its files
+    assert offloaded.parameter_bytes == both.parameter_bytes
+
+
+def test_plans_leave_out_layouts_that_cannot_offload(folder):
+    from torchtitan.experiments.preference.config_registry import dpo as dpo_config
+    from torchtitan.foresight.planning import layouts
+
+    config = dpo_config(str(folder / "model"))
+    assert {one.shards for one in layouts(config, 2, 8)} == {1, 2}
+    config.reference.offload = True
+    assert {one.shards for one in layouts(config, 2, 8)} == {2}
 
 
 @pytest.mark.slow

@@ -353,7 +353,7 @@ class TestAuto:
             ({"torch_dtype": "float32"}, "float32", ""),
             ({"dtype": "bfloat16", "torch_dtype": None}, "bfloat16", ""),
             ({"torch_dtype": "float16"}, "bfloat16", "torch_dtype is float16, in which we do not compute"),
-            ({"torch_dtype": None}, "bfloat16", "no dtype: training.mixed_precision_param is bfloat16"),
+            ({"torch_dtype": None}, "bfloat16", "no dtype: --training.mixed_precision_param is bfloat16"),
         ],
     )
     def test_dtype_of_the_model_is_used(self, folder, caplog, keys, expected, logged):

@@ -28,9 +28,12 @@ from pathlib import Path
 from torchtitan.tools.folder_lock import lock_folder
 
 lock = lock_folder(Path(sys.argv[1]))
+ready, told = os.pipe()
 forked = os.fork()
 if not forked:
+    os.write(told, b"closed")  # `os.fork` closes the lock's file before it returns here
     time.sleep(600)
+os.read(ready, 6)
 started = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], close_fds=False)
 print(forked, started.pid, flush=True)
 time.sleep(600)

@@ -1,6 +1,7 @@
 """The bar on a terminal: a pseudo terminal gets whole log lines and the bar, others only the log."""
 
 import contextlib
+import io
 import logging
 import os
 import pty
@@ -130,3 +131,25 @@ def test_warning_of_the_launcher_replaces_the_bar(monkeypatch):
     _stop([], signal.SIGINT)
     first, rest = screen(terminal.close())
     assert re.fullmatch(r"[\d:]+ WARNING SIGINT received: the run stops after this step.*", first) and rest == ""
+
+
+def test_stop_signal_during_a_write_to_the_terminal(monkeypatch):
+    terminal = Terminal(monkeypatch)
+    init_logger()
+
+    received = []
+
+    class Interrupted(io.FileIO):
+        def write(self, content):
+            if not received:
+                received.append(_stop([], signal.SIGINT))
+            return super().write(content)
+
+    raw = Interrupted(sys.stderr.fileno(), "w", closefd=False)
+    monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(io.BufferedWriter(raw), line_buffering=True))
+    print("a line", file=sys.stderr)
+    for thread in threading.enumerate():
+        if not thread.daemon and thread is not threading.main_thread():
+            thread.join()
+    first, second, rest = screen(terminal.close())
+    assert first == "a line" and "WARNING SIGINT received" in second and rest == ""

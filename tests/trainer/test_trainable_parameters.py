@@ -115,7 +115,7 @@ def test_group_of_frozen_parameters_warns(caplog):
     settings = Optimizer.Config(param_groups={"head": ParamGroup(pattern="output"), **Optimizer.Config().param_groups})
     for names in (None, trained_names(model)):
         settings.build(model_parts=[model], all_names=names)
-    message = "optimizer.param_groups.head is empty: no remaining trained parameter matches 'output'"
+    message = "--optimizer.param_groups.head is empty: no remaining trained parameter matches 'output'"
     assert caplog.messages == [message] * 2
 
 

@@ -16,7 +16,7 @@ from torchtitan.cli.model_options import (
     run_command,
     sampling_of,
 )
-from torchtitan.tools.errors import UserError
+from torchtitan.tools.errors import UserError, os_errors_as
 from torchtitan.tools.logging import for_output, print_error
 from torchtitan.tools.parser import Parser
 
@@ -85,10 +85,8 @@ def _generate(options: argparse.Namespace) -> None:
 def _prompts(options: argparse.Namespace) -> list[str]:
     texts: list[str] = list(options.prompt)
     if options.prompt_file is not None:
-        try:
+        with os_errors_as(f"--prompt_file {options.prompt_file} cannot be read"):
             texts.append(options.prompt_file.read_text(encoding="utf-8").removesuffix("\n"))
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"--prompt_file {options.prompt_file} cannot be read: {error}") from error
     return texts or [""]
 
 

@@ -146,7 +146,9 @@ class _Worker:
 
 def _stop(workers: Sequence[_Worker], number: int) -> None:
     if sys.stderr.isatty():
-        sys.stderr.write("\r\033[2K")  # remove a rank's live view, which draws it again, and the terminal's ^C
+        # Remove a rank's live view, which draws it again, and the terminal's ^C. Bypass `sys.stderr`, since the signal
+        # may have interrupted a write to it, during which this thread cannot begin another.
+        os.write(sys.stderr.fileno(), b"\r\033[2K")
     log_stop(number, "after this step, or immediately before the first step")
     for worker in workers:
         worker.process.terminate()

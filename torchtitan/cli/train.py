@@ -12,7 +12,7 @@ from typing import Any
 from torchtitan.cli.launch import Hosts, environment_number, launch
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError
-from torchtitan.tools.logging import init_logger
+from torchtitan.tools.logging import check_log_ranks, init_logger
 from torchtitan.tools.process import COMMAND_VARIABLE, use_expandable_segments
 from torchtitan.train import exit_code_of, log_message, run, with_fitting_mode
 
@@ -64,6 +64,7 @@ def _train(args: list[str]) -> int:
     # Ignore SIGPIPE, so that a connection closed by its peer raises an error instead of ending this process.
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     hosts, processes = Hosts.from_environment(), _processes()
+    check_log_ranks(hosts.count * processes)
     if resolved.config.parallelism.auto:
         from torchtitan.cli.auto_layout import layout_words
 

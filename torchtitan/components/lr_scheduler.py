@@ -72,7 +72,7 @@ class LRScheduler(Configurable):
         self.warmup_steps = min(config.warmup_steps, self.total_steps)
         if self.warmup_steps < config.warmup_steps and self.total_steps != before:
             logger.warning(
-                f"lr_scheduler.warmup_steps ({config.warmup_steps}) exceeds the length of the schedule "
+                f"--lr_scheduler.warmup_steps ({config.warmup_steps}) exceeds the length of the schedule "
                 f"({self.total_steps}): the learning rate rises until the last step and never decays"
             )
         after_warmup = self.total_steps - self.warmup_steps

@@ -253,7 +253,7 @@ class Optimizer(Configurable):
         used, default = {self._group_of(name) for name in names}, _default_param_groups()
         for key, group in self.config.param_groups.items():
             if key not in used and group != default.get(key):
-                message = "optimizer.param_groups.%s is empty: no remaining trained parameter matches '%s'"
+                message = "--optimizer.param_groups.%s is empty: no remaining trained parameter matches '%s'"
                 logger.warning(message, key, group.pattern)
 
     def _group_settings(self, groups: Mapping[str, list[tuple[str, nn.Parameter]]]) -> list[dict[str, Any]]:

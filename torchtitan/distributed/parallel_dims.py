@@ -75,6 +75,14 @@ class ParallelDims:
             raise UserError(f"--parallelism.expert_parallel_degree {dims.ep} does not divide {_product(ranks)}")
         return dims
 
+    def require_fsdp(self, option: str) -> None:
+        """Raise `UserError` for an option that works only if several ranks share the weights."""
+        if self.dp_shard * self.cp == 1:
+            raise UserError(
+                f"{option} is a part of FSDP, and needs --parallelism.data_parallel_shard_degree (or "
+                "context_parallel_degree) above 1"
+            )
+
     def check_fits(self, model: BaseModel.Config, seq_len: int) -> None:
         """Raise `UserError` for a degree that the model does not support, or for the first size of the model or the
         sequence that cannot be split."""

@@ -110,7 +110,7 @@ class FakeTrainer(Trainer):
     def init_weights(self) -> None:
         """Give the parameters fake memory, without values; let experts compute as on CUDA, and get equal parts of the
         tokens."""
-        for module in (module for part in self.model_parts for module in part.modules()):
+        for module in (module for part in self.all_parts for module in part.modules()):
             if hasattr(module, "device_type"):
                 module.device_type = "cuda"  # type: ignore[assignment]
             if hasattr(module, "has_chunks"):
@@ -172,10 +172,11 @@ class FakeTrainer(Trainer):
             self.prepare_converters(1)
             self.train_step(itertools.repeat(batch))
 
-    def count_local_parameters(self) -> int:
-        """Count the elements of this rank's shard of the weights."""
-        parameters = [parameter for part in self.all_parts for parameter in part.parameters()]
-        return sum(p.to_local().numel() if isinstance(p, DTensor) else p.numel() for p in parameters)
+    def local_parameters(self, *, offloaded: bool = False) -> list[Tensor]:
+        """Return this rank's shards of the weights of all models, or only of those in CPU memory."""
+        models = [model for model in self.models.values() if model.offloaded or not offloaded]
+        parameters = [parameter for model in models for part in model.parts for parameter in part.parameters()]
+        return [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
 
     def label_training_allocations(self) -> None:
         """Label the memory of gradients and gathered weights."""

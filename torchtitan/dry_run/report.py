@@ -94,11 +94,13 @@ def report_of(trainer: FakeTrainer, compile: CompileConfig) -> RankReport:
         on_host = ("optimizer",)
     in_use = memory.use()
     peak = memory.peak(without=on_host)
+    if "parameters" not in on_host:
+        peak["parameters"] -= sum(weight.nbytes for weight in trainer.local_parameters(offloaded=True))
     plan = trainer.pipeline_plan
     return RankReport(
         rank=trainer.rank,
         stages=plan.stages_of_rank(dims.coordinate("pp")) if plan else [0],
-        parameters=trainer.count_local_parameters(),
+        parameters=sum(weight.numel() for weight in trainer.local_parameters()),
         parameter_bytes=in_use["parameters"],
         gradient_bytes=in_use["gradients"],
         optimizer_bytes=in_use["optimizer"],

@@ -22,11 +22,12 @@ def require(holds: bool, name: str, value: object, what: str) -> None:
 
 @contextlib.contextmanager
 def os_errors_as(message: str, remedy: str = "") -> Iterator[None]:
-    """Turn an `OSError` in the block into a `UserError`: the message ("x cannot be read"), the reason, the remedy."""
+    """Turn an `OSError`, or text that is not UTF-8, in the block into a `UserError`: the message ("x cannot be read"),
+    the reason, the remedy."""
     try:
         yield
-    except OSError as error:
-        raise UserError(f"{message}: {error.strerror or error}{remedy}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{message}: {getattr(error, 'strerror', None) or error}{remedy}") from error
 
 
 def suggest(name: str, known: Iterable[str], cutoff: float = 0.5) -> str:

@@ -7,6 +7,8 @@ import sys
 import unicodedata
 from collections.abc import Iterator
 
+from torchtitan.tools.errors import require
+
 logger = logging.getLogger("torchtitan")
 
 _COLORS = {logging.WARNING: "\033[33m", logging.ERROR: "\033[31m"}
@@ -48,6 +50,14 @@ def init_logger() -> None:
     logger.handlers[:] = [handler]
     logger.setLevel(logging.INFO if is_printing else logging.ERROR)
     logger.propagate = False
+
+
+def check_log_ranks(world_size: int) -> None:
+    """Raise `UserError` if `LOG_RANK` is not a list of ranks of a run with `world_size` processes."""
+    text = os.environ.get("LOG_RANK", "0")
+    is_known = set(text.split(",")) <= {str(rank) for rank in range(world_size)}
+    what = f"ranks below {world_size}, the number of processes, separated by commas"
+    require(is_known, "the environment variable LOG_RANK", f"'{text}'", what)
 
 
 @contextlib.contextmanager

@@ -137,16 +137,14 @@ class RunBuilder(Configurable):
         """Build an additional model, sharded like the main one, from its specification, in which a vocabulary size of
         None is the main model's, and a checkpoint folder in any format; without one, initialize it with `debug.seed`.
         A `trained` model shares the optimizer and the schedule, and must be `saved` in checkpoints; a frozen model has
-        the type that FSDP computes in, and FSDP keeps the weights of an `offloaded` one in CPU memory. Raise
-        `UserError` under pipeline parallelism, and for offloading without FSDP."""
+        the type that FSDP computes in, and FSDP keeps the weights of an `offloaded` one in CPU memory
+        (`ParallelDims.require_fsdp`). Raise `UserError` under pipeline parallelism."""
         assert saved or not trained, "the weights of a trained model would be lost"
-        dims, training = self.parallel_dims, self.config.training
-        if dims.pp > 1:
+        training = self.config.training
+        if self.parallel_dims.pp > 1:
             raise UserError(
                 "--parallelism.pipeline_parallel_degree above 1 supports a single model, but this run has several"
             )
-        if offloaded and dims.dp_shard * dims.cp == 1:
-            raise UserError("offloading a model needs FSDP; set --parallelism.data_parallel_shard_degree above 1")
         vocab_size = spec.model.vocab_size or self.config.model_spec.model.vocab_size
         spec = dataclasses.replace(spec, model=dataclasses.replace(spec.model, vocab_size=vocab_size))
         dtype = training.dtype if trained else training.mixed_precision_param
@@ -163,9 +161,9 @@ class RunBuilder(Configurable):
         """Build the model on the meta device, in the type of the master weights."""
         config, training = self.config.model_spec.model, self.config.training
         if training.seq_lens[-1] > config.max_seq_len:
-            most = config.max_seq_len
             logger.warning(
-                f"training.seq_len {training.seq_lens[-1]} exceeds the model's maximum sequence length of {most} tokens"
+                f"--training.seq_len {training.seq_lens[-1]} exceeds the model's maximum sequence length of "
+                f"{config.max_seq_len} tokens"
             )
         with torch.device("meta"):
             model: BaseModel = config.build().to(getattr(torch, training.dtype))

@@ -245,11 +245,8 @@ class RunConfig(Configurable.Config):
                 f"--lr_scheduler.warmup_steps is {warmup} tokens (lr_scheduler.unit), but a step has {first_tokens}; "
                 "set the tokens of the warm-up, or 0"
             )
-        if self.training.enable_cpu_offload and dims.dp_shard * dims.cp == 1:
-            raise UserError(
-                "--training.enable_cpu_offload is a part of FSDP, and needs --parallelism.data_parallel_shard_degree "
-                "(or context_parallel_degree) above 1"
-            )
+        if self.training.enable_cpu_offload:
+            dims.require_fsdp("--training.enable_cpu_offload")
         return dims
 
     def data_progress(self, global_batch_size: int, n_samples: int | None = None) -> DataProgress:

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from torchtitan.components.peft.lora import adapters_off
 from torchtitan.components.sequence_cache import SequenceCache
 from torchtitan.components.weights.pretrained import internal_source
 from torchtitan.components.weights.sources import base_weights
+from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.process_group import on_all_ranks
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger, without_logs
@@ -38,8 +39,18 @@ class FrozenModelTrainer(Trainer):
     """A trainer with a frozen model, `models[frozen]`. If it has a cache, the model computes the missing results
     before the first step and is then removed, and the batches get them."""
 
+    @dataclass(kw_only=True, slots=True)
+    class Config(Trainer.Config):
+        """A whole run with a frozen model, and its section."""
+
+        def check_layout(self, world_size: int) -> ParallelDims:
+            dims, name = Trainer.Config.check_layout(self, world_size), cast(Any, self._owner).frozen
+            if getattr(self, name).offload:
+                dims.require_fsdp(f"--{name}.offload")
+            return dims
+
     frozen: ClassVar[str]
-    """Name of the model."""
+    """Name of the model and of its section."""
     cache: SequenceCache | None = None
 
     def open_cache(self, model: RunModel) -> SequenceCache | None:

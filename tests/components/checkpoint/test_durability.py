@@ -869,7 +869,7 @@ def test_unavailable_protocols(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "iterdir", lambda path: os.listdir("/nowhere"))
     with pytest.raises(UserError, match="the checkpoints in /tmp cannot be read: No such file"):
         CheckpointManager.Config(enable=True, folder="/tmp").find_start("outputs")
-    with pytest.raises(UserError, match="last_save_in_hf needs a local checkpoint.folder, not memory://run"):
+    with pytest.raises(UserError, match="last_save_in_hf needs a local --checkpoint.folder, not memory://run"):
         CheckpointManager.Config(enable=True, last_save_in_hf=True, folder="memory://run").validate()
 
 
@@ -1188,7 +1188,7 @@ def test_a_full_save_is_not_replaced_by_the_final_one(tmp_path: Path, log: pytes
         ({"initial_load_in_hf": True}, "initial_load_in_hf requires --checkpoint.initial_load_path"),
         (
             {"initial_load_in_hf": True, "initial_load_path": "x", "initial_load_model_only": False},
-            "initial_load_model_only False cannot be combined with",
+            "--checkpoint.no_initial_load_model_only cannot be combined with",
         ),
         (
             {"initial_load_in_hf": True, "initial_load_path": "hf://some/model"},
@@ -1196,7 +1196,7 @@ def test_a_full_save_is_not_replaced_by_the_final_one(tmp_path: Path, log: pytes
         ),
         (
             {"initial_load_path": "x/step-1", "exclude_from_loading": ["model"]},
-            "exclude_from_loading model cannot be combined with checkpoint.initial_load_path x/step-1",
+            "exclude_from_loading model cannot be combined with --checkpoint.initial_load_path x/step-1",
         ),
         (
             {"enable": True, "export_dtype": "bfloat16"},
@@ -1208,12 +1208,12 @@ def test_a_full_save_is_not_replaced_by_the_final_one(tmp_path: Path, log: pytes
         ({"keep_best": True}, "keep_best requires --checkpoint.enable"),
         (
             {"last_save_in_hf": True, "export_dtype": "bfloat16"},
-            "last_save_in_hf, checkpoint.export_dtype require .*, add --checkpoint.no_last_save_in_hf "
+            "last_save_in_hf, --checkpoint.export_dtype require .*, add --checkpoint.no_last_save_in_hf "
             "--checkpoint.export_dtype None$",
         ),
         (
             {"enable": True, "load_only": True, "keep_best": True},
-            "keep_best cannot be combined with checkpoint.load_only",
+            "keep_best cannot be combined with --checkpoint.load_only",
         ),
     ],
 )

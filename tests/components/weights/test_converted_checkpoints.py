@@ -507,7 +507,7 @@ def test_adapter_path_is_checked_for_new_runs(adapted, tmp_path):
     gone = dataclasses.replace(LORA, adapter_path=str(tmp_path / "gone"))
     with pytest.raises(UserError, match="the folder '.*gone' has no adapter_config.json"):
         check(tmp_path, [gone], **FLOAT32)
-    with pytest.raises(UserError, match="adapter_path .*gone: checkpoint.initial_load_path already has adapters"):
+    with pytest.raises(UserError, match="adapter_path .*gone: --checkpoint.initial_load_path already has adapters"):
         check(tmp_path, [gone], **FLOAT32, **begin_from)
     check(adapted, [gone], **SAVING, **from_folder(adapted / "source"), training__steps=6)
 
@@ -650,7 +650,7 @@ def test_save_trainable_only(adapted, tmp_path, capsys):
     whole = {**options, "checkpoint__save_trainable_only": False, "checkpoint__load_step": 2, "training__steps": 6}
     train(tmp_path, LORA, **whole, **from_folder(sources[0]))
     assert "head.output.weight" in DcpSource(step(tmp_path, 6)).specs
-    with pytest.raises(UserError, match="checkpoint.save_trainable_only: .*step-6 holds all weights"):
+    with pytest.raises(UserError, match="--checkpoint.save_trainable_only: .*step-6 holds all weights"):
         initial_weights(tmp_path, [LORA], **options, **from_folder(sources[0]))
 
 
@@ -790,7 +790,7 @@ def test_save_trainable_only_without_converted_weights(tmp_path):
         internal_source(path)
     with pytest.raises(UserError, match="use a checkpoint of the run with all weights"):
         initial_weights(tmp_path / "next", [TrainOutput.Config()], checkpoint__initial_load_path=path)
-    with pytest.raises(UserError, match="checkpoint.save_trainable_only: all weights are trained"):
+    with pytest.raises(UserError, match="--checkpoint.save_trainable_only: all weights are trained"):
         train(tmp_path / "all", **SAVING, checkpoint__save_trainable_only=True)
 
 

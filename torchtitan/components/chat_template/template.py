@@ -8,7 +8,7 @@ from typing import Any
 from torchtitan.components.chat_template.built_in import BUILT_IN_TEMPLATES, REQUIRED_TOKENS
 from torchtitan.components.chat_template.marks import with_marks
 from torchtitan.components.tokenizer import Tokenizer
-from torchtitan.tools.errors import UserError, in_words
+from torchtitan.tools.errors import UserError, in_words, os_errors_as
 from torchtitan.tools.files import file_to_copy, read_object
 
 Message = Mapping[str, Any]
@@ -228,10 +228,8 @@ def _bos_and_eos(tokenizer: Tokenizer) -> dict[str, str]:
 
 
 def _read_text(file: Path) -> str:
-    try:
+    with os_errors_as(f"the chat template '{file}' cannot be read"):
         return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"the chat template '{file}' cannot be read: {error}") from error
 
 
 def _read(file: Path) -> str | None:

@@ -109,14 +109,14 @@ def _check_saves(config: CheckpointConfig) -> None:
     if config.saves or not options:
         if config.export_dtype and config.last_kind == "full":
             raise UserError(
-                f"checkpoint.export_dtype {config.export_dtype} requires --checkpoint.last_save_model_only or "
+                f"--checkpoint.export_dtype {config.export_dtype} requires --checkpoint.last_save_model_only or "
                 "--checkpoint.last_save_in_hf, since full checkpoints keep the training type; otherwise set "
                 "--checkpoint.export_dtype None"
             )
         return
-    names = ", ".join(f"checkpoint.{option}" for option in options)
+    names = ", ".join(f"--checkpoint.{option}" for option in options)
     if config.enable:
-        raise UserError(f"{names} cannot be combined with checkpoint.load_only, which saves nothing")
+        raise UserError(f"{names} cannot be combined with --checkpoint.load_only, which saves nothing")
     reverted = " ".join(f"--checkpoint.{_SAVE_OPTIONS[option]}" for option in options)
     raise UserError(
         f"{names} {'require' if len(options) > 1 else 'requires'} --checkpoint.enable; "
@@ -128,21 +128,21 @@ def _check_initial_load(config: CheckpointConfig) -> None:
     path = config.initial_load_path
     if path and "model" in config.exclude_from_loading and not config.initial_load_in_hf:
         raise UserError(
-            "checkpoint.exclude_from_loading model cannot be combined with checkpoint.initial_load_path "
+            "--checkpoint.exclude_from_loading model cannot be combined with --checkpoint.initial_load_path "
             f"{path}, which loads the model"
         )
     if not config.initial_load_in_hf:
         return
     if not path:
-        raise UserError("checkpoint.initial_load_in_hf requires --checkpoint.initial_load_path, the folder to load")
+        raise UserError("--checkpoint.initial_load_in_hf requires --checkpoint.initial_load_path, the folder to load")
     if is_url(path):
         raise UserError(
-            f"--checkpoint.initial_load_path: {path} is a URL, but checkpoint.initial_load_in_hf needs a local folder; "
-            "download it and set its path"
+            f"--checkpoint.initial_load_path: {path} is a URL, but --checkpoint.initial_load_in_hf needs a local "
+            "folder; download it and set its path"
         )
     if not config.initial_load_model_only:
         raise UserError(
-            "checkpoint.initial_load_model_only False cannot be combined with checkpoint.initial_load_in_hf: "
+            "--checkpoint.no_initial_load_model_only cannot be combined with --checkpoint.initial_load_in_hf: "
             "a Hugging Face folder contains only the model"
         )
 
@@ -150,12 +150,12 @@ def _check_initial_load(config: CheckpointConfig) -> None:
 def _check_folder(config: CheckpointConfig) -> None:
     folder = folder_at(config.folder)
     if config.last_save_in_hf and not isinstance(folder, LocalFolder):
-        raise UserError(f"checkpoint.last_save_in_hf needs a local checkpoint.folder, not {folder}")
+        raise UserError(f"--checkpoint.last_save_in_hf needs a local --checkpoint.folder, not {folder}")
     if config.async_mode != "async_with_pinned_mem":
         return
     if not sys.platform.startswith("linux"):
-        raise UserError("checkpoint.async_mode async_with_pinned_mem requires Linux; use async")
+        raise UserError("--checkpoint.async_mode async_with_pinned_mem requires Linux; use async")
     if str(folder).startswith("memory://"):
         raise UserError(
-            f"checkpoint.async_mode async_with_pinned_mem: other processes cannot access {folder}; use async"
+            f"--checkpoint.async_mode async_with_pinned_mem: other processes cannot access {folder}; use async"
         )

@@ -231,13 +231,13 @@ class CheckpointManager(Configurable):
                 hint = suggest(name, names) or f"; the states are {', '.join(names)}"
                 raise UserError(f"--checkpoint.exclude_from_loading: there is no state {name!r}{hint}")
         if self.config.last_save_in_hf and not can_export:
-            raise UserError("checkpoint.last_save_in_hf: this model cannot be exported to Hugging Face format")
+            raise UserError("--checkpoint.last_save_in_hf: this model cannot be exported to Hugging Face format")
         if self.config.initial_load_in_hf and "model" not in self.initial_loads:
-            raise UserError("checkpoint.initial_load_in_hf: this model cannot be loaded from Hugging Face format")
+            raise UserError("--checkpoint.initial_load_in_hf: this model cannot be loaded from Hugging Face format")
 
         has_frozen = any(isinstance(state, ModelState) and state.frozen for state in self.states.values())
         if self.config.save_trainable_only and not any(self._ranks.gather(has_frozen)):
-            raise UserError("checkpoint.save_trainable_only: all weights are trained; remove this option")
+            raise UserError("--checkpoint.save_trainable_only: all weights are trained; remove this option")
 
     def _restore(self, start: Start, names: set[str]) -> set[str]:
         from torchtitan.components.checkpoint import dcp
@@ -288,8 +288,8 @@ class CheckpointManager(Configurable):
             return converted
         if self._ranks.rank == 0:
             logger.warning(
-                f"checkpoint.export_dtype: values of {', '.join(overflowing)} overflow in {self.config.export_dtype}; "
-                "the weights are saved in their training type"
+                f"--checkpoint.export_dtype: values of {', '.join(overflowing)} overflow in {self.config.export_dtype}"
+                "; the weights are saved in their training type"
             )
         return weights
 

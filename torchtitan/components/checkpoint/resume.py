@@ -96,7 +96,7 @@ def find_start(config: CheckpointConfig, folder: Folder) -> Start | None:
             return Start(own[-1], resumes=True)
     if not config.initial_load_path or config.initial_load_in_hf:
         return None
-    start = Start(catalog.open_checkpoint(config.initial_load_path, "checkpoint.initial_load_path"), resumes=False)
+    start = Start(catalog.open_checkpoint(config.initial_load_path, "--checkpoint.initial_load_path"), resumes=False)
     if start.checkpoint.kind == "huggingface":
         raise UserError(
             f"--checkpoint.initial_load_path: {config.initial_load_path} holds a Hugging Face model; "
@@ -110,7 +110,7 @@ def find_start(config: CheckpointConfig, folder: Folder) -> Start | None:
     if start.checkpoint.kind == "model_only" and not config.initial_load_model_only:
         raise UserError(
             f"--checkpoint.initial_load_path: {config.initial_load_path} holds the model only; "
-            "remove checkpoint.initial_load_model_only False"
+            "remove --checkpoint.no_initial_load_model_only"
         )
     return start
 
@@ -132,7 +132,7 @@ def check_frozen(config: CheckpointConfig, start: Start | None, base: BaseWeight
             )
     elif config.save_trainable_only:
         raise UserError(
-            f"checkpoint.save_trainable_only: {checkpoint.path} holds all weights, without the origin of the frozen "
+            f"--checkpoint.save_trainable_only: {checkpoint.path} holds all weights, without the origin of the frozen "
             "ones; resume without this option"
         )
 

@@ -201,10 +201,15 @@ class TokenizingDataLoader(BaseDataLoader):
         """Verify all checksums of the tokenized data before use; False: verify a sample of them."""
 
         def validate(self) -> None:
-            """Raise `UserError` for a value out of range, without reading data."""
+            """Raise `UserError` for a value out of range on any host, without reading data."""
+            require(self.num_workers >= 0, "--dataloader.num_workers", self.num_workers, "at least 0")
+
+        def prepare(self, *, tokenizer: Tokenizer) -> None:
+            """Check the values, also for this host."""
+            self.validate()
             most = 16 * (os.cpu_count() or 1)  # more processes only use memory, even if all wait for a store
-            limits = f"at least 0, and at most {most}, 16 per CPU core"
-            require(0 <= self.num_workers <= most, "--dataloader.num_workers", self.num_workers, limits)
+            limit = f"at most {most}, 16 per CPU core"
+            require(self.num_workers <= most, "--dataloader.num_workers", self.num_workers, limit)
 
     config: Config
 

@@ -71,7 +71,7 @@ class PretrainDataLoader(TokenizingDataLoader):
 
         def prepare(self, *, tokenizer: Tokenizer) -> None:
             """Tokenize local data into the cache, or read the first document of a stream."""
-            self.validate()
+            TokenizingDataLoader.Config.prepare(self, tokenizer=tokenizer)
             for data in self.open(tokenizer):
                 if isinstance(data, StreamSource):
                     data.check()

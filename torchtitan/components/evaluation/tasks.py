@@ -11,7 +11,7 @@ from torchtitan.components.data.sources.rows import parse_json
 from torchtitan.components.evaluation.scoring import Progress, Request, Scorer
 from torchtitan.components.generation import start_id
 from torchtitan.components.tokenizer import Tokenizer
-from torchtitan.tools.errors import UserError
+from torchtitan.tools.errors import UserError, os_errors_as
 
 SUFFIXES = (".jsonl", ".txt", ".md")
 """Suffixes of files to evaluate on."""
@@ -46,10 +46,8 @@ class MultipleChoiceResult:
 def read_questions(path: Path, limit: int | None = None) -> list[Question]:
     """Return the first `limit` questions (None: all) of a file with one JSON object per line: `query`, `choices`,
     `gold`. Raise `UserError` with the line number for an invalid line."""
-    try:
+    with os_errors_as(f"'{path}' cannot be read"):
         lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"'{path}' cannot be read: {error}") from error
     numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
     questions = [_parse(line, f"'{path}' line {number}") for number, line in numbered[:limit]]
     if not questions:
@@ -198,10 +196,8 @@ def evaluate_file(
 
 def read_text(path: Path) -> str:
     """Return the text of a file; raise `UserError` if it cannot be read or is empty."""
-    try:
+    with os_errors_as(f"'{path}' cannot be read as UTF-8 text"):
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"'{path}' cannot be read as UTF-8 text: {error}") from error
     if not text:
         raise UserError(f"'{path}' is empty")
     return text

@@ -137,7 +137,7 @@ class LoRA(LayerConverter):
         assert saved is None or isinstance(saved, LoRA.Config)
         if path and saved and Path(path).resolve() != Path(saved.adapter_path).resolve():
             raise UserError(
-                f"{self.config.option}.adapter_path {path}: checkpoint.initial_load_path "
+                f"{self.config.option}.adapter_path {path}: --checkpoint.initial_load_path "
                 "already has adapters; set only one of the two options"
             )
 

@@ -225,7 +225,7 @@ def _check_pretrained(
     path = config.initial_load_path
     if not config.initial_load_model_only:
         raise UserError(
-            f"checkpoint.initial_load_model_only False: {path} was saved with other model_converters or tokens, so "
+            f"--checkpoint.no_initial_load_model_only: {path} was saved with other model_converters or tokens, so "
             "only its weights can be loaded; remove this option"
         )
     _converted(internal_source(path, spec, added=added), spec.model, converters)

@@ -121,5 +121,5 @@ def precision_of(document: Mapping[str, Any], default: Precision) -> Precision:
     if value in get_args(Precision):
         return cast(Precision, value)
     said = f"{key} is {value}, in which we do not compute" if value else "no dtype"
-    logger.info("%s: %s: training.mixed_precision_param is %s", FILE, said, default)
+    logger.info("%s: %s: --training.mixed_precision_param is %s", FILE, said, default)
     return default
