@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, cast
 import torch
 from torch import Tensor
 
-from torchtitan.components.data.base import Batch, TokenizingDataLoader
+from torchtitan.components.data.base import Batch
 from torchtitan.components.data.disk_cache import cache_root
 from torchtitan.components.log_probs import token_log_probs
 from torchtitan.components.peft import LoRA
@@ -21,7 +21,7 @@ from torchtitan.components.weights.pretrained import internal_source
 from torchtitan.components.weights.sources import base_weights
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.process_group import on_all_ranks
-from torchtitan.tools.errors import UserError
+from torchtitan.tools.errors import UserError, errors_of
 from torchtitan.tools.logging import logger, without_logs
 from torchtitan.trainer.models import RunModel
 from torchtitan.trainer.trainer import Trainer
@@ -156,10 +156,8 @@ class ReferenceTrainer(FrozenModelTrainer):
                 check_cache(self, "--reference.kind cached", dry_run=dry_run)
             if self.reference.path:
                 tokenizer = self.tokenizer.build(path=self.hf_assets_path)
-                try:
+                with errors_of("--reference.path"):
                     internal_source(self.reference.path, self.resolve(tokenizer).model_spec, added=tokenizer.added)
-                except UserError as error:
-                    raise UserError(f"--reference.path: {error}") from error
 
     config: Config
     needs_reference = True
@@ -173,11 +171,9 @@ class ReferenceTrainer(FrozenModelTrainer):
         return models
 
     def open_cache(self, model: RunModel) -> SequenceCache | None:
-        config = self.config
-        if config.reference.kind != "cached":
+        if self.config.reference.kind != "cached":
             return None
-        assert isinstance(config.dataloader, TokenizingDataLoader.Config)
-        folder = cache_root(config.dataloader.cache_dir) / "reference"
+        folder = cache_root(getattr(self.config.dataloader, "cache_dir", "")) / "reference"
         return SequenceCache(folder, self.setting(model), bytes_per_token=4)
 
     def frozen_results(self, batch: Batch) -> dict[str, Tensor]:

@@ -152,8 +152,8 @@ def log_completions(folder: str, step: int, groups: Iterable[Group], tokenizer: 
         start = trajectory.loss_mask.index(True)
         prompt, completion = map(tokenizer.decode, (trajectory.tokens[:start], trajectory.tokens[start:]))
         logger.info("reward %.3f: %r -> %r", trajectory.reward, prompt[-200:], completion[:400])
-        numbers = {"step": step, "reward": trajectory.reward, "tokens": trajectory.tokens}
-        file.append({**numbers, "prompt": prompt, "completion": completion})
+        texts = {"prompt": prompt, "completion": completion}
+        file.append({"step": step, "reward": trajectory.reward, "tokens": trajectory.tokens, **texts})
     file.close()
 
 

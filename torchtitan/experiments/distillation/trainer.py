@@ -15,7 +15,7 @@ from torchtitan.components.tokenizer import PretrainedTokenizer
 from torchtitan.components.weights.assets import asset_folder
 from torchtitan.models.pretrained import internal_source
 from torchtitan.protocols import ModelSpec
-from torchtitan.tools.errors import UserError, require
+from torchtitan.tools.errors import UserError, errors_of, require
 from torchtitan.trainer.models import RunModel
 from torchtitan.trainer.reference import FrozenModelTrainer, check_cache
 
@@ -55,10 +55,8 @@ class DistillationTrainer(FrozenModelTrainer):
             """Return the teacher's specification. Raise `UserError` if its folder holds no whole model."""
             if not self.teacher.path:
                 raise UserError("--teacher.path is not set; name the folder of the model to learn from")
-            try:
+            with errors_of("--teacher.path"):
                 return internal_source(self.teacher.path)[0]
-            except UserError as error:
-                raise UserError(f"--teacher.path: {error}") from error
 
     config: Config
     loss: DistillationLoss
