@@ -83,14 +83,14 @@ def top_logits(
     """Return the logits (N, V) of a teacher of which K tokens are known, to compare them with `student_NV`. The others
     get the student's shares of the rest, and so count as one event: the divergence is at most the full one. K
     renormalized probabilities instead would teach overconfidence (arXiv:2503.16870). `log_p_NE` are log-probabilities
-    at the temperature of the E = K + 1 events."""
-    size = student_NV.shape[1]
+    at the temperature of the K tokens and, if there are others, of these together."""
+    size, n_ids = student_NV.shape[1], ids_NK.shape[1]
     columns_NK = ids_NK - (shard.first if shard else 0)
     columns_NK = columns_NK.where((columns_NK >= 0) & (columns_NK < size), size)  # a column for other ranks' tokens
     result = F.pad(student_NV / temperature, (0, 1), value=-math.inf).scatter(1, columns_NK, -math.inf)
-    # If the teacher's K tokens are all that there are, this is NaN, and replaced everywhere.
-    result = _log_softmax(result, shard.group if shard else None) + log_p_NE[:, -1:]
-    return result.scatter(1, columns_NK, log_p_NE[:, :-1])[:, :size] * temperature
+    if log_p_NE.shape[1] > n_ids:
+        result = _log_softmax(result, shard.group if shard else None) + log_p_NE[:, n_ids:]
+    return result.scatter(1, columns_NK, log_p_NE[:, :n_ids])[:, :size] * temperature
 
 
 def _log_softmax(scores_NV: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -209,7 +209,7 @@ class DistillationLoss(Configurable):
             scores = teacher.transform(_logits(hidden, weight).float()) / self.config.temperature
             top, ids = (log_p := scores.log_softmax(dim=1)).topk(k)
             others = log_p.scatter(1, ids, -math.inf).logsumexp(dim=1, keepdim=True)
-            parts.append((ids.int(), torch.cat([top, others], dim=1)))
+            parts.append((ids.int(), torch.cat([top, others], dim=1) if k < vocabulary else top))
         return TopTokens(*(torch.cat(x).unflatten(0, teacher.hidden.shape[:2]) for x in zip(*parts, strict=True)))
 
 
