@@ -11,11 +11,11 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from tests.equivalence.runs import Outcome, compare  # noqa: E402
+from tests.models_page import TABLE  # noqa: E402
 from tests.tables import Row as TableRow  # noqa: E402
 from tests.tables import markers, stored_rows, write_docs  # noqa: E402
 from tests.transformers_matrix import trial  # noqa: E402
 from tests.transformers_matrix.__main__ import (  # noqa: E402
-    PAGE,
     TYPES,
     choose_types,
     mechanism_cells,
@@ -59,7 +59,7 @@ def test_kinds_are_equal_to_their_class(model_type: str) -> None:
 
 @pytest.mark.long
 def test_all_types_are_equal_or_as_the_page_says() -> None:
-    page = PAGE.read_text().splitlines()
+    page = TABLE.read_text().splitlines()
     for row in run(TYPES):
         assert row.outcome in ("equal", "refused") or any(
             line.startswith(f"| {row.model_type} |") and row.outcome in line for line in page
@@ -67,8 +67,8 @@ def test_all_types_are_equal_or_as_the_page_says() -> None:
 
 
 def test_the_page_has_every_type() -> None:
-    assert list(stored_rows(PAGE, "matrix"))[1:] == TYPES
-    assert list(stored_rows(PAGE, "mechanisms"))[1:] == list(MECHANISMS)
+    assert list(stored_rows(TABLE, "matrix"))[1:] == TYPES
+    assert list(stored_rows(TABLE, "mechanisms"))[1:] == list(MECHANISMS)
     assert len(MECHANISMS) <= 25
 
 

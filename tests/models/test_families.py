@@ -237,7 +237,7 @@ class TestInstalled:
         assert ConfigManager().parse_args(words).config.model_spec.module == "homemade"
 
     def test_trained_and_listed_by_name(self, tmp_path, capsys, monkeypatch):
-        monkeypatch.setattr("torchtitan.cli.ls._sizes", lambda family: [])  # of built-in families
+        monkeypatch.setattr("torchtitan.cli.ls.sizes_of", lambda family: [])  # of built-in families
         words = flags({**TINY, "training.steps": 1, "dump_folder": tmp_path})
         assert run("train", "--module", "ours", "--config", "homemade_debugmodel", *words) == 0
         forget()

@@ -1,7 +1,6 @@
 """Command line of the matrix of types: run it, print it as a table, and write it into the documentation."""
 
 import argparse
-import contextlib
 import re
 import sys
 import time
@@ -15,14 +14,12 @@ import transformers
 
 from tests.conftest import PROJECT
 from tests.models.transformers.model_types import CAUSAL, IMAGE_TEXT
+from tests.models_page import TABLE, page
 from tests.tables import Row as TableRow
 from tests.tables import as_markdown, print_table, stored_rows, write_docs
 from tests.transformers_matrix.mechanisms import MECHANISMS, MechanismRow, run_mechanisms
 from tests.transformers_matrix.trial import TOLERANCE, Row, run_trial
-from torchtitan.cli.ls import ls
 
-PAGE = PROJECT / "tests" / "transformers_matrix" / "table.md"
-"""The end of docs/models.md, which `torchtitan ls --markdown` prints."""
 COLUMNS = ("model_type", "class", "packing", "tensor parallel", "head", "verdict")
 MECHANISM_COLUMNS = (
     *("model_type", "mechanism", "loss", "gradient norm", "validation", "weights"),
@@ -82,7 +79,7 @@ def main() -> int:
     print_table(f"compared with the class in transformers (at most {TOLERANCE:.0e})", COLUMNS, shown)
     print(f"{len(rows)} types in {time.monotonic() - start:.0f} s")
     if arguments.write_docs:
-        write_docs(PAGE, "matrix", merge(PAGE, shown))
+        write_docs(TABLE, "matrix", merge(TABLE, shown))
         write_page()
     return 0 if all(not row.failed for row in shown) else 1
 
@@ -98,20 +95,19 @@ def train_mechanisms(model_types: Sequence[str], *, is_written: bool) -> int:
     print_table("FSDP over two processes compared with one process", MECHANISM_COLUMNS, shown)
     print(f"{len(shown)} mechanisms in {time.monotonic() - start:.0f} s")
     if is_written:
-        stored = stored_rows(PAGE, "mechanisms") | {row.cells[0]: tuple(row.cells) for row in shown}
+        stored = stored_rows(TABLE, "mechanisms") | {row.cells[0]: tuple(row.cells) for row in shown}
         table = [TableRow(stored[name]) for name in MECHANISMS if name in stored]
         equal = sum(row.cells[-2] == "equal" for row in table)
         seconds = sum(int(row.cells[-1]) for row in table)
         counts = f"{equal} of {len(table)} are equal. They took {seconds} s."
-        write_docs(PAGE, "mechanisms", f"{counts}\n\n{as_markdown(MECHANISM_COLUMNS, table)}")
+        write_docs(TABLE, "mechanisms", f"{counts}\n\n{as_markdown(MECHANISM_COLUMNS, table)}")
         write_page()
     return 0 if all(not row.failed for row in shown) else 1
 
 
 def write_page() -> None:
-    """Write docs/models.md, as `torchtitan ls --markdown` prints it."""
-    with (PROJECT / "docs" / "models.md").open("w") as page, contextlib.redirect_stdout(page):
-        ls(["--markdown"])
+    """Write docs/models.md."""
+    (PROJECT / "docs" / "models.md").write_text("\n".join(page()) + "\n")
 
 
 def choose_types(only: str = "", part: str = "1/1") -> list[str]:

@@ -16,7 +16,7 @@ from torchtitan.cli.model_options import run_command
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError, os_errors_as, require
 from torchtitan.tools.files import json_lines
-from torchtitan.tools.logging import logger, print_error, visible
+from torchtitan.tools.logging import logger, print_error, visible, without_logs
 from torchtitan.tools.parser import Parser
 
 if TYPE_CHECKING:
@@ -103,12 +103,10 @@ class _Run(NamedTuple):
         batch `place`."""
         from torchtitan.components.data.finetuning.planned_loader import PlannedDataLoader
 
-        config, level = self.config, logger.level
-        dataloader = config.dataloader
+        config, dataloader = self.config, self.config.dataloader
         if isinstance(dataloader, PlannedDataLoader.Config):
             dataloader = dataclasses.replace(dataloader, num_workers=0)  # same order, no prefetching
-        logger.setLevel(logging.WARNING)  # the tables replace the loader's log
-        try:
+        with without_logs(logging.INFO):  # the tables replace the loader's log
             loader = dataloader.build(
                 tokenizer=self.tokenizer,
                 seq_len=config.training.seq_len,
@@ -119,8 +117,6 @@ class _Run(NamedTuple):
                 epochs=config.training.epochs,
                 global_batch_size=self.samples_per_step,
             )
-        finally:
-            logger.setLevel(level)
         with closing(loader):
             yield loader
 
@@ -137,8 +133,8 @@ def _data_parallel_degree(parallelism: Any) -> int:
     from torchtitan.cli.launch import environment_number
     from torchtitan.distributed import ParallelDims
 
-    processes = environment_number("NNODES", default=1, minimum=1)
-    processes *= environment_number("NGPU", default=max(1, torch.cuda.device_count()), minimum=1)
+    processes = environment_number("NNODES")
+    processes *= environment_number("NGPU", default=max(1, torch.cuda.device_count()))
     others = [getattr(parallelism, f"{kind}_parallel_degree") for kind in ("context", "tensor", "pipeline")]
     copies = parallelism.data_parallel_replicate_degree * max(1, parallelism.data_parallel_shard_degree)
     return ParallelDims.from_config(parallelism, max(processes, copies * math.prod(others))).dp_degree

@@ -40,7 +40,7 @@ class Hosts:
     @classmethod
     def from_environment(cls) -> "Hosts":
         """Read `NNODES`, `NODE_RANK`, `MASTER_ADDR`, `MASTER_PORT`; default: one host. Raise `UserError` if invalid."""
-        count = environment_number("NNODES", default=1, minimum=1)
+        count = environment_number("NNODES")
         if count == 1:
             return cls(count=1, rank=0, address="127.0.0.1", port=_free_port())
         for name in ("NODE_RANK", "MASTER_ADDR"):
@@ -48,11 +48,11 @@ class Hosts:
                 raise UserError(f"NNODES is {count}; set the environment variable {name} too")
         rank = environment_number("NODE_RANK", default=0, minimum=0)
         require(rank < count, "NODE_RANK", rank, f"below NNODES ({count})")
-        port = environment_number("MASTER_PORT", default=29500, minimum=1)
+        port = environment_number("MASTER_PORT", default=29500)
         return cls(count=count, rank=rank, address=os.environ["MASTER_ADDR"], port=port)
 
 
-def environment_number(name: str, *, default: int, minimum: int) -> int:
+def environment_number(name: str, *, default: int = 1, minimum: int = 1) -> int:
     """Return an environment variable as a number. Raise `UserError` if it is not a number, or is below `minimum`."""
     text = os.environ.get(name, str(default))
     if not text.isdecimal() or int(text) < minimum:

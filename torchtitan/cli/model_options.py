@@ -118,11 +118,12 @@ def open_model(options: argparse.Namespace) -> OpenedModel:
     """Load the model that the options name. Raise `UserError` if it is missing or not a model."""
     import torch
 
+    from torchtitan.components.checkpoint.catalog import reject_outer_folder
     from torchtitan.components.tokenizer import PretrainedTokenizer
     from torchtitan.models.pretrained import load_model
     from torchtitan.tools.device import device_type
 
-    _reject_checkpoint_folder(options.checkpoint)
+    reject_outer_folder(options.checkpoint, "--checkpoint")
     device = torch.device(options.device or device_type())
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UserError("--device is cuda, but no GPU is available")
@@ -153,13 +154,3 @@ def run_command(command: str, run: Callable[[], int | None]) -> int:
     except (UserError, RunFailure) as error:
         print_error(command, error)
         return 2 if isinstance(error, UserError) else 3
-
-
-def _reject_checkpoint_folder(path: Path) -> None:
-    from torchtitan.components.checkpoint.catalog import list_checkpoints
-
-    for folder in (path, path / "checkpoint"):
-        if complete := [info for info in list_checkpoints(folder) if info.is_complete]:
-            raise UserError(
-                f"--checkpoint: {path} is a folder of checkpoints; select one, such as the newest, {complete[-1].path}"
-            )

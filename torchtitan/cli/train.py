@@ -87,11 +87,11 @@ def _dry_run(config: Any) -> None:
     from torchtitan.foresight.devices import device_in_file, device_named
     from torchtitan.foresight.prediction import predict_from_reports
 
-    world_size = environment_number("NNODES", default=1, minimum=1) * _named_processes(default=1)
+    world_size = environment_number("NNODES") * environment_number("NGPU")
     name = os.environ.get("DEVICE", "h100")
     is_file = name.endswith((".yaml", ".yml"))
     device = device_in_file(Path(name)) if is_file else device_named(name, world_size)
-    per_host = environment_number("DEVICES_PER_HOST", default=8, minimum=1)
+    per_host = environment_number("DEVICES_PER_HOST", default=8)
     prediction = predict_from_reports(config, dry_run(config, world_size), world_size, device, per_host)
     print(prediction)
     numbers = {  # by the names of metrics, to which `torchtitan report` compares them
@@ -110,15 +110,11 @@ def _is_dry_run() -> bool:
     return bool(mode)
 
 
-def _named_processes(default: int) -> int:
-    return environment_number("NGPU", default=default, minimum=1)
-
-
 def _processes() -> int:
     import torch
 
     gpus = torch.cuda.device_count()
-    processes = _named_processes(default=max(1, gpus))
+    processes = environment_number("NGPU", default=max(1, gpus))
     if 0 < gpus < processes:
         raise UserError(f"the environment variable NGPU is {processes}, but this host has {gpus} GPU(s)")
     if gpus == 0:

@@ -1,13 +1,14 @@
 """`Freeze`: freeze parameters selected by name."""
 
+import logging
 from dataclasses import dataclass, field
 
 from torch import nn
 
 from torchtitan.config.configurable import config_key
-from torchtitan.protocols.converter import ModelConverter, only_warnings
+from torchtitan.protocols.converter import ModelConverter
 from torchtitan.tools.errors import UserError
-from torchtitan.tools.logging import logger
+from torchtitan.tools.logging import logger, without_logs
 from torchtitan.tools.patterns import check_choice, choose, without_numbers
 
 
@@ -33,7 +34,7 @@ class Freeze(ModelConverter):
     config: Config
 
     def check_model(self, model: nn.Module) -> None:
-        with only_warnings():
+        with without_logs(logging.INFO):
             self.convert(model)
 
     def convert(self, model: nn.Module) -> None:

@@ -46,10 +46,8 @@ def shard_sequences(batch: Mapping[str, Any], shards: SequenceShards, rank: int)
     """Return a batch with this rank's part of all per-token values, shape (B, T, …); other values are unchanged. A
     missing `attention` is added, since the tokens of a part are not contiguous."""
     (n_rows, length), device = batch["input"].shape, batch["input"].device
-    tokens, tokens_of_all = (
-        send(shards.tokens_of_rank(rank, length), device),
-        send(shards.tokens_of_all(length), device),
-    )
+    places = shards.tokens_of_rank(rank, length), shards.tokens_of_all(length)
+    tokens, tokens_of_all = (send(each, device) for each in places)
     per_token = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
     per_token = {name: value[:, tokens] for name, value in per_token.items() if value.shape[:2] == (n_rows, length)}
     attention = batch.get("attention", AttentionMetadata.of_rows(n_rows, length))

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan.protocols.initializer import DerivedRows, Initializer, Numbers, initializer_of, initializers_of
 from torchtitan.protocols.model import BaseModel
-from torchtitan.protocols.tensor_source import Slices
+from torchtitan.protocols.tensor_source import Slices, full_slices
 from torchtitan.tools.torch_private import compute_local_shape_and_global_offset
 
 _CHUNK_ELEMENTS = 2**15
@@ -89,20 +89,15 @@ def local_slices(tensor: DTensor) -> Slices:
 
 def _jobs(parameter: Tensor, initializer: Initializer, key: str) -> Iterator[Callable[[], None]]:
     """Yield functions that each fill some rows of this rank's shard."""
-    shape, offset = tuple(parameter.shape), (0,) * parameter.ndim
     row = (initializer.shape if isinstance(initializer, DerivedRows) else parameter.shape)[1:]
-    if isinstance(parameter, DTensor):
-        shape, offset = compute_local_shape_and_global_offset(
-            parameter.shape, parameter.device_mesh, parameter.placements
-        )
-        parameter = parameter.to_local()
-    if parameter.numel() == 0:
+    rows, *columns = local_slices(parameter) if isinstance(parameter, DTensor) else full_slices(parameter.shape)
+    part = local_part(parameter)
+    if part.numel() == 0:
         return
-    columns = tuple(slice(start, start + size) for start, size in zip(offset[1:], shape[1:], strict=True))
     n_rows = max(1, _CHUNK_ELEMENTS // row.numel())
-    for start in range(0, shape[0], _CHUNKS_PER_JOB * n_rows):
-        part = parameter[start : start + _CHUNKS_PER_JOB * n_rows]
-        yield partial(_fill, part, n_rows, initializer, key, offset[0] + start, row, columns)
+    size = _CHUNKS_PER_JOB * n_rows
+    for start, some in zip(range(rows.start, rows.stop, size), part.split(size), strict=True):
+        yield partial(_fill, some, n_rows, initializer, key, start, row, tuple(columns))
 
 
 def _fill(

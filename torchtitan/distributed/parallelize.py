@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from torchtitan.config import ActivationCheckpointConfig, CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed.activation_checkpoint import apply_activation_checkpointing
@@ -88,7 +88,9 @@ def _apply_data_parallel(
             replicate(unit, mesh=mesh["dp_replicate"], mp_policy=precision)
     elif shards > 1 or training.mixed_precision_param != training.dtype or expert_mesh is not None:
         fsdp_mesh = mesh["dp_replicate", "fsdp"] if dims.dp_replicate > 1 else mesh["fsdp"]
-        options: Any = {"mesh": fsdp_mesh, "mp_policy": precision, "offload_policy": _offload_policy(training, mesh)}
+        options: Any = {"mesh": fsdp_mesh, "mp_policy": precision}
+        if training.enable_cpu_offload:  # GPUs copy fastest from pinned memory, which needs a GPU
+            options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
         if expert_mesh is not None:
             options["shard_placement_fn"] = expert_placements(model, expert_mesh).get
         reshard = parallelism.fsdp_reshard_after_forward
@@ -108,13 +110,6 @@ def free_gathered_weights(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-
-
-def _offload_policy(training: TrainingConfig, mesh: DeviceMesh) -> OffloadPolicy:
-    if not training.enable_cpu_offload:
-        return OffloadPolicy()
-    # GPUs copy fastest from pinned memory, which needs a GPU.
-    return CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
 
 
 def _apply_fsdp(model: BaseModel, reshard: str, options: dict[str, Any]) -> None:

@@ -191,7 +191,7 @@ class Pipeline:
         from torch.distributed.pipelining.schedules import get_schedule_class
 
         self.head = head
-        self._scaled: Callable[[Tensor], Tensor] = _unscaled
+        self._scaled: Callable[[Tensor], Tensor] = lambda loss: loss
         stages = [
             _make_stage(part, index, len(plan.stages), mesh, device, hidden)
             for index, part in zip(plan.stages_of_rank(mesh.get_local_rank()), parts, strict=True)
@@ -251,7 +251,7 @@ class Pipeline:
     @torch.no_grad()
     def forward(self, batch: dict[str, Any]) -> Tensor:
         """Return the summed loss of a batch on the rank with the last stage, 0 on the others."""
-        self._scaled = _unscaled
+        self._scaled = lambda loss: loss
         with _forward_only(self.schedule):
             return self._run(self.schedule.eval, batch)
 
@@ -291,10 +291,6 @@ def _local_gradient(parameter: nn.Parameter) -> Tensor:
         parameter.grad = torch.zeros_like(parameter)
     parameter.grad = redistribute_like(parameter.grad, parameter)
     return parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
-
-
-def _unscaled(loss: Tensor) -> Tensor:
-    return loss
 
 
 def _select_rows(microbatches: list[dict[str, Any]]) -> None:

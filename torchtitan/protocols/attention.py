@@ -8,6 +8,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from torchtitan.tools.device import send
+
 Kernel = Literal["causal", "documents", "dense", "varlen", "flex"]
 """Computation of attention; `torchtitan.models.common.attention` chooses it."""
 
@@ -80,9 +82,7 @@ class AttentionMetadata:
             return torch.full((1, 1), self.max_seqlen, device=device)
         lengths = self.cu_seqlens.diff().long()
         lengths_BL = lengths.repeat_interleave(lengths).view(self.n_rows, -1)
-        if device.type == "cuda":
-            lengths_BL = lengths_BL.pin_memory()  # a copy from other memory waits for the device
-        lengths_BL = lengths_BL.to(device, non_blocking=True)
+        lengths_BL = send(lengths_BL, device)
         return lengths_BL if self.query_places_L is None else lengths_BL[:, self.query_places_L]
 
     def with_window(self, window: int | None) -> "AttentionMetadata":

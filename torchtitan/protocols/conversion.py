@@ -1,18 +1,20 @@
 """Apply converters to a model, record them in a checkpoint, and restore them from it."""
 
 import inspect
+import logging
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from torchtitan.config.configurable import Configurable, config_key
 from torchtitan.config.registry import trusted_module
-from torchtitan.protocols.converter import ModelConverter, only_warnings
+from torchtitan.protocols.converter import ModelConverter
 from torchtitan.protocols.experts import StackedExperts
 from torchtitan.protocols.model import BaseModel
 from torchtitan.tools.errors import UserError, errors_of
+from torchtitan.tools.logging import without_logs
 
 ConverterRecord = Mapping[str, Any]
 """A converter as JSON: `class` (import path of its module, a colon, its name there) and `config`."""
@@ -54,7 +56,7 @@ def converted_model(config: BaseModel.Config, converters: Sequence[ModelConverte
 def _build_converted(config: BaseModel.Config, converters: Sequence[ModelConverter]) -> BaseModel:
     with torch.device("meta"):
         model: BaseModel = config.build()
-    with only_warnings():
+    with without_logs(logging.INFO):
         convert_model(model, converters)
     return model
 
@@ -75,24 +77,13 @@ def tensor_shapes(model: nn.Module) -> dict[str, torch.Size]:
     return {name: tensor.shape for name, tensor in model.state_dict().items()}
 
 
-def converter_records(configs: Iterable[Configurable.Config]) -> list[ConverterRecord]:
-    """Describe, in order, the converters that are needed to restore the plain model's weights from a run's."""
-    return [_converter_record(config) for config in configs if _class_of(config).changes_weights]
-
-
-def simulation_records(configs: Iterable[Configurable.Config]) -> list[ConverterRecord]:
-    """Describe, in order, the converters that simulate quantization."""
-    return [_converter_record(config) for config in configs if _class_of(config).simulates]
-
-
-def _class_of(config: Configurable.Config) -> type[ModelConverter]:
-    owner = config._owner
-    assert issubclass(owner, ModelConverter)
-    return owner
-
-
-def _converter_record(config: Configurable.Config) -> ConverterRecord:
-    return {"class": import_path(config._owner), "config": config.to_dict()}
+def converter_records(
+    configs: Iterable[Configurable.Config], kind: Literal["changes_weights", "simulates"] = "changes_weights"
+) -> list[ConverterRecord]:
+    """Describe, in order, the converters that are needed to restore the plain model's weights from a run's, or those
+    that simulate quantization."""
+    chosen = [config for config in configs if getattr(config._owner, kind)]
+    return [{"class": import_path(config._owner), "config": config.to_dict()} for config in chosen]
 
 
 def saved_config(saved: Iterable[ConverterRecord], converter: ModelConverter) -> Configurable.Config | None:
@@ -122,8 +113,8 @@ def differences(saved: Sequence[ConverterRecord], converters: Iterable[ModelConv
 
 def weight_options(config: Configurable.Config) -> dict[str, Any]:
     """Return the options of a converter that determine the meaning of its weights: all except its `run_options`."""
-    run_options = _class_of(config).run_options
-    return {name: value for name, value in config.to_dict().items() if name not in run_options}
+    assert issubclass(config._owner, ModelConverter)
+    return {name: value for name, value in config.to_dict().items() if name not in config._owner.run_options}
 
 
 def converters_from_records(records: Iterable[ConverterRecord], origin: str) -> list[ModelConverter]:

@@ -1,9 +1,8 @@
 """`ModelConverter`, which rewrites a model's modules, and `LayerConverter`, which replaces layers by name."""
 
-import contextlib
 import logging
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
@@ -15,7 +14,7 @@ from torchtitan.config.configurable import config_key
 from torchtitan.protocols.experts import StackedExperts
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools.errors import UserError
-from torchtitan.tools.logging import logger
+from torchtitan.tools.logging import logger, without_logs
 from torchtitan.tools.patterns import check_choice, choose, without_numbers
 
 HEAD = "head.output"
@@ -117,7 +116,7 @@ class LayerConverter(ModelConverter):
     config: Config
 
     def check_model(self, model: nn.Module) -> None:
-        with only_warnings():
+        with without_logs(logging.INFO):
             self.convert(model)
 
     def convert(self, model: nn.Module) -> None:
@@ -173,17 +172,6 @@ def is_head_tied(model: nn.Module) -> bool:
 def converter_of(layer: nn.Module) -> str | None:
     """Return the option name of the converter that created `layer`, or None."""
     return getattr(layer, _CONVERTED_BY, None)
-
-
-@contextlib.contextmanager
-def only_warnings() -> Iterator[None]:
-    """Suppress log messages below warnings."""
-    level = logger.level
-    logger.setLevel(max(level, logging.WARNING))
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 def _join(names: Iterable[str]) -> str:

@@ -61,10 +61,10 @@ def check_log_ranks(world_size: int) -> None:
 
 
 @contextlib.contextmanager
-def without_logs() -> Iterator[None]:
-    """Suppress log messages below errors in the block, for example while it imports libraries."""
+def without_logs(up_to: int = logging.WARNING) -> Iterator[None]:
+    """Suppress log messages up to a level in the block, for example while it imports libraries."""
     disabled = logging.root.manager.disable
-    logging.disable(logging.WARNING)
+    logging.disable(max(disabled, up_to))
     try:
         yield
     finally:

@@ -18,7 +18,6 @@ from torchtitan.components.weights.export import export_huggingface
 from torchtitan.components.weights.pretrained import frozen_weights, load_initial_weights
 from torchtitan.components.weights.sources import base_weights
 from torchtitan.protocols import ModelConverter
-from torchtitan.protocols.conversion import converter_records, simulation_records
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.files import is_url
 from torchtitan.trainer.builder import RunBuilder
@@ -60,12 +59,7 @@ class RunState(RunBuilder):
             states=self.states(),
             rank_states={"dataloader": self.dataloader, "random": RandomState()},
             initial_loads=self.initial_loads(),
-            assets=CheckpointAssets.of(
-                spec,
-                {**files, **changed_files},
-                converters=converter_records(config.model_converters),
-                simulated=simulation_records(config.model_converters),
-            ),
+            assets=CheckpointAssets.of(spec, {**files, **changed_files}, converters=config.model_converters),
             export=export if "hf" in spec.formats else None,
             base_model=frozen_weights(config.checkpoint, config.debug.seed),
             identity=self.identity,

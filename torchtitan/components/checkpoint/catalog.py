@@ -149,13 +149,19 @@ def open_checkpoint(path: AnyFolder, option: str = "") -> CheckpointInfo:
         raise UserError(f"{prefix}{error}; use another checkpoint") from error
     if marker:
         return CheckpointInfo(marker.step, folder, marker)
-    for parent in (folder, folder / "checkpoint"):
-        if complete := [info for info in list_checkpoints(parent) if info.is_complete]:
-            raise UserError(
-                f"{prefix}{path} is not a checkpoint but contains some; use one of them, such as {complete[-1].path}"
-            )
+    reject_outer_folder(path, option)
     fault = "is incomplete: its save was interrupted" if _NAME.fullmatch(folder.name) else "is not a checkpoint"
     raise UserError(f"{prefix}{path} {fault} (it has no {MARKER}); use another checkpoint")
+
+
+def reject_outer_folder(path: AnyFolder, option: str = "") -> None:
+    """Raise `UserError` if the folder `path`, the value of `option`, is a run's or contains complete checkpoints."""
+    for folder in (folder_at(path), folder_at(path) / "checkpoint"):
+        if complete := [info for info in list_checkpoints(folder) if info.is_complete]:
+            raise UserError(
+                f"{f'{option}: ' if option else ''}{path} is not a checkpoint but contains some; use one of them, such "
+                f"as the newest, {complete[-1].path}"
+            )
 
 
 def verify(path: AnyFolder, ranks: Ranks | None = None) -> list[str]:

@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from torchtitan.distributed.process_group import gather_objects
 from torchtitan.tools.errors import UserError
 
 T = TypeVar("T")
@@ -22,11 +23,7 @@ class Ranks:
 
     def gather(self, value: T) -> list[T]:
         """Return `value` of every rank, in rank order."""
-        if self.group is None:
-            return [value]
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.group)
-        return values
+        return gather_objects(value, self.group) if self.group else [value]
 
     def broadcast_from_rank0(self, function: Callable[[], T]) -> T:
         """Call `function` on rank 0 and return its result, or raise its error, on every rank."""

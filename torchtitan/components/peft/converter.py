@@ -88,7 +88,11 @@ class LoRA(LayerConverter):
 
     def convert(self, model: nn.Module) -> None:
         super().convert(model)
-        freeze_all_but_adapters(model)
+        for module in model.modules():  # also norms and embeddings
+            trained = module.adapter if isinstance(module, AdaptedLayer) else ()
+            for name, parameter in module.named_parameters(recurse=False):
+                if name not in trained:
+                    parameter.requires_grad_(False)
 
     def select(self, model: nn.Module) -> dict[str, nn.Module]:
         selected = super().select(model)
@@ -187,12 +191,3 @@ def check_complete(adapted: nn.Module, trained: set[str]) -> None:
     """Raise `UserError` if a run `trained` parameters outside the adapter in `adapted`."""
     if others := sorted(trained.difference(trained_names(adapted))):
         raise UserError(f"PEFT files hold only one adapter, but other weights were trained: {summarize_names(others)}")
-
-
-def freeze_all_but_adapters(model: nn.Module) -> None:
-    """Freeze all parameters except adapters, including norms and embeddings."""
-    for module in model.modules():
-        trained = module.adapter if isinstance(module, AdaptedLayer) else ()
-        for name, parameter in module.named_parameters(recurse=False):
-            if name not in trained:
-                parameter.requires_grad_(False)

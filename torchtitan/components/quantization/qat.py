@@ -15,7 +15,7 @@ arXiv:1308.3432). Weights and optimizer states stay in full precision, and check
 
 import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -55,13 +55,12 @@ class QAT(LayerConverter):
     config: Config
 
     def select(self, model: nn.Module) -> dict[str, nn.Module]:
-        selected = super().select(model)
+        selected: dict[str, Any] = super().select(model)
         size = self.config.group_size
-        indivisible = [name for name, layer in selected.items() if _n_inputs(layer) % size]
-        if indivisible:
-            sizes = sorted({_n_inputs(selected[name]) for name in indivisible})
+        if indivisible := {name: layer.in_features for name, layer in selected.items() if layer.in_features % size}:
+            sizes = ", ".join(map(str, sorted({*indivisible.values()})))
             raise UserError(
-                f"{self.config.option}.group_size {size} does not divide the inputs ({', '.join(map(str, sizes))}) of "
+                f"{self.config.option}.group_size {size} does not divide the inputs ({sizes}) of "
                 f"{', '.join(without_numbers(indivisible))}; set another size, or exclude these layers "
                 f"({self.config.option}.exclude)"
             )
@@ -104,8 +103,3 @@ def inference_config(group_size: int) -> "Int8DynamicActivationIntxWeightConfig"
         weight_dtype=int4, weight_granularity=library.PerGroup(group_size)
     )
     return scheme
-
-
-def _n_inputs(layer: nn.Module) -> int:
-    assert isinstance(layer, nn.Linear)
-    return layer.in_features

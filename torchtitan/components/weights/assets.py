@@ -10,7 +10,8 @@ from typing import Any, Literal
 from torchtitan.components.chat_template import ChatTemplate
 from torchtitan.components.checkpoint.filesystem import folder_at
 from torchtitan.components.tokenizer import PretrainedTokenizer, Tokenizer
-from torchtitan.protocols.conversion import ConverterRecord
+from torchtitan.config.configurable import Configurable
+from torchtitan.protocols.conversion import ConverterRecord, converter_records
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools.errors import UserError, os_errors_as
 from torchtitan.tools.files import file_to_copy, parse_json, read_object
@@ -55,17 +56,15 @@ class CheckpointAssets:
 
     @classmethod
     def of(
-        cls,
-        spec: ModelSpec,
-        files: Mapping[str, AssetFile],
-        *,
-        converters: Sequence[ConverterRecord] = (),
-        simulated: Sequence[ConverterRecord] = (),
+        cls, spec: ModelSpec, files: Mapping[str, AssetFile], *, converters: Sequence[Configurable.Config] = ()
     ) -> "CheckpointAssets":
-        """Describe a model. `converters` and `simulated` come from `converter_records` and `simulation_records`."""
+        """Describe a model to which the `converters` were applied."""
         owner = spec.model._owner.__name__
         model = {"module": spec.module, "flavor": spec.flavor, "model": owner, "config": spec.model.to_dict()}
-        records = {"converters": list(converters), "simulated": list(simulated)}
+        records = {
+            "converters": converter_records(converters),
+            "simulated": converter_records(converters, "simulates"),
+        }
         return cls({**model, **{key: value for key, value in records.items() if value}}, files)
 
     def write(self, folder: Path) -> None:

@@ -213,22 +213,15 @@ def check_start(
         catalog.raise_if_damaged(path, only=_READ_BEFORE_VERIFICATION)
     has_converter_weights = bool(path) and is_as_saved(path, spec, converters, added=added)
     if path and not has_converter_weights:
-        _check_pretrained(config, spec, converters, added)
+        if not config.initial_load_model_only:
+            raise UserError(
+                f"--checkpoint.no_initial_load_model_only: {path} was saved with other model_converters or tokens, so "
+                "only its weights can be loaded; remove this option"
+            )
+        _converted(internal_source(path, spec, added=added), spec.model, converters)
     saved = read_converters(path) if has_converter_weights else []
     for converter in converters:
         converter.check_initial_weights(spec, saved_config(saved, converter))
-
-
-def _check_pretrained(
-    config: CheckpointManager.Config, spec: ModelSpec, converters: Sequence[ModelConverter], added: range
-) -> None:
-    path = config.initial_load_path
-    if not config.initial_load_model_only:
-        raise UserError(
-            f"--checkpoint.no_initial_load_model_only: {path} was saved with other model_converters or tokens, so "
-            "only its weights can be loaded; remove this option"
-        )
-    _converted(internal_source(path, spec, added=added), spec.model, converters)
 
 
 def _converted(

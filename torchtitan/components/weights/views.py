@@ -139,15 +139,14 @@ class PlainView(View):
             members.setdefault(_split(name)[0], []).append(name)
         specs: dict[str, TensorSpec] = {}
         recipes: list[Recipe] = []
-        for name in tensors:
-            prefix, _ = _split(name)
-            if prefix not in modules:
-                specs[name] = source.specs[name]
-                recipes.append(Recipe([name], [name], None))
-            elif name == members[prefix][0]:
-                plain_specs, recipe = _make_recipe(prefix, modules[prefix], members[prefix], source.specs)
+        for prefix, names in members.items():
+            if prefix in modules:
+                plain_specs, recipe = _make_recipe(prefix, modules[prefix], names, source.specs)
                 specs |= plain_specs
                 recipes.append(recipe)
+            else:
+                specs |= {name: source.specs[name] for name in names}
+                recipes += [Recipe([name], [name], None) for name in names]
         super().__init__(source, specs, recipes)
 
     def write_extra_files(self, folder: Path, spec: ModelSpec) -> None:

@@ -1,0 +1,57 @@
+"""The page docs/models.md: model families, and what they support (`python -m tests.models_page > docs/models.md`)."""
+
+from collections.abc import Iterator
+
+from tests.conftest import PROJECT
+from torchtitan.cli.ls import sizes_of
+from torchtitan.models.families import families_with
+
+_FORMATS = {"hf": "Hugging Face", "meta": "Meta"}
+
+_INTRODUCTION = """# Models
+
+<!-- python -m tests.models_page > docs/models.md -->
+
+`MODULE=auto` finds the family of a Hugging Face folder by the `model_type` of its config.json
+([pretrained models](pretrained.md)). The tests compare each family with the class of transformers that is named
+here: logits and all gradients, weights and config.json in both directions, and cached generation, for random
+configurations (`tests/models/test_equal_transformers.py`).
+
+| family | model_type: class in transformers | flavors (parameters) | formats | not supported |
+|---|---|---|---|---|"""
+
+_END = """
+Except for the last column, every family supports data (DDP, FSDP, HSDP), tensor, context and pipeline parallelism and
+their combinations, LoRA, DoRA and QLoRA with PEFT's adapter files, Float8, quantization-aware training and dry runs.
+[Parallelism](parallelism.md) has a table in which each part of these models is compared with a single process.
+
+Other types train through their class in transformers, as listed below.
+"""
+
+TABLE = PROJECT / "tests" / "transformers_matrix" / "table.md"
+"""Results of `python -m tests.transformers_matrix --write-docs`, the end of the page."""
+
+
+def page() -> Iterator[str]:
+    """Yield the lines of docs/models.md."""
+    yield _INTRODUCTION
+    for family in families_with("hf"):
+        name = family.__name__.rpartition(".")[2]
+        types = [f"{name}: {architecture}" for name, architecture in family.FORMATS["hf"].model_types.items()]
+        refusals: dict[str, list[str]] = {}
+        for flavor, config in family.FLAVORS.items():
+            for option in config.unsupported_parallelisms():
+                refusals.setdefault(option.replace("_degree", "").replace("_", " "), []).append(flavor)
+        missing = [
+            option if len(flavors) == len(family.FLAVORS) else f"{option}: {', '.join(flavors)}"
+            for option, flavors in refusals.items()
+        ]
+        formats = [_FORMATS.get(format, format) for format in family.FORMATS]
+        cells = (name, "<br>".join(types), "<br>".join(sizes_of(name)), ", ".join(formats), "<br>".join(missing))
+        yield f"| {' | '.join(cells)} |"
+    yield _END
+    yield TABLE.read_text().rstrip()
+
+
+if __name__ == "__main__":
+    print("\n".join(page()))
