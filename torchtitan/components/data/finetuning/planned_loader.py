@@ -5,7 +5,7 @@ import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -223,10 +223,13 @@ class PlannedDataLoader(TokenizingDataLoader):
             ahead=PREFETCHED_BATCHES * config.num_workers * self._layout.global_batch_size,
         )
 
-    @property
+    @cached_property
     def windows_per_epoch(self) -> int:
         """Windows in one pass over all data."""
-        return self.samples.first[-1]
+        if (windows := self._planner.windows_by_epoch) is not None:
+            return windows[0]
+        samplers = [ShuffleSampler.Config().build(n_samples=data.n_samples, seed=0) for data in self.samples.sets]
+        return sum(1 for _ in self.plan(samplers, epochs=1, windows_per_step=1))
 
     @property
     def packing_efficiency(self) -> float | None:
