@@ -100,7 +100,8 @@ def _progress_bar(name: str) -> "Iterator[Progress]":
 
 def _report(document: dict[str, Any], output: Path | None) -> None:
     from rich.console import Console
-    from rich.table import Column, Table
+
+    from torchtitan.tools.tables import print_table
 
     # Save the results before anything else can fail.
     text = json.dumps(_finite(document), indent=2, default=str, allow_nan=False)
@@ -113,16 +114,13 @@ def _report(document: dict[str, Any], output: Path | None) -> None:
         raise UserError(f"--output {output} cannot be written ({reason}); the JSON was printed instead") from error
     if output is None:
         print(text, flush=True)
-    # Fold long names in narrow terminals.
-    columns = [Column(name, overflow="fold") for name in ("task", "metric")]
-    table = Table(*columns, Column("value", overflow="fold", justify="right"))
+    rows = []
     for task, metrics in document["results"].items():
-        table.add_section()
         for index, (name, value) in enumerate(metrics.items()):
             shown = f"{value:.4f}" if isinstance(value, float) else str(value)
-            table.add_row("" if index else task, name, shown)
-    # File names are not markup.
-    Console(stderr=True, markup=False, emoji=False).print(table)
+            rows.append(("" if index else task, name, shown))
+    console = Console(stderr=True, markup=False, emoji=False)
+    print_table(console, "", ("task", "metric", "value"), rows, numbers=("value",))
 
 
 def _finite(value: Any) -> Any:

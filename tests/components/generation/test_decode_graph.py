@@ -3,6 +3,8 @@ and the meta device, which has no values, shows what a step exchanges with the h
 
 import contextlib
 import inspect
+import itertools
+import weakref
 from functools import partial
 from typing import Any
 
@@ -148,6 +150,32 @@ def test_rows_finish_and_join(graphs, max_rows):
     engine = Engine(model, sampling=SAMPLING, stop_ids=STOP_IDS, max_rows=max_rows)
     check_equal(engine.run(texts_of(engine)), alone(model))
     assert graphs.replays > graphs.captures > 1
+
+
+def test_a_graph_is_not_destroyed_while_it_runs(graphs, monkeypatch):
+    """The device is done with a graph when the host has read the tokens."""
+    events, tolist, counted = [], Tensor.tolist, graphs.counted
+
+    def recorded(replay):
+        def recording_replay() -> Tensor:
+            events.append("replay")
+            return replay()
+
+        weakref.finalize(recording_replay, events.append, "destroyed")
+        return counted(recording_replay)
+
+    def read(x: Tensor) -> Any:
+        if x.is_floating_point():
+            events.append("read")
+        return tolist(x)
+
+    monkeypatch.setattr(graphs, "counted", recorded)
+    monkeypatch.setattr(Tensor, "tolist", read)
+    engine = Engine(small_model(), sampling=SAMPLING, stop_ids=STOP_IDS, max_rows=3)
+    engine.run(texts_of(engine))
+    pairs = set(itertools.pairwise(events))
+    assert ("read", "destroyed") in pairs and ("replay", "read") in pairs
+    assert ("replay", "destroyed") not in pairs
 
 
 def test_a_batch_that_changes_often_is_not_recorded(graphs):

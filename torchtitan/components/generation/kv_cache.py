@@ -141,16 +141,10 @@ class KVCache:
 
     def _store(self, module: nn.Module, new: Sequence[Tensor], attention: CachedAttention) -> list[Tensor]:
         """Store new keys and values of a layer; return all that its window reaches."""
-        if attention.is_static:
-            assert attention.query_places_L is not None and attention.key_places_S is not None
-            memories = self._stored[module][1:]
-            for memory, x in zip(memories, new, strict=True):
-                memory.index_copy_(1, attention.query_places_L, x)
-            return [memory[:, : len(attention.key_places_S)] for memory in memories]
+        assert attention.query_places_L is not None and attention.key_places_S is not None
         end = self.n_slots + new[0].shape[1]
         stored_first, *stored = self._stored.get(module, (0, *(x[:, :0] for x in new)))
         if attention.window is not None:
-            assert attention.key_places_S is not None
             first = end - len(attention.key_places_S)
             kept = slice(first - stored_first, self.n_slots - stored_first)
             stored = [torch.cat((old[:, kept], x), dim=1) for old, x in zip(stored, new, strict=True)]
@@ -163,9 +157,10 @@ class KVCache:
                 memory[:, : self.n_slots] = old[:, : self.n_slots]
             self._stored[module] = 0, *grown
             stored = grown
+        slots = attention.query_places_L if attention.is_static else slice(self.n_slots, end)
         for memory, x in zip(stored, new, strict=True):
-            memory[:, self.n_slots : end] = x
-        return [memory[:, :end] for memory in stored]
+            memory[:, slots] = x
+        return [memory[:, : len(attention.key_places_S)] for memory in stored]
 
 
 def _last(x_BSKD: Tensor, rows: Tensor, n_valid: int, width: int) -> Tensor:

@@ -11,6 +11,7 @@ from torchtitan.components.data.finetuning.conversation import (
     BrokenSample,
     Conversation,
     EmptySample,
+    Message,
     Pair,
     Prompt,
     Text,
@@ -141,9 +142,14 @@ def _pair(chosen: Conversation, rejected: Conversation, n_prompt: int, margin: A
             raise BrokenSample(f"{name} continues the prompt with the role {messages[0]['role']!r}, not 'assistant'")
         if not Conversation(messages).is_answered():
             raise EmptySample(f"{name} is empty")
-    if pair.chosen == pair.rejected:
+    if _stripped(pair.chosen) == _stripped(pair.rejected):
         raise EmptySample("chosen and rejected are equal")
     return pair
+
+
+def _stripped(messages: list[Message]) -> list[Message]:
+    """Return messages without whitespace around their texts."""
+    return [{**message, "content": str(message.get("content") or "").strip()} for message in messages]
 
 
 def read_prompt(prompt: Callable[[Cells], list[Any]]) -> Callable[[Cells], Prompt]:
