@@ -47,6 +47,11 @@ class EncodedRow(NamedTuple):
         return np.concatenate([part.ids for part in self.parts])
 
     @property
+    def trained(self) -> np.ndarray:
+        """Mask of the tokens that the model learns to predict, bool (n,)."""
+        return np.concatenate([part.trained for part in self.parts])
+
+    @property
     def n_tokens(self) -> int:
         return sum(len(part.ids) for part in self.parts)
 
