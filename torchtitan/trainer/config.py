@@ -44,7 +44,7 @@ from torchtitan.distributed.tensor_parallel import check_parts
 from torchtitan.protocols import ModelConverter, ModelSpec
 from torchtitan.protocols.conversion import check_plain_state, converter_records, import_path, weight_options
 from torchtitan.tools import durable
-from torchtitan.tools.errors import UserError, os_errors_as
+from torchtitan.tools.errors import UserError, os_errors_as, require
 from torchtitan.tools.logging import logger
 from torchtitan.trainer.callbacks import Callback
 from torchtitan.trainer.data_progress import DataProgress
@@ -239,13 +239,10 @@ class RunConfig(Configurable.Config):
         self.ema.check_run(self)
         progress = self.data_progress(self.training.resolve_global_batch_size(dims.dp_degree))
         progress.check_schedules()
-        first_tokens = progress.tokens_per_step
-        warmup = self.lr_scheduler.warmup_steps
-        if self.lr_scheduler.unit == "tokens" and 0 < warmup < first_tokens:
-            raise UserError(
-                f"--lr_scheduler.warmup_steps is {warmup} tokens (lr_scheduler.unit), but a step has {first_tokens}; "
-                "set the tokens of the warm-up, or 0"
-            )
+        warmup, n_tokens = self.lr_scheduler.warmup_steps, progress.tokens_per_step
+        is_long = self.lr_scheduler.unit == "steps" or warmup == 0 or warmup >= n_tokens
+        least = f"0 tokens (--lr_scheduler.unit), or at least the {n_tokens} of a step"
+        require(is_long, "--lr_scheduler.warmup_steps", warmup, least)
         if self.training.enable_cpu_offload:
             dims.require_fsdp("--training.enable_cpu_offload")
         return dims
