@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Self, cast
+from typing import Annotated, Any, Self
 
 import torch
 import tyro
@@ -164,13 +164,12 @@ class RunConfig(Configurable.Config):
         spec = self.model_spec
         if spec.model.scores and not self.trains_scores:
             raise UserError(f"{self.hf_assets_path} holds a reward model; train it with --module reward")
-        components: list[Configurable.Config] = [spec.model, self.chosen_loss, self.tokenizer, self.dataloader]
+        components: list[Any] = [spec.model, self.chosen_loss, self.tokenizer, self.dataloader]
         components += [*self.model_converters, self.optimizer, self.lr_scheduler, self.spikes, self.ema]
         components += [self.checkpoint, self.metrics, self.validator, self.profiling, *self.callbacks]
+        components += [self.training, self.activation_checkpoint, self.comm, self.debug]
         for component in components:
             component.validate()
-        for section in (self.training, self.activation_checkpoint, self.comm, self.debug):
-            section.validate()
         self.check_layout(world_size)
         _check_distinct("callbacks", self.callbacks)
         for callback in self.callbacks:
@@ -249,9 +248,8 @@ class RunConfig(Configurable.Config):
 
     def data_progress(self, global_batch_size: int, n_samples: int | None = None) -> DataProgress:
         """Return the run's progress at its start; arguments as in `DataProgress`."""
-        size, trainer = global_batch_size, cast(Any, self._owner)
-        per_sample = trainer.sequences_per_sample
-        return DataProgress(self.training, n_samples=n_samples, global_batch_size=size, sequences_per_sample=per_sample)
+        trainer: Any = self._owner
+        return DataProgress(self.training, n_samples, global_batch_size, trainer.sequences_per_sample)
 
     def check_conversion(self, *, n_added_tokens: int = 0) -> None:
         """Try the converters on a meta-device model, whose vocabulary size must be known. Warn if they leave the rows
