@@ -3,8 +3,6 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 
-import torch.distributed as dist
-
 from torchtitan.components.checkpoint import catalog
 from torchtitan.components.checkpoint.catalog import CheckpointInfo
 from torchtitan.components.checkpoint.config import CheckpointConfig
@@ -169,17 +167,13 @@ def choose_start(
     return start
 
 
-def load_model_state(
-    path: AnyFolder, state: ModelState, *, saved_name: str = "model", group: dist.ProcessGroup | None = None
-) -> None:
-    """Verify the checkpoint in `path` and load its model `saved_name` into `state`, sharded or not. All ranks of
-    `group` call this together; None: the default process group, or this process if there is none. Raise `UserError` on
-    every rank if the checkpoint is damaged or does not fit."""
+def load_model_state(path: AnyFolder, state: ModelState, *, saved_name: str = "model") -> None:
+    """Verify the checkpoint in `path` and load its model `saved_name` into `state`, sharded or not. All ranks of the
+    default process group, if any, call this together. Raise `UserError` on every rank if the checkpoint is damaged or
+    does not fit."""
     from torchtitan.components.checkpoint import dcp
 
-    if group is None and dist.is_initialized():
-        group = dist.group.WORLD
-    ranks = Ranks(group)
+    ranks = Ranks.of_run()
     checkpoint = ranks.broadcast_from_rank0(lambda: catalog.open_checkpoint(path))
     catalog.raise_if_damaged(checkpoint.path, ranks)
     dcp.load(checkpoint.path, {saved_name: state}, {}, 0, ranks)

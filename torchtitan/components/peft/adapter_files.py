@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchtitan.components.checkpoint.ranks import Ranks
@@ -160,7 +159,7 @@ def read_adapter(
     """Load an adapter from PEFT files into `model_parts`, this process's part of the materialized model, sharded or
     not, with base weights loaded. All processes of the default group call this together. Other arguments and errors are
     as in `AdapterSource`; also raise `UserError` if the base weights differ."""
-    ranks = Ranks(dist.group.WORLD if dist.is_initialized() else None)
+    ranks = Ranks.of_run()
     tensors: dict[str, Tensor] = ModelState(model_parts).state_dict()
 
     def load() -> None:
