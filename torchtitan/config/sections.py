@@ -89,9 +89,8 @@ class TrainingConfig:
     @property
     def seq_lens(self) -> list[int]:
         """All lengths of windows, ascending."""
-        return sorted(
-            {change.value for change in parse_changes("seq_len_schedule", self.seq_len, self.seq_len_schedule)}
-        )
+        changes = parse_changes("seq_len_schedule", self.seq_len, self.seq_len_schedule)
+        return sorted({change.value for change in changes})
 
     def resolve_global_batch_size(self, data_parallel_degree: int) -> int:
         """Return the samples of the first optimizer step. Raise `UserError` if local batches do not divide a batch."""

@@ -12,7 +12,6 @@ import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 from torchtitan.distributed.hang_consensus import TICK_SECONDS, HangConsensus, HangReport, Position, Process, headline
 from torchtitan.distributed.phases import BETWEEN_STEPS, PhaseClock
@@ -102,9 +101,7 @@ class Watchdog:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._thread:
             self._closed.set()
             self._thread.join()
