@@ -62,8 +62,7 @@ class Watchdog:
     No hang is reported while a rank is between two steps, since the others are meant to wait for it. Time during which
     the process was stopped or the host suspended does not count.
 
-    All ranks enter and leave the watchdog together. Within it, SIGQUIT (Ctrl-\\) prints the stacks before it ends the
-    process.
+    All ranks enter and leave the watchdog together. Within it, SIGQUIT (Ctrl-\\) prints stacks and ends the process.
 
     Args:
         first_step_seconds: limit of the first step, which compiles and connects to the other ranks.

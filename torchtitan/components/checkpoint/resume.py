@@ -85,8 +85,7 @@ def _stop_if_finished(config: CheckpointConfig, checkpoints: Sequence[Checkpoint
 
 def find_start(config: CheckpointConfig, folder: Folder) -> Start | None:
     """Return the checkpoint that a run with checkpoints in `folder` would start from; reads only markers. Raise
-    `UserError` if a requested checkpoint cannot be loaded, all of the run's checkpoints are damaged, or reading
-    fails."""
+    `UserError` if a requested checkpoint cannot be loaded, all of the run's are damaged, or reading fails."""
     with os_errors_as(f"the checkpoints in {folder} cannot be read"):
         if config.load_step != -1:
             return Start(catalog.find_step(folder, config.load_step), resumes=True)

@@ -130,8 +130,7 @@ class Float8LinearConverter(LayerConverter):
             import_torchao("torchao.float8").precompute_float8_dynamic_scale_for_fsdp(nn.ModuleList(model_parts))
 
     def _check_shards(self, part: nn.Module) -> None:
-        """Reject uneven shards: torchao passes unpadded rows to FSDP, and ranks with fewer rows would make all ranks
-        hang."""
+        """Reject uneven shards: torchao passes unpadded rows to FSDP, and ranks with fewer would make all hang."""
         from torchao.float8.float8_linear import Float8Linear
 
         for name, module in part.named_modules():
