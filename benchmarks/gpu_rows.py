@@ -34,6 +34,7 @@ from torchtitan.tools.device import device_type, memory_gib, peak_flops, synchro
 
 ROOT = Path(__file__).resolve().parent.parent
 CUDA_TESTS = [
+    "tests/components/generation/test_decode_graph.py",
     "tests/components/test_optimizer.py",
     "tests/components/test_profiling.py",
     "tests/models/test_attention.py",
@@ -255,7 +256,7 @@ def generation(size: Size) -> Numbers:
         model = config.build()
     model = model.to(torch.float32 if size.toy else torch.bfloat16).to_empty(device=size.device)
     initialize_weights(model, 0)
-    prompt_tokens, new = (16, 16) if size.toy else (512, 64)
+    prompt_tokens, new = (16, 16) if size.toy else (512, 128)
     results: Numbers = {}
     for name, batch, sampling in (
         ("greedy, batch 1", 1, None),
@@ -268,6 +269,14 @@ def generation(size: Size) -> Numbers:
         new_seconds = statistics.median(last - first for _, first, last in timed)
         results[name] = {"prompt_seconds": prompt_seconds, "tokens_per_second": batch * (new - 1) / new_seconds}
     return results
+
+
+def generation_without_graphs(size: Size) -> Numbers:
+    """Measure the same, starting kernels one by one."""
+    from torchtitan.components.generation.decode_graph import SWITCH
+
+    os.environ[SWITCH] = "0"  # of this process, which has no other row
+    return generation(size)
 
 
 def token_times(model: Any, prompts: list[list[int]], new: int, sampling: Any) -> tuple[float, float, float]:
@@ -370,6 +379,7 @@ ROWS: dict[str, Callable[[Size], Numbers]] = {
     "1B packed, compiled": lambda size: train(size, size.pretraining(packed=True, compiled=True)),
     "float8": float8,
     "generation": generation,
+    "generation without CUDA graphs": generation_without_graphs,
     "experts": experts,
     **{f"1B loss chunks of {n}": partial(loss_chunks, chunk_tokens=n) for n in (1024, 2048, 8192)},
     "8B start-up": start_up,

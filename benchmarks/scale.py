@@ -25,7 +25,7 @@ import numpy as np
 from torchtitan.cli.main import main as torchtitan
 from torchtitan.components.checkpoint.filesystem import LocalFolder
 from torchtitan.components.data.disk_cache import record_blocks
-from torchtitan.components.data.prepare.encoding import HASH_BYTES, ITEM, DocumentEncoding
+from torchtitan.components.data.prepare.encoding import HASH_BYTES, ITEM, document_encoding
 from torchtitan.components.data.prepare.preparation import INDEX_ROWS, ITEMS_PER_PASS, find_duplicates
 from torchtitan.config.manager import ConfigManager
 from torchtitan.foresight import predict
@@ -94,7 +94,7 @@ def measure(folder: Path) -> Rates:
     def copy() -> None:
         for number in range(_COPIES):
             target = folder / f"copy{number}"
-            DocumentEncoding(tokenizer).select([(LocalFolder(cache), np.arange(train["items"]))], target)
+            document_encoding(tokenizer).select([(LocalFolder(cache), np.arange(train["items"]))], target)
             record_blocks(target)
             durable.sync_tree(target)
 

@@ -17,18 +17,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from torchtitan.tools import process
 from torchtitan.tools.errors import RunComplete, RunFailure, UserError, os_errors_as
 from torchtitan.tools.logging import check_log_ranks, init_logger, logger
-from torchtitan.tools.process import (
-    COMMAND_VARIABLE,
-    STARTED,
-    exit_process,
-    exit_with_launcher,
-    is_launched,
-    keep_freed_memory,
-    report_failure,
-    use_expandable_segments,
-)
 
 if TYPE_CHECKING:
     from torchtitan.config.manager import ResolvedConfig
@@ -44,14 +35,14 @@ def run(resolved: "ResolvedConfig") -> None:
     from torchtitan.tools.device import device_type
 
     if device_type() == "cpu":
-        keep_freed_memory()
+        process.keep_freed_memory()
     with onednn_products():
         _run(resolved)
 
 
 def _run(resolved: "ResolvedConfig") -> None:
     trainer = resolved.config.build()
-    trainer.phases.begin_at(STARTED)
+    trainer.phases.begin_at(process.STARTED)
     _check_same_mode(trainer.config.activation_checkpoint.mode)
     trainer.load_checkpoint()
     # Save only now, so that a run that cannot start does not replace the previous run's file.
@@ -102,18 +93,18 @@ def main(args: Sequence[str] | None = None) -> int:
     """Parse, check, build, train and close; return the exit code."""
     init_logger()
     words = list(sys.argv[1:] if args is None else args)
-    if is_launched():
-        exit_with_launcher()
+    if process.is_launched():
+        process.exit_with_launcher()
     elif "RANK" not in os.environ:
-        os.environ[COMMAND_VARIABLE] = f"python -m torchtitan.train {shlex.join(words)}"
-    use_expandable_segments()
+        os.environ[process.COMMAND_VARIABLE] = f"python -m torchtitan.train {shlex.join(words)}"
+    process.use_expandable_segments()
     try:
         _parse_and_run(words)
     except Exception as error:
         code = exit_code_of(error)
         if "RANK" in os.environ:
             _report_error(error, code)
-            exit_process(code)
+            process.exit_process(code)
         if code == 1:
             raise
         log_message(error)
@@ -128,7 +119,7 @@ def _parse_and_run(words: list[str]) -> None:
     if "COMM_MODE" in os.environ:
         raise UserError("the environment variable COMM_MODE is supported only by `torchtitan train`")
     resolved = ConfigManager("python -m torchtitan.train").parse_args(words)
-    if not is_launched():
+    if not process.is_launched():
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
         check_log_ranks(world_size)
         resolved.config.check(world_size)
@@ -147,14 +138,14 @@ def with_fitting_mode(resolved: "ResolvedConfig", world_size: int) -> "ResolvedC
 
 def _is_repeating() -> bool:
     """Return whether torchrun's first rank on this host will report the same user's mistakes."""
-    return not is_launched() and os.environ.get("LOCAL_RANK", "0") != "0"
+    return not process.is_launched() and os.environ.get("LOCAL_RANK", "0") != "0"
 
 
 def _report_error(error: Exception, code: int) -> None:
     """Report an error to the launcher, which prints the first failure, or print it."""
-    if is_launched():
+    if process.is_launched():
         text = "".join(traceback.format_exception(error)).rstrip() if code == 1 else str(error)
-        report_failure(code, text, passing=code == 1)
+        process.report_failure(code, text, passing=code == 1)
     elif code == 1:
         traceback.print_exception(error)
     else:

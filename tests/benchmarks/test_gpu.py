@@ -12,7 +12,7 @@ from gpu_rows import kernel_class
 
 from tests.conftest import PROJECT
 
-QUICK = ["1B eager", "attention kernels", "experts", "generation", "profiled step"]
+QUICK = ["1B eager", "attention kernels", "experts", "generation", "generation without CUDA graphs", "profiled step"]
 
 
 def lines_of(folder: Path, *words: str) -> list[dict[str, Any]]:

@@ -171,10 +171,12 @@ LOG_PROBS = PreferenceTrainer.log_probs
 
 
 @pytest.mark.slow
-def test_a_cached_reference_is_computed_once(folder, tmp_path, monkeypatch):  # noqa: F811
+def test_a_cached_reference_is_computed_once(folder, tmp_path, monkeypatch, caplog):  # noqa: F811
     options = {"reference__kind": "cached", "dataloader__cache_dir": tmp_path / "cache", "training__steps": 2}
     options |= {"checkpoint__last_save_in_hf": False, "checkpoint__export_dtype": "None"}
+    caplog.set_level("INFO", logger="torchtitan")
     train(folder, tmp_path / "first", "dpo", **options)
+    assert sum(" rows kept " in line for line in caplog.messages) == 1  # of the training data
     resumed = train(folder, tmp_path / "first", "dpo", **{**options, "training__steps": 3})
     assert resumed.step == 3
     monkeypatch.setattr(PreferenceTrainer, "log_probs", only_of_the_model)

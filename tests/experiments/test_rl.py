@@ -531,7 +531,10 @@ def test_a_prompt_that_occurs_twice_gets_other_answers(folder, tmp_path):
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        ("many", r"prompts\.jsonl:\d+: the reward function .*:many returned \[1\.0, 1\.0, 1\.0\], but must return one"),
+        (
+            "many",
+            r"prompts\.jsonl:\d+: the reward function .*:many returned \[1\.0, 1\.0, 1\.0\], but must return one",
+        ),
         ("nan", r"prompts\.jsonl:\d+: the reward function .*:nan returned nan"),
         ("fails", r"prompts\.jsonl:\d+: the reward function .*:fails failed: ValueError: two lines"),
     ],

@@ -62,7 +62,9 @@ def layouts(rows, columns):
     ]
 
 
-@pytest.mark.parametrize(("m", "k", "n"), [(5, 7, 3), (1, 7, 3), (5, 1, 3), (5, 7, 1), (1, 1, 1), (5, 0, 3), (0, 7, 3)])
+@pytest.mark.parametrize(
+    ("m", "k", "n"), [(5, 7, 3), (1, 7, 3), (5, 1, 3), (5, 7, 1), (1, 1, 1), (5, 0, 3), (0, 7, 3), (300, 7, 3)]
+)
 def test_any_layout_and_size(m, k, n, calls):
     for a in layouts(m, k):
         for b in layouts(k, n):
@@ -102,12 +104,15 @@ def test_autocast_and_errors_are_pytorchs(calls):
     assert not calls
 
 
-def test_only_in_the_block_also_after_an_error(calls):
+def test_only_in_the_block_also_after_an_error(calls, monkeypatch):
+    registered, register = [], torch.library.Library.impl
+    monkeypatch.setattr(torch.library.Library, "impl", lambda *args: registered.append(args[1]) or register(*args))
     x = torch.randn(4, 4)
     with onednn_products():
         with onednn_products():
             x @ x
         x @ x
+    assert registered == ["mm", "addmm", "addmm_"]  # once, and by the outer block
     with pytest.raises(ZeroDivisionError), onednn_products():
         raise ZeroDivisionError
     assert len(calls) == 2

@@ -301,7 +301,7 @@ def test_own_steps_of_two_updates_are_reported_once(tmp_path, late):
             super().train_step(batches)
             return super().train_step(batches)
 
-        def report(self, outcome, step, progress):
+        def use_result(self, outcome, step, **progress):
             reported.append(step)
 
     trainer = run(tiny_config(tmp_path, training__steps=5, metrics__log_freq=100), Twice)

@@ -117,9 +117,9 @@ def test_skipped_step_has_its_reason(tmp_path, data):
 
 def test_line_is_written_before_the_checkpoint(tmp_path, data):
     class Looking(Trainer):
-        def report(self, outcome, *progress):
+        def use_result(self, outcome, *step, **progress):
             assert read(tmp_path)[-1]["step"] == self.step
-            super().report(outcome, *progress)
+            super().use_result(outcome, *step, **progress)
 
     train(tmp_path, trainer_class=Looking, dataloader__dataset=data, debug__ledger=True)
 

@@ -71,8 +71,8 @@ def screen(text: str) -> list[str]:
 class Talkative(Trainer):
     """Logs a long line, and prints to standard error, in the middle of the run."""
 
-    def report(self, outcome, *progress):
-        super().report(outcome, *progress)
+    def use_result(self, outcome, *step, **progress):
+        super().use_result(outcome, *step, **progress)
         if self.step == 2:
             logger.warning("a long line " * 30 + "ends")
             print("from a library", file=sys.stderr)

@@ -23,14 +23,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command; sources precede all of them."""
     parser.usage = f"{parser.prog} SOURCE... --out PLACE [options]"
     add = parser.add_argument
+    add("--dataloader.dataset", "--dataloader.weights", nargs="*", dest="of_run", help=argparse.SUPPRESS)
     add("--out", metavar="PLACE", help="folder or URL (s3://…) of the result")
     add("--workers", type=int, default=os.cpu_count(), metavar="N", help="processes (default: cores)")
     add("--part", metavar="I/N", help="write only the I-th of N shares of the parts, without merging")
     add("--merge", action="store_true", help="only merge, after all shares are written")
-    help_text = "MB per part of a JSON Lines file (default: 64); other files are one part each"
-    add("--part_size", type=float, default=64.0, metavar="MB", help=help_text)
-    help_text = "fraction of the documents or samples, selected by hash, in the split `validation` (default: 0)"
-    add("--held_out", type=float, default=0.0, metavar="F", help=help_text)
+    add("--part_size", type=float, default=64.0, metavar="MB", help="MB per part of a JSON Lines file (default: 64)")
+    add("--held_out", type=float, default=0.0, metavar="F", help="fraction to keep for the split `validation`, by hash")
     add("--keep_duplicates", action="store_true", help="keep documents or samples with equal tokens")
     add("--min_tokens", type=int, default=0, metavar="N", help="text: drop shorter documents")
     add("--max_tokens", type=int, metavar="N", help="text: drop longer documents")
@@ -43,6 +42,8 @@ def prepare(sources: Sequence[str], options: argparse.Namespace, config: Any) ->
     from torchtitan.components.checkpoint.filesystem import folder_at
     from torchtitan.components.data.prepare.preparation import Preparation, merge
 
+    if options.of_run is not None:
+        raise UserError("--dataloader.dataset and --dataloader.weights belong to a run; begin with what to prepare")
     if not options.out:
         raise UserError("--out is missing; set it to the folder or URL of the result")
     if options.part and options.merge:
@@ -53,9 +54,8 @@ def prepare(sources: Sequence[str], options: argparse.Namespace, config: Any) ->
     share = re.fullmatch(r"(\d+)/(\d+)", options.part or "1/1")
     if share is None or not 1 <= int(share[1]) <= int(share[2]):
         raise UserError(f"--part is {options.part}, but must be I/N with I from 1 to N, such as 3/64")
-    opened, open_sources, encoding = _open(sources, options, config)
+    open_sources, encoding = _open(sources, options, config)
     preparation = Preparation(
-        sources=opened,
         open_sources=open_sources,
         place=folder_at(os.path.expanduser(options.out)),
         encoding=encoding,
@@ -66,8 +66,8 @@ def prepare(sources: Sequence[str], options: argparse.Namespace, config: Any) ->
     # Ignore SIGPIPE, so that a killed worker raises an error instead of ending this process.
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread per process
-    preparation.begin()
     if not options.merge:
+        preparation.begin()
         numbers = [number for number in preparation.missing() if number % int(share[2]) == int(share[1]) - 1]
         preparation.write_all(numbers, options.workers)
     if not options.part:
@@ -76,13 +76,14 @@ def prepare(sources: Sequence[str], options: argparse.Namespace, config: Any) ->
 
 def _open(
     sources: Sequence[str], options: argparse.Namespace, config: Any
-) -> "tuple[Sequence[Source], Callable[[], Sequence[Source]], Encoding]":
-    """Return the sources, a function that lists them again, and their encoding according to the data loader."""
+) -> "tuple[Callable[[], Sequence[Source]], Encoding]":
+    """Return a function that lists the sources, and their encoding according to the data loader."""
     from torchtitan.components.data.dataloader import PretrainDataLoader
     from torchtitan.components.data.finetuning.filters import FilterConfig
     from torchtitan.components.data.finetuning.planned_loader import PlannedDataLoader
-    from torchtitan.components.data.prepare.encoding import DocumentEncoding, SampleEncoding
-    from torchtitan.components.data.sources.source import Source
+    from torchtitan.components.data.prepare.encoding import document_encoding, sample_encoding
+    from torchtitan.components.data.prepare.prepared import find_prepared
+    from torchtitan.components.data.sources.source import CHAT_DATASETS, DOCUMENTS, Source
 
     loader = config.dataloader
     if not isinstance(loader, PlannedDataLoader.Config | PretrainDataLoader.Config):
@@ -91,9 +92,13 @@ def _open(
     tokenizer = config.tokenizer.build(path=config.hf_assets_path)
     filters = FilterConfig(**{name: getattr(options, name) for name in ("min_tokens", "max_tokens", "max_repetition")})
     loader.dataset = list(sources)
+    catalog: Any = CHAT_DATASETS
     if isinstance(loader, PretrainDataLoader.Config):
-        loader.weights = []  # of the datasets of the run
+        loader.weights, catalog = [], DOCUMENTS  # the weights are those of the run's datasets
     loader.validate()
+    for source in sources:
+        if find_prepared(source, catalog):
+            raise UserError(f"{source} is prepared data; name what it was made of")
 
     def open_sources() -> list[Source]:
         opened = [loader.source(source) for source in sources]
@@ -103,15 +108,9 @@ def _open(
         return local
 
     if isinstance(loader, PretrainDataLoader.Config):
-        return open_sources(), open_sources, DocumentEncoding(tokenizer, filters)
+        return open_sources, document_encoding(tokenizer, filters)
     if filters != FilterConfig():
-        raise UserError(
-            "--min_tokens, --max_tokens and --max_repetition filter text; leave them out, and set the filters of the "
-            "loader (--dataloader.…)"
-        )
-    rows = loader.rows()
-    formats = dict.fromkeys(row_format.name for _, row_format in rows)
-    if len(formats) != 1 or len(rows) != len(sources):
-        raise UserError(f"the sources have different formats ({', '.join(formats)}); prepare each by itself")
-    encoding = SampleEncoding(rows[0][1], loader.encoder(tokenizer, loader.find_template(tokenizer)), loader.filters())
-    return [source for source, _ in rows], open_sources, encoding
+        raise UserError("--min_tokens, --max_tokens and --max_repetition filter text; set --dataloader.… instead")
+    formats = {source.name: row_format for source, row_format in loader.rows()}
+    encoder = loader.encoder(tokenizer, loader.find_template(tokenizer))
+    return open_sources, sample_encoding(formats, encoder, loader.filters())

@@ -4,18 +4,14 @@ import argparse
 import importlib.util
 import json
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torchtitan.cli.model_options import add_model_options, open_model, run_command
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError, require
 from torchtitan.tools.parser import Parser
-
-if TYPE_CHECKING:
-    from torchtitan.components.evaluation import Progress
 
 
 def evaluate(args: Sequence[str]) -> int:
@@ -54,14 +50,14 @@ def _evaluate(options: argparse.Namespace) -> None:
     scorer = Scorer(opened.model, batch_size=options.batch_size)
     results: dict[str, dict[str, Any]] = {}
     for file in files:
-        with _progress_bar(Path(file).name) as progress:
-            results[file] = evaluate_file(Path(file), scorer, opened.tokenizer, options.limit, progress)
+        scorer.title = Path(file).name
+        results[file] = evaluate_file(Path(file), scorer, opened.tokenizer, options.limit)
     if names:
         from torchtitan.components.evaluation.lm_eval_adapter import TorchtitanLM, evaluate_tasks
 
-        with _progress_bar("lm-eval") as progress:
-            model = TorchtitanLM(scorer, opened.tokenizer, stop_ids(opened.tokenizer, *opened.folders), progress)
-            results |= evaluate_tasks(model, names, include_path=options.include_path, limit=options.limit)
+        scorer.title = "lm-eval"
+        model = TorchtitanLM(scorer, opened.tokenizer, stop_ids(opened.tokenizer, *opened.folders))
+        results |= evaluate_tasks(model, names, include_path=options.include_path, limit=options.limit)
     _report({"checkpoint": str(options.checkpoint), "results": results}, options.output)
 
 
@@ -83,21 +79,10 @@ def _check(options: argparse.Namespace, files: list[str], names: list[str]) -> N
         )
 
 
-@contextmanager
-def _progress_bar(name: str) -> "Iterator[Progress]":
-    import rich.progress
-    from rich.console import Console
-    from rich.markup import escape
-
-    console = Console(stderr=True)
-    with rich.progress.Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(escape(name), total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
-
-
 def _report(document: dict[str, Any], output: Path | None) -> None:
     from rich.console import Console
-    from rich.table import Column, Table
+
+    from torchtitan.tools.tables import print_table
 
     # Save the results before anything else can fail.
     text = json.dumps(_finite(document), indent=2, default=str, allow_nan=False)
@@ -110,16 +95,13 @@ def _report(document: dict[str, Any], output: Path | None) -> None:
         raise UserError(f"--output {output} cannot be written ({reason}); the JSON was printed instead") from error
     if output is None:
         print(text, flush=True)
-    # Fold long names in narrow terminals.
-    columns = [Column(name, overflow="fold") for name in ("task", "metric")]
-    table = Table(*columns, Column("value", overflow="fold", justify="right"))
+    rows = []
     for task, metrics in document["results"].items():
-        table.add_section()
         for index, (name, value) in enumerate(metrics.items()):
             shown = f"{value:.4f}" if isinstance(value, float) else str(value)
-            table.add_row("" if index else task, name, shown)
-    # File names are not markup.
-    Console(stderr=True, markup=False, emoji=False).print(table)
+            rows.append(("" if index else task, name, shown))
+    console = Console(stderr=True, markup=False, emoji=False)
+    print_table(console, "", ("task", "metric", "value"), rows, numbers=("value",))
 
 
 def _finite(value: Any) -> Any:

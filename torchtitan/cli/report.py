@@ -5,8 +5,9 @@ import hashlib
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,20 +37,35 @@ class RunRecord:
 
     def __init__(self, folder: Path):
         self.name = str(folder)
-        self.broken: dict[str, list[int]] = {METRICS: [], EVENTS: [], SAMPLES: []}
-        """Numbers of broken lines by file."""
-        self.lines = [*json_lines(folder / METRICS, _is_metrics, self.broken[METRICS])]
+        self.problems: list[str] = []
+        """What is left out, because it is broken."""
+        self.lines = self._lines(METRICS, partial(json_lines, folder / METRICS, _is_metrics))
         if not self.lines:
             raise UserError(f"'{folder}' has no {METRICS} with metrics; name the dump folder of a run (--dump_folder)")
-        self.events = read_events(folder, self.broken[EVENTS])
+        self.events = self._lines(EVENTS, partial(read_events, folder))
         self.start: Event = next((event for event in reversed(self.events) if event["event"] == "start"), {})
         """The start of the last session; empty if unknown."""
-        self.samples = [*json_lines(folder / SAMPLES, bool, self.broken[SAMPLES])]
-        path = folder / "config.yaml"
-        self.config = leaves(read_config_file(path, f"'{path}'")) if path.exists() else {}
+        self.goodput = goodput(self.events)
+        self.samples = self._lines(SAMPLES, partial(json_lines, folder / SAMPLES, bool))
+        self.config = leaves(self._values(folder / "config.yaml", lambda path: read_config_file(path, f"'{path}'")))
         saved = str(self.config.get("checkpoint.folder", "checkpoint"))
         self.checkpoints = [] if is_url(saved) else list_checkpoints(resolve_folder(str(folder), saved))
-        self.foresight = read_object(folder / "foresight.json")
+        self.foresight = self._values(folder / "foresight.json", read_object)
+
+    def _lines(self, file: str, read: Callable[[list[int]], Iterable[Event]]) -> list[Event]:
+        broken: list[int] = []
+        lines = [*read(broken)]
+        if broken:
+            shown = ", ".join(map(str, broken[:5])) + (", ..." if len(broken) > 5 else "")
+            self.problems.append(f"{self.name}: {file}: broken lines are left out: {shown}")
+        return lines
+
+    def _values(self, path: Path, read: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
+        try:
+            return read(path) if path.exists() else {}
+        except UserError as error:
+            self.problems.append(f"{error}; the report leaves it out")
+            return {}
 
     def points(self, key: str) -> list[tuple[int, float]]:
         """Return steps and values of a metric."""
@@ -90,7 +106,7 @@ def sections(runs: Sequence[RunRecord]) -> list[Section]:
     samples = [[run.name, *(_text(row.get(key)) for key in sampled)] for run in runs for row in run.samples[-12:]]
     found = [
         compared("Summary", _summary),
-        compared("Where the time went", lambda run: shares(goodput(run.events))),
+        compared("Where the time went", lambda run: shares(run.goodput)),
         compared("Time of a step by phase", lambda run: shares(mean_phases(run.events))),
         Section("Incidents", ("run", "time", "step", "event", ""), [row for run in runs for row in _incidents(run)]),
         compared("Foresight", _foresight),
@@ -118,7 +134,7 @@ def _summary(run: RunRecord) -> dict[str, Any]:
     if run.events:
         last = run.events[-1]
         facts["last event"] = f"{last['event']}, {_moment(last['time'])}"
-        facts["goodput"] = describe_goodput(goodput(run.events)).split(";")[0]
+        facts["goodput"] = describe_goodput(run.goodput).split(";")[0]
     facts["lowest validation_loss"] = min((loss for _, loss in run.points("validation_loss")), default=None)
     keys = dict.fromkeys(key for line in run.lines for key in line if "/" not in key)
     return facts | {f"last {key}": points[-1][1] for key in keys if (points := run.points(key))}
@@ -129,7 +145,7 @@ def _moment(when: float) -> str:
 
 
 def _incidents(run: RunRecord) -> Iterator[list[str]]:
-    for event, before in zip(run.events, [None, *run.events], strict=False):
+    for before, event in itertools.pairwise([{}, *run.events]):
         values = {key: value for key, value in event.items() if key not in _UNLISTED}
         words = _text(event.get("reason", values))
         if event["event"] == "start":
@@ -172,23 +188,13 @@ def page(runs: Sequence[RunRecord]) -> str:
     script = (TEMPLATES / "run_report.js").read_text("utf-8")
     return render(
         "run_report.html",
-        runs=[run.name for run in runs],
+        runs=runs,
         written=_moment(time.time()),
         charts=curves(runs),
-        bars=[(run.name, goodput(run.events)) for run in runs],
         sections=sections(runs),
-        broken=[*_broken_lines(runs)],
         script=script,
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
     )
-
-
-def _broken_lines(runs: Sequence[RunRecord]) -> Iterator[str]:
-    for run in runs:
-        for file, numbers in run.broken.items():
-            shown = ", ".join(map(str, numbers[:5])) + (", ..." if len(numbers) > 5 else "")
-            if numbers:
-                yield f"{run.name}: {file}: broken lines are left out: {shown}"
 
 
 def _print(runs: Sequence[RunRecord]) -> None:
@@ -212,8 +218,9 @@ def report(args: Sequence[str]) -> int:
 
     def write() -> int:
         runs = [RunRecord(folder) for folder in options.runs]
-        for line in _broken_lines(runs):
-            print_error("report", line)
+        for run in runs:
+            for problem in run.problems:
+                print_error("report", problem)
         if options.text:
             _print(runs)
             return 0

@@ -1,5 +1,6 @@
 """Divergences of a student's next-token distributions from a teacher's, by chunks of both models' logits."""
 
+import itertools
 import math
 from dataclasses import dataclass
 from typing import Literal
@@ -10,12 +11,44 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchtitan.components.cross_entropy import IGNORE_INDEX, chunked_loss, cross_entropy_
+from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.config import Configurable
 from torchtitan.distributed.loss_parallel import VocabularyShard, local_shards
 from torchtitan.protocols.output_head import UNCHANGED, LogitTransform
-from torchtitan.tools.errors import require
+from torchtitan.tools.errors import UserError, require
 
 Kind = Literal["forward_kl", "reverse_kl", "jensen_shannon"]
+
+
+@dataclass(kw_only=True, slots=True)
+class TeacherConfig:
+    """Frozen model whose distributions the trained one learns."""
+
+    path: str = ""
+    """Checkpoint of the teacher, in any format and of any family, with the student's tokenizer."""
+
+    offload: bool = False
+    """Keep its weights in CPU memory between uses; needs FSDP."""
+
+    cache: str = ""
+    """Folder for its likeliest tokens in all data, written before the first step. Empty: it runs with the student."""
+
+    top_k: int = 64
+    """Tokens per position to write; all others are one event."""
+
+
+def check_same_tokens(student: Tokenizer, teacher: Tokenizer) -> None:
+    """Raise `UserError` that names the first id with different text in two tokenizers."""
+    if student.fingerprint == teacher.fingerprint:
+        return
+    # Twice, since decoding drops a space at the start of a text.
+    texts = ([each.decode([token_id] * 2) for token_id in range(each.vocab_size)] for each in (student, teacher))
+    for token_id, (ours, theirs) in enumerate(itertools.zip_longest(*texts)):
+        if ours != theirs:
+            raise UserError(
+                f"--teacher.path: the tokenizers of teacher and student differ first in token {token_id}, which twice "
+                f"is {theirs!r} for the teacher and {ours!r} for the student; choose a teacher with the same tokenizer"
+            )
 
 
 def divergence(

@@ -5,39 +5,48 @@ import hashlib
 import json
 import os
 import platform
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import Tensor
 
+from torchtitan.dry_run.observer import observing
+from torchtitan.dry_run.work_tracker import WorkTracker
 from torchtitan.tools import durable
 from torchtitan.tools.cpu_products import onednn_products
 from torchtitan.tools.errors import UserError, os_errors_as
 from torchtitan.tools.process import keep_freed_memory
+from torchtitan.tools.torch_private import all_gather_single_autograd, wait_tensor
 
-_SECONDS = 0.4
-"""Duration of each measurement."""
-_TOKENS, _WIDTHS = 1024, (256, 768)
-"""Linear layer whose products are timed, forward and backward: feed-forward network of the debug model."""
-_ELEMENTS = 2**20
-"""Elements of the tensors that pass through memory: activations of small models."""
-_LARGE, _SMALL = 2**22, 16
+Call = Callable[[], object]
+
+_SECONDS = 8.0
+"""Duration of the measurement, without the start of the processes."""
+_GROUPS = 5
+"""A duration is the median of the means of so many groups of calls: some messages take ten times as long as others,
+which counts, but not a moment in which other programs are busy."""
+_TOKENS, _WIDTH, _WIDE = 1024, 256, 768
+"""Layers and batch of the debug configuration. All tensors together do not fit the fast caches."""
+_LARGE, _SMALL = 2**21, 2**4
 """Elements of the messages that give bandwidth and latency."""
-_VERSION = 4
+_VERSION = 5
 """Of the measurement, part of the file's name."""
 
 
 def speed_of_this_machine(processes: int) -> dict[str, Any]:
-    """Return the fields of `Device` for each of `processes`, at most one per core, that compute at the same time on
-    this machine, measured on first use; the file is in $TORCHTITAN_CACHE or ~/.cache/torchtitan."""
-    processes = min(processes, os.cpu_count() or 1)
+    """Return the fields of `Device` for each of `processes` that compute at the same time on this machine. They are
+    measured on first use, with at most one process per core, but two of several; the file is in $TORCHTITAN_CACHE or
+    ~/.cache/torchtitan."""
+    processes = min(processes, max(2, os.cpu_count() or 1))
     threads = os.environ.get("OMP_NUM_THREADS", "")
     key = [_VERSION, platform.processor(), platform.node(), os.cpu_count(), processes, threads, torch.__version__]
     cache = Path(os.environ.get("TORCHTITAN_CACHE") or Path.home() / ".cache" / "torchtitan")
@@ -70,10 +79,28 @@ def measure(folder: str, processes: int, rank: int) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=processes)
     torch.manual_seed(0)
     gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
-    float32, bfloat16 = (_products_rate(dtype) for dtype in (torch.float32, torch.bfloat16))
-    latency, seconds = (_mean_seconds(functools.partial(dist.all_reduce, torch.zeros(n))) for n in (_SMALL, _LARGE))
-    # A ring sends twice (n - 1) / n of the message.
-    bandwidth = 8 * _LARGE * (processes - 1) / processes / (seconds - latency)
+    layers = [torch.randn(shape) for shape in [(_TOKENS, _WIDTH), *[(_WIDE, _WIDTH), (_WIDTH, _WIDE)] * 2]]
+    whole, part = torch.zeros(_LARGE), torch.zeros(_LARGE // processes)
+    # As in training, messages follow computation that the processes do not end at the same time.
+    calls: dict[str, Call] = {
+        "float32": _passes(layers, _products),
+        "sum": lambda: dist.all_reduce(whole),
+        "bfloat16": _passes([one.bfloat16() for one in layers], _products),
+        "small sum": lambda: dist.all_reduce(whole[:_SMALL]),
+        "attention": _passes(torch.rand(3, 2, 4, 512, 64), _attention),
+        "gathering": lambda: _gather(part),
+        "elementwise": _passes(torch.rand(3, _TOKENS, _WIDE), _elementwise),
+        "small gathering": lambda: _gather(part[:_SMALL]),
+    }
+    with onednn_products():  # as in training
+        seconds = _seconds_of(calls)
+        float32, bfloat16, attention, elementwise = (
+            _work_of(calls[name]) / seconds[name] for name in ("float32", "bfloat16", "attention", "elementwise")
+        )
+    latency = (seconds["small sum"] + seconds["small gathering"]) / 2
+    duration = seconds["sum"] + seconds["gathering"]
+    # To gather, a ring sends (n - 1) / n of the message, and to sum, twice as much. Latency varies on busy machines.
+    bandwidth = 3 * 4 * _LARGE * (processes - 1) / processes / max(duration - 2 * latency, duration / 2)
     fields = dict(
         name=f"this machine, {processes} process(es)",
         memory_gib=gib / processes,
@@ -81,8 +108,9 @@ def measure(folder: str, processes: int, rank: int) -> None:
         bfloat16_flops=bfloat16,
         float8_flops=bfloat16,
         product_efficiency=1.0,
-        attention_efficiency=_attention_rate() / float32,
-        memory_bandwidth=_memory_rate(),
+        # Half of the square, and five products instead of four in the backward pass, as in `foresight.time`.
+        attention_efficiency=0.5 * (1 + 2.5) / (1 + 2) * attention / float32,
+        memory_bandwidth=elementwise,
         memory_efficiency=1.0,
         link_bandwidth=bandwidth,
         network_bandwidth=bandwidth,
@@ -95,48 +123,47 @@ def measure(folder: str, processes: int, rank: int) -> None:
     print(json.dumps(fields))
 
 
-def _mean_seconds(call: Callable[[], object]) -> float:
-    """Return the mean duration. All processes make the same number of calls, which one call determines."""
-    call()
-    start = time.perf_counter()
-    call()
-    count = torch.tensor(max(1, round(_SECONDS / (time.perf_counter() - start))))
-    dist.broadcast(count, 0)
-    start = time.perf_counter()
-    for _ in range(int(count)):
+def _seconds_of(calls: dict[str, Call]) -> dict[str, float]:
+    """Return the duration of each of the calls, which all processes make by turns."""
+    durations: dict[str, list[float]] = {name: [] for name in calls}
+    end, going_on = time.perf_counter() + _SECONDS, torch.tensor(True)
+    while going_on:
+        for name, call in calls.items():
+            start = time.perf_counter()
+            call()
+            durations[name].append(time.perf_counter() - start)
+        going_on.fill_(time.perf_counter() < end or len(durations[name]) <= _GROUPS)
+        dist.broadcast(going_on, 0)
+    groups = {name: [each[1:][i::_GROUPS] for i in range(_GROUPS)] for name, each in durations.items()}
+    return {name: statistics.median(map(statistics.mean, each)) for name, each in groups.items()}
+
+
+def _work_of(call: Call) -> int:
+    """Return the floating-point operations of a call or, without any, its bytes, counted as for a prediction."""
+    tracker = WorkTracker()
+    with observing(tracker):
         call()
-    return (time.perf_counter() - start) / int(count)
+    return tracker.flops or sum(kernel.n_bytes * calls for kernel, calls in tracker.work.items())
 
 
-def _products_rate(dtype: torch.dtype) -> float:
-    width, wide = _WIDTHS
-    x = torch.rand(_TOKENS, width, dtype=dtype, requires_grad=True)
-    weight = torch.rand(wide, width, dtype=dtype, requires_grad=True)
-    gradient = torch.rand(_TOKENS, wide, dtype=dtype)
-    with onednn_products():  # as in training
-        seconds = _mean_seconds(lambda: torch.autograd.grad(F.linear(x, weight), (x, weight), gradient))
-    return 3 * 2 * _TOKENS * width * wide / seconds
+def _passes(leaves: Iterable[Tensor], forward: Callable[..., list[Tensor]]) -> Call:
+    """Return a call that computes results from `leaves`, and their gradients."""
+    leaves = [one.detach().requires_grad_() for one in leaves]
+    gradients = [torch.rand_like(one) for one in forward(*leaves)]
+    return lambda: torch.autograd.grad(forward(*leaves), leaves, gradients)
 
 
-def _memory_rate() -> float:
-    """Return the bytes/s of the elementwise operations of a block and its gradients: sums, products, activations."""
-    x, y = torch.rand(2, _ELEMENTS)
-
-    def operations() -> None:
-        torch.sigmoid(x)
-        x * y
-        x.mul(0.5)
-        x + y
-
-    return 10 * 4 * _ELEMENTS / _mean_seconds(operations)
+def _products(x: Tensor, *weights: Tensor) -> list[Tensor]:
+    return [functools.reduce(F.linear, weights, x)]
 
 
-def _attention_rate() -> float:
-    """Return the FLOP/s of causal attention, forward and backward, counted as on GPUs (`foresight.time`)."""
-    q, k, v = (torch.rand(1, 8, 512, 64, requires_grad=True) for _ in range(3))
-    square = 4 * 8 * 512 * 512 * 64
+def _attention(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+    return [F.scaled_dot_product_attention(q, k, v, is_causal=True)]
 
-    def attend() -> None:
-        F.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
 
-    return 0.5 * square * (1 + 2.5) / _mean_seconds(attend)
+def _elementwise(x: Tensor, gate: Tensor, up: Tensor) -> list[Tensor]:
+    return [x + F.rms_norm(x, x.shape[-1:]), F.silu(gate) * up]
+
+
+def _gather(part: Tensor) -> None:
+    wait_tensor(all_gather_single_autograd(part, gather_dim=0, group=dist.group.WORLD))

@@ -14,7 +14,7 @@ from torchtitan.distributed.parallelize import parallelize_model
 from torchtitan.models.common.decoder import DENSE_SHARDING
 from torchtitan.protocols import BaseModel, ModelSpec, ShardingPlan
 from torchtitan.protocols.state_dict_adapter import ExternalFormat
-from torchtitan.tools.errors import UserError
+from torchtitan.tools.errors import UserError, errors_of
 
 ANY_CLASS = "torchtitan.models.transformers"
 """Package of the models that transformers computes."""
@@ -76,10 +76,8 @@ def named_family(name: str, checkpoint: Path, given: ModuleType | None = None) -
     said = f"{checkpoint} holds a model of the package '{name}'"
     if not all(part.isidentifier() for part in name.split(".")):
         raise UserError(f"{said}, which is no name of a package")
-    try:
+    with errors_of(said):
         family = trusted_module(name)
-    except UserError as error:
-        raise UserError(f"{said}: {error}") from error
     if family is None:
         other = f"; --module now names '{given.__name__}'" if given else ""
         raise UserError(

@@ -19,7 +19,7 @@ from torchtitan.config.registry import trusted_module
 from torchtitan.distributed import initialize_weights
 from torchtitan.models.families import ANY_CLASS, families_with, named_family
 from torchtitan.protocols import BaseModel, ModelSpec
-from torchtitan.tools.errors import UnsupportedModelError, UserError
+from torchtitan.tools.errors import UnsupportedModelError, UserError, errors_of
 from torchtitan.tools.files import missing_folder_error, read_object
 
 DESCRIPTIONS = {"hf": "config.json", "meta": "params.json"}
@@ -73,10 +73,8 @@ def spec_of(path: str | Path, family: ModuleType | None = None) -> ModelSpec:
             f"{folder / DESCRIPTION}: '{document['model']}' is no model of {package.__name__} (there are: "
             f"{', '.join(classes)})"
         )
-    try:
+    with errors_of(str(folder / DESCRIPTION)):
         model = classes[document["model"]].from_dict(document["config"])
-    except UserError as error:
-        raise UserError(f"{folder / DESCRIPTION}: {error}") from error
     spec: ModelSpec = package.model_spec(model, document["flavor"])
     return spec
 

@@ -13,7 +13,7 @@ from torchtitan.config.registry import trusted_module
 from torchtitan.protocols.converter import ModelConverter
 from torchtitan.protocols.experts import StackedExperts
 from torchtitan.protocols.model import BaseModel
-from torchtitan.tools.errors import UserError
+from torchtitan.tools.errors import UserError, errors_of
 from torchtitan.tools.logging import without_logs
 
 ConverterRecord = Mapping[str, Any]
@@ -132,10 +132,8 @@ def _converter_from_record(record: ConverterRecord, origin: str) -> ModelConvert
     path = str(record.get("class"))
     prefix = f"{origin} was saved with the converter {path}"
     module, _, name = path.partition(":")
-    try:
+    with errors_of(prefix):
         owner: Any = trusted_module(module)
-    except UserError as error:
-        raise UserError(f"{prefix}: {error}") from error
     if owner is None:
         raise UserError(
             f"{prefix}, which is not built in; if you trust it, set --module to the module whose config_registry.py "

@@ -7,42 +7,41 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
-from torch.library import Library
 
 from torchtitan.tools.torch_private import onednn_linear
 
 warnings.filterwarnings("ignore", message=r"Warning only once for all operators", category=UserWarning)  # on purpose
+_libraries: list[torch.library.Library] = []  # one for all blocks that the process is in; with it, its operations end
+_ROWS = 128  # of a sum in place, multiplied at a time, since oneDNN needs memory for them; no slower than all rows
 
 
 @contextmanager
 def onednn_products() -> Iterator[None]:
-    """Let oneDNN compute all products of float32 matrices on the CPU in the block, in this process: of linear layers,
-    their gradients and the loss, also of local shards. Only AMD's processors with AVX-512 do so, by their name alone,
-    since MKL does not use AVX-512 there; others are not measured. Other products, and compiled ones, stay PyTorch's."""
-    library = Library("aten", "IMPL")
-    if is_faster():
+    """Let oneDNN compute products of two float32 matrices on the CPU in the block, in this process, also of gradients,
+    the loss and local shards. Only AMD's processors with AVX-512 do so, by their name alone, since MKL does not use it
+    there; others are not measured. Other products, and compiled ones, stay PyTorch's."""
+    _libraries.append(_libraries[0] if _libraries else torch.library.Library("aten", "IMPL"))
+    if is_faster() and len(_libraries) == 1:
         for name, product in (("mm", _mm), ("addmm", _addmm), ("addmm_", _addmm_)):
-            library.impl(name, product, "CPU")
+            _libraries[0].impl(name, product, "CPU")
     try:
         yield
     finally:
-        del library  # with it, its operations
+        _libraries.pop()
 
 
 @functools.cache
 def is_faster() -> bool:
     """Return whether oneDNN is known to be faster on this processor."""
-    processor = torch.cpu.get_capabilities()
-    is_known = "AMD" in processor.get("cpu_name", "") and processor.get("avx512_f", False)
-    return is_known and onednn_linear() is not None
+    cpu = torch.cpu.get_capabilities()
+    return bool("AMD" in cpu.get("cpu_name", "") and cpu.get("avx512_f") and onednn_linear())
 
 
-def _takes(*tensors: Tensor) -> bool:
-    """Return whether oneDNN can multiply the last two tensors, matrices, and add the first, a bias, if there is one."""
-    *bias, a, b = tensors
+def _takes(*tensors: Tensor, beta: float = 1, alpha: float = 1) -> bool:
+    """Return whether oneDNN can multiply the last two tensors, matrices, and add the first, if there is one."""
+    a, b = tensors[-2:]
     is_float32 = all(each.dtype == torch.float32 and each.numel() for each in tensors)
-    fits = a.ndim == b.ndim == 2 and a.shape[1] == len(b)
-    return is_float32 and fits and all(each.shape == b.shape[1:] for each in bias)
+    return is_float32 and a.ndim == b.ndim == 2 and a.shape[1] == len(b) and beta == alpha == 1
 
 
 def _multiply(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -52,20 +51,21 @@ def _multiply(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     return out
 
 
-def _mm(a: Tensor, b: Tensor) -> Tensor:
-    # With `out`, it is another operation, PyTorch's own.
+def _mm(a: Tensor, b: Tensor) -> Tensor:  # with `out`, it is another operation, PyTorch's own
     return _multiply(a, b) if _takes(a, b) else torch.mm(a, b, out=a.new_empty(0))
 
 
 def _addmm(total: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    if _takes(total, a, b) and beta == alpha == 1:
+    if _takes(total, a, b, beta=beta, alpha=alpha) and total.shape == b.shape[1:]:
         return _multiply(a, b, total)
     return torch.addmm(total, a, b, beta=beta, alpha=alpha, out=a.new_empty(0))
 
 
 def _addmm_(total: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    shape = (*a.shape[:1], *b.shape[1:])
-    if total.shape != shape:  # `out` would be resized
+    if total.shape != (shape := (*a.shape[:1], *b.shape[1:])):  # `out` would be resized
         raise RuntimeError(f"Bad in-place call: the total has shape {tuple(total.shape)}, the product {shape}")
-    is_sum = _takes(a, b) and beta == alpha == 1 and total.dtype == a.dtype
-    return total.add_(_multiply(a, b)) if is_sum else torch.addmm(total, a, b, beta=beta, alpha=alpha, out=total)
+    if not _takes(total, a, b, beta=beta, alpha=alpha):
+        return torch.addmm(total, a, b, beta=beta, alpha=alpha, out=total)
+    for part, rows in zip(total.split(_ROWS), a.split(_ROWS), strict=True):
+        part.add_(_multiply(rows, b))
+    return total

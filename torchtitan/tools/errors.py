@@ -30,6 +30,15 @@ def os_errors_as(message: str, remedy: str = "") -> Iterator[None]:
         raise UserError(f"{message}: {getattr(error, 'strerror', None) or error}{remedy}") from error
 
 
+@contextlib.contextmanager
+def errors_of(subject: str) -> Iterator[None]:
+    """Begin the message of a `UserError` in the block with its subject, such as an option."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{subject}: {error}") from error
+
+
 def suggest(name: str, known: Iterable[str], cutoff: float = 0.5) -> str:
     """Return `; did you mean 'x'?` for the known name closest to `name`, or "" if all are less alike than `cutoff`."""
     nearest = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)

@@ -3,13 +3,10 @@
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from contextlib import contextmanager
+from typing import Any
 
 from torchtitan.tools.logging import logger
-
-if TYPE_CHECKING:
-    from rich.progress import Progress
 
 SECONDS_BETWEEN_BARS, SECONDS_BETWEEN_LINES = 0.1, 10.0
 _BARS = "▁▂▃▄▅▆▇█"
@@ -18,37 +15,31 @@ _BARS = "▁▂▃▄▅▆▇█"
 @contextmanager
 def progress(title: str, total: int, done: int = 0) -> Iterator[Callable[..., None]]:
     """Show progress from `done` to `total` during the block: as a bar below other output if standard error is a
-    terminal, else as log lines. Yields a function to call with each additional amount, and the title if it changes."""
-    last = time.monotonic()
-    with _bar(title, total, done) if sys.stderr.isatty() else nullcontext() as bar:
+    terminal, drawn in calls only, without a thread, and removed at the end; else as log lines. Yields a function to
+    call with each additional amount, and the title if it changes."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    has_bar, last = sys.stderr.isatty(), time.monotonic()
+    console = Console(stderr=True, markup=False, emoji=False, highlight=False, soft_wrap=True)
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(8), TaskProgressColumn(), "ETA")
+    options: dict[str, Any] = {"auto_refresh": False, "transient": True, "redirect_stdout": sys.stdout.isatty()}
+    with Progress(*columns, TimeRemainingColumn(), console=console, disable=not has_bar, **options) as bar:
+        console.show_cursor(True)  # a killed process could not show it again
+        task = bar.add_task(title, total=total, completed=done)
 
         def advance(amount: int, title: str = title) -> None:
             nonlocal done, last
             done += amount
-            if time.monotonic() - last < (SECONDS_BETWEEN_BARS if bar else SECONDS_BETWEEN_LINES):
+            if time.monotonic() - last < (SECONDS_BETWEEN_BARS if has_bar else SECONDS_BETWEEN_LINES):
                 return
             last = time.monotonic()
-            if bar:
-                bar.update(bar.task_ids[0], completed=done, description=title, refresh=True)
+            if has_bar:
+                bar.update(task, completed=done, description=title, refresh=True)
             else:
                 logger.info(f"{title}: {100 * done / max(1, total):.0f}%")
 
         yield advance
-
-
-@contextmanager
-def _bar(title: str, total: int, done: int) -> "Iterator[Progress]":
-    """Yield a bar that is drawn in calls only, without a thread, and removed at the end."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-
-    console = Console(stderr=True, markup=False, emoji=False, highlight=False, soft_wrap=True)
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(8), TaskProgressColumn(), "ETA")
-    options: dict[str, Any] = {"auto_refresh": False, "transient": True, "redirect_stdout": sys.stdout.isatty()}
-    with Progress(*columns, TimeRemainingColumn(), console=console, **options) as bar:
-        console.show_cursor(True)  # a killed process could not show it again
-        bar.add_task(title, total=total, completed=done)
-        yield bar
 
 
 def sparkline(numbers: Iterable[float], width: int = 60) -> str:

@@ -40,6 +40,7 @@ _SOURCES = {
     "AsyncCollectiveTensor": "torch.distributed._functional_collectives",
     # `torch.utils.checkpoint.checkpoint` wraps a call; this wraps a module without changing names in its state dict.
     "checkpoint_wrapper": "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
+    "CheckpointWrapper": "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
     # DDP built on FSDP2; `DistributedDataParallel` supports neither DTensor parameters nor mixed precision.
     "replicate": "torch.distributed._composable.replicate_with_fsdp",
     # A mesh for some parameters of a unit: `fully_shard` takes it, but PyTorch 2.13 documents the types nowhere else.

@@ -43,32 +43,33 @@ class Accounting(Recorder):
     def around_run(self) -> AbstractContextManager[Any]:
         self._hosts = gather_objects(socket.gethostname())
         if self.trainer.rank == 0:
-            command = os.environ.get(COMMAND_VARIABLE, "")
-            self.file = run_events.open_events(Path(self.trainer.config.dump_folder), self.trainer.step, command)
-            self._write("start", command=command, **self._description())
+            self._open()
         return super().around_run()
 
-    def _description(self) -> dict[str, Any]:
-        trainer = self.trainer
+    def _open(self) -> None:
+        trainer, command = self.trainer, os.environ.get(COMMAND_VARIABLE, "")
+        self.file = run_events.open_events(Path(trainer.config.dump_folder), trainer.step, command)
         n_samples = trainer.run_length.samples_read_at(trainer.total_steps, trainer.step, trainer.n_tokens_seen)
         summary = trainer.dataloader.summary(n_samples)
-        return {
-            "begun": trainer.phases.begun,
-            "total_steps": trainer.total_steps,
-            "layout": str(trainer.parallel_dims) if trainer.mesh else "single process",
-            "parameters": trainer.num_parameters,
-            "data": {
+        self._write(
+            "start",
+            command=command,
+            begun=trainer.phases.begun,
+            total_steps=trainer.total_steps,
+            layout=str(trainer.parallel_dims) if trainer.mesh else "single process",
+            parameters=trainer.num_parameters,
+            data={
                 of.name: {"rows": of.report.rows, "tokens": of.report.tokens, "epochs": of.epochs}
                 for of in (summary.sets if summary else ())
             },
-            "environment": {
+            environment={
                 **software(),
                 "system": platform.platform(),
                 "device": device_description(trainer.device),
                 "processes": len(self._hosts),
                 "hosts": ", ".join(sorted(set(self._hosts))),
             },
-        }
+        )
 
     def _write(self, event: str, **values: Any) -> Event:
         """Append an event that happens now, and return it."""
@@ -123,9 +124,8 @@ class Accounting(Recorder):
 
     def close(self) -> None:
         """If the run came to its end, log the account."""
-        if self._reason:
-            self._write("end", reason=self._reason)
         if self._reason and self.file:
+            self._write("end", reason=self._reason)
             events = run_events.read_events(Path(self.trainer.config.dump_folder))
             if phases := run_events.mean_phases(events):
                 parts = ", ".join(f"{phase} {share}" for phase, share in run_events.shares(phases).items())

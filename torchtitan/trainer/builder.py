@@ -46,7 +46,7 @@ class RunBuilder(Configurable):
     config: Config
     device: torch.device
     phases: PhaseClock
-    folder_lock: FolderLock | None
+    folder_lock: FolderLock | None = None
     parallel_dims: ParallelDims
     mesh: DeviceMesh | None
     tokenizer: Tokenizer

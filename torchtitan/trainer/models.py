@@ -47,6 +47,10 @@ class RunModel:
     is_initialized: bool = True
     """False from allocation until every tensor has an initial value or is about to be loaded."""
 
+    def __str__(self) -> str:
+        kind = "trained" if self.num_trained else "frozen"
+        return f"{self.spec.name} {self.spec.flavor}, {self.num_parameters:,} parameters, {kind}"
+
     def allocate(self, device: torch.device) -> None:
         """Allocate the weights on a device, or in CPU memory, and set the mode for training or inference."""
         for part in self.parts:

@@ -6,12 +6,12 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 from torch import Tensor
 
-from torchtitan.components.data.base import Batch, TokenizingDataLoader
+from torchtitan.components.data.base import Batch
 from torchtitan.components.data.disk_cache import cache_root
 from torchtitan.components.log_probs import token_log_probs
 from torchtitan.components.peft import LoRA
@@ -21,8 +21,8 @@ from torchtitan.components.weights.pretrained import internal_source
 from torchtitan.components.weights.sources import base_weights
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.process_group import on_all_ranks
-from torchtitan.tools.errors import UserError
-from torchtitan.tools.logging import logger
+from torchtitan.tools.errors import UserError, errors_of
+from torchtitan.tools.logging import logger, without_logs
 from torchtitan.trainer.models import RunModel
 from torchtitan.trainer.trainer import Trainer
 
@@ -39,8 +39,18 @@ class FrozenModelTrainer(Trainer):
     """A trainer with a frozen model, `models[frozen]`. If it has a cache, the model computes the missing results
     before the first step and is then removed, and the batches get them."""
 
+    @dataclass(kw_only=True, slots=True)
+    class Config(Trainer.Config):
+        """A whole run with a frozen model, and its section."""
+
+        def check_layout(self, world_size: int) -> ParallelDims:
+            dims, name = Trainer.Config.check_layout(self, world_size), cast(Any, self._owner).frozen
+            if getattr(self, name).offload:
+                dims.require_fsdp(f"--{name}.offload")
+            return dims
+
     frozen: ClassVar[str]
-    """Name of the model."""
+    """Name of the model and of its section."""
     cache: SequenceCache | None = None
 
     def open_cache(self, model: RunModel) -> SequenceCache | None:
@@ -85,10 +95,11 @@ class FrozenModelTrainer(Trainer):
         data: list[Any] = [(config.dataloader, config.training.epochs, self.run_length.data_steps(self.total_steps))]
         data += [(loader, 1, config.validator.steps) for loader in config.validation_dataloaders().values()]
         for loader_config, epochs, steps in data:
-            with contextlib.closing(self.build_dataloader(loader_config, epochs=epochs)) as loader:
+            with without_logs():  # the loaders of training and validation log the same
+                loader = self.build_dataloader(loader_config, epochs=epochs)
+            with contextlib.closing(loader):
                 n_samples = steps * self.global_batch_size if steps > 0 else loader.n_samples or 0
-                n_tokens = n_samples * config.training.seq_len * self.sequences_per_sample
-                size = n_tokens * cache.bytes_per_token / 2**20
+                size = n_samples * config.training.seq_len * self.sequences_per_sample * cache.bytes_per_token / 2**20
                 most = f"at most {n_samples:,} windows, {size:,.1f} MiB" if n_samples else "all windows of a stream"
                 logger.info("%s: %s", cache.folder, most)
                 order = [config.debug.seed, epochs, steps, self.global_batch_size]
@@ -139,22 +150,14 @@ class ReferenceTrainer(FrozenModelTrainer):
                 remedy = "use --config dpo_lora, without --reference.path and --reference.offload"
                 raise UserError(f"--reference.kind adapters_off is the base model of adapters: {remedy}")
 
-        def check_layout(self, world_size: int) -> ParallelDims:
-            dims = FrozenModelTrainer.Config.check_layout(self, world_size)
-            if self.reference.offload:
-                dims.require_fsdp("--reference.offload")
-            return dims
-
         def check(self, world_size: int, *, dry_run: bool = False) -> None:
             FrozenModelTrainer.Config.check(self, world_size, dry_run=dry_run)
             if self.reference.kind == "cached":
                 check_cache(self, "--reference.kind cached", dry_run=dry_run)
             if self.reference.path:
                 tokenizer = self.tokenizer.build(path=self.hf_assets_path)
-                try:
+                with errors_of("--reference.path"):
                     internal_source(self.reference.path, self.resolve(tokenizer).model_spec, added=tokenizer.added)
-                except UserError as error:
-                    raise UserError(f"--reference.path: {error}") from error
 
     config: Config
     needs_reference = True
@@ -168,11 +171,9 @@ class ReferenceTrainer(FrozenModelTrainer):
         return models
 
     def open_cache(self, model: RunModel) -> SequenceCache | None:
-        config = self.config
-        if config.reference.kind != "cached":
+        if self.config.reference.kind != "cached":
             return None
-        assert isinstance(config.dataloader, TokenizingDataLoader.Config)
-        folder = cache_root(config.dataloader.cache_dir) / "reference"
+        folder = cache_root(getattr(self.config.dataloader, "cache_dir", "")) / "reference"
         return SequenceCache(folder, self.setting(model), bytes_per_token=4)
 
     def frozen_results(self, batch: Batch) -> dict[str, Tensor]:

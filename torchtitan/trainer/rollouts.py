@@ -14,7 +14,7 @@ from torchtitan.components.data.base import Batch
 from torchtitan.components.data.finetuning.prompts import prompts_in
 from torchtitan.components.generation import Engine, Sampling, stop_ids
 from torchtitan.components.rollout.rewards import Rewards
-from torchtitan.components.rollout.rollout import Group, RolloutEngine, SamplingEngine, Trajectory, find_rollout
+from torchtitan.components.rollout.rollout import Group, RolloutEngine, SamplingEngine, Trajectory, to_batches
 from torchtitan.components.rollout.vllm import VLLMEngine, check_server
 from torchtitan.components.weights.export import format_for
 from torchtitan.components.weights.views import ExternalView, LiveSource, PlainView
@@ -30,7 +30,7 @@ def check_rollouts(config: Any) -> None:
     rollout, parallelism, training = config.rollout, config.parallelism, config.training
     require_at_least(1, rollout__max_new_tokens=rollout.max_new_tokens, rollout__max_rows=rollout.max_rows)
     require_at_least(1, rollout__group_size=rollout.group_size)
-    find_rollout(rollout.function)
+    rollout.find_function()
     for option, is_set in (
         ("--lr_scheduler.unit tokens", config.lr_scheduler.unit == "tokens"),
         ("--training.batch_schedule in tokens", any("t:" in change for change in training.batch_schedule)),
@@ -68,7 +68,7 @@ class RolloutTrainer(Trainer):
             options = {"stop_ids": self.stop_ids, "max_rows": rollout.max_rows, "group": self.ranks.group}
             self.engine = Engine(self.model_parts[0], sampling=Sampling(temperature=1.0), **options)
         self.engine.context = min(self.engine.context, config.training.seq_len + 1)
-        self.rollout = find_rollout(rollout.function)
+        self.rollout = rollout.find_function()
 
     def sample(self, load: Callable[[], Iterable[Batch]], phase: str, size: int | None = None) -> list[Group]:
         """Return `size` trajectories, by default `group_size`, of each prompt in the batches that `load` returns,
@@ -112,6 +112,13 @@ class RolloutTrainer(Trainer):
             raise UserError(f"{named} failed: {in_words(error)}") from error
         return trajectory
 
+    def packed(self, groups: Iterable[Group], advantages: Sequence[float] = ()) -> list[Batch]:
+        """Return trajectories in packed windows on the device, equally many batches on each rank; see `to_batches`."""
+        trajectories, training = list(itertools.chain(*groups)), self.config.training
+        samples = list(zip(trajectories, advantages or [0.0] * len(trajectories), strict=True))
+        batches = to_batches(samples, training.seq_len, training.local_batch_size, self.ranks)
+        return [self.post_dataloading_process(batch) for batch in batches]
+
     def measure_trajectories(self, groups: Iterable[Group], percents: Sequence[int] = ()) -> int:
         """Measure `reward`, `length` (sampled tokens), `truncated` (the last token is not in `stop_ids`) and
         percentiles `reward_pN` of the trajectories of all ranks. Return the number of their tokens, with prompts."""
@@ -130,9 +137,8 @@ def huggingface_weights(trainer: Trainer) -> TensorSource:
     have the type of the computation, except that buffers keep theirs."""
     spec, converters, state = trainer.config.model_spec, trainer.converters, ModelState(trainer.model_parts)
     source = PlainView(LiveSource(state.state_dict()), converted_model(spec.model, converters), converters)
-    dtype, adapter = getattr(torch, trainer.config.training.mixed_precision_param), format_for(spec, "hf").adapter
-    view = ExternalView(source, adapter(spec.model))
-    view.specs = adapter(spec.model).external_specs(
-        {name: given if name in state.buffers else replace(given, dtype=dtype) for name, given in source.specs.items()}
-    )
-    return view
+    dtype, buffers = getattr(torch, trainer.config.training.mixed_precision_param), state.buffers
+    source.specs = {
+        name: given if name in buffers else replace(given, dtype=dtype) for name, given in source.specs.items()
+    }
+    return ExternalView(source, format_for(spec, "hf").adapter(spec.model))

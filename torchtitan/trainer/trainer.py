@@ -52,7 +52,6 @@ class Trainer(RunState):
         self.has_own_update = own_reading or type(self).update is not Trainer.update
         self.device = self.init_distributed()
         self.phases = PhaseClock(self.device)
-        self.folder_lock = None
         self.lock_folder()
         # Type of counts and sums. float32, the widest type on MPS, counts exactly only up to 2**24 tokens.
         self.statistics_dtype = torch.float32 if self.device.type == "mps" else torch.float64
@@ -78,8 +77,7 @@ class Trainer(RunState):
         self.pipeline_plan = self.plan_pipeline()
         self.models = self.build_models()
         main = self.models["model"]
-        self.model_parts = main.parts
-        self.num_parameters, self.num_trained = main.num_parameters, main.num_trained
+        self.model_parts, self.num_parameters, self.num_trained = main.parts, main.num_parameters, main.num_trained
         self.precision = MixedPrecision(getattr(torch, training.mixed_precision_param))
         self.is_divided = False  # whether the step's gradients are divided by the weight of an own loss
         self.init_weights()
@@ -96,10 +94,9 @@ class Trainer(RunState):
         self.validator = self.build_validator()
         self.stop_request: StopRequest | None = None
         self.metrics = self.build_metrics()
+        comm = config.comm
         self.watchdog = Watchdog(
-            first_step_seconds=config.comm.init_timeout_seconds,
-            step_seconds=config.comm.step_timeout_seconds,
-            clock=self.phases,
+            first_step_seconds=comm.init_timeout_seconds, step_seconds=comm.step_timeout_seconds, clock=self.phases
         )
         self.late = LateResults(self)
         self.callbacks = self.build_callbacks()
@@ -109,9 +106,7 @@ class Trainer(RunState):
         data = self.config.validation_dataloaders()
         if not data:
             if self.config.validator.enable:
-                logger.warning(
-                    "no validation: the training data has no validation split (--validator.dataset names other data)"
-                )
+                logger.warning("no validation: the training data has no validation split; set --validator.dataset")
             return None
         return self.config.validator.build(
             model_parts=self.trained_parts,
@@ -137,11 +132,9 @@ class Trainer(RunState):
 
     def build_callbacks(self) -> list[Callback]:
         """Build the callbacks of every run, then the configuration's `callbacks`."""
-        own = [
-            kind.Config()
-            for kind in (Accounting, LiveView, Ledger, LoadBalance, RecompileWarning, Profiling, GarbageCollection)
-        ]
-        return [config.build(trainer=self) for config in (*own, *self.config.callbacks)]
+        kinds = (Accounting, LiveView, Ledger, LoadBalance, RecompileWarning, Profiling, GarbageCollection)
+        configs = [*(kind.Config() for kind in kinds), *self.config.callbacks]
+        return [config.build(trainer=self) for config in configs]
 
     # --- the loop ---------------------------------------------------------------------------------------------------
 
@@ -162,9 +155,8 @@ class Trainer(RunState):
             self.ema.reset()
         self.checkpoint_loaded = True
         self.update_length()
-        self.dataloader.check_repetitions(
-            self.run_length.samples_read_at(self.total_steps, self.step, self.n_tokens_seen)
-        )
+        n_samples = self.run_length.samples_read_at(self.total_steps, self.step, self.n_tokens_seen)
+        self.dataloader.check_repetitions(n_samples)
         for converter in self.converters:
             converter.post_init_hook(self.model_parts)
 
@@ -175,8 +167,7 @@ class Trainer(RunState):
         self.lr_scheduler.set_length(self.schedule_length(), step_size=self.schedule_step)
 
     def follow_schedule(self) -> None:
-        """Set the size of the next global batch, the length of its windows, and the next step's size in the unit of the
-        learning-rate schedule."""
+        """Set the sizes of the next global batch, its windows, and the next step of the learning-rate schedule."""
         self.run_length.follow_schedule(self.step, self.n_tokens_seen)
         self.global_batch_size = self.run_length.global_batch_size
         samples_per_pass = self.config.training.local_batch_size * self.parallel_dims.dp_degree
@@ -305,8 +296,7 @@ class Trainer(RunState):
             logger.info("--training.skip_data: the data of steps %d to %d is left out", first, last)
 
     def count_valid_tokens(self, micro_batches: list[Batch]) -> Tensor:
-        """Return the divisor of the summed loss, on the device: the valid tokens of the global batch, or 1 for a custom
-        loss."""
+        """Return the divisor of the summed loss on the device: the global batch's valid tokens; 1 for a custom loss."""
         local = 0
         if not self.has_own_loss and self.parallel_dims.is_batch_leader:  # one of the ranks with the same samples
             local = sum(int((batch["labels"] != IGNORE_INDEX).sum()) for batch in micro_batches)
@@ -458,14 +448,13 @@ class Trainer(RunState):
         )
 
     def skip_step(self, outcome: StepResult, micro_batches: list[Batch]) -> None:
-        """Name a step that is not taken, and end the run if the configuration says so. The weights are unchanged,
-        unless the optimizer steps early, in the backward pass."""
+        """Name a step that is not taken, or end the run. Weights have changed only if the optimizer steps early."""
         skip_step(self, outcome, micro_batches)
 
     # --- around a step ----------------------------------------------------------------------------------------------
 
     def complete_step(self, outcome: StepResult) -> None:
-        """Count and report the step, tell the loader if it was taken, then run callbacks, validation and checkpoint."""
+        """Count the step and use its result, then run callbacks, validation and checkpoint."""
         self.step += 1
         self.run_length.count_batch()
         self.n_tokens_seen += self.tokens_per_step
@@ -473,7 +462,7 @@ class Trainer(RunState):
             callback.on_step(outcome)
         self.metrics.count_tokens(self.tokens_per_step)
         progress = {"lr": self.lr_scheduler.lr, "n_tokens_seen": self.n_tokens_seen}
-        self.late.when_known(outcome, partial(self.report, outcome, self.step, progress))
+        self.late.when_known(outcome, partial(self.use_result, outcome, self.step, **progress))
         n_units = self.schedule_step if self.config.spikes.advance_schedule or outcome.is_taken else 0
         self.follow_schedule()
         self.lr_scheduler.step(n_units, step_size=self.schedule_step)
@@ -484,8 +473,7 @@ class Trainer(RunState):
         self.save(last=last, validation_loss=validation_loss)
 
     def save(self, *, last: bool, stopped: bool = False, validation_loss: float | None) -> None:
-        """Save a checkpoint if due, outside of the training time, with the averages of weights if they are to be
-        exported."""
+        """Save a checkpoint if due, outside of the training time; averages of weights replace these in an export."""
         if not self.checkpointer.is_due(self.step, last=last or stopped, validation_loss=validation_loss):
             return
         self.late.settle()
@@ -506,14 +494,15 @@ class Trainer(RunState):
             self.metrics.log_validation(self.step, **measured)
         return measured["validation_loss"]
 
-    def report(self, outcome: StepResult, step: int, progress: dict[str, Any]) -> None:
-        """Log the numbers of a step if due; if it was taken, tell them to spike guard, averages and loader."""
+    def use_result(self, outcome: StepResult, step: int, **progress: Any) -> None:
+        """Log the numbers of a step, now or a step ago, if due; if taken, tell spike guard, averages and loader."""
+        numbers: dict[str, Any] = {"loss": outcome.loss, "grad_norm": outcome.grad_norm}
         skipped = {"skipped_steps": self.spikes.n_skipped} if self.spikes.n_skipped else {}
-        measured = {**progress, **outcome.measures, **skipped}
-        self.metrics.log_step(step, loss=outcome.loss, grad_norm=outcome.grad_norm, **measured)
-        statistics = self.sample_losses.statistics(step, outcome.loss, outcome.grad_norm)
+        measured: dict[str, Any] = {**progress, **outcome.measures, **skipped}
+        self.metrics.log_step(step, **numbers, **measured)
+        statistics = self.sample_losses.statistics(step, **numbers)
         if outcome.is_taken:
-            self.spikes.record(outcome.loss, outcome.grad_norm)
+            self.spikes.record(**numbers)
             self.ema.update()
             self.dataloader.observe(statistics)
 
@@ -534,10 +523,9 @@ class Trainer(RunState):
 
     def describe_run(self) -> None:
         """Log the model and data of the run, and any checkpoints in its folder that it will not use."""
-        if not self.config.checkpoint.enable and list_checkpoints(self.checkpointer.folder):
-            logger.warning(
-                "%s contains checkpoints, which are ignored without --checkpoint.enable", self.checkpointer.folder
-            )
+        folder = self.checkpointer.folder
+        if not self.config.checkpoint.enable and list_checkpoints(folder):
+            logger.warning("%s contains checkpoints, which are ignored without --checkpoint.enable", folder)
         if not self.should_continue_training():
             logger.info("training is already complete at step %d (--training.steps)", self.step)
             return
@@ -556,10 +544,7 @@ class Trainer(RunState):
             n_sequences = batch.value * self.sequences_per_sample
             logger.info("from step %d on, %d x %d tokens per step", after + 1, n_sequences, window.value)
         for name, model in list(self.models.items())[1:]:
-            kind = "trained" if model.num_trained else "frozen"
-            source = model.weights or f"seed {self.config.debug.seed}"
-            size = f"{model.spec.name} {model.spec.flavor}, {model.num_parameters:,} parameters"
-            logger.info("%s: %s, %s, from %s", name, size, kind, source)
+            logger.info("%s: %s, from %s", name, model, model.weights or f"seed {self.config.debug.seed}")
         if self.pipeline_plan:
             logger.info("%s", self.pipeline_plan)
 

@@ -16,7 +16,6 @@ import re
 import resource
 import shutil
 import signal
-import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -37,7 +36,7 @@ from torchtitan.components.data.disk_cache import bytes_digest, digest_of
 from torchtitan.components.data.finetuning import planned_loader
 from torchtitan.components.data.finetuning.filters import FilterConfig
 from torchtitan.components.data.prepare import preparation as preparing
-from torchtitan.components.data.prepare.encoding import ITEM, DocumentEncoding
+from torchtitan.components.data.prepare.encoding import ITEM, Encoding, document_encoding
 from torchtitan.components.data.prepare.preparation import Preparation, find_duplicates, merge
 from torchtitan.components.data.prepare.prepared import find_prepared
 from torchtitan.components.data.sources import block_cache, stored
@@ -61,14 +60,10 @@ def corpus(tmp_path) -> list[str]:
 
 
 def preparation(sources, place, tokenizer, *, part_bytes=6000, **options) -> Preparation:
-    encoding = DocumentEncoding(tokenizer, FilterConfig(min_tokens=options.pop("min_tokens", 0)))
-
-    def open_sources():
-        return [resolve_source(source) for source in sources]
+    encoding = document_encoding(tokenizer, FilterConfig(min_tokens=options.pop("min_tokens", 0)))
 
     return Preparation(
-        sources=open_sources(),
-        open_sources=open_sources,
+        open_sources=lambda: [resolve_source(source) for source in sources],
         place=folder_at(str(place)),
         encoding=encoding,
         part_bytes=part_bytes,
@@ -455,33 +450,30 @@ def test_a_full_disk_ends_the_merge_with_a_message(corpus, tokenizer, tmp_path, 
         merge(made, 1)
 
 
-def killed_while_working(place, corpus, tokenizer, host):
-    """Kill a process of a host in a work folder; return the folder."""
+def test_what_killed_processes_leave_is_removed(corpus, tokenizer, tmp_path):
+    """When the preparation is complete. A process that still works then, on the same parts, ends without an error."""
+    place, made = tmp_path / "out", preparation(corpus, tmp_path / "out", tokenizer)
+    made.begin()
+    made.write_all(made.missing(), 1)
     child = os.fork()
     if child == 0:
-        socket.gethostname = lambda: host
-        with preparation(corpus, place, tokenizer).working() as work:
+        with made.working() as work:
             (work / "file").write_text("some content")
             os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(child, 0)
-    [work] = place.glob(f".work-*@{host}.files")
-    assert (work / "file").is_file()
-    return work
-
-
-def test_what_killed_processes_leave_is_removed(corpus, tokenizer, tmp_path, monkeypatch):
-    """Of this host at once, and of others at the end; not the folders of processes that live, even if other containers
-    of the host have processes of the same number."""
-    place, made = tmp_path / "out", preparation(corpus, tmp_path / "out", tokenizer)
-    left = [killed_while_working(place, corpus, tokenizer, host) for host in ("node", "node-1", "node.node")]
-    monkeypatch.setattr(socket, "gethostname", lambda: "node")
+    assert [path.name for path in place.glob(".work-*/*")] == ["file"]
     with made.working() as living:
-        made.begin()
-        assert {*place.glob(".work-*.files")} == {living, *left[1:]}
-        made.write_all(made.missing(), 1)
         merge(made, 1)
-        assert {*place.glob(".work-*.files")} == {living} and len([*place.glob(".work-*")]) == 2
-    assert not [*place.glob(".work-*")]
+        assert not [*place.glob(".work-*")]
+        (living / "file").write_text("some content")
+    assert {path.name for path in place.iterdir()} == {"manifest.json", "plan", "train", "train.index"}
+
+
+def test_errors_count_until_the_preparation_is_complete(corpus, tokenizer, tmp_path):
+    made = preparation(corpus, tmp_path / "out", tokenizer)
+    made.begin()
+    with raises("cannot write to"), made.working() as work:
+        (work / "folder/file").write_text("some content")
 
 
 @pytest.mark.parametrize("place", ["local", "store"])
@@ -491,14 +483,14 @@ def test_two_merges_at_once(place, corpus, tokenizer, tmp_path, store, monkeypat
     made = preparation(corpus, out, tokenizer)
     made.begin()
     made.write_all(made.missing(), 1)
-    select = DocumentEncoding.select
+    select = Encoding.select
 
     def select_after_other(*arguments):
-        monkeypatch.setattr(DocumentEncoding, "select", select)
+        monkeypatch.setattr(Encoding, "select", select)
         merge(preparation(corpus, out, tokenizer), 1)
         select(*arguments)
 
-    monkeypatch.setattr(DocumentEncoding, "select", select_after_other)
+    monkeypatch.setattr(Encoding, "select", select_after_other)
     merge(made, 1)
     result, expected = folder_at(str(out)), prepared(corpus, tmp_path / "expected", tokenizer).place
     assert result.files() == expected.files()
@@ -531,7 +523,7 @@ def test_a_full_disk_is_not_tried_again(monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(stored.time, "sleep", None)
-    with raises("writing x failed: [Errno 28] No space left on device"):
+    with raises("writing x failed: No space left on device"):
         stored.with_patience("writing x", fail)
 
 
@@ -636,7 +628,7 @@ def test_chats_and_preferences(config, tmp_path, monkeypatch):
     monkeypatch.setattr(planned_loader, "resolve_source", lambda name, **o: listed.append(name) or resolve(name, **o))
     assert main(["data", "prepare", "rows.jsonl", "--out", "out", *arguments]) == 0
     assert not (tmp_path / "out/parts").exists()
-    assert listed == ["rows.jsonl"] * 2  # at the start, and to find changes
+    assert listed == ["rows.jsonl"] * 3  # for the format, at the start, and to find changes
     monkeypatch.setattr(Preparation, "write", None)  # the same command again writes no part
     assert main(["data", "prepare", "rows.jsonl", "--out", "out", *arguments]) == 0
     batches = []
@@ -648,6 +640,26 @@ def test_chats_and_preferences(config, tmp_path, monkeypatch):
         )
         batches.append([batch["input"].tolist() for batch in take(built)])
     assert batches[0] == batches[1] and len(batches[0]) > 1
+
+
+def test_each_source_has_its_own_row_format(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TORCHTITAN_CACHE", str(tmp_path / "cache"))
+    sources = [
+        write_jsonl(tmp_path / "chats.jsonl", [CHAT]),
+        write_jsonl(tmp_path / "pairs.jsonl", [{"prompt": "Add 1", "response": "2"}, {"prompt": "a", "response": "b"}]),
+    ]
+    arguments = ["--config", "debugmodel_sft", "--dataloader.chat_template", "alpaca"]
+    assert main(["data", "prepare", *sources, "--out", "out", "--workers", "1", *arguments]) == 0
+    samples = []
+    for datasets in (sources, ["out"]):
+        run = ConfigManager("test").parse_args(arguments).config
+        run.dataloader.dataset = datasets
+        caches = run.dataloader.open_caches(
+            tokenizer := run.tokenizer.build(path=""), run.dataloader.find_template(tokenizer)
+        )
+        samples.append([cache.sample(i).parts[0].ids.tolist() for cache in caches for i in range(cache.n_samples)])
+    assert samples[0] == samples[1] and len(samples[0]) == 3
 
 
 class TestErrors:
@@ -729,10 +741,23 @@ class TestErrors:
         error = capsys.readouterr().err
         assert message in error and len(error.splitlines()) == 1
 
-    def test_weights_of_the_run_do_not_count(self, corpus, tmp_path):
+    def test_datasets_of_the_run_do_not_count(self, corpus, tmp_path, capsys):
+        (tmp_path / "run.yaml").write_text("dataloader: {dataset: [a, b], weights: [2, 1]}")
         command = ["data", "prepare", corpus[2], "--out", str(tmp_path / "out"), "--workers", "1"]
-        command += ["--module", "llama3", "--config", "debugmodel"]
-        assert main([*command, "--dataloader.dataset", "a", "b", "--dataloader.weights", "2", "1"]) == 0
+        assert main([*command, "--config_file", str(tmp_path / "run.yaml")]) == 0
+        assert main([*command, "--dataloader.dataset", "a"]) == 2
+        assert "begin with what to prepare" in capsys.readouterr().err
+
+    def test_merge_without_parts(self, corpus, tmp_path, capsys):
+        command = ["data", "prepare", corpus[2], "--out", str(tmp_path / "out"), "--merge"]
+        assert main(command) == 2 and "1 of 1 parts" in capsys.readouterr().err
+        assert not (tmp_path / "out").exists()
+
+    @pytest.mark.parametrize("config", ["debugmodel", "debugmodel_sft"])
+    def test_prepared_sources(self, config, corpus, tokenizer, tmp_path, capsys):
+        prepared(corpus, tmp_path / "out", tokenizer)
+        command = ["data", "prepare", str(tmp_path / "out"), "--out", str(tmp_path / "again"), "--config", config]
+        assert main(command) == 2 and "is prepared data; name what it was made of" in capsys.readouterr().err
 
     def test_filters_of_text_for_chats(self, tmp_path, monkeypatch, capsys):
         monkeypatch.chdir(tmp_path)
@@ -757,6 +782,9 @@ class TestErrors:
         with pytest.raises(
             ValueError, match=r"block 1 of 1 of tokens.bin has a wrong checksum.*; prepare the data again"
         ):
+            open_tokens(tmp_path / "out", tokenizer, tmp_path)
+        shutil.rmtree(tokens.parent)
+        with pytest.raises(ValueError, match="blocks.json failed: No such file or directory.; prepare the data again"):
             open_tokens(tmp_path / "out", tokenizer, tmp_path)
         manifest = json.loads((tmp_path / "out/manifest.json").read_text())
         manifest["splits"]["train"]["tokens"] += 1
@@ -788,7 +816,7 @@ class TestErrors:
 
 def test_many_parts_open_fast_and_in_little_memory(corpus, tokenizer, tmp_path):
     """An index of 100,000 equal parts."""
-    made = prepared([corpus[2]], tmp_path / "out", tokenizer)
+    prepared([corpus[2]], tmp_path / "out", tokenizer)
     n, [part] = 100_000, (tmp_path / "out/train").iterdir()
     n_tokens = open_tokens(tmp_path / "out", tokenizer, tmp_path).n_tokens
     index = np.zeros((preparing.INDEX_ROWS, n), np.int64)
@@ -810,4 +838,4 @@ def test_many_parts_open_fast_and_in_little_memory(corpus, tokenizer, tmp_path):
         assert tokens.locate(number * n_tokens + 3) == ("c.txt, document", 1)
     assert tokens.starts(99_998 * n_tokens, 99_999 * n_tokens + 1).tolist() == [0, n_tokens]
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 30_000  # KiB
-    assert [*made.splits] == ["train"]
+    assert [*manifest["splits"]] == ["train"]

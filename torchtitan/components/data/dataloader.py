@@ -10,7 +10,7 @@ from torchtitan.components.data.base import NO_DOCUMENT, Batch, TokenizingDataLo
 from torchtitan.components.data.disk_cache import cache_root, data_digest
 from torchtitan.components.data.plan.mixture import check_weights
 from torchtitan.components.data.prepare import prepared
-from torchtitan.components.data.prepare.encoding import DocumentEncoding
+from torchtitan.components.data.prepare.encoding import document_encoding
 from torchtitan.components.data.pretraining.order import check_cycle
 from torchtitan.components.data.pretraining.streaming import StreamBatches, StreamOrder
 from torchtitan.components.data.pretraining.token_cache import open_token_cache
@@ -89,7 +89,7 @@ class PretrainDataLoader(TokenizingDataLoader):
 
         def _open(self, dataset: str, tokenizer: Tokenizer) -> Tokens | StreamSource:
             if manifest := prepared.find_prepared(dataset, DOCUMENTS):
-                manifest.check(self.split, "tokens", DocumentEncoding(tokenizer).identity)
+                manifest.check(self.split, "tokens", document_encoding(tokenizer).identity)
                 blocks = BlockCache(cache_root(self.cache_dir), round(self.remote_cache * 2**30))
                 return prepared.PreparedTokens(manifest, self.split, blocks, verify=self.verify_caches)
             if files := find_token_files(dataset, DOCUMENTS.names()):

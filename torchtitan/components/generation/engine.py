@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from torchtitan.components.generation.decode_graph import DecodeGraph, graphs_for
 from torchtitan.components.generation.kv_cache import CachedAttention, KVCache
 from torchtitan.components.generation.sampling import Sampling, draw, generator_of
 from torchtitan.distributed import context_parallel
@@ -147,6 +148,9 @@ class Engine:
                 self._waiting.append(row)
 
         model = self._model
+        self._graph: DecodeGraph | None = None
+        self._running: DecodeGraph | None = None
+        self._graph_of = graphs_for(model, partial(_logits_at, model, 0))
         cache = self._cache = model.generation_cache(lambda: KVCache(model, 0)) if self._use_cache else None
         self._joins = type(cache) is KVCache  # otherwise a new row needs a pass over all tokens of all rows
         try:
@@ -158,11 +162,13 @@ class Engine:
         finally:
             for text in texts:
                 text.close()
+            self._graph = self._running = self._logits_BV = None  # the memory is free for training
         return [results[index] for index in range(len(texts))]
 
     def _step(self) -> bool:
         """Append a token to each row and let waiting texts join; return False if no process has any. Each process
         takes the same number of forward passes."""
+        self._running = self._graph  # it must not be destroyed before the step ends, which waits for it
         n_alive = sum(not row.is_done for row in self._rows)
         n_free = len(self._waiting) if self._max_rows is None else self._max_rows - n_alive
         chosen = [self._waiting.popleft() for _ in range(min(n_free, len(self._waiting)))]
@@ -205,6 +211,9 @@ class Engine:
             tokens_BL = torch.tensor([[row.tokens[-1]] * degree for row in rows])
             positions_BL = torch.tensor([[row.n_tokens - 1] * degree for row in rows])
             n_kept = 1
+            if self._graph and (logits_BV := self._graph.logits(tokens_BL, positions_BL)) is not None:
+                self._logits_BV = logits_BV
+                return
         self._logits_BV = self._cached_logits(cache, tokens_BL, positions_BL, n_kept)
 
     def _cached_logits(self, cache: Any, tokens_BL: Tensor, positions_BL: Tensor, n_kept: int) -> Tensor:
@@ -254,6 +263,7 @@ class Engine:
             assert self._cache is not None
             self._cache.max_slots = n_slots + longest + 2 * self._degree
             self._cache.assemble(sources, n_slots)
+            self._graph = self._graph_of and self._graph_of(self._cache)
             self._rows, self._logits_BV = rows, torch.cat(logits)
         if self._held and not any(row.prompt in self._held[1] for row in self._waiting):
             self._held = None

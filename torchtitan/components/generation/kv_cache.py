@@ -23,6 +23,9 @@ class CachedAttention(AttentionMetadata):
 
     cache: "KVCache"
 
+    is_static: bool = False
+    """True if the keys are followed by unused ones, and a tensor says at which of them the new token is."""
+
     def document_lengths_BL(self, device: torch.device) -> Tensor:
         """Return the length of each row's text up to its last new token, (B, 1)."""
         assert self.positions_BL is not None
@@ -80,13 +83,28 @@ class KVCache:
         end = self.n_slots + positions_BL.shape[1]
         assert end <= self.max_slots, f"{end} tokens in a cache for {self.max_slots}"
         slots_S = torch.arange(end, device=positions_BL.device)
+        return self._attention(positions_BL, slots_S[self.n_slots :], slots_S)
+
+    @property
+    def is_static(self) -> bool:
+        """True if `static_attention` is possible: no states, and all layers keep all tokens, in memory that the first
+        step after `assemble` allocates for `max_slots`."""
+        return not self.states and all(keys.shape[1] == self.max_slots for _, keys, _ in self._stored.values())
+
+    def static_attention(self, positions_B1: Tensor, slot_1: Tensor, n_keys: int) -> AttentionMetadata:
+        """Return the attention of a token of each row, stored in the slot `slot_1`, (1,), to the first `n_keys` slots,
+        of which later ones are masked: its operations and shapes are the same at each slot."""
+        attention = self._attention(positions_B1, slot_1, torch.arange(n_keys, device=slot_1.device))
+        return replace(attention, is_static=True)
+
+    def _attention(self, positions_BL: Tensor, new_slots_L: Tensor, slots_S: Tensor) -> CachedAttention:
         rows = AttentionMetadata.of_rows(*positions_BL.shape)
         return CachedAttention(
             cache=self,
             positions_BL=positions_BL,
             cu_seqlens=rows.cu_seqlens,
             max_seqlen=rows.max_seqlen,
-            query_places_L=slots_S[self.n_slots :],
+            query_places_L=new_slots_L,
             key_places_S=slots_S,
             kernel="dense",  # a mask, since FlexAttention would compile for each number of keys
             states=self.states,
@@ -123,24 +141,26 @@ class KVCache:
 
     def _store(self, module: nn.Module, new: Sequence[Tensor], attention: CachedAttention) -> list[Tensor]:
         """Store new keys and values of a layer; return all that its window reaches."""
+        assert attention.query_places_L is not None and attention.key_places_S is not None
         end = self.n_slots + new[0].shape[1]
         stored_first, *stored = self._stored.get(module, (0, *(x[:, :0] for x in new)))
         if attention.window is not None:
-            assert attention.key_places_S is not None
             first = end - len(attention.key_places_S)
             kept = slice(first - stored_first, self.n_slots - stored_first)
             stored = [torch.cat((old[:, kept], x), dim=1) for old, x in zip(stored, new, strict=True)]
             self._stored[module] = first, *stored
             return stored
         if stored[0].shape[1] < end:
-            grown = [x.new_empty(x.shape[0], self.max_slots, *x.shape[2:]) for x in new]
+            # Zeros, since a masked key of NaN would poison the sum.
+            grown = [x.new_zeros(x.shape[0], self.max_slots, *x.shape[2:]) for x in new]
             for memory, old in zip(grown, stored, strict=True):
                 memory[:, : self.n_slots] = old[:, : self.n_slots]
             self._stored[module] = 0, *grown
             stored = grown
+        slots = attention.query_places_L if attention.is_static else slice(self.n_slots, end)
         for memory, x in zip(stored, new, strict=True):
-            memory[:, self.n_slots : end] = x
-        return [memory[:, :end] for memory in stored]
+            memory[:, slots] = x
+        return [memory[:, : len(attention.key_places_S)] for memory in stored]
 
 
 def _last(x_BSKD: Tensor, rows: Tensor, n_valid: int, width: int) -> Tensor:

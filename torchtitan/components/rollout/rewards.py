@@ -55,9 +55,8 @@ class Rewards:
 
     def __init__(self, names: Sequence[str], weights: Sequence[float], open_model: Callable[..., Any] | None = None):
         if weights and len(weights) != len(names):
-            raise UserError(
-                f"--reward_weights has {len(weights)} numbers for {len(names)} --rewards; give one for each"
-            )
+            numbers = f"{len(weights)} numbers for {len(names)} --rewards"
+            raise UserError(f"--reward_weights has {numbers}; give one for each")
         self._functions = [(name, find_reward(name, open_model)) for name in names]
         self._weights = weights or [1.0] * len(names)
 
@@ -72,8 +71,8 @@ class Rewards:
                 raise UserError(f"{subject} failed: {in_words(error)}") from error
             try:
                 total += weight * float(value)
-            except Exception as error:
-                raise UserError(f"{subject} returned {value!r:.60}, but must return one number") from error
+            except Exception:  # of any class, as the value
+                total = math.nan
             if not math.isfinite(total):
-                raise UserError(f"{subject} returned {value}, but must return a finite number")
+                raise UserError(f"{subject} returned {value!r:.60}, but must return one finite number")
         return total

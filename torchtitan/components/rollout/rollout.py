@@ -1,8 +1,9 @@
 """Rollouts: how rows of the data become trajectories of tokens, sampled by the model and rated by rewards."""
 
 import inspect
+import itertools
 import math
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar, cast
@@ -114,14 +115,6 @@ async def single_turn(row: Mapping[str, Any], engine: RolloutEngine) -> Trajecto
     return trajectory
 
 
-def find_rollout(reference: str) -> Rollout:
-    """Return the rollout of `--rollout.function`. Raise `UserError` if there is none."""
-    function: Any = load_function(reference) if reference else single_turn
-    if not inspect.iscoroutinefunction(function):
-        raise UserError(f"--rollout.function {reference} must be defined as async def rollout(row, engine)")
-    return cast(Rollout, function)
-
-
 @dataclass(kw_only=True, slots=True)
 class RolloutConfig:
     """Sampling of trajectories, at temperature 1."""
@@ -144,16 +137,23 @@ class RolloutConfig:
     url: str = "http://localhost:8000"
     """Server of the engine vllm."""
 
+    def find_function(self) -> Rollout:
+        """Return the rollout. Raise `UserError` if there is none."""
+        function: Any = load_function(self.function) if self.function else single_turn
+        if not inspect.iscoroutinefunction(function):
+            raise UserError(f"--rollout.function {self.function} must be defined as async def rollout(row, engine)")
+        return cast(Rollout, function)
 
-def log_completions(folder: str, step: int, trajectories: Sequence[Trajectory], tokenizer: Tokenizer) -> None:
+
+def log_completions(folder: str, step: int, groups: Iterable[Group], tokenizer: Tokenizer) -> None:
     """Log the first two trajectories of a step, and append them to `completions.jsonl`, after removing later steps."""
     file = JsonLines(Path(folder) / "completions.jsonl", step - 1)
-    for trajectory in trajectories[:2]:
+    for trajectory in itertools.islice(itertools.chain(*groups), 2):
         start = trajectory.loss_mask.index(True)
         prompt, completion = map(tokenizer.decode, (trajectory.tokens[:start], trajectory.tokens[start:]))
         logger.info("reward %.3f: %r -> %r", trajectory.reward, prompt[-200:], completion[:400])
-        numbers = {"step": step, "reward": trajectory.reward, "tokens": trajectory.tokens}
-        file.append({**numbers, "prompt": prompt, "completion": completion})
+        texts = {"prompt": prompt, "completion": completion}
+        file.append({"step": step, "reward": trajectory.reward, "tokens": trajectory.tokens, **texts})
     file.close()
 
 

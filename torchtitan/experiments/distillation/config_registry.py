@@ -16,9 +16,9 @@ from .trainer import DistillationTrainer
 def distillation_debugmodel() -> DistillationTrainer.Config:
     """A small student on the built-in stories: `--teacher.path` is a checkpoint of `llama3`'s `debugmodel`."""
     student = dataclasses.replace(FLAVORS["debugmodel"], n_layers=2)
-    return DistillationTrainer.Config.based_on(
-        small_run(model_spec(student, "debugmodel")), loss=DistillationLoss.Config()
-    )
+    config = small_run(model_spec(student, "debugmodel"), DistillationTrainer.Config)
+    config.loss = DistillationLoss.Config()
+    return config
 
 
 def pretrain(hf_assets_path: str, family: ModuleType | None = None) -> DistillationTrainer.Config:

@@ -1,13 +1,13 @@
 """The trainer of on-policy distillation."""
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from torchtitan.components.data.base import Batch
-from torchtitan.components.rollout.rollout import Group, RolloutConfig, to_batches
+from torchtitan.components.rollout.rollout import RolloutConfig
 from torchtitan.tools.errors import UserError
 from torchtitan.trainer.rollouts import RolloutTrainer, check_rollouts
 
@@ -40,13 +40,8 @@ class OnPolicyTrainer(DistillationTrainer, RolloutTrainer):
         self.tokens_per_step = sum(batch["input"].numel() for batch in answers) * self.parallel_dims.dp_degree
         return answers
 
-    def packed(self, groups: list[Group]) -> list[Batch]:
-        """Return answers in packed windows, equally many batches on each rank."""
-        samples, training = [(answer, 0.0) for answer in itertools.chain(*groups)], self.config.training
-        return to_batches(samples, training.seq_len, training.local_batch_size, self.ranks)
-
     def validation_sums(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return sums over one answer to each held-out prompt."""
         answers = self.packed(self.sample(lambda: [batch], "validation", size=1))
         losses, weights = zip(*map(super().validation_sums, answers), strict=True)
-        return sum(losses[1:], losses[0]), sum(weights[1:], weights[0])
+        return torch.stack(losses).sum(), torch.stack(weights).sum()

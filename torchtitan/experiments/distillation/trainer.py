@@ -1,42 +1,72 @@
-"""The trainer of distillation."""
+"""The trainer of distillation, with a frozen teacher that runs beside the student or is read from a cache."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchtitan.components.data.base import Batch
-from torchtitan.components.distillation import DistillationLoss, Outputs, TopTokens
+from torchtitan.components.distillation import DistillationLoss, Outputs, TeacherConfig, TopTokens, check_same_tokens
 from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.components.sequence_cache import SequenceCache
+from torchtitan.components.tokenizer import PretrainedTokenizer
+from torchtitan.components.weights.assets import asset_folder
 from torchtitan.models.pretrained import internal_source
 from torchtitan.protocols import ModelSpec
-from torchtitan.tools.errors import UserError
-from torchtitan.trainer.teacher import TeacherTrainer
+from torchtitan.tools.errors import UserError, errors_of, require
+from torchtitan.trainer.models import RunModel
+from torchtitan.trainer.reference import FrozenModelTrainer, check_cache
 
 
-class DistillationTrainer(TeacherTrainer):
-    """Train a student to predict what a teacher predicts."""
+class DistillationTrainer(FrozenModelTrainer):
+    """Train a student to predict what `models["teacher"]` predicts, or what a cache holds of its predictions."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(TeacherTrainer.Config):
+    class Config(FrozenModelTrainer.Config):
         """A whole run of distillation."""
+
+        teacher: TeacherConfig = field(default_factory=TeacherConfig)
+        """Teacher."""
 
         def validate(self) -> None:
             if type(self.chosen_loss) is not DistillationLoss.Config:
                 raise UserError("--module distillation has its own loss (--loss.kind), and takes no other")
             self.parallelism.require_one("pipeline", user="--module distillation")
 
+        def check(self, world_size: int, *, dry_run: bool = False) -> None:
+            FrozenModelTrainer.Config.check(self, world_size, dry_run=dry_run)
+            teacher, tokenizer = self.teacher, self.tokenizer.build(path=self.hf_assets_path)
+            specs = self.resolve(tokenizer).model_spec, self.teacher_spec()
+            if not dry_run:  # which has no tokenizer
+                folder = asset_folder(Path(teacher.path))
+                check_same_tokens(tokenizer, PretrainedTokenizer.Config().build(path=folder))
+            size, taught = (int(spec.model.vocab_size or 0) for spec in specs)
+            if size != taught:
+                vocabularies = f"a student's vocabulary of {size} rows and a teacher's of {taught}"
+                self.parallelism.require_one("tensor", user=vocabularies)
+            if teacher.cache:
+                check_cache(self, "--teacher.cache", dry_run=dry_run)
+                valid = f"from 1 to the student's vocabulary, {size}, which the teacher's, {taught}, must cover"
+                require(0 < teacher.top_k <= size <= taught, "--teacher.top_k", teacher.top_k, valid)
+
         def teacher_spec(self) -> ModelSpec:
+            """Return the teacher's specification. Raise `UserError` if its folder holds no whole model."""
             if not self.teacher.path:
                 raise UserError("--teacher.path is not set; name the folder of the model to learn from")
-            try:
+            with errors_of("--teacher.path"):
                 return internal_source(self.teacher.path)[0]
-            except UserError as error:
-                raise UserError(f"--teacher.path: {error}") from error
 
     config: Config
+    loss: DistillationLoss
+    frozen = "teacher"
     measures_named = ("cross_entropy", "divergence")
+
+    def build_models(self) -> dict[str, RunModel]:
+        config, spec = self.config.teacher, self.config.teacher_spec()
+        teacher = self.build_other_model(spec, weights=config.path, offloaded=config.offload)
+        return {**super().build_models(), "teacher": teacher}
 
     def compute_loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the summed loss of a batch, and the number of its valid tokens."""
@@ -60,3 +90,20 @@ class DistillationTrainer(TeacherTrainer):
         for name, total in zip(self.measures_named, sums[1:], strict=True):
             self.measure(name, total, n_tokens)
         return sums[0], n_tokens
+
+    def open_cache(self, model: RunModel) -> SequenceCache | None:
+        config, vocabulary = self.config.teacher, self.config.model_spec.model.vocab_size
+        if not config.cache:
+            return None
+        setting = [*self.setting(model), config.top_k, vocabulary, self.loss.config.temperature]
+        return SequenceCache(Path(config.cache), setting, bytes_per_token=8 * config.top_k + 4)
+
+    def frozen_results(self, batch: Batch) -> dict[str, Tensor]:
+        """Return the fields of `TopTokens`. Raise `UserError` if the vocabulary or the windows are sharded."""
+        self.config.parallelism.require_one("tensor", "context", user="writing --teacher.cache")
+        size, k = self.config.model_spec.model.vocab_size or 0, self.config.teacher.top_k
+
+        def head(*outputs: Any, **changes: Any) -> TopTokens:
+            return self.loss.top_tokens(Outputs(*outputs, **changes), size, k)
+
+        return vars(self.models["teacher"](batch["input"], batch.get("attention"), head=head))

@@ -25,13 +25,12 @@ class PPOTrainer(RLTrainer):
         return {**super().build_models(), "value": self.build_other_model(head, trained=True, saved=True)}
 
     def update(self, micro_batches: list[Batch]) -> StepResult:
-        on_device = [self.post_dataloading_process(batch) for batch in micro_batches]
         with torch.no_grad(), self.precision.fixed_weights(), self.mixed_precision():
-            for batch in on_device:
+            for batch in micro_batches:
                 batch["old_values"] = self.policy_outputs(batch)[1]
-        if on_device:
-            estimate_advantages(on_device, self.config.policy.gae_decay)
-        return super().update(on_device)
+        if micro_batches:
+            estimate_advantages(micro_batches, self.config.policy.gae_decay)
+        return super().update(micro_batches)
 
     def policy_outputs(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
         def head(hidden_BLD: Tensor, weight_VD: Tensor | None, **changes: Any) -> tuple[Tensor, Tensor]:

@@ -7,10 +7,9 @@ from torchtitan.components.data.finetuning.preference import AnswerDataLoader, P
 from torchtitan.components.optimizer import Optimizer
 from torchtitan.components.peft import LoRA
 from torchtitan.components.preference_losses import KTOLoss, PreferenceLoss
-from torchtitan.components.tokenizer import PretrainedTokenizer
 from torchtitan.models.auto.config_registry import sft
-from torchtitan.models.common.recipes import small_run, with_adapters
-from torchtitan.models.llama3 import model_registry
+from torchtitan.models.common.recipes import with_adapters
+from torchtitan.models.llama3.config_registry import llama3_debugmodel_sft
 from torchtitan.trainer.reference import ReferenceConfig
 
 from .trainer import KTOTrainer, PreferenceTrainer
@@ -28,7 +27,8 @@ def dpo(hf_assets_path: str, family: ModuleType | None = None) -> PreferenceTrai
 
 def dpo_lora(hf_assets_path: str, family: ModuleType | None = None) -> PreferenceTrainer.Config:
     """Direct preference optimization of low-rank adapters; the reference is the model without them."""
-    return _with_adapters(dpo(hf_assets_path, family), lr=5e-6)
+    config = with_adapters(dpo(hf_assets_path, family), LoRA.Config(), lr=5e-6)
+    return dataclasses.replace(config, reference=ReferenceConfig(kind="adapters_off"))
 
 
 def ipo(hf_assets_path: str, family: ModuleType | None = None) -> PreferenceTrainer.Config:
@@ -50,26 +50,17 @@ def kto(hf_assets_path: str, family: ModuleType | None = None) -> KTOTrainer.Con
 def dpo_debugmodel() -> PreferenceTrainer.Config:
     """Direct preference optimization of the small Llama 3 on built-in pairs: minutes on two CPU cores, no network.
     `--checkpoint.initial_load_path` starts from a checkpoint of llama3's `debugmodel_sft`."""
-    config = small_run(model_registry("debugmodel"), PreferenceTrainer.Config)
-    config.loss = PreferenceLoss.Config()
-    config.dataloader = PreferenceDataLoader.Config(dataset=["preferences"], chat_template="chatml")
-    config.tokenizer = PretrainedTokenizer.Config(added_tokens=["<|im_start|>", "<|im_end|>"])
-    config.optimizer = Optimizer.Config(lr=2e-4, weight_decay=0.0)
-    config.training.local_batch_size = 4
-    return config
-
-
-def dpo_lora_debugmodel() -> PreferenceTrainer.Config:
-    """As `dpo_debugmodel` with low-rank adapters, and the model without them as the reference."""
-    return _with_adapters(dpo_debugmodel(), lr=2e-4)
+    config = llama3_debugmodel_sft()
+    return PreferenceTrainer.Config.based_on(
+        config,
+        dataloader=PreferenceDataLoader.Config(dataset=["preferences"], chat_template="chatml"),
+        loss=PreferenceLoss.Config(),
+        optimizer=Optimizer.Config(lr=2e-4, weight_decay=0.0),
+        training=dataclasses.replace(config.training, seq_len=256),
+    )
 
 
 def kto_debugmodel() -> KTOTrainer.Config:
     """As `dpo_debugmodel`, with KTO on the same answers."""
     loader = AnswerDataLoader.Config(dataset=["preferences"], chat_template="chatml")
     return KTOTrainer.Config.based_on(dpo_debugmodel(), dataloader=loader, loss=KTOLoss.Config())
-
-
-def _with_adapters(config: PreferenceTrainer.Config, lr: float) -> PreferenceTrainer.Config:
-    reference = ReferenceConfig(kind="adapters_off")
-    return dataclasses.replace(with_adapters(config, LoRA.Config(), lr), reference=reference)

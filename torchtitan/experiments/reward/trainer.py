@@ -10,6 +10,7 @@ from torch import Tensor
 
 from torchtitan.components.chat_template import resolve_chat_template
 from torchtitan.components.data.base import Batch
+from torchtitan.components.data.finetuning.preference import SEQUENCES_PER_SAMPLE, sum_answers
 from torchtitan.components.data.finetuning.row_formats import find_format
 from torchtitan.components.tokenizer import PretrainedTokenizer
 from torchtitan.models.pretrained import load_model, spec_of
@@ -37,18 +38,19 @@ class RewardTrainer(Trainer):
                 raise UserError("--model_converters would freeze the new head of a reward model; train all weights")
             self.parallelism.require_one("tensor", "context", "pipeline", user="--module reward")
 
-    sequences_per_sample = 2  # both answers
+    sequences_per_sample = SEQUENCES_PER_SAMPLE
     measures_named = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
 
     def compute_loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the summed loss of a batch's pairs, and their number."""
         scores_BL1 = self.models["model"](batch["input"], batch.get("attention"), head=F.linear)
-        chosen, rejected = scores_BL1[..., 0].float().gather(1, batch["ends"]).view(-1, 2).unbind(1)
-        is_pair, margins = batch["ends"].view(-1, 2)[:, 1] > 0, chosen - rejected
-        for name, values in zip(self.measures_named, (chosen, rejected, margins, (margins > 0).float()), strict=True):
+        sequences = batch["sequences"]
+        is_last = sequences != sequences.roll(-1, dims=1)  # of an answer; padding counts to the first one
+        chosen, rejected = sum_answers(scores_BL1[..., 0].float().where(is_last, 0), sequences).unbind(-1)
+        is_pair, margins = sum_answers(is_last.float(), sequences)[..., 0], chosen - rejected
+        for name, values in zip(self.measures_named, (chosen, rejected, margins, margins > 0), strict=True):
             self.measure(name, (values * is_pair).sum(), is_pair.sum())
-        losses = bradley_terry_loss(chosen, rejected, batch["margins"].view(-1, 2)[:, 0])
-        return (losses * is_pair).sum(), is_pair.sum()
+        return (bradley_terry_loss(chosen, rejected, batch["margins"]) * is_pair).sum(), is_pair.sum()
 
 
 def check_reward_model(folder: str) -> None:

@@ -1,7 +1,6 @@
 """The trainer of reinforcement learning."""
 
 import dataclasses
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -13,7 +12,7 @@ from torchtitan.components.data.base import Batch
 from torchtitan.components.loss import IGNORE_INDEX, CrossEntropyLoss
 from torchtitan.components.policy_loss import PolicyLoss, group_advantages
 from torchtitan.components.rollout.rewards import Rewards
-from torchtitan.components.rollout.rollout import Group, RolloutConfig, log_completions, to_batches
+from torchtitan.components.rollout.rollout import Group, RolloutConfig, log_completions
 from torchtitan.distributed.process_group import on_all_ranks
 from torchtitan.experiments.reward.trainer import check_reward_model, reward_function
 from torchtitan.tools.errors import UserError, require
@@ -88,13 +87,11 @@ class RLTrainer(ReferenceTrainer, RolloutTrainer):
             self.tokens_per_step = n_tokens
         rewards_PG = torch.tensor([[t.reward for t in group] for group in groups], dtype=torch.float64)
         advantages = group_advantages(rewards_PG, self.policy.method.advantage).flatten().tolist() if groups else []
-        trajectories = list(itertools.chain(*groups))
         if on_all_ranks(not any(abs(advantage) > 1e-9 for advantage in advantages)) and groups and self.rank == 0:
             logger.warning("no answer has a higher reward than another: the rewards of this step teach nothing")
         if self.rank == 0 and self.metrics.should_log(self.step + 1):
-            log_completions(self.config.dump_folder, self.step + 1, trajectories, self.tokenizer)
-        samples, training = list(zip(trajectories, advantages, strict=True)), self.config.training
-        return to_batches(samples, training.seq_len, training.local_batch_size, self.ranks)
+            log_completions(self.config.dump_folder, self.step + 1, groups, self.tokenizer)
+        return self.packed(groups, advantages)
 
     def sample_groups(self, batches: Iterator[Batch]) -> list[Group]:
         """Return the groups of this rank's prompts. With a method that resamples, only groups with unequal rewards,
@@ -116,14 +113,13 @@ class RLTrainer(ReferenceTrainer, RolloutTrainer):
         return groups[:wanted]
 
     def update(self, micro_batches: list[Batch]) -> StepResult:
-        on_device = [self.post_dataloading_process(batch) for batch in micro_batches]
-        outcome = super().update(on_device)
+        outcome = super().update(micro_batches)
         for _ in range(self.config.policy.updates - 1):
             if not outcome.is_taken or outcome.data_exhausted:
                 break
             self.is_first_update = False
             self.optimizer.zero_grad()
-            last = super().update(on_device)
+            last = super().update(micro_batches)
             if not last.is_taken:
                 break
             outcome = dataclasses.replace(last, measures={**outcome.measures, **last.measures})

@@ -23,7 +23,7 @@ from torchtitan.protocols.state_dict_adapter import (
     model_tensor_specs,
 )
 from torchtitan.protocols.tensor_source import TensorSpec
-from torchtitan.tools.errors import UserError
+from torchtitan.tools.errors import UserError, errors_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,10 +280,8 @@ def _from_config_json(model_types: Mapping[str, ModelType], document: Mapping[st
     if values["scores"] and (n := len(reader.section("id2label").values) or document.get("num_labels", 2)) != 1:
         raise UserError(f"config.json: num_labels is {n}, but a reward model has 1")
     config = kind.config(**_nested(kind.config, values))
-    try:
+    with errors_of("config.json"):
         config.validate()
-    except UserError as error:
-        raise UserError(f"config.json: {error}") from error
     shared.warn_about_ignored_keys(document, {*keys, *kind.fixed, *kind.ignored})
     return config
 

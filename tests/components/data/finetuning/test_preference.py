@@ -285,15 +285,16 @@ def test_rows_with_a_label_are_rejected(tokenizer, folder):
 
 def test_empty_and_broken_rows(tokenizer, folder):
     same = {"prompt": "Is it?", "chosen": "No.", "rejected": "No."}
+    spaced = {"prompt": "Is it?", "chosen": "No.", "rejected": " No.\n"}
     wrong = {"prompt": "Is it?", "chosen": "No.", "rejected": True}
-    write_jsonl(folder / "data.jsonl", [*pairs(2), same, wrong])
-    with pytest.raises(UserError, match=r"data.jsonl:4: .*bool.*--dataloader.broken drop"):
+    write_jsonl(folder / "data.jsonl", [*pairs(2), same, spaced, wrong])
+    with pytest.raises(UserError, match=r"data.jsonl:5: .*bool.*--dataloader.broken drop"):
         build(tokenizer)
     with pytest.raises(UserError, match=r"data.jsonl:3: .*equal.*--dataloader.empty drop"):
         build(tokenizer, empty="error", broken="drop")
     report = build(tokenizer, broken="drop").samples.sets[0].report
-    assert (report.rows, report.kept) == (4, 2)
-    assert {reason: tally.count for reason, tally in report.dropped.items()} == {"empty": 1, "broken": 1}
+    assert (report.rows, report.kept) == (5, 2)
+    assert {reason: tally.count for reason, tally in report.dropped.items()} == {"empty": 2, "broken": 1}
 
 
 def test_wrong_options(tokenizer, folder):

@@ -5,7 +5,7 @@ import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -27,7 +27,7 @@ from torchtitan.components.data.finetuning.samples import (
     Windows,
     pack_windows,
 )
-from torchtitan.components.data.plan import Planner, Sampler, ShuffleSampler, Snapshot, StepStatistics, Window
+from torchtitan.components.data.plan import Planner, Sampler, ShuffleSampler, Snapshot, StepStatistics
 from torchtitan.components.data.prepare.prepared import dataset_identity, find_prepared, find_samples, validation_split
 from torchtitan.components.data.report import DataSummary, SetSummary
 from torchtitan.components.data.sources.source import AUTO, CHAT_DATASETS, Source, resolve_source
@@ -177,7 +177,6 @@ class PlannedDataLoader(TokenizingDataLoader):
         self._position = self._planner.snapshot()
         self._workers: Workers | None = None
         self._exhausted = False
-        self._planning_error: UserError | None = None
         windows_by_epoch = self._planner.windows_by_epoch
         self.n_samples = None if windows_by_epoch is None else sum(windows_by_epoch)
         self.log_data()
@@ -224,10 +223,13 @@ class PlannedDataLoader(TokenizingDataLoader):
             ahead=PREFETCHED_BATCHES * config.num_workers * self._layout.global_batch_size,
         )
 
-    @property
+    @cached_property
     def windows_per_epoch(self) -> int:
         """Windows in one pass over all data."""
-        return self.samples.first[-1]
+        if (windows := self._planner.windows_by_epoch) is not None:
+            return windows[0]
+        samplers = [ShuffleSampler.Config().build(n_samples=data.n_samples, seed=0) for data in self.samples.sets]
+        return sum(1 for _ in self.plan(samplers, epochs=1, windows_per_step=1))
 
     @property
     def packing_efficiency(self) -> float | None:
@@ -251,10 +253,11 @@ class PlannedDataLoader(TokenizingDataLoader):
         )
 
     def log_data(self) -> None:
-        for line in self.samples.report_lines():
-            logger.info(line)
-        for warning in self.samples.warnings():
-            logger.warning(warning)
+        for name, data in zip(self.samples.names, self.samples.sets, strict=True):
+            for line in data.report.lines():
+                logger.info(f"{name}: {line}")
+            for warning in data.warnings():
+                logger.warning(f"{name}: {warning}")
 
     def sample_name(self, number: int) -> str:
         """Return a sample's name in the ledger: the location of its row."""
@@ -276,29 +279,24 @@ class PlannedDataLoader(TokenizingDataLoader):
         try:
             batch: Batch = next(self._workers)
         except StopIteration:
-            if self._planning_error is not None:
-                raise self._planning_error from None
             self._exhausted = True
             raise
         self._position = self._prefetched_positions.popleft()
         return batch
 
     def _keys(self) -> Iterator[Any]:
-        """Yield the sample numbers of the windows of each batch of this rank. A planning error ends the iterator and is
-        raised later, since the run may not need more batches."""
-        while windows := self._plan_batch():
-            self._prefetched_positions.append(self._planner.snapshot())
-            numbers = [(window.samples + self._planner.offsets[window.source]).tolist() for window in windows]
-            numbers += [[]] * (self._layout.global_batch_size - len(numbers))
-            first = self._layout.dp_rank * self._layout.local_batch_size
-            yield numbers[first : first + self._layout.local_batch_size]
-
-    def _plan_batch(self) -> list[Window]:
+        """Yield the sample numbers of the windows of each batch of this rank. After a planning error, yield
+        the error, which `Workers` raises in its turn, since the run may not need more batches."""
+        batch_size = self._layout.global_batch_size
+        first = self._layout.dp_rank * self._layout.local_batch_size
         try:
-            return list(itertools.islice(self._planner, self._layout.global_batch_size))
+            while windows := list(itertools.islice(self._planner, batch_size)):
+                self._prefetched_positions.append(self._planner.snapshot())
+                numbers = [(window.samples + self._planner.offsets[window.source]).tolist() for window in windows]
+                numbers += [[]] * (batch_size - len(numbers))
+                yield numbers[first : first + self._layout.local_batch_size]
         except UserError as error:
-            self._planning_error = error
-            return []
+            yield from itertools.repeat(error)
 
     def state_dict(self) -> dict[str, Any]:
         position = self._planner.state_dict(self._position)
@@ -322,7 +320,7 @@ class PlannedDataLoader(TokenizingDataLoader):
         return [self.sample_name(number) for number in documents.tolist() if number != NO_DOCUMENT]
 
     def batch_of(self, names: Sequence[str]) -> Batch:
-        batch: Batch = self._batches[[[number] for number in self.samples.find_numbers(names)]]
+        batch: Any = self._batches[[[number] for number in self.samples.find_numbers(names)]]
         return batch
 
     def assets(self) -> dict[str, str]:
@@ -338,4 +336,3 @@ class PlannedDataLoader(TokenizingDataLoader):
             # Prefetched batches are discarded and planned again if needed.
             self._planner.load_state_dict(self._planner.state_dict(self._position))
             self._prefetched_positions.clear()
-            self._planning_error = None

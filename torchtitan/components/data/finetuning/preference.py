@@ -1,5 +1,6 @@
 """Data loaders for preference methods: a chosen and a rejected answer to one prompt, or single answers with labels."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -80,15 +81,6 @@ class PreferenceDataLoader(PlannedDataLoader):
         capacity = self._layout.seq_len * SEQUENCES_PER_SAMPLE
         return Planner(positions, capacity, samplers, packing=self.config.packing, epochs=epochs, **order)
 
-    @property
-    def windows_per_epoch(self) -> int:
-        """Windows in one pass over all data, if they are as full as the pairs allow."""
-        if (windows := self._planner.windows_by_epoch) is not None:
-            return windows[0]
-        if self.config.packing == "none":
-            return self.samples.first[-1]
-        return max(1, -(-sum(self._planner.n_tokens) // (self._layout.seq_len * SEQUENCES_PER_SAMPLE)))
-
 
 class AnswerDataLoader(PreferenceDataLoader):
     """Single answers with a label, as for KTO: rows with a prompt, an answer and `label`, or pairs.
@@ -125,7 +117,7 @@ class RewardEncoder(PairEncoder):
     def encode(self, sample: Sample) -> EncodedRow:
         parts, margin = super().encode(sample).parts, sample.margin or 0  # type: ignore[union-attr]
         try:
-            is_number = abs(float(margin)) < float("inf")  # cells of CSV files are text
+            is_number = math.isfinite(float(margin))  # cells of CSV files are text
         except (TypeError, ValueError, OverflowError):
             is_number = False
         if not is_number:
@@ -135,21 +127,18 @@ class RewardEncoder(PairEncoder):
 
 
 class RewardDataLoader(PreferenceDataLoader):
-    """Pairs for reward models, with `ends` (B, W), the positions of the last tokens of the first answers, chosen and
-    rejected in turn, and 0 for others; and `margins` (B, W), of the pair at its chosen answer's place."""
+    """Pairs for reward models, with `margins` (B, W): of the i-th pair at [:, i], as by `sum_answers`."""
 
     encoder_class = RewardEncoder
-    token_tensors = ("input", "ends", "margins")
+    token_tensors = ("input", "sequences", "margins")
 
     @staticmethod
     def collate(windows: Windows, seq_len: int) -> Batch:
         batch = PreferenceDataLoader.collate(windows, seq_len)
-        ends, margins = torch.zeros_like(batch["input"]), torch.zeros(batch["input"].shape)
-        for number, window in enumerate(windows):
-            lengths = torch.tensor([len(part.ids) - 1 for row in window for part in row.parts])
-            ends[number, : len(lengths)] = lengths.cumsum(0) - 1
-            margins[number, : len(lengths) : 2] = torch.tensor([float(row.answer or 0) for row in window])
-        return {**batch, "ends": ends, "margins": margins}
+        margins = torch.zeros(batch["input"].shape)
+        for margins_W, window in zip(margins, windows, strict=True):
+            margins_W[: len(window)] = torch.tensor([float(row.answer or 0) for row in window])
+        return {**batch, "margins": margins}
 
 
 def pack_pairs(window: Sequence[EncodedRow], n_positions: int) -> dict[str, np.ndarray]:

@@ -189,26 +189,21 @@ class SampleSets:
             raise UserError(f"'{missing[0]}' is not a sample of this data; use the run's data configuration")
         return [found[name] for name in names]
 
-    def report_lines(self) -> Iterator[str]:
-        for name, data in zip(self.names, self.sets, strict=True):
-            yield from (f"{name}: {line}" for line in data.report.lines())
-
-    def warnings(self) -> Iterator[str]:
-        for name, data in zip(self.names, self.sets, strict=True):
-            yield from (f"{name}: {warning}" for warning in data.warnings())
-
 
 Windows = Sequence[Sequence[EncodedRow]]
 """Samples of each window of a batch; an empty window is padding."""
 
 
-class WindowDataset(Dataset[Batch]):
-    """Map-style dataset from the sample numbers of B windows to a batch; `collate` creates it without `documents`."""
+class WindowDataset(Dataset[Batch | UserError]):
+    """Map-style dataset from the sample numbers of B windows to a batch; `collate` creates it without `documents`. An
+    error in place of the numbers stays as it is."""
 
     def __init__(self, samples: SampleSets, seq_len: int, collate: Callable[[Windows, int], Batch]):
         self.samples, self.seq_len, self.collate = samples, seq_len, collate
 
-    def __getitem__(self, windows: Sequence[Sequence[int]]) -> Batch:
+    def __getitem__(self, windows: Sequence[Sequence[int]] | UserError) -> Batch | UserError:
+        if isinstance(windows, UserError):
+            return windows
         batch = self.collate([[self.samples.sample(number) for number in window] for window in windows], self.seq_len)
         documents = np.full((len(windows), max(1, *map(len, windows))), NO_DOCUMENT, np.int64)
         for row, window in zip(documents, windows, strict=True):

@@ -13,7 +13,7 @@ from torchtitan.components.data.finetuning.filters import FilterConfig, Policy
 from torchtitan.components.data.finetuning.loss_mask import TrainOn
 from torchtitan.components.data.finetuning.planned_loader import PlannedDataLoader
 from torchtitan.components.data.plan import Packing, Planner, Sampler, ShuffleSampler
-from torchtitan.components.data.plan.mixture import check_weights
+from torchtitan.components.data.plan.mixture import check_per_dataset, check_weights
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.tools.errors import UserError, require
 from torchtitan.tools.logging import logger
@@ -79,13 +79,10 @@ class SFTDataLoader(PlannedDataLoader):
                 check_weights("weights", self.weights, len(self.dataset))
             for _, weights in parse_schedule(self.weight_schedule):
                 check_weights("weight_schedule", weights, len(self.dataset))
-            if self.max_epochs and len(self.max_epochs) != len(self.dataset):
-                raise UserError(
-                    f"--dataloader.max_epochs must have one value per dataset ({len(self.dataset)}), not "
-                    f"{len(self.max_epochs)}"
-                )
-            if any(not limit > 0 for limit in self.max_epochs):
-                raise UserError(f"--dataloader.max_epochs is {min(self.max_epochs):g}, but must be above 0")
+            if self.max_epochs:
+                check_per_dataset("max_epochs", self.max_epochs, len(self.dataset))
+            for limit in self.max_epochs:
+                require(limit > 0, "--dataloader.max_epochs", f"{limit:g}", "above 0")
             self.filters()
 
         def filters(self) -> FilterConfig:

@@ -132,10 +132,15 @@ class Mixture:
         return next(weights for first, weights in reversed(self._pieces) if first <= self.n_windows)
 
 
+def check_per_dataset(option: str, values: Sequence[float], n_sources: int) -> None:
+    """Raise `UserError` unless a data loader's option has a value for each of `n_sources` datasets."""
+    if len(values) != n_sources:
+        raise UserError(f"--dataloader.{option} must have one value per dataset ({n_sources}), not {len(values)}")
+
+
 def check_weights(option: str, weights: Sequence[float], n_sources: int) -> None:
     """Raise `UserError` for weights of a data loader's option that do not suit `n_sources` datasets."""
-    if len(weights) != n_sources:
-        raise UserError(f"--dataloader.{option} must have one value per dataset ({n_sources}), not {len(weights)}")
+    check_per_dataset(option, weights, n_sources)
     if not all(0 <= weight < math.inf for weight in weights) or sum(weights) == 0:
         listed = " ".join(f"{weight:g}" for weight in weights)
         raise UserError(f"--dataloader.{option}: the weights {listed} must be finite, at least 0, and not all 0")

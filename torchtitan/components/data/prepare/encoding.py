@@ -3,8 +3,7 @@
 import hashlib
 import itertools
 import json
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from torchtitan.components.tokenizer import Tokenizer
 
 HASH_BYTES = 16
 ITEM = np.dtype([("hash", f"S{HASH_BYTES}"), ("split", "u1"), ("number", "i8"), ("tokens", "i8"), ("trained", "i8")])
-"""An item of arrays: digest of its content, number of its split (see `Preparation.splits`; 0: none), its number, its
+"""An item of arrays: digest of its content, number of its split (0: none), its number, its
 tokens, and how many of them are predicted."""
 
 
@@ -42,7 +41,8 @@ class Column:
     """True if items with other values are different."""
 
 
-class Encoding(ABC):
+@dataclass(frozen=True)
+class Encoding:
     """A kind of cache. An item is a document or a sample."""
 
     kind: str
@@ -50,14 +50,10 @@ class Encoding(ABC):
     """JSON-serializable values that determine the arrays of given rows."""
     columns: list[Column]
     """The first has the items' tokens, and maybe `trained.bin`."""
-
-    @abstractmethod
-    def write(self, source: Source, folder: Path) -> tuple[Report, np.ndarray]:
-        """Write the arrays of a source; return a report, and a mask of the items to keep, (n,)."""
-
-    @abstractmethod
-    def finish(self, folder: Path, report: Report, name: str) -> None:
-        """Complete the arrays in `folder` to a cache. `report` has the counts of these arrays."""
+    write: Callable[[Source, Path], tuple[Report, np.ndarray]]
+    """Writes the arrays of a source to a folder; returns a report, and a mask of the items to keep, (n,)."""
+    finish: Callable[[Path, Report, str], None]
+    """Completes the arrays in a folder to a cache, given their counts and the name of their first part."""
 
     def items(self, folder: Folder, keep: np.ndarray) -> np.ndarray:
         """Return the items of arrays that a mask (n,) keeps, without splits, in the order of their hashes, `ITEM` (k,).
@@ -82,60 +78,60 @@ class Encoding(ABC):
         folder."""
         folder.mkdir()
         for column in self.columns:
-            _select(column, selections, folder)
+            lengths = [np.zeros(1, np.int64)]
+            for source, numbers in selections:
+                of_source = np.diff(_array(source, column.offsets))
+                selected = np.zeros(len(of_source), bool)
+                selected.reshape(-1, column.sequences)[numbers] = True
+                lengths.append(of_source[selected])
+                for name, dtype in column.values.items():
+                    with (folder / name).open("ab") as file:
+                        _array(source, name, dtype)[np.repeat(selected, of_source)].tofile(file)
+            np.cumsum(np.concatenate(lengths)).tofile(folder / column.offsets)
 
 
-class DocumentEncoding(Encoding):
-    """Documents as a token cache."""
+def document_encoding(tokenizer: Tokenizer, filters: FilterConfig | None = None) -> Encoding:
+    """Return the encoding of documents as a token cache, without those that the filters drop."""
+    applied, dtype = filters or FilterConfig(), token_cache.token_dtype(tokenizer)
 
-    kind = "tokens"
-
-    def __init__(self, tokenizer: Tokenizer, filters: FilterConfig | None = None):
-        self._tokenizer, self._filters = tokenizer, filters or FilterConfig()
-        self._dtype = token_cache.token_dtype(tokenizer)
-        wrapped = [tokenizer.fingerprint, *token_cache.document_wrapping(tokenizer)]
-        self.identity = {"version": token_cache.FORMAT_VERSION, "tokenizer": wrapped, "filters": asdict(self._filters)}
-        self.columns = [Column("offsets.bin", {"tokens.bin": self._dtype})]
-
-    def write(self, source: Source, folder: Path) -> tuple[Report, np.ndarray]:
-        token_cache.write_tokens(source, self._tokenizer, folder, lambda n: None)
-        offsets = np.fromfile(folder / "offsets.bin", np.int64)
-        tokens = np.fromfile(folder / "tokens.bin", self._dtype)
+    def write(source: Source, folder: Path) -> tuple[Report, np.ndarray]:
+        token_cache.write_tokens(source, tokenizer, folder, lambda n: None)
+        offsets, tokens = np.fromfile(folder / "offsets.bin", np.int64), np.fromfile(folder / "tokens.bin", dtype)
         report, keep = Report("text", rows=len(offsets) - 1), np.ones(len(offsets) - 1, bool)
         for number, (start, stop) in enumerate(itertools.pairwise(offsets.tolist())):
-            dropped = self._filters.drop_reason(tokens[start:stop]) if stop > start else ("empty", "it has no text")
+            dropped = applied.drop_reason(tokens[start:stop]) if stop > start else ("empty", "it has no text")
             if dropped:
                 report.drop(f"{source.parts[0].name}, document {number + 1}", *dropped)
                 keep[number] = False
         return report, keep
 
-    def finish(self, folder: Path, report: Report, name: str) -> None:
-        meta = {"dtype": self._dtype, "n_tokens": report.tokens, "documents_per_part": [report.kept]}
-        (folder / "meta.json").write_text(json.dumps({**meta, "names": [name]}))
+    def finish(folder: Path, report: Report, name: str) -> None:
+        meta = {"dtype": dtype, "n_tokens": report.tokens, "documents_per_part": [report.kept], "names": [name]}
+        (folder / "meta.json").write_text(json.dumps(meta))
+
+    wrapped = [tokenizer.fingerprint, *token_cache.document_wrapping(tokenizer)]
+    identity = {"version": token_cache.FORMAT_VERSION, "tokenizer": wrapped, "filters": asdict(applied)}
+    return Encoding("tokens", identity, [Column("offsets.bin", {"tokens.bin": dtype})], write, finish)
 
 
-class SampleEncoding(Encoding):
-    """Samples as a sample cache."""
+def sample_encoding(formats: Mapping[str, RowFormat], encoder: RowEncoder, filters: FilterConfig) -> Encoding:
+    """Return the encoding of samples as a sample cache. `formats` has the row format of each source by its name."""
 
-    kind = "samples"
-
-    def __init__(self, format: RowFormat, encoder: RowEncoder, filters: FilterConfig):
-        self._format, self._encoder, self._filters = format, encoder, filters
-        fingerprints = {"format": format.fingerprint, "encoder": encoder.fingerprint}
-        self.identity = {"version": code_version(), **fingerprints, "filters": asdict(filters)}
-        answers = [Column("answer_offsets.bin", {"answers.bin": "uint8"})] if encoder.has_answers else []
-        self.columns = [
-            Column("offsets.bin", {"ids.bin": "uint32", "trained.bin": "bool"}, encoder.n_parts),
-            *answers,
-            Column("place_offsets.bin", {"places.bin": "uint8"}, hashed=False),
-        ]
-
-    def write(self, source: Source, folder: Path) -> tuple[Report, np.ndarray]:
-        report = write_samples(source, self._format, self._encoder, self._filters, folder, lambda n: None)
+    def write(source: Source, folder: Path) -> tuple[Report, np.ndarray]:
+        report = write_samples(source, formats[source.name], encoder, filters, folder, lambda n: None)
         return report, np.ones(report.kept, bool)
 
-    def finish(self, folder: Path, report: Report, name: str) -> None:
-        finish_samples(folder, report, has_answers=self._encoder.has_answers)
+    def finish(folder: Path, report: Report, name: str) -> None:
+        finish_samples(folder, report, has_answers=encoder.has_answers)
+
+    fingerprints = {"format": [each.fingerprint for each in formats.values()], "encoder": encoder.fingerprint}
+    identity = {"version": code_version(), **fingerprints, "filters": asdict(filters)}
+    columns = [
+        Column("offsets.bin", {"ids.bin": "uint32", "trained.bin": "bool"}, encoder.n_parts),
+        *([Column("answer_offsets.bin", {"answers.bin": "uint8"})] if encoder.has_answers else []),
+        Column("place_offsets.bin", {"places.bin": "uint8"}, hashed=False),
+    ]
+    return Encoding("samples", identity, columns, write, finish)
 
 
 def read(folder: Folder, name: str) -> bytes:
@@ -154,16 +150,3 @@ def _contents(folder: Folder, column: Column) -> Iterator[bytes]:
         bounds = offsets[first : first + column.sequences + 1]
         values = [array[bounds[0] : bounds[-1]].tobytes() for array in arrays]
         yield b"".join([(bounds - bounds[0]).tobytes(), *values])
-
-
-def _select(column: Column, selections: Sequence[tuple[Folder, Array]], folder: Path) -> None:
-    lengths = [np.zeros(1, np.int64)]
-    for source, numbers in selections:
-        all_lengths = np.diff(_array(source, column.offsets))
-        selected = np.zeros(len(all_lengths), bool)
-        selected.reshape(-1, column.sequences)[numbers] = True
-        lengths.append(all_lengths[selected])
-        for name, dtype in column.values.items():
-            with (folder / name).open("ab") as file:
-                _array(source, name, dtype)[np.repeat(selected, all_lengths)].tofile(file)
-    np.cumsum(np.concatenate(lengths)).tofile(folder / column.offsets)

@@ -9,13 +9,11 @@ one for all samples; and `SPLIT.index`, which lists them, see `INDEX_ROWS`.
 """
 
 import contextlib
-import fcntl
 import json
 import multiprocessing
 import os
 import shutil
 import signal
-import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -37,12 +35,12 @@ from torchtitan.components.data.sources.rows import Part
 from torchtitan.components.data.sources.source import Source
 from torchtitan.components.data.sources.stored import divide, with_patience
 from torchtitan.tools import durable
-from torchtitan.tools.errors import RunFailure, UserError
+from torchtitan.tools.errors import RunFailure, UserError, os_errors_as
 from torchtitan.tools.logging import logger
 from torchtitan.tools.process import signal_when_orphaned
 from torchtitan.tools.progress import progress
 
-MANIFEST, PLAN, PART, ITEMS = "manifest.json", "plan.json", "part.json", "items.bin"
+MANIFEST, PLAN, PART, ITEMS, WORK = "manifest.json", "plan.json", "part.json", "items.bin", ".work-"
 TRAIN, VALIDATION = "train", "validation"
 
 INDEX_ROWS = 3
@@ -50,14 +48,6 @@ INDEX_ROWS = 3
 
 ITEMS_PER_PASS = 1 << 24
 """Approximate number of hashes that a process compares at a time, which need about 90 bytes each."""
-
-_WORDS = {
-    "encoding": "tokenizer, filters or template",
-    "part_bytes": "--part_size",
-    "held_out": "--held_out",
-    "deduplicate": "--keep_duplicates",
-}
-"""Words for the entries of a plan in messages, if other than their names."""
 
 _PARTS_AT_A_TIME = 256
 """Parts whose hashes are in memory while they are copied."""
@@ -70,9 +60,8 @@ class Preparation:
     """A preparation of sources in a folder. The same sources and options always have the same parts, so any number of
     processes and hosts can write them, in any order and repeatedly."""
 
-    sources: Sequence[Source]
     open_sources: Callable[[], Sequence[Source]]
-    """Lists the sources again, to find changes."""
+    """Lists the sources: at the start, and before the end to find changes."""
     place: Folder
     encoding: Encoding
     part_bytes: int
@@ -81,6 +70,10 @@ class Preparation:
     """Fraction of the items, selected by hash, in the split `validation`."""
     deduplicate: bool = True
     """Remove items that equal an earlier item of any source."""
+
+    @cached_property
+    def sources(self) -> Sequence[Source]:
+        return self.open_sources()
 
     @cached_property
     def parts(self) -> list[tuple[int, Part]]:
@@ -92,58 +85,63 @@ class Preparation:
             for piece in divide(part, self.part_bytes)
         ]
 
-    @property
-    def splits(self) -> dict[str, int]:
-        """Splits and their numbers."""
-        return {TRAIN: 1, VALIDATION: 2} if self.held_out else {TRAIN: 1}
-
     @cached_property
     def plan(self) -> dict[str, Any]:
-        """Everything that determines the result, as JSON values. Files count as equal if their sizes and times are
-        equal, since reading them takes long."""
-        sources = [[source.name, source.identity(_version)] for source in self.sources]
-        options = {name: getattr(self, name) for name in ("part_bytes", "held_out", "deduplicate")}
-        return {"kind": self.encoding.kind, "encoding": self.encoding.identity, **options, "sources": sources}
+        """Everything that determines the result, as JSON values with the words of messages as keys. Files count as
+        equal if their sizes and times are equal, since reading them takes long."""
+        return {
+            "kind": self.encoding.kind,
+            "tokenizer, filters or template": self.encoding.identity,
+            "--part_size": self.part_bytes,
+            "--held_out": self.held_out,
+            "--keep_duplicates": not self.deduplicate,
+            "sources": [[source.name, source.identity(_version)] for source in self.sources],
+        }
 
     def begin(self) -> None:
         """Create the folder, or continue in it. Raise `UserError` if it holds another preparation or other files, or
         is not writable."""
-        plan = json.dumps(self.plan)
-        with self.working() as work:
-            _remove_abandoned(work.parent, socket.gethostname())
-            if not has_file(self.place / "plan", PLAN):
+        if not has_file(self.place / "plan", PLAN):
+            with self.working() as work:
                 names = os.listdir(self.place) if isinstance(self.place, LocalFolder) else self.place.files()
-                others = {name.partition("/")[0] for name in names if name[0] != "."}  # not work folders of others
+                others = {name.partition("/")[0] for name in names if name[0] != "."}  # not work folders
                 if others and "plan" not in others:  # otherwise, another process has begun
                     raise UserError(f"{self.place} holds other files, such as {min(others)}; set --out to a new folder")
                 self.place.create()
                 (work / "plan").mkdir()
-                (work / "plan" / PLAN).write_text(plan)
+                (work / "plan" / PLAN).write_text(json.dumps(self.plan))
                 publish(work / "plan", self.place / "plan", PLAN)
-            self.check()
+        self.check()
+
+    def is_complete(self) -> bool:
+        """Return whether there is a result, next to a plan."""
+        return has_file(self.place, MANIFEST) and has_file(self.place / "plan", PLAN)
 
     def check(self) -> None:
         """Raise `UserError` if the folder holds another preparation."""
         begun = json.loads(read(self.place / "plan", PLAN))
         if changed := [name for name in self.plan if digest_of(self.plan[name]) != digest_of(begun.get(name))]:
-            names = " and ".join(_WORDS.get(name, name) for name in changed)
+            names = " and ".join(changed)
             raise UserError(
                 f"{self.place} was begun with other {names}, or they have changed; set --out to a new folder"
             )
 
     @contextlib.contextmanager
     def working(self) -> Iterator[Path]:
-        """Yield a temporary folder, in the same file system if possible; killed processes leave theirs. Turn an
-        `OSError` in the block into a `UserError`."""
-        inside, places, options = None, f"{self.place} or {tempfile.gettempdir()}", "--out or TMPDIR"
+        """Yield a temporary folder, in the same file system if possible. Turn an `OSError` in the block into a
+        `UserError`. Ignore both if another process has meanwhile completed the preparation, which removes all such
+        folders and all parts."""
+        local = self.place.path if isinstance(self.place, LocalFolder) else None
+        where, options = (local, "--out") if local else (f"{self.place} or {tempfile.gettempdir()}", "--out or TMPDIR")
         try:
-            if isinstance(self.place, LocalFolder):
-                inside, places, options = self.place.path, str(self.place), "--out"
-                self.place.create()
-            with _work_folder(inside) as folder:
-                yield folder
-        except OSError as error:
-            raise UserError(f"cannot write to {places}: {error.strerror or error}; set {options} to another") from error
+            with os_errors_as(f"cannot write to {where}", f"; set {options} to another"):
+                if local:
+                    durable.make_folder(local)
+                with tempfile.TemporaryDirectory(prefix=WORK, dir=local, ignore_cleanup_errors=True) as folder:
+                    yield Path(folder)
+        except UserError:
+            if not self.is_complete():
+                raise
 
     @cached_property
     def _parts_folder(self) -> Folder:
@@ -154,14 +152,14 @@ class Preparation:
 
     def missing(self) -> list[int]:
         """Return the numbers of the parts that are not complete; none after the merge, which removes the parts."""
-        if has_file(self.place, MANIFEST):
+        if self.is_complete():
             return []
         files = with_patience(f"listing {self._parts_folder}", self._parts_folder.files)
         return [number for number in range(len(self.parts)) if f"{number:06}/{PART}" not in files]
 
     def write(self, number: int) -> int:
         """Write a part; return its tokens. Raise `UserError` if it cannot be read or written."""
-        source, part = self.parts[number]
+        (source, part), report = self.parts[number], Report()
         with self.working() as work:
             folder = work / "part"
             folder.mkdir()
@@ -181,28 +179,26 @@ class Preparation:
             for tokens in run_in_processes(self.write, numbers, workers):
                 n_tokens += tokens
                 advance(1, f"preparing, {n_tokens / (time.monotonic() - started):,.0f} tokens/s")
-        logger.info(f"{len(numbers):,} parts written: {n_tokens:,} tokens in {time.monotonic() - started:,.1f} s")
+        logger.info(f"parts written: {len(numbers):,} ({n_tokens:,} tokens in {time.monotonic() - started:,.1f} s)")
 
 
 def merge(preparation: Preparation, workers: int) -> None:
     """Write the items of each split, of equal ones the first, and the manifest; then remove the parts. May be killed
     and repeated. Raise `UserError` if parts are missing, a split is empty, or the plan or the sources have changed."""
     place = preparation.place
-    preparation.check()
-    if (missing := preparation.missing()) and not has_file(place, MANIFEST):
+    if has_file(place / "plan", PLAN):
+        preparation.check()
+    if (missing := preparation.missing()) and not preparation.is_complete():
         raise UserError(
             f"{len(missing):,} of {len(preparation.parts):,} parts in {place} are missing, first {missing[0] + 1}; run "
             "the same command without --merge to write them"
         )
-    with preparation.working() as work:
-        if not has_file(place, MANIFEST):
-            try:
-                manifest = _Merge(preparation, workers, work).write()
-                replace(preparation, sources=preparation.open_sources()).check()
-                _write(place, MANIFEST, json.dumps(manifest).encode(), work)
-            except (OSError, UserError):
-                if not has_file(place, MANIFEST):  # otherwise, another merge has removed the parts
-                    raise
+    if not preparation.is_complete():
+        with preparation.working() as work:
+            manifest = _Merge(preparation, workers, work).write()
+            replace(preparation).check()
+            write_file(place, MANIFEST, json.dumps(manifest).encode(), work)
+    with os_errors_as(f"{place} is complete, but its parts cannot be removed"):
         _remove_parts(place)
     manifest = json.loads(read(place, MANIFEST))
     counts = (f"{split}: {of['items']:,} items, {of['tokens']:,} tokens" for split, of in manifest["splits"].items())
@@ -214,6 +210,7 @@ class _Merge:
 
     def __init__(self, preparation: Preparation, workers: int, work: Path):
         self.preparation, self.workers, self.work = preparation, workers, work
+        self.splits = {TRAIN: 1, VALIDATION: 2} if preparation.held_out else {TRAIN: 1}
         folders = [preparation.folder(part) for part in range(len(preparation.parts))]
         with ThreadPoolExecutor(16) as pool, (work / "items").open("wb") as file:  # a store takes long to answer
             reports = pool.map(lambda folder: json.loads(read(folder, PART)), folders)
@@ -221,8 +218,7 @@ class _Merge:
             for first in range(0, len(folders), _PARTS_AT_A_TIME):
                 file.writelines(pool.map(partial(read, name=ITEMS), folders[first : first + _PARTS_AT_A_TIME]))
         if not any(report.kept for report in self.found):
-            names = ", ".join(source.name for source in preparation.sources)
-            raise no_rows_left_error(names, Report.total(self.found))
+            raise no_rows_left_error(", ".join(of.name for of in preparation.sources), Report.total(self.found))
         ends = np.cumsum([report.kept for report in self.found])
         if (work / "items").stat().st_size != ends[-1] * ITEM.itemsize:
             parts = f"{preparation.place}/parts"
@@ -240,10 +236,8 @@ class _Merge:
 
     def write(self) -> dict[str, Any]:
         """Write the caches and the index of each split; return the manifest."""
-        preparation = self.preparation
-        reports = {
-            split: [self._report(part, split) for part in range(len(self.found))] for split in preparation.splits
-        }
+        preparation, encoding, parts = self.preparation, self.preparation.encoding, range(len(self.found))
+        reports = {split: [self._report(part, split) for part in parts] for split in self.splits}
         for split, of_parts in reports.items():
             if not any(report.kept for report in of_parts):
                 selected = "no document; increase" if split == VALIDATION else "all documents; decrease"
@@ -253,28 +247,24 @@ class _Merge:
             totals = [Report() for _ in preparation.sources]
             for (source, _), report in zip(preparation.parts, of_parts, strict=True):
                 totals[source].add(report)
-            named = zip(preparation.sources, totals, strict=True)
-            sources[split] = [[source.name, total.to_dict()] for source, total in named]
+            names = (source.name for source in preparation.sources)
+            sources[split] = [[name, total.to_dict()] for name, total in zip(names, totals, strict=True)]
             splits[split] = self._write_caches(split, of_parts)
-        description = {"kind": preparation.encoding.kind, "encoding": preparation.encoding.identity}
-        return {**description, "digest": digest_of(splits), "splits": splits, "sources": sources}
+        description = {"kind": encoding.kind, "encoding": encoding.identity, "digest": digest_of(splits)}
+        return {**description, "splits": splits, "sources": sources}
 
     def _kept(self, part: int, split: str) -> np.ndarray:
         items = self.items[part]
-        return items[items["split"] == self.preparation.splits[split]]
+        return items[items["split"] == self.splits[split]]
 
     def _report(self, part: int, split: str) -> Report:
         """Return the counts of a part's items in a split; the others are dropped rows."""
         report, items, kept = self.found[part], self.items[part], self._kept(part, split)
+        tokens, trained = (int(kept[name].sum()) for name in ("tokens", "trained"))
         n_duplicates = int((items["split"] == 0).sum())
         others = {"duplicate": n_duplicates, "other_split": len(items) - len(kept) - n_duplicates}
-        return replace(
-            report,
-            kept=len(kept),
-            tokens=int(kept["tokens"].sum()),
-            trained_tokens=int(kept["trained"].sum()),
-            dropped=report.dropped | {reason: ExampleCounter(count) for reason, count in others.items() if count},
-        )
+        dropped = report.dropped | {reason: ExampleCounter(count) for reason, count in others.items()}
+        return replace(report, kept=len(kept), tokens=tokens, trained_tokens=trained, dropped=dropped)
 
     def _write_caches(self, split: str, reports: Sequence[Report]) -> dict[str, Any]:
         """Write the caches and the index of a split, with the reports of its parts; return its counts."""
@@ -295,11 +285,12 @@ class _Merge:
                 publish(folder, preparation.place / split / digest, BLOCKS_FILE)
             return number, digest
 
-        written = sorted(run_in_processes(write_cache, range(len(groups)), self.workers))
-        digests = "".join(digest for _, digest in written)
+        digests = [digest for _, digest in sorted(run_in_processes(write_cache, range(len(groups)), self.workers))]
         total, ends = Report.total(totals), np.cumsum([0, *(of_group.tokens for of_group in totals)])
-        index = np.vstack([ends[:-1], np.frombuffer(bytes.fromhex(digests), np.int64).reshape(-1, 2).T]).tobytes()
-        _write(preparation.place, f"{split}.index", index, self.work)
+        index = np.vstack(
+            [ends[:-1], np.frombuffer(bytes.fromhex("".join(digests)), np.int64).reshape(-1, 2).T]
+        ).tobytes()
+        write_file(preparation.place, f"{split}.index", index, self.work)
         return {"tokens": total.tokens, "items": total.kept, "parts": len(groups), "digest": bytes_digest(index)}
 
 
@@ -323,13 +314,12 @@ def find_duplicates(parts: Sequence[np.ndarray], index: int = 0, n_passes: int =
 
 
 def _remove_parts(place: Folder) -> None:
-    parts = place / "parts"
-    if parts.exists():
+    """Remove all that is no longer needed, also what killed processes have left."""
+    if (parts := place / "parts").exists():
         with contextlib.suppress(FileNotFoundError):  # another merge removes them
             parts.remove(PART)
     if isinstance(place, LocalFolder):
-        _remove_abandoned(place.path)
-        for left in place.path.glob(f"*{UNFINISHED}"):
+        for left in (*place.path.glob(f"{WORK}*"), *place.path.glob(f"*{UNFINISHED}")):
             shutil.rmtree(left, ignore_errors=True)
 
 
@@ -337,31 +327,7 @@ def _version(path: Path) -> str:
     return f"{path.stat().st_size} {path.stat().st_mtime_ns}"
 
 
-@contextlib.contextmanager
-def _work_folder(place: Path | None) -> Iterator[Path]:
-    """Yield a temporary folder next to a file that is locked until the block or the process ends."""
-    with tempfile.NamedTemporaryFile(prefix=".work-", suffix=f"@{socket.gethostname()}", dir=place) as file:
-        with contextlib.suppress(OSError):  # a file system without locks, where killed processes leave their folders
-            fcntl.flock(file, fcntl.LOCK_EX)
-        folder = Path(f"{file.name}.files")
-        folder.mkdir(0o700)
-        try:
-            yield folder
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)  # NFS keeps files that are still mapped into memory
-
-
-def _remove_abandoned(place: Path, host: str = "*") -> None:
-    """Remove what killed processes of a host, or of any, have left: their locks can be taken. Some file systems share
-    locks within a host only."""
-    for path in place.glob(f".work-*@{host}"):
-        with contextlib.suppress(OSError), path.open("r+") as file:  # locked, another user's, or removed by now
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(f"{path}.files", ignore_errors=True)
-            path.unlink()
-
-
-def _write(folder: Folder, name: str, content: bytes, work: Path) -> None:
+def write_file(folder: Folder, name: str, content: bytes, work: Path) -> None:
     """Write a file atomically, by way of `work`, since another merge may write the same one."""
     if isinstance(folder, LocalFolder):
         (work / name).write_bytes(content)

@@ -12,7 +12,7 @@ import re
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -42,19 +42,26 @@ _CHECKED_BLOCKS, _BLOCK = 4, 1 << 15
 
 @dataclass(frozen=True)
 class TokenFile:
-    """A file of tokens."""
+    """A file of tokens, the last of which ends with the file."""
 
     path: Path
     dtype: str
-    start: int
+    start: int = 0
     """Offset of the first token in bytes."""
-    n_tokens: int
     read_offsets: Callable[[], Array] | None = None
     """Returns the first token of each document, and the number of tokens, (n_documents + 1,); None: EOS marks the
     documents."""
 
+    @cached_property
+    def n_tokens(self) -> int:
+        """Number of tokens. Raise `UserError` if the last one is cut."""
+        n_bytes, item_bytes = self.path.stat().st_size - self.start, np.dtype(self.dtype).itemsize
+        if n_bytes % item_bytes:
+            raise UserError(f"{self.path} has {n_bytes:,} bytes, which are not whole tokens of {item_bytes} bytes")
+        return n_bytes // item_bytes
+
     def map(self) -> np.ndarray:
-        return np.asarray(np.memmap(self.path, self.dtype, "r", self.start, (self.n_tokens,)))
+        return np.asarray(np.memmap(self.path, self.dtype, "r", self.start))
 
 
 def find_token_files(dataset: str, names: Sequence[str] = ()) -> list[Path]:
@@ -110,8 +117,7 @@ def _inspect(path: Path, tokenizer: Tokenizer, chunk: Mapping[str, Any] | None) 
     try:
         if chunk is not None:
             return _litdata(path, chunk["chunk_size"], chunk["dim"])
-        is_bin = path.suffix == ".bin"
-        if is_bin and path.with_suffix(".idx").is_file():
+        if path.suffix == ".bin" and path.with_suffix(".idx").is_file():
             return _megatron(path, path.with_suffix(".idx"))
         with path.open("rb") as file:
             head = file.read(_LLM_C_HEADER)
@@ -119,27 +125,23 @@ def _inspect(path: Path, tokenizer: Tokenizer, chunk: Mapping[str, Any] | None) 
             array = np.load(path, mmap_mode="r")
             if array.ndim != 1 or array.dtype.kind not in "iu":
                 raise UserError(f"{path} holds {array.dtype} of shape {array.shape}, not a row of token ids")
-            return TokenFile(path, array.dtype.name, path.stat().st_size - array.nbytes, len(array))
+            return TokenFile(path, array.dtype.str, path.stat().st_size - array.nbytes)
+        if path.suffix == ".npy":
+            return TokenFile(path, token_dtype(tokenizer))
         magic, _, n_tokens = struct.unpack("<3i", head[:12]) if len(head) == _LLM_C_HEADER else (0, 0, 0)
-        if is_bin and (dtype := _LLM_C_TYPES.get(magic)):
-            _check_end(path, _LLM_C_HEADER + n_tokens * np.dtype(dtype).itemsize, "its header")
-            return TokenFile(path, dtype, _LLM_C_HEADER, n_tokens)
-        return _bare(path, "uint16" if is_bin else token_dtype(tokenizer))
+        if magic not in _LLM_C_TYPES:
+            return TokenFile(path, "uint16")
+        tokens = TokenFile(path, _LLM_C_TYPES[magic], _LLM_C_HEADER)
+        _check_end(tokens, n_tokens, "its header")
+        return tokens
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise error if isinstance(error, UserError) else UserError(f"{path} cannot be read: {error}") from None
 
 
-def _check_end(path: Path, expected: int, announced_by: str) -> None:
-    if (size := path.stat().st_size) != expected:
-        raise UserError(f"{path} ends at byte {size:,}, but {announced_by} announces {expected:,}")
-
-
-def _bare(path: Path, dtype: str) -> TokenFile:
-    """Return a file of nothing but tokens."""
-    size, item_bytes = path.stat().st_size, np.dtype(dtype).itemsize
-    if size % item_bytes:
-        raise UserError(f"{path} has {size:,} bytes, which are not whole tokens of {item_bytes} bytes")
-    return TokenFile(path, dtype, 0, size // item_bytes)
+def _check_end(file: TokenFile, n_tokens: int, announced_by: str) -> None:
+    size, expected = file.path.stat().st_size, file.start + n_tokens * np.dtype(file.dtype).itemsize
+    if size != expected:
+        raise UserError(f"{file.path} ends at byte {size:,}, but {announced_by} announces {expected:,}")
 
 
 def _check_ids(file: TokenFile, vocab_size: int) -> None:
@@ -163,10 +165,10 @@ def _megatron(path: Path, index: Path) -> TokenFile:
     _, _, code, n_sequences, n_entries = _MEGATRON_HEADER.unpack(header)
     if not (dtype := _MEGATRON_TYPES.get(code)):
         raise UserError(f"{index} does not hold integers")
-    expected = _MEGATRON_HEADER.size + 12 * n_sequences + 8 * n_entries
-    if index.stat().st_size < expected:  # a multimodal index has more
-        _check_end(index, expected, "its header")
-    tokens = _bare(path, dtype)
+    size, expected = index.stat().st_size, _MEGATRON_HEADER.size + 12 * n_sequences + 8 * n_entries
+    if size < expected:  # a multimodal index has more
+        raise UserError(f"{index} ends at byte {size:,}, but its header announces {expected:,}")
+    tokens = TokenFile(path, dtype)
     return replace(tokens, read_offsets=partial(_megatron_offsets, tokens, index, n_sequences, n_entries))
 
 
@@ -175,7 +177,7 @@ def _megatron_offsets(file: TokenFile, index: Path, n_sequences: int, n_entries:
     lengths = np.fromfile(index, np.int32, n_sequences, offset=_MEGATRON_HEADER.size)
     entries = np.fromfile(index, np.int64, n_entries, offset=_MEGATRON_HEADER.size + 12 * n_sequences)
     starts = np.cumsum(np.append(0, lengths))
-    _check_end(file.path, int(starts[-1]) * np.dtype(file.dtype).itemsize, "its index")
+    _check_end(file, int(starts[-1]), "its index")
     is_ascending = all((numbers >= 0).all() for numbers in (lengths, np.diff(entries)))
     if not is_ascending or [*entries[:1], *entries[-1:]] != [0, n_sequences]:
         raise UserError(f"{index} does not divide {file.path} into documents; write both files again")
@@ -188,21 +190,16 @@ def _litdata_chunks(folder: Path) -> dict[str, Any]:
     try:
         index = json.loads((folder / "index.json").read_bytes())
         chunks = {chunk["filename"]: chunk for chunk in index.get("chunks", [])}
-        is_mds, config = "shards" in index, index["config"] if chunks else {"data_format": [], "compression": None}
-        kind = " ".join([*config["data_format"], config["compression"] or ""]).strip()
+        is_mds, config = "shards" in index, index["config"] if chunks else {}
+        kind = " ".join([*config.get("data_format", ()), config.get("compression") or ""]).strip()
         has_tokens = all(chunk.get("dim") is not None for chunk in chunks.values())  # the tokens of the chunk
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return {}
-    if is_mds:
-        raise UserError(
-            f"{folder} is in MDS, whose library needs NumPy below 2.2 and transformers below 5; write its texts as "
-            "JSON Lines there"
-        )
-    if chunks and not (has_tokens and re.fullmatch(r"no_header_\S+", kind)):
-        raise UserError(
-            f"{folder} holds litdata's items of type {kind}, not uncompressed tokens; write its texts as JSON Lines, "
-            "or tokens with TokensLoader"
-        )
+    if is_mds or chunks and not (has_tokens and re.fullmatch(r"no_header_\S+", kind)):
+        problem = "is in MDS, whose library needs NumPy below 2.2 and transformers below 5"
+        if not is_mds:
+            problem = f"holds litdata's items of type {kind}, not uncompressed tokens of its TokensLoader"
+        raise UserError(f"{folder} {problem}; write its texts as JSON Lines")
     return chunks
 
 
@@ -213,9 +210,8 @@ def _litdata(path: Path, n_items: int, n_tokens: int) -> TokenFile:
     item_bytes, rest = divmod(size - start, max(1, n_tokens))
     if rest or item_bytes not in (1, 2, 4, 8):
         raise UserError(f"{path} ends at byte {size:,}, which does not fit {n_tokens:,} tokens from byte {start:,} on")
-    read_offsets = partial(_litdata_offsets, path, n_items, item_bytes)
     # Types differ only for negative numbers and floats, which are not in the vocabulary.
-    return TokenFile(path, f"uint{8 * item_bytes}", start, n_tokens, read_offsets)
+    return TokenFile(path, f"uint{8 * item_bytes}", start, partial(_litdata_offsets, path, n_items, item_bytes))
 
 
 def _litdata_offsets(path: Path, n_items: int, item_bytes: int) -> Array:

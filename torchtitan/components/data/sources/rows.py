@@ -109,15 +109,10 @@ def parse_json(text: str) -> Any:
     return value
 
 
-def json_rows(name: str, lines: Iterable[str], first_line: int = 1) -> Iterator[Row]:
-    """Yield one row per line with a JSON object; blank lines are rows without values.
-
-    Args:
-        name: file name in the rows' locations.
-        lines: lines of the file.
-        first_line: number of the first line, from 1.
-    """
-    for number, line in enumerate(lines, first_line):
+def json_rows(name: str, lines: Iterable[str]) -> Iterator[Row]:
+    """Yield one row per line with a JSON object; blank lines are rows without values. `name` is the file's in the rows'
+    locations."""
+    for number, line in enumerate(lines, 1):
         where = f"{name}:{number}"
         if not line.strip():
             yield Row(where, None)

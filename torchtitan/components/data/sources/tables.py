@@ -6,15 +6,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchtitan.components.data.sources.rows import (
-    Document,
-    OnRead,
-    Part,
-    Row,
-    check_column,
-    first_line,
-    text_of,
-)
+from torchtitan.components.data.sources.rows import Document, OnRead, Part, Row, check_column, first_line, text_of
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.files import regular_file
 

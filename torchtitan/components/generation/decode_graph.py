@@ -1,0 +1,117 @@
+"""CUDA graphs of decoding: the kernels of a step are recorded once, and then started together by one call, since a GPU
+computes a small batch faster than Python starts its kernels one by one."""
+
+import functools
+import os
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from torchtitan.components.generation.kv_cache import KVCache
+from torchtitan.protocols.attention import AttentionMetadata
+from torchtitan.protocols.experts import StackedExperts
+from torchtitan.protocols.model import BaseModel
+from torchtitan.tools.device import send
+from torchtitan.tools.errors import UserError, in_words
+from torchtitan.tools.torch_private import CheckpointWrapper
+
+SWITCH = "TORCHTITAN_CUDA_GRAPHS"
+"""Environment variable; 0: decode without graphs."""
+
+BUCKET = 256
+"""A graph attends to the next multiple of this number of slots, and serves until they are full."""
+
+PATIENCE = 8
+"""Steps of an unchanged batch before a graph is made, which costs a few steps: a batch that changes often has none."""
+
+Compute = Callable[[Tensor, AttentionMetadata], Tensor]
+"""Returns the logits (B, V) of tokens (B, 1) on the device, with their attention."""
+
+Step = Callable[[], Tensor]
+Capture = Callable[[Step, torch.device], Step]
+"""Records the operations of a step, without their effects. The returned function repeats them, on the same memory."""
+
+
+@functools.cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """Return a stream for recording, always the same one, since cuBLAS keeps memory for each stream."""
+    return torch.cuda.Stream(device)
+
+
+def _capture_on_cuda(step: Step, device: torch.device) -> Step:
+    graph, stream = torch.cuda.CUDAGraph(), _stream(device)
+    # The outer context also leaves the stream if the inner one fails. By default, other threads must not allocate
+    # memory meanwhile, which a data loader's threads do.
+    with torch.cuda.stream(stream), torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        result = step()
+
+    def replay() -> Tensor:
+        graph.replay()
+        return result
+
+    return replay
+
+
+CAPTURES: dict[str, Capture] = {"cuda": _capture_on_cuda}
+"""By type of device. On others, steps are not recorded."""
+
+
+def graphs_for(model: BaseModel, compute: Compute) -> "Callable[[KVCache], DecodeGraph] | None":
+    """Return a function that makes the graphs of a batch in a cache. None if the device has no graphs, or if the host
+    takes part in a step: weights that are sharded, offloaded or packed, experts (some of whose products read their
+    sizes), blocks with activation checkpointing (which reads the state of random numbers), LongRoPE (whose factors it
+    sends)."""
+    weights = list(model.parameters())
+    device = weights[0].device
+    is_plain = all(type(x) in (Tensor, nn.Parameter) and x.is_floating_point() and x.device == device for x in weights)
+    has_host_work = any(isinstance(module, StackedExperts | CheckpointWrapper) for module in model.modules())
+    is_possible = device.type in CAPTURES and is_plain and not has_host_work and not model.cache_boundaries()
+    is_wanted = os.environ.get(SWITCH) != "0"
+    return partial(DecodeGraph, compute, CAPTURES[device.type], device) if is_possible and is_wanted else None
+
+
+class DecodeGraph:
+    """Decoding of a batch whose rows stay the same, as long as all layers keep all tokens and have no states."""
+
+    def __init__(self, compute: Compute, capture: Capture, device: torch.device, cache: KVCache):
+        self._compute, self._capture, self._device, self._cache = compute, capture, device, cache
+        self._patience, self._n_keys = PATIENCE, 0
+        self._inputs_3B: Tensor | None = None
+        self._replay: Step | None = None
+
+    def logits(self, tokens_B1: Tensor, positions_B1: Tensor) -> Tensor | None:
+        """Return the logits (B, V) of the next tokens, given on the host, in memory that the next call overwrites, and
+        advance the cache. None: compute this step in another way. Raise `UserError` if recording fails."""
+        self._patience -= 1
+        n_slots = self._cache.n_slots
+        if self._patience >= 0 or not self._cache.is_static:
+            return None
+        inputs_B1 = (tokens_B1, positions_B1, torch.full_like(tokens_B1, n_slots))
+        inputs_3B = send(torch.cat(inputs_B1, dim=1).T.contiguous(), self._device)
+        self._inputs_3B = inputs_3B if self._inputs_3B is None else self._inputs_3B.copy_(inputs_3B)
+        n_keys = min((n_slots // BUCKET + 1) * BUCKET, self._cache.max_slots)
+        if n_keys != self._n_keys:  # the first step with this number of keys, which loads its kernels
+            self._n_keys, self._replay = n_keys, None
+            logits_BV = self._step()
+        else:
+            self._replay = self._replay or self._record()
+            logits_BV = self._replay()
+        self._cache.advance(1)
+        return logits_BV
+
+    def _step(self) -> Tensor:
+        assert self._inputs_3B is not None
+        tokens_B, positions_B, slots_B = self._inputs_3B
+        attention = self._cache.static_attention(positions_B[:, None], slots_B[:1], self._n_keys)
+        return self._compute(tokens_B[:, None], attention)
+
+    def _record(self) -> Step:
+        try:
+            return self._capture(self._step, self._device)
+        except RuntimeError as error:
+            reason = in_words(error.__context__ or error)  # the end of a failed capture fails too
+            raise UserError(
+                f"a step of decoding cannot be recorded as a CUDA graph ({reason}); set {SWITCH}=0 to generate without"
+            ) from error
