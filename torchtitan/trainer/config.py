@@ -243,8 +243,8 @@ class RunConfig(Configurable.Config):
         warmup = self.lr_scheduler.warmup_steps
         if self.lr_scheduler.unit == "tokens" and 0 < warmup < first_tokens:
             raise UserError(
-                f"--lr_scheduler.warmup_steps is {warmup} tokens (lr_scheduler.unit), but a step has {first_tokens}; "
-                "set the tokens of the warm-up, or 0"
+                f"--lr_scheduler.warmup_steps is {warmup} tokens (--lr_scheduler.unit), but a step has {first_tokens}"
+                "; set the tokens of the warm-up, or 0"
             )
         if self.training.enable_cpu_offload:
             dims.require_fsdp("--training.enable_cpu_offload")
