@@ -86,6 +86,25 @@ def test_text_and_broken_lines(runs, capsys):
     assert err == f"torchtitan report: {runs[1]}: metrics.jsonl: broken lines are left out: 4, 5\n"
 
 
+@pytest.mark.parametrize(
+    ("file", "content", "problem"),
+    [
+        ("config.yaml", "optimizer: [", "is not valid YAML"),
+        ("config.yaml", "", "is empty"),
+        ("foresight.json", '{"step_time": 1', "is not valid JSON"),
+        ("foresight.json", "[1]", "must contain a JSON object, not list"),
+    ],
+)
+def test_broken_files_are_left_out(tmp_path, capsys, file, content, problem):
+    record_of(tmp_path, [{"step": 1, "loss": 2.5}])
+    (tmp_path / file).write_text(content)
+    assert main(["report", str(tmp_path), "--output", str(tmp_path / "report.html")]) == 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"torchtitan report: '{tmp_path / file}' {problem}") and line.endswith("leaves it out")
+    written = (tmp_path / "report.html").read_text()
+    assert problem in written and "leaves it out" in written and "last loss" in written
+
+
 def test_run_in_progress_without_events(tmp_path):
     lines = ['{"step": 1, "loss": 2.5}', '{"step": 2, "loss": null}', '{"step": 3, "loss": NaN}', '{"step": 4, "lo']
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines))

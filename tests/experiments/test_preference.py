@@ -232,12 +232,13 @@ def test_a_dry_run_counts_both_models(folder, tmp_path):
     assert offloaded.parameter_bytes == both.parameter_bytes
 
 
-def test_plans_leave_out_layouts_that_cannot_offload(folder):
+def test_plans_leave_out_layouts_that_a_run_would_refuse(folder):
     from torchtitan.experiments.preference.config_registry import dpo as dpo_config
     from torchtitan.foresight.planning import layouts
 
     config = dpo_config(str(folder / "model"))
     assert {one.shards for one in layouts(config, 2, 8)} == {1, 2}
+    assert {(one.dims.pp, one.dims.cp) for one in layouts(config, 2, 8)} == {(1, 1)}
     config.reference.offload = True
     assert {one.shards for one in layouts(config, 2, 8)} == {2}
 

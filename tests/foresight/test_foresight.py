@@ -1,6 +1,8 @@
 """Prediction and plan, compared with dry runs of the whole model and with sums done by hand."""
 
 import dataclasses
+import os
+import timeit
 from math import prod
 from pathlib import Path
 
@@ -21,6 +23,7 @@ from torchtitan.foresight.devices import DEVICES, device_in_file, device_named, 
 from torchtitan.foresight.planning import MESH, choices, option_words
 from torchtitan.foresight.prediction import predict_from_reports
 from torchtitan.foresight.time import CONTENTION, Message, bubble_seconds, collective_seconds, step_parts
+from torchtitan.tools.cpu_products import onednn_products
 from torchtitan.tools.errors import UserError
 from torchtitan.trainer import Trainer
 
@@ -245,6 +248,24 @@ def test_auto_writes_its_layout_and_keeps_it(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(written))
     kept = layout_words(configuration(tmp_path, "--checkpoint.enable", config="debugmodel"), processes, processes)
     assert "--training.local_batch_size=2" in kept
+
+
+@pytest.mark.slow
+def test_speed_of_this_machine_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Against products timed here, alone and in the fastest of 50 calls: two processes are slower, and other programs
+    may be busy. Processes beyond the cores have the speed of one per core."""
+    monkeypatch.setenv("TORCHTITAN_CACHE", str(tmp_path))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    device = device_named("cpu", 2)
+    for dtype, flops in {torch.float32: device.float32_flops, torch.bfloat16: device.bfloat16_flops}.items():
+        a, b = torch.rand(1024, 256, dtype=dtype), torch.rand(256, 768, dtype=dtype)
+        with onednn_products():
+            fastest = min(timeit.repeat(lambda a=a, b=b: a @ b, number=1, repeat=50))
+        assert 0.05 < flops * fastest / (2 * 1024 * 256 * 768) < 1.5
+    assert 0.01 < device.attention_efficiency < 1
+    assert min(device.memory_bandwidth, device.link_bandwidth, device.collective_seconds) > 0
+    assert device_named("cpu", 4) == device and len(list(tmp_path.iterdir())) == 1
 
 
 def test_gpus_by_name():

@@ -45,6 +45,7 @@ class RunRecord:
         self.events = self._lines(EVENTS, partial(read_events, folder))
         self.start: Event = next((event for event in reversed(self.events) if event["event"] == "start"), {})
         """The start of the last session; empty if unknown."""
+        self.goodput = goodput(self.events)
         self.samples = self._lines(SAMPLES, partial(json_lines, folder / SAMPLES, bool))
         self.config = leaves(self._values(folder / "config.yaml", lambda path: read_config_file(path, f"'{path}'")))
         saved = str(self.config.get("checkpoint.folder", "checkpoint"))
@@ -105,7 +106,7 @@ def sections(runs: Sequence[RunRecord]) -> list[Section]:
     samples = [[run.name, *(_text(row.get(key)) for key in sampled)] for run in runs for row in run.samples[-12:]]
     found = [
         compared("Summary", _summary),
-        compared("Where the time went", lambda run: shares(goodput(run.events))),
+        compared("Where the time went", lambda run: shares(run.goodput)),
         compared("Time of a step by phase", lambda run: shares(mean_phases(run.events))),
         Section("Incidents", ("run", "time", "step", "event", ""), [row for run in runs for row in _incidents(run)]),
         compared("Foresight", _foresight),
@@ -133,7 +134,7 @@ def _summary(run: RunRecord) -> dict[str, Any]:
     if run.events:
         last = run.events[-1]
         facts["last event"] = f"{last['event']}, {_moment(last['time'])}"
-        facts["goodput"] = describe_goodput(goodput(run.events)).split(";")[0]
+        facts["goodput"] = describe_goodput(run.goodput).split(";")[0]
     facts["lowest validation_loss"] = min((loss for _, loss in run.points("validation_loss")), default=None)
     keys = dict.fromkeys(key for line in run.lines for key in line if "/" not in key)
     return facts | {f"last {key}": points[-1][1] for key in keys if (points := run.points(key))}
@@ -187,12 +188,10 @@ def page(runs: Sequence[RunRecord]) -> str:
     script = (TEMPLATES / "run_report.js").read_text("utf-8")
     return render(
         "run_report.html",
-        runs=[run.name for run in runs],
+        runs=runs,
         written=_moment(time.time()),
         charts=curves(runs),
-        bars=[(run.name, goodput(run.events)) for run in runs],
         sections=sections(runs),
-        problems=[problem for run in runs for problem in run.problems],
         script=script,
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
     )

@@ -77,8 +77,7 @@ class TrainingConfig:
         require(self.max_norm > 0, "--training.max_norm", self.max_norm, "above 0 (inf: never clip)")
         parse_step_ranges(self.skip_data)
         for option in ("batch_schedule", "seq_len_schedule"):
-            parse_changes(option, 0, getattr(self, option))
-            if getattr(self, option) and self.epochs is not None:
+            if parse_changes(option, 0, getattr(self, option))[1:] and self.epochs is not None:
                 raise UserError(f"--training.{option} cannot be combined with --training.epochs; set --training.steps")
         for length in self.seq_lens:
             if self.seq_lens[-1] % length:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +32,9 @@ Call = Callable[[], object]
 _SECONDS = 8.0
 """Duration of the measurement, without the start of the processes."""
 _GROUPS = 5
-"""A duration is the median of the means of so many groups of calls: some messages take ten times as long as others,
-which counts, but not a moment in which other programs are busy."""
-_TOKENS, _WIDTH, _WIDE, _HEADS, _WINDOWS = 1024, 256, 768, 4, 2
+"""A duration is the median of the means of so many groups of successive calls: that some messages take ten times as
+long as others counts, but not a moment in which other programs are busy."""
+_TOKENS, _WIDTH, _WIDE = 1024, 256, 768
 """Layers and batch of the debug configuration. All tensors together do not fit the fast caches."""
 _LARGE, _SMALL = 2**21, 2**4
 """Elements of the messages that give bandwidth and latency."""
@@ -79,16 +79,17 @@ def measure(folder: str, processes: int, rank: int) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=processes)
     torch.manual_seed(0)
     gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+    layers = [torch.randn(shape) for shape in [(_TOKENS, _WIDTH), *[(_WIDE, _WIDTH), (_WIDTH, _WIDE)] * 2]]
     whole, part = torch.zeros(_LARGE), torch.zeros(_LARGE // processes)
     # As in training, messages follow computation that the processes do not end at the same time.
     calls: dict[str, Call] = {
-        "float32": _products(torch.float32),
+        "float32": _passes(layers, _products),
         "sum": lambda: dist.all_reduce(whole),
-        "bfloat16": _products(torch.bfloat16),
+        "bfloat16": _passes([one.bfloat16() for one in layers], _products),
         "small sum": lambda: dist.all_reduce(whole[:_SMALL]),
-        "attention": _attention(),
+        "attention": _passes(torch.rand(3, 2, 4, 512, 64), _attention),
         "gathering": lambda: _gather(part),
-        "elementwise": _elementwise(),
+        "elementwise": _passes(torch.rand(3, _TOKENS, _WIDE), _elementwise),
         "small gathering": lambda: _gather(part[:_SMALL]),
     }
     with onednn_products():  # as in training
@@ -133,7 +134,8 @@ def _seconds_of(calls: dict[str, Call]) -> dict[str, float]:
             durations[name].append(time.perf_counter() - start)
         going_on.fill_(time.perf_counter() < end or len(durations[name]) <= _GROUPS)
         dist.broadcast(going_on, 0)
-    groups = {name: [each[1:][i::_GROUPS] for i in range(_GROUPS)] for name, each in durations.items()}
+    n = (len(durations[name]) - 1) // _GROUPS  # without the first
+    groups = {name: [each[1 + i * n :][:n] for i in range(_GROUPS)] for name, each in durations.items()}
     return {name: statistics.median(map(statistics.mean, each)) for name, each in groups.items()}
 
 
@@ -145,33 +147,23 @@ def _work_of(call: Call) -> int:
     return tracker.flops or sum(kernel.n_bytes * calls for kernel, calls in tracker.work.items())
 
 
-def _passes(leaves: list[Tensor], forward: Callable[..., list[Tensor]]) -> Call:
+def _passes(leaves: Iterable[Tensor], forward: Callable[..., list[Tensor]]) -> Call:
     """Return a call that computes results from `leaves`, and their gradients."""
-    leaves = [one.requires_grad_() for one in leaves]
+    leaves = [one.detach().requires_grad_() for one in leaves]
     gradients = [torch.rand_like(one) for one in forward(*leaves)]
     return lambda: torch.autograd.grad(forward(*leaves), leaves, gradients)
 
 
-def _products(dtype: torch.dtype) -> Call:
-    shapes = [(_TOKENS, _WIDTH), *[(_WIDE, _WIDTH), (_WIDTH, _WIDE)] * 2]
-    leaves = [torch.randn(shape, dtype=dtype) for shape in shapes]
-    return _passes(leaves, lambda x, *weights: [functools.reduce(F.linear, weights, x)])
+def _products(x: Tensor, *weights: Tensor) -> list[Tensor]:
+    return [functools.reduce(F.linear, weights, x)]
 
 
-def _attention() -> Call:
-    leaves = torch.rand(3, _WINDOWS, _HEADS, _TOKENS // _WINDOWS, _WIDTH // _HEADS)
-    return _passes(list(leaves), lambda q, k, v: [F.scaled_dot_product_attention(q, k, v, is_causal=True)])
+def _attention(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+    return [F.scaled_dot_product_attention(q, k, v, is_causal=True)]
 
 
-def _elementwise() -> Call:
-    """Return a call of two norms, two sums and a gated activation, as in a layer."""
-
-    def forward(x: Tensor, gate: Tensor, up: Tensor) -> list[Tensor]:
-        for _ in range(2):
-            x = x + F.rms_norm(x, (_WIDTH,))
-        return [x, F.silu(gate) * up]
-
-    return _passes([torch.rand(_TOKENS, width) for width in (_WIDTH, _WIDE, _WIDE)], forward)
+def _elementwise(x: Tensor, gate: Tensor, up: Tensor) -> list[Tensor]:
+    return [x + F.rms_norm(x, x.shape[-1:]), F.silu(gate) * up]
 
 
 def _gather(part: Tensor) -> None:

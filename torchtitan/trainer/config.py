@@ -164,7 +164,7 @@ class RunConfig(Configurable.Config):
         spec = self.model_spec
         if spec.model.scores and not self.trains_scores:
             raise UserError(f"{self.hf_assets_path} holds a reward model; train it with --module reward")
-        components: list[Configurable.Config] = [self, spec.model, self.chosen_loss, self.tokenizer, self.dataloader]
+        components: list[Configurable.Config] = [spec.model, self.chosen_loss, self.tokenizer, self.dataloader]
         components += [*self.model_converters, self.optimizer, self.lr_scheduler, self.spikes, self.ema]
         components += [self.checkpoint, self.metrics, self.validator, self.profiling, *self.callbacks]
         for component in components:
@@ -209,7 +209,8 @@ class RunConfig(Configurable.Config):
             validation.prepare(tokenizer=tokenizer)
 
     def check_layout(self, world_size: int) -> ParallelDims:
-        """Return the degrees. Raise `UserError` if they do not fit the processes, model, batch or each other."""
+        """Return the degrees. Raise `UserError` if they do not fit the trainer, processes, model or batch."""
+        self.validate()
         dims = ParallelDims.from_config(self.parallelism, world_size)
         for seq_len in self.training.seq_lens:
             dims.check_fits(self.model_spec.model, seq_len)
@@ -242,8 +243,8 @@ class RunConfig(Configurable.Config):
         warmup = self.lr_scheduler.warmup_steps
         if self.lr_scheduler.unit == "tokens" and 0 < warmup < first_tokens:
             raise UserError(
-                f"--lr_scheduler.warmup_steps is {warmup} tokens (lr_scheduler.unit), but a step has {first_tokens}; "
-                "set the tokens of the warm-up, or 0"
+                f"--lr_scheduler.warmup_steps is {warmup} tokens (--lr_scheduler.unit), but a step has {first_tokens}"
+                "; set the tokens of the warm-up, or 0"
             )
         if self.training.enable_cpu_offload:
             dims.require_fsdp("--training.enable_cpu_offload")

@@ -43,11 +43,8 @@ class Ledger(Recorder):
         taken, self._taken = self._taken, []
         if not self.enabled:
             return
-        line = {
-            "step": self.trainer.step,
-            "data_step": self.trainer.run_length.data_step,
-            "documents": in_global_order(taken),
-        }
+        line: dict[str, Any] = {"step": self.trainer.step, "data_step": self.trainer.run_length.data_step}
+        line["documents"] = in_global_order(taken)
         if not outcome.is_taken:
             line["skipped"] = str(outcome)
         if self.trainer.spikes.returned_to is not None:

@@ -67,14 +67,8 @@ class RunState(RunBuilder):
 
     def states(self) -> dict[str, "Stateful"]:
         """Return the states that checkpoints of the run contain, by name."""
-        own: dict[str, Stateful] = {
-            "optimizer": self.optimizer,
-            "lr_scheduler": self.lr_scheduler,
-            "trainer": self,
-            "spikes": self.spikes,
-        }
-        if self.config.ema.decay is not None:
-            own["ema"] = self.ema
+        names = ["optimizer", "lr_scheduler", "spikes", *(["ema"] if self.config.ema.decay is not None else [])]
+        own: dict[str, Stateful] = {"trainer": self, **{name: getattr(self, name) for name in names}}
         if taken := {*own, "ema", "dataloader", "random"} & self.models.keys():
             raise UserError(f"a model cannot be named {min(taken)}, the name of another state in checkpoints")
         return {name: ModelState(model.parts) for name, model in self.models.items() if model.saved} | own

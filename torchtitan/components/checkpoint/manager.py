@@ -21,7 +21,7 @@ from torchtitan.components.checkpoint.saver import Assets, Export, Saver
 from torchtitan.components.checkpoint.state import Entries, ModelState, with_parameter_names, without_frozen
 from torchtitan.config.configurable import Configurable
 from torchtitan.distributed.initialize import local_part
-from torchtitan.tools.errors import RunFailure, UserError, suggest
+from torchtitan.tools.errors import UserError, suggest
 from torchtitan.tools.logging import logger
 
 if TYPE_CHECKING:
@@ -207,9 +207,7 @@ class CheckpointManager(Configurable):
         """Load the states again, except for `excluding`, from the newest undamaged checkpoint of this run up to the
         step `newest`, and return its step. Raise `RunFailure` if there is none."""
         self.wait()
-        checkpoint = newest_usable(self.config, self.folder, self._ranks, up_to=newest)
-        if checkpoint is None:
-            raise RunFailure(f"{self.folder} has no checkpoint up to step {newest} to return to")
+        checkpoint = newest_usable(self.config, self.folder, self._ranks, newest)
         self._restore(Start(checkpoint, resumes=True), {*self.states, *self.rank_states} - set(excluding))
         return checkpoint.step
 

@@ -1,9 +1,8 @@
 """Choosing and verifying the checkpoint that a run starts from."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
-
-import torch.distributed as dist
 
 from torchtitan.components.checkpoint import catalog
 from torchtitan.components.checkpoint.catalog import CheckpointInfo
@@ -12,7 +11,7 @@ from torchtitan.components.checkpoint.filesystem import UNFINISHED, AnyFolder, F
 from torchtitan.components.checkpoint.identity import BaseWeights, RunIdentity
 from torchtitan.components.checkpoint.ranks import Ranks
 from torchtitan.components.checkpoint.state import ModelState
-from torchtitan.tools.errors import RunComplete, UserError, os_errors_as
+from torchtitan.tools.errors import RunComplete, RunFailure, UserError, os_errors_as
 from torchtitan.tools.logging import logger
 
 MISSING_WEIGHTS_ADVICE = (
@@ -87,8 +86,7 @@ def _stop_if_finished(config: CheckpointConfig, checkpoints: Sequence[Checkpoint
 
 def find_start(config: CheckpointConfig, folder: Folder) -> Start | None:
     """Return the checkpoint that a run with checkpoints in `folder` would start from; reads only markers. Raise
-    `UserError` if a requested checkpoint cannot be loaded, all of the run's checkpoints are damaged, or reading
-    fails."""
+    `UserError` if a requested checkpoint cannot be loaded, all of the run's are damaged, or reading fails."""
     with os_errors_as(f"the checkpoints in {folder} cannot be read"):
         if config.load_step != -1:
             return Start(catalog.find_step(folder, config.load_step), resumes=True)
@@ -161,25 +159,19 @@ def choose_start(
                 catalog.raise_if_damaged(initial, ranks)
         return None
     if start.resumes and config.load_step == -1:
-        newest = newest_usable(config, folder, ranks)
-        assert newest is not None, "`find_start` has found one"
-        return Start(newest, resumes=True)
+        return Start(newest_usable(config, folder, ranks), resumes=True)
     if start.resumes or verify_initial:
         catalog.raise_if_damaged(start.checkpoint.path, ranks)
     return start
 
 
-def load_model_state(
-    path: AnyFolder, state: ModelState, *, saved_name: str = "model", group: dist.ProcessGroup | None = None
-) -> None:
-    """Verify the checkpoint in `path` and load its model `saved_name` into `state`, sharded or not. All ranks of
-    `group` call this together; None: the default process group, or this process if there is none. Raise `UserError` on
-    every rank if the checkpoint is damaged or does not fit."""
+def load_model_state(path: AnyFolder, state: ModelState, *, saved_name: str = "model") -> None:
+    """Verify the checkpoint in `path` and load its model `saved_name` into `state`, sharded or not. All ranks of the
+    default process group, if any, call this together. Raise `UserError` on every rank if the checkpoint is damaged or
+    does not fit."""
     from torchtitan.components.checkpoint import dcp
 
-    if group is None and dist.is_initialized():
-        group = dist.group.WORLD
-    ranks = Ranks(group)
+    ranks = Ranks.of_run()
     checkpoint = ranks.broadcast_from_rank0(lambda: catalog.open_checkpoint(path))
     catalog.raise_if_damaged(checkpoint.path, ranks)
     dcp.load(checkpoint.path, {saved_name: state}, {}, 0, ranks)
@@ -213,16 +205,14 @@ def _skip_reason(info: CheckpointInfo) -> str:
     return "an older step was requested"
 
 
-def newest_usable(
-    config: CheckpointConfig, folder: Folder, ranks: Ranks, *, up_to: int | None = None
-) -> CheckpointInfo | None:
-    """Return the newest undamaged full checkpoint up to the step `up_to`, None if there is none so old. All ranks call
-    this together and divide the work. Raise `UserError` if all such checkpoints are damaged."""
+def newest_usable(config: CheckpointConfig, folder: Folder, ranks: Ranks, up_to: float = math.inf) -> CheckpointInfo:
+    """Return the newest undamaged full checkpoint up to the step `up_to`. All ranks call this together and divide the
+    work. Raise `RunFailure` if there is none so old, `UserError` if all of them are damaged."""
     with os_errors_as(f"the checkpoints in {folder} cannot be read"):
         own = ranks.broadcast_from_rank0(lambda: catalog.resumable(folder))
-    own = [info for info in own if up_to is None or info.step <= up_to]
+    own = [info for info in own if info.step <= up_to]
     if not own:
-        return None
+        raise RunFailure(f"{folder} has no checkpoint up to step {up_to} to return to")
     reasons: dict[int, str] = {}
     for checkpoint in reversed(own):
         faults = catalog.find_damage(checkpoint.path, ranks)

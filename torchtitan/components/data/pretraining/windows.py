@@ -260,11 +260,8 @@ class CachedBatches(BatchIterator):
             report = tokens.report()
             if not self._layout.document_mask:
                 report.trained_tokens = tokens.n_tokens - 1  # only the first token of the whole text is not predicted
-            summaries.append(
-                SetSummary(
-                    name=name, report=report, lengths=tokens.lengths(), epochs=n_read / n_windows, max_epochs=None
-                )
-            )
+            lengths, epochs = tokens.lengths(), n_read / n_windows
+            summaries.append(SetSummary(name=name, report=report, lengths=lengths, epochs=epochs, max_epochs=None))
             sources += [(source if len(self._sets) == 1 else f"{source} of {name}", r) for source, r in tokens.sources]
             n_tokens += tokens.n_tokens - 1
         return DataSummary(
