@@ -91,6 +91,13 @@ def test_different_software_is_named():
     assert findings(four_hosts(software="2.12.0"), {}) == [("c", "torch is 2.12.0, but 2.13.0 on most ranks")]
 
 
+def test_software_of_one_host_only():
+    health = four_hosts()
+    for rank in (4, 5):
+        health.software[rank]["CUDA"] = "13.0"
+    assert findings(health, {}) == [("c", "CUDA is 13.0, but missing on most ranks")]
+
+
 def test_slow_links_name_the_host_that_they_share():
     slow = four_hosts()
     for pair in slow.facts[NETWORK]:

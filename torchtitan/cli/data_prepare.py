@@ -110,10 +110,7 @@ def _open(
     if isinstance(loader, PretrainDataLoader.Config):
         return open_sources, document_encoding(tokenizer, filters)
     if filters != FilterConfig():
-        raise UserError(
-            "--min_tokens, --max_tokens and --max_repetition filter text; leave them out, and set the filters of the "
-            "loader (--dataloader.…)"
-        )
+        raise UserError("--min_tokens, --max_tokens and --max_repetition filter text; set --dataloader.… instead")
     formats = {source.name: row_format for source, row_format in loader.rows()}
     encoder = loader.encoder(tokenizer, loader.find_template(tokenizer))
     return open_sources, sample_encoding(formats, encoder, loader.filters())

@@ -24,13 +24,6 @@ from torchtitan.distributed.process_group import gather_objects
 from torchtitan.tools.device import peak_flops, synchronize
 from torchtitan.tools.errors import UserError
 
-PRODUCTS, LINKS = "matrix products (TFLOP/s)", "links within the host (GB/s)"
-NETWORK, ALL_REDUCE = "links to other hosts (GB/s)", "all-reduce, sent by each rank (GB/s)"
-DISK = "writing to the dump folder (GB/s)"
-FREE, SHARED, OPEN_FILES = "GiB free in the dump folder", "GiB free in /dev/shm", "open files allowed (ulimit -n)"
-CLOCK, ERRORS = "seconds that the clock is ahead", "uncorrected memory errors"
-GPU_ERRORS, SLOWDOWN = "uncorrected memory errors of the GPU", "clocks of the GPU lowered (heat or power)"
-
 
 class Check(NamedTuple):
     """Limits of a fact. Hosts beyond them are out of line."""
@@ -42,18 +35,18 @@ class Check(NamedTuple):
 
 
 CHECKS = {
-    PRODUCTS: Check(of_median=0.8),  # clocks of sound GPUs differ by a few percent
-    LINKS: Check(of_median=0.5),
-    NETWORK: Check(of_median=0.5),
-    ALL_REDUCE: Check(),
-    DISK: Check(of_median=0.25),  # hosts may share a disk
-    FREE: Check(least=10),
-    SHARED: Check(least=1),  # loaders' workers pass batches through it; containers often have only 64 MiB
-    OPEN_FILES: Check(least=4096),
-    CLOCK: Check(least=-1, most=1),  # otherwise, files of one run have inconsistent times
-    ERRORS: Check(most=0),
-    GPU_ERRORS: Check(most=0),
-    SLOWDOWN: Check(most=0),
+    (PRODUCTS := "matrix products (TFLOP/s)"): Check(of_median=0.8),  # clocks of sound GPUs differ by a few percent
+    (LINKS := "links within the host (GB/s)"): Check(of_median=0.5),
+    (NETWORK := "links to other hosts (GB/s)"): Check(of_median=0.5),
+    (ALL_REDUCE := "all-reduce, sent by each rank (GB/s)"): Check(),
+    (DISK := "writing to the dump folder (GB/s)"): Check(of_median=0.25),  # hosts may share a disk
+    (FREE := "GiB free in the dump folder"): Check(least=10),
+    (SHARED := "GiB free in /dev/shm"): Check(least=1),  # loaders' workers need it; containers often have 64 MiB
+    (OPEN_FILES := "open files allowed (ulimit -n)"): Check(least=4096),
+    (CLOCK := "seconds that the clock is ahead"): Check(least=-1, most=1),  # for consistent times of files
+    (ERRORS := "uncorrected memory errors"): Check(most=0),
+    (GPU_ERRORS := "uncorrected memory errors of the GPU"): Check(most=0),
+    (SLOWDOWN := "clocks of the GPU lowered (heat or power)"): Check(most=0),
 }
 """Facts by name. Products are in bfloat16 on a GPU, in float32 on a CPU. Messages between two ranks go in both
 directions at once, while other pairs communicate too."""
@@ -96,8 +89,8 @@ def measure(folder: Path, device: torch.device) -> Health:
     except OSError as error:
         problem = f"{hosts[rank]}: --dump_folder '{folder}' cannot be written: {error.strerror}"
     problems, seconds = gather_objects(problem), time.time()
-    if found := next(filter(None, problems), ""):
-        raise UserError(found)
+    if any(problems):
+        raise UserError(max(problems))
     own[PRODUCTS] = peak_flops(device, torch.bfloat16 if is_gpu else torch.float32, published=False).value / 1e12
     if size > 1:
         speeds, own[ALL_REDUCE] = _bandwidths(rank, size, device)
@@ -115,8 +108,7 @@ def measure(folder: Path, device: torch.device) -> Health:
         }
     if is_gpu and torch.version.cuda:
         gpu_errors, slowdown = _smi("ecc.errors.uncorrected.volatile.total", "clocks_event_reasons.hw_slowdown")
-        own[GPU_ERRORS] = int(gpu_errors) if gpu_errors.isdecimal() else 0
-        own[SLOWDOWN] = slowdown == "Active"
+        own |= {GPU_ERRORS: int(gpu_errors) if gpu_errors.isdecimal() else 0, SLOWDOWN: slowdown == "Active"}
     measured = gather_objects({name: {(rank,): own[name]} for name in own} | pairs)
     facts = {name: {ranks: value for of in measured for ranks, value in of.get(name, {}).items()} for name in CHECKS}
     now = statistics.median(facts[CLOCK].values())
@@ -128,12 +120,11 @@ def findings(health: Health, expected: Mapping[str, float]) -> list[tuple[str, s
     """Return (host, message) for everything that is out of line with the other ranks, or with the speeds expected, by
     name, of the GPU: hosts whose median is low, even if all hosts are equally slow."""
     (hosts, software, facts), found = health, list[tuple[str, str]]()
-    for name in software[0]:
-        versions = [one[name] for one in software]
+    for name in dict.fromkeys(name for one in software for name in one):
+        versions = [one.get(name, "missing") for one in software]
         usual = statistics.mode(versions)
-        for host, version in dict.fromkeys(zip(hosts, versions, strict=True)):
-            if version != usual:
-                found.append((host, f"{name} is {version}, but {usual} on most ranks"))
+        different = dict.fromkeys(each for each in zip(hosts, versions, strict=True) if each[1] != usual)
+        found += [(host, f"{name} is {version}, but {usual} on most ranks") for host, version in different]
     for name, check in CHECKS.items():
         median = statistics.median(facts[name].values() or [0.0])
         least = check.of_median * median if check.of_median else check.least

@@ -24,7 +24,7 @@ from torchtitan.components.tokenizer import Tokenizer
 
 HASH_BYTES = 16
 ITEM = np.dtype([("hash", f"S{HASH_BYTES}"), ("split", "u1"), ("number", "i8"), ("tokens", "i8"), ("trained", "i8")])
-"""An item of arrays: digest of its content, number of its split (see `Preparation.splits`; 0: none), its number, its
+"""An item of arrays: digest of its content, number of its split (0: none), its number, its
 tokens, and how many of them are predicted."""
 
 
@@ -78,7 +78,16 @@ class Encoding:
         folder."""
         folder.mkdir()
         for column in self.columns:
-            _select(column, selections, folder)
+            lengths = [np.zeros(1, np.int64)]
+            for source, numbers in selections:
+                of_source = np.diff(_array(source, column.offsets))
+                selected = np.zeros(len(of_source), bool)
+                selected.reshape(-1, column.sequences)[numbers] = True
+                lengths.append(of_source[selected])
+                for name, dtype in column.values.items():
+                    with (folder / name).open("ab") as file:
+                        _array(source, name, dtype)[np.repeat(selected, of_source)].tofile(file)
+            np.cumsum(np.concatenate(lengths)).tofile(folder / column.offsets)
 
 
 def document_encoding(tokenizer: Tokenizer, filters: FilterConfig | None = None) -> Encoding:
@@ -141,16 +150,3 @@ def _contents(folder: Folder, column: Column) -> Iterator[bytes]:
         bounds = offsets[first : first + column.sequences + 1]
         values = [array[bounds[0] : bounds[-1]].tobytes() for array in arrays]
         yield b"".join([(bounds - bounds[0]).tobytes(), *values])
-
-
-def _select(column: Column, selections: Sequence[tuple[Folder, Array]], folder: Path) -> None:
-    lengths = [np.zeros(1, np.int64)]
-    for source, numbers in selections:
-        all_lengths = np.diff(_array(source, column.offsets))
-        selected = np.zeros(len(all_lengths), bool)
-        selected.reshape(-1, column.sequences)[numbers] = True
-        lengths.append(all_lengths[selected])
-        for name, dtype in column.values.items():
-            with (folder / name).open("ab") as file:
-                _array(source, name, dtype)[np.repeat(selected, all_lengths)].tofile(file)
-    np.cumsum(np.concatenate(lengths)).tofile(folder / column.offsets)

@@ -85,11 +85,6 @@ class Preparation:
             for piece in divide(part, self.part_bytes)
         ]
 
-    @property
-    def splits(self) -> dict[str, int]:
-        """Splits and their numbers."""
-        return {TRAIN: 1, VALIDATION: 2} if self.held_out else {TRAIN: 1}
-
     @cached_property
     def plan(self) -> dict[str, Any]:
         """Everything that determines the result, as JSON values with the words of messages as keys. Files count as
@@ -126,9 +121,9 @@ class Preparation:
         """Raise `UserError` if the folder holds another preparation."""
         begun = json.loads(read(self.place / "plan", PLAN))
         if changed := [name for name in self.plan if digest_of(self.plan[name]) != digest_of(begun.get(name))]:
+            names = " and ".join(changed)
             raise UserError(
-                f"{self.place} was begun with other {' and '.join(changed)}, or they have changed; set --out to a new "
-                "folder"
+                f"{self.place} was begun with other {names}, or they have changed; set --out to a new folder"
             )
 
     @contextlib.contextmanager
@@ -215,6 +210,7 @@ class _Merge:
 
     def __init__(self, preparation: Preparation, workers: int, work: Path):
         self.preparation, self.workers, self.work = preparation, workers, work
+        self.splits = {TRAIN: 1, VALIDATION: 2} if preparation.held_out else {TRAIN: 1}
         folders = [preparation.folder(part) for part in range(len(preparation.parts))]
         with ThreadPoolExecutor(16) as pool, (work / "items").open("wb") as file:  # a store takes long to answer
             reports = pool.map(lambda folder: json.loads(read(folder, PART)), folders)
@@ -222,8 +218,7 @@ class _Merge:
             for first in range(0, len(folders), _PARTS_AT_A_TIME):
                 file.writelines(pool.map(partial(read, name=ITEMS), folders[first : first + _PARTS_AT_A_TIME]))
         if not any(report.kept for report in self.found):
-            names = ", ".join(source.name for source in preparation.sources)
-            raise no_rows_left_error(names, Report.total(self.found))
+            raise no_rows_left_error(", ".join(of.name for of in preparation.sources), Report.total(self.found))
         ends = np.cumsum([report.kept for report in self.found])
         if (work / "items").stat().st_size != ends[-1] * ITEM.itemsize:
             parts = f"{preparation.place}/parts"
@@ -242,7 +237,7 @@ class _Merge:
     def write(self) -> dict[str, Any]:
         """Write the caches and the index of each split; return the manifest."""
         preparation, encoding, parts = self.preparation, self.preparation.encoding, range(len(self.found))
-        reports = {split: [self._report(part, split) for part in parts] for split in preparation.splits}
+        reports = {split: [self._report(part, split) for part in parts] for split in self.splits}
         for split, of_parts in reports.items():
             if not any(report.kept for report in of_parts):
                 selected = "no document; increase" if split == VALIDATION else "all documents; decrease"
@@ -260,16 +255,15 @@ class _Merge:
 
     def _kept(self, part: int, split: str) -> np.ndarray:
         items = self.items[part]
-        return items[items["split"] == self.preparation.splits[split]]
+        return items[items["split"] == self.splits[split]]
 
     def _report(self, part: int, split: str) -> Report:
         """Return the counts of a part's items in a split; the others are dropped rows."""
         report, items, kept = self.found[part], self.items[part], self._kept(part, split)
-        dropped, n_duplicates = dict(report.dropped), int((items["split"] == 0).sum())
-        for reason, count in (("duplicate", n_duplicates), ("other_split", len(items) - len(kept) - n_duplicates)):
-            if count:
-                dropped[reason] = ExampleCounter(count)
         tokens, trained = (int(kept[name].sum()) for name in ("tokens", "trained"))
+        n_duplicates = int((items["split"] == 0).sum())
+        others = {"duplicate": n_duplicates, "other_split": len(items) - len(kept) - n_duplicates}
+        dropped = report.dropped | {reason: ExampleCounter(count) for reason, count in others.items()}
         return replace(report, kept=len(kept), tokens=tokens, trained_tokens=trained, dropped=dropped)
 
     def _write_caches(self, split: str, reports: Sequence[Report]) -> dict[str, Any]:
@@ -291,10 +285,11 @@ class _Merge:
                 publish(folder, preparation.place / split / digest, BLOCKS_FILE)
             return number, digest
 
-        written = sorted(run_in_processes(write_cache, range(len(groups)), self.workers))
-        digests = "".join(digest for _, digest in written)
+        digests = [digest for _, digest in sorted(run_in_processes(write_cache, range(len(groups)), self.workers))]
         total, ends = Report.total(totals), np.cumsum([0, *(of_group.tokens for of_group in totals)])
-        index = np.vstack([ends[:-1], np.frombuffer(bytes.fromhex(digests), np.int64).reshape(-1, 2).T]).tobytes()
+        index = np.vstack(
+            [ends[:-1], np.frombuffer(bytes.fromhex("".join(digests)), np.int64).reshape(-1, 2).T]
+        ).tobytes()
         write_file(preparation.place, f"{split}.index", index, self.work)
         return {"tokens": total.tokens, "items": total.kept, "parts": len(groups), "digest": bytes_digest(index)}
 
@@ -320,8 +315,7 @@ def find_duplicates(parts: Sequence[np.ndarray], index: int = 0, n_passes: int =
 
 def _remove_parts(place: Folder) -> None:
     """Remove all that is no longer needed, also what killed processes have left."""
-    parts = place / "parts"
-    if parts.exists():
+    if (parts := place / "parts").exists():
         with contextlib.suppress(FileNotFoundError):  # another merge removes them
             parts.remove(PART)
     if isinstance(place, LocalFolder):

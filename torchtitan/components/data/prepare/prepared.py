@@ -55,21 +55,14 @@ class Prepared:
         if split not in self.splits:
             raise UserError(f"{self.place} has no split {split!r}; use one of: {', '.join(self.splits)}")
         if self.kind != kind:
-            raise UserError(
-                f"{self.place} holds {self.kind}, but this configuration reads {kind}; prepare it again with this one"
-            )
+            raise UserError(f"{self.place} holds {self.kind}, but this configuration reads {kind}{_REMEDY} with it")
         if changed := [name for name in encoding if name != "filters" and encoding[name] != self.encoding.get(name)]:
-            raise UserError(
-                f"{self.place} was prepared with another {' and '.join(changed)}; prepare the data again in a new "
-                "folder with the options of this run"
-            )
+            names = " and ".join(changed)
+            raise UserError(f"{self.place} was prepared with another {names}{_REMEDY} with the options of this run")
 
     def index(self, split: str, copies: Path, *, verify: bool) -> Array:
-        """Map the index of a split into memory, see `INDEX_ROWS`; verify the digests of 16 caches, or everything.
-
-        Args:
-            copies: folder for the copy of an index in a store; other processes may write the same one.
-        """
+        """Map the index of a split into memory, see `INDEX_ROWS`, or its copy in the folder `copies` if it is in a
+        store; other processes may copy it too. Verify the digests of 16 caches, or everything."""
         name, n = f"{split}.index", int(self.splits[split]["parts"])
         with disk_cache.readable(self.folder, _REMEDY):
             digest = disk_cache.check_digest(self.splits[split]["digest"])
@@ -109,8 +102,6 @@ def find_prepared(dataset: str, catalog: Catalog[Any]) -> Prepared | None:
     if not dataset or dataset in catalog.names():
         return None
     folder = folder_at(os.path.expanduser(dataset))
-    if isinstance(folder, LocalFolder) and not folder.exists():
-        return None
     if not has_file(folder / "plan", PLAN):
         if isinstance(folder, LocalFolder):
             _reject_part(folder.path.absolute())

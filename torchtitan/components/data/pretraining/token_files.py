@@ -210,9 +210,8 @@ def _litdata(path: Path, n_items: int, n_tokens: int) -> TokenFile:
     item_bytes, rest = divmod(size - start, max(1, n_tokens))
     if rest or item_bytes not in (1, 2, 4, 8):
         raise UserError(f"{path} ends at byte {size:,}, which does not fit {n_tokens:,} tokens from byte {start:,} on")
-    read_offsets = partial(_litdata_offsets, path, n_items, item_bytes)
     # Types differ only for negative numbers and floats, which are not in the vocabulary.
-    return TokenFile(path, f"uint{8 * item_bytes}", start, read_offsets)
+    return TokenFile(path, f"uint{8 * item_bytes}", start, partial(_litdata_offsets, path, n_items, item_bytes))
 
 
 def _litdata_offsets(path: Path, n_items: int, item_bytes: int) -> Array:

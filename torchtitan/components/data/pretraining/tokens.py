@@ -16,8 +16,6 @@ from torchtitan.components.data.report import Report
 OPEN_STREAMS = 128
 """Streams of `JoinedTokens` that are open at a time; each may have files mapped into memory."""
 
-_SAMPLED_STREAMS = 16
-
 
 class Tokens(ABC):
     """A stream of token ids, divided into documents."""
@@ -144,5 +142,5 @@ class JoinedTokens(Tokens):
 
     def lengths(self) -> Array:
         """Return the tokens of the documents of at most 16 evenly spaced streams, (n,)."""
-        chosen = evenly_spaced(len(self._first_tokens), _SAMPLED_STREAMS)
+        chosen = evenly_spaced(len(self._first_tokens), 16)
         return np.concatenate([self._stream(index).lengths() for index in chosen])
