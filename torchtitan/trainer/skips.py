@@ -19,17 +19,14 @@ def skip_step(trainer: Any, outcome: StepResult, micro_batches: Sequence[Batch])
     documents = in_global_order(names_of(local_batches, trainer.dataloader.document_names))
     data_step = f" (data step {outcome.data_step})" if outcome.data_step > outcome.step else ""
     message = f"step {outcome.step}{data_step}: {outcome}; documents: {shortened(documents)}"
-    ending: RunFailure | None = None
     if not outcome.is_finite and trainer.config.training.on_nonfinite == "stop":
-        ending = NonFiniteError(message)
-    else:
-        logger.warning("%s. The step is skipped.", message)
-        guard.count_skipped()
-        if guard.is_return_due and guard.config.action == "stop":
-            ending = RunFailure(f"{guard.in_a_row} steps in a row are skipped (--spikes.max_in_a_row), last {message}")
-    if ending:
         trainer.checkpointer.wait()  # the process ends immediately, which would lose a save in the background
-        raise ending
+        raise NonFiniteError(message)
+    logger.warning("%s. The step is skipped.", message)
+    guard.count_skipped()
+    if guard.is_return_due and guard.config.action == "stop":
+        trainer.checkpointer.wait()
+        raise RunFailure(f"{guard.in_a_row} steps in a row are skipped (--spikes.max_in_a_row), last {message}")
     for callback in trainer.callbacks:
         callback.on_skip(outcome)
 
