@@ -53,6 +53,7 @@ _PARTS_AT_A_TIME = 256
 """Parts whose hashes are in memory while they are copied."""
 
 T = TypeVar("T")
+_function: Callable[[int], Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -301,12 +302,8 @@ class _Merge:
 
 
 def find_duplicates(parts: Sequence[np.ndarray], index: int = 0, n_passes: int = 1) -> Array:
-    """Return the indices, over all parts, of the items that repeat an earlier item of the same hash. A pass compares
-    one of `n_passes` ranges of hashes.
-
-    Args:
-        parts: each part's items in the order of their hashes, `ITEM` (n,).
-    """
+    """Return the indices, over all parts, of the items that repeat an earlier item of the same hash. `parts` has each
+    part's items in the order of their hashes, `ITEM` (n,). A pass compares one of `n_passes` ranges of hashes."""
     low, high = (number * 256**HASH_BYTES // n_passes for number in (index, index + 1))
     first, last = low.to_bytes(HASH_BYTES), (high - 1).to_bytes(HASH_BYTES)
     hashes, indices, n_before = [], [], 0
@@ -388,6 +385,3 @@ def run_in_processes(function: Callable[[int], T], numbers: Sequence[int], worke
 
 def _call(number: int) -> Any:
     return _function(number)
-
-
-_function: Callable[[int], Any]
