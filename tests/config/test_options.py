@@ -3,6 +3,7 @@
 import ast
 import importlib
 import inspect
+import re
 import textwrap
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from torchtitan.config import Configurable, TrainingConfig
 from torchtitan.config.registry import built_in_modules, list_module, needs_assets
 from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.protocols import ExternalFormat
+from torchtitan.trainer import Trainer
 
 
 class TestEveryOption:
@@ -32,6 +34,26 @@ class TestEveryOption:
         places = {Careless.Config: {"careless"}}
         assert unread_fields(places, {__name__: Path(__file__).read_text()}) == ["Careless.Config.steps"]
         assert undocumented_fields(Careless.Config) == ["Careless.Config.rate"]
+
+
+MESSAGES = {"UserError", "RunFailure", "RunComplete", "require", "os_errors_as", "info", "warning", "error"}
+"""Functions and methods whose arguments are texts for users."""
+
+
+def bare_options(source: str) -> list[str]:
+    """Return the options in messages that are not written as on the command line, `--section.option`."""
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    named = [call for call in calls if ast.unparse(call.func).rpartition(".")[2] in MESSAGES]
+    words = [str(node.value) for call in named for node in ast.walk(call) if isinstance(node, ast.Constant)]
+    sections = "|".join({field.name for field in fields(Trainer.Config)} - {"tokenizer"})  # also the name of files
+    return re.findall(rf"(?<![-.'`\w])(?:{sections})\.\w+", "\n".join(words))
+
+
+def test_messages_name_options_as_on_the_command_line():
+    sources = [path.read_text() for path in (PROJECT / "torchtitan").rglob("*.py")]
+    assert [option for source in sources for option in bare_options(source)] == []
+    mistake = 'raise UserError(f"checkpoint.interval is {n}; set --checkpoint.interval 1 in torchtitan.checkpoint.x")'
+    assert bare_options(mistake) == ["checkpoint.interval"]
 
 
 class Careless(Configurable):

@@ -19,9 +19,12 @@ from tests.training import TINY, flags, tiny_config
 from torchtitan.config import CompileConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.dry_run import dry_run
-from torchtitan.dry_run.fake_trainer import FakeTrainer, without_data
+from torchtitan.dry_run.fake_trainer import FakeTrainer, fake_trainer, without_data
 from torchtitan.dry_run.report import axis_of, report_of, reserved_bytes
+from torchtitan.experiments.preference.config_registry import dpo_debugmodel
 from torchtitan.models.common import cpu_attention
+from torchtitan.models.llama4 import Llama4Model, model_registry
+from torchtitan.protocols.experts import StackedExperts
 from torchtitan.tools.errors import UserError
 from torchtitan.trainer import Trainer
 
@@ -227,6 +230,17 @@ def last_message(text):
 
 def test_limits_of_this_host_are_not_those_of_the_run(tmp_path):
     assert dry_run(tiny_config(tmp_path, dataloader__num_workers=100_000), 2)
+
+
+def test_all_models_compute_as_on_a_gpu(tmp_path):
+    config = dpo_debugmodel()
+    config.dump_folder, config.model_spec = str(tmp_path), model_registry("debugmodel")
+    trainer = fake_trainer(without_data(config))
+    assert trainer.models.keys() == {"model", "reference"}
+    modules = [module for part in trainer.all_parts for module in part.modules()]
+    experts = [module for module in modules if isinstance(module, StackedExperts)]
+    assert len(experts) == 4 and all(one.device_type == "cuda" for one in experts)
+    assert [module.has_chunks for module in modules if isinstance(module, Llama4Model)] == [False, False]
 
 
 def test_an_unknown_mode_is_rejected(tmp_path):

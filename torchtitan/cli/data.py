@@ -261,7 +261,8 @@ def _planned(run: _Run, loader: "BaseDataLoader", step: int) -> "Batch":
 
     if run.config.training.batch_schedule or run.config.training.seq_len_schedule:
         raise UserError(f"step {step} of a run whose batches change is known only to a --debug.ledger")
-    if not _follows_seed(loader):
+    summary = loader.summary(0)
+    if summary is None or not summary.follows_seed:
         raise UserError(f"the documents of step {step} depend on training; run with --debug.ledger to record them")
     if step > (n_steps := run.length(loader.n_samples).last_step(0)):
         raise UserError(f"there is no step {step}: the run has {n_steps:,}")
@@ -275,10 +276,10 @@ def _expected(run: _Run, loader: "BaseDataLoader", step: int, names: list[str]) 
     """Return the samples according to the configuration if they have these names; names may be ambiguous."""
     from torchtitan.trainer.ledger import names_of
 
-    training = run.config.training
-    if training.batch_schedule or training.seq_len_schedule or not _follows_seed(loader):
+    try:
+        planned = _planned(run, loader, step)
+    except UserError:
         return None
-    planned = _planned(run, loader, step)
     if names_of([planned], loader.document_names) == [names]:
         return planned
     logger.warning(
@@ -286,8 +287,3 @@ def _expected(run: _Run, loader: "BaseDataLoader", step: int, names: list[str]) 
         "step (set NGPU to the run's number of processes); showing only the names"
     )
     return None
-
-
-def _follows_seed(loader: "BaseDataLoader") -> bool:
-    summary = loader.summary(0)
-    return summary is not None and summary.follows_seed

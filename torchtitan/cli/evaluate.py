@@ -4,18 +4,14 @@ import argparse
 import importlib.util
 import json
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torchtitan.cli.model_options import add_model_options, open_model, run_command
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError, require
 from torchtitan.tools.parser import Parser
-
-if TYPE_CHECKING:
-    from torchtitan.components.evaluation import Progress
 
 
 def evaluate(args: Sequence[str]) -> int:
@@ -34,10 +30,7 @@ def evaluate(args: Sequence[str]) -> int:
         "--batch_size", type=int, default=8, metavar="N", help="sequences per forward pass (default: 8)"
     )
     parser.add_argument(
-        "--include_path",
-        type=Path,
-        metavar="DIR",
-        help="folder with custom lm-eval tasks in YAML, whose code is executed",
+        "--include_path", type=Path, metavar="DIR", help="folder with lm-eval tasks in YAML, whose code is executed"
     )
     parser.add_argument("--output", type=Path, metavar="FILE", help="file for the JSON (default: standard output)")
     add_model_options(parser)
@@ -57,14 +50,14 @@ def _evaluate(options: argparse.Namespace) -> None:
     scorer = Scorer(opened.model, batch_size=options.batch_size)
     results: dict[str, dict[str, Any]] = {}
     for file in files:
-        with _progress_bar(Path(file).name) as progress:
-            results[file] = evaluate_file(Path(file), scorer, opened.tokenizer, options.limit, progress)
+        scorer.title = Path(file).name
+        results[file] = evaluate_file(Path(file), scorer, opened.tokenizer, options.limit)
     if names:
         from torchtitan.components.evaluation.lm_eval_adapter import TorchtitanLM, evaluate_tasks
 
-        with _progress_bar("lm-eval") as progress:
-            model = TorchtitanLM(scorer, opened.tokenizer, stop_ids(opened.tokenizer, *opened.folders), progress)
-            results |= evaluate_tasks(model, names, include_path=options.include_path, limit=options.limit)
+        scorer.title = "lm-eval"
+        model = TorchtitanLM(scorer, opened.tokenizer, stop_ids(opened.tokenizer, *opened.folders))
+        results |= evaluate_tasks(model, names, include_path=options.include_path, limit=options.limit)
     _report({"checkpoint": str(options.checkpoint), "results": results}, options.output)
 
 
@@ -84,18 +77,6 @@ def _check(options: argparse.Namespace, files: list[str], names: list[str]) -> N
             f"{', '.join(names)} is not a .jsonl, .txt or .md file, so it must be an lm-eval task, but lm-eval is not "
             "installed (pip install 'torchtitan[eval]')"
         )
-
-
-@contextmanager
-def _progress_bar(name: str) -> "Iterator[Progress]":
-    import rich.progress
-    from rich.console import Console
-    from rich.markup import escape
-
-    console = Console(stderr=True)
-    with rich.progress.Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(escape(name), total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def _report(document: dict[str, Any], output: Path | None) -> None:

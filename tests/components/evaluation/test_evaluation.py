@@ -1,5 +1,6 @@
 """Evaluation, compared with logits of transformers."""
 
+import contextlib
 import importlib.util
 import json
 import math
@@ -57,10 +58,10 @@ def test_scores_equal_transformers(stories_model, reference, stories_tokenizer, 
     requests.append(
         Request([BOS], stories_tokenizer.encode("Once upon a time, there was a little girl", add_bos=False))
     )
-    progress = []
-    scores = Scorer(stories_model, batch_size=batch_size).score(
-        requests, lambda done, total: progress.append((done, total))
-    )
+    scorer = Scorer(stories_model, batch_size=batch_size)
+    amounts = []
+    scorer.progress = lambda total: contextlib.nullcontext(amounts.append)
+    scores = scorer.score(requests)
     for request, score in zip(requests, scores, strict=True):
         logprobs = reference(request.context + request.continuation)[len(request.context) - 1 :]
         expected = logprobs[range(len(request.continuation)), request.continuation].sum().item()
@@ -69,7 +70,7 @@ def test_scores_equal_transformers(stories_model, reference, stories_tokenizer, 
         assert score.is_greedy is (logprobs.argmax(-1).tolist() == request.continuation)
         assert not score.truncated
     assert scores[-1].is_greedy and not scores[0].is_greedy
-    assert progress[-1] == (len(requests), len(requests)) and len(progress) == math.ceil(len(requests) / batch_size)
+    assert sum(amounts) == len(requests) and len(amounts) == math.ceil(len(requests) / batch_size)
 
 
 def test_a_long_context_is_truncated_at_the_start(stories_model, reference):
@@ -125,7 +126,7 @@ class FixedScores:
     def __init__(self, logprobs):
         self.logprobs = logprobs
 
-    def score(self, requests, progress):
+    def score(self, requests):
         assert len(requests) == len(self.logprobs)
         return [Score(logprob, is_greedy=False, truncated=logprob < -90) for logprob in self.logprobs]
 
@@ -150,9 +151,9 @@ def test_query_and_choice_are_separated_by_one_space(stories_tokenizer):
     seen = []
 
     class Spy(FixedScores):
-        def score(self, requests, progress):
+        def score(self, requests):
             seen.extend(stories_tokenizer.decode(request.context[1:] + request.continuation) for request in requests)
-            return super().score(requests, progress)
+            return super().score(requests)
 
     questions = [Question("Eat", ["figs", " nuts"], 0), Question("Eat\n", ["figs"], 0), Question("", ["figs"], 0)]
     multiple_choice(Spy([-1] * 4), stories_tokenizer, questions)

@@ -1,6 +1,5 @@
 """Model evaluation: multiple choice, perplexity of a text, and an adapter for lm-eval."""
 
-from torchtitan.components.evaluation.scoring import Progress as Progress
 from torchtitan.components.evaluation.scoring import Request as Request
 from torchtitan.components.evaluation.scoring import Score as Score
 from torchtitan.components.evaluation.scoring import Scorer as Scorer

@@ -12,7 +12,7 @@ from lm_eval.api.model import LM
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from torchtitan.components.evaluation.scoring import Progress, Request, Scorer
+from torchtitan.components.evaluation.scoring import Request, Scorer
 from torchtitan.components.evaluation.tasks import encode_pairs
 from torchtitan.components.generation import Sampling, TextStream, generate, start_id
 from torchtitan.components.tokenizer import Tokenizer
@@ -22,22 +22,15 @@ _MAX_NEW_TOKENS = 256  # lm-eval's default
 
 
 class TorchtitanLM(LM):
-    """lm-eval's interface to the model of `scorer`. `stop_ids` end generated text; `progress` is called with the number
-    of finished requests of each kind."""
+    """lm-eval's interface to the model of `scorer`. `stop_ids` end generated text."""
 
-    def __init__(
-        self,
-        scorer: Scorer,
-        tokenizer: Tokenizer,
-        stop_ids: AbstractSet[int] = frozenset(),
-        progress: Progress | None = None,
-    ):
+    def __init__(self, scorer: Scorer, tokenizer: Tokenizer, stop_ids: AbstractSet[int] = frozenset()):
         super().__init__()
-        self.scorer, self.tokenizer, self.stop_ids, self.progress = scorer, tokenizer, stop_ids, progress
+        self.scorer, self.tokenizer, self.stop_ids = scorer, tokenizer, stop_ids
 
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
         pairs = encode_pairs(self.tokenizer, [request.args for request in requests])
-        return [(score.logprob, score.is_greedy) for score in self.scorer.score(pairs, self.progress)]
+        return [(score.logprob, score.is_greedy) for score in self.scorer.score(pairs)]
 
     def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
         start, size = start_id(self.tokenizer), self.scorer.max_seq_len
@@ -46,7 +39,7 @@ class TorchtitanLM(LM):
             ids = self.tokenizer.encode(request.args[0], add_bos=False, add_eos=False)
             pairs = map(make_disjoint_window, get_rolling_token_windows(ids, start, size, context_len=1))
             windows.append([Request(*pair) for pair in pairs])
-        scores = iter(self.scorer.score(list(itertools.chain(*windows)), self.progress))
+        scores = iter(self.scorer.score(list(itertools.chain(*windows))))
         return [sum(next(scores).logprob for _ in text_windows) for text_windows in windows]
 
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
@@ -55,12 +48,12 @@ class TorchtitanLM(LM):
             same_options.setdefault(repr(request.args[1]), []).append(index)
         texts: dict[int, str] = {}
         size = self.scorer.batch_size
-        for indices in same_options.values():
-            for batch in (indices[i : i + size] for i in range(0, len(indices), size)):
-                contexts = [requests[index].args[0] for index in batch]
-                texts |= zip(batch, self._generate(contexts, requests[batch[0]].args[1]), strict=True)
-                if self.progress is not None:
-                    self.progress(len(texts), len(requests))
+        with self.scorer.progress(len(requests)) as advance:
+            for indices in same_options.values():
+                for batch in (indices[i : i + size] for i in range(0, len(indices), size)):
+                    contexts = [requests[index].args[0] for index in batch]
+                    texts |= zip(batch, self._generate(contexts, requests[batch[0]].args[1]), strict=True)
+                    advance(len(batch))
         return [texts[index] for index in range(len(requests))]
 
     def _generate(self, contexts: Sequence[str], options: dict[str, Any]) -> list[str]:

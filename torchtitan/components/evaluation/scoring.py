@@ -1,6 +1,7 @@
 """Probability of a continuation given a context, the basis of all evaluations."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -10,9 +11,7 @@ from torch import Tensor, nn
 from torchtitan.components.generation.engine import NOT_FINITE_HINT, evaluating
 from torchtitan.protocols.output_head import UNCHANGED, LogitTransform
 from torchtitan.tools.errors import UserError, require
-
-Progress = Callable[[int, int], None]
-"""Called with the number of finished requests and the total."""
+from torchtitan.tools.progress import progress
 
 _LOGITS_AT_ONCE = 2**26  # elements: a quarter of a GiB in float32
 
@@ -43,6 +42,9 @@ class Scorer:
     """Scores requests in batches of similar length, `batch_size` per forward pass. Under FSDP, every rank scores the
     same requests. `max_seq_len` and `device` default to the model's."""
 
+    title = ""
+    """Title of the progress that is shown during a task; empty: none."""
+
     def __init__(
         self,
         model: nn.Module,
@@ -58,7 +60,7 @@ class Scorer:
         self._device = device or next(model.parameters()).device
 
     @torch.no_grad()
-    def score(self, requests: Sequence[Request], progress: Progress | None = None) -> list[Score]:
+    def score(self, requests: Sequence[Request]) -> list[Score]:
         """Return the score of each request, in order. Requests of more than `max_seq_len` + 1 tokens (the last token is
         only predicted) are truncated at the beginning. Raise `UserError` for a continuation longer than the model's
         context, or a log-probability that is not finite."""
@@ -72,13 +74,16 @@ class Scorer:
         # Longest first, to run out of memory early if at all.
         order = sorted(range(len(requests)), key=lambda i: -len(requests[i].context) - len(requests[i].continuation))
         scores: dict[int, Score] = {}
-        with evaluating(self.model):
+        with evaluating(self.model), self.progress(len(requests)) as advance:
             for begin in range(0, len(order), self.batch_size):
                 batch = order[begin : begin + self.batch_size]
                 scores |= zip(batch, self._score_batch([requests[index] for index in batch]), strict=True)
-                if progress is not None:
-                    progress(len(scores), len(requests))
+                advance(len(batch))
         return [scores[index] for index in range(len(requests))]
+
+    def progress(self, total: int) -> AbstractContextManager[Callable[[int], None]]:
+        """Show progress during a block, see `torchtitan.tools.progress`; only if there is a title."""
+        return progress(self.title, total) if self.title else nullcontext(lambda amount: None)
 
     def _score_batch(self, requests: Sequence[Request]) -> list[Score]:
         sequences = [(request.context + request.continuation)[-self.max_seq_len - 1 :] for request in requests]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.components.data.sources.rows import parse_json
-from torchtitan.components.evaluation.scoring import Progress, Request, Scorer
+from torchtitan.components.evaluation.scoring import Request, Scorer
 from torchtitan.components.generation import start_id
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.tools.errors import UserError, os_errors_as
@@ -55,9 +55,7 @@ def read_questions(path: Path, limit: int | None = None) -> list[Question]:
     return questions
 
 
-def multiple_choice(
-    scorer: Scorer, tokenizer: Tokenizer, questions: Sequence[Question], progress: Progress | None = None
-) -> MultipleChoiceResult:
+def multiple_choice(scorer: Scorer, tokenizer: Tokenizer, questions: Sequence[Question]) -> MultipleChoiceResult:
     """Score every choice of every question. Query and choice are separated by a space unless there is whitespace
     already. The first of equal scores counts."""
     requests = [
@@ -65,7 +63,7 @@ def multiple_choice(
         for question in questions
         for request in encode_pairs(tokenizer, [(question.query, _continuation(question, c)) for c in question.choices])
     ]
-    scores = iter(scorer.score(requests, progress))
+    scores = iter(scorer.score(requests))
     hits, norm_hits, truncated = [], [], 0
     for question in questions:
         choice_scores = [next(scores) for _ in question.choices]
@@ -148,9 +146,7 @@ class PerplexityResult:
     bytes: int
 
 
-def text_perplexity(
-    scorer: Scorer, tokenizer: Tokenizer, text: str, progress: Progress | None = None
-) -> PerplexityResult:
+def text_perplexity(scorer: Scorer, tokenizer: Tokenizer, text: str) -> PerplexityResult:
     """Score every token of `text` once, with at least half of the model's context before it if possible. BOS (or EOS,
     without BOS) always precedes the text, to predict the first token; it is not scored. Raise `UserError` for an empty
     text."""
@@ -158,7 +154,7 @@ def text_perplexity(
         raise UserError("the text is empty")
     start = start_id(tokenizer)
     ids = tokenizer.encode(text, add_bos=False, add_eos=False)
-    scores = scorer.score(list(windows([start, *ids], scorer.max_seq_len)), progress)
+    scores = scorer.score(list(windows([start, *ids], scorer.max_seq_len)))
     nats = -sum(score.logprob for score in scores)
     try:
         perplexity = math.exp(nats / len(ids))
@@ -184,14 +180,12 @@ def windows(ids: list[int], size: int) -> Iterator[Request]:
         yield Request(ids[max(0, end - 1 - size) : begin], ids[begin:end])
 
 
-def evaluate_file(
-    path: Path, scorer: Scorer, tokenizer: Tokenizer, limit: int | None = None, progress: Progress | None = None
-) -> dict[str, Any]:
+def evaluate_file(path: Path, scorer: Scorer, tokenizer: Tokenizer, limit: int | None = None) -> dict[str, Any]:
     """Evaluate on a file with one of `SUFFIXES`: return the fields of a `MultipleChoiceResult` of at most `limit`
     questions, or of a `PerplexityResult`. Raise `UserError` if the file is unreadable or empty."""
     if path.suffix == ".jsonl":
-        return dataclasses.asdict(multiple_choice(scorer, tokenizer, read_questions(path, limit), progress))
-    return dataclasses.asdict(text_perplexity(scorer, tokenizer, read_text(path), progress))
+        return dataclasses.asdict(multiple_choice(scorer, tokenizer, read_questions(path, limit)))
+    return dataclasses.asdict(text_perplexity(scorer, tokenizer, read_text(path)))
 
 
 def read_text(path: Path) -> str:

@@ -1,9 +1,11 @@
-"""Readers that convert rows to samples. They raise `BrokenSample` for unusable rows, `EmptySample` for empty ones."""
+"""Readers that convert rows to samples, given the names of columns. They raise `BrokenSample` for unusable rows,
+`EmptySample` for empty ones."""
 
 import math
 import re
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from itertools import cycle
 from typing import Any
 
@@ -25,6 +27,9 @@ from torchtitan.components.data.sources.rows import kind_of
 
 Cells = dict[str, Any]
 """A row's cells by column."""
+
+PromptReader = Callable[[Cells], list[Any]]
+"""Returns the turns of a row's prompt."""
 
 _CALL_SPEAKERS = ("function_call", "tool_call")
 """Speakers whose content is one or more function calls in JSON."""
@@ -52,78 +57,56 @@ def read_text(row: Cells) -> Text:
     return Text(_filled(row, "text"))
 
 
-def read_turns(column: str) -> Callable[[Cells], Conversation]:
-    """Return a reader of the turns in a column, with `tools` and `system`."""
-
-    def read(row: Cells) -> Conversation:
-        return _answered(_conversation(row, _listed(row, column)))
-
-    return read
+def read_turns(column: str, row: Cells) -> Conversation:
+    """Read the turns in a column, with `tools` and `system`."""
+    return _answered(_conversation(row, listed_in(column, row)))
 
 
-def read_instruction(answer: str) -> Callable[[Cells], Conversation]:
-    """Return a reader of `instruction` and an answer, with an optional `input` (appended to the instruction after an
-    empty line) and pairs of earlier turns in `history`."""
-
-    def read(row: Cells) -> Conversation:
-        return _conversation(row, [*instruction_in(row), _message("assistant", _filled(row, answer))])
-
-    return read
+def read_instruction(answer: str, row: Cells) -> Conversation:
+    """Read `instruction` and an answer, with an optional `input` (appended to the instruction after an empty line) and
+    pairs of earlier turns in `history`."""
+    return _conversation(row, [*instruction_in(row), _message("assistant", _filled(row, answer))])
 
 
-def read_question(question: str, answer: str) -> Callable[[Cells], Conversation]:
-    """Return a reader of two columns: the user's text or previous turns, and the assistant's answer."""
-
-    def read(row: Cells) -> Conversation:
-        prompt, response = _turns(row, question, "user"), _turns(row, answer, "assistant")
-        if (role := role_of(response[0])) in ("system", "user"):
-            raise BrokenSample(
-                f"{answer} must begin with the role 'assistant', not {role!r}; for a column of whole conversations, "
-                "set --dataloader.columns messages=NAME"
-            )
-        return _answered(_conversation(row, [*prompt, *response]))
-
-    return read
+def read_question(question: str, answer: str, row: Cells) -> Conversation:
+    """Read two columns: the user's text or previous turns, and the assistant's answer."""
+    prompt, response = turns_in("user", question, row), turns_in("assistant", answer, row)
+    if (role := role_of(response[0])) in ("system", "user"):
+        raise BrokenSample(
+            f"{answer} must begin with the role 'assistant', not {role!r}; for a column of whole conversations, "
+            "set --dataloader.columns messages=NAME"
+        )
+    return _answered(_conversation(row, [*prompt, *response]))
 
 
-def read_pair(prompt: Callable[[Cells], list[Any]]) -> Callable[[Cells], Pair]:
-    """Return a reader of `chosen` and `rejected`, continuations of a prompt as text, a message or messages.
+def read_pair(prompt: PromptReader, row: Cells) -> Pair:
+    """Read `chosen` and `rejected`, continuations of a prompt as text, a message or messages.
 
     If they are transcripts or do not begin with the assistant, they are whole conversations: the prompt is their common
     prefix, and `prompt` is not called.
     """
-
-    def read(row: Cells) -> Pair:
-        chosen, rejected = (_continuation(row, column) for column in ("chosen", "rejected"))
-        if all(role_of(messages[0]) == "assistant" for messages in (chosen, rejected)):
-            turns = prompt(row)
-            n_prompt = len(_conversation(row, turns).messages)
-            first, second = _conversation(row, [*turns, *chosen]), _conversation(row, [*turns, *rejected])
-        else:
-            first, second = _conversation(row, chosen), _conversation(row, rejected)
-            limit = min(len(first.messages), len(second.messages)) - 1
-            equal = (a == b for a, b in zip(first.messages[:limit], second.messages[:limit], strict=True))
-            n_prompt = next((n for n, is_equal in enumerate(equal) if not is_equal), limit)
-        return _pair(first, second, n_prompt, row.get("margin"))
-
-    return read
+    chosen, rejected = (_continuation(row, column) for column in ("chosen", "rejected"))
+    if all(role_of(messages[0]) == "assistant" for messages in (chosen, rejected)):
+        turns = prompt(row)
+        n_prompt = len(_conversation(row, turns).messages)
+        first, second = _conversation(row, [*turns, *chosen]), _conversation(row, [*turns, *rejected])
+    else:
+        first, second = _conversation(row, chosen), _conversation(row, rejected)
+        limit = min(len(first.messages), len(second.messages)) - 1
+        equal = (a == b for a, b in zip(first.messages[:limit], second.messages[:limit], strict=True))
+        n_prompt = next((n for n, is_equal in enumerate(equal) if not is_equal), limit)
+    return _pair(first, second, n_prompt, row.get("margin"))
 
 
-def read_rated(question: str, answer: str, label: str) -> Callable[[Cells], Pair]:
-    """Return a reader of an answer and its label: a pair without a rejected answer if the label is true, or without a
-    chosen one."""
-    read_answer = read_question(question, answer)
-
-    def read(row: Cells) -> Pair:
-        is_desirable = _LABEL_VALUES.get(str(row[label]).lower())
-        if is_desirable is None:
-            raise BrokenSample(f"{label} must be true or false, not {shortened(row[label])}")
-        conversation = read_answer(row)
-        prompt = Conversation(conversation.messages[:-1], conversation.tools, conversation.trained[:-1])
-        answers = conversation.messages[-1:]
-        return Pair(prompt, answers, []) if is_desirable else Pair(prompt, [], answers)
-
-    return read
+def read_rated(question: str, answer: str, label: str, row: Cells) -> Pair:
+    """Read an answer and its label: a pair without a rejected answer if the label is true, or without a chosen one."""
+    is_desirable = _LABEL_VALUES.get(str(row[label]).lower())
+    if is_desirable is None:
+        raise BrokenSample(f"{label} must be true or false, not {shortened(row[label])}")
+    conversation = read_question(question, answer, row)
+    prompt = Conversation(conversation.messages[:-1], conversation.tools, conversation.trained[:-1])
+    answers = conversation.messages[-1:]
+    return Pair(prompt, answers, []) if is_desirable else Pair(prompt, [], answers)
 
 
 def _pair(chosen: Conversation, rejected: Conversation, n_prompt: int, margin: Any) -> Pair:
@@ -152,16 +135,12 @@ def _stripped(messages: list[Message]) -> list[Message]:
     return [{**message, "content": str(message.get("content") or "").strip()} for message in messages]
 
 
-def read_prompt(prompt: Callable[[Cells], list[Any]]) -> Callable[[Cells], Prompt]:
-    """Return a reader of a prompt and an optional reference answer from one of the columns `ANSWERS`."""
-
-    def read(row: Cells) -> Prompt:
-        conversation = _conversation(row, prompt(row))
-        if conversation.messages[-1]["role"] == "assistant":
-            raise BrokenSample("the prompt must not end with a message of the assistant")
-        return Prompt(conversation, _answer(row), row)
-
-    return read
+def read_prompt(prompt: PromptReader, row: Cells) -> Prompt:
+    """Read a prompt and an optional reference answer from one of the columns `ANSWERS`."""
+    conversation = _conversation(row, prompt(row))
+    if conversation.messages[-1]["role"] == "assistant":
+        raise BrokenSample("the prompt must not end with a message of the assistant")
+    return Prompt(conversation, _answer(row), row)
 
 
 def _answer(row: Cells) -> str | None:
@@ -169,16 +148,6 @@ def _answer(row: Cells) -> str | None:
         if (answer := row.get(column)) is not None:
             return checked_text(_number_as_text(answer), column)
     return None
-
-
-def turns_in(column: str) -> Callable[[Cells], list[Any]]:
-    """Return a reader of a column with turns, or with the user's text."""
-    return lambda row: _turns(row, column, "user")
-
-
-def listed_in(column: str) -> Callable[[Cells], list[Any]]:
-    """Return a reader of a column with a list of turns or its JSON text."""
-    return lambda row: _listed(row, column)
 
 
 def instruction_in(row: Cells) -> list[Any]:
@@ -224,7 +193,8 @@ def _conversation(row: Cells, turns: list[Any]) -> Conversation:
     return normalize(messages, row.get("tools"))
 
 
-def _listed(row: Cells, column: str) -> list[Any]:
+def listed_in(column: str, row: Cells) -> list[Any]:
+    """Return the turns in a column with a list, its JSON text or a transcript."""
     value = row[column]
     if value is None:
         raise EmptySample(f"{column} is empty")
@@ -241,10 +211,10 @@ def _listed(row: Cells, column: str) -> list[Any]:
 
 def _continuation(row: Cells, column: str) -> list[Any]:
     value = row[column]
-    return (transcript(value) if isinstance(value, str) else None) or _turns(row, column, "assistant")
+    return (transcript(value) if isinstance(value, str) else None) or turns_in("assistant", column, row)
 
 
-def _turns(row: Cells, column: str, role: str) -> list[Any]:
+def turns_in(role: str, column: str, row: Cells) -> list[Any]:
     """Return the turns in a column: a list, one turn, a transcript without an answer, or a text with the given role."""
     value = row[column]
     if isinstance(value, Mapping):
@@ -288,7 +258,7 @@ def alternating(turns: list[Any]) -> list[Any]:
     unchanged."""
     if not all(isinstance(turn, str) and not _LOOKS_LIKE_A_MESSAGE.match(turn) for turn in turns):
         return turns
-    return [{"role": role, "content": text} for role, text in zip(cycle(("user", "assistant")), turns, strict=False)]
+    return [_message(role, text) for role, text in zip(cycle(("user", "assistant")), turns, strict=False)]
 
 
 def transcript(text: str) -> list[Any] | None:
@@ -299,10 +269,8 @@ def transcript(text: str) -> list[Any] | None:
     _, *pieces = _SPEAKER_IN_TRANSCRIPT.split(text)
     if "Assistant" not in pieces[::2]:
         return None
-    return [
-        {"role": SPEAKERS[speaker.lower()], "content": text.strip()}
-        for speaker, text in zip(pieces[::2], pieces[1::2], strict=True)
-    ]
+    turns = zip(pieces[::2], pieces[1::2], strict=True)
+    return [_message(SPEAKERS[speaker.lower()], text.strip()) for speaker, text in turns]
 
 
 def openai_messages(turns: list[Any]) -> list[Any]:
@@ -315,8 +283,10 @@ def openai_messages(turns: list[Any]) -> list[Any]:
     calls = _Calls()
     messages = []
     for number, turn in enumerate(turns, 1):
+        with suppress(BrokenSample):  # which `normalize` reports
+            turn = from_json(turn, "message")
         try:
-            messages.append(calls.message(_parsed(turn)))
+            messages.append(calls.message(turn))
         except BrokenSample as error:
             raise BrokenSample(f"message {number}: {error}") from None
     return messages
@@ -360,10 +330,3 @@ class _Calls:
             calls.append({"id": self._pending_ids[-1], "type": "function", "function": function})
             self._n_calls += 1
         return calls
-
-
-def _parsed(turn: Any) -> Any:
-    try:
-        return from_json(turn, "message")
-    except BrokenSample:
-        return turn

@@ -18,6 +18,7 @@ from torchtitan.components.data.finetuning.columns import (
 from torchtitan.components.data.finetuning.conversation import BrokenSample, EmptySample, Sample
 from torchtitan.components.data.finetuning.conversions import (
     ANSWERS,
+    PromptReader,
     instruction_in,
     listed_in,
     no_prompt,
@@ -75,11 +76,10 @@ class RowFormat:
 
 _TURNS = ("tools", "system")
 _INSTRUCTION = ("input", "history", *_TURNS)
-_PROMPTS = {
-    **{name: (turns_in(name), _TURNS) for name in ("prompt", "question", "query", "problem")},
+_PROMPTS: dict[str, tuple[PromptReader, tuple[str, ...]]] = {
+    **{name: (partial(turns_in, "user", name), _TURNS) for name in ("prompt", "question", "query", "problem")},
     "instruction": (instruction_in, _INSTRUCTION),
-    "conversations": (listed_in("conversations"), _TURNS),
-    "messages": (listed_in("messages"), _TURNS),
+    **{name: (partial(listed_in, name), _TURNS) for name in ("conversations", "messages")},
 }
 """Prompt column → its reader and optional columns."""
 
@@ -94,24 +94,26 @@ _QUESTIONS = (
 _CHOICE = ("chosen", "rejected")
 
 FORMATS: Sequence[RowFormat] = (
-    RowFormat("messages", "sft", ("messages",), read_turns("messages"), _TURNS),
-    RowFormat("conversations", "sft", ("conversations",), read_turns("conversations"), _TURNS),
-    RowFormat("instruction", "sft", ("instruction", "output"), read_instruction("output"), _INSTRUCTION),
-    RowFormat("instruction_response", "sft", ("instruction", "response"), read_instruction("response"), _INSTRUCTION),
-    *(RowFormat("_".join(columns), "sft", columns, read_question(*columns), _TURNS) for columns in _QUESTIONS),
+    RowFormat("messages", "sft", ("messages",), partial(read_turns, "messages"), _TURNS),
+    RowFormat("conversations", "sft", ("conversations",), partial(read_turns, "conversations"), _TURNS),
+    *(
+        RowFormat(name, "sft", ("instruction", answer), partial(read_instruction, answer), _INSTRUCTION)
+        for name, answer in (("instruction", "output"), ("instruction_response", "response"))
+    ),
+    *(RowFormat("_".join(columns), "sft", columns, partial(read_question, *columns), _TURNS) for columns in _QUESTIONS),
     RowFormat("text", "sft", ("text",), read_text),
     *(
-        RowFormat(column, "preference", (column, *_CHOICE), read_pair(prompt), ("margin", *optional))
+        RowFormat(column, "preference", (column, *_CHOICE), partial(read_pair, prompt), ("margin", *optional))
         for column, (prompt, optional) in _PROMPTS.items()
     ),
-    RowFormat("chosen_rejected", "preference", _CHOICE, read_pair(no_prompt), ("margin", *_TURNS)),
+    RowFormat("chosen_rejected", "preference", _CHOICE, partial(read_pair, no_prompt), ("margin", *_TURNS)),
     *(
-        RowFormat("_".join((*columns, label)), "rated", (*columns, label), read_rated(*columns, label), _TURNS)
+        RowFormat("_".join((*columns, label)), "rated", (*columns, label), partial(read_rated, *columns, label), _TURNS)
         for columns in _QUESTIONS
         for label in LABELS
     ),
     *(
-        RowFormat(column, "prompt", (column,), read_prompt(prompt), (*ANSWERS, *optional))
+        RowFormat(column, "prompt", (column,), partial(read_prompt, prompt), (*ANSWERS, *optional))
         for column, (prompt, optional) in _PROMPTS.items()
     ),
 )

@@ -41,6 +41,10 @@ class StreamPosition(NamedTuple):
     token: int = 0
 
 
+Piece = tuple[StreamPosition, Array]
+"""Position and ids (n,) of the tokens of a document, or of the rest of it; n is at least 1."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class StreamOrder:
     """Order and repetition of a stream."""
@@ -114,23 +118,33 @@ class PackedStreamIterator(Iterator[Batch | UserError | RunFailure]):
             position = StreamPosition(epoch=position.epoch + 1)
 
     def _epoch_windows(self, position: StreamPosition) -> Iterator[tuple[Sample, StreamPosition]]:
-        seq_len, document_mask = self.dataset.layout.seq_len, self.dataset.layout.document_mask
-        buffer = _TokenBuffer()
-
-        def window() -> tuple[Sample, StreamPosition]:
-            tokens, starts, first, last = buffer.pop(seq_len)
-            sample = pack(tokens, starts, seq_len, document_mask=document_mask)
-            return (sample, (self._number(first), self._number(last))), buffer.position()
-
-        skip = position.token
+        seq_len, skip = self.dataset.layout.seq_len, position.token
+        rest: list[Piece] = []
         for begin, ids in self._documents(position):
-            buffer.append(begin._replace(token=skip), ids[skip:])
+            rest.append((begin._replace(token=skip), ids[skip:]))
             skip = 0
-            while len(buffer) > seq_len:
-                yield window()
-        if len(buffer) > 1:
-            sample, _ = window()
+            while sum(len(ids) for _, ids in rest) > seq_len:
+                sample, rest = self._first_window(rest)
+                yield sample, rest[0][0]
+        if sum(len(ids) for _, ids in rest) > 1:
+            sample, _ = self._first_window(rest)
             yield sample, StreamPosition(epoch=position.epoch + 1)
+
+    def _first_window(self, pieces: list[Piece]) -> tuple[Sample, list[Piece]]:
+        """Return the sample of the first window of `pieces`, and the pieces from its last token on."""
+        layout = self.dataset.layout
+        ends = np.cumsum([len(ids) for _, ids in pieces])
+        tokens = np.concatenate([ids[: layout.seq_len + 1] for _, ids in pieces])[: layout.seq_len + 1]
+        starts = np.append(0, ends[ends < len(tokens)])
+        first, last = self._number(pieces[0][0]), self._number(pieces[len(starts) - 1][0])
+        sample = pack(tokens, starts, layout.seq_len, document_mask=layout.document_mask)
+        n_used = int(np.searchsorted(ends, layout.seq_len, side="right"))
+        rest = pieces[n_used:]
+        if rest:
+            position, ids = rest[0]
+            n_cut = len(ids) - (int(ends[n_used]) - layout.seq_len)
+            rest[0] = position._replace(token=position.token + n_cut), ids[n_cut:]
+        return (sample, (first, last)), rest
 
     def _documents(self, position: StreamPosition) -> Iterator[tuple[StreamPosition, Array]]:
         """Yield the non-empty documents with their positions, from `position` to the end of the epoch."""
@@ -175,38 +189,6 @@ class PackedStreamIterator(Iterator[Batch | UserError | RunFailure]):
 
     def _number(self, position: StreamPosition) -> int:
         return (position.block * self.dataset.order.block_size + position.document) * self.n_nodes + self.node
-
-
-class _TokenBuffer:
-    def __init__(self) -> None:
-        self._tokens = np.zeros(0, np.int64)
-        self._spans: list[tuple[int, StreamPosition]] = []
-
-    def __len__(self) -> int:
-        return len(self._tokens)
-
-    def append(self, position: StreamPosition, ids: Array) -> None:
-        self._spans.append((len(self._tokens), position))
-        self._tokens = np.concatenate([self._tokens, ids])
-
-    def pop(self, seq_len: int) -> tuple[Array, Array, StreamPosition, StreamPosition]:
-        """Remove the next window except its last token; return its tokens, document starts, first and last document."""
-        tokens = self._tokens[: seq_len + 1]
-        inside = [(begin, position) for begin, position in self._spans if begin < len(tokens)]
-        starts = np.array([begin for begin, _ in inside if begin > 0], np.int64)
-        self._tokens = self._tokens[seq_len:]
-        self._drop(seq_len)
-        return tokens, starts, inside[0][1], inside[-1][1]
-
-    def position(self) -> StreamPosition:
-        """Return the position of the next window's first token."""
-        return self._spans[0][1]
-
-    def _drop(self, n_tokens: int) -> None:
-        index = max((i for i, (begin, _) in enumerate(self._spans) if begin <= n_tokens), default=0)
-        begin, position = self._spans[index]
-        rest = [(b - n_tokens, p) for b, p in self._spans[index + 1 :]]
-        self._spans = [(0, position._replace(token=position.token + n_tokens - begin)), *rest]
 
 
 @contextmanager

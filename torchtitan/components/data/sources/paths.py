@@ -12,7 +12,6 @@ from torchtitan.components.data.sources.files import file_format, supported_form
 from torchtitan.tools.errors import UserError, suggest
 from torchtitan.tools.files import is_url, regular_file
 
-_PATTERN_CHARACTERS = "*?["
 _SPLIT = re.compile(r"\w[\w.-]*")
 """Valid name of a split, which is also a folder name; excludes `..`."""
 
@@ -44,7 +43,7 @@ def location(dataset: str) -> str:
     if is_url(dataset):
         return dataset
     path = _path(dataset)
-    is_local = os.path.exists(path) or path.suffix or any(character in dataset for character in _PATTERN_CHARACTERS)
+    is_local = os.path.exists(path) or path.suffix or glob.has_magic(dataset)
     return os.path.realpath(path) if is_local else dataset
 
 
@@ -78,7 +77,7 @@ def local_files(dataset: str, names: Sequence[str]) -> dict[str, Path]:
             return {str(file.relative_to(path)): file for file in found}
         if path.exists() and dataset:
             raise UserError(f"{dataset!r} is not a regular file; save its content to a file")
-        if any(character in dataset for character in _PATTERN_CHARACTERS):
+        if glob.has_magic(dataset):
             matches = _without_duplicates(_readable(match) for match in _matches(path) if not match.is_dir())
             if not matches:
                 raise UserError(f"no file matches the pattern {dataset!r}")
