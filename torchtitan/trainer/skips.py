@@ -56,7 +56,6 @@ def return_to_checkpoint(trainer: Any) -> None:
         callback.on_return(returned_to)
     data = "is read again" if action == "repeat" else "is left out"
     logger.warning(
-        "steps %d to %d are undone: the run continues after step %d with the weights and optimizer state of step %d; "
-        "the data of these steps %s (--spikes.action %s)",
-        *(returned_to + 1, step, step, returned_to, data, action),
+        f"steps {returned_to + 1} to {step} are undone: the run continues after step {step} with the weights and "
+        f"optimizer state of step {returned_to}; the data of these steps {data} (--spikes.action {action})"
     )

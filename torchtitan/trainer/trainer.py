@@ -102,8 +102,7 @@ class Trainer(RunState):
 
     def build_validator(self) -> Validator | None:
         """Build the validator if validation is on and has data."""
-        data = self.config.validation_dataloaders()
-        if not data:
+        if not (data := self.config.validation_dataloaders()):
             if self.config.validator.enable:
                 logger.warning("no validation: the training data has no validation split; set --validator.dataset")
             return None
@@ -490,7 +489,7 @@ class Trainer(RunState):
         return measured["validation_loss"]
 
     def use_result(self, outcome: StepResult, step: int, **progress: Any) -> None:
-        """Log the numbers of a step, now or a step ago, if due; if taken, tell spike guard, averages and loader."""
+        """Log a step's numbers if due, and tell them to spike guard, averages and loader if it was taken."""
         numbers: dict[str, Any] = {"loss": outcome.loss, "grad_norm": outcome.grad_norm}
         skipped = {"skipped_steps": self.spikes.n_skipped} if self.spikes.n_skipped else {}
         measured: dict[str, Any] = {**progress, **outcome.measures, **skipped}
