@@ -282,6 +282,9 @@ def test_the_entry_point_of_one_process(
 
     assert train_main([*flags(TINY), "--dataloader.dataset", "empty.txt"]) == 2
     check_message(capfd.readouterr().err, ("empty.txt contains no text",))
+    monkeypatch.setenv("LOG_RANK", "1")
+    assert train_main(flags(TINY)) == 2
+    check_message(capfd.readouterr().err, ("LOG_RANK is '1'", "ranks below 1"))
 
 
 @pytest.mark.parametrize(

@@ -108,7 +108,9 @@ def test_rates_by_tokens(tmp_path):
 
 def test_a_warm_up_below_one_step_of_tokens_is_refused(tmp_path):
     options = {"lr_scheduler__unit": "tokens", "lr_scheduler__warmup_steps": 2}
-    with pytest.raises(UserError, match="warmup_steps is 2 tokens .*, but a step has"):
+    with pytest.raises(
+        UserError, match=r"warmup_steps is 2, but must be 0 tokens \(.*\), or at least the \d+ of a step"
+    ):
         tiny_config(tmp_path, **options).check(1)
 
 
@@ -229,7 +231,7 @@ def test_lengths_resume_on_two_processes(tmp_path):
 
 
 def test_lengths_that_cannot_change_are_rejected(tmp_path):
-    with pytest.raises(UserError, match="seq_len_schedule: 32 does not divide the longest, 48"):
+    with pytest.raises(UserError, match="seq_len_schedule is 32, but must be a divisor of 48"):
         tiny_config(tmp_path, training__seq_len_schedule=["4:48"]).check(world_size=1)
     config = tiny_config(tmp_path, training__seq_len_schedule=["4:64"], parallelism__pipeline_parallel_degree=2)
     with pytest.raises(UserError, match="pipeline_parallel_degree 2 cannot be combined with --training.seq_len_sch"):

@@ -12,7 +12,7 @@ from torchtitan.trainer.data_progress import DataProgress
 
 def make(*, n_samples=None, batch=8, **config):
     epochs = 1 if n_samples is not None else None
-    return DataProgress(TrainingConfig(epochs=epochs, **config), n_samples=n_samples, global_batch_size=batch)
+    return DataProgress(TrainingConfig(epochs=epochs, **config), n_samples, batch, sequences_per_sample=1)
 
 
 def read_step(length):

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from torchtitan.components.quantization.qat import QAT
     from torchtitan.protocols import ModelSpec
 
+    Writing = tuple[ModelSpec, int, Callable[[Path], None]]
+
 _FORMATS = ("hf", "meta", "dcp")
 
 _OF_QUANTIZE = ("group_size", "exclude")
@@ -55,7 +57,7 @@ def convert(args: Sequence[str]) -> int:
         type=float,
         default=5.0,
         metavar="GIB",
-        help="hf: maximum size of a safetensors file in GiB (default: 5)",
+        help="hf: maximum size of a file in GiB (default: 5)",
     )
     parser.add_argument(
         "--quantize",
@@ -107,7 +109,7 @@ def _write(options: argparse.Namespace) -> None:
     )
 
 
-def _model(options: argparse.Namespace, family: "ModuleType | None") -> "tuple[ModelSpec, int, Callable[[Path], None]]":
+def _model(options: argparse.Namespace, family: "ModuleType | None") -> "Writing":
     """Return the model, its number of tensors, and a function that writes them to a folder."""
     from torchtitan.components.weights import export_checkpoint
     from torchtitan.components.weights.assets import asset_folder
@@ -122,9 +124,8 @@ def _model(options: argparse.Namespace, family: "ModuleType | None") -> "tuple[M
         export = functools.partial(export_quantized, quantization=_quantization(options))
 
     def write(folder: Path) -> None:
-        with progress(
-            f"converting to {options.to}", sum(tensor_spec.n_bytes for tensor_spec in source.specs.values())
-        ) as advance:
+        n_bytes = sum(tensor_spec.n_bytes for tensor_spec in source.specs.values())
+        with progress(f"converting to {options.to}", n_bytes) as advance:
             export(
                 folder,
                 spec=spec,
@@ -138,9 +139,7 @@ def _model(options: argparse.Namespace, family: "ModuleType | None") -> "tuple[M
     return spec, len(source.specs), write
 
 
-def _adapter(
-    options: argparse.Namespace, family: "ModuleType | None"
-) -> "tuple[ModelSpec, int, Callable[[Path], None]]":
+def _adapter(options: argparse.Namespace, family: "ModuleType | None") -> "Writing":
     """Like `_model`, for the adapter only. Raise `UserError` if there is none, or if other parameters were trained."""
     from torchtitan.components.checkpoint.dcp import optimized_names
     from torchtitan.components.optimizer import trained_names

@@ -33,8 +33,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--keep_duplicates", action="store_true", help="keep documents or samples with equal tokens")
     add("--min_tokens", type=int, default=0, metavar="N", help="text: drop shorter documents")
     add("--max_tokens", type=int, metavar="N", help="text: drop longer documents")
-    help_text = "text: drop documents with more repeated 10-grams"
-    add("--max_repetition", type=float, default=1.0, metavar="F", help=help_text)
+    add("--max_repetition", type=float, default=1.0, metavar="F", help="text: drop texts with more repeated 10-grams")
 
 
 def prepare(sources: Sequence[str], options: argparse.Namespace, config: Any) -> None:

@@ -30,10 +30,7 @@ def evaluate(args: Sequence[str]) -> int:
         "--batch_size", type=int, default=8, metavar="N", help="sequences per forward pass (default: 8)"
     )
     parser.add_argument(
-        "--include_path",
-        type=Path,
-        metavar="DIR",
-        help="folder with custom lm-eval tasks in YAML, whose code is executed",
+        "--include_path", type=Path, metavar="DIR", help="folder with lm-eval tasks in YAML, whose code is executed"
     )
     parser.add_argument("--output", type=Path, metavar="FILE", help="file for the JSON (default: standard output)")
     add_model_options(parser)

@@ -9,7 +9,7 @@ from torchtitan.tools.logging import visible
 from torchtitan.tools.process import default_signals
 
 # Imported on demand: `ls`, for example, does not import torch.
-_COMMANDS = {
+COMMANDS = {
     "train": (
         "train:train",
         "train a model (torchtitan train --module llama3 --config debugmodel; --help lists every option)",
@@ -35,7 +35,7 @@ _COMMANDS = {
 _USAGE = "\n".join(
     [
         "usage: torchtitan COMMAND [options]\n\ncommands:",
-        *(f"  {name:<10}{summary}" for name, (_, summary) in _COMMANDS.items()),
+        *(f"  {name:<10}{summary}" for name, (_, summary) in COMMANDS.items()),
         "\n`torchtitan COMMAND --help` explains a command; `torchtitan --version` prints the version.",
     ]
 )
@@ -47,8 +47,8 @@ def main(args: Sequence[str] | None = None) -> int:
     name = words[0] if words else "--help"
     if "--list" in words and name in ("--list", "train"):
         name, words = "ls", ["ls"]
-    if name in _COMMANDS:
-        module, _, function = _COMMANDS[name][0].partition(":")
+    if name in COMMANDS:
+        module, _, function = COMMANDS[name][0].partition(":")
         with default_signals():
             code: int = getattr(importlib.import_module(f"torchtitan.cli.{module}"), function)(words[1:])
             return code
@@ -60,7 +60,7 @@ def main(args: Sequence[str] | None = None) -> int:
         return 0
     from torchtitan.tools.errors import suggest
 
-    message = f"unknown command '{name}'{suggest(name, _COMMANDS)} (there are: {', '.join(_COMMANDS)})"
+    message = f"unknown command '{name}'{suggest(name, COMMANDS)} (there are: {', '.join(COMMANDS)})"
     print(visible(f"torchtitan: {message}"), file=sys.stderr)
     return 2
 

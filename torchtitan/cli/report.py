@@ -38,7 +38,7 @@ class RunRecord:
     def __init__(self, folder: Path):
         self.name = str(folder)
         self.problems: list[str] = []
-        """What is left out, because it is broken."""
+        """Messages about broken files, and broken lines of files, that the report leaves out."""
         self.lines = self._lines(METRICS, partial(json_lines, folder / METRICS, _is_metrics))
         if not self.lines:
             raise UserError(f"'{folder}' has no {METRICS} with metrics; name the dump folder of a run (--dump_folder)")
@@ -216,17 +216,16 @@ def report(args: Sequence[str]) -> int:
     parser.add_argument("--text", action="store_true", help="print the report instead")
     options = parser.parse_args(args)
 
-    def write() -> int:
+    def write() -> None:
         runs = [RunRecord(folder) for folder in options.runs]
         for run in runs:
             for problem in run.problems:
                 print_error("report", problem)
         if options.text:
             _print(runs)
-            return 0
+            return
         with os_errors_as(f"--output '{options.output}' cannot be written"):
             durable.write(options.output, page(runs))
         print(options.output)
-        return 0
 
     return run_command("report", write)

@@ -12,9 +12,10 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from torchtitan.cli.main import COMMANDS
 from torchtitan.cli.model_options import run_command
 from torchtitan.tools import durable
-from torchtitan.tools.errors import UserError, os_errors_as
+from torchtitan.tools.errors import UserError, os_errors_as, suggest
 from torchtitan.tools.logging import logger
 from torchtitan.tools.parser import Parser
 from torchtitan.tools.process import StopSignals, signal_when_orphaned
@@ -54,6 +55,8 @@ def _read(path: Path) -> list[_Stage]:
             words = []
         if not words:
             raise UserError(f"{path}: stage {number} must have `name` and `run`, a command line, and may have `base`")
+        if words[0] not in COMMANDS:
+            raise UserError(f"{path}: stage {number} has the unknown command '{words[0]}'{suggest(words[0], COMMANDS)}")
         name, base = row["name"], row.get("base", "")
         if not name.isidentifier() or any(name == stage.name for stage in stages):
             raise UserError(f"{path}: stage {number} has the name '{name}'; use a new word for each stage")

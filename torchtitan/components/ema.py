@@ -55,9 +55,7 @@ class WeightAverage(Configurable):
 
     config: Config
 
-    def __init__(
-        self, config: Config, *, model_parts: Sequence[nn.Module], follow: Callable[[], object] = lambda: None
-    ):
+    def __init__(self, config: Config, model_parts: Sequence[nn.Module], follow: Callable[[], object] = lambda: None):
         super().__init__(config)
         self._follow = follow
         named = [pair for part in model_parts for pair in part.named_parameters()] if config.decay is not None else []

@@ -42,7 +42,7 @@ class Muon(torch.optim.Muon):
 
     def _update(self, matrices: Sequence[Tensor], mesh: DeviceMesh | None, group: dict[str, Any]) -> None:
         """Update at most one matrix per rank. A collective."""
-        own = _coordinates(mesh).index(_own_coordinate(mesh)) if mesh else 0
+        own = _coordinates(mesh).index(tuple(mesh.get_coordinate() or ())) if mesh else 0
         update = None
         # All are gathered before the first product, since other ranks would wait for it.
         for index, matrix in enumerate(matrices):
@@ -78,7 +78,7 @@ def _shared(update: Tensor | None, matrix: Tensor, index: int) -> Tensor:
         assert update is not None
         return update
     mesh = matrix.device_mesh
-    coordinate, source = _own_coordinate(mesh), _coordinates(mesh)[index]
+    coordinate, source = tuple(mesh.get_coordinate() or ()), _coordinates(mesh)[index]
     if update is None:
         update = torch.empty(matrix.shape, dtype=torch.bfloat16, device=mesh.device_type)
     update = update.contiguous()  # a tall matrix was transposed
@@ -91,9 +91,3 @@ def _shared(update: Tensor | None, matrix: Tensor, index: int) -> Tensor:
 
 def _coordinates(mesh: DeviceMesh) -> list[tuple[int, ...]]:
     return list(itertools.product(*map(range, mesh.shape)))
-
-
-def _own_coordinate(mesh: DeviceMesh) -> tuple[int, ...]:
-    coordinate = mesh.get_coordinate()
-    assert coordinate is not None
-    return tuple(coordinate)

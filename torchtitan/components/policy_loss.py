@@ -120,8 +120,7 @@ class PolicyLoss(Configurable):
 
 def group_advantages(rewards_PG: Tensor, kind: str = "normalized") -> Tensor:
     """Return how much better each sample is than its group: the reward minus the group's mean (centered), divided by
-    the standard deviation plus 1e-4 (normalized), or minus the mean of the others (leave_one_out). For a critic, return
-    the rewards."""
+    the deviation plus 1e-4 (normalized), or minus the mean of the others (leave_one_out); the reward for a critic."""
     if kind == "critic":
         return rewards_PG
     centered_PG, size = rewards_PG - rewards_PG.mean(dim=1, keepdim=True), rewards_PG.shape[1]

@@ -28,7 +28,7 @@ def dpo_loss(x: Tensor, smoothing: float = 0.0) -> Tensor:
 
 
 def robust_loss(x: Tensor, smoothing: float) -> Tensor:
-    """Return an estimate of DPO's loss on correct labels from labels that are wrong with probability `smoothing`
+    """Return an estimate of DPO's loss on correct labels, if given ones are wrong with probability `smoothing`
     (Chowdhury et al., arXiv:2403.00409, equation 12)."""
     return (-(1 - smoothing) * F.logsigmoid(x) + smoothing * F.logsigmoid(-x)) / (1 - 2 * smoothing)
 
@@ -105,8 +105,7 @@ class PreferenceLoss(Configurable):
     config: Config
 
     def __call__(self, log_ratios: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-        """Return losses (...) and rewards (..., 2) of pairs, from log(pi / pi_ref) and the number of tokens of chosen
-        and rejected answers, (..., 2)."""
+        """Return losses (...) and rewards (..., 2) of pairs, from log(pi / pi_ref) and lengths of both answers."""
         config, means = self.config, log_ratios / lengths.clamp(min=1)
         rewards = config.beta * (means if config.kind in ("simpo", "orpo") else log_ratios)
         x, h = (values[..., 0] - values[..., 1] for values in (rewards, means))

@@ -102,5 +102,4 @@ def describe_goodput(parts: Mapping[str, float]) -> str:
     """Return a result of `goodput` as text."""
     wall = sum(parts.values())
     rest = [f"{name} {seconds / wall:.1%}" for name, seconds in parts.items() if name != "training"]
-    duration = timedelta(seconds=round(wall))
-    return f"{parts.get('training', 0.0) / wall:.1%} of {duration}; {', '.join(rest)}"
+    return f"{parts.get('training', 0.0) / wall:.1%} of {timedelta(seconds=round(wall))}; {', '.join(rest)}"

@@ -132,13 +132,9 @@ def _check_config(cls: type[Configurable]) -> None:
     )
     if not (isinstance(config, type) and issubclass(config, inherited)):
         raise TypeError(f"{name} must inherit from {inherited.__qualname__}")
-    if "__dataclass_fields__" not in config.__dict__:
+    is_decorated = {"__dataclass_fields__", "__slots__"} <= config.__dict__.keys()
+    if not is_decorated or not all(field.kw_only for field in dataclasses.fields(config)):
         raise TypeError(f"{name} must be decorated with @dataclass(kw_only=True, slots=True)")
-    positional = [field.name for field in dataclasses.fields(config) if not field.kw_only]
-    if positional:
-        raise TypeError(f"{name} must be decorated with kw_only=True (positional: {', '.join(positional)})")
-    if "__slots__" not in config.__dict__:
-        raise TypeError(f"{name} must be decorated with slots=True")
 
 
 def fits(value: Any, declared: Any, *, quoted: bool = True) -> bool:

@@ -23,13 +23,7 @@ from tyro.constructors import (
 )
 
 from torchtitan.config.configurable import Configurable, config_key, describe, fits, leaves
-from torchtitan.config.registry import (
-    ASSETS_PARAMETER,
-    import_failure,
-    is_trusted,
-    load_config_function,
-    needs_assets,
-)
+from torchtitan.config.registry import ASSETS_PARAMETER, import_failure, is_trusted, load_config_function, needs_assets
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError, suggest
 from torchtitan.tools.files import regular_file

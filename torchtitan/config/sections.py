@@ -79,11 +79,9 @@ class TrainingConfig:
         for option in ("batch_schedule", "seq_len_schedule"):
             if parse_changes(option, 0, getattr(self, option))[1:] and self.epochs is not None:
                 raise UserError(f"--training.{option} cannot be combined with --training.epochs; set --training.steps")
-        for length in self.seq_lens:
-            if self.seq_lens[-1] % length:
-                raise UserError(
-                    f"--training.seq_len_schedule: {length} does not divide the longest, {self.seq_lens[-1]}"
-                )
+        *shorter, longest = self.seq_lens
+        for length in shorter:
+            require(longest % length == 0, "a length of --training.seq_len_schedule", length, f"a divisor of {longest}")
 
     @property
     def seq_lens(self) -> list[int]:

@@ -55,8 +55,7 @@ LEAST_OF_EXPECTED = 0.25
 """Least part of the speed that a GPU's data sheet promises. Messages are too small to fill a fast link, and a GPU may
 have less power than its data sheet assumes."""
 
-_MESSAGE_BYTES = 2**25
-_DISK_BYTES = 2**26
+_MESSAGE_BYTES, _DISK_BYTES = 2**25, 2**26
 _ALL_PAIRS = 16
 """Most ranks of which all pairs are measured; of more, those whose numbers differ in one binary digit."""
 

@@ -117,8 +117,7 @@ def _fill(
 
 
 def uniform_numbers(key: str, start: int, count: int) -> Numbers:
-    """Return the numbers from index `start` on of the random sequence named `key`: odd multiples of 2⁻²⁴ between -1 and
-    1.
+    """Return the numbers from index `start` on of the random sequence `key`: odd multiples of 2⁻²⁴ between -1 and 1.
 
     Philox 4x64-10 (Salmon et al. 2011, "Parallel Random Numbers: As Easy as 1, 2, 3") encrypts the number of a block,
     so a sequence can start anywhere. NumPy guarantees the same bits in all versions.

@@ -114,13 +114,3 @@ class _LossWithGradient(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, None, None]:
         (gradient,) = ctx.saved_tensors
         return gradient * grad_outputs[0], None, None
-
-
-def gather_for_head(head: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Wrap `head(hidden, weight, …)` so that every rank gathers DTensors and computes it on full tensors."""
-
-    def on_full_tensors(hidden_BLD: Tensor, weight_VD: Tensor, **inputs: object) -> Tensor:
-        full = [x.full_tensor() if isinstance(x, DTensor) else x for x in (hidden_BLD, weight_VD)]
-        return head(*full, **inputs)
-
-    return on_full_tensors

@@ -9,7 +9,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_module, distribute_tensor
 
 from torchtitan.distributed.context_parallel import share_rows
-from torchtitan.distributed.loss_parallel import gather_for_head
 from torchtitan.protocols.converter import converter_of
 from torchtitan.protocols.output_head import compute_logits
 from torchtitan.protocols.sharding import Features, ShardingPlan, TensorSharding, features_of
@@ -208,4 +207,11 @@ def apply_tensor_parallel(
 def _use_full_tensors(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return args, {**kwargs, "head": gather_for_head(kwargs.get("head", compute_logits))}
+    """Wrap the model's head so that every rank gathers DTensors and computes it on full tensors."""
+    head = kwargs.get("head", compute_logits)
+
+    def on_full_tensors(hidden_BLD: Tensor, weight_VD: Tensor, **inputs: object) -> Tensor:
+        full = [x.full_tensor() if isinstance(x, DTensor) else x for x in (hidden_BLD, weight_VD)]
+        return head(*full, **inputs)
+
+    return args, {**kwargs, "head": on_full_tensors}

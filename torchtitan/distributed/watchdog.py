@@ -12,7 +12,6 @@ import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 from torchtitan.distributed.hang_consensus import TICK_SECONDS, HangConsensus, HangReport, Position, Process, headline
 from torchtitan.distributed.phases import BETWEEN_STEPS, PhaseClock
@@ -63,8 +62,7 @@ class Watchdog:
     No hang is reported while a rank is between two steps, since the others are meant to wait for it. Time during which
     the process was stopped or the host suspended does not count.
 
-    All ranks enter and leave the watchdog together. Within it, SIGQUIT (Ctrl-\\) prints the stacks before it ends the
-    process.
+    All ranks enter and leave the watchdog together. Within it, SIGQUIT (Ctrl-\\) prints stacks and ends the process.
 
     Args:
         first_step_seconds: limit of the first step, which compiles and connects to the other ranks.
@@ -102,9 +100,7 @@ class Watchdog:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._thread:
             self._closed.set()
             self._thread.join()

@@ -260,9 +260,12 @@ def _prediction(
     steps = [step_parts(device, one, is_compiled=is_compiled, is_async_tp=is_async) for one in work]
     parts = max(steps, key=lambda step: sum(step.values()))
     if pipeline := layout.pipeline:
-        stages = len(pipeline.stages) // pipeline.degree
-        bubble = bubble_seconds(parts, pipeline.schedule, pipeline.degree, pipeline.n_microbatches, stages)
-        parts["pipeline bubble"] = bubble
+        ranks, batches = pipeline.degree, pipeline.n_microbatches
+        stages = len(pipeline.stages) // ranks
+        parts["pipeline bubble"] = bubble_seconds(parts, pipeline.schedule, ranks, batches, stages)
+        # From both neighbors, if it has them; a rank of several stages computes one while it waits for another.
+        received = 2 * (ranks - 1) / ranks * batches * layout.accumulation
+        parts["pipeline messages"] = received * device.collective_seconds
     seconds = sum(parts.values())
     rate = layout.tokens / seconds / layout.dims.world_size
     return Prediction(layout, device, parts, memory_bytes, rate, flops / seconds / device.bfloat16_flops)

@@ -32,8 +32,8 @@ Call = Callable[[], object]
 _SECONDS = 8.0
 """Duration of the measurement, without the start of the processes."""
 _GROUPS = 5
-"""A duration is the median of the means of so many groups of calls: some messages take ten times as long as others,
-which counts, but not a moment in which other programs are busy."""
+"""A duration is the median of the means of so many groups of successive calls: that some messages take ten times as
+long as others counts, but not a moment in which other programs are busy."""
 _TOKENS, _WIDTH, _WIDE = 1024, 256, 768
 """Layers and batch of the debug configuration. All tensors together do not fit the fast caches."""
 _LARGE, _SMALL = 2**21, 2**4
@@ -134,7 +134,8 @@ def _seconds_of(calls: dict[str, Call]) -> dict[str, float]:
             durations[name].append(time.perf_counter() - start)
         going_on.fill_(time.perf_counter() < end or len(durations[name]) <= _GROUPS)
         dist.broadcast(going_on, 0)
-    groups = {name: [each[1:][i::_GROUPS] for i in range(_GROUPS)] for name, each in durations.items()}
+    n = (len(durations[name]) - 1) // _GROUPS  # without the first
+    groups = {name: [each[1 + i * n :][:n] for i in range(_GROUPS)] for name, each in durations.items()}
     return {name: statistics.median(map(statistics.mean, each)) for name, each in groups.items()}
 
 

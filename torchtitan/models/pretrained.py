@@ -82,13 +82,9 @@ def spec_of(path: str | Path, family: ModuleType | None = None) -> ModelSpec:
 def internal_source(
     path: str | Path, *, base: Path | None = None, family: ModuleType | None = None
 ) -> tuple[ModelSpec, TensorSource]:
-    """Return the model of a checkpoint in any format, and its weights under our names and in our layout. Raise
-    `UserError` like `spec_of`, and if the tensors do not fit the model, or are incomplete.
-
-    Args:
-        base: folder of the base weights if the checkpoint has only trained ones; default: their original folder.
-        family: as in `spec_of`.
-    """
+    """Return the model of a checkpoint in any format (`family`: as in `spec_of`), and its weights under our names and
+    in our layout; if it has only trained ones, `base` is the folder of the others, by default the original one. Raise
+    `UserError` like `spec_of`, and if the tensors do not fit the model, or are incomplete."""
     spec = spec_of(path, family)
     return spec, pretrained.internal_source(path, spec, base=base)
 
@@ -102,13 +98,8 @@ def load_model(
     family: ModuleType | None = None,
 ) -> LoadedModel:
     """Return the model of a checkpoint in any format, with its weights, read one tensor at a time. Raise `UserError`
-    like `internal_source`, and if a DCP checkpoint is damaged, or its weights are quantized.
-
-    Args:
-        dtype: type of the weights. None: the most frequent type in the checkpoint.
-        base: as in `internal_source`.
-        family: as in `spec_of`.
-    """
+    like `internal_source`, whose arguments it takes, and if a DCP checkpoint is damaged, or its weights are quantized.
+    `dtype` is the type of the weights; None: the most frequent type in the checkpoint."""
     checkpoint_format(path, family)
     pretrained.check_digests(path)
     spec, source = internal_source(path, base=base, family=family)

@@ -1,6 +1,5 @@
 """`AttentionMetadata`: which tokens of a batch attend to which. Data loaders make it, and every kernel reads it."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Literal
@@ -103,14 +102,15 @@ class AttentionMetadata:
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "AttentionMetadata":
         """Copy the positions to a device; the boundaries stay on the host."""
-        return self._with_positions(lambda positions_BL: positions_BL.to(device, non_blocking=non_blocking))
+        positions_BL = self.positions_BL
+        if positions_BL is None:
+            return self
+        return replace(self, positions_BL=positions_BL.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> "AttentionMetadata":
         """Pin the tensors; PyTorch's `DataLoader` calls this if it pins memory."""
-        return replace(self._with_positions(Tensor.pin_memory), cu_seqlens=self.cu_seqlens.pin_memory())
-
-    def _with_positions(self, change: Callable[[Tensor], Tensor]) -> "AttentionMetadata":
-        return self if self.positions_BL is None else replace(self, positions_BL=change(self.positions_BL))
+        positions_BL = None if self.positions_BL is None else self.positions_BL.pin_memory()
+        return replace(self, positions_BL=positions_BL, cu_seqlens=self.cu_seqlens.pin_memory())
 
     def rows(self, start: int, stop: int) -> "AttentionMetadata":
         """Describe the rows from `start` to before `stop`, such as a micro-batch of a pipeline."""

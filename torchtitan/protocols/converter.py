@@ -132,7 +132,7 @@ class LayerConverter(ModelConverter):
         logger.info("%s: %d layers converted: %s; unchanged: %s", key, len(selected), _join(selected), unchanged)
 
     def select(self, model: nn.Module) -> dict[str, nn.Module]:
-        """Return the layers selected by the patterns, by name. Raise `UserError` like `convert`."""
+        """Return the layers selected by the patterns, by name; log those skipped. Raise `UserError` like `convert`."""
         config, key = self.config, config_key(self.config)
         unused = getattr(model, "unused_layers", ())
         named = ((name, module) for name, module in model.named_modules() if name not in unused)
@@ -149,14 +149,20 @@ class LayerConverter(ModelConverter):
                     f"model_converters: {name} is already converted by {other or type(layers[name]).__name__}, and "
                     f"{key} cannot convert it again; exclude it from one of them ({config.option}.exclude)"
                 )
-        selected = {name: layers[name] for name in names if self.accepts(name, layers[name])}
-        if not selected:
-            raise UserError(f"{config.option}: no layer is left to convert ({_join(layers)})")
-        return selected
+        reasons = {name: self.reason_to_skip(name, layers[name]) for name in names}
+        groups = {reason: [name for name in names if reasons[name] == reason] for reason in reasons.values() if reason}
+        skipped = "; ".join(f"{reason}: {_join(of_reason)}" for reason, of_reason in groups.items())
+        if all(reasons.values()):
+            what = skipped or _join(layers)
+            raise UserError(f"{config.option}: no layer is left to convert: {what}; change {config.option}.include")
+        if skipped:
+            logger.info("%s: skipped layers with %s", key, skipped)
+        return {name: layers[name] for name in names if not reasons[name]}
 
-    def accepts(self, name: str, layer: nn.Module) -> bool:
-        """Return whether to convert a selected layer. Raise `UserError` if it should not be skipped silently."""
-        return True
+    def reason_to_skip(self, name: str, layer: nn.Module) -> str:
+        """Return what keeps a selected layer from being converted, "" for nothing. Raise `UserError` for a layer that
+        should not be skipped."""
+        return ""
 
     @abstractmethod
     def convert_layer(self, name: str, layer: nn.Module) -> nn.Module:

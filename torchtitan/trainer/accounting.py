@@ -51,6 +51,9 @@ class Accounting(Recorder):
         self.file = run_events.open_events(Path(trainer.config.dump_folder), trainer.step, command)
         n_samples = trainer.run_length.samples_read_at(trainer.total_steps, trainer.step, trainer.n_tokens_seen)
         summary = trainer.dataloader.summary(n_samples)
+        sets = summary.sets if summary else ()
+        environment: dict[str, Any] = {**software(), "system": platform.platform(), "processes": len(self._hosts)}
+        environment |= {"device": device_description(trainer.device), "hosts": ", ".join(sorted(set(self._hosts)))}
         self._write(
             "start",
             command=command,
@@ -58,17 +61,8 @@ class Accounting(Recorder):
             total_steps=trainer.total_steps,
             layout=str(trainer.parallel_dims) if trainer.mesh else "single process",
             parameters=trainer.num_parameters,
-            data={
-                of.name: {"rows": of.report.rows, "tokens": of.report.tokens, "epochs": of.epochs}
-                for of in (summary.sets if summary else ())
-            },
-            environment={
-                **software(),
-                "system": platform.platform(),
-                "device": device_description(trainer.device),
-                "processes": len(self._hosts),
-                "hosts": ", ".join(sorted(set(self._hosts))),
-            },
+            data={of.name: {"rows": of.report.rows, "tokens": of.report.tokens, "epochs": of.epochs} for of in sets},
+            environment=environment,
         )
 
     def _write(self, event: str, **values: Any) -> Event:

@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Self, cast
+from typing import Annotated, Any, Self
 
 import torch
 import tyro
@@ -44,7 +44,7 @@ from torchtitan.distributed.tensor_parallel import check_parts
 from torchtitan.protocols import ModelConverter, ModelSpec
 from torchtitan.protocols.conversion import check_plain_state, converter_records, import_path, weight_options
 from torchtitan.tools import durable
-from torchtitan.tools.errors import UserError, os_errors_as
+from torchtitan.tools.errors import UserError, os_errors_as, require
 from torchtitan.tools.logging import logger
 from torchtitan.trainer.callbacks import Callback
 from torchtitan.trainer.data_progress import DataProgress
@@ -164,13 +164,12 @@ class RunConfig(Configurable.Config):
         spec = self.model_spec
         if spec.model.scores and not self.trains_scores:
             raise UserError(f"{self.hf_assets_path} holds a reward model; train it with --module reward")
-        components: list[Configurable.Config] = [spec.model, self.chosen_loss, self.tokenizer, self.dataloader]
+        components: list[Any] = [spec.model, self.chosen_loss, self.tokenizer, self.dataloader]
         components += [*self.model_converters, self.optimizer, self.lr_scheduler, self.spikes, self.ema]
         components += [self.checkpoint, self.metrics, self.validator, self.profiling, *self.callbacks]
+        components += [self.training, self.activation_checkpoint, self.comm, self.debug]
         for component in components:
             component.validate()
-        for section in (self.training, self.activation_checkpoint, self.comm, self.debug):
-            section.validate()
         self.check_layout(world_size)
         _check_distinct("callbacks", self.callbacks)
         for callback in self.callbacks:
@@ -239,22 +238,18 @@ class RunConfig(Configurable.Config):
         self.ema.check_run(self)
         progress = self.data_progress(self.training.resolve_global_batch_size(dims.dp_degree))
         progress.check_schedules()
-        first_tokens = progress.tokens_per_step
-        warmup = self.lr_scheduler.warmup_steps
-        if self.lr_scheduler.unit == "tokens" and 0 < warmup < first_tokens:
-            raise UserError(
-                f"--lr_scheduler.warmup_steps is {warmup} tokens (--lr_scheduler.unit), but a step has {first_tokens}"
-                "; set the tokens of the warm-up, or 0"
-            )
+        warmup, n_tokens = self.lr_scheduler.warmup_steps, progress.tokens_per_step
+        is_long = self.lr_scheduler.unit == "steps" or warmup == 0 or warmup >= n_tokens
+        least = f"0 tokens (--lr_scheduler.unit), or at least the {n_tokens} of a step"
+        require(is_long, "--lr_scheduler.warmup_steps", warmup, least)
         if self.training.enable_cpu_offload:
             dims.require_fsdp("--training.enable_cpu_offload")
         return dims
 
     def data_progress(self, global_batch_size: int, n_samples: int | None = None) -> DataProgress:
         """Return the run's progress at its start; arguments as in `DataProgress`."""
-        size, trainer = global_batch_size, cast(Any, self._owner)
-        per_sample = trainer.sequences_per_sample
-        return DataProgress(self.training, n_samples=n_samples, global_batch_size=size, sequences_per_sample=per_sample)
+        trainer: Any = self._owner
+        return DataProgress(self.training, n_samples, global_batch_size, trainer.sequences_per_sample)
 
     def check_conversion(self, *, n_added_tokens: int = 0) -> None:
         """Try the converters on a meta-device model, whose vocabulary size must be known. Warn if they leave the rows

@@ -27,7 +27,7 @@ class DataProgress:
     """
 
     def __init__(
-        self, config: TrainingConfig, *, n_samples: int | None, global_batch_size: int, sequences_per_sample: int = 1
+        self, config: TrainingConfig, n_samples: int | None, global_batch_size: int, sequences_per_sample: int
     ):
         self.data_step = 0
         """Global batches read, including skipped ones."""

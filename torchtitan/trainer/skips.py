@@ -19,17 +19,14 @@ def skip_step(trainer: Any, outcome: StepResult, micro_batches: Sequence[Batch])
     documents = in_global_order(names_of(local_batches, trainer.dataloader.document_names))
     data_step = f" (data step {outcome.data_step})" if outcome.data_step > outcome.step else ""
     message = f"step {outcome.step}{data_step}: {outcome}; documents: {shortened(documents)}"
-    ending: RunFailure | None = None
     if not outcome.is_finite and trainer.config.training.on_nonfinite == "stop":
-        ending = NonFiniteError(message)
-    else:
-        logger.warning("%s. The step is skipped.", message)
-        guard.count_skipped()
-        if guard.is_return_due and guard.config.action == "stop":
-            ending = RunFailure(f"{guard.in_a_row} steps in a row are skipped (--spikes.max_in_a_row), last {message}")
-    if ending:
         trainer.checkpointer.wait()  # the process ends immediately, which would lose a save in the background
-        raise ending
+        raise NonFiniteError(message)
+    logger.warning("%s. The step is skipped.", message)
+    guard.count_skipped()
+    if guard.is_return_due and guard.config.action == "stop":
+        trainer.checkpointer.wait()
+        raise RunFailure(f"{guard.in_a_row} steps in a row are skipped (--spikes.max_in_a_row), last {message}")
     for callback in trainer.callbacks:
         callback.on_skip(outcome)
 
@@ -59,7 +56,6 @@ def return_to_checkpoint(trainer: Any) -> None:
         callback.on_return(returned_to)
     data = "is read again" if action == "repeat" else "is left out"
     logger.warning(
-        "steps %d to %d are undone: the run continues after step %d with the weights and optimizer state of step %d; "
-        "the data of these steps %s (--spikes.action %s)",
-        *(returned_to + 1, step, step, returned_to, data, action),
+        f"steps {returned_to + 1} to {step} are undone: the run continues after step {step} with the weights and "
+        f"optimizer state of step {returned_to}; the data of these steps {data} (--spikes.action {action})"
     )

@@ -63,8 +63,7 @@ class Trainer(RunState):
         self.config = config = config.resolve(self.tokenizer)
         self.global_batch_size = training.resolve_global_batch_size(self.parallel_dims.dp_degree)
         self.dataloader = self.build_dataloader(config.dataloader, epochs=training.epochs)
-        self.step = 0
-        self.n_tokens_seen = 0
+        self.step = self.n_tokens_seen = 0
         self.run_length = self.build_data_progress()
         self.follow_schedule()
         self.total_steps = self.run_length.last_step(0)
@@ -103,8 +102,7 @@ class Trainer(RunState):
 
     def build_validator(self) -> Validator | None:
         """Build the validator if validation is on and has data."""
-        data = self.config.validation_dataloaders()
-        if not data:
+        if not (data := self.config.validation_dataloaders()):
             if self.config.validator.enable:
                 logger.warning("no validation: the training data has no validation split; set --validator.dataset")
             return None
@@ -264,7 +262,7 @@ class Trainer(RunState):
             self.skip_step(outcome, micro_batches)
         elif not outcome.data_exhausted:
             if self.step == 0:
-                self.check_gradients()
+                self.optimizer.warn_of_idle_parameters()
             self.watchdog.phase("optimizer step")
             self.optimizer.step(outcome.skip)
             self.follow_weights()
@@ -403,10 +401,6 @@ class Trainer(RunState):
             return contextlib.nullcontext()  # FSDP and DDP cast the weights
         return self.precision.of(*(part for model in self.models.values() for part in model.parts))
 
-    def check_gradients(self) -> None:
-        """Warn of trained parameters without a gradient after the first step."""
-        self.optimizer.warn_of_idle_parameters()
-
     def clip_gradients(self) -> Tensor:
         """Scale gradients down to `training.max_norm`, and return their total norm before that, over all ranks."""
         if self.config.optimizer.early_step_in_backward:
@@ -495,7 +489,7 @@ class Trainer(RunState):
         return measured["validation_loss"]
 
     def use_result(self, outcome: StepResult, step: int, **progress: Any) -> None:
-        """Log the numbers of a step, now or a step ago, if due; if taken, tell spike guard, averages and loader."""
+        """Log a step's numbers if due, and tell them to spike guard, averages and loader if it was taken."""
         numbers: dict[str, Any] = {"loss": outcome.loss, "grad_norm": outcome.grad_norm}
         skipped = {"skipped_steps": self.spikes.n_skipped} if self.spikes.n_skipped else {}
         measured: dict[str, Any] = {**progress, **outcome.measures, **skipped}
@@ -539,10 +533,9 @@ class Trainer(RunState):
             f"steps {self.step + 1} to {self.total_steps} on {dims.world_size} process(es)"
             f"{f' ({dims})' if self.mesh else ''}, {self.device}"
         )
-        stretches = self.run_length.stretches(self.total_steps, self.step, self.n_tokens_seen)
-        for after, _, _, batch, window in list(stretches)[1:]:
-            n_sequences = batch.value * self.sequences_per_sample
-            logger.info("from step %d on, %d x %d tokens per step", after + 1, n_sequences, window.value)
+        for part in [*self.run_length.stretches(self.total_steps, self.step, self.n_tokens_seen)][1:]:
+            n_sequences = part.batch.value * self.sequences_per_sample
+            logger.info("from step %d on, %d x %d tokens per step", part.step + 1, n_sequences, part.window.value)
         for name, model in list(self.models.items())[1:]:
             logger.info("%s: %s, from %s", name, model, model.weights or f"seed {self.config.debug.seed}")
         if self.pipeline_plan:

@@ -132,18 +132,18 @@ def test_small_and_unaligned_layers_and_the_head_are_skipped_and_logged(log):
     names = {name for name, module in converted.named_modules() if type(module).__name__ == "Float8Linear"}
     # All layers have 64 inputs and outputs, except wk and wv (32 outputs) and feed-forward layers (200 = 12.5 x 16).
     assert names == {f"layers.{layer}.attention.wq" for layer in range(2)}
-    converted_message, skipped_message = (record.message for record in log.records if record.name == "torchtitan")
+    skipped_message, converted_message = (record.message for record in log.records if record.name == "torchtitan")
     assert "2 layers converted: layers.*.attention.wq; unchanged:" in converted_message
     assert skipped_message == (
-        "float8linearconverter: skipped layers with fewer than 64 inputs or outputs: layers.*.attention.wk, "
-        "layers.*.attention.wv; inputs or outputs not a multiple of 16: layers.*.feed_forward.w1, "
-        "layers.*.feed_forward.w2, layers.*.feed_forward.w3"
+        f"float8linearconverter: skipped layers with fewer than 64 inputs or outputs ({OPTION}.min_features): "
+        "layers.*.attention.wk, layers.*.attention.wv; inputs or outputs not a multiple of 16: "
+        "layers.*.feed_forward.w1, layers.*.feed_forward.w2, layers.*.feed_forward.w3"
     )
 
 
 def test_converting_no_layer_is_rejected():
     with pytest.raises(
-        UserError, match=r"no layer to convert.* fewer than 2048 inputs or outputs: .*wq.*\.min_features"
+        UserError, match=r"no layer is left.* fewer than 2048 inputs or outputs \(--model_.*\.min_features\): .*wq"
     ):
         float8(min_features=2048).build().check_model(model(model__vocab_size=2048))
     with pytest.raises(UserError, match=f"{OPTION}.include 'wx' matches none of the layers"):

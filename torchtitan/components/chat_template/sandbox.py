@@ -229,8 +229,7 @@ def literals(tree: nodes.Node) -> list[str]:
 
 
 _ITERATION, _VALUE, _CONCAT = "an iteration", "a value", "a concatenation"
-"""Filters inserted by `_Charges`, with names that templates cannot use. A filter is the cheapest way to call a
-function."""
+"""Filters inserted by `_Charges`, with names that templates cannot use: the cheapest way to call a function."""
 
 
 class _Charges(NodeTransformer):

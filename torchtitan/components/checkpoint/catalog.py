@@ -164,14 +164,14 @@ def reject_outer_folder(path: AnyFolder, option: str = "") -> None:
             )
 
 
-def verify(path: AnyFolder, ranks: Ranks | None = None) -> list[str]:
-    """Return the faults in the files of the checkpoint in `path`, one line each. All `ranks` call this together and
-    divide the work; None: this process alone."""
-    return find_damage(folder_at(path), ranks or Ranks()).lines
+def verify(path: AnyFolder) -> list[str]:
+    """Return the faults in the files of the checkpoint in `path`, one line each."""
+    return find_damage(folder_at(path), Ranks()).lines
 
 
 def find_damage(folder: Folder, ranks: Ranks, *, only: Collection[str] | None = None) -> Faults:
-    """Like `verify`, but distinguish damaged files from unreadable ones; `only` names the files to check."""
+    """Return damaged files and unreadable ones; `only` names the files to check. All `ranks` call this together and
+    divide the work."""
     try:
         marker = ranks.broadcast_from_rank0(lambda: read_marker(folder))
     except UnreadMarkerError as error:

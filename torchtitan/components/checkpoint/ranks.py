@@ -21,6 +21,11 @@ class Ranks:
         self.rank = group.rank() if group else 0
         self.size = group.size() if group else 1
 
+    @classmethod
+    def of_run(cls) -> "Ranks":
+        """Return the ranks of the default process group, if there is one."""
+        return cls(dist.group.WORLD if dist.is_initialized() else None)
+
     def gather(self, value: T) -> list[T]:
         """Return `value` of every rank, in rank order."""
         return gather_objects(value, self.group) if self.group else [value]

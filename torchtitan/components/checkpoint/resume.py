@@ -4,8 +4,6 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 
-import torch.distributed as dist
-
 from torchtitan.components.checkpoint import catalog
 from torchtitan.components.checkpoint.catalog import CheckpointInfo
 from torchtitan.components.checkpoint.config import CheckpointConfig
@@ -88,8 +86,7 @@ def _stop_if_finished(config: CheckpointConfig, checkpoints: Sequence[Checkpoint
 
 def find_start(config: CheckpointConfig, folder: Folder) -> Start | None:
     """Return the checkpoint that a run with checkpoints in `folder` would start from; reads only markers. Raise
-    `UserError` if a requested checkpoint cannot be loaded, all of the run's checkpoints are damaged, or reading
-    fails."""
+    `UserError` if a requested checkpoint cannot be loaded, all of the run's are damaged, or reading fails."""
     with os_errors_as(f"the checkpoints in {folder} cannot be read"):
         if config.load_step != -1:
             return Start(catalog.find_step(folder, config.load_step), resumes=True)
@@ -168,17 +165,13 @@ def choose_start(
     return start
 
 
-def load_model_state(
-    path: AnyFolder, state: ModelState, *, saved_name: str = "model", group: dist.ProcessGroup | None = None
-) -> None:
-    """Verify the checkpoint in `path` and load its model `saved_name` into `state`, sharded or not. All ranks of
-    `group` call this together; None: the default process group, or this process if there is none. Raise `UserError` on
-    every rank if the checkpoint is damaged or does not fit."""
+def load_model_state(path: AnyFolder, state: ModelState, *, saved_name: str = "model") -> None:
+    """Verify the checkpoint in `path` and load its model `saved_name` into `state`, sharded or not. All ranks of the
+    default process group, if any, call this together. Raise `UserError` on every rank if the checkpoint is damaged or
+    does not fit."""
     from torchtitan.components.checkpoint import dcp
 
-    if group is None and dist.is_initialized():
-        group = dist.group.WORLD
-    ranks = Ranks(group)
+    ranks = Ranks.of_run()
     checkpoint = ranks.broadcast_from_rank0(lambda: catalog.open_checkpoint(path))
     catalog.raise_if_damaged(checkpoint.path, ranks)
     dcp.load(checkpoint.path, {saved_name: state}, {}, 0, ranks)

@@ -121,8 +121,7 @@ class RandomState:
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore `state_dict`. The generator of an accelerator whose type differs from the saved one is left
-        unchanged."""
+        """Restore `state_dict`, except the generator of an accelerator whose type differs from the saved one."""
         import numpy
 
         torch.set_rng_state(state_dict["cpu"])

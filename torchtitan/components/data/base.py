@@ -204,9 +204,8 @@ class TokenizingDataLoader(BaseDataLoader):
             """Raise `UserError` for a value out of range on any host, without reading data."""
             require(self.num_workers >= 0, "--dataloader.num_workers", self.num_workers, "at least 0")
 
-        def prepare(self, *, tokenizer: Tokenizer) -> None:
-            """Check the values, also for this host."""
-            self.validate()
+        def check_host(self) -> None:
+            """Raise `UserError` for more workers than this host can use."""
             most = 16 * (os.cpu_count() or 1)  # more processes only use memory, even if all wait for a store
             limit = f"at most {most}, 16 per CPU core"
             require(self.num_workers <= most, "--dataloader.num_workers", self.num_workers, limit)
@@ -227,6 +226,7 @@ class TokenizingDataLoader(BaseDataLoader):
         global_batch_size: int | None = None,
     ):
         super().__init__(config)
+        config.check_host()
         self._tokenizer = tokenizer
         self._layout = Layout(
             seq_len=seq_len,

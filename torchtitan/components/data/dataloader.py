@@ -71,7 +71,8 @@ class PretrainDataLoader(TokenizingDataLoader):
 
         def prepare(self, *, tokenizer: Tokenizer) -> None:
             """Tokenize local data into the cache, or read the first document of a stream."""
-            TokenizingDataLoader.Config.prepare(self, tokenizer=tokenizer)
+            self.validate()
+            self.check_host()
             for data in self.open(tokenizer):
                 if isinstance(data, StreamSource):
                     data.check()

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchtitan.components.checkpoint.ranks import Ranks
@@ -84,7 +83,7 @@ class AdapterSource(TensorSource):
         if not check_adapter_config(folder, config, _patterns(entries, config)):
             fused = {name: entry for name, entry in entries.items() if isinstance(entry, FusedEntry)}
             entries |= {name: replace(entry, is_shared=True) for name, entry in fused.items()}
-        self._file = _AdapterFile(folder)
+        self._file = HuggingFaceSource(folder, WEIGHTS)
         _check_layers(folder, config.option, self._file.specs, entries.values(), spec)
         self._entries = {name: entry for name, entry in entries.items() if entry.key in self._file.specs}
         self.specs = {
@@ -100,14 +99,6 @@ class AdapterSource(TensorSource):
             return self._file.read(entry.key, slices)
         tensor = entry.to_internal(self._file.read(entry.key))
         return tensor if slices is None else tensor[slices]
-
-
-class _AdapterFile(HuggingFaceSource):
-    """Tensors of an adapter's file, under the file's names."""
-
-    def __init__(self, folder: Path):
-        self.path, self._files, self.specs = folder, {}, {}
-        self._add(folder / WEIGHTS, None)
 
 
 def write_adapter(
@@ -160,7 +151,7 @@ def read_adapter(
     """Load an adapter from PEFT files into `model_parts`, this process's part of the materialized model, sharded or
     not, with base weights loaded. All processes of the default group call this together. Other arguments and errors are
     as in `AdapterSource`; also raise `UserError` if the base weights differ."""
-    ranks = Ranks(dist.group.WORLD if dist.is_initialized() else None)
+    ranks = Ranks.of_run()
     tensors: dict[str, Tensor] = ModelState(model_parts).state_dict()
 
     def load() -> None:

@@ -38,12 +38,7 @@ _PREFIX = "base_model.model."
 _BASE = "base_layer.weight"
 """Base weight of an adapted layer, which PEFT also saves if the head or the embedding is adapted."""
 
-_LINEAR = {
-    "weight": _BASE,
-    "lora_A": "lora_A.weight",
-    "lora_B": "lora_B.weight",
-    "magnitude": "lora_magnitude_vector",
-}
+_LINEAR = {"weight": _BASE, "lora_A": "lora_A.weight", "lora_B": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
 _EMBEDDING = {"weight": _BASE, "lora_A": "lora_embedding_A", "lora_B": "lora_embedding_B"}
 """Parameter of an adapted layer → its name in PEFT."""
 

@@ -102,7 +102,7 @@ class LoRA(LayerConverter):
                 raise self._layer_error(name, "it shares its weights with the output head (--model.tie_embeddings)")
         return selected
 
-    def accepts(self, name: str, layer: nn.Module) -> bool:
+    def reason_to_skip(self, name: str, layer: nn.Module) -> str:
         config = self.config
         assert isinstance(layer, self.layer_types)
         shape = tuple(next(layer.parameters()).shape[-2:])
@@ -116,7 +116,7 @@ class LoRA(LayerConverter):
         if config.dropout and name == HEAD:
             reason = f"dropout {config.dropout} cannot apply to the head's inputs, since the loss reads its weights"
             raise self._layer_error(name, reason)
-        return True
+        return ""
 
     def _layer_error(self, name: str, reason: str, *, advice: str = "") -> UserError:
         option = self.config.option
@@ -178,13 +178,13 @@ class QLoRA(LoRA):
         def check_device(self) -> None:
             check_c_compiler("--model_converters.qlora unpacks weights in compiled code, which")
 
-    def accepts(self, name: str, layer: nn.Module) -> bool:
+    def reason_to_skip(self, name: str, layer: nn.Module) -> str:
         if isinstance(layer, StackedExperts):
             raise self._layer_error(name, "4-bit weights of routed experts are not supported; LoRA adapts them")
         if isinstance(layer, nn.Linear) and layer.in_features % BLOCK_SIZE:
             reason = f"4-bit weights need a multiple of {BLOCK_SIZE} inputs, not {layer.in_features}"
             raise self._layer_error(name, reason)
-        return super().accepts(name, layer)
+        return super().reason_to_skip(name, layer)
 
 
 def check_complete(adapted: nn.Module, trained: set[str]) -> None:

@@ -9,7 +9,6 @@ their types; checkpoints stay plain.
 
 import dataclasses
 import math
-from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,14 +17,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
-from torchtitan.config.configurable import config_key
 from torchtitan.distributed.initialize import canonical_name, local_part
 from torchtitan.protocols.converter import LayerConverter
 from torchtitan.protocols.experts import StackedExperts
 from torchtitan.protocols.initializer import initializers_of, with_initializers
 from torchtitan.tools.errors import UserError, require
-from torchtitan.tools.logging import logger
-from torchtitan.tools.patterns import without_numbers
 from torchtitan.tools.torch_private import dtensor_like
 from torchtitan.tools.torchao import check_torchao, import_torchao
 
@@ -94,40 +90,16 @@ class Float8LinearConverter(LayerConverter):
     config: Config
     layer_types = (nn.Linear, StackedExperts)
 
-    def convert(self, model: nn.Module) -> None:
-        left_out = self._left_out(super().select(model))
-        super().convert(model)
-        if left_out:
-            logger.info("%s: skipped layers with %s", config_key(self.config), left_out)
-
-    def select(self, model: nn.Module) -> dict[str, nn.Module]:
-        chosen = super().select(model)
-        kept = {name: layer for name, layer in chosen.items() if self._exclusion_reason(layer) is None}
-        if not kept:
-            option = self.config.option
-            raise UserError(
-                f"{option}: no layer to convert, since it skips layers with {self._left_out(chosen)}; "
-                f"reduce {option}.min_features or change {option}.include"
-            )
-        return kept
-
-    def _exclusion_reason(self, layer: nn.Module) -> str | None:
+    def reason_to_skip(self, name: str, layer: nn.Module) -> str:
         if isinstance(layer, StackedExperts):
             return "routed experts (torchao has their products only in prototypes for GPUs)"
         assert isinstance(layer, nn.Linear)
         sides = (layer.in_features, layer.out_features)
         if any(side % _ALIGNMENT for side in sides):
             return f"inputs or outputs not a multiple of {_ALIGNMENT}"
-        least = self.config.min_features
-        return f"fewer than {least} inputs or outputs" if min(sides) < least else None
-
-    def _left_out(self, layers: dict[str, nn.Module]) -> str:
-        """Describe which of `layers` are skipped and why; empty if none are."""
-        names_by_reason: dict[str, list[str]] = defaultdict(list)
-        for name, layer in layers.items():
-            if (reason := self._exclusion_reason(layer)) is not None:
-                names_by_reason[reason].append(name)
-        return "; ".join(f"{reason}: {', '.join(without_numbers(names))}" for reason, names in names_by_reason.items())
+        config = self.config
+        is_small = min(sides) < config.min_features
+        return f"fewer than {config.min_features} inputs or outputs ({config.option}.min_features)" if is_small else ""
 
     def convert_layer(self, name: str, layer: nn.Module) -> nn.Module:
         float8 = import_torchao("torchao.float8")
@@ -158,8 +130,7 @@ class Float8LinearConverter(LayerConverter):
             import_torchao("torchao.float8").precompute_float8_dynamic_scale_for_fsdp(nn.ModuleList(model_parts))
 
     def _check_shards(self, part: nn.Module) -> None:
-        """Reject uneven shards: torchao passes unpadded rows to FSDP, and ranks with fewer rows would make all ranks
-        hang."""
+        """Reject uneven shards: torchao passes unpadded rows to FSDP, and ranks with fewer would make all hang."""
         from torchao.float8.float8_linear import Float8Linear
 
         for name, module in part.named_modules():

@@ -47,16 +47,13 @@ class Trajectory:
         """Raise `UserError` that names the row (`where`) if it cannot be trained, or has more than `most` tokens."""
         lengths = [len(self.tokens), len(self.logprobs), len(self.loss_mask)]
         if len(set(lengths)) > 1 or not any(self.loss_mask[1:]) or lengths[0] > most or not math.isfinite(self.reward):
-            raise UserError(
-                f"{where}: a trajectory has {lengths} tokens, logprobs and elements of loss_mask, "
-                f"{sum(self.loss_mask)} of them true, and the reward {self.reward}; it needs equal numbers, from 1 to "
-                f"{most}, and a finite reward"
-            )
+            found = f"{lengths} tokens, logprobs and elements of loss_mask, {sum(self.loss_mask)} of them true"
+            needed = f"it needs equal numbers, from 1 to {most}, and a finite reward"
+            raise UserError(f"{where}: a trajectory has {found}, and the reward {self.reward}; {needed}")
 
 
 class SamplingEngine(Protocol):
-    """Engine of rollouts, such as `components.generation.Engine`: token ids in, ids and log-probabilities
-    out, sampled at temperature 1 by the current weights."""
+    """Engine of rollouts, such as `components.generation.Engine`, which samples at temperature 1."""
 
     context: int
     """Maximum tokens of a prompt with its continuation."""
@@ -65,8 +62,8 @@ class SamplingEngine(Protocol):
         """Return a continuation, with random numbers that depend on `key`; await it in a coroutine that `run` runs."""
 
     def run(self, texts: Sequence[Coroutine[Any, Any, ResultT]]) -> list[ResultT]:
-        """Return the results, in order, of coroutines that await `generate`. All processes call this together; an error
-        of one is raised in all."""
+        """Return the results, in order, of coroutines that await `generate`. All processes call this together, and
+        raise the error of any."""
 
 
 @dataclass

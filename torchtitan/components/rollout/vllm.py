@@ -72,8 +72,7 @@ class VLLMEngine:
         return Generation(ids, logprobs, "stop" if choice["finish_reason"] == "stop" else "length")
 
     def run(self, texts: Sequence[Coroutine[Any, Any, ResultT]]) -> list[ResultT]:
-        """Send the weights; return the results, in order, of coroutines that await `generate`. An error of one rank is
-        raised on all."""
+        """Send the weights, then run coroutines that await `generate`; see `SamplingEngine`."""
 
         async def together() -> None:
             with ThreadPoolExecutor(self._max_rows) as self._pool:

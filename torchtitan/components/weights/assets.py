@@ -61,10 +61,7 @@ class CheckpointAssets:
         """Describe a model to which the `converters` were applied."""
         owner = spec.model._owner.__name__
         model = {"module": spec.module, "flavor": spec.flavor, "model": owner, "config": spec.model.to_dict()}
-        records = {
-            "converters": converter_records(converters),
-            "simulated": converter_records(converters, "simulates"),
-        }
+        records = {"converters": converter_records(converters), "simulated": converter_records(converters, "simulates")}
         return cls({**model, **{key: value for key, value in records.items() if value}}, files)
 
     def write(self, folder: Path) -> None:

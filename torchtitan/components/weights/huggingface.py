@@ -51,22 +51,20 @@ _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 class HuggingFaceSource(TensorSource):
     """Tensors of `model.safetensors`, or of the files listed in `model.safetensors.index.json`. Raises `UserError` if a
-    file is missing, damaged or outside the folder `path`, or if tensors listed in the index are missing."""
+    file is missing, damaged or outside the folder `path`, or if tensors listed in the index are missing. `weights` is
+    another name of the single file."""
 
-    def __init__(self, path: str | Path):
+    def __init__(self, path: str | Path, weights: str = WEIGHTS):
         self._files: dict[str, Path] = {}
         self.specs: dict[str, TensorSpec] = {}
-        for file, names in files_of(Path(path), WEIGHTS, INDEX).items():
-            self._add(file, names)
-
-    def _add(self, path: Path, names: list[str] | None) -> None:
-        with _open(path) as file:
-            for name in listed(path, file.keys(), names, INDEX):
-                part = file.get_slice(name)
-                if part.get_dtype() not in _DTYPES:
-                    raise UserError(f"{path}: {name} has the unsupported type {part.get_dtype()}")
-                self.specs[name] = TensorSpec(torch.Size(part.get_shape()), _DTYPES[part.get_dtype()])
-                self._files[name] = path
+        for file, names in files_of(Path(path), weights, INDEX).items():
+            with _open(file) as opened:
+                for name in listed(file, opened.keys(), names, INDEX):
+                    part = opened.get_slice(name)
+                    if part.get_dtype() not in _DTYPES:
+                        raise UserError(f"{file}: {name} has the unsupported type {part.get_dtype()}")
+                    self.specs[name] = TensorSpec(torch.Size(part.get_shape()), _DTYPES[part.get_dtype()])
+                    self._files[name] = file
 
     def read(self, name: str, slices: Slices | None = None) -> Tensor:
         # Reopened each time, since pages of the memory-mapped file stay resident once read.

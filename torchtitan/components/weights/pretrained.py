@@ -5,7 +5,6 @@ from collections.abc import Callable, Container, Sequence
 from pathlib import Path
 from typing import Protocol
 
-import torch.distributed as dist
 from torch import nn
 
 from torchtitan.components.checkpoint import CheckpointInfo, CheckpointManager, ModelState, catalog, load_model_state
@@ -153,15 +152,14 @@ def load_pretrained(
         load_model_state(path, state)
         return
     _warn_of_merging(path, converters)
-    group = dist.group.WORLD if dist.is_initialized() else None
+    ranks = Ranks.of_run()
     if format_of(path) == "dcp":
-        ranks = Ranks(group)
         catalog.raise_if_damaged(ranks.broadcast_from_rank0(lambda: catalog.open_checkpoint(path)).path, ranks)
     plain = internal_source(path, spec, added=added)
     source = _converted(plain, spec.model, converters, state)
     if initialize:
         initialize(loaded=source.specs)
-    load_weights(source, model_parts, group)
+    load_weights(source, model_parts, ranks.group)
     logger.info("loaded pretrained weights from %s", path)
     if isinstance(plain, ResizedEmbedding):
         logger.info("initialized %s (added tokens) to the mean of the preceding rows", plain.growth)

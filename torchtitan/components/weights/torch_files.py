@@ -192,16 +192,13 @@ class MetaSource(TensorSource):
             return None
         module = name.split(".")[-2] if "." in name else name
         if module == _EMBEDDING:
-            return 0 if shape[1] == self._dim() else 1
+            dim = read_object(self.path / META_PARAMETERS).get("dim")
+            if type(dim) is not int:
+                raise UserError(f"{self.path / META_PARAMETERS}: dim must be an integer, not {dim!r}")
+            return 0 if shape[1] == dim else 1
         if module not in _AXES:
             raise UserError(f"{self.path}: the sharded dimension of {name} ({len(locations)} shards) is unknown")
         return _AXES[module]
-
-    def _dim(self) -> int:
-        dim = read_object(self.path / META_PARAMETERS).get("dim")
-        if type(dim) is not int:
-            raise UserError(f"{self.path / META_PARAMETERS}: dim must be an integer, not {dim!r}")
-        return dim
 
     def _join_specs(self, name: str) -> TensorSpec:
         specs, axis = [location.spec for location in self._locations[name]], self._axes[name]

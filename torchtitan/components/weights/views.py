@@ -126,8 +126,7 @@ def _check_tied_tensors(source: TensorSource, name: str, tied_to: str) -> None:
 class PlainView(View):
     """Tensors of a plain model, computed from a converted one's in `source`, module by module. They may be more
     precise than the dtypes in `specs`, which are the default dtypes to write. `model` is the converted one on the meta
-    device, with trained parameters marked if known. Raises `UserError` if `source` does not fit it, naming the
-    tensors."""
+    device, with trained parameters marked if known. Raises `UserError`, naming tensors, if `source` does not fit it."""
 
     def __init__(self, source: TensorSource, model: nn.Module, converters: Sequence[ModelConverter]):
         self._model, self._converters = model, converters

@@ -281,8 +281,7 @@ class Decoder(BaseModel):
 
         Args:
             tokens_BL: token ids; in a pipeline stage other than the first, hidden states (B, L, D).
-            attention: positions and documents, with the positions on the device of the tokens. None: each row is one
-                document.
+            attention: positions and documents; positions are on the tokens' device. None: each row is one document.
             head: called with hidden states, output weights and `head_inputs`.
         """
         device = tokens_BL.device

@@ -129,8 +129,7 @@ def missing_kernels(config: Any) -> list[str]:
 
 
 def build_class(config: Any, implementation: str | None = None) -> Any:
-    """Build the class for a transformers configuration, in float32. `implementation` is that of attention; None: the
-    default."""
+    """Build the class for a transformers configuration, in float32, with this `implementation` of attention, if any."""
     cls, config = class_of(config)
     options = {} if implementation is None else {"attn_implementation": implementation}
     try:  # with a copy, since it writes into its configuration

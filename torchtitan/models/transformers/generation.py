@@ -17,8 +17,7 @@ from torchtitan.tools.errors import UserError
 
 
 class ClassCache(KVCache):
-    """Tokens of a text and what the class remembers of them. A class that makes no cache gets all tokens again in each
-    forward pass."""
+    """Tokens of a text and what the class remembers of them; a class without a cache gets all tokens each time."""
 
     def __init__(self) -> None:
         self._modules, self.states, self._cleanup = [], {}, ExitStack()

@@ -65,11 +65,8 @@ def class_values(config: BaseModel.Config, names: Sequence[str], seed: int) -> I
         places = {name: (plain.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in members}
         for module, own_name in places.values():
             if (tensor := getattr(module, own_name)).is_meta:
-                _replace(
-                    module,
-                    own_name,
-                    torch.full_like(tensor, math.nan if tensor.is_floating_point() else 0, device="cpu"),
-                )
+                unset = math.nan if tensor.is_floating_point() else 0
+                _replace(module, own_name, torch.full_like(tensor, unset, device="cpu"))
         with torch.random.fork_rng(devices=[]):
             digest = hashlib.blake2b(f"{seed}/{unit}".encode(), digest_size=8).digest()
             torch.manual_seed(int.from_bytes(digest, "big") >> 1)

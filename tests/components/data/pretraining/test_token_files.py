@@ -61,6 +61,9 @@ WRITERS = {
     "nanoGPT": lambda folder, ids: write_raw(folder / "data.bin", ids),
     "OLMo": lambda folder, ids: write_raw(folder / "data.npy", ids),
     "numpy": lambda folder, ids: np.save(folder / "data.npy", np.concatenate(ids)) or str(folder / "data.npy"),
+    "numpy, another byte order": lambda folder, ids: (
+        np.save(folder / "data.npy", np.concatenate(ids).astype(">u4")) or str(folder / "data.npy")
+    ),
     "two files": lambda folder, ids: (
         write_raw(folder / "1.npy", ids[:30]) and write_megatron(folder / "2", ids[30:]) and str(folder)
     ),

@@ -85,7 +85,8 @@ class PlannedDataLoader(TokenizingDataLoader):
             parse_columns(self.columns)
 
         def prepare(self, *, tokenizer: Tokenizer) -> None:
-            TokenizingDataLoader.Config.prepare(self, tokenizer=tokenizer)
+            self.validate()
+            self.check_host()
             self.open_caches(tokenizer, self.find_template(tokenizer))
 
         def open_caches(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> list[SampleCache]:

@@ -47,8 +47,8 @@ class PreferenceDataLoader(PlannedDataLoader):
     A window has W = 2 `seq_len` positions and holds one or more pairs, so each sequence, the prompt with one of the
     answers, may take `seq_len` positions. A batch has `input`, `labels` (on the assistant's turns of the answers) and
     `attention` as in SFT, each sequence being a document, and `sequences` (B, W): a position's number of its sequence,
-    2 i for the chosen answer of the i-th pair and 2 i + 1 for the rejected one. Padding has no labels, so its number,
-    0, does not matter.
+    2 i for the chosen answer of the i-th pair and 2 i + 1 for the rejected one. Padding has the number 0, and no
+    labels.
 
     `too_long` applies to pairs with a side longer than `seq_len` positions. `truncate_left` removes the same number of
     tokens from both sides, and drops pairs if an answer alone is too long.

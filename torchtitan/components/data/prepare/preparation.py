@@ -53,6 +53,7 @@ _PARTS_AT_A_TIME = 256
 """Parts whose hashes are in memory while they are copied."""
 
 T = TypeVar("T")
+_function: Callable[[int], Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,21 +128,26 @@ class Preparation:
             )
 
     @contextlib.contextmanager
-    def working(self) -> Iterator[Path]:
-        """Yield a temporary folder, in the same file system if possible. Turn an `OSError` in the block into a
-        `UserError`. Ignore both if another process has meanwhile completed the preparation, which removes all such
-        folders and all parts."""
-        local = self.place.path if isinstance(self.place, LocalFolder) else None
-        where, options = (local, "--out") if local else (f"{self.place} or {tempfile.gettempdir()}", "--out or TMPDIR")
+    def _unless_complete(self) -> Iterator[None]:
+        """Ignore a `UserError` in the block if another process has completed the preparation, which removes parts and
+        work folders that are still in use."""
         try:
-            with os_errors_as(f"cannot write to {where}", f"; set {options} to another"):
-                if local:
-                    durable.make_folder(local)
-                with tempfile.TemporaryDirectory(prefix=WORK, dir=local, ignore_cleanup_errors=True) as folder:
-                    yield Path(folder)
+            yield
         except UserError:
             if not self.is_complete():
                 raise
+
+    @contextlib.contextmanager
+    def working(self) -> Iterator[Path]:
+        """Yield a temporary folder, in the same file system if possible. Turn an `OSError` in the block into a
+        `UserError`, and ignore it if the preparation is complete."""
+        local = self.place.path if isinstance(self.place, LocalFolder) else None
+        where, options = (local, "--out") if local else (f"{self.place} or {tempfile.gettempdir()}", "--out or TMPDIR")
+        with self._unless_complete(), os_errors_as(f"cannot write to {where}", f"; set {options} to another"):
+            if local:
+                durable.make_folder(local)
+            with tempfile.TemporaryDirectory(prefix=WORK, dir=local, ignore_cleanup_errors=True) as folder:
+                yield Path(folder)
 
     @cached_property
     def _parts_folder(self) -> Folder:
@@ -152,10 +158,11 @@ class Preparation:
 
     def missing(self) -> list[int]:
         """Return the numbers of the parts that are not complete; none after the merge, which removes the parts."""
-        if self.is_complete():
-            return []
-        files = with_patience(f"listing {self._parts_folder}", self._parts_folder.files)
-        return [number for number in range(len(self.parts)) if f"{number:06}/{PART}" not in files]
+        with self._unless_complete():
+            files = with_patience(f"listing {self._parts_folder}", self._parts_folder.files)
+            if not self.is_complete():  # asked afterwards, so that the parts were there when they were listed
+                return [number for number in range(len(self.parts)) if f"{number:06}/{PART}" not in files]
+        return []
 
     def write(self, number: int) -> int:
         """Write a part; return its tokens. Raise `UserError` if it cannot be read or written."""
@@ -188,7 +195,7 @@ def merge(preparation: Preparation, workers: int) -> None:
     place = preparation.place
     if has_file(place / "plan", PLAN):
         preparation.check()
-    if (missing := preparation.missing()) and not preparation.is_complete():
+    if missing := preparation.missing():
         raise UserError(
             f"{len(missing):,} of {len(preparation.parts):,} parts in {place} are missing, first {missing[0] + 1}; run "
             "the same command without --merge to write them"
@@ -295,12 +302,8 @@ class _Merge:
 
 
 def find_duplicates(parts: Sequence[np.ndarray], index: int = 0, n_passes: int = 1) -> Array:
-    """Return the indices, over all parts, of the items that repeat an earlier item of the same hash. A pass compares
-    one of `n_passes` ranges of hashes.
-
-    Args:
-        parts: each part's items in the order of their hashes, `ITEM` (n,).
-    """
+    """Return the indices, over all parts, of the items that repeat an earlier item of the same hash. `parts` has each
+    part's items in the order of their hashes, `ITEM` (n,). A pass compares one of `n_passes` ranges of hashes."""
     low, high = (number * 256**HASH_BYTES // n_passes for number in (index, index + 1))
     first, last = low.to_bytes(HASH_BYTES), (high - 1).to_bytes(HASH_BYTES)
     hashes, indices, n_before = [], [], 0
@@ -382,6 +385,3 @@ def run_in_processes(function: Callable[[int], T], numbers: Sequence[int], worke
 
 def _call(number: int) -> Any:
     return _function(number)
-
-
-_function: Callable[[int], Any]

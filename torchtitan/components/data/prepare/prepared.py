@@ -66,15 +66,14 @@ class Prepared:
         name, n = f"{split}.index", int(self.splits[split]["parts"])
         with disk_cache.readable(self.folder, _REMEDY):
             digest = disk_cache.check_digest(self.splits[split]["digest"])
-            path = Path(f"{self.folder}/{name}")
-            if not isinstance(self.folder, LocalFolder):
-                path = copies / f"{digest}.index"
-                if not path.is_file():
-                    durable.make_folder(copies)
-                    with tempfile.TemporaryDirectory(dir=copies) as temporary:
-                        copy = Path(temporary) / name
-                        copy.write_bytes(_checked(read(self.folder, name), digest, name))
-                        durable.replace(copy, path)
+            is_local = isinstance(self.folder, LocalFolder)
+            path = Path(f"{self.folder}/{name}") if is_local else copies / f"{digest}.index"
+            if not is_local and not path.is_file():
+                durable.make_folder(copies)
+                with tempfile.TemporaryDirectory(dir=copies) as temporary:
+                    copy = Path(temporary) / name
+                    copy.write_bytes(_checked(read(self.folder, name), digest, name))
+                    durable.replace(copy, path)
             index = disk_cache.map_array(path, "int64", INDEX_ROWS * n).reshape(INDEX_ROWS, n)
             if verify:
                 _checked(index.tobytes(), digest, name)

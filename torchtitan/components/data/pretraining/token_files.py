@@ -61,7 +61,7 @@ class TokenFile:
         return n_bytes // item_bytes
 
     def map(self) -> np.ndarray:
-        return np.asarray(np.memmap(self.path, self.dtype, "r", self.start))
+        return np.asarray(np.memmap(self.path, self.dtype, "r", self.start, (self.n_tokens,)))
 
 
 def find_token_files(dataset: str, names: Sequence[str] = ()) -> list[Path]:

@@ -10,8 +10,7 @@ from torchtitan.protocols.state_dict_adapter import Identity, KeyMapping, Permut
 def expert_rows(
     config: Any, *, shared: str = "", folder: str = "mlp", names: Sequence[str] = ("gate_proj", "down_proj", "up_proj")
 ) -> tuple[KeyMapping, ...]:
-    """Return the rows of a router, of its experts, each of which has its own tensors in the file, and of a `shared`
-    expert."""
+    """Return the rows of a router, of its experts, which have their own tensors in the file, and of a `shared` one."""
     gate, experts = f"model.layers.*.{folder}.gate", f"model.layers.*.{folder}.experts"
     w1, w2, w3 = names
 
