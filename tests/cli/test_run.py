@@ -78,7 +78,7 @@ def test_stages_build_on_each_other_and_are_not_repeated(tmp_path, capsys):
         ),
         (
             "stages: [{name: a, run: ls}, {name: b, run: trainx}]",
-            "stage 2 runs 'trainx', which is no command; did you mean 'train'?",
+            "stage 2 has the unknown command 'trainx'; did you mean 'train'?",
         ),
         ("stages: [{name: a, run: 3}]", "stage 1 must have `name` and `run`"),
         ('stages: [{name: a, run: "ls \'"}]', "stage 1 must have `name` and `run`"),

@@ -160,7 +160,7 @@ def test_generation_uses_it(adapted, calls):
 
 
 def test_runs_use_it(calls, monkeypatch):
-    monkeypatch.setattr(train, "keep_freed_memory", lambda: None)
+    monkeypatch.setattr(train.process, "keep_freed_memory", lambda: None)
     monkeypatch.setattr(train, "_run", lambda x: x @ x)
     train.run(torch.ones(2, 2))
     assert calls == [(2, 2)]

@@ -56,9 +56,7 @@ def _read(path: Path) -> list[_Stage]:
         if not words:
             raise UserError(f"{path}: stage {number} must have `name` and `run`, a command line, and may have `base`")
         if words[0] not in COMMANDS:
-            raise UserError(
-                f"{path}: stage {number} runs '{words[0]}', which is no command{suggest(words[0], COMMANDS)}"
-            )
+            raise UserError(f"{path}: stage {number} has the unknown command '{words[0]}'{suggest(words[0], COMMANDS)}")
         name, base = row["name"], row.get("base", "")
         if not name.isidentifier() or any(name == stage.name for stage in stages):
             raise UserError(f"{path}: stage {number} has the name '{name}'; use a new word for each stage")

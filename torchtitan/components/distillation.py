@@ -187,9 +187,8 @@ class DistillationLoss(Configurable):
                 logits = logits.detach().requires_grad_(needs_grad)
                 scores = student.transform(logits.float())
             of_labels = scores.detach().clone()  # becomes the gradients
-            values, gradients = divergence(
-                scores.detach(), teach(of_labels, part), config.kind, config.temperature, group
-            )
+            taught_NV = teach(of_labels, part)
+            values, gradients = divergence(scores.detach(), taught_NV, config.kind, config.temperature, group)
             values = values * is_valid_N
             losses = cross_entropy_(of_labels, labels, transform=UNCHANGED, shard=shard, needs_grad=True)
             columns = torch.stack([share * losses + (1 - share) * values, losses, values], dim=1)

@@ -31,13 +31,11 @@ def check_rollouts(config: Any) -> None:
     require_at_least(1, rollout__max_new_tokens=rollout.max_new_tokens, rollout__max_rows=rollout.max_rows)
     require_at_least(1, rollout__group_size=rollout.group_size)
     rollout.find_function()
-    for option, is_set in (
-        ("--lr_scheduler.unit tokens", config.lr_scheduler.unit == "tokens"),
-        ("--training.batch_schedule in tokens", any("t:" in change for change in training.batch_schedule)),
-        ("--training.seq_len_schedule", bool(training.seq_len_schedule)),
-    ):
-        if is_set:
-            raise UserError(f"{option} needs a known number of tokens per step, which rollouts do not have; use steps")
+    unit, sizes, windows = config.lr_scheduler.unit, training.batch_schedule, training.seq_len_schedule
+    why = "since rollouts do not know the tokens of a step"
+    require(unit == "steps", "--lr_scheduler.unit", unit, f"steps, {why}")
+    require(not any("t:" in change for change in sizes), "--training.batch_schedule", sizes, f"in steps, {why}")
+    require(not windows, "--training.seq_len_schedule", windows, f"empty, {why}")
     parallelism.require_one("context", "pipeline", user="rollouts, which the run's own weights generate")
     limit = f"at most --training.seq_len {training.seq_len}, since a window also holds the prompt"
     require(rollout.max_new_tokens <= training.seq_len, "--rollout.max_new_tokens", rollout.max_new_tokens, limit)

@@ -43,10 +43,8 @@ def find_reward(name: str, open_model: Callable[[str], Reward] | None = None) ->
     if kind == "reward_model" and value and open_model:
         return open_model(value)
     if ":" not in name:
-        raise UserError(
-            f"--rewards {name} is unknown; use number, pattern=REGEX, length=N, reward_model=DIR, "
-            "package.module:function or file.py:function"
-        )
+        known = "number, pattern=REGEX, length=N, reward_model=DIR, package.module:function or file.py:function"
+        raise UserError(f"--rewards {name} is unknown; use {known}")
     return cast(Reward, load_function(name))
 
 

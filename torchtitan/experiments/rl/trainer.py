@@ -106,10 +106,9 @@ class RLTrainer(ReferenceTrainer, RolloutTrainer):
             if not resamples or all(self.ranks.gather(len(groups) >= wanted or not sampled)):
                 return groups[:wanted]
         if not any(self.ranks.gather(bool(groups))):
-            raise UserError(
-                f"the rewards of each prompt's answers were equal in {number + 1} global batches, from which a "
-                "--policy.method that replaces such groups learns nothing; use an easier reward, or grpo"
-            )
+            equal = f"the rewards of each prompt's answers were equal in {number + 1} global batches"
+            method = f"--policy.method {self.config.policy.method}"
+            raise UserError(f"{equal}, from which {method} learns nothing; use an easier reward, or grpo")
         return groups[:wanted]
 
     def update(self, micro_batches: list[Batch]) -> StepResult:
