@@ -1,7 +1,6 @@
 """`torchtitan inspect`: show the contents of a checkpoint, and whether it is intact."""
 
 import argparse
-import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -221,14 +220,7 @@ def _print_list(checkpoints: "Sequence[CheckpointInfo]") -> int:
 
 
 def _print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
+    from torchtitan.tools.tables import open_console, print_table
 
-    table = Table(*columns, box=None, pad_edge=False)
-    for column in table.columns:
-        column.overflow = "fold"
-    table.columns[-1].justify = "right"
-    for row in rows:
-        table.add_row(*map(visible, row))
-    # Do not wrap lines unless a terminal shows them.
-    Console(width=None if sys.stdout.isatty() else 1000, highlight=False, markup=False).print(table)
+    console = open_console(file_width=1000)  # so that each row is a line
+    print_table(console, "", columns, rows, numbers=("bytes",), has_lines=False)

@@ -38,7 +38,7 @@ class RunRecord:
     def __init__(self, folder: Path):
         self.name = str(folder)
         self.problems: list[str] = []
-        """What is left out, because it is broken."""
+        """Messages about broken files, and broken lines of files, that the report leaves out."""
         self.lines = self._lines(METRICS, partial(json_lines, folder / METRICS, _is_metrics))
         if not self.lines:
             raise UserError(f"'{folder}' has no {METRICS} with metrics; name the dump folder of a run (--dump_folder)")

@@ -77,10 +77,6 @@ def without_data(config: Trainer.Config) -> Trainer.Config:
 class FakeTrainer(Trainer):
     """A mixin before the original trainer class that replaces methods which need values, data or other ranks."""
 
-    fake_mode: FakeTensorMode
-    memory: MemoryTracker
-    work: WorkTracker
-    n_computed: int
     work_of_second: Work
 
     def init_distributed(self) -> torch.device:
@@ -166,12 +162,12 @@ class FakeTrainer(Trainer):
         with self.fake_mode, observing(self.memory, self.work):
             # Again and again, since a device never holds two batches. Each sample is one document.
             batch = {name: torch.zeros(shape, dtype=torch.int64) for name in loader.token_tensors}
-            self.step = 1  # the first step compares gradients with those of the other ranks, which do not exist
+            self.step = 1  # the first step gathers facts about gradients from other ranks, which do not exist
             self.prepare_converters(1)
             self.train_step(itertools.repeat(batch))
 
     def local_parameters(self, *, offloaded: bool = False) -> list[Tensor]:
-        """Return this rank's shards of the weights of all models, or only of those in CPU memory."""
+        """Return this rank's shards of the weights of all models, or only of offloaded models."""
         models = [model for model in self.models.values() if model.offloaded or not offloaded]
         parameters = [parameter for model in models for part in model.parts for parameter in part.parameters()]
         return [p.to_local() if isinstance(p, DTensor) else p for p in parameters]

@@ -36,5 +36,5 @@ class LiveView(Callback):
         seconds, n_tokens = self._recent[-1][0] - self._recent[0][0], seen - self._recent[0][1]
         losses = [each.loss for *_, each in self._recent if each.is_read]  # the newest may still be on the device
         curve = sparkline(loss for loss in losses if math.isfinite(loss))
-        speed = n_tokens / seconds if seconds else 0.0  # of the steps after the first one shown
-        self._advance(1, f"step {step}/{total} {curve} loss {losses[-1]:.4f}  {speed:,.0f} tokens/s")
+        speed = f"  {n_tokens / seconds:,.0f} tokens/s" if seconds else ""  # of the steps after the first one shown
+        self._advance(1, f"step {step}/{total} {curve} loss {losses[-1]:.4f}{speed}")

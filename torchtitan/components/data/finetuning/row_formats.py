@@ -162,7 +162,8 @@ def dataset_formats(
     datasets_columns = list(zip(datasets, columns, strict=True))
     if format == AUTO and not mapping:
         return [_default_format(dataset, names, kind) for dataset, names in datasets_columns]
-    requested: list[RowFormat | UserError] = []
+    requested: list[RowFormat | None] = []
+    errors: list[UserError] = []
     for dataset, names in datasets_columns:
         registered = CHAT_DATASETS.registered.get(dataset)
         try:
@@ -172,14 +173,12 @@ def dataset_formats(
                 )
             requested.append(find_format(names, format, mapping, kind))
         except UserError as error:
-            requested.append(error)
-    errors = [found for found in requested if isinstance(found, UserError)]
-    if errors and len(errors) == len(requested):
+            requested.append(None)
+            errors.append(error)
+    if errors and not any(requested):
         raise errors[0]
-    return [
-        _default_format(dataset, names, kind) if isinstance(found, UserError) else found
-        for (dataset, names), found in zip(datasets_columns, requested, strict=True)
-    ]
+    pairs = zip(datasets_columns, requested, strict=True)
+    return [found or _default_format(dataset, names, kind) for (dataset, names), found in pairs]
 
 
 def _default_format(dataset: str, columns: Sequence[str], kind: Kind) -> RowFormat:

@@ -37,7 +37,6 @@ def multipack(lengths: Array, capacity: int) -> list[Array]:
     multiprocessing timing anomalies", 1969). Uses the number of windows of first-fit-decreasing, increased by 0.5 %
     until no window is too full: O(n log n).
     """
-    _check(lengths, capacity)
     n_windows = len(first_fit_decreasing(lengths, capacity))
     while n_windows:
         window_of = _longest_processing_time(lengths, n_windows)
