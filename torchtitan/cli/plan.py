@@ -66,7 +66,7 @@ def _plan(options: argparse.Namespace, words: list[str]) -> None:
         found = planning.plan(resolved.config, n_devices, device, devices_per_host=per_host, best=options.best)
     _print(found, f"{n_devices} x {device.name}")
     hosts, best = -(-n_devices // per_host), found.options[0]
-    words += planning.option_words(resolved.config, planning.choices(best.layout.config))
+    words += planning.option_words(resolved.config, best.layout.config.to_dict())
     variables = f"NNODES={hosts} NGPU={per_host}" if hosts > 1 else f"NGPU={n_devices}"
     print(f"\nBest: {variables} torchtitan train {shlex.join(words)}")
     if path:

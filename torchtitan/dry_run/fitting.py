@@ -53,9 +53,7 @@ def with_fitting_checkpoints(config: ConfigT, world_size: int) -> ConfigT:
     return chosen
 
 
-def with_mode(config: ConfigT, mode: str) -> ConfigT:
+def with_mode(config: ConfigT, mode: Any) -> ConfigT:
     """Return a copy with another mode of activation checkpointing."""
-    chosen: Any = mode
-    return dataclasses.replace(
-        config, activation_checkpoint=dataclasses.replace(config.activation_checkpoint, mode=chosen)
-    )
+    section = dataclasses.replace(config.activation_checkpoint, mode=mode)
+    return dataclasses.replace(config, activation_checkpoint=section)

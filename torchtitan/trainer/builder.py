@@ -169,8 +169,12 @@ class RunBuilder(Configurable):
             )
         with torch.device("meta"):
             model: BaseModel = config.build().to(getattr(torch, training.dtype))
-        if any(getattr(part, "softcap", None) or getattr(part, "has_sinks", False) for part in model.modules()):
+        attention = [part for part in model.modules() if hasattr(part, "softcap")]
+        if any(part.softcap or part.has_sinks for part in attention):
             check_c_compiler("attention with soft caps or sinks is computed by FlexAttention, which")
+        is_packed = getattr(self.config.dataloader, "document_mask", True)
+        if attention and is_packed and training.mixed_precision_param == "float32":
+            check_c_compiler("attention to packed documents in float32 is computed by FlexAttention, which")
         return model
 
     def build_loss(self) -> Any:
