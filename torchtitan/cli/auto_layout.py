@@ -21,7 +21,6 @@ def layout_words(config: Trainer.Config, world_size: int, devices_per_host: int)
     """Return the options that give a configuration the best layout; a run that resumes with the same number of
     processes keeps its layout. Without `--training.global_batch_size`, the global batch is local_batch_size times the
     number of processes. Raise `UserError` if no layout fits, or the device is not in the table."""
-    config.validate()  # not a mistake of the layout
     chosen = _layout_of_earlier_run(config, world_size)
     if chosen is None:
         training = config.training

@@ -44,11 +44,8 @@ def with_fitting_checkpoints(config: ConfigT, world_size: int) -> ConfigT:
     chosen = with_mode(config, mode)
     chosen.check_layout(world_size)
     logger.info(
-        "activation checkpointing: %s (--activation_checkpoint.mode auto; by dry runs, a step reserves with %s, and "
-        "the GPU has %.1f GiB)",
-        mode,
-        ", with ".join(needed),
-        memory / 2**30,
+        f"activation checkpointing: {mode} (--activation_checkpoint.mode auto; by dry runs, a step reserves with "
+        f"{', with '.join(needed)}, and the GPU has {memory / 2**30:.1f} GiB)"
     )
     return chosen
 

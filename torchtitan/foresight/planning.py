@@ -90,10 +90,12 @@ def plan(
         best: most layouts to return, of different degrees or checkpointing.
 
     Raises:
-        UserError: if no layout fits into memory, none is valid, or the devices do not fill several hosts.
+        UserError: for an invalid configuration, devices that do not fill hosts, or if no layout is valid and fits.
     """
     if world_size > devices_per_host and world_size % devices_per_host:
         raise UserError(f"{world_size} devices do not fill hosts of {devices_per_host} (--devices_per_host)")
+    for section in (config, config.training, config.parallelism, config.activation_checkpoint):
+        section.validate()  # not a mistake of the layouts
     config = with_vocabulary(config)
     device = device_named(device, world_size)
     measure = functools.cache(functools.partial(profile, config, facts_of(config)))

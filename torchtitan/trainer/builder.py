@@ -137,14 +137,16 @@ class RunBuilder(Configurable):
         """Build an additional model, sharded like the main one, from its specification, in which a vocabulary size of
         None is the main model's, and a checkpoint folder in any format; without one, initialize it with `debug.seed`.
         A `trained` model shares the optimizer and the schedule, and must be `saved` in checkpoints; a frozen model has
-        the type that FSDP computes in, and FSDP keeps the weights of an `offloaded` one in CPU memory
-        (`ParallelDims.require_fsdp`). Raise `UserError` under pipeline parallelism."""
+        the type that FSDP computes in, and FSDP keeps the weights of an `offloaded` one in CPU memory. Raise
+        `UserError` under pipeline parallelism, and for offloading without FSDP."""
         assert saved or not trained, "the weights of a trained model would be lost"
         training = self.config.training
         if self.parallel_dims.pp > 1:
             raise UserError(
                 "--parallelism.pipeline_parallel_degree above 1 supports a single model, but this run has several"
             )
+        if offloaded:
+            self.parallel_dims.require_fsdp("offloading a model")
         vocab_size = spec.model.vocab_size or self.config.model_spec.model.vocab_size
         spec = dataclasses.replace(spec, model=dataclasses.replace(spec.model, vocab_size=vocab_size))
         dtype = training.dtype if trained else training.mixed_precision_param
