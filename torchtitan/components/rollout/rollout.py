@@ -53,7 +53,7 @@ class Trajectory:
 
 
 class SamplingEngine(Protocol):
-    """Engine of rollouts, such as `components.generation.Engine`, which samples at temperature 1."""
+    """Engine of rollouts, such as `components.generation.Engine`: samples by the current weights at temperature 1."""
 
     context: int
     """Maximum tokens of a prompt with its continuation."""
