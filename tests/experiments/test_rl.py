@@ -17,14 +17,15 @@ from tests.processes import run_processes
 from tests.training import flags, killed_in, llama_config, read_metrics, run
 from torchtitan.components import policy_loss as losses
 from torchtitan.components.checkpoint.ranks import Ranks
-from torchtitan.components.critic import estimate_advantages, generalized_advantages
 from torchtitan.components.generation import Generation, engine
 from torchtitan.components.generation.sampling import draw
+from torchtitan.components.policy_loss import generalized_advantages
 from torchtitan.components.rollout.rewards import Rewards, number_match
 from torchtitan.components.rollout.rollout import RolloutEngine, Trajectory, to_batches
 from torchtitan.components.spikes import SpikeGuard
 from torchtitan.config.manager import ConfigManager
 from torchtitan.experiments.ppo.config_registry import ppo_debugmodel
+from torchtitan.experiments.ppo.trainer import estimate_advantages
 from torchtitan.experiments.rl.config_registry import rl_debugmodel
 from torchtitan.experiments.rl.trainer import RLTrainer
 from torchtitan.models.qwen3_moe import FLAVORS

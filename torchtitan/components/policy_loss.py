@@ -129,6 +129,18 @@ def group_advantages(rewards_PG: Tensor, kind: str = "normalized") -> Tensor:
     return centered_PG * (size / (size - 1)) if kind == "leave_one_out" else centered_PG
 
 
+def generalized_advantages(rewards_N: Tensor, values_N: Tensor, samples_N: Tensor, decay: float) -> Tensor:
+    """Return the advantages (N,) of sampled tokens (GAE, arXiv:1506.02438, equation 16, without discount), float64:
+    from the reward of each token's sample, received at its last token, the value of the state before each token, the
+    number of each token's sample, whose tokens are neighbors, and λ."""
+    advantages, advantage, later, sample = [], 0.0, 0.0, None
+    for reward, value, number in zip(*(x.flip(0).tolist() for x in (rewards_N, values_N, samples_N)), strict=True):
+        advantage = later - value + decay * advantage if number == sample else reward - value
+        later, sample = value, number
+        advantages.append(advantage)
+    return torch.tensor(advantages, dtype=torch.float64).flip(0)
+
+
 def clipped_losses(
     log_ratio_N: Tensor, advantages_N: Tensor, clip_low: float = 0.2, clip_high: float = 0.2
 ) -> tuple[Tensor, Tensor]:
