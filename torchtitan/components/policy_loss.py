@@ -96,9 +96,11 @@ class PolicyLoss(Configurable):
         `advantages`, and the numbers of their `samples`, each (N,). For a `beta` above 0, there are log-probabilities
         of a reference; for a critic, its values in float32, `old_values` and `returns`."""
         config, method, old_N, samples_N = self.config, self.method, tokens["old_logprobs"], tokens["samples"]
+        _, places_N, lengths = samples_N.unique(return_inverse=True, return_counts=True)
         log_ratio_N = log_probs_N - old_N
         if method.sequence_ratio:
-            log_ratio_N = mean_by_sample(log_ratio_N, samples_N)
+            sums = log_ratio_N.new_zeros(len(lengths)).index_add(0, places_N, log_ratio_N)
+            log_ratio_N = (sums / lengths)[places_N]
         low = method.clip[0] if config.clip_low is None else config.clip_low
         high = method.clip[1] if config.clip_high is None else config.clip_high
         losses_N, is_clipped_N = clipped_losses(log_ratio_N, tokens["advantages"], low, high)
@@ -108,7 +110,6 @@ class PolicyLoss(Configurable):
         if reference_N is not None:
             measures["kl"] = kl_estimates(log_probs_N, reference_N, config.kl)
             losses_N = losses_N + config.beta * measures["kl"]
-        _, places_N, lengths = samples_N.unique(return_inverse=True, return_counts=True)
         divisors = {"mean": lengths[places_N], "constant": self.max_new_tokens, "sum": 1}
         losses_N = losses_N / divisors[method.token_weight]
         if values_N is not None:
@@ -157,12 +158,6 @@ def clipped_value_losses(values_N: Tensor, old_N: Tensor, returns_N: Tensor, cli
     (https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details, 9)."""
     clipped_N = old_N + (values_N - old_N).clamp(-clip, clip)
     return torch.maximum((values_N - returns_N).square(), (clipped_N - returns_N).square()) / 2
-
-
-def mean_by_sample(values_N: Tensor, samples_N: Tensor) -> Tensor:
-    """Return for each token the mean over all tokens with the same sample number."""
-    _, places_N, lengths = samples_N.unique(return_inverse=True, return_counts=True)
-    return (values_N.new_zeros(len(lengths)).index_add(0, places_N, values_N) / lengths)[places_N]
 
 
 def kl_estimates(log_probs_N: Tensor, reference_N: Tensor, kind: KLEstimator = "k3") -> Tensor:
