@@ -84,17 +84,11 @@ class PolicyLoss(Configurable):
         super().__init__(config)
         self.method, self.max_new_tokens = METHODS[config.method], max_new_tokens
 
-    def __call__(
-        self,
-        log_probs_N: Tensor,
-        tokens: Mapping[str, Tensor],
-        reference_N: Tensor | None = None,
-        values_N: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    def __call__(self, log_probs_N: Tensor, tokens: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Return the summed loss, its weight (the number of samples, or of tokens), and measures of each token (N,).
         `tokens` has log-probabilities `old_logprobs` at the start of the step and `logprobs` of the sampler,
-        `advantages`, and the numbers of their `samples`, each (N,). For a `beta` above 0, there are log-probabilities
-        of a reference; for a critic, its values in float32, `old_values` and `returns`."""
+        `advantages`, and the numbers of their `samples`, each (N,). For a `beta` above 0, it has the log-probabilities
+        of the `reference`; for a critic, its `values` in float32, `old_values` and `returns`."""
         config, method, old_N, samples_N = self.config, self.method, tokens["old_logprobs"], tokens["samples"]
         _, places_N, lengths = samples_N.unique(return_inverse=True, return_counts=True)
         log_ratio_N = log_probs_N - old_N
@@ -107,13 +101,15 @@ class PolicyLoss(Configurable):
         importance_N = truncated_weights(old_N, tokens["logprobs"], config.max_importance_weight)
         losses_N = losses_N * importance_N
         measures = {"entropy": -log_probs_N, "clip_fraction": is_clipped_N, "importance_weight": importance_N}
-        if reference_N is not None:
-            measures["kl"] = kl_estimates(log_probs_N, reference_N, config.kl)
+        if "reference" in tokens:
+            measures["kl"] = kl_estimates(log_probs_N, tokens["reference"], config.kl)
             losses_N = losses_N + config.beta * measures["kl"]
         divisors = {"mean": lengths[places_N], "constant": self.max_new_tokens, "sum": 1}
         losses_N = losses_N / divisors[method.token_weight]
-        if values_N is not None:
-            measures["value_loss"] = clipped_value_losses(values_N, tokens["old_values"], tokens["returns"], high)
+        if "values" in tokens:
+            measures["value_loss"] = clipped_value_losses(
+                tokens["values"], tokens["old_values"], tokens["returns"], high
+            )
             losses_N = losses_N + config.value_weight * measures["value_loss"]
         counted = samples_N if method.per_token else lengths
         return losses_N.sum(), torch.ones_like(counted).sum(), measures
