@@ -107,9 +107,8 @@ class PolicyLoss(Configurable):
         divisors = {"mean": lengths[places_N], "constant": self.max_new_tokens, "sum": 1}
         losses_N = losses_N / divisors[method.token_weight]
         if "values" in tokens:
-            measures["value_loss"] = clipped_value_losses(
-                tokens["values"], tokens["old_values"], tokens["returns"], high
-            )
+            values, old, returns = (tokens[name] for name in ("values", "old_values", "returns"))
+            measures["value_loss"] = clipped_value_losses(values, old, returns, high)
             losses_N = losses_N + config.value_weight * measures["value_loss"]
         counted = samples_N if method.per_token else lengths
         return losses_N.sum(), torch.ones_like(counted).sum(), measures
