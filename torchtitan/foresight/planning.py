@@ -11,6 +11,7 @@ from typing import Any
 
 from torchtitan.config.configurable import leaves
 from torchtitan.config.sections import PipelineSchedule
+from torchtitan.distributed.parallel_dims import DEGREES
 from torchtitan.dry_run.fake_trainer import with_vocabulary
 from torchtitan.dry_run.fitting import USABLE, with_mode
 from torchtitan.foresight.devices import Device, device_named
@@ -32,8 +33,7 @@ _MOST_STAGES = 16
 _SHORT = 1024
 """Windows beyond this can be shortened."""
 
-_MESH = ("data_parallel_replicate", "data_parallel_shard", "context_parallel", "tensor_parallel", "pipeline_parallel")
-MESH = tuple(f"parallelism.{name}_degree" for name in _MESH)
+MESH = tuple(f"parallelism.{name}" for name in DEGREES)
 """Options of the degrees that multiply to the number of processes."""
 
 CHOSEN = (
