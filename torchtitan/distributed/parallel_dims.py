@@ -45,7 +45,13 @@ class ParallelDims:
     def from_config(cls, config: ParallelismConfig, world_size: int) -> "ParallelDims":
         """Resolve `-1`. Raise `UserError` if the degrees do not multiply to `world_size`."""
         config.validate()
-        degrees: dict[str, int] = {name: getattr(config, name) for name in DEGREES}
+        degrees = {
+            "data_parallel_shard_degree": config.data_parallel_shard_degree,
+            "data_parallel_replicate_degree": config.data_parallel_replicate_degree,
+            "context_parallel_degree": config.context_parallel_degree,
+            "tensor_parallel_degree": config.tensor_parallel_degree,
+            "pipeline_parallel_degree": config.pipeline_parallel_degree,
+        }
         if config.data_parallel_shard_degree == -1:
             others = {name: degree for name, degree in degrees.items() if name != "data_parallel_shard_degree"}
             if world_size % prod(others.values()):
