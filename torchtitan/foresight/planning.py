@@ -11,6 +11,7 @@ from typing import Any
 
 from torchtitan.config.configurable import leaves
 from torchtitan.config.sections import PipelineSchedule
+from torchtitan.distributed.compile import check_compile
 from torchtitan.distributed.parallel_dims import DEGREES
 from torchtitan.dry_run.fake_trainer import with_vocabulary
 from torchtitan.dry_run.fitting import USABLE, with_mode
@@ -95,7 +96,8 @@ def plan(
     if world_size > devices_per_host and world_size % devices_per_host:
         raise UserError(f"{world_size} devices do not fill hosts of {devices_per_host} (--devices_per_host)")
     for section in (config, config.training, config.parallelism, config.activation_checkpoint):
-        section.validate()  # not a mistake of the layouts
+        section.validate()
+    check_compile(config.compile)  # also no mistake of the layouts
     config = with_vocabulary(config)
     device = device_named(device, world_size)
     measure = functools.cache(functools.partial(profile, config, facts_of(config)))
