@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from tests.commands import RunningCommand
 from tests.training import train
@@ -14,6 +15,7 @@ from torchtitan.cli.generate import chat, generate
 from torchtitan.components.chat_template import ChatTemplate, load_chat_template, resolve_chat_template
 from torchtitan.components.generation import generate as generate_ids
 from torchtitan.components.tokenizer import PretrainedTokenizer
+from torchtitan.models import pretrained
 from torchtitan.tools.errors import UserError
 
 TURNS = [
@@ -252,6 +254,23 @@ def test_tokenizer_of_another_model_is_rejected(stories, assets, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("has_bfloat16", [True, False])
+def test_bfloat16_is_the_default_on_gpus_that_have_it(stories, monkeypatch, has_bfloat16):
+    """No GPU is needed to ask for the weights in it."""
+    asked = []
+
+    def load(path, *, device, dtype, **options):
+        asked.append((device.type, dtype))
+        raise UserError("loaded")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: has_bfloat16)
+    monkeypatch.setattr(pretrained, "load_model", load)
+    for words in ([], ["--dtype", "float32"], ["--device", "cpu"]):
+        assert generate(["--checkpoint", str(stories), *words]) == 2
+    assert asked == [("cuda", torch.bfloat16 if has_bfloat16 else None), ("cuda", torch.float32), ("cpu", None)]
+
+
 def test_closed_pipe_ends_generation_quietly(stories):
     code = (
         "import sys\nfrom torchtitan.cli.generate import generate\n"

@@ -186,7 +186,7 @@ def test_batch_script_in_a_slurm(slurm: dict[str, str], tmp_path: Path) -> None:
     printed = (tmp_path / "job.log").read_text() if (tmp_path / "job.log").exists() else ""
     assert code == 0, printed
     host = socket.gethostname()
-    measured = re.findall(r"^│ (.+?) +│ +[\d.e+-]+ │ +[\d.e+-]+ │ +[\d.e+-]+ │$", printed, re.MULTILINE)
+    measured = re.findall(r"^│ (.+?) +│ +[\d.,e+-]+ │ +[\d.,e+-]+ │ +[\d.,e+-]+ │$", printed, re.MULTILINE)
     assert measured == [name for name in CHECKS if name not in (NETWORK, GPU_ERRORS, SLOWDOWN)], printed
     problems = re.findall(r"^PROBLEM (\S+): (.+), rank (?:0|1|0 and 1): \S+", printed, re.MULTILINE)
     assert all(place == host and name in CHECKS for place, name in problems), printed

@@ -19,6 +19,7 @@ from tests.processes import run_processes
 from tests.training import lay_out, llama_config, train
 from torchtitan.components.checkpoint import ModelState
 from torchtitan.components.loss import CrossEntropyLoss
+from torchtitan.components.optimizer import Optimizer
 from torchtitan.config import ActivationCheckpointConfig, CompileConfig, ParallelismConfig
 from torchtitan.distributed import compile as compile_module
 from torchtitan.distributed import initialize_weights
@@ -268,23 +269,30 @@ def test_a_missing_c_compiler_is_reported(monkeypatch):
     monkeypatch.setattr(compile_module, "device_type", lambda: "cuda")
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/clang" if name == "clang" else None)
+    eight_bit = Optimizer.Config(name="AdamW8bit")
     check_compile(CompileConfig(enable=True))
+    eight_bit.validate()
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(UserError, match=r"--compile\.backend inductor needs a C compiler, .*CC"):
         check_compile(CompileConfig(enable=True))
+    with pytest.raises(UserError, match="AdamW8bit updates weights in compiled code, which needs a C compiler"):
+        eight_bit.validate()
     monkeypatch.setenv("CC", "/opt/gcc")
     check_compile(CompileConfig(enable=True))
+    eight_bit.validate()
 
 
-def test_soft_caps_and_sinks_need_a_c_compiler_on_cuda(monkeypatch):
+def test_attention_that_needs_a_c_compiler_on_cuda(monkeypatch):
     """Before the weights load: FlexAttention compiles code also in models that are not compiled."""
     from torchtitan.models.gemma.config_registry import gemma2_debugmodel, gemma_debugmodel
     from torchtitan.models.gpt_oss.config_registry import gpt_oss_debugmodel
     from torchtitan.trainer.builder import RunBuilder
 
-    def build(configuration: Any) -> None:
+    def build(configuration: Any, *, precision: str = "bfloat16", **dataloader: bool) -> None:
         config = configuration()
         config.model_spec.model.vocab_size = VOCABULARY
+        config.training.mixed_precision_param = precision
+        config.dataloader = replace(config.dataloader, **dataloader)
         RunBuilder.build_model(SimpleNamespace(config=config))  # type: ignore[arg-type]
 
     monkeypatch.delenv("CC", raising=False)
@@ -298,6 +306,9 @@ def test_soft_caps_and_sinks_need_a_c_compiler_on_cuda(monkeypatch):
         ):
             build(configuration)
     build(gemma_debugmodel)
+    build(gemma_debugmodel, precision="float32", document_mask=False)
+    with pytest.raises(UserError, match="packed documents in float32 is computed by FlexAttention, which needs a C"):
+        build(gemma_debugmodel, precision="float32")
 
 
 @pytest.mark.parametrize(

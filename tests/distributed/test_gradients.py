@@ -47,12 +47,15 @@ def clip_on_mesh(degrees: tuple[int, int, int], max_norm: float, folder: Path) -
     gradients = whole_gradients(stage)
     parameters = make_parameters(mesh, gradients)
     pipeline = mesh.get_group("pp") if n_stages > 1 else None
+    before = {name: parameter.grad for name, parameter in parameters.items()}
     norm = clip_grad_norm(parameters.values(), max_norm, pipeline)
     everything = [gradient for number in range(n_stages) for gradient in whole_gradients(number).values()]
     exact = sum(gradient.double().square().sum() for gradient in everything).sqrt().item()
     assert type(norm) is Tensor and norm.shape == ()
     # Float32 rounding of a few values.
     assert norm.item() == pytest.approx(exact, rel=1e-6)
+    # The others have the layout of their weights, so that nothing is exchanged or copied.
+    assert {name for name, parameter in parameters.items() if parameter.grad is not before[name]} == {"column", "norm"}
     for name, parameter in parameters.items():
         if isinstance(parameter, DTensor):
             assert parameter.grad.placements == parameter.placements, name

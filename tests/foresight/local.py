@@ -23,7 +23,7 @@ from tests.conftest import PROJECT
 from tests.tables import Row, as_markdown, print_table, write_docs
 from torchtitan.config.manager import ConfigManager
 from torchtitan.foresight import plan, predict
-from torchtitan.foresight.planning import choices, layouts, option_words
+from torchtitan.foresight.planning import layouts, option_words
 from torchtitan.trainer import Trainer
 
 REPEATS, STEPS, FIRST_STEPS = 5, 8, 3
@@ -135,7 +135,7 @@ def compare_layouts(arguments: argparse.Namespace) -> None:
     config = configuration([GLOBAL_BATCH])
     found = {str(one.layout): one for one in plan(config, 2, "cpu", devices_per_host=2, best=100).options}
     compared = [*(one.layout for one in found.values()), *layouts(config, 2, 2)]
-    values = {str(layout): choices(layout.config) for layout in compared}
+    values = {str(layout): layout.config.to_dict() for layout in compared}
     cases = {name: Case(2, [GLOBAL_BATCH, *option_words(config, chosen)]) for name, chosen in values.items()}
     first, last = arguments.cases or (1, len(cases))
     chosen = dict(list(cases.items())[first - 1 : last])

@@ -16,11 +16,12 @@ from torchtitan.cli.auto_layout import layout_words
 from torchtitan.cli.main import main
 from torchtitan.config.manager import ConfigManager
 from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.pipeline import PipelinePlan
 from torchtitan.dry_run import dry_run
 from torchtitan.dry_run.work_tracker import Kernel
 from torchtitan.foresight import plan, predict
 from torchtitan.foresight.devices import DEVICES, device_in_file, device_named, device_of_gpu
-from torchtitan.foresight.planning import MESH, choices, option_words
+from torchtitan.foresight.planning import MESH, option_words
 from torchtitan.foresight.prediction import predict_from_reports
 from torchtitan.foresight.time import CONTENTION, Message, bubble_seconds, collective_seconds, step_parts
 from torchtitan.tools.cpu_products import onednn_products
@@ -80,8 +81,11 @@ def test_rings_use_all_network_devices_of_a_host():
 
 
 def test_bubble_of_a_pipeline():
-    assert bubble_seconds({"products": 1.0, "optimizer": 5.0}, "1F1B", 8, 8, 1) == pytest.approx(7 / 8)
-    assert bubble_seconds({"products": 1.0}, "Interleaved1F1B", 8, 8, 2) == pytest.approx(7 / 16)
+    single, double = (PipelinePlan(name, 8, ((),) * n, 8) for name, n in (("1F1B", 8), ("Interleaved1F1B", 16)))
+    assert bubble_seconds({"products": 1.0, "optimizer": 5.0}, single) == pytest.approx(7 / 8)
+    assert bubble_seconds({"products": 1.0}, double) == pytest.approx(7 / 16)
+    filled = dataclasses.replace(single, schedule="ZBVZeroBubble")
+    assert bubble_seconds({"products": 1.0}, filled) == pytest.approx(7 / 8 / 6)
 
 
 @pytest.mark.slow
@@ -102,7 +106,7 @@ def test_few_layers_predict_a_dry_run_of_all(tmp_path: Path, world_size: int, wo
     few = predict(config, world_size, DEVICE)
     assert few.parts["products"] == pytest.approx(whole.parts["products"], rel=1e-6)
     assert few.seconds == pytest.approx(whole.seconds, rel=0.02)
-    assert few.memory_bytes == pytest.approx(max(r.peak_reserved_bytes for r in reports), rel=0.03)
+    assert few.memory_gib == pytest.approx(max(r.peak_reserved_bytes for r in reports) / 2**30, rel=0.03)
     assert "tokens/s per device, MFU" in str(few)
 
 
@@ -140,7 +144,7 @@ def test_activations_count_if_another_peak_is_higher_in_few_layers(tmp_path: Pat
     words = [LAYERS, "--parallelism.tensor_parallel_degree=8", "--training.local_batch_size=1"]
     config = configuration(tmp_path, *words, "--activation_checkpoint.mode=selective")
     peak = max(report.peak_reserved_bytes for report in dry_run(config, 64))
-    assert predict(config, 64, DEVICE).memory_bytes == pytest.approx(peak, rel=0.05)
+    assert predict(config, 64, DEVICE).memory_gib == pytest.approx(peak / 2**30, rel=0.05)
 
 
 @pytest.mark.slow
@@ -150,7 +154,7 @@ def test_an_optimizer_in_host_memory_needs_none_of_the_device(tmp_path: Path):
         for name in ("AdamWOffload", "AdamW")
     )
     states = 2 * 4 * 4_196_608 / 2  # two float32 moments of the parameters, on two devices; eager
-    assert plain.memory_bytes - offloaded.memory_bytes == pytest.approx(1.2 * states, rel=0.01)
+    assert plain.memory_gib - offloaded.memory_gib == pytest.approx(1.2 * states / 2**30, rel=0.01)
 
 
 @pytest.mark.slow
@@ -166,7 +170,7 @@ def test_plan_fits_and_ranks(tmp_path: Path):
     best = found.options[0]
     words += ["--parallelism.tensor_parallel_degree=8", "--parallelism.expert_tensor_parallel_degree=8"]
     other = configuration(tmp_path, *words, config="debugmodel")
-    again = configuration(tmp_path, *words, *option_words(other, choices(best.layout.config)), config="debugmodel")
+    again = configuration(tmp_path, *words, *option_words(other, best.layout.config.to_dict()), config="debugmodel")
     assert again.training.resolve_global_batch_size(best.layout.dims.dp_degree) == 64
     assert again.check_layout(8) == best.layout.dims
 

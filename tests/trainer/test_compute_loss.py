@@ -189,3 +189,12 @@ def test_model_names_must_not_be_state_names(tmp_path):
 
     with pytest.raises(UserError, match=r"a model cannot be named optimizer"):
         train(tmp_path, trainer_class=Misnamed)
+
+
+def test_offloading_an_own_model_needs_fsdp(tmp_path):
+    class Offloading(Trainer):
+        def build_models(self):
+            return {**super().build_models(), "own": self.build_other_model(self.config.model_spec, offloaded=True)}
+
+    with pytest.raises(UserError, match=r"offloading a model is a part of FSDP, and needs --parallelism\.data_par"):
+        train(tmp_path, trainer_class=Offloading)

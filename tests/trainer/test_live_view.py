@@ -15,6 +15,7 @@ import pytest
 from tests.training import run, tiny_config
 from torchtitan.cli.launch import _stop
 from torchtitan.tools.logging import init_logger, logger
+from torchtitan.tools.progress import progress
 from torchtitan.trainer import Trainer
 
 WIDTH = 110
@@ -125,6 +126,13 @@ def test_no_bar(tmp_path, monkeypatch, capsys, option):
     text = terminal.close() if terminal else capsys.readouterr().err
     assert " INFO step 4/4  loss" in re.sub(r"\x1b\[[\d;]*m", "", text).replace("INFO \x1b", "INFO ")
     assert "━" not in text and "\x1b[2K" not in text and "▁" not in text
+
+
+def test_a_file_gets_no_control_characters(capfd, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with progress("title", 2) as advance:
+        advance(1)
+    assert capfd.readouterr().err == ""
 
 
 def test_warning_of_the_launcher_replaces_the_bar(monkeypatch):

@@ -10,7 +10,7 @@ import torch
 from torchtitan.config.configurable import leaves
 from torchtitan.config.manager import read_config_file
 from torchtitan.foresight.devices import DEVICES, Device, device_named, device_of_gpu
-from torchtitan.foresight.planning import CHOSEN, MESH, choices, option_words, plan
+from torchtitan.foresight.planning import MESH, option_words, plan
 from torchtitan.tools.device import total_memory
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
@@ -21,7 +21,6 @@ def layout_words(config: Trainer.Config, world_size: int, devices_per_host: int)
     """Return the options that give a configuration the best layout; a run that resumes with the same number of
     processes keeps its layout. Without `--training.global_batch_size`, the global batch is local_batch_size times the
     number of processes. Raise `UserError` if no layout fits, or the device is not in the table."""
-    config.validate()  # not a mistake of the layout
     chosen = _layout_of_earlier_run(config, world_size)
     if chosen is None:
         training = config.training
@@ -34,7 +33,7 @@ def layout_words(config: Trainer.Config, world_size: int, devices_per_host: int)
             f"--parallelism.auto: {best.layout}; predicted {best.tokens_per_second:,.0f} tokens/s per "
             f"device, {best.memory_gib:.1f} GiB"
         )
-        chosen = choices(best.layout.config)
+        chosen = best.layout.config.to_dict()
     return [*option_words(config, chosen), "--parallelism.auto=false"]
 
 
@@ -43,12 +42,12 @@ def _layout_of_earlier_run(config: Trainer.Config, world_size: int) -> dict[str,
     start = config.checkpoint.find_start(config.dump_folder)
     if start is None or not start.resumes or not path.is_file():
         return None
-    document = leaves(read_config_file(path, f"'{path}'"))
-    has_same_batch = config.training.global_batch_size in (-1, document["training.global_batch_size"])
-    if prod(document[name] for name in MESH) != world_size or not has_same_batch:
+    document = read_config_file(path, f"'{path}'")
+    has_same_batch = config.training.global_batch_size in (-1, document["training"]["global_batch_size"])
+    if prod(leaves(document)[name] for name in MESH) != world_size or not has_same_batch:
         return None
     logger.info("--parallelism.auto: the run resumes with its layout (%s)", path)
-    return {name: document[name] for name in CHOSEN}
+    return document
 
 
 def _own_device(world_size: int, devices_per_host: int) -> Device:

@@ -276,10 +276,10 @@ def _expected(run: _Run, loader: "BaseDataLoader", step: int, names: list[str]) 
     """Return the samples according to the configuration if they have these names; names may be ambiguous."""
     from torchtitan.trainer.ledger import names_of
 
-    try:
-        planned = _planned(run, loader, step)
-    except UserError:
+    training, summary = run.config.training, loader.summary(0)
+    if training.batch_schedule or training.seq_len_schedule or summary is None or not summary.follows_seed:
         return None
+    planned = _planned(run, loader, step)
     if names_of([planned], loader.document_names) == [names]:
         return planned
     logger.warning(

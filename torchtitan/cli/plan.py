@@ -57,16 +57,13 @@ def _plan(options: argparse.Namespace, words: list[str]) -> None:
         raise UserError(f"--apply '{path}' cannot be written: name a file in an existing folder that you may write to")
     device = device_in_file(options.device_file) if options.device_file else device_named(options.device, n_devices)
     resolved = ConfigManager("torchtitan plan").parse_args(words)
-    config = resolved.config
-    for section in (config, config.training, config.parallelism, config.activation_checkpoint):
-        section.validate()
     for log in (logger, logging.getLogger("torch.distributed.tensor")):
         log.setLevel(logging.ERROR)  # the dry runs of many layouts would repeat themselves
     with Console(stderr=True).status(f"comparing layouts of {n_devices} x {device.name}"):
         found = planning.plan(resolved.config, n_devices, device, devices_per_host=per_host, best=options.best)
     _print(found, f"{n_devices} x {device.name}")
     hosts, best = -(-n_devices // per_host), found.options[0]
-    words += planning.option_words(resolved.config, planning.choices(best.layout.config))
+    words += planning.option_words(resolved.config, best.layout.config.to_dict())
     variables = f"NNODES={hosts} NGPU={per_host}" if hosts > 1 else f"NGPU={n_devices}"
     print(f"\nBest: {variables} torchtitan train {shlex.join(words)}")
     if path:

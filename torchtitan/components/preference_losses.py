@@ -105,7 +105,8 @@ class PreferenceLoss(Configurable):
     config: Config
 
     def __call__(self, log_ratios: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-        """Return losses (...) and rewards (..., 2) of pairs, from log(pi / pi_ref) and lengths of both answers."""
+        """Return losses (...) and rewards (..., 2) of pairs, from log(pi / pi_ref) and the number of tokens of chosen
+        and rejected answers, (..., 2)."""
         config, means = self.config, log_ratios / lengths.clamp(min=1)
         rewards = config.beta * (means if config.kind in ("simpo", "orpo") else log_ratios)
         x, h = (values[..., 0] - values[..., 1] for values in (rewards, means))

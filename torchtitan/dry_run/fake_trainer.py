@@ -77,10 +77,6 @@ def without_data(config: Trainer.Config) -> Trainer.Config:
 class FakeTrainer(Trainer):
     """A mixin before the original trainer class that replaces methods which need values, data or other ranks."""
 
-    fake_mode: FakeTensorMode
-    memory: MemoryTracker
-    work: WorkTracker
-    n_computed: int
     work_of_second: Work
 
     def init_distributed(self) -> torch.device:

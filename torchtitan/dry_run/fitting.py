@@ -44,18 +44,13 @@ def with_fitting_checkpoints(config: ConfigT, world_size: int) -> ConfigT:
     chosen = with_mode(config, mode)
     chosen.check_layout(world_size)
     logger.info(
-        "activation checkpointing: %s (--activation_checkpoint.mode auto; by dry runs, a step reserves with %s, and "
-        "the GPU has %.1f GiB)",
-        mode,
-        ", with ".join(needed),
-        memory / 2**30,
+        f"activation checkpointing: {mode} (--activation_checkpoint.mode auto; by dry runs, a step reserves with "
+        f"{', with '.join(needed)}, and the GPU has {memory / 2**30:.1f} GiB)"
     )
     return chosen
 
 
-def with_mode(config: ConfigT, mode: str) -> ConfigT:
+def with_mode(config: ConfigT, mode: Any) -> ConfigT:
     """Return a copy with another mode of activation checkpointing."""
-    chosen: Any = mode
-    return dataclasses.replace(
-        config, activation_checkpoint=dataclasses.replace(config.activation_checkpoint, mode=chosen)
-    )
+    section = dataclasses.replace(config.activation_checkpoint, mode=mode)
+    return dataclasses.replace(config, activation_checkpoint=section)

@@ -23,11 +23,8 @@ from torchtitan.tools.tables import open_console, print_table
 from torchtitan.tools.torch_private import clear_sharding_cache
 from torchtitan.trainer import Trainer
 
-Units = tuple[tuple[str, float], ...]
-"""Names and sizes, largest first."""
-
-_BYTES: Units = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
-_OPERATIONS: Units = (("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6))
+_BYTES = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
+_OPERATIONS = {"TFLOP": 10**12, "GFLOP": 10**9, "MFLOP": 10**6}
 _Row = tuple[str | float, ...]
 
 RESERVED = {False: 1.2, True: 1.12}
@@ -203,10 +200,10 @@ def _print(reports: Sequence[RankReport]) -> None:
     _print_table("Operations of a step", ["rank", "model", "executed"], work, _OPERATIONS)
 
 
-def _print_table(title: str, columns: Sequence[str], rows: Sequence[_Row], units: Units = _BYTES) -> None:
+def _print_table(title: str, columns: Sequence[str], rows: Sequence[_Row], units: dict[str, int] = _BYTES) -> None:
     largest = max((cell for row in rows for cell in row if not isinstance(cell, str)), default=0)
-    unit, size = next((unit for unit in units if largest >= unit[1]), units[-1])
-    shown = [[cell if isinstance(cell, str) else _shown(cell / size) for cell in row] for row in rows]
+    unit = next((unit for unit, size in units.items() if largest >= size), list(units)[-1])
+    shown = [[cell if isinstance(cell, str) else _shown(cell / units[unit]) for cell in row] for row in rows]
     print_table(open_console(), f"{title} ({unit})", columns, shown, numbers={*columns} - {"kind", "axis"})
 
 

@@ -1,7 +1,7 @@
 """Count communication and computation from the operations that a program executes."""
 
 from collections import Counter
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
@@ -18,13 +18,7 @@ from torchtitan.tools.torch_private import (
 CommunicationKind = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "broadcast", "send", "receive"]
 
 _KIND_OF_WORD: dict[str, CommunicationKind] = {
-    "allgather": "all-gather",
-    "reducescatter": "reduce-scatter",
-    "allreduce": "all-reduce",
-    "alltoall": "all-to-all",
-    "broadcast": "broadcast",
-    "send": "send",
-    "recv": "receive",
+    kind.replace("-", "").replace("receive", "recv"): kind for kind in get_args(CommunicationKind)
 }
 """By part of the operation's name, without underscores. Other operations of the namespaces below send no data."""
 _COMMUNICATION_NAMESPACES = ("c10d", "_c10d_functional", "_dtensor")

@@ -84,9 +84,11 @@ DEVICES = {
 }
 
 
-def device_named(name: str, world_size: int) -> Device:
-    """Return a device of the table, or `cpu`: one of `world_size` processes on this machine. Raise `UserError` for
-    another name."""
+def device_named(name: str | Device, world_size: int) -> Device:
+    """Return a device, given by its name in the table, or as `cpu`: one of `world_size` processes on this machine.
+    Raise `UserError` for another name."""
+    if isinstance(name, Device):
+        return name
     if name == "cpu":
         return Device(**speed_of_this_machine(world_size))
     if name not in DEVICES:

@@ -9,11 +9,12 @@ from itertools import product
 from operator import attrgetter
 from typing import Any
 
+from torchtitan.config.configurable import leaves
 from torchtitan.config.sections import PipelineSchedule
 from torchtitan.dry_run.fake_trainer import with_vocabulary
 from torchtitan.dry_run.fitting import USABLE, with_mode
 from torchtitan.foresight.devices import Device, device_named
-from torchtitan.foresight.prediction import GIB, Estimate, Layout, Prediction
+from torchtitan.foresight.prediction import Estimate, Layout, Prediction
 from torchtitan.foresight.profile import facts_of, profile
 from torchtitan.tools.errors import UserError
 from torchtitan.trainer import Trainer
@@ -45,14 +46,11 @@ CHOSEN = (
 """Options that a plan may change."""
 
 
-def choices(config: Trainer.Config) -> dict[str, Any]:
-    """Return the options that a plan may change, with their values."""
-    return {name: attrgetter(name)(config) for name in CHOSEN}
-
-
-def option_words(config: Trainer.Config, values: Mapping[str, Any]) -> list[str]:
-    """Return the options of the command line that change a configuration to these values."""
-    return [f"--{name}={value}" for name, value in values.items() if attrgetter(name)(config) != value]
+def option_words(config: Trainer.Config, planned: Mapping[str, Any]) -> list[str]:
+    """Return the options of the command line that give a configuration the layout of another, of which `planned` is
+    the dictionary."""
+    values = leaves(planned)
+    return [f"--{name}={values[name]}" for name in CHOSEN if attrgetter(name)(config) != values[name]]
 
 
 @dataclass(frozen=True)
@@ -92,12 +90,14 @@ def plan(
         best: most layouts to return, of different degrees or checkpointing.
 
     Raises:
-        UserError: if no layout fits into memory, none is valid, or the devices do not fill several hosts.
+        UserError: for an invalid configuration, devices that do not fill hosts, or if no layout is valid and fits.
     """
     if world_size > devices_per_host and world_size % devices_per_host:
         raise UserError(f"{world_size} devices do not fill hosts of {devices_per_host} (--devices_per_host)")
+    for section in (config, config.training, config.parallelism, config.activation_checkpoint):
+        section.validate()  # not a mistake of the layouts
     config = with_vocabulary(config)
-    device = device_named(device, world_size) if isinstance(device, str) else device
+    device = device_named(device, world_size)
     measure = functools.cache(functools.partial(profile, config, facts_of(config)))
 
     def estimate(layout: Layout) -> Estimate:
@@ -113,10 +113,10 @@ def plan(
             f"--seq_len {config.training.seq_len} and --global_batch_size {config.training.global_batch_size}: another "
             "number of devices, a power of 2, or a multiple of it as the global batch may be"
         )
-    limit = USABLE * device.memory_gib * GIB
-    fitting = [one.predict(device, devices_per_host) for one in estimates if one.memory_bytes <= limit]
-    fitting.sort(key=lambda one: (-one.tokens_per_second, one.memory_bytes))
-    nearest = min(estimates, key=lambda one: one.memory_bytes)
+    limit = USABLE * device.memory_gib
+    fitting = [one.predict(device, devices_per_host) for one in estimates if one.memory_gib <= limit]
+    fitting.sort(key=lambda one: (-one.tokens_per_second, one.memory_gib))
+    nearest = min(estimates, key=lambda one: one.memory_gib)
     chosen: dict[tuple[object, ...], Prediction] = {}
     for layout in [*(one.layout for one in fitting), nearest.layout]:
         # Layouts of one kind differ only in the size of their batches and the schedule.
@@ -125,12 +125,12 @@ def plan(
             continue
         # Profiled again with its own batch, since the scaled one is less accurate.
         exact = Estimate(layout, measure(layout.split)).predict(device, devices_per_host)
-        if exact.memory_bytes <= limit:
+        if exact.memory_gib <= limit:
             chosen[kind] = exact
     if not chosen:
         least = functools.partial(layouts, config, devices_per_host=devices_per_host, least=True)
         sizes = (factor * world_size for factor in (2, 4, 8, 16, 32, 64))
-        enough = (n for n in sizes if any(estimate(one).memory_bytes <= limit for one in least(n)))
+        enough = (n for n in sizes if any(estimate(one).memory_gib <= limit for one in least(n)))
         raise _nothing_fits(exact, len(estimates), n_enough=next(enough, None))
     ranked = sorted(chosen.values(), key=lambda one: -one.tokens_per_second)
     return Plan(ranked, len(estimates), len(estimates) - len(fitting))

@@ -20,11 +20,9 @@ from torchtitan.foresight.profile import Profile, Split, facts_of, profile, time
 from torchtitan.foresight.time import Message, Role, WorkOfRank, bubble_seconds, step_parts
 from torchtitan.trainer import Trainer
 
-GIB = 2**30
-
+_GIB = 2**30
 _GRADIENT_BYTES, _GATHERED_BYTES = 4, 2
 """Bytes of a gradient (float32) and of a gathered weight (bfloat16)."""
-
 _BAR = 40
 """Characters of a bar."""
 
@@ -37,7 +35,7 @@ class Prediction:
     device: Device
     parts: dict[str, float]
     """Seconds of a step by part, such as products; see `step_parts`."""
-    memory_bytes: float
+    memory_gib: float
     """As the allocator reserves it."""
     tokens_per_second: float
     """Per device."""
@@ -47,10 +45,6 @@ class Prediction:
     @property
     def seconds(self) -> float:
         return sum(self.parts.values())
-
-    @property
-    def memory_gib(self) -> float:
-        return self.memory_bytes / GIB
 
     def __str__(self) -> str:
         lines = [
@@ -69,7 +63,7 @@ def predict(
     """Predict the step of a run with its configured layout; arguments as in `plan`. Raise `UserError` for an impossible
     layout, or a model without repeated layers."""
     config = with_vocabulary(config)
-    device = device_named(device, world_size) if isinstance(device, str) else device
+    device = device_named(device, world_size)
     facts, mode = facts_of(config), config.activation_checkpoint.mode
     for chosen in ("none", "selective", "full") if mode == "auto" else (mode,):
         layout = Layout.of(with_mode(config, chosen), world_size)
@@ -85,7 +79,7 @@ def predict_from_reports(
     """Predict the step of a dry run from all of its operations, which show float8 as they are."""
     layout = Layout.of(config, world_size)
     work = [timed_work(report.work, layout.dims, devices_per_host) for report in reports]
-    memory = max(report.peak_reserved_bytes for report in reports)
+    memory = max(report.peak_reserved_bytes for report in reports) / _GIB
     return _prediction(layout, device, work, memory, reports[0].model_flops)
 
 
@@ -164,13 +158,13 @@ class Estimate:
         held = {self._held_by(rank) for rank in range(layout.dims.pp)}
         work = [self._work(layers, has_loss, devices_per_host) for layers, has_loss in held]
         flops = self.measured.facts.flops_per_token * layout.tokens / layout.dims.world_size
-        return _prediction(layout, device, work, self.memory_bytes, flops)
+        return _prediction(layout, device, work, self.memory_gib, flops)
 
     @property
-    def memory_bytes(self) -> float:
+    def memory_gib(self) -> float:
         """Memory that the allocator reserves on the rank that needs most."""
         allocated = max(map(self._allocated, range(self.layout.dims.pp)))
-        return reserved_bytes(allocated, self.layout.config.compile)
+        return reserved_bytes(allocated, self.layout.config.compile) / _GIB
 
     def _held_by(self, rank: int) -> tuple[int, int]:
         """Return the layers of a pipeline rank, and 1 if it computes the loss."""
@@ -251,7 +245,7 @@ def _in_flight(pipeline: PipelinePlan, rank: int) -> int:
 
 
 def _prediction(
-    layout: Layout, device: Device, work: Iterable[WorkOfRank], memory_bytes: float, flops: float
+    layout: Layout, device: Device, work: Iterable[WorkOfRank], memory_gib: float, flops: float
 ) -> Prediction:
     """Return the prediction for a step of the slowest rank, from the work of each; `flops` are the model's operations
     for each device."""
@@ -260,12 +254,10 @@ def _prediction(
     steps = [step_parts(device, one, is_compiled=is_compiled, is_async_tp=is_async) for one in work]
     parts = max(steps, key=lambda step: sum(step.values()))
     if pipeline := layout.pipeline:
-        ranks, batches = pipeline.degree, pipeline.n_microbatches
-        stages = len(pipeline.stages) // ranks
-        parts["pipeline bubble"] = bubble_seconds(parts, pipeline.schedule, ranks, batches, stages)
+        parts["pipeline bubble"] = bubble_seconds(parts, pipeline)
         # From both neighbors, if it has them; a rank of several stages computes one while it waits for another.
-        received = 2 * (ranks - 1) / ranks * batches * layout.accumulation
+        received = 2 * (pipeline.degree - 1) / pipeline.degree * pipeline.n_microbatches * layout.accumulation
         parts["pipeline messages"] = received * device.collective_seconds
     seconds = sum(parts.values())
     rate = layout.tokens / seconds / layout.dims.world_size
-    return Prediction(layout, device, parts, memory_bytes, rate, flops / seconds / device.bfloat16_flops)
+    return Prediction(layout, device, parts, memory_gib, rate, flops / seconds / device.bfloat16_flops)

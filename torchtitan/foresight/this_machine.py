@@ -87,9 +87,13 @@ def measure(folder: str, processes: int, rank: int) -> None:
         "sum": lambda: dist.all_reduce(whole),
         "bfloat16": _passes([one.bfloat16() for one in layers], _products),
         "small sum": lambda: dist.all_reduce(whole[:_SMALL]),
-        "attention": _passes(torch.rand(3, 2, 4, 512, 64), _attention),
+        "attention": _passes(
+            torch.rand(3, 2, 4, 512, 64), lambda q, k, v: [F.scaled_dot_product_attention(q, k, v, is_causal=True)]
+        ),
         "gathering": lambda: _gather(part),
-        "elementwise": _passes(torch.rand(3, _TOKENS, _WIDE), _elementwise),
+        "elementwise": _passes(
+            torch.rand(3, _TOKENS, _WIDE), lambda x, y, z: [x + F.rms_norm(x, x.shape[-1:]), F.silu(y) * z]
+        ),
         "small gathering": lambda: _gather(part[:_SMALL]),
     }
     with onednn_products():  # as in training
@@ -156,14 +160,6 @@ def _passes(leaves: Iterable[Tensor], forward: Callable[..., list[Tensor]]) -> C
 
 def _products(x: Tensor, *weights: Tensor) -> list[Tensor]:
     return [functools.reduce(F.linear, weights, x)]
-
-
-def _attention(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-    return [F.scaled_dot_product_attention(q, k, v, is_causal=True)]
-
-
-def _elementwise(x: Tensor, gate: Tensor, up: Tensor) -> list[Tensor]:
-    return [x + F.rms_norm(x, x.shape[-1:]), F.silu(gate) * up]
 
 
 def _gather(part: Tensor) -> None:

@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from torchtitan.distributed.pipeline import PipelinePlan
 from torchtitan.dry_run.work_tracker import CommunicationKind, Kernel
 from torchtitan.foresight.devices import Device
 
@@ -44,17 +45,10 @@ ASYNC_TENSOR_PARALLEL = 0.25
 """Part of tensor-parallel communication that is hidden if products are computed in pieces as they arrive. The first
 and last piece stay exposed, and smaller products are slower. Fitted to row 13."""
 
-BUBBLES: dict[str, float] = {
-    "GPipe": 1.0,
-    "1F1B": 1.0,
-    "Interleaved1F1B": 1.0,
-    "LoopedBFS": 1.0,
-    "InterleavedZeroBubble": 1 / 3,
-    "ZBVZeroBubble": 1 / 6,
-    "DualPipeV": 1 / 6,
-}
-"""Bubble relative to (ranks - 1) / (micro-batches x stages per rank). The first four: arXiv:2104.04473, section 2.2;
-delayed weight gradients fill two thirds (arXiv:2401.10241, section 2.2), and V schedules half of the rest."""
+FILLED_BUBBLES = {"InterleavedZeroBubble": 1 / 3, "ZBVZeroBubble": 1 / 6, "DualPipeV": 1 / 6}
+"""Bubble relative to that of the other schedules, which is (ranks - 1) / (micro-batches x stages per rank) of the step
+(arXiv:2104.04473, section 2.2): delayed weight gradients fill two thirds (arXiv:2401.10241, section 2.2), and V
+schedules half of the rest."""
 
 
 class Message(NamedTuple):
@@ -150,7 +144,8 @@ def step_parts(
     return {name: seconds for name, seconds in parts.items() if seconds}
 
 
-def bubble_seconds(parts: dict[str, float], schedule: str, ranks: int, microbatches: int, stages: int) -> float:
-    """Return the time of a pipeline's bubble with `stages` on each rank."""
-    working = sum(parts.values()) - parts.get("optimizer", 0.0)
-    return working * BUBBLES[schedule] * (ranks - 1) / (microbatches * stages)
+def bubble_seconds(parts: dict[str, float], pipeline: PipelinePlan) -> float:
+    """Return the time of a pipeline's bubble."""
+    working, ranks = sum(parts.values()) - parts.get("optimizer", 0.0), pipeline.degree
+    part = (ranks - 1) / (pipeline.n_microbatches * len(pipeline.stages) / ranks)
+    return working * FILLED_BUBBLES.get(pipeline.schedule, 1.0) * part

@@ -21,7 +21,7 @@ def progress(title: str, total: int, done: int = 0) -> Iterator[Callable[..., No
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
     has_bar, last = sys.stderr.isatty(), time.monotonic()
-    console = Console(stderr=True, markup=False, emoji=False, highlight=False, soft_wrap=True)
+    console = Console(stderr=True, markup=False, emoji=False, highlight=False, soft_wrap=True, quiet=not has_bar)
     columns = (TextColumn("{task.description}", markup=False), BarColumn(8), TaskProgressColumn(), "ETA")
     options: dict[str, Any] = {"auto_refresh": False, "transient": True, "redirect_stdout": sys.stdout.isatty()}
     with Progress(*columns, TimeRemainingColumn(), console=console, disable=not has_bar, **options) as bar:

@@ -137,14 +137,16 @@ class RunBuilder(Configurable):
         """Build an additional model, sharded like the main one, from its specification, in which a vocabulary size of
         None is the main model's, and a checkpoint folder in any format; without one, initialize it with `debug.seed`.
         A `trained` model shares the optimizer and the schedule, and must be `saved` in checkpoints; a frozen model has
-        the type that FSDP computes in, and FSDP keeps the weights of an `offloaded` one in CPU memory
-        (`ParallelDims.require_fsdp`). Raise `UserError` under pipeline parallelism."""
+        the type that FSDP computes in, and FSDP keeps the weights of an `offloaded` one in CPU memory. Raise
+        `UserError` under pipeline parallelism, and for offloading without FSDP."""
         assert saved or not trained, "the weights of a trained model would be lost"
         training = self.config.training
         if self.parallel_dims.pp > 1:
             raise UserError(
                 "--parallelism.pipeline_parallel_degree above 1 supports a single model, but this run has several"
             )
+        if offloaded:
+            self.parallel_dims.require_fsdp("offloading a model")
         vocab_size = spec.model.vocab_size or self.config.model_spec.model.vocab_size
         spec = dataclasses.replace(spec, model=dataclasses.replace(spec.model, vocab_size=vocab_size))
         dtype = training.dtype if trained else training.mixed_precision_param
@@ -167,8 +169,12 @@ class RunBuilder(Configurable):
             )
         with torch.device("meta"):
             model: BaseModel = config.build().to(getattr(torch, training.dtype))
-        if any(getattr(part, "softcap", None) or getattr(part, "has_sinks", False) for part in model.modules()):
+        attention = [part for part in model.modules() if hasattr(part, "softcap")]
+        if any(part.softcap or part.has_sinks for part in attention):
             check_c_compiler("attention with soft caps or sinks is computed by FlexAttention, which")
+        is_packed = getattr(self.config.dataloader, "document_mask", True)
+        if attention and is_packed and training.mixed_precision_param == "float32":
+            check_c_compiler("attention to packed documents in float32 is computed by FlexAttention, which")
         return model
 
     def build_loss(self) -> Any:

@@ -174,20 +174,16 @@ def evenly_spaced(n: int, most: int) -> list[int]:
     return list(range(n)) if n <= most else [i * (n - 1) // (most - 1) for i in range(most)]
 
 
-@contextmanager
-def _locked(path: Path, name: str) -> Iterator[None]:
+def _locked(path: Path, name: str) -> contextlib.AbstractContextManager[object]:
+    """Acquire a lock, which the returned context manager releases."""
     from filelock import FileLock, Timeout
 
     lock = FileLock(path)
     try:
-        lock.acquire(timeout=0)
+        return lock.acquire(timeout=0)
     except Timeout:
         logger.info(f"waiting for another process to tokenize {name}")
-        lock.acquire()
-    try:
-        yield
-    finally:
-        lock.release()
+        return lock.acquire()
 
 
 @contextmanager

@@ -1,7 +1,6 @@
 """The engine of generation: coroutines that await continuations, computed together by the model's own weights; and
 `generate`, for prompts that are known in advance."""
 
-import types
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
 from collections.abc import Set as AbstractSet
@@ -69,6 +68,9 @@ class _Row:
     resume: Callable[[Generation], None] = field(init=False)
     """Continues the coroutine that awaits the text."""
 
+    def __await__(self) -> Generator["_Row", Generation, Generation]:
+        return (yield self)
+
     @property
     def tokens(self) -> list[int]:
         """All tokens; of a finished row, which may stay in the batch, a single one that is not read."""
@@ -124,7 +126,7 @@ class Engine:
         _check(self._model, prompt, max_new_tokens)
         if max_new_tokens == 0:
             return Generation()
-        return await _wait(_Row(tuple(prompt), max_new_tokens, generator_of(key), on_token))
+        return await _Row(tuple(prompt), max_new_tokens, generator_of(key), on_token)
 
     @torch.no_grad()
     def run(self, texts: Sequence[Coroutine[Any, Any, ResultT]]) -> list[ResultT]:
@@ -332,11 +334,6 @@ def generate(
         key, take = f"{sampling.seed}/{row}", on_token and partial(on_token, row)
         texts.append(engine.generate(prompt, max_new_tokens=max_new_tokens, key=key, on_token=take))
     return engine.run(texts)
-
-
-@types.coroutine
-def _wait(row: _Row) -> Generator[_Row, Generation, Generation]:
-    return (yield row)
 
 
 def _check(model: nn.Module, prompt: Sequence[int], max_new_tokens: int) -> None:

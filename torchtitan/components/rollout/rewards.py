@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from torchtitan.components.data.finetuning.conversions import ANSWERS
 from torchtitan.components.data.finetuning.functions import load_function
-from torchtitan.tools.errors import UserError, errors_of, in_words
+from torchtitan.tools.errors import UserError, errors_of, in_words, require
 
 Reward = Callable[[str, str, Mapping[str, Any]], Any]
 """Returns one number for prompt, completion and the row of the dataset with the prompt."""
@@ -52,18 +52,17 @@ class Rewards:
     """Weighted sum of reward functions. Raises `UserError` for an unknown function or a wrong number of weights."""
 
     def __init__(self, names: Sequence[str], weights: Sequence[float], open_model: Callable[..., Any] | None = None):
-        if weights and len(weights) != len(names):
-            numbers = f"{len(weights)} numbers for {len(names)} --rewards"
-            raise UserError(f"--reward_weights has {numbers}; give one for each")
+        fits = not weights or len(weights) == len(names)
+        require(fits, "--reward_weights", list(weights), f"one number for each of {len(names)} --rewards")
         with errors_of("--rewards"):
             self._functions = [(name, find_reward(name, open_model)) for name in names]
         self._weights = weights or [1.0] * len(names)
 
-    def __call__(self, prompt: str, completion: str, row: Mapping[str, Any], where: str) -> float:
-        """Return the reward. Raise `UserError` that names the row (`where`) and the function that fails."""
+    def __call__(self, prompt: str, completion: str, row: Mapping[str, Any]) -> float:
+        """Return the reward. Raise `UserError` that names the function that fails."""
         total = 0.0
         for (name, function), weight in zip(self._functions, self._weights, strict=True):
-            subject = f"{where}: the reward function {name}"
+            subject = f"the reward function {name}"
             try:
                 value = function(prompt, completion, row)
             except Exception as error:

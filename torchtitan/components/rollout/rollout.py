@@ -43,17 +43,17 @@ class Trajectory:
         self.logprobs += [0.0] * len(tokens) if logprobs is None else logprobs
         self.loss_mask += [logprobs is not None] * len(tokens)
 
-    def check(self, most: int, where: str) -> None:
-        """Raise `UserError` that names the row (`where`) if it cannot be trained, or has more than `most` tokens."""
+    def check(self, most: int) -> None:
+        """Raise `UserError` if it cannot be trained, or has more than `most` tokens."""
         lengths = [len(self.tokens), len(self.logprobs), len(self.loss_mask)]
         if len(set(lengths)) > 1 or not any(self.loss_mask[1:]) or lengths[0] > most or not math.isfinite(self.reward):
             found = f"{lengths} tokens, logprobs and elements of loss_mask, {sum(self.loss_mask)} of them true"
             needed = f"it needs equal numbers, from 1 to {most}, and a finite reward"
-            raise UserError(f"{where}: a trajectory has {found}, and the reward {self.reward}; {needed}")
+            raise UserError(f"a trajectory has {found}, and the reward {self.reward}; {needed}")
 
 
 class SamplingEngine(Protocol):
-    """Engine of rollouts, such as `components.generation.Engine`, which samples at temperature 1."""
+    """Engine of rollouts, such as `components.generation.Engine`: samples by the current weights at temperature 1."""
 
     context: int
     """Maximum tokens of a prompt with its continuation."""
@@ -79,8 +79,6 @@ class RolloutEngine:
     """Default and maximum of each continuation."""
     key: str
     """Seed of the rollout's random numbers."""
-    where: str
-    """Name of the row in messages."""
     n_calls: int = 0
 
     async def generate(self, tokens: Sequence[int], max_new_tokens: int | None = None) -> Generation:
@@ -95,7 +93,7 @@ class RolloutEngine:
 
     def reward(self, completion: str, row: Mapping[str, Any]) -> float:
         """Return the sum of `--rewards` for a completion."""
-        return self.rewards(self.decode(self.prompt), completion, row, self.where)
+        return self.rewards(self.decode(self.prompt), completion, row)
 
 
 Group = list[Trajectory]  # of one prompt

@@ -70,6 +70,8 @@ def test_weight_schedule():
     planner = make(lengths, weights=[1, 0], schedule=[(6, [0, 1])], windows_per_step=4)
     sources = [window.source for window in itertools.islice(planner, 80)]
     assert set(sources[:20]) == {0} and set(sources[20:]) == {1}
+    with pytest.raises(UserError, match="--dataloader.weights"):
+        make(lengths, schedule=[(6, [0, 1])])
 
 
 def test_weighted_data_ends_with_the_first_exhausted_source():
@@ -163,6 +165,8 @@ def test_too_many_repetitions_raise_early_and_at_the_limit():
         planner.check_repetitions(50)
     assert planner.n_windows == 0
     make(lengths, **{**options, "max_epochs": [3, None]}).check_repetitions(50)
+    with pytest.raises(UserError, match=r"--dataloader.max_epochs must have one value per dataset \(2\), not 1"):
+        make(lengths, max_epochs=[1])
 
 
 def test_limit_is_checked_from_the_current_position():

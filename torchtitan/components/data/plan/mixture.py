@@ -132,7 +132,7 @@ class Mixture:
         return next(weights for first, weights in reversed(self._pieces) if first <= self.n_windows)
 
 
-def check_per_dataset(option: str, values: Sequence[float], n_sources: int) -> None:
+def check_per_dataset(option: str, values: Sequence[float | None], n_sources: int) -> None:
     """Raise `UserError` unless a data loader's option has a value for each of `n_sources` datasets."""
     if len(values) != n_sources:
         raise UserError(f"--dataloader.{option} must have one value per dataset ({n_sources}), not {len(values)}")

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from torchtitan.components.data.plan.mixture import Mixture
+from torchtitan.components.data.plan.mixture import Mixture, check_per_dataset
 from torchtitan.components.data.plan.packing import Packing, SourceStream, StreamSnapshot, Window
 from torchtitan.components.data.plan.sampler import Array, Sampler, StepStatistics, arrays_to_lists
 from torchtitan.tools.errors import UserError
@@ -52,7 +52,7 @@ class Planner:
             this many windows later. A resumed run needs the same value to draw the same samples.
 
     Raises:
-        UserError: weights or schedule are invalid.
+        UserError: weights, schedule or limits are invalid.
     """
 
     def __init__(
@@ -81,9 +81,12 @@ class Planner:
             SourceStream(i, of_source, capacity, sampler, packing=packing, chunk=chunk, seed=seed, epochs=epochs)
             for i, (of_source, sampler) in enumerate(zip(lengths, samplers, strict=True))
         ]
+        if weights is None and schedule:
+            raise UserError("--dataloader.weight_schedule also needs --dataloader.weights, the initial weights")
         self._weighted = weights is not None
         self._mixture = Mixture(weights or self.n_tokens, capacity, schedule, windows_per_step)
         self.max_epochs: list[float | None] = list([None] * len(lengths) if max_epochs is None else max_epochs)
+        check_per_dataset("max_epochs", self.max_epochs, len(lengths))
         self.epochs = epochs
         self._ahead = ahead
         self.is_adaptive = any(sampler.adaptive for sampler in samplers)

@@ -4,6 +4,7 @@ import bisect
 import hashlib
 import itertools
 import math
+import sys
 from collections.abc import Sequence
 from fractions import Fraction
 
@@ -38,46 +39,40 @@ class BlockOrder:
     """
 
     def __init__(self, sizes: Sequence[int], weights: Sequence[float] = (), *, shuffle: bool, seed: int):
-        self._sizes, self._shuffle, self._seed = sizes, shuffle, seed
+        self._sizes, self._weights, self._shuffle, self._seed = sizes, weights, shuffle, seed
         self._ends = list(itertools.accumulate(sizes))
-        self._turns = _cycle(weights)
-        """Set of each block in the cycle, (n,); empty without weights."""
-        self._places = [np.flatnonzero(self._turns == number) for number in range(len(sizes))]
-        """Places of each set in the cycle."""
+        self._groups = sizes if weights else self._ends[-1:]
+        """Blocks of each set with a weight; without weights, of all sets as one."""
+        self._turns = _cycle(weights or [1])
+        """Group of each block in the cycle, (n,)."""
 
     def block(self, place: int) -> tuple[int, int]:
         """Return the set, and the block of it, at a place in the global order."""
-        if not len(self._turns):
-            block = self._permute(place, self._ends[-1])
+        number = int(self._turns[place % len(self._turns)])
+        epoch, block = divmod(int(self._counts(place)[number]), self._groups[number])
+        if self._shuffle:
+            block = permute(block, self._groups[number], self._seed, epoch)
+        if not self._weights:
             number = bisect.bisect_right(self._ends, block)
-            return number, block - self._ends[number] + self._sizes[number]
-        cycle, turn = divmod(place, len(self._turns))
-        number = int(self._turns[turn])
-        places = self._places[number]
-        earlier = cycle * len(places) + int(np.searchsorted(places, turn))
-        return number, self._permute(earlier, self._sizes[number])
+            block -= self._ends[number] - self._sizes[number]
+        return number, block
 
     def blocks_of_sets(self, n_blocks: int) -> list[float]:
         """Return how many of the first `n_blocks` are of each set; without weights, their mean over all seeds."""
-        if not len(self._turns):
+        if not self._weights:
             return [n_blocks * size / self._ends[-1] for size in self._sizes]
-        cycles, turn = divmod(n_blocks, len(self._turns))
-        return [cycles * len(places) + int(np.searchsorted(places, turn)) for places in self._places]
+        return list(map(float, self._counts(n_blocks)))
 
-    def _permute(self, place: int, size: int) -> int:
-        epoch, index = divmod(place, size)
-        return permute(index, size, self._seed, epoch) if self._shuffle else index
+    def _counts(self, n_blocks: int) -> Array:
+        """Return how many of the first `n_blocks` are of each group, (n_groups,)."""
+        cycles, rest = divmod(n_blocks, len(self._turns))
+        whole, begun = (np.bincount(turns, minlength=len(self._groups)) for turns in (self._turns, self._turns[:rest]))
+        return cycles * whole + begun
 
     def blocks_in(self, epochs: int) -> int:
         """Return the number of blocks until, with weights, the first set has been read `epochs` times."""
-        if not len(self._turns):
-            return epochs * self._ends[-1]
-        lasts = []
-        for size, places in zip(self._sizes, self._places, strict=True):
-            if len(places):
-                cycle, index = divmod(epochs * size - 1, len(places))
-                lasts.append(cycle * len(self._turns) + int(places[index]))
-        return min(lasts) + 1
+        wanted = epochs * np.array(self._groups)
+        return bisect.bisect_left(range(sys.maxsize), True, key=lambda n: bool((self._counts(n) >= wanted).any()))
 
 
 def check_cycle(weights: Sequence[float]) -> int:
@@ -95,8 +90,6 @@ def check_cycle(weights: Sequence[float]) -> int:
 
 def _cycle(weights: Sequence[float]) -> Array:
     """Return the shortest cycle that holds each set in the ratio of its weight, (n,)."""
-    if not weights:
-        return np.empty(0, np.int64)
     mixture = Mixture(weights, capacity=1)
     turns: list[int] = []
     for _ in range(check_cycle(weights)):

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable
-from functools import cached_property
+from dataclasses import dataclass
 from pathlib import Path
 
 from torchtitan.components.data.disk_cache import bytes_digest
@@ -15,30 +15,16 @@ _SLOT_BYTES = _DIGEST_BYTES + BLOCK_BYTES
 """A slot holds the digest of a block's name and content, in hexadecimal, and the content."""
 
 
+@dataclass
 class BlockCache:
     """A file of slots. The name of a block determines its slot, in which it replaces any other, so the size is bounded
     without a list of blocks. All processes of a host may use the file at once: a block that another process is
-    overwriting has a wrong digest, and is read from the store. Can be pickled.
+    overwriting has a wrong digest, and is read from the store. Can be pickled."""
 
-    Args:
-        root: folder of the file.
-        n_bytes: largest size of the file; 0: no cache.
-    """
-
-    def __init__(self, root: Path, n_bytes: int):
-        self.root, self._n_bytes = root, n_bytes
-        self._n_slots = n_bytes // _SLOT_BYTES
-
-    def __reduce__(self) -> tuple[type["BlockCache"], tuple[Path, int]]:
-        return BlockCache, (self.root, self._n_bytes)
-
-    @cached_property
-    def _file(self) -> int:
-        durable.make_folder(self.root)
-        file = os.open(self.root / "remote_blocks", os.O_RDWR | os.O_CREAT, 0o600)
-        if os.fstat(file).st_size > self._n_bytes:  # of a run with a larger cache
-            os.truncate(file, self._n_bytes)
-        return file
+    root: Path
+    """Folder of the file."""
+    n_bytes: int
+    """Largest size of the file; 0: no cache."""
 
     def read(self, name: str, size: int, start: int, stop: int, fetch: Callable[[int, int], bytes]) -> bytes:
         """Return the bytes from `start` up to `stop` of the file `name` of `size` bytes, whose content never changes.
@@ -47,24 +33,34 @@ class BlockCache:
         Args:
             fetch: reads a range of the file from the store. Raises no `OSError`.
         """
-        if n_slots := self._n_slots:
+        if (n_bytes := self.n_bytes) >= _SLOT_BYTES:
             try:
-                first = start - start % BLOCK_BYTES
-                bounds = [(begin, min(begin + BLOCK_BYTES, size)) for begin in range(first, stop, BLOCK_BYTES)]
-                blocks = [self._block(name, begin, end, n_slots, fetch) for begin, end in bounds]
-                return b"".join(blocks)[start - first : stop - first]
+                durable.make_folder(self.root)
+                with open(self.root / "remote_blocks", "r+b", buffering=0, opener=_open_or_create) as file:
+                    if os.fstat(file.fileno()).st_size > n_bytes:  # of a run with a larger cache
+                        file.truncate(n_bytes)
+                    first = start - start % BLOCK_BYTES
+                    bounds = [(begin, min(begin + BLOCK_BYTES, size)) for begin in range(first, stop, BLOCK_BYTES)]
+                    slots = file.fileno(), n_bytes // _SLOT_BYTES
+                    blocks = [_block(*slots, name, begin, end, fetch) for begin, end in bounds]
+                    return b"".join(blocks)[start - first : stop - first]
             except OSError as error:
-                if self._n_slots:  # not yet told by another thread
+                if self.n_bytes:  # not yet told by another thread
                     logger.warning(f"remote data is read without the cache in {self.root}: {error.strerror}")
-                self._n_slots = 0
+                self.n_bytes = 0
         return fetch(start, stop)
 
-    def _block(self, name: str, start: int, stop: int, n_slots: int, fetch: Callable[[int, int], bytes]) -> bytes:
-        key = f"{name} {start}".encode()
-        place = int(bytes_digest(key), 16) % n_slots * _SLOT_BYTES
-        slot = os.pread(self._file, _DIGEST_BYTES + stop - start, place)
-        content = slot[_DIGEST_BYTES:]
-        if bytes_digest(key + content).encode() != slot[:_DIGEST_BYTES]:
-            content = fetch(start, stop)
-            os.pwrite(self._file, bytes_digest(key + content).encode() + content, place)
-        return content
+
+def _open_or_create(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_CREAT, 0o600)
+
+
+def _block(file: int, n_slots: int, name: str, start: int, stop: int, fetch: Callable[[int, int], bytes]) -> bytes:
+    key = f"{name} {start}".encode()
+    place = int(bytes_digest(key), 16) % n_slots * _SLOT_BYTES
+    slot = os.pread(file, _DIGEST_BYTES + stop - start, place)
+    content = slot[_DIGEST_BYTES:]
+    if bytes_digest(key + content).encode() != slot[:_DIGEST_BYTES]:
+        content = fetch(start, stop)
+        os.pwrite(file, bytes_digest(key + content).encode() + content, place)
+    return content
