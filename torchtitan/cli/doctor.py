@@ -16,9 +16,6 @@ if TYPE_CHECKING:
 
     from torchtitan.distributed.health import Health
 
-_SECONDS_UNTIL_FAILURE = 5.0
-"""Until then, the processes of sound hosts have ended. If an agent of torchrun failed first, all of them would fail."""
-
 
 def doctor(args: Sequence[str]) -> int:
     """Check this host, or under torchrun all hosts together. Return 1 if this host is out of line, otherwise 0."""
@@ -53,8 +50,9 @@ def _check(folder: Path) -> int:
             print(f"PROBLEM {host}: {message}")
         if not found:
             print(f"{len({*health.hosts})} host(s), {len(health.hosts)} rank(s): no problem found")
-    if is_odd := socket.gethostname() in dict(found):
-        time.sleep(_SECONDS_UNTIL_FAILURE if len(health.hosts) > 1 else 0)
+    is_odd = socket.gethostname() in dict(found)
+    if is_odd and len(health.hosts) > 1:
+        time.sleep(5)  # until those of sound hosts have ended: if an agent of torchrun failed first, all would fail
     return int(is_odd)
 
 

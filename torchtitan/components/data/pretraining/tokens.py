@@ -13,9 +13,6 @@ from torchtitan.components.data.disk_cache import evenly_spaced
 from torchtitan.components.data.plan.sampler import Array
 from torchtitan.components.data.report import Report
 
-OPEN_STREAMS = 128
-"""Streams of `JoinedTokens` that are open at a time; each may have files mapped into memory."""
-
 
 class Tokens(ABC):
     """A stream of token ids, divided into documents."""
@@ -113,7 +110,7 @@ class JoinedTokens(Tokens):
     def __init__(self, key: str, first_tokens: Array, n_tokens: int, open_stream: Callable[[int], Tokens]):
         self._arguments: tuple[Any, ...] = (key, first_tokens, n_tokens, open_stream)
         self.key, self._first_tokens, self.n_tokens = key, first_tokens, n_tokens
-        self._stream = functools.lru_cache(OPEN_STREAMS)(open_stream)
+        self._stream = functools.lru_cache(128)(open_stream)  # an open one may have files mapped into memory
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), self._arguments
