@@ -109,6 +109,7 @@ def plan(
 
     estimates = [estimate(layout) for layout in layouts(config, world_size, devices_per_host)]
     if not estimates:
+        Layout.of(config, world_size)  # says why, if the given layout is not valid either
         raise UserError(
             f"no layout of {world_size} devices is valid for {config.model_spec.name} {config.model_spec.flavor} with "
             f"--seq_len {config.training.seq_len} and --global_batch_size {config.training.global_batch_size}: another "
