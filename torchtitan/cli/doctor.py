@@ -63,8 +63,7 @@ def _expected_speeds(device: "torch.device") -> dict[str, float]:
     from torchtitan.distributed.health import LINKS, NETWORK, PRODUCTS
     from torchtitan.foresight.devices import device_of_gpu
 
-    known = device_of_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-    if known is None:
+    if device.type != "cuda" or not (known := device_of_gpu(torch.cuda.get_device_name(device))):
         return {}
     return {
         PRODUCTS: known.bfloat16_flops * known.product_efficiency / 1e12,

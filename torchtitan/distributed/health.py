@@ -85,9 +85,9 @@ def measure(folder: Path, device: torch.device) -> Health:
             own[DISK] = _disk_bandwidth(existing)
     except OSError as error:
         problem = f"{hosts[rank]}: --dump_folder '{folder}' cannot be written: {error.strerror}"
-    problems, seconds = gather_objects(problem), time.time()
-    if any(problems):
-        raise UserError(max(problems))
+    problem, seconds = max(gather_objects(problem)), time.time()
+    if problem:
+        raise UserError(problem)
     own[PRODUCTS] = peak_flops(device, torch.bfloat16 if is_gpu else torch.float32, published=False).value / 1e12
     if size > 1:
         speeds, own[ALL_REDUCE] = _bandwidths(rank, size, device)

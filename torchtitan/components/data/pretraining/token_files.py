@@ -12,7 +12,7 @@ import re
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,6 @@ from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.tools.errors import UserError
 
 _SUFFIXES = (".bin", ".npy")
-_MEGATRON_MAGIC = b"MMIDIDX\0\0"
 _MEGATRON_HEADER = struct.Struct("<9sQBQQ")
 """Magic, version, code of the type, sequences, and entries of the document index."""
 _MEGATRON_TYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
@@ -38,9 +37,9 @@ _LLM_C_HEADER = 256 * 4
 _CHECKED_BLOCKS, _BLOCK = 4, 1 << 15
 
 
-@dataclass(frozen=True)
+@dataclass
 class TokenFile:
-    """A file of tokens, the last of which ends with the file."""
+    """A file of tokens, the last of which ends with the file. Raise `UserError` if it is cut."""
 
     path: Path
     dtype: str
@@ -50,13 +49,11 @@ class TokenFile:
     """Returns the first token of each document, and the number of tokens, (n_documents + 1,); None: EOS marks the
     documents."""
 
-    @cached_property
-    def n_tokens(self) -> int:
-        """Number of tokens. Raise `UserError` if the last one is cut."""
-        n_bytes, item_bytes = self.path.stat().st_size - self.start, np.dtype(self.dtype).itemsize
-        if n_bytes % item_bytes:
-            raise UserError(f"{self.path} has {n_bytes:,} bytes, which are not whole tokens of {item_bytes} bytes")
-        return n_bytes // item_bytes
+    def __post_init__(self) -> None:
+        size, item_bytes = self.path.stat().st_size, np.dtype(self.dtype).itemsize
+        self.n_tokens, rest = divmod(size - self.start, item_bytes)
+        if rest:
+            raise UserError(f"{self.path} has {size:,} bytes, which are not whole tokens of {item_bytes} bytes")
 
     def map(self) -> np.ndarray:
         return np.asarray(np.memmap(self.path, self.dtype, "r", self.start, (self.n_tokens,)))
@@ -95,9 +92,7 @@ def open_token_files(paths: Sequence[Path], tokenizer: Tokenizer) -> Tokens:
     # A later file may begin in the middle of a document, so the first one shows where the delimiters are.
     begins = (bool(file.map()[0] == eos) for file in files if not file.read_offsets)
     open_file = partial(_open, files, eos, next(begins, False))
-    joined = JoinedTokens(files_digest(paths), first[:-1], int(first[-1]), open_file)
-    joined.format = "tokens"
-    return joined
+    return JoinedTokens(files_digest(paths), first[:-1], int(first[-1]), open_file)
 
 
 def files_digest(paths: Sequence[Path]) -> str:
@@ -158,7 +153,7 @@ def _megatron(path: Path, index: Path) -> TokenFile:
     """Open tokens with an index of sequences, one or more per document."""
     with index.open("rb") as file:
         header = file.read(_MEGATRON_HEADER.size)
-    if len(header) < _MEGATRON_HEADER.size or not header.startswith(_MEGATRON_MAGIC):
+    if len(header) < _MEGATRON_HEADER.size or not header.startswith(b"MMIDIDX\0\0"):
         raise UserError(f"{index} is not a Megatron index: it does not begin with MMIDIDX")
     _, _, code, n_sequences, n_entries = _MEGATRON_HEADER.unpack(header)
     if not (dtype := _MEGATRON_TYPES.get(code)):

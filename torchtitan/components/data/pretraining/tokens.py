@@ -84,8 +84,7 @@ class ArrayTokens(Tokens):
         return np.diff(self._offsets)
 
     def tokens(self, start: int, stop: int) -> Array:
-        ids: Array = self._tokens[start:stop].astype(np.int64)
-        return ids
+        return np.array(self._tokens[start:stop], np.int64)
 
     def starts(self, start: int, stop: int) -> Array:
         low, high = np.searchsorted(self._offsets[:-1], (start, min(stop, self.n_tokens)))
@@ -106,6 +105,8 @@ class JoinedTokens(Tokens):
         n_tokens: tokens of all streams.
         open_stream: opens a stream by its index, and can be pickled. Raise `UserError` if it is damaged.
     """
+
+    format = "tokens"
 
     def __init__(self, key: str, first_tokens: Array, n_tokens: int, open_stream: Callable[[int], Tokens]):
         self._arguments: tuple[Any, ...] = (key, first_tokens, n_tokens, open_stream)
