@@ -340,7 +340,7 @@ def test_built_in_rewards():
         UserError, match=r"^the reward function number failed: UserError: it has no reference answer \(column answer"
     ):
         Rewards(["number"], [])("", "41", {"question": "?"})
-    with pytest.raises(UserError, match=r"--rewards reward_model is unknown; use .* reward_model=DIR"):
+    with pytest.raises(UserError, match=r"--rewards: reward_model is unknown; use .* reward_model=DIR"):
         Rewards(["reward_model"], [], print)
 
 
@@ -573,7 +573,7 @@ def test_a_rollout_without_a_trajectory_is_named(folder, tmp_path):
         ),
         ({"training__seq_len": 8}, r"prompts\.jsonl:\d+: \d+ tokens, 8 fit"),
         ({"policy__gae_decay": 95}, r"--policy\.gae_decay is 95\.0, but must be from 0 to 1"),
-        ({"rewards": ["nothing"]}, r"--rewards nothing is unknown"),
+        ({"rewards": ["nothing"]}, r"--rewards: nothing is unknown"),
         ({"rewards": ["pattern=("]}, r"not a regular expression"),
         (
             {"lr_scheduler__unit": "tokens"},

@@ -32,7 +32,7 @@ def check_cache(config: Trainer.Config, option: str, *, dry_run: bool) -> None:
     if dry_run:
         raise UserError(f"{option} cannot be combined with a dry run, which reads no data; leave it out")
     if config.training.batch_schedule or config.training.seq_len_schedule:
-        raise UserError(f"{option} needs batches of one size; leave out batch_schedule and seq_len_schedule")
+        raise UserError(f"{option} needs batches of one size; leave out --training.batch_schedule and seq_len_schedule")
 
 
 class FrozenModelTrainer(Trainer):

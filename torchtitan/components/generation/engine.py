@@ -82,7 +82,7 @@ class _Row:
 class Engine:
     """Continue texts in batches with a model that is plain or under FSDP, DDP, tensor parallelism, activation
     checkpointing or compilation (blocks run uncompiled). Raises `UserError` under pipeline or context parallelism, and
-    if a sampling option is out of range.
+    if an option is out of range.
 
     A finished text makes room for the next one. A prompt that several waiting texts share is computed once. Each text
     has its own random numbers, so that it depends only on weights, prompt and key, up to the rounding of logits.
@@ -108,6 +108,7 @@ class Engine:
     ):
         _reject_partial_model(model)
         sampling.validate()
+        require(max_rows is None or max_rows >= 1, "max_rows", max_rows, "at least 1")
         self._model = cast(Any, model)
         self.context: int = self._model.config.max_seq_len
         self._sampling, self._stop_ids, self._group = sampling, stop_ids, group

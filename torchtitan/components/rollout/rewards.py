@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from torchtitan.components.data.finetuning.conversions import ANSWERS
 from torchtitan.components.data.finetuning.functions import load_function
-from torchtitan.tools.errors import UserError, in_words, require
+from torchtitan.tools.errors import UserError, errors_of, in_words, require
 
 Reward = Callable[[str, str, Mapping[str, Any]], Any]
 """Returns one number for prompt, completion and the row of the dataset with the prompt."""
@@ -36,7 +36,7 @@ def find_reward(name: str, open_model: Callable[[str], Reward] | None = None) ->
         try:
             pattern = re.compile(value, re.DOTALL)
         except re.error as error:
-            raise UserError(f"--rewards {name}: not a regular expression: {error}") from error
+            raise UserError(f"{name}: not a regular expression: {error}") from error
         return lambda prompt, completion, row: float(pattern.search(completion) is not None)
     if kind == "length" and value.isdecimal() and int(value):
         return lambda prompt, completion, row: max(0.0, 1 - abs(len(completion) / int(value) - 1))
@@ -44,7 +44,7 @@ def find_reward(name: str, open_model: Callable[[str], Reward] | None = None) ->
         return open_model(value)
     if ":" not in name:
         known = "number, pattern=REGEX, length=N, reward_model=DIR, package.module:function or file.py:function"
-        raise UserError(f"--rewards {name} is unknown; use {known}")
+        raise UserError(f"{name} is unknown; use {known}")
     return cast(Reward, load_function(name))
 
 
@@ -54,7 +54,8 @@ class Rewards:
     def __init__(self, names: Sequence[str], weights: Sequence[float], open_model: Callable[..., Any] | None = None):
         fits = not weights or len(weights) == len(names)
         require(fits, "--reward_weights", list(weights), f"one number for each of {len(names)} --rewards")
-        self._functions = [(name, find_reward(name, open_model)) for name in names]
+        with errors_of("--rewards"):
+            self._functions = [(name, find_reward(name, open_model)) for name in names]
         self._weights = weights or [1.0] * len(names)
 
     def __call__(self, prompt: str, completion: str, row: Mapping[str, Any]) -> float:

@@ -21,7 +21,7 @@ from torchtitan.components.metric_sinks import JsonLines
 from torchtitan.components.rollout.rewards import Rewards
 from torchtitan.components.rollout.vllm import VLLMEngine
 from torchtitan.components.tokenizer import Tokenizer
-from torchtitan.tools.errors import UserError
+from torchtitan.tools.errors import UserError, errors_of
 from torchtitan.tools.logging import logger
 
 
@@ -120,9 +120,10 @@ class RolloutConfig:
 
     def find_function(self) -> Rollout:
         """Return the rollout. Raise `UserError` if there is none."""
-        function: Any = load_function(self.function) if self.function else single_turn
-        if not inspect.iscoroutinefunction(function):
-            raise UserError(f"--rollout.function {self.function} must be defined as async def rollout(row, engine)")
+        with errors_of("--rollout.function"):
+            function: Any = load_function(self.function) if self.function else single_turn
+            if not inspect.iscoroutinefunction(function):
+                raise UserError(f"{self.function} must be defined as async def rollout(row, engine)")
         return cast(Rollout, function)
 
 
