@@ -192,11 +192,9 @@ def readable(folder: Path | Folder, remedy: str = "") -> Iterator[None]:
     `remedy` ends the message about damage."""
     try:
         yield
-    except UserError as error:
-        if not isinstance(error.__cause__, FileNotFoundError):
-            raise
-        raise DamagedCache(f"the cache {folder} is damaged ({error}){remedy}") from error
     except (FileNotFoundError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        if isinstance(error, UserError) and not isinstance(error.__cause__, FileNotFoundError):
+            raise
         raise DamagedCache(f"the cache {folder} is damaged ({error}){remedy}") from error
     except OSError as error:
         raise UserError(f"the cache {folder} cannot be read: {error}") from error
