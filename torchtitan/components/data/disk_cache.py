@@ -94,9 +94,7 @@ def open_or_build(
         verify: verify all checksums instead of a sample per file.
     """
     root = cache_root(cache_dir)
-
-    def identity() -> list[str]:
-        return source.identity(partial(file_digest, root))
+    identity = partial(source.identity, partial(file_digest, root))
 
     def opened() -> T:
         with readable(folder):
