@@ -100,7 +100,7 @@ def _open(
             raise UserError(f"{source} is prepared data; name what it was made of")
 
     def open_sources() -> list[Source]:
-        opened: Any = [loader.source(source) for source in sources]
+        opened: list[Any] = [loader.source(source) for source in sources]
         if not all(isinstance(source, Source) for source in opened):
             raise UserError("registered datasets are streamed; prepare their files: a path or a URL")
         return opened
