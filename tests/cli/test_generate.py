@@ -271,6 +271,7 @@ def test_bfloat16_is_the_default_on_gpus_that_have_it(stories, monkeypatch, has_
     assert asked == [("cuda", torch.bfloat16 if has_bfloat16 else None), ("cuda", torch.float32), ("cpu", None)]
 
 
+@pytest.mark.slow
 def test_closed_pipe_ends_generation_quietly(stories):
     code = (
         "import sys\nfrom torchtitan.cli.generate import generate\n"

@@ -99,6 +99,20 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ("no_last_save_in_hf", "it would export no model; add --checkpoint.enable --checkpoint.last_save_in_hf"),
+        ("last_save_in_f", "unknown option --checkpoint.last_save_in_f; did you mean '--checkpoint.last_save_in_hf'?"),
+    ],
+)
+def test_a_training_stage_with_wrong_options_does_not_start(tmp_path, capsys, wrong, message):
+    recipe = write(tmp_path / "recipe.yaml", {"name": "first", "run": FIRST.replace("last_save_in_hf", wrong)})
+    assert main(["run", str(recipe), "--folder", str(tmp_path / "out")]) == 2
+    assert capsys.readouterr().err == f"torchtitan run: stage 'first': {message}\n"
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_missing_recipe_is_rejected(tmp_path, capsys):
     assert main(["run", str(tmp_path / "none.yaml")]) == 2
     assert capsys.readouterr().err.endswith("none.yaml cannot be read: No such file or directory\n")

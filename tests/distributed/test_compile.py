@@ -19,6 +19,7 @@ from tests.processes import run_processes
 from tests.training import lay_out, llama_config, train
 from torchtitan.components.checkpoint import ModelState
 from torchtitan.components.loss import CrossEntropyLoss
+from torchtitan.components.optimizer import Optimizer
 from torchtitan.config import ActivationCheckpointConfig, CompileConfig, ParallelismConfig
 from torchtitan.distributed import compile as compile_module
 from torchtitan.distributed import initialize_weights
@@ -268,12 +269,17 @@ def test_a_missing_c_compiler_is_reported(monkeypatch):
     monkeypatch.setattr(compile_module, "device_type", lambda: "cuda")
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/clang" if name == "clang" else None)
+    eight_bit = Optimizer.Config(name="AdamW8bit")
     check_compile(CompileConfig(enable=True))
+    eight_bit.validate()
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(UserError, match=r"--compile\.backend inductor needs a C compiler, .*CC"):
         check_compile(CompileConfig(enable=True))
+    with pytest.raises(UserError, match="AdamW8bit updates weights in compiled code, which needs a C compiler"):
+        eight_bit.validate()
     monkeypatch.setenv("CC", "/opt/gcc")
     check_compile(CompileConfig(enable=True))
+    eight_bit.validate()
 
 
 def test_attention_that_needs_a_c_compiler_on_cuda(monkeypatch):

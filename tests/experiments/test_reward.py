@@ -222,7 +222,7 @@ def test_rewards_of_answers_equal_transformers_with_and_without_padding(folder):
     batch = tokenizer.apply_chat_template(chats, return_tensors="pt", return_dict=True, padding=True)
     assert rated == pytest.approx(model(**batch).logits[:, 0].tolist(), **TOLERANCE)
     total = Rewards([f"reward_model={trained(folder)}", "pattern=No"], [2.0, 5.0], reward_function)
-    assert total("ignored", rows[0]["chosen"], rows[0], "row 1") == pytest.approx(2 * rated[0] + 5)
+    assert total("ignored", rows[0]["chosen"], rows[0]) == pytest.approx(2 * rated[0] + 5)
 
 
 def test_best_of_n_prints_the_text_with_the_highest_reward(folder, capsys):

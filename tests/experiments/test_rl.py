@@ -305,7 +305,7 @@ def test_a_calculator_is_used_and_sampled_ids_stay(tokenizer):
     answer = tokenizer.encode("So 42.", add_bos=False)
     prompt = tokenizer.encode("What is 6 times 7?")
     fixed = FixedEngine(tokenizer, [call, answer])
-    engine = RolloutEngine(fixed, tokenizer, Rewards(["number"], []), prompt, 40, key="0", where="row 1")
+    engine = RolloutEngine(fixed, tokenizer, Rewards(["number"], []), prompt, 40, key="0")
     trajectory = finish(rollout({"answer": "42"}, engine))
     result = tokenizer.encode(" = 42\n", add_bos=False, add_eos=False)
     assert trajectory.tokens == prompt + call + result + answer
@@ -314,7 +314,7 @@ def test_a_calculator_is_used_and_sampled_ids_stay(tokenizer):
         answer
     )
     assert trajectory.reward == 1
-    trajectory.check(1000, "row 1")
+    trajectory.check(1000)
     assert [calculate(text) for text in ("1+2*3", "(1+2)/4", "1/0", "a", "2**9")] == [
         "7",
         "0.75",
@@ -328,13 +328,13 @@ def test_built_in_rewards():
     assert number_match("", "first 3, then 1,042", {"answer": "... #### 1042"}) == 1
     assert number_match("", "41", {"answer": "42"}) == number_match("", "none", {"answer": "42"}) == 0
     rewards = Rewards([r"pattern=\bcat\b", "length=10"], [2.0, 1.0])
-    assert rewards("", "a cat here", {}, "row") == 3
-    assert rewards("", "concatenat" * 2, {}, "row") == 0
+    assert rewards("", "a cat here", {}) == 3
+    assert rewards("", "concatenat" * 2, {}) == 0
     with pytest.raises(
-        UserError, match=r"^row 3: .*number failed: UserError: it has no reference answer \(column answer"
+        UserError, match=r"^the reward function number failed: UserError: it has no reference answer \(column answer"
     ):
-        Rewards(["number"], [])("", "41", {"question": "?"}, "row 3")
-    with pytest.raises(UserError, match=r"--rewards reward_model is unknown; use .* reward_model=DIR"):
+        Rewards(["number"], [])("", "41", {"question": "?"})
+    with pytest.raises(UserError, match=r"--rewards: reward_model is unknown; use .* reward_model=DIR"):
         Rewards(["reward_model"], [], print)
 
 
@@ -567,7 +567,7 @@ def test_a_rollout_without_a_trajectory_is_named(folder, tmp_path):
         ),
         ({"training__seq_len": 8}, r"prompts\.jsonl:\d+: \d+ tokens, 8 fit"),
         ({"policy__gae_decay": 95}, r"--policy\.gae_decay is 95\.0, but must be from 0 to 1"),
-        ({"rewards": ["nothing"]}, r"--rewards nothing is unknown"),
+        ({"rewards": ["nothing"]}, r"--rewards: nothing is unknown"),
         ({"rewards": ["pattern=("]}, r"not a regular expression"),
         (
             {"lr_scheduler__unit": "tokens"},
@@ -575,7 +575,7 @@ def test_a_rollout_without_a_trajectory_is_named(folder, tmp_path):
         ),
         ({"training__batch_schedule": "64t:8"}, r"--training\.batch_schedule is \['64t:8'\], but must be in steps"),
         ({"training__seq_len_schedule": "2:128"}, r"--training\.seq_len_schedule is \['2:128'\], but must be empty"),
-        ({"reward_weights": [1, 2]}, r"--reward_weights has 2 numbers for 1 --rewards"),
+        ({"reward_weights": [1, 2]}, r"--reward_weights is .*, but must be one number for each of 1 --rewards"),
         ({"parallelism__pipeline_parallel_degree": 2}, r"--parallelism\.pipeline_parallel_degree 2 cannot be combined"),
     ],
 )

@@ -201,6 +201,8 @@ def test_nothing_fits(tmp_path: Path):
         ("--devices=0", "--devices is 0"),
         ("--global_batch_size=-5", "--global_batch_size is -5"),
         ("--module=rl --config=rl_debugmodel", "a dry run cannot sample answers"),
+        ("--compile.enable --compile.backend=foo", "--compile.backend is 'foo', and torch knows "),
+        ("--training.seq_len=0", "--training.seq_len is 0, but must be at least 1"),
         ("--apply=/nowhere/best.yaml", "--apply '/nowhere/best.yaml' cannot be written"),
         ("--apply=.", "--apply '.' cannot be written"),
         ("--device_file=/nowhere", "the device file '/nowhere' cannot be read: No such file or directory"),

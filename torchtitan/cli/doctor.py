@@ -4,20 +4,11 @@ import os
 import socket
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from torchtitan.cli.model_options import run_command
 from torchtitan.tools.parser import Parser
-
-if TYPE_CHECKING:
-    import torch
-
-    from torchtitan.distributed.health import Health
-
-_SECONDS_UNTIL_FAILURE = 5.0
-"""Until then, the processes of sound hosts have ended. If an agent of torchrun failed first, all of them would fail."""
 
 
 def doctor(args: Sequence[str]) -> int:
@@ -36,6 +27,8 @@ def doctor(args: Sequence[str]) -> int:
 
 
 def _check(folder: Path) -> int:
+    import torch
+
     from torchtitan.cli.launch import environment_number
     from torchtitan.config import CommConfig
     from torchtitan.distributed.health import findings, measure
@@ -45,28 +38,27 @@ def _check(folder: Path) -> int:
     environment_number("NGPU", default=1, minimum=1)  # a mistake in it, before training finds it
     device = init_process_group(device_type(), CommConfig(init_timeout_seconds=60))
     health = measure(folder, device)
-    found = findings(health, _expected_speeds(device))
+    found = findings(health, _expected_speeds(torch.cuda.get_device_name(device) if device.type == "cuda" else ""))
     destroy_process_group()
     if int(os.environ.get("RANK", "0")) == 0:
-        _print(health, device_description(device))
+        software = ", ".join(f"{name} {version}" for name, version in health.software[0].items())
+        _print(f"{device_description(device)}; {software}", health.facts)
         for host, message in found:
             print(f"PROBLEM {host}: {message}")
         if not found:
             print(f"{len({*health.hosts})} host(s), {len(health.hosts)} rank(s): no problem found")
-    if is_odd := socket.gethostname() in dict(found):
-        time.sleep(_SECONDS_UNTIL_FAILURE if len(health.hosts) > 1 else 0)
+    is_odd = socket.gethostname() in dict(found)
+    if is_odd and len(health.hosts) > 1:
+        time.sleep(5)  # until those of sound hosts have ended: if an agent of torchrun failed first, all would fail
     return int(is_odd)
 
 
-def _expected_speeds(device: "torch.device") -> dict[str, float]:
-    """Return the speeds of a GPU that the table of devices knows, otherwise none."""
-    import torch
-
+def _expected_speeds(gpu: str) -> dict[str, float]:
+    """Return the speeds of a GPU, by its own name, if the table of devices knows it, otherwise none."""
     from torchtitan.distributed.health import LINKS, NETWORK, PRODUCTS
     from torchtitan.foresight.devices import device_of_gpu
 
-    known = device_of_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-    if known is None:
+    if (known := device_of_gpu(gpu)) is None:
         return {}
     return {
         PRODUCTS: known.bfloat16_flops * known.product_efficiency / 1e12,
@@ -75,13 +67,12 @@ def _expected_speeds(device: "torch.device") -> dict[str, float]:
     }
 
 
-def _print(health: "Health", device: str) -> None:
+def _print(title: str, facts: Mapping[str, Mapping[tuple[int, ...], float]]) -> None:
     from torchtitan.tools.tables import open_console, print_table
 
-    software = ", ".join(f"{name} {version}" for name, version in health.software[0].items())
     rows, numeric = [], ("least", "median", "most")
-    for name, measured in health.facts.items():
+    for name, measured in facts.items():
         if values := measured.values():
             shown = (min(values), statistics.median(values), max(values))
             rows.append((name, *(f"{value:,.0f}" if value >= 1000 else f"{value:.4g}" for value in shown)))
-    print_table(open_console(), f"{device}; {software}", ("of all ranks", *numeric), rows, numbers=numeric)
+    print_table(open_console(), title, ("of all ranks", *numeric), rows, numbers=numeric)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from torchtitan.cli.main import COMMANDS
 from torchtitan.cli.model_options import run_command
 from torchtitan.tools import durable
-from torchtitan.tools.errors import UserError, os_errors_as, suggest
+from torchtitan.tools.errors import UserError, errors_of, os_errors_as, suggest
 from torchtitan.tools.logging import logger
 from torchtitan.tools.parser import Parser
 from torchtitan.tools.process import StopSignals, signal_when_orphaned
@@ -76,12 +76,13 @@ def _run_stages(stages: list[_Stage], folder: Path) -> int:
             words += ["--hf_assets_path" if stage.trains else "--checkpoint", previous if has_previous else stage.base]
         words += ["--dump_folder", str(own)] if stage.trains else []
         record, done = {"command": words, "base": id_of_previous if has_previous else ""}, own / "finished.json"
+        if stage.trains and not done.exists():
+            _check_training(stage.name, words[1:])
         if not done.exists() and (code := _run_stage(stage.name, words, own, shows=not stage.trains)):
             return code
         exported = next(own.glob("checkpoint/step-*/config.json"), None) if stage.trains else None  # of the last step
         if stage.trains and not exported:
-            options = "--checkpoint.enable --checkpoint.last_save_in_hf"
-            raise UserError(f"stage '{stage.name}' has exported no model; add {options}")
+            raise UserError(f"stage '{stage.name}' has exported no model; remove {own} to repeat it")
         if not done.exists():
             durable.write(done, json.dumps({**record, "id": uuid.uuid4().hex}))
         finished = json.loads(done.read_text())
@@ -92,6 +93,16 @@ def _run_stages(stages: list[_Stage], folder: Path) -> int:
             previous, id_of_previous = str(exported.parent), finished["id"]
         logger.info("stage %s has finished: %s", stage.name, own)
     return 0
+
+
+def _check_training(stage: str, words: list[str]) -> None:
+    """Raise `UserError` for wrong options, or if the stage would export no model."""
+    from torchtitan.config.manager import ConfigManager
+
+    with errors_of(f"stage '{stage}'"):
+        checkpoint = ConfigManager().parse_args(words).config.checkpoint
+        if not (checkpoint.enable and checkpoint.last_save_in_hf):
+            raise UserError("it would export no model; add --checkpoint.enable --checkpoint.last_save_in_hf")
 
 
 def _run_stage(name: str, words: list[str], folder: Path, *, shows: bool) -> int:

@@ -15,6 +15,7 @@ from torchtitan.components.adamw_8bit import make_adamw_8bit
 from torchtitan.components.adamw_offload import AdamWOffload
 from torchtitan.components.muon import Muon
 from torchtitan.config import Configurable, ParallelismConfig, TrainingConfig
+from torchtitan.distributed.compile import check_c_compiler
 from torchtitan.distributed.gradients import by_mesh, redistribute_like, row_norms, total_norm
 from torchtitan.distributed.initialize import canonical_name
 from torchtitan.distributed.process_group import gather_objects
@@ -105,6 +106,7 @@ class Optimizer(Configurable):
             require(0 < self.eps < math.inf, "--optimizer.eps", self.eps, "above 0")
             if self.name == "AdamW8bit":
                 check_torchao("--optimizer.name AdamW8bit")
+                check_c_compiler("--optimizer.name AdamW8bit updates weights in compiled code, which")
             if self.momentum is not None and self.name.startswith("Adam"):
                 raise UserError(
                     f"--optimizer.momentum {self.momentum} is for SGD and Muon; for {self.name} set --optimizer.beta1"

@@ -56,8 +56,6 @@ LEAST_OF_EXPECTED = 0.25
 have less power than its data sheet assumes."""
 
 _MESSAGE_BYTES, _DISK_BYTES = 2**25, 2**26
-_ALL_PAIRS = 16
-"""Most ranks of which all pairs are measured; of more, those whose numbers differ in one binary digit."""
 
 
 class Health(NamedTuple):
@@ -87,9 +85,9 @@ def measure(folder: Path, device: torch.device) -> Health:
             own[DISK] = _disk_bandwidth(existing)
     except OSError as error:
         problem = f"{hosts[rank]}: --dump_folder '{folder}' cannot be written: {error.strerror}"
-    problems, seconds = gather_objects(problem), time.time()
-    if any(problems):
-        raise UserError(max(problems))
+    problem, seconds = max(gather_objects(problem)), time.time()
+    if problem:
+        raise UserError(problem)
     own[PRODUCTS] = peak_flops(device, torch.bfloat16 if is_gpu else torch.float32, published=False).value / 1e12
     if size > 1:
         speeds, own[ALL_REDUCE] = _bandwidths(rank, size, device)
@@ -195,9 +193,10 @@ def _bandwidths(rank: int, size: int, device: torch.device) -> tuple[dict[int, f
 
 
 def rounds(rank: int, size: int) -> list[int | None]:
-    """Return the partner of a rank in each round, None if it has none; in a round, partners have each other."""
+    """Return the partner of a rank in each round, None if it has none; in a round, partners have each other. Of at most
+    16 ranks, all pairs meet; of more, those whose numbers differ in one binary digit."""
     powers = [1 << power for power in range((size - 1).bit_length())]
-    distances = range(1, sum(powers) + 1) if size <= _ALL_PAIRS else powers
+    distances = range(1, sum(powers) + 1) if size <= 16 else powers
     return [rank ^ distance if rank ^ distance < size else None for distance in distances]
 
 

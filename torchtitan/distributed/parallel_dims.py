@@ -13,7 +13,7 @@ from torchtitan.protocols import BaseModel
 from torchtitan.tools.errors import UserError, require
 from torchtitan.tools.torch_private import concatenate_meshes, flatten_mesh, split_mesh
 
-_DEGREES = {
+DEGREES = {
     "data_parallel_shard_degree": "dp_shard",
     "data_parallel_replicate_degree": "dp_replicate",
     "context_parallel_degree": "cp",
@@ -65,19 +65,19 @@ class ParallelDims:
             cp_load_balancer=config.context_parallel_load_balancer,
             ep=config.expert_parallel_degree,
             etp=config.expert_tensor_parallel_degree,
-            **{field: degrees[name] for name, field in _DEGREES.items()},
+            **{field: degrees[name] for name, field in DEGREES.items()},
         )
         allowed = f"1 or --parallelism.tensor_parallel_degree {dims.tp}"
         require(dims.etp in (1, dims.tp), "--parallelism.expert_tensor_parallel_degree", dims.etp, allowed)
-        if dims.dp_shard * dims.cp * dims.tp // dims.etp % dims.ep:
+        if dims.shards * dims.tp // dims.etp % dims.ep:
             inner = ["dp_shard", "cp", *(["tp"] if dims.etp == 1 else [])]
-            ranks = {name: degrees[name] for name, field in _DEGREES.items() if field in inner}
+            ranks = {name: degrees[name] for name, field in DEGREES.items() if field in inner}
             raise UserError(f"--parallelism.expert_parallel_degree {dims.ep} does not divide {_product(ranks)}")
         return dims
 
     def require_fsdp(self, option: str) -> None:
         """Raise `UserError` for an option that works only if several ranks share the weights."""
-        if self.dp_shard * self.cp == 1:
+        if self.shards == 1:
             raise UserError(
                 f"{option} is a part of FSDP, and needs --parallelism.data_parallel_shard_degree (or "
                 "context_parallel_degree) above 1"
@@ -88,7 +88,7 @@ class ParallelDims:
         sequence that cannot be split."""
         family = type(model).__qualname__.removesuffix(".Config")
         for name, reason in model.unsupported_parallelisms().items():
-            if (degree := getattr(self, _DEGREES[name])) > 1:
+            if (degree := getattr(self, DEGREES[name])) > 1:
                 raise UserError(f"--parallelism.{name} {degree} must be 1 for {family}, because {reason}")
         for name, size in model.tensor_parallel_sizes.items():
             if size % self.tp:
@@ -131,6 +131,11 @@ class ParallelDims:
         return coordinates
 
     @property
+    def shards(self) -> int:
+        """Number of ranks that shard one copy of the weights."""
+        return self.dp_shard * self.cp
+
+    @property
     def dp_degree(self) -> int:
         """Number of groups of ranks that read different samples."""
         return self.dp_replicate * self.dp_shard
@@ -165,7 +170,7 @@ class ParallelDims:
         are sharded over "fsdp", including context-parallel ranks, which have the same weights and different tokens."""
         if self.world_size == 1:
             return None
-        sizes = {"pp": self.pp, "dp_replicate": self.dp_replicate, "fsdp": self.dp_shard * self.cp, "tp": self.tp}
+        sizes = {"pp": self.pp, "dp_replicate": self.dp_replicate, "fsdp": self.shards, "tp": self.tp}
         mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         if sizes["fsdp"] > 1 and sizes["tp"] > 1:
             flatten_mesh(mesh["fsdp", "tp"])  # lets DTensor sum over both at once
@@ -181,7 +186,7 @@ class ParallelDims:
         if mesh is None or self.ep == self.etp == 1:
             return None
         if self.etp == self.tp:
-            experts = split_mesh(mesh, "fsdp", (self.dp_shard * self.cp // self.ep, self.ep), ("efsdp", "ep"))
+            experts = split_mesh(mesh, "fsdp", (self.shards // self.ep, self.ep), ("efsdp", "ep"))
         else:
             ranks = flatten_mesh(mesh["fsdp", "tp"])
             inner = split_mesh(ranks, 0, (ranks.size() // self.ep, self.ep), ("efsdp", "ep"))

@@ -49,7 +49,7 @@ def parallelize_model(
     compile = compile or CompileConfig()
     expert_mesh = parallel_dims.expert_mesh(mesh)
     if expert_mesh is not None:
-        apply_expert_parallel(model, expert_mesh, parallel_dims.dp_shard * parallel_dims.cp)
+        apply_expert_parallel(model, expert_mesh, parallel_dims.shards)
     if mesh is not None and parallel_dims.tp > 1:
         loss_on_full_tensors = parallelism.disable_loss_parallel
         apply_tensor_parallel(model, mesh["tp"], sharding, disable_loss_parallel=loss_on_full_tensors)
@@ -81,12 +81,11 @@ def _apply_data_parallel(
         # The embedding already returns hidden states of the right type, and RoPE's angles must keep their type.
         cast_forward_inputs=False,
     )
-    shards = dims.dp_shard * dims.cp
-    if shards == 1 and dims.dp_replicate > 1 and expert_mesh is None:
+    if dims.shards == 1 and dims.dp_replicate > 1 and expert_mesh is None:
         # DDP through FSDP2: replicated weights, with gradients reduced per unit during the backward pass.
         for unit in [*model.units(), model]:
             replicate(unit, mesh=mesh["dp_replicate"], mp_policy=precision)
-    elif shards > 1 or training.mixed_precision_param != training.dtype or expert_mesh is not None:
+    elif dims.shards > 1 or training.mixed_precision_param != training.dtype or expert_mesh is not None:
         fsdp_mesh = mesh["dp_replicate", "fsdp"] if dims.dp_replicate > 1 else mesh["fsdp"]
         options: Any = {"mesh": fsdp_mesh, "mp_policy": precision}
         if training.enable_cpu_offload:  # GPUs copy fastest from pinned memory, which needs a GPU

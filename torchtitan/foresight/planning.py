@@ -11,6 +11,8 @@ from typing import Any
 
 from torchtitan.config.configurable import leaves
 from torchtitan.config.sections import PipelineSchedule
+from torchtitan.distributed.compile import check_compile
+from torchtitan.distributed.parallel_dims import DEGREES
 from torchtitan.dry_run.fake_trainer import with_vocabulary
 from torchtitan.dry_run.fitting import USABLE, with_mode
 from torchtitan.foresight.devices import Device, device_named
@@ -32,8 +34,7 @@ _MOST_STAGES = 16
 _SHORT = 1024
 """Windows beyond this can be shortened."""
 
-_MESH = ("data_parallel_replicate", "data_parallel_shard", "context_parallel", "tensor_parallel", "pipeline_parallel")
-MESH = tuple(f"parallelism.{name}_degree" for name in _MESH)
+MESH = tuple(f"parallelism.{name}" for name in DEGREES)
 """Options of the degrees that multiply to the number of processes."""
 
 CHOSEN = (
@@ -95,7 +96,8 @@ def plan(
     if world_size > devices_per_host and world_size % devices_per_host:
         raise UserError(f"{world_size} devices do not fill hosts of {devices_per_host} (--devices_per_host)")
     for section in (config, config.training, config.parallelism, config.activation_checkpoint):
-        section.validate()  # not a mistake of the layouts
+        section.validate()
+    check_compile(config.compile)  # also no mistake of the layouts
     config = with_vocabulary(config)
     device = device_named(device, world_size)
     measure = functools.cache(functools.partial(profile, config, facts_of(config)))
@@ -107,6 +109,7 @@ def plan(
 
     estimates = [estimate(layout) for layout in layouts(config, world_size, devices_per_host)]
     if not estimates:
+        Layout.of(config, world_size)  # says why, if the given layout is not valid either
         raise UserError(
             f"no layout of {world_size} devices is valid for {config.model_spec.name} {config.model_spec.flavor} with "
             f"--seq_len {config.training.seq_len} and --global_batch_size {config.training.global_batch_size}: another "

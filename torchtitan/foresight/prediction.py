@@ -120,13 +120,8 @@ class Layout:
         dims, parallelism = self.dims, self.config.parallelism
         size = self.config.training.local_batch_size
         sequences = parallelism.pipeline_parallel_microbatch_size if dims.pp > 1 else size
-        wrapper: Any = "FSDP" if self.shards > 1 else "DDP" if dims.dp_replicate > 1 else "none"
+        wrapper: Any = "FSDP" if dims.shards > 1 else "DDP" if dims.dp_replicate > 1 else "none"
         return Split(dims.tp, dims.cp, dims.ep, dims.etp, wrapper, sequences, self.config.activation_checkpoint.mode)
-
-    @property
-    def shards(self) -> int:
-        """Ranks that shard one copy of the weights."""
-        return self.dims.dp_shard * self.dims.cp
 
     @property
     def accumulation(self) -> int:
@@ -176,7 +171,7 @@ class Estimate:
 
     def _work(self, layers: int, has_loss: int, devices_per_host: int) -> WorkOfRank:
         """Yield the work of a step."""
-        dims, shards, pipeline = self.layout.dims, self.layout.shards, self.layout.pipeline
+        dims, shards, pipeline = self.layout.dims, self.layout.dims.shards, self.layout.pipeline
         ranks_and_distance: dict[Role, tuple[int, int]] = {
             "tensor parallel": (dims.tp, 1),
             "context parallel": (dims.cp, dims.tp),
@@ -214,7 +209,7 @@ class Estimate:
         remaining weights each; gathered weights stay, and gradients accumulate before they are sharded. The
         embedding's gradient is whole on each tensor-parallel rank."""
         layer, rest = self.measured.layer, self.measured.rest
-        shards, pipeline, batch = self.layout.shards, self.layout.pipeline, self.batch
+        shards, pipeline, batch = self.layout.dims.shards, self.layout.pipeline, self.batch
         layers, has_loss = self._held_by(rank)
         ends = 1.0 if pipeline is None else 0.5 * ((rank == 0) + has_loss)
         states = (layers * layer["state"] + ends * rest["state"]) / shards

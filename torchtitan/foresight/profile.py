@@ -160,7 +160,7 @@ def _measure(config: Trainer.Config, split: Split, n_layers: int) -> Portion:
 
 
 def _portion_of(report: RankReport, dims: ParallelDims) -> Portion:
-    shards, peak = dims.dp_shard * dims.cp, report.peak
+    shards, peak = dims.shards, report.peak
     state, gathered = peak["parameters"] + peak["optimizer"], peak["gathered parameters"]
     portion: Portion = Counter(
         {

@@ -169,7 +169,7 @@ class RunBuilder(Configurable):
             )
         with torch.device("meta"):
             model: BaseModel = config.build().to(getattr(torch, training.dtype))
-        attention = [part for part in model.modules() if hasattr(part, "softcap")]
+        attention = [part for part in model.modules() if {"softcap", "has_sinks"} <= vars(part).keys()]
         if any(part.softcap or part.has_sinks for part in attention):
             check_c_compiler("attention with soft caps or sinks is computed by FlexAttention, which")
         is_packed = getattr(self.config.dataloader, "document_mask", True)

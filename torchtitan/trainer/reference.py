@@ -32,7 +32,7 @@ def check_cache(config: Trainer.Config, option: str, *, dry_run: bool) -> None:
     if dry_run:
         raise UserError(f"{option} cannot be combined with a dry run, which reads no data; leave it out")
     if config.training.batch_schedule or config.training.seq_len_schedule:
-        raise UserError(f"{option} needs batches of one size; leave out batch_schedule and seq_len_schedule")
+        raise UserError(f"{option} needs batches of one size; leave out --training.batch_schedule and seq_len_schedule")
 
 
 class FrozenModelTrainer(Trainer):
@@ -179,18 +179,17 @@ class ReferenceTrainer(FrozenModelTrainer):
     def frozen_results(self, batch: Batch) -> dict[str, Tensor]:
         return {"reference": self.log_probs("reference", batch)}
 
-    def log_probs(self, model: str, batch: Batch, prefix: str = "") -> Tensor:
-        """Return the log-probability of each label (B, L), of the tensors of the batch whose names have the prefix."""
-        tokens_BL, labels_BL = (batch[f"{prefix}{name}"] for name in ("input", "labels"))
-        attention, run = batch.get(f"{prefix}attention"), self.models[model]
-        values_BL: Tensor = run(tokens_BL, attention, head=token_log_probs, labels_BL=labels_BL)
+    def log_probs(self, model: str, batch: Batch) -> Tensor:
+        """Return the log-probability of each label (B, L)."""
+        inputs, labels_BL = (batch["input"], batch.get("attention")), batch["labels"]
+        values_BL: Tensor = self.models[model](*inputs, head=token_log_probs, labels_BL=labels_BL)
         return values_BL
 
-    def reference_log_probs(self, batch: Batch, prefix: str = "") -> Tensor:
+    def reference_log_probs(self, batch: Batch) -> Tensor:
         """Return what `log_probs` returns for the reference; 0 if the method has none."""
         if not self.needs_reference:
             return torch.zeros((), device=self.device)
         if self.config.reference.kind == "adapters_off":
             with torch.no_grad(), adapters_off(self.model_parts):
-                return self.log_probs("model", batch, prefix)
-        return batch["reference"] if self.cache else self.log_probs("reference", batch, prefix)
+                return self.log_probs("model", batch)
+        return batch["reference"] if self.cache else self.log_probs("reference", batch)

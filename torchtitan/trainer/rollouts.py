@@ -21,7 +21,7 @@ from torchtitan.components.weights.views import ExternalView, LiveSource, PlainV
 from torchtitan.config.sections import require_at_least
 from torchtitan.protocols.conversion import converted_model
 from torchtitan.protocols.tensor_source import TensorSource
-from torchtitan.tools.errors import UserError, in_words, require
+from torchtitan.tools.errors import UserError, errors_of, in_words, require
 from torchtitan.trainer.trainer import Trainer
 
 
@@ -87,8 +87,8 @@ class RolloutTrainer(Trainer):
             where = f"validation prompt {document}" if phase == "validation" else self.dataloader.sample_name(document)
             for number in range(sampled[document] * size, (sampled[document] + 1) * size):
                 key = f"{self.config.debug.seed}/{phase}/{document}/{number}"
-                own = RolloutEngine(self.engine, self.tokenizer, self.rewards, ids, most, key, where)
-                texts.append(self.checked_rollout(row, own))
+                own = RolloutEngine(self.engine, self.tokenizer, self.rewards, ids, most, key)
+                texts.append(self.checked_rollout(row, own, where))
             sampled[document] += 1
         with self.mixed_precision():
             trajectories = self.engine.run(texts)
@@ -98,17 +98,18 @@ class RolloutTrainer(Trainer):
             trajectory.reward = reward
         return [trajectories[start : start + size] for start in range(0, len(trajectories), size)]
 
-    async def checked_rollout(self, row: Mapping[str, Any], engine: RolloutEngine) -> Trajectory:
-        """Return a valid trajectory. Raise `UserError` that names row and function if the user's code fails."""
-        try:
-            trajectory = await self.rollout(row, engine)
-            trajectory.check(self.engine.context, engine.where)
-        except UserError:
-            raise
-        except Exception as error:
-            named = f"{engine.where}: the rollout {self.config.rollout.function or 'single_turn'}"
-            raise UserError(f"{named} failed: {in_words(error)}") from error
-        return trajectory
+    async def checked_rollout(self, row: Mapping[str, Any], engine: RolloutEngine, where: str) -> Trajectory:
+        """Return a valid trajectory. Raise `UserError` that names the row (`where`) and the function that fails."""
+        with errors_of(where):
+            try:
+                trajectory = await self.rollout(row, engine)
+                trajectory.check(self.engine.context)
+            except UserError:
+                raise
+            except Exception as error:
+                name = self.config.rollout.function or "single_turn"
+                raise UserError(f"the rollout {name} failed: {in_words(error)}") from error
+            return trajectory
 
     def packed(self, groups: Iterable[Group], advantages: Sequence[float] = ()) -> list[Batch]:
         """Return trajectories in packed windows on the device, equally many batches on each rank; see `to_batches`."""

@@ -34,6 +34,11 @@ def texts_of(engine: Engine, numbers=ALL):
     return [engine.generate(PROMPTS[n], max_new_tokens=12 + n % 7, key=f"text {n}") for n in numbers]
 
 
+def test_an_engine_without_rows_is_an_error():
+    with pytest.raises(UserError, match="max_rows is 0, but must be at least 1"):
+        Engine(mixed_model(), sampling=SAMPLING, max_rows=0)
+
+
 def alone(model) -> list[Generation]:
     """Return the texts, each generated in a batch of its own, without cache."""
     engine = Engine(model, sampling=SAMPLING, stop_ids=STOP_IDS, use_cache=False)

@@ -15,7 +15,7 @@ from torchtitan.tools.errors import RunComplete, RunFailure, UserError, os_error
 from torchtitan.tools.logging import logger
 
 MISSING_WEIGHTS_ADVICE = (
-    "use a checkpoint of the run with all weights, such as the final one, or any saved with "
+    "use a checkpoint of the run with all weights: the last one with --checkpoint.last_save_in_hf, or any with "
     "--checkpoint.no_save_trainable_only; to get the adapter of a LoRA run, use `torchtitan convert --to peft`"
 )
 """Advice if a checkpoint contains only trained weights, but all are needed."""

@@ -71,7 +71,8 @@ class Report:
 
     def add(self, other: Self) -> None:
         """Add the counts of another report."""
-        self.format = self.format or other.format
+        formats = dict.fromkeys([*self.format.split(", "), *other.format.split(", ")])
+        self.format = ", ".join(filter(None, formats))
         for name in ("rows", "kept", "tokens", "trained_tokens"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.truncated.add_all(other.truncated)
@@ -107,7 +108,8 @@ class Report:
         for event, counter in events.items():
             if counter.count:
                 more = ["..."] if counter.count > len(counter.examples) else []
-                yield f"{event}: {counter.count:,} ({'; '.join([*counter.in_words(), *more])})"
+                examples = f" ({'; '.join([*counter.in_words(), *more])})" if counter.examples else ""
+                yield f"{event}: {counter.count:,}{examples}"
 
 
 def no_rows_left_error(name: str, report: Report, advice: Iterable[str] = ()) -> UserError:

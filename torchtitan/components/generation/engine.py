@@ -1,7 +1,6 @@
 """The engine of generation: coroutines that await continuations, computed together by the model's own weights; and
 `generate`, for prompts that are known in advance."""
 
-import types
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
 from collections.abc import Set as AbstractSet
@@ -69,6 +68,9 @@ class _Row:
     resume: Callable[[Generation], None] = field(init=False)
     """Continues the coroutine that awaits the text."""
 
+    def __await__(self) -> Generator["_Row", Generation, Generation]:
+        return (yield self)
+
     @property
     def tokens(self) -> list[int]:
         """All tokens; of a finished row, which may stay in the batch, a single one that is not read."""
@@ -82,7 +84,7 @@ class _Row:
 class Engine:
     """Continue texts in batches with a model that is plain or under FSDP, DDP, tensor parallelism, activation
     checkpointing or compilation (blocks run uncompiled). Raises `UserError` under pipeline or context parallelism, and
-    if a sampling option is out of range.
+    if an option is out of range.
 
     A finished text makes room for the next one. A prompt that several waiting texts share is computed once. Each text
     has its own random numbers, so that it depends only on weights, prompt and key, up to the rounding of logits.
@@ -108,6 +110,7 @@ class Engine:
     ):
         _reject_partial_model(model)
         sampling.validate()
+        require(max_rows is None or max_rows >= 1, "max_rows", max_rows, "at least 1")
         self._model = cast(Any, model)
         self.context: int = self._model.config.max_seq_len
         self._sampling, self._stop_ids, self._group = sampling, stop_ids, group
@@ -123,7 +126,7 @@ class Engine:
         _check(self._model, prompt, max_new_tokens)
         if max_new_tokens == 0:
             return Generation()
-        return await _wait(_Row(tuple(prompt), max_new_tokens, generator_of(key), on_token))
+        return await _Row(tuple(prompt), max_new_tokens, generator_of(key), on_token)
 
     @torch.no_grad()
     def run(self, texts: Sequence[Coroutine[Any, Any, ResultT]]) -> list[ResultT]:
@@ -331,11 +334,6 @@ def generate(
         key, take = f"{sampling.seed}/{row}", on_token and partial(on_token, row)
         texts.append(engine.generate(prompt, max_new_tokens=max_new_tokens, key=key, on_token=take))
     return engine.run(texts)
-
-
-@types.coroutine
-def _wait(row: _Row) -> Generator[_Row, Generation, Generation]:
-    return (yield row)
 
 
 def _check(model: nn.Module, prompt: Sequence[int], max_new_tokens: int) -> None:

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from torchtitan.components.data.finetuning.conversions import ANSWERS
 from torchtitan.components.data.finetuning.functions import load_function
-from torchtitan.tools.errors import UserError, in_words
+from torchtitan.tools.errors import UserError, errors_of, in_words, require
 
 Reward = Callable[[str, str, Mapping[str, Any]], Any]
 """Returns one number for prompt, completion and the row of the dataset with the prompt."""
@@ -36,7 +36,7 @@ def find_reward(name: str, open_model: Callable[[str], Reward] | None = None) ->
         try:
             pattern = re.compile(value, re.DOTALL)
         except re.error as error:
-            raise UserError(f"--rewards {name}: not a regular expression: {error}") from error
+            raise UserError(f"{name}: not a regular expression: {error}") from error
         return lambda prompt, completion, row: float(pattern.search(completion) is not None)
     if kind == "length" and value.isdecimal() and int(value):
         return lambda prompt, completion, row: max(0.0, 1 - abs(len(completion) / int(value) - 1))
@@ -44,7 +44,7 @@ def find_reward(name: str, open_model: Callable[[str], Reward] | None = None) ->
         return open_model(value)
     if ":" not in name:
         known = "number, pattern=REGEX, length=N, reward_model=DIR, package.module:function or file.py:function"
-        raise UserError(f"--rewards {name} is unknown; use {known}")
+        raise UserError(f"{name} is unknown; use {known}")
     return cast(Reward, load_function(name))
 
 
@@ -52,17 +52,17 @@ class Rewards:
     """Weighted sum of reward functions. Raises `UserError` for an unknown function or a wrong number of weights."""
 
     def __init__(self, names: Sequence[str], weights: Sequence[float], open_model: Callable[..., Any] | None = None):
-        if weights and len(weights) != len(names):
-            numbers = f"{len(weights)} numbers for {len(names)} --rewards"
-            raise UserError(f"--reward_weights has {numbers}; give one for each")
-        self._functions = [(name, find_reward(name, open_model)) for name in names]
+        fits = not weights or len(weights) == len(names)
+        require(fits, "--reward_weights", list(weights), f"one number for each of {len(names)} --rewards")
+        with errors_of("--rewards"):
+            self._functions = [(name, find_reward(name, open_model)) for name in names]
         self._weights = weights or [1.0] * len(names)
 
-    def __call__(self, prompt: str, completion: str, row: Mapping[str, Any], where: str) -> float:
-        """Return the reward. Raise `UserError` that names the row (`where`) and the function that fails."""
+    def __call__(self, prompt: str, completion: str, row: Mapping[str, Any]) -> float:
+        """Return the reward. Raise `UserError` that names the function that fails."""
         total = 0.0
         for (name, function), weight in zip(self._functions, self._weights, strict=True):
-            subject = f"{where}: the reward function {name}"
+            subject = f"the reward function {name}"
             try:
                 value = function(prompt, completion, row)
             except Exception as error:

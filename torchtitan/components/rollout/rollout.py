@@ -20,7 +20,7 @@ from torchtitan.components.generation import Generation
 from torchtitan.components.metric_sinks import JsonLines
 from torchtitan.components.rollout.rewards import Rewards
 from torchtitan.components.tokenizer import Tokenizer
-from torchtitan.tools.errors import UserError
+from torchtitan.tools.errors import UserError, errors_of
 from torchtitan.tools.logging import logger
 
 ResultT = TypeVar("ResultT")
@@ -43,13 +43,13 @@ class Trajectory:
         self.logprobs += [0.0] * len(tokens) if logprobs is None else logprobs
         self.loss_mask += [logprobs is not None] * len(tokens)
 
-    def check(self, most: int, where: str) -> None:
-        """Raise `UserError` that names the row (`where`) if it cannot be trained, or has more than `most` tokens."""
+    def check(self, most: int) -> None:
+        """Raise `UserError` if it cannot be trained, or has more than `most` tokens."""
         lengths = [len(self.tokens), len(self.logprobs), len(self.loss_mask)]
         if len(set(lengths)) > 1 or not any(self.loss_mask[1:]) or lengths[0] > most or not math.isfinite(self.reward):
             found = f"{lengths} tokens, logprobs and elements of loss_mask, {sum(self.loss_mask)} of them true"
             needed = f"it needs equal numbers, from 1 to {most}, and a finite reward"
-            raise UserError(f"{where}: a trajectory has {found}, and the reward {self.reward}; {needed}")
+            raise UserError(f"a trajectory has {found}, and the reward {self.reward}; {needed}")
 
 
 class SamplingEngine(Protocol):
@@ -79,8 +79,6 @@ class RolloutEngine:
     """Default and maximum of each continuation."""
     key: str
     """Seed of the rollout's random numbers."""
-    where: str
-    """Name of the row in messages."""
     n_calls: int = 0
 
     async def generate(self, tokens: Sequence[int], max_new_tokens: int | None = None) -> Generation:
@@ -95,7 +93,7 @@ class RolloutEngine:
 
     def reward(self, completion: str, row: Mapping[str, Any]) -> float:
         """Return the sum of `--rewards` for a completion."""
-        return self.rewards(self.decode(self.prompt), completion, row, self.where)
+        return self.rewards(self.decode(self.prompt), completion, row)
 
 
 Group = list[Trajectory]  # of one prompt
@@ -136,9 +134,10 @@ class RolloutConfig:
 
     def find_function(self) -> Rollout:
         """Return the rollout. Raise `UserError` if there is none."""
-        function: Any = load_function(self.function) if self.function else single_turn
-        if not inspect.iscoroutinefunction(function):
-            raise UserError(f"--rollout.function {self.function} must be defined as async def rollout(row, engine)")
+        with errors_of("--rollout.function"):
+            function: Any = load_function(self.function) if self.function else single_turn
+            if not inspect.iscoroutinefunction(function):
+                raise UserError(f"{self.function} must be defined as async def rollout(row, engine)")
         return cast(Rollout, function)
 
 

@@ -92,8 +92,9 @@ class KTOTrainer(PreferenceTrainer):
         """Return the mean log-ratio of answers to other prompts in the batches of all ranks, at least 0."""
         total, number = torch.zeros(2, device=self.device, dtype=self.statistics_dtype)
         for batch in map(self.post_dataloading_process, batches):
+            answers = {name: batch.get(f"mismatched_{name}") for name in ("input", "labels", "attention")}
             with self.mixed_precision():
-                ratios = self.log_probs("model", batch, "mismatched_") - self.reference_log_probs(batch, "mismatched_")
+                ratios = self.log_probs("model", answers) - self.reference_log_probs(answers)
             total, number = total + ratios.sum(), number + batch["n_mismatched"].sum()
         total, number = sum_over_ranks(torch.stack([total, number]))
         if self.step == 0 and self.has_data and type(number) is Tensor and not number:  # fake tensors have no values

@@ -103,9 +103,9 @@ class RLTrainer(ReferenceTrainer, RolloutTrainer):
         for number in range(10):
             sampled = self.sample(lambda: load(batches), f"{step}/{number}")
             groups += [group for group in sampled if not resamples or len({t.reward for t in group}) > 1]
-            if not resamples or all(self.ranks.gather(len(groups) >= wanted or not sampled)):
+            if not resamples or on_all_ranks(len(groups) >= wanted or not sampled):
                 return groups[:wanted]
-        if not any(self.ranks.gather(bool(groups))):
+        if on_all_ranks(not groups):
             equal = f"the rewards of each prompt's answers were equal in {number + 1} global batches"
             method = f"--policy.method {self.config.policy.method}"
             raise UserError(f"{equal}, from which {method} learns nothing; use an easier reward, or grpo")

@@ -180,6 +180,12 @@ class TestErrors:
         with raises("is not a Megatron index"):
             open_tokens(dataset, tokenizer, tmp_path)
 
+    def test_index_without_tokens(self, documents, tokenizer, tmp_path):
+        dataset = write_megatron(tmp_path / "b", documents)
+        (tmp_path / "b.bin").unlink()
+        with raises(f"{tmp_path / 'b.bin'} cannot be read"):
+            open_tokens(dataset, tokenizer, tmp_path)
+
     @pytest.mark.parametrize("entries", [[0, 5, 99], [0, 5, -1], [0, 7, 5, 80], [1, 80], [0, 79], []])
     def test_index_that_does_not_divide_the_tokens(self, entries, documents, tokenizer, tmp_path):
         dataset = write_megatron(tmp_path / "b", documents)

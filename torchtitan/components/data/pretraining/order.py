@@ -4,6 +4,7 @@ import bisect
 import hashlib
 import itertools
 import math
+import struct
 import sys
 from collections.abc import Sequence
 from fractions import Fraction
@@ -18,7 +19,6 @@ MOST_TURNS = 10_000
 """Longest cycle of sets with weights; enough for weights of four decimals that add up to 1."""
 
 _MASK = (1 << 64) - 1
-_ROUNDS = 6
 
 
 class BlockOrder:
@@ -42,7 +42,7 @@ class BlockOrder:
         self._sizes, self._weights, self._shuffle, self._seed = sizes, weights, shuffle, seed
         self._ends = list(itertools.accumulate(sizes))
         self._groups = sizes if weights else self._ends[-1:]
-        """Blocks of each set with a weight; without weights, of all sets as one."""
+        """Blocks of each set; without weights, of all sets as one."""
         self._turns = _cycle(weights or [1])
         """Group of each block in the cycle, (n,)."""
 
@@ -71,7 +71,7 @@ class BlockOrder:
 
     def blocks_in(self, epochs: int) -> int:
         """Return the number of blocks until, with weights, the first set has been read `epochs` times."""
-        wanted = epochs * np.array(self._groups)
+        wanted = epochs * np.array(self._groups, object)  # Python's integers, which do not overflow
         return bisect.bisect_left(range(sys.maxsize), True, key=lambda n: bool((self._counts(n) >= wanted).any()))
 
 
@@ -108,7 +108,7 @@ def permute(index: int, size: int, *key: int) -> int:
     assert 0 <= index < size
     half_bits = max(1, -(-(size - 1).bit_length() // 2))
     half_mask = (1 << half_bits) - 1
-    round_keys = _round_keys(key)
+    round_keys = struct.unpack("<6Q", hashlib.blake2b(repr(key).encode(), digest_size=6 * 8).digest())
     while True:
         left, right = index >> half_bits, index & half_mask
         for round_key in round_keys:
@@ -116,11 +116,6 @@ def permute(index: int, size: int, *key: int) -> int:
         index = left << half_bits | right
         if index < size:
             return index
-
-
-def _round_keys(key: tuple[int, ...]) -> list[int]:
-    digest = hashlib.blake2b(repr(key).encode(), digest_size=8 * _ROUNDS).digest()
-    return [int.from_bytes(digest[8 * i : 8 * i + 8], "little") for i in range(_ROUNDS)]
 
 
 def _mix(value: int) -> int:

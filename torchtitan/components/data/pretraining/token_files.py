@@ -11,8 +11,8 @@ import os
 import re
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,37 +28,32 @@ from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.tools.errors import UserError
 
 _SUFFIXES = (".bin", ".npy")
-_MEGATRON_MAGIC = b"MMIDIDX\0\0"
 _MEGATRON_HEADER = struct.Struct("<9sQBQQ")
 """Magic, version, code of the type, sequences, and entries of the document index."""
 _MEGATRON_TYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
 _LLM_C_TYPES = {20240520: "uint16", 20240801: "uint32"}
 """Magic number of the header of 256 int32, followed by version and number of tokens → type of the tokens."""
 _LLM_C_HEADER = 256 * 4
-_SCANNED = 1 << 26
-"""Tokens at the beginning of a file whose documents are measured."""
 _CHECKED_BLOCKS, _BLOCK = 4, 1 << 15
 
 
-@dataclass(frozen=True)
+@dataclass
 class TokenFile:
-    """A file of tokens, the last of which ends with the file."""
+    """A file of tokens, the last of which ends with the file. Raise `UserError` if it is cut."""
 
     path: Path
     dtype: str
     start: int = 0
     """Offset of the first token in bytes."""
-    read_offsets: Callable[[], Array] | None = None
+    read_offsets: "Callable[[TokenFile], Array] | None" = None
     """Returns the first token of each document, and the number of tokens, (n_documents + 1,); None: EOS marks the
     documents."""
 
-    @cached_property
-    def n_tokens(self) -> int:
-        """Number of tokens. Raise `UserError` if the last one is cut."""
-        n_bytes, item_bytes = self.path.stat().st_size - self.start, np.dtype(self.dtype).itemsize
-        if n_bytes % item_bytes:
-            raise UserError(f"{self.path} has {n_bytes:,} bytes, which are not whole tokens of {item_bytes} bytes")
-        return n_bytes // item_bytes
+    def __post_init__(self) -> None:
+        size, item_bytes = self.path.stat().st_size, np.dtype(self.dtype).itemsize
+        self.n_tokens, rest = divmod(size - self.start, item_bytes)
+        if rest:
+            raise UserError(f"{self.path} has {size:,} bytes, which are not whole tokens of {item_bytes} bytes")
 
     def map(self) -> np.ndarray:
         return np.asarray(np.memmap(self.path, self.dtype, "r", self.start, (self.n_tokens,)))
@@ -97,9 +92,7 @@ def open_token_files(paths: Sequence[Path], tokenizer: Tokenizer) -> Tokens:
     # A later file may begin in the middle of a document, so the first one shows where the delimiters are.
     begins = (bool(file.map()[0] == eos) for file in files if not file.read_offsets)
     open_file = partial(_open, files, eos, next(begins, False))
-    joined = JoinedTokens(files_digest(paths), first[:-1], int(first[-1]), open_file)
-    joined.format = "tokens"
-    return joined
+    return JoinedTokens(files_digest(paths), first[:-1], int(first[-1]), open_file)
 
 
 def files_digest(paths: Sequence[Path]) -> str:
@@ -160,7 +153,7 @@ def _megatron(path: Path, index: Path) -> TokenFile:
     """Open tokens with an index of sequences, one or more per document."""
     with index.open("rb") as file:
         header = file.read(_MEGATRON_HEADER.size)
-    if len(header) < _MEGATRON_HEADER.size or not header.startswith(_MEGATRON_MAGIC):
+    if len(header) < _MEGATRON_HEADER.size or not header.startswith(b"MMIDIDX\0\0"):
         raise UserError(f"{index} is not a Megatron index: it does not begin with MMIDIDX")
     _, _, code, n_sequences, n_entries = _MEGATRON_HEADER.unpack(header)
     if not (dtype := _MEGATRON_TYPES.get(code)):
@@ -168,11 +161,10 @@ def _megatron(path: Path, index: Path) -> TokenFile:
     size, expected = index.stat().st_size, _MEGATRON_HEADER.size + 12 * n_sequences + 8 * n_entries
     if size < expected:  # a multimodal index has more
         raise UserError(f"{index} ends at byte {size:,}, but its header announces {expected:,}")
-    tokens = TokenFile(path, dtype)
-    return replace(tokens, read_offsets=partial(_megatron_offsets, tokens, index, n_sequences, n_entries))
+    return TokenFile(path, dtype, read_offsets=partial(_megatron_offsets, index, n_sequences, n_entries))
 
 
-def _megatron_offsets(file: TokenFile, index: Path, n_sequences: int, n_entries: int) -> Array:
+def _megatron_offsets(index: Path, n_sequences: int, n_entries: int, file: TokenFile) -> Array:
     """Read the lengths of the sequences, and the first sequence of each document."""
     lengths = np.fromfile(index, np.int32, n_sequences, offset=_MEGATRON_HEADER.size)
     entries = np.fromfile(index, np.int64, n_entries, offset=_MEGATRON_HEADER.size + 12 * n_sequences)
@@ -211,12 +203,12 @@ def _litdata(path: Path, n_items: int, n_tokens: int) -> TokenFile:
     if rest or item_bytes not in (1, 2, 4, 8):
         raise UserError(f"{path} ends at byte {size:,}, which does not fit {n_tokens:,} tokens from byte {start:,} on")
     # Types differ only for negative numbers and floats, which are not in the vocabulary.
-    return TokenFile(path, f"uint{8 * item_bytes}", start, partial(_litdata_offsets, path, n_items, item_bytes))
+    return TokenFile(path, f"uint{8 * item_bytes}", start, _litdata_offsets)
 
 
-def _litdata_offsets(path: Path, n_items: int, item_bytes: int) -> Array:
-    offsets = np.fromfile(path, np.uint32, n_items + 1, offset=4).astype(np.int64)
-    return (offsets - offsets[0]) // item_bytes
+def _litdata_offsets(file: TokenFile) -> Array:
+    offsets = np.fromfile(file.path, np.uint32, file.start // 4 - 1, offset=4).astype(np.int64)
+    return (offsets - offsets[0]) // np.dtype(file.dtype).itemsize
 
 
 def _open(files: Sequence[TokenFile], eos: int, delimiter_first: bool, number: int) -> Tokens:
@@ -224,7 +216,7 @@ def _open(files: Sequence[TokenFile], eos: int, delimiter_first: bool, number: i
     file = files[number]
     if file.read_offsets is None:
         return DelimitedTokens(file, eos, delimiter_first)
-    offsets = file.read_offsets()
+    offsets = file.read_offsets(file)
     return ArrayTokens(str(file.path), file.map(), offsets, [file.path.name], [len(offsets) - 1])
 
 
@@ -246,5 +238,5 @@ class DelimitedTokens(ArrayTokens):
 
     def lengths(self) -> Array:
         """Return the tokens of each document that begins in the first 67 million tokens."""
-        stop = min(self.n_tokens, _SCANNED)
+        stop = min(self.n_tokens, 1 << 26)
         return np.diff(np.append(self.starts(0, stop), stop))

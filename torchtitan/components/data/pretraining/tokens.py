@@ -13,9 +13,6 @@ from torchtitan.components.data.disk_cache import evenly_spaced
 from torchtitan.components.data.plan.sampler import Array
 from torchtitan.components.data.report import Report
 
-OPEN_STREAMS = 128
-"""Streams of `JoinedTokens` that are open at a time; each may have files mapped into memory."""
-
 
 class Tokens(ABC):
     """A stream of token ids, divided into documents."""
@@ -87,8 +84,7 @@ class ArrayTokens(Tokens):
         return np.diff(self._offsets)
 
     def tokens(self, start: int, stop: int) -> Array:
-        ids: Array = self._tokens[start:stop].astype(np.int64)
-        return ids
+        return np.array(self._tokens[start:stop], np.int64)
 
     def starts(self, start: int, stop: int) -> Array:
         low, high = np.searchsorted(self._offsets[:-1], (start, min(stop, self.n_tokens)))
@@ -110,10 +106,12 @@ class JoinedTokens(Tokens):
         open_stream: opens a stream by its index, and can be pickled. Raise `UserError` if it is damaged.
     """
 
+    format = "tokens"
+
     def __init__(self, key: str, first_tokens: Array, n_tokens: int, open_stream: Callable[[int], Tokens]):
         self._arguments: tuple[Any, ...] = (key, first_tokens, n_tokens, open_stream)
         self.key, self._first_tokens, self.n_tokens = key, first_tokens, n_tokens
-        self._stream = functools.lru_cache(OPEN_STREAMS)(open_stream)
+        self._stream = functools.lru_cache(128)(open_stream)  # an open one may have files mapped into memory
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), self._arguments
