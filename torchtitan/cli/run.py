@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from torchtitan.cli.main import COMMANDS
 from torchtitan.cli.model_options import run_command
+from torchtitan.config.manager import ConfigManager, read_config_file
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError, errors_of, os_errors_as, suggest
 from torchtitan.tools.logging import logger
@@ -42,8 +43,6 @@ def run(args: Sequence[str]) -> int:
 
 
 def _read(path: Path) -> list[_Stage]:
-    from torchtitan.config.manager import read_config_file
-
     if not isinstance(rows := read_config_file(path, str(path)).get("stages"), list) or not rows:
         raise UserError(f"{path} has no list `stages`; each stage has a `name` and a command line `run`")
     stages: list[_Stage] = []
@@ -97,8 +96,6 @@ def _run_stages(stages: list[_Stage], folder: Path) -> int:
 
 def _check_training(stage: str, words: list[str]) -> None:
     """Raise `UserError` for wrong options, or if the stage would export no model."""
-    from torchtitan.config.manager import ConfigManager
-
     with errors_of(f"stage '{stage}'"):
         checkpoint = ConfigManager().parse_args(words).config.checkpoint
         if not (checkpoint.enable and checkpoint.last_save_in_hf):

@@ -244,6 +244,9 @@ class RunConfig(Configurable.Config):
         require(is_long, "--lr_scheduler.warmup_steps", warmup, least)
         if self.training.enable_cpu_offload:
             dims.require_fsdp("--training.enable_cpu_offload")
+        for section in dataclasses.fields(self):
+            if getattr(getattr(self, section.name), "offload", False):  # of a frozen model
+                dims.require_fsdp(f"--{section.name}.offload")
         return dims
 
     def data_progress(self, global_batch_size: int, n_samples: int | None = None) -> DataProgress:

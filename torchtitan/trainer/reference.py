@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -19,7 +19,6 @@ from torchtitan.components.peft.lora import adapters_off
 from torchtitan.components.sequence_cache import SequenceCache
 from torchtitan.components.weights.pretrained import internal_source
 from torchtitan.components.weights.sources import base_weights
-from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.process_group import on_all_ranks
 from torchtitan.tools.errors import UserError, errors_of
 from torchtitan.tools.logging import logger, without_logs
@@ -39,18 +38,8 @@ class FrozenModelTrainer(Trainer):
     """A trainer with a frozen model, `models[frozen]`. If it has a cache, the model computes the missing results
     before the first step and is then removed, and the batches get them."""
 
-    @dataclass(kw_only=True, slots=True)
-    class Config(Trainer.Config):
-        """A whole run with a frozen model, and its section."""
-
-        def check_layout(self, world_size: int) -> ParallelDims:
-            dims, name = Trainer.Config.check_layout(self, world_size), cast(Any, self._owner).frozen
-            if getattr(self, name).offload:
-                dims.require_fsdp(f"--{name}.offload")
-            return dims
-
     frozen: ClassVar[str]
-    """Name of the model and of its section."""
+    """Name of the model."""
     cache: SequenceCache | None = None
 
     def open_cache(self, model: RunModel) -> SequenceCache | None:
@@ -137,7 +126,7 @@ class ReferenceTrainer(FrozenModelTrainer):
     """A trainer with a reference, whose `compute_loss` calls `log_probs` and `reference_log_probs`."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(FrozenModelTrainer.Config):
+    class Config(Trainer.Config):
         """A whole run with a reference."""
 
         reference: ReferenceConfig = field(default_factory=ReferenceConfig)
@@ -151,7 +140,7 @@ class ReferenceTrainer(FrozenModelTrainer):
                 raise UserError(f"--reference.kind adapters_off is the base model of adapters: {remedy}")
 
         def check(self, world_size: int, *, dry_run: bool = False) -> None:
-            FrozenModelTrainer.Config.check(self, world_size, dry_run=dry_run)
+            Trainer.Config.check(self, world_size, dry_run=dry_run)
             if self.reference.kind == "cached":
                 check_cache(self, "--reference.kind cached", dry_run=dry_run)
             if self.reference.path:

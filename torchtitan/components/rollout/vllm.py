@@ -64,8 +64,7 @@ class VLLMEngine:
         sampling |= {"seed": generator_of(key).initial_seed(), "max_tokens": max_new_tokens}
         wanted = {"stop_token_ids": self._stop_ids, "logprobs": 1, "return_token_ids": True}
         body = {"model": self._model, "prompt": list(prompt), **sampling, **wanted}
-        loop = asyncio.get_running_loop()
-        answer = await loop.run_in_executor(self._pool, request, self._url, "/v1/completions", body)
+        answer = await asyncio.to_thread(request, self._url, "/v1/completions", body)
         (choice,) = answer["choices"]
         ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
         return Generation(ids, logprobs, "stop" if choice["finish_reason"] == "stop" else "length")
@@ -75,8 +74,8 @@ class VLLMEngine:
         this together, and raise the error of any."""
 
         async def together() -> None:
-            with ThreadPoolExecutor(self._max_rows) as self._pool:
-                results.extend(await asyncio.gather(*texts))
+            asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(self._max_rows))
+            results.extend(await asyncio.gather(*texts))
 
         results: list[Any] = []
         self._transfer.send_weights()

@@ -1,4 +1,4 @@
-"""The trainers of distillation: `DistillationTrainer`, with a frozen teacher that runs beside the student or is read
+"""The trainers of distillation: `DistillationTrainer`, with a frozen teacher that runs with the student or is read
 from a cache, and `OnPolicyTrainer` for the student's own answers."""
 
 from collections.abc import Iterator
@@ -19,6 +19,7 @@ from torchtitan.components.weights.assets import asset_folder
 from torchtitan.models.pretrained import internal_source
 from torchtitan.protocols import ModelSpec
 from torchtitan.tools.errors import UserError, errors_of, require
+from torchtitan.trainer import Trainer
 from torchtitan.trainer.models import RunModel
 from torchtitan.trainer.reference import FrozenModelTrainer, check_cache
 from torchtitan.trainer.rollouts import RolloutTrainer, check_rollouts
@@ -28,7 +29,7 @@ class DistillationTrainer(FrozenModelTrainer):
     """Train a student to predict what `models["teacher"]` predicts, or what a cache holds of its predictions."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(FrozenModelTrainer.Config):
+    class Config(Trainer.Config):
         """A whole run of distillation."""
 
         teacher: TeacherConfig = field(default_factory=TeacherConfig)
@@ -40,7 +41,7 @@ class DistillationTrainer(FrozenModelTrainer):
             self.parallelism.require_one("pipeline", user="--module distillation")
 
         def check(self, world_size: int, *, dry_run: bool = False) -> None:
-            FrozenModelTrainer.Config.check(self, world_size, dry_run=dry_run)
+            Trainer.Config.check(self, world_size, dry_run=dry_run)
             teacher, tokenizer = self.teacher, self.tokenizer.build(path=self.hf_assets_path)
             specs = self.resolve(tokenizer).model_spec, self.teacher_spec()
             if not dry_run:  # which has no tokenizer
@@ -78,12 +79,11 @@ class DistillationTrainer(FrozenModelTrainer):
         sums: list[Tensor] = []
 
         def learn_from(teacher: Outputs | TopTokens) -> Tensor:
-            def learn(*own: Any, **changes: Any) -> Tensor:
-                sums.extend(self.loss(Outputs(*own, **changes), teacher, labels_BL))
-                return sums[0]
+            def learn(*own: Any, **changes: Any) -> tuple[Tensor, ...]:
+                return self.loss(Outputs(*own, **changes), teacher, labels_BL)
 
             with torch.set_grad_enabled(has_grad):
-                self.models["model"](*inputs, head=learn)
+                sums.extend(self.models["model"](*inputs, head=learn))
             return sums[0].detach()
 
         if self.cache:
