@@ -100,11 +100,10 @@ def _open(
             raise UserError(f"{source} is prepared data; name what it was made of")
 
     def open_sources() -> list[Source]:
-        opened = [loader.source(source) for source in sources]
-        local = [source for source in opened if isinstance(source, Source)]
-        if len(local) != len(opened):
+        opened: list[Any] = [loader.source(source) for source in sources]
+        if not all(isinstance(source, Source) for source in opened):
             raise UserError("registered datasets are streamed; prepare their files: a path or a URL")
-        return local
+        return opened
 
     if isinstance(loader, PretrainDataLoader.Config):
         return open_sources, document_encoding(tokenizer, filters)

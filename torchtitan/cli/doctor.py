@@ -4,17 +4,11 @@ import os
 import socket
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from torchtitan.cli.model_options import run_command
 from torchtitan.tools.parser import Parser
-
-if TYPE_CHECKING:
-    import torch
-
-    from torchtitan.distributed.health import Health
 
 
 def doctor(args: Sequence[str]) -> int:
@@ -33,6 +27,8 @@ def doctor(args: Sequence[str]) -> int:
 
 
 def _check(folder: Path) -> int:
+    import torch
+
     from torchtitan.cli.launch import environment_number
     from torchtitan.config import CommConfig
     from torchtitan.distributed.health import findings, measure
@@ -42,10 +38,11 @@ def _check(folder: Path) -> int:
     environment_number("NGPU", default=1, minimum=1)  # a mistake in it, before training finds it
     device = init_process_group(device_type(), CommConfig(init_timeout_seconds=60))
     health = measure(folder, device)
-    found = findings(health, _expected_speeds(device))
+    found = findings(health, _expected_speeds(torch.cuda.get_device_name(device) if device.type == "cuda" else ""))
     destroy_process_group()
     if int(os.environ.get("RANK", "0")) == 0:
-        _print(health, device_description(device))
+        software = ", ".join(f"{name} {version}" for name, version in health.software[0].items())
+        _print(f"{device_description(device)}; {software}", health.facts)
         for host, message in found:
             print(f"PROBLEM {host}: {message}")
         if not found:
@@ -56,14 +53,12 @@ def _check(folder: Path) -> int:
     return int(is_odd)
 
 
-def _expected_speeds(device: "torch.device") -> dict[str, float]:
-    """Return the speeds of a GPU that the table of devices knows, otherwise none."""
-    import torch
-
+def _expected_speeds(gpu: str) -> dict[str, float]:
+    """Return the speeds of a GPU, by its own name, if the table of devices knows it, otherwise none."""
     from torchtitan.distributed.health import LINKS, NETWORK, PRODUCTS
     from torchtitan.foresight.devices import device_of_gpu
 
-    if device.type != "cuda" or not (known := device_of_gpu(torch.cuda.get_device_name(device))):
+    if (known := device_of_gpu(gpu)) is None:
         return {}
     return {
         PRODUCTS: known.bfloat16_flops * known.product_efficiency / 1e12,
@@ -72,13 +67,12 @@ def _expected_speeds(device: "torch.device") -> dict[str, float]:
     }
 
 
-def _print(health: "Health", device: str) -> None:
+def _print(title: str, facts: Mapping[str, Mapping[tuple[int, ...], float]]) -> None:
     from torchtitan.tools.tables import open_console, print_table
 
-    software = ", ".join(f"{name} {version}" for name, version in health.software[0].items())
     rows, numeric = [], ("least", "median", "most")
-    for name, measured in health.facts.items():
+    for name, measured in facts.items():
         if values := measured.values():
             shown = (min(values), statistics.median(values), max(values))
             rows.append((name, *(f"{value:,.0f}" if value >= 1000 else f"{value:.4g}" for value in shown)))
-    print_table(open_console(), f"{device}; {software}", ("of all ranks", *numeric), rows, numbers=numeric)
+    print_table(open_console(), title, ("of all ranks", *numeric), rows, numbers=numeric)

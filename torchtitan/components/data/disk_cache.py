@@ -94,9 +94,7 @@ def open_or_build(
         verify: verify all checksums instead of a sample per file.
     """
     root = cache_root(cache_dir)
-
-    def identity() -> list[str]:
-        return source.identity(partial(file_digest, root))
+    identity = partial(source.identity, partial(file_digest, root))
 
     def opened() -> T:
         with readable(folder):
@@ -192,11 +190,9 @@ def readable(folder: Path | Folder, remedy: str = "") -> Iterator[None]:
     `remedy` ends the message about damage."""
     try:
         yield
-    except UserError as error:
-        if not isinstance(error.__cause__, FileNotFoundError):
-            raise
-        raise DamagedCache(f"the cache {folder} is damaged ({error}){remedy}") from error
     except (FileNotFoundError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        if isinstance(error, UserError) and not isinstance(error.__cause__, FileNotFoundError):
+            raise
         raise DamagedCache(f"the cache {folder} is damaged ({error}){remedy}") from error
     except OSError as error:
         raise UserError(f"the cache {folder} cannot be read: {error}") from error

@@ -140,7 +140,7 @@ def test_chunks_are_bounded_and_read_on_demand():
 
     n_read: list[int] = []
     longest = 0
-    for number, piece in enumerate(split_document(chunks(), 500), 1):
+    for number, (piece, _) in enumerate(split_document(chunks(), 500), 1):
         assert len(n_read) <= number
         longest = max(longest, len(piece))
     assert longest <= 1000

@@ -120,11 +120,10 @@ class Preparation:
 
     def check(self) -> None:
         """Raise `UserError` if the folder holds another preparation."""
-        begun = json.loads(read(self.place / "plan", PLAN))
-        if changed := [name for name in self.plan if digest_of(self.plan[name]) != digest_of(begun.get(name))]:
-            names = " and ".join(changed)
+        begun, plan = json.loads(read(self.place / "plan", PLAN)), json.loads(json.dumps(self.plan))
+        if changed := " and ".join(name for name in plan if plan[name] != begun.get(name)):
             raise UserError(
-                f"{self.place} was begun with other {names}, or they have changed; set --out to a new folder"
+                f"{self.place} was begun with other {changed}, or they have changed; set --out to a new folder"
             )
 
     @contextlib.contextmanager
@@ -251,11 +250,10 @@ class _Merge:
                 raise UserError(f"--held_out selects {selected} it, or leave it out")
         splits, sources = {}, {}
         for split, of_parts in reports.items():
-            totals = [Report() for _ in preparation.sources]
+            totals = [(source.name, Report()) for source in preparation.sources]
             for (source, _), report in zip(preparation.parts, of_parts, strict=True):
-                totals[source].add(report)
-            names = (source.name for source in preparation.sources)
-            sources[split] = [[name, total.to_dict()] for name, total in zip(names, totals, strict=True)]
+                totals[source][1].add(report)
+            sources[split] = [(name, total.to_dict()) for name, total in totals]
             splits[split] = self._write_caches(split, of_parts)
         description = {"kind": encoding.kind, "encoding": encoding.identity, "digest": digest_of(splits)}
         return {**description, "splits": splits, "sources": sources}

@@ -124,11 +124,11 @@ def encode_documents(documents: Iterable[Document], tokenizer: Tokenizer) -> Ite
     is one empty piece without BOS and EOS."""
     is_splittable, wrapping = _is_splittable(tokenizer), document_wrapping(tokenizer)
     batch: list[tuple[str, bool, bool]] = []
-    n_characters = 0
+    n_characters, begins = 0, True
     for document in documents:
-        for piece in _with_ends(split_document(document, PIECE_SIZE) if is_splittable else iter(["".join(document)])):
-            batch.append(piece)
-            n_characters += len(piece[0])
+        for text, ends in split_document(document, PIECE_SIZE) if is_splittable else [("".join(document), True)]:
+            batch.append((text, begins, ends))
+            n_characters, begins = n_characters + len(text), ends
             if n_characters >= BATCH_SIZE or len(batch) >= BATCH_TEXTS:
                 yield from _encode(batch, tokenizer, *wrapping)
                 batch, n_characters = [], 0
@@ -153,17 +153,9 @@ def document_wrapping(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
     return wrapped[:begin], wrapped[begin + len(bare) :]
 
 
-def _with_ends(texts: Iterator[str]) -> Iterator[tuple[str, bool, bool]]:
-    """Yield each text (or one empty text) with flags for the first and the last."""
-    begins, text = True, next(texts, "")
-    for following in texts:
-        yield text, begins, False
-        begins, text = False, following
-    yield text, begins, True
-
-
-def split_document(document: Document, size: int) -> Iterator[str]:
-    """Yield a document's text in pieces of about `size` characters, split only at boundaries of pre-tokens.
+def split_document(document: Document, size: int) -> Iterator[tuple[str, bool]]:
+    """Yield a document's text in pieces of about `size` characters, split only at boundaries of pre-tokens; each with
+    whether it is the last.
 
     Byte-level BPE pre-tokenizers always split after a newline between two non-space characters, and before a `\\r\\n`
     after a letter or digit. Text without such a boundary is not split.
@@ -174,12 +166,11 @@ def split_document(document: Document, size: int) -> Iterator[str]:
             part = chunk[start : start + size]
             cut = _last_cut(part) if len(part) == size or pending else 0
             if cut:
-                yield "".join([*pending, part[:cut]])
+                yield "".join([*pending, part[:cut]]), False
                 pending = [part[cut:]]
             else:
                 pending.append(part)
-    if pending:
-        yield "".join(pending)
+    yield "".join(pending), True
 
 
 def _last_cut(text: str) -> int:

@@ -41,8 +41,8 @@ class BlockCache:
                         file.truncate(n_bytes)
                     first = start - start % BLOCK_BYTES
                     bounds = [(begin, min(begin + BLOCK_BYTES, size)) for begin in range(first, stop, BLOCK_BYTES)]
-                    slots = file.fileno(), n_bytes // _SLOT_BYTES
-                    blocks = [_block(*slots, name, begin, end, fetch) for begin, end in bounds]
+                    n_slots = n_bytes // _SLOT_BYTES
+                    blocks = [_block(file.fileno(), n_slots, name, begin, end, fetch) for begin, end in bounds]
                     return b"".join(blocks)[start - first : stop - first]
             except OSError as error:
                 if self.n_bytes:  # not yet told by another thread
