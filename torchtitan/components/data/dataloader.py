@@ -73,11 +73,10 @@ class PretrainDataLoader(TokenizingDataLoader):
             """Tokenize local data into the cache, or read the first document of a stream."""
             self.validate()
             self.check_host()
-            for data in self.open(tokenizer):
-                if isinstance(data, StreamSource):
-                    data.check()
+            if isinstance(data := self.open(tokenizer), StreamSource):
+                data.check()
 
-        def open(self, tokenizer: Tokenizer) -> list[Tokens] | list[StreamSource]:
+        def open(self, tokenizer: Tokenizer) -> list[Tokens] | StreamSource:
             """Return the tokens of each dataset, encoded if necessary, or one stream of documents."""
             opened = [self._open(dataset, tokenizer) for dataset in self.dataset]
             streams = [data for data in opened if isinstance(data, StreamSource)]
@@ -86,7 +85,7 @@ class PretrainDataLoader(TokenizingDataLoader):
                     f"{streams[0].name} is streamed, and cannot be mixed with other data; download its files, and use "
                     "their path"
                 )
-            return streams or [data for data in opened if isinstance(data, Tokens)]
+            return streams[0] if streams else [data for data in opened if isinstance(data, Tokens)]
 
         def _open(self, dataset: str, tokenizer: Tokenizer) -> Tokens | StreamSource:
             if manifest := prepared.find_prepared(dataset, DOCUMENTS):
@@ -137,13 +136,12 @@ class PretrainDataLoader(TokenizingDataLoader):
         data = config.open(tokenizer)
         layout = dataclasses.replace(self._layout, document_mask=config.document_mask)
         self._batches: BatchIterator
-        if isinstance(data[0], StreamSource):
+        if isinstance(data, StreamSource):
             order = StreamOrder(shuffle=config.shuffle, block_size=config.shuffle_buffer, seed=seed)
-            self._batches = StreamBatches(data[0], tokenizer, layout, order)
+            self._batches = StreamBatches(data, tokenizer, layout, order)
         else:
-            sets: Any = data
             self._batches = CachedBatches(
-                config.dataset, sets, layout, weights=config.weights, shuffle=config.shuffle, seed=seed
+                config.dataset, data, layout, weights=config.weights, shuffle=config.shuffle, seed=seed
             )
         self.n_samples = self._batches.n_samples
 
