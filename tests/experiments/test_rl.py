@@ -559,7 +559,9 @@ def test_broken_rewards_are_named_after_a_save(folder, tmp_path, function, messa
 
 
 def test_a_rollout_without_a_trajectory_is_named(folder, tmp_path):
-    with pytest.raises(UserError, match=r"prompts\.jsonl:\d+: the rollout .*:nothing failed: AttributeError"):
+    with pytest.raises(
+        UserError, match=r"prompts\.jsonl:\d+: the rollout .*:nothing failed: TypeError: it returned None, not a"
+    ):
         train_rl(folder, tmp_path, rollout__function=f"{folder}/rewards.py:nothing")
 
 
@@ -581,7 +583,8 @@ def test_a_rollout_without_a_trajectory_is_named(folder, tmp_path):
         ),
         ({"training__batch_schedule": "64t:8"}, r"--training\.batch_schedule is \['64t:8'\], but must be in steps"),
         ({"training__seq_len_schedule": "2:128"}, r"--training\.seq_len_schedule is \['2:128'\], but must be empty"),
-        ({"reward_weights": [1, 2]}, r"--reward_weights is .*, but must be one number for each of 1 --rewards"),
+        ({"reward_weights": [1, 2]}, r"--reward_weights is .*, but must be one finite number for each of 1 --rewards"),
+        ({"reward_weights": [float("nan")]}, r"--reward_weights is .nan., but must be one finite number"),
         ({"parallelism__pipeline_parallel_degree": 2}, r"--parallelism\.pipeline_parallel_degree 2 cannot be combined"),
     ],
 )

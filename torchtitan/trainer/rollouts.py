@@ -103,6 +103,8 @@ class RolloutTrainer(Trainer):
         with errors_of(where):
             try:
                 trajectory = await self.rollout(row, engine)
+                if not isinstance(trajectory, Trajectory):
+                    raise TypeError(f"it returned {trajectory!r:.60}, not a Trajectory")
                 trajectory.check(self.engine.context)
             except UserError:
                 raise
