@@ -32,10 +32,7 @@ OnToken = Callable[[int], bool]
 
 ResultT = TypeVar("ResultT")
 
-NOT_FINITE_HINT = (
-    "the weights may be damaged, the training may have diverged, or the values are too large for the computation type "
-    "(--dtype)"
-)
+NOT_FINITE_HINT = "the weights may be damaged, training may have diverged, or values exceed the type of --dtype"
 """Possible causes of NaN in a model's output."""
 
 _PADDING = 0  # arbitrary: nothing attends to it
@@ -341,9 +338,7 @@ def _check(model: nn.Module, prompt: Sequence[int], max_new_tokens: int) -> None
         raise UserError("each prompt must have at least one token; use BOS for an empty text")
     config = cast(Any, model).config
     if unknown := [token for token in prompt if not 0 <= token < config.vocab_size]:
-        raise UserError(
-            f"a prompt contains token {unknown[0]}, but the model's vocabulary ends at {config.vocab_size - 1}"
-        )
+        raise UserError(f"a prompt contains token {unknown[0]}, but the vocabulary ends at {config.vocab_size - 1}")
     require(max_new_tokens >= 0, "max_new_tokens", max_new_tokens, "0 or more")
     if len(prompt) + max_new_tokens > config.max_seq_len:
         raise UserError(
