@@ -32,7 +32,7 @@ OnToken = Callable[[int], bool]
 
 ResultT = TypeVar("ResultT")
 
-NOT_FINITE_HINT = "the weights may be damaged, training may have diverged, or values exceed the type of --dtype"
+NOT_FINITE_HINT = "the weights may be damaged, training may have diverged, or values are too large for --dtype"
 """Possible causes of NaN in a model's output."""
 
 _PADDING = 0  # arbitrary: nothing attends to it
