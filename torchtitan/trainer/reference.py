@@ -126,7 +126,7 @@ class ReferenceTrainer(FrozenModelTrainer):
     """A trainer with a reference, whose `compute_loss` calls `log_probs` and `reference_log_probs`."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(Trainer.Config):
+    class Config(FrozenModelTrainer.Config):
         """A whole run with a reference."""
 
         reference: ReferenceConfig = field(default_factory=ReferenceConfig)
@@ -140,7 +140,7 @@ class ReferenceTrainer(FrozenModelTrainer):
                 raise UserError(f"--reference.kind adapters_off is the base model of adapters: {remedy}")
 
         def check(self, world_size: int, *, dry_run: bool = False) -> None:
-            Trainer.Config.check(self, world_size, dry_run=dry_run)
+            FrozenModelTrainer.Config.check(self, world_size, dry_run=dry_run)
             if self.reference.kind == "cached":
                 check_cache(self, "--reference.kind cached", dry_run=dry_run)
             if self.reference.path:

@@ -19,7 +19,6 @@ from torchtitan.components.weights.assets import asset_folder
 from torchtitan.models.pretrained import internal_source
 from torchtitan.protocols import ModelSpec
 from torchtitan.tools.errors import UserError, errors_of, require
-from torchtitan.trainer import Trainer
 from torchtitan.trainer.models import RunModel
 from torchtitan.trainer.reference import FrozenModelTrainer, check_cache
 from torchtitan.trainer.rollouts import RolloutTrainer, check_rollouts
@@ -29,7 +28,7 @@ class DistillationTrainer(FrozenModelTrainer):
     """Train a student to predict what `models["teacher"]` predicts, or what a cache holds of its predictions."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(Trainer.Config):
+    class Config(FrozenModelTrainer.Config):
         """A whole run of distillation."""
 
         teacher: TeacherConfig = field(default_factory=TeacherConfig)
@@ -41,7 +40,7 @@ class DistillationTrainer(FrozenModelTrainer):
             self.parallelism.require_one("pipeline", user="--module distillation")
 
         def check(self, world_size: int, *, dry_run: bool = False) -> None:
-            Trainer.Config.check(self, world_size, dry_run=dry_run)
+            FrozenModelTrainer.Config.check(self, world_size, dry_run=dry_run)
             teacher, tokenizer = self.teacher, self.tokenizer.build(path=self.hf_assets_path)
             specs = self.resolve(tokenizer).model_spec, self.teacher_spec()
             if not dry_run:  # which has no tokenizer
