@@ -16,8 +16,7 @@ from torchtitan.components.run_events import read_events
 from torchtitan.components.sequence_cache import SequenceCache
 from torchtitan.config.manager import ConfigManager
 from torchtitan.dry_run import dry_run
-from torchtitan.experiments.distillation.on_policy import OnPolicyTrainer
-from torchtitan.experiments.distillation.trainer import DistillationTrainer
+from torchtitan.experiments.distillation.trainer import DistillationTrainer, OnPolicyTrainer
 from torchtitan.models.pretrained import load_model
 from torchtitan.tools.errors import UserError
 from torchtitan.trainer import reference

@@ -17,14 +17,15 @@ from tests.processes import run_processes
 from tests.training import flags, killed_in, llama_config, read_metrics, run
 from torchtitan.components import policy_loss as losses
 from torchtitan.components.checkpoint.ranks import Ranks
-from torchtitan.components.critic import estimate_advantages, generalized_advantages
 from torchtitan.components.generation import Generation, engine
 from torchtitan.components.generation.sampling import draw
+from torchtitan.components.policy_loss import generalized_advantages
 from torchtitan.components.rollout.rewards import Rewards, number_match
 from torchtitan.components.rollout.rollout import RolloutEngine, Trajectory, to_batches
 from torchtitan.components.spikes import SpikeGuard
 from torchtitan.config.manager import ConfigManager
 from torchtitan.experiments.ppo.config_registry import ppo_debugmodel
+from torchtitan.experiments.ppo.trainer import estimate_advantages
 from torchtitan.experiments.rl.config_registry import rl_debugmodel
 from torchtitan.experiments.rl.trainer import RLTrainer
 from torchtitan.models.qwen3_moe import FLAVORS
@@ -116,11 +117,16 @@ def test_losses_equal_float64():
         weight = losses.truncated_weights(log_probs, old, 1.1)[n].item()
         assert weight == pytest.approx(min(ratio, 1.1), rel=1e-5)
     assert is_clipped.any() and not is_clipped.all()
-    numbers = torch.tensor([2, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 2])
-    means = losses.mean_by_sample(log_probs, numbers)
-    for n, number in enumerate(numbers.tolist()):
-        values = [row for row, other in zip(rows[0], numbers.tolist(), strict=True) if other == number]
-        assert means[n].item() == pytest.approx(sum(values) / len(values), rel=1e-5)
+    samples = [2, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 2]
+    tokens = {"old_logprobs": old, "logprobs": old, "advantages": advantages, "samples": torch.tensor(samples)}
+    loss, weight, _ = losses.PolicyLoss.Config(method="gspo").build(max_new_tokens=12)(log_probs, tokens)
+    expected = 0.0
+    for number in range(3):
+        own = [n for n in range(12) if samples[n] == number]
+        ratio = math.exp(sum(rows[0][n] - rows[1][n] for n in own) / len(own))
+        clipped = min(max(ratio, 1 - 3e-4), 1 + 4e-4)
+        expected -= sum(min(ratio * rows[3][n], clipped * rows[3][n]) for n in own) / len(own)
+    assert (loss.item(), weight) == (pytest.approx(expected, rel=1e-5), 3)
 
 
 def test_advantages_equal_their_definitions():
@@ -553,7 +559,9 @@ def test_broken_rewards_are_named_after_a_save(folder, tmp_path, function, messa
 
 
 def test_a_rollout_without_a_trajectory_is_named(folder, tmp_path):
-    with pytest.raises(UserError, match=r"prompts\.jsonl:\d+: the rollout .*:nothing failed: AttributeError"):
+    with pytest.raises(
+        UserError, match=r"prompts\.jsonl:\d+: the rollout .*:nothing failed: TypeError: it returned None, not a"
+    ):
         train_rl(folder, tmp_path, rollout__function=f"{folder}/rewards.py:nothing")
 
 
@@ -575,7 +583,8 @@ def test_a_rollout_without_a_trajectory_is_named(folder, tmp_path):
         ),
         ({"training__batch_schedule": "64t:8"}, r"--training\.batch_schedule is \['64t:8'\], but must be in steps"),
         ({"training__seq_len_schedule": "2:128"}, r"--training\.seq_len_schedule is \['2:128'\], but must be empty"),
-        ({"reward_weights": [1, 2]}, r"--reward_weights is .*, but must be one number for each of 1 --rewards"),
+        ({"reward_weights": [1, 2]}, r"--reward_weights is .*, but must be one finite number for each of 1 --rewards"),
+        ({"reward_weights": [float("nan")]}, r"--reward_weights is .nan., but must be one finite number"),
         ({"parallelism__pipeline_parallel_degree": 2}, r"--parallelism\.pipeline_parallel_degree 2 cannot be combined"),
     ],
 )

@@ -84,35 +84,31 @@ class PolicyLoss(Configurable):
         super().__init__(config)
         self.method, self.max_new_tokens = METHODS[config.method], max_new_tokens
 
-    def __call__(
-        self,
-        log_probs_N: Tensor,
-        tokens: Mapping[str, Tensor],
-        reference_N: Tensor | None = None,
-        values_N: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    def __call__(self, log_probs_N: Tensor, tokens: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Return the summed loss, its weight (the number of samples, or of tokens), and measures of each token (N,).
         `tokens` has log-probabilities `old_logprobs` at the start of the step and `logprobs` of the sampler,
-        `advantages`, and the numbers of their `samples`, each (N,). For a `beta` above 0, there are log-probabilities
-        of a reference; for a critic, its values in float32, `old_values` and `returns`."""
+        `advantages`, and the numbers of their `samples`, each (N,). For a `beta` above 0, it has the log-probabilities
+        of the `reference`; for a critic, its `values` in float32, `old_values` and `returns`."""
         config, method, old_N, samples_N = self.config, self.method, tokens["old_logprobs"], tokens["samples"]
+        _, places_N, lengths = samples_N.unique(return_inverse=True, return_counts=True)
         log_ratio_N = log_probs_N - old_N
         if method.sequence_ratio:
-            log_ratio_N = mean_by_sample(log_ratio_N, samples_N)
+            sums = log_ratio_N.new_zeros(len(lengths)).index_add(0, places_N, log_ratio_N)
+            log_ratio_N = (sums / lengths)[places_N]
         low = method.clip[0] if config.clip_low is None else config.clip_low
         high = method.clip[1] if config.clip_high is None else config.clip_high
         losses_N, is_clipped_N = clipped_losses(log_ratio_N, tokens["advantages"], low, high)
         importance_N = truncated_weights(old_N, tokens["logprobs"], config.max_importance_weight)
         losses_N = losses_N * importance_N
         measures = {"entropy": -log_probs_N, "clip_fraction": is_clipped_N, "importance_weight": importance_N}
-        if reference_N is not None:
-            measures["kl"] = kl_estimates(log_probs_N, reference_N, config.kl)
+        if "reference" in tokens:
+            measures["kl"] = kl_estimates(log_probs_N, tokens["reference"], config.kl)
             losses_N = losses_N + config.beta * measures["kl"]
-        _, places_N, lengths = samples_N.unique(return_inverse=True, return_counts=True)
         divisors = {"mean": lengths[places_N], "constant": self.max_new_tokens, "sum": 1}
         losses_N = losses_N / divisors[method.token_weight]
-        if values_N is not None:
-            measures["value_loss"] = clipped_value_losses(values_N, tokens["old_values"], tokens["returns"], high)
+        if "values" in tokens:
+            values, old, returns = (tokens[name] for name in ("values", "old_values", "returns"))
+            measures["value_loss"] = clipped_value_losses(values, old, returns, high)
             losses_N = losses_N + config.value_weight * measures["value_loss"]
         counted = samples_N if method.per_token else lengths
         return losses_N.sum(), torch.ones_like(counted).sum(), measures
@@ -127,6 +123,18 @@ def group_advantages(rewards_PG: Tensor, kind: str = "normalized") -> Tensor:
     if kind == "normalized":
         return centered_PG / (rewards_PG.std(dim=1, keepdim=True) + 1e-4)
     return centered_PG * (size / (size - 1)) if kind == "leave_one_out" else centered_PG
+
+
+def generalized_advantages(rewards_N: Tensor, values_N: Tensor, samples_N: Tensor, decay: float) -> Tensor:
+    """Return the advantages (N,) of sampled tokens (GAE, arXiv:1506.02438, equation 16, without discount), float64:
+    from the reward of each token's sample, received at its last token, the value of the state before each token, the
+    number of each token's sample, whose tokens are neighbors, and λ."""
+    advantages, advantage, later, sample = [], 0.0, 0.0, None
+    for reward, value, number in zip(*(x.flip(0).tolist() for x in (rewards_N, values_N, samples_N)), strict=True):
+        advantage = later - value + decay * advantage if number == sample else reward - value
+        later, sample = value, number
+        advantages.append(advantage)
+    return torch.tensor(advantages, dtype=torch.float64).flip(0)
 
 
 def clipped_losses(
@@ -145,12 +153,6 @@ def clipped_value_losses(values_N: Tensor, old_N: Tensor, returns_N: Tensor, cli
     (https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details, 9)."""
     clipped_N = old_N + (values_N - old_N).clamp(-clip, clip)
     return torch.maximum((values_N - returns_N).square(), (clipped_N - returns_N).square()) / 2
-
-
-def mean_by_sample(values_N: Tensor, samples_N: Tensor) -> Tensor:
-    """Return for each token the mean over all tokens with the same sample number."""
-    _, places_N, lengths = samples_N.unique(return_inverse=True, return_counts=True)
-    return (values_N.new_zeros(len(lengths)).index_add(0, places_N, values_N) / lengths)[places_N]
 
 
 def kl_estimates(log_probs_N: Tensor, reference_N: Tensor, kind: KLEstimator = "k3") -> Tensor:

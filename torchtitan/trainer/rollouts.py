@@ -14,7 +14,7 @@ from torchtitan.components.data.base import Batch
 from torchtitan.components.data.finetuning.prompts import prompts_in
 from torchtitan.components.generation import Engine, Sampling, stop_ids
 from torchtitan.components.rollout.rewards import Rewards
-from torchtitan.components.rollout.rollout import Group, RolloutEngine, SamplingEngine, Trajectory, to_batches
+from torchtitan.components.rollout.rollout import Group, RolloutEngine, Trajectory, to_batches
 from torchtitan.components.rollout.vllm import VLLMEngine, check_server
 from torchtitan.components.weights.export import format_for
 from torchtitan.components.weights.views import ExternalView, LiveSource, PlainView
@@ -51,7 +51,7 @@ class RolloutTrainer(Trainer):
     config: Any
     dataloader: PromptDataLoader
     rewards = Rewards([], [])
-    engine: SamplingEngine
+    engine: Engine | VLLMEngine
 
     def __init__(self, config: Any):
         super().__init__(config)
@@ -103,6 +103,8 @@ class RolloutTrainer(Trainer):
         with errors_of(where):
             try:
                 trajectory = await self.rollout(row, engine)
+                if not isinstance(trajectory, Trajectory):
+                    raise TypeError(f"it returned {trajectory!r:.60}, not a Trajectory")
                 trajectory.check(self.engine.context)
             except UserError:
                 raise

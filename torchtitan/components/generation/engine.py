@@ -27,8 +27,6 @@ from torchtitan.tools.cpu_products import onednn_products
 from torchtitan.tools.errors import UserError, in_words, require
 from torchtitan.tools.torch_private import forward_pre_hooks
 
-FinishReason = Literal["stop", "length"]
-
 OnToken = Callable[[int], bool]
 """Called with each new token except stop tokens; return True to end the text."""
 
@@ -51,7 +49,7 @@ class Generation:
     """New tokens, ending with the stop token, if any."""
     logprobs: list[float] = field(default_factory=list)
     """Natural logarithm of each new token's probability at temperature 1, before top_k and top_p."""
-    finish_reason: FinishReason = "length"
+    finish_reason: Literal["stop", "length"] = "length"
     """`stop`: ended by a stop token or `on_token`. `length`: reached max_new_tokens."""
 
 

@@ -52,8 +52,8 @@ class Rewards:
     """Weighted sum of reward functions. Raises `UserError` for an unknown function or a wrong number of weights."""
 
     def __init__(self, names: Sequence[str], weights: Sequence[float], open_model: Callable[..., Any] | None = None):
-        fits = not weights or len(weights) == len(names)
-        require(fits, "--reward_weights", list(weights), f"one number for each of {len(names)} --rewards")
+        fits = not weights or (len(weights) == len(names) and all(map(math.isfinite, weights)))
+        require(fits, "--reward_weights", list(weights), f"one finite number for each of {len(names)} --rewards")
         with errors_of("--rewards"):
             self._functions = [(name, find_reward(name, open_model)) for name in names]
         self._weights = weights or [1.0] * len(names)

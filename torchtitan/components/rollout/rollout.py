@@ -3,10 +3,10 @@
 import inspect
 import itertools
 import math
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 
@@ -16,14 +16,13 @@ from torchtitan.components.data.finetuning.chat_encoding import EncodedSample
 from torchtitan.components.data.finetuning.functions import load_function
 from torchtitan.components.data.finetuning.samples import pack_samples
 from torchtitan.components.data.plan.packing import first_fit_decreasing
-from torchtitan.components.generation import Generation
+from torchtitan.components.generation import Engine, Generation
 from torchtitan.components.metric_sinks import JsonLines
 from torchtitan.components.rollout.rewards import Rewards
+from torchtitan.components.rollout.vllm import VLLMEngine
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.tools.errors import UserError, errors_of
 from torchtitan.tools.logging import logger
-
-ResultT = TypeVar("ResultT")
 
 
 @dataclass(slots=True)
@@ -52,25 +51,12 @@ class Trajectory:
             raise UserError(f"a trajectory has {found}, and the reward {self.reward}; {needed}")
 
 
-class SamplingEngine(Protocol):
-    """Engine of rollouts, such as `components.generation.Engine`: samples by the current weights at temperature 1."""
-
-    context: int
-    """Maximum tokens of a prompt with its continuation."""
-
-    async def generate(self, prompt: Sequence[int], *, max_new_tokens: int, key: str) -> Generation:
-        """Return a continuation, with random numbers that depend on `key`; await it in a coroutine that `run` runs."""
-
-    def run(self, texts: Sequence[Coroutine[Any, Any, ResultT]]) -> list[ResultT]:
-        """Return the results, in order, of coroutines that await `generate`. All processes call this together, and
-        raise the error of any."""
-
-
 @dataclass
 class RolloutEngine:
     """The parts that a rollout may use: the model, the tokenizer and the rewards."""
 
-    engine: SamplingEngine
+    engine: Engine | VLLMEngine
+    """Samples by the current weights at temperature 1; another one has the same `context`, `generate` and `run`."""
     tokenizer: Tokenizer
     rewards: Rewards
     prompt: list[int]

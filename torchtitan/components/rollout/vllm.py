@@ -6,7 +6,7 @@ import urllib.request
 from collections.abc import Coroutine, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import Tensor
 
@@ -15,8 +15,6 @@ from torchtitan.components.generation import Generation
 from torchtitan.components.generation.sampling import generator_of
 from torchtitan.protocols.tensor_source import TensorSource
 from torchtitan.tools.errors import UserError
-
-ResultT = TypeVar("ResultT")
 
 _START = 'start VLLM_SERVER_DEV_MODE=1 vllm serve DIR --weight-transfer-config \'{"backend": "nccl"}\''
 
@@ -59,7 +57,8 @@ class VLLMEngine:
         self._transfer = _transfer(url, weights, ranks.rank, n_workers)
 
     async def generate(self, prompt: Sequence[int], *, max_new_tokens: int, key: str) -> Generation:
-        """Return a sampled continuation of token ids; await it in a coroutine that `run` runs."""
+        """Return a continuation of token ids, at most `context` with the prompt, with random numbers that depend on
+        `key`; await it in a coroutine that `run` runs."""
         # Explicit, since the model's generation_config.json changes the server's defaults.
         sampling = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
         sampling |= {"seed": generator_of(key).initial_seed(), "max_tokens": max_new_tokens}
@@ -71,14 +70,15 @@ class VLLMEngine:
         ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
         return Generation(ids, logprobs, "stop" if choice["finish_reason"] == "stop" else "length")
 
-    def run(self, texts: Sequence[Coroutine[Any, Any, ResultT]]) -> list[ResultT]:
-        """Send the weights, then run coroutines that await `generate`; see `SamplingEngine`."""
+    def run(self, texts: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
+        """Send the weights, then return the results, in order, of coroutines that await `generate`. All processes call
+        this together, and raise the error of any."""
 
         async def together() -> None:
             with ThreadPoolExecutor(self._max_rows) as self._pool:
                 results.extend(await asyncio.gather(*texts))
 
-        results: list[ResultT] = []
+        results: list[Any] = []
         self._transfer.send_weights()
         # Its cache of prompts is of the weights before. All ranks wait, since they share the server.
         self._ranks.broadcast_from_rank0(lambda: request(self._url, "/reset_prefix_cache", {}))

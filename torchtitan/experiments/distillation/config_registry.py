@@ -9,8 +9,7 @@ from torchtitan.models.auto import config_registry as auto
 from torchtitan.models.common.recipes import small_run
 from torchtitan.models.llama3 import FLAVORS, model_spec
 
-from .on_policy import OnPolicyTrainer
-from .trainer import DistillationTrainer
+from .trainer import DistillationTrainer, OnPolicyTrainer
 
 
 def distillation_debugmodel() -> DistillationTrainer.Config:

@@ -1,17 +1,34 @@
-"""The trainer of proximal policy optimization."""
+"""The trainer of proximal policy optimization, with its critic."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from torchtitan.components.critic import ValueHead, estimate_advantages
 from torchtitan.components.data.base import Batch
 from torchtitan.components.log_probs import token_log_probs
+from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.components.policy_loss import generalized_advantages
+from torchtitan.distributed.process_group import sum_over_ranks
 from torchtitan.experiments.rl.trainer import RLTrainer
+from torchtitan.protocols.initializer import Constant, with_initializers
+from torchtitan.protocols.model import SmallModel
 from torchtitan.protocols.sharding import ShardingPlan
 from torchtitan.trainer import RunModel, StepResult
+
+
+class ValueHead(SmallModel):
+    """Linear function of the last hidden states (B, L, D) of another model, initially 0."""
+
+    def __init__(self, config: SmallModel.Config):
+        super().__init__(config)
+        self.output = with_initializers(nn.Linear(config.dim, 1, bias=False), weight=Constant(0.0))
+
+    def forward(self, hidden_BLD: Tensor) -> Tensor:
+        """Return the value of each state, (B, L) in float32."""
+        return torch.squeeze(self.output(hidden_BLD), -1).float()
 
 
 class PPOTrainer(RLTrainer):
@@ -38,3 +55,20 @@ class PPOTrainer(RLTrainer):
 
         outputs: tuple[Tensor, Tensor] = self.models["model"](batch["input"], batch["attention"], head=head)
         return outputs
+
+
+def estimate_advantages(batches: Sequence[Batch], decay: float) -> None:
+    """Replace the `advantages` of batches, which are rewards, with advantages by `old_values`, and add `returns`, the
+    targets of the values. The advantages have mean 0 and deviation 1 over the sampled tokens of all ranks."""
+    sums = torch.zeros(3, device=batches[0]["labels"].device)
+    for batch in batches:
+        is_trained = batch["labels"] != IGNORE_INDEX
+        rewards, values, samples = (batch[name][is_trained] for name in ("advantages", "old_values", "samples"))
+        advantages = generalized_advantages(rewards, values, samples, decay).to(values)
+        batch["advantages"] = batch["advantages"].masked_scatter(is_trained, advantages)
+        batch["returns"] = batch["old_values"] + batch["advantages"]
+        sums += torch.stack([advantages.sum(), advantages.square().sum(), is_trained.sum()])
+    sum_over_ranks(sums)
+    mean, square = sums[:2] / sums[2].clamp(min=1)
+    for batch in batches:
+        batch["advantages"] = (batch["advantages"] - mean) / ((square - mean**2).clamp(min=0).sqrt() + 1e-8)

@@ -138,13 +138,13 @@ class RLTrainer(ReferenceTrainer, RolloutTrainer):
     def compute_loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the summed loss of a batch's sampled tokens, and the number of trajectories, or of tokens."""
         is_trained = batch["labels"] != IGNORE_INDEX
-        reference = self.reference_log_probs(batch)[is_trained] if self.needs_reference else None
+        reference_BL = self.reference_log_probs(batch) if self.needs_reference else None
         log_probs_BL, values_BL = self.policy_outputs(batch)
         if self.is_first_update:
             batch["old_logprobs"].copy_(log_probs_BL.detach())
-        tokens = {name: batch[name][is_trained] for name in batch.keys() - {"attention"}}
-        values = None if values_BL is None else values_BL[is_trained]
-        loss, weight, measures = self.policy(log_probs_BL[is_trained], tokens, reference, values)
+        known = {**batch, "reference": reference_BL, "values": values_BL}
+        tokens = {name: values[is_trained] for name, values in known.items() if isinstance(values, Tensor)}
+        loss, weight, measures = self.policy(log_probs_BL[is_trained], tokens)
         for name, values in measures.items():
             self.measure(name, values.sum(), is_trained.sum())
         return loss, weight

@@ -152,9 +152,8 @@ def pack_pairs(window: Sequence[EncodedRow], n_positions: int) -> dict[str, np.n
 
 def sum_answers(values_BW: torch.Tensor, sequences_BW: torch.Tensor) -> torch.Tensor:
     """Return the sums of values over the positions of each answer, (B, W, 2), with the i-th pair at [:, i]."""
-    n_windows, width = values_BW.shape
-    zeros = values_BW.new_zeros(n_windows, width * len(SIDES))
-    return zeros.scatter_add(1, sequences_BW, values_BW).view(n_windows, width, len(SIDES))
+    zeros = torch.zeros_like(values_BW).repeat(1, len(SIDES))
+    return zeros.scatter_add(1, sequences_BW, values_BW).unflatten(1, (-1, len(SIDES)))
 
 
 def _mismatched(window: Sequence[EncodedRow], seq_len: int) -> list[EncodedSample]:
