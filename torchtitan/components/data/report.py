@@ -1,7 +1,7 @@
 """Reports on the rows of datasets, and summaries of a loader's data."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 from torchtitan.components.data.plan.sampler import Array
@@ -81,13 +81,9 @@ class Report:
             self.dropped.setdefault(reason, ExampleCounter()).add_all(counter)
         self.unread += [column for column in other.unread if column not in self.unread]
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the report as JSON-serializable values."""
-        return asdict(self)
-
     @classmethod
     def from_dict(cls, document: dict[str, Any]) -> Self:
-        """Create a report from the result of `to_dict`."""
+        """Create a report from the result of `dataclasses.asdict`, written as JSON."""
 
         def to_counter(entry: dict[str, Any]) -> ExampleCounter:
             return ExampleCounter(entry["count"], [(where, what) for where, what in entry["examples"]])

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import pickle
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -168,7 +169,7 @@ def test_report_accounts_for_every_row(tmp_path):
     broken = [("a.jsonl:4", "broken JSON"), ("a.jsonl:5", "a question"), ("a.jsonl:7", "a text with '!'")]
     assert report.dropped["broken"].examples == broken
     assert report.special_in_text.examples == [("a.jsonl:6", "2 tokens")]
-    assert Report.from_dict(json.loads(json.dumps(report.to_dict()))) == report
+    assert Report.from_dict(json.loads(json.dumps(asdict(report)))) == report
     lines = "\n".join(report.lines())
     assert "3 of 10 rows kept (plain), 10 tokens, 4 trained (40%)" in lines
     assert "dropped, broken: 3 (a.jsonl:4: broken JSON; a.jsonl:5: a question" in lines

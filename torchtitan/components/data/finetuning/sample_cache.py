@@ -155,7 +155,7 @@ def _build(source: Source, format: RowFormat, encoder: RowEncoder, filters: Filt
 
 def finish_samples(folder: Path, report: Report, *, has_answers: bool) -> None:
     """Add the report and the fingerprint to the arrays of samples."""
-    (folder / "report.json").write_text(json.dumps(report.to_dict()))
+    (folder / "report.json").write_text(json.dumps(asdict(report)))
     contents = ["ids.bin", "trained.bin", "offsets.bin", *(["answers.bin"] if has_answers else [])]
     (folder / "fingerprint").write_text(content_digest(folder, contents))
 

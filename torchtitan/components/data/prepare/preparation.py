@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -174,7 +174,7 @@ class Preparation:
             items["split"] = np.where(items["hash"] < int(self.held_out * 256**8).to_bytes(8), 2, 1)
             items.tofile(folder / ITEMS)
             report = replace(report, kept=len(items), tokens=int(items["tokens"].sum()))
-            (folder / PART).write_text(json.dumps(report.to_dict()))
+            (folder / PART).write_text(json.dumps(asdict(report)))
             publish(folder, self.folder(number), PART)
         return report.tokens
 
@@ -253,7 +253,7 @@ class _Merge:
             totals = [(source.name, Report()) for source in preparation.sources]
             for (source, _), report in zip(preparation.parts, of_parts, strict=True):
                 totals[source][1].add(report)
-            sources[split] = [(name, total.to_dict()) for name, total in totals]
+            sources[split] = [(name, asdict(total)) for name, total in totals]
             splits[split] = self._write_caches(split, of_parts)
         description = {"kind": encoding.kind, "encoding": encoding.identity, "digest": digest_of(splits)}
         return {**description, "splits": splits, "sources": sources}

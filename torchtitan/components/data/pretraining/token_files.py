@@ -122,19 +122,17 @@ def _inspect(path: Path, tokenizer: Tokenizer, chunk: Mapping[str, Any] | None) 
         if path.suffix == ".npy":
             return TokenFile(path, token_dtype(tokenizer))
         magic, _, n_tokens = struct.unpack("<3i", head[:12]) if len(head) == _LLM_C_HEADER else (0, 0, 0)
-        if magic not in _LLM_C_TYPES:
-            return TokenFile(path, "uint16")
-        tokens = TokenFile(path, _LLM_C_TYPES[magic], _LLM_C_HEADER)
-        _check_end(tokens, n_tokens, "its header")
-        return tokens
+        if dtype := _LLM_C_TYPES.get(magic):
+            _check_end(path, _LLM_C_HEADER + n_tokens * np.dtype(dtype).itemsize, "its header")
+            return TokenFile(path, dtype, _LLM_C_HEADER)
+        return TokenFile(path, "uint16")
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise error if isinstance(error, UserError) else UserError(f"{path} cannot be read: {error}") from None
 
 
-def _check_end(file: TokenFile, n_tokens: int, announced_by: str) -> None:
-    size, expected = file.path.stat().st_size, file.start + n_tokens * np.dtype(file.dtype).itemsize
-    if size != expected:
-        raise UserError(f"{file.path} ends at byte {size:,}, but {announced_by} announces {expected:,}")
+def _check_end(path: Path, expected: int, announced_by: str) -> None:
+    if (size := path.stat().st_size) != expected:
+        raise UserError(f"{path} ends at byte {size:,}, but {announced_by} announces {expected:,}")
 
 
 def _check_ids(file: TokenFile, vocab_size: int) -> None:
@@ -158,9 +156,9 @@ def _megatron(path: Path, index: Path) -> TokenFile:
     _, _, code, n_sequences, n_entries = _MEGATRON_HEADER.unpack(header)
     if not (dtype := _MEGATRON_TYPES.get(code)):
         raise UserError(f"{index} does not hold integers")
-    size, expected = index.stat().st_size, _MEGATRON_HEADER.size + 12 * n_sequences + 8 * n_entries
-    if size < expected:  # a multimodal index has more
-        raise UserError(f"{index} ends at byte {size:,}, but its header announces {expected:,}")
+    expected = _MEGATRON_HEADER.size + 12 * n_sequences + 8 * n_entries
+    if index.stat().st_size < expected:  # a multimodal index has more
+        _check_end(index, expected, "its header")
     return TokenFile(path, dtype, read_offsets=partial(_megatron_offsets, index, n_sequences, n_entries))
 
 
@@ -169,7 +167,7 @@ def _megatron_offsets(index: Path, n_sequences: int, n_entries: int, file: Token
     lengths = np.fromfile(index, np.int32, n_sequences, offset=_MEGATRON_HEADER.size)
     entries = np.fromfile(index, np.int64, n_entries, offset=_MEGATRON_HEADER.size + 12 * n_sequences)
     starts = np.cumsum(np.append(0, lengths))
-    _check_end(file, int(starts[-1]), "its index")
+    _check_end(file.path, int(starts[-1]) * np.dtype(file.dtype).itemsize, "its index")
     is_ascending = all((numbers >= 0).all() for numbers in (lengths, np.diff(entries)))
     if not is_ascending or [*entries[:1], *entries[-1:]] != [0, n_sequences]:
         raise UserError(f"{index} does not divide {file.path} into documents; write both files again")
