@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchtitan.components.data.disk_cache import bytes_digest
-from torchtitan.tools import durable
 from torchtitan.tools.logging import logger
 
 BLOCK_BYTES = 1 << 18
@@ -22,7 +21,7 @@ class BlockCache:
     overwriting has a wrong digest, and is read from the store. Can be pickled."""
 
     root: Path
-    """Folder of the file."""
+    """Existing folder of the file."""
     n_bytes: int
     """Largest size of the file; 0: no cache."""
 
@@ -35,8 +34,7 @@ class BlockCache:
         """
         if (n_bytes := self.n_bytes) >= _SLOT_BYTES:
             try:
-                durable.make_folder(self.root)
-                with open(self.root / "remote_blocks", "r+b", buffering=0, opener=_open_or_create) as file:
+                with os.fdopen(os.open(self.root / "remote_blocks", os.O_RDWR | os.O_CREAT, 0o600), "r+b", 0) as file:
                     if os.fstat(file.fileno()).st_size > n_bytes:  # of a run with a larger cache
                         file.truncate(n_bytes)
                     first = start - start % BLOCK_BYTES
@@ -49,10 +47,6 @@ class BlockCache:
                     logger.warning(f"remote data is read without the cache in {self.root}: {error.strerror}")
                 self.n_bytes = 0
         return fetch(start, stop)
-
-
-def _open_or_create(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_CREAT, 0o600)
 
 
 def _block(file: int, n_slots: int, name: str, start: int, stop: int, fetch: Callable[[int, int], bytes]) -> bytes:
