@@ -92,7 +92,7 @@ class Preparation:
         equal if their sizes and times are equal, since reading them takes long."""
         return {
             "kind": self.encoding.kind,
-            "tokenizer, filters or template": self.encoding.identity,
+            "tokenizer, filters, template or version of torchtitan": self.encoding.identity,
             "--part_size": self.part_bytes,
             "--held_out": self.held_out,
             "--keep_duplicates": not self.deduplicate,
