@@ -237,10 +237,10 @@ def test_plans_leave_out_layouts_that_a_run_would_refuse(folder):
     from torchtitan.foresight.planning import layouts, plan
 
     config = dpo_config(str(folder / "model"))
-    assert {one.shards for one in layouts(config, 2, 8)} == {1, 2}
+    assert {one.dims.shards for one in layouts(config, 2, 8)} == {1, 2}
     assert {(one.dims.pp, one.dims.cp) for one in layouts(config, 2, 8)} == {(1, 1)}
     config.reference.offload = True
-    assert {one.shards for one in layouts(config, 2, 8)} == {2}
+    assert {one.dims.shards for one in layouts(config, 2, 8)} == {2}
     with pytest.raises(UserError, match="^--reference.offload is a part of FSDP"):
         plan(config, 1)
 
