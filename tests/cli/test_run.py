@@ -53,12 +53,12 @@ def test_stages_build_on_each_other_and_are_not_repeated(tmp_path, capsys):
 
     write(recipe, {"name": "first", "run": FIRST + " --optimizer.lr 1e-3"})
     assert main(["run", str(recipe), "--folder", str(folder / "out")]) == 2
-    assert "stage 'first' finished with another command line or base; remove" in capsys.readouterr().err
+    assert "stage 'first' finished with another command or base; remove" in capsys.readouterr().err
 
     shutil.rmtree(folder / "out/first")
     write(recipe, *stages)
     assert main(["run", str(recipe), "--folder", str(folder / "out")]) == 2
-    assert "stage 'second' finished with another command line or base; remove" in capsys.readouterr().err
+    assert "stage 'second' finished with another command or base; remove" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

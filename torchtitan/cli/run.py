@@ -86,8 +86,7 @@ def _run_stages(stages: list[_Stage], folder: Path) -> int:
             durable.write(done, json.dumps({**record, "id": uuid.uuid4().hex}))
         finished = json.loads(done.read_text())
         if finished != {**record, "id": finished["id"]}:
-            difference = "finished with another command line or base"
-            raise UserError(f"stage '{stage.name}' {difference}; remove {own} to repeat it")
+            raise UserError(f"stage '{stage.name}' finished with another command or base; remove {own} to repeat it")
         if exported:
             previous, id_of_previous = str(exported.parent), finished["id"]
         logger.info("stage %s has finished: %s", stage.name, own)
