@@ -93,7 +93,7 @@ def _open(
     loader.dataset = list(sources)
     catalog: Any = CHAT_DATASETS
     if isinstance(loader, PretrainDataLoader.Config):
-        loader.weights, catalog = [], DOCUMENTS  # the weights are those of the run's datasets
+        loader.weights, catalog = [], DOCUMENTS  # the weights belong to the datasets of the run
     loader.validate()
     for source in sources:
         if find_prepared(source, catalog):

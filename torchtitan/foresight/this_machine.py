@@ -32,8 +32,8 @@ Call = Callable[[], object]
 _SECONDS = 8.0
 """Duration of the measurement, without the start of the processes."""
 _GROUPS = 5
-"""A duration is the median of the means of so many groups of successive calls: that some messages take ten times as
-long as others counts, but not a moment in which other programs are busy."""
+"""Groups of successive calls. A duration is the median of their means: that some messages take ten times as long as
+others counts, but not a moment in which other programs are busy."""
 _TOKENS, _WIDTH, _WIDE = 1024, 256, 768
 """Layers and batch of the debug configuration. All tensors together do not fit the fast caches."""
 _LARGE, _SMALL = 2**21, 2**4

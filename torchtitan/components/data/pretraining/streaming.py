@@ -118,15 +118,16 @@ class PackedStreamIterator(Iterator[Batch | UserError | RunFailure]):
             position = StreamPosition(epoch=position.epoch + 1)
 
     def _epoch_windows(self, position: StreamPosition) -> Iterator[tuple[Sample, StreamPosition]]:
-        seq_len, skip = self.dataset.layout.seq_len, position.token
+        seq_len, skip, n_rest = self.dataset.layout.seq_len, position.token, 0
         rest: list[Piece] = []
         for begin, ids in self._documents(position):
             rest.append((begin._replace(token=skip), ids[skip:]))
-            skip = 0
-            while sum(len(ids) for _, ids in rest) > seq_len:
+            n_rest, skip = n_rest + len(rest[-1][1]), 0
+            while n_rest > seq_len:
                 sample, rest = self._first_window(rest)
+                n_rest -= seq_len
                 yield sample, rest[0][0]
-        if sum(len(ids) for _, ids in rest) > 1:
+        if n_rest > 1:
             sample, _ = self._first_window(rest)
             yield sample, StreamPosition(epoch=position.epoch + 1)
 
