@@ -13,7 +13,7 @@ import pytest
 from torchtitan.components.metric_sinks import JsonLines
 from torchtitan.components.tokenizer import EMBEDDED_TOKENIZER, PretrainedTokenizer
 from torchtitan.components.tokenizer.auto_tokenizer import warn_of_different_ids
-from torchtitan.components.tokenizer.tiktoken_model import Tiktoken
+from torchtitan.components.tokenizer.tiktoken_model import Tiktoken, read_tiktoken
 from torchtitan.components.tokenizer.tokenizer_json import suppress_native_errors
 from torchtitan.components.weights.assets import files_in
 from torchtitan.config.manager import ConfigManager
@@ -242,7 +242,7 @@ def test_malformed_added_tokens(tmp_path, added):
 
 
 def test_ids_outside_a_tiktoken_vocabulary_have_no_text(assets):
-    tokenizer = Tiktoken(assets / "llama3-tokenizer" / "tokenizer.model")
+    tokenizer = Tiktoken(read_tiktoken(assets / "llama3-tokenizer" / "tokenizer.model"))
     ids = [*tokenizer.tokenize(["Hi"], allow_special=False)[0], tokenizer.vocab_size, 10**9]
     assert tokenizer.decode(ids, skip_special_tokens=False) == "Hi"
 

@@ -158,7 +158,17 @@ SUBJECTS = (
         [["eval", "--checkpoint", "hf", "--tasks", "questions.jsonl"]],
         (changed_line,) * 6,
     ),
-    Subject("tokenizer.model", ["tiktoken/tokenizer.model"], [[*_step("rows.jsonl"), "--hf_assets_path", "tiktoken"]]),
+    Subject(
+        "tokenizer.model",
+        ["tiktoken/tokenizer.model"],
+        [[*_step("rows.jsonl"), "--hf_assets_path", "tiktoken", "--tokenizer.split_pattern", r"\s?\S+|\s+"]],
+    ),
+    Subject(
+        "SentencePiece model",
+        ["pieces/tokenizer.model"],
+        [[*_step("rows.jsonl"), "--hf_assets_path", "pieces"]],
+    ),
+    Subject("tekken.json", ["tekken/tekken.json"], [[*_step("rows.jsonl"), "--hf_assets_path", "tekken"]], _ANY_JSON),
     Subject(
         "adapter's configuration",
         [f"{_ADAPTER}/adapter_config.json"],

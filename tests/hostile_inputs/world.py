@@ -15,6 +15,7 @@ import pyarrow.parquet
 import torch
 from safetensors.torch import load_file
 
+from tests.components.tokenizer.helpers import write_sentencepiece, write_tekken
 from tests.training import flags
 
 TINY = {
@@ -97,6 +98,10 @@ def build(folder: Path, run: Callable[[Command], None]) -> None:
     (folder / "tiktoken/tokenizer.model").write_text(
         "".join(f"{base64.b64encode(token).decode()} {rank}\n" for rank, token in enumerate(ranks))
     )
+    (folder / "pieces").mkdir()
+    write_sentencepiece(folder / "pieces/tokenizer.model", [text(30) for _ in range(200)])
+    (folder / "tekken").mkdir()
+    write_tekken(folder / "tekken/tekken.json", ranks)
     run(resume())
     run(chat_run("chat_run"))
     run([*adapter_run("adapted"), "--checkpoint.enable", "--checkpoint.last_save_in_hf"])

@@ -28,6 +28,7 @@ license, set the environment variable HF_TOKEN."""
 
 _TOKENIZER = (
     *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "*.jinja"),
+    *("tekken.json", "tiktoken.model", "*.tiktoken"),
     *("added_tokens.json", "vocab.json", "merges.txt", "config.json", "generation_config.json"),
 )
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json")

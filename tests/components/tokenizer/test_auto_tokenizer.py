@@ -2,6 +2,7 @@
 source folder gives different ids. Some tokenizers imitate published ones, others are real."""
 
 import base64
+import hashlib
 import json
 import random
 import shutil
@@ -23,7 +24,7 @@ from torchtitan.cli.convert import convert
 from torchtitan.components.chat_template import resolve_chat_template
 from torchtitan.components.data.finetuning.chat_encoding import ChatEncoder, EncodedSample
 from torchtitan.components.data.finetuning.conversation import Conversation
-from torchtitan.components.tokenizer import EMBEDDED_TOKENIZER, PretrainedTokenizer
+from torchtitan.components.tokenizer import EMBEDDED_TOKENIZER, PretrainedTokenizer, tiktoken_model
 from torchtitan.components.tokenizer.auto_tokenizer import _GENERIC_MODEL_TYPES, warn_of_different_ids
 from torchtitan.components.weights import TensorSource, export_checkpoint
 from torchtitan.models.llama3 import model_registry
@@ -407,10 +408,14 @@ def test_other_settings_are_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("has_template", [True, False])
-def test_bos_and_eos_are_named_unless_a_template_writes_them(has_template: bool, tmp_path: Path) -> None:
+def test_bos_and_eos_are_named_unless_a_template_writes_them(
+    has_template: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tokens = [*(bytes([byte]) for byte in range(256)), b"th", b"he", b"the", b" the"]
     lines = [b"%s %d\n" % (base64.b64encode(token), rank) for rank, token in enumerate(tokens)]
     (tmp_path / "tokenizer.model").write_bytes(b"".join(lines))
+    digest = hashlib.sha256(b"".join(lines)).hexdigest()
+    monkeypatch.setattr(tiktoken_model, "_LLAMA3_SHA256", digest)  # smaller than Llama 3's file
     (tmp_path / "chat_template.jinja").write_text(TEMPLATE if has_template else "{{ messages }}")
     theirs = transformers.AutoTokenizer.from_pretrained(export(tmp_path, tmp_path / "exported"))
     assert (theirs.bos_token_id, theirs.eos_token_id) == ((None, None) if has_template else (260, 261))

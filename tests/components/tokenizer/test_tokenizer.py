@@ -1,7 +1,6 @@
 """`PretrainedTokenizer` against transformers on real text; BOS and EOS; invalid files; subclasses."""
 
 import importlib.util
-import io
 import json
 import os
 import pickle
@@ -311,7 +310,7 @@ def test_post_processor_sets_bos_by_default(tmp_path: Path) -> None:
     ("file", "content", "expected"),
     [
         ("special_tokens_map.json", {"bos_token": {"content": "<|pad|>"}}, (2, 1)),
-        ("config.json", {"bos_token_id": 2, "eos_token_id": [0, 1]}, (2, 0)),
+        ("config.json", {"bos_token_id": 2, "eos_token_id": [0, 1]}, (2, 1)),  # 1 is <|end_of_text|>
         ("generation_config.json", {"bos_token_id": None, "eos_token_id": 0}, (0, 0)),
     ],
 )
@@ -345,7 +344,7 @@ def test_tokenizer_json_has_priority(tmp_path: Path, assets: Path) -> None:
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ({}, "no tokenizer in '.*': found neither tokenizer.json .* nor tokenizer.model"),
+        ({}, "no tokenizer in '.*': found neither tokenizer.json .*, tekken.json .*, nor tokenizer.model"),
         ({"tokenizer.json": b"not json"}, "tokenizer.json' is not a valid tokenizer of the library `tokenizers`"),
         ({"tokenizer.json": b""}, "tokenizer.json' is not a valid tokenizer of the library `tokenizers`"),
         ({"tokenizer.json": b"\xff\xfe{}"}, "tokenizer.json' is not a valid tokenizer of the library `tokenizers`"),
@@ -379,18 +378,6 @@ def test_unusable_files(tmp_path: Path, files: dict[str, bytes], message: str) -
 def test_missing_folder(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="nowhere does not exist"):
         load_tokenizer(tmp_path / "nowhere")
-
-
-def test_sentencepiece_is_rejected(tmp_path: Path) -> None:
-    sentencepiece = pytest.importorskip("sentencepiece")
-    model = io.BytesIO()
-    sentences = iter((PROJECT / "scripts/train_tokenizer.py").read_text(encoding="utf-8").splitlines())
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=sentences, model_writer=model, vocab_size=100, minloglevel=2
-    )
-    (tmp_path / "tokenizer.model").write_bytes(model.getvalue())
-    with pytest.raises(UserError, match=r"SentencePiece model.*convert.*save_pretrained"):
-        load_tokenizer(tmp_path)
 
 
 # Caches, workers, subclasses, the embedded files.

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.components.tokenizer.interface import Tokenizer
-from torchtitan.components.tokenizer.pretrained import PretrainedTokenizer
-from torchtitan.components.tokenizer.tiktoken_model import convert_tiktoken
+from torchtitan.components.tokenizer.pretrained import PretrainedTokenizer, tokenizer_file
+from torchtitan.components.tokenizer.sentencepiece_model import is_sentencepiece
 from torchtitan.components.tokenizer.tokenizer_json import suppress_native_errors, wrap_errors
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.files import read_object
@@ -66,22 +66,25 @@ def warn_of_different_ids(tokenizer: Tokenizer) -> None:
 
 
 def make_loadable_by_auto_tokenizer(folder: Path) -> None:
-    """Rewrite the tokenizer files of an exported model so that `AutoTokenizer` returns the same ids as torchtitan. A
-    tokenizer.model in tiktoken format becomes tokenizer.json; unsupported tokenizers (SentencePiece) are skipped."""
+    """Rewrite the tokenizer files of an exported model so that `AutoTokenizer` returns the same ids as torchtitan.
+    Files in other formats get a tokenizer.json beside them; Llama 3's tokenizer.model is replaced by it, since other
+    programs would read it as a SentencePiece model. Warn if the tokenizer cannot be opened."""
+    file = tokenizer_file(folder)
+    if file is None:
+        return
     try:
         ours: PretrainedTokenizer = PretrainedTokenizer.Config().build(path=folder)
-    except UserError:
+        theirs = ours.as_hugging_face()
+    except UserError as error:
+        logger.warning(f"AutoTokenizer may return other token ids for '{folder}' than torchtitan: {error}")
         return
-    path, tiktoken = folder / "tokenizer.json", folder / "tokenizer.model"
-    is_tiktoken = not path.is_file()
-    theirs = convert_tiktoken(tiktoken) if is_tiktoken else _read(path)
     has_wrong_ends = theirs.encode("a").ids != ours.encode("a")
     if has_wrong_ends:
         theirs.post_processor = _post_processor(ours, theirs)
-    if is_tiktoken or has_wrong_ends:
-        path.write_text(theirs.to_str(pretty=True), encoding="utf-8")
-    if is_tiktoken:
-        tiktoken.unlink()
+    if has_wrong_ends or file.name != "tokenizer.json":
+        (folder / "tokenizer.json").write_text(theirs.to_str(pretty=True), encoding="utf-8")
+    if file.name == "tokenizer.model" and not is_sentencepiece(file):
+        file.unlink()
     settings = read_object(folder / "tokenizer_config.json")
     updated = _new_settings(folder, settings, ours, theirs)
     if updated != settings:
@@ -174,7 +177,8 @@ def _new_settings(folder: Path, settings: dict[str, Any], ours: PretrainedTokeni
     template, source = folder / "chat_template.jinja", str(updated.get("chat_template"))
     if template.is_file():
         source = template.read_text(encoding="utf-8", errors="replace")
-    for key, token_id in (("bos_token", ours.bos_id), ("eos_token", ours.eos_id)):
+    eos_id = None if ours.eos_is_guess else ours.eos_id
+    for key, token_id in (("bos_token", ours.bos_id), ("eos_token", eos_id)):
         if token_id is not None and key not in source:  # templates omit undefined tokens
             updated.setdefault(key, theirs.id_to_token(token_id))
     if named or "added_tokens_decoder" in updated or (folder / "added_tokens.json").is_file():

@@ -8,13 +8,33 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.components.tokenizer.interface import Offsets, Tokenizer
-from torchtitan.components.tokenizer.tiktoken_model import Tiktoken
+from torchtitan.components.tokenizer.sentencepiece_model import (
+    convert_sentencepiece,
+    is_sentencepiece,
+)
+from torchtitan.components.tokenizer.tiktoken_model import (
+    Tiktoken,
+    convert_ranks,
+    read_tekken,
+    read_tiktoken,
+)
 from torchtitan.components.tokenizer.tokenizer_json import HuggingFace
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.files import missing_folder_error, read_object
+from torchtitan.tools.logging import logger
 
 EMBEDDED_TOKENIZER = Path(__file__).parents[2] / "assets" / "tokenizer"
 """Folder of the tokenizer shipped with the package, trained on `Stories`."""
+
+_VOCABULARIES = (
+    "tokenizer.json",
+    "tekken.json",
+    "tokenizer.model",
+    "tokenizer.model.v*",
+    "tiktoken.model",
+    "*.tiktoken",
+)
+"""Patterns of the files with a vocabulary; the first one takes precedence."""
 
 _USUAL_NAMES = {
     "bos": ("<|begin_of_text|>", "<s>", "<bos>"),
@@ -26,10 +46,12 @@ class PretrainedTokenizer(Tokenizer):
     """Tokenizer in the folder `path`, or the embedded one if `path` is empty. Raises `UserError` if the folder contains
     no usable tokenizer, or tokens cannot be added to it.
 
-    `tokenizer.json` (read by the library `tokenizers`) takes precedence over `tokenizer.model` in tiktoken format,
-    which must be Llama 3's. BOS and EOS are read from tokenizer_config.json, special_tokens_map.json, config.json or
-    generation_config.json; if none sets them, the usual names are tried. `add_bos_token` and `add_eos_token` of
-    tokenizer_config.json decide whether to add them; if they are missing, the post-processor decides.
+    `tokenizer.json` (read by the library `tokenizers`) takes precedence over `tekken.json` and files in tiktoken's
+    format (read by tiktoken), and over SentencePiece models (converted to tokenizer.json, checked against the library
+    sentencepiece, and saved with checkpoints). BOS and EOS are read from tokenizer_config.json,
+    special_tokens_map.json, config.json or generation_config.json; if none sets them, the usual names are tried.
+    `add_bos_token` and `add_eos_token` of tokenizer_config.json decide whether to add them; if they are missing, the
+    post-processor decides.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -38,20 +60,27 @@ class PretrainedTokenizer(Tokenizer):
 
         added_tokens: list[str] = field(default_factory=list)
         """Special tokens to add to the vocabulary and the model if they are missing, such as <|im_start|>."""
+        split_pattern: str = ""
+        """Regular expression that splits text before merging, for a file in tiktoken's format, which lacks it; in the
+        model's code, it is usually called pat_str. Empty: Llama 3's, if the ranks are Llama 3's."""
 
         def validate(self) -> None:
             if blank := [token for token in self.added_tokens if not token.strip()]:
                 raise UserError(f"--tokenizer.added_tokens contains {blank[0]!r}; tokens must not be blank")
 
+    eos_is_guess: bool
+    """True if EOS is the first of several stop tokens, for want of a better one."""
+
     def __init__(self, config: Config, *, path: str | Path = ""):
         super().__init__(config)
         self.folder = folder = Path(path) if str(path) else EMBEDDED_TOKENIZER
-        self._backend = _load_backend(folder)
+        self._backend = _load_backend(folder, config.split_pattern)
         self.n_added = self._backend.add_special_tokens(config.added_tokens) if config.added_tokens else 0
         settings = read_object(folder / "tokenizer_config.json")
         prefix, suffix = self._backend.added_ids()
         self.vocab_size = self._backend.vocab_size
-        self.bos_id, self.eos_id = (_special_id(folder, kind, self._backend) for kind in ("bos", "eos"))
+        self.bos_id, _ = _special_id(folder, "bos", self._backend)
+        self.eos_id, self.eos_is_guess = _special_id(folder, "eos", self._backend)
         adds = []
         for key, token_id, added in (("add_bos_token", self.bos_id, prefix), ("add_eos_token", self.eos_id, suffix)):
             declared = settings.get(key)
@@ -77,6 +106,11 @@ class PretrainedTokenizer(Tokenizer):
             return super().tokenize_with_offsets(texts, allow_special=allow_special)
         return self._backend.tokenize_with_offsets(texts, allow_special=allow_special)
 
+    def as_hugging_face(self) -> Any:
+        """Return a new `tokenizers.Tokenizer` with the same ids, apart from BOS and EOS. Raise `UserError` if a file in
+        another format cannot be converted."""
+        return self._backend.as_hugging_face()
+
     @cached_property
     def special_ids(self) -> frozenset[int]:
         return self._backend.special_ids()
@@ -88,34 +122,64 @@ class PretrainedTokenizer(Tokenizer):
         return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
 
-def _load_backend(folder: Path) -> HuggingFace | Tiktoken:
+def tokenizer_file(folder: Path) -> Path | None:
+    """Return the file with the vocabulary that `PretrainedTokenizer` reads in a folder, if any."""
+    found = (path for name in _VOCABULARIES for path in sorted(folder.glob(name)) if path.is_file())
+    return next(found, None)
+
+
+def _load_backend(folder: Path, split_pattern: str) -> HuggingFace | Tiktoken:
     if not folder.is_dir():
         raise missing_folder_error(folder)
-    if (folder / "tokenizer.json").is_file():
-        return HuggingFace(folder / "tokenizer.json")
-    if (folder / "tokenizer.model").is_file():
-        return Tiktoken(folder / "tokenizer.model")
-    raise UserError(
-        f"no tokenizer in '{folder}': found neither tokenizer.json (Hugging Face) nor tokenizer.model (tiktoken)"
-    )
+    path = tokenizer_file(folder)
+    if path is None:
+        raise UserError(
+            f"no tokenizer in '{folder}': found neither tokenizer.json (Hugging Face), tekken.json (Mistral), nor "
+            "tokenizer.model, tiktoken.model or *.tiktoken (SentencePiece or tiktoken)"
+        )
+    is_piece_model = path.suffix != ".json" and is_sentencepiece(path)
+    is_ranks = path.suffix != ".json" and not is_piece_model
+    if split_pattern and not is_ranks:
+        raise UserError(
+            f"--tokenizer.split_pattern applies to files in tiktoken's format, but the tokenizer is '{path}'; remove it"
+        )
+    if path.name == "tekken.json":
+        return Tiktoken(read_tekken(path))
+    if is_ranks:
+        file = read_tiktoken(path, split_pattern)
+        # Without the pattern, checkpoints need a tokenizer.json.
+        return HuggingFace(path, convert_ranks(file).to_str(pretty=True).encode()) if split_pattern else Tiktoken(file)
+    if is_piece_model:
+        return HuggingFace(path, convert_sentencepiece(path))
+    return HuggingFace(path)
 
 
-def _special_id(folder: Path, kind: str, backend: HuggingFace | Tiktoken) -> int | None:
-    """Return the id of BOS or EOS (`kind` "bos" or "eos") from the first file that sets it, even to null."""
+def _special_id(folder: Path, kind: str, backend: HuggingFace | Tiktoken) -> tuple[int | None, bool]:
+    """Return the id of BOS or EOS (`kind` "bos" or "eos") from the first file that sets it, even to null, and whether
+    it is a guess among several."""
     for path in (folder / "tokenizer_config.json", folder / "special_tokens_map.json"):
         content = read_object(path)
         if f"{kind}_token" in content:
-            return _named_id(content[f"{kind}_token"], path, kind, backend)
+            return _named_id(content[f"{kind}_token"], path, kind, backend), False
+    named = [token_id for name in _USUAL_NAMES[kind] if (token_id := backend.id_of(name)) is not None]
     for path in (folder / "config.json", folder / "generation_config.json"):
         declared = read_object(path).get(f"{kind}_token_id")
-        if declared not in (None, []):
-            # A list contains all stop tokens; the first one is the model's end of text.
-            token_id = declared[0] if isinstance(declared, list) else declared
-            if type(token_id) is not int or token_id not in range(backend.vocab_size):
-                raise UserError(f"'{path}' has {kind}_token_id {declared!r}, not an id of the tokenizer in this folder")
-            return token_id
-    ids = (backend.id_of(name) for name in _USUAL_NAMES[kind])
-    return next((token_id for token_id in ids if token_id is not None), None)
+        if declared in (None, []):
+            continue
+        ids = declared if isinstance(declared, list) else [declared]
+        if any(type(token_id) is not int or token_id not in range(backend.vocab_size) for token_id in ids):
+            raise UserError(f"'{path}' has {kind}_token_id {declared!r}, not an id of the tokenizer in this folder")
+        # A list contains all stop tokens; the one with a usual name is the model's end of text.
+        chosen = next((token_id for token_id in named if token_id in ids), ids[0])
+        is_guess = len(ids) > 1 and chosen not in named
+        if is_guess:
+            texts = [repr(backend.decode([token_id], skip_special_tokens=False)) for token_id in ids]
+            logger.warning(
+                f"'{path}' has the tokens {', '.join(texts)} as {kind}_token_id, and does not say which one ends a "
+                f"text; {texts[0]} is used; to choose, set {kind}_token in tokenizer_config.json"
+            )
+        return chosen, is_guess
+    return next(iter(named), None), False
 
 
 def _named_id(token: Any, path: Path, kind: str, backend: HuggingFace | Tiktoken) -> int | None:

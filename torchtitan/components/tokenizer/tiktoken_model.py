@@ -1,23 +1,27 @@
-"""tokenizer.model in tiktoken format, in which Llama 3 was published."""
+"""Files of byte-pair ranks, encoded by the library tiktoken: tiktoken's own format and Mistral's tekken.json."""
 
 import base64
+import hashlib
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, count, pairwise
 from pathlib import Path
 from typing import Any
 
 from torchtitan.components.tokenizer.interface import Offsets
-from torchtitan.components.tokenizer.tokenizer_json import replace_surrogates
+from torchtitan.components.tokenizer.probes import probe_texts
+from torchtitan.components.tokenizer.tokenizer_json import replace_surrogates, wrap_errors
 from torchtitan.tools.errors import UserError
-from torchtitan.tools.files import unreadable_file_error
+from torchtitan.tools.files import parse_json, read_object, unreadable_file_error
 
 # Llama 3's split pattern and special tokens (with Llama 3.1's names), as published with the model:
 # https://github.com/meta-llama/llama-models/blob/main/models/llama3/tokenizer.py
+_LLAMA3_SHA256 = "82e9d31979e92ab929cd544440f129d9ecd797b69e327f80f17e1c50d5551b55"
 _LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -34,43 +38,84 @@ _LLAMA3_NAMED = {
 }
 _LLAMA3_N_SPECIAL = 256
 
+# Special tokens of tekken.json files that list none (versions up to v7):
+# https://github.com/mistralai/mistral-common, Tekkenizer
+_TEKKEN_SPECIAL = (
+    *("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"),
+    *("[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]"),
+    *("[IMG_END]", "[PREFIX]", "[MIDDLE]", "[SUFFIX]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"),
+    "[TOOL_CONTENT]",
+)
+_TEKKEN_VERSIONS_WITHOUT_LIST = ("v1", "v2", "v3", "v7")
+
+_CANNOT_CONVERT = "cannot be converted to tokenizer.json"
+
 # A million spaces overflow the stack of tiktoken's regex engine.
 _LONG_BLANK = re.compile(r"(\s{500000})")
 
 
-class Tiktoken:
-    """`tokenizer.model` in tiktoken format: Llama 3's, with the special tokens after the ranks."""
+@dataclass(frozen=True)
+class RankFile:
+    """Content of a file of ranks. Two tokens are merged first if the id of their union is lowest."""
 
-    def __init__(self, path: Path):
+    path: Path
+    content: bytes
+    """Content of the file, for fingerprints."""
+    ids: Mapping[bytes, int]
+    """Bytes of each ordinary token and its id."""
+    special: Mapping[str, int]
+    """Text of each special token and its id."""
+    pattern: str
+    """Regular expression that splits text into pieces before merging."""
+    bos: str | None
+    """Special token that begins a text, if the format defines one."""
+
+    @property
+    def vocab_size(self) -> int:
+        return max(*self.ids.values(), *self.special.values()) + 1
+
+
+class Tiktoken:
+    """Tokenizer of a `RankFile`. Raises `UserError` if the split pattern is not valid."""
+
+    def __init__(self, file: RankFile):
         import tiktoken
 
-        self.path = path
-        self.content = path.read_bytes()
+        self.file, self.content = file, file.content
         self.changed_files: dict[str, bytes] = {}
-        ranks = _parse_ranks(path, self.content)
-        self.n_ranks = len(ranks)
-        self.special = _llama3_special_tokens(self.n_ranks)
-        self.vocab_size = self.n_ranks + len(self.special)
-        self._encoding = tiktoken.Encoding(
-            "llama3", pat_str=_LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens=self.special
-        )
+        self.vocab_size = file.vocab_size
+        self._texts = {token_id: text for text, token_id in file.special.items()}
+        self._ordinary = frozenset(file.ids.values())
+        try:
+            self._encoding = tiktoken.Encoding(
+                "ranks",
+                pat_str=file.pattern,
+                mergeable_ranks=dict(file.ids),
+                special_tokens=dict(file.special),
+            )
+        except ValueError as error:
+            raise UserError(f"'{file.path}': the split pattern is not valid: {error}") from error
 
     def add_special_tokens(self, tokens: Sequence[str]) -> int:
-        if absent := [token for token in tokens if token not in self.special]:
+        if absent := [token for token in tokens if token not in self.file.special]:
             raise UserError(
-                f"--tokenizer.added_tokens: cannot add {', '.join(absent)} to '{self.path}', a file in tiktoken "
+                f"--tokenizer.added_tokens: cannot add {', '.join(absent)} to '{self.file.path}', a file in tiktoken "
                 "format; use the model's tokenizer.json, or a chat template with special tokens of this tokenizer"
             )
         return 0
 
     def added_ids(self) -> tuple[list[int], list[int]]:
-        return [self.special["<|begin_of_text|>"]], []
+        return [] if self.file.bos is None else [self.file.special[self.file.bos]], []
+
+    def as_hugging_face(self) -> Any:
+        """Return a `tokenizers.Tokenizer`; see `convert_ranks`."""
+        return convert_ranks(self.file)
 
     def id_of(self, token: str) -> int | None:
-        return self.special.get(token)
+        return self.file.special.get(token)
 
     def special_ids(self) -> frozenset[int]:
-        return frozenset(self.special.values())
+        return frozenset(self._texts)
 
     def tokenize_with_offsets(self, texts: Sequence[str], *, allow_special: bool) -> list[tuple[list[int], Offsets]]:
         batch = self.tokenize(texts, allow_special=allow_special)
@@ -100,33 +145,130 @@ class Tiktoken:
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         # Models may have more rows than tokens; ids of unused rows have no text, as with tokenizer.json.
-        end = self.n_ranks if skip_special_tokens else self.vocab_size
-        return self._encoding.decode([i for i in ids if i < end])
+        def has_text(token_id: int) -> bool:
+            return token_id in self._ordinary or (token_id in self._texts and not skip_special_tokens)
+
+        return self._encoding.decode([token_id for token_id in ids if has_text(token_id)])
 
 
-def convert_tiktoken(path: Path) -> Any:
-    """Convert `Tiktoken(path)` to a tokenizer of the library `tokenizers`, without BOS. Like transformers'
-    `TikTokenConverter`, every split of a token into two tokens becomes a merge, ordered by rank."""
+def read_tiktoken(path: Path, split_pattern: str = "") -> RankFile:
+    """Read a file in tiktoken's format, lines of `<base64 of the token's bytes> <rank>`.
+
+    The format has neither the split pattern nor the special tokens. Llama 3's are known, and used if the ranks are
+    Llama 3's. Otherwise, `split_pattern` is required, and the special tokens come from tokenizer_config.json or
+    added_tokens.json in the same folder. Raise `UserError` for other content.
+    """
+    content = path.read_bytes()
+    ids = _parse_ranks(path, content)
+    if hashlib.sha256(content).hexdigest() == _LLAMA3_SHA256 and not split_pattern:
+        special = _llama3_special_tokens(len(ids))
+        return RankFile(path, content, ids, special, _LLAMA3_PATTERN, "<|begin_of_text|>")
+    if not split_pattern:
+        raise UserError(
+            f"'{path}' has {len(ids):,} ranks in tiktoken's format, which are not Llama 3's, and the format lacks the "
+            "pattern that splits text before merging; use the model's tokenizer.json, or set "
+            "--tokenizer.split_pattern to the pattern in the model's code (usually called pat_str)"
+        )
+    special = declared_tokens(path.parent)
+    if clashes := sorted(set(special.values()) & set(ids.values())):
+        raise UserError(f"'{path.parent}' declares a special token with id {clashes[0]}, which '{path}' uses as a rank")
+    return RankFile(path, content, ids, special, split_pattern, None)
+
+
+def read_tekken(path: Path) -> RankFile:
+    """Read Mistral's tekken.json: the ids of special tokens come first, those of ranks after them. Raise `UserError`
+    for other content."""
+    content = path.read_bytes()
+    document = parse_json(content, f"'{path}'")
+    try:
+        config, vocab = document["config"], document["vocab"]
+        n_special = int(config["default_num_special_tokens"])
+        n_ranks = int(config["default_vocab_size"]) - n_special
+        pattern, version = str(config["pattern"]), str(config.get("version"))
+        ranks = {base64.b64decode(token["token_bytes"], validate=True): int(token["rank"]) for token in vocab[:n_ranks]}
+        listed = document.get("special_tokens")
+        named = None if listed is None else {int(token["rank"]): str(token["token_str"]) for token in listed}
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise unreadable_file_error(path, f"'{path}' is not a tekken.json: {error!r}") from error
+    if named is None:
+        if version not in _TEKKEN_VERSIONS_WITHOUT_LIST:
+            raise UserError(f"'{path}' has version {version} and no special_tokens; use the model's own tekken.json")
+        named = dict(enumerate(_TEKKEN_SPECIAL))
+    _check_ranks(path, ranks)
+    if len(ranks) != n_ranks or not named.keys() <= set(range(n_special)):
+        raise UserError(f"'{path}' is incomplete: it has {len(ranks):,} of {n_ranks:,} ranks")
+    special = {named.get(i, f"<SPECIAL_{i}>"): i for i in range(n_special)}
+    if len(special) != n_special or "<s>" not in special:
+        raise UserError(f"'{path}' has special tokens with equal texts, or none called <s>")
+    ids = {token: rank + n_special for token, rank in ranks.items()}
+    return RankFile(path, content, ids, special, pattern, "<s>")
+
+
+def declared_tokens(folder: Path) -> dict[str, int]:
+    """Return the tokens that tokenizer_config.json (`added_tokens_decoder`) and added_tokens.json of a folder declare,
+    with their ids. Raise `UserError` if one of the files has another structure."""
+    tokens: dict[str, int] = {}
+    path = folder / "added_tokens.json"
+    for text, token_id in read_object(path).items():
+        tokens[text] = _checked_id(token_id, path)
+    path = folder / "tokenizer_config.json"
+    declared = read_object(path).get("added_tokens_decoder") or {}
+    for token_id, token in declared.items() if isinstance(declared, dict) else [(None, declared)]:
+        if not (isinstance(token, dict) and isinstance(token.get("content"), str)):
+            raise UserError(f"'{path}' has the added token {token!r}, which has no text")
+        tokens[token["content"]] = _checked_id(token_id, path)
+    return tokens
+
+
+def _checked_id(value: Any, path: Path) -> int:
+    is_id = isinstance(value, int | str) and not isinstance(value, bool) and str(value).isdecimal()
+    if not is_id or int(value) >= 2**24:
+        raise UserError(f"'{path}' has an added token with id {value!r}")
+    return int(value)
+
+
+def convert_ranks(file: RankFile) -> Any:
+    """Convert `Tiktoken(file)` to a tokenizer of the library `tokenizers`, without BOS. Like transformers'
+    `TikTokenConverter`, every split of a token into two tokens becomes a merge, ordered by id. Raise `UserError` if the
+    ids of a text differ from tiktoken's (see `probe_texts`)."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
-    ranks = _parse_ranks(path, path.read_bytes())
+    ids = file.ids
     characters = _byte_characters()
-    written = {token: "".join(characters[byte] for byte in token) for token in sorted(ranks, key=ranks.__getitem__)}
+    written = {token: "".join(characters[byte] for byte in token) for token in sorted(ids, key=ids.__getitem__)}
     merges = []
     for token in written:
         halves = ((token[:i], token[i:]) for i in range(1, len(token)))
-        splits = [(left, right) for left, right in halves if left in ranks and right in ranks]
-        splits.sort(key=lambda split: (ranks[split[0]], ranks[split[1]]))
+        splits = [(left, right) for left, right in halves if left in ids and right in ids]
+        splits.sort(key=lambda split: (ids[split[0]], ids[split[1]]))
         merges += [(written[left], written[right]) for left, right in splits]
-    vocab = {text: ranks[token] for token, text in written.items()}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=True))
-    split = pre_tokenizers.Split(Regex(_LLAMA3_PATTERN), behavior="isolated")
-    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, as_bytes])
-    tokenizer.decoder = decoders.ByteLevel()
-    special = _llama3_special_tokens(len(ranks))
-    tokenizer.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in special])
+    # Special tokens must be in the vocabulary, since their ids may precede the others or have gaps.
+    vocab = dict(file.special) | {text: ids[token] for token, text in written.items()}
+    with wrap_errors(file.path, _CANNOT_CONVERT):
+        tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=True))
+        split = pre_tokenizers.Split(Regex(file.pattern), behavior="isolated")
+        as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, as_bytes])
+        tokenizer.decoder = decoders.ByteLevel()
+        special = sorted(file.special, key=file.special.__getitem__)
+        tokenizer.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in special])
+        _check_conversion(file, tokenizer)
     return tokenizer
+
+
+def _check_conversion(file: RankFile, tokenizer: Any) -> None:
+    reference = Tiktoken(file)
+    texts = probe_texts([*file.special], [token.decode(errors="ignore") for token in file.ids])
+    for allow_special in (False, True):
+        tokenizer.encode_special_tokens = not allow_special
+        expected = reference.tokenize(texts, allow_special=allow_special)
+        for text, ids in zip(texts, expected, strict=True):
+            if tokenizer.encode(text, add_special_tokens=False).ids != ids:
+                raise UserError(
+                    f"'{file.path}' {_CANNOT_CONVERT}: the ids of {text[:60]!r} would differ from tiktoken's; use the "
+                    "model's tokenizer.json"
+                )
+    tokenizer.encode_special_tokens = False
 
 
 def _byte_characters() -> list[str]:
@@ -138,12 +280,6 @@ def _byte_characters() -> list[str]:
 
 def _parse_ranks(path: Path, content: bytes) -> dict[bytes, int]:
     """Parse lines of `<base64 of the token's bytes> <rank>` into a dictionary."""
-    # SentencePiece models are protobufs that begin with tag 0x0A, the list of pieces.
-    if content.startswith(b"\x0a"):
-        raise UserError(
-            f"'{path}' is a SentencePiece model, which is not supported; convert it with transformers: "
-            f"AutoTokenizer.from_pretrained('{path.parent}').save_pretrained('{path.parent}') writes tokenizer.json"
-        )
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(content.splitlines(), start=1):
         try:
@@ -152,9 +288,14 @@ def _parse_ranks(path: Path, content: bytes) -> dict[bytes, int]:
         except ValueError as error:
             message = f"'{path}' line {number} is not in tiktoken's format, `<base64> <rank>`"
             raise unreadable_file_error(path, message) from error
-    if sorted(ranks.values()) != list(range(len(ranks))) or any(bytes([byte]) not in ranks for byte in range(256)):
-        raise UserError(f"'{path}' is incomplete: its {len(ranks)} ranks are not 0, 1, 2, ... with all single bytes")
+    _check_ranks(path, ranks)
     return ranks
+
+
+def _check_ranks(path: Path, ranks: Mapping[bytes, int]) -> None:
+    has_all_bytes = all(bytes([byte]) in ranks for byte in range(256))
+    if not has_all_bytes or sorted(ranks.values()) != list(range(len(ranks))):
+        raise UserError(f"'{path}' is incomplete: its {len(ranks)} ranks are not 0, 1, 2, ... with all single bytes")
 
 
 def _llama3_special_tokens(first_id: int) -> dict[str, int]:

@@ -58,12 +58,17 @@ def replace_surrogates(text: str) -> str:
 
 
 class HuggingFace:
-    """Tokenizer of a tokenizer.json. `Tiktoken` has the same interface; `PretrainedTokenizer` uses either."""
+    """Tokenizer of a tokenizer.json. `Tiktoken` has the same interface; `PretrainedTokenizer` uses either.
 
-    def __init__(self, path: Path):
+    Args:
+        path: the file, or the one that `content` was converted from.
+        content: a tokenizer.json; None: the content of `path`.
+    """
+
+    def __init__(self, path: Path, content: bytes | None = None):
         self.path = path
-        self.content = path.read_bytes()
-        self.is_changed = False
+        self.content = path.read_bytes() if content is None else content
+        self.is_changed = content is not None
         vocab = self._literal.get_vocab(with_added_tokens=True)
         if not vocab:
             raise UserError(f"'{path}' has an empty vocabulary")
@@ -76,7 +81,7 @@ class HuggingFace:
     @property
     def changed_files(self) -> dict[str, bytes]:
         """Name → content of files that differ from the folder."""
-        return {self.path.name: self.content} if self.is_changed else {}
+        return {"tokenizer.json": self.content} if self.is_changed else {}
 
     def add_special_tokens(self, tokens: Sequence[str]) -> int:
         """Make `tokens` special tokens, with new ids after the last one if necessary. Return the number of new ids."""
@@ -114,11 +119,16 @@ class HuggingFace:
         with suppress_native_errors(self.path):
             return tokenizers.Tokenizer.from_buffer(self.content)
 
-    def _load(self, *, literal: bool) -> Any:
+    def as_hugging_face(self) -> Any:
+        """Return a new `tokenizers.Tokenizer`."""
         tokenizer = self._read()
         # Files often contain truncation and padding settings, which must not apply to documents.
         tokenizer.no_truncation()
         tokenizer.no_padding()
+        return tokenizer
+
+    def _load(self, *, literal: bool) -> Any:
+        tokenizer = self.as_hugging_face()
         # `Tokenizer` adds BOS and EOS, and some post-processors exclude whitespace from offsets.
         self._post_processor, tokenizer.post_processor = tokenizer.post_processor, None
         tokenizer.encode_special_tokens = literal

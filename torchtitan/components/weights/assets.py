@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from torchtitan.components.chat_template import ChatTemplate
 from torchtitan.components.checkpoint.filesystem import folder_at
-from torchtitan.components.tokenizer import PretrainedTokenizer, Tokenizer
+from torchtitan.components.tokenizer import PretrainedTokenizer, Tokenizer, tokenizer_file
 from torchtitan.config.configurable import Configurable
 from torchtitan.protocols.conversion import ConverterRecord, converter_records
 from torchtitan.protocols.model_spec import ModelSpec
@@ -40,7 +40,6 @@ AssetFile = Path | bytes
 """A file to copy, or bytes to write."""
 
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-_TOKENIZERS = ("tokenizer.json", "tokenizer.model")
 
 
 @dataclass(frozen=True)
@@ -90,8 +89,7 @@ def token_ids(folder: Path, config: Path) -> dict[str, Any]:
     for file in (config, folder / "generation_config.json"):  # the second overrides: it lists all end tokens
         content = read_object(file)
         ids |= {key: content[key] for key in _TOKEN_IDS if content.get(key) is not None}
-    has_tokenizer = any((folder / name).is_file() for name in _TOKENIZERS)
-    if not {"bos_token_id", "eos_token_id"} <= ids.keys() and has_tokenizer:
+    if not {"bos_token_id", "eos_token_id"} <= ids.keys() and tokenizer_file(folder):
         ids = _read_tokenizer_ids(folder) | ids
     return {key: ids[key] for key in _TOKEN_IDS if key in ids}
 
@@ -123,9 +121,15 @@ def read_converters(
 
 
 def files_in(folder: Path | None) -> dict[str, AssetFile]:
-    """Return the `FILES` in `folder` by name; none if `folder` is None. Raise `UserError` if one is a link to a path
-    outside the folder or a damaged JSON file."""
-    files = [] if folder is None else [file_to_copy(folder, name) for name in FILES if (folder / name).is_file()]
+    """Return the `FILES` and the vocabulary in `folder` by name; none if `folder` is None. Raise `UserError` if one is
+    a link to a path outside the folder or a damaged JSON file."""
+    if folder is None:
+        return {}
+    names = [name for name in FILES if (folder / name).is_file()]
+    vocabulary = tokenizer_file(folder)
+    if vocabulary and vocabulary.name not in names:
+        names.append(vocabulary.name)
+    files = [file_to_copy(folder, name) for name in names]
     for file in files:
         if file.suffix == ".json":
             read_object(file)

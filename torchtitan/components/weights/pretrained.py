@@ -12,7 +12,7 @@ from torchtitan.components.checkpoint.filesystem import DCP_METADATA
 from torchtitan.components.checkpoint.identity import BaseWeights
 from torchtitan.components.checkpoint.ranks import Ranks
 from torchtitan.components.checkpoint.resume import MISSING_WEIGHTS_ADVICE, Start, check_frozen, describe_missing
-from torchtitan.components.tokenizer import PretrainedTokenizer
+from torchtitan.components.tokenizer import PretrainedTokenizer, tokenizer_file
 from torchtitan.components.weights.assets import DESCRIPTION, asset_folder, read_converters, read_model_json
 from torchtitan.components.weights.dequantize import check_quantization
 from torchtitan.components.weights.export import format_for
@@ -284,9 +284,8 @@ def _frozen_source(path: Path, base: Path, spec: ModelSpec, converters: Sequence
     """Return the weights in `base` in the form that the run of `path` loaded, without converters' additions."""
     check_digests(base)
     tokenizers = [asset_folder(folder) for folder in (path, base)]
-    has_both = all((folder / "tokenizer.json").is_file() for folder in tokenizers)
-    n_tokens = PretrainedTokenizer.Config().build(path=tokenizers[0]).vocab_size if has_both else 0
-    added = _unknown_ids(base, range(n_tokens))
+    n_tokens, n_base = (_vocab_size(folder) for folder in tokenizers)
+    added = range(n_base, n_tokens) if n_tokens and n_base else range(0)
     if is_as_saved(base, spec, converters, added=added):
         return open_source(base)
     return _converted(internal_source(base, spec, added=added), spec.model, converters)
@@ -304,11 +303,22 @@ def _mark_trained(converted: nn.Module, path: Path) -> None:
 
 def _unknown_ids(path: Path, added: range) -> range:
     """Return the `added` ids that are not in the checkpoint's tokenizer; all if it has no tokenizer."""
-    files = asset_folder(path)
-    if not added or not (files / "tokenizer.json").is_file():  # tokens cannot be added to other formats
-        return added
-    vocab_size = PretrainedTokenizer.Config().build(path=files).vocab_size
-    return range(max(added.start, vocab_size), added.stop)
+    n_known = _vocab_size(asset_folder(path)) if added else 0
+    return range(max(added.start, n_known), added.stop)
+
+
+def _vocab_size(folder: Path) -> int:
+    """Return the vocabulary size of a folder's tokenizer; 0 if it has none, or only ranks without a split pattern."""
+    file = tokenizer_file(folder)
+    if file is None:
+        return 0
+    try:
+        tokenizer: PretrainedTokenizer = PretrainedTokenizer.Config().build(path=folder)
+    except UserError:
+        if file.name == "tokenizer.json":
+            raise
+        return 0
+    return tokenizer.vocab_size
 
 
 def _find_token_tensors(model: BaseModel.Config) -> list[str]:
