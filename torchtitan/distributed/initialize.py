@@ -40,19 +40,22 @@ def canonical_name(name: str) -> str:
 def initialize_weights(model: nn.Module, seed: int, *, loaded: Container[str] = ()) -> None:
     """Fill the parameters and buffers of `model`, possibly sharded, from its modules' initializers, in
     `torch.get_num_threads()` threads. Leave those whose canonical names are in `loaded`: their values will be read.
-    The model itself supplies values of tensors without an initializer (`BaseModel.values_of`)."""
+    The model itself supplies values of tensors without an initializer (`BaseModel.values_of`), from which others are
+    derived."""
     jobs: list[Callable[[], None]] = []
-    others: dict[str, tuple[nn.Module, str]] = {}
+    others: dict[str, list[_Place]] = {}
     for module_name, module in model.named_modules():
         prefix = canonical_name(f"{module_name}.") if module_name else ""
         for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
             if f"{prefix}{name}" in loaded:
                 continue
-            if isinstance(model, BaseModel) and name not in initializers_of(module):
-                others[f"{prefix}{name}"] = module, name
+            start = initializers_of(module).get(name)
+            derived = start if isinstance(start, DerivedRows) else None
+            drawn = derived.plain if derived else name
+            if isinstance(model, BaseModel) and (derived.initializer if derived else start) is None:
+                others.setdefault(f"{prefix}{drawn}", []).append((module, name, derived))
                 continue
             initializer = initializer_of(module, name)
-            drawn = initializer.plain if isinstance(initializer, DerivedRows) else name
             jobs += _jobs(tensor.detach(), initializer, f"{seed}/{prefix}{drawn}")
     with ThreadPoolExecutor(torch.get_num_threads()) as threads:
         for _ in threads.map(operator.call, jobs):
@@ -61,19 +64,27 @@ def initialize_weights(model: nn.Module, seed: int, *, loaded: Container[str] = 
         _set_values(others, cast(BaseModel, model).values_of(list(others), seed))
 
 
+_Place = tuple[nn.Module, str, DerivedRows | None]
+"""A tensor of a module, by its name there, and how it derives from the plain module's."""
+
+
 @torch.no_grad()
-def _set_values(places: Mapping[str, tuple[nn.Module, str]], values: Iterable[tuple[str, Tensor]]) -> None:
-    """Copy each of the `values`, which are whole, to its place, a tensor of a module."""
+def _set_values(places: Mapping[str, Iterable[_Place]], values: Iterable[tuple[str, Tensor]]) -> None:
+    """Copy each of the `values`, which are whole, or what derives from it, to its places."""
     for name, value in values:
-        module, own_name = places[name]
-        tensor = getattr(module, own_name)
-        if not isinstance(tensor, nn.Parameter):
-            # A buffer is not copied, since it keeps its type when weights are cast.
-            setattr(module, own_name, value.to(tensor.device))
-        elif isinstance(tensor, DTensor):
-            tensor.to_local().copy_(value[local_slices(tensor)])
-        else:
-            tensor.copy_(value)
+        for module, own_name, derived in places[name]:
+            _set_value(module, own_name, derived.from_rows(value.float()) if derived else value)
+
+
+def _set_value(module: nn.Module, name: str, value: Tensor) -> None:
+    tensor = getattr(module, name)
+    if not isinstance(tensor, nn.Parameter):
+        # A buffer is not copied, since it keeps its type when weights are cast.
+        setattr(module, name, value.to(tensor.device))
+    elif isinstance(tensor, DTensor):
+        tensor.to_local().copy_(value[local_slices(tensor)])
+    else:
+        tensor.copy_(value)
 
 
 def local_part(tensor: Tensor) -> Tensor:

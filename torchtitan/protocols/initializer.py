@@ -87,13 +87,15 @@ class DerivedRows:
 
     shape: torch.Size
 
-    initializer: Initializer
+    initializer: Initializer | None
+    """Distribution of the other parameter. None: the model supplies its values (`BaseModel.values_of`)."""
 
     from_rows: Callable[[Tensor], Tensor]
     """Rows of the other parameter, (n, …) in float32 → the same rows of this one."""
 
     @torch.no_grad()
     def __call__(self, uniform: Numbers) -> NDArray[Any]:
+        assert self.initializer is not None
         return self.from_rows(torch.from_numpy(self.initializer(uniform))).numpy()
 
 

@@ -17,10 +17,11 @@ from torchtitan.components.peft.adapter_tensors import (
     Entry,
     ExpertsEntry,
     FusedEntry,
-    find_target_modules,
+    find_targets,
     make_entries,
     map_to_internal,
     module_of,
+    rewritten_layers,
 )
 from torchtitan.components.weights import HuggingFaceSource
 from torchtitan.components.weights.load import read_part
@@ -107,8 +108,8 @@ def write_adapter(
     """Write a model's adapter for `peft.PeftModel.from_pretrained(base, folder)`; `folder` is created if missing.
 
     `read` returns a full tensor of the converted model by name; other arguments are as in `AdapterSource`. Raise
-    `UserError` if `folder` already has an adapter, or if the family's Hugging Face format is missing, splits adapted
-    layers, or fuses adapted layers with others.
+    `UserError` if `folder` already has an adapter, if PEFT would open other layers, or if the family's Hugging Face
+    format is missing, splits adapted layers, or fuses adapted layers with others.
     """
     from safetensors.torch import save
 
@@ -122,7 +123,14 @@ def write_adapter(
         key: entries[parts[0]].to_external([read(name) for name in parts]).cpu().contiguous()
         for key, parts in names.items()
     }
-    parameters = {entry.module for entry in entries.values() if isinstance(entry, ExpertsEntry)}
+    rewritten = rewritten_layers(entries.values(), spec)
+    if rewritten and config.dora:
+        raise UserError(f"PEFT supports no DoRA of layers that it takes for experts: {summarize_names(sorted(rewritten))}")
+    if rewritten and config.dropout:
+        logger.warning(
+            "%s has lora_dropout 0 in place of %s: PEFT has no dropout for layers that it takes for experts: %s",
+            *(folder / CONFIG, config.dropout, summarize_names(sorted(rewritten))),
+        )
     document = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -130,13 +138,12 @@ def write_adapter(
         "inference_mode": True,
         "r": config.rank,
         "lora_alpha": _whole_if_possible(config.alpha),
-        "lora_dropout": config.dropout,
+        "lora_dropout": 0.0 if rewritten else config.dropout,
         "use_rslora": config.rslora,
         "use_dora": config.dora,
         "bias": "none",
         "init_lora_weights": True,
-        "target_modules": find_target_modules({entry.module for entry in entries.values()} - parameters, spec),
-        **({"target_parameters": sorted(parameters)} if parameters else {}),
+        **find_targets(entries.values(), spec),
         **_patterns(entries, config),
     }
     folder.mkdir(exist_ok=True)

@@ -10,7 +10,7 @@ parts share A, and each has its rows of B.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from torchtitan.components.peft.experts import AdaptedExperts
 from torchtitan.components.peft.lora import AdaptedLayer
+from torchtitan.components.peft.rewritten_names import REWRITTEN_NAMES
 from torchtitan.components.weights.export import format_for
 from torchtitan.protocols import ModelSpec
 from torchtitan.protocols.sharding import features_of
@@ -237,7 +238,28 @@ def module_of(key: str) -> str:
     return re.sub(rf"\.({suffixes})$", "", key.removeprefix(_PREFIX))
 
 
-def find_target_modules(adapted: set[str], spec: ModelSpec) -> list[str]:
+def rewritten_layers(entries: Iterable[Entry], spec: ModelSpec) -> set[str]:
+    """Return the layers, by Hugging Face's names, that peft takes for experts if `target_modules` has them."""
+    model_type = format_for(spec, "hf").to_external(spec.model).get("model_type")
+    names = REWRITTEN_NAMES.get(str(model_type), frozenset())
+    layers = {entry.module for entry in entries if not isinstance(entry, ExpertsEntry)}
+    return {layer for layer in layers if layer.rpartition(".")[2] in names}
+
+
+def find_targets(entries: Collection[Entry], spec: ModelSpec) -> dict[str, list[str]]:
+    """Return PEFT's `target_modules` and, if there are any, its `target_parameters`: those of experts, and the weights
+    of layers that peft would take for experts."""
+    rewritten = rewritten_layers(entries, spec)
+    parameters = {entry.module for entry in entries if isinstance(entry, ExpertsEntry)}
+    modules = {entry.module for entry in entries} - parameters - rewritten
+    parameters |= {f"{layer}.weight" for layer in rewritten}
+    return {
+        "target_modules": _find_target_modules(modules, spec),
+        **({"target_parameters": sorted(parameters)} if parameters else {}),
+    }
+
+
+def _find_target_modules(adapted: set[str], spec: ModelSpec) -> list[str]:
     """Return PEFT's `target_modules`. The last part of a name matches all layers with this suffix; if only some of them
     are adapted, return their full names."""
     weights = _class_adapter(spec).external_names

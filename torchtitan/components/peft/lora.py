@@ -25,7 +25,6 @@ from torchtitan.protocols.initializer import (
     Initializer,
     TruncatedNormal,
     Uniform,
-    initializer_of,
     initializers_of,
     with_initializers,
 )
@@ -110,14 +109,15 @@ class LoRALinear(AdaptedLayer, nn.Linear):
         if dora:
             self.adapter += ("magnitude",)
             self.magnitude = nn.Parameter(plain.new_empty(self.out_features))
-            start = DerivedRows("weight", plain.shape, initializer_of(linear, "weight"), self._base_row_norms)
+            start = DerivedRows("weight", plain.shape, _weight_initializer(linear), self._base_row_norms)
             self._add_initializers(magnitude=start)
             with_features(self, magnitude=("out",))
 
     def _adopt_base_layer(self, linear: nn.Linear) -> None:
         """Reuse and freeze the plain layer's weight, with its initializer."""
         self.weight = linear.weight.requires_grad_(False)
-        self._add_initializers(weight=initializer_of(linear, "weight"))
+        if start := _weight_initializer(linear):
+            self._add_initializers(weight=start)
 
     def base_output(self, x: Tensor) -> Tensor:
         """Return the plain layer's output with bias: (..., in) → (..., out)."""
@@ -172,7 +172,7 @@ class QLoRALinear(LoRALinear):
     scale_ranges: nn.Parameter
 
     def _adopt_base_layer(self, linear: nn.Linear) -> None:
-        plain, start = linear.weight, initializer_of(linear, "weight")
+        plain, start = linear.weight, _weight_initializer(linear)
         for name, tensor in pack(plain)._asdict().items():
             self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
             self._add_initializers(**{name: DerivedRows("weight", plain.shape, start, partial(_pack_tensor, name))})
@@ -224,7 +224,9 @@ class LoRAEmbedding(AdaptedLayer, nn.Embedding):
         self.lora_B = nn.Parameter(self.weight.new_empty(self.embedding_dim, rank))
         # As in peft. With B = 0 instead, the gradients of all rows of A would initially be 0.
         normal = TruncatedNormal(1.0, bound=math.inf)
-        self._add_initializers(weight=initializer_of(embedding, "weight"), lora_A=Constant(0.0), lora_B=normal)
+        if start := _weight_initializer(embedding):
+            self._add_initializers(weight=start)
+        self._add_initializers(lora_A=Constant(0.0), lora_B=normal)
         with_features(self, lora_A=(None, "in"), lora_B=("out", None))
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -262,6 +264,11 @@ def row_scale(magnitude: Tensor, lengths: Tensor) -> Tensor:
     zero."""
     lengths = lengths.to(magnitude.dtype).float()
     return magnitude.float() / lengths.masked_fill(lengths == 0, 1.0)
+
+
+def _weight_initializer(layer: nn.Module) -> Initializer | None:
+    """Return the initial distribution of a plain layer's weight; None if the model supplies its values."""
+    return initializers_of(layer).get("weight")
 
 
 def _apply_dropout(x: Tensor, probability: float) -> Tensor:
