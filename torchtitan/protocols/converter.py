@@ -143,11 +143,16 @@ class LayerConverter(ModelConverter):
         kind = f"layers (the head is tied to the embedding, so there is no '{HEAD}')" if is_tied else "layers"
         names = choose(config.option, config.include, config.exclude, list(layers), kind)
         for name in names:
-            is_plain = type(layers[name]) in self.layer_types or isinstance(layers[name], StackedExperts)
-            if (other := converter_of(layers[name])) or not is_plain:
+            if other := converter_of(layers[name]):
                 raise UserError(
-                    f"model_converters: {name} is already converted by {other or type(layers[name]).__name__}, and "
-                    f"{key} cannot convert it again; exclude it from one of them ({config.option}.exclude)"
+                    f"model_converters: {name} is already converted by {other}, and {key} cannot convert it again; "
+                    f"exclude it from one of them ({config.option}.exclude)"
+                )
+            if type(layers[name]) not in self.layer_types and not isinstance(layers[name], StackedExperts):
+                base = next(type_ for type_ in self.layer_types if isinstance(layers[name], type_))
+                raise UserError(
+                    f"{config.option}: {name} cannot be converted: it is a {type(layers[name]).__name__}, which "
+                    f"computes otherwise than {base.__name__}; exclude it ({config.option}.exclude)"
                 )
         reasons = {name: self.reason_to_skip(name, layers[name]) for name in names}
         groups = {reason: [name for name in names if reasons[name] == reason] for reason in reasons.values() if reason}

@@ -21,6 +21,7 @@ from torchtitan.components.peft.adapter_tensors import (
     make_entries,
     map_to_internal,
     module_of,
+    refused_layers,
     rewritten_layers,
 )
 from torchtitan.components.weights import HuggingFaceSource
@@ -123,9 +124,15 @@ def write_adapter(
         key: entries[parts[0]].to_external([read(name) for name in parts]).cpu().contiguous()
         for key, parts in names.items()
     }
+    if refused := refused_layers(entries.values(), spec):
+        raise UserError(
+            f"PEFT refuses adapters of {summarize_names(sorted(refused))}; exclude them ({config.option}.exclude)"
+        )
     rewritten = rewritten_layers(entries.values(), spec)
     if rewritten and config.dora:
-        raise UserError(f"PEFT supports no DoRA of layers that it takes for experts: {summarize_names(sorted(rewritten))}")
+        raise UserError(
+            f"PEFT supports no DoRA of layers that it takes for experts: {summarize_names(sorted(rewritten))}"
+        )
     if rewritten and config.dropout:
         logger.warning(
             "%s has lora_dropout 0 in place of %s: PEFT has no dropout for layers that it takes for experts: %s",

@@ -9,6 +9,7 @@ summed rank: their A are stacked, and their B are the blocks of a block-diagonal
 parts share A, and each has its rows of B.
 """
 
+import itertools
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from torchtitan.components.peft.experts import AdaptedExperts
 from torchtitan.components.peft.lora import AdaptedLayer
-from torchtitan.components.peft.rewritten_names import REWRITTEN_NAMES
+from torchtitan.components.peft.rewritten_names import REFUSED_NAMES, REWRITTEN_NAMES
 from torchtitan.components.weights.export import format_for
 from torchtitan.protocols import ModelSpec
 from torchtitan.protocols.sharding import features_of
@@ -42,6 +43,8 @@ _BASE = "base_layer.weight"
 _LINEAR = {"weight": _BASE, "lora_A": "lora_A.weight", "lora_B": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
 _EMBEDDING = {"weight": _BASE, "lora_A": "lora_embedding_A", "lora_B": "lora_embedding_B"}
 """Parameter of an adapted layer → its name in PEFT."""
+
+_EXCHANGED = str.maketrans("AB", "BA")
 
 
 @dataclass(frozen=True)
@@ -148,6 +151,25 @@ class ExpertsEntry(Entry):
         return lora_B.mT if is_transposed else lora_B
 
 
+@dataclass(frozen=True)
+class ExchangedEntry(ExpertsEntry):
+    """Tensor of experts whose weights (inputs, outputs) PEFT takes for (outputs, inputs): its B is our A, transposed,
+    and the other way round."""
+
+    def to_external(self, tensors: list[Tensor]) -> Tensor:
+        if self.rows is None:
+            return tensors[0].permute(2, 1, 0).flatten(1)
+        (lora_B,) = self.transform.to_external(tensors)
+        return self._ranks_last(lora_B).mT.flatten(0, 1)
+
+    def to_internal(self, tensor: Tensor) -> Tensor:
+        n_experts = self.shape[0]
+        if self.rows is None:
+            return tensor.unflatten(1, (-1, n_experts)).permute(2, 1, 0)
+        lora_B = tensor.unflatten(0, (n_experts, -1)).mT
+        return self.transform.to_internal([self._ranks_last(lora_B)], [self.shape])[0]
+
+
 def make_entries(model: nn.Module, spec: ModelSpec) -> dict[str, Entry]:
     """Return the entry of each adapter tensor and base weight, with the parts of a fused layer in order. Errors are as
     in `write_adapter`."""
@@ -183,15 +205,19 @@ def _class_adapter(spec: ModelSpec) -> StateDictAdapter:
 
 def _expert_entries(weight: str, experts: AdaptedExperts, step: TensorConversion, family: str) -> dict[str, Entry]:
     (parameter,), matrix = step.external, weight.rpartition(".")[2]
-    if family == "llama4" or f"{matrix}_magnitude" in experts.adapter:
-        raise UserError(f"PEFT files do not support adapters of Llama 4's experts, or DoRA of experts: {weight}")
+    if f"{matrix}_magnitude" in experts.adapter:
+        raise UserError(f"PEFT files do not support DoRA of experts: {weight}")
     # PEFT wraps experts once for each adapted parameter, beginning with the first.
     outer = list(experts.matrices)[::-1].index(matrix)
     wrapper = parameter.rpartition(".")[0] + ".base_layer" * outer
     entries: dict[str, Entry] = {}
+    # Llama 4's class does not say that its weights are (inputs, outputs).
+    is_exchanged = family == "llama4"
     for part, rows in (("A", None), ("B", 1)):
-        key, shape = f"{_PREFIX}{wrapper}.lora_{part}.weight", experts.get_parameter(f"{matrix}_{part}").shape
-        entries[f"{weight}_{part}"] = ExpertsEntry(parameter, key, shape, step.transform, rows)
+        key = f"{_PREFIX}{wrapper}.lora_{part.translate(_EXCHANGED) if is_exchanged else part}.weight"
+        shape = experts.get_parameter(f"{matrix}_{part}").shape
+        entry_class = ExchangedEntry if is_exchanged else ExpertsEntry
+        entries[f"{weight}_{part}"] = entry_class(parameter, key, shape, step.transform, rows)
     return entries
 
 
@@ -240,8 +266,18 @@ def module_of(key: str) -> str:
 
 def rewritten_layers(entries: Iterable[Entry], spec: ModelSpec) -> set[str]:
     """Return the layers, by Hugging Face's names, that peft takes for experts if `target_modules` has them."""
+    return _layers_named(REWRITTEN_NAMES, entries, spec)
+
+
+def refused_layers(entries: Iterable[Entry], spec: ModelSpec) -> set[str]:
+    """Return the layers, by Hugging Face's names, that peft refuses to adapt in this model."""
+    return _layers_named(REFUSED_NAMES, entries, spec)
+
+
+def _layers_named(names_of_type: Mapping[str, frozenset[str]], entries: Iterable[Entry], spec: ModelSpec) -> set[str]:
+    """Return the layers whose last part is among the names of the model's type."""
     model_type = format_for(spec, "hf").to_external(spec.model).get("model_type")
-    names = REWRITTEN_NAMES.get(str(model_type), frozenset())
+    names = names_of_type.get(str(model_type), frozenset())
     layers = {entry.module for entry in entries if not isinstance(entry, ExpertsEntry)}
     return {layer for layer in layers if layer.rpartition(".")[2] in names}
 
@@ -260,11 +296,13 @@ def find_targets(entries: Collection[Entry], spec: ModelSpec) -> dict[str, list[
 
 
 def _find_target_modules(adapted: set[str], spec: ModelSpec) -> list[str]:
-    """Return PEFT's `target_modules`. The last part of a name matches all layers with this suffix; if only some of them
-    are adapted, return their full names."""
-    weights = _class_adapter(spec).external_names
+    """Return PEFT's `target_modules`. The last part of a name matches all modules with this suffix; if only some of
+    them are adapted, return the full names of these."""
+    names = [name.removesuffix(".weight") for name in _class_adapter(spec).external_names]
+    # With modules that contain others: the last part of `layers.0.mlp.2` is that of `layers.2`, too.
+    modules_around = {around for name in names for around in itertools.accumulate(name.split("."), "{}.{}".format)}
     last_parts: dict[str, set[str]] = {}
-    for module in (name.removesuffix(".weight") for name in weights):
+    for module in modules_around:
         last_parts.setdefault(module.rpartition(".")[2], set()).add(module)
     targets: set[str] = set()
     for part, modules in last_parts.items():

@@ -1,4 +1,4 @@
-"""Names of layers that peft reads as those of experts.
+"""Names of layers that peft reads as those of experts, or refuses.
 
 When peft 0.19 or newer opens an adapter on a class whose experts transformers 5 fused, it converts `target_modules` as
 if transformers 4 had written them: it takes layers with the names that experts had for experts, wherever they are. So
@@ -22,3 +22,8 @@ REWRITTEN_NAMES = {
     ),
 }
 """`model_type` of transformers 5.23 → last names of layers that peft 0.21 reads as experts."""
+
+REFUSED_NAMES = dict.fromkeys(
+    ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"), frozenset({"conv1d", "out_proj"})
+)
+"""`model_type` → last names of layers that peft 0.21 refuses, since kernels of Mamba read their weights."""

@@ -1,0 +1,115 @@
+"""peft opens the adapters of every family with the same logits, and the other way round."""
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.components.peft.test_adapter_files import (
+    TOKENS,
+    adapted,
+    adapter_of,
+    merged,
+    open_adapter,
+    open_base,
+    plain_weights,
+    randomize,
+    read,
+    write,
+)
+from tests.models.family_cases import CASES, random_reference
+from tests.pretrained import assert_equal
+from torchtitan.components.peft import LoRA
+from torchtitan.components.peft.adapter_tensors import map_to_internal
+from torchtitan.components.peft.rewritten_names import REWRITTEN_NAMES
+from torchtitan.protocols.experts import StackedExperts
+from torchtitan.protocols.model_spec import ModelSpec
+from torchtitan.tools.errors import UserError
+
+peft = pytest.importorskip("peft")
+
+TOLERANCE = 1e-5
+"""Relative to the largest logit: float32 sums in another order change the seventh digit, and layers add to that."""
+
+KINDS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "all linear": {"include": [r"\.\d+\.", r"^head\.output$"]},
+    "experts only": {"include": ["experts$"]},
+    "one layer": {"include": [r"layers\.1\.(?!.*\bexperts$)"]},
+    "rsLoRA": {"rslora": True},
+    "DoRA": {"dora": True},
+}
+
+REWRITTEN = {"qwen3_moe", "glm4_moe", "deepseek_v2", "deepseek_v3"}
+"""Types with linear layers that peft takes for experts."""
+
+
+def base_folder(name: str, folder: Path) -> Path:
+    """Save a model with all kinds of layers: dense ones and experts, with and without attention."""
+    sizes = {"num_hidden_layers": 6 if name.startswith("gemma4") else 3, "hidden_size": 32}
+    if name.startswith("qwen3_5"):
+        # Delta nets with 4 heads, which the rank does not exceed.
+        sizes |= {
+            "linear_num_value_heads": 4,
+            "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+        }
+    random_reference(name, 0, **sizes).save_pretrained(folder)
+    return folder
+
+
+def lora_config(kind: str, spec: ModelSpec) -> LoRA.Config:
+    """Return a configuration of a kind with rank 4 and alpha 6, so that a wrong scale changes the logits."""
+    options = dict(KINDS[kind])
+    with torch.device("meta"):
+        model = spec.model.build()
+    if kind == "all linear" and model.head.output is None:
+        options["include"] = options["include"][:1]
+    if kind == "experts only" and not any(isinstance(module, StackedExperts) for module in model.modules()):
+        pytest.skip("it has no experts")
+    return LoRA.Config(rank=4, alpha=6.0, **options)
+
+
+@torch.no_grad()
+def relative_difference(ours: nn.Module, theirs: nn.Module) -> float:
+    expected = theirs(TOKENS).logits
+    return ((ours(TOKENS) - expected).abs().max() / expected.abs().max()).item()
+
+
+def all_cases() -> Iterator[Any]:
+    """Yield names of cases with kinds; default tests are of families with experts, and of one without."""
+    fast = {("llama", "default"), ("llama", "DoRA"), *((name, "default") for name in REWRITTEN)}
+    for name in CASES:
+        for kind in KINDS:
+            is_fast = (name, kind) in fast or (name, kind) == ("glm4_moe", "all linear")
+            yield pytest.param(name, kind, marks=[] if is_fast else [pytest.mark.slow])
+
+
+@pytest.mark.parametrize(("name", "kind"), all_cases())
+def test_peft_opens_what_a_family_writes(name: str, kind: str, tmp_path: Path) -> None:
+    base = base_folder(name, tmp_path / "base")
+    spec, plain = plain_weights(base)
+    config = lora_config(kind, spec)
+    model = adapted(spec, config, plain, seed=1)
+    if kind == "DoRA" and name in REWRITTEN:
+        with pytest.raises(UserError, match="PEFT supports no DoRA of layers that it takes for experts: model.layers"):
+            write(tmp_path / "adapter", config, model, spec)
+        return
+    write(tmp_path / "adapter", config, model, spec)
+    below = open_base(base)
+    assert relative_difference(model, below) > 0.1  # the adapter matters
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")
+        theirs = open_adapter(below, tmp_path / "adapter")
+    assert relative_difference(model, theirs) < TOLERANCE
+
+    again = adapted(spec, config, plain, seed=2)
+    read(tmp_path / "adapter", config, spec, again)
+    assert_equal(adapter_of(again), adapter_of(model))
+    ours = spec.model.build().eval()
+    ours.load_state_dict(merged(model))
+    assert relative_difference(ours, theirs.merge_and_unload()) < TOLERANCE
