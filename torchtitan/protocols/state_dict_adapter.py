@@ -4,7 +4,7 @@ A row maps our tensors ("internal") to tensors of another format ("external") wi
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
@@ -178,6 +178,9 @@ class StateDictAdapter:
         ignored: optional external tensors without information, such as RoPE frequencies; `*` as in rows.
         tied: optional external tensor → the tensor that it must equal; the code that reads it calls `check_tied`.
     """
+
+    lost_in_peft: Collection[str] = ()
+    """External tensors, of a class in transformers, whose adapters peft does not find again."""
 
     def __init__(
         self,

@@ -24,7 +24,6 @@ from tests.components.peft.test_adapter_files import (
 from tests.models.family_cases import CASES, random_reference
 from tests.pretrained import assert_equal
 from torchtitan.components.peft import LoRA
-from torchtitan.components.peft.adapter_tensors import map_to_internal
 from torchtitan.components.peft.rewritten_names import REWRITTEN_NAMES
 from torchtitan.protocols.experts import StackedExperts
 from torchtitan.protocols.model_spec import ModelSpec
@@ -52,11 +51,8 @@ def base_folder(name: str, folder: Path) -> Path:
     """Save a model with all kinds of layers: dense ones and experts, with and without attention."""
     sizes = {"num_hidden_layers": 6 if name.startswith("gemma4") else 3, "hidden_size": 32}
     if name.startswith("qwen3_5"):
-        # Delta nets with 4 heads, which the rank does not exceed.
-        sizes |= {
-            "linear_num_value_heads": 4,
-            "layer_types": ["linear_attention", "linear_attention", "full_attention"],
-        }
+        # Delta nets with 4 heads, which the rank does not exceed, and attention in layer 1.
+        sizes |= {"linear_num_value_heads": 4, "layer_types": ["linear_attention", "full_attention", "full_attention"]}
     random_reference(name, 0, **sizes).save_pretrained(folder)
     return folder
 
@@ -88,6 +84,13 @@ def all_cases() -> Iterator[Any]:
             yield pytest.param(name, kind, marks=[] if is_fast else [pytest.mark.slow])
 
 
+def open_without_warnings(below: nn.Module, folder: Path) -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")
+        return open_adapter(below, folder)
+
+
 @pytest.mark.parametrize(("name", "kind"), all_cases())
 def test_peft_opens_what_a_family_writes(name: str, kind: str, tmp_path: Path) -> None:
     base = base_folder(name, tmp_path / "base")
@@ -101,10 +104,7 @@ def test_peft_opens_what_a_family_writes(name: str, kind: str, tmp_path: Path) -
     write(tmp_path / "adapter", config, model, spec)
     below = open_base(base)
     assert relative_difference(model, below) > 0.1  # the adapter matters
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")
-        theirs = open_adapter(below, tmp_path / "adapter")
+    theirs = open_without_warnings(below, tmp_path / "adapter")
     assert relative_difference(model, theirs) < TOLERANCE
 
     again = adapted(spec, config, plain, seed=2)
@@ -113,3 +113,42 @@ def test_peft_opens_what_a_family_writes(name: str, kind: str, tmp_path: Path) -
     ours = spec.model.build().eval()
     ours.load_state_dict(merged(model))
     assert relative_difference(ours, theirs.merge_and_unload()) < TOLERANCE
+
+
+@pytest.mark.parametrize(("name", "kind"), all_cases())
+def test_a_family_opens_what_peft_writes(name: str, kind: str, tmp_path: Path) -> None:
+    """peft trains the layers of an adapter that we wrote."""
+    base = base_folder(name, tmp_path / "base")
+    spec, plain = plain_weights(base)
+    config = lora_config(kind, spec)
+    if kind == "DoRA" and name in REWRITTEN:
+        pytest.skip("peft has no DoRA of layers that it takes for experts")
+    model = adapted(spec, config, plain)
+    write(tmp_path / "ours", config, model, spec)
+    options = peft.PeftConfig.from_pretrained(tmp_path / "ours")
+    options.inference_mode = False
+    theirs = peft.get_peft_model(open_base(base), options).eval()
+    randomize(theirs, seed=3)
+    theirs.save_pretrained(tmp_path / "theirs")
+    read(tmp_path / "theirs", config, spec, model)
+    assert relative_difference(model, theirs) < TOLERANCE
+
+
+def test_rewritten_names_are_those_of_peft() -> None:
+    """Of types; other keys are names of classes."""
+    conversion = pytest.importorskip("peft.utils.transformers_weight_conversion")
+    types = pytest.importorskip("transformers.models.auto.configuration_auto").CONFIG_MAPPING_NAMES
+    patterns = {name: kind for name, kind in conversion._MODEL_TO_CONVERSION_PATTERN.items() if name in types}
+    names = conversion._MOE_TARGET_MODULE_MAPPING
+    expected = {name: set(names[kind]) for name, kind in patterns.items() if kind in names}
+    assert expected == REWRITTEN_NAMES
+
+
+def test_dropout_that_peft_does_not_support_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    base = base_folder("glm4_moe", tmp_path / "base")
+    spec, plain = plain_weights(base)
+    config = LoRA.Config(rank=4, alpha=6.0, dropout=0.1)
+    model = adapted(spec, config, plain, seed=1)
+    write(tmp_path / "adapter", config, model, spec)
+    assert relative_difference(model, open_without_warnings(open_base(base), tmp_path / "adapter")) < TOLERANCE
+    assert "has lora_dropout 0 in place of 0.1" in caplog.text

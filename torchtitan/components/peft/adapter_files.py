@@ -117,22 +117,20 @@ def write_adapter(
     if (folder / CONFIG).exists():
         raise UserError(f"{folder} already has the adapter of another converter")
     entries = {name: entry for name, entry in make_entries(model, spec).items() if not entry.is_base}
-    names: dict[str, list[str]] = {}
+    parts_of: dict[str, list[str]] = {}
     for name, entry in entries.items():
-        names.setdefault(entry.key, []).append(name)
+        parts_of.setdefault(entry.key, []).append(name)
     tensors = {
         key: entries[parts[0]].to_external([read(name) for name in parts]).cpu().contiguous()
-        for key, parts in names.items()
+        for key, parts in parts_of.items()
     }
     if refused := refused_layers(entries.values(), spec):
-        raise UserError(
-            f"PEFT refuses adapters of {summarize_names(sorted(refused))}; exclude them ({config.option}.exclude)"
-        )
+        names = summarize_names(sorted(refused))
+        raise UserError(f"PEFT does not open adapters of {names}; exclude them ({config.option}.exclude)")
     rewritten = rewritten_layers(entries.values(), spec)
     if rewritten and config.dora:
-        raise UserError(
-            f"PEFT supports no DoRA of layers that it takes for experts: {summarize_names(sorted(rewritten))}"
-        )
+        names = summarize_names(sorted(rewritten))
+        raise UserError(f"PEFT supports no DoRA of layers that it takes for experts: {names}")
     if rewritten and config.dropout:
         logger.warning(
             "%s has lora_dropout 0 in place of %s: PEFT has no dropout for layers that it takes for experts: %s",

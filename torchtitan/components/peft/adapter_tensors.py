@@ -270,8 +270,10 @@ def rewritten_layers(entries: Iterable[Entry], spec: ModelSpec) -> set[str]:
 
 
 def refused_layers(entries: Iterable[Entry], spec: ModelSpec) -> set[str]:
-    """Return the layers, by Hugging Face's names, that peft refuses to adapt in this model."""
-    return _layers_named(REFUSED_NAMES, entries, spec)
+    """Return the layers, by Hugging Face's names, that peft refuses to adapt in this model, or does not find again."""
+    entries = list(entries)
+    lost = _class_adapter(spec).lost_in_peft
+    return _layers_named(REFUSED_NAMES, entries, spec) | {e.module for e in entries if f"{e.module}.weight" in lost}
 
 
 def _layers_named(names_of_type: Mapping[str, frozenset[str]], entries: Iterable[Entry], spec: ModelSpec) -> set[str]:

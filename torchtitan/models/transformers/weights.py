@@ -3,7 +3,7 @@ output weights in `head.output`, of the class, and of its files, to which the ru
 (`transformers.conversion_mapping`) lead, applied to one group of tensors at a time: the experts of one layer."""
 
 import functools
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,8 +38,24 @@ def adapter(config: TransformersModel.Config) -> "TransformersAdapter":
 def class_adapter(config: TransformersModel.Config) -> StateDictAdapter:
     """Return the table of a model's tensors in its class, whose modules PEFT adapts."""
     with torch.device("meta"):
-        names = class_names(config.build())
-    return StateDictAdapter([KeyMapping(ours, name) for ours, name in names.items()], n_layers=0)
+        model = config.build()
+    names = class_names(model)
+    table = StateDictAdapter([KeyMapping(ours, name) for ours, name in names.items()], n_layers=0)
+    table.lost_in_peft = frozenset(_lost_in_peft(model.model, names.values()))
+    return table
+
+
+def _lost_in_peft(model: Any, names: Iterable[str]) -> Iterator[str]:
+    """Yield the names of weights whose adapters peft loses: it renames the tensors of adapters like those of files,
+    although they have the names of the class already. It undoes only the removal of a prefix."""
+    rules = get_model_conversion_mapping(model)
+    converters = [rule for rule in rules if isinstance(rule, loading.WeightConverter)]
+    renamings = [rule for rule in rules if isinstance(rule, loading.WeightRenaming)]
+    for name in names:
+        key = f"{name.removesuffix('.weight')}.lora_A.weight"
+        renamed, _ = loading.rename_source_key(key, renamings, converters)
+        if not key.endswith(renamed):
+            yield name
 
 
 def class_names(model: TransformersModel) -> dict[str, str]:
