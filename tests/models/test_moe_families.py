@@ -549,8 +549,7 @@ def test_penalties_need_a_loss_that_is_divided_beforehand(tmp_path: Path) -> Non
     [("mixtral", None), ("qwen3_moe", None), ("qwen2_moe", None), ("qwen3_moe", ["attention", "experts"])],
 )
 def test_adapters_open_in_peft(model_type: str, include: list[str] | None, tmp_path: Path, chat_file: Path) -> None:
-    """By default, attention and Qwen2's shared experts; routers stay as they are. Some layers of Qwen3 are dense,
-    dense network of such models, and GLM's shared experts, for routed ones, and leaves their adapters out."""
+    """By default, attention and Qwen2's shared experts; routers stay as they are."""
     sparse = {"decoder_sparse_step": 1, "mlp_only_layers": [], "num_experts": 4}
     options = {} if model_type == "mixtral" else sparse
     sizes = {"vocab_size": 2048, "num_hidden_layers": 2, "hidden_size": 48, "num_key_value_heads": 2}

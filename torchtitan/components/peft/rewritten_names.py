@@ -1,6 +1,6 @@
 """Names of layers that peft reads as those of experts, or refuses.
 
-When peft 0.19 or newer opens an adapter on a class whose experts transformers 5 fused, it converts `target_modules` as
+When peft 0.21 opens an adapter on a class whose experts transformers 5 fused, it converts `target_modules` as
 if transformers 4 had written them: it takes layers with the names that experts had for experts, wherever they are. So
 it drops the adapters of dense networks and shared experts, whose last names are the same. Full names and regular
 expressions do not help, since peft compares the last part of each; `target_parameters` are left as they are.
