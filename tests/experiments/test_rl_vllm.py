@@ -1,6 +1,7 @@
 """Rollouts with vLLM (`--rollout.engine vllm`), against a server that speaks its protocol and samples with the class of
 transformers. vLLM itself is not installed, and nothing here ran on a GPU."""
 
+import asyncio
 import contextlib
 import dataclasses
 import importlib.util
@@ -19,6 +20,7 @@ import torch
 from tests.experiments.test_rl import NUMBERS, folder, train_rl  # noqa: F401 (a fixture)
 from tests.processes import run_processes
 from tests.training import read_metrics
+from torchtitan.components.rollout.vllm import VLLMEngine
 from torchtitan.experiments.rl.config_registry import rl_debugmodel
 from torchtitan.experiments.rl.trainer import RLTrainer
 from torchtitan.models.deepseek_v3 import FLAVORS, model_spec
@@ -192,6 +194,19 @@ def train_on_ranks(folder: Path, dump: Path, options: dict[str, object]) -> None
     torch.distributed.all_gather_object(urls, fake.url)
     sys.modules.update(fake.modules(torch.distributed.get_rank(), urls[0]))
     train_rl(folder, dump, rollout__url=urls[0], **options)
+
+
+def test_running_in_an_asyncio_loop_says_what_to_do():
+    engine = object.__new__(VLLMEngine)
+
+    async def text() -> None:
+        raise AssertionError("it must not run")
+
+    async def program() -> None:
+        engine.run([text()])
+
+    with pytest.raises(UserError, match=r"use await asyncio\.to_thread\(engine\.run, texts\)"):
+        asyncio.run(program())
 
 
 def test_an_engine_that_is_absent_is_named(folder, tmp_path, monkeypatch):  # noqa: F811

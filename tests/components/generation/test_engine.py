@@ -1,5 +1,7 @@
 """The engine: rows that join and leave, shared prompts, several turns, several processes."""
 
+import asyncio
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -114,6 +116,59 @@ def test_several_turns_keep_sampled_tokens():
 
     together = engine.run([converse(number) for number in range(4)])
     assert together == [engine.run([converse(number)])[0] for number in range(4)]
+
+
+def test_an_asyncio_program_runs_the_engine_in_a_thread():
+    """A task that awaits a text itself gets an error, where asyncio's own would never return."""
+    engine = Engine(mixed_model(), sampling=SAMPLING, stop_ids=STOP_IDS)
+    expected = engine.run(texts_of(engine, [0, 5]))
+
+    async def program() -> list[Generation]:
+        with pytest.raises(UserError, match=r"only in coroutines that the same engine runs.*asyncio\.to_thread"):
+            await asyncio.wait_for(texts_of(engine, [0])[0], timeout=60)
+        return await asyncio.to_thread(engine.run, texts_of(engine, [0, 5]))
+
+    check_equal(asyncio.run(program()), expected)
+
+
+async def awaits_a_future(engine: Engine) -> None:
+    await asyncio.sleep(0)
+
+
+async def awaits_futures(engine: Engine) -> None:
+    for _ in range(2):
+        try:
+            await asyncio.sleep(0)
+        except UserError:
+            continue
+
+
+async def awaits_another_engine(engine: Engine) -> None:
+    other = Engine(mixed_model(), sampling=SAMPLING)
+    await other.generate([1], max_new_tokens=1, key="")
+
+
+async def runs_the_engine(engine: Engine) -> None:
+    engine.run(texts_of(engine, [0]))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (awaits_a_future, "can await only this engine's `generate`"),
+        (awaits_futures, "can await only this engine's `generate`"),
+        (awaits_another_engine, "only in coroutines that the same engine runs"),
+        (runs_the_engine, "already running"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:coroutine 'Engine.generate' was never awaited")
+def test_a_coroutine_that_awaits_anything_else_is_an_error(text, message):
+    engine = Engine(mixed_model(), sampling=SAMPLING)
+    with pytest.raises(UserError, match=message):
+        engine.run([text(engine)])
+    with pytest.raises(UserError, match="takes a list of coroutines"):
+        engine.run([text])
+    assert engine.run(texts_of(engine, [0]))  # the engine is still usable
 
 
 def test_a_boundary_of_the_distribution_decides():

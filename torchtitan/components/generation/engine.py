@@ -1,6 +1,8 @@
 """The engine of generation: coroutines that await continuations, computed together by the model's own weights; and
 `generate`, for prompts that are known in advance."""
 
+import inspect
+import threading
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
 from collections.abc import Set as AbstractSet
@@ -34,6 +36,15 @@ ResultT = TypeVar("ResultT")
 
 NOT_FINITE_HINT = "the weights may be damaged, training may have diverged, or values are too large for --dtype"
 """Possible causes of NaN in a model's output."""
+
+_NOT_IN_RUN = (
+    "`engine.generate` can be awaited only in coroutines that the same engine runs: engine.run([rollout(…), …]), or "
+    "await asyncio.to_thread(engine.run, [rollout(…), …]) in an asyncio program"
+)
+_NOT_A_TEXT = (
+    "a coroutine that Engine.run runs can await only this engine's `generate`, since no asyncio loop runs it; call "
+    "other things without await, or asyncio.run(…) in a thread"
+)
 
 _PADDING = 0  # arbitrary: nothing attends to it
 
@@ -110,14 +121,19 @@ class Engine:
         self.context: int = self._model.config.max_seq_len
         self._sampling, self._stop_ids, self._group = sampling, stop_ids, group
         self._max_rows, self._use_cache = max_rows, use_cache
+        self._is_advancing = False  # whether code of a coroutine is running
+        self._running_now = threading.Lock()
         self._degree, self._device = _tensor_parallel_degree(model), _device_of(model)
 
     async def generate(
         self, prompt: Sequence[int], *, max_new_tokens: int, key: str, on_token: OnToken | None = None
     ) -> Generation:
         """Return a continuation of a prompt, token ids, of at most `max_new_tokens`, including the stop token; await it
-        in a coroutine that `run` runs. Random numbers depend on `key`. Raise `UserError` if the prompt is empty or has
-        an unknown token, or if prompt and continuation exceed the context."""
+        in a coroutine that `run` runs. Random numbers depend on `key`. Raise `UserError` elsewhere, such as in an
+        asyncio task, if the prompt is empty or has an unknown token, or if prompt and continuation exceed the
+        context."""
+        if not self._is_advancing:
+            raise UserError(_NOT_IN_RUN)
         _check(self._model, prompt, max_new_tokens)
         if max_new_tokens == 0:
             return Generation()
@@ -125,8 +141,20 @@ class Engine:
 
     @torch.no_grad()
     def run(self, texts: Sequence[Coroutine[Any, Any, ResultT]]) -> list[ResultT]:
-        """Return the results, in order, of coroutines that await `generate`, with the model in evaluation mode. Raise
-        the error of a coroutine, in other processes as a `UserError`, and `UserError` if logits are not finite."""
+        """Return the results, in order, of coroutines that await `generate`, and nothing else, with the model in
+        evaluation mode. It blocks: asyncio programs call it in a thread. Raise the error of a coroutine, in other
+        processes as a `UserError`, and `UserError` if logits are not finite, a coroutine awaits anything else, or the
+        engine is already running."""
+        if not all(map(inspect.iscoroutine, texts)):
+            raise UserError("Engine.run takes a list of coroutines, such as [engine.generate(…)]")
+        if not self._running_now.acquire(blocking=False):
+            raise UserError("Engine.run is already running, and cannot be called in its coroutines or other threads")
+        try:
+            return self._run(texts)
+        finally:
+            self._running_now.release()
+
+    def _run(self, texts: Sequence[Coroutine[Any, Any, ResultT]]) -> list[ResultT]:
         results: dict[int, ResultT] = {}
         self._waiting: deque[_Row] = deque()
         self._rows: list[_Row] = []
@@ -135,8 +163,12 @@ class Engine:
         self._held: tuple[KVCache, dict[tuple[int, ...], int], Tensor] | None = None
 
         def advance(index: int, generation: Generation | None) -> None:
+            self._is_advancing = True
             try:
-                row: _Row = texts[index].send(generation)
+                row = texts[index].send(generation)
+                if not isinstance(row, _Row):
+                    texts[index].throw(UserError(_NOT_A_TEXT))
+                    raise UserError(_NOT_A_TEXT)  # the coroutine has caught the first one
             except StopIteration as end:
                 results[index] = end.value
             except Exception as error:
@@ -144,6 +176,8 @@ class Engine:
             else:
                 row.resume = partial(advance, index)
                 self._waiting.append(row)
+            finally:
+                self._is_advancing = False
 
         model = self._model
         self._graph: DecodeGraph | None = None

@@ -70,8 +70,15 @@ class VLLMEngine:
         return Generation(ids, logprobs, "stop" if choice["finish_reason"] == "stop" else "length")
 
     def run(self, texts: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
-        """Send the weights, then return the results, in order, of coroutines that await `generate`. All processes call
-        this together, and raise the error of any."""
+        """Send the weights, then return the results, in order, of coroutines that await `generate`, in an asyncio loop
+        of its own. All processes call this together, and raise the error of any. Raise `UserError` in a loop."""
+        if _is_in_loop():
+            for text in texts:
+                text.close()
+            raise UserError(
+                "VLLMEngine.run starts an asyncio loop, and one runs in this thread already; "
+                "use await asyncio.to_thread(engine.run, texts)"
+            )
 
         async def together() -> None:
             asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(self._max_rows))
@@ -83,6 +90,15 @@ class VLLMEngine:
         self._ranks.broadcast_from_rank0(lambda: request(self._url, "/reset_prefix_cache", {}))
         self._ranks.all_ranks_or_raise(lambda: asyncio.run(together()))
         return results
+
+
+def _is_in_loop() -> bool:
+    """Return whether an asyncio loop runs in this thread."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _transfer(url: str, weights: TensorSource, rank: int, n_workers: int) -> Any:
