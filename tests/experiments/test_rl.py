@@ -15,6 +15,7 @@ from tests.conftest import PROJECT
 from tests.experiments.calculator import calculate
 from tests.processes import run_processes
 from tests.training import flags, killed_in, llama_config, read_metrics, run
+from torchtitan.components import metric_sinks
 from torchtitan.components import policy_loss as losses
 from torchtitan.components.checkpoint.ranks import Ranks
 from torchtitan.components.generation import Generation, engine
@@ -31,6 +32,7 @@ from torchtitan.experiments.rl.trainer import RLTrainer
 from torchtitan.models.qwen3_moe import FLAVORS
 from torchtitan.models.qwen3_moe import model_spec as moe_spec
 from torchtitan.tools.errors import RunFailure, UserError
+from torchtitan.trainer.rollouts import Completions
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 2048}
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
@@ -396,11 +398,40 @@ def test_resume_is_exact(folder, tmp_path, inside, method):
     kind, where, count = (Trajectory, "check", 16 * 2 + 5) if inside else (RLTrainer, "complete_step", 3)
     with killed_in(kind, where, count):
         train_rl(folder, tmp_path / "stopped", **options)
+    with open(tmp_path / "stopped/completions.jsonl", "a") as file:
+        file.write('{"step": 1, "reward": 0.')  # killed during a write
     train_rl(folder, tmp_path / "stopped", **options)
     measured = [read_metrics(tmp_path / name, *NUMBERS, "kl") for name in ("stopped", "straight")]
     assert measured[0] == measured[1] and len(measured[0]) == 4
     texts = [(tmp_path / name / "completions.jsonl").read_text() for name in ("stopped", "straight")]
     assert texts[0] == texts[1]
+
+
+def test_completions_are_appended(folder, tmp_path, monkeypatch):
+    """A step writes its own lines only, however many there are; a full disk does not end the run."""
+    drops, sizes = [], []
+    drop_lines, complete_step = metric_sinks._drop_lines_after, RLTrainer.complete_step
+
+    def counted(trainer, outcome):
+        sizes.append((tmp_path / "completions.jsonl").stat())
+        complete_step(trainer, outcome)
+
+    monkeypatch.setattr(metric_sinks, "_drop_lines_after", lambda path, *rest: drops.append(path.name))
+    monkeypatch.setattr(RLTrainer, "complete_step", counted)
+    train_rl(folder, tmp_path)
+    assert drops == [] and len({found.st_ino for found in sizes}) == 1
+    assert [found.st_size for found in sizes] == sorted({found.st_size for found in sizes}) and len(sizes) == 4
+    monkeypatch.setattr(metric_sinks, "_drop_lines_after", lambda *args: drops.append(args) or drop_lines(*args))
+    train_rl(folder, tmp_path, training__steps=6)
+    assert [step for path, step in drops if path.name == "completions.jsonl"] == [2]  # step 4 is an export only
+    steps = [json.loads(line)["step"] for line in (tmp_path / "completions.jsonl").read_text().splitlines()]
+    assert steps == sorted(2 * [1, 2, 3, 4, 5, 6])
+
+
+def test_completions_that_cannot_be_written_do_not_end_the_run(folder, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(Completions, "write", lambda self, lines: self.use(mock.Mock(side_effect=OSError("full"))))
+    assert train_rl(folder, tmp_path).step == 4
+    assert caplog.text.count("completions.jsonl cannot be written: full") == 1
 
 
 @pytest.mark.slow

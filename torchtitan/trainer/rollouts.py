@@ -1,9 +1,13 @@
 """`RolloutTrainer`: a trainer that samples with its own weights, by the engine that the configuration names."""
 
+import contextlib
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +17,7 @@ from torchtitan.components.data import PromptDataLoader
 from torchtitan.components.data.base import Batch
 from torchtitan.components.data.finetuning.prompts import prompts_in
 from torchtitan.components.generation import Engine, Sampling, stop_ids
+from torchtitan.components.metric_sinks import JsonLines
 from torchtitan.components.rollout.rewards import Rewards
 from torchtitan.components.rollout.rollout import Group, RolloutEngine, Trajectory, to_batches
 from torchtitan.components.rollout.vllm import VLLMEngine, check_server
@@ -22,6 +27,8 @@ from torchtitan.config.sections import require_at_least
 from torchtitan.protocols.conversion import converted_model
 from torchtitan.protocols.tensor_source import TensorSource
 from torchtitan.tools.errors import UserError, errors_of, in_words, require
+from torchtitan.tools.logging import logger
+from torchtitan.trainer.callbacks import Callback, Recorder
 from torchtitan.trainer.trainer import Trainer
 
 
@@ -44,6 +51,28 @@ def check_rollouts(config: Any) -> None:
         check_server(rollout.url)
 
 
+class Completions(Recorder):
+    """Append lines to `completions.jsonl` on rank 0. Resuming from step N drops later lines once; a fresh run moves an
+    existing file aside. If the file cannot be written, the run goes on without it."""
+
+    def around_run(self) -> AbstractContextManager[Any]:
+        if self.trainer.rank == 0:
+            self.file = JsonLines(Path(self.trainer.config.dump_folder) / "completions.jsonl", self.trainer.step)
+        return super().around_run()
+
+    def write(self, lines: Iterable[Mapping[str, Any]]) -> None:
+        """Append lines of a step that is not complete yet."""
+        for line in lines:
+            self.use(partial(JsonLines.append, document=line))
+
+    def on_failure(self, error: OSError) -> None:
+        logger.warning("completions.jsonl cannot be written: %s; the run continues without it", error)
+        assert self.file is not None
+        with contextlib.suppress(OSError):
+            self.file.close()
+        self.file = None
+
+
 class RolloutTrainer(Trainer):
     """A trainer whose configuration has the section `rollout`, and whose data are prompts. A trajectory depends on
     weights, seed, phase, number of the prompt in the data, and number among the answers to this prompt."""
@@ -52,6 +81,7 @@ class RolloutTrainer(Trainer):
     dataloader: PromptDataLoader
     rewards = Rewards([], [])
     engine: Engine | VLLMEngine
+    completions: Completions
 
     def __init__(self, config: Any):
         super().__init__(config)
@@ -67,6 +97,10 @@ class RolloutTrainer(Trainer):
             self.engine = Engine(self.model_parts[0], sampling=Sampling(temperature=1.0), **options)
         self.engine.context = min(self.engine.context, config.training.seq_len + 1)
         self.rollout = rollout.find_function()
+
+    def build_callbacks(self) -> list[Callback]:
+        self.completions = Completions.Config().build(trainer=self)
+        return [*super().build_callbacks(), self.completions]
 
     def sample(self, load: Callable[[], Iterable[Batch]], phase: str, size: int | None = None) -> list[Group]:
         """Return `size` trajectories, by default `group_size`, of each prompt in the batches that `load` returns,

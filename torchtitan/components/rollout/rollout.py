@@ -5,7 +5,6 @@ import itertools
 import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -17,7 +16,6 @@ from torchtitan.components.data.finetuning.functions import load_function
 from torchtitan.components.data.finetuning.samples import pack_samples
 from torchtitan.components.data.plan.packing import first_fit_decreasing
 from torchtitan.components.generation import Engine, Generation
-from torchtitan.components.metric_sinks import JsonLines
 from torchtitan.components.rollout.rewards import Rewards
 from torchtitan.components.rollout.vllm import VLLMEngine
 from torchtitan.components.tokenizer import Tokenizer
@@ -127,16 +125,16 @@ class RolloutConfig:
         return cast(Rollout, function)
 
 
-def log_completions(folder: str, step: int, groups: Iterable[Group], tokenizer: Tokenizer) -> None:
-    """Log the first two trajectories of a step, and append them to `completions.jsonl`, after removing later steps."""
-    file = JsonLines(Path(folder) / "completions.jsonl", step - 1)
+def log_completions(step: int, groups: Iterable[Group], tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    """Log the first two trajectories of a step, and return them as lines of `completions.jsonl`."""
+    lines = []
     for trajectory in itertools.islice(itertools.chain(*groups), 2):
         start = trajectory.loss_mask.index(True)
         prompt, completion = map(tokenizer.decode, (trajectory.tokens[:start], trajectory.tokens[start:]))
         logger.info("reward %.3f: %r -> %r", trajectory.reward, prompt[-200:], completion[:400])
         texts = {"prompt": prompt, "completion": completion}
-        file.append({"step": step, "reward": trajectory.reward, "tokens": trajectory.tokens, **texts})
-    file.close()
+        lines.append({"step": step, "reward": trajectory.reward, "tokens": trajectory.tokens, **texts})
+    return lines
 
 
 def to_batches(samples: Sequence[tuple[Trajectory, float]], seq_len: int, batch_size: int, ranks: Ranks) -> list[Batch]:

@@ -37,7 +37,7 @@ class RLTrainer(ReferenceTrainer, RolloutTrainer):
         """Sampling of trajectories."""
 
         rewards: list[str] = field(default_factory=list)
-        """Rewards: number, pattern=REGEX, length=N, reward_model=DIR, package.module:function or file.py:function."""
+        """Rewards: number, math, pattern=REGEX, length=N, reward_model=DIR, package.module:function or file.py:function."""
 
         reward_weights: list[float] = field(default_factory=list)
         """Weight of each reward function; empty: 1."""
@@ -90,7 +90,7 @@ class RLTrainer(ReferenceTrainer, RolloutTrainer):
         if on_all_ranks(not any(abs(advantage) > 1e-9 for advantage in advantages)) and groups and self.rank == 0:
             logger.warning("no answer has a higher reward than another: the rewards of this step teach nothing")
         if self.rank == 0 and self.metrics.should_log(self.step + 1):
-            log_completions(self.config.dump_folder, self.step + 1, groups, self.tokenizer)
+            self.completions.write(log_completions(self.step + 1, groups, self.tokenizer))
         return self.packed(groups, advantages)
 
     def sample_groups(self, batches: Iterator[Batch]) -> list[Group]:
