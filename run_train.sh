@@ -7,7 +7,7 @@
 # OVERSUBSCRIBE=1  allows more than four processes per CPU core (eight on a single core) without GPUs
 # LOG_RANK  ranks that print, comma-separated                                                (default: 0)
 # MAX_RESTARTS  how often a run that crashed, or hung, starts again from its newest checkpoint (default: 0)
-# EXTRA     optional packages: transformers, quantization (torchao), sentencepiece, vllm, wandb, eval (default: none)
+# EXTRA     optional packages: transformers, quantization (torchao), sentencepiece, math, vllm, wandb, eval (default: none)
 # COMM_MODE fake_backend: train nothing, and say what NGPU processes (as many as you like) would need; docs/dry_run.md
 # NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT: hosts of the run, which of them this is (from 0), where they meet
 # ./run_train.sh --help lists every option.

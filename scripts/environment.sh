@@ -13,13 +13,17 @@ active_environment_suffices() {
         dev) packages+=(pytest pytest-xdist ruff mypy codespell mkdocs-material mkdocstrings-python transformers) ;;
         docs) packages+=(mkdocs-material mkdocstrings-python) ;;
         eval) packages+=(lm-eval) ;;
+        math) packages+=(math-verify) ;;
         quantization) packages+=(torchao) ;;
         sentencepiece) packages+=(sentencepiece) ;;
         transformers) packages+=(transformers) ;;
         vllm) packages+=(vllm) ;;
         wandb) packages+=(wandb) ;;
         "") ;;
-        *) echo "EXTRA is '$1', but must be one of dev, docs, eval, quantization, sentencepiece, transformers, vllm, wandb" >&2; exit 2 ;;
+        *)
+            echo "EXTRA is '$1', but must be one of dev, docs, eval, math, quantization, sentencepiece, transformers, vllm, wandb" >&2
+            exit 2
+            ;;
     esac
     # -P: the checkout itself, where it is the current folder, does not count as installed. Another distribution may have
     # the package's name, but not our command.

@@ -1,5 +1,6 @@
 """Rewards: plain functions of prompt, completion and row."""
 
+import functools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -7,31 +8,55 @@ from typing import Any, cast
 
 from torchtitan.components.data.finetuning.conversions import ANSWERS
 from torchtitan.components.data.finetuning.functions import load_function
+from torchtitan.components.rollout.answers import final_answer, numbers_of, same_numbers
+from torchtitan.components.rollout.math_reward import MathReward
 from torchtitan.tools.errors import UserError, errors_of, in_words, require
+from torchtitan.tools.logging import logger
 
 Reward = Callable[[str, str, Mapping[str, Any]], Any]
 """Returns one number for prompt, completion and the row of the dataset with the prompt."""
 
-_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
-
-def number_match(prompt: str, completion: str, row: Mapping[str, Any]) -> float:
-    """Return 1 if completion and reference have the same last number, else 0. Raise `UserError` without reference."""
+def reference_answer(row: Mapping[str, Any]) -> str:
+    """Return the text of a row's reference answer. Raise `UserError` if it has none."""
     answer = next((row[column] for column in ANSWERS if row.get(column) is not None), None)
     if answer is None:
         raise UserError(f"it has no reference answer (column {', '.join(ANSWERS)})")
-    found, expected = (
-        [float(x.replace(",", "")) for x in _NUMBER.findall(str(text))][-1:] for text in (completion, answer)
-    )
-    return float(bool(expected) and found == expected)
+    return str(answer)
+
+
+def number_match(prompt: str, completion: str, row: Mapping[str, Any]) -> float:
+    """Return 1 if the final answers of completion and reference are the same number, exactly, or the same list of
+    numbers; else 0. Raise `UserError` without reference."""
+    reference = reference_answer(row)
+    expected = numbers_of(final_answer(reference))
+    if not expected:
+        _warn_of_no_number(reference[-60:])
+    return float(same_numbers(expected, numbers_of(final_answer(completion))))
+
+
+@functools.lru_cache(maxsize=10_000)
+def _warn_of_no_number(reference: str) -> None:
+    """Warn once of each reference."""
+    logger.warning("--rewards number pays nothing for the reference %r, which is no single number; use math", reference)
+
+
+def math_match() -> Reward:
+    """Return a function that returns 1 if the final answers of completion and reference are equal, else 0. Raise
+    `UserError` if math-verify is not installed."""
+    equal = MathReward()
+    return lambda prompt, completion, row: equal(reference_answer(row), completion)
 
 
 def find_reward(name: str, open_model: Callable[[str], Reward] | None = None) -> Reward:
-    """Return the function of `--rewards`: number, pattern=REGEX (1 if it occurs in the completion), length=N (1 for N
-    characters, falling linearly to 0), reward_model=DIR, or a function to import. Raise `UserError` for others."""
+    """Return the function of `--rewards`: number, math, pattern=REGEX (1 if it occurs in the completion), length=N (1
+    for N characters, falling linearly to 0), reward_model=DIR, or a function to import. Raise `UserError` for others.
+    """
     kind, _, value = name.partition("=")
     if name == "number":
         return number_match
+    if name == "math":
+        return math_match()
     if kind == "pattern":
         try:
             pattern = re.compile(value, re.DOTALL)
@@ -43,7 +68,7 @@ def find_reward(name: str, open_model: Callable[[str], Reward] | None = None) ->
     if kind == "reward_model" and value and open_model:
         return open_model(value)
     if ":" not in name:
-        known = "number, pattern=REGEX, length=N, reward_model=DIR, package.module:function or file.py:function"
+        known = "number, math, pattern=REGEX, length=N, reward_model=DIR, package.module:function or file.py:function"
         raise UserError(f"{name} is unknown; use {known}")
     return cast(Reward, load_function(name))
 

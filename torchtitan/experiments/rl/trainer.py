@@ -37,7 +37,8 @@ class RLTrainer(ReferenceTrainer, RolloutTrainer):
         """Sampling of trajectories."""
 
         rewards: list[str] = field(default_factory=list)
-        """Rewards: number, math, pattern=REGEX, length=N, reward_model=DIR, package.module:function or file.py:function."""
+        """Rewards: number, math, pattern=REGEX, length=N, reward_model=DIR, package.module:function or
+        file.py:function."""
 
         reward_weights: list[float] = field(default_factory=list)
         """Weight of each reward function; empty: 1."""

@@ -1,0 +1,102 @@
+"""The process in which math-verify compares two formulas, as SymPy may take any time and memory.
+
+It reads lines of JSON, `[seconds, gold, answer]`, and answers `true` or `false`. The kernel ends it when the seconds are
+over."""
+
+import functools
+import itertools
+import json
+import logging
+import re
+import resource
+import signal
+import sys
+from typing import Any
+
+_MAX_BYTES = 4 << 30
+_POINTS = (("3/7", "-11/13", "17/5"), ("-5/3", "7/11", "-2/9"), ("13/4", "8/3", "5/8"))
+"""Values of variables, in their alphabetical order, at which equal formulas must have equal values."""
+
+
+@functools.lru_cache(maxsize=1024)
+def _parsed(text: str) -> Any:
+    """Return the formula of a LaTeX text; None unless math-verify reads all of it: it drops what it does not know."""
+    from math_verify import LatexExtractionConfig, parse
+
+    found = parse(f"$${text}$$", [LatexExtractionConfig()], parsing_timeout=None)
+    if len(found) != 2 or _characters(found[1]) != _characters(text):
+        return None
+    return found[0]
+
+
+def _characters(text: str) -> str:
+    """Return a LaTeX text without the brackets, spaces and backslashes that a reader may add."""
+    return re.sub(r"[\s{}()\\]", "", text)
+
+
+def are_equal(gold: str, answer: str) -> bool:
+    """Return whether math-verify finds two formulas equal, in both orders, and their values are equal to 30 digits."""
+    one, other = _parsed(gold), _parsed(answer)
+    return one is not None and other is not None and _equal_objects(one, other)
+
+
+def _equal_objects(one: Any, other: Any) -> bool:
+    from math_verify import verify
+    from sympy import Expr, MatrixBase
+
+    if isinstance(one, MatrixBase) and isinstance(other, MatrixBase):
+        return one.shape == other.shape and all(itertools.starmap(_equal_objects, zip(one, other, strict=True)))
+    if not isinstance(one, Expr) or not isinstance(other, Expr) or one.free_symbols != other.free_symbols:
+        return False
+    one, other = _exact(one), _exact(other)
+    both = (verify(one, other, timeout_seconds=None), verify(other, one, timeout_seconds=None))
+    return all(both) and _equal_values(one, other)
+
+
+def _exact(formula: Any) -> Any:
+    """Return a formula with fractions in place of its decimals, which SymPy rounds."""
+    from sympy import Float, Rational
+
+    return formula.xreplace({number: Rational(str(number)) for number in formula.atoms(Float)})
+
+
+def _equal_values(one: Any, other: Any) -> bool:
+    from sympy import Rational
+
+    names = sorted(one.free_symbols, key=str)
+    n_compared = 0
+    for point in _POINTS if names else _POINTS[:1]:
+        values = {name: Rational(value) for name, value in zip(names, itertools.cycle(point), strict=False)}
+        a, b = (complex_of.subs(values).evalf(40) for complex_of in (one, other))
+        if not (a.is_number and b.is_number and a.is_finite and b.is_finite):
+            continue
+        n_compared += 1
+        if not abs(a - b) <= abs(a) * Rational(1, 10**30):
+            return False
+    return n_compared > 0
+
+
+def main() -> None:
+    """Answer until standard input ends."""
+    resource.setrlimit(resource.RLIMIT_AS, (_MAX_BYTES, _MAX_BYTES))
+    logging.disable()
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process, whatever it computes
+    try:
+        import math_verify  # noqa: F401 (so that imports do not count in the first comparison)
+    except Exception as error:
+        print(json.dumps(f"{type(error).__name__}: {error}"), flush=True)
+        return
+    print(json.dumps(""), flush=True)
+    for line in sys.stdin:
+        seconds, gold, answer = json.loads(line)
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        try:
+            result = are_equal(gold, answer)
+        except Exception:  # SymPy raises errors of any class
+            result = False
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        print(json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main()
