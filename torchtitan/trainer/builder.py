@@ -122,7 +122,7 @@ class RunBuilder(Configurable):
 
     def build_models(self) -> dict[str, RunModel]:
         """Build the run's models by name, sharded and not yet allocated: here "model", which the configuration
-        describes. A subclass adds others with `build_other_model`."""
+        describes. A subclass adds others with `build_other_model`, or as plain `nn.Module`s, and may replace it."""
         model, spec = self.build_model(), self.config.model_spec
         num_parameters = model.num_parameters()
         dtype = getattr(torch, self.config.training.mixed_precision_param)

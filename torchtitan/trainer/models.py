@@ -11,6 +11,7 @@ from torchtitan.components.optimizer import trained_names
 from torchtitan.distributed import initialize_weights
 from torchtitan.distributed.parallelize import free_gathered_weights
 from torchtitan.protocols import BaseModel, ModelSpec
+from torchtitan.tools.errors import UserError
 
 
 @dataclass(kw_only=True)
@@ -75,6 +76,85 @@ class RunModel:
             output = model(*args, **kwargs)
         free_gathered_weights(model)
         return output
+
+
+class PlainModel(RunModel):
+    """A plain `nn.Module` as a model of a run in a single process. Its class has drawn its weights."""
+
+    def __str__(self) -> str:
+        (module,) = self.parts
+        kind = "trained" if self.num_trained else "frozen"
+        return f"{type(module).__name__}, {self.num_parameters:,} parameters, {kind}"
+
+    def allocate(self, device: torch.device) -> None:
+        """Move the weights to a device, and set the mode for training or inference."""
+        (module,) = self.parts
+        module.to(device).train(self.num_trained > 0)
+
+    def initialize(self, seed: int, *, loaded: Container[str] = ()) -> None:
+        """Keep the weights."""
+
+
+def run_models(built: object, config: Any, *, n_processes: int, has_own_forward: bool) -> dict[str, RunModel]:
+    """Return the models that `build_models` has returned, each plain `nn.Module` among them as a `PlainModel`.
+
+    Raises:
+        UserError: for anything else, and for plain modules where a run needs what only a `BaseModel` has.
+    """
+    if not isinstance(built, dict) or "model" not in built:
+        kind = type(built).__name__
+        raise UserError(f"build_models returned {kind}; it must return a dictionary of models, one of them 'model'")
+    models: dict[str, RunModel] = {}
+    for name, model in built.items():
+        if isinstance(model, nn.Module):
+            _check_plain(name, model, n_processes)
+            model = _plain_model(config.model_spec, model)
+        if not isinstance(model, RunModel):
+            what = "a RunModel (build_other_model) or an nn.Module"
+            raise UserError(f"build_models returned {type(model).__name__} as model {name!r}; it must be {what}")
+        models[name] = model
+    if isinstance(models["model"], PlainModel):
+        _check_plain_main(config, has_own_forward)
+    return models
+
+
+def _plain_model(spec: ModelSpec, module: nn.Module) -> PlainModel:
+    num_parameters = sum(parameter.numel() for parameter in module.parameters())
+    num_trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
+    return PlainModel(
+        spec=spec,
+        parts=[module],
+        num_parameters=num_parameters,
+        num_trained=num_trained,
+        flops_per_token=(6.0 if num_trained else 2.0) * num_parameters,
+        trained_names=trained_names(module),
+    )
+
+
+def _check_plain(name: str, module: nn.Module, n_processes: int) -> None:
+    subject = f"model {name!r} is a plain nn.Module ({type(module).__name__})"
+    if n_processes > 1:
+        raise UserError(
+            f"{subject}, which is not divided among processes, but this run has {n_processes}; "
+            "use one, or build a BaseModel with build_other_model"
+        )
+    if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
+        raise UserError(f"{subject} on the meta device, so it has no weights; build it on the CPU")
+
+
+def _check_plain_main(config: Any, has_own_forward: bool) -> None:
+    subject = "'model' is a plain nn.Module"
+    if not has_own_forward:
+        raise UserError(f"{subject}, whose loss the Trainer does not know; override compute_loss")
+    unsupported = {
+        "--model_converters": bool(config.model_converters),
+        "--checkpoint.last_save_in_hf": config.checkpoint.last_save_in_hf,
+        "--checkpoint.initial_load_in_hf": config.checkpoint.initial_load_in_hf,
+        "--compile.enable": config.compile.enable,
+    }
+    for option, is_set in unsupported.items():
+        if is_set:
+            raise UserError(f"{subject}, which does not support {option}; unset it, or build a BaseModel")
 
 
 def facts_of(model: BaseModel, seq_len: int) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """`RunState`: what the checkpoints of a run contain, and what it starts from."""
 
 import dataclasses
+import json
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ from torchtitan.tools.errors import UserError
 from torchtitan.tools.files import is_url
 from torchtitan.trainer.builder import RunBuilder
 from torchtitan.trainer.data_progress import DataProgress
-from torchtitan.trainer.models import RunModel
+from torchtitan.trainer.models import PlainModel, RunModel
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.stateful import Stateful  # takes a second to import
@@ -99,7 +100,10 @@ class RunState(RunBuilder):
         identity = self.config.identity(self.tokenizer)
         properties = dict(identity.properties)
         for name, model in self.models.items():
-            if name != "model" and (model.weights or not model.saved):
+            if isinstance(model, PlainModel):
+                shapes = {key: list(value.shape) for key, value in model.parts[0].state_dict().items()}
+                properties[f"architecture of {name}"] = identify_content(str(model), json.dumps(shapes))
+            elif name != "model" and (model.weights or not model.saved):
                 drawn = identify_content(f"drawn with --debug.seed {self.config.debug.seed} (Philox)", "")
                 properties[f"weights of {name}"] = base_weights(model.weights) if model.weights else drawn
         return dataclasses.replace(identity, properties=properties)

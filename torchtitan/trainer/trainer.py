@@ -30,6 +30,7 @@ from torchtitan.trainer.late_result import LateResults
 from torchtitan.trainer.ledger import Ledger
 from torchtitan.trainer.live_view import LiveView
 from torchtitan.trainer.load_balance import LoadBalance
+from torchtitan.trainer.models import run_models
 from torchtitan.trainer.run_state import RunState
 from torchtitan.trainer.sample_losses import SampleLosses
 from torchtitan.trainer.skips import return_to_checkpoint, skip_step
@@ -74,7 +75,12 @@ class Trainer(RunState):
         self.measures = self.measures_class(self.measures_named, device=self.device, dtype=self.statistics_dtype)
         self.weight = torch.zeros((), device=self.device, dtype=self.statistics_dtype)  # of the step, on this rank
         self.pipeline_plan = self.plan_pipeline()
-        self.models = self.build_models()
+        self.models = run_models(
+            self.build_models(),
+            config,
+            n_processes=self.parallel_dims.world_size,
+            has_own_forward=self.has_own_forward,
+        )
         main = self.models["model"]
         self.model_parts, self.num_parameters, self.num_trained = main.parts, main.num_parameters, main.num_trained
         self.precision = MixedPrecision(getattr(torch, training.mixed_precision_param))

@@ -118,6 +118,9 @@ class Engine:
         sampling.validate()
         require(max_rows is None or max_rows >= 1, "max_rows", max_rows, "at least 1")
         self._model = cast(Any, model)
+        if not hasattr(getattr(model, "config", None), "max_seq_len"):
+            name = type(model).__name__
+            raise UserError(f"a {name} cannot generate text: it is a plain nn.Module, not a torchtitan BaseModel")
         self.context: int = self._model.config.max_seq_len
         self._sampling, self._stop_ids, self._group = sampling, stop_ids, group
         self._max_rows, self._use_cache = max_rows, use_cache

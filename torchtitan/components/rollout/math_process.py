@@ -1,7 +1,7 @@
 """The process in which math-verify compares two formulas, as SymPy may take any time and memory.
 
-It reads lines of JSON, `[seconds, gold, answer]`, and answers `true` or `false`. The kernel ends it when the seconds are
-over."""
+It reads lines of JSON, `[seconds, gold, answer]`, and answers `true` or `false`. The kernel ends it when the seconds
+are over."""
 
 import functools
 import itertools
