@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from torchtitan.tools import process
 from torchtitan.tools.errors import RunComplete, RunFailure, UserError, os_errors_as
 from torchtitan.tools.logging import check_log_ranks, init_logger, logger
+from torchtitan.tools.user_code import exits_as_errors
 
 if TYPE_CHECKING:
     from torchtitan.config.manager import ResolvedConfig
@@ -36,7 +37,7 @@ def run(resolved: "ResolvedConfig") -> None:
 
     if device_type() == "cpu":
         process.keep_freed_memory()
-    with onednn_products():
+    with onednn_products(), exits_as_errors("the run"):
         _run(resolved)
 
 
@@ -84,7 +85,7 @@ def exit_code_of(error: BaseException) -> int:
     return 3 if isinstance(error, RunFailure) else 1
 
 
-def log_message(error: Exception) -> None:
+def log_message(error: BaseException) -> None:
     """Log the message of an error that needs no traceback."""
     logger.log(logging.INFO if isinstance(error, RunComplete) else logging.ERROR, "%s", error)
 
@@ -100,7 +101,9 @@ def main(args: Sequence[str] | None = None) -> int:
     process.use_expandable_segments()
     try:
         _parse_and_run(words)
-    except Exception as error:
+    except (SystemExit, KeyboardInterrupt):  # of --help, and Ctrl-C
+        raise
+    except BaseException as error:
         code = exit_code_of(error)
         if "RANK" in os.environ:
             _report_error(error, code)
@@ -141,7 +144,7 @@ def _is_repeating() -> bool:
     return not process.is_launched() and os.environ.get("LOCAL_RANK", "0") != "0"
 
 
-def _report_error(error: Exception, code: int) -> None:
+def _report_error(error: BaseException, code: int) -> None:
     """Report an error to the launcher, which prints the first failure, or print it."""
     if process.is_launched():
         text = "".join(traceback.format_exception(error)).rstrip() if code == 1 else str(error)

@@ -108,7 +108,10 @@ def of_models(build):
         (lambda models: models["model"], r"build_models returned Embedding; it must return a dictionary of models"),
         (lambda models: {"critic": models["model"]}, "one of them 'model'"),
         (lambda models: {**models, "judge": "path"}, "returned str as model 'judge'; it must be a RunModel"),
-        (lambda models: {"model": nn.Linear(2, 2, device="meta")}, r"'model' is a plain .* \(Linear\) on the meta device"),
+        (
+            lambda models: {"model": nn.Linear(2, 2, device="meta")},
+            r"'model' is a plain .* \(Linear\) on the meta device",
+        ),
     ],
 )
 def test_other_results_are_named(tmp_path, build, message):

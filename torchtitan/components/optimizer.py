@@ -116,6 +116,8 @@ class Optimizer(Configurable):
 
     def __init__(self, config: Config, *, model_parts: Sequence[nn.Module], all_names: Sequence[str] | None = None):
         super().__init__(config)
+        self.n_updates = 0
+        """Number of times that weights have changed in this process."""
         self.model_parts = list(model_parts)
         names = all_names or [name for part in self.model_parts for name in trained_names(part)]
         if not names:
@@ -158,6 +160,7 @@ class Optimizer(Configurable):
     def step(self, skip: Tensor | None = None) -> None:
         """Update the parameters that have gradients; parameters updated in the backward pass have none. `skip`, a
         float32 scalar on the device, keeps weights and moments if it is 1, not 0; it needs `can_skip`."""
+        self.n_updates += 1
         for optimizer in self.optimizers:
             if skip is not None or self.can_skip:
                 optimizer.found_inf = skip  # type: ignore[attr-defined]  # read by the step, as for a `GradScaler`
@@ -189,6 +192,7 @@ class Optimizer(Configurable):
     def _use_gradient(self, optimizer: torch.optim.Optimizer, group_index: int, parameter: nn.Parameter) -> None:
         """Update one parameter from its final gradient, and free the gradient."""
         assert parameter.grad is not None
+        self.n_updates += 1
         parameter.grad = redistribute_like(parameter.grad, parameter)
         self._row_norms.append(row_norms(parameter.grad))
         self._updated_early.add(parameter)

@@ -28,6 +28,7 @@ from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError, suggest
 from torchtitan.tools.files import regular_file
 from torchtitan.tools.parser import Parser
+from torchtitan.tools.user_code import exits_as_errors
 
 DEFAULT_SELECTION = {"module": "llama3", "config": "debugmodel"}
 """Default module and configuration."""
@@ -86,7 +87,8 @@ class ConfigManager:
         if needs_assets(function):
             arguments[ASSETS_PARAMETER] = self._assets_path(config_name, overrides, document)
         try:
-            default: Any = function(**arguments)
+            with exits_as_errors(f"the configuration {config_name} of module {module}"):
+                default: Any = function(**arguments)
         except ImportError as error:
             raise import_failure(module, error) from error
         if not isinstance(default, Configurable.Config):

@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import NamedTuple
 
 from torchtitan.tools.errors import UserError, in_words, suggest
+from torchtitan.tools.user_code import EXITS, is_ctrl_c
 
 _REGISTRY = "config_registry"
 REGISTRY_FILE = f"{_REGISTRY}.py"
@@ -226,19 +227,21 @@ def _is_importable(name: str) -> bool:
         if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
             return False
         raise import_failure(name, error) from error
-    except (ImportError, SyntaxError) as error:
+    except (ImportError, SyntaxError, *EXITS) as error:
         raise import_failure(name, error) from error
 
 
 def _import(name: str, module: str) -> ModuleType:
     try:
         return importlib.import_module(name)
-    except (ImportError, SyntaxError) as error:
+    except (ImportError, SyntaxError, *EXITS) as error:
         raise import_failure(module, error) from error
 
 
-def import_failure(module: str, error: ImportError | SyntaxError) -> UserError:
-    """Return the user's import error, with its location in the module."""
+def import_failure(module: str, error: BaseException) -> UserError:
+    """Return the user's import error, or exit, with its location in the module. Raise Ctrl-C again."""
+    if is_ctrl_c(error):
+        raise error
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
     where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames and frames[-1].filename != __file__ else ""
     return UserError(f"importing module '{module}' failed: {in_words(error)}{where}")

@@ -10,6 +10,10 @@ class UserError(ValueError):
     without a traceback and exits with code 2. A subclass of `ValueError`, for users of single components."""
 
 
+class SharedError(UserError):
+    """An error that all ranks of a run raise at the same place, so that they can still save together."""
+
+
 class UnsupportedModelError(UserError):
     """A description of a model that the code of its family does not compute."""
 

@@ -1,7 +1,9 @@
 """`RolloutTrainer`: a trainer that samples with its own weights, by the engine that the configuration names."""
 
+import asyncio
 import contextlib
 import itertools
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -26,8 +28,9 @@ from torchtitan.components.weights.views import ExternalView, LiveSource, PlainV
 from torchtitan.config.sections import require_at_least
 from torchtitan.protocols.conversion import converted_model
 from torchtitan.protocols.tensor_source import TensorSource
-from torchtitan.tools.errors import UserError, errors_of, in_words, require
+from torchtitan.tools.errors import UserError, errors_of, require
 from torchtitan.tools.logging import logger
+from torchtitan.tools.user_code import is_ctrl_c, with_place
 from torchtitan.trainer.callbacks import Callback, Recorder
 from torchtitan.trainer.trainer import Trainer
 
@@ -71,6 +74,15 @@ class Completions(Recorder):
         with contextlib.suppress(OSError):
             self.file.close()
         self.file = None
+
+
+def _is_closed(error: BaseException) -> bool:
+    """Return whether an engine ends a rollout that waits for a text, after another one has failed."""
+    if isinstance(error, asyncio.CancelledError):
+        task = asyncio.current_task()
+        return task is not None and task.cancelling() > 0
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return isinstance(error, GeneratorExit) and last.name == "__await__"
 
 
 class RolloutTrainer(Trainer):
@@ -135,16 +147,18 @@ class RolloutTrainer(Trainer):
     async def checked_rollout(self, row: Mapping[str, Any], engine: RolloutEngine, where: str) -> Trajectory:
         """Return a valid trajectory. Raise `UserError` that names the row (`where`) and the function that fails."""
         with errors_of(where):
+            subject = f"the rollout {self.config.rollout.function or 'single_turn'}"
             try:
                 trajectory = await self.rollout(row, engine)
-                if not isinstance(trajectory, Trajectory):
-                    raise TypeError(f"it returned {trajectory!r:.60}, not a Trajectory")
-                trajectory.check(self.engine.context)
             except UserError:
                 raise
-            except Exception as error:
-                name = self.config.rollout.function or "single_turn"
-                raise UserError(f"the rollout {name} failed: {in_words(error)}") from error
+            except BaseException as error:
+                if is_ctrl_c(error) or _is_closed(error):
+                    raise
+                raise UserError(f"{subject} failed: {with_place(error)}") from error
+            if not isinstance(trajectory, Trajectory):
+                raise UserError(f"{subject} failed: TypeError: it returned {trajectory!r:.60}, not a Trajectory")
+            trajectory.check(self.engine.context)
             return trajectory
 
     def packed(self, groups: Iterable[Group], advantages: Sequence[float] = ()) -> list[Batch]:

@@ -24,8 +24,10 @@ from torchtitan.distributed.watchdog import Watchdog
 from torchtitan.tools.errors import RunComplete, UserError
 from torchtitan.tools.logging import logger
 from torchtitan.tools.process import StopRequest
+from torchtitan.tools.user_code import exits_as_errors, is_ctrl_c
 from torchtitan.trainer.accounting import Accounting
 from torchtitan.trainer.callbacks import Callback, GarbageCollection, Profiling, RecompileWarning
+from torchtitan.trainer.failures import StepStart, is_user_class, raise_on_all_ranks, save_last_step
 from torchtitan.trainer.late_result import LateResults
 from torchtitan.trainer.ledger import Ledger
 from torchtitan.trainer.live_view import LiveView
@@ -40,6 +42,12 @@ from torchtitan.trainer.step_result import StepResult, StopReason, log_stop_reas
 class Trainer(RunState):
     """Build every part of a run from its configuration, then train. Subclasses override methods (docs/extending.md)."""
 
+    step_start: StepStart | None
+    """State before the step in progress; None between steps."""
+    is_step_complete: bool
+    """False from the beginning of a step until everything that a checkpoint contains is of its end."""
+    failure: BaseException | None
+    """Failure of a user's callback on this rank, which ends the run after the step."""
     measures_class: ClassVar[type[Measures]] = Measures
     measures_named: tuple[str, ...] = ()
     """Names of further means that `compute_loss` records with `measure`, for metrics and validation."""
@@ -96,6 +104,8 @@ class Trainer(RunState):
         self.has_data = True
         self.checkpointer = self.build_checkpointer()
         self.checkpoint_loaded = False
+        self.is_step_complete, self.step_start = True, None
+        self.failure = None
         self.validator = self.build_validator()
         self.stop_request: StopRequest | None = None
         self.metrics = self.build_metrics()
@@ -197,13 +207,33 @@ class Trainer(RunState):
                 return
             self.describe_run()
             self.metrics.start(self.step)
-            if self.validator and self.config.validator.at_start and self.step == 0:
-                self.validate()
-            with self.watchdog, contextlib.ExitStack() as stack:
-                for callback in self.callbacks:
-                    stack.enter_context(callback.around_run())
-                reason = self.run_steps()
-            self.finish(reason)
+            with exits_as_errors("the run"):
+                try:
+                    if self.validator and self.config.validator.at_start and self.step == 0:
+                        self.validate()
+                    with self.watchdog, contextlib.ExitStack() as stack:
+                        for callback in self.callbacks:
+                            stack.enter_context(callback.around_run())
+                        reason = self.run_steps()
+                    self.finish(reason)
+                    raise_on_all_ranks(self.failure)
+                except BaseException as error:
+                    self.save_last_step(error)
+                    raise
+
+    def save_last_step(self, error: BaseException) -> None:
+        """Save the last complete step before an error of the user's code or input ends the run, if possible."""
+        save_last_step(self, error)
+
+    def notify(self, method: str, *args: Any) -> None:
+        """Call a method of all callbacks. A failure of a user's callback ends the run once the step is complete."""
+        for callback in self.callbacks:
+            try:
+                getattr(callback, method)(*args)
+            except BaseException as error:
+                if not is_user_class(callback) or is_ctrl_c(error):
+                    raise
+                self.failure = self.failure or error
 
     def run_steps(self) -> StopReason:
         """Take steps until the run ends, and return the reason."""
@@ -216,6 +246,8 @@ class Trainer(RunState):
             if self.spikes.is_return_due:
                 return_to_checkpoint(self)
             step = self.step + 1
+            self.step_start = StepStart.of(self) if self.config.checkpoint.saves else None
+            self.is_step_complete = False
             with self.watchdog.step(step), contextlib.ExitStack() as stack:
                 for callback in self.callbacks:
                     stack.enter_context(callback.around_step(step))
@@ -225,6 +257,7 @@ class Trainer(RunState):
                 set_timeouts(comm.train_timeout_seconds)
                 self.stop_request = StopRequest()  # before, a signal ends the run at once
             if outcome.data_exhausted:
+                self.is_step_complete, self.step_start = True, None
                 self.prepare_converters(self.step)  # no step was taken, so validate as in the last step
                 return "data ended"
             self.complete_step(outcome)
@@ -426,7 +459,7 @@ class Trainer(RunState):
                 "forward_backward_step and, after the last backward pass, divide_by_weight(loss)"
             )
         self.is_divided = False
-        stop = self.stop_request is not None and self.stop_request.received
+        stop = self.failure is not None or (self.stop_request is not None and self.stop_request.received)
         flags = [torch.full((), float(flag), device=self.device) for flag in (stop, self.has_data)]
         # The norm of rank 0, since the last bit may decide whether a step is a spike, on all ranks alike.
         norm = grad_norm if self.rank == 0 else torch.zeros_like(grad_norm)
@@ -458,16 +491,17 @@ class Trainer(RunState):
         self.step += 1
         self.run_length.count_batch()
         self.n_tokens_seen += self.tokens_per_step
-        for callback in self.callbacks:
-            callback.on_step(outcome)
+        self.notify("on_step", outcome)
         self.metrics.count_tokens(self.tokens_per_step)
         progress = {"lr": self.lr_scheduler.lr, "n_tokens_seen": self.n_tokens_seen}
         self.late.when_known(outcome, partial(self.use_result, outcome, self.step, **progress))
         n_units = self.schedule_step if self.config.spikes.advance_schedule or outcome.is_taken else 0
         self.follow_schedule()
         self.lr_scheduler.step(n_units, step_size=self.schedule_step)
-        for callback in self.callbacks:
-            callback.after_step(outcome)
+        self.notify("after_step", outcome)
+        self.is_step_complete, self.step_start = True, None
+        if self.failure and world_size() == 1:  # several ranks stop together, after the next step
+            raise self.failure
         last = not self.should_continue_training()
         validation_loss = self.validate() if self.validator and self.validator.is_due(self.step, last=last) else None
         self.save(last=last, validation_loss=validation_loss)
@@ -510,8 +544,7 @@ class Trainer(RunState):
         """Report and save outstanding results, and log how the run ended."""
         self.late.settle()
         self.metrics.flush()
-        for callback in self.callbacks:
-            callback.on_end(reason)
+        self.notify("on_end", reason)
         validating = self.validator and reason == "data ended" and not self.validator.is_due(self.step, last=False)
         validation_loss = self.validate() if validating else None
         stopped = reason == "stopped"

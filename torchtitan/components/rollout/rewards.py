@@ -10,8 +10,9 @@ from torchtitan.components.data.finetuning.conversions import ANSWERS
 from torchtitan.components.data.finetuning.functions import load_function
 from torchtitan.components.rollout.answers import final_answer, numbers_of, same_numbers
 from torchtitan.components.rollout.math_reward import MathReward
-from torchtitan.tools.errors import UserError, errors_of, in_words, require
+from torchtitan.tools.errors import UserError, errors_of, require
 from torchtitan.tools.logging import logger
+from torchtitan.tools.user_code import errors_of_user_code
 
 Reward = Callable[[str, str, Mapping[str, Any]], Any]
 """Returns one number for prompt, completion and the row of the dataset with the prompt."""
@@ -88,10 +89,8 @@ class Rewards:
         total = 0.0
         for (name, function), weight in zip(self._functions, self._weights, strict=True):
             subject = f"the reward function {name}"
-            try:
+            with errors_of_user_code(subject):
                 value = function(prompt, completion, row)
-            except Exception as error:
-                raise UserError(f"{subject} failed: {in_words(error)}") from error
             try:
                 total += weight * float(value)
             except Exception:  # of any class, as the value

@@ -15,7 +15,7 @@ from torchtitan.components.rollout.rewards import Rewards
 from torchtitan.components.rollout.rollout import Group, RolloutConfig, log_completions
 from torchtitan.distributed.process_group import on_all_ranks
 from torchtitan.experiments.reward.trainer import check_reward_model, reward_function
-from torchtitan.tools.errors import UserError, require
+from torchtitan.tools.errors import SharedError, UserError, require
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import StepResult
 from torchtitan.trainer.reference import ReferenceTrainer
@@ -74,16 +74,11 @@ class RLTrainer(ReferenceTrainer, RolloutTrainer):
 
     def next_micro_batches(self, batches: Iterator[Batch]) -> list[Batch]:
         """Sample trajectories for the next prompts, and return them in packed windows, equally many on each rank."""
-        position = self.dataloader.state_dict()
         self.is_first_update = True
         try:
             groups = self.sample_groups(batches)
-        except UserError:
-            # Resume before these prompts, once the user has mended the rewards.
-            self.dataloader.load_state_dict(position)
-            if self.step:
-                self.finish("stopped")
-            raise
+        except UserError as error:
+            raise SharedError(str(error)) from error
         if n_tokens := self.measure_trajectories(groups, percents=(10, 50, 90)):
             self.tokens_per_step = n_tokens
         rewards_PG = torch.tensor([[t.reward for t in group] for group in groups], dtype=torch.float64)
@@ -152,7 +147,10 @@ class RLTrainer(ReferenceTrainer, RolloutTrainer):
 
     def validation_sums(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the negative rewards of one trajectory for each held-out prompt, and their number."""
-        groups = self.sample(lambda: [batch], "validation", size=1)
+        try:
+            groups = self.sample(lambda: [batch], "validation", size=1)
+        except UserError as error:
+            raise SharedError(str(error)) from error
         self.measure_trajectories(groups)
         rewards = torch.tensor([-trajectory.reward for (trajectory,) in groups], device=self.device)
         return self.local_addend(rewards.sum()), self.local_addend(torch.full_like(rewards.sum(), len(groups)))

@@ -16,6 +16,7 @@ from torchtitan.components.data.sources.rows import first_line
 from torchtitan.components.data.sources.source import RowFunction
 from torchtitan.config.registry import import_failure
 from torchtitan.tools.errors import UserError, suggest
+from torchtitan.tools.user_code import EXITS
 
 _LOCKS = (type(threading.Lock()), type(threading.RLock()), threading.Condition, threading.Semaphore, threading.Event)
 
@@ -43,7 +44,7 @@ def _import_file(name: str, reference: str) -> ModuleType:
     try:
         with _importable(path.absolute().parent):
             spec.loader.exec_module(module)
-    except (ImportError, SyntaxError) as error:
+    except (ImportError, SyntaxError, *EXITS) as error:
         raise import_failure(str(path), error) from error
     return module
 
@@ -72,7 +73,7 @@ def _import_module(name: str, reference: str) -> ModuleType:
         if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
             raise UserError(f"{reference!r}: the module {name!r} does not exist; for a file, use {name}.py") from error
         raise import_failure(name, error) from error
-    except (ImportError, SyntaxError) as error:
+    except (ImportError, SyntaxError, *EXITS) as error:
         raise import_failure(name, error) from error
 
 

@@ -35,6 +35,7 @@ from torchtitan.components.data.finetuning.functions import function_fingerprint
 from torchtitan.components.data.sources.rows import kind_of
 from torchtitan.components.data.sources.source import AUTO, CHAT_DATASETS, RowFunction
 from torchtitan.tools.errors import UserError, suggest
+from torchtitan.tools.user_code import is_ctrl_c, with_place
 
 Kind = Literal["sft", "preference", "rated", "prompt"]
 """Purpose of rows: samples to imitate, pairs to compare, answers to judge (pairs too), prompts to answer."""
@@ -323,7 +324,11 @@ def _convert_by_function(function: RowFunction, kind: Kind, row: Mapping[str, An
     except BrokenSample:
         raise
     except Exception as error:
-        raise BrokenSample(f"{name} failed: {type(error).__name__}: {error}") from error
+        raise BrokenSample(f"{name} failed: {with_place(error)}") from error
+    except BaseException as error:  # an exit ends the run, also where broken rows are dropped
+        if is_ctrl_c(error):
+            raise
+        raise UserError(f"{name} failed: {with_place(error)}") from error
     if result is None:
         return None
     if not isinstance(result, Mapping):

@@ -1,0 +1,176 @@
+"""Errors and exits in users' code: they are named, the last complete step is saved, and the run does not succeed."""
+
+import asyncio
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.commands import run_command
+from tests.experiments.test_rl import folder, train_rl  # noqa: F401 (a fixture)
+from tests.processes import run_processes
+from tests.training import TINY, flags, read_metrics, run, tiny_config, train
+from torchtitan.components.rollout.rewards import Rewards
+from torchtitan.tools.errors import UserError
+from torchtitan.trainer import Callback, Trainer
+
+OPTIONS = {"checkpoint__enable": True, "checkpoint__interval": 100, "training__steps": 4}
+EXITS = [SystemExit(0), SystemExit, GeneratorExit, asyncio.CancelledError, KeyboardInterrupt]
+
+
+class Failing(Callback):
+    """Raises an error in a method of step 3."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Callback.Config):
+        method: str = ""
+        exits: bool = True
+        rank: int = 0
+
+    def fail(self, method: str) -> None:
+        if method == self.config.method and self.trainer.step >= 2 and self.trainer.rank == self.config.rank:
+            raise SystemExit(0) if self.config.exits else ValueError("mine")
+
+    def on_batches(self, micro_batches):
+        self.fail("on_batches")
+
+    def on_step(self, outcome):
+        self.fail("on_step")
+
+    def after_step(self, outcome):
+        self.fail("after_step")
+
+
+class FailingLoss(Trainer):
+    """Raises an error in the loss of step 3."""
+
+    error: BaseException | type[BaseException] = SystemExit
+
+    def compute_loss(self, batch):
+        if self.step == 2:
+            raise self.error
+        return super().compute_loss(batch)
+
+
+class OwnLoss(Trainer):
+    """The same loss without the error."""
+
+    def compute_loss(self, batch):
+        return super().compute_loss(batch)
+
+
+def saved_steps(path: Path) -> list[int]:
+    return sorted(int(checkpoint.name.removeprefix("step-")) for checkpoint in path.glob("checkpoint/step-*"))
+
+
+def with_failing(path: Path, **options: object):
+    config = tiny_config(path, **OPTIONS)
+    config.callbacks = [*config.callbacks, Failing.Config(**options)]
+    return config
+
+
+@pytest.mark.parametrize("method", ["on_batches", "on_step", "after_step"])
+@pytest.mark.parametrize("exits", [True, False])
+def test_a_failing_callback_ends_the_run_after_a_save(tmp_path, method, exits):
+    """The run resumes with the numbers of one that never stopped."""
+    train(tmp_path / "straight", **OPTIONS)
+    expected, message = (UserError, "the run was ended by") if exits else (ValueError, "mine")
+    with pytest.raises(expected, match=message):
+        run(with_failing(tmp_path / "run", method=method, exits=exits))
+    assert saved_steps(tmp_path / "run") == [2]
+    train(tmp_path / "run", **OPTIONS)
+    numbers = [read_metrics(tmp_path / name, "loss", "grad_norm") for name in ("run", "straight")]
+    assert numbers[0] == numbers[1]
+
+
+@pytest.mark.parametrize("error", EXITS)
+def test_an_exit_in_a_loss_is_named_and_the_last_step_is_saved(tmp_path, error, monkeypatch):
+    train(tmp_path / "straight", trainer_class=OwnLoss, **OPTIONS)
+    monkeypatch.setattr(FailingLoss, "error", error)
+    with pytest.raises(UserError, match=r"the run was ended by .*test_failures\.py, line \d+, in compute_loss"):
+        train(tmp_path / "run", trainer_class=FailingLoss, **OPTIONS)
+    assert saved_steps(tmp_path / "run") == [2]
+    train(tmp_path / "run", trainer_class=OwnLoss, **OPTIONS)
+    numbers = [read_metrics(tmp_path / name, "loss", "grad_norm") for name in ("run", "straight")]
+    assert numbers[0] == numbers[1]
+
+
+def test_weights_between_two_steps_are_not_saved(tmp_path, caplog):
+    class FailingUpdate(Trainer):
+        def follow_weights(self):
+            super().follow_weights()
+            if self.step == 2:
+                raise ValueError("after the update")
+
+    with pytest.raises(ValueError, match="after the update"):
+        train(tmp_path, trainer_class=FailingUpdate, **OPTIONS)
+    assert saved_steps(tmp_path) == [] and "between steps 2 and 3, and are not saved" in caplog.text
+
+
+@pytest.mark.parametrize("error", [*EXITS, ZeroDivisionError])
+def test_rewards_are_named_with_file_and_line(tmp_path, error):
+    name = error.__name__ if isinstance(error, type) else type(error).__name__
+    module = "asyncio." if error is asyncio.CancelledError else ""
+    lines = ["import asyncio", "def helper():", f"    raise {module}{name}", "def score(*args):", "    return helper()"]
+    (tmp_path / "mine.py").write_text("\n".join(lines))
+    with pytest.raises(
+        UserError, match=rf"score failed: {name}: \(.*mine\.py, line 3, in helper; from .*line 5, in score"
+    ):
+        Rewards([f"{tmp_path}/mine.py:score"], [])("", "", {})
+
+
+@pytest.mark.parametrize("error", EXITS)
+@pytest.mark.parametrize("kind", ["reward", "rollout"])
+def test_an_exit_in_rollouts_saves(folder, tmp_path, error, kind):  # noqa: F811
+    name = error.__name__ if isinstance(error, type) else type(error).__name__
+    text = f"import asyncio\ndef score(prompt, completion, row):\n    raise {name}\n"
+    text += f"async def roll(row, engine):\n    await engine.generate(engine.prompt)\n    raise {name}\n"
+    (tmp_path / "mine.py").write_text(text.replace("raise Cancelled", "raise asyncio.Cancelled"))
+    options = {"checkpoint__interval": 100, "training__steps": 2}
+    train_rl(folder, tmp_path / "run", **{**options, "checkpoint__interval": 1, "checkpoint__last_save_in_hf": False})
+    option = {"rewards": [f"{tmp_path}/mine.py:score"], "rollout__function": ""}
+    if kind == "rollout":
+        option = {"rollout__function": f"{tmp_path}/mine.py:roll"}
+    options |= {"training__steps": 4, **option}
+    with pytest.raises(UserError, match=rf"prompts\.jsonl:\d+: the {kind}.* failed: {name}: .*mine\.py, line \d"):
+        train_rl(folder, tmp_path / "run", **options)
+
+
+def test_an_exit_while_importing_is_named(tmp_path):
+    (tmp_path / "mine.py").write_text("x = 1\nraise SystemExit\n")
+    with pytest.raises(UserError, match=r"failed: SystemExit:.*mine\.py, line 2"):
+        Rewards([f"{tmp_path}/mine.py:score"], [])
+
+
+@pytest.mark.slow
+def test_the_command_does_not_succeed(tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/__init__.py").touch()
+    (tmp_path / "mine/config_registry.py").write_text(
+        "from tests.trainer.test_failures import FailingLoss\n"
+        "from torchtitan.models.llama3.config_registry import llama3_debugmodel\n"
+        "def debugmodel():\n    return FailingLoss.Config.based_on(llama3_debugmodel())\n"
+    )
+    overrides = {key.replace("__", "."): value for key, value in {**OPTIONS, "dump_folder": tmp_path / "run"}.items()}
+    words = ["--module", str(tmp_path / "mine"), "--config", "debugmodel", *flags({**TINY, **overrides})]
+    command = [sys.executable, "-m", "torchtitan.cli.main", "train", *words]
+    environment = {**os.environ, "NGPU": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
+    result = run_command(command, env=environment)
+    assert result.returncode == 2 and "Traceback" not in result.stderr
+    assert "the run was ended by SystemExit" in result.stderr and "test_failures.py, line" in result.stderr
+    assert saved_steps(tmp_path / "run") == [2]
+
+
+@pytest.mark.slow
+def test_a_callback_that_fails_on_one_rank_ends_all_after_a_save(tmp_path):
+    run_processes(fail_on_second_rank, 2, tmp_path)
+    assert saved_steps(tmp_path) == [3]  # all ranks learn of it in the next step
+
+
+def fail_on_second_rank(path: Path) -> None:
+    config = with_failing(path, method="after_step", rank=1)
+    config.parallelism.data_parallel_shard_degree = 2
+    with pytest.raises(UserError, match="SystemExit"):
+        run(config)
