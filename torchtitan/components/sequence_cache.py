@@ -14,9 +14,10 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from torchtitan.components.data.base import Batch
-from torchtitan.components.data.disk_cache import bytes_digest, writable
+from torchtitan.components.data.disk_cache import writable
 from torchtitan.protocols.attention import AttentionMetadata
 from torchtitan.tools import durable
+from torchtitan.tools.digests import bytes_digest
 from torchtitan.tools.errors import UserError
 
 

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from torchtitan.components.data.base import Batch
-from torchtitan.components.data.disk_cache import cache_root
 from torchtitan.components.log_probs import token_log_probs
 from torchtitan.components.peft import LoRA
 from torchtitan.components.peft.lora import adapters_off
@@ -20,6 +19,7 @@ from torchtitan.components.sequence_cache import SequenceCache
 from torchtitan.components.weights.pretrained import internal_source
 from torchtitan.components.weights.sources import base_weights
 from torchtitan.distributed.process_group import on_all_ranks
+from torchtitan.tools.digests import cache_root
 from torchtitan.tools.errors import UserError, errors_of
 from torchtitan.tools.logging import logger, without_logs
 from torchtitan.trainer.models import RunModel

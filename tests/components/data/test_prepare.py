@@ -32,7 +32,6 @@ from tests.conftest import PROJECT
 from torchtitan.cli.main import main
 from torchtitan.components.checkpoint.filesystem import RemoteFolder, folder_at
 from torchtitan.components.data import PretrainDataLoader
-from torchtitan.components.data.disk_cache import bytes_digest, digest_of
 from torchtitan.components.data.finetuning import planned_loader
 from torchtitan.components.data.finetuning.filters import FilterConfig
 from torchtitan.components.data.prepare import preparation as preparing
@@ -43,6 +42,7 @@ from torchtitan.components.data.sources import block_cache, stored
 from torchtitan.components.data.sources.source import DOCUMENTS, resolve_source
 from torchtitan.config.manager import ConfigManager
 from torchtitan.tools import durable
+from torchtitan.tools.digests import bytes_digest, digest_of
 
 
 @pytest.fixture

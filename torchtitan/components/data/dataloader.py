@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from torchtitan.components.data.base import NO_DOCUMENT, Batch, TokenizingDataLoader, can_resume_position
-from torchtitan.components.data.disk_cache import cache_root, data_digest
+from torchtitan.components.data.disk_cache import data_digest
 from torchtitan.components.data.plan.mixture import check_weights
 from torchtitan.components.data.prepare import prepared
 from torchtitan.components.data.prepare.encoding import document_encoding
@@ -21,6 +21,7 @@ from torchtitan.components.data.report import DataSummary
 from torchtitan.components.data.sources.block_cache import BlockCache
 from torchtitan.components.data.sources.source import DOCUMENTS, Source, StreamSource, resolve_source
 from torchtitan.components.tokenizer import Tokenizer
+from torchtitan.tools.digests import cache_root
 from torchtitan.tools.errors import UserError, require
 
 
@@ -93,7 +94,7 @@ class PretrainDataLoader(TokenizingDataLoader):
                 blocks = BlockCache(cache_root(self.cache_dir), round(self.remote_cache * 2**30))
                 return prepared.PreparedTokens(manifest, self.split, blocks, verify=self.verify_caches)
             if files := find_token_files(dataset, DOCUMENTS.names()):
-                return open_token_files(files, tokenizer)
+                return open_token_files(files, tokenizer, self.cache_dir)
             source = self.source(dataset)
             if isinstance(source, StreamSource):
                 return source
@@ -108,7 +109,9 @@ class PretrainDataLoader(TokenizingDataLoader):
 
             def digest(dataset: str) -> str:
                 files = find_token_files(dataset, DOCUMENTS.names())
-                return files_digest(files) if files else data_digest(self.source, self.cache_dir, dataset)
+                if files:
+                    return files_digest(files, self.cache_dir)
+                return data_digest(self.source, self.cache_dir, dataset)
 
             return TokenizingDataLoader.Config.identity(self) | {
                 "dataloader.dataset": prepared.dataset_identity(self.dataset, digest, DOCUMENTS),

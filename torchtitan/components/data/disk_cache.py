@@ -8,9 +8,7 @@ is renamed and rebuilt.
 """
 
 import contextlib
-import hashlib
 import json
-import os
 import shutil
 import time
 import zlib
@@ -25,36 +23,16 @@ import numpy as np
 from torchtitan.components.checkpoint.filesystem import Folder, LocalFolder
 from torchtitan.components.data.sources.source import Source, StreamSource
 from torchtitan.tools import durable
+from torchtitan.tools.digests import ENVIRONMENT_VARIABLE, cache_root, digest_of, file_digest, hash_file
 from torchtitan.tools.errors import UserError, os_errors_as
 from torchtitan.tools.logging import logger
 
-ENVIRONMENT_VARIABLE = "TORCHTITAN_CACHE"
-
-_DIGEST_BYTES = 16
-_LARGE = 4 << 30
-_RECENT_NS = 2_000_000_000
 BLOCKS_FILE = "blocks.json"
 BLOCK_BYTES = 1 << 18
 SAMPLED_BLOCKS = 16
 """Evenly spaced blocks of each file to verify on opening, including the first and the last."""
 
 T = TypeVar("T")
-
-
-def cache_root(cache_dir: str) -> Path:
-    """Return the first cache folder that is set: `cache_dir`, `$TORCHTITAN_CACHE`, or `~/.cache/torchtitan`."""
-    return Path(os.path.expanduser(cache_dir or os.environ.get(ENVIRONMENT_VARIABLE) or "~/.cache/torchtitan"))
-
-
-def digest_of(value: Any) -> str:
-    return bytes_digest(json.dumps(value).encode())
-
-
-def check_digest(text: str) -> str:
-    """Return `text`. Raise `ValueError` unless it is a digest."""
-    if len(bytes.fromhex(text)) != _DIGEST_BYTES:
-        raise ValueError(f"{text[:80]!r} is not a digest")
-    return text
 
 
 @contextmanager
@@ -206,27 +184,6 @@ def map_array(path: Path, dtype: str, length: int) -> np.memmap:
     return np.memmap(path, dtype=dtype, mode="r")
 
 
-def file_digest(root: Path, path: Path) -> str:
-    """Return the digest of a file's content, cached in `{root}/digests` until the file's stat changes. Raise
-    `UserError` if the file cannot be read."""
-    with os_errors_as(f"{path} cannot be read"):
-        stat = path.stat()
-    status = digest_of([str(path.resolve()), stat.st_size, stat.st_mtime_ns, stat.st_ino])
-    entry = root / "digests" / status
-    with contextlib.suppress(FileNotFoundError, ValueError):  # absent or damaged
-        return check_digest(entry.read_text())
-    digest = _hash(path, stat.st_size)
-    # A recently written file may change again without a new timestamp, since timestamps have a limited resolution.
-    if time.time_ns() - stat.st_mtime_ns > _RECENT_NS:
-        entry.parent.mkdir(exist_ok=True)
-        try:
-            entry.write_text(digest)
-        except OSError:
-            entry.unlink(missing_ok=True)
-            raise
-    return digest
-
-
 def data_digest(resolve: Callable[[str], Source | StreamSource], cache_dir: str, dataset: str) -> str:
     """Return a digest of a dataset's content, regardless of file names and locations; empty if it is unknown (a stream,
     or deleted data)."""
@@ -245,16 +202,6 @@ def data_digest(resolve: Callable[[str], Source | StreamSource], cache_dir: str,
     return ""
 
 
-def bytes_digest(content: bytes) -> str:
-    return hashlib.blake2b(content, digest_size=_DIGEST_BYTES).hexdigest()
-
-
 def content_digest(folder: Path, names: Sequence[str]) -> str:
-    return digest_of([_hash(folder / name, (folder / name).stat().st_size) for name in names])
-
-
-def _hash(path: Path, size: int) -> str:
-    if size > _LARGE:
-        logger.info(f"reading {path} ({size / 2**30:.0f} GiB) to look up its tokens in the cache")
-    with os_errors_as(f"{path} cannot be read"), path.open("rb") as file:
-        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=_DIGEST_BYTES)).hexdigest()
+    """Return the digest of files that were just written."""
+    return digest_of([hash_file(folder / name) for name in names])

@@ -44,7 +44,7 @@ class _Weight(NamedTuple):
 
 def check_quantization(folder: Path) -> None:
     """Raise `UserError` if the config.json in `folder` names an unsupported method of quantization."""
-    method, _ = _read_method(folder)
+    method, _ = read_method(folder)
     if method and method not in _METHODS:
         raise UserError(
             f"config.json: quantization_config is that of '{method}', and only weights of {', '.join(_METHODS)} can be "
@@ -55,7 +55,7 @@ def check_quantization(folder: Path) -> None:
 def dequantized(source: TensorSource, folder: Path) -> TensorSource:
     """Return the tensors of the Hugging Face checkpoint in `folder`: a `DequantizedSource` if its config.json names
     a supported method, otherwise `source`. Raise `UserError` if the config.json is invalid, and as that class."""
-    method, section = _read_method(folder)
+    method, section = read_method(folder)
     if method not in _METHODS:
         return source
     block = section.get("weight_block_size", [128, 128]) if method == "fp8" else None
@@ -64,7 +64,7 @@ def dequantized(source: TensorSource, folder: Path) -> TensorSource:
     return DequantizedSource(source, method, block)
 
 
-def _read_method(folder: Path) -> tuple[str, Mapping[str, Any]]:
+def read_method(folder: Path) -> tuple[str, Mapping[str, Any]]:
     """Return the method of quantization ("" for none; with the format, if it has several) and its configuration."""
     document = read_object(folder / "config.json")
     text = document.get("text_config")

@@ -1,6 +1,8 @@
 """Format, weights and identity of the checkpoint in a folder."""
 
-import hashlib
+import json
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Literal
 
@@ -10,10 +12,12 @@ from torchtitan.components.checkpoint import catalog
 from torchtitan.components.checkpoint.filesystem import DCP_METADATA, LocalFolder, folder_at
 from torchtitan.components.checkpoint.identity import BASE_PATH, BaseWeights, identify_content
 from torchtitan.components.weights import huggingface, torch_files
-from torchtitan.components.weights.dequantize import dequantized
-from torchtitan.protocols.tensor_source import Slices, TensorSource, TensorSpec, full_slices, summarize_names
+from torchtitan.components.weights.dequantize import dequantized, read_method
+from torchtitan.protocols.tensor_source import TensorSource, summarize_names
+from torchtitan.tools.digests import cache_root, remembered, threads
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.files import missing_folder_error
+from torchtitan.tools.progress import progress
 
 Format = Literal["dcp", "hf", "meta"]
 
@@ -24,6 +28,9 @@ ADAPTER_CONFIG = "adapter_config.json"
 
 _SAFETENSORS = (huggingface.WEIGHTS, huggingface.INDEX)
 _PICKLED = (torch_files.PICKLED_WEIGHTS, torch_files.PICKLED_INDEX)
+
+_LARGE = 1 << 30
+"""Bytes of weights from which on reading all of them shows its progress."""
 
 
 def format_of(path: str | Path) -> Format:
@@ -72,16 +79,22 @@ def open_source(path: str | Path) -> TensorSource:
     """Return the weights of the checkpoint in the folder `path`, with the names and shapes of its files; weights in FP8
     and MXFP4 as bfloat16. Raise `UserError` if there is no checkpoint, or if it cannot be read."""
     source_format = format_of(path)
-    if source_format == "hf":
-        is_pickled = formats_in(Path(path))["hf"] in _PICKLED
-        source = torch_files.PickledSource(path) if is_pickled else huggingface.HuggingFaceSource(path)
-        return dequantized(source, Path(path))
-    if source_format == "meta":
-        return torch_files.MetaSource(path)
-    # Deferred: DCP takes a second to import.
-    from torchtitan.components.checkpoint.dcp import DcpSource
+    if source_format == "dcp":
+        # Deferred: DCP takes a second to import.
+        from torchtitan.components.checkpoint.dcp import DcpSource
 
-    return DcpSource(path)
+        return DcpSource(path)
+    source = _stored(Path(path), source_format)
+    return dequantized(source, Path(path)) if source_format == "hf" else source
+
+
+def _stored(folder: Path, source_format: Format) -> TensorSource:
+    """Return the tensors of a checkpoint in Hugging Face's or Meta's format as they are in its files."""
+    if source_format == "meta":
+        return torch_files.MetaSource(folder)
+    if formats_in(folder)["hf"] in _PICKLED:
+        return torch_files.PickledSource(folder)
+    return huggingface.HuggingFaceSource(folder)
 
 
 def weights_at(path: str) -> BaseWeights:
@@ -103,28 +116,54 @@ def base_weights(initial_load_path: str) -> dict[str, str]:
 
 
 def _digest(path: str) -> str:
-    """Return the digest of a checkpoint. For checkpoints of our runs, it is the manifest's, which covers all files. For
-    others, it covers the names, shapes and dtypes of all tensors and some rows of each, which distinguishes models,
-    revisions and further training without reading whole files."""
+    """Return the digest of a checkpoint's content. For checkpoints of our runs in DCP, it is the manifest's, with which
+    all files are compared before they are loaded. For others, it covers the names, shapes, dtypes and all values of
+    the tensors as they are stored, and the method of quantization; equal tensors in other files have an equal digest.
+    """
     folder = folder_at(path)
     if not isinstance(folder, LocalFolder) or (folder.exists() and format_of(folder.path) == "dcp"):
         marker = catalog.open_checkpoint(folder).marker
         assert marker is not None, "the checkpoint is complete"
         return marker.manifest
-    source, digest = open_source(path), hashlib.sha256()
-    for name, spec in sorted(source.specs.items()):
-        digest.update(f"{name} {list(spec.shape)} {spec.dtype}\n".encode())
-        for slices in _sample_slices(spec):
-            digest.update(source.read(name, slices).reshape(-1).view(torch.uint8).numpy().tobytes())
+    source_format = format_of(path)
+    files = _files_of(folder.path, source_format)
+    return remembered(cache_root(), "tensors, XXH3-128", files, lambda: _tensors_digest(folder.path, source_format))
+
+
+def _files_of(folder: Path, source_format: Format) -> list[Path]:
+    """Return the files that determine the tensors of a checkpoint in Hugging Face's or Meta's format."""
+    described = [folder / torch_files.META_PARAMETERS]
+    if source_format == "meta":
+        weights = sorted(folder.glob(torch_files.META_FILES))
+    else:
+        single, index = _PICKLED if formats_in(folder)["hf"] in _PICKLED else _SAFETENSORS
+        weights = list(huggingface.files_of(folder, single, index))
+        described = [folder / index, folder / "config.json"]
+    return [*weights, *(file for file in described if file.is_file())]
+
+
+def _tensors_digest(folder: Path, source_format: Format) -> str:
+    """Read all tensors of a checkpoint, several at a time, and return the digest of them."""
+    import xxhash
+
+    source = _stored(folder, source_format)
+    method = read_method(folder) if source_format == "hf" else None
+    names = sorted(source.specs)
+    sizes = [source.specs[name].n_bytes for name in names]
+    digest = xxhash.xxh3_128(json.dumps(method, sort_keys=True).encode())
+
+    def value_digest(name: str) -> bytes:
+        values = source.read(name).contiguous().view(-1).view(torch.uint8)
+        return xxhash.xxh3_128(values.numpy()).digest()
+
+    with ExitStack() as stack:
+        is_large = sum(sizes) >= _LARGE
+        advance = stack.enter_context(progress(f"reading {folder}", sum(sizes))) if is_large else None
+        pool = stack.enter_context(ThreadPoolExecutor(min(4, threads())))  # each holds a tensor
+        for name, size, values in zip(names, sizes, pool.map(value_digest, names), strict=True):
+            spec = source.specs[name]
+            digest.update(f"{name} {list(spec.shape)} {spec.dtype}\n".encode())
+            digest.update(values)
+            if advance:
+                advance(size)
     return digest.hexdigest()
-
-
-def _sample_slices(spec: TensorSpec) -> list[Slices]:
-    """Return slices for a whole vector, or for the first, middle and last row of another tensor."""
-    if spec.shape.numel() == 0:
-        return []
-    if len(spec.shape) < 2:
-        return [full_slices(spec.shape)]
-    n_rows, *others, _ = full_slices(spec.shape)
-    rows = sorted({0, n_rows.stop // 2, n_rows.stop - 1})
-    return [(slice(row, row + 1), *(slice(0, 1) for _ in others), slice(0, spec.shape[-1])) for row in rows]

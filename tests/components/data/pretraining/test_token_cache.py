@@ -19,9 +19,9 @@ import pytest
 from filelock import FileLock
 
 from tests.commands import RunningCommand
+from tests.replacements import REPLACEMENTS
 from torchtitan.components.data import disk_cache
 from torchtitan.components.data.dataloader import PretrainDataLoader
-from torchtitan.components.data.disk_cache import cache_root
 from torchtitan.components.data.finetuning.sft import SFTDataLoader
 from torchtitan.components.data.pretraining import token_cache as encoding
 from torchtitan.components.data.pretraining.token_cache import (
@@ -32,6 +32,8 @@ from torchtitan.components.data.pretraining.token_cache import (
 )
 from torchtitan.components.data.sources.source import resolve_source
 from torchtitan.components.tokenizer import PretrainedTokenizer, Tokenizer
+from torchtitan.tools import digests
+from torchtitan.tools.digests import cache_root
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.progress import progress
 
@@ -61,11 +63,6 @@ def open_cache(path: Path, tokenizer: Tokenizer, root: Path, text_column: str | 
 def cache_folders(root: Path) -> list[str]:
     """Return the finished and unfinished token folders."""
     return sorted(path.name for path in (root / "tokens").iterdir() if path.suffix != ".lock")
-
-
-def make_old(path: Path) -> None:
-    """Set a file's time back, so that its digest is stored."""
-    os.utime(path, ns=(time.time_ns(), time.time_ns() - 10**10))
 
 
 def test_content_is_the_encoded_documents(tmp_path, tokenizer):
@@ -170,17 +167,23 @@ def test_changed_content_tokenizer_column_or_format_needs_a_new_cache(tmp_path, 
     assert len(set(keys)) == 5 and cache_folders(root) == sorted(keys)
 
 
-def test_digest_is_reused_until_the_file_changes(tmp_path, tokenizer, monkeypatch):
-    root, path = tmp_path / "cache", tmp_path / "a.txt"
+@pytest.mark.parametrize("replacement", REPLACEMENTS)
+def test_digest_is_reused_until_the_file_is_replaced(tmp_path, tokenizer, monkeypatch, replacement):
+    monkeypatch.setattr(digests, "_RECENT_NS", 10**7)
+    root, path = tmp_path / "cache", tmp_path / "data" / "a.txt"
+    path.parent.mkdir()
     path.write_text("one text")
-    make_old(path)
+    os.utime(path, (1e9, 1e9))
+    replace = replacement(path)
+    time.sleep(0.05)
     key = open_cache(path, tokenizer, root).key
     with monkeypatch.context() as patch:
-        patch.setattr("torchtitan.components.data.disk_cache._hash", lambda *_: pytest.fail("hashed again"))
+        patch.setattr(digests, "hash_file", lambda *_: pytest.fail("hashed again"))
         assert open_cache(path, tokenizer, root).key == key
-    path.write_text("two text")
-    make_old(path)
-    assert open_cache(path, tokenizer, root).key != key
+    replace(b"two text")
+    cache = open_cache(path, tokenizer, root)
+    assert cache.key != key
+    assert cache.tokens(0, 99).tolist() == tokenizer.encode_documents(["two text"])[0]
 
 
 def test_cache_folder(tmp_path, monkeypatch):

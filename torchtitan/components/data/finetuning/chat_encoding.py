@@ -8,10 +8,10 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from torchtitan.components.chat_template import BUILT_IN_TEMPLATES, ChatTemplate
-from torchtitan.components.data.disk_cache import digest_of
 from torchtitan.components.data.finetuning.conversation import BrokenSample, Conversation, Pair, Sample, Text
 from torchtitan.components.data.finetuning.loss_mask import Rendered, TrainOn, render_with_mask
 from torchtitan.components.tokenizer import Offsets, Tokenizer
+from torchtitan.tools.digests import digest_of
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
 

@@ -13,7 +13,7 @@ import torch
 
 from torchtitan.components.chat_template import ChatTemplate, resolve_chat_template
 from torchtitan.components.data.base import NO_DOCUMENT, Batch, TokenizingDataLoader, can_resume_position
-from torchtitan.components.data.disk_cache import data_digest, digest_of
+from torchtitan.components.data.disk_cache import data_digest
 from torchtitan.components.data.finetuning.chat_encoding import ChatEncoder, RowEncoder
 from torchtitan.components.data.finetuning.columns import parse_columns
 from torchtitan.components.data.finetuning.filters import FilterConfig, Policy
@@ -33,6 +33,7 @@ from torchtitan.components.data.report import DataSummary, SetSummary
 from torchtitan.components.data.sources.source import AUTO, CHAT_DATASETS, Source, resolve_source
 from torchtitan.components.data.workers import Workers
 from torchtitan.components.tokenizer import Tokenizer
+from torchtitan.tools.digests import digest_of
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
 

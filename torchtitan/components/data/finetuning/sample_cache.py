@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from torchtitan import components
-from torchtitan.components.data.disk_cache import check_digest, content_digest, map_array, open_or_build, readable
+from torchtitan.components.data.disk_cache import content_digest, map_array, open_or_build, readable
 from torchtitan.components.data.finetuning.chat_encoding import EncodedRow, EncodedSample, RowEncoder
 from torchtitan.components.data.finetuning.conversation import BrokenSample, Sample, Text
 from torchtitan.components.data.finetuning.filters import Dropped, FilterConfig
@@ -29,6 +29,7 @@ from torchtitan.components.data.plan.sampler import Array
 from torchtitan.components.data.report import Report, no_rows_left_error
 from torchtitan.components.data.sources.rows import OnRead, Row
 from torchtitan.components.data.sources.source import Source
+from torchtitan.tools.digests import check_digest
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.progress import progress
 

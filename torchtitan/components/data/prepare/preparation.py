@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from torchtitan.components.checkpoint.filesystem import UNFINISHED, Folder, LocalFolder
-from torchtitan.components.data.disk_cache import BLOCKS_FILE, bytes_digest, digest_of, record_blocks
+from torchtitan.components.data.disk_cache import BLOCKS_FILE, record_blocks
 from torchtitan.components.data.plan.sampler import Array
 from torchtitan.components.data.prepare.encoding import HASH_BYTES, ITEM, Encoding, read
 from torchtitan.components.data.report import ExampleCounter, Report, no_rows_left_error
@@ -35,6 +35,7 @@ from torchtitan.components.data.sources.rows import Part
 from torchtitan.components.data.sources.source import Source
 from torchtitan.components.data.sources.stored import divide, with_patience
 from torchtitan.tools import durable
+from torchtitan.tools.digests import bytes_digest, digest_of, file_version
 from torchtitan.tools.errors import RunFailure, UserError, os_errors_as
 from torchtitan.tools.logging import logger
 from torchtitan.tools.process import signal_when_orphaned
@@ -88,15 +89,15 @@ class Preparation:
 
     @cached_property
     def plan(self) -> dict[str, Any]:
-        """Everything that determines the result, as JSON values with the words of messages as keys. Files count as
-        equal if their sizes and times are equal, since reading them takes long."""
+        """Everything that determines the result, as JSON values with the words of messages as keys. Files are
+        identified by `file_version`, since reading them takes long."""
         return {
             "kind": self.encoding.kind,
             "tokenizer, filters, template or version of torchtitan": self.encoding.identity,
             "--part_size": self.part_bytes,
             "--held_out": self.held_out,
             "--keep_duplicates": not self.deduplicate,
-            "sources": [[source.name, source.identity(_version)] for source in self.sources],
+            "sources": [[source.name, source.identity(file_version)] for source in self.sources],
         }
 
     def begin(self) -> None:
@@ -322,10 +323,6 @@ def _remove_parts(place: Folder) -> None:
     if isinstance(place, LocalFolder):
         for left in (*place.path.glob(f"{WORK}*"), *place.path.glob(f"*{UNFINISHED}")):
             shutil.rmtree(left, ignore_errors=True)
-
-
-def _version(path: Path) -> str:
-    return f"{path.stat().st_size} {path.stat().st_mtime_ns}"
 
 
 def write_file(folder: Folder, name: str, content: bytes, work: Path) -> None:

@@ -27,6 +27,7 @@ from torchtitan.components.data.sources.paths import location
 from torchtitan.components.data.sources.source import CHAT_DATASETS, Catalog
 from torchtitan.components.data.sources.stored import with_patience
 from torchtitan.tools import durable
+from torchtitan.tools.digests import bytes_digest, check_digest, digest_of
 from torchtitan.tools.errors import UserError
 
 _REMEDY = "; prepare the data again in a new folder"
@@ -65,7 +66,7 @@ class Prepared:
         store; other processes may copy it too. Verify the digests of 16 caches, or everything."""
         name, n = f"{split}.index", int(self.splits[split]["parts"])
         with disk_cache.readable(self.folder, _REMEDY):
-            digest = disk_cache.check_digest(self.splits[split]["digest"])
+            digest = check_digest(self.splits[split]["digest"])
             is_local = isinstance(self.folder, LocalFolder)
             path = Path(f"{self.folder}/{name}") if is_local else copies / f"{digest}.index"
             if not is_local and not path.is_file():
@@ -90,7 +91,7 @@ class Prepared:
 
 
 def _checked(content: bytes, digest: str, name: str) -> bytes:
-    if disk_cache.bytes_digest(content) != digest:
+    if bytes_digest(content) != digest:
         raise ValueError(f"{name} does not match its digest")
     return content
 
@@ -211,5 +212,5 @@ def dataset_identity(datasets: Sequence[str], digest: Callable[[str], str], cata
     unknown. `digest` returns the digest of data that is not prepared."""
     prepared = [find_prepared(dataset, catalog) for dataset in datasets]
     digests = [of.digest if of else digest(name) for name, of in zip(datasets, prepared, strict=True)]
-    joined = digests[0] if len(digests) == 1 else disk_cache.digest_of(digests)
+    joined = digests[0] if len(digests) == 1 else digest_of(digests)
     return identify_content(", ".join(map(location, datasets)), joined if all(digests) else "")

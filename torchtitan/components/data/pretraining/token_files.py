@@ -18,14 +18,14 @@ from typing import Any
 
 import numpy as np
 
-from torchtitan.components.checkpoint.filesystem import LocalFolder
-from torchtitan.components.data.disk_cache import bytes_digest, digest_of, evenly_spaced
 from torchtitan.components.data.plan.sampler import Array
 from torchtitan.components.data.pretraining.token_cache import token_dtype
 from torchtitan.components.data.pretraining.tokens import ArrayTokens, JoinedTokens, Tokens
 from torchtitan.components.data.sources.files import file_format
 from torchtitan.components.tokenizer import Tokenizer
+from torchtitan.tools.digests import cache_root, digest_of, file_digest, remembered
 from torchtitan.tools.errors import UserError
+from torchtitan.tools.progress import progress
 
 _SUFFIXES = (".bin", ".npy")
 _MEGATRON_HEADER = struct.Struct("<9sQBQQ")
@@ -34,7 +34,8 @@ _MEGATRON_TYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8:
 _LLM_C_TYPES = {20240520: "uint16", 20240801: "uint32"}
 """Magic number of the header of 256 int32, followed by version and number of tokens → type of the tokens."""
 _LLM_C_HEADER = 256 * 4
-_CHECKED_BLOCKS, _BLOCK = 4, 1 << 15
+_BLOCK = 1 << 22
+"""Tokens that are compared with the vocabulary at a time."""
 
 
 @dataclass
@@ -78,8 +79,9 @@ def find_token_files(dataset: str, names: Sequence[str] = ()) -> list[Path]:
     return matches if all(match.suffix in _SUFFIXES for match in matches) else []
 
 
-def open_token_files(paths: Sequence[Path], tokenizer: Tokenizer) -> Tokens:
-    """Open token files as one stream. Raise `UserError` for a damaged file, or token ids outside the vocabulary."""
+def open_token_files(paths: Sequence[Path], tokenizer: Tokenizer, cache_dir: str = "") -> Tokens:
+    """Open token files as one stream. Each file is read completely once, and what was found is remembered in the cache
+    folder. Raise `UserError` for a damaged file, or token ids outside the vocabulary."""
     chunks = {folder: _litdata_chunks(folder) for folder in {path.parent for path in paths}}
     inspected = [_inspect(path, tokenizer, chunks[path.parent].get(path.name)) for path in paths]
     files = [file for file in inspected if file.n_tokens]
@@ -87,22 +89,19 @@ def open_token_files(paths: Sequence[Path], tokenizer: Tokenizer) -> Tokens:
     if first[-1] < 2:
         raise UserError(f"{paths[0]} contains no tokens to train on")
     for file in files:
-        _check_ids(file, tokenizer.vocab_size)
+        _check_ids(file, tokenizer.vocab_size, cache_root(cache_dir))
     eos = -1 if tokenizer.eos_id is None else tokenizer.eos_id
     # A later file may begin in the middle of a document, so the first one shows where the delimiters are.
     begins = (bool(file.map()[0] == eos) for file in files if not file.read_offsets)
     open_file = partial(_open, files, eos, next(begins, False))
-    return JoinedTokens(files_digest(paths), first[:-1], int(first[-1]), open_file)
+    return JoinedTokens(files_digest(paths, cache_dir), first[:-1], int(first[-1]), open_file)
 
 
-def files_digest(paths: Sequence[Path]) -> str:
-    """Return a digest of the sizes and four blocks of each file."""
-    content: list[Any] = []
-    for path in paths:
-        folder, size = LocalFolder(path.parent), path.stat().st_size
-        starts = [number * _BLOCK for number in evenly_spaced(-(-size // _BLOCK), _CHECKED_BLOCKS)]
-        content += [size, *(bytes_digest(folder.read_range(path.name, start, start + _BLOCK)) for start in starts)]
-    return digest_of(content)
+def files_digest(paths: Sequence[Path], cache_dir: str = "") -> str:
+    """Return a digest of the content of the files and of their indexes."""
+    indexes = {index for path in paths for index in (path.with_suffix(".idx"), path.parent / "index.json")}
+    files = [*paths, *sorted(index for index in indexes if index.is_file())]
+    return digest_of([file_digest(cache_root(cache_dir), path) for path in files])
 
 
 def _inspect(path: Path, tokenizer: Tokenizer, chunk: Mapping[str, Any] | None) -> TokenFile:
@@ -135,16 +134,35 @@ def _check_end(path: Path, expected: int, announced_by: str) -> None:
         raise UserError(f"{path} ends at byte {size:,}, but {announced_by} announces {expected:,}")
 
 
-def _check_ids(file: TokenFile, vocab_size: int) -> None:
+def _check_ids(file: TokenFile, vocab_size: int, root: Path) -> None:
+    """Raise `UserError` for the first token id outside the vocabulary; remember the least and the largest one."""
+    if not (n_tokens := file.n_tokens):
+        return
+    what = f"least and largest {file.dtype} from byte {file.start} on"
+    least, largest = map(int, remembered(root, what, [file.path], lambda: _range_of_ids(file)).split())
+    if 0 <= least and largest < vocab_size:
+        return
     tokens = file.map()
-    for number in evenly_spaced(-(-file.n_tokens // _BLOCK), _CHECKED_BLOCKS):
-        block = tokens[number * _BLOCK : (number + 1) * _BLOCK]
+    for first in range(0, n_tokens, _BLOCK):
+        block = tokens[first : first + _BLOCK]
         if len(wrong := np.flatnonzero((block < 0) | (block >= vocab_size))):
-            offset = file.start + (number * _BLOCK + int(wrong[0])) * tokens.itemsize
+            offset = file.start + (first + int(wrong[0])) * tokens.itemsize
             raise UserError(
                 f"{file.path}: token {block[wrong[0]]} at offset {offset:,} is outside the vocabulary of "
                 f"{vocab_size:,} tokens; use the tokenizer that wrote the file"
             )
+
+
+def _range_of_ids(file: TokenFile) -> str:
+    """Return the least and the largest token id of a file."""
+    tokens = file.map()
+    least, largest = int(tokens[0]), int(tokens[0])
+    with progress(f"looking for token ids outside the vocabulary in {file.path}", file.n_tokens) as advance:
+        for first in range(0, file.n_tokens, _BLOCK):
+            block = tokens[first : first + _BLOCK]
+            least, largest = min(least, int(block.min())), max(largest, int(block.max()))
+            advance(len(block))
+    return f"{least} {largest}"
 
 
 def _megatron(path: Path, index: Path) -> TokenFile:

@@ -16,13 +16,13 @@ import torch
 from torch.utils.data import Dataset
 
 from torchtitan.components.data.base import NO_DOCUMENT, Batch, Layout, to_batch
-from torchtitan.components.data.disk_cache import digest_of
 from torchtitan.components.data.plan.sampler import Array
 from torchtitan.components.data.pretraining.order import BlockOrder
 from torchtitan.components.data.pretraining.tokens import Tokens
 from torchtitan.components.data.report import DataSummary, SetSummary
 from torchtitan.components.data.workers import Workers
 from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.tools.digests import digest_of
 from torchtitan.tools.errors import UserError
 
 Sample = tuple[dict[str, Array], tuple[int, int]]

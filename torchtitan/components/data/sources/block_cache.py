@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchtitan.components.data.disk_cache import bytes_digest
+from torchtitan.tools.digests import bytes_digest
 from torchtitan.tools.logging import logger
 
 BLOCK_BYTES = 1 << 18
