@@ -1,7 +1,7 @@
 """Batches, and the interface of all data loaders."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -39,6 +39,18 @@ def to_batch(samples: Sequence[Mapping[str, Array]]) -> Batch:
     return batch
 
 
+def check_ids(ids: Array, vocab_size: int | None, place: Callable[[int], str]) -> None:
+    """Raise `UserError` if a token id that was read from a file is not below `vocab_size`; `place` describes where the
+    token with an index in `ids` is."""
+    if vocab_size is None or not len(ids) or (int(ids.min()) >= 0 and int(ids.max()) < vocab_size):
+        return
+    first = int(np.flatnonzero((ids < 0) | (ids >= vocab_size))[0])
+    raise UserError(
+        f"{place(first)}: token id {int(ids[first])} is outside the vocabulary of {vocab_size:,} tokens; the file was "
+        "changed or damaged while it was in use: restore it, or remove the cache that holds it"
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Layout:
     """Shape of samples and their distribution over ranks. Raises `UserError` for values out of range."""
@@ -55,6 +67,8 @@ class Layout:
     """Passes over the data; None: endless."""
     document_mask: bool = True
     """True to mask attention between packed documents."""
+    vocab_size: int | None = None
+    """Token ids that are read from files must be below it."""
 
     def __post_init__(self) -> None:
         for name in ("seq_len", "local_batch_size", "epochs"):
@@ -235,6 +249,7 @@ class TokenizingDataLoader(BaseDataLoader):
             dp_world_size=dp_world_size,
             num_workers=config.num_workers,
             epochs=epochs,
+            vocab_size=tokenizer.vocab_size,
         )
         self._open(seed, global_batch_size or self._layout.global_batch_size)
 

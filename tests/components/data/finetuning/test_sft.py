@@ -734,3 +734,16 @@ def test_row_options_apply_to_validation_if_they_fit(config, tokenizer, tmp_path
     assert named.for_validation(str(tmp_path / "held.jsonl")).format == "auto"
     with pytest.raises(UserError, match="no column 'frage'"):
         build(replace(both, columns=["prompt=frage"]), tokenizer)
+
+
+def test_a_token_that_is_changed_in_the_cache_is_named(tokenizer, tmp_path):
+    """While the run reads it, not by an IndexError of the model."""
+    rows = [{"prompt": "What is it?", "completion": f"It is {number}."} for number in range(5)]
+    config = SFTDataLoader.Config(dataset=[write_jsonl(tmp_path / "a.jsonl", rows)], cache_dir=str(tmp_path / "cache"))
+    loader = config.build(tokenizer=tokenizer, seq_len=128, local_batch_size=1, epochs=1)
+    [ids] = tmp_path.glob("cache/samples/*/ids.bin")
+    with ids.open("r+b") as file:
+        file.seek(-4, 2)
+        file.write(np.uint32(60_000).tobytes())
+    with pytest.raises(UserError, match=r"a.jsonl:5, token \d+: token id 60000 is outside the vocabulary of"):
+        take(loader)

@@ -1,6 +1,7 @@
 """Token files of other programs: the same documents as in the arrays that wrote them."""
 
 import json
+import os
 import re
 import struct
 from pathlib import Path
@@ -286,3 +287,71 @@ class TestLitdata:
         chunk.unlink()
         with raises(f"{chunk} cannot be read"):
             open_tokens(str(folder), tokenizer, tmp_path)
+
+
+def overwrite(path: Path, offset: int, content: bytes) -> None:
+    """Change a file in the middle, with its size and time as before."""
+    stat = path.stat()
+    with path.open("r+b") as file:
+        file.seek(offset)
+        file.write(content)
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+
+
+@pytest.mark.parametrize("place", [0, 1, 40_000, 70_000, 100_001, 149_999])
+def test_any_changed_token_is_another_dataset(place, tokenizer, tmp_path):
+    """In the run's identity and in the position of the loader, also if the digest was remembered."""
+    path = tmp_path / "data.bin"
+    (np.arange(150_000) % 50).astype(np.uint16).tofile(path)
+    os.utime(path, (1e9, 1e9))
+    config = PretrainDataLoader.Config(dataset=[str(path)], cache_dir=str(tmp_path / "cache"))
+
+    def found() -> tuple[str, str]:
+        [tokens] = config.open(tokenizer)
+        return tokens.key, config.identity()["dataloader.dataset"]["digest"]
+
+    before = found()
+    assert found() == before
+    overwrite(path, 2 * place, np.uint16(51).tobytes())
+    assert set(found()).isdisjoint(before)
+
+
+@pytest.mark.parametrize("index", ["data.idx", "index.json"])
+def test_a_changed_index_is_another_dataset(index, documents, tokenizer, tmp_path):
+    dataset = write_megatron(tmp_path / "data", documents)
+    config = PretrainDataLoader.Config(dataset=[dataset], cache_dir=str(tmp_path / "cache"))
+    (tmp_path / "index.json").write_text("{}")
+    before = config.identity()
+    with (tmp_path / index).open("ab") as file:
+        file.write(b" ")
+    assert config.identity() != before
+
+
+@pytest.mark.parametrize("place", [0, 77_777, 149_999])
+def test_any_token_outside_the_vocabulary_is_named_at_the_start(place, tokenizer, tmp_path):
+    ids = (np.arange(150_000) % 50).astype(np.uint16)
+    ids[place] = 60_000
+    ids.tofile(tmp_path / "data.bin")
+    for _ in range(2):  # also if the largest id is remembered
+        with raises(f"{tmp_path / 'data.bin'}: token 60000 at offset {2 * place:,} is outside the vocabulary"):
+            open_tokens(tmp_path / "data.bin", tokenizer, tmp_path)
+
+
+@pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["delimited", "index", "cache"])
+def test_a_token_that_is_changed_during_the_run_is_named(kind, num_workers, documents, tokenizer, tmp_path):
+    """Not by an IndexError of the model."""
+    if kind == "cache":
+        dataset = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
+    else:
+        dataset = {"delimited": write_llm_c, "index": write_megatron}[kind](tmp_path / "data.bin", documents)
+    config = PretrainDataLoader.Config(
+        dataset=[dataset], cache_dir=str(tmp_path / "cache"), shuffle=False, num_workers=num_workers
+    )
+    loader = config.build(tokenizer=tokenizer, seq_len=16, local_batch_size=1, seed=2)
+    [path] = [tmp_path / "data.bin"] if kind != "cache" else tmp_path.glob("cache/tokens/*/tokens.bin")
+    overwrite(path, path.stat().st_size - 2, np.uint16(60_000).tobytes())
+    with raises(f"{path}, token ") as failed:
+        take(loader, 10_000)
+    assert "token id 60000 is outside the vocabulary of" in str(failed.value)
+    loader.close()

@@ -173,7 +173,7 @@ class PlannedDataLoader(TokenizingDataLoader):
         """Chat template; None for plain text."""
         self.samples = self._open_samples()
         """Samples that fit into windows, with reports on dropped rows."""
-        self._batches = WindowDataset(self.samples, self._layout.seq_len, type(self).collate)
+        self._batches = WindowDataset(self.samples, self._layout.seq_len, type(self).collate, self._layout.vocab_size)
         self._planner = self._new_planner(seed, samples_per_step)
         self._prefetched_positions: deque[Snapshot] = deque()
         self._position = self._planner.snapshot()

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from torchtitan.components.data.base import NO_DOCUMENT, Batch, to_batch
+from torchtitan.components.data.base import NO_DOCUMENT, Batch, check_ids, to_batch
 from torchtitan.components.data.finetuning.chat_encoding import EncodedRow, EncodedSample
 from torchtitan.components.data.finetuning.filters import Dropped, Policy
 from torchtitan.components.data.finetuning.sample_cache import SampleCache
@@ -198,18 +198,29 @@ class WindowDataset(Dataset[Batch | UserError]):
     """Map-style dataset from the sample numbers of B windows to a batch; `collate` creates it without `documents`. An
     error in place of the numbers stays as it is."""
 
-    def __init__(self, samples: SampleSets, seq_len: int, collate: Callable[[Windows, int], Batch]):
-        self.samples, self.seq_len, self.collate = samples, seq_len, collate
+    def __init__(
+        self, samples: SampleSets, seq_len: int, collate: Callable[[Windows, int], Batch], vocab_size: int | None
+    ):
+        self.samples, self.seq_len, self.collate, self.vocab_size = samples, seq_len, collate, vocab_size
 
     def __getitem__(self, windows: Sequence[Sequence[int]] | UserError) -> Batch | UserError:
         if isinstance(windows, UserError):
             return windows
-        batch = self.collate([[self.samples.sample(number) for number in window] for window in windows], self.seq_len)
+        try:
+            batch = self.collate([list(map(self._sample, window)) for window in windows], self.seq_len)
+        except UserError as error:
+            return error
         documents = np.full((len(windows), max(1, *map(len, windows))), NO_DOCUMENT, np.int64)
         for row, window in zip(documents, windows, strict=True):
             row[: len(window)] = window
         batch["documents"] = torch.from_numpy(documents)
         return batch
+
+    def _sample(self, number: int) -> EncodedRow:
+        sample = self.samples.sample(number)
+        for part in sample.parts:
+            check_ids(part.ids, self.vocab_size, lambda index: f"{self.samples.describe(number)}, token {index + 1:,}")
+        return sample
 
 
 def pack_windows(windows: Windows, seq_len: int) -> Batch:

@@ -163,7 +163,7 @@ def _open(prepared: Prepared, split: str, index: Array, blocks: BlockCache, numb
         [n_documents] = meta["documents_per_part"]
         tokens = array("tokens.bin", meta["dtype"], meta["n_tokens"])
         offsets = array("offsets.bin", "int64", n_documents + 1)[:]
-        return ArrayTokens(str(number), tokens, offsets, meta["names"], [n_documents])
+        return ArrayTokens(f"{folder}/tokens.bin", tokens, offsets, meta["names"], [n_documents])
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,7 @@ class TokenCache(ArrayTokens):
             tokens = map_array(folder / "tokens.bin", meta["dtype"], meta["n_tokens"])
             offsets = map_array(folder / "offsets.bin", "int64", sum(meta["documents_per_part"]) + 1)
             super().__init__(folder.name, tokens, offsets, names, meta["documents_per_part"])
+        self.place = str(folder / "tokens.bin")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return TokenCache, (self.folder, self.names)

@@ -47,6 +47,10 @@ class Tokens(ABC):
             return f"{place} {begin:,} to {last_place} {end:,}"
         return f"{place} {begin:,}" if begin == end else f"{place}s {begin:,}-{end:,}"
 
+    def describe_token(self, token: int) -> str:
+        """Describe the place of a token: its file, and where it is in the file."""
+        return self.describe(token, token)
+
     @abstractmethod
     def lengths(self) -> Array:
         """Return the tokens of each document, (n,); of joined streams, the documents of a sample of them."""
@@ -77,6 +81,8 @@ class ArrayTokens(Tokens):
 
     def __init__(self, key: str, tokens: Any, offsets: Array, names: Sequence[str], documents_per_part: Sequence[int]):
         self.key, self.n_tokens, self.names = key, len(tokens), names
+        self.place = key
+        """Where the tokens are, for messages."""
         self._tokens, self._offsets = tokens, offsets
         self._first_documents = [0, *itertools.accumulate(documents_per_part)]
 
@@ -89,6 +95,9 @@ class ArrayTokens(Tokens):
     def starts(self, start: int, stop: int) -> Array:
         low, high = np.searchsorted(self._offsets[:-1], (start, min(stop, self.n_tokens)))
         return np.array(self._offsets[low:high]) - start
+
+    def describe_token(self, token: int) -> str:
+        return f"{self.place}, token {token + 1:,} ({self.describe(token, token)})"
 
     def locate(self, token: int) -> tuple[str, int]:
         document = int(np.searchsorted(self._offsets, token, side="right")) - 1
@@ -133,6 +142,10 @@ class JoinedTokens(Tokens):
     def starts(self, start: int, stop: int) -> Array:
         spans = self._spans(start, stop)
         return np.concatenate([stream.starts(low, high) + first + low - start for stream, first, low, high in spans])
+
+    def describe_token(self, token: int) -> str:
+        [(stream, _, place, _)] = self._spans(token, token + 1)
+        return stream.describe_token(place)
 
     def locate(self, token: int) -> tuple[str, int]:
         [(stream, _, place, _)] = self._spans(token, token + 1)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from torchtitan.components.data.base import NO_DOCUMENT, Batch, Layout, to_batch
+from torchtitan.components.data.base import NO_DOCUMENT, Batch, Layout, check_ids, to_batch
 from torchtitan.components.data.plan.sampler import Array
 from torchtitan.components.data.pretraining.order import BlockOrder
 from torchtitan.components.data.pretraining.tokens import Tokens
@@ -126,7 +126,7 @@ class BatchIterator(ABC):
             self._workers = None
 
 
-class PackedDataset(Dataset[Batch]):
+class PackedDataset(Dataset[Batch | UserError]):
     """Batches of one rank by their position in the global order of tokens, which is made of blocks of `block` tokens, a
     multiple of `seq_len`; the windows of a block follow each other. See `BlockOrder`."""
 
@@ -136,11 +136,16 @@ class PackedDataset(Dataset[Batch]):
         self._reader: ThreadPoolExecutor | None = None
         self._ahead: dict[int, Future[Sample]] = {}
 
-    def __getitem__(self, position: int) -> Batch:
-        """Return the batch that begins at a global position; samples from `n_samples` on are padding."""
+    def __getitem__(self, position: int) -> Batch | UserError:
+        """Return the batch that begins at a global position; samples from `n_samples` on are padding. Return an error
+        for data that cannot be read."""
         seq_len = self.layout.seq_len
         positions = range(position, position + self.layout.local_batch_size * seq_len, seq_len)
-        return collate([self._read_sample(p) for p in positions] if self.is_remote else map(self._sample, positions))
+        read = self._read_sample if self.is_remote else self._sample
+        try:
+            return collate(list(map(read, positions)))
+        except UserError as error:
+            return error
 
     def _read_sample(self, position: int) -> Sample:
         """Return a sample of remote data, and read the samples at its place in the next batches in the background."""
@@ -161,6 +166,7 @@ class PackedDataset(Dataset[Batch]):
         if is_beyond or start + 1 >= data.n_tokens:  # the last block of a set is shorter
             return padding_sample(seq_len, document_mask=document_mask)
         tokens = data.tokens(start, start + seq_len + 1)
+        check_ids(tokens, self.layout.vocab_size, lambda index: data.describe_token(start + index))
         starts = data.starts(start, start + len(tokens))
         # Documents are numbered by their tokens here; the numbers are unique over all sets.
         documents = start * len(self.sets) + number, (start + len(tokens) - 1) * len(self.sets) + number
