@@ -6,12 +6,27 @@ import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 
 def write(path: Path, content: bytes | str) -> None:
     """Write or replace a file atomically."""
-    with in_place_of(path) as unfinished:
-        unfinished.write_bytes(content.encode() if isinstance(content, str) else content)
+    with in_place_of(path) as unfinished, new_file(unfinished) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+
+
+@contextlib.contextmanager
+def new_file(path: Path) -> Iterator[BinaryIO]:
+    """Open a file to write arrays and other content, with `write` only. When the block ends, the content is on the
+    disk; raise `OSError` if any of it did not arrive. NumPy's `tofile` raises nothing if a full disk refuses the last
+    bytes of an array."""
+    with open(path, "wb") as file:
+        yield file
+        n_written = file.tell()
+        file.flush()
+        os.fsync(file.fileno())
+    if (n_bytes := path.stat().st_size) != n_written:
+        raise OSError(errno.EIO, f"{path} has {n_bytes:,} bytes, of {n_written:,} that were written")
 
 
 @contextlib.contextmanager

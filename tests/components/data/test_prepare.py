@@ -28,14 +28,16 @@ import pytest
 import tokenizers
 
 from tests.components.data.helpers import open_tokens, raises, split_documents, take, with_positions, write_jsonl
-from tests.conftest import PROJECT
+from tests.conftest import PROJECT, file_size_limit
+from tests.replacements import REPLACEMENTS
 from torchtitan.cli.main import main
 from torchtitan.components.checkpoint.filesystem import RemoteFolder, folder_at
 from torchtitan.components.data import PretrainDataLoader
 from torchtitan.components.data.finetuning import planned_loader
 from torchtitan.components.data.finetuning.filters import FilterConfig
+from torchtitan.components.data.finetuning.sft import SFTDataLoader
 from torchtitan.components.data.prepare import preparation as preparing
-from torchtitan.components.data.prepare.encoding import ITEM, Encoding, document_encoding
+from torchtitan.components.data.prepare.encoding import ITEM, Encoding, document_encoding, sample_encoding
 from torchtitan.components.data.prepare.preparation import Preparation, find_duplicates, merge
 from torchtitan.components.data.prepare.prepared import find_prepared
 from torchtitan.components.data.sources import block_cache, stored
@@ -43,6 +45,7 @@ from torchtitan.components.data.sources.source import DOCUMENTS, resolve_source
 from torchtitan.config.manager import ConfigManager
 from torchtitan.tools import durable
 from torchtitan.tools.digests import bytes_digest, digest_of
+from torchtitan.tools.errors import UserError
 
 
 @pytest.fixture
@@ -448,6 +451,64 @@ def test_a_full_disk_ends_the_merge_with_a_message(corpus, tokenizer, tmp_path, 
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
         merge(made, 1)
+
+
+@pytest.mark.parametrize("kind", ["text", "chats"])
+def test_a_disk_that_is_full_at_any_byte_leaves_no_part_that_counts_as_complete(kind, tokenizer, tmp_path):
+    """Also if it refuses only the last bytes of a small array, and in the merge."""
+    if kind == "text":
+        rows = [{"text": f"Document {number}."} for number in range(9)]
+    else:
+        rows = [{"prompt": "What is it?", "completion": f"It is {number}."} for number in range(9)]
+    source = write_jsonl(tmp_path / "a.jsonl", rows)
+    config = SFTDataLoader.Config(dataset=[source], chat_template="alpaca")
+    encoder = config.encoder(tokenizer, config.find_template(tokenizer))
+    chats = sample_encoding({found.name: form for found, form in config.rows()}, encoder, config.filters())
+
+    def begin(place: Path) -> Preparation:
+        made = preparation([source], place, tokenizer)
+        if kind == "chats":
+            made = dataclasses.replace(made, open_sources=lambda: [config.source(source)], encoding=chats)
+        made.begin()
+        return made
+
+    complete = begin(tmp_path / "complete")
+    complete.write_all([0], 1)
+    files = contents(tmp_path / "complete/parts")
+    sizes = {limit for content in files.values() for limit in (len(content) // 2, len(content) - 1)}
+    assert len(sizes) > 6
+    merge(complete, 1)
+    for limit in sorted({0, 1, *sizes}):
+        made = begin(tmp_path / str(limit))
+        with file_size_limit(limit), contextlib.suppress(UserError):
+            made.write(0)
+        if not made.missing():
+            assert contents(tmp_path / str(limit) / "parts") == files
+        made.write_all(made.missing(), 1)
+        with file_size_limit(limit), contextlib.suppress(UserError):
+            merge(made, 1)
+        merge(made, 1)
+        assert contents(tmp_path / str(limit)) == contents(tmp_path / "complete")
+
+
+@pytest.mark.parametrize("replacement", REPLACEMENTS)
+def test_a_source_that_another_program_replaces(replacement, tokenizer, tmp_path):
+    """With its size and its time of modification as before, between two commands."""
+    path = tmp_path / "data" / "a.txt"
+    path.parent.mkdir()
+    path.write_text("Some text.")
+    os.utime(path, (1e9, 1e9))
+    replace = replacement(path)
+    made = preparation([str(path)], tmp_path / "out", tokenizer)
+    made.begin()
+    preparation([str(path)], tmp_path / "out", tokenizer).check()
+    made.write_all(made.missing(), 1)
+    replace(b"Different.")
+    with raises("was begun with other sources, or they have changed"):
+        preparation([str(path)], tmp_path / "out", tokenizer).begin()
+    with raises("was begun with other sources, or they have changed"):
+        merge(made, 1)
+    assert not (tmp_path / "out/manifest.json").exists()
 
 
 def test_what_killed_processes_leave_is_removed(corpus, tokenizer, tmp_path):

@@ -172,7 +172,7 @@ def write_file(
         header[name] = {"dtype": dtype, "shape": list(spec.shape), "data_offsets": [begin, end]}
     encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     encoded += b" " * (-len(encoded) % 8)
-    with durable.in_place_of(path) as partial, open(partial, "wb") as file:
+    with durable.in_place_of(path) as partial, durable.new_file(partial) as file:
         file.write(len(encoded).to_bytes(8, "little"))
         file.write(encoded)
         for name in names:

@@ -739,7 +739,9 @@ def test_row_options_apply_to_validation_if_they_fit(config, tokenizer, tmp_path
 def test_a_token_that_is_changed_in_the_cache_is_named(tokenizer, tmp_path):
     """While the run reads it, not by an IndexError of the model."""
     rows = [{"prompt": "What is it?", "completion": f"It is {number}."} for number in range(5)]
-    config = SFTDataLoader.Config(dataset=[write_jsonl(tmp_path / "a.jsonl", rows)], cache_dir=str(tmp_path / "cache"))
+    config = SFTDataLoader.Config(
+        dataset=[write_jsonl(tmp_path / "a.jsonl", rows)], cache_dir=str(tmp_path / "cache"), chat_template="alpaca"
+    )
     loader = config.build(tokenizer=tokenizer, seq_len=128, local_batch_size=1, epochs=1)
     [ids] = tmp_path.glob("cache/samples/*/ids.bin")
     with ids.open("r+b") as file:

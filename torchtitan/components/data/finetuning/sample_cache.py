@@ -29,6 +29,7 @@ from torchtitan.components.data.plan.sampler import Array
 from torchtitan.components.data.report import Report, no_rows_left_error
 from torchtitan.components.data.sources.rows import OnRead, Row
 from torchtitan.components.data.sources.source import Source
+from torchtitan.tools import durable
 from torchtitan.tools.digests import check_digest
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.progress import progress
@@ -222,12 +223,12 @@ def _writer(folder: Path, has_answers: bool) -> Iterator[Callable[[str, EncodedR
     with ExitStack() as stack:
 
         def column(name: str, offsets: str) -> _Column:
-            opened = (stack.enter_context((folder / f"{file}.bin").open("wb")) for file in (name, offsets))
+            opened = (stack.enter_context(durable.new_file(folder / f"{file}.bin")) for file in (name, offsets))
             return _Column(*opened)
 
         ids, locations = column("ids", "offsets"), column("places", "place_offsets")
         answers = column("answers", "answer_offsets") if has_answers else None
-        trained = stack.enter_context((folder / "trained.bin").open("wb"))
+        trained = stack.enter_context(durable.new_file(folder / "trained.bin"))
 
         def add(where: str, row: EncodedRow) -> None:
             for part in row.parts:

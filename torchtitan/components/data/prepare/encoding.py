@@ -4,6 +4,7 @@ import hashlib
 import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from torchtitan.components.data.report import Report
 from torchtitan.components.data.sources.source import Source
 from torchtitan.components.data.sources.stored import with_patience
 from torchtitan.components.tokenizer import Tokenizer
+from torchtitan.tools import durable
+from torchtitan.tools.errors import UserError
 
 HASH_BYTES = 16
 ITEM = np.dtype([("hash", f"S{HASH_BYTES}"), ("split", "u1"), ("number", "i8"), ("tokens", "i8"), ("trained", "i8")])
@@ -75,19 +78,24 @@ class Encoding:
 
     def select(self, selections: Sequence[tuple[Folder, Array]], folder: Path) -> None:
         """Write items of several folders, each with the numbers of its items, in their order, to arrays in a new
-        folder."""
+        folder. Raise `UserError` for a folder whose arrays do not fit each other."""
         folder.mkdir()
         for column in self.columns:
             lengths = [np.zeros(1, np.int64)]
-            for source, numbers in selections:
-                of_source = np.diff(_array(source, column.offsets))
-                selected = np.zeros(len(of_source), bool)
-                selected.reshape(-1, column.sequences)[numbers] = True
-                lengths.append(of_source[selected])
-                for name, dtype in column.values.items():
-                    with (folder / name).open("ab") as file:
-                        _array(source, name, dtype)[np.repeat(selected, of_source)].tofile(file)
-            np.cumsum(np.concatenate(lengths)).tofile(folder / column.offsets)
+            with ExitStack() as stack:
+                files = {name: stack.enter_context(durable.new_file(folder / name)) for name in column.values}
+                for source, numbers in selections:
+                    of_source = np.diff(_array(source, column.offsets))
+                    selected = np.zeros(len(of_source), bool)
+                    selected.reshape(-1, column.sequences)[numbers] = True
+                    lengths.append(of_source[selected])
+                    for name, dtype in column.values.items():
+                        values = _array(source, name, dtype)
+                        if len(values) != of_source.sum():
+                            raise UserError(f"{source}/{name} is damaged; remove {source}, and run the command again")
+                        files[name].write(values[np.repeat(selected, of_source)].tobytes())
+            with durable.new_file(folder / column.offsets) as file:
+                file.write(np.cumsum(np.concatenate(lengths)).tobytes())
 
 
 def document_encoding(tokenizer: Tokenizer, filters: FilterConfig | None = None) -> Encoding:

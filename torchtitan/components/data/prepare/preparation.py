@@ -173,7 +173,8 @@ class Preparation:
             report, keep = self.encoding.write(self.sources[source].with_parts([part]), folder)
             items = self.encoding.items(LocalFolder(folder), keep)
             items["split"] = np.where(items["hash"] < int(self.held_out * 256**8).to_bytes(8), 2, 1)
-            items.tofile(folder / ITEMS)
+            with durable.new_file(folder / ITEMS) as file:
+                file.write(items.tobytes())
             report = replace(report, kept=len(items), tokens=int(items["tokens"].sum()))
             (folder / PART).write_text(json.dumps(asdict(report)))
             publish(folder, self.folder(number), PART)
@@ -219,7 +220,7 @@ class _Merge:
         self.preparation, self.workers, self.work = preparation, workers, work
         self.splits = {TRAIN: 1, VALIDATION: 2} if preparation.held_out else {TRAIN: 1}
         folders = [preparation.folder(part) for part in range(len(preparation.parts))]
-        with ThreadPoolExecutor(16) as pool, (work / "items").open("wb") as file:  # a store takes long to answer
+        with ThreadPoolExecutor(16) as pool, durable.new_file(work / "items") as file:  # a store takes long to answer
             reports = pool.map(lambda folder: json.loads(read(folder, PART)), folders)
             self.found = list(map(Report.from_dict, reports))
             for first in range(0, len(folders), _PARTS_AT_A_TIME):

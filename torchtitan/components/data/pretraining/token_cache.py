@@ -19,6 +19,7 @@ from torchtitan.components.data.pretraining.tokens import ArrayTokens
 from torchtitan.components.data.sources.rows import Document, OnRead
 from torchtitan.components.data.sources.source import Source
 from torchtitan.components.tokenizer import Tokenizer
+from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
 from torchtitan.tools.progress import progress
@@ -92,8 +93,8 @@ def write_tokens(source: Source, tokenizer: Tokenizer, folder: Path, advance: On
                 yield document
 
     with (
-        (folder / "tokens.bin").open("wb") as tokens_file,
-        (folder / "offsets.bin").open("wb") as offsets_file,
+        durable.new_file(folder / "tokens.bin") as tokens_file,
+        durable.new_file(folder / "offsets.bin") as offsets_file,
     ):
         offsets_file.write(np.int64(0).tobytes())
         for piece in encode_documents(documents(), tokenizer):
