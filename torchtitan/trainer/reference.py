@@ -46,6 +46,11 @@ class FrozenModelTrainer(Trainer):
         """Return the cache for the results of the frozen model; None: it computes them in each step."""
         raise NotImplementedError
 
+    @property
+    def verifies_caches(self) -> bool:
+        """Whether to verify all files of a cache at the start."""
+        return getattr(self.config.dataloader, "verify_caches", False)
+
     def setting(self, model: RunModel) -> list[Any]:
         """Return what the results of the frozen model depend on, besides tokens, as JSON values."""
         source = base_weights(model.weights)["digest"] if model.weights else self.config.debug.seed
@@ -65,7 +70,7 @@ class FrozenModelTrainer(Trainer):
         super().init_weights()
         n_computed = 0
         for batch in self.cached_batches(self.cache):
-            if on_all_ranks(self.cache.holds(batch)):
+            if all(self.ranks.all_ranks_or_raise(partial(self.cache.holds, batch))):
                 continue
             if not model.parts:
                 model.parts = parts
@@ -91,16 +96,18 @@ class FrozenModelTrainer(Trainer):
                 size = n_samples * config.training.seq_len * self.sequences_per_sample * cache.bytes_per_token / 2**20
                 most = f"at most {n_samples:,} windows, {size:,.1f} MiB" if n_samples else "all windows of a stream"
                 logger.info("%s: %s", cache.folder, most)
-                order = [config.debug.seed, epochs, steps, self.global_batch_size]
-                mark = cache.complete([loader_config.to_dict(), loader.state_dict(), *order])
-                if on_all_ranks(mark.exists()):
+                order = [config.debug.seed, epochs, steps, self.global_batch_size, config.training.local_batch_size]
+                share = [self.parallel_dims.dp_rank, self.parallel_dims.dp_degree]
+                mark = cache.mark([loader_config.to_dict(), loader.state_dict(), *order, *share])
+                if on_all_ranks(cache.is_complete(mark)):
                     continue
+                names: set[str] = set()
                 for batch in itertools.islice(loader, steps * self.gradient_accumulation_steps if steps > 0 else None):
                     if loader.n_samples is None and on_all_ranks(loader.exhausted):
                         break
                     yield batch
-                with contextlib.suppress(OSError):  # a complete cache may be read-only
-                    mark.touch()
+                    names |= cache.names(batch)
+                cache.finish(mark, names)
 
     def post_dataloading_process(self, batch: Batch) -> Batch:
         return super().post_dataloading_process({**batch, **self.cache.read(batch)} if self.cache else batch)
@@ -163,7 +170,7 @@ class ReferenceTrainer(FrozenModelTrainer):
         if self.config.reference.kind != "cached":
             return None
         folder = cache_root(getattr(self.config.dataloader, "cache_dir", "")) / "reference"
-        return SequenceCache(folder, self.setting(model), bytes_per_token=4)
+        return SequenceCache(folder, self.setting(model), bytes_per_token=4, verify=self.verifies_caches)
 
     def frozen_results(self, batch: Batch) -> dict[str, Tensor]:
         return {"reference": self.log_probs("reference", batch)}

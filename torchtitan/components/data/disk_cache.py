@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 
@@ -116,13 +116,17 @@ def _build(folder: Path, write: Callable[[Path], str], name: str, unchanged: Cal
     logger.info(f"tokenized {name}: {amount} in {time.monotonic() - started:.1f} s, cached in {folder}")
 
 
+def block_checksums(file: BinaryIO) -> list[int]:
+    """Return the CRC-32 of each block of `BLOCK_BYTES`."""
+    return [zlib.crc32(block) for block in iter(lambda: file.read(BLOCK_BYTES), b"")]
+
+
 def record_blocks(folder: Path) -> None:
     """Write the sizes and checksums of a complete folder's files to `blocks.json`."""
     recorded: dict[str, tuple[int, list[int]]] = {}
     for path in sorted(folder.iterdir()):
         with path.open("rb") as file:
-            checksums = [zlib.crc32(block) for block in iter(lambda: file.read(BLOCK_BYTES), b"")]
-        recorded[path.name] = path.stat().st_size, checksums
+            recorded[path.name] = path.stat().st_size, block_checksums(file)
     (folder / BLOCKS_FILE).write_text(json.dumps(recorded))
 
 

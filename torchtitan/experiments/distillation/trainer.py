@@ -99,7 +99,8 @@ class DistillationTrainer(FrozenModelTrainer):
         if not config.cache:
             return None
         setting = [*self.setting(model), config.top_k, vocabulary, self.loss.config.temperature]
-        return SequenceCache(Path(config.cache), setting, bytes_per_token=8 * config.top_k + 4)
+        n_bytes = 8 * config.top_k + 4
+        return SequenceCache(Path(config.cache), setting, bytes_per_token=n_bytes, verify=self.verifies_caches)
 
     def frozen_results(self, batch: Batch) -> dict[str, Tensor]:
         """Return the fields of `TopTokens`. Raise `UserError` if the vocabulary or the windows are sharded."""
