@@ -16,7 +16,7 @@ from tests.hostile_inputs.mutators import (
     hostile_template,
     hostile_yaml,
 )
-from tests.hostile_inputs.world import Command, adapter_run, chat_run, resume, train
+from tests.hostile_inputs.world import Command, adapter_run, chat_run, preference_run, resume, train
 
 
 @dataclass(frozen=True)
@@ -186,6 +186,13 @@ SUBJECTS = (
     ),
     Subject("token cache", ["cache/tokens/*/*"], [_step("rows.jsonl")], _ANY_JSON[:1], result="out/metrics.jsonl"),
     Subject("sample cache", ["cache/samples/*/*"], [chat_run("out")], (), result="out/metrics.jsonl"),
+    Subject(
+        "cache of a reference",
+        ["cache/reference/*/*.safetensors", "cache/reference/*.complete"],
+        [preference_run("out")],
+        (changed_header,) * 2,
+        result="out/metrics.jsonl",
+    ),
 )
 
 ALWAYS: tuple[Mutator, ...] = DAMAGING

@@ -59,6 +59,12 @@ def chat_run(folder: str) -> list[str]:
     return [words[0], "--module", "llama3", "--config", "debugmodel_sft", *words[1:]]
 
 
+def preference_run(folder: str) -> list[str]:
+    """Return the command of a step of preference optimization with cached results of the reference."""
+    words = train(folder, "pairs.jsonl", training__steps=1, training__seq_len=256, reference__kind="cached")
+    return [words[0], "--module", "preference", "--config", "dpo_debugmodel", *words[1:]]
+
+
 def adapter_run(folder: str, adapter: str = "") -> list[str]:
     """Return the command of a step of training adapters, which begin from the ones in `adapter`, if any."""
     options = {"model_converters__lora__rank": 4, "model_converters__lora__adapter_path": adapter}
@@ -79,8 +85,9 @@ def build(folder: Path, run: Callable[[Command], None]) -> None:
         {"messages": [{"role": "user", "content": text(5)}, {"role": "assistant", "content": text(8)}]}
         for _ in range(20)
     ]
+    pairs = [{"prompt": text(5), "chosen": text(6), "rejected": text(4)} for _ in range(8)]
     (folder / "secret.txt").write_text(SECRET)
-    for name, content in (("rows", rows), ("chats", chats)):
+    for name, content in (("rows", rows), ("chats", chats), ("pairs", pairs)):
         (folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in content))
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "rows.parquet")
     datasets.disable_progress_bars()
@@ -104,6 +111,7 @@ def build(folder: Path, run: Callable[[Command], None]) -> None:
     write_tekken(folder / "tekken/tekken.json", ranks)
     run(resume())
     run(chat_run("chat_run"))
+    run(preference_run("preference_run"))
     run([*adapter_run("adapted"), "--checkpoint.enable", "--checkpoint.last_save_in_hf"])
     last = f"run/checkpoint/step-{STEPS}"
     run(["convert", last, "hf", "--to", "hf"])
