@@ -2,8 +2,11 @@
 
 import dataclasses
 import json
+import os
+import re
 import shutil
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,12 +15,15 @@ import torch
 
 from tests.commands import run_command
 from tests.pretrained import make_pretrained
+from tests.replacements import REPLACEMENTS, Replace, moved, still_mapped, written_in_place
 from tests.training import TINY, flags, launch, read_metrics, run, tiny_config
 from torchtitan.cli.main import main
 from torchtitan.components.checkpoint import catalog, list_checkpoints
 from torchtitan.components.checkpoint.identity import RunIdentity
 from torchtitan.components.checkpoint.manifest import Marker
+from torchtitan.components.data import PretrainDataLoader, SFTDataLoader
 from torchtitan.components.tokenizer import EMBEDDED_TOKENIZER
+from torchtitan.tools import digests
 from torchtitan.tools.errors import RunComplete, UserError
 from torchtitan.trainer import Trainer
 
@@ -245,6 +251,54 @@ def test_a_change_that_makes_another_run_is_rejected(unfinished: Path, change: s
                 trainer.train()
     finally:
         trainer.close()
+
+
+@pytest.mark.parametrize("loader", ["pretraining", "finetuning", "token file"])
+@pytest.mark.parametrize("replacement", REPLACEMENTS)
+def test_data_that_another_program_replaces_makes_another_run(
+    unfinished: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    replacement: Callable[[Path], Replace],
+    loader: str,
+) -> None:
+    """With its size and time as before, also if its digest is remembered."""
+    monkeypatch.setattr(digests, "_RECENT_NS", 10**7)
+    names = {"pretraining": "a.txt", "finetuning": "a.jsonl", "token file": "a.bin"}
+    path = tmp_path / "data" / names[loader]
+    path.parent.mkdir()
+    path.write_bytes(b'{"prompt": "a", "response": "b"}\n' * 4)
+    os.utime(path, (1e9, 1e9))
+    replace = replacement(path)
+    time.sleep(0.05)
+    kind = SFTDataLoader if loader == "finetuning" else PretrainDataLoader
+    config = kind.Config(dataset=[str(path)], cache_dir=str(tmp_path / "cache"))
+
+    def identity() -> RunIdentity:
+        return RunIdentity(config.identity(), {"steps": 1})
+
+    before = identity()
+    with monkeypatch.context() as patch:
+        patch.setattr(digests, "hash_file", lambda *_: pytest.fail("read again"))
+        assert identity().describe_differences(before.properties) == []
+    replace(b'{"prompt": "a", "response": "c"}\n' * 4)
+    [difference] = identity().describe_differences(before.properties)
+    assert re.fullmatch(r"dataloader.dataset \(.*\) has changed since", difference)
+
+
+@pytest.mark.parametrize("replacement", [written_in_place, moved, still_mapped])
+def test_resuming_with_replaced_data_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replacement) -> None:
+    monkeypatch.setattr(digests, "_RECENT_NS", 10**7)
+    path = tmp_path / "text.txt"
+    path.write_text("Once upon a time. " * 200)
+    os.utime(path, (1e9, 1e9))
+    replace = replacement(path)
+    time.sleep(0.05)
+    run(_config(tmp_path, training__steps=1))
+    _config(tmp_path, training__steps=2).check(world_size=1)
+    replace(b"Once upon a tide. " * 200)
+    with pytest.raises(UserError, match=r"dataloader.dataset \(.*text.txt\) has changed since"):
+        _config(tmp_path, training__steps=2).check(world_size=1)
 
 
 @pytest.mark.slow

@@ -588,6 +588,19 @@ def test_a_full_disk_is_not_tried_again(monkeypatch):
         stored.with_patience("writing x", fail)
 
 
+def test_a_damaged_copy_of_an_index_is_copied_again(corpus, tokenizer, tmp_path, store, log):
+    prepared(corpus, "memory://out", tokenizer)
+    expected = open_tokens("memory://out", tokenizer, tmp_path).tokens(0, 99)
+    [copy] = tmp_path.glob("cache/indexes/*.index")
+    content = copy.read_bytes()
+    for place in (0, len(content) // 2, len(content) - 1):
+        copy.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+        again = open_tokens("memory://out", tokenizer, tmp_path)
+        assert (again.tokens(0, 99) == expected).all()
+        assert f"{copy} is damaged; it is copied again from memory://out" in log.text
+        assert copy.read_bytes() == content
+
+
 def test_processes_of_one_host_copy_an_index_at_the_same_time(corpus, tokenizer, tmp_path, store):
     prepared(corpus, "memory://out", tokenizer)
     with ThreadPoolExecutor(8) as pool:

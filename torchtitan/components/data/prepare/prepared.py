@@ -29,6 +29,8 @@ from torchtitan.components.data.sources.stored import with_patience
 from torchtitan.tools import durable
 from torchtitan.tools.digests import bytes_digest, check_digest, digest_of
 from torchtitan.tools.errors import UserError
+from torchtitan.tools.files import regular_file
+from torchtitan.tools.logging import logger
 
 _REMEDY = "; prepare the data again in a new folder"
 
@@ -63,27 +65,36 @@ class Prepared:
 
     def index(self, split: str, copies: Path, *, verify: bool) -> Array:
         """Map the index of a split into memory, see `INDEX_ROWS`, or its copy in the folder `copies` if it is in a
-        store; other processes may copy it too. Verify the digests of 16 caches, or everything."""
+        store; other processes may copy it too. Verify the index, and the digests of 16 caches, or of all."""
         name, n = f"{split}.index", int(self.splits[split]["parts"])
         with disk_cache.readable(self.folder, _REMEDY):
             digest = check_digest(self.splits[split]["digest"])
-            is_local = isinstance(self.folder, LocalFolder)
-            path = Path(f"{self.folder}/{name}") if is_local else copies / f"{digest}.index"
-            if not is_local and not path.is_file():
-                durable.make_folder(copies)
-                with tempfile.TemporaryDirectory(dir=copies) as temporary:
-                    copy = Path(temporary) / name
-                    copy.write_bytes(_checked(read(self.folder, name), digest, name))
-                    durable.replace(copy, path)
+            path = Path(f"{self.folder}/{name}")
+            if not isinstance(self.folder, LocalFolder):
+                path = self._copy(name, digest, copies)
             index = disk_cache.map_array(path, "int64", INDEX_ROWS * n).reshape(INDEX_ROWS, n)
-            if verify:
-                _checked(index.tobytes(), digest, name)
+            _checked(index.tobytes(), digest, name)
         for number in range(n) if verify else disk_cache.evenly_spaced(n, disk_cache.SAMPLED_BLOCKS):
             cache = self.cache(split, index, number)
             with disk_cache.readable(cache, _REMEDY):
                 _checked(read(cache, disk_cache.BLOCKS_FILE), cache.name, disk_cache.BLOCKS_FILE)
                 with_patience(f"verifying {cache}", partial(disk_cache.check_blocks, cache, verify))
         return index
+
+    def _copy(self, name: str, digest: str, copies: Path) -> Path:
+        """Return the path of a local copy of an index. Replace a damaged one, with a warning."""
+        path = copies / f"{digest}.index"
+        if regular_file(path).exists():
+            if bytes_digest(path.read_bytes()) == digest:
+                return path
+            logger.warning("%s is damaged; it is copied again from %s", path, self.folder)
+        durable.make_folder(copies)
+        with tempfile.TemporaryDirectory(dir=copies) as temporary:
+            copy = Path(temporary) / name
+            with durable.new_file(copy) as file:
+                file.write(_checked(read(self.folder, name), digest, name))
+            durable.replace(copy, path)
+        return path
 
     def cache(self, split: str, index: Array, number: int) -> Folder:
         """Return the folder of a cache of the index."""
