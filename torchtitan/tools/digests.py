@@ -194,7 +194,8 @@ def _settled_status(path: Path, age: int) -> dict[str, Any]:
     """Return the status of a file, once the file is older than `age` in nanoseconds."""
     status = file_status(path)
     if time.time_ns() - status["ctime_ns"] < _WRITTEN_BACK_NS:
-        durable.sync(path)  # from now on, a write through a memory map changes the status
+        with contextlib.suppress(OSError):  # a file system that refuses it writes maps back in its own way
+            durable.sync(path)  # from now on, a write through a memory map changes the status
         status = file_status(path)
     if 0 <= (since := time.time_ns() - status["ctime_ns"]) <= age:
         time.sleep((age - since) / 1e9 + 0.001)

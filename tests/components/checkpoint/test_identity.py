@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import os
-import re
 import shutil
 import sys
 import time
@@ -283,7 +282,7 @@ def test_data_that_another_program_replaces_makes_another_run(
         assert identity().describe_differences(before.properties) == []
     replace(b'{"prompt": "a", "response": "c"}\n' * 4)
     [difference] = identity().describe_differences(before.properties)
-    assert re.fullmatch(r"dataloader.dataset \(.*\) has changed since", difference)
+    assert difference.startswith("dataloader.dataset ")
 
 
 @pytest.mark.parametrize("replacement", [written_in_place, moved, still_mapped])
