@@ -154,7 +154,7 @@ def _tensors_digest(folder: Path, source_format: Format) -> str:
 
     def value_digest(name: str) -> bytes:
         values = source.read(name).contiguous().view(-1).view(torch.uint8)
-        return xxhash.xxh3_128(values.numpy()).digest()
+        return xxhash.xxh3_128(values.numpy().data).digest()
 
     with ExitStack() as stack:
         is_large = sum(sizes) >= _LARGE
