@@ -24,7 +24,7 @@ from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
 from torchtitan.tools.progress import progress
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 
 PIECE_SIZE = 1 << 18
 """Approximate characters of the pieces of a long document; splitting does not change its tokens."""

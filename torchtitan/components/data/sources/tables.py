@@ -1,11 +1,12 @@
 """Arrow tables: rows of record batches, and datasets of the library `datasets`."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torchtitan.components.data.sources.cells import CellReader, cell_readers
 from torchtitan.components.data.sources.rows import Document, OnRead, Part, Row, check_column, first_line, text_of
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.files import regular_file
@@ -63,8 +64,9 @@ class Table(Part):
     def _rows(self, dataset: Any, name: str, on_read: OnRead) -> Iterator[Row]:
         # As Arrow data, so that images and audio, which no format uses, are not decoded.
         batches, n_read = iter(dataset.with_format("arrow").iter(batch_size=BATCH_SIZE)), 0
+        features = dataset.features.arrow_schema.metadata
         while (batch := self._next(batches)) is not None:
-            for row in arrow_rows(batch, name, n_read + 1):
+            for row in arrow_rows(batch.replace_schema_metadata(features), name, n_read + 1):
                 yield row
                 on_read(1)
             n_read += len(batch)
@@ -127,19 +129,16 @@ def arrow_rows(batch: "pyarrow.RecordBatch | pyarrow.Table", name: str, first: i
         for index in range(len(batch)):
             yield from arrow_rows(batch.slice(index, 1), name, first + index)
         return
+    readers = cell_readers(batch.schema)
     for number, values in enumerate(cells, first):
-        # Arrow adds the keys of all objects in the column to each object: drop keys without a value.
-        filled = {field.name: _without_nulls(values[field.name], field.type) for field in batch.schema}
-        yield Row(f"{name}, row {number}", filled)
+        yield _read_row(readers, f"{name}, row {number}", values)
 
 
-def _without_nulls(value: Any, kind: "pyarrow.DataType") -> Any:
-    from pyarrow import types
-
-    if value is None:
-        return None
-    if types.is_struct(kind):
-        return {f.name: _without_nulls(value[f.name], f.type) for f in kind if value[f.name] is not None}
-    if types.is_list(kind) or types.is_large_list(kind):
-        return [_without_nulls(item, kind.value_type) for item in value]
-    return value
+def _read_row(readers: Mapping[str, CellReader], where: str, cells: dict[str, Any]) -> Row:
+    values = {}
+    for column, reader in readers.items():
+        try:
+            values[column] = reader(cells[column])
+        except (ValueError, RecursionError) as error:
+            return Row(where, None, f"column {column!r} is not valid JSON, {first_line(error)}")
+    return Row(where, values)
