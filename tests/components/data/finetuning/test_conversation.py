@@ -171,6 +171,54 @@ def test_tools_keep_their_keys():
         normalize([QUESTION], [{"description": "d"}])
 
 
+BARE = {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {"type": {"type": "string"}}}}
+WRAPPED = {"type": "function", "function": BARE}
+
+
+@pytest.mark.parametrize(
+    "tools",
+    [
+        [WRAPPED, WRAPPED],
+        [BARE, WRAPPED],
+        [json.dumps(WRAPPED), json.dumps(BARE)],
+        [json.dumps(BARE), WRAPPED],
+        json.dumps([json.dumps(BARE), WRAPPED]),
+        [{"type": "function", **BARE}, {**BARE, "function": None}],  # OpenAI's Responses; keys of other rows
+        [{"type": "function", "function": json.dumps(BARE)}, {**BARE, "parameters": json.dumps(BARE["parameters"])}],
+    ],
+)
+def test_forms_of_tools(tools):
+    assert normalize([QUESTION], tools).tools == [WRAPPED, WRAPPED]
+
+
+@pytest.mark.parametrize("tools", [BARE, WRAPPED, json.dumps(BARE), json.dumps([WRAPPED]), [json.dumps(WRAPPED)]])
+def test_a_single_tool(tools):
+    assert normalize([QUESTION], tools).tools == [WRAPPED]
+
+
+@pytest.mark.parametrize(
+    ("tools", "message"),
+    [
+        (["f"], "the item of tools must be valid JSON (Expecting value"),
+        (["1"], "the item of tools must be an object, not an int"),
+        ([None], "the item of tools must be an object, not a NoneType"),
+        (5, "the tools must be a list, not an int"),
+        ([{"name": "f", "parameters": "[1]"}], "the parameters must be an object, not a list"),
+        ({"f": {}}, "a tool has no name"),
+    ],
+)
+def test_tools_that_cannot_be_read(tools, message):
+    with raises(message, BrokenSample):
+        normalize([QUESTION], tools)
+
+
+def test_tool_calls_as_json_text():
+    call = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+    for calls in ([json.dumps(call)], json.dumps([call]), [{"name": "f", "arguments": '{"x": 1}'}]):
+        message = {"role": "assistant", "content": None, "tool_calls": calls}
+        assert normalize([QUESTION, message]).messages[1]["tool_calls"] == [call]
+
+
 def test_system_column():
     assert converted({"messages": [QUESTION, ANSWER], "system": "s"}).messages == [SYSTEM, QUESTION, ANSWER]
     assert converted({"messages": [QUESTION, ANSWER], "system": ""}).messages == [QUESTION, ANSWER]

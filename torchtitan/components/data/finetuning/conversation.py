@@ -96,9 +96,10 @@ def normalize(messages: Any, tools: Any = None) -> Conversation:
     - A message's `weight`, `loss_weight`, `loss`, `train` or `training` (0, 1 or boolean) moves to
       `Conversation.trained`.
     - Keys with null values are dropped, since tables store every key in every message.
-    - A bare function is wrapped in `{"type": "function", "function": …}`.
+    - A bare function, as OpenAI's Responses have it, is wrapped in `{"type": "function", "function": …}`.
 
-    Both arguments are lists or their JSON text, as in a CSV cell; `tools`, the callable functions, may be None. Raise
+    Both arguments are lists or their JSON text, as in a CSV cell, and so is each item; `tools`, the callable functions,
+    may also be a single one or None. Raise
     `EmptySample` if there are no messages, and `BrokenSample` for an invalid one, naming its number, from 1."""
     turns = from_json(messages, "messages")
     if not isinstance(turns, list):
@@ -161,11 +162,10 @@ def _message(turn: Mapping[str, Any]) -> Message:
         raise BrokenSample(f"it has no role{describe_other_keys(turn)}")
     if role not in ROLES:
         raise BrokenSample(f"the role {role!r} is unknown; use one of: {', '.join(ROLES)}")
-    raw_calls = message.pop("tool_calls", None)
-    if calls := from_json(raw_calls, "tool_calls") if raw_calls != "" else None:
+    if calls := _objects(message.pop("tool_calls", None), "tool_calls"):
         if role != "assistant":
             raise BrokenSample(f"a message with role {role!r} has tool_calls, which only the assistant may have")
-        message["tool_calls"] = [_tool_call(call) for call in _list(calls, "tool_calls")]
+        message["tool_calls"] = list(map(_tool_call, calls))
     content = message.get("content")
     if content is None and not calls:
         missing = "content and no tool_calls" if role == "assistant" else "content"
@@ -192,11 +192,9 @@ def _part(part: Any) -> str:
     return checked_text(text, "text of a part")
 
 
-def _tool_call(call: Any) -> dict[str, Any]:
-    wrapper = {key: value for key, value in _object(call, "tool call").items() if value is not None}
-    function = dict(_object(wrapper.get("function", wrapper), "function of a tool call"))
-    if not isinstance(function.get("name"), str):
-        raise BrokenSample(f"a tool call has no name: {shortened(call)}")
+def _tool_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    wrapper = {key: value for key, value in call.items() if value is not None}
+    function = _function(wrapper, "tool call")
     arguments = function.get("arguments")
     arguments = from_json(arguments, "arguments of a tool call") if arguments not in ("", None) else {}
     function["arguments"] = _object(arguments, "arguments of a tool call")
@@ -206,15 +204,37 @@ def _tool_call(call: Any) -> dict[str, Any]:
 
 
 def _tools(tools: Any) -> list[dict[str, Any]] | None:
-    listed = None if isinstance(tools, str) and not tools.strip() else from_json(tools, "tools")
     wrapped = []
-    for tool in _list(listed or [], "tools"):
-        tool = _object(tool, "tool")
-        function = _object(tool.get("function", tool), "function of a tool")
-        if not isinstance(function.get("name"), str):
-            raise BrokenSample(f"a tool has no name: {shortened(tool)}")
-        wrapped.append(dict(tool) if "function" in tool else {"type": "function", "function": dict(tool)})
+    listed = _parsed(tools, "tools")
+    for tool in _objects([listed] if isinstance(listed, Mapping) else listed, "tools"):
+        function = _function(tool, "tool")
+        if isinstance(function.get("parameters"), str):
+            function["parameters"] = _object(from_json(function["parameters"], "parameters"), "parameters")
+        is_wrapped = tool.get("function") is not None
+        wrapped.append({**(tool if is_wrapped else {"type": "function"}), "function": function})
     return wrapped or None
+
+
+def _objects(value: Any, what: str) -> list[Mapping[str, Any]]:
+    """Return the objects of a list. It and each item may be JSON text."""
+    items = _list(_parsed(value, what) or [], what)
+    return [_object(from_json(item, f"item of {what}"), f"item of {what}") for item in items]
+
+
+def _parsed(value: Any, what: str) -> Any:
+    """Return a cell that may be JSON text; None for blank text."""
+    return None if isinstance(value, str) and not value.strip() else from_json(value, what)
+
+
+def _function(wrapper: Mapping[str, Any], what: str) -> dict[str, Any]:
+    """Return the function of a tool or tool call, which has it as a key, or is the function itself, without `type`."""
+    function = wrapper.get("function")
+    if function is None:
+        function = {key: value for key, value in wrapper.items() if key not in ("type", "function")}
+    function = dict(_object(from_json(function, f"function of a {what}"), f"function of a {what}"))
+    if not isinstance(function.get("name"), str):
+        raise BrokenSample(f"a {what} has no name: {shortened(wrapper)}")
+    return function
 
 
 def _trained(turn: Mapping[str, Any]) -> bool | None:
