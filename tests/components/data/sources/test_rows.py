@@ -451,6 +451,52 @@ def test_real_files(assets):
     assert [row.values for row in elements] == json.loads((assets / "preference/dpo_en_demo.json").read_text())
 
 
+BLANK_FILES = {
+    "a.jsonl": b'{"a": "b"}\n%s',
+    "first.jsonl": b"%s",
+    "a.json": b'%s{"a": "b"}',
+    "a.csv": b"a\nb\n%s",
+    "first.csv": b"%sa\nb\n",
+    "a.txt": b"a%s",
+    "a.md": b"%s",
+}
+
+
+@pytest.mark.parametrize("compression", ["", ".gz", ".zst"])
+@pytest.mark.parametrize("blank", [b"\n", b" \n", b"\r\n"])
+@pytest.mark.parametrize("name", BLANK_FILES)
+def test_blank_lines_are_bounded(tmp_path, monkeypatch, name, blank, compression):
+    if name.endswith("csv") and blank == b" \n":
+        pytest.skip("a cell with a space")
+    monkeypatch.setattr("torchtitan.components.data.sources.rows.MAX_BLANK_ROWS", 1000)
+    monkeypatch.setattr("torchtitan.components.data.sources.files.MAX_BLANK_CHARACTERS", 3000)
+    path = tmp_path / f"{name}{compression}"
+
+    def rows(n: int) -> list[Row]:
+        content = BLANK_FILES[name] % (blank * n)
+        codec = {".gz": "gzip", ".zst": "zstd"}.get(compression)
+        path.write_bytes(pyarrow.compress(content, codec=codec, asbytes=True) if codec else content)
+        return rows_at(path)
+
+    rows(1000)
+    what = "characters" if name in ("a.txt", "a.md") else "rows"
+    with pytest.raises(UserError, match=rf"{path.name}:\d+: found more than [\d,]+ blank {what} up to here"):
+        rows(4000)
+
+
+def test_empty_cells_and_long_blank_texts_are_bounded(tmp_path, monkeypatch):
+    monkeypatch.setattr("torchtitan.components.data.sources.rows.MAX_BLANK_ROWS", 1000)
+    table = pyarrow.table({"a": pyarrow.array([None, ""] * 1000).dictionary_encode(), "b": [None] * 2000})
+    parquet.write_table(table, tmp_path / "a.parquet")
+    with raises("a.parquet, row 1001: found more than 1,000 blank rows"):
+        rows_at(tmp_path / "a.parquet")
+    write(tmp_path / "a.jsonl", [{"a": "x" + "\n" * (1 << 21)}])
+    with raises("a.jsonl:1: found more than 1,048,676 blank characters"):
+        rows_at(tmp_path / "a.jsonl")
+    write(tmp_path / "b.jsonl", [{"a": i % 50, "b": ""} for i in range(5000)])  # one of 50 is blank
+    assert len(rows_at(tmp_path / "b.jsonl")) == 5000
+
+
 class TestWebDataset:
     SAMPLES = [
         {"__key__": "000", "txt": "Text Ü\n", "jpg": b"\xff"},
@@ -486,6 +532,51 @@ class TestWebDataset:
         seen: list[int] = []
         list(source_of(str(path)).rows(seen.append))
         assert sum(seen) == path.stat().st_size
+
+    @pytest.mark.parametrize(
+        "names",
+        [
+            ["a.TXT", "b.Txt", "c.txt"],
+            ["._a.txt", "a.txt", "._b.txt", "b.txt"],
+            ["./._a.txt", "./a.txt", ".hidden/a.txt", ".hidden/b.txt"],
+            ["d/._a.txt", "d/a.txt", "d/.b", "d/b.txt"],
+            [".txt", "a.txt", "d/.txt", "d/a.txt"],
+            ["README", "a.txt", "LICENSE", "a.png", "d/README", "b.txt"],
+            ["__meta__", "__meta__/a.txt", "__a__.txt", "d/__meta__/a.txt"],
+            ["a.txt", "b.txt", "a.txt"],
+            ["a.txt", "x", "a.png", "._a.txt", "a.cls"],
+            ["a.", "a.txt", "b..txt", "c.txt", "d/e.f/g.txt", "ü.txt", "a b.txt"],
+        ],
+    )
+    def test_members_are_those_of_webdataset(self, tmp_path, names):
+        webdataset = pytest.importorskip("webdataset", reason="needs webdataset")
+        with tarfile.open(tmp_path / "a.tar", "w") as archive:
+            for number, name in enumerate(names):
+                member = tarfile.TarInfo(name)
+                member.size = len(f"text {number}")
+                archive.addfile(member, io.BytesIO(f"text {number}".encode()))
+        samples = webdataset.WebDataset(str(tmp_path / "a.tar"), shardshuffle=False, empty_check=False)
+        expected = [Row(f"a.tar, sample {s['__key__']}", {"text": s["txt"].decode()}) for s in samples if "txt" in s]
+        rows = [row for row in rows_at(tmp_path / "a.tar") if "no member" not in row.error]
+        assert rows == expected and expected
+        named = [row.where for row in rows_at(tmp_path / "a.tar") if row.error]
+        assert named == ["a.tar, sample b"] * ("b..txt" in names)
+
+    @pytest.mark.parametrize("kinds", [("txt", "txt"), ("txt", "TXT"), ("json", "json"), ("txt", "png", "png")])
+    def test_equal_members(self, tmp_path, kinds):
+        """webdataset refuses them."""
+        webdataset = pytest.importorskip("webdataset", reason="needs webdataset")
+        path = tmp_path / "a.tar"
+        with tarfile.open(path, "w") as archive:
+            for kind in kinds:
+                member = tarfile.TarInfo(f"a.{kind}")
+                member.size = 2
+                archive.addfile(member, io.BytesIO(b"{}"))
+        with raises("duplicate file name in tar file", ValueError):
+            list(webdataset.WebDataset(str(path), shardshuffle=False, empty_check=False))
+        [row] = rows_at(path)
+        last = f"a.{kinds[-1]}"
+        assert row.error == f"there are several members {last[1:].lower()}, the last one {last}; keep one of them"
 
     def test_samples_without_text(self, tmp_path):
         source = source_of(str(self.write(tmp_path / "a.tar", [{"__key__": "0", "jpg": b"picture"}])))

@@ -5,16 +5,20 @@ import codecs
 import csv
 import io
 import itertools
+import re
 import tarfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from torchtitan.components.data.sources.rows import (
+    MAX_BLANK_CHARACTERS,
     MAX_ROW_CHARACTERS,
+    BlankLimit,
     Document,
     OnRead,
     Part,
@@ -27,6 +31,7 @@ from torchtitan.components.data.sources.rows import (
     object_row,
     parse_json,
     text_of,
+    with_bounded_blanks,
 )
 from torchtitan.components.data.sources.tables import arrow_rows
 from torchtitan.tools.errors import UserError
@@ -52,7 +57,7 @@ def supported_formats() -> str:
 
 def read_rows(path: Path, name: str, on_read: OnRead, column: str | None = None) -> Iterator[Row]:
     """Yield the rows of a file in order; a text file is one row with the column `text`. Raise `UserError` if the file
-    cannot be opened, decompressed, decoded or parsed, or has no such `column`.
+    cannot be opened, decompressed, decoded or parsed, has no such `column`, or too many blank rows.
 
     Args:
         path: a file of a known format.
@@ -63,7 +68,7 @@ def read_rows(path: Path, name: str, on_read: OnRead, column: str | None = None)
     suffix = file_format(path)
     assert suffix is not None, path
     with _named_errors(path):
-        yield from _READERS[suffix](path, name, on_read, column)
+        yield from with_bounded_blanks(_READERS[suffix](path, name, on_read, column))
 
 
 class FilePart(Part):
@@ -160,10 +165,11 @@ def _find_bad_byte(path: Path) -> tuple[int, int, int]:
 
 def _text_chunks(path: Path, on_read: OnRead) -> Iterator[str]:
     # Errors are handled here, because chunks are read after `documents` has yielded the document.
-    line = 1
+    line, blanks = 1, BlankLimit("characters", MAX_BLANK_CHARACTERS)
     with _named_errors(path), _open_text(path, on_read) as file:
         while chunk := file.read(CHUNK_SIZE):
             _check_nul(chunk, path, line)
+            blanks.count_text(chunk, f"{path}:{line}")
             yield chunk
             line += chunk.count("\n")
 
@@ -188,15 +194,22 @@ def _read_json_lines(path: Path, name: str, on_read: OnRead, column: str | None)
 def _read_json(path: Path, name: str, on_read: OnRead, column: str | None) -> Iterator[Row]:
     """Read a list of objects as a whole, or one object per line."""
     with _open_text(path, _ignore_progress) as file:
-        is_list = next((c for c in iter(partial(file.read, 1), "") if not c.isspace()), "") == "["
-    with _open_text(path, on_read if is_list else _ignore_progress) as file:
-        if is_list:
+        first = _first_text(file)
+    if first.startswith("["):
+        with _open_text(path, on_read) as file:
             yield from json_elements(name, "".join(_pieces(file, path, "write one row per line")), path)
-            return
-        first = next((line for line in numbered_lines(file, path) if not line.isspace()), "")
-    if first.strip() == "{":
+        return
+    if first.partition("\n")[0].strip() == "{":
         raise UserError(f"{path} is one object over several lines; write a list of rows, or one row per line")
     yield from _read_json_lines(path, name, on_read, column)
+
+
+def _first_text(file: IO[str]) -> str:
+    """Return the rest of the first chunk that is not blank, and a chunk more, which ends its first line or makes it
+    too long to be a single character."""
+    chunks = iter(partial(file.read, CHUNK_SIZE), "")
+    start = next((text for chunk in chunks if (text := chunk.lstrip())), "")
+    return start + next(chunks, "")
 
 
 def _pieces(file: IO[Any], path: Path, remedy: str) -> Iterator[Any]:
@@ -211,7 +224,7 @@ def _pieces(file: IO[Any], path: Path, remedy: str) -> Iterator[Any]:
 
 def _read_tar(path: Path, name: str, on_read: OnRead, column: str | None) -> Iterator[Row]:
     """Read the samples of a WebDataset: consecutive members with the same name up to the first dot after the folder.
-    The member `.json` has columns, and `.txt` the column `text`."""
+    The member `.json` has columns, and `.txt` the column `text`; kinds may be in upper case."""
     with _open_bytes(path, on_read) as file:
         offset = 0
         try:
@@ -237,48 +250,74 @@ class _Member(tarfile.TarInfo):
             raise tarfile.ReadError(str(error)) from None
 
 
+_META = re.compile(r"__[^/]*__($|/)")
+_MEMBER = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$")
+"""Names of members that webdataset skips, and of those that it reads: a sample and a kind."""
+
+
+class _SampleFile(NamedTuple):
+    sample: str
+    kind: str
+    member: tarfile.TarInfo
+
+
+def _sample_files(archive: tarfile.TarFile) -> Iterator[_SampleFile]:
+    """Yield the members that webdataset reads; it skips others, such as `._a.txt` and `README`, as if they were not
+    there."""
+    for member in archive:
+        match = _MEMBER.match(member.name)
+        if member.isfile() and match and not _META.match(member.name):
+            yield _SampleFile(match[1], match[2].lower(), member)
+
+
 def _samples(archive: tarfile.TarFile, name: str) -> Iterator[Row]:
-    for sample, members in itertools.groupby(filter(tarfile.TarInfo.isfile, archive), _sample_name):
-        where, error, has_text = f"{name}, sample {sample}", "", False
-        values: dict[str, Any] = {}
-        for member in members:
-            if member.size > MAX_ROW_CHARACTERS:
-                raise UserError(
-                    f"{where}: {member.name} has more than {MAX_ROW_CHARACTERS:,} bytes; split or remove it"
-                )
-            kind = member.name.removeprefix(sample)
-            if kind not in (".txt", ".json"):
-                continue
-            has_text = True
-            content: Any = archive.extractfile(member)
-            try:
-                text = content.read().decode()
-                row = object_row(where, parse_json(text)) if kind == ".json" else Row(where, {"text": text})
-                values |= row.values or {}
-                error = error or row.error
-            except ValueError as failure:  # also if it is not UTF-8
-                error = f"{member.name} is broken, {failure}"
-        if not has_text:
-            error = "there is no member .txt or .json; remove the sample"
-        yield Row(where, None if error else values, error)
+    for sample, files in itertools.groupby(_sample_files(archive), attrgetter("sample")):
+        row = _sample_row(archive, f"{name}, sample {sample}", files)
+        # Hidden files in folders, such as `folder/._a.txt`, are a sample `folder/` for webdataset.
+        if row is not None or not sample.endswith("/"):
+            yield row or Row(f"{name}, sample {sample}", None, "there is no member .txt or .json; remove the sample")
 
 
-def _sample_name(member: tarfile.TarInfo) -> str:
-    folder, slash, file = member.name.rpartition("/")
-    return folder + slash + file.partition(".")[0]
+def _sample_row(archive: tarfile.TarFile, where: str, files: Iterable[_SampleFile]) -> Row | None:
+    """Return the row of a sample; None if there is no text."""
+    values: dict[str, Any] = {}
+    kinds: set[str] = set()
+    errors = []
+    for _, kind, member in files:
+        if member.size > MAX_ROW_CHARACTERS:
+            raise UserError(f"{where}: {member.name} has more than {MAX_ROW_CHARACTERS:,} bytes; split or remove it")
+        if kind in kinds:
+            errors.append(f"there are several members .{kind}, the last one {member.name}; keep one of them")
+        kinds.add(kind)
+        if kind not in ("txt", "json"):
+            continue
+        content: Any = archive.extractfile(member)
+        try:
+            text = content.read().decode()
+            row = object_row(where, parse_json(text)) if kind == "json" else Row(where, {"text": text})
+            values |= row.values or {}
+            errors += [row.error] if row.error else []
+        except ValueError as failure:  # also if it is not UTF-8
+            errors.append(f"{member.name} is broken, {failure}")
+    if errors:
+        return Row(where, None, errors[0])
+    return Row(where, values) if kinds & {"txt", "json"} else None
 
 
 def _read_csv(path: Path, name: str, on_read: OnRead, column: str | None) -> Iterator[Row]:
     csv.field_size_limit(MAX_ROW_CHARACTERS)  # the default of 131,072 characters is less than a long document
     with _open_text(path, on_read, newline="") as file:
         reader = csv.reader(_without_nul(numbered_lines(file, path), path), strict=True)
+        columns: list[str] = []
         try:
-            rows = _csv_lines(reader)
-            first, columns = next(rows, (1, []))
-            _check_header(columns, f"{path}:{first}")
-            for line, cells in rows:
+            for line, cells in _csv_lines(reader):
                 where = f"{name}:{line}"
-                if len(cells) == len(columns):
+                if not cells:
+                    yield Row(where, None)
+                elif not columns:
+                    columns = cells
+                    _check_header(columns, f"{path}:{line}")
+                elif len(cells) == len(columns):
                     yield Row(where, dict(zip(columns, cells, strict=True)))
                 else:
                     yield Row(where, None, f"{len(cells)} cells for {len(columns)} columns")
@@ -293,11 +332,10 @@ def _without_nul(lines: Iterable[str], path: Path) -> Iterator[str]:
 
 
 def _csv_lines(reader: Any) -> Iterator[tuple[int, list[str]]]:
-    """Yield the non-blank rows of a `csv.reader`, each with the number of its first line."""
+    """Yield the rows of a `csv.reader`, each with the number of its first line."""
     first = 1
     for cells in reader:
-        if cells:
-            yield first, cells
+        yield first, cells
         first = reader.line_num + 1
 
 

@@ -13,6 +13,15 @@ from torchtitan.tools.errors import UserError
 MAX_ROW_CHARACTERS = 1 << 28
 """Maximum characters of a row. Longer rows indicate a broken file and would exhaust memory."""
 
+MAX_BLANK_ROWS = 100_000
+MAX_BLANK_CHARACTERS = 1 << 20
+BLANKS_PER_CONTENT = 100
+"""Maximum blank rows, and blank characters of long text, of a file; more by the last number for each other one. A few
+kB of compressed data can hold millions of blank lines, which take minutes to read and to tokenize."""
+
+_LONG_TEXT = 1 << 16
+_BLANKS = " \t\r\n"
+
 Document = Iterable[str]
 """Text of one document in chunks of any size. Empty documents are numbered but skipped."""
 
@@ -107,6 +116,46 @@ def parse_json(text: str) -> Any:
     except (ValueError, RecursionError) as error:
         raise ValueError(_describe_error(error)) from None
     return value
+
+
+class BlankLimit:
+    """Counts what is blank in a file. A `UserError` says where there is too much of it.
+
+    Args:
+        noun: what is counted, in plural.
+        maximum: see `MAX_BLANK_ROWS`.
+    """
+
+    def __init__(self, noun: str, maximum: int):
+        self._noun, self._allowed, self._n_blank = noun, maximum, 0
+
+    def count(self, n_blank: int, n_others: int, where: str) -> None:
+        self._n_blank += n_blank
+        self._allowed += n_others * BLANKS_PER_CONTENT
+        if self._n_blank > self._allowed:
+            raise UserError(
+                f"{where}: found more than {self._allowed:,} blank {self._noun} up to here; the file may be damaged; "
+                f"remove blank {self._noun}"
+            )
+
+    def count_text(self, text: str, where: str) -> None:
+        n_blank = sum(map(text.count, _BLANKS))
+        self.count(n_blank, len(text) - n_blank, where)
+
+
+def with_bounded_blanks(rows: Iterable[Row]) -> Iterator[Row]:
+    """Yield rows. Raise `UserError` for a file with too many blank rows, which have no cells or only empty ones, or
+    too many blank characters in long cells."""
+    of_rows = BlankLimit("rows", MAX_BLANK_ROWS)
+    of_text = BlankLimit("characters", MAX_BLANK_CHARACTERS)
+    for row in rows:
+        cells = (row.values or {}).values()
+        is_blank = not row.error and not any(cells)
+        of_rows.count(is_blank, not is_blank, row.where)
+        for cell in cells:
+            if isinstance(cell, str) and len(cell) > _LONG_TEXT:
+                of_text.count_text(cell, row.where)
+        yield row
 
 
 def json_rows(name: str, lines: Iterable[str]) -> Iterator[Row]:
