@@ -324,19 +324,22 @@ def test_cache_of_remote_blocks(corpus, tokenizer, tmp_path, store, monkeypatch)
     reads.clear()  # opening verifies some blocks
     whole.append(again.tokens(0, 10**9).tolist())
     assert {*reads} & {*files} <= shared < {*files}
-    cache = tmp_path / "cache/remote_blocks"
+    cache = tmp_path / "cache/remote_blocks_49"
     cache.write_bytes(bytes(byte ^ 1 for byte in cache.read_bytes()))
     tokens = open_tokens("memory://out", tokenizer, tmp_path, **small)
     reads.clear()
     whole.append(tokens.tokens(0, 10**9).tolist())
     assert any(path.endswith("tokens.bin") for path in reads)
+    before = cache.read_bytes()
     for n_blocks in (2, 1, 0):  # blocks replace each other
         tokens = open_tokens("memory://out", tokenizer, tmp_path, remote_cache=(n_blocks * 2**18 + 99) / 2**30)
         reads.clear()
         whole += [tokens.tokens(0, 10**9).tolist() for _ in range(2)]
         # The second time, each slot has at most one of the blocks.
         assert sum(path.endswith("tokens.bin") for path in reads) >= 2 * n_caches - n_blocks
-        assert cache.stat().st_size <= max(1, n_blocks) * 2**18 + 99
+        if n_blocks:
+            assert (tmp_path / f"cache/remote_blocks_{n_blocks}").stat().st_size <= n_blocks * 2**18 + 99
+    assert cache.read_bytes() == before, "a run with a smaller cache leaves it alone"
     assert all(ids == whole[0] for ids in whole)
 
 
@@ -407,7 +410,8 @@ def test_data_behind_http(corpus, tokenizer, tmp_path):
 def test_data_is_read_without_a_cache_on_a_full_disk(failing, corpus, tokenizer, tmp_path, store, monkeypatch, log):
     prepared(corpus, "memory://out", tokenizer)
     expected = open_tokens("memory://out", tokenizer, tmp_path).tokens(0, 10**9)
-    (tmp_path / "cache/remote_blocks").unlink()
+    [cache] = (tmp_path / "cache").glob("remote_blocks_*")
+    cache.unlink()
     tokens = open_tokens("memory://out", tokenizer, tmp_path)
 
     def fail(path, *args):
@@ -913,3 +917,17 @@ def test_many_parts_open_fast_and_in_little_memory(corpus, tokenizer, tmp_path):
     assert tokens.starts(99_998 * n_tokens, 99_999 * n_tokens + 1).tolist() == [0, n_tokens]
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 30_000  # KiB
     assert [*manifest["splits"]] == ["train"]
+
+
+def test_plans_have_stable_keys(corpus, tokenizer, tmp_path):
+    """A preparation of a version with other keys is refused, and its result is still read."""
+    place = tmp_path / "out"
+    prepared(corpus, place, tokenizer)
+    plan = json.loads((place / "plan/plan.json").read_text())
+    keys = ["format", "kind", "encoding", "part_bytes", "held_out", "deduplicate", "sources"]
+    assert list(plan) == keys and plan["format"] == 1
+    earlier = {"kind": plan["kind"], "--part_size": plan["part_bytes"], "sources": plan["sources"]}
+    (place / "plan/plan.json").write_text(json.dumps(earlier))
+    with raises(f"{place} was begun by another version of torchtitan, whose plan.json has other keys"):
+        prepared(corpus, place, tokenizer)
+    assert open_tokens(place, tokenizer, tmp_path).n_tokens

@@ -50,6 +50,19 @@ INDEX_ROWS = 3
 ITEMS_PER_PASS = 1 << 24
 """Approximate number of hashes that a process compares at a time, which need about 90 bytes each."""
 
+PLAN_FORMAT = 1
+"""Number of the plan's keys and their meaning; plans without one had the words of messages as keys."""
+
+_PLAN_WORDS = {
+    "kind": "kind",
+    "encoding": "tokenizer, filters, template or version of torchtitan",
+    "part_bytes": "--part_size",
+    "held_out": "--held_out",
+    "deduplicate": "--keep_duplicates",
+    "sources": "sources",
+}
+"""Keys of a plan, which stay the same when messages change, and their words in a message."""
+
 _PARTS_AT_A_TIME = 256
 """Parts whose hashes are in memory while they are copied."""
 
@@ -89,14 +102,15 @@ class Preparation:
 
     @cached_property
     def plan(self) -> dict[str, Any]:
-        """Everything that determines the result, as JSON values with the words of messages as keys. Files are
-        identified by `file_version`, since reading them takes long."""
+        """Everything that determines the result, as JSON values by the keys of `_PLAN_WORDS`. Files are identified by
+        `file_version`, since reading them takes long."""
         return {
+            "format": PLAN_FORMAT,
             "kind": self.encoding.kind,
-            "tokenizer, filters, template or version of torchtitan": self.encoding.identity,
-            "--part_size": self.part_bytes,
-            "--held_out": self.held_out,
-            "--keep_duplicates": not self.deduplicate,
+            "encoding": self.encoding.identity,
+            "part_bytes": self.part_bytes,
+            "held_out": self.held_out,
+            "deduplicate": self.deduplicate,
             "sources": [[source.name, source.identity(file_version)] for source in self.sources],
         }
 
@@ -122,7 +136,12 @@ class Preparation:
     def check(self) -> None:
         """Raise `UserError` if the folder holds another preparation."""
         begun, plan = json.loads(read(self.place / "plan", PLAN)), json.loads(json.dumps(self.plan))
-        if changed := " and ".join(name for name in plan if plan[name] != begun.get(name)):
+        if not isinstance(begun, dict) or begun.get("format") != PLAN_FORMAT:
+            raise UserError(
+                f"{self.place} was begun by another version of torchtitan, whose {PLAN} has other keys; continue with "
+                "that version, or set --out to a new folder"
+            )
+        if changed := " and ".join(words for key, words in _PLAN_WORDS.items() if plan[key] != begun.get(key)):
             raise UserError(
                 f"{self.place} was begun with other {changed}, or they have changed; set --out to a new folder"
             )

@@ -17,8 +17,9 @@ _SLOT_BYTES = _DIGEST_BYTES + BLOCK_BYTES
 @dataclass
 class BlockCache:
     """A file of slots. The name of a block determines its slot, in which it replaces any other, so the size is bounded
-    without a list of blocks. All processes of a host may use the file at once: a block that another process is
-    overwriting has a wrong digest, and is read from the store. Can be pickled."""
+    without a list of blocks. All processes of a host with the same size may use the file at once: a block that another
+    process is overwriting has a wrong digest, and is read from the store. Runs with another size use another file,
+    since the same block has another slot there. Can be pickled."""
 
     root: Path
     """Existing folder of the file."""
@@ -34,12 +35,11 @@ class BlockCache:
         """
         if (n_bytes := self.n_bytes) >= _SLOT_BYTES:
             try:
-                with os.fdopen(os.open(self.root / "remote_blocks", os.O_RDWR | os.O_CREAT, 0o600), "r+b", 0) as file:
-                    if os.fstat(file.fileno()).st_size > n_bytes:  # of a run with a larger cache
-                        file.truncate(n_bytes)
+                n_slots = n_bytes // _SLOT_BYTES
+                path = self.root / f"remote_blocks_{n_slots}"
+                with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b", 0) as file:
                     first = start - start % BLOCK_BYTES
                     bounds = [(begin, min(begin + BLOCK_BYTES, size)) for begin in range(first, stop, BLOCK_BYTES)]
-                    n_slots = n_bytes // _SLOT_BYTES
                     blocks = [_block(file.fileno(), n_slots, name, begin, end, fetch) for begin, end in bounds]
                     return b"".join(blocks)[start - first : stop - first]
             except OSError as error:
