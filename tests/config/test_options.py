@@ -5,15 +5,20 @@ import importlib
 import inspect
 import re
 import textwrap
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 
+import pytest
+
 from tests.conftest import PROJECT
+from torchtitan.components.data.finetuning.sft import SFTDataLoader
 from torchtitan.components.optimizer import ParamGroup
 from torchtitan.config import Configurable, TrainingConfig
+from torchtitan.config.configurable import list_options
 from torchtitan.config.registry import built_in_modules, list_module, needs_assets
 from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.protocols import ExternalFormat
+from torchtitan.tools.errors import UserError
 from torchtitan.trainer import Trainer
 
 
@@ -34,6 +39,28 @@ class TestEveryOption:
         places = {Careless.Config: {"careless"}}
         assert unread_fields(places, {__name__: Path(__file__).read_text()}) == ["Careless.Config.steps"]
         assert undocumented_fields(Careless.Config) == ["Careless.Config.rate"]
+
+
+def test_a_single_value_for_a_list():
+    """A text is a list of one; other single values are errors, instead of characters or a `TypeError` later."""
+    options = [(cls, name) for cls in places_in_configurations() for name in list_options(cls)]
+    assert (SFTDataLoader.Config, "dataset") in options and (TrainingConfig, "skip_data") in options
+    for cls, name in options:
+        config = object.__new__(cls)
+        for value in ("text", Path("text"), 5, 0.5, True):
+            try:
+                setattr(config, name, value)
+            except UserError as error:
+                assert str(error).startswith(f"{cls.__qualname__}.{name} is {value!r}, but must be a list"), error
+            else:
+                assert getattr(config, name) == ["text"], (cls, name, value)
+        for value in (["text"], ("text",), None):
+            setattr(config, name, value)
+            assert getattr(config, name) is value
+    given = SFTDataLoader.Config(dataset="my.json")
+    assert given.dataset == ["my.json"] == replace(given, format="chat").dataset
+    with pytest.raises(UserError, match="SFTDataLoader.Config.weights is '0.5', but must be a list"):
+        SFTDataLoader.Config(weights="0.5")
 
 
 MESSAGES = {"UserError", "RunFailure", "RunComplete", "require", "os_errors_as", "info", "warning", "error"}

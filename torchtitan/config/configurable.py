@@ -4,13 +4,52 @@ import copy
 import dataclasses
 from collections.abc import Mapping
 from datetime import date
+from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, ClassVar, Literal, Self, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, Union, get_args, get_origin, get_type_hints
 
 from torchtitan.tools.errors import UserError
 
 _NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "a string", Path: "a path"}
+
+
+class Section:
+    """Base of configurations: a single text given for a list of texts is a list of one, also when it is assigned. Any
+    other single value raises `UserError`, since iterating over a text would read its characters."""
+
+    __slots__ = ()
+
+    if not TYPE_CHECKING:  # with this method, mypy would allow any attribute
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            if isinstance(value, (str, Path, int, float)):
+                value = _listed(type(self), name, value)
+            object.__setattr__(self, name, value)
+
+
+def _listed(cls: type, name: str, value: Any) -> Any:
+    """Return a single value of an option as its list, and values of other options unchanged."""
+    declared = list_options(cls).get(name)
+    if declared is None:
+        return value
+    if not isinstance(value, (str, Path)) or not fits([str(value)], declared, quoted=False):
+        raise UserError(f"{cls.__qualname__}.{name} is {value!r}, but must be {describe(declared)}")
+    return [str(value)]
+
+
+@cache
+def list_options(cls: type) -> dict[str, Any]:
+    """Return the declared types of the fields of a dataclass that hold lists or tuples."""
+    types = get_type_hints(cls)
+    return {field.name: types[field.name] for field in dataclasses.fields(cls) if _holds_list(types[field.name])}
+
+
+def _holds_list(declared: Any) -> bool:
+    if get_origin(declared) in (Union, UnionType):
+        others = [argument for argument in get_args(declared) if argument is not NoneType]
+        return all(map(_holds_list, others))
+    return get_origin(declared) in (list, tuple)
 
 
 class Configurable:
@@ -22,7 +61,7 @@ class Configurable:
     """
 
     @dataclasses.dataclass(kw_only=True, slots=True)
-    class Config:
+    class Config(Section):
         """Configuration of a component."""
 
         _owner: ClassVar[type["Configurable"]]

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import ClassVar, Literal
 
+from torchtitan.config.configurable import Section
 from torchtitan.config.schedule import parse_changes
 from torchtitan.tools.errors import UserError, require
 
@@ -16,15 +17,16 @@ def require_at_least(minimum: float, **values: float | None) -> None:
 
 
 @dataclass(kw_only=True, slots=True)
-class TrainingConfig:
+class TrainingConfig(Section):
     """Length, batch sizes and precision of training."""
 
     steps: int = 1000
     """Optimizer steps."""
 
     epochs: int | None = None
-    """Passes over the data. If its size is known, they replace `steps`. A stream of unknown size ends after these
-    passes, and after `steps` at the latest; its schedule has the length `steps`."""
+    """Passes over the data. If its size is known, they replace `steps`, even if both are set, and the run says so. A
+    stream of unknown size ends after these passes, and after `steps` at the latest; its schedule has the length
+    `steps`."""
 
     seq_len: int = 512
     """Tokens in a window, the sequence that the model sees at once."""
@@ -121,7 +123,7 @@ PipelineSchedule = Literal[
 
 
 @dataclass(kw_only=True, slots=True)
-class ParallelismConfig:
+class ParallelismConfig(Section):
     """Degrees of parallelism, which multiply to the number of processes."""
 
     auto: bool = False
@@ -214,7 +216,7 @@ class ParallelismConfig:
 
 
 @dataclass(kw_only=True, slots=True)
-class ActivationCheckpointConfig:
+class ActivationCheckpointConfig(Section):
     """Activation checkpointing: recompute forward results in the backward pass instead of keeping them."""
 
     mode: Literal["none", "full", "selective", "memory_budget", "auto"] = "none"
@@ -237,7 +239,7 @@ class ActivationCheckpointConfig:
 
 
 @dataclass(kw_only=True, slots=True)
-class CompileConfig:
+class CompileConfig(Section):
     """Settings of torch.compile."""
 
     enable: bool = False
@@ -256,7 +258,7 @@ class CompileConfig:
 
 
 @dataclass(kw_only=True, slots=True)
-class CommConfig:
+class CommConfig(Section):
     """Timeouts of the communication between ranks."""
 
     init_timeout_seconds: int = 1800
@@ -287,7 +289,7 @@ class CommConfig:
 
 
 @dataclass(kw_only=True, slots=True)
-class DebugConfig:
+class DebugConfig(Section):
     """Reproducibility."""
 
     seed: int = 0

@@ -56,10 +56,6 @@ class PretrainDataLoader(TokenizingDataLoader):
         shuffle_buffer: int = 4096
         """Documents per shuffle buffer of a stream; local data is always shuffled as a whole."""
 
-        def __post_init__(self) -> None:
-            if isinstance(self.dataset, str):  # a single one, for calls from Python
-                self.dataset = [self.dataset]
-
         def validate(self) -> None:
             TokenizingDataLoader.Config.validate(self)
             require(self.shuffle_buffer >= 1, "--dataloader.shuffle_buffer", self.shuffle_buffer, "at least 1 document")

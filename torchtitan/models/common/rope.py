@@ -8,13 +8,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from torchtitan.config.configurable import Section
 from torchtitan.tools.errors import require
 
 Scaling = Literal["llama3", "linear", "dynamic", "yarn", "yarn_untruncated", "longrope", "proportional"]
 
 
 @dataclass(kw_only=True, slots=True)
-class RoPEConfig:
+class RoPEConfig(Section):
     """Rotary position embedding."""
 
     theta: float = 500_000.0

@@ -8,13 +8,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from torchtitan.config.configurable import Section
 from torchtitan.models.common.norms import NormFactory
 from torchtitan.protocols.experts import LoadBalanced, PenaltyConfig, SelectionBias
 from torchtitan.protocols.initializer import Constant, TruncatedNormal, initializers_of, with_initializers
 
 
 @dataclass(kw_only=True, slots=True)
-class RoutingConfig:
+class RoutingConfig(Section):
     """Choice of the experts that get a token, and the weights of their results."""
 
     n_experts: int
