@@ -244,7 +244,7 @@ class TestEndOfData:
         path.write_text(" ".join(f"word{i}" for i in range(200)))
         return path
 
-    def test_epochs_set_steps_and_schedule(self, tmp_path, small_text):
+    def test_epochs_set_steps_and_schedule(self, tmp_path, small_text, log):
         trainer = train(
             tmp_path,
             dataloader__dataset=small_text,
@@ -255,6 +255,8 @@ class TestEndOfData:
         steps = math.ceil(trainer.dataloader.n_samples / 2)
         assert trainer.step == trainer.lr_scheduler.total_steps == steps > 1
         assert len(read_metrics(tmp_path)) == steps
+        said = f"--training.epochs 3 sets the length of the run, {steps} steps, in place of --training.steps 1; "
+        assert [record.levelname for record in log.records if said in record.getMessage()] == ["WARNING"]
 
     @pytest.mark.slow
     def test_infinite_data_repeats(self, tmp_path, small_text):

@@ -1,6 +1,7 @@
 """`RunBuilder`: build the parts of a run from its configuration, for `Trainer.__init__`."""
 
 import dataclasses
+import logging
 import os
 import random
 from dataclasses import dataclass
@@ -118,7 +119,15 @@ class RunBuilder(Configurable):
                 "--optimizer.early_step_in_backward cannot be combined with --training.epochs of a stream, whose end "
                 "is found too late to skip the step; set --training.steps instead"
             )
-        return self.config.data_progress(self.global_batch_size, samples)
+        run_length = self.config.data_progress(self.global_batch_size, samples)
+        if training.epochs is not None and samples is not None:
+            n_steps = run_length.last_step(0)
+            logger.log(
+                logging.WARNING if n_steps > training.steps else logging.INFO,
+                f"--training.epochs {training.epochs} sets the length of the run, {n_steps:,} steps, in place of "
+                f"--training.steps {training.steps}; leave out --training.epochs to train by steps",
+            )
+        return run_length
 
     def build_models(self) -> dict[str, RunModel]:
         """Build the run's models by name, sharded and not yet allocated: here "model", which the configuration
