@@ -48,8 +48,9 @@ class LoadBalancer:
         """True if any stage of the pipeline needs `measuring`, has routers, has auxiliary losses."""
 
     def start_step(self, n_tokens: int, gradient_degree: int, device: torch.device) -> None:
-        """Begin a step, in which this rank routes `n_tokens`, over all micro-batches (0: unknown). Each rank's
-        gradients of auxiliary losses are larger by `gradient_degree`, the ranks over which gradients are averaged."""
+        """Begin a step with `n_tokens` tokens of documents in this rank's micro-batches that no other rank counts (0 on
+        all ranks: unknown). Each rank's gradients of auxiliary losses are larger by `gradient_degree`, the ranks over
+        which gradients are averaged."""
         if not self._routers:
             return
         self._n_tokens = self._sum(torch.full((), n_tokens, dtype=torch.int64, device=device))

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from torchtitan.distributed.context_parallel import share_rows
 from torchtitan.protocols.converter import converter_of
+from torchtitan.protocols.experts import LoadBalanced
 from torchtitan.protocols.output_head import compute_logits
 from torchtitan.protocols.sharding import Features, ShardingPlan, TensorSharding, features_of
 from torchtitan.tools.errors import UserError
@@ -191,6 +192,7 @@ def apply_tensor_parallel(
     """
     check_parts(model, plan, mesh.size())
     share_rows(model, mesh)
+    _give_routers_own_tokens(model, mesh)
     for pattern, sharding in plan.tensor.items():
         for _, module in list(_parts(model, pattern)):
             if module is not None:
@@ -202,6 +204,22 @@ def apply_tensor_parallel(
         raise UserError(f"the sharding plan has no entry for {', '.join(uncovered)}; add it for tensor parallelism")
     if disable_loss_parallel:
         model.register_forward_pre_hook(_use_full_tensors, with_kwargs=True)
+
+
+def _give_routers_own_tokens(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Let each rank's routers know the documents of its own part of the tokens, split like the hidden states."""
+
+    def take_own(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        x_BLD, documents = inputs
+        if documents is None:
+            return inputs
+        size = -(-documents.of_token_BL.shape[1] // mesh.size())
+        start = size * mesh.get_local_rank()
+        return x_BLD, documents.tokens(slice(start, start + size))
+
+    for module in model.modules():
+        if isinstance(module, LoadBalanced):
+            module.register_forward_pre_hook(take_own)
 
 
 def _use_full_tensors(

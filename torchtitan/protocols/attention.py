@@ -5,12 +5,40 @@ from itertools import pairwise
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan.tools.device import send
 
 Kernel = Literal["causal", "documents", "dense", "varlen", "flex"]
 """Computation of attention; `torchtitan.models.common.attention` chooses it."""
+
+
+@dataclass(frozen=True, eq=False)
+class Documents:
+    """The documents of a batch, as statistics over tokens need them."""
+
+    of_token_BL: Tensor
+    """Number of each token's document, from 0; `count` for padding."""
+
+    count: int
+    """Number of documents."""
+
+    @property
+    def has_token_BL(self) -> Tensor:
+        """True for the tokens of documents, False for padding."""
+        return self.of_token_BL < self.count
+
+    def tokens(self, part: slice) -> "Documents":
+        """Describe a part of the tokens of each row."""
+        return replace(self, of_token_BL=self.of_token_BL[:, part])
+
+    def before_last(self, n_tokens: int) -> "Documents":
+        """Count the last `n_tokens` tokens of each document as padding."""
+        later_BL = F.pad(self.of_token_BL[:, n_tokens:], (0, n_tokens), value=self.count)
+        later_BL = later_BL[:, : self.of_token_BL.shape[1]]
+        has_later_BL = later_BL == self.of_token_BL
+        return replace(self, of_token_BL=self.of_token_BL.where(has_later_BL, self.count))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -29,6 +57,12 @@ class AttentionMetadata:
 
     max_seqlen: int
     """Tokens of the longest document."""
+
+    n_tokens_B: Tensor | None = None
+    """Tokens of each row before its padding, int64 (B,), always on the host. None: no row has padding."""
+
+    documents: Documents | None = None
+    """Documents of the tokens on their device, for routers of experts; the model sets them in training."""
 
     window: int | None = None
     """Number of tokens that a token sees, including itself; None: no limit."""
@@ -51,20 +85,22 @@ class AttentionMetadata:
     replaces its own. None: no states are kept."""
 
     @classmethod
-    def from_positions(cls, positions_BL: Tensor) -> "AttentionMetadata":
-        """Describe packed documents by the positions of their tokens, which are on the host and 0 at each start."""
+    def from_positions(cls, positions_BL: Tensor, n_tokens_B: Tensor | None = None) -> "AttentionMetadata":
+        """Describe packed documents by the positions of their tokens, which are on the host and 0 at each start. The
+        padding behind the first `n_tokens_B` tokens of a row has positions like a document."""
         assert positions_BL.device.type == "cpu", "reading positions from a device would wait for it"
         starts_BL = positions_BL == 0
         starts_BL[:, 0] = True
         starts = starts_BL.flatten().nonzero().flatten()
         boundaries = torch.cat((starts, starts.new_tensor([starts_BL.numel()]))).int()
-        return cls(positions_BL=positions_BL, cu_seqlens=boundaries, max_seqlen=int(boundaries.diff().max()))
+        longest = int(boundaries.diff().max())
+        return cls(positions_BL=positions_BL, cu_seqlens=boundaries, max_seqlen=longest, n_tokens_B=n_tokens_B)
 
     @classmethod
-    def of_rows(cls, n_rows: int, length: int) -> "AttentionMetadata":
-        """Describe rows of `length` tokens that are one document each."""
+    def of_rows(cls, n_rows: int, length: int, n_tokens_B: Tensor | None = None) -> "AttentionMetadata":
+        """Describe rows of `length` tokens that are one document each, with padding behind their first `n_tokens_B`."""
         boundaries = torch.arange(0, (n_rows + 1) * length, length, dtype=torch.int32, device="cpu")
-        return cls(cu_seqlens=boundaries, max_seqlen=length)
+        return cls(cu_seqlens=boundaries, max_seqlen=length, n_tokens_B=n_tokens_B)
 
     @property
     def n_rows(self) -> int:
@@ -83,6 +119,24 @@ class AttentionMetadata:
         lengths_BL = lengths.repeat_interleave(lengths).view(self.n_rows, -1)
         lengths_BL = send(lengths_BL, device)
         return lengths_BL if self.query_places_L is None else lengths_BL[:, self.query_places_L]
+
+    def with_documents(self, device: torch.device) -> "AttentionMetadata":
+        """Describe the same tokens, with `documents` on `device`."""
+        lengths, n_rows = self.cu_seqlens.diff().long(), self.n_rows
+        n_documents = len(lengths)
+        if self.positions_BL is None:
+            length = self.max_seqlen
+            of_token_BL = torch.arange(n_rows, device=device)[:, None].expand(n_rows, length)
+        else:
+            of_token_BL = torch.arange(n_documents).repeat_interleave(lengths).view(n_rows, -1)
+            of_token_BL = send(of_token_BL, device)
+        if self.n_tokens_B is not None:
+            places_L = torch.arange(of_token_BL.shape[1], device=device)
+            is_padding_BL = places_L >= send(self.n_tokens_B, device)[:, None]
+            of_token_BL = of_token_BL.masked_fill(is_padding_BL, n_documents)
+        if self.query_places_L is not None:
+            of_token_BL = of_token_BL[:, self.query_places_L]
+        return replace(self, documents=Documents(of_token_BL, n_documents))
 
     def with_window(self, window: int | None) -> "AttentionMetadata":
         """Describe the same tokens for layers with this window."""
@@ -114,12 +168,18 @@ class AttentionMetadata:
 
     def rows(self, start: int, stop: int) -> "AttentionMetadata":
         """Describe the rows from `start` to before `stop`, such as a micro-batch of a pipeline."""
+        n_tokens_B = None if self.n_tokens_B is None else self.n_tokens_B[start:stop]
         if self.positions_BL is None:
-            return replace(self, cu_seqlens=self.cu_seqlens[: stop - start + 1])
+            return replace(self, cu_seqlens=self.cu_seqlens[: stop - start + 1], n_tokens_B=n_tokens_B)
         first, last = (row * int(self.cu_seqlens[-1]) // self.n_rows for row in (start, stop))
         boundaries = self.cu_seqlens[(self.cu_seqlens >= first) & (self.cu_seqlens <= last)] - first
-        longest = int(boundaries.diff().max())
-        return replace(self, positions_BL=self.positions_BL[start:stop], cu_seqlens=boundaries, max_seqlen=longest)
+        return replace(
+            self,
+            positions_BL=self.positions_BL[start:stop],
+            cu_seqlens=boundaries,
+            max_seqlen=int(boundaries.diff().max()),
+            n_tokens_B=n_tokens_B,
+        )
 
     def shard(self, query_places_L: Tensor, key_places_S: Tensor) -> "AttentionMetadata":
         """Describe a rank's part of the tokens of each row, given the places of its tokens and of the gathered keys."""

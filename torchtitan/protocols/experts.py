@@ -54,7 +54,7 @@ class PenaltyConfig:
     pass over its tokens that only counts."""
 
     sequence_loss: float = 0.0
-    """Weight of the load-balancing loss within each row of `training.seq_len` tokens (DeepSeek-V3)."""
+    """Weight of the load-balancing loss within each document, weighted by its tokens (DeepSeek-V3)."""
 
     z_loss: float = 0.0
     """Weight of the squared log-sum-exp of the router's logits (ST-MoE)."""
@@ -97,10 +97,11 @@ class LoadBalanced(nn.Module):
         self.n_experts, self.top_k, self.penalties, self.selection = n_experts, top_k, penalties, selection
         self.totals: Tensor | None = None
         """Since the step began, the number of tokens that this rank has sent to each expert, and as the last element
-        the summed entropy of these tokens' probabilities in 2⁻²⁰ nats: (E + 1), int64. None before the first step."""
+        the summed entropy of these tokens' probabilities in 2⁻²⁰ nats: (E + 1), int64. None before the first step.
+        Padding does not count."""
         self.gradient_scale: Tensor | None = None
         """Factor of the auxiliary losses' gradients, a float32 scalar: losses are sums over tokens, of which the loop
-        takes the mean over the tokens of the global batch, padding included."""
+        takes the mean over the tokens of the global batch, without padding."""
         self.batch_counts_E: Tensor | None = None
         """Tokens of the global batch that each expert gets with the current weights, for the batch loss."""
         self.is_measuring = False

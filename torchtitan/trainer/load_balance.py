@@ -10,6 +10,12 @@ from torchtitan.trainer.callbacks import Callback
 from torchtitan.trainer.step_result import StepResult
 
 
+def count_tokens(batch: Batch) -> int:
+    """Return the number of a batch's tokens without padding."""
+    n_tokens_B = batch["attention"].n_tokens_B if "attention" in batch else None
+    return batch["input"].numel() if n_tokens_B is None else int(n_tokens_B.sum())
+
+
 class LoadBalance(Callback):
     """Run a `LoadBalancer` through each step. It sits beside the step: a trainer with its own `train_step` has it too.
     Raises `UserError` for auxiliary losses with a loss that is not divided by its tokens beforehand."""
@@ -25,9 +31,11 @@ class LoadBalance(Callback):
 
     def on_batches(self, micro_batches: Sequence[Batch]) -> None:
         trainer, dims = self.trainer, self.trainer.parallel_dims
-        # An own loss may pass other tokens, such as sampled answers.
-        sizes = [0] if trainer.has_own_loss else [batch["input"].numel() for batch in micro_batches]
-        self.balancer.start_step(sum(sizes) // (dims.cp * dims.tp), dims.gradient_degree, trainer.device)
+        n_tokens = 0
+        # An own loss may pass other tokens, such as sampled answers. Some ranks have parts of the same rows.
+        if not trainer.has_own_loss and dims.coordinate("cp") == dims.coordinate("tp") == 0:
+            n_tokens = sum(map(count_tokens, micro_batches))
+        self.balancer.start_step(n_tokens, dims.gradient_degree, trainer.device)
         if self.balancer.needs_load:
             trainer.watchdog.phase("counting tokens of experts")
             with self.balancer.measuring(), trainer.precision.fixed_weights():

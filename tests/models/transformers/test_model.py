@@ -19,6 +19,7 @@ transformers = pytest.importorskip("transformers")
 from torchtitan.models.transformers.description import TRUST_VARIABLE  # noqa: E402
 from torchtitan.models.transformers.model import TransformersModel  # noqa: E402
 from torchtitan.models.transformers.tiny import tiny_config  # noqa: E402
+from torchtitan.protocols.attention import AttentionMetadata  # noqa: E402
 
 TOLERANCE = 1e-5
 """Of the largest element, in float32: the closed form of the loss sums in another order than the class."""
@@ -92,6 +93,41 @@ def test_the_auxiliary_loss_of_routers_counts() -> None:
     models = [model_of({**document, "router_aux_loss_coef": factor}) for factor in (0.0, 0.5)]
     losses = [model(tokens, head=head, labels_BL=tokens) for model in models]
     assert losses[1] - losses[0] > 0.5 * tokens.numel()  # the loss of a perfect balance is 1 and more
+
+
+def auxiliary_gradients(tokens: torch.Tensor, attention: AttentionMetadata) -> dict[str, torch.Tensor]:
+    """Return the gradients of the routers' loss alone."""
+    model = model_of(document_of("mixtral", **TYPES["mixtral"]))
+    head = CrossEntropyLoss.Config().build()
+    labels = tokens.where(tokens != 0, IGNORE_INDEX)
+    loss = model(tokens, attention, head=head, labels_BL=labels)
+    plain = model.eval()(tokens, attention, head=head, labels_BL=labels)
+    (loss - plain).backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("padding", [3, 40])
+@pytest.mark.parametrize("packed", [True, False])
+def test_the_auxiliary_loss_leaves_out_padding(padding: int, packed: bool) -> None:
+    documents = torch.randint(8, 64, (2, 12), generator=torch.Generator().manual_seed(0))
+    positions = torch.cat([torch.arange(12), torch.arange(12)])[None]
+    expected = auxiliary_gradients(documents.view(1, 24), AttentionMetadata.from_positions(positions))
+    tokens = F.pad(documents, (0, padding))
+    n_tokens = torch.tensor([12, 12])
+    attention = AttentionMetadata.of_rows(2, 12 + padding, n_tokens)
+    if packed:
+        positions = torch.cat([torch.arange(12), torch.arange(padding)]).expand(2, -1)
+        attention = AttentionMetadata.from_positions(positions, n_tokens)
+    gradients = auxiliary_gradients(tokens, attention)
+    most = max(gradient.abs().max() for gradient in expected.values())
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, expected[name], rtol=0, atol=TOLERANCE * most.item())
+
+
+def test_a_batch_of_padding_has_a_finite_loss() -> None:
+    attention = AttentionMetadata.of_rows(2, 12, torch.tensor([0, 0]))
+    gradients = auxiliary_gradients(torch.zeros(2, 12, dtype=torch.long), attention)
+    assert all(gradient.isfinite().all() for gradient in gradients.values())
 
 
 def test_initial_values_depend_on_seed_and_name_alone() -> None:

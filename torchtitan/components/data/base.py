@@ -24,18 +24,24 @@ Batch = dict[str, Any]
 
 - `input` (B, T): token ids.
 - `labels` (B, T): the token that follows each input token, or `IGNORE_INDEX`.
-- `attention`, only with document masking: the `AttentionMetadata` of the batch, in which positions restart with each
-  document and in each window.
+- `attention`, with document masking or padding: the `AttentionMetadata` of the batch. With document masking, positions
+  restart with each document and in each window.
 - `documents` (B, M), optional: numbers of the sample's documents in order, padded with `NO_DOCUMENT`; for windows of
   running text (B, 2), any numbers for the first and last document. `document_names` names them.
 """
 
 
 def to_batch(samples: Sequence[Mapping[str, Array]]) -> Batch:
-    """Stack the arrays of samples, and make `attention` of `positions`."""
+    """Stack the arrays of samples, and make `attention` of their `positions`, and of `n_tokens`: how many tokens a
+    sample has before its padding."""
     batch: Batch = {name: torch.from_numpy(np.stack([sample[name] for sample in samples])) for name in samples[0]}
+    (n_rows, length), n_tokens_B = batch["input"].shape, batch.pop("n_tokens", None)
+    if n_tokens_B is not None and bool((n_tokens_B == length).all()):
+        n_tokens_B = None
     if "positions" in batch:
-        batch["attention"] = AttentionMetadata.from_positions(batch.pop("positions"))
+        batch["attention"] = AttentionMetadata.from_positions(batch.pop("positions"), n_tokens_B)
+    elif n_tokens_B is not None:
+        batch["attention"] = AttentionMetadata.of_rows(n_rows, length, n_tokens_B)
     return batch
 
 

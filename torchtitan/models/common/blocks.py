@@ -52,17 +52,20 @@ class PreNormBlock(nn.Module):
     def forward(self, x_BLD: Tensor, rope: Rope, attention: AttentionMetadata) -> Tensor:
         """(B, L, dim) → (B, L, dim)."""
         x_BLD = self._add(x_BLD, self._attend(x_BLD, rope, attention))
-        return self._add(x_BLD, self._feed_forward(x_BLD))
+        return self._add(x_BLD, self._feed_forward(x_BLD, attention))
 
     def _attend(self, x_BLD: Tensor, rope: Rope, attention: AttentionMetadata) -> Tensor:
         x_BLD = x_BLD if self.attention_norm is None else self.attention_norm(x_BLD)
         out_BLD: Tensor = self.attention(x_BLD, rope, attention)
         return out_BLD if self.attention_post_norm is None else self.attention_post_norm(out_BLD)
 
-    def _feed_forward(self, x_BLD: Tensor) -> Tensor:
-        x_BLD = x_BLD if self.ffn_norm is None else self.ffn_norm(x_BLD)
-        out_BLD = (self.feed_forward or self.moe)(x_BLD)
+    def _feed_forward(self, x_BLD: Tensor, attention: AttentionMetadata) -> Tensor:
+        out_BLD = self._mix(x_BLD if self.ffn_norm is None else self.ffn_norm(x_BLD), attention)
         return out_BLD if self.ffn_post_norm is None else self.ffn_post_norm(out_BLD)
+
+    def _mix(self, x_BLD: Tensor, attention: AttentionMetadata) -> Any:
+        """Return the result of the feed-forward network, or of experts, whose statistics leave out padding."""
+        return self.feed_forward(x_BLD) if self.moe is None else self.moe(x_BLD, attention.documents)
 
     def _add(self, x_BLD: Tensor, out_BLD: Tensor) -> Tensor:
         return x_BLD + (out_BLD if self.multiplier == 1.0 else self.multiplier * out_BLD)
@@ -147,7 +150,7 @@ class PerLayerBlock(ScaledSandwichBlock):
         attended = self.attention(self.attention_norm(x_BLD), rope, attention, *inputs[1:])
         out_BLD, *given = attended if isinstance(attended, tuple) else (attended,)
         x_BLD = self._add(x_BLD, self.attention_post_norm(out_BLD))
-        x_BLD = self._add(x_BLD, self._feed_forward(x_BLD))
+        x_BLD = self._add(x_BLD, self._feed_forward(x_BLD, attention))
         out_BLD = self.own["norm"](self.own["out"](gelu_tanh(self.own["gate"](x_BLD)) * inputs[0]))
         return self._add(x_BLD, out_BLD) * self.layer_scalar.type_as(x_BLD), *given
 
@@ -167,4 +170,4 @@ class ParallelBlock(PreNormBlock):
         normalized_BLD = self.attention_norm(x_BLD)
         attended_BLD = self.attention(normalized_BLD, rope, attention)
         inputs_BLD = normalized_BLD if self.ffn_norm is None else self.ffn_norm(x_BLD)
-        return self._add(x_BLD, attended_BLD + (self.feed_forward or self.moe)(inputs_BLD))
+        return self._add(x_BLD, attended_BLD + self._mix(inputs_BLD, attention))

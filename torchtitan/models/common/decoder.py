@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan.models.common.attention import GroupedQueryAttention, with_kernel
-from torchtitan.models.common.blocks import PreNormBlock
+from torchtitan.models.common.blocks import PreNormBlock, Rope
 from torchtitan.models.common.feed_forward import GatedFeedForward
 from torchtitan.models.common.norms import RMSNorm
 from torchtitan.models.common.rope import RoPEConfig, rope_cos_sin
@@ -173,6 +173,9 @@ class Decoder(BaseModel):
     has_sinks = False
     """Attention has a score per head for no token."""
 
+    has_routers = False
+    """Some layers have experts, whose routers get the documents of a batch in training."""
+
     has_chunks = False
     """Windows do not move with the token, but are consecutive chunks of the document."""
 
@@ -287,6 +290,8 @@ class Decoder(BaseModel):
         device = tokens_BL.device
         if attention is None:
             attention = AttentionMetadata.of_rows(*tokens_BL.shape[:2])
+        if self.training and self.has_routers:
+            attention = attention.with_documents(device)
         positions_BL = attention.positions_BL
         if positions_BL is None:
             positions_BL = torch.arange(attention.max_seqlen, device=device)[None]
@@ -332,8 +337,11 @@ class Decoder(BaseModel):
             hidden_BLD = block(hidden_BLD, *inputs)
         return hidden_BLD
 
-    def training_head(self, head: Head, tokens_BL: Tensor, positions_BL: Tensor, *inputs: Any) -> Head:
-        """Return the loss in training of a model with layers after the last, which get `inputs` like it."""
+    def training_head(
+        self, head: Head, tokens_BL: Tensor, positions_BL: Tensor, rope: Rope, attention: AttentionMetadata
+    ) -> Head:
+        """Return the loss in training of a model with layers after the last, which get the same `rope` and `attention`
+        as it."""
         raise NotImplementedError
 
     def blocks(self) -> dict[str, nn.Module]:

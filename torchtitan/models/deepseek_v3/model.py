@@ -1,18 +1,20 @@
 """DeepSeek-V2 and V3 (arXiv:2405.04434, 2412.19437), Kimi K2 (arXiv:2507.20534), and their Hugging Face format."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, nn
 
 from torchtitan.models.common import hugging_face as hf
-from torchtitan.models.common.blocks import MultiTokenBlock
+from torchtitan.models.common.blocks import MultiTokenBlock, Rope
 from torchtitan.models.common.config_reader import ConfigReader
 from torchtitan.models.common.hugging_face_rope import write_rope
 from torchtitan.models.common.latent_attention import LatentAttention
 from torchtitan.models.common.moe import rows
 from torchtitan.models.common.moe.decoder import MoEDecoder
+from torchtitan.protocols.attention import AttentionMetadata
 from torchtitan.protocols.output_head import Head, with_further_tokens
 from torchtitan.tools.errors import require
 
@@ -65,9 +67,17 @@ class DeepSeekModel(MoEDecoder):
         for index in range(config.n_layers, config.n_layers + config.n_mtp_modules):
             self.layers[str(index)] = self.make_block(config.n_layers - 1, kind=MultiTokenBlock)
 
-    def training_head(self, head: Head, tokens_BL: Tensor, positions_BL: Tensor, *inputs: Any) -> Head:
+    def training_head(
+        self, head: Head, tokens_BL: Tensor, positions_BL: Tensor, rope: Rope, attention: AttentionMetadata
+    ) -> Head:
+        def module(block: nn.Module, k: int) -> Callable[..., Tensor]:
+            # Its router counts only tokens whose k-th later token is in their document.
+            documents = attention.documents and attention.documents.before_last(k)
+            own = replace(attention, documents=documents)
+            return lambda x_BLD, later_BL: block(x_BLD, rope, own, self.embed(later_BL))
+
         blocks = list(self.layers.values())[self.config.n_layers :]
-        modules = [lambda x_BLD, t_BL, block=block: block(x_BLD, *inputs, self.embed(t_BL)) for block in blocks]
+        modules = [module(block, k) for k, block in enumerate(blocks, start=1)]
         return with_further_tokens(head, modules, tokens_BL, positions_BL, self.config.mtp_weight)
 
     def make_attention(self, index: int, **options: Any) -> nn.Module:

@@ -102,6 +102,12 @@ class TransformersModel(BaseModel):
         return place if isinstance(place, OutputPlace) and not place.computes else None
 
     @property
+    def has_auxiliary_loss(self) -> bool:
+        """True if the class gives a loss of its routers."""
+        owners = self.model.config, self.model.config.get_text_config(decoder=True)
+        return any(getattr(owner, "output_router_logits", False) for owner in owners)
+
+    @property
     def auxiliary_weight(self) -> float:
         """Weight of the routers' auxiliary loss. Raise `UserError` if the class has none under a known name."""
         for owner in (self.model, self.model.config.get_text_config(decoder=True)):
@@ -175,7 +181,8 @@ class TransformersModel(BaseModel):
             outputs = attention.cache.run(self.model, tokens_BL, attention)
             hidden_BLD = (captured.hidden.pop() if captured else outputs.logits)[:, -tokens_BL.shape[1] :]
         else:
-            outputs = self.packing.run(self.model, tokens_BL, attention, static=self.is_compiled, return_dict=True)
+            options = {"static": self.is_compiled, "masks_padding": self.training and self.has_auxiliary_loss}
+            outputs = self.packing.run(self.model, tokens_BL, attention, **options, return_dict=True)
             hidden_BLD = self.packing.gather(captured.hidden.pop() if captured else outputs.logits, attention)
         if captured:
             tied = captured.shared() if self.is_tied else None

@@ -184,21 +184,29 @@ class Packing:
         attention: AttentionMetadata | None,
         *,
         static: bool = False,
+        masks_padding: bool = False,
         **options: Any,
     ) -> Any:
         """Call a class on packed tokens, or, without `attention`, on rows of one document each; `gather` its results.
-        With `static`, kernels have constant shapes, for compiled blocks."""
+        With `static`, kernels have constant shapes, for compiled blocks. With `masks_padding`, the class gets a mask of
+        padding, which its losses of routers read and our attention does not."""
         attention = attention or AttentionMetadata.of_rows(*tokens_BL.shape)
-        inputs: dict[str, Any] = {}
+        mask_BL = torch.ones_like(tokens_BL)
+        if masks_padding:
+            documents = attention.with_documents(tokens_BL.device).documents
+            assert documents
+            has_token_BL = documents.has_token_BL
+            mask_BL = (has_token_BL | ~has_token_BL.any()).long()  # a mean over no token would be NaN
+        inputs: dict[str, Any] = {"attention_mask": mask_BL} if masks_padding else {}
         positions_BL = attention.positions_BL
         if self.mode != "rows":
             if positions_BL is None:
                 positions_BL = torch.arange(tokens_BL.shape[1], device=tokens_BL.device).expand_as(tokens_BL)
             # With a mask, transformers does not look for documents in the positions, which would wait for the device.
-            inputs |= {"position_ids": positions_BL, "attention_mask": torch.ones_like(tokens_BL)}
+            inputs |= {"position_ids": positions_BL, "attention_mask": mask_BL}
         elif positions_BL is not None:
-            index_NM, inputs["attention_mask"] = (send(x, tokens_BL.device) for x in _rows(attention))
-            tokens_BL = tokens_BL.flatten()[index_NM]
+            index_NM, mask_NM = (send(x, tokens_BL.device) for x in _rows(attention))
+            tokens_BL, inputs["attention_mask"] = tokens_BL.flatten()[index_NM], mask_NM * mask_BL.flatten()[index_NM]
             attention = AttentionMetadata.of_rows(*tokens_BL.shape)
         context = copy_context()
         context.run(_current.set, (attention, static))

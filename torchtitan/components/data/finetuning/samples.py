@@ -230,7 +230,8 @@ def pack_windows(windows: Windows, seq_len: int) -> Batch:
 
 def pack_samples(samples: Sequence[EncodedSample], seq_len: int) -> dict[str, Array]:
     """Pack samples into one window of `seq_len` positions, each as a separate document. Return `input`, `labels` and
-    `positions`, each (seq_len,). The rest of the window is padding: a separate document with ignored labels."""
+    `positions`, each (seq_len,), and `n_tokens`. The rest of the window is padding: a separate document with ignored
+    labels."""
     window = {
         "input": np.zeros(seq_len, np.int64),
         "labels": np.full(seq_len, IGNORE_INDEX, np.int64),
@@ -245,4 +246,4 @@ def pack_samples(samples: Sequence[EncodedSample], seq_len: int) -> dict[str, Ar
         start = stop
     assert start <= seq_len
     window["positions"][start:] = np.arange(seq_len - start)
-    return window
+    return {**window, "n_tokens": np.array(start)}

@@ -47,8 +47,8 @@ def pack(tokens: Array, starts: Array, seq_len: int, *, document_mask: bool) -> 
             document. False: the window is one text without positions.
 
     Returns:
-        `input`, `labels` and, with document masking, `positions`, each (seq_len,). The rest of a short window is
-            padding: a separate document with ignored labels.
+        `input`, `labels` and, with document masking, `positions`, each (seq_len,), and `n_tokens`. The rest of a short
+            window is padding: a separate document with ignored labels.
     """
     n_inputs = len(tokens) - 1
     assert 1 <= n_inputs <= seq_len
@@ -56,18 +56,20 @@ def pack(tokens: Array, starts: Array, seq_len: int, *, document_mask: bool) -> 
     inputs[:n_inputs] = tokens[:-1]
     labels = np.full(seq_len, IGNORE_INDEX, np.int64)
     labels[:n_inputs] = tokens[1:]
+    sample = {"input": inputs, "labels": labels, "n_tokens": np.array(n_inputs)}
     if not document_mask:
-        return {"input": inputs, "labels": labels}
+        return sample
     labels[starts[starts > 0] - 1] = IGNORE_INDEX
     origin = np.zeros(seq_len, np.int64)
     inside = np.append(starts[starts < n_inputs], n_inputs) if n_inputs < seq_len else starts[starts < seq_len]
     origin[inside] = inside
-    return {"input": inputs, "labels": labels, "positions": np.arange(seq_len) - np.maximum.accumulate(origin)}
+    return {**sample, "positions": np.arange(seq_len) - np.maximum.accumulate(origin)}
 
 
 def padding_sample(seq_len: int, *, document_mask: bool) -> Sample:
     """Return a sample without labels, to fill the last batch."""
     sample = {"input": np.zeros(seq_len, np.int64), "labels": np.full(seq_len, IGNORE_INDEX, np.int64)}
+    sample["n_tokens"] = np.array(0)
     if document_mask:
         sample["positions"] = np.arange(seq_len)
     return sample, (NO_DOCUMENT, NO_DOCUMENT)

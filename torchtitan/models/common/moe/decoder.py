@@ -13,6 +13,7 @@ from torchtitan.models.common.moe.experts import RoutedExperts
 from torchtitan.models.common.moe.layer import MixtureOfExperts, MoEConfig
 from torchtitan.models.common.moe.router import Router
 from torchtitan.models.common.norms import NormFactory
+from torchtitan.protocols.attention import AttentionMetadata
 from torchtitan.tools.errors import require
 
 
@@ -40,6 +41,7 @@ class ExpertLayers:
 
     config: Any
 
+    has_routers = True
     make_experts: Callable[..., RoutedExperts] = RoutedExperts
     make_router: Callable[..., Router] = Router
 
@@ -61,10 +63,10 @@ class DenseAndExpertsBlock(ScaledSandwichBlock):
         self.feed_forward, self.dense_post_norm = dense, norm(dim)
         self.moe.norm, self.moe.post_norm = norm(dim), norm(dim)
 
-    def _feed_forward(self, x_BLD: Tensor) -> Tensor:
+    def _feed_forward(self, x_BLD: Tensor, attention: AttentionMetadata) -> Tensor:
         assert self.ffn_norm and self.ffn_post_norm
         dense_BLD = self.dense_post_norm(self.feed_forward(self.ffn_norm(x_BLD)))
-        return self.ffn_post_norm(dense_BLD + self.moe(x_BLD))
+        return self.ffn_post_norm(dense_BLD + self.moe(x_BLD, attention.documents))
 
 
 class MoEDecoder(ExpertLayers, WindowedDecoder):

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torchtitan.models.common.feed_forward import GatedFeedForward
 from torchtitan.models.common.moe.experts import RoutedExperts
 from torchtitan.models.common.moe.router import Router, RoutingConfig
+from torchtitan.protocols.attention import Documents
 from torchtitan.protocols.initializer import TruncatedNormal, with_initializers
 from torchtitan.tools.errors import require
 
@@ -88,9 +89,9 @@ class MixtureOfExperts(nn.Module):
         self.norm: nn.Module = nn.Identity()
         self.post_norm: nn.Module = nn.Identity()
 
-    def forward(self, x_BLD: Tensor) -> Tensor:
-        """(B, L, dim) → (B, L, dim)."""
-        weights_BLK, chosen_BLK = self.router(x_BLD)
+    def forward(self, x_BLD: Tensor, documents: Documents | None = None) -> Tensor:
+        """(B, L, dim) → (B, L, dim); for `documents`, see `Router.forward`."""
+        weights_BLK, chosen_BLK = self.router(x_BLD, documents)
         routed_ND = self.experts(self.norm(x_BLD).flatten(0, 1), weights_BLK.flatten(0, 1), chosen_BLK.flatten(0, 1))
         routed_BLD = self.post_norm(routed_ND.view_as(x_BLD))
         return routed_BLD if self.shared is None else routed_BLD + self.shared(x_BLD)

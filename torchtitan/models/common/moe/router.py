@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from torchtitan.config.configurable import Section
 from torchtitan.models.common.norms import NormFactory
+from torchtitan.protocols.attention import Documents
 from torchtitan.protocols.experts import LoadBalanced, PenaltyConfig, SelectionBias
 from torchtitan.protocols.initializer import Constant, TruncatedNormal, initializers_of, with_initializers
 
@@ -75,8 +76,9 @@ class Router(LoadBalanced):
         self.bias = nn.Parameter(torch.empty(config.n_experts)) if bias else None
         with_initializers(self, weight=TruncatedNormal(init_std), bias=Constant(0.0))
 
-    def forward(self, x_BLD: Tensor) -> tuple[Tensor, Tensor]:
-        """(B, L, dim) → weights and numbers of the chosen experts, both (B, L, K)."""
+    def forward(self, x_BLD: Tensor, documents: Documents | None = None) -> tuple[Tensor, Tensor]:
+        """(B, L, dim) → weights and numbers of the chosen experts, both (B, L, K). Only tokens of `documents` count for
+        balance and auxiliary losses; None: each row is one document."""
         bias = None if self.bias is None else self.bias.float()
         logits_BLE = F.linear(x_BLD.float(), self.weight.float(), bias)
         scores_BLE = torch.sigmoid(logits_BLE) if self.is_sigmoid else logits_BLE.softmax(dim=-1)
@@ -87,31 +89,44 @@ class Router(LoadBalanced):
             weights_BLK = weights_BLK / (weights_BLK.sum(dim=-1, keepdim=True) + 1e-20)
         weights_BLK = self.scale * weights_BLK
         if self.training and self.totals is not None:
-            # Not `bincount`, which waits for a GPU.
-            places = chosen_BLK.flatten(1)
-            counts_BE = places.new_zeros(len(places), self.n_experts).scatter_add_(1, places, torch.ones_like(places))
+            documents = documents or _rows_as_documents(x_BLD)
             probabilities_BLE = scores_BLE / scores_BLE.sum(dim=-1, keepdim=True)
-            entropy = torch.special.entr(probabilities_BLE.detach()).sum()
-            totals = torch.cat((counts_BE.sum(dim=0), (entropy * 2**20).long()[None]))
+            counts_ME = self._count(chosen_BLK, documents)
+            entropy_BL = torch.special.entr(probabilities_BLE.detach()).sum(dim=-1)
+            entropy = entropy_BL.where(documents.has_token_BL, 0).sum(dtype=_widest(entropy_BL))
+            totals = torch.cat((counts_ME.sum(dim=0), (entropy * 2**20).long()[None]))
             if self.is_measuring:
                 self.totals += totals
             elif weights_BLK.requires_grad:
-                losses = self._losses(logits_BLE, probabilities_BLE, counts_BE)
+                losses = self._losses(logits_BLE, probabilities_BLE, counts_ME, documents)
                 weights_BLK = _Observed.apply(weights_BLK, losses, totals, self)
         return weights_BLK, chosen_BLK
 
-    def _losses(self, logits_BLE: Tensor, probabilities_BLE: Tensor, counts_BE: Tensor) -> Tensor:
-        """Return the auxiliary losses, times their weights: sums over these tokens, which `counts_BE` counts."""
-        penalties, total = self.penalties, logits_BLE.new_zeros(())
+    def _count(self, chosen_BLK: Tensor, documents: Documents) -> Tensor:
+        """Return the number of tokens that each expert gets of each of M documents, (M, E)."""
+        # Not `bincount`, which waits for a GPU. The last row counts padding.
+        places_BLK = documents.of_token_BL[..., None] * self.n_experts + chosen_BLK
+        counts = chosen_BLK.new_zeros((documents.count + 1) * self.n_experts)
+        counts.scatter_add_(0, places_BLK.flatten(), torch.ones_like(chosen_BLK).flatten())
+        return counts.view(-1, self.n_experts)[:-1]
+
+    def _losses(self, logits_BLE: Tensor, probabilities_BLE: Tensor, counts_ME: Tensor, documents: Documents) -> Tensor:
+        """Return the auxiliary losses, times their weights: sums over these tokens, which `counts_ME` counts."""
+        penalties, has_token_BL1 = self.penalties, documents.has_token_BL[..., None]
+        probabilities_BLE = probabilities_BLE.where(has_token_BL1, 0)
+        total = logits_BLE.new_zeros(())
         if penalties.batch_loss:
             assert self.batch_counts_E is not None, "call LoadBalancer.measuring before the step's backward passes"
-            total = total + penalties.batch_loss * _imbalance(probabilities_BLE, self.batch_counts_E)
+            total = total + penalties.batch_loss * _imbalance(probabilities_BLE, _shares(self.batch_counts_E))
         if penalties.sequence_loss:
             for group in self.row_groups:
-                dist.all_reduce(counts_BE, group=group)
-            total = total + penalties.sequence_loss * _imbalance(probabilities_BLE, counts_BE[:, None])
+                dist.all_reduce(counts_ME, group=group)
+            shares_ME = F.pad(_shares(counts_ME), (0, 0, 0, 1))  # a row for padding
+            shares_BLE = shares_ME[documents.of_token_BL]
+            total = total + penalties.sequence_loss * _imbalance(probabilities_BLE, shares_BLE)
         if penalties.z_loss:  # keeps the logits small (ST-MoE, arXiv:2202.08906, equation 5)
-            total = total + penalties.z_loss * logits_BLE.logsumexp(dim=-1).square().sum()
+            squares_BL1 = logits_BLE.logsumexp(dim=-1, keepdim=True).square()
+            total = total + penalties.z_loss * squares_BL1.where(has_token_BL1, 0).sum()
         return total
 
 
@@ -123,18 +138,31 @@ class ScaledRouter(Router):
         self.norm, self.expert_scale = norm(dim), nn.Parameter(torch.empty(config.n_experts))
         with_initializers(self, **initializers_of(self), expert_scale=Constant(1.0))
 
-    def forward(self, x_BLD: Tensor) -> tuple[Tensor, Tensor]:
-        weights_BLK, chosen_BLK = super().forward(self.norm(x_BLD) * x_BLD.shape[-1] ** -0.5)
+    def forward(self, x_BLD: Tensor, documents: Documents | None = None) -> tuple[Tensor, Tensor]:
+        weights_BLK, chosen_BLK = super().forward(self.norm(x_BLD) * x_BLD.shape[-1] ** -0.5, documents)
         return weights_BLK * self.expert_scale.float()[chosen_BLK], chosen_BLK
 
 
-def _imbalance(probabilities_BLE: Tensor, counts: Tensor) -> Tensor:
-    """Return the sum over tokens of `E sum_i f_i P_i`, with f_i the share of expert i in `counts` and P_i its
-    probability; the mean is 1 if all experts are equally busy. Shares have no gradient. `counts` are tokens: (E,) of
-    the global batch (Switch, arXiv:2101.03961, equation 4; arXiv:2501.11873), or (B, 1, E) of each row, in which packed
-    documents count together (DeepSeek-V3, arXiv:2412.19437, equations 17 to 20)."""
-    shares = counts / counts.sum(dim=-1, keepdim=True).clamp(min=1)
-    return counts.shape[-1] * (probabilities_BLE * shares).sum()
+def _rows_as_documents(x_BLD: Tensor) -> Documents:
+    n_rows, length = x_BLD.shape[:2]
+    return Documents(torch.arange(n_rows, device=x_BLD.device)[:, None].expand(n_rows, length), n_rows)
+
+
+def _widest(x: Tensor) -> torch.dtype:
+    return torch.float32 if x.device.type == "mps" else torch.float64
+
+
+def _shares(counts: Tensor) -> Tensor:
+    """Return the share of each expert in counts of tokens, (…, E)."""
+    return counts / counts.sum(dim=-1, keepdim=True).clamp(min=1)
+
+
+def _imbalance(probabilities_BLE: Tensor, shares: Tensor) -> Tensor:
+    """Return the sum over tokens of `E sum_i f_i P_i`, with f_i the share of expert i and P_i its probability; the mean
+    is 1 if all experts are equally busy. Shares have no gradient. They are (E,), those of the global batch (Switch,
+    arXiv:2101.03961, equation 4; arXiv:2501.11873), or (B, L, E), those of each token's document (DeepSeek-V3,
+    arXiv:2412.19437, equations 17 to 20)."""
+    return shares.shape[-1] * (probabilities_BLE * shares).sum()
 
 
 class _Observed(torch.autograd.Function):
