@@ -2,17 +2,25 @@
 
 import json
 import math
+import os
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from tests.training import read_validation, tiny_config, train
+from tests.processes import run_processes
+from tests.training import read_validation, run, tiny_config, train
 from torchtitan.components.data.base import BaseDataLoader
 from torchtitan.components.data.dataloader import PretrainDataLoader
-from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.components.loss import IGNORE_INDEX, CrossEntropyLoss
 from torchtitan.components.tokenizer import PretrainedTokenizer
 from torchtitan.components.validate import Validator, count_bytes
+from torchtitan.config import Configurable
 from torchtitan.protocols.attention import AttentionMetadata
 from torchtitan.tools.errors import UserError
 
@@ -173,3 +181,92 @@ def test_validation_at_start(tmp_path, texts):
     assert start[1:] == plain and start[0][1] == untrained[0][1]
     train(tmp_path / "start", **{**options, "training__steps": 6}, validator__at_start=True)
     assert [step for step, _ in read_validation(tmp_path / "start")] == [0, 2, 4, 6]
+
+
+class Twice(CrossEntropyLoss):
+    """Overrides the loss of logits."""
+
+    def from_logits(self, logits_NV: Tensor, labels_N: Tensor) -> Tensor:
+        return 2 * super().from_logits(logits_NV, labels_N)
+
+
+class TwiceOutside(CrossEntropyLoss):
+    """Overrides the loss of hidden states."""
+
+    def __call__(self, *inputs: Any, **options: Any) -> Tensor:
+        return 2 * super().__call__(*inputs, **options)
+
+
+class Focal(CrossEntropyLoss):
+    """Focal loss (arXiv:1708.02002, equation 4) plus the squared normalizer of logits, with smoothed labels."""
+
+    def from_logits(self, logits_NV: Tensor, labels_N: Tensor) -> Tensor:
+        is_valid = labels_N != IGNORE_INDEX
+        smoothing = 0.0 if isinstance(logits_NV, DTensor) else 0.1
+        losses = F.cross_entropy(logits_NV, labels_N, reduction="none", label_smoothing=smoothing)
+        losses = losses + torch.where(is_valid, torch.logsumexp(logits_NV, dim=-1) ** 2, 0.0)
+        return (losses * (1 - torch.exp(-losses)) ** 2).sum()
+
+
+class AlsoElsewhere(CrossEntropyLoss):
+    """Computes the cross entropy of each token twice."""
+
+    def __call__(self, *inputs: Any, **options: Any) -> Tensor:
+        return super().__call__(*inputs, **options) + super().__call__(*inputs, **options)
+
+
+class NoBase(Configurable):
+    """Does not derive from cross entropy."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Configurable.Config):
+        pass
+
+    def __call__(self, hidden_BLD: Tensor, weight_VD: Tensor, labels_BL: Tensor) -> Tensor:
+        logits = (hidden_BLD @ weight_VD.T).float().flatten(0, 1)
+        return F.cross_entropy(logits, labels_BL.flatten(), reduction="sum")
+
+
+def validate_with(folder: Path, loss: Any = None, **options: Any) -> dict[str, float]:
+    config = tiny_config(folder, **UNTRAINED, validator__steps=2, **options)
+    config.loss = loss
+    run(config)
+    lines = validation_lines(folder) if int(os.environ.get("RANK", 0)) == 0 else [{}]
+    return lines[-1]
+
+
+class TestBitsPerByteOfOtherLosses:
+    @pytest.mark.parametrize("loss_class", [Twice, TwiceOutside, Focal])
+    def test_they_are_those_of_plain_cross_entropy(self, tmp_path, loss_class):
+        plain = validate_with(tmp_path / "plain")
+        other = validate_with(tmp_path / "other", loss_class.Config())
+        assert other["validation_loss"] > 1.5 * plain["validation_loss"]
+        # float32 sums over tokens in another order.
+        assert other["validation_bits_per_byte"] == pytest.approx(plain["validation_bits_per_byte"], rel=1e-6)
+
+    @pytest.mark.parametrize("loss_class", [AlsoElsewhere, NoBase])
+    def test_they_are_left_out_if_they_are_unknown(self, tmp_path, caplog, loss_class):
+        line = validate_with(tmp_path, loss_class.Config())
+        assert line["validation_loss"] > 0 and "validation_bits_per_byte" not in line
+        assert caplog.text.count(f"no validation_bits_per_byte: {loss_class.__name__}") == 1
+
+    @pytest.mark.slow
+    def test_they_do_not_depend_on_the_layout(self, tmp_path):
+        plain = validate_with(tmp_path / "plain")
+        run_processes(validate_layouts, 2, tmp_path)
+        for name in LAYOUTS:
+            (*_, line) = validation_lines(tmp_path / name)
+            assert line["validation_bits_per_byte"] == pytest.approx(plain["validation_bits_per_byte"], rel=1e-6), name
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tensor": {"parallelism__tensor_parallel_degree": 2},
+    "context": {"parallelism__context_parallel_degree": 2},
+    "pipeline": {"parallelism__pipeline_parallel_degree": 2, "parallelism__pipeline_parallel_microbatch_size": 1},
+    "data": {"training__local_batch_size": 1},
+}
+
+
+def validate_layouts(folder: Path) -> None:
+    for name, layout in LAYOUTS.items():
+        validate_with(folder / name, Focal.Config(), **layout)

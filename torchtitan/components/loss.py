@@ -51,6 +51,7 @@ class CrossEntropyLoss(Configurable):
     def __init__(self, config: "CrossEntropyLoss.Config"):
         super().__init__(config)
         self._recorded: list[Tensor] | None = None  # the losses of tokens, while they are recorded
+        self._plain: CrossEntropySum | None = None  # where plain cross entropy is added up, in validation
         own = type(self)
         self._is_plain = (own.from_logits, own.token_losses) == (
             CrossEntropyLoss.from_logits,
@@ -78,6 +79,16 @@ class CrossEntropyLoss(Configurable):
         finally:
             self._recorded = None
 
+    @contextlib.contextmanager
+    def adding_cross_entropy(self, total: "CrossEntropySum") -> Iterator[None]:
+        """Add the plain cross entropy of all tokens of the calls in a block to `total`, without gradients: what bits
+        per byte are computed from, whatever the loss is. It takes the same logits, so no further forward pass."""
+        self._plain = total
+        try:
+            yield
+        finally:
+            self._plain = None
+
     def __call__(
         self, hidden_BLD: Tensor, weight_VD: Tensor | None, labels_BL: Tensor, *, transform: LogitTransform = UNCHANGED
     ) -> Tensor:
@@ -89,6 +100,10 @@ class CrossEntropyLoss(Configurable):
         logits of its vocabulary shard, and an overridden `from_logits` gets them as a DTensor.
         """
         from_logits: LogitsLoss = self.from_logits if self._recorded is None else self._from_logits_and_record
+        if self._plain is not None:
+            self._plain.count(labels_BL)
+            if not self._is_plain or weight_VD is None:
+                from_logits = self._plain.adding(from_logits)
         if transform != UNCHANGED:
             from_logits = _after(transform, from_logits)
         if weight_VD is None:
@@ -118,6 +133,8 @@ class CrossEntropyLoss(Configurable):
             return cross_entropy_in_blocks(logits_NV, labels[part], device_type, **options)[:, None], logits_NV
 
         loss, losses_N1 = chunked_loss(hidden, weight_VD, closed_form, chunk_tokens)
+        if self._plain is not None:
+            self._plain.add(loss)
         if self._recorded is not None:
             losses_N = losses_N1[:, 0]
             self._recorded.append(
@@ -140,6 +157,32 @@ class CrossEntropyLoss(Configurable):
             losses = self.token_losses(logits_NV, labels_N)
         self._recorded.append(losses.full_tensor() if isinstance(losses, DTensor) else losses)
         return self.from_logits(logits_NV, labels_N)
+
+
+class CrossEntropySum:
+    """The summed cross entropy of tokens in nats, and their number, on their device."""
+
+    def __init__(self) -> None:
+        self.nats: Tensor | int = 0
+        self.n_tokens: Tensor | int = 0
+
+    def count(self, labels: Tensor) -> None:
+        """Count the valid tokens in labels."""
+        self.n_tokens = self.n_tokens + (labels != IGNORE_INDEX).sum()
+
+    def add(self, nats: Tensor) -> None:
+        self.nats = self.nats + nats.detach()
+
+    def adding(self, from_logits: LogitsLoss) -> LogitsLoss:
+        """Return the loss of logits, which then also adds the cross entropy of these."""
+
+        def compute(logits_NV: Tensor, labels_N: Tensor) -> Tensor:
+            with torch.no_grad():
+                nats = F.cross_entropy(logits_NV.float(), labels_N, reduction="sum", ignore_index=IGNORE_INDEX)
+            self.add(nats.full_tensor() if isinstance(nats, DTensor) else nats)
+            return from_logits(logits_NV, labels_N)
+
+        return compute
 
 
 def _after(transform: LogitTransform, from_logits: LogitsLoss) -> LogitsLoss:

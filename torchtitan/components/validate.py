@@ -1,5 +1,6 @@
 """Validation: the loss on held-out data, defined like the training loss."""
 
+import contextlib
 import itertools
 import math
 import re
@@ -8,12 +9,13 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from torchtitan.components.data.base import BaseDataLoader, Batch
-from torchtitan.components.loss import IGNORE_INDEX, Measures
+from torchtitan.components.loss import IGNORE_INDEX, CrossEntropyLoss, CrossEntropySum, Measures
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.config import Configurable
 from torchtitan.config.sections import require_at_least
@@ -21,6 +23,9 @@ from torchtitan.distributed.parallelize import free_gathered_weights
 from torchtitan.distributed.process_group import on_all_ranks, sum_over_ranks
 from torchtitan.protocols.attention import AttentionMetadata
 from torchtitan.tools.errors import UserError, require
+from torchtitan.tools.logging import logger
+
+_HINT = "(docs/metrics.md)"
 
 
 class Validator(Configurable):
@@ -34,6 +39,9 @@ class Validator(Configurable):
         batches_per_step: local batches in one rank's share of a global batch.
         sums_of_batch: batch → this rank's part of the summed loss, a scalar on the device, and of its weight, the
             number of valid tokens.
+        loss: the loss that `sums_of_batch` calls, which also gives plain cross entropy, from which bits per byte are
+            computed. None: they are not reported.
+        local_addend: a scalar → this rank's term in the sum over all ranks.
         measures: additional means measured by `sums_of_batch`, reported as `validation_NAME`.
         counts_bytes: count the bytes of this rank's samples; True on one of the ranks with the same samples.
     """
@@ -88,6 +96,8 @@ class Validator(Configurable):
         tokenizer: Tokenizer | None,
         batches_per_step: int,
         sums_of_batch: Callable[[Batch], tuple[Tensor, Tensor | int]],
+        loss: Any = None,
+        local_addend: Callable[[Tensor], Tensor] = lambda value: value,
         measures: Measures | None = None,
         counts_bytes: bool = True,
     ):
@@ -97,6 +107,11 @@ class Validator(Configurable):
         self.sets = {name: _Set(loader) for name, loader in dataloaders.items()}
         self.max_batches = config.steps * batches_per_step if config.steps != -1 else None
         self.sums_of_batch = sums_of_batch
+        self.loss = loss if isinstance(loss, CrossEntropyLoss) else None
+        self.local_addend = local_addend
+        self._reports_bits = tokenizer is not None and self.loss is not None
+        if tokenizer and loss is not None and self.loss is None:
+            logger.info(f"no validation_bits_per_byte: {type(loss).__name__} is no CrossEntropyLoss {_HINT}")
         self.measures = measures or Measures((), device=torch.device("cpu"))
         self.counts_bytes = counts_bytes
 
@@ -108,7 +123,8 @@ class Validator(Configurable):
         """Run the validation and return its metrics.
 
         These are `validation_loss`, the mean per valid token of all sets (NaN without valid tokens);
-        `validation_bits_per_byte`, the same in bits per byte of predicted text; both for each named set, as
+        `validation_bits_per_byte`, the plain cross entropy in bits per byte of predicted text, whatever the loss is,
+        or nothing if the loss does not give it; both for each named set, as
         `validation_loss/NAME`; `validation_time` in seconds; and `validation_tokens_per_second`, over all ranks.
         """
         start_time = time.perf_counter()
@@ -119,6 +135,7 @@ class Validator(Configurable):
             free_gathered_weights(part)
             part.train()
         sums_of_sets = sum_over_ranks(sums_of_sets)
+        self._check_cross_entropy(sums_of_sets.sum(dim=0))
         metrics = self._means(sums_of_sets.sum(dim=0))
         for name, sums in zip(self.sets, sums_of_sets, strict=True):
             if name:
@@ -129,28 +146,44 @@ class Validator(Configurable):
         return {**metrics, "validation_time": seconds}
 
     def _sum_set(self, data: "_Set") -> Tensor:
-        """Return this rank's part of a set's summed loss, weight, bytes and measures, float64 (3 + 2 n,)."""
+        """Return this rank's part of a set's summed loss, weight, bytes, cross entropy in nats, number of its tokens,
+        and measures, float64 (5 + 2 n,)."""
         self.measures.take()
         data.loader.load_state_dict(data.initial_state)
         # float64, so that the mean does not depend on the order of batches or the number of ranks.
-        totals, n_bytes = torch.zeros(2, dtype=torch.float64), 0
+        totals, plain, n_bytes = torch.zeros(2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64), 0
         for batch in itertools.islice(data.loader, self.max_batches):
             # Streams may end at different times on different ranks; exhausted ranks get batches without labels.
             if data.loader.n_samples is None and on_all_ranks(data.loader.exhausted):
                 break
-            loss, weight = self.sums_of_batch(batch)
+            of_batch = CrossEntropySum()
+            with self.loss.adding_cross_entropy(of_batch) if self.loss else contextlib.nullcontext():
+                loss, weight = self.sums_of_batch(batch)
             totals += torch.tensor([float(loss), float(weight)], dtype=torch.float64)
+            local = (self.local_addend(torch.as_tensor(x)) for x in (of_batch.nats, of_batch.n_tokens))
+            plain += torch.tensor([*map(float, local)], dtype=torch.float64)
             if data.n_bytes is None and self.counts_bytes and self.tokenizer:
                 n_bytes += count_bytes(batch, self.tokenizer)
         # Counted only once, since the data is the same each time.
         data.n_bytes = n_bytes if data.n_bytes is None else data.n_bytes
         byte_count = torch.tensor([data.n_bytes], dtype=torch.float64)
-        return torch.cat([totals, byte_count, self.measures.take().to("cpu", torch.float64)])
+        return torch.cat([totals, byte_count, plain, self.measures.take().to("cpu", torch.float64)])
+
+    def _check_cross_entropy(self, sums: Tensor) -> None:
+        """Leave out bits per byte, and say so, if the cross entropy is not that of the valid tokens, because a subclass
+        does not call its base class, or calls it more than once for a token."""
+        _, weight, _, _, n_tokens, *_ = sums.tolist()
+        if self._reports_bits and n_tokens != weight:
+            self._reports_bits = False
+            logger.warning(
+                f"no validation_bits_per_byte: {type(self.loss).__name__} gave the cross entropy of {n_tokens:.0f} "
+                f"tokens, not of the {weight:.0f} valid ones {_HINT}"
+            )
 
     def _means(self, sums: Tensor) -> dict[str, float]:
-        nats, weight, n_bytes, *measured = sums.tolist()
-        means = {"validation_loss": nats / weight if weight else math.nan}
-        if self.tokenizer:
+        total, weight, n_bytes, nats, _, *measured = sums.tolist()
+        means = {"validation_loss": total / weight if weight else math.nan}
+        if self._reports_bits:
             means["validation_bits_per_byte"] = nats / math.log(2) / n_bytes if n_bytes else math.nan
         return means | {f"validation_{name}": value for name, value in self.measures.means(measured).items()}
 

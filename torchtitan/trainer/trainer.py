@@ -128,6 +128,8 @@ class Trainer(RunState):
             tokenizer=None if self.has_own_loss else self.tokenizer,
             batches_per_step=self.gradient_accumulation_steps,
             sums_of_batch=self.validation_sums,
+            loss=None if self.has_own_loss else self.loss,
+            local_addend=self.local_addend,
             measures=self.measures,
             counts_bytes=self.parallel_dims.is_batch_leader,
         )

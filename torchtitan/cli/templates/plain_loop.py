@@ -81,6 +81,7 @@ def main():
             tokenizer=tokenizer,
             batches_per_step=1,
             sums_of_batch=lambda batch: (summed_loss(batch), int((batch["labels"] != IGNORE_INDEX).sum())),
+            loss=cross_entropy,
         )
     checkpoints = CheckpointManager.Config(enable=True, interval=50).build(
         dump_folder=options.folder,
