@@ -660,3 +660,14 @@ class TestDevice:
         )
         if sys.platform == "linux":  # ru_maxrss would report this test's 1 GiB
             assert 0.05 < float(child.stdout) < 1.0
+
+
+def test_the_console_shows_the_rewards_of_preferences(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    metrics = build_metrics(tmp_path)
+    metrics.start(0)
+    rewards = {"rewards/chosen": 0.1, "rewards/margins": 0.25, "rewards/accuracies": 0.75, "expert_load/layers.0": 2.0}
+    metrics.log_step(1, loss=1.0, grad_norm=0.1, lr=1e-3, n_tokens_seen=100, **rewards)
+    metrics.close()
+    line = next(record.getMessage() for record in caplog.records if "step " in record.getMessage())
+    assert "  margin 0.25  accuracy 0.75" in line and "/layers" not in line and "chosen" not in line
+    assert rewards.items() <= read_lines(tmp_path / "metrics.jsonl")[0].items()

@@ -115,6 +115,26 @@ def test_terminal_shows_a_bar_below_whole_log_lines(tmp_path, monkeypatch, seed)
     assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l"), "the cursor is hidden"
 
 
+class Rewarded(Trainer):
+    measures_named = ("rewards/margins", "rewards/chosen", "rewards/accuracies")
+
+    def compute_loss(self, batch):
+        loss, weight = super().compute_loss(batch)
+        for name, value in zip(self.measures_named, (0.25, 0.5, 0.75), strict=True):
+            self.measure(name, value * weight, weight)
+        return loss, weight
+
+
+@pytest.mark.usefixtures("slow_clock")
+def test_the_bar_shows_rewards(tmp_path, monkeypatch):
+    terminal = Terminal(monkeypatch)
+    init_logger()
+    run(tiny_config(tmp_path, training__steps=2), Rewarded)
+    text = re.sub(r"\x1b\[[\d;]*m", "", terminal.close())
+    assert re.search(r"step 1/2 ▁? ?.* loss \d+\.\d+  margin 0\.25  accuracy 0\.75", text)
+    assert "rewards/" not in text
+
+
 @pytest.mark.usefixtures("slow_clock")
 @pytest.mark.parametrize("option", ["--metrics.no_enable_live_view", "LOG_RANK=0,1", "no terminal"])
 def test_no_bar(tmp_path, monkeypatch, capsys, option):

@@ -22,6 +22,10 @@ from torchtitan.tools.device import PeakFlops, device_description, memory_gib, p
 from torchtitan.tools.errors import os_errors_as
 from torchtitan.tools.logging import logger
 
+SHOWN_PARTS = {"rewards/margins": "margin", "rewards/accuracies": "accuracy"}
+"""Numbers called NAME/PART that the console and the progress bar show, and their titles there: those by which a run of
+preference optimization, or of a reward model, is judged."""
+
 _RESET, _DIM, _GREEN, _BLUE, _MAGENTA, _CYAN = (f"\033[{code}m" for code in (0, 2, 32, 34, 35, 36))
 
 
@@ -180,7 +184,7 @@ class MetricsProcessor(Configurable):
         return step == 1 or step % self.config.log_freq == 0 or step == self.total_steps
 
     def add(self, numbers: Mapping[str, float]) -> None:
-        """Report further metrics with the next step; the console leaves out numbers of parts, called NAME/PART."""
+        """Report further metrics with the next step; of numbers called NAME/PART, the console has `SHOWN_PARTS`."""
         self._added |= numbers
 
     def log_step(
@@ -254,7 +258,7 @@ class MetricsProcessor(Configurable):
         self, step: int, values: Mapping[str, float], extra: Mapping[str, float], eta_seconds: float | None
     ) -> str:
         """Return the aligned log line of a step, in color if standard error is a terminal."""
-        extra = {name: value for name, value in extra.items() if "/" not in name}
+        extra = shown_numbers(extra)
         eta = "-" if eta_seconds is None else str(timedelta(seconds=round(eta_seconds)))
         parts = [
             (_CYAN, self._step_label(step)),
@@ -297,6 +301,12 @@ class MetricsProcessor(Configurable):
                 if sink not in self._failed_sinks:
                     self._failed_sinks.append(sink)
                     logger.warning(f"{type(sink).__name__} cannot write metrics: {error}; training continues")
+
+
+def shown_numbers(numbers: Mapping[str, float]) -> dict[str, float]:
+    """Return the numbers of a step that the console shows, by their titles there."""
+    shown = {SHOWN_PARTS.get(name, name): value for name, value in numbers.items()}
+    return {title: value for title, value in shown.items() if "/" not in title}
 
 
 def _format_extra(extra: Mapping[str, float]) -> str:

@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 
+from torchtitan.components.metrics import SHOWN_PARTS
 from torchtitan.tools.progress import progress, sparkline
 from torchtitan.trainer.callbacks import Callback
 from torchtitan.trainer.step_result import StepResult
@@ -34,7 +35,9 @@ class LiveView(Callback):
         step, total, seen = self.trainer.step, self.trainer.total_steps, self.trainer.n_tokens_seen
         self._recent.append((time.perf_counter(), seen, outcome))
         seconds, n_tokens = self._recent[-1][0] - self._recent[0][0], seen - self._recent[0][1]
-        losses = [each.loss for *_, each in self._recent if each.is_read]  # the newest may still be on the device
-        curve = sparkline(loss for loss in losses if math.isfinite(loss))
+        known = [each for *_, each in self._recent if each.is_read]  # the newest may still be on the device
+        curve = sparkline(each.loss for each in known if math.isfinite(each.loss))
         speed = f"  {n_tokens / seconds:,.0f} tokens/s" if seconds else ""  # of the steps after the first one shown
-        self._advance(1, f"step {step}/{total} {curve} loss {losses[-1]:.4f}{speed}")
+        parts = [f"step {step}/{total} {curve} loss {known[-1].loss:.4f}"]
+        parts += [f"{SHOWN_PARTS[name]} {x:.4g}" for name, x in known[-1].measures.items() if name in SHOWN_PARTS]
+        self._advance(1, "  ".join(parts) + speed)
