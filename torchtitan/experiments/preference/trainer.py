@@ -75,6 +75,8 @@ class KTOTrainer(PreferenceTrainer):
             if isinstance(self.dataloader, PreferenceDataLoader.Config) and self.dataloader.packing == "none":
                 raise UserError("--dataloader.packing none leaves no answers to other prompts, which KTO needs")
 
+    measures_named = (*PreferenceTrainer.measures_named, "kl_answers")
+
     kl: Tensor
     """Estimate of the divergence in the current global batch."""
 
@@ -90,16 +92,30 @@ class KTOTrainer(PreferenceTrainer):
     @torch.no_grad()
     def estimate_kl(self, batches: Sequence[Batch]) -> Tensor:
         """Return the mean log-ratio of answers to other prompts in the batches of all ranks, at least 0."""
-        total, number = torch.zeros(2, device=self.device, dtype=self.statistics_dtype)
+        total, number, n_answers = torch.zeros(3, device=self.device, dtype=self.statistics_dtype)
         for batch in map(self.post_dataloading_process, batches):
             answers = {name: batch.get(f"mismatched_{name}") for name in ("input", "labels", "attention")}
             with self.mixed_precision():
                 ratios = self.log_probs("model", answers) - self.reference_log_probs(answers)
+            self.measure("kl_answers", batch["n_mismatched"].sum(), batch["n_answers"].sum())
             total, number = total + ratios.sum(), number + batch["n_mismatched"].sum()
-        total, number = sum_over_ranks(torch.stack([total, number]))
-        if self.step == 0 and self.has_data and type(number) is Tensor and not number:  # fake tensors have no values
-            logger.warning("KTO: no window has answers to two prompts, so z is 0; increase --training.seq_len")
+            n_answers = n_answers + batch["n_answers"].sum()
+        total, number, n_answers = sum_over_ranks(torch.stack([total, number, n_answers]))
+        if self.step == 0 and self.has_data and type(number) is Tensor:  # fake tensors have no values
+            self._warn_of_answers_left_out(int(number), int(n_answers))
         return (total / number.clamp(min=1)).clamp(min=0).float()
+
+    def _warn_of_answers_left_out(self, number: int, n_answers: int) -> None:
+        """Warn if the windows of the first step have too few prompts for the estimate."""
+        if not number:
+            logger.warning("KTO: no window has answers to two prompts, so z is 0; increase --training.seq_len")
+        elif number < n_answers:
+            logger.warning(
+                "KTO: %d of %d answers of the first step have no answer to another prompt in their window, and are "
+                "left out of z (the metric kl_answers is the share of those that count); increase --training.seq_len",
+                n_answers - number,
+                n_answers,
+            )
 
     def compute_loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the summed loss of a batch's answers, and their number."""

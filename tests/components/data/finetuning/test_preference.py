@@ -15,6 +15,8 @@ import torch.nn.functional as F
 
 from tests.components.data.helpers import write_jsonl
 from torchtitan.components.data.base import NO_DOCUMENT
+from torchtitan.components.data.finetuning.chat_encoding import EncodedRow
+from torchtitan.components.data.finetuning.loss_mask import EncodedSample
 from torchtitan.components.data.finetuning.preference import AnswerDataLoader, PreferenceDataLoader
 from torchtitan.components.data.finetuning.prompts import PromptDataLoader
 from torchtitan.components.data.plan import ShuffleSampler, StepStatistics
@@ -174,6 +176,28 @@ def test_single_answers_and_their_mismatched_prompts(tokenizer, folder):
         text = tokenizer.decode(batch["mismatched_input"][0].tolist(), skip_special_tokens=False)
         found = re.findall(r"Q: Is (\d) big\?\nA: (?:No, |I like )(\d)", text)
         assert len(found) == n and all(prompt != answer for prompt, answer in found)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "n_matched"), [("aabbc", 5), ("abab", 4), ("aaab", 2), ("aaabb", 4), ("aaa", 0), ("abcd", 4), ("a", 0)]
+)
+def test_answers_are_matched_with_other_prompts(prompts, n_matched):
+    """Rows may repeat a prompt; an answer that has no other one is not trained."""
+    window = []
+    for number, prompt in enumerate(prompts):
+        ids = np.array([ord(prompt), ord(prompt), 1000 + number, 2])
+        part, none = EncodedSample(ids, np.array([False, False, True, True])), EncodedSample(ids[:0], ids[:0] > 0)
+        window.append(EncodedRow((part, none) if number % 2 else (none, part)))
+    batch = AnswerDataLoader.collate([window], 64)
+    assert (batch["n_mismatched"].tolist(), batch["n_answers"].tolist()) == ([n_matched], [len(prompts)])
+    starts = batch["mismatched_attention"].cu_seqlens[: len(prompts)].tolist()
+    answers = []
+    for start in starts:
+        own, label = batch["mismatched_input"][0, start], batch["mismatched_labels"][0, start + 1]
+        if label != IGNORE_INDEX:
+            answers.append(int(label) - 1000)
+            assert prompts[answers[-1]] != chr(own)
+    assert len(set(answers)) == len(answers) == n_matched
 
 
 def test_a_mismatched_answer_fits_a_sequence(tokenizer, folder):

@@ -87,11 +87,14 @@ class AnswerDataLoader(PreferenceDataLoader):
 
     The batches are like batches of pairs, in which one of the answers may be missing: a desirable answer is a chosen
     one. They also have `mismatched_input`, `mismatched_labels` and `mismatched_attention`: the answers of each window
-    with the prompt of another answer, and `n_mismatched` (B,), their number.
+    with another prompt of the window, `n_mismatched` (B,), their number, and `n_answers` (B,), the number of answers.
     """
 
     kind = "rated"
-    token_tensors = (*PreferenceDataLoader.token_tensors, "mismatched_input", "mismatched_labels", "n_mismatched")
+    token_tensors = (
+        *PreferenceDataLoader.token_tensors,
+        *("mismatched_input", "mismatched_labels", "n_mismatched", "n_answers"),
+    )
 
     def log_data(self) -> None:
         super().log_data()
@@ -106,7 +109,8 @@ class AnswerDataLoader(PreferenceDataLoader):
         mismatched = [_mismatched(window, seq_len) for window in windows]
         others = to_batch([pack_samples(samples, seq_len * SEQUENCES_PER_SAMPLE) for samples in mismatched])
         numbers = [sum(part.trained.any() for part in samples) for samples in mismatched]
-        return batch | {f"mismatched_{k}": v for k, v in others.items()} | {"n_mismatched": torch.tensor(numbers)}
+        counts = {"n_mismatched": torch.tensor(numbers), "n_answers": torch.tensor([*map(len, mismatched)])}
+        return batch | {f"mismatched_{k}": v for k, v in others.items()} | counts
 
 
 class RewardEncoder(PairEncoder):
@@ -157,15 +161,22 @@ def sum_answers(values_BW: torch.Tensor, sequences_BW: torch.Tensor) -> torch.Te
 
 
 def _mismatched(window: Sequence[EncodedRow], seq_len: int) -> list[EncodedSample]:
-    """Return each prompt of a window followed by the previous answer, without the first tokens of prompts if it is
-    longer than `seq_len` positions. The desirable answers come first, so that the previous answer has another prompt;
-    if it has the same one, it is not trained."""
-    answers = [(i, row.parts[side]) for side in range(len(SIDES)) for i, row in enumerate(window)]
-    answers = [(i, part) for i, part in answers if len(part.ids)]
+    """Return each prompt of a window followed by an answer to another prompt, without the first tokens of prompts if it
+    is longer than `seq_len` positions. Each answer occurs once. If a prompt has more than half of the answers, some
+    follow their own prompt, and are not trained."""
+    of_prompts: dict[bytes, list[EncodedSample]] = {}
+    for side in range(len(SIDES)):
+        for part in (row.parts[side] for row in window if len(row.parts[side].ids)):
+            prompt_ids = part.ids[: int(part.trained.argmax())]
+            of_prompts.setdefault(np.asarray(prompt_ids, np.int64).tobytes(), []).append(part)
+    answers = [(prompt, part) for prompt, parts in of_prompts.items() for part in parts]
+    # The answers to a prompt are neighbors, so those that lie as far apart as the most of a prompt are of two prompts.
+    most = max(map(len, of_prompts.values()), default=0)
+    others = [*answers[-most:], *answers[:-most]] if most else []
     result = []
-    for (i, part), (j, other) in zip(answers, [*answers[-1:], *answers[:-1]], strict=True):
+    for (own, part), (another, other) in zip(answers, others, strict=True):
         n_prompt, start = int(part.trained.argmax()), int(other.trained.argmax())
         prompt = slice(max(0, n_prompt + len(other.ids[start:]) - seq_len - 1), n_prompt)
-        trained = np.concatenate([part.trained[prompt], other.trained[start:] & (i != j)])
+        trained = np.concatenate([part.trained[prompt], other.trained[start:] & (own != another)])
         result.append(EncodedSample(np.concatenate([part.ids[prompt], other.ids[start:]]), trained))
     return result
