@@ -59,9 +59,9 @@ def cross_entropy_(
     if shard:
         columns_N1 = columns_N1 - shard.first
         is_here_N1 = is_valid_N1 & (columns_N1 >= 0) & (columns_N1 < scores.shape[1])
-    columns_N1, is_here_N1 = columns_N1.where(is_here_N1, 0), is_here_N1.float()
+    columns_N1 = columns_N1.where(is_here_N1, 0)
 
-    label_scores_N1 = scores.gather(1, columns_N1) * is_here_N1
+    label_scores_N1 = scores.gather(1, columns_N1).where(is_here_N1, 0)  # not a product: a score may be infinite
     peaks_N1 = scores.amax(dim=1, keepdim=True)
     if shard:
         dist.all_reduce(peaks_N1, dist.ReduceOp.MAX, shard.group)
@@ -71,10 +71,10 @@ def cross_entropy_(
         both = torch.cat((sums_N1, label_scores_N1))
         dist.all_reduce(both, group=shard.group)
         sums_N1, label_scores_N1 = both.chunk(2)
-    losses_N1 = (peaks_N1 + sums_N1.log() - label_scores_N1) * is_valid_N1
+    losses_N1 = (peaks_N1 + sums_N1.log() - label_scores_N1).where(is_valid_N1, 0)
     if needs_grad:
         gradients = exponentials.mul_(multiplier * is_valid_N1 / sums_N1)
-        gradients.scatter_add_(1, columns_N1, -multiplier * is_here_N1)
+        gradients.scatter_add_(1, columns_N1, -multiplier * is_here_N1.float())
         if slope is not None:
             gradients.mul_(slope)
         if not is_float32:

@@ -59,21 +59,23 @@ def divergence(
     With p and q the softmax of the teacher's and the student's logits divided by the temperature, it is KL(p‖q)
     (`forward_kl`, Hinton et al., arXiv:1503.02531, also for the factor), KL(q‖p) (`reverse_kl`, Gu et al.,
     arXiv:2306.08543) or (KL(p‖m) + KL(q‖m)) / 2 with m = (p + q) / 2 (`jensen_shannon`, Agarwal et al.,
-    arXiv:2306.13649). Each rank of a `group` has a shard of the logits, in float32."""
+    arXiv:2306.13649). A token of probability 0 adds 0 to the sum over the distribution that excludes it, so logits may
+    be minus infinity; KL(p‖q) is infinite if only q excludes a token. Each rank of a `group` has a shard of the logits,
+    in float32."""
     log_q, log_p = (_log_softmax(logits / temperature, group) for logits in (student_NV, teacher_NV))
     q, p = log_q.exp(), log_p.exp()
     if kind == "forward_kl":
-        values, gradients = _total(p * (log_p - log_q), group), q - p
+        values, gradients = _total(_times(p, log_p - log_q), group), q - p
     elif kind == "reverse_kl":
         ratios = log_q - log_p
-        values = _total(q * ratios, group)
-        gradients = q * (ratios - values)
+        values = _total(_times(q, ratios), group)
+        gradients = _times(q, ratios - values)
     else:
         log_m = torch.logaddexp(log_q, log_p) - math.log(2)
         ratios = log_q - log_m
-        of_q = _total(q * ratios, group)
-        values = (_total(p * (log_p - log_m), group) + of_q) / 2
-        gradients = q * (ratios - of_q) / 2
+        of_q = _total(_times(q, ratios), group)
+        values = (_total(_times(p, log_p - log_m), group) + of_q) / 2
+        gradients = _times(q, ratios - of_q) / 2
     return values.squeeze(1) * temperature**2, gradients * temperature
 
 
@@ -91,6 +93,15 @@ def top_logits(
     if log_p_NE.shape[1] > n_ids:
         result = _log_softmax(result, shard.group if shard else None) + log_p_NE[:, n_ids:]
     return result.scatter(1, columns_NK, log_p_NE[:, :n_ids])[:, :size] * temperature
+
+
+def _times(probabilities: Tensor, values: Tensor) -> Tensor:
+    """Return the product, and 0 for a probability of 0, also times a value that is infinite or unknown."""
+    return (probabilities * values).masked_fill_(probabilities == 0, 0)
+
+
+def _weighted(weight: float, values: Tensor) -> Tensor:
+    return weight * values if weight else torch.zeros_like(values)
 
 
 def _log_softmax(scores_NV: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -189,12 +200,12 @@ class DistillationLoss(Configurable):
             of_labels = scores.detach().clone()  # becomes the gradients
             taught_NV = teach(of_labels, part)
             values, gradients = divergence(scores.detach(), taught_NV, config.kind, config.temperature, group)
-            values = values * is_valid_N
+            values = values.where(is_valid_N, 0)
             losses = cross_entropy_(of_labels, labels, transform=UNCHANGED, shard=shard, needs_grad=True)
-            columns = torch.stack([share * losses + (1 - share) * values, losses, values], dim=1)
+            columns = torch.stack([_weighted(share, losses) + _weighted(1 - share, values), losses, values], dim=1)
             if not needs_grad:
                 return columns, None
-            gradients.mul_((1 - share) * is_valid_N[:, None]).add_(of_labels, alpha=share)
+            gradients = _weighted(1 - share, gradients).where(is_valid_N[:, None], 0).add_(of_labels, alpha=share)
             return columns, torch.autograd.grad(scores, logits, gradients)[0]
 
         loss, values_N3 = chunked_loss(hidden, weight, of_chunk, config.chunk_tokens)

@@ -59,6 +59,10 @@ class PolicyLoss(Configurable):
         kl: KLEstimator = "k3"
         """Estimator of the KL divergence."""
 
+        max_log_ratio: float = 20.0
+        """Largest logarithm of the ratio of probabilities: the loss of a less likely answer ends at exp(this) times its
+        advantage, and the KL estimate k3 rises linearly beyond (two-sided clipping, arXiv:1912.09729, equation 5)."""
+
         max_importance_weight: float = 2.0
         """Maximum correction of a token for a difference between the sampler's probability and the trainer's."""
 
@@ -74,6 +78,8 @@ class PolicyLoss(Configurable):
         def validate(self) -> None:
             require_at_least(1, policy__updates=self.updates)
             require(self.gae_decay <= 1, "--policy.gae_decay", self.gae_decay, "from 0 to 1")
+            most, name = 80.0, "--policy.max_log_ratio"  # exp(88) is the largest number in float32
+            require(0 < self.max_log_ratio <= most, name, self.max_log_ratio, f"above 0 and at most {most:g}")
             for name in ("clip_low", "clip_high", "beta", "max_importance_weight", "value_weight", "gae_decay"):
                 value = getattr(self, name)
                 require(value is None or 0 <= value < math.inf, f"--policy.{name}", value, "at least 0")
@@ -97,12 +103,14 @@ class PolicyLoss(Configurable):
             log_ratio_N = (sums / lengths)[places_N]
         low = method.clip[0] if config.clip_low is None else config.clip_low
         high = method.clip[1] if config.clip_high is None else config.clip_high
-        losses_N, is_clipped_N = clipped_losses(log_ratio_N, tokens["advantages"], low, high)
+        advantages_N, bound = tokens["advantages"], config.max_log_ratio
+        losses_N, is_clipped_N = clipped_losses(log_ratio_N, advantages_N, low, high, bound)
         importance_N = truncated_weights(old_N, tokens["logprobs"], config.max_importance_weight)
         losses_N = losses_N * importance_N
         measures = {"entropy": -log_probs_N, "clip_fraction": is_clipped_N, "importance_weight": importance_N}
+        measures["bound_fraction"] = (log_ratio_N > bound) & (advantages_N < 0)
         if "reference" in tokens:
-            measures["kl"] = kl_estimates(log_probs_N, tokens["reference"], config.kl)
+            measures["kl"] = kl_estimates(log_probs_N, tokens["reference"], config.kl, bound)
             losses_N = losses_N + config.beta * measures["kl"]
         divisors = {"mean": lengths[places_N], "constant": self.max_new_tokens, "sum": 1}
         losses_N = losses_N / divisors[method.token_weight]
@@ -138,11 +146,16 @@ def generalized_advantages(rewards_N: Tensor, values_N: Tensor, samples_N: Tenso
 
 
 def clipped_losses(
-    log_ratio_N: Tensor, advantages_N: Tensor, clip_low: float = 0.2, clip_high: float = 0.2
+    log_ratio_N: Tensor,
+    advantages_N: Tensor,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    max_log_ratio: float = 20.0,
 ) -> tuple[Tensor, Tensor]:
     """Return each token's loss -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), with r the ratio of the current to
-    the old probability (PPO, arXiv:1707.06347, equation 7), and whether the clipping removed its gradient."""
-    ratio_N = log_ratio_N.exp()
+    the old probability (PPO, arXiv:1707.06347, equation 7), and whether the clipping removed its gradient. The ratio is
+    at most exp(max_log_ratio), where the gradient ends for a negative advantage too (arXiv:1912.09729, equation 5)."""
+    ratio_N = log_ratio_N.clamp(max=max_log_ratio).exp()
     losses_N = -ratio_N * advantages_N
     clipped_N = -ratio_N.clamp(1 - clip_low, 1 + clip_high) * advantages_N
     return torch.maximum(losses_N, clipped_N), clipped_N > losses_N
@@ -155,11 +168,21 @@ def clipped_value_losses(values_N: Tensor, old_N: Tensor, returns_N: Tensor, cli
     return torch.maximum((values_N - returns_N).square(), (clipped_N - returns_N).square()) / 2
 
 
-def kl_estimates(log_probs_N: Tensor, reference_N: Tensor, kind: KLEstimator = "k3") -> Tensor:
+def kl_estimates(
+    log_probs_N: Tensor, reference_N: Tensor, kind: KLEstimator = "k3", max_log_ratio: float = 20.0
+) -> Tensor:
     """Return an estimate of the KL divergence from the reference for each token, with d = log(p_reference / p): k1 is
-    -d, k2 is d² / 2, k3 is exp(d) - d - 1 (http://joschu.net/blog/kl-approx.html)."""
+    -d, k2 is d² / 2, k3 is exp(d) - d - 1 (http://joschu.net/blog/kl-approx.html). Above `max_log_ratio`, k3 goes on
+    along its tangent, so that it and its gradient are finite and keep their sign."""
     d_N = reference_N - log_probs_N
-    return {"k1": lambda: -d_N, "k2": lambda: d_N.square() / 2, "k3": lambda: d_N.exp() - d_N - 1}[kind]()
+    if kind == "k1":
+        return -d_N
+    if kind == "k2":
+        return d_N.square() / 2
+    near_N = d_N.clamp(max=max_log_ratio)
+    at_near_N = torch.expm1(near_N) - near_N  # does not cancel near 0
+    slope = math.expm1(max_log_ratio)
+    return at_near_N + slope * (d_N - max_log_ratio).clamp(min=0)
 
 
 def truncated_weights(old_N: Tensor, sampler_N: Tensor, most: float = 2.0) -> Tensor:

@@ -63,7 +63,7 @@ class RLTrainer(ReferenceTrainer, RolloutTrainer):
     has_critic = False
     measures_named = (
         *("reward", "reward_p10", "reward_p50", "reward_p90", "length", "truncated"),
-        *("entropy", "clip_fraction", "kl", "importance_weight", "value_loss"),
+        *("entropy", "clip_fraction", "bound_fraction", "kl", "importance_weight", "value_loss"),
     )
 
     def __init__(self, config: Config):
