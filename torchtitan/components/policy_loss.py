@@ -182,7 +182,7 @@ def kl_estimates(
     near_N = d_N.clamp(max=max_log_ratio)
     at_near_N = torch.expm1(near_N) - near_N  # does not cancel near 0
     slope = math.expm1(max_log_ratio)
-    return at_near_N + slope * (d_N - max_log_ratio).clamp(min=0)
+    return at_near_N + slope * torch.relu(d_N - max_log_ratio)
 
 
 def truncated_weights(old_N: Tensor, sampler_N: Tensor, most: float = 2.0) -> Tensor:

@@ -111,7 +111,7 @@ class Validator(Configurable):
         self.local_addend = local_addend
         self._reports_bits = tokenizer is not None and self.loss is not None
         if tokenizer and loss is not None and self.loss is None:
-            logger.info(f"no validation_bits_per_byte: {type(loss).__name__} is no CrossEntropyLoss {_HINT}")
+            logger.warning(f"no validation_bits_per_byte: {type(loss).__name__} is no CrossEntropyLoss {_HINT}")
         self.measures = measures or Measures((), device=torch.device("cpu"))
         self.counts_bytes = counts_bytes
 
