@@ -5,11 +5,19 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from tests.processes import run_processes
 from tests.training import run, tiny_config
 from torchtitan.components.data.finetuning.sft import SFTDataLoader
+from torchtitan.components.data.pretraining.windows import collate, pack, padding_sample
+from torchtitan.components.load_balance import LoadBalancer
+from torchtitan.models.common.moe.router import Router, RoutingConfig
+from torchtitan.protocols.attention import AttentionMetadata
+from torchtitan.protocols.experts import PenaltyConfig
+from torchtitan.trainer.load_balance import count_tokens
 
 LENGTHS = (11, 64, 5, 90, 33, 120, 47, 20)
 """Words of the rows, a token or more each."""
@@ -23,11 +31,6 @@ FORMS: dict[str, dict[str, Any]] = {
     "padded further": {"training__seq_len": 1024, "training__local_batch_size": 8},
     "one by one": {"training__seq_len": 256, "training__local_batch_size": 1, "training__global_batch_size": 8},
     "two by two": {"training__seq_len": 256, "training__local_batch_size": 2, "training__global_batch_size": 8},
-    "with windows of padding": {
-        "training__seq_len": 256,
-        "training__local_batch_size": 16,
-        "training__global_batch_size": 16,
-    },
 }
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -119,3 +122,41 @@ def test_padding_changes_no_number_in_any_layout(family: str, tmp_path: Path, ro
     run_processes(measure_layouts, 2, tmp_path, rows, options)
     for name in LAYOUTS:
         assert logged(tmp_path / name) == pytest.approx(expected, rel=TOLERANCE), name
+
+
+@pytest.mark.parametrize("document_mask", [True, False])
+def test_windows_of_padding_and_short_windows_do_not_count(document_mask: bool) -> None:
+    """As at the end of pre-training data."""
+    tokens = np.arange(1, 8)
+    short = pack(tokens, np.array([3]), 10, document_mask=document_mask), (0, 1)
+    batch = collate([short, padding_sample(10, document_mask=document_mask)])
+    assert count_tokens(batch) == 6
+    attention = batch["attention"].with_documents(torch.device("cpu"))
+    numbers = [0, 0, 0, 1, 1, 1] if document_mask else [0] * 6
+    assert attention.documents.of_token_BL[0, :6].tolist() == numbers
+    assert attention.documents.has_token_BL.tolist() == [[True] * 6 + [False] * 4, [False] * 10]
+    whole = pack(np.arange(1, 12), np.array([3]), 10, document_mask=document_mask), (0, 1)
+    assert count_tokens(collate([whole])) == 10
+    assert attention.documents.before_last(2).has_token_BL[0, :6].tolist() == (
+        [True, False, False] * 2 if document_mask else [True] * 4 + [False] * 2
+    )
+
+
+def test_a_router_counts_tokens_of_documents() -> None:
+    """The same totals and gradients with and without padding that is full of large values."""
+    x_BLD = torch.randn(1, 10, 16, generator=torch.Generator().manual_seed(0))
+    padded_BLD = torch.full((2, 12, 16), 100.0)
+    padded_BLD[0, :10] = x_BLD
+    penalties = PenaltyConfig(sequence_loss=0.5, z_loss=0.1)
+    results = []
+    for inputs, n_tokens in ((x_BLD, None), (padded_BLD, torch.tensor([10, 0]))):
+        router = Router(RoutingConfig(n_experts=6, top_k=2, penalties=penalties), dim=16, init_std=1.0)
+        with torch.no_grad():
+            router.weight.copy_(torch.randn(6, 16, generator=torch.Generator().manual_seed(1)))
+        balancer = LoadBalancer([router])
+        balancer.start_step(10, 1, torch.device("cpu"))
+        attention = AttentionMetadata.of_rows(*inputs.shape[:2], n_tokens).with_documents(inputs.device)
+        (0.0 * router(inputs, attention.documents)[0]).sum().backward()
+        results.append((router.totals, router.weight.grad))
+    assert torch.equal(results[0][0], results[1][0]) and results[0][0][:-1].sum() == 20
+    torch.testing.assert_close(results[1][1], results[0][1], rtol=TOLERANCE, atol=TOLERANCE)
