@@ -302,6 +302,66 @@ def _is_numpy_save(node: ast.Attribute) -> bool:
     return node.attr == "save" and isinstance(node.value, ast.Name) and node.value.id in ("np", "numpy")
 
 
+MAKERS_OF_GROUPS = {
+    *("init_process_group", "new_group", "new_subgroups", "new_subgroups_by_enumeration", "split_group"),
+    *("shrink_group", "init_device_mesh", "DeviceMesh", "from_group", "_flatten", "_unflatten"),
+}
+
+
+def groups_made(tree: ast.Module) -> list[str]:
+    """Return the calls that make process groups, also of functions imported under another name."""
+    names = {
+        alias.asname or alias.name: alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    called = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    own = {
+        alias.asname or alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torchtitan.")
+        for alias in node.names
+    }
+    plain = [names.get(one.id, one.id) for one in called if isinstance(one, ast.Name) and one.id not in own]
+    attributes = [one.attr for one in called if isinstance(one, ast.Attribute)]
+    return [one for one in (*plain, *attributes) if one in MAKERS_OF_GROUPS]
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "dist.new_group()",
+        "torch.distributed.init_process_group('gloo')",
+        "from torch.distributed import new_subgroups as f\nf()",
+        "from torch.distributed.device_mesh import init_device_mesh\ninit_device_mesh('cpu', (1,))",
+        "dist.DeviceMesh('cpu', [0])",
+        "DeviceMesh.from_group(g, 'cpu')",
+    ],
+)
+def test_every_call_that_makes_a_group_is_detected(code):
+    assert len(groups_made(ast.parse(code))) == 1
+
+
+def test_only_one_module_makes_process_groups():
+    """It gives all of them the timeouts of docs/multinode.md."""
+    from torchtitan.tools import torch_private
+
+    own = "torchtitan.distributed.process_group"
+    found = {name: made for name, tree in SOURCES.items() if (made := groups_made(tree))}
+    assert len(found.pop(own)) >= 4 and found == {}
+    # Private makers, by the names under which they are offered.
+    private = {name for name, source in torch_private._SOURCES.items() if source.rpartition(".")[2] in MAKERS_OF_GROUPS}
+    users = {
+        name
+        for name, tree in SOURCES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module == "torchtitan.tools.torch_private"
+        if private & {alias.name for alias in node.names}
+    }
+    assert private == {"flatten_mesh", "split_mesh"} and users == {own}
+
+
 @pytest.mark.slow
 def test_help_imports_no_heavy_library():
     """Heavy libraries are imported on first use of the feature that needs them, and neither with the trainer nor with a

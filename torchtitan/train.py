@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchtitan.tools import process
-from torchtitan.tools.errors import RunComplete, RunFailure, UserError, os_errors_as
+from torchtitan.tools.errors import RunComplete, RunFailure, UserError, of_wrong_path, os_errors_as
 from torchtitan.tools.logging import check_log_ranks, init_logger, logger
 from torchtitan.tools.user_code import exits_as_errors
 
@@ -42,15 +42,20 @@ def run(resolved: "ResolvedConfig") -> None:
 
 
 def _run(resolved: "ResolvedConfig") -> None:
-    trainer = resolved.config.build()
+    from torchtitan.distributed.phases import START_UP
+    from torchtitan.distributed.process_group import timeouts_named
+
+    with timeouts_named(lambda: START_UP):
+        trainer = resolved.config.build()
     trainer.phases.begin_at(process.STARTED)
-    _check_same_mode(trainer.config.activation_checkpoint.mode)
-    trainer.load_checkpoint()
-    # Save only now, so that a run that cannot start does not replace the previous run's file.
-    if trainer.rank == 0:
-        _save_config(dataclasses.replace(resolved, config=trainer.config), fresh=trainer.step == 0)
-    trainer.train()
-    trainer.close()
+    with timeouts_named(lambda: trainer.phases.failed_in or trainer.phases.phase):
+        _check_same_mode(trainer.config.activation_checkpoint.mode)
+        trainer.load_checkpoint()
+        # Save only now, so that a run that cannot start does not replace the previous run's file.
+        if trainer.rank == 0:
+            _save_config(dataclasses.replace(resolved, config=trainer.config), fresh=trainer.step == 0)
+        trainer.train()
+        trainer.close()
 
 
 def _check_same_mode(mode: str) -> None:
@@ -103,7 +108,8 @@ def main(args: Sequence[str] | None = None) -> int:
         _parse_and_run(words)
     except (SystemExit, KeyboardInterrupt):  # of --help, and Ctrl-C
         raise
-    except BaseException as error:
+    except BaseException as raised:
+        error = of_wrong_path(raised)
         code = exit_code_of(error)
         if "RANK" in os.environ:
             _report_error(error, code)
@@ -148,7 +154,7 @@ def _report_error(error: BaseException, code: int) -> None:
     """Report an error to the launcher, which prints the first failure, or print it."""
     if process.is_launched():
         text = "".join(traceback.format_exception(error)).rstrip() if code == 1 else str(error)
-        process.report_failure(code, text, passing=code == 1)
+        process.report_failure(code, text, passing=code == 1 or getattr(error, "passing", False))
     elif code == 1:
         traceback.print_exception(error)
     else:

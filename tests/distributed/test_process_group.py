@@ -58,24 +58,25 @@ def test_a_created_group_is_destroyed(tmp_path: Path) -> None:
 
 
 def wait_for_timeouts(folder: Path) -> None:
-    """Rank 0 waits for rank 1 in the group of a mesh and in the default group, and both time out. A group created
-    directly keeps its longer timeout."""
+    """Rank 0 waits for rank 1 in the groups of meshes, of checkpoints, and in the default group, and all time out, also
+    in groups made later, by this package or directly."""
     rank = dist.get_rank()
-    mesh = dist.DeviceMesh("cpu", [0, 1])
-    direct_group = dist.new_group([0, 1])
+    mesh = process_group.new_mesh("cpu", {"a": 1, "b": 3})
+    side_group = process_group.new_cpu_group()
     process_group.set_timeouts(1)
-    end_of_wait = time.monotonic() + 4
+    later_groups = (process_group.new_cpu_group(), dist.new_group())
+    split = process_group.split_mesh(mesh, "b", (1, 3), ("c", "d"))
+    groups = [mesh.get_group("b"), side_group, *later_groups, split.get_group("d"), None]
+    end_of_wait = time.monotonic() + 2 + 1.5 * len(groups)
     if rank == 0:
-        for group in (mesh.get_group(), None):
+        for group in groups:
             start = time.monotonic()
-            with pytest.raises(RuntimeError, match="(?i)time"):
-                dist.all_reduce(torch.ones(1), group=group)
+            with pytest.raises(process_group.RankTimeout, match='hangs in phase "waiting": another rank does not ans'):
+                with process_group.timeouts_named(lambda: "waiting"):
+                    dist.all_reduce(torch.ones(1), group=group)
             assert time.monotonic() - start < 2.5, "the group's first timeout is 30 minutes, the default group's 2"
     else:
         time.sleep(max(0.0, end_of_wait - time.monotonic()))
-    if rank < 2:
-        dist.all_reduce(total := torch.ones(1), group=direct_group)
-        assert total.item() == 2
     (folder / f"rank {rank} is done").touch()
     time.sleep(max(0.0, end_of_wait + 1 - time.monotonic()))
     os._exit(0)  # a group that timed out cannot be destroyed cleanly

@@ -184,9 +184,9 @@ class TestDescription:
     def test_a_rank_in_an_earlier_step_blocks_the_others(self) -> None:
         """An earlier step counts more than an earlier phase; the end of a step comes after all its phases."""
         late = Position(step=3, n_phases=9, phase="optimizer step", line="step (c.py:3)")
-        finished = Position(step=3, n_phases=sys.maxsize, phase=None, line="save (d.py:4)")
+        finished = Position(step=3, n_phases=sys.maxsize, phase=None, line="save (d.py:4)", after="save")
         assert "rank 3 holds up" in describe({**self.POSITIONS, 3: late, 4: finished}, {}, 600)
-        assert "rank 3: after step 3, at save" in describe({**self.POSITIONS, 3: finished}, {}, 600)
+        assert 'rank 3: after step 3, phase "save", at save' in describe({**self.POSITIONS, 3: finished}, {}, 600)
 
     def test_all_ranks_in_the_same_phase_are_listed_by_line(self) -> None:
         looping = Position(step=4, n_phases=2, phase="forward and backward", line="loop (e.py:5)")
@@ -210,6 +210,61 @@ class TestRuns:
 
         def debug():
             return config_of(Hanging)
+    """
+
+    STOPPING = """
+        import os
+        import signal
+
+        from torchtitan.components.checkpoint.saver import Saver
+
+
+        def stop(phase):
+            # Stop rank 1 in the phase that the test names.
+            if os.environ["STOP_IN"] == phase and os.environ.get("RANK") == "1":
+                os.kill(os.getpid(), signal.SIGSTOP)
+
+
+        class Stopping(Trainer):
+            def next_micro_batches(self, batches):
+                if self.step == 2:
+                    stop("data")
+                return super().next_micro_batches(batches)
+
+            def forward_backward_step(self, batch, n_tokens):
+                if self.step == 2:
+                    stop("forward")
+                return super().forward_backward_step(batch, n_tokens)
+
+            def validate(self):
+                stop("validation")
+                return super().validate()
+
+            def close(self):
+                stop("end")
+                super().close()
+
+
+        write, export = Saver._write_complete, Saver._write_exported
+
+
+        def write_complete(self, marker, *arguments):
+            if marker.step == 2:
+                stop("save")
+            return write(self, marker, *arguments)
+
+
+        def write_exported(self, *arguments):
+            stop("export")
+            return export(self, *arguments)
+
+
+        Saver._write_complete, Saver._write_exported = write_complete, write_exported
+
+
+        def debug():
+            stop("start-up")
+            return config_of(Stopping)
     """
 
     SLOW = """
@@ -240,15 +295,29 @@ class TestRuns:
         (tmp_path / "corpus.txt").write_text("".join(f"This is sentence {number}. " for number in range(400)))
         write_module(tmp_path / "hanging", textwrap.dedent(self.HANGING))
         write_module(tmp_path / "slow", textwrap.dedent(self.SLOW))
+        write_module(tmp_path / "stopping", textwrap.dedent(self.STOPPING))
         return tmp_path
 
-    def run(self, folder: Path, module: str, *words: str, torchrun: bool = False, **options: object) -> tuple[int, str]:
+    def run(
+        self,
+        folder: Path,
+        module: str,
+        *words: str,
+        torchrun: bool = False,
+        variables: dict[str, str] | None = None,
+        **options: object,
+    ) -> tuple[int, str]:
         """Train with two processes; return the exit code and the output."""
         torchtitan = [sys.executable, "-m", "torchtitan.cli.main", "train"]
         elastic = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         start = [*elastic, "-m", "torchtitan.train"] if torchrun else torchtitan
         settings = {**TINY, "dataloader.dataset": "corpus.txt", **options}
-        command = Command([*start, "--module", module, "--config", "debug", *flags(settings), *words], folder, NGPU="2")
+        command = Command(
+            [*start, "--module", module, "--config", "debug", *flags(settings), *words],
+            folder,
+            NGPU="2",
+            **(variables or {}),
+        )
         try:
             return command.wait(), command.printed
         finally:
@@ -270,3 +339,34 @@ class TestRuns:
         code, printed = self.run(folder, "slow", "--validator.dataset", "corpus.txt", **options)
         assert code == 0 and "training completed: 4 steps" in printed
         assert "the run hangs" not in printed and "most recent call" not in printed
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("step_timeout", [5, pytest.param(0, marks=pytest.mark.long)])
+    @pytest.mark.parametrize(
+        ("phase", "async_mode", "named"),
+        [
+            ("start-up", "disabled", "start-up"),
+            ("data", "disabled", "counting tokens"),
+            ("forward", "disabled", "(forward|backward)"),
+            ("save", "disabled", "save"),
+            ("save", "async", ".*"),  # that of the main thread
+            ("save", "async_with_pinned_mem", ".*"),
+            ("validation", "disabled", "validation"),
+            ("export", "disabled", "export"),
+            ("end", "disabled", "between steps"),
+        ],
+    )
+    def test_a_stopped_rank_ends_the_run(
+        self, folder: Path, phase: str, async_mode: str, named: str, step_timeout: int
+    ) -> None:
+        """One message names the phase of the rank that waits. Without the watchdog, the collective times out."""
+        timeouts = {"init_timeout_seconds": 20, "step_timeout_seconds": step_timeout}
+        timeouts["train_timeout_seconds"] = step_timeout + 60 if step_timeout else 10
+        options = {f"comm.{name}": value for name, value in timeouts.items()}
+        options |= {"checkpoint.interval": 2, "checkpoint.async_mode": async_mode, "validator.enable": True}
+        words = ("--checkpoint.enable", "--checkpoint.last_save_in_hf", "--validator.dataset", "corpus.txt")
+        begun = time.monotonic()
+        code, printed = self.run(folder, "stopping", *words, variables={"STOP_IN": phase}, **options)
+        assert code == 3 and time.monotonic() - begun < 180
+        assert printed.count(" ERROR ") == 1 and "Traceback" not in printed
+        assert re.search(rf'ERROR the run hangs.* phase "{named}"', printed)

@@ -14,8 +14,8 @@ from torchtitan.tools.torch_private import default_store
 
 TICK_SECONDS = 0.5
 
-_ANSWER_TICKS = 8
-"""Ticks after which a rank that has not answered counts as unresponsive."""
+ANSWER_SECONDS = 4.0
+"""Time after which a rank that has not answered counts as unresponsive, if the rank that calls is in a step."""
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,13 @@ class Position:
     """None between steps."""
     line: str = dataclasses.field(compare=False)
     """Line of code that the main thread is executing."""
+    after: str = dataclasses.field(default="between steps", compare=False)
+    """Phase between steps, such as "save"."""
 
     def __str__(self) -> str:
-        place = f"after step {self.step}" if self.phase is None else f'in step {self.step}, phase "{self.phase}"'
-        return f"{place}, at {self.line}"
+        if self.phase is None:
+            return f'after step {self.step}, phase "{self.after}", at {self.line}'
+        return f'in step {self.step}, phase "{self.phase}", at {self.line}'
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,8 @@ class HangConsensus:
     def __init__(self, rank: int, processes: list[Process], position: Callable[[], Position]):
         self.suspected_seconds: float | None = None
         """Set while this rank suspects a hang: the limit of its step."""
+        self.patience = ANSWER_SECONDS
+        """Time that the others have to answer when this rank calls."""
         self.report: HangReport | None = None
         """Set when the ranks agree on a hang."""
         self._rank = rank
@@ -96,14 +101,16 @@ class HangConsensus:
         from_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         host = "torchrun's first agent" if from_agent else f"rank 0 ({self._processes[0]})"
         finding = f"{host}, which hosts the ranks' store, does not answer"
-        text = f"{headline(seconds)}: {finding}\n  rank {self._rank}: {self._position()}"
+        text = f"{headline(seconds, self._position())}: {finding}\n  rank {self._rank}: {self._position()}"
         return HangReport(text, self._rank, [] if from_agent else [0])
 
     def _run(self) -> None:
         number = 0
         with contextlib.suppress(dist.DistError):  # the store is gone because the run has ended
             while self.report is None and not self._closed.wait(TICK_SECONDS):
-                called = self.suspected_seconds is not None and self._set_once(f"{number}/call", str(self._rank))
+                called = self.suspected_seconds is not None and self._set_once(
+                    f"{number}/call", f"{self._rank} {self.patience}"
+                )
                 if called or self._store.check([f"{number}/call"]):
                     self._answer(number, called)
                     number += 1
@@ -116,8 +123,9 @@ class HangConsensus:
         """Answer call `number` and wait for the decision; decide if this rank `called`."""
         self._store.set(f"{number}/{self._rank}", json.dumps(dataclasses.asdict(self._position())))
         decision, n_ticks = f"{number}/decision", 0
+        _, patience = self._store.get(f"{number}/call").decode().split()
         # Other ranks decide only if the calling rank itself hangs.
-        last_tick = _ANSWER_TICKS if called else 2 * _ANSWER_TICKS
+        last_tick = (1 if called else 2) * float(patience) / TICK_SECONDS
         while not self._store.check([decision]):
             complete = called and self._store.check([f"{number}/{rank}" for rank in range(len(self._processes))])
             if complete or n_ticks >= last_tick or (called and self.suspected_seconds is None):
@@ -136,7 +144,7 @@ class HangConsensus:
 
     def _decide(self, number: int) -> HangReport | None:
         """Return the report of a hang; None if the step has ended, or a rank is between steps."""
-        seconds = self.suspected_seconds
+        seconds, own = self.suspected_seconds, self._position()
         if seconds is None:
             return None
         answers, silent = {}, {}
@@ -147,10 +155,12 @@ class HangConsensus:
                 silent[rank] = process
         if not silent and any(position.phase is None for position in answers.values()):
             return None
-        return HangReport(describe(answers, silent, seconds), self._rank, list(silent))
+        return HangReport(describe(answers, silent, seconds, own), self._rank, list(silent))
 
 
-def describe(answers: Mapping[int, Position], silent: Mapping[int, Process], seconds: float) -> str:
+def describe(
+    answers: Mapping[int, Position], silent: Mapping[int, Process], seconds: float, caller: Position | None = None
+) -> str:
     """Describe the ranks that block the others, then each rank's position, furthest behind first. Unresponsive ranks
     block the others; if all ranks answer, the ranks that are furthest behind do."""
     first = min(answers.values())
@@ -161,7 +171,7 @@ def describe(answers: Mapping[int, Position], silent: Mapping[int, Process], sec
         finding = f"{_names(behind)} {'holds' if len(behind) == 1 else 'hold'} up the others"
     else:
         finding = "all ranks are in the same phase"
-    lines = [f"{headline(seconds)}: {finding}"]
+    lines = [f"{headline(seconds, caller)}: {finding}"]
     for rank, process in silent.items():
         lines.append(f"rank {rank}: {process}; it is stopped, or a thread never releases the GIL")
     places: dict[str, list[int]] = {}
@@ -170,8 +180,13 @@ def describe(answers: Mapping[int, Position], silent: Mapping[int, Process], sec
     return "\n  ".join([*lines, *(f"{_names(ranks)}: {place}" for place, ranks in places.items())])
 
 
-def headline(seconds: float) -> str:
-    return f"the run hangs, a step has not ended after {seconds:g} seconds"
+def headline(seconds: float, position: Position | None = None) -> str:
+    """Return the first words of a report; `position` is that of the rank whose limit has passed."""
+    if position is None:
+        return f"the run hangs, a step has not ended after {seconds:g} seconds"
+    if position.phase is None:
+        return f'the run hangs, phase "{position.after}" after step {position.step} exceeds {seconds:g} seconds'
+    return f'the run hangs, a step has not ended after {seconds:g} seconds, in phase "{position.phase}"'
 
 
 def _names(ranks: Iterable[int]) -> str:

@@ -5,13 +5,14 @@ from dataclasses import dataclass
 from math import prod
 
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan.config import ParallelismConfig
 from torchtitan.distributed.context_parallel import LoadBalancer, SequenceShards
+from torchtitan.distributed.process_group import flatten_mesh, new_mesh, split_mesh
 from torchtitan.protocols import BaseModel
 from torchtitan.tools.errors import UserError, require
-from torchtitan.tools.torch_private import concatenate_meshes, flatten_mesh, split_mesh
+from torchtitan.tools.torch_private import concatenate_meshes
 
 DEGREES = {
     "data_parallel_shard_degree": "dp_shard",
@@ -171,7 +172,7 @@ class ParallelDims:
         if self.world_size == 1:
             return None
         sizes = {"pp": self.pp, "dp_replicate": self.dp_replicate, "fsdp": self.shards, "tp": self.tp}
-        mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        mesh = new_mesh(device_type, sizes)
         if sizes["fsdp"] > 1 and sizes["tp"] > 1:
             flatten_mesh(mesh["fsdp", "tp"])  # lets DTensor sum over both at once
         return mesh

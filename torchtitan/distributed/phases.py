@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 
 START_UP, BETWEEN_STEPS, GATHERING = "start-up", "between steps", "waiting for weights"
 RETURN = "return to a checkpoint"
+SAVE, EXPORT, VALIDATION = "save", "export", "validation"
 
 
 class PhaseClock:
@@ -29,6 +30,8 @@ class PhaseClock:
         self._seconds = defaultdict[str, float](float)
         self._marks = deque[tuple[str, Any]]()
         self.begun = time.time()
+        self.failed_in: str | None = None
+        """The innermost phase that an error ended first; `phase` is then the next one."""
         self.enter(START_UP)
 
     def enter(self, phase: str) -> None:
@@ -49,6 +52,9 @@ class PhaseClock:
         self.enter(phase)
         try:
             yield
+        except BaseException:
+            self.failed_in = self.failed_in or phase
+            raise
         finally:
             self.enter(outer)
 

@@ -1,4 +1,4 @@
-"""Start and end of the process group, and the few collectives that the loop needs."""
+"""All process groups: their start, timeouts and end, and the few collectives that the loop needs."""
 
 import contextlib
 import ipaddress
@@ -6,20 +6,32 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torchtitan.config import CommConfig
-from torchtitan.tools.errors import UserError
-from torchtitan.tools.torch_private import process_groups, set_group_timeout
+from torchtitan.tools.errors import RunFailure, UserError, in_words
+from torchtitan.tools.torch_private import flatten_mesh as _flatten
+from torchtitan.tools.torch_private import process_groups, set_default_timeout, set_group_timeout
+from torchtitan.tools.torch_private import split_mesh as _split
 
 _POLL_SECONDS = 0.05
 
+_GLOO_ERRORS = ("gloo/transport", "Application timeout caused pair closure")
+"""Parts of gloo's messages about other ranks: the place in its source, and what follows a timeout."""
+
 _created_here = False  # if true, this module destroys the process group
+
+
+class RankTimeout(RunFailure):
+    """Another rank did not answer within the timeout of a collective. A restart may succeed."""
+
+    passing = True
 
 
 def world_size() -> int:
@@ -51,7 +63,40 @@ def init_process_group(device_type: str, comm: CommConfig) -> torch.device:
             store = _loopback_store(rank, size, timeout)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=device_id)
         _created_here = True
+    if dist.is_initialized():
+        set_timeouts(comm.init_timeout_seconds)
     return device
+
+
+def init_fake_group(rank: int, world_size: int) -> None:
+    """Start a process group of one process that stands for `world_size`; its collectives do nothing."""
+    dist.init_process_group("fake", rank=rank, world_size=world_size)
+
+
+def init_group_in(folder: str, rank: int, world_size: int, seconds: float) -> None:
+    """Start a gloo group of processes on this host that share a folder; `seconds` is the timeout of collectives."""
+    timeout, store = timedelta(seconds=seconds), f"file://{folder}/store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size, timeout=timeout)
+
+
+def new_cpu_group() -> dist.ProcessGroup | None:
+    """Return a new gloo group of all ranks, for collectives in another thread; None without a process group."""
+    return dist.new_group(backend="gloo") if dist.is_initialized() else None
+
+
+def new_mesh(device_type: str, sizes: Mapping[str, int]) -> DeviceMesh:
+    """Return a mesh of all ranks; `sizes` maps its dimensions, outermost first, to their numbers of ranks."""
+    return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+def flatten_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Return a mesh whose dimensions are joined to one, with a group of its own."""
+    return _flatten(mesh)
+
+
+def split_mesh(mesh: DeviceMesh, dimension: str | int, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """Return a mesh with a dimension divided into several, with groups of their own."""
+    return _split(mesh, dimension, sizes, names)
 
 
 def _is_loopback(address: str) -> bool:
@@ -110,7 +155,7 @@ def attempt_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
     The agent keeps one store over all restarts, and PyTorch (2.13) reuses its keys: a fast rank would find a dead
     predecessor's address, fail to connect, and waste a restart. Restart counts may differ between hosts, so each
     process sends its own id. Rank 0 replies with its id, which is the prefix, and with the sender's id, which a dead
-    rank 0 cannot know. Raise `TimeoutError` if the other processes do not connect.
+    rank 0 cannot know. Raise `RankTimeout` if the other processes do not connect.
     """
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timeout)
     greetings, own = dist.PrefixStore("torchtitan", store), uuid.uuid4().hex
@@ -123,7 +168,7 @@ def attempt_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
             if time.monotonic() > deadline:
                 break
             time.sleep(_POLL_SECONDS)
-    raise TimeoutError("not all processes of this attempt connected in time; raise --comm.init_timeout_seconds")
+    raise RankTimeout("not all processes of this attempt connected in time; raise --comm.init_timeout_seconds")
 
 
 def _welcome(store: dist.Store, own: str, world_size: int) -> Iterator[str | None]:
@@ -154,14 +199,36 @@ def _greet(store: dist.Store, own: str, rank: int) -> Iterator[str | None]:
 
 
 def set_timeouts(seconds: float) -> None:
-    """Set the timeout of training's collectives, in the default group and the meshes' groups. Other groups keep theirs:
-    in the checkpointer's group, ranks may wait for a rank that writes a whole model."""
+    """Set the timeout of collectives in all process groups, of meshes and checkpoints too, and in groups made later,
+    which PyTorch would give 30 minutes (NCCL: 10)."""
     if not dist.is_initialized():
         return
+    timeout = timedelta(seconds=seconds)
+    set_default_timeout(timeout)
     for group in process_groups():
-        # PyTorch's names for groups of meshes, including meshes that are flattened later.
-        if group is dist.group.WORLD or group.group_desc.startswith("mesh_"):
-            set_group_timeout(timedelta(seconds=seconds), group)
+        set_group_timeout(timeout, group)
+
+
+@contextlib.contextmanager
+def timeouts_named(phase: Callable[[], str]) -> Iterator[None]:
+    """Turn the error of a collective that timed out, or lost its connection, in the block into a `RankTimeout` that
+    names the phase."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_lost_rank(error):
+            raise
+        raise RankTimeout(
+            f'the run hangs in phase "{phase()}": another rank does not answer, is stopped, or has ended '
+            f"({in_words(error)}); the limits are --comm.init_timeout_seconds and --comm.train_timeout_seconds"
+        ) from error
+
+
+def is_lost_rank(error: BaseException) -> bool:
+    """Return whether a collective failed because another rank did not answer in time, or has ended."""
+    return isinstance(error, (dist.DistStoreError, dist.DistNetworkError)) or any(
+        text in str(error) for text in _GLOO_ERRORS
+    )
 
 
 def destroy_process_group() -> None:
@@ -170,6 +237,7 @@ def destroy_process_group() -> None:
     if _created_here:
         dist.barrier()
         dist.destroy_process_group()
+        set_default_timeout(None)
         _created_here = False
 
 

@@ -13,7 +13,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchtitan.distributed.hang_consensus import TICK_SECONDS, HangConsensus, HangReport, Position, Process, headline
+from torchtitan.distributed.hang_consensus import (
+    ANSWER_SECONDS,
+    TICK_SECONDS,
+    HangConsensus,
+    HangReport,
+    Position,
+    Process,
+    headline,
+)
 from torchtitan.distributed.phases import BETWEEN_STEPS, PhaseClock
 from torchtitan.distributed.process_group import gather_objects
 from torchtitan.tools.logging import logger
@@ -28,6 +36,9 @@ _CONSENSUS_SECONDS = 10.0
 _PRINTING_SECONDS = 2.0
 """Time for the other ranks to read the report and print their positions before this rank exits."""
 
+_PATIENCE_SECONDS = 30.0
+"""Time that a rank has to answer between two steps, when it may hold the GIL to write a large file."""
+
 _EXIT_SECONDS = 10.0
 """Time after which a rank with the report exits, even if it could not print the report."""
 
@@ -38,7 +49,7 @@ _STDERR = 2  # the file descriptor, since a hanging thread may hold the lock of 
 class _Step:
     number: int
     seconds: float  # time limit
-    phase: str = "start of the step"
+    phase: str | None = "start of the step"  # None: after the step
     n_phases: int = 0
 
 
@@ -59,8 +70,9 @@ class Watchdog:
     its threads are stuck. On Linux, another rank on the same host makes an unresponsive rank (stopped, or holding the
     GIL) print its stacks, and ends it.
 
-    No hang is reported while a rank is between two steps, since the others are meant to wait for it. Time during which
-    the process was stopped or the host suspended does not count.
+    While a rank is between two steps, for example to save, the others are meant to wait for it. After the same time,
+    they ask it for an answer, and only a rank that gives none, for example since it is stopped, is reported. Time
+    during which the process was stopped or the host suspended does not count.
 
     All ranks enter and leave the watchdog together. Within it, SIGQUIT (Ctrl-\\) prints stacks and ends the process.
 
@@ -74,8 +86,7 @@ class Watchdog:
         self._clock = clock or PhaseClock()
         self._step_seconds = step_seconds
         self._next_step_seconds = first_step_seconds
-        self._step: _Step | None = None  # in progress
-        self._last_step = 0  # the last completed step
+        self._step = _Step(0, first_step_seconds, phase=None)  # in progress, or completed last
         self._rank = 0
         self._processes: list[Process] = []
         self._consensus: HangConsensus | None = None
@@ -112,17 +123,20 @@ class Watchdog:
     def step(self, number: int) -> Iterator[None]:
         """Watch the step `number` until the block ends."""
         self._step = _Step(number, self._next_step_seconds)
-        self._clock.enter(self._step.phase)
+        self._clock.enter("start of the step")
         try:
             yield
+        except BaseException:
+            self._clock.failed_in = self._clock.failed_in or self._step.phase
+            raise
         finally:
-            self._step, self._last_step = None, number
+            self._step = _Step(number, self._step_seconds, phase=None)
             self._clock.enter(BETWEEN_STEPS)
             self._next_step_seconds = self._step_seconds
 
     def phase(self, name: str) -> None:
         """Set the name of the step's current phase. Ignored outside a step."""
-        if self._step:
+        if self._step.phase is not None:
             self._clock.enter(name)
             self._step.phase = name
             self._step.n_phases += 1
@@ -132,13 +146,13 @@ class Watchdog:
         if frame := sys._current_frames().get(self._main_thread.ident or 0):
             code = frame.f_code
             line = f"{code.co_qualname} ({Path(code.co_filename).name}:{frame.f_lineno})"
-        if step is None:
-            return Position(step=self._last_step, n_phases=sys.maxsize, phase=None, line=line)
+        if step.phase is None:
+            return Position(step.number, sys.maxsize, phase=None, line=line, after=self._clock.phase)
         return Position(step=step.number, n_phases=step.n_phases, phase=step.phase, line=line)
 
     def _watch(self) -> None:
         """Count wake-ups of this thread instead of clock time, to exclude stopped processes and suspended hosts."""
-        watched, n_ticks = None, 0
+        watched, n_ticks = self._step, 0
         while not self._closed.wait(TICK_SECONDS):
             cleared = self._consensus is not None and self._consensus.hear_cleared()
             step = self._step
@@ -147,10 +161,13 @@ class Watchdog:
             if report := self._hang(step, n_ticks * TICK_SECONDS):
                 self._end(report)
 
-    def _hang(self, step: _Step | None, seconds: float) -> HangReport | None:
-        limit = step.seconds if step and seconds > step.seconds else None
+    def _hang(self, step: _Step, seconds: float) -> HangReport | None:
+        limit = step.seconds if seconds > step.seconds else None
         if self._consensus is None:
-            return HangReport(f"{headline(limit)}: the process is {self._position()}", 0, []) if limit else None
+            if limit is None or step.phase is None:
+                return None
+            return HangReport(f"{headline(limit)}: the process is {self._position()}", 0, [])
+        self._consensus.patience = min(_PATIENCE_SECONDS, step.seconds) if step.phase is None else ANSWER_SECONDS
         self._consensus.suspected_seconds = limit
         if limit and self._consensus.report is None and seconds > limit + _CONSENSUS_SECONDS:
             return self._consensus.report_without_store(limit)

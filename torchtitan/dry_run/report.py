@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from torchtitan.config import CompileConfig
 from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.process_group import init_fake_group
 from torchtitan.dry_run.fake_trainer import FakeTrainer, fake_trainer, without_data
 from torchtitan.dry_run.memory_tracker import MEMORY_KINDS, MemoryKind
 from torchtitan.dry_run.work_tracker import CommunicationKind, Transfer, Work
@@ -170,7 +171,7 @@ def reports_of(config: Trainer.Config, world_size: int) -> Iterator[RankReport]:
     dry_config, exception_hook = without_data(config), sys.excepthook
     for rank in range(0, world_size, world_size // config.parallelism.pipeline_parallel_degree):
         if world_size > 1:
-            dist.init_process_group("fake", rank=rank, world_size=world_size)
+            init_fake_group(rank, world_size)
         try:
             trainer = fake_trainer(dry_config)
             trainer.measure_step()

@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from torchtitan.distributed.process_group import init_group_in
 from torchtitan.dry_run.observer import observing
 from torchtitan.dry_run.work_tracker import WorkTracker
 from torchtitan.tools import durable
@@ -31,6 +32,8 @@ Call = Callable[[], object]
 
 _SECONDS = 8.0
 """Duration of the measurement, without the start of the processes."""
+_TIMEOUT_SECONDS = 300.0
+"""Time that a process waits for the others."""
 _GROUPS = 5
 """Groups of successive calls. A duration is the median of their means: that some messages take ten times as long as
 others counts, but not a moment in which other programs are busy."""
@@ -76,7 +79,7 @@ def _measure_together(processes: int) -> str:
 def measure(folder: str, processes: int, rank: int) -> None:
     """Print the speed of this process, while others, which it meets in a file of `folder`, measure too."""
     keep_freed_memory()  # as in training
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=processes)
+    init_group_in(folder, rank, processes, _TIMEOUT_SECONDS)
     torch.manual_seed(0)
     gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
     layers = [torch.randn(shape) for shape in [(_TOKENS, _WIDTH), *[(_WIDE, _WIDTH), (_WIDTH, _WIDE)] * 2]]

@@ -2,7 +2,9 @@
 
 import contextlib
 import difflib
+import errno
 from collections.abc import Iterable, Iterator
+from typing import ClassVar
 
 
 class UserError(ValueError):
@@ -49,6 +51,16 @@ def suggest(name: str, known: Iterable[str], cutoff: float = 0.5) -> str:
     return f"; did you mean '{nearest[0]}'?" if nearest else ""
 
 
+def of_wrong_path(error: BaseException) -> BaseException:
+    """Return a `UserError` for an error about a name that no file can have: too long, with a NUL byte, or half of a
+    surrogate pair, as a file may hold one; other errors unchanged."""
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        return UserError(f"'{str(error.filename)[:80]}...' is too long for the name of a file; use a shorter one")
+    if isinstance(error, ValueError) and "embedded null" in str(error):
+        return UserError("the name of a file has a NUL byte; remove it")
+    return error
+
+
 def in_words(error: BaseException) -> str:
     """Return the type and the message of an exception in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
@@ -60,3 +72,6 @@ class RunComplete(Exception):
 
 class RunFailure(RuntimeError):
     """A run that cannot continue, for the reason in the message. The command line exits with code 3."""
+
+    passing: ClassVar[bool] = False
+    """Whether the same run may succeed when it starts again."""

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 from torchtitan.tools.errors import UserError
 
 if TYPE_CHECKING:
+    from datetime import timedelta
+
     import torch
     import torch.distributed as dist
     from torch import Tensor, nn
@@ -199,6 +201,15 @@ def process_groups() -> list["dist.ProcessGroup"]:
     from torch.distributed import distributed_c10d
 
     return list(distributed_c10d._world.pg_map)
+
+
+def set_default_timeout(timeout: "timedelta | None") -> None:
+    """Set the timeout of process groups that are made without one; None: PyTorch's own. `init_device_mesh` takes no
+    timeout, and gives its groups this one."""
+    from torch.distributed import constants, distributed_c10d
+
+    distributed_c10d.default_pg_timeout = timeout or constants.default_pg_timeout
+    distributed_c10d.default_pg_nccl_timeout = timeout or constants.default_pg_nccl_timeout
 
 
 def dtensor_like(local: "Tensor", like: "DTensor") -> "DTensor":

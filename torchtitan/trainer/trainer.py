@@ -18,7 +18,7 @@ from torchtitan.distributed.context_parallel import shard_sequences
 from torchtitan.distributed.gradients import clip_grad_norm, divide_gradients
 from torchtitan.distributed.mixed_precision import MixedPrecision
 from torchtitan.distributed.parallelize import set_replica_reduction
-from torchtitan.distributed.phases import PhaseClock
+from torchtitan.distributed.phases import EXPORT, SAVE, VALIDATION, PhaseClock
 from torchtitan.distributed.process_group import destroy_process_group, set_timeouts, sum_over_ranks, world_size
 from torchtitan.distributed.watchdog import Watchdog
 from torchtitan.tools.errors import RunComplete, UserError
@@ -211,17 +211,22 @@ class Trainer(RunState):
             self.metrics.start(self.step)
             with exits_as_errors("the run"):
                 try:
-                    if self.validator and self.config.validator.at_start and self.step == 0:
-                        self.validate()
-                    with self.watchdog, contextlib.ExitStack() as stack:
-                        for callback in self.callbacks:
-                            stack.enter_context(callback.around_run())
-                        reason = self.run_steps()
-                    self.finish(reason)
-                    raise_on_all_ranks(self.failure)
+                    self.run_to_end()
                 except BaseException as error:
                     self.save_last_step(error)
                     raise
+
+    def run_to_end(self) -> None:
+        """Take the remaining steps, and save the last one."""
+        if self.validator and self.config.validator.at_start and self.step == 0:
+            self.validate()
+        with self.watchdog:
+            with contextlib.ExitStack() as stack:
+                for callback in self.callbacks:
+                    stack.enter_context(callback.around_run())
+                reason = self.run_steps()
+            self.finish(reason)
+        raise_on_all_ranks(self.failure)
 
     def save_last_step(self, error: BaseException) -> None:
         """Save the last complete step before an error of the user's code or input ends the run, if possible."""
@@ -241,8 +246,7 @@ class Trainer(RunState):
         """Take steps until the run ends, and return the reason."""
         batches = iter(self.dataloader)
         comm, first_step = self.config.comm, self.step + 1
-        # PyTorch gives the groups of a mesh a timeout of 30 minutes. Collectives must time out after the watchdog,
-        # which can name the hanging rank.
+        # Collectives must time out after the watchdog, which can name the hanging rank.
         set_timeouts(comm.init_timeout_seconds + comm.naming_seconds)
         while self.should_continue_training():
             if self.spikes.is_return_due:
@@ -513,9 +517,10 @@ class Trainer(RunState):
         if not self.checkpointer.is_due(self.step, last=last or stopped, validation_loss=validation_loss):
             return
         self.late.settle()
-        exports = last and self.config.checkpoint.last_kind != "full"
+        kind = self.config.checkpoint.last_kind if last else "full"
+        exports, phase = kind != "full", EXPORT if kind == "huggingface" else SAVE
         averaged = self.ema.applied(exports and self.config.ema.for_export)
-        with self.metrics.exclude(), self.phases.during("save"), averaged:
+        with self.metrics.exclude(), self.phases.during(phase), averaged:
             for callback in self.callbacks:
                 callback.before_save()
             self.metrics.sync()
@@ -525,7 +530,7 @@ class Trainer(RunState):
         """Validate outside of the training time, log the result, and return the loss."""
         assert self.validator is not None
         averaged = self.ema.applied(self.config.ema.for_validation)
-        with self.metrics.exclude(), self.phases.during("validation"), averaged, self.precision.fixed_weights():
+        with self.metrics.exclude(), self.phases.during(VALIDATION), averaged, self.precision.fixed_weights():
             measured = self.validator.validate()
             self.metrics.log_validation(self.step, **measured)
         return measured["validation_loss"]
@@ -551,7 +556,7 @@ class Trainer(RunState):
         validation_loss = self.validate() if validating else None
         stopped = reason == "stopped"
         self.save(last=not stopped, stopped=stopped, validation_loss=validation_loss)
-        with self.phases.during("save"):
+        with self.phases.during(SAVE):
             self.checkpointer.wait()
         log_stop_reason(reason, self.step, self.total_steps, self.config.checkpoint)
         self.release_signals()

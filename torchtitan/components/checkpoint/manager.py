@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 
 from torchtitan.components.checkpoint import catalog
 from torchtitan.components.checkpoint.config import CheckpointConfig
@@ -21,6 +20,7 @@ from torchtitan.components.checkpoint.saver import Assets, Export, Saver
 from torchtitan.components.checkpoint.state import Entries, ModelState, with_parameter_names, without_frozen
 from torchtitan.config.configurable import Configurable
 from torchtitan.distributed.initialize import local_part
+from torchtitan.distributed.process_group import new_cpu_group
 from torchtitan.tools.errors import UserError, suggest
 from torchtitan.tools.logging import logger
 
@@ -87,7 +87,7 @@ class CheckpointManager(Configurable):
         # Names of the states that `load` restored from a checkpoint of this run or `initial_load_path`.
         self.loaded = set[str]()
         # A separate CPU group, so that background saves do not interfere with training's collectives.
-        self._ranks = Ranks(dist.new_group(backend="gloo") if dist.is_initialized() else None)
+        self._ranks = Ranks(new_cpu_group())
         self._base_model = base_model
         self._validate_states(can_export=export is not None)
         # Computed now, since the files may have been replaced by the time of the first save.

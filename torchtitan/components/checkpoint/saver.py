@@ -24,6 +24,7 @@ from torchtitan.components.checkpoint.ranks import Ranks
 from torchtitan.components.checkpoint.state import Entries
 from torchtitan.components.checkpoint.writer_process import SharedMemory, WriterProcess
 from torchtitan.distributed.initialize import local_part
+from torchtitan.distributed.process_group import is_lost_rank
 from torchtitan.tools.errors import RunFailure
 from torchtitan.tools.logging import logger
 from torchtitan.tools.torch_private import dtensor_like
@@ -47,7 +48,8 @@ class Assets(Protocol):
 @dataclasses.dataclass
 class Saver:
     """Writes and commits the checkpoints of a `CheckpointManager`, one at a time. All ranks make the same calls. A
-    failed save sets `failure` until the next save begins; only `TypeError` and `AssertionError` are raised."""
+    failed save sets `failure` until the next save begins; only `TypeError`, `AssertionError` and the errors of
+    collectives that lost a rank are raised."""
 
     folder: Folder
 
@@ -203,6 +205,8 @@ class Saver:
         except (TypeError, AssertionError):
             raise
         except Exception as error:  # fsspec back ends raise their own exception classes
+            if self.ranks.group and is_lost_rank(error):
+                raise  # the group of the ranks cannot be used again
             reason = str(error) if isinstance(error, _ExportError) else f"{type(error).__name__}: {error}"
             self.failure = f"{self.folder / f'step-{step}'} could not be saved: {reason}"
             logger.warning("%s; older checkpoints are unchanged", self.failure)
