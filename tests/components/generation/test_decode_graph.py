@@ -327,8 +327,17 @@ def test_a_failed_recording_names_the_remedy(monkeypatch):
             raise RuntimeError("previous error")
 
     monkeypatch.setitem(decode_graph.CAPTURES, "cpu", capture)
-    with pytest.raises(UserError, match="operation not permitted.*TORCHTITAN_CUDA_GRAPHS=0"):
+    monkeypatch.setattr(decode_graph, "_failure", "")
+    message = (
+        "operation not permitted.*memory of this process may be in an unknown.*again with TORCHTITAN_CUDA_GRAPHS=0"
+    )
+    with pytest.raises(UserError, match=message):
         generate(small_model(), [[1]], max_new_tokens=20)
+    # Nothing is computed on the memory that the recording left, with or without graphs.
+    monkeypatch.setenv(decode_graph.SWITCH, "0")
+    for n_tokens in (1, 20):
+        with pytest.raises(UserError, match=message):
+            generate(small_model(), [[1]], max_new_tokens=n_tokens)
 
 
 class FromLists(TorchFunctionMode):

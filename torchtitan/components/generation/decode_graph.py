@@ -54,6 +54,9 @@ def _capture_on_cuda(step: Step, device: torch.device) -> Step:
     return replay
 
 
+_failure = ""
+"""Reason why a recording failed in this process."""
+
 CAPTURES: dict[str, Capture] = {"cuda": _capture_on_cuda}
 """By type of device. On others, steps are not recorded."""
 
@@ -62,7 +65,9 @@ def graphs_for(model: BaseModel, compute: Compute) -> "Callable[[KVCache], Decod
     """Return a function that makes the graphs of a batch in a cache. None if the device has no graphs, or if the host
     takes part in a step: weights that are sharded, offloaded or packed, experts (some of whose products read their
     sizes), blocks with activation checkpointing (which reads the state of random numbers), LongRoPE (whose factors it
-    sends)."""
+    sends). Raise `UserError` if a recording has failed in this process."""
+    if _failure:
+        raise _failed_error()
     weights = list(model.parameters())
     device = weights[0].device
     is_plain = all(type(x) in (Tensor, nn.Parameter) and x.is_floating_point() and x.device == device for x in weights)
@@ -111,7 +116,15 @@ class DecodeGraph:
         try:
             return self._capture(self._step, self._device)
         except RuntimeError as error:
-            reason = in_words(error.__context__ or error)  # the end of a failed capture fails too
-            raise UserError(
-                f"a step of decoding cannot be recorded as a CUDA graph ({reason}); set {SWITCH}=0 to generate without"
-            ) from error
+            global _failure
+            _failure = in_words(error.__context__ or error)  # the end of a failed capture fails too
+            raise _failed_error() from error
+
+
+def _failed_error() -> UserError:
+    """Return the error for this and all later calls: PyTorch's allocator may keep the state of a failed recording, for
+    which no public way back exists."""
+    return UserError(
+        f"a step of decoding cannot be recorded as a CUDA graph ({_failure}), and the GPU memory of this process may "
+        f"be in an unknown state; start it again with {SWITCH}=0 to generate without graphs"
+    )
