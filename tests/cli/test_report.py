@@ -133,6 +133,79 @@ def test_incidents_say_why(tmp_path):
     ]
 
 
+START = {"event": "start", "time": 9.0, "begun": 8.0, "step": 0, "seconds": {"data": 0.5}, "command": "train"}
+LATER = {"event": "progress", "time": 19.0, "step": 3, "seconds": {"data": 1.5, "forward": 2.0}}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"time": 1e300},
+        {"time": math.nan},
+        {"time": -1.0},
+        {"time": 10},
+        {"time": "9.0"},
+        {"begun": 1e18},
+        {"begun": None},
+        {"step": 10**400},
+        {"step": -1},
+        {"step": True},
+        {"step": [[1]]},
+        {"seconds": {"data": 1e300}},
+        {"seconds": {"data": math.inf}},
+        {"seconds": {"data": [[]]}},
+        {"seconds": [["data", 1.0]]},
+        {"seconds": None},
+        {"event": ["start"]},
+        {"event": {}},
+        {"data": [1]},
+        {"environment": "torch"},
+    ],
+)
+def test_damaged_events_are_left_out(tmp_path, capsys, change):
+    record_of(tmp_path, [{"step": 1, "loss": 2.5}])
+    lines = [START, {**START, **change}, LATER]
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for words in (["--text"], ["--output", str(tmp_path / "report.html")]):
+        assert main(["report", str(tmp_path), *words]) == 0
+        error = capsys.readouterr().err
+        assert error == f"torchtitan report: {tmp_path}: events.jsonl: broken lines are left out: 2\n"
+
+
+@pytest.mark.parametrize(
+    "change", [{"seconds": {}}, {"time": 0.0}, {"reason": [[{"a": "\ud800"}]]}, {"data": {"\ud800": [[1]]}}, {"to": {}}]
+)
+def test_odd_events_are_shown(tmp_path, capsys, change):
+    """Times that are all zero, or texts that no file can hold, are no reason to fail."""
+    record_of(tmp_path, [{"step": 1, "loss": 2.5, "\ud800": 1}])
+    start = {**START, "time": 0.0, "begun": 0.0, "seconds": {}}
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in (start, {**start, **change})))
+    for words in (["--text"], ["--output", str(tmp_path / "report.html")]):
+        assert main(["report", str(tmp_path), *words]) == 0
+        assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("folder", ["a" * 300, "\\0", "/dev/null", "."])
+def test_a_folder_of_checkpoints_that_cannot_be_read_is_left_out(tmp_path, capsys, folder):
+    record_of(tmp_path, [{"step": 1, "loss": 2.5}])
+    (tmp_path / "config.yaml").write_text(f'checkpoint: {{folder: "{folder}"}}')
+    assert main(["report", str(tmp_path), "--text"]) == 0
+    assert capsys.readouterr().err.count("\n") == (1 if len(folder) == 300 else 0)
+
+
+@pytest.mark.parametrize("step", ["1" + "0" * 400, "-1", "true", "[]", "1e300"])
+def test_a_damaged_step_of_metrics_is_left_out(tmp_path, capsys, step):
+    (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1, "loss": 2.5}}\n{{"step": {step}, "loss": 2.5}}\n')
+    assert main(["report", str(tmp_path), "--text"]) == 0
+    assert capsys.readouterr().err.endswith("metrics.jsonl: broken lines are left out: 2\n")
+
+
+def test_a_name_that_is_too_long_is_one_line(capsys):
+    assert main(["report", "a" * 300]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "is too long for the name of a file" in error
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [(None, "has no metrics.jsonl"), ("", "has no metrics.jsonl"), ("[1]\n{", "has no metrics.jsonl with metrics")],

@@ -33,7 +33,7 @@ def write(path: Path, *stages: dict[str, str]) -> Path:
 def test_stages_build_on_each_other_and_are_not_repeated(tmp_path, capsys):
     stages = [
         {"name": "first", "run": FIRST},
-        {"name": "second", "run": SECOND, "base": "previous"},
+        {"name": "second", "run": f"{SECOND} --checkpoint.folder models/saved", "base": "previous"},
         {"name": "samples", "run": SAMPLES, "base": "previous"},
     ]
     recipe, folder = (
@@ -97,6 +97,20 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path, capsys):
     assert main(["run", str(recipe), "--folder", str(tmp_path / "file")]) == 2
     message = f"--folder: '{tmp_path}/file/first' cannot be written: Not a directory; name another folder"
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "{", "[1]", "null", "{}", '{"id": 3}', '{"command": ["ls"], "base": "", "id": [[]]}', "[" * 10**5, "9" * 5000],
+)
+def test_a_damaged_record_of_a_stage_is_one_line(tmp_path, capsys, content):
+    recipe = write(tmp_path / "recipe.yaml", {"name": "first", "run": "ls"})
+    record = tmp_path / "out/first/finished.json"
+    record.parent.mkdir(parents=True)
+    record.write_text(content)
+    assert main(["run", str(recipe), "--folder", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("torchtitan run: ") and str(record) in error and error.count("\n") == 1
 
 
 @pytest.mark.parametrize(

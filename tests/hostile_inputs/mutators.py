@@ -103,13 +103,30 @@ class _Raw(str):
 
 
 def _hostile_values(generator: random.Random) -> Any:
-    numbers = (0, -1, 1, 0.5, 2**31, 2**40, 2**63, 10**18, -(2**63), 1e308, _Raw("NaN"), _Raw("-Infinity"))
+    numbers = (
+        0,
+        -1,
+        1,
+        0.5,
+        2**31,
+        2**40,
+        2**63,
+        10**18,
+        -(2**63),
+        1e300,
+        1e308,
+        10**400,
+        _Raw("NaN"),
+        _Raw("-Infinity"),
+    )
     texts = (
         "",
         "\x1b[2J\x1b]0;owned\x07",
         "\x00",
         "\ud800",
         "../../secret.txt",
+        "a" * 300,
+        ".",
         "/etc/passwd",
         "--dump_folder",
         CANARY,

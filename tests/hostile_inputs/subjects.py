@@ -16,7 +16,16 @@ from tests.hostile_inputs.mutators import (
     hostile_template,
     hostile_yaml,
 )
-from tests.hostile_inputs.world import Command, adapter_run, chat_run, preference_run, resume, train
+from tests.hostile_inputs.world import (
+    Command,
+    adapter_run,
+    chat_run,
+    preference_run,
+    recipe,
+    resume,
+    show,
+    train,
+)
 
 
 @dataclass(frozen=True)
@@ -63,6 +72,7 @@ _WEIGHTS = (_generate("hf"), _convert("hf", "meta"), [*_INSPECT, "hf"])
 _DCP = (f"{_NEWEST}/.metadata", f"{_NEWEST}/__0_0.distcp")
 _READ = ([*_INSPECT, _NEWEST], _generate(_NEWEST), _convert(_NEWEST, "hf"))
 _ANY_JSON = (changed_json,) * 6
+_REPORTS = (["report", "run", "--output", "run.html"], ["report", "--text", "run"])
 
 SUBJECTS = (
     Subject("config.json", ["hf/config.json"], [_generate("hf"), _convert("hf", "dcp")], _ANY_JSON),
@@ -146,6 +156,20 @@ SUBJECTS = (
     Subject(
         "records of a run", ["run/metrics.jsonl", "run/ledger.jsonl"], [resume()], (changed_line,) * 6, noticed=False
     ),
+    Subject("events of a run", ["run/events.jsonl"], [*_REPORTS, resume()], (changed_line,) * 12, noticed=False),
+    Subject(
+        "records of a run, reported",
+        ["run/metrics.jsonl", "run/completions.jsonl"],
+        _REPORTS,
+        (changed_line,) * 12,
+        noticed=False,
+    ),
+    Subject("ledger, shown", ["run/ledger.jsonl"], [show()], (changed_line,) * 12, noticed=False),
+    Subject("foresight, reported", ["run/foresight.json"], _REPORTS, (changed_json,) * 12, noticed=False),
+    Subject("configuration, reported", ["run/config.yaml"], _REPORTS, (hostile_yaml, changed_yaml) * 6, noticed=False),
+    Subject("marker, reported", [f"{_NEWEST}/complete.json"], _REPORTS, (changed_json,) * 12, noticed=False),
+    Subject("finished stage", ["stages/first/finished.json"], [recipe()], (changed_json,) * 12),
+    Subject("recipe", ["recipe.yaml"], [recipe()], (hostile_yaml,) * 8 + (changed_yaml,) * 8),
     Subject("rows of text", ["rows.jsonl"], [_step("rows.jsonl")], (changed_line,) * 6),
     Subject("conversations", ["chats.jsonl"], [chat_run("out")], (changed_line,) * 6),
     Subject("parquet", ["rows.parquet"], [_step("rows.parquet")]),

@@ -65,6 +65,17 @@ def preference_run(folder: str) -> list[str]:
     return [words[0], "--module", "preference", "--config", "dpo_debugmodel", *words[1:]]
 
 
+def show() -> list[str]:
+    """Return the command that shows the documents of a step of the run."""
+    words = train("run", "rows.jsonl", training__steps=STEPS)
+    return ["data", "show", *words[1:], "--step", "2"]
+
+
+def recipe() -> list[str]:
+    """Return the command of a recipe, whose stages have finished."""
+    return ["run", "recipe.yaml", "--folder", "stages"]
+
+
 def adapter_run(folder: str, adapter: str = "") -> list[str]:
     """Return the command of a step of training adapters, which begin from the ones in `adapter`, if any."""
     options = {"model_converters__lora__rank": 4, "model_converters__lora__adapter_path": adapter}
@@ -113,6 +124,13 @@ def build(folder: Path, run: Callable[[Command], None]) -> None:
     run(chat_run("chat_run"))
     run(preference_run("preference_run"))
     run([*adapter_run("adapted"), "--checkpoint.enable", "--checkpoint.last_save_in_hf"])
+    # Stages that take a second if a case repeats them.
+    stages = [{"name": name, "run": "ls"} for name in ("first", "second")]
+    (folder / "recipe.yaml").write_text(json.dumps({"stages": stages}))  # JSON is YAML
+    run(recipe())
+    (folder / "run/foresight.json").write_text('{"device": "this machine", "step_time": 0.125, "mfu": 1.0}')
+    completions = [{"step": 1, "reward": 0.5, "prompt": "a", "completion": "b"}, {"step": 2, "reward": 1}]
+    (folder / "run/completions.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in completions))
     last = f"run/checkpoint/step-{STEPS}"
     run(["convert", last, "hf", "--to", "hf"])
     run(["convert", last, "sharded", "--to", "hf", "--max_shard_size", "0.0001"])

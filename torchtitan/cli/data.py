@@ -250,7 +250,7 @@ def _ledger_line(path: Path, step: int) -> dict[str, Any]:
 def _is_ledger_entry(line: dict[str, Any]) -> bool:
     match line:
         case {"step": int(), "data_step": int(data_step), "documents": [*names]}:
-            return data_step >= 1 and all(isinstance(name, str) for name in names)
+            return 1 <= data_step < 2**63 and all(isinstance(name, str) for name in names)
     return False
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from torchtitan.tools.errors import RunFailure, UserError
+from torchtitan.tools.errors import RunFailure, UserError, of_wrong_path
 from torchtitan.tools.logging import init_logger, print_error
 
 if TYPE_CHECKING:
@@ -151,6 +151,9 @@ def run_command(command: str, run: Callable[[], int | None]) -> int:
     init_logger()
     try:
         return run() or 0
-    except (UserError, RunFailure) as error:
+    except (UserError, RunFailure, OSError, ValueError) as raised:
+        error = of_wrong_path(raised)
+        if not isinstance(error, (UserError, RunFailure)):
+            raise
         print_error(command, error)
         return 2 if isinstance(error, UserError) else 3

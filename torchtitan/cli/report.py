@@ -19,7 +19,7 @@ from torchtitan.components.run_events import EVENTS, Event, describe_goodput, go
 from torchtitan.config.configurable import leaves
 from torchtitan.config.manager import read_config_file
 from torchtitan.tools import durable
-from torchtitan.tools.errors import UserError, os_errors_as
+from torchtitan.tools.errors import UserError, in_words, os_errors_as
 from torchtitan.tools.files import json_lines, read_object
 from torchtitan.tools.logging import print_error, visible
 from torchtitan.tools.parser import Parser
@@ -49,7 +49,7 @@ class RunRecord:
         self.samples = self._lines(SAMPLES, partial(json_lines, folder / SAMPLES, bool))
         self.config = leaves(self._values(folder / "config.yaml", lambda path: read_config_file(path, f"'{path}'")))
         saved = str(self.config.get("checkpoint.folder", "checkpoint"))
-        self.checkpoints = [] if is_url(saved) else list_checkpoints(resolve_folder(str(folder), saved))
+        self.checkpoints = [] if is_url(saved) else self._list_checkpoints(folder, saved)
         self.foresight = self._values(folder / "foresight.json", read_object)
 
     def _lines(self, file: str, read: Callable[[list[int]], Iterable[Event]]) -> list[Event]:
@@ -67,6 +67,13 @@ class RunRecord:
             self.problems.append(f"{error}; the report leaves it out")
             return {}
 
+    def _list_checkpoints(self, folder: Path, saved: str) -> list[CheckpointInfo]:
+        try:
+            return list_checkpoints(resolve_folder(str(folder), saved))
+        except (OSError, ValueError) as error:  # no name of a folder, or one that cannot be read
+            self.problems.append(f"{self.name}: checkpoint.folder of config.yaml is left out: {in_words(error)}")
+            return []
+
     def points(self, key: str) -> list[tuple[int, float]]:
         """Return steps and values of a metric."""
         return [(line["step"], line[key]) for line in self.lines if line.get(key) is not None]
@@ -80,8 +87,9 @@ class RunRecord:
 
 
 def _is_metrics(line: Mapping[str, Any]) -> bool:
-    numbers = [value for value in line.values() if value is not None]
-    return type(line.get("step")) is int and all(type(n) in (int, float) and abs(n) < 1e100 for n in numbers)
+    step, numbers = line.get("step"), [value for value in line.values() if value is not None]
+    is_step = type(step) is int and 0 <= step < 2**63
+    return is_step and all(type(n) in (int, float) and abs(n) < 1e100 for n in numbers)
 
 
 class Section(NamedTuple):
@@ -225,7 +233,7 @@ def report(args: Sequence[str]) -> int:
             _print(runs)
             return
         with os_errors_as(f"--output '{options.output}' cannot be written"):
-            durable.write(options.output, page(runs))
+            durable.write(options.output, page(runs).encode("utf-8", "backslashreplace"))
         print(options.output)
 
     return run_command("report", write)

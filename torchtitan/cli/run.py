@@ -14,9 +14,11 @@ from typing import NamedTuple
 
 from torchtitan.cli.main import COMMANDS
 from torchtitan.cli.model_options import run_command
+from torchtitan.components.checkpoint.catalog import list_checkpoints
 from torchtitan.config.manager import ConfigManager, read_config_file
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError, errors_of, os_errors_as, suggest
+from torchtitan.tools.files import read_object
 from torchtitan.tools.logging import logger
 from torchtitan.tools.parser import Parser
 from torchtitan.tools.process import StopSignals, signal_when_orphaned
@@ -79,18 +81,28 @@ def _run_stages(stages: list[_Stage], folder: Path) -> int:
             _check_training(stage.name, words[1:])
         if not done.exists() and (code := _run_stage(stage.name, words, own, shows=not stage.trains)):
             return code
-        exported = next(own.glob("checkpoint/step-*/config.json"), None) if stage.trains else None  # of the last step
+        exported = _exported(stage.name, words[1:], own) if stage.trains else None
         if stage.trains and not exported:
             raise UserError(f"stage '{stage.name}' has exported no model; remove {own} to repeat it")
         if not done.exists():
             durable.write(done, json.dumps({**record, "id": uuid.uuid4().hex}))
-        finished = json.loads(done.read_text())
+        finished = read_object(done)
+        if {"command", "base", "id"} != finished.keys() or not isinstance(finished["id"], str):
+            raise UserError(f"stage '{stage.name}': '{done}' is damaged; remove {own} to repeat the stage")
         if finished != {**record, "id": finished["id"]}:
             raise UserError(f"stage '{stage.name}' finished with another command or base; remove {own} to repeat it")
         if exported:
             previous, id_of_previous = str(exported.parent), finished["id"]
         logger.info("stage %s has finished: %s", stage.name, own)
     return 0
+
+
+def _exported(stage: str, words: list[str], own: Path) -> Path | None:
+    """Return the config.json of the model that a finished stage has exported, the newest if there are several."""
+    with errors_of(f"stage '{stage}'"):
+        folder = ConfigManager().parse_args(words).config.checkpoint.resolve_folder(str(own))
+    steps = [info.step for info in list_checkpoints(folder) if info.kind == "huggingface"]
+    return Path(str(folder), f"step-{max(steps)}", "config.json") if steps else None
 
 
 def _check_training(stage: str, words: list[str]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from torchtitan.cli.launch import Hosts, environment_number, launch
 from torchtitan.tools import durable
-from torchtitan.tools.errors import UserError
+from torchtitan.tools.errors import UserError, of_wrong_path
 from torchtitan.tools.logging import check_log_ranks, init_logger
 from torchtitan.tools.process import COMMAND_VARIABLE, use_expandable_segments
 from torchtitan.train import exit_code_of, log_message, run, with_fitting_mode
@@ -44,7 +44,8 @@ def train(args: Sequence[str]) -> int:
     use_expandable_segments()
     try:
         return _train(list(args))
-    except Exception as error:
+    except Exception as raised:
+        error = of_wrong_path(raised)
         code = exit_code_of(error)
         if code == 1:
             raise

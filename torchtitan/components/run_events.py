@@ -19,9 +19,17 @@ values of its kind."""
 
 _TYPES: dict[str, type] = {"event": str, "time": float, "step": int, "seconds": dict}
 _TYPES_OF_KIND: dict[str, dict[str, type]] = {"start": {"begun": float}, "returned": {"to": int}}
+_PLAIN_OF_KIND = {"start": ("data", "environment")}
+"""Kind → its values that are objects, if present."""
+
+_MOST = {"time": 2.0**33, "begun": 2.0**33, "step": 2**63, "to": 2**63}
+"""Key → its limit: the year 2242, and the largest step of a tensor."""
+
+_MOST_SECONDS = 1e9
+"""Limit of the time in a phase: 30 years."""
 
 _PARTS = {name: name for name in ("start-up", "data", "validation", "save")}
-_PARTS |= {"between steps": "other", "return to a checkpoint": "restart"}
+_PARTS |= {"export": "save", "between steps": "other", "return to a checkpoint": "restart"}
 """Phase → part of the run's time; all other phases are parts of a step, and are training."""
 
 
@@ -43,8 +51,14 @@ def read_events(folder: Path, broken: list[int] | None = None) -> list[Event]:
 
 def _is_event(line: Event) -> bool:
     types = _TYPES | _TYPES_OF_KIND.get(str(line.get("event")), {})
-    has_types = all(type(line.get(name)) is expected for name, expected in types.items())
-    return has_types and all(type(value) is float for value in line["seconds"].values())
+    if not all(type(line.get(name)) is expected for name, expected in types.items()):
+        return False
+    objects = [line.get(name, {}) for name in _PLAIN_OF_KIND.get(line["event"], ())]
+    if not all(isinstance(value, dict) for value in objects):
+        return False
+    if not all(0 <= line[name] < most for name, most in _MOST.items() if name in types):
+        return False
+    return all(type(value) is float and 0 <= value < _MOST_SECONDS for value in line["seconds"].values())
 
 
 def goodput(events: Sequence[Event]) -> dict[str, float]:
@@ -95,11 +109,13 @@ def shares(seconds: Mapping[str, float]) -> dict[str, str]:
     """Return each of these times as text, with its share of the sum."""
     total = sum(seconds.values())
     shown = {name: f"{time:,.1f} s" if total >= 10 else f"{1000 * time:,.1f} ms" for name, time in seconds.items()}
-    return {name: f"{shown[name]} ({time / total:.1%})" for name, time in seconds.items()}
+    return {name: f"{shown[name]} ({time / total:.1%})" if total else shown[name] for name, time in seconds.items()}
 
 
 def describe_goodput(parts: Mapping[str, float]) -> str:
     """Return a result of `goodput` as text."""
     wall = sum(parts.values())
+    if not 0 < wall < _MOST_SECONDS:
+        return "unknown"
     rest = [f"{name} {seconds / wall:.1%}" for name, seconds in parts.items() if name != "training"]
     return f"{parts.get('training', 0.0) / wall:.1%} of {timedelta(seconds=round(wall))}; {', '.join(rest)}"

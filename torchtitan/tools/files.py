@@ -18,6 +18,10 @@ _MOST_JSON_BYTES = 2**28
 _MOST_JSON_LEVELS = 100
 """Well below Python's recursion limit of about a thousand."""
 
+_MOST_NAME_BYTES = 255
+_MOST_PATH_LENGTH = 1000
+"""Limits of file systems: Linux has 255 and 4,096 bytes, macOS 1,024 for a path."""
+
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
@@ -49,6 +53,17 @@ def regular_file(path: Path, name: str | None = None) -> Path:
     if not stat.S_ISREG(mode):
         raise UserError(f"{name} is not a regular file; save its content to a file, or remove it")
     return path
+
+
+def is_file_name(name: str) -> bool:
+    """Return whether a text from a file can be the path of a file: each part has 1 to 255 bytes of UTF-8 without NUL,
+    and the last part is not a folder's."""
+    try:
+        parts = [part.encode() for part in name.split("/")]
+    except UnicodeEncodeError:  # half of a surrogate pair, from JSON
+        return False
+    is_short = all(len(part) <= _MOST_NAME_BYTES for part in parts) and len(name) <= _MOST_PATH_LENGTH
+    return is_short and "\0" not in name and parts[-1] not in (b"", b".", b"..")
 
 
 def read_object(path: Path) -> dict[str, Any]:

@@ -30,7 +30,9 @@ from torchtitan.components.weights import (
     write_huggingface,
     write_meta,
 )
+from torchtitan.components.weights.huggingface import HuggingFaceSource
 from torchtitan.components.weights.load import local_slices
+from torchtitan.components.weights.torch_files import PickledSource
 from torchtitan.protocols.state_dict_adapter import (
     Concatenated,
     KeyMapping,
@@ -263,6 +265,18 @@ def test_damaged_hugging_face_folders(tmp_path):
     index.write_text("{}")
     with pytest.raises(UserError, match="index.json cannot be read"):
         open_source(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name", ["a" * 300, "é" * 200, "a\0b", "\ud800", "", ".", "..", "a/", "b/.", "/".join("a" * 2000)]
+)
+@pytest.mark.parametrize("index", ["model.safetensors.index.json", "pytorch_model.bin.index.json"])
+def test_a_name_that_no_file_can_have_is_one_line(tmp_path, index, name):
+    (tmp_path / index).write_text(json.dumps({"weight_map": {"a": name}}))
+    make_source = HuggingFaceSource if "safetensors" in index else PickledSource
+    with pytest.raises(UserError, match="cannot be the name of a file") as caught:
+        make_source(tmp_path)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 600
 
 
 def test_a_folder_without_checkpoint(tmp_path):

@@ -24,7 +24,7 @@ from torchtitan.protocols.tensor_source import (
 )
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError
-from torchtitan.tools.files import read_object
+from torchtitan.tools.files import is_file_name, read_object
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -197,6 +197,8 @@ def _read_index(path: Path) -> dict[str, str]:
         raise damaged_file_error(path, error) from error
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise damaged_file_error(path, "it has no valid weight_map")
+    if wrong := sorted({repr(file)[:80] for file in weight_map.values() if not is_file_name(file)}):
+        raise damaged_file_error(path, f"it lists {summarize_names(wrong)}, which cannot be the name of a file")
     # Names are checked, not link targets, since all files in the Hub's cache are links to files outside the folder.
     outside = {file for file in weight_map.values() if Path(file).is_absolute() or ".." in Path(file).parts}
     if outside:
