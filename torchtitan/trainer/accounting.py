@@ -121,6 +121,11 @@ class Accounting(Recorder):
         if self._reason and self.file:
             self._write("end", reason=self._reason)
             events = run_events.read_events(Path(self.trainer.config.dump_folder))
+            if not events:
+                folder = self.trainer.config.dump_folder
+                logger.warning("--dump_folder '%s' was removed during the run, with its metrics and events", folder)
+                super().close()
+                return
             if phases := run_events.mean_phases(events):
                 parts = ", ".join(f"{phase} {share}" for phase, share in run_events.shares(phases).items())
                 logger.info("mean step: %.1f ms; %s", 1000 * sum(phases.values()), parts)

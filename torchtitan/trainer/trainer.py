@@ -208,6 +208,8 @@ class Trainer(RunState):
                 logger.info("%s", complete)
                 return
             self.describe_run()
+            if self.should_continue_training():
+                self.checkpointer.check_space(self.step, self.total_steps)
             self.metrics.start(self.step)
             with exits_as_errors("the run"):
                 try:

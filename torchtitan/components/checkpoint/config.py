@@ -17,6 +17,7 @@ _SAVE_OPTIONS = {
     "last_save_model_only": "no_last_save_model_only",
     "export_dtype": "export_dtype None",
     "keep_best": "no_keep_best",
+    "fallback_folder": "fallback_folder ''",
 }
 """Option that affects saves → option that reverts it."""
 
@@ -30,6 +31,9 @@ class CheckpointConfig(Configurable.Config):
 
     folder: str = "checkpoint"
     """Folder for checkpoints, inside the dump folder, or a URL such as s3://bucket/run."""
+
+    fallback_folder: str = ""
+    """Folder or URL, such as one on another disk, for the last save of a run if it fails in `folder`."""
 
     interval: int = 500
     """Steps between saves. The last step is always saved."""
@@ -102,6 +106,10 @@ class CheckpointConfig(Configurable.Config):
         """Return the checkpoint folder of a run in `dump_folder`."""
         return resolve_folder(dump_folder, self.folder)
 
+    def resolve_fallback(self, dump_folder: str) -> Folder | None:
+        """Return the fallback folder of a run in `dump_folder`, if any."""
+        return resolve_folder(dump_folder, self.fallback_folder) if self.fallback_folder else None
+
 
 def _check_saves(config: CheckpointConfig) -> None:
     """Raise one `UserError` for all options that affect saves if the run does not save."""
@@ -148,7 +156,11 @@ def _check_initial_load(config: CheckpointConfig) -> None:
 
 
 def _check_folder(config: CheckpointConfig) -> None:
-    folder = folder_at(config.folder)
+    folder, fallback = folder_at(config.folder), folder_at(config.fallback_folder or ".")
+    if config.fallback_folder == config.folder:
+        raise UserError(f"--checkpoint.fallback_folder {fallback} is --checkpoint.folder too; name another folder")
+    if config.last_save_in_hf and not isinstance(fallback, LocalFolder):
+        raise UserError(f"--checkpoint.last_save_in_hf needs a local --checkpoint.fallback_folder, not {fallback}")
     if config.last_save_in_hf and not isinstance(folder, LocalFolder):
         raise UserError(f"--checkpoint.last_save_in_hf needs a local --checkpoint.folder, not {folder}")
     if config.async_mode != "async_with_pinned_mem":

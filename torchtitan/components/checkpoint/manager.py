@@ -15,8 +15,10 @@ from torchtitan.components.checkpoint.filesystem import errors_logged
 from torchtitan.components.checkpoint.identity import BaseWeights, RunIdentity
 from torchtitan.components.checkpoint.manifest import Kind, Marker
 from torchtitan.components.checkpoint.ranks import Ranks
+from torchtitan.components.checkpoint.rescue import check_fallback, save_elsewhere
 from torchtitan.components.checkpoint.resume import Start, check_frozen, choose_start, find_start, newest_usable
 from torchtitan.components.checkpoint.saver import Assets, Export, Saver
+from torchtitan.components.checkpoint.space import check_free, total_bytes
 from torchtitan.components.checkpoint.state import Entries, ModelState, with_parameter_names, without_frozen
 from torchtitan.config.configurable import Configurable
 from torchtitan.distributed.initialize import local_part
@@ -81,6 +83,7 @@ class CheckpointManager(Configurable):
     ):
         self.config: CheckpointManager.Config = config
         self.folder = config.resolve_folder(dump_folder)
+        self._fallback = config.resolve_fallback(dump_folder)
         self.states = {name: with_parameter_names(name, state, states) for name, state in states.items()}
         self.rank_states = dict(rank_states or {})
         self.initial_loads = dict(initial_loads or {})
@@ -160,8 +163,37 @@ class CheckpointManager(Configurable):
         )
         in_background = not is_final and self.config.async_mode != "disabled"
         self._saver.save(marker, self._encode(kind), start_time, in_background=in_background)
-        if is_final:
-            self._saver.raise_failure()
+        if is_final and self._saver.failure:
+            raise save_elsewhere(self._saver, self._fallback, marker, self._encode)
+
+    def check_space(self, step: int, last_step: int) -> None:
+        """Compare the sizes of the checkpoints after `step`, up to the last step of the run, with the free disk space.
+        All ranks call this together, before the first step.
+
+        Raises:
+            UserError: if the first of them does not fit. If only later ones do not, a warning is logged.
+        """
+        if not self.config.saves:
+            return
+        # The same type and files as the last save's, except for metadata.
+        models = {name: state for name, state in self.states.items() if isinstance(state, ModelState)}
+        full, model = (
+            total_bytes(entries, self._ranks)
+            for entries in (self._encode("full"), {name: state.state_dict() for name, state in models.items()})
+        )
+        last_kind = self.config.last_kind
+        last = {"full": full, "model_only": model, "huggingface": 2 * model}[last_kind]  # exports come from a copy
+        n_full = (last_step - 1) // self.config.interval - step // self.config.interval + (last_kind == "full")
+
+        def check() -> None:
+            n_existing = sum(info.is_complete for info in catalog.list_checkpoints(self.folder))
+            # Each is written before an old one is removed.
+            kept = self.config.keep_latest_k + self.config.keep_best + 1
+            n_new = max(1, min(n_full, kept - n_existing)) if self.config.keep_latest_k else n_full
+            total = min(n_new, n_full) * full + (last if last_kind != "full" else 0)
+            check_free(self.folder, full if n_full else last, total, self.config.keep_latest_k)
+
+        self._ranks.broadcast_from_rank0(check)
 
     def load(self) -> int:
         """Restore the configured state and return the run's step, 0 for a new run. Files are verified before they are
@@ -176,6 +208,8 @@ class CheckpointManager(Configurable):
         start = choose_start(
             self.config, self.folder, self._ranks, identity=self._identity, verify_initial=not has_model_loader
         )
+        identity = self._identity.properties if self._identity else {}
+        self._ranks.broadcast_from_rank0(lambda: check_fallback(self.config, self.folder, self._fallback, identity))
         self._finished_steps = self._ranks.broadcast_from_rank0(self._find_finished_steps)
         self._ranks.broadcast_from_rank0(lambda: check_frozen(self.config, start, self._base_model))
         if self.config.saves and self.config.async_mode == "async_with_pinned_mem":

@@ -111,6 +111,12 @@ class Saver:
             self.ranks.all_ranks_or_raise(lambda: staged.update(self._stage(entries)))
             self._in_flight = self._executor.submit(self._write, marker, staged, start_time, time.perf_counter())
 
+    def write_to(self, folder: Folder, marker: Marker, entries: Mapping[str, Entries]) -> str:
+        """Write a checkpoint of `entries` into another folder, where nothing is removed. Return the error, if any."""
+        other = dataclasses.replace(self, folder=folder, async_mode="disabled", prune=lambda step: None)
+        other.save(marker, entries, time.perf_counter(), in_background=False)
+        return other.failure
+
     def wait(self) -> None:
         """Wait for the background save, if any."""
         in_flight, self._in_flight = self._in_flight, None
