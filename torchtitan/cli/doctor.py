@@ -32,14 +32,15 @@ def _check(folder: Path) -> int:
     from torchtitan.cli.launch import environment_number
     from torchtitan.config import CommConfig
     from torchtitan.distributed.health import findings, measure
-    from torchtitan.distributed.process_group import destroy_process_group, init_process_group
+    from torchtitan.distributed.process_group import destroy_process_group, init_process_group, timeouts_named
     from torchtitan.tools.device import device_description, device_type
 
     environment_number("NGPU", default=1, minimum=1)  # a mistake in it, before training finds it
-    device = init_process_group(device_type(), CommConfig(init_timeout_seconds=60))
-    health = measure(folder, device)
-    found = findings(health, _expected_speeds(torch.cuda.get_device_name(device) if device.type == "cuda" else ""))
-    destroy_process_group()
+    with timeouts_named(lambda: "doctor"):
+        device = init_process_group(device_type(), CommConfig(init_timeout_seconds=60))
+        health = measure(folder, device)
+        found = findings(health, _expected_speeds(torch.cuda.get_device_name(device) if device.type == "cuda" else ""))
+        destroy_process_group()
     if int(os.environ.get("RANK", "0")) == 0:
         software = ", ".join(f"{name} {version}" for name, version in health.software[0].items())
         _print(f"{device_description(device)}; {software}", health.facts)
