@@ -81,7 +81,10 @@ def init_group_in(folder: str, rank: int, world_size: int, seconds: float) -> No
 
 def new_cpu_group() -> dist.ProcessGroup | None:
     """Return a new gloo group of all ranks, for collectives in another thread; None without a process group."""
-    return dist.new_group(backend="gloo") if dist.is_initialized() else None
+    if not dist.is_initialized():
+        return None
+    group: dist.ProcessGroup = dist.new_group(backend="gloo")
+    return group
 
 
 def new_mesh(device_type: str, sizes: Mapping[str, int]) -> DeviceMesh:
@@ -91,12 +94,14 @@ def new_mesh(device_type: str, sizes: Mapping[str, int]) -> DeviceMesh:
 
 def flatten_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """Return a mesh whose dimensions are joined to one, with a group of its own."""
-    return _flatten(mesh)
+    flat: DeviceMesh = _flatten(mesh)
+    return flat
 
 
 def split_mesh(mesh: DeviceMesh, dimension: str | int, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
     """Return a mesh with a dimension divided into several, with groups of their own."""
-    return _split(mesh, dimension, sizes, names)
+    split: DeviceMesh = _split(mesh, dimension, sizes, names)
+    return split
 
 
 def _is_loopback(address: str) -> bool:

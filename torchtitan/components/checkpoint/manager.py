@@ -177,10 +177,8 @@ class CheckpointManager(Configurable):
             return
         # The same type and files as the last save's, except for metadata.
         models = {name: state for name, state in self.states.items() if isinstance(state, ModelState)}
-        full, model = (
-            total_bytes(entries, self._ranks)
-            for entries in (self._encode("full"), {name: state.state_dict() for name, state in models.items()})
-        )
+        weights: dict[str, Entries] = {name: state.state_dict() for name, state in models.items()}
+        full, model = total_bytes(self._encode("full"), self._ranks), total_bytes(weights, self._ranks)
         last_kind = self.config.last_kind
         last = {"full": full, "model_only": model, "huggingface": 2 * model}[last_kind]  # exports come from a copy
         n_full = (last_step - 1) // self.config.interval - step // self.config.interval + (last_kind == "full")
