@@ -70,6 +70,7 @@ def _read(path: Path) -> list[_Stage]:
 
 
 def _run_stages(stages: list[_Stage], folder: Path) -> int:
+    _show(stages)
     previous, id_of_previous = "", ""
     for stage in stages:
         own, words, has_previous = folder / stage.name, list(stage.words), stage.base == "previous"
@@ -103,6 +104,14 @@ def _exported(stage: str, words: list[str], own: Path) -> Path | None:
         folder = ConfigManager().parse_args(words).config.checkpoint.resolve_folder(str(own))
     steps = [info.step for info in list_checkpoints(folder) if info.kind == "huggingface"]
     return Path(str(folder), f"step-{max(steps)}", "config.json") if steps else None
+
+
+def _show(stages: list[_Stage]) -> None:
+    """Print the command of each stage: a recipe is trusted like a script, and may be stopped before it runs any."""
+    logger.info("the stages of the recipe run these commands:")
+    for stage in stages:
+        base = f" (base: {stage.base})" if stage.base else ""
+        logger.info("%s: torchtitan %s%s", stage.name, shlex.join(stage.words), base)
 
 
 def _check_training(stage: str, words: list[str]) -> None:

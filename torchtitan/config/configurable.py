@@ -9,6 +9,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, Union, get_args, get_origin, get_type_hints
 
+from torchtitan.config.code import code_in
 from torchtitan.tools.errors import UserError
 
 _NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "a string", Path: "a path"}
@@ -81,7 +82,8 @@ class Configurable:
         @classmethod
         def from_dict(cls, document: Mapping[str, Any]) -> Self:
             """Return the configuration from `to_dict`'s result, with defaults for missing fields. Raise `UserError` for
-            an unknown key, an unusable value, or a missing field without a default."""
+            an unknown key, an unusable value, a missing field without a default, or a value that names code, since
+            documents come from files."""
             config: Self = from_plain(cls, document)
             config.validate()
             return config
@@ -130,7 +132,7 @@ def from_plain(cls: type, document: Mapping[str, Any], prefix: str = "") -> Any:
     """Return the dataclass `cls` with values from `to_plain`; see `Configurable.Config.from_dict`."""
     if not isinstance(document, Mapping):
         raise UserError(f"configuration: '{prefix.removesuffix('.')}' is {document!r}, but must be a mapping")
-    fields, types = dataclasses.fields(cls), get_type_hints(cls)
+    fields, types = dataclasses.fields(cls), get_type_hints(cls, include_extras=True)
     names = {field.name for field in fields}
     if unknown := sorted(prefix + key for key in document if key not in names):
         raise UserError(f"configuration: unknown keys {', '.join(unknown)}")
@@ -141,11 +143,17 @@ def from_plain(cls: type, document: Mapping[str, Any], prefix: str = "") -> Any:
 
 
 def _field_value(declared: Any, value: Any, key: str) -> Any:
-    if dataclasses.is_dataclass(declared):
-        assert isinstance(declared, type)
-        return from_plain(declared, value, f"{key}.")
+    plain = get_args(declared)[0] if get_origin(declared) is Annotated else declared
+    if dataclasses.is_dataclass(plain):
+        assert isinstance(plain, type)
+        return from_plain(plain, value, f"{key}.")
     if not fits(value, declared, quoted=False):
         raise UserError(f"configuration: '{key}' is {value!r}, but must be {describe(declared)}")
+    if references := code_in(value, declared):
+        raise UserError(
+            f"configuration: '{key}' names the code '{references[0]}', which a file may not; set it on the command "
+            "line, or in Python after reading"
+        )
     return value
 
 

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import io
 import re
+import shlex
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from tyro.constructors import (
     StructTypeInfo,
 )
 
+from torchtitan.config.code import code_in
 from torchtitan.config.configurable import Configurable, config_key, describe, fits, leaves
 from torchtitan.config.registry import ASSETS_PARAMETER, import_failure, is_trusted, load_config_function, needs_assets
 from torchtitan.tools import durable
@@ -81,7 +83,7 @@ class ConfigManager:
             str(getattr(selected, name) or in_file[name] or default) for name, default in DEFAULT_SELECTION.items()
         )
         if not selected.module and in_file["module"] and not is_trusted(module):
-            raise _code_in_file("module", module, selected.config_file)
+            raise _code_in_file({"module": [module]}, ["--module", module], selected.config_file)
         function = load_config_function(module, config_name)
         arguments: dict[str, str] = {}
         if needs_assets(function):
@@ -100,9 +102,12 @@ class ConfigManager:
         if document:
             _check_keys(document, list(known), selected.config_file)
             _check_values(document, types_by_key(default, type(default)), selected.config_file)
-            _check_code(document, overrides, selected.config_file)
         words = _to_switches(overrides, {key for key, value in known.items() if isinstance(value, bool)})
-        return ResolvedConfig(module, config_name, self._parse(default, [*_to_flags(document), *words], list(known)))
+        config = self._parse(default, [*_to_flags(document), *words], list(known))
+        if document and _code_of(config):
+            trusted = self._parse(default, words, list(known))
+            _check_code(config, [default, trusted], selected.config_file)
+        return ResolvedConfig(module, config_name, config)
 
     def _assets_path(self, config_name: str, overrides: list[str], document: dict[str, Any]) -> str:
         option = Parser(prog=self.prog, add_help=False, allow_abbrev=False)
@@ -339,19 +344,40 @@ def _is_unnamed(declared: Any) -> bool:
     return any(getattr(annotation, "name", None) == "" for annotation in annotations)
 
 
-def _check_code(document: dict[str, Any], overrides: Sequence[str], path: str) -> None:
-    """Require that row formats defined by code (`file.py:function`) are also set on the command line."""
-    explicit = {word.partition("=")[0].replace("-", "_").lstrip("_") for word in overrides}
-    for key, value in leaves(document).items():
-        if key.endswith(".format") and ":" in str(value) and key not in explicit:
-            raise _code_in_file(key, value, path)
+def _code_of(config: Configurable.Config) -> dict[str, list[str]]:
+    """Return the references to code in the options of a configuration, by key."""
+    values = leaves(config.to_dict())
+    found = {key: code_in(values.get(key), declared) for key, declared in types_by_key(config, type(config)).items()}
+    return {key: references for key, references in found.items() if references}
 
 
-def _code_in_file(key: str, reference: str, path: str) -> UserError:
-    """Return the error for a configuration file that refers to untrusted code."""
+def _check_code(config: Configurable.Config, trusted: Sequence[Configurable.Config], path: str) -> None:
+    """Require that all code that the options name is also named by a trusted configuration: of the configuration
+    function, or of the command line without the file."""
+    known = [_code_of(each) for each in trusted]
+    named = _code_of(config)
+    strange = {
+        key: [code for code in references if not any(code in of.get(key, ()) for of in known)]
+        for key, references in named.items()
+    }
+    if keys := [key for key, references in strange.items() if references]:
+        values = leaves(config.to_dict())
+        words = [word for key in keys for word in (f"--{key}", *_words_of(values[key]))]
+        raise _code_in_file({key: strange[key] for key in keys}, words, path)
+
+
+def _words_of(value: Any) -> list[str]:
+    """Return the words of the command line for the value of an option that may name code."""
+    return [str(item) for item in value] if isinstance(value, list) else [str(value)]
+
+
+def _code_in_file(found: Mapping[str, Sequence[str]], words: Sequence[str], path: str) -> UserError:
+    """Return the error for a configuration file that refers to untrusted code; `words` set the same on the command
+    line."""
+    parts = [f"'{key}' in {path} is '{reference}'" for key, references in found.items() for reference in references]
     return UserError(
-        f"'{key}' in {path} is '{reference}', code that is neither built in nor installed; if you trust it, set it on "
-        f"the command line too: --{key} {reference}"
+        f"{' and '.join(parts)}, code that is neither built in nor installed; if you trust it, set it on "
+        f"the command line too: {shlex.join(words)}"
     )
 
 

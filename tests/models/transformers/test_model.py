@@ -194,6 +194,17 @@ def test_code_in_the_folder_is_executed_only_if_trusted(tmp_path: Path, monkeypa
         assert type(spec.model.build().model).__name__ == "Own"
 
 
+def test_a_configuration_in_a_checkpoint_executes_no_code(tmp_path: Path) -> None:
+    (tmp_path / "modeling_own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    auto_map = {"AutoConfig": "modeling_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.Own"}
+    document = {**document_of("llama"), "auto_map": auto_map, "_name_or_path": str(tmp_path)}
+    saved = {**TransformersModel.Config.of(document_of("llama")).to_dict(), "document": document}
+    with pytest.raises(UserError, match=TRUST_VARIABLE):
+        with torch.device("meta"):
+            TransformersModel.Config.from_dict(saved).build()
+    assert not (tmp_path / "ran").exists()
+
+
 def test_vision_is_not_converted() -> None:
     with torch.device("meta"):
         model = TransformersModel.Config.of(document_of("gemma3")).build()

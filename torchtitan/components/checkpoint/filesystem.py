@@ -18,6 +18,9 @@ from torchtitan.tools.logging import logger
 DCP_METADATA = ".metadata"
 """File that torch.distributed.checkpoint (DCP) writes last."""
 
+_INDIRECT = ("reference:", "generic:")
+"""Schemes of fsspec whose files say which other files to read, anywhere; `::` chains them with a store."""
+
 UNFINISHED = ".partial"
 """Suffix of a folder that is being written or removed."""
 
@@ -279,6 +282,8 @@ def open_store(url: str) -> tuple[Any, str]:
 
     if not is_url(url):  # `::` in a path would mean a chain of stores
         return LocalFileSystem(), url
+    if "::" in url or url.startswith(_INDIRECT):
+        raise UserError(f"{url} names a store that reads other files, or runs templates in them; name the files' URL")
     try:
         return url_to_fs(url)
     except (ImportError, ValueError) as error:

@@ -4,18 +4,25 @@ import functools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 from torchtitan.components.data.finetuning.conversions import ANSWERS
 from torchtitan.components.data.finetuning.functions import load_function
 from torchtitan.components.rollout.answers import final_answer, numbers_of, same_numbers
 from torchtitan.components.rollout.math_reward import MathReward
+from torchtitan.config.code import NamesCode
 from torchtitan.tools.errors import UserError, errors_of, require
 from torchtitan.tools.logging import logger
 from torchtitan.tools.user_code import errors_of_user_code
 
 Reward = Callable[[str, str, Mapping[str, Any]], Any]
 """Returns one number for prompt, completion and the row of the dataset with the prompt."""
+
+BUILT_IN = ("pattern=", "length=", "reward_model=")
+"""Beginnings of built-in rewards with a parameter."""
+
+RewardName = Annotated[str, NamesCode(built_in=BUILT_IN)]
+"""One of `--rewards`: a built-in reward, or a function to import."""
 
 
 def reference_answer(row: Mapping[str, Any]) -> str:
@@ -68,7 +75,7 @@ def find_reward(name: str, open_model: Callable[[str], Reward] | None = None) ->
         return lambda prompt, completion, row: max(0.0, 1 - abs(len(completion) / int(value) - 1))
     if kind == "reward_model" and value and open_model:
         return open_model(value)
-    if ":" not in name:
+    if ":" not in name or name.startswith(BUILT_IN):
         known = "number, math, pattern=REGEX, length=N, reward_model=DIR, package.module:function or file.py:function"
         raise UserError(f"{name} is unknown; use {known}")
     return cast(Reward, load_function(name))

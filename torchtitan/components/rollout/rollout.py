@@ -19,6 +19,7 @@ from torchtitan.components.generation import Engine, Generation
 from torchtitan.components.rollout.rewards import Rewards
 from torchtitan.components.rollout.vllm import VLLMEngine
 from torchtitan.components.tokenizer import Tokenizer
+from torchtitan.config.code import CodeReference
 from torchtitan.tools.errors import UserError, errors_of
 from torchtitan.tools.logging import logger
 
@@ -98,7 +99,7 @@ async def single_turn(row: Mapping[str, Any], engine: RolloutEngine) -> Trajecto
 class RolloutConfig:
     """Sampling of trajectories, at temperature 1."""
 
-    function: str = ""
+    function: CodeReference = ""
     """Rollout, package.module:function or file.py:function. Empty: one answer, rated by the rewards."""
 
     group_size: int = 8

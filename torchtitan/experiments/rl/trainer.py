@@ -11,7 +11,7 @@ from torch import Tensor
 from torchtitan.components.data.base import Batch
 from torchtitan.components.loss import IGNORE_INDEX, CrossEntropyLoss
 from torchtitan.components.policy_loss import PolicyLoss, group_advantages
-from torchtitan.components.rollout.rewards import Rewards
+from torchtitan.components.rollout.rewards import RewardName, Rewards
 from torchtitan.components.rollout.rollout import Group, RolloutConfig, log_completions
 from torchtitan.distributed.process_group import on_all_ranks
 from torchtitan.experiments.reward.trainer import check_reward_model, reward_function
@@ -36,7 +36,7 @@ class RLTrainer(ReferenceTrainer, RolloutTrainer):
         rollout: RolloutConfig = field(default_factory=RolloutConfig)
         """Sampling of trajectories."""
 
-        rewards: list[str] = field(default_factory=list)
+        rewards: list[RewardName] = field(default_factory=list)
         """Rewards: number, math, pattern=REGEX, length=N, reward_model=DIR, package.module:function or
         file.py:function."""
 

@@ -94,9 +94,12 @@ def _refusal(document: Mapping[str, Any]) -> str:
 
 
 def transformers_config(document: Mapping[str, Any], vocab_size: int | None = None) -> Any:
-    """Return transformers' configuration object for a `checked_document`, with another size of the vocabulary."""
+    """Return transformers' configuration object for a `checked_document`, with another size of the vocabulary. Raise
+    `UserError` for code that may not be executed, since a checkpoint's `model.json` may hold any document."""
     cls: Any
     if "auto_map" in document:
+        if not _own_code(document):
+            raise UserError(_refusal(document))
         names = [document["auto_map"][kind] for kind in ("AutoConfig", "AutoModelForCausalLM")]
         cls, model_class = (get_class_from_dynamic_module(name, document[FOLDER_KEY]) for name in names)
         _own_classes[cls] = model_class

@@ -24,7 +24,9 @@ _LOCKS = (type(threading.Lock()), type(threading.RLock()), threading.Condition, 
 def load_function(reference: str) -> RowFunction:
     """Load the function `package.module:function` or `path/to/file.py:function`. Raise `UserError` if the file, module
     or function does not exist, or the import fails."""
-    module_name, _, name = reference.rpartition(":")
+    module_name, colon, name = reference.rpartition(":")
+    if not colon:  # what is code here must be code for `CodeReference`
+        raise UserError(f"{reference!r} must have the form package.module:function or path/to/file.py:function")
     is_file = module_name.endswith(".py")
     module = (_import_file if is_file else _import_module)(module_name, reference)
     functions = dict(inspect.getmembers(module, inspect.isfunction))

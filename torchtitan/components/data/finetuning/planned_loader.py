@@ -33,6 +33,7 @@ from torchtitan.components.data.report import DataSummary, SetSummary
 from torchtitan.components.data.sources.source import AUTO, CHAT_DATASETS, Source, resolve_source
 from torchtitan.components.data.workers import Workers
 from torchtitan.components.tokenizer import Tokenizer
+from torchtitan.config.code import CodeReference
 from torchtitan.tools.digests import digest_of
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
@@ -63,7 +64,7 @@ class PlannedDataLoader(TokenizingDataLoader):
         dataset: list[str] = field(default_factory=list)
         """Datasets, each a registered name or a local path: a file (json, jsonl, csv, parquet, optionally .gz or
         .zst), a folder, a glob pattern, or a folder written by `datasets.save_to_disk`."""
-        format: str = "auto"
+        format: CodeReference = "auto"
         """Row format: auto (detected from the columns), a format name, or a custom function, package.module:function or
         path/to/file.py:function. Applies to all datasets that it fits."""
         columns: list[str] = field(default_factory=list)
