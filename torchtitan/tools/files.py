@@ -1,6 +1,8 @@
 """Safe reading of untrusted files: regular files, JSON, and model folders."""
 
+import io
 import json
+import os
 import re
 import stat
 from collections.abc import Callable, Iterator
@@ -14,6 +16,9 @@ DOWNLOADS = Path("assets/hf")
 
 _MOST_JSON_BYTES = 2**28
 """Ten times the vocabulary of the largest tokenizers."""
+
+_MOST_NAME_BYTES = 255
+"""Longest name of a file on common file systems."""
 
 _MOST_JSON_LEVELS = 100
 """Well below Python's recursion limit of about a thousand."""
@@ -66,15 +71,55 @@ def is_file_name(name: str) -> bool:
     return is_short and "\0" not in name and parts[-1] not in (b"", b".", b"..")
 
 
+def open_regular(path: Path, name: str | None = None) -> io.BufferedReader:
+    """Open an untrusted file for reading. Raise `UserError` like `regular_file`, also if the file is replaced by a pipe
+    or device at the last moment, and `OSError` for an absent file."""
+    name = name or str(path)
+    regular_file(path, name)
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # opening a pipe does not wait
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise UserError(f"{name} is not a regular file; save its content to a file, or remove it")
+    return os.fdopen(descriptor, "rb")
+
+
+def read_regular(path: Path, name: str | None = None, most: int = _MOST_JSON_BYTES) -> bytes:
+    """Return the content of an untrusted file. Raise like `open_regular`, and `UserError` for more than `most`
+    bytes."""
+    name = name or str(path)
+    with open_regular(path, name) as file:
+        n_bytes = os.fstat(file.fileno()).st_size
+        content = file.read(most + 1) if n_bytes <= most else b""
+    if max(n_bytes, len(content)) > most:
+        raise UserError(f"{name} has {max(n_bytes, len(content)):,} bytes, and may have {most:,} at most")
+    return content
+
+
+def named_file(folder: Path, name: object, by: str) -> Path:
+    """Return the path of a file in a folder, named by the untrusted file `by`. Raise `UserError` unless it is a regular
+    file whose real path is in the folder, which itself may be a link, or absent."""
+    if not isinstance(name, str) or not is_plain_path(name):
+        raise UserError(f"{by} names the file {name!r:.200}, which is not a path inside its folder; write it again")
+    home, path = folder.resolve(), folder / name
+    if not path.resolve().is_relative_to(home):
+        raise UserError(f"{by} names {path}, a link to {path.resolve()} outside the folder; replace it with a copy")
+    return regular_file(path)
+
+
+def is_plain_path(name: str) -> bool:
+    """Return whether the text is a relative path that stays in its folder, and that a file system can have."""
+    parts = Path(name).parts
+    is_inside = bool(parts) and not Path(name).is_absolute() and ".." not in parts
+    return is_inside and "\0" not in name and all(len(os.fsencode(part)) <= _MOST_NAME_BYTES for part in parts)
+
+
 def read_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file, or an empty one if the file is absent. Raise `UserError` for other content."""
     name = f"'{path}'"
     if not regular_file(path, name).exists():
         return {}
     with os_errors_as(f"{name} cannot be read"):
-        if (n_bytes := path.stat().st_size) > _MOST_JSON_BYTES:
-            raise UserError(f"{name} has {n_bytes:,} bytes, and may have {_MOST_JSON_BYTES:,} at most")
-        text = path.read_bytes()
+        text = read_regular(path, name)
     try:
         content = parse_json(text, name)
     except UserError as error:
@@ -105,7 +150,7 @@ def json_lines(path: Path, usable: Callable[[dict[str, Any]], bool], broken: lis
     if the file is absent. Raise `UserError` if it cannot be read."""
     if not path.exists():
         return
-    with os_errors_as(f"'{path}' cannot be read"), regular_file(path).open("rb") as file:
+    with os_errors_as(f"'{path}' cannot be read"), open_regular(path) as file:
         for number, line in enumerate(file, start=1):
             try:
                 value = parse_json(line, "the line")
@@ -176,5 +221,5 @@ def unreadable_file_error(file: str | Path, message: str) -> UserError:
 
 def is_lfs_pointer(path: Path) -> bool:
     """Return whether a file is Git's placeholder for a large file."""
-    with open(path, "rb") as opened:
+    with open_regular(path) as opened:
         return opened.read(len(_LFS_POINTER)) == _LFS_POINTER

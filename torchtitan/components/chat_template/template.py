@@ -9,7 +9,7 @@ from torchtitan.components.chat_template.built_in import BUILT_IN_TEMPLATES, REQ
 from torchtitan.components.chat_template.marks import with_marks
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.tools.errors import UserError, in_words, os_errors_as
-from torchtitan.tools.files import file_to_copy, read_object
+from torchtitan.tools.files import file_to_copy, read_object, read_regular
 
 Message = Mapping[str, Any]
 """`role` ("system", "user", "assistant", …), `content`, and any other keys that the template reads."""
@@ -229,7 +229,7 @@ def _bos_and_eos(tokenizer: Tokenizer) -> dict[str, str]:
 
 def _read_text(file: Path) -> str:
     with os_errors_as(f"the chat template '{file}' cannot be read"):
-        return file.read_text(encoding="utf-8")
+        return read_regular(file).decode("utf-8")
 
 
 def _read(file: Path) -> str | None:

@@ -9,6 +9,7 @@ is renamed and rebuilt.
 
 import contextlib
 import json
+import os
 import shutil
 import time
 import zlib
@@ -25,6 +26,7 @@ from torchtitan.components.data.sources.source import Source, StreamSource
 from torchtitan.tools import durable
 from torchtitan.tools.digests import ENVIRONMENT_VARIABLE, cache_root, digest_of, file_digest, hash_file
 from torchtitan.tools.errors import UserError, os_errors_as
+from torchtitan.tools.files import named_file, open_regular
 from torchtitan.tools.logging import logger
 
 BLOCKS_FILE = "blocks.json"
@@ -181,11 +183,13 @@ def readable(folder: Path | Folder, remedy: str = "") -> Iterator[None]:
 
 
 def map_array(path: Path, dtype: str, length: int) -> np.memmap:
-    """Map a file of `length` numbers into memory. Raise `ValueError` for a wrong file size."""
-    n_bytes = path.stat().st_size
-    if n_bytes != length * np.dtype(dtype).itemsize:
-        raise ValueError(f"{path.name} has {n_bytes} bytes")
-    return np.memmap(path, dtype=dtype, mode="r")
+    """Map a file of `length` numbers into memory. Raise `ValueError` for a wrong file size, and `UserError` for a
+    link out of its folder."""
+    with open_regular(named_file(path.parent, path.name, str(path.parent))) as file:
+        n_bytes = os.fstat(file.fileno()).st_size
+        if n_bytes != length * np.dtype(dtype).itemsize:
+            raise ValueError(f"{path.name} has {n_bytes} bytes")
+        return np.memmap(file, dtype=dtype, mode="r")
 
 
 def data_digest(resolve: Callable[[str], Source | StreamSource], cache_dir: str, dataset: str) -> str:

@@ -17,7 +17,7 @@ from torchtitan.components.tokenizer.pretrained import PretrainedTokenizer, toke
 from torchtitan.components.tokenizer.sentencepiece_model import is_sentencepiece
 from torchtitan.components.tokenizer.tokenizer_json import suppress_native_errors, wrap_errors
 from torchtitan.tools.errors import UserError
-from torchtitan.tools.files import read_object
+from torchtitan.tools.files import read_object, read_regular
 from torchtitan.tools.logging import logger
 
 _VERSION = "5.23.0"
@@ -176,7 +176,7 @@ def _new_settings(folder: Path, settings: dict[str, Any], ours: PretrainedTokeni
     updated |= {key: _text_of(value) for key, value in updated.items() if key.endswith(("_token", "_special_tokens"))}
     template, source = folder / "chat_template.jinja", str(updated.get("chat_template"))
     if template.is_file():
-        source = template.read_text(encoding="utf-8", errors="replace")
+        source = read_regular(template).decode("utf-8", errors="replace")
     eos_id = None if ours.eos_is_guess else ours.eos_id
     for key, token_id in (("bos_token", ours.bos_id), ("eos_token", eos_id)):
         if token_id is not None and key not in source:  # templates omit undefined tokens

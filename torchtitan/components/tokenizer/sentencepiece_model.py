@@ -8,7 +8,7 @@ from torchtitan.components.tokenizer.probes import probe_texts
 from torchtitan.components.tokenizer.tiktoken_model import declared_tokens
 from torchtitan.components.tokenizer.tokenizer_json import suppress_native_errors, wrap_errors
 from torchtitan.tools.errors import UserError
-from torchtitan.tools.files import read_object, unreadable_file_error
+from torchtitan.tools.files import open_regular, read_object, read_regular, unreadable_file_error
 
 _SPACE = "▁"
 """Character that stands for a space in pieces."""
@@ -23,7 +23,7 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5
 
 def is_sentencepiece(path: Path) -> bool:
     """Return whether a file is a SentencePiece model: a protobuf that begins with tag 0x0A, the list of pieces."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         return file.read(1) == b"\x0a"
 
 
@@ -45,9 +45,7 @@ def convert_sentencepiece(path: Path) -> bytes:
             f"'{path}' is a SentencePiece model, which needs the package sentencepiece (pip install "
             "'torchtitan[sentencepiece]', or EXTRA=sentencepiece ./run_train.sh); or use the model's tokenizer.json"
         ) from error
-    content = path.read_bytes()
-    if len(content) > _MOST_BYTES:
-        raise UserError(f"'{path}' has {len(content):,} bytes; the limit is {_MOST_BYTES:,}")
+    content = read_regular(path, most=_MOST_BYTES)
     protobuf: Any = sentencepiece_model_pb2  # its classes are made at run time
     model = protobuf.ModelProto()
     try:

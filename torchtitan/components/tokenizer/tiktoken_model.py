@@ -17,7 +17,7 @@ from torchtitan.components.tokenizer.interface import Offsets
 from torchtitan.components.tokenizer.probes import probe_texts
 from torchtitan.components.tokenizer.tokenizer_json import replace_surrogates, wrap_errors
 from torchtitan.tools.errors import UserError
-from torchtitan.tools.files import parse_json, read_object, unreadable_file_error
+from torchtitan.tools.files import parse_json, read_object, read_regular, unreadable_file_error
 
 # Llama 3's split pattern and special tokens (with Llama 3.1's names), as published with the model:
 # https://github.com/meta-llama/llama-models/blob/main/models/llama3/tokenizer.py
@@ -158,7 +158,7 @@ def read_tiktoken(path: Path, split_pattern: str = "") -> RankFile:
     Llama 3's. Otherwise, `split_pattern` is required, and the special tokens come from tokenizer_config.json or
     added_tokens.json in the same folder. Raise `UserError` for other content.
     """
-    content = path.read_bytes()
+    content = read_regular(path)
     ids = _parse_ranks(path, content)
     if hashlib.sha256(content).hexdigest() == _LLAMA3_SHA256 and not split_pattern:
         special = _llama3_special_tokens(len(ids))
@@ -178,7 +178,7 @@ def read_tiktoken(path: Path, split_pattern: str = "") -> RankFile:
 def read_tekken(path: Path) -> RankFile:
     """Read Mistral's tekken.json: the ids of special tokens come first, those of ranks after them. Raise `UserError`
     for other content."""
-    content = path.read_bytes()
+    content = read_regular(path)
     document = parse_json(content, f"'{path}'")
     try:
         config, vocab = document["config"], document["vocab"]

@@ -11,7 +11,7 @@ from typing import Any
 
 from torchtitan.components.tokenizer.interface import Offsets
 from torchtitan.tools.errors import UserError
-from torchtitan.tools.files import unreadable_file_error
+from torchtitan.tools.files import read_regular, unreadable_file_error
 
 _UNUSABLE = "is not a valid tokenizer of the library `tokenizers`"
 
@@ -67,7 +67,7 @@ class HuggingFace:
 
     def __init__(self, path: Path, content: bytes | None = None):
         self.path = path
-        self.content = path.read_bytes() if content is None else content
+        self.content = read_regular(path) if content is None else content
         self.is_changed = content is not None
         vocab = self._literal.get_vocab(with_added_tokens=True)
         if not vocab:

@@ -29,7 +29,7 @@ from torchtitan.components.data.sources.stored import with_patience
 from torchtitan.tools import durable
 from torchtitan.tools.digests import bytes_digest, check_digest, digest_of
 from torchtitan.tools.errors import UserError
-from torchtitan.tools.files import regular_file
+from torchtitan.tools.files import named_file, regular_file
 from torchtitan.tools.logging import logger
 
 _REMEDY = "; prepare the data again in a new folder"
@@ -157,12 +157,20 @@ def find_samples(dataset: str, split: str, encoder: RowEncoder, *, verify: bool 
     if not isinstance(prepared.folder, LocalFolder):
         raise UserError(f"{dataset}: prepared samples must be in a local folder; copy them, and set the path")
     cache = prepared.cache(split, prepared.index(split, prepared.folder.path, verify=verify), 0)
+    _check_inside(prepared.folder, cache)
     return SampleCache(Path(str(cache)), encoder.n_parts, encoder.has_answers)
+
+
+def _check_inside(outer: Folder, cache: Folder) -> None:
+    """Raise `UserError` if a folder of prepared data is a link out of the preparation."""
+    if isinstance(outer, LocalFolder) and isinstance(cache, LocalFolder):
+        named_file(outer.path, f"{cache.path.relative_to(outer.path)}/meta.json", f"{outer}/{MANIFEST}")
 
 
 def _open(prepared: Prepared, split: str, index: Array, blocks: BlockCache, number: int) -> ArrayTokens:
     """Open a cache by its number in the index."""
     folder = prepared.cache(split, index, number)
+    _check_inside(prepared.folder, folder)
 
     def array(name: str, dtype: str, length: int) -> Any:
         if isinstance(folder, LocalFolder):

@@ -25,9 +25,11 @@ from torchtitan.components.data.sources.files import file_format
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.tools.digests import cache_root, digest_of, file_digest, remembered
 from torchtitan.tools.errors import UserError
+from torchtitan.tools.files import named_file, open_regular, read_regular, regular_file
 from torchtitan.tools.progress import progress
 
 _SUFFIXES = (".bin", ".npy")
+_LITDATA_INDEX = "index.json"
 _MEGATRON_HEADER = struct.Struct("<9sQBQQ")
 """Magic, version, code of the type, sequences, and entries of the document index."""
 _MEGATRON_TYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
@@ -57,7 +59,8 @@ class TokenFile:
             raise UserError(f"{self.path} has {size:,} bytes, which are not whole tokens of {item_bytes} bytes")
 
     def map(self) -> np.ndarray:
-        return np.asarray(np.memmap(self.path, self.dtype, "r", self.start, (self.n_tokens,)))
+        with open_regular(self.path) as file:
+            return np.asarray(np.memmap(file, self.dtype, "r", self.start, (self.n_tokens,)))
 
 
 def find_token_files(dataset: str, names: Sequence[str] = ()) -> list[Path]:
@@ -68,15 +71,18 @@ def find_token_files(dataset: str, names: Sequence[str] = ()) -> list[Path]:
         return []
     path = Path(os.path.expanduser(dataset))
     if chunks := _litdata_chunks(path):
-        return [path / name for name in chunks]
+        return [named_file(path, name, str(path / _LITDATA_INDEX)) for name in chunks]
     if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.is_file())
-        return [] if any(map(file_format, files)) else [file for file in files if file.suffix in _SUFFIXES]
+        found = sorted(file for file in path.rglob("*") if not file.is_dir())
+        files = [file for file in found if file.is_file() or file.suffix in _SUFFIXES]
+        has_other = any(map(file_format, files))
+        return [] if has_other else [regular_file(file) for file in files if file.suffix in _SUFFIXES]
     index = path if path.suffix == ".idx" else path.with_name(f"{path.name}.idx")
     if index.is_file():
-        return [index.with_suffix(".bin")]
+        return [regular_file(index.with_suffix(".bin"))]
     matches = [path] if path.is_file() else sorted(map(Path, glob.glob(str(path), recursive=True)))
-    return matches if all(match.suffix in _SUFFIXES for match in matches) else []
+    are_tokens = all(match.suffix in _SUFFIXES for match in matches)
+    return list(map(regular_file, matches)) if are_tokens else []
 
 
 def open_token_files(paths: Sequence[Path], tokenizer: Tokenizer, cache_dir: str = "") -> Tokens:
@@ -111,13 +117,10 @@ def _inspect(path: Path, tokenizer: Tokenizer, chunk: Mapping[str, Any] | None) 
             return _litdata(path, chunk["chunk_size"], chunk["dim"])
         if path.suffix == ".bin" and path.with_suffix(".idx").is_file():
             return _megatron(path, path.with_suffix(".idx"))
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             head = file.read(_LLM_C_HEADER)
         if head.startswith(b"\x93NUMPY"):
-            array = np.load(path, mmap_mode="r")
-            if array.ndim != 1 or array.dtype.kind not in "iu":
-                raise UserError(f"{path} holds {array.dtype} of shape {array.shape}, not a row of token ids")
-            return TokenFile(path, array.dtype.str, path.stat().st_size - array.nbytes)
+            return _numpy(path)
         if path.suffix == ".npy":
             return TokenFile(path, token_dtype(tokenizer))
         magic, _, n_tokens = struct.unpack("<3i", head[:12]) if len(head) == _LLM_C_HEADER else (0, 0, 0)
@@ -127,6 +130,19 @@ def _inspect(path: Path, tokenizer: Tokenizer, chunk: Mapping[str, Any] | None) 
         return TokenFile(path, "uint16")
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise error if isinstance(error, UserError) else UserError(f"{path} cannot be read: {error}") from None
+
+
+def _numpy(path: Path) -> TokenFile:
+    """Open a file of `numpy.save`, whose header states type and shape."""
+    with open_regular(path) as file:
+        is_first = np.lib.format.read_magic(file) == (1, 0)
+        read_header = np.lib.format.read_array_header_1_0 if is_first else np.lib.format.read_array_header_2_0
+        shape, _, dtype = read_header(file)
+        start = file.tell()
+    if len(shape) != 1 or dtype.kind not in "iu":
+        raise UserError(f"{path} holds {dtype} of shape {shape}, not a row of token ids")
+    _check_end(path, start + shape[0] * dtype.itemsize, "its header")
+    return TokenFile(path, dtype.str, start)
 
 
 def _check_end(path: Path, expected: int, announced_by: str) -> None:
@@ -167,7 +183,7 @@ def _range_of_ids(file: TokenFile) -> str:
 
 def _megatron(path: Path, index: Path) -> TokenFile:
     """Open tokens with an index of sequences, one or more per document."""
-    with index.open("rb") as file:
+    with open_regular(index) as file:
         header = file.read(_MEGATRON_HEADER.size)
     if len(header) < _MEGATRON_HEADER.size or not header.startswith(b"MMIDIDX\0\0"):
         raise UserError(f"{index} is not a Megatron index: it does not begin with MMIDIDX")
@@ -182,8 +198,11 @@ def _megatron(path: Path, index: Path) -> TokenFile:
 
 def _megatron_offsets(index: Path, n_sequences: int, n_entries: int, file: TokenFile) -> Array:
     """Read the lengths of the sequences, and the first sequence of each document."""
-    lengths = np.fromfile(index, np.int32, n_sequences, offset=_MEGATRON_HEADER.size)
-    entries = np.fromfile(index, np.int64, n_entries, offset=_MEGATRON_HEADER.size + 12 * n_sequences)
+    with open_regular(index) as opened:
+        opened.seek(_MEGATRON_HEADER.size)
+        lengths = np.fromfile(opened, np.int32, n_sequences)
+        opened.seek(_MEGATRON_HEADER.size + 12 * n_sequences)
+        entries = np.fromfile(opened, np.int64, n_entries)
     starts = np.cumsum(np.append(0, lengths))
     _check_end(file.path, int(starts[-1]) * np.dtype(file.dtype).itemsize, "its index")
     is_ascending = all((numbers >= 0).all() for numbers in (lengths, np.diff(entries)))
@@ -196,11 +215,13 @@ def _litdata_chunks(folder: Path) -> dict[str, Any]:
     """Return the chunks of a folder written by litdata with its `TokensLoader`, by name; empty for other folders. Raise
     `UserError` if the items are not tokens, and for MDS."""
     try:
-        index = json.loads((folder / "index.json").read_bytes())
+        index = json.loads(read_regular(folder / _LITDATA_INDEX))
         chunks = {chunk["filename"]: chunk for chunk in index.get("chunks", [])}
         is_mds, config = "shards" in index, index["config"] if chunks else {}
         kind = " ".join([*config.get("data_format", ()), config.get("compression") or ""]).strip()
         has_tokens = all(chunk.get("dim") is not None for chunk in chunks.values())  # the tokens of the chunk
+    except UserError:  # no regular file, or too large
+        raise
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return {}
     if is_mds or chunks and not (has_tokens and re.fullmatch(r"no_header_\S+", kind)):
@@ -223,7 +244,9 @@ def _litdata(path: Path, n_items: int, n_tokens: int) -> TokenFile:
 
 
 def _litdata_offsets(file: TokenFile) -> Array:
-    offsets = np.fromfile(file.path, np.uint32, file.start // 4 - 1, offset=4).astype(np.int64)
+    with open_regular(file.path) as opened:
+        opened.seek(4)
+        offsets = np.fromfile(opened, np.uint32, file.start // 4 - 1).astype(np.int64)
     return (offsets - offsets[0]) // np.dtype(file.dtype).itemsize
 
 

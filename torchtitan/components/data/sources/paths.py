@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torchtitan.components.data.sources.files import file_format, supported_formats
 from torchtitan.tools.errors import UserError, suggest
-from torchtitan.tools.files import is_url, regular_file
+from torchtitan.tools.files import is_url, read_regular, regular_file
 
 _SPLIT = re.compile(r"\w[\w.-]*")
 """Valid name of a split, which is also a folder name; excludes `..`."""
@@ -22,7 +22,7 @@ def local_splits(dataset: str) -> tuple[str, ...]:
     if not _is_saved_dict(path):
         return ("train",)
     try:
-        splits = json.loads((path / _SAVED_DICT).read_bytes())["splits"]
+        splits = json.loads(read_regular(path / _SAVED_DICT))["splits"]
         if splits and isinstance(splits, list) and all(map(_SPLIT.fullmatch, splits)):
             return tuple(splits)
     except (OSError, ValueError, LookupError, TypeError, RecursionError):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torchtitan.components.data.sources.cells import CellReader, cell_readers
 from torchtitan.components.data.sources.rows import Document, OnRead, Part, Row, check_column, first_line, text_of
 from torchtitan.tools.errors import UserError
-from torchtitan.tools.files import regular_file
+from torchtitan.tools.files import named_file, read_regular
 
 if TYPE_CHECKING:
     import pyarrow
@@ -90,7 +90,7 @@ def saved_table(folder: Path, text_column: str) -> Table:
         try:
             for path in folder.iterdir():
                 if not path.is_dir():
-                    regular_file(path)
+                    named_file(folder, path.name, str(folder))
             _check_names(folder)
             return load_from_disk(folder)
         except UserError:
@@ -108,7 +108,7 @@ def _check_names(folder: Path) -> None:
     """Raise `UserError` if a saved dataset refers to a file outside its folder."""
     state = folder / "state.json"
     files = {path.name for path in folder.iterdir() if path.is_file()}
-    for data_file in json.loads(state.read_bytes())["_data_files"]:
+    for data_file in json.loads(read_regular(state))["_data_files"]:
         if (name := data_file["filename"]) not in files:
             raise UserError(f"{state} refers to {name!r}, which is not a file in its folder; save the dataset again")
 
