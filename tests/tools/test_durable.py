@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -105,6 +107,46 @@ def test_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(OSError, match="full"):
         durable.write(tmp_path / "a", "after")
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("a", "before")]
+
+
+def test_the_temporary_name_is_new_and_follows_no_link(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("mine")
+    (tmp_path / "a.tmp").symlink_to("secret")
+    names = set()
+    for _ in range(2):
+        with durable.in_place_of(tmp_path / "a") as unfinished:
+            assert not unfinished.is_symlink() and unfinished.read_bytes() == b""
+            names.add(unfinished.name)
+            unfinished.write_text("x")
+    assert len(names) == 2 and (tmp_path / "secret").read_text() == "mine"
+    (tmp_path / "b").symlink_to("secret")
+    durable.write(tmp_path / "b", "y")
+    assert (tmp_path / "secret").read_text() == "mine" and not (tmp_path / "b").is_symlink()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "a.tmp", "b", "secret"]
+
+
+def test_an_occupied_name_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(durable.secrets, "token_hex", lambda n_bytes: "00" * n_bytes)
+    (tmp_path / "secret").write_text("mine")
+    (tmp_path / f"a.{'00' * 8}.tmp").symlink_to("secret")
+    with pytest.raises(FileExistsError):
+        durable.write(tmp_path / "a", "x")
+    assert (tmp_path / "secret").read_text() == "mine"
+
+
+def test_leftovers_of_killed_writers_are_removed(tmp_path: Path) -> None:
+    program = (
+        "import sys, os, signal; from pathlib import Path; from torchtitan.tools import durable\n"
+        "with durable.in_place_of(Path(sys.argv[1])):\n    os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    subprocess.run([sys.executable, "-c", program, str(tmp_path / "a")])
+    (left,) = tmp_path.iterdir()
+    with durable.in_place_of(tmp_path / "a") as unfinished:
+        assert [*tmp_path.iterdir()] == [unfinished] != [left]
+        durable.write(tmp_path / "a", "of another writer, which leaves the first one's file")
+        assert unfinished.exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+    durable.write(tmp_path / ("é" * 120 + "[*]"), "a long name")
 
 
 def test_token_cache(tmp_path: Path, disk: Disk) -> None:

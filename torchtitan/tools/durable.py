@@ -3,10 +3,19 @@ afterwards, so that anything with its final name survives a power failure."""
 
 import contextlib
 import errno
+import fcntl
+import glob
 import os
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
+
+SUFFIX = ".tmp"
+"""End of the names of files that are being written."""
+
+_NAME_BYTES = 8
+_MOST_NAME_BYTES = 255
 
 
 def write(path: Path, content: bytes | str) -> None:
@@ -32,13 +41,55 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
 @contextlib.contextmanager
 def in_place_of(path: Path) -> Iterator[Path]:
     """Yield a temporary path to write, which replaces `path` after the block, or is removed after an error."""
-    unfinished = path.with_name(f"{path.name}.tmp")
+    _remove_abandoned(path)
+    unfinished, lock = _new_file(path)
     try:
         yield unfinished
         replace(unfinished, path)
     except BaseException:
         unfinished.unlink(missing_ok=True)
         raise
+    finally:
+        os.close(lock)
+
+
+def _new_file(path: Path) -> tuple[Path, int]:
+    """Create an empty file with a name that nobody can guess or occupy, such as by a link to another file. Return it
+    with a descriptor that locks it while this process lives."""
+    while True:
+        unfinished = path.with_name(f"{_stem_of(path)}.{secrets.token_hex(_NAME_BYTES)}{SUFFIX}")
+        descriptor = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        if _is_locked_now(descriptor) is not False and unfinished.exists():
+            return unfinished, descriptor
+        os.close(descriptor)  # another process took it for one that was left behind
+
+
+def _is_locked_now(descriptor: int) -> bool | None:
+    """Lock an open file. Return False if another process holds the lock, None if the file system has no locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
+
+
+def _stem_of(path: Path) -> str:
+    """Return the name of a file, shortened so that the temporary name is not longer than file systems allow."""
+    longest = _MOST_NAME_BYTES - len(f".{'0' * 2 * _NAME_BYTES}{SUFFIX}")
+    return os.fsencode(path.name)[:longest].decode(errors="ignore")
+
+
+def _remove_abandoned(path: Path) -> None:
+    """Remove the temporary files for `path` that killed processes left, which nobody locks."""
+    pattern = f"{glob.escape(_stem_of(path))}.{'[0-9a-f]' * 2 * _NAME_BYTES}{SUFFIX}"
+    for file in path.parent.glob(pattern):
+        with contextlib.suppress(OSError):
+            descriptor = os.open(file, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            if _is_locked_now(descriptor):
+                file.unlink()
+            os.close(descriptor)
 
 
 def replace(file: Path, target: Path) -> None:

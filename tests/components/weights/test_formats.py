@@ -42,6 +42,7 @@ from torchtitan.protocols.state_dict_adapter import (
     StateDictAdapter,
 )
 from torchtitan.protocols.tensor_source import TensorSpec
+from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError
 
 WRITERS = {"hf": write_huggingface, "meta": write_meta, "dcp": write_dcp}
@@ -382,11 +383,13 @@ def test_damaged_dcp_folders(tmp_path):
 
 
 @pytest.mark.parametrize("format", WRITERS)
-def test_a_full_disk_is_an_os_error(tmp_path, format):
+def test_a_full_disk_is_an_os_error(tmp_path, format, monkeypatch):
     """DCP wraps errors and torch.save replaces them, but the writers raise OSError."""
     if not os.path.exists("/dev/full"):
         pytest.skip("no /dev/full")
     names = ("__0_0.distcp", "__0_1.distcp", "consolidated.00.pth.tmp", "model.safetensors.tmp")
+    full = lambda path: (path.with_name(f"{path.name}.tmp"), os.open("/dev/full", os.O_RDONLY))  # noqa: E731
+    monkeypatch.setattr(durable, "_new_file", full)
     for name in names:
         (tmp_path / name).symlink_to("/dev/full")
     with pytest.raises(OSError, match="disk full" if format == "meta" else "No space left"):
