@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING
 
 from torchtitan.tools import process
 from torchtitan.tools.errors import RunComplete, RunFailure, UserError, of_wrong_path, os_errors_as
-from torchtitan.tools.logging import check_log_ranks, init_logger, logger
+from torchtitan.tools.logging import check_log_ranks, init_logger, logger, visible
+from torchtitan.tools.redact import redact
 from torchtitan.tools.user_code import exits_as_errors
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ def main(args: Sequence[str] | None = None) -> int:
     if process.is_launched():
         process.exit_with_launcher()
     elif "RANK" not in os.environ:
-        os.environ[process.COMMAND_VARIABLE] = f"python -m torchtitan.train {shlex.join(words)}"
+        os.environ[process.COMMAND_VARIABLE] = redact(f"python -m torchtitan.train {shlex.join(words)}")
     process.use_expandable_segments()
     try:
         _parse_and_run(words)
@@ -156,7 +157,7 @@ def _report_error(error: BaseException, code: int) -> None:
         text = "".join(traceback.format_exception(error)).rstrip() if code == 1 else str(error)
         process.report_failure(code, text, passing=code == 1 or getattr(error, "passing", False))
     elif code == 1:
-        traceback.print_exception(error)
+        print(visible(redact("".join(traceback.format_exception(error)))), end="", file=sys.stderr)
     else:
         if code == 2 and _is_repeating():
             time.sleep(_FIRST_RANK_SECONDS)

@@ -16,7 +16,7 @@ from torchtitan.components.data.finetuning.functions import load_function
 from torchtitan.components.rollout.rewards import find_reward
 from torchtitan.components.rollout.rollout import RolloutConfig
 from torchtitan.config import ConfigManager
-from torchtitan.config.code import CodeReference, NamesCode, code_in
+from torchtitan.config.code import CodeReference, NamesCode, RunFolder, untrusted_in
 from torchtitan.config.configurable import from_plain
 from torchtitan.tools.errors import UserError
 
@@ -120,19 +120,19 @@ def test_python_may_name_code(code):
 
 
 def test_records_of_checkpoints_name_no_code():
-    with pytest.raises(UserError, match="'function' names the code 'a:b', which a file may not"):
+    with pytest.raises(UserError, match="'function' names 'a:b', code that is neither .*, which a file may not"):
         from_plain(RolloutConfig, {"function": "a:b"})
     assert from_plain(RolloutConfig, {"function": ""}).function == ""
 
 
 def test_what_is_no_reference_loads_nothing(code):
     for name in ("marker", "marker.py", ""):
-        assert code_in(name, CodeReference) == []
+        assert untrusted_in(name, CodeReference) == {}
         with pytest.raises(UserError, match="must have the form"):
             load_function(name)
-    assert code_in({"a": ["b", "c:d"]}, dict[str, list[CodeReference]]) == ["c:d"]
-    assert code_in(None, CodeReference | None) == []
-    assert NamesCode(built_in=("re=",)).is_code("x:re=") and not NamesCode(built_in=("re=",)).is_code("re=x:y")
+    assert list(untrusted_in({"a": ["b", "c:d"]}, dict[str, list[CodeReference]])) == ["c:d"]
+    assert untrusted_in(None, CodeReference | None) == {}
+    assert NamesCode(built_in=("re=",)).needs_trust("x:re=") and not NamesCode(built_in=("re=",)).needs_trust("re=x:y")
 
 
 def test_a_recipe_shows_all_commands_before_the_first_runs(code, capsys):
@@ -156,6 +156,39 @@ def test_stores_that_read_what_a_file_names_are_refused(url):
         pytest.skip("no URL, but a path")
     with pytest.raises(UserError, match="names a store that reads other files"):
         open_store(url)
+
+
+@pytest.mark.parametrize("folder", ["/tmp/x", "../x", "a/../../x", ".", "", "./", "~/x", "s3://bucket/x", "a/.."])
+def test_folders_outside_of_a_run(folder):
+    assert list(untrusted_in(folder, RunFolder)) == [folder]
+    assert untrusted_in("inside/../x", RunFolder) == {}
+
+
+FOLDERS = {
+    "checkpoint.folder": "memory://x",
+    "metrics.save_tb_folder": "/tmp/x",
+    "profiling.save_traces_folder": "../x",
+    "profiling.save_memory_snapshot_folder": "a/../../x",
+}
+
+
+def test_folders_of_a_run_stay_in_it(code):
+    chosen = {"module": "llama3", "config": "debugmodel"}
+    words = [word for key, folder in FOLDERS.items() for word in (f"--{key}", folder)]
+    with pytest.raises(UserError, match="'metrics.save_tb_folder' in .*, no folder inside the dump folder") as raised:
+        parse(chosen | FOLDERS)
+    assert str(raised.value).endswith(f"set it on the command line too: {' '.join(words)}")
+    assert parse(chosen | FOLDERS, *words) == parse(chosen, *words)
+    assert parse(chosen | dict.fromkeys(FOLDERS, "inside/x")).metrics.save_tb_folder == "inside/x"
+
+
+def test_every_option_of_an_output_folder_has_its_type():
+    """Other folders are read, are caches, or are the dump folder itself."""
+    others = {"dump_folder"}
+    for name, types in option_types().items():
+        if "folder" in name and name not in others:
+            assert all(untrusted_in("/x", kind) for kind in types), name
+    assert untrusted_in("/x", RunFolder)
 
 
 # --- the source ------------------------------------------------------------------------------------------------------
@@ -290,7 +323,7 @@ def strange_calls(code: Code, options: dict[str, list]) -> list[str]:
                 continue
             place = f"{function.file}: {callee(call)} runs"
             named = fields_behind(ast.Tuple(call.args, ast.Load()), function, functions, set()) & options.keys()
-            wrong = sorted(each for each in named if not all(code_in("a:b", kind) for kind in options[each]))
+            wrong = sorted(each for each in named if not all(untrusted_in("a:b", kind) for kind in options[each]))
             faults += [f"{place} the code that the option {each} names" for each in wrong]
             if not named and not all(isinstance(argument, ast.Constant) for argument in call.args):
                 faults.append(f"{place} code that no option names")

@@ -238,6 +238,12 @@ _YAML = (
     "training: {steps: 0x10, seq_len: 1_0, local_batch_size: 0o7}\n",
     "\x00",
     f"module: {CANARY}\nconfig: run\n",
+    f"rewards: ['{CANARY}.py:score']\n",
+    f"module: rl\nconfig: debugmodel\nrewards: ['{CANARY}.py:score']\n",
+    f"module: rl\nconfig: debugmodel\nrollout: {{function: '{CANARY}:roll'}}\n",
+    f"module: llama3\nconfig: debugmodel_sft\ndataloader: {{format: '{CANARY}.py:score'}}\n",
+    "metrics: {enable_tensorboard: true, save_tb_folder: ../elsewhere}\n",
+    "dataloader: {dataset: 'reference://x'}\n",
     "module: ./\nconfig: run\n",
 )
 

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 from torchtitan.cli.model_options import run_command
 from torchtitan.tools.errors import UserError
-from torchtitan.tools.logging import logger
+from torchtitan.tools.logging import logger, visible
 from torchtitan.tools.parser import Parser
+from torchtitan.tools.redact import redact
 
 if TYPE_CHECKING:
     from torchtitan.foresight.planning import Plan
@@ -44,6 +45,7 @@ def plan(args: Sequence[str]) -> int:
 
 def _plan(options: argparse.Namespace, words: list[str]) -> None:
     from rich.console import Console
+    from rich.text import Text
 
     from torchtitan.config.manager import ConfigManager
     from torchtitan.config.sections import require_at_least
@@ -59,13 +61,13 @@ def _plan(options: argparse.Namespace, words: list[str]) -> None:
     resolved = ConfigManager("torchtitan plan").parse_args(words)
     for log in (logger, logging.getLogger("torch.distributed.tensor")):
         log.setLevel(logging.ERROR)  # the dry runs of many layouts would repeat themselves
-    with Console(stderr=True).status(f"comparing layouts of {n_devices} x {device.name}"):
+    with Console(stderr=True).status(Text(visible(f"comparing layouts of {n_devices} x {device.name}"))):
         found = planning.plan(resolved.config, n_devices, device, devices_per_host=per_host, best=options.best)
     _print(found, f"{n_devices} x {device.name}")
     hosts, best = -(-n_devices // per_host), found.options[0]
     words += planning.option_words(resolved.config, best.layout.config.to_dict())
     variables = f"NNODES={hosts} NGPU={per_host}" if hosts > 1 else f"NGPU={n_devices}"
-    print(f"\nBest: {variables} torchtitan train {shlex.join(words)}")
+    print(visible(redact(f"\nBest: {variables} torchtitan train {shlex.join(words)}")))
     if path:
         dataclasses.replace(resolved, config=best.layout.config).save(path)
         print(f"Written: {path} (torchtitan train --config_file {path})")

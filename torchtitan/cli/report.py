@@ -24,6 +24,7 @@ from torchtitan.tools.files import json_lines, read_object
 from torchtitan.tools.logging import print_error, visible
 from torchtitan.tools.parser import Parser
 from torchtitan.tools.progress import sparkline
+from torchtitan.tools.redact import redact
 from torchtitan.tools.tables import open_console, print_table
 
 METRICS, SAMPLES = "metrics.jsonl", "completions.jsonl"
@@ -134,7 +135,7 @@ def _text(value: Any) -> str:
         return ", ".join(f"{key} {_text(part)}" for key, part in value.items())
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-    return "" if value is None else f"{value:,}" if type(value) is int else str(value)
+    return "" if value is None else f"{value:,}" if type(value) is int else redact(str(value))
 
 
 def _summary(run: RunRecord) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from torchtitan.config.manager import ConfigManager, read_config_file
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError, errors_of, os_errors_as, suggest
 from torchtitan.tools.files import read_object
-from torchtitan.tools.logging import logger
+from torchtitan.tools.logging import for_output, logger
 from torchtitan.tools.parser import Parser
 from torchtitan.tools.process import StopSignals, signal_when_orphaned
 
@@ -134,6 +134,6 @@ def _run_stage(name: str, words: list[str], folder: Path, *, shows: bool) -> int
     output, _ = process.communicate()
     signals.close()
     if shows:
-        sys.stdout.write(output.decode())
+        sys.stdout.write(for_output(output.decode(errors="replace")))
         (folder / "output.txt").write_bytes(output)
     return 128 + signals.first if signals.first else abs(process.returncode)

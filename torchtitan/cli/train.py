@@ -14,6 +14,7 @@ from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError, of_wrong_path
 from torchtitan.tools.logging import check_log_ranks, init_logger
 from torchtitan.tools.process import COMMAND_VARIABLE, use_expandable_segments
+from torchtitan.tools.redact import redact
 from torchtitan.train import exit_code_of, log_message, run, with_fitting_mode
 
 PROGRAM_VARIABLE = "TORCHTITAN_PROGRAM"
@@ -38,7 +39,7 @@ def train(args: Sequence[str]) -> int:
     (`torchtitan.dry_run`) on `DEVICE`, a name such as h100 or a file, with `DEVICES_PER_HOST` (default: 8).
     """
     init_logger()
-    os.environ[COMMAND_VARIABLE] = _command(args)
+    os.environ[COMMAND_VARIABLE] = redact(_command(args))
     # Garbage collection only slows down the import of torch.
     gc.disable()
     use_expandable_segments()

@@ -13,8 +13,9 @@ from typing import Any
 
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError
-from torchtitan.tools.files import parse_json
+from torchtitan.tools.files import parse_json, read_regular
 from torchtitan.tools.logging import logger
+from torchtitan.tools.redact import redacted
 
 
 class Sink(ABC):
@@ -99,12 +100,12 @@ class WandB(Sink):
         self._error = wandb.Error
         id_file = dump_folder / "wandb" / "run_id"
         id_file.parent.mkdir(exist_ok=True)
-        run_id = id_file.read_text() if step > 0 and id_file.exists() else None
+        run_id = read_regular(id_file).decode() if step > 0 and id_file.exists() else None
         try:
             self._run = wandb.init(
                 project=os.environ.get("WANDB_PROJECT", "torchtitan"),
                 dir=dump_folder,
-                config=dict(run_config),
+                config=redacted(run_config),
                 id=run_id,
                 resume="allow" if run_id else None,
             )

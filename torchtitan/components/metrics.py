@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from torchtitan.components.metric_sinks import JsonLines, Sink, TensorBoard, WandB
+from torchtitan.config.code import RunFolder
 from torchtitan.config.configurable import Configurable
 from torchtitan.config.sections import require_at_least
 from torchtitan.tools import durable
@@ -80,7 +81,7 @@ class MetricsProcessor(Configurable):
         enable_tensorboard: bool = False
         """Also write the metrics for TensorBoard (metrics.jsonl is always written)."""
 
-        save_tb_folder: str = "tb"
+        save_tb_folder: RunFolder = "tb"
         """Folder of the TensorBoard files inside the dump folder."""
 
         enable_wandb: bool = False

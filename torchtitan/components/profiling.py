@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from torchtitan.config.code import RunFolder
 from torchtitan.config.configurable import Configurable
 from torchtitan.config.sections import require_at_least
 from torchtitan.tools import durable
@@ -40,7 +41,7 @@ class Profiler(Configurable):
         enable_profiling: bool = False
         """Record traces of steps with torch.profiler: operators, kernels, shapes, memory."""
 
-        save_traces_folder: str = "profile_traces"
+        save_traces_folder: RunFolder = "profile_traces"
         """Folder of the traces inside the dump folder."""
 
         profile_freq: int = 10
@@ -55,7 +56,7 @@ class Profiler(Configurable):
         enable_memory_snapshot: bool = False
         """Save the history of the CUDA allocator every profile_freq steps, and when memory runs out."""
 
-        save_memory_snapshot_folder: str = "memory_snapshot"
+        save_memory_snapshot_folder: RunFolder = "memory_snapshot"
         """Folder of the memory snapshots inside the dump folder."""
 
         def validate(self) -> None:

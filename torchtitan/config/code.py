@@ -1,8 +1,12 @@
-"""`CodeReference`: the type of every option that names code, which no file may set."""
+"""Types of options whose values need trust: no file may set them, unless Python or the command line does too.
+`CodeReference` names code, and `RunFolder` a folder to write to."""
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, ClassVar, get_args
+
+from torchtitan.tools.files import is_url
 
 
 @dataclass(frozen=True)
@@ -16,7 +20,9 @@ class NamesCode:
     built_in: tuple[str, ...] = ()
     """Beginnings of values that are never code, such as `pattern=`."""
 
-    def is_code(self, value: str) -> bool:
+    problem: ClassVar[str] = "code that is neither built in nor installed"
+
+    def needs_trust(self, value: str) -> bool:
         """Return whether the value names code."""
         return ":" in value and not value.startswith(self.built_in)
 
@@ -25,18 +31,37 @@ CodeReference = Annotated[str, NamesCode()]
 """Type of an option that names code: a name without a colon is built in, any other value is a reference."""
 
 
-def code_in(value: Any, declared: Any) -> list[str]:
-    """Return the references to code in the value of an option with the declared type, at any depth."""
+@dataclass(frozen=True)
+class StaysInRun:
+    """Mark of a folder that a run writes to, and that is in its dump folder, unless the command line or Python names
+    another one."""
+
+    problem: ClassVar[str] = "no folder inside the dump folder"
+
+    def needs_trust(self, value: str) -> bool:
+        """Return whether the value names a folder elsewhere, or the dump folder itself."""
+        path = os.path.normpath(value)
+        return is_url(value) or os.path.isabs(path) or path.split(os.sep)[0] in (".", "..", "~") or "\0" in value
+
+
+RunFolder = Annotated[str, StaysInRun()]
+"""Type of an option that names a folder of a run, relative to its dump folder."""
+
+Mark = NamesCode | StaysInRun
+
+
+def untrusted_in(value: Any, declared: Any) -> dict[str, str]:
+    """Return the texts in the value of an option with the declared type, at any depth, that need trust → the reason."""
     marks = _marks(declared)
     if not marks or value is None:
-        return []
+        return {}
     texts = list(map(str, _items(value)))
-    return [text for text in texts if any(mark.is_code(text) for mark in marks)]
+    return {text: mark.problem for text in texts for mark in marks if mark.needs_trust(text)}
 
 
-def _marks(declared: Any) -> list[NamesCode]:
+def _marks(declared: Any) -> list[Mark]:
     """Return the marks in a type, such as that of the items of a list."""
-    found = [mark for mark in getattr(declared, "__metadata__", ()) if isinstance(mark, NamesCode)]
+    found = [mark for mark in getattr(declared, "__metadata__", ()) if isinstance(mark, NamesCode | StaysInRun)]
     return found + [mark for argument in get_args(declared) for mark in _marks(argument)]
 
 

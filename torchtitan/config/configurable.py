@@ -9,7 +9,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, Union, get_args, get_origin, get_type_hints
 
-from torchtitan.config.code import code_in
+from torchtitan.config.code import untrusted_in
 from torchtitan.tools.errors import UserError
 
 _NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "a string", Path: "a path"}
@@ -149,10 +149,10 @@ def _field_value(declared: Any, value: Any, key: str) -> Any:
         return from_plain(plain, value, f"{key}.")
     if not fits(value, declared, quoted=False):
         raise UserError(f"configuration: '{key}' is {value!r}, but must be {describe(declared)}")
-    if references := code_in(value, declared):
+    for text, reason in untrusted_in(value, declared).items():
         raise UserError(
-            f"configuration: '{key}' names the code '{references[0]}', which a file may not; set it on the command "
-            "line, or in Python after reading"
+            f"configuration: '{key}' names '{text}', {reason}, which a file may not; set it on the command line, or in "
+            "Python after reading"
         )
     return value
 

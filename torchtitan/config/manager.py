@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import io
+import os
 import re
 import shlex
 from collections import Counter
@@ -23,13 +24,14 @@ from tyro.constructors import (
     StructTypeInfo,
 )
 
-from torchtitan.config.code import code_in
+from torchtitan.config.code import NamesCode, untrusted_in
 from torchtitan.config.configurable import Configurable, config_key, describe, fits, leaves
 from torchtitan.config.registry import ASSETS_PARAMETER, import_failure, is_trusted, load_config_function, needs_assets
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError, suggest
-from torchtitan.tools.files import regular_file
+from torchtitan.tools.files import open_regular, regular_file
 from torchtitan.tools.parser import Parser
+from torchtitan.tools.redact import redacted
 from torchtitan.tools.user_code import exits_as_errors
 
 DEFAULT_SELECTION = {"module": "llama3", "config": "debugmodel"}
@@ -52,7 +54,7 @@ class ResolvedConfig:
     def save(self, path: Path) -> None:
         """Write the configuration as YAML for `--config_file`. Raise `OSError` if it cannot be written."""
         document = {"module": self.module, "config": self.config_name, **self.config.to_dict()}
-        durable.write(path, yaml.safe_dump(document, sort_keys=False))
+        durable.write(path, yaml.safe_dump(redacted(document), sort_keys=False))
 
 
 class ConfigManager:
@@ -83,7 +85,9 @@ class ConfigManager:
             str(getattr(selected, name) or in_file[name] or default) for name, default in DEFAULT_SELECTION.items()
         )
         if not selected.module and in_file["module"] and not is_trusted(module):
-            raise _code_in_file({"module": [module]}, ["--module", module], selected.config_file)
+            raise _untrusted_in_file(
+                {"module": {module: NamesCode.problem}}, ["--module", module], selected.config_file
+            )
         function = load_config_function(module, config_name)
         arguments: dict[str, str] = {}
         if needs_assets(function):
@@ -104,9 +108,9 @@ class ConfigManager:
             _check_values(document, types_by_key(default, type(default)), selected.config_file)
         words = _to_switches(overrides, {key for key, value in known.items() if isinstance(value, bool)})
         config = self._parse(default, [*_to_flags(document), *words], list(known))
-        if document and _code_of(config):
+        if document and _untrusted_of(config):
             trusted = self._parse(default, words, list(known))
-            _check_code(config, [default, trusted], selected.config_file)
+            _check_trust(config, [default, trusted], selected.config_file)
         return ResolvedConfig(module, config_name, config)
 
     def _assets_path(self, config_name: str, overrides: list[str], document: dict[str, Any]) -> str:
@@ -249,8 +253,10 @@ def read_config_file(path: Path, name: str) -> dict[str, Any]:
     none."""
     regular_file(path, name)
     try:
-        n_bytes = path.stat().st_size
-        document = _load_yaml(path.read_text(encoding="utf-8")) if n_bytes <= _MAX_BYTES else None
+        with open_regular(path, name) as file:
+            n_bytes = os.fstat(file.fileno()).st_size
+            text = file.read() if n_bytes <= _MAX_BYTES else b""
+        document = _load_yaml(text.decode("utf-8"))
     except OSError as error:
         raise UserError(f"{name} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -344,41 +350,40 @@ def _is_unnamed(declared: Any) -> bool:
     return any(getattr(annotation, "name", None) == "" for annotation in annotations)
 
 
-def _code_of(config: Configurable.Config) -> dict[str, list[str]]:
-    """Return the references to code in the options of a configuration, by key."""
+def _untrusted_of(config: Configurable.Config) -> dict[str, dict[str, str]]:
+    """Return the texts in the options of a configuration that need trust, with the reason, by key."""
     values = leaves(config.to_dict())
-    found = {key: code_in(values.get(key), declared) for key, declared in types_by_key(config, type(config)).items()}
-    return {key: references for key, references in found.items() if references}
+    types = types_by_key(config, type(config))
+    found = {key: untrusted_in(values.get(key), declared) for key, declared in types.items()}
+    return {key: texts for key, texts in found.items() if texts}
 
 
-def _check_code(config: Configurable.Config, trusted: Sequence[Configurable.Config], path: str) -> None:
-    """Require that all code that the options name is also named by a trusted configuration: of the configuration
-    function, or of the command line without the file."""
-    known = [_code_of(each) for each in trusted]
-    named = _code_of(config)
+def _check_trust(config: Configurable.Config, trusted: Sequence[Configurable.Config], path: str) -> None:
+    """Require that all values that need trust are also those of a trusted configuration: of the configuration function,
+    or of the command line without the file."""
+    known = [_untrusted_of(each) for each in trusted]
     strange = {
-        key: [code for code in references if not any(code in of.get(key, ()) for of in known)]
-        for key, references in named.items()
+        key: {text: reason for text, reason in texts.items() if not any(text in of.get(key, ()) for of in known)}
+        for key, texts in _untrusted_of(config).items()
     }
-    if keys := [key for key, references in strange.items() if references]:
+    if strange := {key: texts for key, texts in strange.items() if texts}:
         values = leaves(config.to_dict())
-        words = [word for key in keys for word in (f"--{key}", *_words_of(values[key]))]
-        raise _code_in_file({key: strange[key] for key in keys}, words, path)
+        words = [word for key in strange for word in (f"--{key}", *_words_of(values[key]))]
+        raise _untrusted_in_file(strange, words, path)
 
 
 def _words_of(value: Any) -> list[str]:
-    """Return the words of the command line for the value of an option that may name code."""
+    """Return the words of the command line for the value of an option."""
     return [str(item) for item in value] if isinstance(value, list) else [str(value)]
 
 
-def _code_in_file(found: Mapping[str, Sequence[str]], words: Sequence[str], path: str) -> UserError:
-    """Return the error for a configuration file that refers to untrusted code; `words` set the same on the command
+def _untrusted_in_file(found: Mapping[str, Mapping[str, str]], words: Sequence[str], path: str) -> UserError:
+    """Return the error for a configuration file with values that need trust; `words` set the same on the command
     line."""
-    parts = [f"'{key}' in {path} is '{reference}'" for key, references in found.items() for reference in references]
-    return UserError(
-        f"{' and '.join(parts)}, code that is neither built in nor installed; if you trust it, set it on "
-        f"the command line too: {shlex.join(words)}"
-    )
+    parts = [
+        f"'{key}' in {path} is '{text}', {reason}" for key, texts in found.items() for text, reason in texts.items()
+    ]
+    return UserError(f"{'; '.join(parts)}; if you trust it, set it on the command line too: {shlex.join(words)}")
 
 
 def _to_flags(document: dict[str, Any], prefix: str = "") -> list[str]:

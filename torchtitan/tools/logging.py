@@ -4,10 +4,13 @@ import contextlib
 import logging
 import os
 import sys
+import traceback
 import unicodedata
 from collections.abc import Iterator
+from types import TracebackType
 
 from torchtitan.tools.errors import require
+from torchtitan.tools.redact import redact
 
 logger = logging.getLogger("torchtitan")
 
@@ -27,7 +30,7 @@ class _Formatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         line = super().format(record)
         if not getattr(record, "is_colored", False):  # colors in other text are untrusted
-            line = visible(line)
+            line = visible(redact(line))
         color = _COLORS.get(record.levelno, "")
         return f"{color}{line}{_RESET}" if self.colored and color else line
 
@@ -50,6 +53,12 @@ def init_logger() -> None:
     logger.handlers[:] = [handler]
     logger.setLevel(logging.INFO if is_printing else logging.ERROR)
     logger.propagate = False
+    sys.excepthook = _print_traceback
+
+
+def _print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print the traceback of a crash, whose messages may contain anything."""
+    print(visible(redact("".join(traceback.format_exception(kind, error, trace)))), end="", file=sys.stderr)
 
 
 def check_log_ranks(world_size: int) -> None:
@@ -84,7 +93,7 @@ def for_output(text: str) -> str:
 def print_error(command: str, message: object) -> None:
     """Print a command's error message to standard error."""
     sys.stdout.flush()
-    print(visible(f"torchtitan {command}: {message}"), file=sys.stderr)
+    print(visible(redact(f"torchtitan {command}: {message}")), file=sys.stderr)
 
 
 def _visible(char: str) -> str:

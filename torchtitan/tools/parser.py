@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 
 from torchtitan.tools.errors import suggest
 from torchtitan.tools.logging import visible
+from torchtitan.tools.redact import redact
 
 
 class Parser(argparse.ArgumentParser):
@@ -21,4 +22,4 @@ class Parser(argparse.ArgumentParser):
         return options
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, visible(f"{self.prog}: {message}; see {self.prog} --help") + "\n")
+        self.exit(2, visible(redact(f"{self.prog}: {message}; see {self.prog} --help")) + "\n")

@@ -13,6 +13,7 @@ from types import FrameType
 from typing import NoReturn
 
 from torchtitan.tools.logging import logger
+from torchtitan.tools.redact import redact
 
 LAUNCHER_VARIABLE = "TORCHTITAN_LAUNCHED"
 """Environment variable set by the launcher, which forwards stop signals and kills processes if necessary."""
@@ -136,7 +137,7 @@ def exit_with_launcher() -> None:
 def report_failure(code: int, text: str, *, passing: bool) -> None:
     """Report exit code, message and whether a restart may succeed to the launcher; only the first call counts."""
     global _reported
-    report = {"time": time.time(), "code": code, "text": text[-_MAX_REPORT_LENGTH:], "passing": passing}
+    report = {"time": time.time(), "code": code, "text": redact(text)[-_MAX_REPORT_LENGTH:], "passing": passing}
     with _reporting:
         if not _reported:
             os.write(_LAUNCHER, json.dumps(report, ensure_ascii=False).encode(errors="replace"))

@@ -6,6 +6,7 @@ from typing import Literal
 
 from torchtitan.components.checkpoint.filesystem import Folder, LocalFolder, folder_at, resolve_folder
 from torchtitan.components.checkpoint.manifest import Kind
+from torchtitan.config.code import RunFolder
 from torchtitan.config.configurable import Configurable
 from torchtitan.tools.errors import UserError, require
 from torchtitan.tools.files import is_url
@@ -29,7 +30,7 @@ class CheckpointConfig(Configurable.Config):
     enable: bool = False
     """Save checkpoints, and resume from the newest one in the folder."""
 
-    folder: str = "checkpoint"
+    folder: RunFolder = "checkpoint"
     """Folder for checkpoints, inside the dump folder, or a URL such as s3://bucket/run."""
 
     fallback_folder: str = ""

@@ -8,12 +8,13 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, BinaryIO, ClassVar
 
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError
-from torchtitan.tools.files import is_url
+from torchtitan.tools.files import is_url, open_regular
 from torchtitan.tools.logging import logger
+from torchtitan.tools.redact import HIDDEN
 
 DCP_METADATA = ".metadata"
 """File that torch.distributed.checkpoint (DCP) writes last."""
@@ -93,12 +94,13 @@ class LocalFolder:
     def has_file(self, name: str) -> bool:
         return (self.path / name).is_file()
 
-    def open(self, name: str) -> io.BufferedIOBase:
+    def open(self, name: str) -> BinaryIO:
         """Open the file `name` for reading. Errors while it is open are `OSError`s."""
-        path = self.path / name
-        if path.exists() and not path.is_file():  # reading a pipe would block
-            raise OSError(f"{path} is not a file")
-        return open(path, "rb")
+        try:
+            return open_regular(self.path / name)
+        except UserError as error:  # for example a pipe, from which reading would block
+            is_missing = isinstance(error.__cause__, FileNotFoundError)
+            raise (FileNotFoundError if is_missing else OSError)(str(error)) from error
 
     def read(self, name: str) -> bytes:
         with self.open(name) as file:
@@ -282,6 +284,11 @@ def open_store(url: str) -> tuple[Any, str]:
 
     if not is_url(url):  # `::` in a path would mean a chain of stores
         return LocalFileSystem(), url
+    if f"://{HIDDEN}@" in url:
+        raise UserError(
+            f"{url} is without its credentials, which files of a run never contain; set them in the environment of the "
+            "store's library, or repeat the option"
+        )
     if "::" in url or url.startswith(_INDIRECT):
         raise UserError(f"{url} names a store that reads other files, or runs templates in them; name the files' URL")
     try:

@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from torchtitan.tools.redact import redact
+
 BASE_PATH = "checkpoint.initial_load_path "
 """Prefix of `BaseWeights.description` for weights in a folder or at a URL."""
 
@@ -53,7 +55,7 @@ class RunIdentity:
 
 def identify_content(location: str, digest: str) -> dict[str, str]:
     """Return a property compared by `digest`, or by `location` if the content is unreadable (`digest` is empty)."""
-    return {"location": location, "digest": digest}
+    return {"location": redact(location), "digest": digest}
 
 
 def _are_equal(before: Any, now: Any) -> bool:

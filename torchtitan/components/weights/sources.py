@@ -18,6 +18,7 @@ from torchtitan.tools.digests import cache_root, remembered, threads
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.files import missing_folder_error
 from torchtitan.tools.progress import progress
+from torchtitan.tools.redact import redact
 
 Format = Literal["dcp", "hf", "meta"]
 
@@ -101,7 +102,7 @@ def weights_at(path: str) -> BaseWeights:
     """Return the identity of the weights of a checkpoint, in a folder (any format) or at a URL."""
     folder = folder_at(path)
     resolved = str(folder.path.resolve() if isinstance(folder, LocalFolder) else folder)
-    return BaseWeights(f"{BASE_PATH}{resolved}", lambda: _digest(resolved))
+    return BaseWeights(f"{BASE_PATH}{redact(resolved)}", lambda: _digest(resolved))
 
 
 def base_weights(initial_load_path: str) -> dict[str, str]:

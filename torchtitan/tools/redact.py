@@ -1,0 +1,63 @@
+"""Credentials, which leave the process in no message, log, record or report."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+HIDDEN = "***"
+"""Takes the place of a credential."""
+
+_NAME = (
+    r"[\w.-]*(?:secret|passw(?:or)?d|passphrase|api[_-]?key|access[_-]?key|account[_-]?key|private[_-]?key|signature"
+    r"|credentials?|(?:access|auth|session|security|sas|hf|bearer|refresh|id)[_-]?token|connection[_-]?string)"
+    r"(?:[_-]?(?:id|key))?"
+)
+"""Names of options, keys and variables whose values are credentials."""
+
+_SCHEME = r"(\b[A-Za-z][\w+.-]+:/{1,2})"
+
+_PATTERNS = [
+    # user:password@ or token@ of a URL, whose slashes `pathlib` joins; a password may have slashes
+    (re.compile(rf"{_SCHEME}[^/\s'\"@:]*:(?!\d{{1,5}}(?:/|$))[^\s'\"@]+(?=@)"), rf"\g<1>{HIDDEN}"),
+    (re.compile(rf"{_SCHEME}[^/\s'\"@]+(?=@)"), rf"\g<1>{HIDDEN}"),
+    # parameters of signed URLs
+    (re.compile(rf"(?i)([?&;](?:{_NAME}|sig|token|key|AWSAccessKeyId|GoogleAccessId)=)[^&\s'\"]+"), rf"\g<1>{HIDDEN}"),
+    # name=value, name: value, --name value, "name": "value"
+    (
+        re.compile(
+            rf"(?i)(?<![\w.-])(-{{0,2}}{_NAME}['\"]?\s*(?:[=:]\s*|(?<=[\w'])\s+(?=\S{{8}}))['\"]?)[^\s'\",}}&]+"
+        ),
+        rf"\g<1>{HIDDEN}",
+    ),
+    (re.compile(r"(?i)(['\"](?:token|secret|password)['\"]\s*:\s*['\"])[^'\"]+"), rf"\g<1>{HIDDEN}"),
+    (re.compile(r"(?i)(\bbearer\s+|authorization\W+basic\s+)(?=\S*[\d=])[\w.~+/=-]{12,}"), rf"\g<1>{HIDDEN}"),
+    # tokens that show what they are: Hugging Face, GitHub, GitLab, AWS, Google, Slack, OpenAI and others
+    (
+        re.compile(
+            r"\b(?:hf_[A-Za-z0-9]{30,}|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}"
+            r"|(?:AKIA|ASIA)[A-Z0-9]{12,}|AIza[\w-]{30,}|xox[abeprs]-[\w-]{10,}|sk-[\w-]{40,}|ya29\.[\w-]{16,})"
+        ),
+        HIDDEN,
+    ),
+]
+
+
+def redact(text: str) -> str:
+    """Return the text with `***` for each credential in it: in URLs, assignments, and tokens of known forms."""
+    for pattern, hidden in _PATTERNS:
+        text = pattern.sub(hidden, text)
+    return text
+
+
+def redacted(value: Any) -> Any:
+    """Return JSON-ready values with `***` for credentials, which keys such as `secret` or `api_key` name too."""
+    if isinstance(value, Mapping):
+        return {key: _of_key(str(key), item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [redacted(item) for item in value]
+    return redact(value) if isinstance(value, str) else value
+
+
+def _of_key(key: str, value: Any) -> Any:
+    names_credential = re.fullmatch(rf"(?i){_NAME}|token", key) is not None
+    return HIDDEN if names_credential and isinstance(value, str) and value else redacted(value)
