@@ -23,6 +23,7 @@ from torchtitan.components.data.base import BaseDataLoader
 from torchtitan.components.tokenizer import PretrainedTokenizer
 from torchtitan.config.manager import ConfigManager
 from torchtitan.protocols.attention import AttentionMetadata
+from torchtitan.tools import durable
 
 SEQ_LEN = 128
 SFT = ["--config", "debugmodel_sft"]
@@ -573,16 +574,15 @@ def test_run_is_selected_by_its_configuration_file(chats, capsys):
 def test_page_is_written_atomically(chats, capsys, monkeypatch):
     Path("page.html").write_text("the page before")
 
-    written = Path.open
+    written = durable.new_file
 
-    def fill_up(path, mode="r", **options):
-        if path.name.startswith("page.html") and mode != "r":
-            written(path, mode, **options).close()
+    def fill_up(path):
+        if path.name.startswith("page.html"):
             raise OSError(errno.ENOSPC, "No space left on device")
-        return written(path, mode, **options)
+        return written(path)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Path, "open", fill_up)
+        patched.setattr(durable, "new_file", fill_up)
         error = failure(capsys, "inspect", "--html", "page.html", *chat_options(chats))
     assert error.endswith("--html page.html cannot be written: No space left on device")
     assert Path("page.html").read_text() == "the page before" and not list(Path().glob("page.html?*"))

@@ -394,7 +394,9 @@ def test_full_disk(
     assert "WARNING" in printed and "step-2 could not be saved" in printed
     assert "Traceback" not in printed
     assert ("ERROR" in printed) == (code == 3)
-    assert sorted(path.name for path in (in_workplace / f"{name}_run" / "checkpoint").iterdir()) == kept
+    folder = in_workplace / f"{name}_run" / "checkpoint"
+    assert sorted(path.name for path in folder.glob("step-*")) == kept
+    assert not list(folder.glob("weights_only/step-?"))  # no space for them either
 
 
 def test_saved_configuration_matches_the_run(in_workplace: Path) -> None:

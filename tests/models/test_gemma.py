@@ -142,7 +142,7 @@ def post_norm_after_addition(model: Any) -> None:
     for layer in model.layers.values():
         norm, layer.attention_post_norm = layer.attention_post_norm, None
         layer.forward = lambda x, rope, attention, layer=layer, norm=norm: layer._add(
-            y := norm(layer._add(x, layer._attend(x, rope, attention))), layer._feed_forward(y)
+            y := norm(layer._add(x, layer._attend(x, rope, attention))), layer._feed_forward(y, attention)
         )
 
 

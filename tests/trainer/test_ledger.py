@@ -60,6 +60,9 @@ class KilledAfterStepThree(Trainer):
         if self.step == 3:
             raise Killed
 
+    def save_last_step(self, error):
+        """A kill saves nothing."""
+
 
 def test_resumed_run_drops_repeated_steps(tmp_path, data):
     options = {"dataloader__dataset": data, "debug__ledger": True, "training__steps": 5}

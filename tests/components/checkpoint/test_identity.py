@@ -27,7 +27,10 @@ from torchtitan.tools.errors import RunComplete, UserError
 from torchtitan.trainer import Trainer
 
 SAVING = {"checkpoint.enable": True, "checkpoint.interval": 100, "training.mixed_precision_param": "float32"}
-TEMPLATE = "{% for message in messages %}{{ '<|pad|>' + message['role'] + ': ' + message['content'] }}{% endfor %}"
+TEMPLATE = (
+    "{% for message in messages %}{{ '<|pad|>' + message['role'] + ': ' + message['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|pad|>assistant: ' }}{% endif %}"
+)
 AUTO = ("--module", "auto", "--config")
 
 Torchtitan = Callable[..., tuple[int, str]]
@@ -136,7 +139,8 @@ def test_a_final_checkpoint_of_another_kind_is_not_complete(torchtitan: Torchtit
 def test_changed_options_are_rejected(torchtitan: Torchtitan, from_hf: dict[str, object], tmp_path: Path) -> None:
     """Other columns, turns, template or adapters, after a final checkpoint that no run can resume from."""
     options = {"dataloader.dataset": "chats.jsonl", **from_hf}
-    assert torchtitan(*AUTO, "lora", **options)[0] == 0
+    code, printed = torchtitan(*AUTO, "lora", **options)
+    assert code == 0, printed
     for change, message in (
         ({"dataloader.columns": ["prompt=response", "response=prompt"]}, "dataloader.columns was none and is prompt="),
         ({"dataloader.train_on": "all"}, "dataloader.train_on was assistant and is all"),
@@ -145,7 +149,8 @@ def test_changed_options_are_rejected(torchtitan: Torchtitan, from_hf: dict[str,
     ):
         code, printed = torchtitan(*AUTO, "lora", **{**options, **change})
         assert code == 2 and message in printed, printed
-    assert torchtitan(*AUTO, "lora", **options)[0] == 0
+    code, printed = torchtitan(*AUTO, "lora", **options)
+    assert code == 0, printed
 
 
 def test_a_checkpoint_of_an_unknown_run_is_not_replaced(torchtitan: Torchtitan, tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ class CheckpointConfig(Configurable.Config):
     folder: RunFolder = "checkpoint"
     """Folder for checkpoints, inside the dump folder, or a URL such as s3://bucket/run."""
 
-    fallback_folder: str = ""
+    fallback_folder: RunFolder = ""
     """Folder or URL, such as one on another disk, for the last save of a run if it fails in `folder`."""
 
     interval: int = 500

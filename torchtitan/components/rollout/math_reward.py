@@ -67,8 +67,8 @@ class MathReward:
     def __init__(self, seconds: float = _SECONDS):
         if importlib.util.find_spec("math_verify") is None:
             raise UserError("math needs the package math-verify: pip install 'torchtitan[math]'")
-        self._seconds, self._process, self._lock = seconds, None, threading.Lock()
-        self._process: subprocess.Popen[str] | None
+        self._seconds, self._lock = seconds, threading.Lock()
+        self._process: subprocess.Popen[str] | None = None
         self.n_ended = 0
 
     def __call__(self, gold: str, completion: str) -> float:

@@ -34,7 +34,7 @@ class PreferenceTrainer(ReferenceTrainer):
     loss: Any
     sequences_per_sample = SEQUENCES_PER_SAMPLE
     measures_class = RewardMeasures
-    measures_named = ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "kl")
+    measures_named: tuple[str, ...] = ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "kl")
 
     def __init__(self, config: Config):
         self.needs_reference = config.chosen_loss.needs_reference  # type: ignore[attr-defined]

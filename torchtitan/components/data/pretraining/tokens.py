@@ -65,7 +65,14 @@ class Tokens(ABC):
         n_documents, n_nonempty = round(len(lengths) * scale), round(int((lengths > 0).sum()) * scale)
         name = self.format if n_sampled == self.n_tokens else f"{self.format}, about"
         # The first token of a document is not predicted.
-        return Report(name, n_documents, n_documents, self.n_tokens, self.n_tokens - n_nonempty)
+        return Report(
+            format=name,
+            rows=n_documents,
+            kept=n_documents,
+            samples=n_documents,
+            tokens=self.n_tokens,
+            trained_tokens=self.n_tokens - n_nonempty,
+        )
 
 
 class ArrayTokens(Tokens):
