@@ -39,6 +39,7 @@ def evaluate(args: Sequence[str]) -> int:
 
 
 def _evaluate(options: argparse.Namespace) -> None:
+    from torchtitan.components.chat_template.stops import template_stop_ids
     from torchtitan.components.evaluation import Scorer
     from torchtitan.components.evaluation.tasks import SUFFIXES, evaluate_file
     from torchtitan.components.generation import stop_ids
@@ -56,7 +57,8 @@ def _evaluate(options: argparse.Namespace) -> None:
         from torchtitan.components.evaluation.lm_eval_adapter import TorchtitanLM, evaluate_tasks
 
         scorer.title = "lm-eval"
-        model = TorchtitanLM(scorer, opened.tokenizer, stop_ids(opened.tokenizer, *opened.folders))
+        ids = stop_ids(opened.tokenizer, *opened.folders) | template_stop_ids(opened.tokenizer, opened.folders)
+        model = TorchtitanLM(scorer, opened.tokenizer, ids)
         results |= evaluate_tasks(model, names, include_path=options.include_path, limit=options.limit)
     _report({"checkpoint": str(options.checkpoint), "results": results}, options.output)
 

@@ -53,6 +53,7 @@ def generate(args: Sequence[str]) -> int:
 
 def _generate(options: argparse.Namespace) -> None:
     from torchtitan.components import generation
+    from torchtitan.components.chat_template.stops import template_stop_ids
     from torchtitan.experiments.reward.trainer import reward_function
 
     sampling, n = sampling_of(options), options.best_of
@@ -73,7 +74,8 @@ def _generate(options: argparse.Namespace) -> None:
         prompts,
         max_new_tokens=options.max_new_tokens,
         sampling=sampling,
-        stop_ids=generation.stop_ids(opened.tokenizer, *opened.folders),
+        stop_ids=generation.stop_ids(opened.tokenizer, *opened.folders)
+        | template_stop_ids(opened.tokenizer, opened.folders),
         on_token=printer.on_token,
         use_cache=not options.no_cache,
     )
@@ -184,16 +186,16 @@ def _chat(options: argparse.Namespace) -> None:
 class _Conversation:
     def __init__(self, options: argparse.Namespace):
         from torchtitan.components.chat_template import resolve_chat_template
+        from torchtitan.components.chat_template.stops import Stops
         from torchtitan.components.generation import stop_ids
 
         self._sampling = sampling_of(options)
         self._opened = opened = open_model(options)
         template, option = options.chat_template, "--chat_template"
         self._template = resolve_chat_template(template, opened.folders, opened.tokenizer, option=option)
-        end, end_id = self._template.end_of_turn(), self._template.end_of_turn_id(opened.tokenizer)
-        self._stop_ids = stop_ids(opened.tokenizer, *opened.folders) | ({end_id} if end_id is not None else set())
-        # If the vocabulary has no such token, the model writes it as ordinary text.
-        self._stop = [*options.stop, *([end] if end and end_id is None else [])]
+        stops = Stops(self._template, opened.tokenizer)
+        self._stop_ids = stop_ids(opened.tokenizer, *opened.folders) | {*stops.ids()}
+        self._stop = [*options.stop, *stops.texts()]
         self._max_new_tokens: int = options.max_new_tokens
         self._system = [{"role": "system", "content": options.system}] if options.system else []
         self.reset()

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from torchtitan.components.chat_template.stops import Stops
 from torchtitan.components.checkpoint.state import ModelState
 from torchtitan.components.data import PromptDataLoader
 from torchtitan.components.data.base import Batch
@@ -99,8 +100,8 @@ class RolloutTrainer(Trainer):
         super().__init__(config)
         rollout, tokenizer, template = self.config.rollout, self.tokenizer, self.dataloader.template
         assert template
-        end, folders = template.end_of_turn_id(tokenizer), [tokenizer.folder] if tokenizer.folder else []
-        self.stop_ids = stop_ids(tokenizer, *folders) | (set() if end is None else {end})
+        folders = [tokenizer.folder] if tokenizer.folder else []
+        self.stop_ids = stop_ids(tokenizer, *folders) | {*Stops(template, tokenizer).ids()}
         if rollout.engine == "vllm":
             weights = huggingface_weights(self)
             self.engine = VLLMEngine(rollout.url, weights, self.stop_ids, rollout.max_rows, self.ranks)

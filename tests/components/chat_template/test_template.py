@@ -10,11 +10,11 @@ import pytest
 
 from tests.components.tokenizer.helpers import load_tokenizer
 from torchtitan.components.chat_template import (
-    BUILT_IN_TEMPLATES,
     ChatTemplate,
     load_chat_template,
     resolve_chat_template,
 )
+from torchtitan.components.chat_template.stops import Stops
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.tools.errors import UserError
 
@@ -87,12 +87,6 @@ def test_empty_list_of_tools_equals_none(stories: Path) -> None:
         assert template.render_marked(TURNS, tools=nothing)[0] == expected
 
 
-def test_end_of_turn() -> None:
-    assert ChatTemplate(BUILT_IN_TEMPLATES["chatml"]).end_of_turn() == "<|im_end|>"
-    assert ChatTemplate("{{ raise_exception('no') }}").end_of_turn() == ""
-    assert ChatTemplate("{{ messages[0].content }}</s>").end_of_turn() == ""
-
-
 # Built-in templates.
 
 
@@ -135,7 +129,8 @@ def test_built_in_templates(name: str, prompt: str, answer: str, rest: str, stor
     assert template.render(messages, add_generation_prompt=True) == prompt
     messages += [{"role": "assistant", "content": "Ho"}]
     assert template.render_marked(messages) == (prompt + answer + rest, [(len(prompt), len(prompt + answer))])
-    assert template.end_of_turn() == answer.strip().removeprefix("Ho")
+    [stop] = Stops(template, load_tokenizer(stories)).all()
+    assert stop.text == answer.strip().removeprefix("Ho")
     # Each rendering is a prefix of the next one, so that training and inference see equal text.
     longer = [*messages, *TURNS]
     whole = template.render(longer, add_generation_prompt=False)

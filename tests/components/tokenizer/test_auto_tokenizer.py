@@ -22,7 +22,7 @@ from tests.pretrained import LAST_IN_HF
 from tests.training import train
 from torchtitan.cli.convert import convert
 from torchtitan.components.chat_template import resolve_chat_template
-from torchtitan.components.data.finetuning.chat_encoding import ChatEncoder, EncodedSample
+from torchtitan.components.data.finetuning.chat_encoding import ChatEncoder
 from torchtitan.components.data.finetuning.conversation import Conversation
 from torchtitan.components.tokenizer import EMBEDDED_TOKENIZER, PretrainedTokenizer, tiktoken_model
 from torchtitan.components.tokenizer.auto_tokenizer import _GENERIC_MODEL_TYPES, warn_of_different_ids
@@ -292,8 +292,10 @@ def random_texts(special: Sequence[str], seed: int) -> list[str]:
 
 
 def random_chats(seed: int) -> list[list[dict[str, str]]]:
+    """Return chats whose answers begin with a letter, so that prompt and answer have no common token."""
     texts = iter(random_texts((), seed)[1:])
-    return [[{"role": role, "content": f"{next(texts)}"} for role in ("user", "assistant")] for _ in range(99)]
+    begins = {"user": "", "assistant": "w"}
+    return [[{"role": role, "content": begin + next(texts)} for role, begin in begins.items()] for _ in range(99)]
 
 
 def special_tokens(tokenizer: PretrainedTokenizer) -> list[str]:
@@ -305,8 +307,8 @@ def chat_ids(folder: Path, chats: list[list[dict[str, str]]]) -> list[list[int]]
     tokenizer = cached_tokenizer(folder)
     encoder = ChatEncoder(tokenizer, resolve_chat_template("", [folder], tokenizer), "assistant")
     encoded = encoder.encode_batch([Conversation(chat) for chat in chats])
-    assert all(isinstance(sample, EncodedSample) for sample in encoded), encoded[0]
-    return [sample.ids.tolist() for sample in encoded if isinstance(sample, EncodedSample)]
+    assert all(isinstance(samples, list) for samples in encoded), encoded[0]
+    return [samples[-1].ids.tolist() for samples in encoded if isinstance(samples, list)]
 
 
 def differences(theirs: Any, folder: Path) -> int:

@@ -8,7 +8,9 @@ templates do not use them.
 
 import functools
 import json
+import math
 import re
+import threading
 import time
 from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, ValuesView
 from dataclasses import dataclass, field
@@ -19,6 +21,7 @@ from typing import Any, NoReturn
 import jinja2
 import jinja2.ext
 import jinja2.filters
+import jinja2.meta
 import jinja2.nodes as nodes
 import jinja2.runtime
 import jinja2.sandbox
@@ -71,6 +74,24 @@ class WorkLimitError(Exception):
     """A template exceeds the limits of one rendering."""
 
 
+class _Clock(threading.local):
+    """The thread's CPU time, read at most once per second, since reading it may take longer than a rendering."""
+
+    def __init__(self) -> None:
+        self._read_at = -math.inf
+        self._cpu_time = 0.0
+
+    def cpu_time(self) -> float:
+        """Return the CPU time as of the last second."""
+        now = time.monotonic()
+        if now > self._read_at + 1.0:
+            self._read_at, self._cpu_time = now, time.thread_time()
+        return self._cpu_time
+
+
+_clock = _Clock()
+
+
 @dataclass(slots=True)
 class Progress:
     """Length of the text rendered so far, marks, and remaining budget."""
@@ -79,7 +100,7 @@ class Progress:
     marks: list[tuple[int, str]] = field(default_factory=list)
     """Start and text of each mark."""
     budget: int = field(default_factory=lambda: _BUDGET)
-    cpu_started: float = field(default_factory=time.thread_time)
+    cpu_started: float = field(default_factory=lambda: _clock.cpu_time())
     started: float = field(default_factory=time.monotonic)
 
     def spend(self, amount: int) -> None:
@@ -220,6 +241,12 @@ def add_charges(tree: nodes.Template, environment: _Sandbox) -> nodes.Template:
 def marks_generation(tree: nodes.Template) -> bool:
     """Return whether the template marks the assistant's text."""
     return any(node.name == _MARK for node in tree.find_all(nodes.ExtensionAttribute))
+
+
+def undeclared(tree: nodes.Template, environment: jinja2.Environment) -> set[str]:
+    """Return the variables that a template reads without setting them first."""
+    tree.environment = environment
+    return jinja2.meta.find_undeclared_variables(tree)
 
 
 def literals(tree: nodes.Node) -> list[str]:

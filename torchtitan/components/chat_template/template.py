@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.components.chat_template.built_in import BUILT_IN_TEMPLATES, REQUIRED_TOKENS
-from torchtitan.components.chat_template.marks import with_marks
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.tools.errors import UserError, in_words, os_errors_as
 from torchtitan.tools.files import file_to_copy, read_object, read_regular
@@ -17,9 +16,17 @@ Message = Mapping[str, Any]
 Span = tuple[int, int]
 """Start and end of a piece of text, in characters."""
 
-_PROBE = "Answer"
 _WITH_TOOLS = "additional_chat_templates/tool_use.jinja"
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+_NOT_OPTIONS = (
+    *("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", *_SPECIAL_TOKENS),
+    *("namespace", "range", "dict", "cycler", "joiner", "raise_exception", "strftime_now"),
+)
+"""Variables that every template may read, and functions."""
+
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Keys with an assistant's reasoning."""
 
 _LONGEST_SOURCE = 2**20
 """Limit in characters, 50 times the longest published templates."""
@@ -37,11 +44,13 @@ class ChatTemplate:
     """
 
     source: str
-    """Original source, without the marks added by `with_marks`; used for export."""
+    """Original source, for export."""
     literals: list[str]
     """Literal texts in the template."""
     marks_generation: bool
-    """True if `{% generation %}…{% endgeneration %}` marks the assistant's text, possibly added by `with_marks`."""
+    """True if `{% generation %}…{% endgeneration %}` marks the assistant's text."""
+    option_names: list[str]
+    """Variables that the template reads besides the conversation and the special tokens."""
 
     def __init__(
         self,
@@ -60,8 +69,9 @@ class ChatTemplate:
             raise UserError(f"{name} has {len(source):,} characters; the limit is {_LONGEST_SOURCE:,}")
         environment = sandbox.create_environment()
         try:
-            tree = environment.parse(with_marks(source))
+            tree = environment.parse(source)
             self.literals, self.marks_generation = sandbox.literals(tree), sandbox.marks_generation(tree)
+            self.option_names = sorted(sandbox.undeclared(tree, environment) - {*_NOT_OPTIONS, *(variables or {})})
             self._template = environment.from_string(sandbox.add_charges(tree, environment))
         except jinja2.TemplateSyntaxError as error:
             raise UserError(f"{name} is not valid Jinja, line {error.lineno}: {error.message}") from error
@@ -78,6 +88,7 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        null_content: bool = False,
         **variables: Any,
     ) -> str:
         """Return the text of a conversation with special tokens; encode it with `allow_special` and without adding BOS.
@@ -86,16 +97,24 @@ class ChatTemplate:
         Args:
             add_generation_prompt: end with the header of the assistant's next turn.
             tools: JSON schemas of the functions that the model may call.
+            null_content: give null as the content of messages without one, which some templates test for; transformers
+                and the default leave the key out.
             variables: options of the template, such as Qwen3's `enable_thinking`.
         """
-        return self._render(messages, tools, {"add_generation_prompt": add_generation_prompt, **variables})[0]
+        known = {"add_generation_prompt": add_generation_prompt, **variables}
+        return self._render(messages, tools, known, null_content)[0]
 
     def render_marked(
-        self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None, **variables: Any
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        null_content: bool = False,
+        **variables: Any,
     ) -> tuple[str, list[Span]]:
         """Return the text of a conversation, and the marked spans in order. Raise `UserError` as `render` does, or if
         the positions of marks are unknown, for example in a macro."""
-        rendered, marks = self._render(messages, tools, {"add_generation_prompt": False, **variables})
+        rendered, marks = self._render(messages, tools, {"add_generation_prompt": False, **variables}, null_content)
         if any(not rendered.startswith(text, start) for start, text in marks):
             raise UserError(
                 f"{self.name} uses {{% generation %}} inside a macro, filter or variable, so the marked text cannot be "
@@ -103,22 +122,12 @@ class ChatTemplate:
             )
         return rendered, [(start, start + len(text)) for start, text in marks]
 
-    def end_of_turn(self) -> str:
-        """Return the text after an answer, stripped; empty if there is none or it cannot be determined."""
-        turns = [{"role": "user", "content": "Question"}, {"role": "assistant", "content": _PROBE}]
-        try:
-            _, found, tail = self.render(turns, add_generation_prompt=False).rpartition(_PROBE)
-        except UserError:
-            return ""
-        return tail.strip() if found else ""
-
-    def end_of_turn_id(self, tokenizer: Tokenizer) -> int | None:
-        """Return the special token that ends an answer, if any; generation must stop there."""
-        [ids] = tokenizer.tokenize([self.end_of_turn()], allow_special=True)
-        return ids[0] if ids and ids[0] in tokenizer.special_ids else None
-
     def _render(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, variables: Mapping[str, Any]
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        variables: Mapping[str, Any],
+        null_content: bool = False,
     ) -> tuple[str, list[tuple[int, str]]]:
         """Return the text, and the start and text of each mark."""
         import jinja2
@@ -127,6 +136,8 @@ class ChatTemplate:
 
         blocks, progress = [], sandbox.Progress()
         turns = [_as_template_input(turn) for turn in messages]
+        if null_content:
+            turns = [{"content": None, **turn} for turn in turns]
         # Some templates, such as Llama 3.1's, treat an empty list of tools differently from None.
         known = {"tools": tools or None, "documents": None, **self.variables, **variables}
         known |= {sandbox.PROGRESS: progress, "messages": turns}
@@ -146,10 +157,9 @@ class ChatTemplate:
 
 
 def _as_template_input(message: Message) -> dict[str, Any]:
-    """Drop keys with null values, and provide the reasoning under both names that templates use."""
+    """Drop keys with null values, and provide the reasoning under both names that templates use, as transformers."""
     known = {key: value for key, value in message.items() if value is not None}
-    names = ("reasoning_content", "thinking", "reasoning")
-    reasoning = next((known[name] for name in names if name in known), None)
+    reasoning = next((known[name] for name in _REASONING if name in known), None)
     return known if reasoning is None else {"thinking": reasoning, **known, "reasoning_content": reasoning}
 
 

@@ -43,12 +43,27 @@ class Report:
     format: str = ""
     rows: int = 0
     kept: int = 0
+    """Rows of which at least one sample is kept."""
+    samples: int = 0
+    """Samples, at least as many as kept rows."""
     tokens: int = 0
     trained_tokens: int = 0
     """Tokens that are predicted."""
     truncated: ExampleCounter = field(default_factory=ExampleCounter)
     special_in_text: ExampleCounter = field(default_factory=ExampleCounter)
     """Samples with special tokens written in their text, which are encoded as special tokens."""
+    left_out: ExampleCounter = field(default_factory=ExampleCounter)
+    """Samples that are dropped although others of their row are kept."""
+    turns: int = 0
+    """Trained turns of the assistant."""
+    stops: int = 0
+    """Trained turns that end with a stop."""
+    only_stops: ExampleCounter = field(default_factory=ExampleCounter)
+    """Samples with turns of which nothing but the stop is trained."""
+    options: dict[str, int] = field(default_factory=dict)
+    """Samples by the options of the template that they are rendered with."""
+    lost: dict[str, ExampleCounter] = field(default_factory=dict)
+    """Kept samples by the part of their conversation that the template leaves out."""
     dropped: dict[str, ExampleCounter] = field(default_factory=dict)
     """Dropped rows by the option that drops them."""
     unread: list[str] = field(default_factory=list)
@@ -73,12 +88,15 @@ class Report:
         """Add the counts of another report."""
         formats = dict.fromkeys([*self.format.split(", "), *other.format.split(", ")])
         self.format = ", ".join(filter(None, formats))
-        for name in ("rows", "kept", "tokens", "trained_tokens"):
+        for name in ("rows", "kept", "samples", "tokens", "trained_tokens", "turns", "stops"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.truncated.add_all(other.truncated)
-        self.special_in_text.add_all(other.special_in_text)
-        for reason, counter in other.dropped.items():
-            self.dropped.setdefault(reason, ExampleCounter()).add_all(counter)
+        for name in _COUNTERS:
+            getattr(self, name).add_all(getattr(other, name))
+        for name in _COUNTERS_BY_KIND:
+            for kind, counter in getattr(other, name).items():
+                getattr(self, name).setdefault(kind, ExampleCounter()).add_all(counter)
+        for option, count in other.options.items():
+            self.options[option] = self.options.get(option, 0) + count
         self.unread += [column for column in other.unread if column not in self.unread]
 
     @classmethod
@@ -88,24 +106,44 @@ class Report:
         def to_counter(entry: dict[str, Any]) -> ExampleCounter:
             return ExampleCounter(entry["count"], [(where, what) for where, what in entry["examples"]])
 
-        counters = {name: to_counter(document[name]) for name in ("truncated", "special_in_text")}
-        dropped = {reason: to_counter(entry) for reason, entry in document["dropped"].items()}
-        return cls(**{**document, **counters, "dropped": dropped})
+        counters = {name: to_counter(document[name]) for name in _COUNTERS}
+        by_kind = {
+            name: {kind: to_counter(entry) for kind, entry in document[name].items()} for name in _COUNTERS_BY_KIND
+        }
+        return cls(**{**document, **counters, **by_kind})
+
+    def events(self) -> Iterator[tuple[str, ExampleCounter]]:
+        """Yield what happened to rows and samples, with their counts."""
+        for reason, counter in self.dropped.items():
+            yield f"dropped, {reason}", counter
+        yield "samples left out of kept rows", self.left_out
+        for part, counter in self.lost.items():
+            yield f"without the {part}", counter
+        yield "nothing but the stop is trained", self.only_stops
+        yield "truncated", self.truncated
+        yield "special tokens written in the text", self.special_in_text
 
     def lines(self) -> Iterator[str]:
         """Yield the totals, then the counts of dropped and changed samples with examples."""
         share = f" ({self.trained_tokens / self.tokens:.0%})" if self.tokens else ""
         yield (
-            f"{self.kept:,} of {self.rows:,} rows kept ({self.format}), {self.tokens:,} tokens, "
-            f"{self.trained_tokens:,} trained{share}"
+            f"{self.kept:,} of {self.rows:,} rows kept ({self.format}), "
+            + (f"{self.samples:,} samples, " if self.samples != self.kept else "")
+            + f"{self.tokens:,} tokens, {self.trained_tokens:,} trained{share}"
         )
-        events = {f"dropped, {reason}": counter for reason, counter in self.dropped.items()}
-        events |= {"truncated": self.truncated, "special tokens written in the text": self.special_in_text}
-        for event, counter in events.items():
+        if self.turns:
+            yield f"{self.stops:,} of {self.turns:,} trained turns teach a stop"
+        for option, count in self.options.items():
+            yield f"samples rendered with {option}: {count:,}"
+        for event, counter in self.events():
             if counter.count:
                 more = ["..."] if counter.count > len(counter.examples) else []
                 examples = f" ({'; '.join([*counter.in_words(), *more])})" if counter.examples else ""
                 yield f"{event}: {counter.count:,}{examples}"
+
+
+_COUNTERS = ("truncated", "special_in_text", "left_out", "only_stops")
+_COUNTERS_BY_KIND = ("dropped", "lost")
 
 
 def no_rows_left_error(name: str, report: Report, advice: Iterable[str] = ()) -> UserError:

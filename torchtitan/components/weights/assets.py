@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from torchtitan.components.chat_template import ChatTemplate
+from torchtitan.components.chat_template.stops import Stops
 from torchtitan.components.checkpoint.filesystem import folder_at
 from torchtitan.components.tokenizer import PretrainedTokenizer, Tokenizer, tokenizer_file
 from torchtitan.config.configurable import Configurable
@@ -157,8 +158,8 @@ def _read_tokenizer_ids(folder: Path) -> dict[str, int]:
 
 def chat_assets(tokenizer: Tokenizer, template: ChatTemplate) -> dict[str, str]:
     """Return the files (name → text) that let other tools chat in a model's training format: the template and, unless
-    the tokenizer's files already have them, the end-of-turn token as an EOS token and the template's `bos_token` and
-    `eos_token`. Raise `UserError` if one of the tokenizer's JSON files is unreadable."""
+    the tokenizer's files already have them, its stops as EOS tokens and its `bos_token` and `eos_token`. Raise
+    `UserError` if one of the tokenizer's JSON files is unreadable."""
     files = {"chat_template.jinja": template.source}
     files |= _make_generation_config(tokenizer, template)
     files |= _make_tokenizer_config(tokenizer.folder, template)
@@ -166,15 +167,15 @@ def chat_assets(tokenizer: Tokenizer, template: ChatTemplate) -> dict[str, str]:
 
 
 def _make_generation_config(tokenizer: Tokenizer, template: ChatTemplate) -> dict[str, str]:
-    """Return generation_config.json if it must be extended with the end-of-turn token."""
-    (end_of_turn,) = tokenizer.tokenize([template.end_of_turn()], allow_special=True)
+    """Return generation_config.json if it must be extended with the stops of the template."""
     ids = token_ids(tokenizer.folder, tokenizer.folder / "config.json") if tokenizer.folder else {}
     eos = ids.get("eos_token_id", tokenizer.eos_id)
     eos_ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
-    if not end_of_turn or end_of_turn[0] not in tokenizer.special_ids or end_of_turn[0] in eos_ids:
+    stops = [token_id for token_id in Stops(template, tokenizer).ids() if token_id not in eos_ids]
+    if not stops:
         return {}
     settings = _read_json(tokenizer.folder, "generation_config.json")
-    return {"generation_config.json": _to_json({**settings, **ids, "eos_token_id": [*eos_ids, end_of_turn[0]]})}
+    return {"generation_config.json": _to_json({**settings, **ids, "eos_token_id": [*eos_ids, *stops]})}
 
 
 def _make_tokenizer_config(folder: Path | None, template: ChatTemplate) -> dict[str, str]:

@@ -17,9 +17,9 @@ import tokenizers
 from tests.components.chat_template.helpers import Message, assistant, user
 from tests.components.tokenizer.helpers import load_tokenizer
 from torchtitan.components.chat_template import BUILT_IN_TEMPLATES, ChatTemplate, resolve_chat_template
-from torchtitan.components.data.finetuning.chat_encoding import ChatEncoder, EncodedSample
+from torchtitan.components.chat_template.stops import Stops
+from torchtitan.components.data.finetuning.chat_encoding import ChatEncoder, EncodedSample, TrainOn
 from torchtitan.components.data.finetuning.conversation import BrokenSample, Conversation, Pair, Text, normalize
-from torchtitan.components.data.finetuning.loss_mask import TrainOn
 from torchtitan.components.tokenizer import PretrainedTokenizer
 from torchtitan.tools.errors import UserError
 
@@ -89,6 +89,12 @@ def conversations(n: int = 60) -> Iterator[list[Message]]:
         yield turns
 
 
+def unspaced(messages: Sequence[Message]) -> list[Message]:
+    """Return messages whose answers begin with a word. Otherwise, their first token may merge with the prompt's last
+    one, and both are encoded separately."""
+    return [{**m, "content": f"w{m['content']}"} if m["role"] == "assistant" else m for m in messages]
+
+
 # Tokenizers of the library and of transformers.
 
 
@@ -127,13 +133,16 @@ def reference_of(folder: Path) -> Any:
 
 def encode(encoder: ChatEncoder, *samples: Conversation | Text) -> list[EncodedSample]:
     encoded = encoder.encode_batch(samples)
-    for sample in encoded:
-        assert isinstance(sample, EncodedSample), sample
-    return [sample for sample in encoded if isinstance(sample, EncodedSample)]
+    found = []
+    for of_sample in encoded:
+        assert isinstance(of_sample, list), of_sample
+        found += of_sample
+    return found
 
 
 def one(encoder: ChatEncoder, messages: Sequence[Message], **more: Any) -> EncodedSample:
-    return encode(encoder, Conversation(list(messages), **more))[0]
+    [sample] = encode(encoder, Conversation(list(messages), **more))
+    return sample
 
 
 def assert_equal(sample: EncodedSample, ids: Sequence[int], trained: Sequence[int]) -> None:
@@ -170,7 +179,7 @@ def test_masks_equal_transformers(qwen: Path) -> None:
     reference, tokenizer = reference_of(qwen), cached_tokenizer(qwen)
     encoder = ChatEncoder(tokenizer, ChatTemplate(MARKED), "assistant")
     encoder.check()
-    for messages in conversations():
+    for messages in map(unspaced, conversations()):
         expected = theirs(reference, MARKED, messages)
         assert_equal(one(encoder, messages), *expected)
         assert 1 in expected[1]
@@ -187,13 +196,13 @@ def test_built_in_templates_equal_transformers(
     reference, tokenizer = reference_of(assets / folder), cached_tokenizer(assets / folder)
     template = resolve_chat_template(name, [], tokenizer)
     encoder = ChatEncoder(tokenizer, template, "assistant")
-    for messages in conversations(20):
+    for messages in map(unspaced, conversations(20)):
         ids, trained = theirs(reference, template.source, messages)
         sample = one(encoder, messages)
         assert_equal(sample, ids, trained)
         if "bos_token" in BUILT_IN_TEMPLATES[name]:
             assert [i for i, token_id in enumerate(ids) if token_id == tokenizer.bos_id] == [0]
-        end = template.end_of_turn()
+        end = Stops(template, tokenizer).all()[0].text
         assert decoded(tokenizer, sample).count(end) >= sum(turn["role"] == "assistant" for turn in messages)
 
 
@@ -220,25 +229,11 @@ def test_end_of_turn_outside_the_marks_is_trained(
     closed, opened = (ChatEncoder(tokenizer, ChatTemplate(source), "assistant") for source in sources)
     opened.check()
     with caplog.at_level(logging.INFO, "torchtitan"):
-        for messages in conversations():
+        for messages in map(unspaced, conversations()):
             # An answer that contains the text of the token already has its end.
             messages = [{**turn, "content": turn["content"].replace("<|im_end|>", "x")} for turn in messages]
             expected = one(closed, messages)
             assert_equal(one(opened, messages), expected.ids.tolist(), expected.trained.astype(int).tolist())
-    assert caplog.text.count("does not mark the end token") == 1
-
-
-def test_next_header_is_not_the_end_of_turn(qwen: Path) -> None:
-    """If no token ends a turn, the first token of the next turn is not trained."""
-    tokenizer = cached_tokenizer(qwen)
-    messages = [user("a"), assistant("b"), user("c"), assistant("d")]
-    template = ChatTemplate(
-        "{% for m in messages %}<|im_start|>{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
-        "{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
-    )
-    encoder = ChatEncoder(tokenizer, template, "assistant")
-    assert decoded(tokenizer, one(encoder, messages)) == "bd"
-    assert decoded(tokenizer, one(encoder, messages[:3])) == "b"
 
 
 def test_all_tokens_of_the_last_character_are_trained(qwen: Path) -> None:
@@ -338,77 +333,61 @@ def test_tools_of_mistral(assets: Path) -> None:
     assert sample.ids.tolist() == reference
 
 
-def test_moving_system_message_is_rejected(assets: Path) -> None:
-    """Mistral v0.3's template writes the system message with the last question, and only until it is answered."""
-    folder = assets / "mistral-v0.3-tokenizer"
-    tokenizer = cached_tokenizer(folder)
-    template = resolve_chat_template("", [folder], tokenizer)
-    train_ons: list[TrainOn] = ["assistant", "last_assistant"]
-    for train_on, number in zip(train_ons, (3, 5), strict=True):
-        encoder = ChatEncoder(tokenizer, template, train_on)
-        [error, good] = encoder.encode_batch([Conversation(PLAIN), Conversation(PLAIN[1:])])
-        assert isinstance(error, BrokenSample) and isinstance(good, EncodedSample)
-        assert "mistral-v0.3-tokenizer" in str(error) and f"message {number} (assistant)" in str(error)
-
-
-def qwen_turns(trained: Sequence[int]) -> list[tuple[str, int]]:
-    """Return two questions and answers in Qwen3's format, which writes empty reasoning only in the last answer."""
-    return [
-        ("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n", 0),
-        ("Good day 👩!<|im_end|>", trained[0]),
-        ("\n<|im_start|>user\nMore?<|im_end|>\n<|im_start|>assistant\n", 0),
-        ("<think>\n\n</think>\n\nNo.<|im_end|>", trained[1]),
-        ("\n", 0),
-    ]
-
-
-def test_template_of_qwen3(qwen: Path) -> None:
-    """The library has marks for it, see chat_template/test_marks.py."""
-    tokenizer, reference = cached_tokenizer(qwen), reference_of(qwen)
-    template = resolve_chat_template("", [qwen], tokenizer)
-    every, last = (ChatEncoder(tokenizer, template, train_on) for train_on in ("assistant", "last_assistant"))
-    every.check()
-    assert_equal(one(every, PLAIN[1:]), *by_hand(tokenizer, qwen_turns([1, 1])))
-    sample = one(last, PLAIN[1:])
-    assert_equal(sample, *by_hand(tokenizer, qwen_turns([0, 1])))
-    ids = reference.apply_chat_template(PLAIN[1:], chat_template=template.source, return_dict=False)
-    assert sample.ids.tolist() == ids
-    # Reasoning is trained under each of its common names.
-    for name in ("reasoning_content", "thinking", "reasoning"):
-        thoughtful = [user("Hi"), assistant("Yes.", **{name: "Hm, yes."})]
-        sample = one(every, thoughtful)
-        assert decoded(tokenizer, sample) == "<think>\nHm, yes.\n</think>\n\nYes.<|im_end|>"
-        ids = reference.apply_chat_template(thoughtful, chat_template=template.source, return_dict=False)
-        assert sample.ids.tolist() == ids
-
-
-def test_template_that_omits_reasoning_of_earlier_turns(qwen: Path) -> None:
-    """Use Qwen3's template with a change, so that the library has no marks for it. Rendered up to an earlier turn, the
-    text still has the reasoning of that turn."""
-    tokenizer = cached_tokenizer(qwen)
-    template = ChatTemplate(resolve_chat_template("", [qwen], tokenizer).source + "{# mine #}", name="mine")
-    every, last = (ChatEncoder(tokenizer, template, train_on) for train_on in ("assistant", "last_assistant"))
-    [error] = every.encode_batch([Conversation(PLAIN[1:])])
-    assert isinstance(error, BrokenSample)
-    assert all(text in str(error) for text in ("mine", "message 2", "last_assistant", "{% generation %}"))
-    assert_equal(one(last, PLAIN[1:]), *by_hand(tokenizer, qwen_turns([0, 1])))
-
-
-def test_tools_of_qwen3(qwen: Path) -> None:
-    tokenizer = cached_tokenizer(qwen)
-    template = resolve_chat_template("", [qwen], tokenizer)
-    sample = one(ChatEncoder(tokenizer, template, "last_assistant"), CALL, tools=[TOOL])
-    assert decoded(tokenizer, sample) == "<think>\n\n</think>\n\nIt is 3.<|im_end|>"
-    ids = reference_of(qwen).apply_chat_template(CALL, tools=[TOOL], chat_template=template.source, return_dict=False)
-    assert sample.ids.tolist() == ids
-
-
 def test_template_error_breaks_one_sample_of_the_batch(qwen: Path) -> None:
     source = UNMARKED + "{% if messages[0].content == 'x' %}{{ raise_exception('no x') }}{% endif %}"
     encoder = ChatEncoder(cached_tokenizer(qwen), ChatTemplate(source, name="mine"), "assistant")
     bad, text, good = encoder.encode_batch([Conversation([user("x")]), Text("Hi"), Conversation(PLAIN)])
     assert isinstance(bad, BrokenSample) and str(bad) == "mine rejects this conversation: no x"
-    assert isinstance(text, EncodedSample) and isinstance(good, EncodedSample)
+    assert isinstance(text, list) and isinstance(good, list)
+
+
+def qwen_turns(reasoning: str = "") -> list[tuple[str, int]]:
+    return [
+        ("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n", 0),
+        (f"<think>\n{reasoning}\n</think>\n\nGood day 👩!<|im_end|>", 1),
+    ]
+
+
+def test_template_of_qwen3(qwen: Path) -> None:
+    """It writes empty reasoning in the last answer only, so that each answer is a sample."""
+    tokenizer, reference = cached_tokenizer(qwen), reference_of(qwen)
+    template = resolve_chat_template("", [qwen], tokenizer)
+    every, last = (ChatEncoder(tokenizer, template, train_on) for train_on in ("assistant", "last_assistant"))
+    every.check()
+    first, second = encode(every, Conversation(PLAIN[1:]))
+    assert_equal(first, *by_hand(tokenizer, qwen_turns()))
+    ids = reference.apply_chat_template(PLAIN[1:], chat_template=template.source, return_dict=False)
+    assert second.ids.tolist() == ids == one(last, PLAIN[1:]).ids.tolist()
+    assert decoded(tokenizer, second) == "<think>\n\n</think>\n\nNo.<|im_end|>"
+    thoughtful = [user("Hi"), assistant("Good day 👩!", reasoning_content="Hm, yes.")]
+    segments = [*qwen_turns("Hm, yes."), ("\n", 0)]  # the end of the whole conversation
+    assert_equal(one(every, thoughtful), *by_hand(tokenizer, segments))
+
+
+def test_moving_system_message(assets: Path) -> None:
+    """Mistral v0.3's template writes the system message with the last question, and only until it is answered."""
+    folder = assets / "mistral-v0.3-tokenizer"
+    tokenizer, reference = cached_tokenizer(folder), reference_of(folder)
+    template = resolve_chat_template("", [folder], tokenizer)
+    samples = encode(ChatEncoder(tokenizer, template, "assistant"), Conversation(PLAIN))
+    for sample, number, answer in zip(samples, (2, 4), (" Good day 👩!</s>", " No.</s>"), strict=True):
+        n_prompt = int(sample.trained.argmax())
+        assert sample.ids[:n_prompt].tolist() == reference.apply_chat_template(
+            PLAIN[:number], chat_template=template.source, return_dict=False
+        )
+        assert tokenizer.decode(sample.ids[n_prompt:]) == answer.strip() or decoded(tokenizer, sample) == answer
+
+
+def test_prompt_and_answer_whose_tokens_would_merge(qwen: Path) -> None:
+    """The prompt ends with a line break, and the answer begins with others; two of them are one token."""
+    tokenizer = cached_tokenizer(qwen)
+    messages = [user("Hi"), assistant("\n\nHo"), user("More"), assistant("No")]
+    first, second = encode(ChatEncoder(tokenizer, ChatTemplate(UNMARKED), "assistant"), Conversation(messages))
+    prompt = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    assert_equal(first, *by_hand(tokenizer, [(prompt, 0), ("\n\nHo<|im_end|>", 1)]))
+    [whole] = tokenizer.tokenize([f"{prompt}\n\nHo<|im_end|>"], allow_special=True)
+    assert whole != first.ids.tolist()
+    assert decoded(tokenizer, second) == "No<|im_end|>"
 
 
 def test_several_marks_in_a_turn(qwen: Path) -> None:
@@ -449,24 +428,6 @@ def test_marks_belong_to_their_turn(qwen: Path) -> None:
     assert decoded(tokenizer, first) == "f<|im_end|>g<|im_end|>"
 
 
-def test_changing_marks_are_rejected(qwen: Path) -> None:
-    """Marks change as the conversation grows if a template marks only the last turn or drops marked reasoning."""
-    only_last = MARKED_APART.replace("m.content %}{% generation", "m.content and loop.last %}{% generation")
-    tokenizer = cached_tokenizer(qwen)
-    encoder = ChatEncoder(tokenizer, ChatTemplate(only_last, name="mine"), "last_assistant")
-    pair = Pair(Conversation(PLAIN[:4]), [assistant("No.")], [assistant("No.")])
-    [error] = encoder.encode_batch([Conversation(PLAIN)])
-    assert isinstance(error, BrokenSample)
-    assert (
-        "mine marks the turns up to message" in str(error)
-        and "message 3" in str(error)
-        and "train_on assistant" in str(error)
-    )
-    with pytest.raises(BrokenSample, match="mine marks the turns up to message") as raised:
-        encoder.encode_pair(pair)
-    assert "train_on" not in str(raised.value)
-
-
 def test_marks_of_a_turn_without_its_reasoning(qwen: Path) -> None:
     """Qwen3's template for training writes only a part of an earlier turn."""
     source = MARKED.replace(
@@ -478,35 +439,12 @@ def test_marks_of_a_turn_without_its_reasoning(qwen: Path) -> None:
 
 
 def test_empty_turn_needs_its_own_end_token(qwen: Path) -> None:
-    """Of two empty turns, only the first is followed by the end token."""
+    """Inference stops at what the template writes after the last turn."""
     tokenizer = cached_tokenizer(qwen)
     source = OPEN.replace("{{ '<|im_end|>' }}", "{{ '<|im_end|>' if not loop.last else 'TAIL' }}")
     encoder = ChatEncoder(tokenizer, ChatTemplate(source, {"eos_token": "<|im_end|>"}), "assistant")
-    sample = one(encoder, [user("a"), assistant(""), user("b"), assistant("")])
-    assert decoded(tokenizer, sample) == "<|im_end|>"
-
-
-def test_suggested_remedy_works(assets: Path) -> None:
-    """The error always suggests another template, and `last_assistant` if it would help."""
-    folder = assets / "mistral-v0.3-tokenizer"
-    tokenizer = cached_tokenizer(folder)
-    template = resolve_chat_template("", [folder], tokenizer)
-    cases: list[tuple[TrainOn, list[bool | None], bool]] = [
-        ("assistant", [], True),
-        ("assistant", [None, None, False, None, None], False),
-        ("last_assistant", [], False),
-        ("assistant", [None, None, True, None, None], False),
-    ]
-    for train_on, trained, helps in cases:
-        [error] = ChatEncoder(tokenizer, template, train_on).encode_batch([Conversation(PLAIN, None, trained)])
-        assert "chat_template (chatml, llama3, mistral, alpaca), or a file with {% generation %}" in str(error)
-        assert ("last_assistant" in str(error)) == helps
-        assert isinstance(
-            ChatEncoder(tokenizer, resolve_chat_template("mistral", [], tokenizer), train_on).encode_batch(
-                [Conversation(PLAIN, None, trained)]
-            )[0],
-            EncodedSample,
-        )
+    samples = encode(encoder, Conversation([user("a"), assistant(""), user("b"), assistant("")]))
+    assert [decoded(tokenizer, sample) for sample in samples] == ["TAIL", "TAIL"]
 
 
 def test_each_prefix_of_a_conversation_is_rendered_once(qwen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -520,9 +458,10 @@ def test_each_prefix_of_a_conversation_is_rendered_once(qwen: Path, monkeypatch:
 
     monkeypatch.setattr(template, "render", recorded)
     encoder = ChatEncoder(cached_tokenizer(qwen), template, "assistant")
+    one(encoder, PLAIN)  # which finds the form of such turns
     seen.clear()
-    one(encoder, PLAIN * 3, trained=[True] * 3 * len(PLAIN))
-    assert len(seen) == len(set(seen)) == 15 + 6
+    one(encoder, PLAIN)
+    assert sorted(seen) == [(2, True), (3, False), (4, True), (5, False)]
 
 
 # Texts, prompts, pairs.

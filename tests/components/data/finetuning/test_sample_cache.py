@@ -64,7 +64,8 @@ class Characters:
 
     def encode_batch(self, samples):
         self.batches.append(len(samples))
-        return [self.encode(sample.text if isinstance(sample, Text) else "Turn") for sample in samples]
+        encoded = (self.encode(sample.text if isinstance(sample, Text) else "Turn") for sample in samples)
+        return [result if isinstance(result, BrokenSample) else [result] for result in encoded]
 
     def encode(self, text):
         if "!" in text:

@@ -1,19 +1,40 @@
 """Encoding of conversations and texts as token ids with a training mask."""
 
+import bisect
 import re
 from collections.abc import Iterator, Sequence
 from itertools import chain
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 
 from torchtitan.components.chat_template import BUILT_IN_TEMPLATES, ChatTemplate
-from torchtitan.components.data.finetuning.conversation import BrokenSample, Conversation, Pair, Sample, Text
-from torchtitan.components.data.finetuning.loss_mask import Rendered, TrainOn, render_with_mask
+from torchtitan.components.chat_template.stops import Stops, special_pattern
+from torchtitan.components.data.finetuning.conversation import (
+    BrokenSample,
+    Conversation,
+    LossySample,
+    Pair,
+    Sample,
+    Text,
+)
+from torchtitan.components.data.finetuning.turns import Part, Turn, TurnFinder
 from torchtitan.components.tokenizer import Offsets, Tokenizer
 from torchtitan.tools.digests import digest_of
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
+
+TrainOn = Literal["all", "assistant", "last_assistant"]
+"""All tokens, the assistant's turns, or only the last of them. A row's own settings take precedence."""
+
+_WINDOW = 256
+"""Characters at the end of a prompt in which its last special token is looked for."""
+
+_END_TOKENS = 4
+"""Tokens at the end of a prompt without special tokens that are compared first."""
+
+_MOST_ENDINGS = 10_000
+"""Ends of prompts whose ids are remembered."""
 
 _LOOKS_SPECIAL = re.compile(r"<\|[^|<>\s]+\|>|<｜[^｜<>\s]+｜>|</?s>|<(?:start|end)_of_turn>")
 """Text that can only be a special token, in the forms of most models, DeepSeek (full-width bars) and Gemma. Excludes
@@ -21,6 +42,33 @@ _LOOKS_SPECIAL = re.compile(r"<\|[^|<>\s]+\|>|<｜[^｜<>\s]+｜>|</?s>|<(?:star
 
 _MARKUP = re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+\]")
 """Text that looks like a single token; applied only to the end of an answer."""
+
+
+class Facts(NamedTuple):
+    """What the turns of a sample teach."""
+
+    n_turns: int = 0
+    n_stops: int = 0
+    """Turns that end with a stop."""
+    n_only_stops: int = 0
+    """Turns of which nothing but the stop is trained."""
+    options: tuple[str, ...] = ()
+    """Options of the template that turns were rendered with, such as `enable_thinking=False`."""
+    lost: tuple[str, ...] = ()
+    """Parts that the template leaves out: trained ones that the loader accepts, and those of prompts."""
+
+    @classmethod
+    def of(cls, turns: Sequence[Turn]) -> "Facts":
+        if not turns:
+            return cls()
+        options = [f"{name}={value}" for turn in turns for name, value in turn.form.options]
+        return cls(
+            len(turns),
+            sum(bool(turn.stop) for turn in turns),
+            sum(turn.is_only_a_stop for turn in turns),
+            tuple(dict.fromkeys(options)),
+            tuple(dict.fromkeys(part for turn in turns for part in (*turn.lost, *turn.unseen))),
+        )
 
 
 class EncodedSample(NamedTuple):
@@ -32,13 +80,14 @@ class EncodedSample(NamedTuple):
     """Mask of the tokens that the model learns to predict, bool (n,)."""
     n_special_in_text: int = 0
     """Special tokens written in the text rather than by the template."""
+    facts: Facts = Facts()
 
 
 class EncodedRow(NamedTuple):
-    """An encoded row."""
+    """A sample of a row; a conversation whose template rewrites earlier turns has several."""
 
     parts: tuple[EncodedSample, ...]
-    """Token sequences; all rows of a kind have the same number."""
+    """Token sequences; all samples of a kind have the same number."""
     answer: str | None = None
 
     @property
@@ -68,146 +117,210 @@ class EncodedRow(NamedTuple):
 class ChatEncoder:
     """Encodes conversations with a chat template.
 
-    The ids encode the whole rendered text, as transformers' `apply_chat_template` does. The mask equals its
-    `assistant_masks` if the template marks the assistant's text (see `render_with_mask`), with three exceptions: the
-    end token of a trained turn and all tokens of its last character are trained even if they are not marked; a special
-    token that absorbs the leading whitespace of the next turn is not trained; whitespace after a turn found by
-    prefixes is not trained.
+    Each trained turn of the assistant is encoded as inference sees it: the ids of the conversation before it with the
+    generation prompt, and the ids of what the model must write, up to and including the stop (see `TurnFinder`). Turns
+    share one sample if its ids begin with theirs; a template that rewrites earlier turns makes several samples of a
+    conversation. If tokens would merge over the beginning of a turn, prompt and turn are encoded separately. If the
+    template marks text by `{% generation %}`, only the marked part of a turn and its stop are trained.
 
     Args:
         tokenizer: tokenizer of the model.
         template: chat template; None for data without conversations.
         train_on: turns to train on if the row does not specify them.
+        accepted: parts of messages that the template may leave out.
     """
 
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, train_on: TrainOn):
+    def __init__(
+        self, tokenizer: Tokenizer, template: ChatTemplate | None, train_on: TrainOn, accepted: Sequence[Part] = ()
+    ):
         self._tokenizer, self._template, self._train_on = tokenizer, template, train_on
+        self._accepted = sorted(accepted)
         self._special_ids = tokenizer.special_ids
-        special = sorted((tokenizer.decode([token_id]) for token_id in self._special_ids), key=len, reverse=True)
-        self._special = re.compile("|".join(re.escape(token) for token in special if token) or "(?!)")
-        self._end_ids = {tokenizer.eos_id, template.end_of_turn_id(tokenizer) if template else None} - {None}
-        self._reported = self._warned = False
+        self._special = special_pattern(tokenizer)
+        self._finder = TurnFinder(template, tokenizer, accepted) if template else None
+        self._known_endings: dict[str, list[int]] = {}
 
     @property
     def fingerprint(self) -> str:
-        """Hexadecimal digest of tokenizer, template and `train_on`, for cache keys."""
+        """Hexadecimal digest of tokenizer, template and options, for cache keys."""
         template = [self._template.source, self._template.variables] if self._template else None
-        parts = [self._tokenizer.fingerprint, sorted(self._special_ids), template, self._train_on]
+        parts = [self._tokenizer.fingerprint, sorted(self._special_ids), template, self._train_on, self._accepted]
         return digest_of(parts)
 
     def check(self) -> None:
         """Raise `UserError` if tokens of the template are missing from the vocabulary (see `_check_template_tokens`).
         Warn if the template's text depends on the date."""
-        if self._template:
-            _check_template_tokens(self._template, self._tokenizer)
+        if self._template and self._finder:
+            _check_template_tokens(self._template, self._tokenizer, self._finder.stops)
             if "strftime_now" in self._template.source:
                 logger.warning(
                     f"{self._template.name} writes the current date (strftime_now): cached samples keep the date of "
                     "their tokenization"
                 )
 
-    def encode_batch(self, samples: Sequence[Conversation | Text]) -> list[EncodedSample | BrokenSample]:
-        """Return each encoded sample, or the error that prevents encoding. Raise `UserError` if a template is missing.
+    def encode_batch(self, samples: Sequence[Conversation | Text]) -> list[list[EncodedSample] | BrokenSample]:
+        """Return the samples of each conversation or text, or the error that prevents encoding. Raise `UserError` if a
+        template is missing.
 
         Texts get BOS (if the model has it) and EOS, as by `Tokenizer.encode_documents`; all tokens but BOS are trained.
         """
         texts = iter(self._encode_texts([sample.text for sample in samples if isinstance(sample, Text)]))
         conversations = [sample for sample in samples if not isinstance(sample, Text)]
         chats = iter(self._encode_conversations(conversations, self._train_on))
-        return [next(texts) if isinstance(sample, Text) else next(chats) for sample in samples]
+        return [[next(texts)] if isinstance(sample, Text) else next(chats) for sample in samples]
 
     def encode_prompt(self, conversation: Conversation) -> np.ndarray:
         """Return the ids, int64 (n,), of a conversation followed by the generation prompt. Raise `BrokenSample` if
         the template does not accept the conversation, `UserError` if there is none."""
-        template = self._required_template()
-        try:
-            text = template.render(conversation.messages, tools=conversation.tools, add_generation_prompt=True)
-        except UserError as error:
-            raise BrokenSample(str(error)) from error
+        text = self._required_finder().prompt(conversation)
         return np.array(self._tokenizer.tokenize([text], allow_special=True)[0], dtype=np.int64)
 
     def encode_pair(self, pair: Pair) -> tuple[EncodedSample, EncodedSample]:
         """Encode the prompt with each continuation. Only the assistant's turns in the continuations are trained. Raise
-        `BrokenSample` if a continuation cannot be encoded, `UserError` if there is no template."""
-        chosen, rejected = self._encode_conversations(
-            [_continued(pair.prompt, pair.chosen), _continued(pair.prompt, pair.rejected)], "assistant"
-        )
-        for encoded in (chosen, rejected):
+        `BrokenSample` if a continuation cannot be encoded as one sequence, `UserError` if there is no template."""
+        finder = self._required_finder()
+        thinks = finder.has_reasoning([*pair.prompt.messages, *pair.chosen, *pair.rejected])
+        conversations = [_continued(pair.prompt, messages) for messages in (pair.chosen, pair.rejected)]
+        parts = []
+        for encoded in self._encode_conversations(conversations, "assistant", thinks):
             if isinstance(encoded, BrokenSample):
                 raise encoded
-        assert isinstance(chosen, EncodedSample) and isinstance(rejected, EncodedSample)
-        return chosen, rejected
+            if len(encoded) > 1:
+                raise LossySample(
+                    f"{self._template and self._template.name} rewrites earlier turns of an answer, so its turns are "
+                    "not one sequence; end chosen and rejected after their first turn",
+                    "rewritten",
+                )
+            parts.append(encoded[0])
+        return parts[0], parts[1]
 
-    def _required_template(self) -> ChatTemplate:
-        if self._template is None:
+    def encode_whole(self, prompt: Conversation, answer: Sequence[dict[str, Any]]) -> EncodedSample:
+        """Encode a finished conversation as transformers' `apply_chat_template` does, for models that read it instead
+        of continuing its prompt. All tokens from the answer on count as trained. Raise `BrokenSample` if the answer
+        cannot be located, `UserError` if there is no template."""
+        finder = self._required_finder()
+        conversation = _continued(prompt, answer)
+        text = finder.whole(conversation)
+        start, _ = finder.span(conversation, len(prompt.messages), text)
+        [(ids, offsets)] = self._tokenizer.tokenize_with_offsets([text], allow_special=True)
+        trained = np.zeros(len(ids), bool)
+        tokens = _Tokens(text, ids, offsets, self._special_ids)
+        trained[tokens.touched(start, len(text))] = True
+        return EncodedSample(np.array(ids, np.int64), trained)
+
+    def _required_finder(self) -> TurnFinder:
+        if self._finder is None:
             raise UserError(
                 "the data contains conversations, but the model has no chat template; set --dataloader.chat_template "
                 f"to a file or one of: {', '.join(BUILT_IN_TEMPLATES)}"
             )
-        return self._template
+        return self._finder
 
     def _encode_texts(self, texts: Sequence[str]) -> Iterator[EncodedSample]:
         for ids in self._tokenizer.encode_documents(texts) if texts else []:
             yield EncodedSample(np.array(ids, dtype=np.int64), self._without_bos(ids, np.ones(len(ids), dtype=bool)))
 
     def _encode_conversations(
-        self, conversations: Sequence[Conversation], train_on: TrainOn
-    ) -> list[EncodedSample | BrokenSample]:
-        results: list[Rendered | BrokenSample] = [self._render(sample, train_on) for sample in conversations]
-        texts = [result.text for result in results if isinstance(result, Rendered)]
+        self, conversations: Sequence[Conversation], train_on: TrainOn, thinks: bool | None = None
+    ) -> list[list[EncodedSample] | BrokenSample]:
+        planned = [self._try_plan(conversation, train_on, thinks) for conversation in conversations]
+        texts = [plan.text for plans in planned if not isinstance(plans, BrokenSample) for plan in plans]
         encoded = iter(self._tokenizer.tokenize_with_offsets(texts, allow_special=True) if texts else [])
-        return [
-            self._masked(result, *next(encoded), self._count_special(conversation))
-            if isinstance(result, Rendered)
-            else result
-            for conversation, result in zip(conversations, results, strict=True)
-        ]
+        results: list[list[EncodedSample] | BrokenSample] = []
+        for conversation, plans in zip(conversations, planned, strict=True):
+            if isinstance(plans, BrokenSample):
+                results.append(plans)
+                continue
+            samples = [sample for plan in plans for sample in self._samples_of(plan, *next(encoded))]
+            samples[0] = samples[0]._replace(n_special_in_text=self._count_special(conversation))
+            results.append(samples)
+        return results
 
-    def _render(self, conversation: Conversation, train_on: TrainOn) -> Rendered | BrokenSample:
-        template = self._required_template()
+    def _try_plan(
+        self, conversation: Conversation, train_on: TrainOn, thinks: bool | None
+    ) -> "list[_Plan] | BrokenSample":
+        finder = self._required_finder()
         try:
-            rendered = render_with_mask(template, conversation, train_on)
+            return _plans(finder, conversation, train_on, thinks)
         except BrokenSample as error:
             return error
-        if rendered.unprompted and not self._warned:
-            self._warned = True
-            prompt, header = rendered.unprompted
-            logger.warning(
-                f"{template.name} writes {header!r} before finished answers, but its generation prompt is {prompt!r}: "
-                "training uses the first, generation the second by default"
-            )
-        return rendered
 
-    def _masked(self, rendered: Rendered, ids: list[int], offsets: Offsets, n_special_in_text: int) -> EncodedSample:
-        tokens = _Tokens(rendered.text, ids, offsets, self._special_ids)
-        trained = np.full(len(ids), rendered.default)
-        # Unmarked turns that the row selects come last, so that marked turns do not overwrite them.
-        for turn in rendered.turns:
-            positions = tokens.range_of(*turn.span)
-            if turn.marked:
-                stop = self._end_of_marked(tokens, positions)
+    def _samples_of(self, plan: "_Plan", ids: list[int], offsets: Offsets) -> list[EncodedSample]:
+        """Return the sample of a plan, preceded by those of turns whose prompt has other ids at inference."""
+        tokens = _Tokens(plan.text, ids, offsets, self._special_ids)
+        trained = np.zeros(len(ids), bool)
+        shared: list[Turn] = []
+        apart: list[EncodedSample] = []
+        for turn in plan.turns:
+            start, stop = tokens.bounds(len(turn.prompt)), tokens.bounds(len(turn.text))
+            if start is None or stop is None or not self._is_prompt(turn.prompt, tokens, start):
+                apart.append(self._split(turn))
+                continue
+            shared.append(turn)
+            if turn.marks is None:
+                trained[start:stop] = True
             else:
-                stop = tokens.end_of_turn(positions) if turn.trained else positions.stop
-            trained[positions.start : stop] = turn.trained
-        return EncodedSample(np.array(ids, dtype=np.int64), self._without_bos(ids, trained), n_special_in_text)
+                for span in _spans(turn):
+                    trained[tokens.touched(*span)] = True
+        if plan.turns and not shared and not plan.spans:
+            return apart
+        for first, last, flag in plan.spans:
+            trained[tokens.touched(first, last)] = flag
+        whole = EncodedSample(np.array(ids, np.int64), self._without_bos(ids, trained), facts=Facts.of(shared))
+        return [*apart, whole]
+
+    def _is_prompt(self, prompt: str, tokens: "_Tokens", n: int) -> bool:
+        """Return whether the first `n` ids of a text are those of a prompt. Only the prompt's end is encoded again, as
+        what follows it can change only the last tokens: from its last special token, where the text is the same in
+        most conversations, or from some tokens before."""
+        window, ids = prompt[-_WINDOW:], tokens.ids
+        starts = [found.start() for found in self._special.finditer(window)]
+        if not starts:
+            first = max(0, n - _END_TOKENS)
+            ending = prompt[tokens.start(first) :] if first < len(ids) else prompt
+            if self._ids_of(ending) == ids[first:n]:
+                return True
+            return self._tokenizer.tokenize([prompt], allow_special=True)[0] == ids[:n]
+        known = self._ids_of(window[starts[-1] :])
+        return ids[max(0, n - len(known)) : n] == known
+
+    def _ids_of(self, ending: str) -> list[int]:
+        if ending not in self._known_endings:
+            if len(self._known_endings) > _MOST_ENDINGS:
+                self._known_endings.clear()
+            self._known_endings[ending] = self._tokenizer.tokenize([ending], allow_special=True)[0]
+        return self._known_endings[ending]
+
+    def _split(self, turn: Turn) -> EncodedSample:
+        """Encode a prompt and a turn separately, as at inference."""
+        [prompt] = self._tokenizer.tokenize([turn.prompt], allow_special=True)
+        specials = self._special.findall(turn.prompt)
+        anchors = ["", *specials[-1:]]
+        n_text = len(self._tokenizer.decode(prompt))
+        expected = self._tokenizer.decode(self._tokenizer.tokenize([turn.text], allow_special=True)[0])
+        chosen: list[int] = []
+        for anchor in reversed(anchors):
+            # Some tokenizers begin a text with a space, but not the text after a special token.
+            n_anchor = len(self._tokenizer.tokenize([anchor], allow_special=True)[0]) if anchor else 0
+            chosen = self._tokenizer.tokenize([anchor + turn.completion], allow_special=True)[0][n_anchor:]
+            if self._tokenizer.decode([*prompt, *chosen])[n_text:] == expected[n_text:]:
+                break
+        trained = np.ones(len(chosen), bool)
+        if turn.marks is not None:
+            offset = len(turn.prompt)
+            [(ids, offsets)] = self._tokenizer.tokenize_with_offsets([turn.completion], allow_special=True)
+            if ids == chosen:
+                tokens = _Tokens(turn.completion, ids, offsets, self._special_ids)
+                trained[:] = False
+                for start, stop in _spans(turn):
+                    trained[tokens.touched(start - offset, stop - offset)] = True
+        mask = np.concatenate([np.zeros(len(prompt), bool), trained])
+        return EncodedSample(np.array([*prompt, *chosen], np.int64), mask, facts=Facts.of([turn]))
 
     def _count_special(self, conversation: Conversation) -> int:
         """Count the special tokens that are written in the text of a conversation."""
         texts = chain(_texts(conversation.messages), _texts(conversation.tools))
         return sum(1 for text in texts for _ in self._special.finditer(text))
-
-    def _end_of_marked(self, tokens: "_Tokens", turn: range) -> int:
-        """Return the position after a turn and its end token, marked or not."""
-        if tokens.ends_with_special(turn) or tokens.special_at(turn.stop) not in self._end_ids:
-            return turn.stop
-        if not self._reported:
-            self._reported = True
-            text = self._tokenizer.decode([tokens.ids[turn.stop]])
-            logger.info(
-                f"{self._required_template().name} does not mark the end token {text!r} of the assistant's turns; it "
-                "is trained anyway, so that the model learns to stop"
-            )
-        return turn.stop + 1
 
     def _without_bos(self, ids: Sequence[int], trained: np.ndarray) -> np.ndarray:
         if ids and ids[0] == self._tokenizer.bos_id:
@@ -215,44 +328,109 @@ class ChatEncoder:
         return trained
 
 
+class _Plan(NamedTuple):
+    """Text of a sample."""
+
+    text: str
+    turns: list[Turn]
+    """Trained turns, from the last to the first; the text of each is a prefix of the text."""
+    spans: list[tuple[int, int, bool]] = []
+    """Other spans, in characters, with whether they are trained."""
+
+
+def _plans(finder: TurnFinder, conversation: Conversation, train_on: TrainOn, thinks: bool | None) -> list[_Plan]:
+    messages = conversation.messages
+    answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+    default = {"all": range(len(messages)), "assistant": answers, "last_assistant": answers[-1:]}[train_on]
+    wanted = [n in default if flag is None else flag for n, flag in enumerate(conversation.trained)]
+    if train_on == "all":
+        return [_whole(finder, conversation, wanted)]
+    trained = [number for number in answers if wanted[number]]
+    others = [number for number, is_wanted in enumerate(wanted) if is_wanted and number not in answers]
+    turns = finder.turns(conversation, trained, thinks)
+    plans: list[_Plan] = []
+    for turn in reversed(turns):
+        joined = next((plan for plan in plans if _begins_with(plan, turn)), None)
+        if joined:
+            joined.turns.append(turn)
+        else:
+            plans.insert(0, _Plan(turn.text + turn.rest, [turn]))
+    if others or not turns:
+        return _with_others(finder, conversation, plans, others)
+    return plans
+
+
+def _begins_with(plan: _Plan, turn: Turn) -> bool:
+    return plan.turns[0].form.options == turn.form.options and plan.text.startswith(turn.text)
+
+
+def _whole(finder: TurnFinder, conversation: Conversation, wanted: Sequence[bool]) -> _Plan:
+    """Return the whole text, trained except messages that are not wanted."""
+    text = finder.whole(conversation)
+    untrained = [(*finder.span(conversation, n, text), False) for n, is_wanted in enumerate(wanted) if not is_wanted]
+    return _Plan(text, [], [(0, len(text), True), *untrained])
+
+
+def _with_others(
+    finder: TurnFinder, conversation: Conversation, plans: list[_Plan], others: Sequence[int]
+) -> list[_Plan]:
+    """Add the text of messages of other roles to the last plan."""
+    last = plans.pop() if plans else _Plan("", [])
+    text = last.text
+    whole = finder.whole(conversation)
+    if whole.startswith(text):
+        text = whole
+    found = [finder.span(conversation, number, text) for number in others]
+    # The whitespace after the token that ends a message belongs to no message.
+    spans = [(start, start + len(text[start:end].rstrip()), True) for start, end in found]
+    return [*plans, _Plan(text, last.turns, spans)]
+
+
+def _spans(turn: Turn) -> list[tuple[int, int]]:
+    """Return the marked spans of a turn, and its stop."""
+    end = len(turn.text)
+    begin = len(turn.prompt)
+    inside = [(max(first, begin), min(last, end)) for first, last in turn.marks or () if first < end and last >= begin]
+    is_marked = any(last >= end for _, last in inside) or not inside
+    return inside if is_marked else [*inside, (end - len(turn.stop), end)]
+
+
 def _continued(prompt: Conversation, messages: Sequence[dict[str, Any]]) -> Conversation:
     trained: list[bool | None] = [False for _ in prompt.messages]
     trained += [message["role"] == "assistant" for message in messages]
-    return Conversation([*prompt.messages, *messages], prompt.tools, trained)
+    return Conversation([*prompt.messages, *messages], prompt.tools, trained, prompt.options)
 
 
 class _Tokens:
+    """Tokens of a text, with their spans in characters, in order."""
+
     def __init__(self, text: str, ids: list[int], offsets: Offsets, special_ids: frozenset[int]):
-        self._text, self.ids, self._special_ids = text, ids, special_ids
-        self._starts, self._ends = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
+        self._text, self.ids, self._offsets, self._special_ids = text, ids, offsets, special_ids
 
-    def range_of(self, start: int, end: int) -> range:
-        """Return the tokens with a character in [start, end), or an empty range at `start`. Excludes a special token
-        that begins before `start` and absorbs the whitespace after it."""
-        found = np.flatnonzero((self._starts < end) & (self._ends > start) & (self._ends > self._starts))
-        if len(found):
-            first = int(found[0])
-            is_excluded = self._starts[first] < start and self.special_at(first) is not None
-            return range(first + is_excluded, int(found[-1]) + 1)
-        position = int(np.searchsorted(self._starts, start))
-        return range(position, position)
+    def start(self, token: int) -> int:
+        """Return the first character of a token."""
+        return self._offsets[token][0]
 
-    def special_at(self, position: int) -> int | None:
-        token = self.ids[position] if position < len(self.ids) else None
-        return token if token in self._special_ids else None
+    def bounds(self, character: int) -> int | None:
+        """Return the number of tokens before a character; None if a token has characters on both sides. A special
+        token may absorb the whitespace after it."""
+        n = self._n_before(character)
+        end = self._offsets[n - 1][1] if n else 0
+        if end > character and (self.ids[n - 1] not in self._special_ids or self._text[character:end].strip()):
+            return None
+        return n
 
-    def ends_with_special(self, turn: range) -> bool:
-        """Return whether a turn ends with a special token, ignoring whitespace after it."""
-        return bool(turn) and self.special_at(self.end_of_turn(turn) - 1) is not None
+    def touched(self, start: int, end: int) -> slice:
+        """Return the tokens with a character in [start, end). Excludes a token that begins before `start` and absorbs
+        the whitespace after it."""
+        first, last = self._n_before(start), self._n_before(end)
+        while first and self._offsets[first - 1][1] > start and self._text[start : self._offsets[first - 1][1]].strip():
+            first -= 1
+        return slice(first, last)
 
-    def end_of_turn(self, turn: range) -> int:
-        """Return the position after the special token that ends a turn, or after the turn if there is none."""
-        for position in reversed(turn):
-            if self.special_at(position) is not None:
-                return position + 1
-            if self._text[self._starts[position] : self._ends[position]].strip():
-                break
-        return turn.stop
+    def _n_before(self, character: int) -> int:
+        """Return the number of tokens that begin before a character."""
+        return bisect.bisect_left(self._offsets, (character, -1))
 
 
 def _texts(value: Any) -> Iterator[str]:
@@ -265,16 +443,16 @@ def _texts(value: Any) -> Iterator[str]:
             pending.extend(value.values() if isinstance(value, dict) else value)
 
 
-def _check_template_tokens(template: ChatTemplate, tokenizer: Tokenizer) -> None:
+def _check_template_tokens(template: ChatTemplate, tokenizer: Tokenizer, stops: Stops) -> None:
     """Raise `UserError` if the template writes special tokens that are not in the vocabulary.
 
     They would be learned as ordinary text, and none would end an answer. A model's own template may contain such
     markers (Zephyr's `<|user|>`) if a special token ends its turns. In any other template, all markup after an answer
     must be special tokens.
     """
-    end = template.end_of_turn()
-    [end_ids] = tokenizer.tokenize([end], allow_special=True)
-    ends_with_special = not tokenizer.special_ids.isdisjoint(end_ids)
+    found = stops.all()
+    ends_with_special = any(stop.token_id is not None for stop in found)
+    end = found[0].text if found else ""
     texts = [token for text in template.literals for token in _LOOKS_SPECIAL.findall(text)]
     texts += template.required_tokens
     if not ends_with_special and not template.of_model:
@@ -291,6 +469,7 @@ def _check_template_tokens(template: ChatTemplate, tokenizer: Tokenizer) -> None
     elif not ends_with_special:
         logger.warning(
             f"{template.name} writes no special token after an answer: a model trained with it will not stop"
+            + (f" by itself; generation ends at the text {end!r}" if end.strip() else "")
         )
 
 
@@ -314,16 +493,16 @@ class RowEncoder:
         """Raise `UserError` if conversations cannot be encoded; called before the first one."""
         self._chat.check()
 
-    def encode_batch(self, samples: Sequence[Sample]) -> list[EncodedRow | BrokenSample]:
-        """Return each encoded sample, or the error that prevents encoding."""
+    def encode_batch(self, samples: Sequence[Sample]) -> list[list[EncodedRow] | BrokenSample]:
+        """Return the encoded samples of each row, at least one, or the error that prevents encoding."""
         return [self._try_encode(sample) for sample in samples]
 
     def encode(self, sample: Sample) -> EncodedRow:
         """Encode one sample. Raise `BrokenSample` if this is impossible."""
         raise NotImplementedError
 
-    def _try_encode(self, sample: Sample) -> EncodedRow | BrokenSample:
+    def _try_encode(self, sample: Sample) -> list[EncodedRow] | BrokenSample:
         try:
-            return self.encode(sample)
+            return [self.encode(sample)]
         except BrokenSample as error:
             return error

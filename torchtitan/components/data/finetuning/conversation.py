@@ -21,11 +21,17 @@ _FLAGS = ("weight", "loss_weight", "loss", "train", "training")
 _FINE_FLAGS = ("train_detail", "training_detail", "loss_mask", "loss_scale", "mask")
 """Keys that set finer masks or weights, which are not supported."""
 
-_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning", "thinking")
+_REASONING_KEYS = ("reasoning_content", "thinking", "reasoning", "thought", "thoughts")
+"""Keys with an assistant's reasoning."""
+
+_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", *_REASONING_KEYS)
 """Keys that templates read. Other keys are passed through unless they look like misspellings."""
 
 _TEXT_PARTS = ("text", "input_text", "output_text")
 """Types of content parts with text."""
+
+_REASONING_PARTS = ("thinking", "reasoning")
+"""Types of content parts with reasoning."""
 
 
 class BrokenSample(UserError):
@@ -34,6 +40,18 @@ class BrokenSample(UserError):
 
 class EmptySample(BrokenSample):
     """Row without content, such as an empty answer, handled by the `empty` policy."""
+
+
+class LossySample(BrokenSample):
+    """Row that cannot be trained as it is, handled by the policy of an option.
+
+    Args:
+        reason: the option, without `--dataloader.`.
+    """
+
+    def __init__(self, message: str, reason: str):
+        super().__init__(message)
+        self.reason = reason
 
 
 @dataclass(slots=True)
@@ -45,6 +63,8 @@ class Conversation:
     """Functions that the model may call, each `{"type": "function", "function": {"name": …, "parameters": …}}`."""
     trained: list[bool | None] = field(default_factory=list)
     """For each message, whether to train on it; None, the default: `train_on` decides."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Options of the chat template that the row sets, such as `enable_thinking`."""
 
     def __post_init__(self) -> None:
         self.trained = self.trained or [None] * len(self.messages)
@@ -88,33 +108,46 @@ class Prompt:
 Sample = Conversation | Text | Pair | Prompt
 
 
-def normalize(messages: Any, tools: Any = None) -> Conversation:
+def normalize(messages: Any, tools: Any = None, options: Any = None) -> Conversation:
     """Convert messages in OpenAI's format to a conversation for chat templates.
 
     - Content parts (`[{"type": "text", "text": …}, …]`) are joined.
+    - Reasoning moves to the key `reasoning_content`, from `thinking`, `reasoning`, `thought` or `thoughts`, or from
+      content parts of type `thinking` or `reasoning`.
     - JSON text in `arguments` of tool calls is parsed; ids and names stay unchanged.
+    - Tables store every key in every object of a column. Null values of the keys of messages (except `content`),
+      schemas, and arguments given as objects are therefore dropped, unless the called tool's schema requires the
+      argument or lists `null` among its types. In JSON text, null values are kept.
     - A message's `weight`, `loss_weight`, `loss`, `train` or `training` (0, 1 or boolean) moves to
       `Conversation.trained`.
-    - Keys with null values are dropped, since tables store every key in every message.
     - A bare function, as OpenAI's Responses have it, is wrapped in `{"type": "function", "function": …}`.
 
-    Both arguments are lists or their JSON text, as in a CSV cell, and so is each item; `tools`, the callable functions,
-    may also be a single one or None. Raise
+    Messages and tools are lists or their JSON text, as in a CSV cell, and so is each item; `tools`, the callable
+    functions, may also be a single one or None. `options` is an object for the chat template, its JSON text or None. Raise
     `EmptySample` if there are no messages, and `BrokenSample` for an invalid one, naming its number, from 1."""
     turns = from_json(messages, "messages")
     if not isinstance(turns, list):
         raise BrokenSample(f"messages must be a list, not {kind_of(turns)}")
     if not turns:
         raise EmptySample("there are no messages")
+    functions = _tools(tools)
+    parameters = {tool["function"]["name"]: tool["function"].get("parameters") for tool in functions or []}
     normal, trained = [], []
     for number, turn in enumerate(turns, 1):
         try:
             turn = _object(from_json(turn, "message"), "message")
-            normal.append(_message(turn))
+            normal.append(_message(turn, parameters))
             trained.append(_trained(turn))
         except BrokenSample as error:
             raise BrokenSample(f"message {number}: {error}") from None
-    return Conversation(normal, _tools(tools), trained)
+    return Conversation(normal, functions, trained, _options(options))
+
+
+def _options(options: Any) -> dict[str, Any]:
+    if options in (None, "", {}):
+        return {}
+    known = _object(from_json(options, "chat_template_kwargs"), "chat_template_kwargs")
+    return {name: value for name, value in known.items() if value is not None}
 
 
 def from_json(value: Any, what: str) -> Any:
@@ -129,7 +162,7 @@ def from_json(value: Any, what: str) -> Any:
 
 def has_content(message: Message) -> bool:
     """Return whether a normalized message has tool calls, or content or reasoning other than whitespace."""
-    texts = [message.get(key) or "" for key in ("content", "reasoning_content", "thinking", "reasoning")]
+    texts = [message.get(key) or "" for key in ("content", "reasoning_content")]
     return "tool_calls" in message or any(not isinstance(text, str) or text.strip() for text in texts)
 
 
@@ -152,7 +185,7 @@ def describe_other_keys(turn: Mapping[str, Any]) -> str:
     return f", but has {', '.join(others)}" if others else ""
 
 
-def _message(turn: Mapping[str, Any]) -> Message:
+def _message(turn: Mapping[str, Any], parameters: Mapping[str, Any]) -> Message:
     message = {key: value for key, value in turn.items() if value is not None and key not in _FLAGS}
     for key in message.keys() - set(_KEYS):
         if near := suggest(str(key), [*_KEYS, *_FLAGS], cutoff=0.8):
@@ -165,13 +198,45 @@ def _message(turn: Mapping[str, Any]) -> Message:
     if calls := _objects(message.pop("tool_calls", None), "tool_calls"):
         if role != "assistant":
             raise BrokenSample(f"a message with role {role!r} has tool_calls, which only the assistant may have")
-        message["tool_calls"] = list(map(_tool_call, calls))
+        message["tool_calls"] = [_tool_call(call, parameters) for call in calls]
     content = message.get("content")
     if content is None and not calls:
         missing = "content and no tool_calls" if role == "assistant" else "content"
         raise BrokenSample(f"the role {role!r} has no {missing}{describe_other_keys(message)}")
-    message["content"] = None if content is None else _content(content)
+    if role == "assistant":
+        content, reasoning = _separated(message, content)
+        message = {key: value for key, value in message.items() if key not in _REASONING_KEYS}
+        if reasoning:
+            message["reasoning_content"] = reasoning
+    if content is not None:
+        message["content"] = _content(content)
+    elif "content" in turn:
+        message["content"] = None
     return message
+
+
+def _separated(message: Message, content: Any) -> tuple[Any, str]:
+    """Return the content of a message without reasoning, and the reasoning; empty if there is none."""
+    found = {key: message[key] for key in _REASONING_KEYS if message.get(key) not in (None, "")}
+    texts = {checked_text(text, key).strip(): text for key, text in found.items()}
+    if isinstance(content, list):
+        of_parts = [part for part in content if isinstance(part, Mapping) and part.get("type") in _REASONING_PARTS]
+        content = [part for part in content if part not in of_parts]
+        text = "\n\n".join(_reasoning_of(part) for part in of_parts)
+        texts.setdefault(text.strip(), text)
+        if not content and of_parts and message.get("tool_calls"):
+            content = None
+    texts.pop("", None)
+    if len(texts) > 1:
+        raise BrokenSample(f"its reasoning differs between {' and '.join(found) or 'its parts'}; keep one")
+    return content, next(iter(texts.values()), "")
+
+
+def _reasoning_of(part: Mapping[str, Any]) -> str:
+    value = next((part[key] for key in ("thinking", "reasoning", "text", "content") if part.get(key) is not None), None)
+    if isinstance(value, list):  # Mistral's parts hold parts
+        return "".join(_part(inside) for inside in value)
+    return checked_text(value, "text of a part with reasoning")
 
 
 def _content(content: Any) -> str:
@@ -192,10 +257,12 @@ def _part(part: Any) -> str:
     return checked_text(text, "text of a part")
 
 
-def _tool_call(call: Mapping[str, Any]) -> dict[str, Any]:
+def _tool_call(call: Mapping[str, Any], parameters: Mapping[str, Any]) -> dict[str, Any]:
     wrapper = {key: value for key, value in call.items() if value is not None}
     function = _function(wrapper, "tool call")
     arguments = function.get("arguments")
+    if isinstance(arguments, Mapping):
+        arguments = _without_nulls(arguments, parameters.get(function["name"]))
     arguments = from_json(arguments, "arguments of a tool call") if arguments not in ("", None) else {}
     function["arguments"] = _object(arguments, "arguments of a tool call")
     if "function" not in wrapper:
@@ -203,10 +270,38 @@ def _tool_call(call: Mapping[str, Any]) -> dict[str, Any]:
     return {**wrapper, "type": "function", "function": function}
 
 
+def _without_nulls(value: Any, schema: Any = None) -> Any:
+    """Return an object without the null values that a table adds to it, in all depths: null stays where the schema
+    requires the key or allows null."""
+    if isinstance(value, list):
+        items = schema.get("items") if isinstance(schema, Mapping) else None
+        return [_without_nulls(item, items) for item in value]
+    if not isinstance(value, Mapping):
+        return value
+    known = schema if isinstance(schema, Mapping) else {}
+    properties, required = known.get("properties") or {}, known.get("required") or []
+    kept = {}
+    for key, inside in value.items():
+        declared = properties.get(key) if isinstance(properties, Mapping) else None
+        if inside is not None or key in required or _allows_null(declared):
+            kept[key] = _without_nulls(inside, declared)
+    return kept
+
+
+def _allows_null(schema: Any) -> bool:
+    if not isinstance(schema, Mapping):
+        return False
+    types = schema.get("type")
+    return types == "null" or isinstance(types, list) and "null" in types or schema.get("nullable") is True
+
+
 def _tools(tools: Any) -> list[dict[str, Any]] | None:
     wrapped = []
     listed = _parsed(tools, "tools")
-    for tool in _objects([listed] if isinstance(listed, Mapping) else listed, "tools"):
+    for item in [listed] if isinstance(listed, Mapping) else _list(listed or [], "tools"):
+        tool = _object(from_json(item, "item of tools"), "item of tools")
+        if not isinstance(tools, str) and not isinstance(item, str):
+            tool = _without_nulls(tool)
         function = _function(tool, "tool")
         if isinstance(function.get("parameters"), str):
             function["parameters"] = _object(from_json(function["parameters"], "parameters"), "parameters")

@@ -104,14 +104,16 @@ def read_rated(question: str, answer: str, label: str, row: Cells) -> Pair:
     if is_desirable is None:
         raise BrokenSample(f"{label} must be true or false, not {shortened(row[label])}")
     conversation = read_question(question, answer, row)
-    prompt = Conversation(conversation.messages[:-1], conversation.tools, conversation.trained[:-1])
+    prompt = Conversation(
+        conversation.messages[:-1], conversation.tools, conversation.trained[:-1], conversation.options
+    )
     answers = conversation.messages[-1:]
     return Pair(prompt, answers, []) if is_desirable else Pair(prompt, [], answers)
 
 
 def _pair(chosen: Conversation, rejected: Conversation, n_prompt: int, margin: Any) -> Pair:
     pair = Pair(
-        Conversation(chosen.messages[:n_prompt], chosen.tools, chosen.trained[:n_prompt]),
+        Conversation(chosen.messages[:n_prompt], chosen.tools, chosen.trained[:n_prompt], chosen.options),
         chosen.messages[n_prompt:],
         rejected.messages[n_prompt:],
         margin,
@@ -190,7 +192,7 @@ def _conversation(row: Cells, turns: list[Any]) -> Conversation:
                 "there are two system prompts, in the column system and in the first message; remove one"
             )
         messages = [_message("system", checked_text(system, "system")), *messages]
-    return normalize(messages, row.get("tools"))
+    return normalize(messages, row.get("tools"), row.get("chat_template_kwargs"))
 
 
 def listed_in(column: str, row: Cells) -> list[Any]:

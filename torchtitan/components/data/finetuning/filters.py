@@ -5,11 +5,13 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from torchtitan.components.data.finetuning.chat_encoding import EncodedRow
-from torchtitan.components.data.finetuning.conversation import BrokenSample, EmptySample
+from torchtitan.components.data.finetuning.conversation import BrokenSample, EmptySample, LossySample
 from torchtitan.components.data.plan.sampler import Array
 from torchtitan.tools.errors import UserError, require
 
 Policy = Literal["drop", "error"]
+
+LossPolicy = Literal["error", "drop", "train"]
 
 
 class Dropped(NamedTuple):
@@ -35,6 +37,10 @@ class FilterConfig:
     """Policy for rows that cannot be read, converted or encoded."""
     untrained: Policy | None = "drop"
     """Policy for samples without predicted tokens; None: the encoder checks this."""
+    on_loss_of_reasoning: LossPolicy = "drop"
+    """Policy for rows with a trained turn whose reasoning the template leaves out."""
+    on_loss_of_tools: LossPolicy = "drop"
+    on_loss_of_content: LossPolicy = "drop"
     min_tokens: int = 0
     max_tokens: int | None = None
     """Maximum tokens of a sample; None: no limit."""
@@ -55,6 +61,9 @@ class FilterConfig:
         """Return the sample, or the reason to drop it. Raise `UserError` for the policy `error`."""
         if isinstance(sample, EmptySample):
             return _drop("empty", str(sample), self.empty)
+        if isinstance(sample, LossySample):
+            policy: Policy = "error" if getattr(self, sample.reason, "drop") == "error" else "drop"
+            return _drop(sample.reason, str(sample), policy)
         if isinstance(sample, BrokenSample):
             return _drop("broken", str(sample), self.broken)
         if sample.n_tokens == 0:

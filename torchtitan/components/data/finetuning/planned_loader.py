@@ -16,7 +16,7 @@ from torchtitan.components.data.base import NO_DOCUMENT, Batch, TokenizingDataLo
 from torchtitan.components.data.disk_cache import data_digest
 from torchtitan.components.data.finetuning.chat_encoding import ChatEncoder, RowEncoder
 from torchtitan.components.data.finetuning.columns import parse_columns
-from torchtitan.components.data.finetuning.filters import FilterConfig, Policy
+from torchtitan.components.data.finetuning.filters import FilterConfig, LossPolicy, Policy
 from torchtitan.components.data.finetuning.row_formats import Kind, RowFormat, dataset_formats
 from torchtitan.components.data.finetuning.sample_cache import SampleCache, first_columns, open_sample_cache
 from torchtitan.components.data.finetuning.samples import (
@@ -27,6 +27,7 @@ from torchtitan.components.data.finetuning.samples import (
     Windows,
     pack_windows,
 )
+from torchtitan.components.data.finetuning.turns import PARTS, Part
 from torchtitan.components.data.plan import Planner, Sampler, ShuffleSampler, Snapshot, StepStatistics
 from torchtitan.components.data.prepare.prepared import dataset_identity, find_prepared, find_samples, validation_split
 from torchtitan.components.data.report import DataSummary, SetSummary
@@ -75,6 +76,12 @@ class PlannedDataLoader(TokenizingDataLoader):
         """Rows without content: drop or error."""
         broken: Policy = "error"
         """Rows that cannot be read or encoded: drop or error."""
+        on_loss_of_reasoning: LossPolicy = "drop"
+        """Rows with a trained turn whose reasoning the chat template leaves out: error, drop, or train (without it)."""
+        on_loss_of_tools: LossPolicy = "drop"
+        """Rows with a trained turn whose tool calls the chat template leaves out: error, drop, or train."""
+        on_loss_of_content: LossPolicy = "drop"
+        """Rows with a trained turn whose text the chat template leaves out: error, drop, or train."""
         too_long: TooLong = "drop"
         """Samples longer than the sequence length: drop, truncate_left (keeps the end), truncate_right, or error."""
         sampler: Sampler.Config = field(default_factory=ShuffleSampler.Config)
@@ -102,10 +109,18 @@ class PlannedDataLoader(TokenizingDataLoader):
             ]
 
         def encoder(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> RowEncoder:
-            return self._loader.encoder_class(ChatEncoder(tokenizer, template, "assistant"))
+            return self._loader.encoder_class(ChatEncoder(tokenizer, template, "assistant", self.accepted_losses()))
 
         def filters(self) -> FilterConfig:
-            return FilterConfig(empty=self.empty, broken=self.broken, untrained=None)
+            return FilterConfig(empty=self.empty, broken=self.broken, untrained=None, **self.loss_policies())
+
+        def loss_policies(self) -> dict[str, Any]:
+            """Return the policies for parts of messages that a template leaves out, by option."""
+            return {f"on_loss_of_{part}": getattr(self, f"on_loss_of_{part}") for part in PARTS}
+
+        def accepted_losses(self) -> list[Part]:
+            """Return the parts of messages that a template may leave out."""
+            return [part for part in PARTS if getattr(self, f"on_loss_of_{part}") == "train"]
 
         def order_key(self) -> list[Any]:
             """Return all settings that affect windows, except samples and sequence length, as JSON-serializable

@@ -114,19 +114,23 @@ class AnswerDataLoader(PreferenceDataLoader):
 
 
 class RewardEncoder(PairEncoder):
-    """Encodes pairs with their margins. Another token follows each answer, so that the model sees the last one."""
+    """Encodes pairs of whole conversations with their margins. Another token follows each answer, so that the model
+    sees the last one."""
 
     has_answers = True
 
     def encode(self, sample: Sample) -> EncodedRow:
-        parts, margin = super().encode(sample).parts, sample.margin or 0  # type: ignore[union-attr]
+        assert isinstance(sample, Pair)
+        super().encode(sample)  # raises if the answers cannot be compared
+        margin = sample.margin or 0
         try:
             is_number = math.isfinite(float(margin))  # cells of CSV files are text
         except (TypeError, ValueError, OverflowError):
             is_number = False
         if not is_number:
             raise BrokenSample(f"margin must be a number, not {shortened(margin)}")
-        longer = (EncodedSample(np.append(part.ids, 0), np.append(part.trained, False)) for part in parts)
+        parts = [self._chat.encode_whole(sample.prompt, answer) for answer in (sample.chosen, sample.rejected)]
+        longer = (part._replace(ids=np.append(part.ids, 0), trained=np.append(part.trained, False)) for part in parts)
         return EncodedRow(tuple(longer), str(margin))
 
 

@@ -75,7 +75,7 @@ class RowFormat:
         return [column for column in suspects if column not in read]
 
 
-_TURNS = ("tools", "system")
+_TURNS = ("tools", "system", "chat_template_kwargs")
 _INSTRUCTION = ("input", "history", *_TURNS)
 _PROMPTS: dict[str, tuple[PromptReader, tuple[str, ...]]] = {
     **{name: (partial(turns_in, "user", name), _TURNS) for name in ("prompt", "question", "query", "problem")},

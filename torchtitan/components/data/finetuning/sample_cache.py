@@ -10,7 +10,7 @@ determine the content; the window size is not one of them.
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from functools import cache, partial
@@ -26,7 +26,7 @@ from torchtitan.components.data.finetuning.conversation import BrokenSample, Sam
 from torchtitan.components.data.finetuning.filters import Dropped, FilterConfig
 from torchtitan.components.data.finetuning.row_formats import RowFormat
 from torchtitan.components.data.plan.sampler import Array
-from torchtitan.components.data.report import Report, no_rows_left_error
+from torchtitan.components.data.report import ExampleCounter, Report, no_rows_left_error
 from torchtitan.components.data.sources.rows import OnRead, Row
 from torchtitan.components.data.sources.source import Source
 from torchtitan.tools import durable
@@ -56,7 +56,7 @@ class SampleCache:
         self.folder, self._n_parts = folder, n_parts
         with readable(folder):
             self.report = Report.from_dict(json.loads((folder / "report.json").read_text()))
-            n, n_tokens = self.report.kept, self.report.tokens
+            n, n_tokens = self.report.samples, self.report.tokens
             self.fingerprint = check_digest((folder / "fingerprint").read_text())
             """Digest of the samples, regardless of their source."""
             self._ids = _mapped(folder / "ids.bin", "uint32", n_tokens)
@@ -70,7 +70,7 @@ class SampleCache:
 
     @property
     def n_samples(self) -> int:
-        return self.report.kept
+        return self.report.samples
 
     @property
     def sequence_lengths(self) -> Array:
@@ -93,9 +93,16 @@ class SampleCache:
         return EncodedRow(parts, self._answers[index] if self._answers else None)
 
     def describe(self, index: int) -> str:
-        """Return the location of the sample's row: `my.jsonl:17`."""
-        location: str = self._locations[index]
-        return location
+        """Return the name of a sample, which is unique: the location of its row, `my.jsonl:17`, followed by the number
+        of the sample if the row has several: `my.jsonl:17, sample 2`."""
+        location = self._locations[index]
+        return location if isinstance(location, str) else f"{location[0]}, sample {location[1]}"
+
+    def row_of(self, index: int) -> str:
+        """Return the location of a sample's row."""
+        location = self._locations[index]
+        where: str = location if isinstance(location, str) else location[0]
+        return where
 
 
 class _Texts:
@@ -152,7 +159,7 @@ def _build(source: Source, format: RowFormat, encoder: RowEncoder, filters: Filt
     if not report.kept:
         raise no_rows_left_error(source.name, report)
     finish_samples(folder, report, has_answers=encoder.has_answers)
-    return f"{report.kept:,} samples, {report.tokens:,} tokens"
+    return f"{report.samples:,} samples, {report.tokens:,} tokens"
 
 
 def finish_samples(folder: Path, report: Report, *, has_answers: bool) -> None:
@@ -174,24 +181,54 @@ def write_samples(
                 column for column in format.unread_columns(row.values or {}) if column not in report.unread
             ]
             try:
-                result = encoded if isinstance(encoded, Dropped) else filters.apply(encoded)
+                results = _filtered(encoded, filters)
             except UserError as error:
                 raise UserError(f"{row.where}: {error}") from None
-            if isinstance(result, Dropped):
-                report.drop(row.where, *result)
+            samples = [result for result in results if not isinstance(result, Dropped)]
+            dropped = [result for result in results if isinstance(result, Dropped)]
+            if not samples:
+                report.drop(row.where, *dropped[0])
                 continue
+            for reason, why in dropped:
+                report.left_out.add(row.where, f"{reason}: {why}")
             report.kept += 1
-            report.tokens += result.n_tokens
-            report.trained_tokens += result.n_trained
-            if result.n_special_in_text:
-                report.special_in_text.add(row.where, f"{result.n_special_in_text} tokens")
-            add(row.where, result)
+            for number, sample in enumerate(samples, 1):
+                _count(report, row.where, sample)
+                add(row.where if len(samples) == 1 else [row.where, number], sample)
     return report
+
+
+def _filtered(
+    encoded: Sequence[EncodedRow] | BrokenSample | Dropped, filters: FilterConfig
+) -> list[EncodedRow | Dropped]:
+    if isinstance(encoded, Dropped):
+        return [encoded]
+    if isinstance(encoded, BrokenSample):
+        return [filters.apply(encoded)]
+    return [filters.apply(sample) for sample in encoded]
+
+
+def _count(report: Report, where: str, sample: EncodedRow) -> None:
+    report.samples += 1
+    report.tokens += sample.n_tokens
+    report.trained_tokens += sample.n_trained
+    if sample.n_special_in_text:
+        report.special_in_text.add(where, f"{sample.n_special_in_text} tokens")
+    for part in sample.parts:
+        facts = part.facts
+        report.turns += facts.n_turns
+        report.stops += facts.n_stops
+        if facts.n_only_stops:
+            report.only_stops.add(where, f"{facts.n_only_stops} of {facts.n_turns} turns")
+        for option in facts.options:
+            report.options[option] = report.options.get(option, 0) + 1
+        for lost in facts.lost:
+            report.lost.setdefault(lost, ExampleCounter()).add(where, "the template does not write it")
 
 
 def _encode(
     rows: Iterable[Row], format: RowFormat, encoder: RowEncoder
-) -> Iterator[tuple[Row, EncodedRow | BrokenSample | Dropped]]:
+) -> Iterator[tuple[Row, Sequence[EncodedRow] | BrokenSample | Dropped]]:
     rows, checked = iter(rows), False
     while batch := list(itertools.islice(rows, BATCH_ROWS)):
         converted = [_convert(row, format) for row in batch]
@@ -219,7 +256,7 @@ def _convert(row: Row, format: RowFormat) -> Sample | BrokenSample | Dropped:
 
 
 @contextmanager
-def _writer(folder: Path, has_answers: bool) -> Iterator[Callable[[str, EncodedRow], None]]:
+def _writer(folder: Path, has_answers: bool) -> Iterator[Callable[[str | list[Any], EncodedRow], None]]:
     with ExitStack() as stack:
 
         def column(name: str, offsets: str) -> _Column:
@@ -230,7 +267,7 @@ def _writer(folder: Path, has_answers: bool) -> Iterator[Callable[[str, EncodedR
         answers = column("answers", "answer_offsets") if has_answers else None
         trained = stack.enter_context(durable.new_file(folder / "trained.bin"))
 
-        def add(where: str, row: EncodedRow) -> None:
+        def add(where: str | list[Any], row: EncodedRow) -> None:
             for part in row.parts:
                 ids.add(part.ids.astype(np.uint32).tobytes(), len(part.ids))
                 trained.write(part.trained.astype(np.bool_).tobytes())
@@ -253,6 +290,6 @@ class _Column:
         self._items.write(item)
         self._offsets.write(np.int64(self._end).tobytes())
 
-    def add_json(self, text: str | None) -> None:
-        item = json.dumps(text).encode()
+    def add_json(self, value: Any) -> None:
+        item = json.dumps(value).encode()
         self.add(item, len(item))

@@ -47,8 +47,12 @@ class LengthFilteredDataset:
         self.all_lengths: Array = lengths
         """Tokens of the longest sequence of each cached sample, including dropped and truncated ones."""
         keep = np.ones(len(lengths), bool)
+        dropped: list[tuple[int, Dropped]] = []
         for index in np.flatnonzero(lengths > max_length).tolist():
-            keep[index] = self._handle_too_long(index, int(lengths[index]))
+            if result := self._handle_too_long(index, int(lengths[index])):
+                keep[index] = False
+                dropped.append((index, result))
+        self._count_dropped(dropped, keep)
         self._indices = np.flatnonzero(keep)
         self.lengths: Array = np.minimum(lengths[keep], max_length)
         """Tokens of the longest sequence of each sample, (n_samples,)."""
@@ -70,7 +74,7 @@ class LengthFilteredDataset:
         return positions
 
     def describe(self, index: int) -> str:
-        """Return the location of the sample's row: `my.jsonl:17`."""
+        """Return the name of a sample: `my.jsonl:17`; see `SampleCache`."""
         return self._cache.describe(int(self._indices[index]))
 
     def warnings(self) -> Iterator[str]:
@@ -81,6 +85,13 @@ class LengthFilteredDataset:
                 f"the column{'s' * plural} {', '.join(unread)} {'are' if plural else 'is'} ignored (format "
                 f"{self.report.format}) but may affect training; to use {'them' if plural else 'it'}, set "
                 "--dataloader.format to a function that converts the rows"
+            )
+        if self.report.turns and not self.report.stops:
+            yield "no trained turn teaches a stop: the model will not end its answers; set another chat template"
+        if options := self.report.options:
+            yield (
+                f"some samples are rendered with {', '.join(options)}: to get such answers, use the same option of the "
+                "chat template at inference"
             )
         dropped = self.report.dropped.get("too_long", ExampleCounter()).count
         if dropped > MANY_TOO_LONG * self.report.rows:
@@ -94,8 +105,26 @@ class LengthFilteredDataset:
     def _truncations(self) -> str:
         return "truncate_left" if self._untrained is None else "truncate_left or truncate_right"
 
-    def _handle_too_long(self, index: int, length: int) -> bool:
-        """Count a sample that is too long, and return whether it is kept."""
+    def _count_dropped(self, dropped: Sequence[tuple[int, Dropped]], keep: Array) -> None:
+        """Count rows without a kept sample as dropped, and samples of other rows as left out."""
+        report, cache = self.report, self._cache
+        has_several = report.samples > report.kept
+        report.samples -= len(dropped)
+        kept_rows: set[str] = set()
+        if dropped and has_several:
+            kept_rows = {cache.row_of(index) for index in np.flatnonzero(keep).tolist()}
+        counted: set[str] = set()
+        for index, (reason, why) in dropped:
+            row = cache.row_of(index)
+            if row in kept_rows:
+                report.left_out.add(cache.describe(index), f"{reason}: {why}")
+            elif row not in counted:
+                counted.add(row)
+                report.kept -= 1
+                report.drop(row, reason, why)
+
+    def _handle_too_long(self, index: int, length: int) -> Dropped | None:
+        """Count a sample that is too long and kept, or return why it is dropped."""
         where, sample, report = self._cache.describe(index), self._cache.sample(index), self.report
         limit = f"{self.max_length:,} fit" if self._untrained is None else f"a window holds {self.max_length:,}"
         size = f"{length:,} tokens, {limit}"
@@ -103,13 +132,11 @@ class LengthFilteredDataset:
         report.tokens -= sample.n_tokens
         report.trained_tokens -= sample.n_trained
         if isinstance(result, Dropped):
-            report.kept -= 1
-            report.drop(where, *result)
-            return False
+            return result
         report.tokens += result.n_tokens
         report.trained_tokens += result.n_trained
         report.truncated.add(where, size)
-        return True
+        return None
 
     def _truncate_or_drop(self, sample: EncodedRow, where: str, size: str) -> EncodedRow | Dropped:
         if self._too_long == "error":
@@ -137,8 +164,8 @@ class LengthFilteredDataset:
         return sample._replace(parts=tuple(parts))
 
 
-_IN_FILE = re.compile(r"( \(.*\))?(:\d+|, (row|element) \d+)?")
-"""Location within a file or dataset: `:17`, `, row 3`, ` (train), row 3`."""
+_IN_FILE = re.compile(r"( \(.*\))?(:\d+|, (row|element) \d+)?(, sample \d+)?")
+"""Location within a file or dataset: `:17`, `, row 3`, ` (train), row 3`, `:17, sample 2`."""
 
 
 class SampleSets:

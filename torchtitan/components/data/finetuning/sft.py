@@ -7,10 +7,9 @@ from functools import cached_property
 from typing import Any
 
 from torchtitan.components.chat_template import ChatTemplate, load_chat_template
-from torchtitan.components.data.finetuning.chat_encoding import ChatEncoder, EncodedRow, RowEncoder
+from torchtitan.components.data.finetuning.chat_encoding import ChatEncoder, EncodedRow, RowEncoder, TrainOn
 from torchtitan.components.data.finetuning.conversation import BrokenSample, Conversation, Sample, Text
 from torchtitan.components.data.finetuning.filters import FilterConfig, Policy
-from torchtitan.components.data.finetuning.loss_mask import TrainOn
 from torchtitan.components.data.finetuning.planned_loader import PlannedDataLoader
 from torchtitan.components.data.plan import Packing, Planner, Sampler, ShuffleSampler
 from torchtitan.components.data.plan.mixture import check_per_dataset, check_weights
@@ -22,11 +21,13 @@ from torchtitan.tools.logging import logger
 class ConversationEncoder(RowEncoder):
     """Encodes conversations and texts in batches."""
 
-    def encode_batch(self, samples: Sequence[Sample]) -> list[EncodedRow | BrokenSample]:
+    def encode_batch(self, samples: Sequence[Sample]) -> list[list[EncodedRow] | BrokenSample]:
         supported = [sample for sample in samples if isinstance(sample, Conversation | Text)]
         assert len(supported) == len(samples), "samples must be conversations or texts"
         encoded = self._chat.encode_batch(supported)
-        return [part if isinstance(part, BrokenSample) else EncodedRow((part,)) for part in encoded]
+        return [
+            parts if isinstance(parts, BrokenSample) else [EncodedRow((part,)) for part in parts] for parts in encoded
+        ]
 
 
 class SFTDataLoader(PlannedDataLoader):
@@ -96,10 +97,11 @@ class SFTDataLoader(PlannedDataLoader):
                 token_range=parse_token_range(self.token_range),
                 max_repetition=self.max_repetition,
                 repetition_ngram=self.repetition_ngram,
+                **self.loss_policies(),
             )
 
         def encoder(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> ConversationEncoder:
-            return ConversationEncoder(ChatEncoder(tokenizer, template, self.train_on))
+            return ConversationEncoder(ChatEncoder(tokenizer, template, self.train_on, self.accepted_losses()))
 
         def identity(self) -> dict[str, Any]:
             """Return the identity of the data and of the trained turns."""

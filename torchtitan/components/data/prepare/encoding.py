@@ -127,7 +127,7 @@ def sample_encoding(formats: Mapping[str, RowFormat], encoder: RowEncoder, filte
 
     def write(source: Source, folder: Path) -> tuple[Report, np.ndarray]:
         report = write_samples(source, formats[source.name], encoder, filters, folder, lambda n: None)
-        return report, np.ones(report.kept, bool)
+        return report, np.ones(report.samples, bool)
 
     def finish(folder: Path, report: Report, name: str) -> None:
         finish_samples(folder, report, has_answers=encoder.has_answers)
@@ -140,6 +140,17 @@ def sample_encoding(formats: Mapping[str, RowFormat], encoder: RowEncoder, filte
         Column("place_offsets.bin", {"places.bin": "uint8"}, hashed=False),
     ]
     return Encoding("samples", identity, columns, write, finish)
+
+
+def rows_of(folder: Folder, items: np.ndarray, report: Report) -> np.ndarray:
+    """Return a number for the row of each item (n,), equal for the samples of one row."""
+    if report.samples == report.kept:
+        return items["number"]
+    offsets, texts = _array(folder, "place_offsets.bin"), read(folder, "places.bin")
+    places = [json.loads(texts[start:stop]) for start, stop in itertools.pairwise(offsets.tolist())]
+    rows = [place if isinstance(place, str) else place[0] for place in places]
+    numbers = {row: number for number, row in enumerate(dict.fromkeys(rows))}
+    return np.array([numbers[rows[number]] for number in items["number"].tolist()], np.int64)
 
 
 def read(folder: Folder, name: str) -> bytes:

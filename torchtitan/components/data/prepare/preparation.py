@@ -29,7 +29,7 @@ import numpy as np
 from torchtitan.components.checkpoint.filesystem import UNFINISHED, Folder, LocalFolder
 from torchtitan.components.data.disk_cache import BLOCKS_FILE, record_blocks
 from torchtitan.components.data.plan.sampler import Array
-from torchtitan.components.data.prepare.encoding import HASH_BYTES, ITEM, Encoding, read
+from torchtitan.components.data.prepare.encoding import HASH_BYTES, ITEM, Encoding, read, rows_of
 from torchtitan.components.data.report import ExampleCounter, Report, no_rows_left_error
 from torchtitan.components.data.sources.rows import Part
 from torchtitan.components.data.sources.source import Source
@@ -194,7 +194,8 @@ class Preparation:
             items["split"] = np.where(items["hash"] < int(self.held_out * 256**8).to_bytes(8), 2, 1)
             with durable.new_file(folder / ITEMS) as file:
                 file.write(items.tobytes())
-            report = replace(report, kept=len(items), tokens=int(items["tokens"].sum()))
+            kept = report.kept if self.encoding.kind == "samples" else len(items)
+            report = replace(report, kept=kept, samples=len(items), tokens=int(items["tokens"].sum()))
             (folder / PART).write_text(json.dumps(asdict(report)))
             publish(folder, self.folder(number), PART)
         return report.tokens
@@ -246,7 +247,7 @@ class _Merge:
                 file.writelines(pool.map(partial(read, name=ITEMS), folders[first : first + _PARTS_AT_A_TIME]))
         if not any(report.kept for report in self.found):
             raise no_rows_left_error(", ".join(of.name for of in preparation.sources), Report.total(self.found))
-        ends = np.cumsum([report.kept for report in self.found])
+        ends = np.cumsum([report.samples for report in self.found])
         if (work / "items").stat().st_size != ends[-1] * ITEM.itemsize:
             parts = f"{preparation.place}/parts"
             raise UserError(f"{parts} is damaged, or of another version; remove it and prepare all parts again")
@@ -287,10 +288,22 @@ class _Merge:
         """Return the counts of a part's items in a split; the others are dropped rows."""
         report, items, kept = self.found[part], self.items[part], self._kept(part, split)
         tokens, trained = (int(kept[name].sum()) for name in ("tokens", "trained"))
-        n_duplicates = int((items["split"] == 0).sum())
-        others = {"duplicate": n_duplicates, "other_split": len(items) - len(kept) - n_duplicates}
-        dropped = report.dropped | {reason: ExampleCounter(count) for reason, count in others.items()}
-        return replace(report, kept=len(kept), tokens=tokens, trained_tokens=trained, dropped=dropped)
+        rows = rows_of(self.preparation.folder(part), items, report)
+        kept_rows = {*rows[items["split"] == self.splits[split]].tolist()}
+        left_out = sum(row in kept_rows for row in rows.tolist()) - len(kept)
+        others = {*rows[(items["split"] != 0) & (items["split"] != self.splits[split])].tolist()} - kept_rows
+        duplicates = {*rows[items["split"] == 0].tolist()} - kept_rows - others
+        counts = {"duplicate": len(duplicates), "other_split": len(others)}
+        dropped = report.dropped | {reason: ExampleCounter(count) for reason, count in counts.items()}
+        return replace(
+            report,
+            kept=len(kept_rows),
+            samples=len(kept),
+            left_out=ExampleCounter(report.left_out.count + left_out, report.left_out.examples),
+            tokens=tokens,
+            trained_tokens=trained,
+            dropped=dropped,
+        )
 
     def _write_caches(self, split: str, reports: Sequence[Report]) -> dict[str, Any]:
         """Write the caches and the index of a split, with the reports of its parts; return its counts."""
@@ -317,7 +330,7 @@ class _Merge:
             [ends[:-1], np.frombuffer(bytes.fromhex("".join(digests)), np.int64).reshape(-1, 2).T]
         ).tobytes()
         write_file(preparation.place, f"{split}.index", index, self.work)
-        return {"tokens": total.tokens, "items": total.kept, "parts": len(groups), "digest": bytes_digest(index)}
+        return {"tokens": total.tokens, "items": total.samples, "parts": len(groups), "digest": bytes_digest(index)}
 
 
 def find_duplicates(parts: Sequence[np.ndarray], index: int = 0, n_passes: int = 1) -> Array:

@@ -1,0 +1,393 @@
+"""Trained turns of published templates, against inference simulated by transformers' own rendering, turn by turn."""
+
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from itertools import groupby, product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.components.chat_template.generic import published
+from tests.components.chat_template.helpers import Message, assistant, user
+from torchtitan.components.chat_template import BUILT_IN_TEMPLATES, ChatTemplate
+from torchtitan.components.chat_template.stops import Stops
+from torchtitan.components.data.finetuning.chat_encoding import ChatEncoder, EncodedSample, TrainOn
+from torchtitan.components.data.finetuning.conversation import BrokenSample, LossySample, Pair, normalize
+from torchtitan.components.data.finetuning.sft import SFTDataLoader
+from torchtitan.components.data.plan import ShuffleSampler
+from torchtitan.components.tokenizer import PretrainedTokenizer
+from torchtitan.components.weights.assets import chat_assets
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Adds.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "a": {"type": "integer", "description": "A number."},
+                "b": {"type": "string", "description": "A unit."},
+            },
+            "required": ["a", "b"],
+        },
+    },
+}
+
+
+def call(number: int, id: str = "abcdefghi") -> dict[str, Any]:
+    return {"id": id, "type": "function", "function": {"name": "add", "arguments": {"a": number, "b": "miles"}}}
+
+
+def result(text: str, id: str = "abcdefghi") -> Message:
+    return {"role": "tool", "name": "add", "tool_call_id": id, "content": text}
+
+
+SYSTEM = {"role": "system", "content": "Be kind."}
+TWO_CALLS = [call(15, "abcdefgh1"), call(17, "abcdefgh2")]
+THOUGHT, SECOND = {"reasoning_content": "Hm, think."}, {"reasoning_content": "Hm, again."}
+
+SHAPES: dict[str, list[Message]] = {
+    "one turn": [user("Hi"), assistant("Ho!")],
+    "turns": [user("Hi"), assistant("Ho!"), user("More"), assistant("No."), user("Why"), assistant("So.")],
+    "system": [SYSTEM, user("Hi"), assistant("Ho!"), user("More"), assistant("No.")],
+    "developer": [{"role": "developer", "content": "Be kind."}, user("Hi"), assistant("Ho!")],
+    "reasoning": [user("Hi"), assistant("Ho!", **THOUGHT), user("More"), assistant("No.", **SECOND)],
+    "reasoning at the end": [user("Hi"), assistant("Ho!"), user("More"), assistant("No.", **SECOND)],
+    "reasoning inside": [user("Hi"), assistant("<think>\nHm, think.\n</think>\n\nHo!")],
+    "call": [user("Hi"), assistant("", tool_calls=[call(15)]), result("r1"), assistant("It is 15.")],
+    "call, null": [user("Hi"), assistant(None, tool_calls=[call(15)]), result("r1"), assistant("It is 15.")],
+    "call, text": [user("Hi"), assistant("Wait.", tool_calls=[call(15)]), result("r1"), assistant("It is 15.")],
+    "call, reasoning": [
+        user("Hi"),
+        assistant("", tool_calls=[call(15)], **THOUGHT),
+        result("r1"),
+        assistant("It is 15.", **SECOND),
+    ],
+    "calls": [
+        user("Hi"),
+        assistant("", tool_calls=TWO_CALLS),
+        result("r1", "abcdefgh1"),
+        result("r2", "abcdefgh2"),
+        assistant("It is 15."),
+    ],
+    "calls, other order": [
+        user("Hi"),
+        assistant("", tool_calls=TWO_CALLS),
+        result("r2", "abcdefgh2"),
+        result("r1", "abcdefgh1"),
+        assistant("It is 15."),
+    ],
+    "empty answer": [user("Hi"), assistant(""), user("More"), assistant("No.")],
+    "unanswered": [user("Hi"), assistant("Ho!"), user("More")],
+}
+
+IM_END = {"<|im_end|>"}
+STOPS: dict[str, set[str]] = {
+    "Apriel-1.6-15b-Thinker-fixed": {"<|end|>"},
+    "Cohere2MoE": {"<|END_OF_TURN_TOKEN|>"},
+    "CohereForAI-c4ai-command-r-plus-tool_use": {"<|END_OF_TURN_TOKEN|>"},
+    "GLM-4.6": {"<|user|>", "<|observation|>"},
+    "HuggingFaceTB-SmolLM3-3B": IM_END,
+    "Kimi-K2-Instruct": IM_END,
+    "Kimi-K2-Thinking": IM_END,
+    "LFM2-8B-A1B": IM_END,
+    "LFM2.5-8B-A1B": IM_END,
+    "MiniMax-M2": {"[e~["},
+    "Mistral-Small-3.2-24B-Instruct-2506": {"</s>"},
+    "NVIDIA-Nemotron-Nano-v2": {"<SPECIAL_12>"},
+    "NousResearch-Hermes-2-Pro-Llama-3-8B-tool_use": IM_END,
+    "Qwen-Qwen2.5-7B-Instruct": IM_END,
+    "Qwen-Qwen3-0.6B": IM_END,
+    "Qwen3.5-4B": IM_END,
+    "StepFun3.5-Flash": IM_END,
+    "deepseek-ai-DeepSeek-R1-Distill-Llama-8B": {"<｜end▁of▁sentence｜>", "<｜tool▁outputs▁begin｜>"},
+    "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B": {"<｜end▁of▁sentence｜>"},
+    "deepseek-ai-DeepSeek-V3.1": {"<｜end▁of▁sentence｜>"},
+    "google-gemma-2-2b-it": {"<end_of_turn>"},
+    "google-gemma-4-31B-it": {"<turn|>", "<|tool_response>"},
+    "ibm-granite-granite-3.3-2B-Instruct": {"<|end_of_text|>"},
+    "ibm-granite-granite-4.0": {"<|end_of_text|>"},
+    "llama-cpp-deepseek-r1": {"<｜end▁of▁sentence｜>"},
+    "meetkai-functionary-medium-v3.1": {"<|eot_id|>", "<|eom_id|>"},
+    "meta-llama-Llama-3.1-8B-Instruct": {"<|eot_id|>"},
+    "meta-llama-Llama-3.2-3B-Instruct": {"<|eot_id|>"},
+    "microsoft-Phi-3.5-mini-instruct": {"<|end|>"},
+    "mistralai-Mistral-Nemo-Instruct-2407": {"</s>"},
+    "moonshotai-Kimi-K2": IM_END,
+    "openai-gpt-oss-120b": {"<|return|>", "<|call|>"},
+    "poolside-Laguna-S-2.1": {"</assistant>"},
+    "unsloth-Apriel-1.5": {"</s>"},
+    **{"qwen3": IM_END, "phi-3": {"<|end|>"}, "phi-3.5": {"<|end|>"}, "gpt-oss": {"<|return|>", "<|call|>"}},
+    **{"chatml": IM_END, "llama3": {"<|eot_id|>"}, "mistral": {"</s>"}, "alpaca": {"</s>"}},
+}
+"""Template → the tokens at which its model stops, from the models' cards. (RWKV's template has no tokens.)"""
+
+QUICK = (
+    "GLM-4.6",
+    "Qwen3.5-4B",
+    "openai-gpt-oss-120b",
+    "mistralai-Mistral-Nemo-Instruct-2407",
+    "qwen3",
+    "phi-3",
+    *BUILT_IN_TEMPLATES,
+)
+
+WITHOUT_CALLS = (
+    *("HuggingFaceTB-SmolLM3-3B", "LFM2-8B-A1B", "google-gemma-2-2b-it", "ibm-granite-granite-3.3-2B-Instruct"),
+    "microsoft-Phi-3.5-mini-instruct",
+)
+"""Templates that leave out `tool_calls`."""
+
+WITH_TOOLS_ONLY = ("CohereForAI-c4ai-command-r-plus-tool_use", "NousResearch-Hermes-2-Pro-Llama-3-8B-tool_use")
+
+TEMPLATES = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in STOPS]
+
+
+@pytest.fixture
+def templates(assets: Path) -> Path:
+    return assets / "templates"
+
+
+def encoded(
+    template: ChatTemplate, tokenizer: PretrainedTokenizer, messages: Sequence[Message], **more: Any
+) -> list[EncodedSample] | BrokenSample:
+    has_calls = any(message.get("tool_calls") for message in messages)
+    train_on: TrainOn = more.pop("train_on", "assistant")
+    encoder = ChatEncoder(tokenizer, template, train_on, more.pop("accepted", ()))
+    [samples] = encoder.encode_batch([normalize(messages, [TOOL] if has_calls else None, more.pop("options", None))])
+    return samples
+
+
+def turns_of(sample: EncodedSample, tokenizer: PretrainedTokenizer) -> Iterator[tuple[str, str]]:
+    """Yield the prompt and the text of each trained turn."""
+    position = 0
+    for trained, tokens in groupby(sample.trained.tolist()):
+        n = len(list(tokens))
+        if trained:
+            ids = sample.ids.tolist()
+            yield tokenizer.decode(ids[:position]), tokenizer.decode(ids[position : position + n])
+        position += n
+
+
+def inference_prompts(template: ChatTemplate, messages: Sequence[Message], tools: Any) -> set[str]:
+    """Return what inference may see before a turn, with reasoning on, off or by default."""
+    utils = pytest.importorskip("transformers.utils.chat_template_utils")
+    prompts = set()
+    options: list[dict[str, Any]] = [{}]
+    options += [{name: value} for name in ("enable_thinking", "reasoning") for value in (True, False)]
+    for chosen in options:
+        for system in ("developer", "system"):
+            renamed = [{**m, "role": system} if m["role"] == "developer" else m for m in messages]
+            # Calls without text have none of three contents, and arguments of two types.
+            for content, as_text in product(("", None, ...), (False, True)):
+                chat = [with_content(message, content, as_text) for message in renamed]
+                try:
+                    [text], _ = utils.render_jinja_template(
+                        [chat], tools, chat_template=template.source, add_generation_prompt=True,
+                        **{**template.variables, **chosen},
+                    )  # fmt: skip
+                    prompts.add(text)
+                except Exception:  # noqa: S112 - a template may reject a form
+                    continue
+    return prompts
+
+
+def with_content(message: Message, content: Any, as_text: bool) -> Message:
+    if message["role"] != "assistant" or not message.get("tool_calls"):
+        return message
+    if as_text:
+        functions = [each["function"] for each in message["tool_calls"]]
+        texts = [{**function, "arguments": json.dumps(function["arguments"])} for function in functions]
+        calls = [{**each, "function": text} for each, text in zip(message["tool_calls"], texts, strict=True)]
+        message = {**message, "tool_calls": calls}
+    if message.get("content"):
+        return message
+    others = {key: value for key, value in message.items() if key != "content"}
+    return others if content is ... else {**others, "content": content}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_turns_are_what_inference_needs(name: str, templates: Path, caplog: pytest.LogCaptureFixture) -> None:
+    template, tokenizer = published(name, templates)
+    checked = 0
+    for shape, messages in SHAPES.items():
+        samples = encoded(template, tokenizer, messages)
+        if isinstance(samples, BrokenSample):
+            continue
+        tools = [TOOL] if any(message.get("tool_calls") for message in messages) else None
+        turns = [turn for sample in samples for turn in turns_of(sample, tokenizer)]
+        numbers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        assert len(turns) == len(numbers), shape
+        for number, (prompt, text) in zip(numbers, turns, strict=True):
+            message = messages[number]
+            inline = "<think>" in (message["content"] or "")
+            prompts = inference_prompts(template, messages[:number], tools)
+            if prompts and not inline:  # transformers fails for some
+                assert prompt in prompts, (shape, prompt[-80:])
+            ends = [stop for stop in STOPS[name] if text.endswith(stop)]
+            assert ends, (shape, text)
+            assert not any(stop in text.removesuffix(ends[0]) for stop in STOPS[name]), (shape, text)
+            content = (message["content"] or "").rpartition("</think>")[2].strip()
+            reasoning = "Hm, think." if inline else message.get("reasoning_content", "")
+            assert content in text and reasoning in text, (shape, text)
+            assert not reasoning or not content or text.index(reasoning) < text.index(content), shape
+            for each in message.get("tool_calls") or []:
+                assert "add" in text and str(each["function"]["arguments"]["a"]) in text and "miles" in text, shape
+            checked += 1
+    assert checked >= (2 if name in WITH_TOOLS_ONLY else 7)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_stops(name: str, templates: Path) -> None:
+    template, tokenizer = published(name, templates)
+    stops = Stops(template, tokenizer)
+    assert {stop.text for stop in stops.all()} == STOPS[name]
+    assert [tokenizer.decode([token_id]) for token_id in stops.ids()] == [stop.text for stop in stops.all()]
+    assert stops.texts() == []
+
+
+def test_text_that_ends_a_turn_without_tokens(templates: Path) -> None:
+    template, tokenizer = published("llama-cpp-rwkv-world", templates)
+    assert Stops(template, tokenizer).texts() == ["\n\nUser:"] and Stops(template, tokenizer).ids() == []
+
+
+@pytest.mark.parametrize("name", [*WITHOUT_CALLS, "openai-gpt-oss-120b"])
+def test_lost_calls_are_dropped(name: str, templates: Path) -> None:
+    """gpt-oss's template writes the first of two calls."""
+    template, tokenizer = published(name, templates)
+    messages = SHAPES["calls"][:2]
+    lossy = encoded(template, tokenizer, messages)
+    assert isinstance(lossy, LossySample) and lossy.reason == "on_loss_of_tools"
+    assert f"{name} leaves out the tools of message 2 (assistant)" in str(lossy)
+    accepted = encoded(template, tokenizer, messages, accepted=["tools"])
+    assert isinstance(accepted, list) and "tools" in accepted[0].facts.lost
+
+
+def test_lost_reasoning_is_dropped_or_left_out(templates: Path) -> None:
+    template, tokenizer = published("chatml", templates)
+    lossy = encoded(template, tokenizer, SHAPES["reasoning"])
+    assert isinstance(lossy, LossySample) and lossy.reason == "on_loss_of_reasoning"
+    [sample] = encoded(template, tokenizer, SHAPES["reasoning"], accepted=["reasoning"])
+    assert [text for _, text in turns_of(sample, tokenizer)] == ["Ho!<|im_end|>", "No.<|im_end|>"]
+    assert sample.facts.lost == ("reasoning",)
+    # Reasoning that the row itself writes as text is not lost.
+    [sample] = encoded(template, tokenizer, SHAPES["reasoning inside"])
+    assert [text for _, text in turns_of(sample, tokenizer)] == ["<think>\nHm, think.\n</think>\n\nHo!<|im_end|>"]
+
+
+def test_rows_set_options(templates: Path) -> None:
+    template, tokenizer = published("Qwen3.5-4B", templates)
+    expected = {
+        None: ("<think>\n\n</think>\n\n", "Ho!<|im_end|>"),
+        True: ("<think>\n", "\n</think>\n\nHo!<|im_end|>"),
+        False: ("<think>\n\n</think>\n\n", "Ho!<|im_end|>"),
+    }
+    for thinking, (end, text) in expected.items():
+        options = None if thinking is None else {"enable_thinking": thinking}
+        [sample] = encoded(template, tokenizer, SHAPES["one turn"], options=options)
+        [(prompt, trained)] = turns_of(sample, tokenizer)
+        assert prompt.endswith(f"<|im_start|>assistant\n{end}") and trained == text
+        shown = "enable_thinking=True" if thinking else "enable_thinking=False"
+        assert sample.facts.options == (shown,)
+
+
+def test_whitespace_that_cannot_be_tried_is_told_once(templates: Path, caplog: pytest.LogCaptureFixture) -> None:
+    template, tokenizer = published("deepseek-ai-DeepSeek-R1-Distill-Llama-8B", templates)
+    encoder = ChatEncoder(tokenizer, template, "assistant")
+    with caplog.at_level(logging.WARNING, "torchtitan"):
+        [samples] = encoder.encode_batch([normalize(SHAPES["reasoning"])])
+    assert caplog.text.count("this whitespace is a guess") == 1 and repr("\n</think>\n\n") in caplog.text
+    assert isinstance(samples, list)
+    texts = [text for sample in samples for _, text in turns_of(sample, tokenizer)]
+    end = "<｜end▁of▁sentence｜>"
+    assert texts == [f"Hm, think.\n</think>\n\nHo!{end}", f"Hm, again.\n</think>\n\nNo.{end}"]
+
+
+def test_pairs_have_one_prompt(templates: Path) -> None:
+    """Both answers are written after the same prompt, although only one has reasoning."""
+    template, tokenizer = published("Qwen3.5-4B", templates)
+    encoder = ChatEncoder(tokenizer, template, "assistant")
+    prompt = normalize([user("Hi")])
+    chosen, rejected = [assistant("Ho!", **THOUGHT)], [assistant("No.")]
+    pair = encoder.encode_pair(Pair(prompt, chosen, rejected))
+    prompts = [next(turns_of(side, tokenizer)) for side in pair]
+    assert prompts[0][0] == prompts[1][0] and prompts[0][0].endswith("<think>\n")
+    assert [text for _, text in prompts] == ["Hm, think.\n</think>\n\nHo!<|im_end|>", "\n</think>\n\nNo.<|im_end|>"]
+    with pytest.raises(LossySample, match="rewrites earlier turns") as raised:
+        encoder.encode_pair(Pair(prompt, [*chosen, user("More"), *chosen], rejected))
+    assert raised.value.reason == "rewritten"
+
+
+def test_null_arguments_of_tables() -> None:
+    """Tables store every key in every object; JSON text has the nulls that were meant."""
+    arguments = {"a": None, "b": "x", "c": None, "inside": {"d": None, "e": 1}}
+    schema = {"properties": {"a": {"type": ["integer", "null"]}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema, "strict": None}}
+    turns: list[Any] = [user("Hi"), assistant(None, tool_calls=[{"name": "f", "arguments": arguments}])]
+    conversation = normalize(turns, [tool])
+    [made] = conversation.messages[1]["tool_calls"]
+    assert made["function"]["arguments"] == {"a": None, "b": "x", "inside": {"e": 1}}
+    assert conversation.tools is not None and "strict" not in conversation.tools[0]["function"]
+    turns[1]["tool_calls"] = [{"name": "f", "arguments": '{"c": null}'}]
+    assert normalize(turns, [tool]).messages[1]["tool_calls"][0]["function"]["arguments"] == {"c": None}
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "thinking", "reasoning", "thought"])
+def test_keys_of_reasoning(key: str) -> None:
+    assert normalize([user("Hi"), assistant("Ho!", **{key: "Hm"})]).messages[1] == assistant(
+        "Ho!", reasoning_content="Hm"
+    )
+    parts = [{"type": "thinking", "thinking": "Hm"}, {"type": "text", "text": "Ho!"}]
+    assert normalize([user("Hi"), assistant(parts)]).messages[1] == assistant("Ho!", reasoning_content="Hm")
+    with pytest.raises(BrokenSample, match="its reasoning differs"):
+        normalize([user("Hi"), assistant("Ho!", reasoning_content="a", **{"thought": "b"})])
+
+
+def test_samples_of_a_row(tmp_path: Path, templates: Path) -> None:
+    """A row of two turns is two samples, whose names differ; one that is too long leaves the other."""
+    template, tokenizer = published("qwen3", templates)
+    (tmp_path / "template.jinja").write_text(template.source)
+    rows = [[user("Hi"), assistant("Ho!"), user("More " * n), assistant("No.")] for n in (1, 60, 1)]
+    rows.append([user("Hi " * 200), assistant("Ho!")])
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"messages": row}) for row in rows))
+    config = SFTDataLoader.Config(
+        dataset=[str(tmp_path / "a.jsonl")],
+        chat_template=str(tmp_path / "template.jinja"),
+        cache_dir=str(tmp_path / "cache"),
+        packing="none",
+        sampler=ShuffleSampler.Config(shuffle=False),
+    )
+    loader = config.build(tokenizer=tokenizer, seq_len=220, local_batch_size=1, epochs=1)
+    names = [loader.document_names(batch["documents"][0]) for batch in loader]
+    expected = [
+        "a.jsonl:1, sample 1",
+        "a.jsonl:1, sample 2",
+        "a.jsonl:2, sample 1",
+        "a.jsonl:3, sample 1",
+        "a.jsonl:3, sample 2",
+    ]
+    assert names == [[name] for name in expected]
+    report = loader.samples.sets[0].report
+    assert (report.rows, report.kept, report.samples, report.n_dropped) == (4, 3, 5, 1)
+    assert report.left_out.count == 1 and report.left_out.examples[0][0] == "a.jsonl:2, sample 2"
+    assert (report.turns, report.stops) == (7, 7)
+    shown = loader.batch_of(expected[1:2])
+    assert loader.document_names(shown["documents"][0]) == expected[1:2]
+    # The position is exact between the samples of a row.
+    first = config.build(tokenizer=tokenizer, seq_len=220, local_batch_size=1, epochs=1)
+    next(first)
+    resumed = config.build(tokenizer=tokenizer, seq_len=220, local_batch_size=1, epochs=1)
+    resumed.load_state_dict(first.state_dict())
+    assert [resumed.document_names(batch["documents"][0]) for batch in resumed] == names[1:]
+    for each in (loader, first, resumed):
+        each.close()
+
+
+def test_chat_and_exports_stop_at_every_stop(templates: Path) -> None:
+    template, tokenizer = published("GLM-4.6", templates)
+    stops = [tokenizer.id_of("<|user|>"), tokenizer.id_of("<|observation|>")]
+    settings = json.loads(chat_assets(tokenizer, template)["generation_config.json"])
+    assert settings["eos_token_id"] == [tokenizer.eos_id, *stops]
