@@ -445,7 +445,7 @@ def test_pairs_side_by_side(module, folder, capsys):
     for index, shown in enumerate(page.tokens):
         labels = batch["labels"][index].tolist()
         assert [token for token, _, marked in shown if marked] == [label for label in labels if label >= 0]
-    assert page.text.count("chosen") == page.text.count("rejected") == 5
+    assert page.text.count("chosen") == page.text.count("rejected") == 10  # in the table of turns, and above each
     printed = capsys.readouterr().out
     assert "chosen" in printed and re.search(r"⟦Good \d", printed) and re.search(r"⟦Bad \d", printed)
     assert main(["data", "show", "--step", "1", *words]) == 0

@@ -34,6 +34,11 @@ class Inspection:
     """Error that training would raise; empty if none."""
 
 
+_TURN_WORDS = ("document", "the prompt ends with", "the model writes", "options of the template")
+
+_SHOWN_CHARACTERS = 60
+"""Characters of a prompt's end in the table of turns."""
+
 _Table = tuple[str, Sequence[str], Sequence[Sequence[str]]]
 
 
@@ -64,9 +69,13 @@ def _tables(summary: DataSummary) -> Iterator[_Table]:
             ("source", *counts, "% trained"),
             [[name, *_count_cells(report)] for name, report in summary.sources],
         )
-    reports = summary.sources or [(data.name, data.report) for data in summary.sets]
+    reports = _reports(summary)
     if events := [cells for name, report in reports for cells in _event_rows(name, report)]:
-        yield "Rows dropped, truncated or with special tokens", ("dataset", "what", "rows", "for example"), events
+        yield "Rows and samples that were dropped or changed", ("dataset", "what", "rows", "for example"), events
+
+
+def _reports(summary: DataSummary) -> Sequence[tuple[str, Report]]:
+    return summary.sources or [(data.name, data.report) for data in summary.sets]
 
 
 def _tokens_read(data: SetSummary) -> float:
@@ -89,13 +98,46 @@ def _count_cells(report: Report) -> list[str]:
 
 
 def _event_rows(name: str, report: Report) -> Iterator[list[str]]:
-    events = {f"dropped: {reason}": counter for reason, counter in report.dropped.items()}
-    events |= {"cut": report.truncated, "special tokens written in the text": report.special_in_text}
-    for event, counter in events.items():
+    for event, counter in report.events():
         if counter.count:
+            event = event.replace("dropped, ", "dropped: ")
             yield [name, event, f"{counter.count:,}", "\n".join(counter.in_words())]
     if report.unread:
         yield [name, "columns not read", "", ", ".join(report.unread)]
+
+
+def _turn_tables(reports: Sequence[tuple[str, Report]], samples: Sequence[Sample]) -> Iterator[_Table]:
+    """Yield the counts of trained turns, and the turns of samples beside the end of the prompt at inference."""
+    counted = [(name, report) for name, report in reports if report.turns]
+    if counted:
+        columns = ("dataset", "samples", "trained turns", "teach a stop", "only a stop", "options of the template")
+        yield "Trained turns", columns, [_turn_cells(name, report) for name, report in counted]
+    shown = [
+        cells for sample in samples for row in sample.rows for document in row.documents for cells in _turns(document)
+    ]
+    if counted and shown:
+        yield "Turns in the windows below", ("document", "the prompt ends with", "the model writes"), shown
+
+
+def _turn_cells(name: str, report: Report) -> list[str]:
+    options = ", ".join(f"{option}: {count:,}" for option, count in report.options.items())
+    counts = (report.samples, report.turns, report.stops, report.only_stops.count)
+    return [name, *(f"{count:,}" for count in counts), options or "none"]
+
+
+def _turns(document: Document) -> Iterator[list[str]]:
+    """Yield the trained pieces of a document, each with the text before it."""
+    before = ""
+    for trained, tokens in groupby(document.tokens, key=lambda token: token.trained):
+        text = "".join(token.text for token in tokens)
+        if trained:
+            yield [document.name, before[-_SHOWN_CHARACTERS:], _shortened(text)]
+        before += text
+
+
+def _shortened(text: str) -> str:
+    half = 2 * _SHOWN_CHARACTERS
+    return text if len(text) <= 2 * half else f"{text[:half]} … {text[-half:]}"
 
 
 def histogram(lengths: Array, max_length: int) -> list[Bin]:
@@ -151,6 +193,8 @@ def print_inspection(console: Console, inspection: Inspection) -> None:
             print_table(console, title, columns, rows, numbers=set(columns) - {*words})
         for data in summary.sets:
             _print_histogram(console, data, summary.max_length)
+        for title, columns, rows in _turn_tables(_reports(summary), inspection.samples):
+            print_table(console, title, columns, rows, numbers=set(columns) - {*words, *_TURN_WORDS})
     print_samples(console, inspection.samples)
     if inspection.refusal:
         refusal = f"Training would fail: {inspection.refusal}"
@@ -237,7 +281,7 @@ def page(inspection: Inspection) -> str:
         title=inspection.title,
         refusal=inspection.refusal,
         facts=inspection.facts,
-        tables=_tables(summary) if summary else [],
+        tables=[*_tables(summary), *_turn_tables(_reports(summary), inspection.samples)] if summary else [],
         max_length=limit,
         histograms=[(data.name, _fraction_beyond(data, limit), histogram(data.lengths, limit)) for data in sets],
         counts=_counts_of(inspection.samples),

@@ -123,8 +123,8 @@ def normalize(messages: Any, tools: Any = None, options: Any = None) -> Conversa
     - A bare function, as OpenAI's Responses have it, is wrapped in `{"type": "function", "function": …}`.
 
     Messages and tools are lists or their JSON text, as in a CSV cell, and so is each item; `tools`, the callable
-    functions, may also be a single one or None. `options` is an object for the chat template, its JSON text or None. Raise
-    `EmptySample` if there are no messages, and `BrokenSample` for an invalid one, naming its number, from 1."""
+    functions, may also be a single one or None. `options` is an object for the chat template, its JSON text or None.
+    Raise `EmptySample` if there are no messages, and `BrokenSample` for an invalid one, naming its number, from 1."""
     turns = from_json(messages, "messages")
     if not isinstance(turns, list):
         raise BrokenSample(f"messages must be a list, not {kind_of(turns)}")

@@ -116,11 +116,16 @@ class PlannedDataLoader(TokenizingDataLoader):
 
         def loss_policies(self) -> dict[str, Any]:
             """Return the policies for parts of messages that a template leaves out, by option."""
-            return {f"on_loss_of_{part}": getattr(self, f"on_loss_of_{part}") for part in PARTS}
+            return {
+                "on_loss_of_reasoning": self.on_loss_of_reasoning,
+                "on_loss_of_tools": self.on_loss_of_tools,
+                "on_loss_of_content": self.on_loss_of_content,
+            }
 
         def accepted_losses(self) -> list[Part]:
             """Return the parts of messages that a template may leave out."""
-            return [part for part in PARTS if getattr(self, f"on_loss_of_{part}") == "train"]
+            policies = self.loss_policies()
+            return [part for part in PARTS if policies[f"on_loss_of_{part}"] == "train"]
 
         def order_key(self) -> list[Any]:
             """Return all settings that affect windows, except samples and sequence length, as JSON-serializable
