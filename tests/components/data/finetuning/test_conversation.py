@@ -247,7 +247,6 @@ def test_tool_calls_and_results_share_ids():
         {"from": "function_call", "value": json.dumps(both[0])},
         {"from": "tool", "value": "3"},
         {"from": "gpt", "value": "a"},
-        {"from": "tool", "value": "4"},
     ]
     messages = converted({"conversations": turns, "tools": "[]"}).messages
     calls = [call for message in messages for call in message.get("tool_calls", ())]
@@ -259,8 +258,10 @@ def test_tool_calls_and_results_share_ids():
     ids = [call["id"] for call in calls]
     assert len(set(ids)) == 3 and all(re.fullmatch("[a-zA-Z0-9]{9}", name) for name in ids)
     results = [message for message in messages if message["role"] == "tool"]
-    assert [message.get("tool_call_id") for message in results] == [*ids, None]
-    assert [message["content"] for message in messages] == ["q", None, "1", "2", None, "3", "a", "4"]
+    assert [message.get("tool_call_id") for message in results] == ids
+    assert [message["content"] for message in messages] == ["q", None, "1", "2", None, "3", "a"]
+    with raises("message 8: it is a result that no call asked for: '4'", BrokenSample):
+        converted({"conversations": [*turns, {"from": "tool", "value": "4"}]})
     with raises("message 1: the function_call must be valid JSON", BrokenSample):
         converted({"conversations": [{"from": "function_call", "value": "f(x)"}]})
 

@@ -23,6 +23,7 @@ _RELEVANT_NAMES = frozenset(
     "label labels kto_tag weight weights loss_weight sample_weight train train_detail mask loss_mask score scores "
     "rating reward rewards chosen rejected system system_prompt tools functions function_call documents history input "
     "inputs context reasoning reasoning_content thinking image images video videos audio audios "
+    "thought thoughts analysis cot complex_cot chain_of_thought rationale "
     "chat_template_kwargs".split()
 )
 _PROMPT_NAMES = "prompt question query problem instruction input inputs user human source request".split()

@@ -3,12 +3,11 @@
 
 import math
 import re
-from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from itertools import cycle
 from typing import Any
 
+from torchtitan.components.data.finetuning.calls_in_text import glaive_system, glaive_turns, move_tools
 from torchtitan.components.data.finetuning.conversation import (
     BrokenSample,
     Conversation,
@@ -18,10 +17,18 @@ from torchtitan.components.data.finetuning.conversation import (
     Prompt,
     Text,
     checked_text,
-    describe_other_keys,
     from_json,
     normalize,
     shortened,
+)
+from torchtitan.components.data.finetuning.spellings import (
+    OF_COLUMN,
+    REASONING_COLUMNS,
+    SPEAKERS,
+    one_reasoning,
+    openai_messages,
+    role_of,
+    with_parameters,
 )
 from torchtitan.components.data.sources.rows import kind_of
 
@@ -30,17 +37,6 @@ Cells = dict[str, Any]
 
 PromptReader = Callable[[Cells], list[Any]]
 """Returns the turns of a row's prompt."""
-
-_CALL_SPEAKERS = ("function_call", "tool_call")
-"""Speakers whose content is one or more function calls in JSON."""
-
-SPEAKERS = {
-    **dict.fromkeys(("human", "user"), "user"),
-    **dict.fromkeys(("gpt", "assistant", "ai", "model", *_CALL_SPEAKERS), "assistant"),
-    **{"system": "system", "developer": "developer"},
-    **dict.fromkeys(("tool", "observation", "function", "tool_response"), "tool"),
-}
-"""Speaker in public datasets → role."""
 
 _BEGINS_TRANSCRIPT = re.compile(r"\s*Human:")
 _SPEAKER_IN_TRANSCRIPT = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):")
@@ -65,7 +61,8 @@ def read_turns(column: str, row: Cells) -> Conversation:
 def read_instruction(answer: str, row: Cells) -> Conversation:
     """Read `instruction` and an answer, with an optional `input` (appended to the instruction after an empty line) and
     pairs of earlier turns in `history`."""
-    return _conversation(row, [*instruction_in(row), _message("assistant", _filled(row, answer))])
+    response = [_message("assistant", _filled(row, answer))]
+    return _conversation(row, [*instruction_in(row), *_with_reasoning(response, row)])
 
 
 def read_question(question: str, answer: str, row: Cells) -> Conversation:
@@ -76,7 +73,40 @@ def read_question(question: str, answer: str, row: Cells) -> Conversation:
             f"{answer} must begin with the role 'assistant', not {role!r}; for a column of whole conversations, "
             "set --dataloader.columns messages=NAME"
         )
-    return _answered(_conversation(row, [*prompt, *response]))
+    return _answered(_conversation(row, [*prompt, *_with_reasoning(response, row)]))
+
+
+def _with_reasoning(response: list[Any], row: Cells) -> list[Any]:
+    """Return the turns of an answer with the reasoning of a row's own column, which belongs to the only turn."""
+    reasoning = one_reasoning({column: row.get(column) for column in REASONING_COLUMNS})
+    if not reasoning:
+        return response
+    if len(response) != 1 or not isinstance(response[0], Mapping):
+        raise BrokenSample("the answer has several turns, so a column with reasoning cannot be assigned to one")
+    return [{**response[0], OF_COLUMN: reasoning}]
+
+
+def read_glaive(row: Cells) -> Conversation:
+    """Read Glaive's transcripts, with functions in the system prompt."""
+    chat, system = row["chat"], row["system"]
+    turns = glaive_turns(chat) if isinstance(chat, str) else None
+    if turns is None:
+        return read_turns("chat", row)
+    words, functions = glaive_system(checked_text(system or "", "system"))
+    if functions and row.get("tools"):
+        raise BrokenSample("there are tools both in the column tools and in the column system; remove one")
+    return _answered(_conversation({**row, "system": words, "tools": functions or row.get("tools")}, turns))
+
+
+def read_calls(row: Cells) -> Conversation:
+    """Read a question and the calls that answer it (xLAM): `query`, `answers` and `tools`."""
+    answers = from_json(row["answers"], "answers")
+    if answers in (None, "", []):
+        raise EmptySample("answers is empty")
+    if not isinstance(answers, list) or not all(isinstance(call, Mapping) for call in answers):
+        raise BrokenSample(f"answers must be a list of function calls, not {shortened(answers)}")
+    answer = {"role": "assistant", "content": None, "tool_calls": answers}
+    return _conversation(row, [*turns_in("user", "query", row), answer])
 
 
 def read_pair(prompt: PromptReader, row: Cells) -> Pair:
@@ -123,6 +153,10 @@ def _pair(chosen: Conversation, rejected: Conversation, n_prompt: int, margin: A
     if False in (*chosen.trained[n_prompt:], *rejected.trained[n_prompt:]):
         raise BrokenSample("chosen or rejected has a message with weight 0, but answers are always compared completely")
     for name, messages in (("chosen", pair.chosen), ("rejected", pair.rejected)):
+        if not messages:
+            raise BrokenSample(
+                f"{name} is a call that continues the last answer of the prompt; move both to one message"
+            )
         if messages[0]["role"] != "assistant":
             raise BrokenSample(f"{name} continues the prompt with the role {messages[0]['role']!r}, not 'assistant'")
         if not Conversation(messages).is_answered():
@@ -191,8 +225,14 @@ def _conversation(row: Cells, turns: list[Any]) -> Conversation:
             raise BrokenSample(
                 "there are two system prompts, in the column system and in the first message; remove one"
             )
-        messages = [_message("system", checked_text(system, "system")), *messages]
-    return normalize(messages, row.get("tools"), row.get("chat_template_kwargs"))
+        messages = [
+            _message("system", system if isinstance(system, list) else checked_text(system, "system")),
+            *messages,
+        ]
+    messages, tools = move_tools(messages, row.get("tools"))
+    conversation = normalize(messages, tools, row.get("chat_template_kwargs"))
+    conversation.tools = with_parameters(conversation.tools)
+    return conversation
 
 
 def listed_in(column: str, row: Cells) -> list[Any]:
@@ -247,14 +287,6 @@ def _number_as_text(value: Any) -> Any:
     return str(value) if is_number else value
 
 
-def role_of(turn: Any) -> Any:
-    """Return the role of a turn in any format; None if it has none."""
-    if not isinstance(turn, Mapping):
-        return None
-    speaker = turn.get("role") if turn.get("from") is None else turn["from"]
-    return SPEAKERS.get(speaker, speaker) if isinstance(speaker, str) else speaker
-
-
 def alternating(turns: list[Any]) -> list[Any]:
     """Convert a list of plain texts (not JSON) to alternating user and assistant turns; return other lists
     unchanged."""
@@ -273,62 +305,3 @@ def transcript(text: str) -> list[Any] | None:
         return None
     turns = zip(pieces[::2], pieces[1::2], strict=True)
     return [_message(SPEAKERS[speaker.lower()], text.strip()) for speaker, text in turns]
-
-
-def openai_messages(turns: list[Any]) -> list[Any]:
-    """Convert turns to messages with `role` and `content`; `normalize` reports invalid turns, which stay unchanged.
-
-    - `from` and `value` (ShareGPT) become `role` and `content`, and `SPEAKERS` become roles.
-    - A legacy `function_call`, as a key or a speaker, becomes `tool_calls`, and the following results are assigned to
-      the calls in order. Call ids have nine letters and digits, as some templates require.
-    """
-    calls = _Calls()
-    messages = []
-    for number, turn in enumerate(turns, 1):
-        with suppress(BrokenSample):  # which `normalize` reports
-            turn = from_json(turn, "message")
-        try:
-            messages.append(calls.message(turn))
-        except BrokenSample as error:
-            raise BrokenSample(f"message {number}: {error}") from None
-    return messages
-
-
-class _Calls:
-    """Converts consecutive turns to messages, and assigns ids to function calls and their results."""
-
-    def __init__(self) -> None:
-        self._pending_ids: deque[str] = deque()
-        self._n_calls = 0
-
-    def message(self, turn: Any) -> Any:
-        if not isinstance(turn, Mapping):
-            return turn
-        speaker, role, message = turn.get("role"), role_of(turn), dict(turn)
-        if turn.get("from") is not None:
-            speaker = str(message.pop("from"))
-            if speaker not in SPEAKERS:
-                raise BrokenSample(f"the speaker {speaker!r} is unknown; use one of: {', '.join(SPEAKERS)}")
-            if "content" not in message and "value" not in message:
-                raise BrokenSample(f"it has no value{describe_other_keys(turn)}")
-            message["content"] = message.pop("value", message.get("content"))
-        message["role"] = role
-        functions = message.pop("function_call", None)
-        if speaker in _CALL_SPEAKERS:
-            functions, message["content"] = message.get("content"), None
-        if functions not in (None, "", {}):
-            if message.get("tool_calls"):
-                raise BrokenSample("it has both tool_calls and a function_call; remove one")
-            message["tool_calls"] = self._tool_calls(from_json(functions, "function_call"))
-        elif role == "tool" and self._pending_ids and message.get("tool_call_id") is None:
-            message["tool_call_id"] = self._pending_ids.popleft()
-        return message
-
-    def _tool_calls(self, functions: Any) -> list[dict[str, Any]]:
-        self._pending_ids.clear()
-        calls = []
-        for function in functions if isinstance(functions, list) else [functions]:
-            self._pending_ids.append(f"call{self._n_calls:05}")
-            calls.append({"id": self._pending_ids[-1], "type": "function", "function": function})
-            self._n_calls += 1
-        return calls

@@ -22,6 +22,8 @@ from torchtitan.components.data.finetuning.conversions import (
     instruction_in,
     listed_in,
     no_prompt,
+    read_calls,
+    read_glaive,
     read_instruction,
     read_pair,
     read_prompt,
@@ -32,6 +34,7 @@ from torchtitan.components.data.finetuning.conversions import (
     turns_in,
 )
 from torchtitan.components.data.finetuning.functions import function_fingerprint, load_function
+from torchtitan.components.data.finetuning.spellings import REASONING_COLUMNS
 from torchtitan.components.data.sources.rows import kind_of
 from torchtitan.components.data.sources.source import AUTO, CHAT_DATASETS, RowFunction
 from torchtitan.tools.errors import UserError, suggest
@@ -77,6 +80,8 @@ class RowFormat:
 
 _TURNS = ("tools", "system", "chat_template_kwargs")
 _INSTRUCTION = ("input", "history", *_TURNS)
+_REASONED = (*_TURNS, *REASONING_COLUMNS)
+_REASONED_INSTRUCTION = (*_INSTRUCTION, *REASONING_COLUMNS)
 _PROMPTS: dict[str, tuple[PromptReader, tuple[str, ...]]] = {
     **{name: (partial(turns_in, "user", name), _TURNS) for name in ("prompt", "question", "query", "problem")},
     "instruction": (instruction_in, _INSTRUCTION),
@@ -98,10 +103,15 @@ FORMATS: Sequence[RowFormat] = (
     RowFormat("messages", "sft", ("messages",), partial(read_turns, "messages"), _TURNS),
     RowFormat("conversations", "sft", ("conversations",), partial(read_turns, "conversations"), _TURNS),
     *(
-        RowFormat(name, "sft", ("instruction", answer), partial(read_instruction, answer), _INSTRUCTION)
+        RowFormat(name, "sft", ("instruction", answer), partial(read_instruction, answer), _REASONED_INSTRUCTION)
         for name, answer in (("instruction", "output"), ("instruction_response", "response"))
     ),
-    *(RowFormat("_".join(columns), "sft", columns, partial(read_question, *columns), _TURNS) for columns in _QUESTIONS),
+    *(
+        RowFormat("_".join(columns), "sft", columns, partial(read_question, *columns), _REASONED)
+        for columns in _QUESTIONS
+    ),
+    RowFormat("query_answers", "sft", ("query", "tools", "answers"), read_calls, ("system",)),
+    RowFormat("glaive", "sft", ("system", "chat"), read_glaive, ("tools",)),
     RowFormat("text", "sft", ("text",), read_text),
     *(
         RowFormat(column, "preference", (column, *_CHOICE), partial(read_pair, prompt), ("margin", *optional))
@@ -109,7 +119,9 @@ FORMATS: Sequence[RowFormat] = (
     ),
     RowFormat("chosen_rejected", "preference", _CHOICE, partial(read_pair, no_prompt), ("margin", *_TURNS)),
     *(
-        RowFormat("_".join((*columns, label)), "rated", (*columns, label), partial(read_rated, *columns, label), _TURNS)
+        RowFormat(
+            "_".join((*columns, label)), "rated", (*columns, label), partial(read_rated, *columns, label), _REASONED
+        )
         for columns in _QUESTIONS
         for label in LABELS
     ),
