@@ -215,6 +215,38 @@ def save_peft_adapter(folder: Path, below: nn.Module, kind: str, target: str) ->
     return theirs
 
 
+@pytest.mark.parametrize("kind", ["lora", "rslora", "dora"])
+def test_sizes_of_single_layers(base, tmp_path, kind):
+    """With peft's kinds of patterns: last parts, regular expressions, full names, and several that match, in the order
+    of the alphabet, since peft sorts them in its file."""
+    peft = pytest.importorskip("peft")
+    options = peft.LoraConfig(
+        r=4,
+        lora_alpha=6,
+        target_modules=PEFT_NAMES["head"],
+        rank_pattern={"^model.layers.1.self_attn.q_proj": 2, "k_proj|q_proj": 3, "lm_head": 5, "mlp.*": 7},
+        alpha_pattern={"down_proj": 1.5, r"layers\.0\..*": 9, "lm_head": 2},
+        use_rslora=kind == "rslora",
+        use_dora=kind == "dora",
+    )
+    theirs = peft.get_peft_model(open_base(base), options).eval()
+    randomize(theirs, seed=3)
+    theirs.save_pretrained(tmp_path / "theirs")
+    ranks = ["layers.1.attention.wq=2", "w[qk]=3", "head.output=5", "feed_forward.*=7"]
+    alphas = ["w2=1.5", r"layers\.0\..*=9", "output=2"]
+    config = converter(kind, "head", rank_pattern=ranks, alpha_pattern=alphas)
+    spec, plain = plain_weights(base)
+    model = adapted(spec, config, plain)
+    read(tmp_path / "theirs", config, spec, model)
+    assert_equal_logits(model, theirs)
+    randomize(model, seed=4)  # as more training
+    write(tmp_path / "ours", config, model, spec)
+    assert_equal_logits(model, open_adapter(open_base(base), tmp_path / "ours"))
+    again = adapted(spec, config, plain)
+    read(tmp_path / "ours", config, spec, again)
+    assert_equal(adapter_of(again), adapter_of(model))
+
+
 @pytest.mark.parametrize(("kind", "target"), [case for case in CASES if not case[0].startswith("q")])
 def test_round_trip_of_a_peft_adapter(base, tmp_path, kind, target):
     theirs = save_peft_adapter(tmp_path / "theirs", open_base(base), kind, target)
@@ -441,7 +473,9 @@ def test_scale_and_order_of_fused_layers_matter(phi, tmp_path):
     assert document["alpha_pattern"] == {"qkv_proj": 18, "gate_up_proj": 12}
     edit(tmp_path, alpha_pattern={})
     assert_other_logits(model, open_adapter(open_base(phi), tmp_path))
-    with pytest.raises(UserError, match="unsupported options: rank_pattern"):
+    with pytest.raises(
+        UserError, match=r"gives other ranks or alpha to .*; set --model_converters\.lora\.rank_pattern"
+    ):
         read(tmp_path, config, spec, model)
     edit(tmp_path, alpha_pattern=document["alpha_pattern"])
     exchanged = {
@@ -474,6 +508,11 @@ def test_inseparable_adapters_of_fused_layers_are_rejected(phi, tmp_path):
     save_file(tensors, tmp_path / WEIGHTS)
     with pytest.raises(UserError, match=r"layers\.1\.mlp\.gate_up_proj is 2 layers here, .* is not block-diagonal"):
         read(tmp_path, config, spec, model)
+    sizes = {"rank_pattern": ["attention.w[qkv]=12", "w[13]=8"], "alpha_pattern": ["attention.w[qkv]=18", "w[13]=12"]}
+    config = dataclasses.replace(config, **sizes)
+    model = adapted(spec, config, plain)
+    read(tmp_path, config, spec, model)
+    assert_equal_logits(model, open_adapter(open_base(phi), tmp_path))
 
 
 def test_some_of_fused_layers_are_rejected(phi, tmp_path):
@@ -482,6 +521,9 @@ def test_some_of_fused_layers_are_rejected(phi, tmp_path):
     pattern = r"layers\.0\.attention\.wq\.weight, .*wv\.weight \(model\.layers\.0\.self_attn\.qkv_proj\.weight\)"
     with pytest.raises(UserError, match=pattern):
         write_adapter(tmp_path, config, meta_model(spec, config), spec, lambda name: torch.empty(0))
+    sizes = LoRA.Config(rank=4, alpha=6.0, rank_pattern=["wq=2"])
+    with pytest.raises(UserError, match=r"the same rank and alpha for .*: layers\.0\.attention\.wq\.weight, .*wk"):
+        write_adapter(tmp_path, sizes, meta_model(spec, sizes), spec, lambda name: torch.empty(0))
     others = LoRA.Config(rank=4, alpha=6.0, include=["wo"])
     model = adapted(spec, others, {}, seed=1)
     write(tmp_path / "adapter", others, model, spec)
@@ -720,7 +762,6 @@ def test_other_settings_are_rejected(saved, change, message):
         ({"bias": "all"}, "bias 'all'"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights 'pissa'"),
         ({"modules_to_save": ["lm_head"]}, r"unsupported options: modules_to_save \(\['lm_head'\]\)"),
-        ({"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"q_proj": 2}}, "alpha_pattern .*, rank_pattern "),
         ({"lora_bias": True}, "lora_bias"),
         ({"trainable_token_indices": [1]}, "trainable_token_indices"),
         ({"option_of_tomorrow": 1}, "option_of_tomorrow"),
@@ -732,6 +773,33 @@ def test_unsupported_options_are_rejected(saved, options, message):
     edit_config(folder, **options)
     with pytest.raises(UserError, match=message):
         check_adapter_config(folder, config)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {".*proj": 4, "q_proj": 9}},
+            r"alpha to layers\.0\.attention\.wk, .*14 in all\); set --model_converters\.lora\.rank_pattern wq=2 "
+            r"and set --model_converters\.lora\.alpha_pattern wq=4 wk=4 wv=4 wo=4 w1=4 w2=4 w3=4$",
+        ),
+        (
+            {"rank_pattern": {r"model\.layers\.1\.mlp\.(up|down)_proj": 2}},
+            r"to layers\.1\.feed_forward\.w2, layers\.1\.feed_forward\.w3; set --model_converters\.lora\.rank_pattern "
+            r"1\\\.feed_forward\\\.w2=2 1\\\.feed_forward\\\.w3=2$",
+        ),
+        ({"rank_pattern": {"q_proj": 2.5}}, r"rank_pattern of 'q_proj' is 2\.5, not a number above 0"),
+        ({"alpha_pattern": {"q_proj": True}}, "alpha_pattern of 'q_proj' is True, not a number above 0"),
+        ({"rank_pattern": {"(": 2}}, r"rank_pattern has '\(', which is no regular expression"),
+        ({"rank_pattern": ["q_proj"]}, r"rank_pattern \['q_proj'\] is not an object"),
+        ({"target_parameters": 3}, "target_parameters 3 is not a list"),
+    ],
+)
+def test_other_sizes_are_named_with_the_options_to_set(saved, options, message):
+    folder, config, spec, plain = saved
+    edit_config(folder, **options)
+    with pytest.raises(UserError, match=message):
+        read(folder, config, spec, adapted(spec, config, plain))
 
 
 def test_defaults_of_peft_are_supported(saved):

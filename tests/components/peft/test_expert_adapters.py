@@ -64,7 +64,8 @@ def test_values_and_gradients_equal_float64(kind: type[RoutedExperts], dora: boo
     """Of each expert alone. Expert 3 has no tokens; rank 3 is no multiple of the rows that grouped products need."""
     torch.manual_seed(0)
     experts = kind(**SIZES)
-    adapt_experts(experts, rank=3, scaling=SCALING, dora=dora)
+    sizes = {"ranks": dict.fromkeys(experts.matrices, 3), "scalings": dict.fromkeys(experts.matrices, SCALING)}
+    adapt_experts(experts, **sizes, dora=dora)
     for parameter in experts.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
     x, weights = torch.randn(7, 16, requires_grad=True), torch.rand(7, 2, requires_grad=True)

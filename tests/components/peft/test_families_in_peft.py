@@ -1,7 +1,10 @@
 """peft opens the adapters of every family with the same logits, and the other way round."""
 
+import json
+import re
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,7 @@ from tests.components.peft.test_adapter_files import (
 from tests.models.family_cases import CASES, random_reference
 from tests.pretrained import assert_equal
 from torchtitan.components.peft import LoRA
+from torchtitan.components.peft.adapter_tensors import map_to_internal
 from torchtitan.components.peft.rewritten_names import REWRITTEN_NAMES
 from torchtitan.protocols.experts import StackedExperts
 from torchtitan.protocols.model_spec import ModelSpec
@@ -41,6 +45,11 @@ KINDS: dict[str, dict[str, Any]] = {
     "one layer": {"include": [r"layers\.1\.(?!.*\bexperts$)"]},
     "rsLoRA": {"rslora": True},
     "DoRA": {"dora": True},
+    "patterns": {
+        "include": [r"\.\d+\."],
+        "rank_pattern": [r"layers\.1\..*=3"],
+        "alpha_pattern": [r"layers\.2\..*=9"],
+    },
 }
 
 REWRITTEN = {"qwen3_moe", "glm4_moe", "deepseek_v2", "deepseek_v3"}
@@ -80,7 +89,7 @@ def all_cases() -> Iterator[Any]:
     fast = {("llama", "default"), ("llama", "DoRA"), *((name, "default") for name in REWRITTEN)}
     for name in CASES:
         for kind in KINDS:
-            is_fast = (name, kind) in fast or (name, kind) == ("glm4_moe", "all linear")
+            is_fast = (name, kind) in fast or (name == "glm4_moe" and kind in ("all linear", "patterns"))
             yield pytest.param(name, kind, marks=[] if is_fast else [pytest.mark.slow])
 
 
@@ -88,6 +97,9 @@ def open_without_warnings(below: nn.Module, folder: Path) -> nn.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")
+        # peft applies patterns to target_parameters, but looks for their names among those of modules only.
+        message = r"The following (rank|alpha)_pattern keys did not match any .*(experts|gate_up_proj)"
+        warnings.filterwarnings("ignore", message)
         return open_adapter(below, folder)
 
 
@@ -117,7 +129,7 @@ def test_peft_opens_what_a_family_writes(name: str, kind: str, tmp_path: Path) -
 
 @pytest.mark.parametrize(("name", "kind"), all_cases())
 def test_a_family_opens_what_peft_writes(name: str, kind: str, tmp_path: Path) -> None:
-    """peft trains the layers of an adapter that we wrote."""
+    """peft trains the layers of an adapter that we wrote. Parts of layers that are fused there share A."""
     base = base_folder(name, tmp_path / "base")
     spec, plain = plain_weights(base)
     config = lora_config(kind, spec)
@@ -127,6 +139,8 @@ def test_a_family_opens_what_peft_writes(name: str, kind: str, tmp_path: Path) -
     write(tmp_path / "ours", config, model, spec)
     options = peft.PeftConfig.from_pretrained(tmp_path / "ours")
     options.inference_mode = False
+    options.rank_pattern = {r"layers\.1\..*": 3} if kind == "patterns" else {}
+    options.alpha_pattern = {r"layers\.2\..*": 9} if kind == "patterns" else {}
     theirs = peft.get_peft_model(open_base(base), options).eval()
     randomize(theirs, seed=3)
     theirs.save_pretrained(tmp_path / "theirs")
@@ -152,3 +166,69 @@ def test_dropout_that_peft_does_not_support_is_left_out(tmp_path: Path, caplog: 
     write(tmp_path / "adapter", config, model, spec)
     assert relative_difference(model, open_without_warnings(open_base(base), tmp_path / "adapter")) < TOLERANCE
     assert "has lora_dropout 0 in place of 0.1" in caplog.text
+
+
+TARGETS: dict[str, Any] = {
+    "default": None,
+    "all linear": "all-linear",
+    "expression": r".*\.(o_proj|(gate|up|down)_proj)",
+    "experts": ["q_proj", "gate_proj", "up_proj", "down_proj"],
+    "experts, rsLoRA": ["q_proj", "gate_proj", "up_proj", "down_proj"],
+}
+"""`target_modules`, of which peft takes names of experts' layers for their parameters."""
+
+
+def doubled(config: LoRA.Config) -> LoRA.Config:
+    """Return a configuration with the sizes that peft gives to gates and ups."""
+    return replace(config, rank_pattern=["w13=8"], alpha_pattern=["w13=12"])
+
+
+def names_of_targets(theirs: Any, spec: ModelSpec) -> list[str]:
+    """Return our names of the layers that peft adapts."""
+    names = map_to_internal(spec)
+    parameters = [name.removesuffix(".weight") for name in theirs.targeted_parameter_names]
+    ours = [names[name].split(" and ") for name in {*theirs.targeted_module_names, *parameters}]
+    return sorted({re.sub(r"(\.experts)\.w\d+$", r"\1", name) for group in ours for name in group})
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(
+    "name",
+    ["glm4_moe", *(pytest.param(name, marks=pytest.mark.slow) for name in sorted(REWRITTEN - {"glm4_moe"}))],
+)
+def test_a_family_with_experts_opens_targets_of_peft(name: str, target: str, tmp_path: Path) -> None:
+    """peft doubles the rank and alpha of fused gates and ups. It has routers in "all-linear", which we do not adapt."""
+    base = base_folder(name, tmp_path / "base")
+    spec, plain = plain_weights(base)
+    defaults = peft.utils.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+    if target == "default" and json.loads((base / "config.json").read_text())["model_type"] not in defaults:
+        pytest.skip("peft has no default for it")
+    rslora = "rsLoRA" in target
+    targets = TARGETS[target]
+    options = peft.LoraConfig(r=4, lora_alpha=6, target_modules=targets, use_rslora=rslora, task_type="CAUSAL_LM")
+    theirs = peft.get_peft_model(open_base(base), options).eval()
+    randomize(theirs, seed=3)
+    theirs.save_pretrained(tmp_path / "theirs")
+    layers = names_of_targets(theirs, spec)
+    routers = [layer for layer in layers if layer.endswith("moe.router")]
+    include = [f"^{re.escape(layer)}$" for layer in layers if layer not in routers]
+    config = LoRA.Config(rank=4, alpha=6.0, rslora=rslora, include=include)
+    if routers:
+        with pytest.raises(
+            UserError, match=r"the adapter has other layers than .*: only in the file: layers\.\d\.moe\.router"
+        ):
+            read(tmp_path / "theirs", doubled(config), spec, adapted(spec, doubled(config), plain))
+        return
+    if any("experts" in layer for layer in layers):
+        with pytest.raises(
+            UserError, match=r"rank_pattern w13=8 and set --model_converters\.lora\.alpha_pattern w13=12$"
+        ):
+            read(tmp_path / "theirs", config, spec, adapted(spec, config, plain))
+        config = doubled(config)
+    model = adapted(spec, config, plain)
+    read(tmp_path / "theirs", config, spec, model)
+    assert relative_difference(model, theirs) < TOLERANCE
+    randomize(model, seed=4)  # as more training
+    write(tmp_path / "ours", config, model, spec)
+    again = open_without_warnings(open_base(base), tmp_path / "ours")
+    assert relative_difference(model, again) < TOLERANCE

@@ -411,6 +411,14 @@ INVALID = {
     "alpha": ({"alpha": 0.0}, {}, r"lora\.alpha is 0\.0, but must be .*"),
     "dropout": ({"dropout": 1.0}, {}, r"lora\.dropout is 1\.0, but must be .*"),
     "rank": ({"rank": 65}, {}, r"layers\.0\.attention\.wq .*rank 65 .*\(64, 64\); set rank to at most 64, or exclude"),
+    "rank of a layer": ({"rank_pattern": ["w2=4", "wq=0"]}, {}, r"lora\.rank_pattern wq is 0, but must be from 1"),
+    "large rank of a layer": ({"rank_pattern": ["wk=99"]}, {}, r"attention\.wk .*rank 99 is larger .*exclude"),
+    "alpha of a layer": ({"alpha_pattern": ["wq=-1"]}, {}, r"lora\.alpha_pattern wq is -1\.0, but must be"),
+    "no number": ({"rank_pattern": ["wq=8.5"]}, {}, r"lora\.rank_pattern: '8\.5' in 'wq=8\.5' is not a number"),
+    "no name": ({"alpha_pattern": ["8"]}, {}, r"lora\.alpha_pattern: '8' must be NAME=NUMBER, such as attention.wq=8"),
+    "twice": ({"rank_pattern": ["wq=8", "wq=4"]}, {}, r"'wq=4' must be NAME=NUMBER, .*, with a new NAME"),
+    "expression": ({"rank_pattern": ["(=8"]}, {}, r"'\(' is not a regular expression"),
+    "other names": ({"rank_pattern": ["q_proj=8"]}, {}, r"'q_proj' matches the end of no adapted layer's name: layers"),
     "pattern": ({"include": ["attn"]}, {}, r"include 'attn' matches none of the layers"),
     "head and dropout": ({"include": LINEAR, "dropout": 0.1}, {}, r"output .*dropout 0\.1"),
     "embedding and dropout": ({"include": EVERYWHERE, "exclude": ["output"], "dropout": 0.1}, {}, r"tok_emb.*dropout"),
@@ -429,6 +437,19 @@ def test_invalid_options(tmp_path, case):
     adapter, options, message = INVALID[case]
     with pytest.raises(UserError, match=message):
         lora_config(tmp_path, adapter, **options)
+
+
+def test_sizes_of_single_layers():
+    """The first pattern that matches counts; rsLoRA divides by the root of the layer's rank."""
+    model = plain_model()
+    patterns = {"rank_pattern": ["0.attention.wq=9", "attention.*=4"], "alpha_pattern": ["w[q2]=6"]}
+    convert_model(model, [LoRA.Config(rank=2, alpha=8.0, rslora=True, **patterns).build()])
+    expected = {"0.attention.wq": (9, 2.0), "1.attention.wq": (4, 3.0), "0.attention.wk": (4, 4.0)}
+    for name, (rank, scaling) in expected.items():
+        layer = model.get_submodule(f"layers.{name}")
+        assert (len(layer.lora_A), layer.lora_B.shape[1], layer.scaling) == (rank, rank, scaling)
+    layer = model.get_submodule("layers.0.feed_forward.w2")
+    assert (layer.rank, layer.scaling) == (2, pytest.approx(6 / 2**0.5))
 
 
 def test_two_kinds_of_adapters_in_one_model():

@@ -3,6 +3,7 @@ lists, and `adapter_config.json`."""
 
 import json
 import math
+import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -21,9 +22,11 @@ from torchtitan.components.peft.adapter_tensors import (
     make_entries,
     map_to_internal,
     module_of,
+    peft_sizes,
     refused_layers,
     rewritten_layers,
 )
+from torchtitan.components.peft.sizes import Size, find_patterns, look_up
 from torchtitan.components.weights import HuggingFaceSource
 from torchtitan.components.weights.load import read_part
 from torchtitan.components.weights.sources import ADAPTER_CONFIG
@@ -59,6 +62,9 @@ _SUPPORTED: Mapping[str, tuple[Any, ...]] = {
 }
 """PEFT's option → supported values."""
 
+_PATTERNS = ("rank_pattern", "alpha_pattern")
+"""PEFT's options for the sizes of single layers."""
+
 _WITHOUT_EFFECT = {
     *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "task_type"),
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),  # implied by the tensor names
@@ -81,10 +87,8 @@ class AdapterSource(TensorSource):
     """
 
     def __init__(self, folder: Path, config: LoRAConfig, model: nn.Module, spec: ModelSpec):
-        entries = make_entries(model, spec)
-        if not check_adapter_config(folder, config, _patterns(entries, config)):
-            fused = {name: entry for name, entry in entries.items() if isinstance(entry, FusedEntry)}
-            entries |= {name: replace(entry, is_shared=True) for name, entry in fused.items()}
+        document = check_adapter_config(folder, config)
+        entries = _with_sizes_of_file(folder, config, document, make_entries(model, spec, config.size_of))
         self._file = HuggingFaceSource(folder, WEIGHTS)
         _check_layers(folder, config.option, self._file.specs, entries.values(), spec)
         self._entries = {name: entry for name, entry in entries.items() if entry.key in self._file.specs}
@@ -116,7 +120,7 @@ def write_adapter(
 
     if (folder / CONFIG).exists():
         raise UserError(f"{folder} already has the adapter of another converter")
-    entries = {name: entry for name, entry in make_entries(model, spec).items() if not entry.is_base}
+    entries = {name: entry for name, entry in make_entries(model, spec, config.size_of).items() if not entry.is_base}
     parts_of: dict[str, list[str]] = {}
     for name, entry in entries.items():
         parts_of.setdefault(entry.key, []).append(name)
@@ -149,7 +153,7 @@ def write_adapter(
         "bias": "none",
         "init_lora_weights": True,
         **find_targets(entries.values(), spec),
-        **_patterns(entries, config),
+        **_patterns(entries.values(), config, spec),
     }
     folder.mkdir(exist_ok=True)
     (folder / CONFIG).write_text(json.dumps(document, indent=2) + "\n")
@@ -175,9 +179,9 @@ def read_adapter(
     logger.info("loaded the adapter in %s", folder)
 
 
-def check_adapter_config(folder: Path, config: LoRAConfig, patterns: Mapping[str, Any] | None = None) -> bool:
-    """Return whether adapter_config.json has these `patterns` (`_patterns`). Raise `UserError` if a file is missing, or
-    if adapter_config.json has unsupported or different options."""
+def check_adapter_config(folder: Path, config: LoRAConfig) -> dict[str, Any]:
+    """Return adapter_config.json. Raise `UserError` if a file is missing, or if adapter_config.json has unsupported or
+    different options. The sizes of single layers are not compared."""
     for name in (CONFIG, WEIGHTS):
         if not (folder / name).is_file():
             raise UserError(f"{config.option}.adapter_path: the folder '{folder}' has no {name}")
@@ -185,8 +189,7 @@ def check_adapter_config(folder: Path, config: LoRAConfig, patterns: Mapping[str
     for key, supported in _SUPPORTED.items():
         if document.get(key, supported[0]) not in supported:
             raise UserError(f"{file}: {key} {document[key]!r} is not supported (only {supported[0]!r})")
-    has_patterns = bool(patterns) and all(document.get(key) == value for key, value in (patterns or {}).items())
-    known = {*_SETTINGS, *_SUPPORTED, *_WITHOUT_EFFECT, *((patterns or {}) if has_patterns else ())}
+    known = {*_SETTINGS, *_SUPPORTED, *_WITHOUT_EFFECT, *_PATTERNS}
     if unsupported := sorted(f"{key} ({value!r})" for key, value in document.items() if value and key not in known):
         raise UserError(f"{file}: unsupported options: {summarize_names(unsupported)}")
     for key, (field, default) in _SETTINGS.items():
@@ -194,7 +197,68 @@ def check_adapter_config(folder: Path, config: LoRAConfig, patterns: Mapping[str
         if saved != configured:
             flag = field if saved is True else f"no_{field}" if saved is False else f"{field} {saved}"
             raise UserError(f"{file}: {key} is {saved}, but {option}.{field} is {configured}; set {option}.{flag}")
-    return has_patterns
+    return document
+
+
+def _with_sizes_of_file(
+    folder: Path, config: LoRAConfig, document: Mapping[str, Any], entries: Mapping[str, Entry]
+) -> dict[str, Entry]:
+    """Return the entries, of fused layers as their adapters in the file are. Raise `UserError` if the file's adapters
+    have other ranks or scales than ours."""
+    ranks, alphas = (_read_patterns(folder / CONFIG, document, key) for key in _PATTERNS)
+    targets = document.get("target_parameters") or []
+    if not isinstance(targets, list):
+        raise UserError(f"{folder / CONFIG}: target_parameters {targets!r} is not a list")
+    found: dict[str, Entry] = {}
+    differing: set[str] = set()
+    required: dict[str, Size] = {}
+    for name, entry in entries.items():
+        weight = f"{entry.module}.weight"
+        is_parameter = any(f".{weight}".endswith(f".{target}") for target in targets)
+        key = weight if is_parameter else entry.module
+        size = Size(int(look_up(ranks, key, config.rank)), look_up(alphas, key, config.alpha))
+        if isinstance(entry, FusedEntry) and size.rank == entry.size.rank:
+            entry = replace(entry, is_shared=True)
+        expected = entry.file_size(config.rslora)
+        is_equal = size.rank == expected.rank and math.isclose(size.alpha, expected.alpha, rel_tol=1e-6)
+        if not is_equal:
+            differing.add(entry.layer)
+        required[entry.layer] = entry.size if is_equal else size
+        found[name] = entry
+    if differing:
+        ranks_of, alphas_of = ({layer: size[i] for layer, size in required.items()} for i in range(2))
+        advice = [
+            *_advice(config, "rank_pattern", find_patterns(ranks_of, config.rank)),
+            *_advice(config, "alpha_pattern", find_patterns(alphas_of, config.alpha)),
+        ]
+        layers = summarize_names(sorted(differing))
+        raise UserError(f"{folder / CONFIG} gives other ranks or alpha to {layers}; {' and '.join(advice)}")
+    return found
+
+
+def _advice(config: LoRAConfig, field: str, patterns: Mapping[str, float]) -> list[str]:
+    """Return what to do to have these patterns, if anything."""
+    option = f"{config.option}.{field}"
+    if patterns:
+        values = " ".join(f"{name}={_whole_if_possible(value)}" for name, value in patterns.items())
+        return [f"set {option} {values}"]
+    return [f"leave out {option}"] if getattr(config, field) else []
+
+
+def _read_patterns(file: Path, document: Mapping[str, Any], key: str) -> dict[str, float]:
+    """Return PEFT's numbers by pattern. Raise `UserError` for a value that PEFT would not accept."""
+    patterns = document.get(key) or {}
+    if not isinstance(patterns, dict):
+        raise UserError(f"{file}: {key} {patterns!r} is not an object")
+    for pattern, value in patterns.items():
+        is_number = isinstance(value, int) or (isinstance(value, float) and key == "alpha_pattern")
+        if not is_number or isinstance(value, bool) or not 0 < value < math.inf:
+            raise UserError(f"{file}: {key} of {pattern!r} is {value!r}, not a number above 0")
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise UserError(f"{file}: {key} has {pattern!r}, which is no regular expression: {error}") from None
+    return patterns
 
 
 @torch.no_grad()
@@ -207,22 +271,15 @@ def _load_part(source: AdapterSource, name: str, tensor: Tensor) -> None:
         raise UserError(f"the adapter was trained with another base model: its {name} differs from this model's")
 
 
-def _patterns(entries: Mapping[str, Entry], config: LoRAConfig) -> dict[str, Any]:
-    """Return PEFT's options for the ranks and scales of fused layers; none if there are no fused layers."""
-    counts = {
-        entry.module.rpartition(".")[2]: len(entry.widths)
-        for entry in entries.values()
-        if isinstance(entry, FusedEntry)
-    }
-    if not counts:
+def _patterns(entries: Collection[Entry], config: LoRAConfig, spec: ModelSpec) -> dict[str, dict[str, float]]:
+    """Return PEFT's options for ranks and alphas that differ from the adapter's; none if there are no others."""
+    sizes = peft_sizes(entries, spec, config.rslora)
+    ranks = find_patterns({name: size.rank for name, size in sizes.items()}, config.rank)
+    alphas = find_patterns({name: size.alpha for name, size in sizes.items()}, config.alpha)
+    if not ranks and not alphas:
         return {}
-    return {
-        "rank_pattern": {name: n_parts * config.rank for name, n_parts in counts.items()},
-        "alpha_pattern": {
-            name: _whole_if_possible(config.alpha * (math.sqrt(n_parts) if config.rslora else n_parts))
-            for name, n_parts in counts.items()
-        },
-    }
+    whole = {name: _whole_if_possible(alpha) for name, alpha in alphas.items()}
+    return {"rank_pattern": dict(ranks), "alpha_pattern": whole}
 
 
 def _whole_if_possible(number: float) -> float:

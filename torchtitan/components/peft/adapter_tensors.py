@@ -10,8 +10,9 @@ parts share A, and each has its rows of B.
 """
 
 import itertools
+import math
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torchtitan.components.peft.experts import AdaptedExperts
 from torchtitan.components.peft.lora import AdaptedLayer
 from torchtitan.components.peft.rewritten_names import REFUSED_NAMES, REWRITTEN_NAMES
+from torchtitan.components.peft.sizes import Size
 from torchtitan.components.weights.export import format_for
 from torchtitan.protocols import ModelSpec
 from torchtitan.protocols.sharding import features_of
@@ -61,6 +63,14 @@ class Entry:
     """Conversion between the layer's weights."""
     rows: int | None
     """Dimension that corresponds to the rows of the layer's weight, if any."""
+    layer: str
+    """Our name of the layer, or of the experts' matrix."""
+    size: Size
+    """Size of our adapter."""
+
+    def file_size(self, rslora: bool) -> Size:
+        """Return the size of the file's adapter."""
+        return self.size
 
     @property
     def is_base(self) -> bool:
@@ -100,6 +110,12 @@ class FusedEntry(Entry):
     is_shared: bool = False
     """True if all parts have the same A."""
 
+    def file_size(self, rslora: bool) -> Size:
+        if self.is_shared:
+            return self.size
+        n_parts = len(self.widths)
+        return Size(n_parts * self.size.rank, self.size.alpha * (math.sqrt(n_parts) if rslora else n_parts))
+
     @property
     def file_shape(self) -> torch.Size:
         n_ranks = 1 if self.is_shared else len(self.widths)
@@ -124,7 +140,7 @@ class FusedEntry(Entry):
         if any(block.any() for block in blocks):
             raise UserError(
                 f"{self.module} is {n_parts} layers here, and its adapter is not one of each: {self.key} is not "
-                "block-diagonal"
+                f"block-diagonal; a rank_pattern that gives these layers rank {tensor.shape[1]} reads it"
             )
         return own
 
@@ -170,9 +186,9 @@ class ExchangedEntry(ExpertsEntry):
         return self.transform.to_internal([self._ranks_last(lora_B)], [self.shape])[0]
 
 
-def make_entries(model: nn.Module, spec: ModelSpec) -> dict[str, Entry]:
-    """Return the entry of each adapter tensor and base weight, with the parts of a fused layer in order. Errors are as
-    in `write_adapter`."""
+def make_entries(model: nn.Module, spec: ModelSpec, size_of: Callable[[str], Size]) -> dict[str, Entry]:
+    """Return the entry of each adapter tensor and base weight, with the parts of a fused layer in order. `size_of`
+    returns the size of the adapter of a layer or an expert's matrix. Errors are as in `write_adapter`."""
     plain = model_tensor_specs(spec.model)
     modules = [(name, module) for name, module in model.named_modules() if isinstance(module, AdaptedLayer)]
     layers = {f"{name}.{own}": module for name, module in modules for own in getattr(module, "matrices", ["weight"])}
@@ -181,12 +197,13 @@ def make_entries(model: nn.Module, spec: ModelSpec) -> dict[str, Entry]:
     for step in _class_adapter(spec).steps:
         adapted = [name for name in step.internal if name in layers]
         if adapted and isinstance(experts := layers[adapted[0]], AdaptedExperts):
-            entries |= _expert_entries(adapted[0], experts, step, spec.name)
+            entries |= _expert_entries(adapted[0], experts, step, spec.name, size_of)
         elif adapted and step.transform.rows_only:
             (name,) = adapted
-            entries |= _make_layer_entries(name.removesuffix(".weight"), layers[name], step, plain[name].shape)
+            layer_name = name.removesuffix(".weight")
+            entries |= _make_layer_entries(layer_name, layers[name], step, plain[name].shape, size_of(layer_name))
         elif len(adapted) == len(step.internal) and step.transform == Concatenated(0):
-            entries |= _make_fused_entries({name: layers[name] for name in adapted}, step, plain)
+            entries |= _make_fused_entries({name: layers[name] for name in adapted}, step, plain, size_of)
         elif adapted:
             unsupported.append(f"{', '.join(adapted)} ({', '.join(step.external)})")
     if unsupported:
@@ -203,7 +220,9 @@ def _class_adapter(spec: ModelSpec) -> StateDictAdapter:
     return format.other_adapter(spec.model) or (format.class_adapter or format.adapter)(spec.model)
 
 
-def _expert_entries(weight: str, experts: AdaptedExperts, step: TensorConversion, family: str) -> dict[str, Entry]:
+def _expert_entries(
+    weight: str, experts: AdaptedExperts, step: TensorConversion, family: str, size_of: Callable[[str], Size]
+) -> dict[str, Entry]:
     (parameter,), matrix = step.external, weight.rpartition(".")[2]
     if f"{matrix}_magnitude" in experts.adapter:
         raise UserError(f"PEFT files do not support DoRA of experts: {weight}")
@@ -217,24 +236,34 @@ def _expert_entries(weight: str, experts: AdaptedExperts, step: TensorConversion
         key = f"{_PREFIX}{wrapper}.lora_{part.translate(_EXCHANGED) if is_exchanged else part}.weight"
         shape = experts.get_parameter(f"{matrix}_{part}").shape
         entry_class = ExchangedEntry if is_exchanged else ExpertsEntry
-        entries[f"{weight}_{part}"] = entry_class(parameter, key, shape, step.transform, rows)
+        entries[f"{weight}_{part}"] = entry_class(parameter, key, shape, step.transform, rows, weight, size_of(weight))
     return entries
 
 
 def _make_fused_entries(
-    layers: Mapping[str, AdaptedLayer], step: TensorConversion, plain: Mapping[str, TensorSpec]
+    layers: Mapping[str, AdaptedLayer],
+    step: TensorConversion,
+    plain: Mapping[str, TensorSpec],
+    size_of: Callable[[str], Size],
 ) -> dict[str, Entry]:
     widths = tuple(plain[name].shape[0] for name in layers)
+    sizes = {name: size_of(name.removesuffix(".weight")) for name in layers}
+    if len(set(sizes.values())) > 1:
+        raise UserError(
+            f"PEFT files need the same rank and alpha for layers that the Hugging Face format fuses: {', '.join(sizes)}"
+        )
     return {
         name: FusedEntry(**vars(entry), part=part, widths=widths)
         for part, (weight, layer) in enumerate(layers.items())
-        for name, entry in _make_layer_entries(weight.removesuffix(".weight"), layer, step, plain[weight].shape).items()
+        for name, entry in _make_layer_entries(
+            weight.removesuffix(".weight"), layer, step, plain[weight].shape, sizes[weight]
+        ).items()
         if not entry.is_base  # PEFT saves base weights only of heads and embeddings
     }
 
 
 def _make_layer_entries(
-    name: str, layer: AdaptedLayer, step: TensorConversion, plain_shape: torch.Size
+    name: str, layer: AdaptedLayer, step: TensorConversion, plain_shape: torch.Size, size: Size
 ) -> dict[str, Entry]:
     features = features_of(layer)
     keys = _EMBEDDING if isinstance(layer, nn.Embedding) else _LINEAR
@@ -244,7 +273,7 @@ def _make_layer_entries(
     for parameter, shape in {**shapes, "weight": plain_shape}.items():  # a 4-bit layer has no parameter `weight`
         rows = features[parameter].index(row_features) if row_features in features[parameter] else None
         key = f"{_PREFIX}{module}.{keys[parameter]}"
-        entries[f"{name}.{parameter}"] = Entry(module, key, shape, step.transform, rows)
+        entries[f"{name}.{parameter}"] = Entry(module, key, shape, step.transform, rows, name, size)
     return entries
 
 
@@ -282,6 +311,15 @@ def _layers_named(names_of_type: Mapping[str, frozenset[str]], entries: Iterable
     names = names_of_type.get(str(model_type), frozenset())
     layers = {entry.module for entry in entries if not isinstance(entry, ExpertsEntry)}
     return {layer for layer in layers if layer.rpartition(".")[2] in names}
+
+
+def peft_sizes(entries: Collection[Entry], spec: ModelSpec, rslora: bool) -> dict[str, Size]:
+    """Return the sizes of the file's adapters, by the names that PEFT's patterns match: of layers, or of parameters."""
+    rewritten = rewritten_layers(entries, spec)
+    return {
+        f"{entry.module}.weight" if entry.module in rewritten else entry.module: entry.file_size(rslora)
+        for entry in entries
+    }
 
 
 def find_targets(entries: Collection[Entry], spec: ModelSpec) -> dict[str, list[str]]:

@@ -1,7 +1,8 @@
 """`LoRA` and `QLoRA`: converters that add adapters to a model and freeze everything else."""
 
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
@@ -12,6 +13,7 @@ from torchtitan.components.optimizer import trained_names
 from torchtitan.components.peft.adapter_files import AdapterSource, read_adapter, write_adapter
 from torchtitan.components.peft.experts import adapt_experts
 from torchtitan.components.peft.lora import AdaptedLayer, LoRAEmbedding, LoRALinear, QLoRALinear
+from torchtitan.components.peft.sizes import Size, is_match, look_up
 from torchtitan.components.quantization.nf4 import BLOCK_SIZE
 from torchtitan.config.configurable import Configurable
 from torchtitan.distributed.compile import check_c_compiler
@@ -56,6 +58,13 @@ class LoRA(LayerConverter):
         alpha: float = 32.0
         """Adapter outputs are scaled by alpha / rank."""
 
+        rank_pattern: list[str] = field(default_factory=list)
+        """Ranks of some layers, as NAME=RANK: a regular expression of the last parts of the layers' names, and of an
+        expert's matrices (attention.wq=8, experts.w13=32). The first match counts; others have `rank`."""
+
+        alpha_pattern: list[str] = field(default_factory=list)
+        """Values of alpha of some layers, as NAME=ALPHA, in the same way (attention.wq=16)."""
+
         rslora: bool = False
         """Scale by alpha / sqrt(rank) instead, so that large ranks learn as fast (rsLoRA)."""
 
@@ -69,15 +78,38 @@ class LoRA(LayerConverter):
         """Folder with a PEFT adapter (adapter_model.safetensors, adapter_config.json) to start from, with the same
         layers, rank, alpha and kind. Empty: a new adapter, which has no effect initially."""
 
-        @property
-        def scaling(self) -> float:
-            return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+        def size_of(self, name: str) -> Size:
+            """Return the size of the adapter of a layer, or of an expert's matrix."""
+            rank = look_up(self.patterns("rank_pattern"), name, self.rank)
+            return Size(int(rank), look_up(self.patterns("alpha_pattern"), name, self.alpha))
+
+        def patterns(self, option: str) -> dict[str, float]:
+            """Return the values of `rank_pattern` or `alpha_pattern`. Raise `UserError` for other forms."""
+            name = f"{self.option}.{option}"
+            patterns: dict[str, float] = {}
+            for entry in getattr(self, option):
+                pattern, _, text = entry.rpartition("=")
+                if not pattern or pattern in patterns:
+                    raise UserError(f"{name}: {entry!r} must be NAME=NUMBER, such as attention.wq=8, with a new NAME")
+                try:
+                    re.compile(pattern)
+                    patterns[pattern] = int(text) if option == "rank_pattern" else float(text)
+                except re.error as error:
+                    raise UserError(f"{name}: {pattern!r} is not a regular expression: {error}") from None
+                except ValueError:
+                    raise UserError(f"{name}: {text!r} in {entry!r} is not a number") from None
+            return patterns
 
         def validate(self) -> None:
             LayerConverter.Config.validate(self)
             option = self.option
             require(1 <= self.rank <= _MAX_RANK, f"{option}.rank", self.rank, f"from 1 to {_MAX_RANK}")
             require(0 < self.alpha < math.inf, f"{option}.alpha", self.alpha, "a number above 0")
+            for pattern, rank in self.patterns("rank_pattern").items():
+                name = f"{option}.rank_pattern {pattern}"
+                require(1 <= rank <= _MAX_RANK, name, rank, f"from 1 to {_MAX_RANK}")
+            for pattern, alpha in self.patterns("alpha_pattern").items():
+                require(0 < alpha < math.inf, f"{option}.alpha_pattern {pattern}", alpha, "a number above 0")
             require(0 <= self.dropout < 1, f"{option}.dropout", self.dropout, "in [0, 1)")
 
     config: Config
@@ -100,15 +132,29 @@ class LoRA(LayerConverter):
         for name, layer in selected.items():
             if is_tied and isinstance(layer, nn.Embedding):
                 raise self._layer_error(name, "it shares its weights with the output head (--model.tie_embeddings)")
+        self._check_patterns([adapted for name, layer in selected.items() for adapted in matrices_of(name, layer)])
         return selected
+
+    def _check_patterns(self, names: list[str]) -> None:
+        """Raise `UserError` for a pattern that matches none of the adapted layers."""
+        for option in ("rank_pattern", "alpha_pattern"):
+            for pattern in self.config.patterns(option):
+                if not any(is_match(pattern, name) for name in names):
+                    raise UserError(
+                        f"{self.config.option}.{option}: {pattern!r} matches the end of no adapted layer's name: "
+                        f"{summarize_names(sorted(names))}"
+                    )
 
     def reason_to_skip(self, name: str, layer: nn.Module) -> str:
         config = self.config
         assert isinstance(layer, self.layer_types)
-        shape = tuple(next(layer.parameters()).shape[-2:])
-        if config.rank > min(shape):
-            reason = f"rank {config.rank} is larger than the smaller dimension of its weights, {shape}"
-            raise self._layer_error(name, reason, advice=f"set rank to at most {min(shape)}, or ")
+        for matrix, weight in matrices_of(name, layer).items():
+            # Of stacked experts, those of one, as a matrix.
+            shape = tuple(weight.flatten(1, -2).shape[1:] if isinstance(layer, StackedExperts) else weight.shape)
+            rank = config.size_of(matrix).rank
+            if rank > min(shape):
+                reason = f"rank {rank} is larger than the smaller dimension of its weights, {shape}"
+                raise self._layer_error(name, reason, advice=f"set rank to at most {min(shape)}, or ")
         if config.dora and isinstance(layer, nn.Embedding):
             raise self._layer_error(name, "DoRA supports only linear layers")
         if config.dropout and not isinstance(layer, nn.Linear):
@@ -124,14 +170,17 @@ class LoRA(LayerConverter):
 
     def convert_layer(self, name: str, layer: nn.Module) -> nn.Module:
         config = self.config
-        if isinstance(layer, nn.Embedding):
-            return LoRAEmbedding(layer, rank=config.rank, scaling=config.scaling)
         if isinstance(layer, StackedExperts):
-            return adapt_experts(layer, rank=config.rank, scaling=config.scaling, dora=config.dora)
+            sizes = {matrix: config.size_of(f"{name}.{matrix}") for matrix in layer.matrices}
+            ranks = {matrix: size.rank for matrix, size in sizes.items()}
+            scalings = {matrix: size.scaling(config.rslora) for matrix, size in sizes.items()}
+            return adapt_experts(layer, ranks=ranks, scalings=scalings, dora=config.dora)
+        size = config.size_of(name)
+        scaling = size.scaling(config.rslora)
+        if isinstance(layer, nn.Embedding):
+            return LoRAEmbedding(layer, rank=size.rank, scaling=scaling)
         assert isinstance(layer, nn.Linear)
-        return self.linear_class(
-            layer, rank=config.rank, scaling=config.scaling, dropout=config.dropout, dora=config.dora
-        )
+        return self.linear_class(layer, rank=size.rank, scaling=scaling, dropout=config.dropout, dora=config.dora)
 
     def check_initial_weights(self, spec: ModelSpec, saved: Configurable.Config | None) -> None:
         path = self.config.adapter_path
@@ -185,6 +234,13 @@ class QLoRA(LoRA):
             reason = f"4-bit weights need a multiple of {BLOCK_SIZE} inputs, not {layer.in_features}"
             raise self._layer_error(name, reason)
         return super().reason_to_skip(name, layer)
+
+
+def matrices_of(name: str, layer: nn.Module) -> Mapping[str, nn.Parameter]:
+    """Return the weights of a layer that get adapters of their own, by the names that patterns match."""
+    if isinstance(layer, StackedExperts):
+        return {f"{name}.{matrix}": layer.get_parameter(matrix) for matrix in layer.matrices}
+    return {name: layer.get_parameter("weight")}
 
 
 def check_complete(adapted: nn.Module, trained: set[str]) -> None:

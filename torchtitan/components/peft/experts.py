@@ -16,7 +16,9 @@ from torchtitan.protocols.initializer import Constant, DerivedRows, Initializer,
 class AdaptedExperts(AdaptedLayer, StackedExperts):
     """A mixin before a class of experts, which adapts each of their `matrices`: `w` (E, …, out, in), frozen, gets `w_A`
     (E, rank, in), `w_B` (E, …, out, rank) and, with DoRA, `w_magnitude` (E, …, out). As in PEFT, the gate and up of an
-    expert share A."""
+    expert share A. `scalings` has the factor of each matrix's adapter."""
+
+    scalings: Mapping[str, float]
 
     def plain_state(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
         plain = {name: own[name] for name in self.plain_types(own)}
@@ -34,7 +36,8 @@ class AdaptedExperts(AdaptedLayer, StackedExperts):
         lora_A, lora_B = (getattr(self, f"{name}_{part}").to(rows_RI.dtype) for part in "AB")
         extra = -lora_A.shape[1] % 8  # grouped products need rows of a multiple of 16 bytes
         low_RX = F.grouped_mm(rows_RI, F.pad(lora_A, (0, 0, 0, extra)).mT, offs=ends_E)
-        added = F.grouped_mm(low_RX, F.pad(lora_B, (0, extra)).flatten(1, -2).mT, offs=ends_E) * self.scaling
+        added = F.grouped_mm(low_RX, F.pad(lora_B, (0, extra)).flatten(1, -2).mT, offs=ends_E)
+        added = added * self.scalings[name]
         if f"{name}_magnitude" not in self.adapter:
             return base + added
         scale_E = self._scale(name, {key: getattr(self, key) for key in (name, *self.adapter)}).flatten(1)
@@ -44,7 +47,8 @@ class AdaptedExperts(AdaptedLayer, StackedExperts):
 
     def _add_adapter(self, name: str, own: Mapping[str, Tensor]) -> Tensor:
         weight, lora_A, lora_B = (own[key].to(own[name].dtype) for key in (name, f"{name}_A", f"{name}_B"))
-        return torch.baddbmm(weight.flatten(1, -2), lora_B.flatten(1, -2), lora_A, alpha=self.scaling).view_as(weight)
+        rows, scaling = weight.flatten(1, -2), self.scalings[name]
+        return torch.baddbmm(rows, lora_B.flatten(1, -2), lora_A, alpha=scaling).view_as(weight)
 
     def _scale(self, name: str, own: Mapping[str, Tensor]) -> Tensor:
         norms = row_norms(self._add_adapter(name, own).detach())
@@ -54,8 +58,12 @@ class AdaptedExperts(AdaptedLayer, StackedExperts):
         return row_scale(own[f"{name}_magnitude"], norms)
 
 
-def adapt_experts(experts: StackedExperts, *, rank: int, scaling: float, dora: bool) -> AdaptedExperts:
-    """Freeze experts and give them adapters, in place: they become `AdaptedExperts` of their class. Return them."""
+def adapt_experts(
+    experts: StackedExperts, *, ranks: Mapping[str, int], scalings: Mapping[str, float], dora: bool
+) -> AdaptedExperts:
+    """Freeze experts and give them adapters, in place: they become `AdaptedExperts` of their class. Return them.
+
+    `ranks` and `scalings` have an entry for each of the `matrices`."""
     experts.requires_grad_(False)
     starts, split_dims = dict[str, Initializer](), dict[str, int | None]()
     for name in experts.matrices:
@@ -64,8 +72,8 @@ def adapt_experts(experts: StackedExperts, *, rank: int, scaling: float, dora: b
         # Either the inputs or the outputs are the experts' width.
         dim_A, dim_B = (2, None) if hidden_dim == len(rows) else (None, hidden_dim)
         added: dict[str, tuple[list[int], Initializer, int | None]] = {
-            "A": ([rows[0], rank, inputs], Uniform(-(inputs**-0.5), inputs**-0.5), dim_A),
-            "B": ([*rows, rank], Constant(0.0), dim_B),
+            "A": ([rows[0], ranks[name], inputs], Uniform(-(inputs**-0.5), inputs**-0.5), dim_A),
+            "B": ([*rows, ranks[name]], Constant(0.0), dim_B),
         }
         if dora:
             start = initializer_of(experts, name)
@@ -78,7 +86,7 @@ def adapt_experts(experts: StackedExperts, *, rank: int, scaling: float, dora: b
             starts[f"{name}_{part}"], split_dims[f"{name}_{part}"] = start, split_dim
     experts.__class__ = type(f"Adapted{type(experts).__name__}", (AdaptedExperts, type(experts)), {})
     assert isinstance(experts, AdaptedExperts)
-    experts.scaling, experts.is_adapted, experts.adapter = scaling, True, tuple(split_dims)
+    experts.scalings, experts.is_adapted, experts.adapter = dict(scalings), True, tuple(split_dims)
     experts.hidden_dims = {**experts.hidden_dims, **split_dims}
     experts.device_type = "cuda"  # its algorithm calls `product`
     experts._add_initializers(**starts)
