@@ -234,6 +234,8 @@ def test_turns_are_what_inference_needs(name: str, templates: Path, caplog: pyte
             reasoning = "Hm, think." if inline else message.get("reasoning_content", "")
             assert content in text and reasoning in text, (shape, text)
             assert not reasoning or not content or text.index(reasoning) < text.index(content), shape
+            if prompt.rstrip().endswith("<think>"):
+                assert [text.partition("</think>")[0].strip(), text.count("</think>")] == [reasoning, 1], (shape, text)
             for each in message.get("tool_calls") or []:
                 assert "add" in text and str(each["function"]["arguments"]["a"]) in text and "miles" in text, shape
             checked += 1
@@ -276,6 +278,15 @@ def test_lost_reasoning_is_dropped_or_left_out(templates: Path) -> None:
     # Reasoning that the row itself writes as text is not lost.
     [sample] = encoded(template, tokenizer, SHAPES["reasoning inside"])
     assert [text for _, text in turns_of(sample, tokenizer)] == ["<think>\nHm, think.\n</think>\n\nHo!<|im_end|>"]
+
+
+def test_opened_reasoning_is_closed_once(templates: Path) -> None:
+    """DeepSeek V3.1 writes `</think>` before the content of a call, after a prompt that ends with `<think>`."""
+    template, tokenizer = published("deepseek-ai-DeepSeek-V3.1", templates)
+    samples = encoded(template, tokenizer, SHAPES["call, reasoning"])
+    assert isinstance(samples, list)
+    prompt, text = next(turns_of(samples[0], tokenizer))
+    assert prompt.endswith("<think>") and text.startswith("Hm, think.</think><｜tool▁calls▁begin｜>")
 
 
 def test_rows_set_options(templates: Path) -> None:

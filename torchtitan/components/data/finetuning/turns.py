@@ -13,6 +13,7 @@ from torchtitan.components.chat_template.forms import (
     WRITTEN,
     Form,
     Forms,
+    Tags,
     Traits,
     closed_block,
     prepared,
@@ -465,7 +466,10 @@ class _Row:
         forms = self._finder.forms
         if opened := forms.opened_by(prompt):
             is_closed = opened.close in finished and opened.open.strip() not in finished
-            return "" if is_closed else f"no {opened.close!r}, although its generation prompt ends with {opened.open!r}"
+            if not is_closed:
+                return f"no {opened.close!r}, although its generation prompt ends with {opened.open!r}"
+            is_misplaced = _is_misclosed(finished, reasoning, opened)
+            return f"{opened.close!r} before the reasoning, or twice" if is_misplaced else ""
         if not reasoning or reasoning not in finished:
             return ""
         is_twice = closed_block(prompt) or any(finished.count(tags.close) > 1 for tags in forms.tags)
@@ -486,6 +490,12 @@ class _Row:
             f"{self._template.name} writes message {number + 1} (assistant) differently from what its generation "
             f"prompt begins: {finished[n : n + 40]!r} instead of {prompt[n : n + 40]!r}; {_ADVICE}"
         )
+
+
+def _is_misclosed(finished: str, reasoning: str | None, opened: Tags) -> bool:
+    """Return whether the tag that closes the reasoning which a prompt opens is not directly after it."""
+    inside, _, rest = finished.partition(opened.close)
+    return opened.close in rest or inside.strip() != (reasoning or "")
 
 
 def _kind_of(message: Message) -> str:
