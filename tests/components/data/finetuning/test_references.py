@@ -1,0 +1,383 @@
+"""Ids and training masks of conversations against the libraries of models' authors, of renderers and of TRL.
+
+The template's own inference decides: where a library differs from it, the difference is in a table here.
+"""
+
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from functools import cache
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+
+from tests.components.chat_template.generic import published
+from tests.components.chat_template.helpers import Message
+from tests.components.data.finetuning.test_turns import SHAPES, TOOL, encoded, turns_of
+from torchtitan.components.chat_template import ChatTemplate, resolve_chat_template
+from torchtitan.components.data.finetuning.chat_encoding import EncodedSample
+from torchtitan.components.data.finetuning.conversation import BrokenSample
+from torchtitan.components.tokenizer import PretrainedTokenizer
+
+
+def turns_in_ids(samples: Sequence[EncodedSample]) -> Iterator[tuple[list[int], list[int]]]:
+    """Yield the ids of the prompt and of the trained part of each turn."""
+    for sample in samples:
+        ids, position = sample.ids.tolist(), 0
+        for trained, tokens in groupby(sample.trained.tolist()):
+            n = len(list(tokens))
+            if trained:
+                yield ids[:position], ids[position : position + n]
+            position += n
+
+
+def answers(messages: Sequence[Message]) -> list[int]:
+    return [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+
+
+def tools_of(messages: Sequence[Message]) -> list[Any] | None:
+    return [TOOL] if any(message.get("tool_calls") for message in messages) else None
+
+
+# renderers
+
+
+RENDERERS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "Qwen-Qwen3-0.6B": ("Qwen3RendererConfig", ()),
+    "qwen3": ("Qwen3RendererConfig", ("<|endoftext|>",)),
+    "Kimi-K2-Instruct": ("KimiK2RendererConfig", ()),
+    "meta-llama-Llama-3.1-8B-Instruct": (
+        "Llama3RendererConfig",
+        ("<|begin_of_text|>", "<|end_of_text|>", "<|finetune_right_pad_id|>", "<|eom_id|>"),
+    ),
+    "poolside-Laguna-S-2.1": ("LagunaS21RendererConfig", ("〈|EOS|〉", "〈|PAD|〉")),
+    "GLM-4.6": (
+        "GLM45RendererConfig",
+        (
+            *("[gMASK]", "<sop>", "<|endoftext|>", "/nothink", "<think>", "</think>", "<tool_call>", "</tool_call>"),
+            *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<tool_response>", "</tool_response>"),
+        ),
+    ),
+    "Qwen3.5-4B": ("Qwen35RendererConfig", ("<think>", "</think>", "<tool_call>", "</tool_call>")),
+    "google-gemma-4-31B-it": (
+        "Gemma4RendererConfig",
+        ("<|image>", "<image|>", "<|image|>", "<|video|>", "<|audio|>", "<|audio>", "<audio|>", "<|think|>"),
+    ),
+}
+"""Template → its renderer, and tokens that the renderer needs beside those of the template. Others are of another
+revision of the model than the template."""
+
+NOT_SPECIAL = ("/nothink", "<think>", "</think>", "<tool_", "</tool_", "<arg_", "</arg_")
+
+OTHER_TEXT: dict[str, tuple[str, ...]] = {
+    # Its renderers write the role `developer` in no way, in silence.
+    "Qwen-Qwen3-0.6B": ("developer",),
+    "qwen3": ("developer",),
+    # Reasoning between tags stays in the answer, after an empty block.
+    "poolside-Laguna-S-2.1": ("developer", "reasoning inside"),
+    # A call without text is written as the text "None".
+    "GLM-4.6": ("developer", "call, null"),
+    # Empty blocks of reasoning stay in earlier turns; `developer` raises.
+    "Qwen3.5-4B": ("developer", "turns", "system", "empty answer"),
+    # The same; calls and their results are two turns in the template and one in the renderer.
+    "google-gemma-4-31B-it": (
+        *("turns", "system", "empty answer", "call", "call, null", "call, text", "call, reasoning", "calls"),
+        "calls, other order",
+    ),
+}
+"""Conversations of which the renderer writes another text than the template."""
+
+REPEATED_PROMPT = ("Qwen3.5-4B", "google-gemma-4-31B-it")
+"""Renderers that train the end of their own generation prompt: an empty block, or the tag that opens reasoning."""
+
+SLOW_RENDERERS = ("Qwen-Qwen3-0.6B", "poolside-Laguna-S-2.1", "google-gemma-4-31B-it")
+
+
+def with_tokens(name: str, folder: Path, tokens: Sequence[str], to: Path) -> tuple[ChatTemplate, PretrainedTokenizer]:
+    """Return a published template, and a tokenizer with its tokens and more."""
+    template, tokenizer = published(name, folder)
+    variables = dict(template.variables)
+    if "<|begin_of_text|>" in tokens:
+        variables |= {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"}
+    backend = tokenizers.Tokenizer.from_str(tokenizer._backend.content.decode())
+    for token in tokens:
+        if token.startswith(NOT_SPECIAL):
+            backend.add_tokens([tokenizers.AddedToken(token, normalized=False, special=False)])
+        else:
+            backend.add_special_tokens([tokenizers.AddedToken(token, normalized=False, special=True)])
+    backend.save(str(to / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": False, **variables}
+    (to / "tokenizer_config.json").write_text(json.dumps(settings))
+    template = ChatTemplate(template.source, variables, name=name, of_model=True)
+    return template, PretrainedTokenizer.Config().build(path=to)
+
+
+def as_transformers(folder: Path, template: ChatTemplate) -> Any:
+    transformers = pytest.importorskip("transformers")
+    file = str(folder / "tokenizer.json")
+    tokens = {name: token for name, token in template.variables.items() if token}
+    return transformers.PreTrainedTokenizerFast(tokenizer_file=file, chat_template=template.source, **tokens)
+
+
+def trained_runs(mask: Sequence[bool], ids: Sequence[int]) -> list[list[int]]:
+    """Return the runs of trained ids."""
+    pairs = groupby(zip(mask, ids, strict=True), lambda pair: pair[0])
+    return [[token for _, token in run] for is_trained, run in pairs if is_trained]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW_RENDERERS else []) for name in RENDERERS]
+)
+def test_renderers(name: str, assets: Path, tmp_path: Path) -> None:
+    renderers = pytest.importorskip("renderers")
+    kind, tokens = RENDERERS[name]
+    template, tokenizer = with_tokens(name, assets / "templates", tokens, tmp_path)
+    wrapped = as_transformers(tmp_path, template)
+    config_type = getattr(renderers, kind)
+    other_text, checked = set(), 0
+    for shape, messages in SHAPES.items():
+        samples = encoded(template, tokenizer, messages)
+        if isinstance(samples, BrokenSample):
+            continue
+        options = dict(fact.split("=") for sample in samples for fact in sample.facts.options)
+        known = {key: value == "True" for key, value in options.items() if key in config_type.template_field_names()}
+        renderer = renderers.create_renderer(wrapped, config_type(**known))
+        for number, (prompt, completion) in zip(answers(messages), turns_in_ids(samples), strict=True):
+            tools, before, whole = tools_of(messages), messages[:number], messages[: number + 1]
+            try:
+                theirs = renderer.render_ids(before, tools=tools, add_generation_prompt=True)
+                sample = renderers.build_training_sample(renderer, whole, tools=tools, ensure_final_stop=True)
+            except ValueError:
+                other_text.add(shape)
+                continue
+            trained = trained_runs(sample.loss_mask, sample.token_ids)[-1]
+            stops = renderer.get_stop_token_ids()
+            assert completion[-1] in stops and trained[-1] in stops, shape
+            text = [*prompt, *completion][:-1]
+            if theirs != prompt or sample.token_ids[: len(text)] != text:
+                other_text.add(shape)
+                continue
+            checked += 1
+            mine, their_text = tokenizer.decode(completion[:-1]), tokenizer.decode(trained[:-1])
+            if name == "GLM-4.6":
+                # The generation prompt ends before a line end, which the renderer does not train; and it ends the last
+                # turn with the end of a text, which no template writes.
+                assert mine == "\n" + their_text and tokenizer.decode([trained[-1]]) == "<|endoftext|>", shape
+            elif name in REPEATED_PROMPT and trained != completion:
+                repeated = their_text.removesuffix(mine)
+                assert their_text.endswith(mine) and tokenizer.decode(prompt).endswith(repeated), shape
+            else:
+                assert trained == completion, shape
+    assert other_text == set(OTHER_TEXT.get(name, ()))
+    assert checked >= 6
+
+
+# openai-harmony
+
+
+HARMONY: dict[str, list[str]] = {
+    "reasoning": [
+        "<|channel|>analysis<|message|>Hm, think.<|end|><|start|>assistant<|channel|>final<|message|>Ho!<|return|>",
+        "<|channel|>analysis<|message|>Hm, again.<|end|><|start|>assistant<|channel|>final<|message|>No.<|return|>",
+    ],
+    "turns": [f"<|channel|>final<|message|>{text}<|return|>" for text in ("Ho!", "No.", "So.")],
+    "call, reasoning": [
+        "<|channel|>analysis<|message|>Hm, think.<|end|><|start|>assistant to=functions.add<|channel|>commentary "
+        '<|constrain|>json<|message|>{"a": 15, "b": "miles"}<|call|>',
+        "<|channel|>analysis<|message|>Hm, again.<|end|><|start|>assistant<|channel|>final<|message|>It is 15."
+        "<|return|>",
+    ],
+}
+"""Completions of the turns by openai-harmony 0.0.8 with `auto_drop_analysis=False`, as its tokenizer may be absent."""
+
+
+@pytest.mark.parametrize("shape", HARMONY)
+def test_harmony_turns(shape: str, assets: Path) -> None:
+    template, tokenizer = published("openai-gpt-oss-120b", assets / "templates")
+    samples = encoded(template, tokenizer, SHAPES[shape])
+    assert not isinstance(samples, BrokenSample)
+    # The published template leaves out <|constrain|>.
+    expected = [text.replace("<|constrain|>json", "json") for text in HARMONY[shape]]
+    assert [text for sample in samples for _, text in turns_of(sample, tokenizer)] == expected
+
+
+@cache
+def harmony_encoding() -> Any:
+    harmony = pytest.importorskip("openai_harmony")
+    try:
+        return harmony.load_harmony_encoding(harmony.HarmonyEncodingName.HARMONY_GPT_OSS)
+    except Exception as error:
+        pytest.skip(f"set TIKTOKEN_ENCODINGS_BASE to a folder with o200k_base.tiktoken ({error})")
+
+
+def harmony_messages(messages: Sequence[Message]) -> list[Any]:
+    """Return messages as the harmony library wants them: reasoning and answer are two."""
+    harmony = pytest.importorskip("openai_harmony")
+    role, made = harmony.Role, []
+    for message in messages:
+        if message["role"] == "user":
+            made.append(harmony.Message.from_role_and_content(role.USER, message["content"]))
+        elif message["role"] == "tool":
+            author = harmony.Author.new(role.TOOL, f"functions.{message['name']}")
+            result = harmony.Message.from_author_and_content(author, message["content"])
+            made.append(result.with_channel("commentary").with_recipient("assistant"))
+        else:
+            parts = [("analysis", message.get("reasoning_content")), ("final", message["content"])]
+            new = [
+                harmony.Message.from_role_and_content(role.ASSISTANT, text).with_channel(channel)
+                for channel, text in parts
+                if text
+            ]
+            for call in message.get("tool_calls", ()):
+                arguments = json.dumps(call["function"]["arguments"])
+                called = harmony.Message.from_role_and_content(role.ASSISTANT, arguments).with_channel("commentary")
+                called = called.with_recipient(f"functions.{call['function']['name']}")
+                new.append(called.with_content_type("<|constrain|>json"))
+            made += new
+    return made
+
+
+@pytest.mark.parametrize("shape", HARMONY)
+def test_harmony_itself_gives_these_turns(shape: str) -> None:
+    harmony, encoding = pytest.importorskip("openai_harmony"), harmony_encoding()
+    stops = {encoding.decode([token]) for token in encoding.stop_tokens_for_assistant_actions()}
+    assert stops == {"<|return|>", "<|call|>"}
+    keep = harmony.RenderConversationConfig(auto_drop_analysis=False)
+    found = []
+    for number in answers(SHAPES[shape]):
+        before = harmony_messages(SHAPES[shape][:number])
+        whole = [*before, *harmony_messages(SHAPES[shape][number : number + 1])]
+        conversations = [harmony.Conversation.from_messages(messages) for messages in (before, whole)]
+        prompt = encoding.render_conversation_for_completion(conversations[0], harmony.Role.ASSISTANT, keep)
+        ids = encoding.render_conversation_for_training(conversations[1], keep)
+        assert ids[: len(prompt)] == prompt
+        found.append(encoding.decode(ids[len(prompt) :]))
+    assert found == HARMONY[shape]
+
+
+# mistral-common
+
+
+V1 = (
+    "{{ bos_token }}{% for message in messages %}{% if message.role == 'user' %}{{ '[INST] ' + message.content + "
+    "' [/INST]' }}{% else %}{{ ' ' + message.content + eos_token }}{% endif %}{% endfor %}"
+)
+V7 = (
+    "{{ bos_token }}{% for message in messages %}{% if message.role == 'user' %}{{ '[INST] ' + message.content + "
+    "'[/INST]' }}{% elif message.role == 'system' %}{{ '[SYSTEM_PROMPT] ' + message.content + '[/SYSTEM_PROMPT]' }}"
+    "{% else %}{{ ' ' + message.content + eos_token }}{% endif %}{% endfor %}"
+)
+"""The formats of models with these tokenizers, whose templates are not among the assets."""
+
+WITH_RESULTS = ("call", "call, null", "calls", "calls, other order")
+
+MISTRAL: dict[str, tuple[str, str, tuple[str, ...]]] = {
+    "v1": ("tokenizer.model.v1", V1, ()),
+    "v3": ("mistral_instruct_tokenizer_240323.model.v3", "mistral-v0.3-tokenizer", WITH_RESULTS),
+    "v7": ("mistral_instruct_tokenizer_241114.model.v7", V7, ()),
+    "tekken": ("tekken_240718.json", "templates/mistralai-Mistral-Nemo-Instruct-2407.jinja", WITH_RESULTS),
+}
+"""Version → its tokenizer in mistral-common, template, and conversations after whose calls the texts differ: templates
+write a tool's result as it is, mistral-common as JSON text with quotes."""
+
+PLAIN = ("one turn", "turns", "system")
+WITH_CALLS = ("v3", "tekken")
+
+
+def mistral_folder(version: str, assets: Path, to: Path) -> Path:
+    """Return a model's folder with mistral-common's tokenizer file and a template."""
+    common = pytest.importorskip("mistral_common")
+    file, template, _ = MISTRAL[version]
+    source = Path(common.__file__).parent / "data" / file
+    shutil.copy(source, to / ("tekken.json" if source.suffix == ".json" else "tokenizer.model"))
+    if not template.startswith("{{"):
+        path = assets / template
+        if path.is_dir():
+            template = json.loads((path / "tokenizer_config.json").read_text())["chat_template"]
+        else:
+            template = path.read_text()
+    (to / "chat_template.jinja").write_text(template)
+    (to / "tokenizer_config.json").write_text('{"bos_token": "<s>", "eos_token": "</s>"}')
+    return to
+
+
+def as_request(messages: Sequence[Message], tools: Any) -> Any:
+    request = pytest.importorskip("mistral_common.protocol.instruct.request")
+    made = []
+    for message in messages:
+        message = dict(message)
+        if calls := message.get("tool_calls"):
+            functions = [{**call["function"], "arguments": json.dumps(call["function"]["arguments"])} for call in calls]
+            pairs = zip(calls, functions, strict=True)
+            message["tool_calls"] = [{**call, "function": function} for call, function in pairs]
+        made.append(message)
+    return request.ChatCompletionRequest(messages=made, tools=tools)
+
+
+@pytest.mark.parametrize("version", MISTRAL)
+def test_mistral_common(version: str, assets: Path, tmp_path: Path) -> None:
+    """Ids of prompts and of whole conversations, and so the mask, are equal up to each turn."""
+    mistral = pytest.importorskip("mistral_common.tokens.tokenizers.mistral")
+    modes = pytest.importorskip("mistral_common.protocol.instruct.validator").ValidationMode
+    folder = mistral_folder(version, assets, tmp_path)
+    tokenizer = PretrainedTokenizer.Config().build(path=folder)
+    template = resolve_chat_template("", [folder], tokenizer)
+    file = next(path for path in folder.iterdir() if path.name in ("tokenizer.model", "tekken.json"))
+    name = tmp_path / MISTRAL[version][0]  # which tells the version
+    shutil.copy(file, name)
+    serving, training = (mistral.MistralTokenizer.from_file(str(name), mode=m) for m in (modes.test, modes.finetuning))
+    other_text = set()
+    shapes = [*PLAIN, *WITH_RESULTS] if version in WITH_CALLS else [*PLAIN]
+    if version == "v1":
+        shapes.remove("system")  # part of the first user turn, in mistral-common
+    for shape in shapes:
+        messages, tools = SHAPES[shape], tools_of(SHAPES[shape])
+        samples = encoded(template, tokenizer, messages)
+        assert not isinstance(samples, BrokenSample), shape
+        for number, (prompt, completion) in zip(answers(messages), turns_in_ids(samples), strict=True):
+            theirs = serving.encode_chat_completion(as_request(messages[:number], tools)).tokens
+            whole = training.encode_chat_completion(as_request(messages[: number + 1], tools)).tokens
+            if any(message["role"] == "tool" for message in messages[:number]) and theirs != prompt:
+                other_text.add(shape)
+                assert whole[len(theirs) :] == completion, shape
+                continue
+            assert (theirs, whole) == (prompt, prompt + completion), (shape, number)
+    assert other_text == set(MISTRAL[version][2])
+
+
+# TRL
+
+
+TRL: dict[str, tuple[str, str, str]] = {
+    "Qwen-Qwen2.5-7B-Instruct": ("\n", "\n", ""),
+    "google-gemma-2-2b-it": ("", "\n", ""),
+    "microsoft-Phi-3.5-mini-instruct": ("", "\n", "</s>"),
+}
+"""Template → what TRL's marks train beside a turn: the end of the prompt, text after each stop, and at the end. At
+inference, the model writes none of them."""
+
+
+@pytest.mark.parametrize("name", TRL)
+def test_trl_masks(name: str, assets: Path, tmp_path: Path) -> None:
+    """TRL's training templates mark what our trial of the original one finds."""
+    trl = pytest.importorskip("trl.chat_template_utils")
+    template, tokenizer = with_tokens(name, assets / "templates", (), tmp_path)
+    wrapped = as_transformers(tmp_path, template)
+    source = trl.get_training_chat_template(wrapped)
+    for shape in PLAIN:
+        messages = SHAPES[shape]
+        if shape == "system" and name.startswith("google-gemma"):
+            continue
+        samples = encoded(template, tokenizer, messages)
+        assert not isinstance(samples, BrokenSample)
+        made = wrapped.apply_chat_template(
+            messages, chat_template=source, return_dict=True, return_assistant_tokens_mask=True
+        )
+        ids, mask = made["input_ids"], made["assistant_masks"]
+        runs = trained_runs(mask, ids)
+        before, after, end = TRL[name]
+        ours = [before + tokenizer.decode(completion) + after for _, completion in turns_in_ids(samples)]
+        assert [tokenizer.decode(run) for run in runs] == [*ours[:-1], ours[-1] + end], shape
