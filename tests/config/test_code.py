@@ -212,6 +212,7 @@ REVIEWED = {
     ("cli/main.py", "import_module"): "of the table COMMANDS",
     ("tools/torch_private.py", "import_module"): "of a table of torch's modules",
     ("tools/torchao.py", "import_module"): "a part of torchao",
+    ("components/rollout/math_reward.py", "Popen"): "Python with a file of this package",
     ("tools/process.py", "CDLL"): "the C library of this process",
     ("components/evaluation/lm_eval_adapter.py", "simple_evaluate"): "--tasks and --include_path of the command line",
     ("components/evaluation/lm_eval_adapter.py", "TaskManager"): "--tasks and --include_path of the command line",

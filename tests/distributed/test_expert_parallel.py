@@ -34,7 +34,8 @@ def make_experts(kind: type[RoutedExperts], dtype: torch.dtype, adapter: str | N
     biased = type(kind.__name__, (kind,), {"has_bias": True})
     experts = biased(**sizes, init_std=1.0, out_init_std=1.0)
     if adapter:
-        adapt_experts(experts, rank=3, scaling=1.5, dora=adapter == "dora")
+        ranks, scalings = dict.fromkeys(experts.matrices, 3), dict.fromkeys(experts.matrices, 1.5)
+        adapt_experts(experts, ranks=ranks, scalings=scalings, dora=adapter == "dora")
     for parameter in experts.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
     return experts.to(dtype)

@@ -129,7 +129,16 @@ def test_an_exit_in_rollouts_saves(folder, tmp_path, error, kind):  # noqa: F811
     text += f"async def roll(row, engine):\n    await engine.generate(engine.prompt)\n    raise {name}\n"
     (tmp_path / "mine.py").write_text(text.replace("raise Cancelled", "raise asyncio.Cancelled"))
     options = {"checkpoint__interval": 100, "training__steps": 2}
-    train_rl(folder, tmp_path / "run", **{**options, "checkpoint__interval": 1, "checkpoint__last_save_in_hf": False})
+    train_rl(
+        folder,
+        tmp_path / "run",
+        **{
+            **options,
+            "checkpoint__interval": 1,
+            "checkpoint__last_save_in_hf": False,
+            "checkpoint__export_dtype": None,
+        },
+    )
     option = {"rewards": [f"{tmp_path}/mine.py:score"], "rollout__function": ""}
     if kind == "rollout":
         option = {"rollout__function": f"{tmp_path}/mine.py:roll"}

@@ -31,7 +31,7 @@ from torchtitan.protocols.conversion import converted_model
 from torchtitan.protocols.tensor_source import TensorSource
 from torchtitan.tools.errors import UserError, errors_of, require
 from torchtitan.tools.logging import logger
-from torchtitan.tools.user_code import is_ctrl_c, with_place
+from torchtitan.tools.user_code import is_ctrl_c, user_frames, with_place
 from torchtitan.trainer.callbacks import Callback, Recorder
 from torchtitan.trainer.trainer import Trainer
 
@@ -78,12 +78,15 @@ class Completions(Recorder):
 
 
 def _is_closed(error: BaseException) -> bool:
-    """Return whether an engine ends a rollout that waits for a text, after another one has failed."""
+    """Return whether an engine ends a rollout that waits for a text, after another one has failed; otherwise code has
+    raised the error."""
     if isinstance(error, asyncio.CancelledError):
-        task = asyncio.current_task()
-        return task is not None and task.cancelling() > 0
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    return isinstance(error, GeneratorExit) and last.name == "__await__"
+        with contextlib.suppress(RuntimeError):  # without an event loop, nothing is canceled
+            task = asyncio.current_task()
+            return task is not None and task.cancelling() > 0
+        return False
+    innermost = traceback.extract_tb(error.__traceback__)[-1]
+    return isinstance(error, GeneratorExit) and innermost not in user_frames(error)
 
 
 class RolloutTrainer(Trainer):

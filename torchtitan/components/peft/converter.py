@@ -86,8 +86,9 @@ class LoRA(LayerConverter):
         def patterns(self, option: str) -> dict[str, float]:
             """Return the values of `rank_pattern` or `alpha_pattern`. Raise `UserError` for other forms."""
             name = f"{self.option}.{option}"
+            entries = {"rank_pattern": self.rank_pattern, "alpha_pattern": self.alpha_pattern}
             patterns: dict[str, float] = {}
-            for entry in getattr(self, option):
+            for entry in entries[option]:
                 pattern, _, text = entry.rpartition("=")
                 if not pattern or pattern in patterns:
                     raise UserError(f"{name}: {entry!r} must be NAME=NUMBER, such as attention.wq=8, with a new NAME")
