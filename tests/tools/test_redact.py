@@ -117,3 +117,10 @@ def test_a_progress_bar_shows_escapes_and_no_credentials(monkeypatch, capsys):
     text = capsys.readouterr().err
     assert "a␛]0;title␇[red]b" in text and "\x1b]0;" not in text and "\x07" not in text
     assert not any(secret in text for secret in SECRETS)
+
+
+def test_long_texts_are_searched_in_linear_time():
+    """In quadratic time, this takes minutes."""
+    text = 100_000 * "a."
+    assert redact(text) == text
+    assert redact(f"{text} s3://KEY:SECRET@bucket") == f"{text} s3://***@bucket"

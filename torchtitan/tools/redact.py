@@ -14,11 +14,12 @@ _NAME = (
 )
 """Names of options, keys and variables whose values are credentials."""
 
-_SCHEME = r"(\b[A-Za-z][\w+.-]+:/{1,2})"
+# Repetitions that may begin anywhere are bounded, so that the time to search a text grows with its length only.
+_SCHEME = r"([A-Za-z][\w+.-]{1,30}:/{1,2})"
 
 _PATTERNS = [
     # user:password@ or token@ of a URL, whose slashes `pathlib` joins; a password may have slashes
-    (re.compile(rf"{_SCHEME}[^/\s'\"@:]*:(?!\d{{1,5}}(?:/|$))[^\s'\"@]+(?=@)"), rf"\g<1>{HIDDEN}"),
+    (re.compile(rf"{_SCHEME}[^/\s'\"@:]*:(?!\d{{1,5}}(?:/|$))[^\s'\"@]{{1,1000}}(?=@)"), rf"\g<1>{HIDDEN}"),
     (re.compile(rf"{_SCHEME}[^/\s'\"@]+(?=@)"), rf"\g<1>{HIDDEN}"),
     # parameters of signed URLs
     (re.compile(rf"(?i)([?&;](?:{_NAME}|sig|token|key|AWSAccessKeyId|GoogleAccessId)=)[^&\s'\"]+"), rf"\g<1>{HIDDEN}"),
