@@ -94,7 +94,7 @@ def test_an_index_names_only_files_in_its_folder(tmp_path, outside, name):
         open_tokens(folder)
 
 
-@pytest.mark.parametrize("name", [None, 3, "", "x" * 300, "a\0b", ["a"]])
+@pytest.mark.parametrize("name", [None, 3, "", "x" * 300, "é" * 200, "a\0b", "\ud800", "a/", "x/" * 600 + "x", ["a"]])
 def test_what_is_no_name_is_refused(tmp_path, name):
     with pytest.raises(UserError, match="i.json names the file .*, which is not a path inside its folder"):
         named_file(tmp_path, name, "i.json")

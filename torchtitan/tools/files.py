@@ -17,9 +17,6 @@ DOWNLOADS = Path("assets/hf")
 _MOST_JSON_BYTES = 2**28
 """Ten times the vocabulary of the largest tokenizers."""
 
-_MOST_NAME_BYTES = 255
-"""Longest name of a file on common file systems."""
-
 _MOST_JSON_LEVELS = 100
 """Well below Python's recursion limit of about a thousand."""
 
@@ -107,10 +104,8 @@ def named_file(folder: Path, name: object, by: str) -> Path:
 
 
 def is_plain_path(name: str) -> bool:
-    """Return whether the text is a relative path that stays in its folder, and that a file system can have."""
-    parts = Path(name).parts
-    is_inside = bool(parts) and not Path(name).is_absolute() and ".." not in parts
-    return is_inside and "\0" not in name and all(len(os.fsencode(part)) <= _MOST_NAME_BYTES for part in parts)
+    """Return whether the text is a relative path of a file that stays in its folder, see `is_file_name`."""
+    return is_file_name(name) and not Path(name).is_absolute() and ".." not in Path(name).parts
 
 
 def read_object(path: Path) -> dict[str, Any]:
