@@ -52,8 +52,8 @@ def suggest(name: str, known: Iterable[str], cutoff: float = 0.5) -> str:
 
 
 def of_wrong_path(error: BaseException) -> BaseException:
-    """Return a `UserError` for an error about a name that no file can have: too long, with a NUL byte, or half of a
-    surrogate pair, as a file may hold one; other errors unchanged."""
+    """Return a `UserError` for an error about a name that no file can have, too long or with a NUL byte; other errors
+    unchanged."""
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         return UserError(f"'{str(error.filename)[:80]}...' is too long for the name of a file; use a shorter one")
     if isinstance(error, ValueError) and "embedded null" in str(error):
