@@ -14,6 +14,12 @@ from torchtitan.components.rollout.rewards import Rewards, find_reward
 from torchtitan.tools.errors import UserError
 
 PAID_BY_BOTH = [
+    ("4", "a total of 4"),
+    ("4", "It is not 5 but 4."),
+    ("4", 'The answer is "4".'),
+    ("4", "This adds up to 4."),
+    ("4", "She had no eggs left. So the answer is 4"),
+    ("4", "The answer is (4)."),
     # The same number.
     ("42", "42"),
     ("0.5", ".5"),
@@ -148,6 +154,50 @@ PAID_BY_BOTH = [
 ]
 
 PAID_BY_NEITHER = [
+    # Words before and after the number.
+    ("4", "half of 4"),
+    ("4", "a quarter of 4"),
+    ("4", "double 4"),
+    ("4", "The answer is twice 4."),
+    ("4", "the cube of 4"),
+    ("4", "the negative of 4"),
+    ("4", "the fourth root of 4"),
+    ("4", "10 less 4"),
+    ("4", "not equal to 4"),
+    ("4", "It can't be 4"),
+    ("4", "I doubt it is 4"),
+    ("4", "all but 4"),
+    ("4", "instead of 4"),
+    ("4", "4 cannot be right"),
+    ("4", "4 (wrong)"),
+    ("4", "4 below zero"),
+    ("4", "4 degrees below zero"),
+    ("11", "11 in binary"),
+    ("4", "page 4"),
+    ("4", "4 pct"),
+    ("4", "4 bps"),
+    # Signs next to the number.
+    ("4", "The answer is x != 4"),
+    ("4", "The answer is —4"),
+    ("4", "The answer is ‒4"),
+    ("4", "The answer is ⁻4"),
+    ("4", "The answer is -​4"),
+    ("4", "The answer is - (4)"),
+    ("4", "The answer is ∛4"),
+    ("4", "The answer is 2＊4"),
+    ("4", "The answer is 4̄"),
+    ("4", "The answer is 4‰"),
+    ("2", "The answer is 1⁄2"),
+    ("2", "The answer is 1∕2"),
+    ("2", "The answer is 1∶2"),
+    ("5", "The answer is 5'"),
+    ("5 ft", 'The answer is 5"'),
+    ("1", "The answer is 1;2"),
+    ("0.3", "The answer is 0.3..."),
+    # Dates and other bases.
+    ("2024-01-02", "2024-02-01"),
+    ("101_2", "101"),
+    ("101", "101_2"),
     ("1/2", "3/2"),
     ("1/2", "2"),
     (".5", "5"),
@@ -279,6 +329,10 @@ PAID_BY_NEITHER = [
 ]
 
 PAID_BY_MATH = [
+    ("A", "The answer is A."),
+    ("A", "Answer: A because it is larger"),
+    (r"\pi", "π"),
+    (r"\frac{\pi}{2}", "π/2"),
     ("yes", "Yes"),
     ("yes", "The answer is yes."),
     ("blue", r"\text{Blue}"),

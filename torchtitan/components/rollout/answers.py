@@ -28,9 +28,14 @@ _IN_WORDS = re.compile(r"\\(?:text(?:rm|bf|it)?|math(?:rm|bf)|mbox|operatorname)
 _BOX = re.compile(r"\\f?boxed\s*\{|\\fbox\s*\{")
 _HASHES = re.compile(r"^[ \t]*####[ \t]*(\S.*)$", re.MULTILINE)
 _ANSWER_IS = re.compile(r"\b(?:answer|result)\b[*_ ]*(?:is|=|:)[*_ ]*:?", re.IGNORECASE)
-_FILLER = re.compile(r"(?:[\s:*_]|(?:the|a|an|equal to|exactly|therefore|thus)\b)+", re.IGNORECASE)
+_FILLER = re.compile(
+    r"(?:[\s:*_]|(?:the|an|equal to|exactly|therefore|thus)\b|(?-i:a)(?=\s+\S))+",  # `A.` may be a choice
+    re.IGNORECASE,
+)
 _SENTENCE_END = re.compile(r"\.(?=\s|$)|\n")
-_REASON = re.compile(r",?\s+(?:because|since|as|so|which|given|where|when|if|not|rather|instead)\b|;", re.IGNORECASE)
+_REASON = re.compile(
+    r",?\s+(?:because|since|as|so|which|given|where|when|if|not|rather|instead)\b|;(?=\s)", re.IGNORECASE
+)
 ASSIGNMENT = re.compile(r"([A-Za-z](?:_\{?\w+\}?)?)\s*=\s*")
 _ASSIGNMENT_AT_END = re.compile(rf"(?<!\w){ASSIGNMENT.pattern}\$?\Z")
 
@@ -54,15 +59,26 @@ _AT_START = re.compile(rf"(?P<sign>[+-]?)(?P<money>[{_MONEY}]?)(?P<late>[+-]?)(?
 _UNIT_AFTER = re.compile(rf"\s?(?P<unit>[%{_MONEY}]|[A-Za-zµ°]+(?:/[A-Za-z]+)?(?:\^\{{?[23]\}}?)?)")
 _IN_TEXT = re.compile(rf"(?<![\w.,:/^#√|–])(?<![\w)\]}}][+-]){_AT_START.pattern}(?:{_UNIT_AFTER.pattern})?")
 _BEFORE_NO_ANSWER = re.compile(
-    r"(?:[-+*/×·÷^<>≤≥≠±√&|]|[0-9]\s*:|\\(?!approx|Rightarrow|implies|therefore)(?:[A-Za-z]+(?:[_^]\{?\w+\}?)?)?|"
+    r"(?:[-+*/×·÷^<>≤≥≠±√&|]\s*\(?|!=|[0-9]\s*:|\\(?!approx|Rightarrow|implies|therefore)(?:[A-Za-z]+(?:[_^]\{?\w+\}?)?)?|"
     r"\b(?:not|no|or|than|least|most|under|over|below|above|except|between|minus|negative|plus|times|by|never|"
-    r"without|mod|modulo|log|ln|sin|cos|tan|sqrt|root|step|[0-9]\S* (?:and|to|\\?cdots))|n't|n’t)\s*$",
+    r"without|mod|modulo|log|ln|sin|cos|tan|sqrt|root|step|[0-9]\S* (?:and|to|less|\\?cdots)|half|double|triple|"
+    r"twice|thrice|(?:half|halves|quarters?|thirds?|squares?|cubes?|roots?|negatives?|opposite|reciprocal|inverse|"
+    r"factorial|percent|multiples?|factors?|divisors?|powers?|logarithm|complement|instead|double|triple|"
+    r"(?:four|fif|six|seven|eigh|nin|ten)ths?) of|(?:all|anything|everything|nothing) but|except for|"
+    r"(?:\A|is |are |be |has |have )up to|page|question|problem|chapter|exercise|equation)|"
+    r"(?:\bnot|\bnever|\bcannot|\bdoubts?|n't|n’t)(?:\s+[A-Za-z]+){0,4})\s*$",
     re.IGNORECASE,
 )
 _AFTER_NO_ANSWER = re.compile(
     r"[!?…]|\s*(?:[-+*/×·÷^<>=≤≥≠±√\\|–:]|(?:and|or|to|out of)\b.*[0-9]|"
-    r"(?:is|are|was)(?:n't|n’t| not| wrong| incorrect| false)\b)"
+    r"(?:is|are|was)(?:n't|n’t| not| wrong| incorrect| false)\b|"
+    r"[,(]?\s*(?:maybe|perhaps|wrong|incorrect|false|cannot|can't|can’t|below zero|in (?:binary|hex|octal|base)|"
+    r"base [0-9])|\)+[-+*/×·÷^!])"
 )
+_EDGE_BEFORE = re.compile(r"(?:\A|[\s=≈:：,，(\[{}\"'“‘*_`$])\Z")
+_EDGE_AFTER = re.compile(r"\Z|[\s.,;。，)\]}*_`$\\]|[\"'”’](?:\Z|[\s.,])")
+"""What may directly precede and follow a number in a sentence: other signs, such as `⁄` or `¬`, may change it."""
+
 _NEUTRAL_WORDS = "a an are as at because but by for he if in is it of on per she so that the they total was we".split()
 """Words after a number in a sentence that are no unit."""
 
@@ -204,6 +220,8 @@ def number_in_sentence(text: str) -> Number | None:
     before, after = text[: match.start()], text[match.end() :]
     if before.endswith("$") and after.startswith("$"):  # a formula
         before, after = before[:-1], after[1:]
+    if not _EDGE_BEFORE.search(before) or not _EDGE_AFTER.match(after) or _is_cut_or_primed(text, match):
+        return None
     if is_excluded(before) or _AFTER_NO_ANSWER.match(after) or _AFTER_NO_ANSWER.match(text[match.end("number") :]):
         return None
     if re.match(r"\s*[^\W_a-zA-Z0-9]", after) or _is_in_brackets(before):
@@ -216,6 +234,16 @@ def number_in_sentence(text: str) -> Number | None:
     number = _number(match, unit, in_sentence=True)
     assigned = _ASSIGNMENT_AT_END.search(before)
     return replace(number, variable=assigned[1]) if number and assigned else number
+
+
+def _is_cut_or_primed(text: str, match: re.Match[str]) -> bool:
+    """Return whether dots that stand for more digits follow a number, or a prime, which is no closing quote."""
+    end = match.end("number")
+    if ".." in text[end - 1 : end + 2]:
+        return True
+    quote = text[end : end + 1]
+    openings = {"'": "'‘", '"': '"“'}.get(quote, "")
+    return bool(openings) and not any(opening in text[: match.start()] for opening in openings)
 
 
 def is_excluded(before: str) -> bool:

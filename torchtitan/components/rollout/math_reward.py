@@ -46,8 +46,12 @@ _COMMANDS = (
 )
 _TOKENS = rf"(?:{_COMMANDS}|(?:sqrt|sin|cos|tan|ln|log|exp|pi)(?![A-Za-z])|[A-Za-z](?![A-Za-z])|[0-9]"
 _FORMULA = re.compile(rf"{_TOKENS}|[-+*/^_().{{}}!|&\[\]\s])+")
-_AMBIGUOUS = re.compile(r"[0-9][eE][-+]?[0-9]|[0-9]\s*\\[dt]?frac|[0-9]\s+[0-9]|[-+*/^.]\s*[*/^.]|/[^-+]*/")
-"""Powers of ten or products with e; mixed fractions or products; digits without an operator; two divisions."""
+_AMBIGUOUS = re.compile(
+    r"[0-9][eE][-+]?[0-9]|[0-9]\s*\\[dt]?frac|[0-9]\s+[0-9]|[-+*/^.]\s*[*/^.]|/[^-+]*/|[0-9}]\s*_|"
+    r"(?<![0-9])(?:[0-9]{4}-[0-9]{1,2}-[0-9]{1,2}|[0-9]{1,2}-[0-9]{1,2}-[0-9]{4})(?![0-9])"
+)
+"""Powers of ten or products with e; mixed fractions or products; digits without an operator; two divisions; numbers in
+another base, which math-verify reads as decimal; dates."""
 
 Kind = Literal["numbers", "time", "words", "list", "formula", "other"]
 Check = Callable[[str, str], bool]
@@ -143,7 +147,7 @@ def _has_prose(reading: _Reading) -> bool:
 def _read(text: str) -> _Reading:
     if len(text) > MAX_CHARACTERS + 1:
         return _Reading("other", "")
-    plain = unwrapped(clean(text))
+    plain = unwrapped(clean(text)).replace("π", r"\pi ").strip()
     variable = ""
     if (match := ASSIGNMENT.match(plain)) and not _RELATION.search(plain[match.end() :]):
         variable, plain = match[1], plain[match.end() :].strip()

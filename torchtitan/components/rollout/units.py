@@ -16,7 +16,15 @@ class Unit(NamedTuple):
 
 
 _KNOWN: dict[str, dict[str, str]] = {
-    "": {"%": "1/100", "percent": "1/100", "per cent": "1/100", "hundred": "100", "thousand": "1000", "dozen": "12"}
+    "": {
+        "%": "1/100",
+        "percent": "1/100",
+        "pct": "1/100",
+        "per cent": "1/100",
+        "hundred": "100",
+        "thousand": "1000",
+        "dozen": "12",
+    }
     | {"million": "1000000", "billion": "1000000000", "trillion": "1000000000000"},
     "money": {"$": "1", "dollar": "1", "USD": "1", "cent": "1/100", "¢": "1/100"},
     "euro": {"€": "1", "euro": "1", "EUR": "1"},
@@ -42,7 +50,8 @@ _UNITS = {name: Unit(kind, Fraction(factor)) for kind, names in _KNOWN.items() f
 _NO_UNITS = re.compile(
     r"(?:st|nd|rd|th|and|or|to|minus|plus|times|over|divided|out|mod|modulo|choose|remainder|squared|cubed|factorial|"
     r"x|pi|sqrt|root|sin|cos|tan|log|ln|exp|alpha|beta|gamma|theta|percentage|half|halves|thirds?|quarters?|fourths?|"
-    r"fifths?|sixths?|sevenths?|eighths?|ninths?|tenths?|hundredths?|thousandths?|inf|infinity|nan|mil|mio)",
+    r"fifths?|sixths?|sevenths?|eighths?|ninths?|tenths?|hundredths?|thousandths?|inf|infinity|nan|mil|mio|bps|"
+    r"below|cannot|not|never|wrong|incorrect|false|maybe|perhaps|binary|base)",
     re.IGNORECASE,
 )
 
