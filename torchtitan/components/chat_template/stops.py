@@ -148,7 +148,8 @@ class Stops:
         return set(self.pattern.findall(prompt, n_common(prompt, self._render(before, options, trial.tools))))
 
     def _interior(self, trial: "Trial", options: Mapping[str, Any]) -> set[str]:
-        """Return the special tokens between two calls of a turn."""
+        """Return the special tokens between two calls of a turn; none if each call is a message of its own, with the
+        header of the generation prompt: inference then stops after the first."""
         if trial.kind == "answer":
             return set()
         message = trial.messages[-1]
@@ -159,7 +160,9 @@ class Stops:
         except UserError:
             return set()
         first, second = text.find(_OTHER_VALUE), text.rfind(VALUE)
-        return set(self.pattern.findall(text[first:second])) if 0 <= first < second else set()
+        between = set(self.pattern.findall(text[first:second])) if 0 <= first < second else set()
+        are_messages = bool(between & self._opening(trial, options))
+        return set() if are_messages else between
 
     def _render(self, messages: Sequence[Message], options: Mapping[str, Any], tools: Any) -> str:
         is_null = any("content" in message and message["content"] is None for message in messages)
