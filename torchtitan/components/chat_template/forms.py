@@ -40,6 +40,9 @@ _TAG = re.compile(r"<[^<>]+>|\[[^\[\]]+\]")
 _STANDARD = re.compile(r"\s*(?:<(think|thinking|reasoning|thought)>|\[(THINK)\])")
 """Tags in rows, whatever the template."""
 
+_NO_REASONING = re.compile(r"\s*(?:<(think|thinking|reasoning|thought)>\s*</\1>|\[THINK\]\s*\[/THINK\])")
+"""An empty block of reasoning in rows, which says that there is none."""
+
 
 class Tags(NamedTuple):
     """Tags around reasoning, with the whitespace that the template writes inside and after them."""
@@ -267,9 +270,15 @@ def opening_of(close: str) -> str:
     return close.replace("END", "START") if close.startswith("<|END") else ""
 
 
+def without_empty_block(content: str) -> str:
+    """Return a content without an empty block of reasoning at its beginning, which templates move or remove."""
+    return _NO_REASONING.sub("", content, count=1) if _NO_REASONING.match(content) else content
+
+
 def split_reasoning(message: Mapping[str, Any], tags: Sequence[Tags]) -> dict[str, Any]:
     """Move reasoning between tags at the beginning of a message's content to `reasoning_content`, and keep the content
-    as `written`; return other messages as they are. An opening tag may be missing if the tags are the template's."""
+    as `written`; return other messages as they are. An opening tag may be missing if the tags are the template's. Tags
+    after other text are part of the answer, which would otherwise lose that text."""
     content = message.get("content")
     if not isinstance(content, str) or message.get(REASONING):
         return dict(message)
@@ -282,9 +291,9 @@ def split_reasoning(message: Mapping[str, Any], tags: Sequence[Tags]) -> dict[st
         if not found:
             continue
         opening = next((tag.open for tag in tags if tag.close == close), "") or opening_of(close)
-        _, opened, inside = before.partition(opening) if opening else ("", "", before)
+        head, opened, inside = before.partition(opening) if opening else ("", "", before)
         reasoning = (inside if opened else before).strip()
-        if not reasoning:
+        if not reasoning or opened and head.strip():
             continue
         return {**message, "content": answer.strip(), REASONING: reasoning, WRITTEN: content}
     return dict(message)

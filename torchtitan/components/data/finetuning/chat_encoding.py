@@ -70,6 +70,10 @@ class Facts(NamedTuple):
             tuple(dict.fromkeys(part for turn in turns for part in (*turn.lost, *turn.unseen))),
         )
 
+    def with_lost(self, parts: Sequence[str]) -> "Facts":
+        """Return the facts with more parts that the template leaves out."""
+        return self._replace(lost=tuple(dict.fromkeys([*self.lost, *parts])))
+
 
 class EncodedSample(NamedTuple):
     """A sample as token ids."""
@@ -201,12 +205,15 @@ class ChatEncoder:
         finder = self._required_finder()
         conversation = _continued(prompt, answer)
         text = finder.whole(conversation)
-        start, _ = finder.span(conversation, len(prompt.messages), text)
+        first, last = len(prompt.messages), len(conversation.messages)
+        answers = [number for number in range(first, last) if conversation.messages[number]["role"] == "assistant"]
+        lost = finder.losses(conversation, answers, text)
+        start, _ = finder.span(conversation, first, text)
         [(ids, offsets)] = self._tokenizer.tokenize_with_offsets([text], allow_special=True)
         trained = np.zeros(len(ids), bool)
         tokens = _Tokens(text, ids, offsets, self._special_ids)
         trained[tokens.touched(start, len(text))] = True
-        return EncodedSample(np.array(ids, np.int64), trained)
+        return EncodedSample(np.array(ids, np.int64), trained, facts=Facts().with_lost(lost))
 
     def _required_finder(self) -> TurnFinder:
         if self._finder is None:
@@ -266,7 +273,8 @@ class ChatEncoder:
             return apart
         for first, last, flag in plan.spans:
             trained[tokens.touched(first, last)] = flag
-        whole = EncodedSample(np.array(ids, np.int64), self._without_bos(ids, trained), facts=Facts.of(shared))
+        facts = Facts.of(shared).with_lost(plan.lost)
+        whole = EncodedSample(np.array(ids, np.int64), self._without_bos(ids, trained), facts=facts)
         return [*apart, whole]
 
     def _is_prompt(self, prompt: str, tokens: "_Tokens", n: int) -> bool:
@@ -336,6 +344,8 @@ class _Plan(NamedTuple):
     """Trained turns, from the last to the first; the text of each is a prefix of the text."""
     spans: list[tuple[int, int, bool]] = []
     """Other spans, in characters, with whether they are trained."""
+    lost: Sequence[Part] = ()
+    """Parts of trained messages that the text lacks, besides those of the turns."""
 
 
 def _plans(finder: TurnFinder, conversation: Conversation, train_on: TrainOn, thinks: bool | None) -> list[_Plan]:
@@ -365,10 +375,14 @@ def _begins_with(plan: _Plan, turn: Turn) -> bool:
 
 
 def _whole(finder: TurnFinder, conversation: Conversation, wanted: Sequence[bool]) -> _Plan:
-    """Return the whole text, trained except messages that are not wanted."""
+    """Return the whole text, trained except messages that are not wanted. Raise `LossySample` if the text lacks a part
+    of the assistant's messages that must be trained."""
     text = finder.whole(conversation)
+    roles = [message["role"] for message in conversation.messages]
+    answers = [number for number, role in enumerate(roles) if role == "assistant" and wanted[number]]
+    lost = finder.losses(conversation, answers, text)
     untrained = [(*finder.span(conversation, n, text), False) for n, is_wanted in enumerate(wanted) if not is_wanted]
-    return _Plan(text, [], [(0, len(text), True), *untrained])
+    return _Plan(text, [], [(0, len(text), True), *untrained], lost)
 
 
 def _with_others(

@@ -18,6 +18,7 @@ from torchtitan.components.chat_template.forms import (
     closed_block,
     prepared,
     split_reasoning,
+    without_empty_block,
 )
 from torchtitan.components.chat_template.stops import Stop, Stops, n_common
 from torchtitan.components.data.finetuning.conversation import BrokenSample, Conversation, LossySample, Message
@@ -87,6 +88,17 @@ class _Verdict(NamedTuple):
     """True if the forms lose nothing."""
     problem: str
     """Why there is none."""
+
+
+class _Rank(NamedTuple):
+    """Order of the forms that lose nothing of a turn."""
+
+    is_unseen: bool
+    """True if the prompt lacks the system message or the tools."""
+    kind: int
+    """Place of the form's way and options among those tried."""
+    n_missing: int
+    """Parts of earlier turns that the prompt lacks, although another form may write them."""
 
 
 class TurnFinder:
@@ -171,13 +183,27 @@ class TurnFinder:
                 best, problem = other, problem or other_problem
         if best is None:
             raise BrokenSample(problem)
-        if refused := [part for part in best.lost if part not in self._accepted]:
+        self._refuse_loss(best.lost, number)
+        self._tell(best)
+        return best
+
+    def losses(self, conversation: Conversation, numbers: Sequence[int], text: str) -> list[Part]:
+        """Return the parts of the assistant's messages with these numbers that a text of the whole conversation lacks.
+        Raise `LossySample` if one of them must be trained."""
+        row = _Row(self, conversation)
+        found: list[Part] = []
+        for number in numbers:
+            lost = list(lost_parts(row.messages[number], text))
+            self._refuse_loss(lost, number)
+            found += lost
+        return found
+
+    def _refuse_loss(self, lost: Sequence[Part], number: int) -> None:
+        if refused := [part for part in lost if part not in self._accepted]:
             raise LossySample(
                 f"{self._template.name} leaves out the {refused[0]} of message {number + 1} (assistant)",
                 f"on_loss_of_{refused[0]}",
             )
-        self._tell(best)
-        return best
 
     def _best(self, row: "_Row", number: int, forms: Sequence[Form] | Iterator[Form]) -> tuple[Turn | None, str]:
         """Return the first turn without losses, else the one with the fewest, and the first problem."""
@@ -202,10 +228,13 @@ class TurnFinder:
         if key in self._known:
             return self._known[key]
         marked = row.with_markers(number)
-        complete: list[tuple[bool, Form]] = []
+        complete: list[tuple[_Rank, Form]] = []
         lossy: list[tuple[int, Form]] = []
+        kinds: dict[tuple[Any, ...], int] = {}
+        n_full = 0
         problem = ""
         for form in self.forms.candidates(traits):
+            kind = kinds.setdefault((form.way, form.options), len(kinds))
             turn, why = marked.attempt(number, form, is_trial=True)
             problem = problem or why
             if turn is None:
@@ -213,8 +242,10 @@ class TurnFinder:
             if turn.lost:
                 lossy.append((len(turn.lost), form))
             else:
-                complete.append((bool(turn.unseen), form))
-                if not turn.unseen and len(complete) >= _KEPT_FORMS:
+                rank = _Rank(bool(turn.unseen), kind, marked.n_missing(number, turn.prompt))
+                complete.append((rank, form))
+                n_full += not turn.unseen and not rank.n_missing
+                if n_full >= _KEPT_FORMS:
                     break
         found = [form for _, form in sorted(complete, key=lambda pair: pair[0])][:_KEPT_FORMS]
         if not found:
@@ -483,6 +514,11 @@ class _Row:
         if self.tools and not all(tool["function"]["name"] in prompt for tool in self.tools):
             yield "tools"
 
+    def n_missing(self, number: int, prompt: str) -> int:
+        """Return how many parts of the assistant's messages before `number` a prompt lacks."""
+        earlier = (message for message in self.messages[:number] if message["role"] == "assistant")
+        return sum(1 for message in earlier for _ in lost_parts(message, prompt))
+
     def _mismatch(self, number: int, form: Form, prompt: str) -> str:
         finished = self.render(number + 1, form, prompted=False)
         n = n_common(finished, prompt)
@@ -535,7 +571,7 @@ def lost_parts(message: Message, text: str) -> Iterator[Part]:
     calls = message.get("tool_calls") or []
     if calls and not all(_is_called(call["function"], text) for call in calls):
         yield "tools"
-    if isinstance(content, str) and not is_written(content, text):
+    if isinstance(content, str) and not is_written(without_empty_block(content), text):
         yield "content"
 
 
