@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.components.chat_template.generic import published
+from tests.components.chat_template.generic import generic_tokenizer, published
 from tests.components.chat_template.helpers import Message, assistant, user
 from torchtitan.components.chat_template import BUILT_IN_TEMPLATES, ChatTemplate
 from torchtitan.components.chat_template.stops import Stops
@@ -315,6 +315,93 @@ def test_whitespace_that_cannot_be_tried_is_told_once(templates: Path, caplog: p
     texts = [text for sample in samples for _, text in turns_of(sample, tokenizer)]
     end = "<｜end▁of▁sentence｜>"
     assert texts == [f"Hm, think.\n</think>\n\nHo!{end}", f"Hm, again.\n</think>\n\nNo.{end}"]
+
+
+def test_tags_inside_an_answer_do_not_hide_its_beginning(templates: Path) -> None:
+    """Qwen3's template writes an answer from `</think>` on; text before `<think>` would vanish."""
+    answer = "Write <think>so</think> and then the rest."
+    template, tokenizer = published("qwen3", templates)
+    lossy = encoded(template, tokenizer, [user("Hi"), assistant(answer)])
+    assert isinstance(lossy, LossySample) and lossy.reason == "on_loss_of_content"
+    template, tokenizer = published("chatml", templates)
+    [sample] = encoded(template, tokenizer, [user("Hi"), assistant(answer)])
+    assert [text for _, text in turns_of(sample, tokenizer)] == [f"{answer}<|im_end|>"]
+
+
+def test_empty_blocks_of_reasoning_are_no_content(templates: Path) -> None:
+    """Rows of models that think have empty blocks, which the generation prompt of Qwen3.5 contains."""
+    template, tokenizer = published("Qwen3.5-4B", templates)
+    answers = [assistant(f"<think>\n\n</think>\n\n{text}") for text in ("Ho!", "No.")]
+    [sample] = encoded(template, tokenizer, [user("Hi"), answers[0], user("More"), answers[1]])
+    prompts, texts = zip(*turns_of(sample, tokenizer), strict=True)
+    assert texts == ("Ho!<|im_end|>", "No.<|im_end|>")
+    assert all(prompt.endswith("<think>\n\n</think>\n\n") for prompt in prompts)
+
+
+EARLIER = {
+    "calls if the content is none": (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        "{% if m.tool_calls and m.content is none %}{{ m.tool_calls[0].function | tojson }}"
+        "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    ),
+    "reasoning": (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        "{% if m.reasoning %}[{{ m.reasoning }}]{% endif %}"
+        "{% if m.tool_calls %}{{ m.tool_calls[0].function | tojson }}{% endif %}"
+        "{{ m.content or '' }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", EARLIER)
+def test_prompts_keep_earlier_calls_and_reasoning(kind: str) -> None:
+    """The last turn has neither, so that any form suits it; its prompt must have those of the turn before."""
+    tokenizer = generic_tokenizer(EARLIER[kind])
+    template = ChatTemplate(EARLIER[kind], name="own", of_model=True)
+    more = THOUGHT if kind == "reasoning" else {}
+    messages = [user("Hi"), assistant(None, tool_calls=[call(15)], **more), result("r1"), assistant("It is 15.")]
+    samples = encoded(template, tokenizer, messages)
+    assert isinstance(samples, list)
+    *_, (prompt, text) = [turn for sample in samples for turn in turns_of(sample, tokenizer)]
+    assert text == "It is 15.<|im_end|>"
+    assert "miles" in prompt and (kind != "reasoning" or "[Hm, think.]" in prompt)
+
+
+def test_calls_that_are_messages_stop_after_each() -> None:
+    """The end of a call stands between two calls, as does the header of the next message: inference stops there."""
+    source = (
+        "{% for m in messages %}{% for c in m.tool_calls or [] %}"
+        "<|start|>assistant to={{ c.function.name }}<|message|>{{ c.function.arguments | tojson }}<|call|>"
+        "{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endfor %}{% endfor %}"
+        "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+    )
+    template, tokenizer = ChatTemplate(source, name="own", of_model=True), generic_tokenizer(source)
+    assert {stop.text for stop in Stops(template, tokenizer).all()} == {"<|end|>", "<|call|>"}
+    samples = encoded(template, tokenizer, SHAPES["call"])
+    assert isinstance(samples, list)
+    _, text = next(turns_of(samples[0], tokenizer))
+    assert text == ' to=add<|message|>{"a": 15, "b": "miles"}<|call|>'
+    refused = encoded(template, tokenizer, SHAPES["calls"])
+    assert isinstance(refused, BrokenSample) and "a stop, '<|call|>', inside" in str(refused)
+
+
+def test_whole_conversations_lose_nothing(templates: Path) -> None:
+    """With `train_on` all, templates also leave out calls, and reasoning of earlier turns."""
+    for name, shape, part in [("qwen3", "reasoning", "reasoning"), ("phi-3", "call", "tools")]:
+        template, tokenizer = published(name, templates)
+        lossy = encoded(template, tokenizer, SHAPES[shape], train_on="all")
+        assert isinstance(lossy, LossySample) and lossy.reason == f"on_loss_of_{part}"
+        [sample] = encoded(template, tokenizer, SHAPES[shape], train_on="all", accepted=[part])
+        assert sample.facts.lost == (part,)
+
+
+def test_judged_answers_lose_nothing(templates: Path) -> None:
+    template, tokenizer = published("chatml", templates)
+    encoder = ChatEncoder(tokenizer, template, "assistant")
+    with pytest.raises(LossySample, match="leaves out the reasoning of message 2"):
+        encoder.encode_whole(normalize([user("Hi")]), [assistant("Ho!", **THOUGHT)])
 
 
 def test_pairs_have_one_prompt(templates: Path) -> None:
