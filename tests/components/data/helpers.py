@@ -33,14 +33,12 @@ def take(loader: BaseDataLoader, n: int = 10**9) -> list[Batch]:
 
 
 def with_positions(batch: Batch) -> Batch:
-    """Replace a batch's attention, if any, by the positions and token counts that it was made of, so that all values
-    are tensors."""
+    """Replace a batch's attention, if any, by the positions it was made of, if any, so that all values are tensors."""
     attention = batch.get("attention")
     tensors = {name: value for name, value in batch.items() if name != "attention"}
-    if attention is None:
+    if attention is None or attention.positions_BL is None:
         return tensors
-    made_of = {"positions": attention.positions_BL, "n_tokens": attention.n_tokens_B}
-    return tensors | {name: value for name, value in made_of.items() if value is not None}
+    return {**tensors, "positions": attention.positions_BL}
 
 
 def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> str:

@@ -332,8 +332,9 @@ def test_empty_blocks_of_reasoning_are_no_content(templates: Path) -> None:
     """Rows of models that think have empty blocks, which the generation prompt of Qwen3.5 contains."""
     template, tokenizer = published("Qwen3.5-4B", templates)
     answers = [assistant(f"<think>\n\n</think>\n\n{text}") for text in ("Ho!", "No.")]
-    [sample] = encoded(template, tokenizer, [user("Hi"), answers[0], user("More"), answers[1]])
-    prompts, texts = zip(*turns_of(sample, tokenizer), strict=True)
+    # The template removes the block from the first turn when the second one follows, so each turn is a sample.
+    samples = encoded(template, tokenizer, [user("Hi"), answers[0], user("More"), answers[1]])
+    prompts, texts = zip(*(turn for sample in samples for turn in turns_of(sample, tokenizer)), strict=True)
     assert texts == ("Ho!<|im_end|>", "No.<|im_end|>")
     assert all(prompt.endswith("<think>\n\n</think>\n\n") for prompt in prompts)
 
