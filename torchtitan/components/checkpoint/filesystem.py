@@ -8,7 +8,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar
+from typing import Any, ClassVar
 
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError
@@ -94,7 +94,7 @@ class LocalFolder:
     def has_file(self, name: str) -> bool:
         return (self.path / name).is_file()
 
-    def open(self, name: str) -> BinaryIO:
+    def open(self, name: str) -> io.BufferedIOBase:
         """Open the file `name` for reading. Errors while it is open are `OSError`s."""
         try:
             return open_regular(self.path / name)
