@@ -296,7 +296,7 @@ def test_a_run_balances_exports_and_starts_again_with_modules(tmp_path: Path) ->
     assert isinstance(module.mtp, torch.nn.ModuleDict)
     assert module.moe.router.selection.bias_E.any()  # it has a load of its own
     (line, *_) = map(json.loads, (tmp_path / "first/metrics.jsonl").read_text().splitlines())
-    assert line["dropped_tokens/layers.2"] == 0
+    assert line["dropped_tokens/layers.2"] > 0  # the last token of a document has no second one to predict
     assert line["expert_load/layers.2"] >= 1
     (folder,) = (tmp_path / "first/checkpoint").glob("step-*")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()

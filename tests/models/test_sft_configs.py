@@ -16,9 +16,9 @@ from torchtitan.tools.errors import UserError
 from torchtitan.trainer import Trainer
 
 TEMPLATE = (
-    "{% for message in messages %}{{ '<|pad|>' + message['role'] + ': ' }}{% if message['role'] == 'assistant' %}"
+    "{% for message in messages %}{{ '<|pad|>' + message['role'] + ':\n' }}{% if message['role'] == 'assistant' %}"
     "{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}{% else %}{{ message['content'] }}"
-    "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|pad|>assistant: ' }}{% endif %}"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|pad|>assistant:\n' }}{% endif %}"
 )
 """A custom template that marks the assistant's text."""
 

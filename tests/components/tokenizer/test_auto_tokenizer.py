@@ -303,12 +303,10 @@ def special_tokens(tokenizer: PretrainedTokenizer) -> list[str]:
 
 
 def chat_ids(folder: Path, chats: list[list[dict[str, str]]]) -> list[list[int]]:
-    """Return the ids of the chats in training."""
+    """Return the ids of the chats as whole texts. In training, a turn that merges with its prompt is split from it."""
     tokenizer = cached_tokenizer(folder)
     encoder = ChatEncoder(tokenizer, resolve_chat_template("", [folder], tokenizer), "assistant")
-    encoded = encoder.encode_batch([Conversation(chat) for chat in chats])
-    assert all(isinstance(samples, list) for samples in encoded), encoded[0]
-    return [samples[-1].ids.tolist() for samples in encoded if isinstance(samples, list)]
+    return [encoder.encode_whole(Conversation(chat[:1]), chat[1:]).ids.tolist() for chat in chats]
 
 
 def differences(theirs: Any, folder: Path) -> int:
