@@ -20,7 +20,7 @@ from torchtitan.tools.errors import UserError
 
 TEMPLATE = (  # with the first token that TRL's CPOTrainer adds in any case
     "{{ bos_token }}"
-    "{% for m in messages %}{{ m.content + eos_token if m.role == 'assistant' else 'Q: ' + m.content + ' A: ' }}"
+    "{% for m in messages %}{{ m.content + eos_token if m.role == 'assistant' else 'Q: ' + m.content + ' A:\n' }}"
     "{% endfor %}"
 )
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 2048}
