@@ -34,9 +34,14 @@ def train(folder: Path, dump: Path, config: str, **options: object) -> Preferenc
 
 
 def write_answers(folder: Path) -> Path:  # noqa: F811
-    """Write single answers, desirable ones first and each part by falling length: the order within a window."""
+    """Write single answers, desirable ones first and each part by falling length: the order within a window. No prompt
+    repeats, since TRL would compare answers to the same prompt."""
     rows = [
-        {"prompt": f"Is {i} a big number?", "completion": "No, it is " + "quite " * n + "small.", "label": label}
+        {
+            "prompt": f"Is {i + 3 * (not label)} a big number?",
+            "completion": "No, it is " + "quite " * n + "small.",
+            "label": label,
+        }
         for label in (True, False)
         for i, n in enumerate(((7, 5, 3), (6, 4, 2, 0))[not label])
     ]
@@ -108,10 +113,7 @@ WEIGHTS = {"desirable_weight": 1.5, "undesirable_weight": 0.7}
         ("dpo", {"kind": "dpo_normalized"}, "dpo", {"loss_type": ["sigmoid_norm"]}),
         ("simpo", {"gamma": 0.4}, "cpo", {"loss_type": "simpo", "simpo_gamma": 0.4, "cpo_alpha": 0.0}),
         ("simpo", {"kind": "cpo", "weight": 0.7}, "cpo", {"loss_type": "sigmoid", "cpo_alpha": 0.7}),
-        pytest.param(
-            *("kto", WEIGHTS, "kto", WEIGHTS),
-            marks=pytest.mark.xfail(reason="the estimate of the divergence is 5e-4 above TRL's, not explained yet"),
-        ),
+        ("kto", WEIGHTS, "kto", WEIGHTS),
     ],
     ids=["dpo", "ipo", "hinge", "robust", "dpo_normalized", "simpo", "cpo", "kto"],
 )
