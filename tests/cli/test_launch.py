@@ -369,7 +369,8 @@ class TestStopping:
         assert time.monotonic() - started < 10
         assert_quiet(command.printed)
 
-    def test_stop_while_workers_start(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+    def test_stop_while_workers_start(self, monkeypatch: pytest.MonkeyPatch, number: signal.Signals) -> None:
         """The remaining workers are not started: thousands would take too long."""
         from torchtitan.cli import launch
 
@@ -382,7 +383,7 @@ class TestStopping:
                 started.append(self)
                 self.process = subprocess.Popen(["sleep", "1000"])
                 if len(started) == 2:
-                    os.kill(os.getpid(), signal.SIGTERM)
+                    os.kill(os.getpid(), number)
 
         monkeypatch.setattr(launch, "_Worker", Worker)
         hosts = launch.Hosts(count=1, rank=0, address="localhost", port=1)

@@ -165,13 +165,17 @@ def _run_once(
     workers: list[_Worker], signals: StopSignals, args: Sequence[str], hosts: Hosts, processes: int
 ) -> list[_Failure]:
     workers.clear()
-    # Ctrl-C reaches the whole process group. The workers inherit this setting and ignore it; this process forwards it.
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for local_rank in range(processes):
-        if signals.first:  # starting many workers takes time
-            break
-        workers.append(_Worker(args, hosts, processes, local_rank))
-    signal.signal(signal.SIGINT, handler)
+    # Ctrl-C reaches the whole process group, and this process forwards it. The workers inherit the blocked signal, so
+    # they never receive it themselves. Here it stays pending, whereas an ignored one would be lost.
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        for local_rank in range(processes):
+            # Starting many workers takes time.
+            if signals.first or signal.SIGINT in signal.sigpending():
+                break
+            workers.append(_Worker(args, hosts, processes, local_rank))
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
     for worker in workers if signals.first else []:  # stop was requested before all had started
         worker.process.terminate()
     _wait(workers)

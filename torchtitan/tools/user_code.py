@@ -37,7 +37,9 @@ def with_place(error: BaseException) -> str:
 
 def is_ctrl_c(error: BaseException) -> bool:
     """Return whether an error may be Ctrl-C, which must end the program; otherwise code has raised it."""
-    return isinstance(error, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    is_blocked = signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ())  # in ranks
+    is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    return isinstance(error, KeyboardInterrupt) and is_default and not is_blocked
 
 
 @contextlib.contextmanager
