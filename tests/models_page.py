@@ -1,9 +1,11 @@
 """The page docs/models.md: model families, and what they support (`python -m tests.models_page > docs/models.md`)."""
 
+import json
 from collections.abc import Iterator
 
 from tests.conftest import PROJECT
-from torchtitan.cli.ls import sizes_of
+from tests.model_sizes import short_name
+from torchtitan.cli.ls import SIZES, with_size
 from torchtitan.models.families import families_with
 
 _FORMATS = {"hf": "Hugging Face", "meta": "Meta"}
@@ -35,19 +37,21 @@ TABLE = PROJECT / "tests" / "transformers_matrix" / "table.md"
 def page() -> Iterator[str]:
     """Yield the lines of docs/models.md."""
     yield _INTRODUCTION
+    sizes = json.loads(SIZES.read_text())
     for family in families_with("hf"):
-        name = family.__name__.rpartition(".")[2]
+        name = short_name(family)
+        flavors = [with_size(flavor, sizes[name].get(flavor)) for flavor in family.FLAVORS]
         types = [f"{name}: {architecture}" for name, architecture in family.FORMATS["hf"].model_types.items()]
         refusals: dict[str, list[str]] = {}
         for flavor, config in family.FLAVORS.items():
             for option in config.unsupported_parallelisms():
                 refusals.setdefault(option.replace("_degree", "").replace("_", " "), []).append(flavor)
         missing = [
-            option if len(flavors) == len(family.FLAVORS) else f"{option}: {', '.join(flavors)}"
-            for option, flavors in refusals.items()
+            option if len(refused) == len(family.FLAVORS) else f"{option}: {', '.join(refused)}"
+            for option, refused in refusals.items()
         ]
         formats = [_FORMATS.get(format, format) for format in family.FORMATS]
-        cells = (name, "<br>".join(types), "<br>".join(sizes_of(name)), ", ".join(formats), "<br>".join(missing))
+        cells = (name, "<br>".join(types), "<br>".join(flavors), ", ".join(formats), "<br>".join(missing))
         yield f"| {' | '.join(cells)} |"
     yield _END
     yield TABLE.read_text().rstrip()

@@ -236,8 +236,7 @@ class TestInstalled:
         words = ["--module", "auto", "--config", "sft", "--hf_assets_path", "hf"]
         assert ConfigManager().parse_args(words).config.model_spec.module == "homemade"
 
-    def test_trained_and_listed_by_name(self, tmp_path, capsys, monkeypatch):
-        monkeypatch.setattr("torchtitan.cli.ls.sizes_of", lambda family: [])  # of built-in families
+    def test_trained_and_listed_by_name(self, tmp_path, capsys):
         words = flags({**TINY, "training.steps": 1, "dump_folder": tmp_path})
         assert run("train", "--module", "ours", "--config", "homemade_debugmodel", *words) == 0
         forget()

@@ -1,53 +1,40 @@
 """`torchtitan ls`: list modules, their configurations, and the sizes of their models."""
 
-import gc
+import json
 from collections.abc import Sequence
-from contextlib import suppress
+from pathlib import Path
 
 from torchtitan.config.registry import built_in_modules, list_module, modules_on_disk
-from torchtitan.tools.errors import UserError
-from torchtitan.tools.logging import without_logs
 from torchtitan.tools.parser import Parser
+
+SIZES = Path(__file__).parents[1] / "assets/model_sizes.json"
+"""Numbers of parameters by built-in family and flavor, written by `python -m tests.model_sizes`: building the models to
+count their parameters takes 15 s."""
 
 
 def ls(args: Sequence[str]) -> int:
-    """Print modules with their configurations and flavors, and return the exit code. Modules of other packages are
-    listed from their sources, without importing them, so without the sizes of their models."""
+    """Print modules with their configurations and flavors, and return the exit code. All are listed
+    from their sources, without importing them; only built-in models have sizes."""
     description = "List modules, their configurations (--config) and their model flavors."
     Parser(prog="torchtitan ls", description=description).parse_args(args)
+    sizes: dict[str, dict[str, int]] = json.loads(SIZES.read_text())
     built_in = built_in_modules()
     for name, folder in modules_on_disk().items():
         listing = list_module(name, folder)
         print(name)
         print(f"  configs: {', '.join(listing.configs)}")
-        if flavors := listing.flavors:
-            has_sizes = name in built_in and any(not flavor.startswith("debugmodel") for flavor in flavors)
-            with suppress(UserError), without_logs():  # an optional dependency is not installed
-                flavors = sizes_of(name) if has_sizes else flavors
+        if listing.flavors:
+            known = sizes.get(name, {}) if name in built_in else {}
+            flavors = [with_size(flavor, known.get(flavor)) for flavor in listing.flavors]
             print(f"  flavors: {', '.join(flavors)}")
     print("Every family also has the configurations of auto, with --hf_assets_path DIR.")
     return 0
 
 
-def sizes_of(family: str) -> list[str]:
-    """Return the flavors of a built-in family with their numbers of parameters."""
-    import torch
-
-    from torchtitan.config.registry import trusted_module
-
-    gc.freeze()  # otherwise, garbage collection walks through all of torch with each few models
-    sizes = []
-    package = trusted_module(f"torchtitan.models.{family}")
-    assert package is not None, "built-in modules are trusted"
-    for flavor, config in package.FLAVORS.items():
-        if config.vocab_size is None:
-            sizes.append(flavor)
-            continue
-        with torch.device("meta"):
-            sizes.append(f"{flavor} ({_rounded(config.build().num_parameters())})")
-    return sizes
-
-
-def _rounded(n_parameters: int) -> str:
-    unit, letter = next((one for one in ((1e12, "T"), (1e9, "B")) if n_parameters >= 0.9995 * one[0]), (1e6, "M"))
-    return f"{n_parameters / unit:.3g} {letter}"
+def with_size(flavor: str, n_parameters: int | None) -> str:
+    """Return the flavor's name with its rounded number of parameters, if that is known."""
+    if n_parameters is None:
+        return flavor
+    units = ((1e12, "T"), (1e9, "B"), (1e6, "M"))
+    unit, letter = next((one for one in units if n_parameters >= 0.9995 * one[0]), units[-1])
+    return f"{flavor} ({n_parameters / unit:.3g} {letter})"
