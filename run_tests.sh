@@ -3,8 +3,8 @@
 #   ./run_tests.sh                    the default tests
 #   ./run_tests.sh -m 'not long'      the slow ones too, as .ci/run
 #   ./run_tests.sh -m long            those that take minutes, each beside a shorter one of its kind
-#   ./run_tests.sh -n 0 tests/components/test_loss.py -k chunk    some, in one process, which starts faster
-#   ./run_tests.sh -n 0 --pdb tests/components/test_loss.py       to debug
+#   ./run_tests.sh -n 0 tests/components/losses/test_loss.py -k chunk    some, in one process, which starts faster
+#   ./run_tests.sh -n 0 --pdb tests/components/losses/test_loss.py       to debug
 set -euo pipefail
 # shellcheck source=scripts/environment.sh
 source "$(dirname "${BASH_SOURCE[0]}")/scripts/environment.sh"

@@ -35,8 +35,8 @@ from torchtitan.tools.device import device_type, memory_gib, peak_flops, synchro
 ROOT = Path(__file__).resolve().parent.parent
 CUDA_TESTS = [
     "tests/components/generation/test_decode_graph.py",
-    "tests/components/test_optimizer.py",
-    "tests/components/test_profiling.py",
+    "tests/components/optim/test_optimizer.py",
+    "tests/components/observe/test_profiling.py",
     "tests/models/test_attention.py",
     "tests/models/test_llama3.py",
 ]

@@ -33,7 +33,7 @@ from torchtitan.components.data.finetuning.samples import pack_samples
 from torchtitan.components.data.plan import Planner, ShuffleSampler
 from torchtitan.components.data.plan.packing import PACKINGS, Packing
 from torchtitan.components.data.plan.sampler import Array
-from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.components.losses.loss import IGNORE_INDEX
 from torchtitan.components.tokenizer import PretrainedTokenizer
 from torchtitan.distributed import initialize_weights
 from torchtitan.models.common.attention import Attention, with_kernel

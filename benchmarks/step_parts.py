@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchtitan.components.loss import CrossEntropyLoss
+from torchtitan.components.losses.loss import CrossEntropyLoss
 from torchtitan.models.common.cpu_attention import BFloat16CausalAttention
 from torchtitan.models.common.rope import apply_rope
 from torchtitan.tools.torch_private import onednn_linear

@@ -35,6 +35,9 @@ LAYERS = [
 COMPONENTS = [
     "tokenizer",
     "chat_template",
+    "optim",
+    "losses",
+    "observe",
     "checkpoint",
     "weights",
     "quantization",
@@ -44,7 +47,7 @@ COMPONENTS = [
     "rollout",
     "evaluation",
 ]
-"""Packages inside `components`, lowest first. Single modules have no layer, but must not be in a cycle."""
+"""Packages inside `components`, lowest first."""
 
 PACKAGE = PROJECT / "torchtitan"
 

@@ -19,7 +19,7 @@ from tests.equivalence.runs import TOLERANCE, Differences, InconsistentRanks, Ou
 from tests.tables import Row as TableRow
 from tests.tables import as_markdown, markers, write_docs
 from tests.training import RaggedDataLoader
-from torchtitan.components.loss import CrossEntropyLoss
+from torchtitan.components.losses.loss import CrossEntropyLoss
 from torchtitan.distributed import ParallelDims, expert_parallel
 from torchtitan.distributed.initialize import canonical_name
 from torchtitan.trainer import Trainer

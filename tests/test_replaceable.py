@@ -62,7 +62,7 @@ def losses(folder: Path) -> list[float]:
 
 def test_optimizer():
     own = write_module('''
-from torchtitan.components.optimizer import Optimizer
+from torchtitan.components.optim.optimizer import Optimizer
 
 class ScaledDescent(Optimizer):
     @dataclass(kw_only=True, slots=True)
@@ -89,7 +89,7 @@ def own_debugmodel():
 
 def test_lr_scheduler():
     own = write_module('''
-from torchtitan.components.lr_scheduler import LRScheduler
+from torchtitan.components.optim.lr_scheduler import LRScheduler
 
 class Halving(LRScheduler):
     @dataclass(kw_only=True, slots=True)
@@ -116,7 +116,7 @@ def own_debugmodel():
 def test_loss():
     own = write_module('''
 import torch.nn.functional as F
-from torchtitan.components.loss import CrossEntropyLoss
+from torchtitan.components.losses.loss import CrossEntropyLoss
 
 class Smoothed(CrossEntropyLoss):
     @dataclass(kw_only=True, slots=True)
@@ -233,8 +233,8 @@ def own_debugmodel():
 def test_metrics():
     own = write_module('''
 from pathlib import Path
-from torchtitan.components.metric_sinks import Sink
-from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.components.observe.metric_sinks import Sink
+from torchtitan.components.observe.metrics import MetricsProcessor
 
 class Csv(Sink):
     def __init__(self, path):

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from torchtitan.components.checkpoint import CheckpointManager, ModelState
-from torchtitan.components.lr_scheduler import LRScheduler
-from torchtitan.components.optimizer import OptimizerState
+from torchtitan.components.optim.lr_scheduler import LRScheduler
+from torchtitan.components.optim.optimizer import OptimizerState
 from torchtitan.config import ConfigManager
 from torchtitan.distributed import initialize_weights
 from torchtitan.models.llama3 import model_registry

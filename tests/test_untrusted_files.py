@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from torchtitan.components.metric_sinks import JsonLines
+from torchtitan.components.observe.metric_sinks import JsonLines
 from torchtitan.components.tokenizer import EMBEDDED_TOKENIZER, PretrainedTokenizer
 from torchtitan.components.tokenizer.auto_tokenizer import warn_of_different_ids
 from torchtitan.components.tokenizer.tiktoken_model import Tiktoken, read_tiktoken
@@ -338,7 +338,7 @@ def test_current_folder_does_not_hide_a_library(tmp_path):
 
 @pytest.mark.parametrize("damage", [b"null\n", b"[]\n", b"garbage\n", b'{"step": null}\n', b"[" * 100_000 + b"\n"])
 def test_damaged_lines_are_skipped_and_saved(tmp_path, damage, caplog, monkeypatch):
-    monkeypatch.setattr("torchtitan.components.metric_sinks.logger.propagate", True)
+    monkeypatch.setattr("torchtitan.components.observe.metric_sinks.logger.propagate", True)
     path = tmp_path / "metrics.jsonl"
     whole = [b'{"step": 1}\n', b'{"step": 2}\n', b'{"step": 3}\n']
     path.write_bytes(whole[0] + damage + whole[1] + whole[2])

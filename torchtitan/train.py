@@ -72,7 +72,7 @@ def _check_same_mode(mode: str) -> None:
 
 def _save_config(resolved: "ResolvedConfig", *, fresh: bool) -> None:
     """Write the resolved configuration to the run's folder; a fresh run keeps the previous run's file."""
-    from torchtitan.components.metric_sinks import set_aside
+    from torchtitan.components.observe.metric_sinks import set_aside
 
     folder = resolved.config.dump_folder
     path = Path(folder) / "config.yaml"

@@ -10,8 +10,8 @@ from torchtitan.components.data import PromptDataLoader, SFTDataLoader
 from torchtitan.components.data.base import NO_DOCUMENT, Batch
 from torchtitan.components.data.dataloader import PretrainDataLoader
 from torchtitan.components.data.finetuning.preference import PreferenceDataLoader
-from torchtitan.components.loss import IGNORE_INDEX
-from torchtitan.components.preference_losses import PreferenceLoss
+from torchtitan.components.losses.loss import IGNORE_INDEX
+from torchtitan.components.losses.preference_losses import PreferenceLoss
 from torchtitan.experiments.preference.trainer import PreferenceTrainer
 from torchtitan.experiments.rl.trainer import RLTrainer
 from torchtitan.models.llama3 import model_registry

@@ -413,7 +413,7 @@ class TestModules:
         registry = """
             from dataclasses import dataclass
 
-            from torchtitan.components.optimizer import Optimizer
+            from torchtitan.components.optim.optimizer import Optimizer
             from torchtitan.models.llama3.config_registry import llama3_debugmodel
 
 

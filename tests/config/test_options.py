@@ -12,7 +12,7 @@ import pytest
 
 from tests.conftest import PROJECT
 from torchtitan.components.data.finetuning.sft import SFTDataLoader
-from torchtitan.components.optimizer import ParamGroup
+from torchtitan.components.optim.optimizer import ParamGroup
 from torchtitan.config import Configurable, TrainingConfig
 from torchtitan.config.configurable import list_options
 from torchtitan.config.registry import built_in_modules, list_module, needs_assets

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.processes import run_processes
 from tests.training import lay_out, llama_config
 from torchtitan.components.checkpoint import ModelState
-from torchtitan.components.loss import CrossEntropyLoss
+from torchtitan.components.losses.loss import CrossEntropyLoss
 from torchtitan.config import ActivationCheckpointConfig, CompileConfig, ParallelismConfig
 from torchtitan.distributed import initialize_weights
 from torchtitan.distributed.activation_checkpoint import (

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from tests.processes import run_processes
 from tests.training import lay_out, llama_config, train
 from torchtitan.components.checkpoint import ModelState
-from torchtitan.components.loss import CrossEntropyLoss
-from torchtitan.components.optimizer import Optimizer
+from torchtitan.components.losses.loss import CrossEntropyLoss
+from torchtitan.components.optim.optimizer import Optimizer
 from torchtitan.config import ActivationCheckpointConfig, CompileConfig, ParallelismConfig
 from torchtitan.distributed import compile as compile_module
 from torchtitan.distributed import initialize_weights

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from tests.equivalence.workers import Workers
 from tests.training import llama_config, read_metrics, train
-from torchtitan.components.loss import CrossEntropyLoss
+from torchtitan.components.losses.loss import CrossEntropyLoss
 from torchtitan.distributed import initialize_weights
 from torchtitan.distributed.mixed_precision import MixedPrecision
 

@@ -16,7 +16,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 from tests.distributed.test_parallel_dims import fake_rank
 from tests.processes import run_processes
 from tests.training import llama_config
-from torchtitan.components.loss import CrossEntropyLoss
+from torchtitan.components.losses.loss import CrossEntropyLoss
 from torchtitan.config import ParallelismConfig
 from torchtitan.distributed import initialize_weights
 from torchtitan.distributed.pipeline import Pipeline, PipelinePlan, take_stage

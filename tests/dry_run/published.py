@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tests.conftest import PROJECT
 from tests.tables import Row, as_markdown, print_table, write_docs
-from torchtitan.components.loss import CrossEntropyLoss
+from torchtitan.components.losses.loss import CrossEntropyLoss
 from torchtitan.config.manager import ConfigManager
 from torchtitan.dry_run import dry_run
 from torchtitan.dry_run.report import RankReport

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from tests.conftest import PROJECT
 from tests.processes import run_processes
 from tests.training import flags, killed_in, read_metrics, run
-from torchtitan.components.run_events import read_events
-from torchtitan.components.sequence_cache import SequenceCache
+from torchtitan.components.data.sequence_cache import SequenceCache
+from torchtitan.components.observe.run_events import read_events
 from torchtitan.config.manager import ConfigManager
 from torchtitan.dry_run import dry_run
 from torchtitan.experiments.distillation.trainer import DistillationTrainer, OnPolicyTrainer

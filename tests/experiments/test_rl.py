@@ -15,15 +15,15 @@ from tests.conftest import PROJECT
 from tests.experiments.calculator import calculate
 from tests.processes import run_processes
 from tests.training import flags, killed_in, llama_config, read_metrics, run
-from torchtitan.components import metric_sinks
-from torchtitan.components import policy_loss as losses
 from torchtitan.components.checkpoint.ranks import Ranks
 from torchtitan.components.generation import Generation, engine
 from torchtitan.components.generation.sampling import draw
-from torchtitan.components.policy_loss import generalized_advantages
+from torchtitan.components.losses import policy_loss as losses
+from torchtitan.components.losses.policy_loss import generalized_advantages
+from torchtitan.components.observe import metric_sinks
+from torchtitan.components.optim.spikes import SpikeGuard
 from torchtitan.components.rollout.rewards import Rewards, number_match
 from torchtitan.components.rollout.rollout import RolloutEngine, Trajectory, to_batches
-from torchtitan.components.spikes import SpikeGuard
 from torchtitan.config.manager import ConfigManager
 from torchtitan.experiments.ppo.config_registry import ppo_debugmodel
 from torchtitan.experiments.ppo.trainer import estimate_advantages

@@ -22,7 +22,7 @@ from tests.hostile_inputs.attempt import DEFECTS, Verdict, attempt, draw, last_l
 from tests.hostile_inputs.mutators import CANARY
 from tests.hostile_inputs.subjects import SUBJECTS, Subject
 from tests.tables import Row, as_markdown, describe, print_table, write_docs
-from torchtitan.components import metrics
+from torchtitan.components.observe import metrics
 from torchtitan.tools.device import peak_flops
 
 PAGE = PROJECT / "docs" / "security.md"

@@ -9,7 +9,7 @@ import numpy
 import torch
 
 from torchtitan.components.data.base import Batch
-from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.components.losses.loss import IGNORE_INDEX
 from torchtitan.trainer import Trainer
 
 

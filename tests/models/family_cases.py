@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchtitan.components.cross_entropy import IGNORE_INDEX
+from torchtitan.components.losses.cross_entropy import IGNORE_INDEX
 from torchtitan.models.families import families_with
 from torchtitan.protocols import BaseModel
 from torchtitan.protocols.state_dict_adapter import adapter_for

@@ -19,7 +19,7 @@ from tests.models.family_cases import (
     to_ours,
 )
 from torchtitan.components.generation import generate
-from torchtitan.components.loss import CrossEntropyLoss
+from torchtitan.components.losses.loss import CrossEntropyLoss
 from torchtitan.models.families import families_with
 
 transformers = pytest.importorskip("transformers")

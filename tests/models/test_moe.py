@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.models.family_cases import relative_error
-from torchtitan.components import load_balance
-from torchtitan.components.load_balance import LoadBalancer
+from torchtitan.components.losses import load_balance
+from torchtitan.components.losses.load_balance import LoadBalancer
 from torchtitan.models.common.moe.experts import ClampedExperts, GeGLUExperts, InputScaledExperts, RoutedExperts, swiglu
 from torchtitan.models.common.moe.layer import MoEConfig
 from torchtitan.models.common.moe.router import Router, RoutingConfig

@@ -21,7 +21,7 @@ from tests.models.test_attention import metadata_of
 from tests.models.test_sft_configs import chat_file
 from tests.processes import run_processes
 from tests.training import read_metrics, run, train
-from torchtitan.components.freeze import Freeze
+from torchtitan.components.optim.freeze import Freeze
 from torchtitan.components.weights import open_source
 from torchtitan.config.manager import ConfigManager
 from torchtitan.dry_run import dry_run

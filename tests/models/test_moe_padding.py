@@ -13,7 +13,7 @@ from tests.processes import run_processes
 from tests.training import run, tiny_config
 from torchtitan.components.data.finetuning.sft import SFTDataLoader
 from torchtitan.components.data.pretraining.windows import collate, pack, padding_sample
-from torchtitan.components.load_balance import LoadBalancer
+from torchtitan.components.losses.load_balance import LoadBalancer
 from torchtitan.models.common.moe.router import Router, RoutingConfig
 from torchtitan.protocols.attention import AttentionMetadata
 from torchtitan.protocols.experts import PenaltyConfig

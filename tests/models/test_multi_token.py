@@ -15,7 +15,7 @@ from tests.models.family_cases import random_reference, random_tokens, relative_
 from tests.models.test_attention import metadata_of
 from tests.models.test_deepseek import V3
 from tests.training import train
-from torchtitan.components.loss import CrossEntropyLoss
+from torchtitan.components.losses.loss import CrossEntropyLoss
 from torchtitan.config.manager import ConfigManager
 from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.dry_run import dry_run

@@ -8,7 +8,7 @@ from torch import nn
 from tests.components.generation.test_generation import TINY_PROMPTS, mixed_model
 from torchtitan import train
 from torchtitan.components.generation import generate
-from torchtitan.components.loss import CrossEntropyLoss
+from torchtitan.components.losses.loss import CrossEntropyLoss
 from torchtitan.components.peft import LoRA
 from torchtitan.distributed import initialize_weights
 from torchtitan.tools import cpu_products

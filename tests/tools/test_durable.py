@@ -16,7 +16,7 @@ from tests.training import flags, train
 from torchtitan.cli.main import main
 from torchtitan.components.data.pretraining.token_cache import open_token_cache
 from torchtitan.components.data.sources.source import resolve_source
-from torchtitan.components.metric_sinks import JsonLines
+from torchtitan.components.observe.metric_sinks import JsonLines
 from torchtitan.components.tokenizer import PretrainedTokenizer
 from torchtitan.tools import durable
 

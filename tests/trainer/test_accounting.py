@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.training import killed_in, launch, run, tiny_config, train
-from torchtitan.components.run_events import describe_goodput, goodput, read_events
+from torchtitan.components.observe.run_events import describe_goodput, goodput, read_events
 from torchtitan.trainer import Trainer
 from torchtitan.trainer.accounting import OWN_PHASES, Accounting, largest_excess
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from tests.processes import run_processes
 from tests.training import RaggedDataLoader, read_metrics, read_validation, run, tiny_config, train
-from torchtitan.components.loss import CrossEntropyLoss
+from torchtitan.components.losses.loss import CrossEntropyLoss
 from torchtitan.experiments.template.trainer import TemplateTrainer
 from torchtitan.tools.errors import UserError
 from torchtitan.trainer import Trainer

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from tests.processes import run_processes
 from tests.training import read_metrics, run, tiny_config
 from torchtitan.components.data.dataloader import PretrainDataLoader
-from torchtitan.components.run_events import read_events
+from torchtitan.components.observe.run_events import read_events
 from torchtitan.tools.errors import RunFailure
 from torchtitan.trainer import Callback, NonFiniteError, StepResult, Trainer
 from torchtitan.trainer.late_result import LateResult, LateResults

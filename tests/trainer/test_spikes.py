@@ -13,7 +13,7 @@ import torch
 
 from tests.training import killed_in, launch, read_metrics, tiny_config, train
 from torchtitan.components.data.dataloader import PretrainDataLoader
-from torchtitan.components.spikes import SpikeGuard
+from torchtitan.components.optim.spikes import SpikeGuard
 from torchtitan.tools.errors import RunFailure, UserError
 from torchtitan.trainer import Trainer
 

@@ -15,7 +15,7 @@ from tests.equivalence.workers import Workers
 from tests.pretrained import FLOAT32, LAST_IN_HF, from_folder, make_pretrained
 from tests.training import read_metrics, run, tiny_config, train
 from torchtitan.components.checkpoint.dcp import DcpSource
-from torchtitan.components.freeze import Freeze
+from torchtitan.components.optim.freeze import Freeze
 from torchtitan.components.peft import LoRA
 from torchtitan.trainer import Trainer
 

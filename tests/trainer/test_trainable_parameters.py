@@ -13,8 +13,8 @@ from tests.processes import run_processes
 from tests.training import read_validation, run, tiny_config
 from torchtitan.components.data.base import Batch
 from torchtitan.components.data.dataloader import PretrainDataLoader
-from torchtitan.components.freeze import Freeze
-from torchtitan.components.optimizer import Optimizer, ParamGroup, trained_names
+from torchtitan.components.optim.freeze import Freeze
+from torchtitan.components.optim.optimizer import Optimizer, ParamGroup, trained_names
 from torchtitan.components.peft import LoRA, QLoRA
 from torchtitan.dry_run import dry_run
 from torchtitan.models.common.rope import RoPEConfig

@@ -19,7 +19,7 @@ from tests.training import RaggedDataLoader, launch, read_metrics, read_validati
 from torchtitan.components.data import HubDataset, register_dataset
 from torchtitan.components.data.base import BaseDataLoader
 from torchtitan.components.data.dataloader import PretrainDataLoader
-from torchtitan.components.loss import CrossEntropyLoss
+from torchtitan.components.losses.loss import CrossEntropyLoss
 from torchtitan.tools.errors import UserError
 from torchtitan.trainer import NonFiniteError, Trainer
 

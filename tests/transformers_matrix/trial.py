@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import torchtitan.models.transformers as any_class
 from tests.models.transformers.model_types import decoder_config
 from torchtitan.components.checkpoint.dcp import DcpSource, write_dcp
-from torchtitan.components.loss import IGNORE_INDEX, CrossEntropyLoss
+from torchtitan.components.losses.loss import IGNORE_INDEX, CrossEntropyLoss
 from torchtitan.components.weights import export_checkpoint, load_weights
 from torchtitan.distributed import initialize_weights
 from torchtitan.models.pretrained import huggingface_model

@@ -142,7 +142,7 @@ def _model(options: argparse.Namespace, family: "ModuleType | None") -> "Writing
 def _adapter(options: argparse.Namespace, family: "ModuleType | None") -> "Writing":
     """Like `_model`, for the adapter only. Raise `UserError` if there is none, or if other parameters were trained."""
     from torchtitan.components.checkpoint.dcp import optimized_names
-    from torchtitan.components.optimizer import trained_names
+    from torchtitan.components.optim.optimizer import trained_names
     from torchtitan.components.peft import LoRA
     from torchtitan.components.peft.adapter_files import CONFIG, write_adapter
     from torchtitan.components.peft.converter import EXPORTED, check_complete

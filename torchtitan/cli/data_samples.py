@@ -9,7 +9,7 @@ import torch
 
 from torchtitan.components.data.base import NO_DOCUMENT, BaseDataLoader, Batch
 from torchtitan.components.data.finetuning.preference import SIDES
-from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.components.losses.loss import IGNORE_INDEX
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.protocols.attention import AttentionMetadata
 from torchtitan.tools.errors import UserError

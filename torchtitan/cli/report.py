@@ -15,7 +15,15 @@ from torchtitan.cli.data_report import TEMPLATES, render
 from torchtitan.cli.model_options import run_command
 from torchtitan.components.checkpoint.catalog import CheckpointInfo, list_checkpoints
 from torchtitan.components.checkpoint.filesystem import is_url, resolve_folder
-from torchtitan.components.run_events import EVENTS, Event, describe_goodput, goodput, mean_phases, read_events, shares
+from torchtitan.components.observe.run_events import (
+    EVENTS,
+    Event,
+    describe_goodput,
+    goodput,
+    mean_phases,
+    read_events,
+    shares,
+)
 from torchtitan.config.configurable import leaves
 from torchtitan.config.manager import read_config_file
 from torchtitan.tools import durable

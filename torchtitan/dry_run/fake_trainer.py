@@ -12,9 +12,9 @@ from torch.distributed.tensor import DTensor
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.data import PromptDataLoader
 from torchtitan.components.data.base import BaseDataLoader, Batch
-from torchtitan.components.loss import CrossEntropyLoss
+from torchtitan.components.evaluation.validate import Validator
+from torchtitan.components.losses.loss import CrossEntropyLoss
 from torchtitan.components.tokenizer import Tokenizer
-from torchtitan.components.validate import Validator
 from torchtitan.config import CompileConfig
 from torchtitan.distributed.expert_parallel import TokenExchange
 from torchtitan.dry_run.memory_tracker import MemoryTracker

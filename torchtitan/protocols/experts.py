@@ -80,7 +80,7 @@ class SelectionBias(nn.Module):
 
 
 class LoadBalanced(nn.Module):
-    """Base class of routers, which keep their E experts equally busy. `torchtitan.components.load_balance` sums
+    """Base class of routers, which keep their E experts equally busy. `torchtitan.components.losses.load_balance` sums
     `totals` over the ranks that see other tokens, and moves the selection bias.
 
     Auxiliary losses do not travel with the training loss, which only the last stage of a pipeline has, and which is

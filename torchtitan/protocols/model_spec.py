@@ -32,7 +32,7 @@ class ModelSpec:
     """Model; `model.build()` constructs it. Its options are `--model.<field>`."""
 
     loss: Configurable.Config
-    """Training loss, with the options `--loss.<field>`; see `torchtitan.components.loss`."""
+    """Training loss, with the options `--loss.<field>`; see `torchtitan.components.losses.loss`."""
 
     sharding: Suppress[ShardingPlan]
     """Modules that tensor and context parallelism split."""

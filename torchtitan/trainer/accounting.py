@@ -10,8 +10,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from torchtitan.components import run_events
-from torchtitan.components.run_events import Event
+from torchtitan.components.observe import run_events
+from torchtitan.components.observe.run_events import Event
 from torchtitan.distributed.health import software
 from torchtitan.distributed.phases import BETWEEN_STEPS, RETURN
 from torchtitan.distributed.process_group import gather_objects

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan.components.checkpoint.ranks import Ranks
 from torchtitan.components.data.base import BaseDataLoader
-from torchtitan.components.optimizer import Optimizer
+from torchtitan.components.optim.optimizer import Optimizer
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.components.tokenizer.auto_tokenizer import warn_of_different_ids
 from torchtitan.config import Configurable

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchtitan.components.data.base import Batch
-from torchtitan.components.metric_sinks import JsonLines
+from torchtitan.components.observe.metric_sinks import JsonLines
 from torchtitan.config import Configurable
 from torchtitan.distributed.compile import RecompileMonitor
 from torchtitan.trainer.step_result import StepResult, StopReason

@@ -16,14 +16,14 @@ from torchtitan.components.checkpoint.identity import RunIdentity, identify_cont
 from torchtitan.components.checkpoint.resume import check_owner
 from torchtitan.components.data.base import BaseDataLoader
 from torchtitan.components.data.dataloader import PretrainDataLoader
-from torchtitan.components.ema import WeightAverage
-from torchtitan.components.lr_scheduler import LRScheduler
-from torchtitan.components.metrics import MetricsProcessor
-from torchtitan.components.optimizer import Optimizer, check_early_step
-from torchtitan.components.profiling import Profiler
-from torchtitan.components.spikes import SpikeGuard
+from torchtitan.components.evaluation.validate import Validator
+from torchtitan.components.observe.metrics import MetricsProcessor
+from torchtitan.components.observe.profiling import Profiler
+from torchtitan.components.optim.ema import WeightAverage
+from torchtitan.components.optim.lr_scheduler import LRScheduler
+from torchtitan.components.optim.optimizer import Optimizer, check_early_step
+from torchtitan.components.optim.spikes import SpikeGuard
 from torchtitan.components.tokenizer import PretrainedTokenizer, Tokenizer
-from torchtitan.components.validate import Validator
 from torchtitan.components.weights.pretrained import check_start
 from torchtitan.components.weights.sources import base_weights, format_of
 from torchtitan.config import (

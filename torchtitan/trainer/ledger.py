@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from torchtitan.components.data.base import Batch
-from torchtitan.components.metric_sinks import JsonLines
+from torchtitan.components.observe.metric_sinks import JsonLines
 from torchtitan.distributed.process_group import gather_objects
 from torchtitan.tools.errors import RunFailure
 from torchtitan.trainer.callbacks import Callback, Recorder

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from torchtitan.components.metrics import SHOWN_PARTS
+from torchtitan.components.observe.metrics import SHOWN_PARTS
 from torchtitan.tools.progress import progress, sparkline
 from torchtitan.trainer.callbacks import Callback
 from torchtitan.trainer.step_result import StepResult

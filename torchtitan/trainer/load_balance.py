@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from torchtitan.components.data.base import Batch
-from torchtitan.components.load_balance import LoadBalancer
+from torchtitan.components.losses.load_balance import LoadBalancer
 from torchtitan.tools.errors import UserError
 from torchtitan.trainer.callbacks import Callback
 from torchtitan.trainer.step_result import StepResult

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchtitan.components.optimizer import trained_names
+from torchtitan.components.optim.optimizer import trained_names
 from torchtitan.distributed import initialize_weights
 from torchtitan.distributed.parallelize import free_gathered_weights
 from torchtitan.protocols import BaseModel, ModelSpec

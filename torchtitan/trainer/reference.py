@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from torchtitan.components.data.base import Batch
-from torchtitan.components.log_probs import token_log_probs
+from torchtitan.components.data.sequence_cache import SequenceCache
+from torchtitan.components.losses.log_probs import token_log_probs
 from torchtitan.components.peft import LoRA
 from torchtitan.components.peft.lora import adapters_off
-from torchtitan.components.sequence_cache import SequenceCache
 from torchtitan.components.weights.pretrained import internal_source
 from torchtitan.components.weights.sources import base_weights
 from torchtitan.distributed.process_group import on_all_ranks

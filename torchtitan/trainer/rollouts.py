@@ -20,7 +20,7 @@ from torchtitan.components.data import PromptDataLoader
 from torchtitan.components.data.base import Batch
 from torchtitan.components.data.finetuning.prompts import prompts_in
 from torchtitan.components.generation import Engine, Sampling, stop_ids
-from torchtitan.components.metric_sinks import JsonLines
+from torchtitan.components.observe.metric_sinks import JsonLines
 from torchtitan.components.rollout.rewards import Rewards
 from torchtitan.components.rollout.rollout import Group, RolloutEngine, Trajectory, to_batches
 from torchtitan.components.rollout.vllm import VLLMEngine, check_server

@@ -10,10 +10,10 @@ import torch
 
 from torchtitan.components.checkpoint import CheckpointManager, ModelState, RandomState
 from torchtitan.components.checkpoint.identity import RunIdentity, identify_content
-from torchtitan.components.ema import WeightAverage
-from torchtitan.components.lr_scheduler import LRScheduler
-from torchtitan.components.optimizer import Optimizer
-from torchtitan.components.spikes import SpikeGuard
+from torchtitan.components.optim.ema import WeightAverage
+from torchtitan.components.optim.lr_scheduler import LRScheduler
+from torchtitan.components.optim.optimizer import Optimizer
+from torchtitan.components.optim.spikes import SpikeGuard
 from torchtitan.components.weights.assets import CheckpointAssets, files_in, read_converters
 from torchtitan.components.weights.export import export_huggingface
 from torchtitan.components.weights.pretrained import frozen_weights, load_initial_weights

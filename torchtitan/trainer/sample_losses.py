@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torchtitan.components.data.base import NO_DOCUMENT, Batch
 from torchtitan.components.data.plan.sampler import Array, StepStatistics
-from torchtitan.components.loss import IGNORE_INDEX, CrossEntropyLoss
+from torchtitan.components.losses.loss import IGNORE_INDEX, CrossEntropyLoss
 from torchtitan.distributed.context_parallel import shard_sequences
 from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.distributed.process_group import gather_objects

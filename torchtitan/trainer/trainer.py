@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from torchtitan.components.checkpoint import list_checkpoints
 from torchtitan.components.data.base import Batch
-from torchtitan.components.loss import IGNORE_INDEX, Measures
-from torchtitan.components.metrics import MetricsProcessor
-from torchtitan.components.validate import Validator
+from torchtitan.components.evaluation.validate import Validator
+from torchtitan.components.losses.loss import IGNORE_INDEX, Measures
+from torchtitan.components.observe.metrics import MetricsProcessor
 from torchtitan.distributed.context_parallel import shard_sequences
 from torchtitan.distributed.gradients import clip_grad_norm, divide_gradients
 from torchtitan.distributed.mixed_precision import MixedPrecision

@@ -17,7 +17,7 @@ from torchtitan.components.checkpoint import ModelState, list_checkpoints, load_
 from torchtitan.components.checkpoint import space as disk_space
 from torchtitan.components.checkpoint.filesystem import LocalFolder
 from torchtitan.components.checkpoint.saver import CheckpointSaveError
-from torchtitan.components.run_events import read_events
+from torchtitan.components.observe.run_events import read_events
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer

@@ -22,7 +22,7 @@ from torchtitan.components.data.pretraining import windows
 from torchtitan.components.data.pretraining.token_cache import open_token_cache
 from torchtitan.components.data.pretraining.windows import pack
 from torchtitan.components.data.sources.source import resolve_source
-from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.components.losses.loss import IGNORE_INDEX
 from torchtitan.tools.errors import UserError
 
 SEQ_LEN = 16

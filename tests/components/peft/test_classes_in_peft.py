@@ -18,7 +18,7 @@ import torchtitan.models.transformers as any_class  # noqa: E402
 from tests.components.peft.test_adapter_files import adapted, open_adapter, write  # noqa: E402
 from tests.models.transformers.model_types import CAUSAL, IMAGE_TEXT, decoder_config  # noqa: E402
 from tests.transformers_matrix.trial import quiet, without_dropout  # noqa: E402
-from torchtitan.components.loss import IGNORE_INDEX, CrossEntropyLoss  # noqa: E402
+from torchtitan.components.losses.loss import IGNORE_INDEX, CrossEntropyLoss  # noqa: E402
 from torchtitan.components.peft import LoRA, QLoRA  # noqa: E402
 from torchtitan.distributed import initialize_weights  # noqa: E402
 from torchtitan.models.pretrained import huggingface_model  # noqa: E402

@@ -17,7 +17,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from tests.distributed.test_parallel_dims import fake_rank
 from tests.processes import run_processes
 from tests.training import read_metrics, read_validation, tiny_config, train
-from torchtitan.components.freeze import Freeze
+from torchtitan.components.optim.freeze import Freeze
 from torchtitan.components.quantization.float8 import Float8LinearConverter
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.dry_run import dry_run

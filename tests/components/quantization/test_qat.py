@@ -14,7 +14,7 @@ from torch import nn
 from tests.processes import run_processes
 from tests.training import flags, read_metrics, read_validation, run, tiny_config, train
 from torchtitan.cli.main import main
-from torchtitan.components.freeze import Freeze
+from torchtitan.components.optim.freeze import Freeze
 from torchtitan.components.quantization.qat import QAT
 from torchtitan.components.tokenizer import EMBEDDED_TOKENIZER
 from torchtitan.config.manager import ConfigManager

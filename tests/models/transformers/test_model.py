@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from torchtitan.components.loss import IGNORE_INDEX, CrossEntropyLoss
+from torchtitan.components.losses.loss import IGNORE_INDEX, CrossEntropyLoss
 from torchtitan.components.peft import LoRA
 from torchtitan.distributed import initialize_weights
 from torchtitan.models.pretrained import huggingface_model

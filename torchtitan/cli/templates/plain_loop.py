@@ -12,13 +12,13 @@ import torch
 
 from torchtitan.components.checkpoint import CheckpointManager, ModelState, RandomState
 from torchtitan.components.data.dataloader import PretrainDataLoader
-from torchtitan.components.loss import IGNORE_INDEX, CrossEntropyLoss
-from torchtitan.components.lr_scheduler import LRScheduler
-from torchtitan.components.metrics import MetricsProcessor
-from torchtitan.components.optimizer import Optimizer
-from torchtitan.components.profiling import Profiler
+from torchtitan.components.evaluation.validate import Validator
+from torchtitan.components.losses.loss import IGNORE_INDEX, CrossEntropyLoss
+from torchtitan.components.observe.metrics import MetricsProcessor
+from torchtitan.components.observe.profiling import Profiler
+from torchtitan.components.optim.lr_scheduler import LRScheduler
+from torchtitan.components.optim.optimizer import Optimizer
 from torchtitan.components.tokenizer import PretrainedTokenizer
-from torchtitan.components.validate import Validator
 from torchtitan.distributed import initialize_weights
 from torchtitan.distributed.gradients import clip_grad_norm
 from torchtitan.models.llama3 import model_registry

@@ -144,7 +144,7 @@ def with_parameter_names(name: str, state: "Stateful", states: "Mapping[str, Sta
     states as is. Raise `UserError` if no model has the optimizer's parameters."""
     if not isinstance(state, torch.optim.Optimizer):
         return state
-    from torchtitan.components.optimizer import OptimizerState
+    from torchtitan.components.optim.optimizer import OptimizerState
 
     updated = {parameter for group in state.param_groups for parameter in group["params"]}
     models = [model for model in states.values() if isinstance(model, ModelState)]
@@ -153,5 +153,5 @@ def with_parameter_names(name: str, state: "Stateful", states: "Mapping[str, Sta
             return OptimizerState(part, state)
     raise UserError(
         f"state {name!r} is a torch.optim.{type(state).__name__}, but no ModelState among the states has its "
-        "parameters; add the model's, or use torchtitan.components.optimizer.OptimizerState(model, optimizer)"
+        "parameters; add the model's, or use torchtitan.components.optim.optimizer.OptimizerState(model, optimizer)"
     )

@@ -6,7 +6,7 @@ from torchtitan.components.data.finetuning.preference import PreferenceDataLoade
 from torchtitan.components.data.finetuning.prompts import PromptDataLoader
 from torchtitan.components.data.finetuning.sft import SFTDataLoader
 from torchtitan.components.data.sources.source import ChatDataset, HubDataset, register_chat_dataset, register_dataset
-from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.components.losses.loss import IGNORE_INDEX
 
 __all__ = ["IGNORE_INDEX", "BaseDataLoader", "Batch", "ChatDataset", "HubDataset", "PreferenceDataLoader"]
 __all__ += ["PretrainDataLoader", "PromptDataLoader", "SFTDataLoader", "register_chat_dataset"]

@@ -4,7 +4,7 @@ import dataclasses
 from types import ModuleType
 
 from torchtitan.components.data import PromptDataLoader
-from torchtitan.components.distillation import DistillationLoss
+from torchtitan.components.losses.distillation import DistillationLoss
 from torchtitan.models.auto import config_registry as auto
 from torchtitan.models.common.recipes import small_run
 from torchtitan.models.llama3 import FLAVORS, model_spec

@@ -10,10 +10,16 @@ import torch
 from torch import Tensor
 
 from torchtitan.components.data.base import Batch
-from torchtitan.components.distillation import DistillationLoss, Outputs, TeacherConfig, TopTokens, check_same_tokens
-from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.components.data.sequence_cache import SequenceCache
+from torchtitan.components.losses.distillation import (
+    DistillationLoss,
+    Outputs,
+    TeacherConfig,
+    TopTokens,
+    check_same_tokens,
+)
+from torchtitan.components.losses.loss import IGNORE_INDEX
 from torchtitan.components.rollout.rollout import RolloutConfig
-from torchtitan.components.sequence_cache import SequenceCache
 from torchtitan.components.tokenizer import PretrainedTokenizer
 from torchtitan.components.weights.assets import asset_folder
 from torchtitan.models.pretrained import internal_source

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from torchtitan.components.data.base import Batch
-from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.components.losses.loss import IGNORE_INDEX
 from torchtitan.distributed.gradients import clip_grad_norm
 from torchtitan.distributed.process_group import sum_over_ranks
 from torchtitan.tools.errors import UserError

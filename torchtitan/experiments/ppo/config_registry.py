@@ -2,8 +2,8 @@
 
 from types import ModuleType
 
-from torchtitan.components.optimizer import ParamGroup
-from torchtitan.components.policy_loss import PolicyLoss
+from torchtitan.components.losses.policy_loss import PolicyLoss
+from torchtitan.components.optim.optimizer import ParamGroup
 from torchtitan.experiments.rl import config_registry as rl
 
 from .trainer import PPOTrainer

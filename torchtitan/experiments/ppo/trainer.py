@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from torchtitan.components.data.base import Batch
-from torchtitan.components.log_probs import token_log_probs
-from torchtitan.components.loss import IGNORE_INDEX
-from torchtitan.components.policy_loss import generalized_advantages
+from torchtitan.components.losses.log_probs import token_log_probs
+from torchtitan.components.losses.loss import IGNORE_INDEX
+from torchtitan.components.losses.policy_loss import generalized_advantages
 from torchtitan.distributed.process_group import sum_over_ranks
 from torchtitan.experiments.rl.trainer import RLTrainer
 from torchtitan.protocols.initializer import Constant, with_initializers

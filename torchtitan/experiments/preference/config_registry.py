@@ -4,9 +4,9 @@ import dataclasses
 from types import ModuleType
 
 from torchtitan.components.data.finetuning.preference import AnswerDataLoader, PreferenceDataLoader
-from torchtitan.components.optimizer import Optimizer
+from torchtitan.components.losses.preference_losses import KTOLoss, PreferenceLoss
+from torchtitan.components.optim.optimizer import Optimizer
 from torchtitan.components.peft import LoRA
-from torchtitan.components.preference_losses import KTOLoss, PreferenceLoss
 from torchtitan.models.auto.config_registry import sft
 from torchtitan.models.common.recipes import with_adapters
 from torchtitan.models.llama3.config_registry import llama3_debugmodel_sft

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from torchtitan.components.data.base import Batch
 from torchtitan.components.data.finetuning.preference import SEQUENCES_PER_SAMPLE, PreferenceDataLoader, sum_answers
-from torchtitan.components.loss import IGNORE_INDEX
-from torchtitan.components.preference_losses import KTOLoss, PreferenceLoss, RewardMeasures
+from torchtitan.components.losses.loss import IGNORE_INDEX
+from torchtitan.components.losses.preference_losses import KTOLoss, PreferenceLoss, RewardMeasures
 from torchtitan.distributed.process_group import sum_over_ranks
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger

@@ -4,7 +4,7 @@ import dataclasses
 from types import ModuleType
 
 from torchtitan.components.data.finetuning import prompts
-from torchtitan.components.optimizer import Optimizer
+from torchtitan.components.optim.optimizer import Optimizer
 from torchtitan.components.rollout.rollout import RolloutConfig
 from torchtitan.models.auto.config_registry import sft
 from torchtitan.models.llama3.config_registry import llama3_debugmodel_sft

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from torchtitan.components.data.base import Batch
-from torchtitan.components.loss import IGNORE_INDEX, CrossEntropyLoss
-from torchtitan.components.policy_loss import PolicyLoss, group_advantages
+from torchtitan.components.losses.loss import IGNORE_INDEX, CrossEntropyLoss
+from torchtitan.components.losses.policy_loss import PolicyLoss, group_advantages
 from torchtitan.components.rollout.rewards import RewardName, Rewards
 from torchtitan.components.rollout.rollout import Group, RolloutConfig, log_completions
 from torchtitan.distributed.process_group import on_all_ranks

@@ -10,11 +10,11 @@ import torch
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.data.dataloader import PretrainDataLoader
 from torchtitan.components.data.finetuning.sft import SFTDataLoader
-from torchtitan.components.lr_scheduler import LRScheduler
-from torchtitan.components.metrics import MetricsProcessor
-from torchtitan.components.optimizer import Optimizer
+from torchtitan.components.evaluation.validate import Validator
+from torchtitan.components.observe.metrics import MetricsProcessor
+from torchtitan.components.optim.lr_scheduler import LRScheduler
+from torchtitan.components.optim.optimizer import Optimizer
 from torchtitan.components.peft import LoRA
-from torchtitan.components.validate import Validator
 from torchtitan.config import ActivationCheckpointConfig, CompileConfig, TrainingConfig
 from torchtitan.models.common.moe.layer import MoEConfig
 from torchtitan.models.families import Family

@@ -19,7 +19,7 @@ from torchtitan.components.data.finetuning.chat_encoding import EncodedRow, Enco
 from torchtitan.components.data.finetuning.preference import AnswerDataLoader, PreferenceDataLoader
 from torchtitan.components.data.finetuning.prompts import PromptDataLoader
 from torchtitan.components.data.plan import ShuffleSampler, StepStatistics
-from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.components.losses.loss import IGNORE_INDEX
 from torchtitan.components.tokenizer import PretrainedTokenizer
 from torchtitan.distributed import initialize_weights
 from torchtitan.models.llama3 import model_registry

@@ -18,7 +18,7 @@ from torchtitan.components.data.finetuning.chat_encoding import EncodedSample
 from torchtitan.components.data.finetuning.samples import SampleSets, pack_samples
 from torchtitan.components.data.finetuning.sft import SFTDataLoader, parse_schedule
 from torchtitan.components.data.plan import Sampler, ShuffleSampler, StepStatistics
-from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.components.losses.loss import IGNORE_INDEX
 from torchtitan.components.tokenizer import PretrainedTokenizer
 from torchtitan.distributed import initialize_weights
 from torchtitan.models.common.rope import RoPEConfig

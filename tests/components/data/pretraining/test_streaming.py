@@ -15,7 +15,7 @@ from torchtitan.components.data import HubDataset, PretrainDataLoader, register_
 from torchtitan.components.data.base import Layout
 from torchtitan.components.data.pretraining.streaming import PackedStream, StreamOrder
 from torchtitan.components.data.sources.source import resolve_source
-from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.components.losses.loss import IGNORE_INDEX
 from torchtitan.tools.errors import RunFailure, UserError
 
 datasets = pytest.importorskip("datasets")

@@ -5,7 +5,7 @@ import pytest
 
 from torchtitan.components.data.pretraining.order import permute
 from torchtitan.components.data.pretraining.windows import count_windows, pack, padding_sample
-from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.components.losses.loss import IGNORE_INDEX
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 16, 17, 63, 64, 65, 1000, 4097])

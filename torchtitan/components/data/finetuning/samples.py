@@ -17,7 +17,7 @@ from torchtitan.components.data.finetuning.filters import Dropped, Policy
 from torchtitan.components.data.finetuning.sample_cache import SampleCache
 from torchtitan.components.data.plan.sampler import Array
 from torchtitan.components.data.report import ExampleCounter, Report, no_rows_left_error
-from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.components.losses.loss import IGNORE_INDEX
 from torchtitan.tools.errors import UserError
 
 MANY_TOO_LONG = 0.01

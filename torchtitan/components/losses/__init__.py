@@ -1,0 +1,10 @@
+"""Losses, each a function of tensors that can be called without a trainer.
+
+- `loss`: the interface of losses, cross entropy in chunks, and its variants.
+- `cross_entropy`: the closed-form gradient of cross entropy in chunks of tokens.
+- `log_probs`: log-probabilities of given tokens.
+- `preference_losses`: DPO and its relatives, KTO, reward models.
+- `policy_loss`: policy gradients with clipping.
+- `distillation`: divergences from a teacher.
+- `load_balance`: penalties and statistics of expert routers.
+"""

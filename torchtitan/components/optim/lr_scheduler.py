@@ -1,0 +1,123 @@
+"""Learning-rate schedule with warm-up, stable and decay phases (WSD, arXiv:2404.06395)."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from torchtitan.components.optim.optimizer import Optimizer
+from torchtitan.config import Configurable
+from torchtitan.config.sections import require_at_least
+from torchtitan.tools.errors import UserError, require
+from torchtitan.tools.logging import logger
+
+
+class LRScheduler(Configurable):
+    """Sets the learning rate of every parameter group to its peak rate times `factor(steps_taken)`.
+
+    A subclass with another curve overrides `factor`. A torch optimizer's peak rates are the `initial_lr` of its groups,
+    or their `lr` when the schedule is built. `training_steps` is the schedule's length, unless `total_steps` is set. If
+    `unit` is tokens, steps are tokens everywhere in this class, and the step of an optimizer has many of them.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Configurable.Config):
+        """Learning-rate schedule."""
+
+        unit: Literal["steps", "tokens"] = "steps"
+        """Unit of warmup_steps and total_steps. With tokens, the curve does not depend on batch sizes."""
+
+        warmup_steps: int = 200
+        """Steps over which the rate rises linearly to its peak."""
+
+        total_steps: int | None = None
+        """Length of the schedule. None: the length of the run. Set it to stop a run early on the same curve."""
+
+        decay_ratio: float | None = None
+        """Fraction of the schedule, at its end, over which the rate decays. None: everything after the warm-up."""
+
+        decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
+        """Curve of the decay: 1 - p, 1 - sqrt(p) or (1 + cos(pi p)) / 2, with p from 0 to 1."""
+
+        min_lr_factor: float = 0.0
+        """Final rate as a fraction of the peak."""
+
+        def validate(self) -> None:
+            require_at_least(0, lr_scheduler__warmup_steps=self.warmup_steps)
+            if self.total_steps is not None:
+                require_at_least(1, lr_scheduler__total_steps=self.total_steps)
+            for name in ("decay_ratio", "min_lr_factor"):
+                value = getattr(self, name)
+                require(value is None or 0 <= value <= 1, f"--lr_scheduler.{name}", value, "in [0, 1]")
+
+    config: Config
+
+    def __init__(self, config: Config, *, optimizer: Optimizer | torch.optim.Optimizer, training_steps: int):
+        super().__init__(config)
+        self.optimizer = optimizer
+        for group in optimizer.param_groups:
+            group.setdefault("initial_lr", group["lr"])
+        self.steps_taken = 0
+        self.total_steps = 0
+        self.step_size = 1
+        self.set_length(training_steps)
+
+    def set_length(self, training_steps: int, *, step_size: int = 1) -> None:
+        """End the schedule after `training_steps`, unless `total_steps` is set. `step_size`: as in `step`."""
+        config, before = self.config, self.total_steps
+        self.step_size = step_size
+        self.total_steps = config.total_steps or training_steps
+        self.warmup_steps = min(config.warmup_steps, self.total_steps)
+        if self.warmup_steps < config.warmup_steps and self.total_steps != before:
+            logger.warning(
+                f"--lr_scheduler.warmup_steps ({config.warmup_steps}) exceeds the length of the schedule "
+                f"({self.total_steps}): the learning rate rises until the last step and never decays"
+            )
+        after_warmup = self.total_steps - self.warmup_steps
+        decay_steps = after_warmup if config.decay_ratio is None else round(self.total_steps * config.decay_ratio)
+        self.decay_steps = min(decay_steps, after_warmup)
+        self._set_steps_taken(self.steps_taken)
+
+    def factor(self, steps_taken: int) -> float:
+        """Return the fraction of the peak rate for the step after `steps_taken` steps."""
+        if steps_taken < self.warmup_steps:
+            return min(steps_taken + self.step_size, self.warmup_steps) / self.warmup_steps
+        decay_start = self.total_steps - self.decay_steps
+        if steps_taken < decay_start or self.decay_steps == 0:
+            return 1.0
+        progress = min((steps_taken - decay_start) / self.decay_steps, 1.0)
+        curve = {
+            "linear": 1 - progress,
+            "sqrt": 1 - math.sqrt(progress),
+            "cosine": (1 + math.cos(math.pi * progress)) / 2,
+        }[self.config.decay_type]
+        return self.config.min_lr_factor + (1 - self.config.min_lr_factor) * curve
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the next step for parameters outside any group, or of a torch optimizer's first group."""
+        if isinstance(self.optimizer, torch.optim.Optimizer):
+            return float(self.optimizer.param_groups[0]["lr"])
+        return self.optimizer.config.lr * self.factor(self.steps_taken)
+
+    def step(self, n_steps: int = 1, *, step_size: int = 1) -> None:
+        """Advance by `n_steps`, and set the learning rates of the next step, which advances by `step_size`."""
+        self.step_size = step_size
+        self._set_steps_taken(self.steps_taken + n_steps)
+
+    def _set_steps_taken(self, steps_taken: int) -> None:
+        self.steps_taken = steps_taken
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * self.factor(steps_taken)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of steps taken and its unit; everything else comes from the configuration."""
+        return {"steps_taken": self.steps_taken, "unit": self.config.unit}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore a state. Raise `UserError` if it counts in another unit."""
+        if (unit := state_dict.get("unit", "steps")) != self.config.unit:
+            raise UserError(f"--lr_scheduler.unit {self.config.unit}: the run to resume has --lr_scheduler.unit {unit}")
+        self._set_steps_taken(state_dict["steps_taken"])

@@ -1,0 +1,371 @@
+"""Optimizers from `torch.optim`, with parameter groups selected by name."""
+
+import functools
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from torchtitan.components.optim.adamw_8bit import make_adamw_8bit
+from torchtitan.components.optim.adamw_offload import AdamWOffload
+from torchtitan.components.optim.muon import Muon
+from torchtitan.config import Configurable, ParallelismConfig, TrainingConfig
+from torchtitan.distributed.compile import check_c_compiler
+from torchtitan.distributed.gradients import by_mesh, redistribute_like, row_norms, total_norm
+from torchtitan.distributed.initialize import canonical_name
+from torchtitan.distributed.process_group import gather_objects
+from torchtitan.tools.errors import UserError, require
+from torchtitan.tools.logging import logger
+from torchtitan.tools.patterns import check_pattern, without_numbers
+from torchtitan.tools.torchao import check_torchao
+
+
+@dataclass(kw_only=True, slots=True)
+class ParamGroup:
+    """Settings of the parameters whose names match a pattern."""
+
+    pattern: str
+    """Regular expression, searched in the parameter's name (layers.0.attention.wq.weight)."""
+
+    lr: float | None = None
+    """Learning rate of these parameters before the schedule. None: the optimizer's."""
+
+    weight_decay: float | None = None
+    """Weight decay of these parameters. None: the optimizer's."""
+
+
+def _default_param_groups() -> dict[str, ParamGroup]:
+    return {"no_decay": ParamGroup(pattern=r"norm|bias|tok_embeddings", weight_decay=0.0)}
+
+
+class Optimizer(Configurable):
+    """One or more `torch.optim` optimizers over the parameters of all model parts, used as one. Hyperparameters always
+    come from the configuration, even on resume; checkpoints contain only the moments.
+
+    Args:
+        model_parts: the model, or this rank's pipeline stages, materialized; moments are allocated on the same devices.
+            Frozen parameters are skipped; raises `UserError` if nothing is trained.
+        all_names: canonical names of the whole model's trained parameters, if `model_parts` are pipeline stages.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Configurable.Config):
+        """Optimizer."""
+
+        name: Literal["AdamW", "AdamW8bit", "AdamWOffload", "Adam", "SGD", "Muon"] = "AdamW"
+        """AdamW8bit keeps moments in 8 bits, and needs torchao. AdamWOffload keeps moments in CPU memory, and computes
+        updates there. Muon applies to the matrices inside the layers, with
+        AdamW for all other parameters."""
+
+        lr: float = 8e-4
+        """Peak learning rate."""
+
+        beta1: float = 0.9
+        """Decay of the first moment (Adam, AdamW)."""
+
+        beta2: float = 0.95
+        """Decay of the second moment (Adam, AdamW)."""
+
+        eps: float = 1e-8
+        """Added to the root of the second moment (Adam, AdamW)."""
+
+        weight_decay: float = 0.1
+        """Weight decay: decoupled from the gradient for AdamW and Muon, added to it for Adam and SGD."""
+
+        momentum: float | None = None
+        """Momentum of SGD and Muon. None: 0 for SGD, 0.95 for Muon."""
+
+        implementation: Literal["fused", "foreach", "for-loop"] = "fused"
+        """Computation of updates: in one kernel, in batches over parameters, or parameter by parameter. SGD uses
+        foreach instead of fused; for Muon, this applies only to the parameters of AdamW; for AdamW8bit and
+        AdamWOffload, not at all."""
+
+        param_groups: dict[str, ParamGroup] = field(default_factory=_default_param_groups)
+        """Settings of parameters selected by name; a parameter belongs to the first group whose pattern matches."""
+
+        early_step_in_backward: bool = False
+        """Update each parameter during the backward pass and free its gradient immediately, which saves memory.
+        Incompatible with gradient accumulation, clipping and pipeline parallelism."""
+
+        def validate(self) -> None:
+            rates = {"lr": self.lr, "weight_decay": self.weight_decay}
+            for key, group in self.param_groups.items():
+                option = f"param_groups.{key}"
+                rates |= {f"{option}.lr": group.lr or 0.0, f"{option}.weight_decay": group.weight_decay or 0.0}
+                check_pattern(f"--optimizer.{option}.pattern", group.pattern)
+            for name, value in rates.items():
+                require(0 <= value < math.inf, f"--optimizer.{name}", value, "a number of at least 0")
+            for name, decay in {"beta1": self.beta1, "beta2": self.beta2, "momentum": self.momentum or 0.0}.items():
+                require(0 <= decay < 1, f"--optimizer.{name}", decay, "in [0, 1)")
+            # With 0, rows of tokens absent from the batch would be updated by 0 / 0.
+            require(0 < self.eps < math.inf, "--optimizer.eps", self.eps, "above 0")
+            if self.name == "AdamW8bit":
+                check_torchao("--optimizer.name AdamW8bit")
+                check_c_compiler("--optimizer.name AdamW8bit updates weights in compiled code, which")
+            if self.momentum is not None and self.name.startswith("Adam"):
+                raise UserError(
+                    f"--optimizer.momentum {self.momentum} is for SGD and Muon; for {self.name} set --optimizer.beta1"
+                )
+
+    config: Config
+
+    def __init__(self, config: Config, *, model_parts: Sequence[nn.Module], all_names: Sequence[str] | None = None):
+        super().__init__(config)
+        self.n_updates = 0
+        """Number of times that weights have changed in this process."""
+        self.model_parts = list(model_parts)
+        names = all_names or [name for part in self.model_parts for name in trained_names(part)]
+        if not names:
+            raise UserError("nothing to train: all parameters of the model are frozen")
+        self._warn_of_idle_groups(names)
+        self.optimizers_of_part = [self.make_optimizers(self._grouped_parameters(part)) for part in self.model_parts]
+        for group in self.param_groups:
+            group["initial_lr"] = group["lr"]
+        for optimizer in self.optimizers:
+            _allocate_moments(optimizer)
+        parts = zip(self.model_parts, self.optimizers_of_part, strict=True)
+        # A pipeline stage may be frozen, and PyTorch has no state of a model without optimizers.
+        self._states = [OptimizerState(part, *optimizers) for part, optimizers in parts if optimizers]
+        self._row_norms: list[Tensor] = []
+        self._updated_early: set[nn.Parameter] = set()
+        if config.early_step_in_backward:
+            for optimizer in self.optimizers:
+                for index, group in enumerate(optimizer.param_groups):
+                    for parameter in group["params"]:
+                        hook = functools.partial(self._use_gradient, optimizer, index)
+                        parameter.register_post_accumulate_grad_hook(hook)
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """The `torch.optim` optimizers, in a fixed order."""
+        return [optimizer for optimizers in self.optimizers_of_part for optimizer in optimizers]
+
+    @property
+    def param_groups(self) -> Iterable[dict[str, Any]]:
+        """Parameter groups of all optimizers; `initial_lr` is the peak learning rate."""
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    @property
+    def can_skip(self) -> bool:
+        """True if `step` can leave out an update that only the device knows to be unusable: fused Adam and AdamW."""
+        # By the configuration, since a stage of a pipeline may have no optimizer, or another one than other ranks.
+        has_own = type(self).make_optimizers is not Optimizer.make_optimizers
+        return self.config.name in ("AdamW", "Adam") and self.config.implementation == "fused" and not has_own
+
+    def step(self, skip: Tensor | None = None) -> None:
+        """Update the parameters that have gradients; parameters updated in the backward pass have none. `skip`, a
+        float32 scalar on the device, keeps weights and moments if it is 1, not 0; it needs `can_skip`."""
+        self.n_updates += 1
+        for optimizer in self.optimizers:
+            if skip is not None or self.can_skip:
+                optimizer.found_inf = skip  # type: ignore[attr-defined]  # read by the step, as for a `GradScaler`
+            optimizer.step()
+
+    def zero_grad(self) -> None:
+        self._row_norms.clear()
+        self._updated_early.clear()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+
+    def warn_of_idle_parameters(self) -> None:
+        """Warn about trained parameters without a gradient on any rank. A collective; call it before `zero_grad`."""
+        local_names = [
+            canonical_name(name)
+            for part in self.model_parts
+            for name, parameter in part.named_parameters()
+            if parameter.requires_grad and parameter.grad is None and parameter not in self._updated_early
+        ]
+        if idle := sorted({name for names in gather_objects(local_names) for name in names}):
+            logger.warning("trained parameters without a gradient: %s", ", ".join(without_numbers(idle)))
+
+    def early_grad_norm(self) -> Tensor:
+        """Return the total norm of the gradients used in the backward pass since the last `zero_grad`, a scalar tensor.
+        It replaces `clip_grad_norm` with `early_step_in_backward`. A collective."""
+        return total_norm(self._row_norms)
+
+    @torch.no_grad()
+    def _use_gradient(self, optimizer: torch.optim.Optimizer, group_index: int, parameter: nn.Parameter) -> None:
+        """Update one parameter from its final gradient, and free the gradient."""
+        assert parameter.grad is not None
+        self.n_updates += 1
+        parameter.grad = redistribute_like(parameter.grad, parameter)
+        self._row_norms.append(row_norms(parameter.grad))
+        self._updated_early.add(parameter)
+        # Looked up by index, since loading a state replaces the groups.
+        groups = optimizer.param_groups
+        optimizer.param_groups = [{**groups[group_index], "params": [parameter]}]
+        optimizer.step()
+        optimizer.param_groups = groups
+        parameter.grad = None
+
+    def make_optimizers(self, groups: Mapping[str, list[tuple[str, nn.Parameter]]]) -> list[torch.optim.Optimizer]:
+        """Return the `torch.optim` optimizers of one model part, with peak learning rates. `groups` maps a group's name
+        ("" for parameters that match no pattern) to (canonical name, parameter) pairs. Override this to use another
+        optimizer."""
+        config = self.config
+        if config.name == "Muon":
+            muon, rest = (
+                self._group_settings(
+                    {key: [m for m in members if _is_for_muon(*m) is for_muon] for key, members in groups.items()}
+                )
+                for for_muon in (True, False)
+            )
+            momentum = 0.95 if config.momentum is None else config.momentum
+            optimizers: list[torch.optim.Optimizer] = []
+            if muon:
+                # Updates are scaled to AdamW's size, so that both can use the same learning rate.
+                optimizers.append(Muon(muon, lr=config.lr, momentum=momentum, adjust_lr_fn="match_rms_adamw"))
+            return optimizers + ([self._make_adam(torch.optim.AdamW, rest)] if rest else [])
+        settings = self._group_settings(groups)
+        if not settings:  # a frozen pipeline stage
+            return []
+        if config.name == "SGD":
+            momentum = config.momentum or 0.0
+            # Never fused, since PyTorch 2.13 has no fused SGD for sharded parameters.
+            foreach = config.implementation != "for-loop"
+            return [torch.optim.SGD(settings, lr=config.lr, momentum=momentum, foreach=foreach)]
+        if config.name in ("AdamW8bit", "AdamWOffload"):
+            make = make_adamw_8bit if config.name == "AdamW8bit" else AdamWOffload
+            return [make(settings, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps)]
+        return [self._make_adam(torch.optim.AdamW if config.name == "AdamW" else torch.optim.Adam, settings)]
+
+    def _make_adam(
+        self, kind: type[torch.optim.AdamW] | type[torch.optim.Adam], groups: list[dict[str, Any]]
+    ) -> torch.optim.Optimizer:
+        betas = (self.config.beta1, self.config.beta2)
+        flags = {name: self.config.implementation == name for name in ("fused", "foreach")}
+        return kind(groups, lr=self.config.lr, betas=betas, eps=self.config.eps, **flags)
+
+    def _group_of(self, name: str) -> str:
+        """Return the key of the first group with a pattern that matches the name, or ""."""
+        groups = self.config.param_groups.items()
+        return next((key for key, group in groups if re.search(group.pattern, name)), "")
+
+    def _grouped_parameters(self, part: nn.Module) -> dict[str, list[tuple[str, nn.Parameter]]]:
+        groups: dict[str, list[tuple[str, nn.Parameter]]] = defaultdict(list)
+        for raw_name, parameter in part.named_parameters():
+            if parameter.requires_grad:
+                name = canonical_name(raw_name)
+                groups[self._group_of(name)].append((name, parameter))
+        return groups
+
+    def _warn_of_idle_groups(self, names: Sequence[str]) -> None:
+        """Warn about a pattern that matches no trained parameter, except in the default groups."""
+        used, default = {self._group_of(name) for name in names}, _default_param_groups()
+        for key, group in self.config.param_groups.items():
+            if key not in used and group != default.get(key):
+                message = "--optimizer.param_groups.%s is empty: no remaining trained parameter matches '%s'"
+                logger.warning(message, key, group.pattern)
+
+    def _group_settings(self, groups: Mapping[str, list[tuple[str, nn.Parameter]]]) -> list[dict[str, Any]]:
+        settings = []
+        for key, members in groups.items():
+            if not members:
+                continue
+            group = self.config.param_groups.get(key)
+            lr = self.config.lr if group is None or group.lr is None else group.lr
+            decay = self.config.weight_decay if group is None or group.weight_decay is None else group.weight_decay
+            for parameters in by_mesh(parameter for _, parameter in members).values():
+                settings.append({"params": parameters, "lr": lr, "weight_decay": decay})
+        return settings
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the moments by canonical parameter name, independent of sharding and parameter groups."""
+        entries = (entry for state in self._states for entry in state.state_dict().items())
+        return {key: value for key, value in entries if key.startswith("state.")}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load the moments from `state_dict`; hyperparameters stay as configured."""
+        loaded: set[str] = set()
+        for state in self._states:
+            names = state.state_dict().keys() & state_dict.keys()
+            # PyTorch keeps the given tensors, so a parameter that is in two pipeline stages needs its own.
+            state.load_state_dict({**state_dict, **{name: state_dict[name].clone() for name in names & loaded}})
+            loaded |= names
+
+
+class OptimizerState:
+    """State of all torch optimizers of a model, wrapped and sharded for training, by canonical parameter name. For
+    `CheckpointManager`'s `states`."""
+
+    def __init__(self, model: nn.Module, *optimizers: torch.optim.Optimizer):
+        self.model = model
+        self.optimizers = optimizers
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return `state.<parameter>.<moment>` and `param_groups.<parameter>.<hyperparameter>` by parameter name."""
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+
+        for optimizer in self.optimizers:
+            _allocate_moments(optimizer)
+        options = StateDictOptions(flatten_optimizer_state_dict=True)
+        state: dict[str, Any] = get_optimizer_state_dict(self.model, self.optimizers, options=options)
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load the entries of `state_dict` that belong to these optimizers; other entries stay unchanged."""
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
+
+        options = StateDictOptions(flatten_optimizer_state_dict=True)
+        set_optimizer_state_dict(self.model, self.optimizers, {**self.state_dict(), **state_dict}, options=options)
+
+
+def check_early_step(
+    config: Optimizer.Config, training: TrainingConfig, parallelism: ParallelismConfig, data_parallel_degree: int
+) -> None:
+    """Raise `UserError` if `early_step_in_backward` is combined with features that need all gradients at once."""
+    if not config.early_step_in_backward:
+        return
+    one_pass = training.local_batch_size * data_parallel_degree
+    conflicts = {
+        f"gradient accumulation (--training.global_batch_size {training.global_batch_size} in passes of {one_pass})": (
+            training.resolve_global_batch_size(data_parallel_degree) > one_pass
+        ),
+        "gradient accumulation (--training.batch_schedule)": bool(training.batch_schedule),
+        f"clipping (--training.max_norm {training.max_norm}; set inf)": training.max_norm < math.inf,
+        "--training.on_nonfinite skip, since weights are already updated": training.on_nonfinite == "skip",
+        f"--parallelism.pipeline_parallel_degree {parallelism.pipeline_parallel_degree}": (
+            parallelism.pipeline_parallel_degree > 1
+        ),
+    }
+    for conflict, is_enabled in conflicts.items():
+        if is_enabled:
+            raise UserError(f"--optimizer.early_step_in_backward cannot be combined with {conflict}")
+
+
+def _is_for_muon(name: str, parameter: nn.Parameter) -> bool:
+    """Return whether the parameter is a matrix other than the embedding, the output head and routers of tokens."""
+    return parameter.ndim == 2 and not re.search(r"(^|\.)(tok_embeddings|output|router)\.", name)
+
+
+def trained_names(model: nn.Module) -> list[str]:
+    """Return the canonical names of a model's trained parameters."""
+    return [canonical_name(name) for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+
+def _allocate_moments(optimizer: torch.optim.Optimizer) -> None:
+    """Allocate zero moments for parameters without moments, so that checkpoints always contain the same tensors.
+    PyTorch's own initialization in `state_dict` counts as a step, and yields nonzero moments if weight decay is part of
+    the gradient."""
+    groups = optimizer.param_groups
+    missing = [[p for p in group["params"] if p.requires_grad and p not in optimizer.state] for group in groups]
+    gradients = {parameter: parameter.grad for parameters in missing for parameter in parameters}
+    if not gradients:
+        return
+    for parameter in gradients:
+        parameter.grad = torch.zeros_like(parameter)
+    settings = {"lr": 0.0, "weight_decay": 0.0}
+    optimizer.param_groups = [
+        {**group, **settings, "params": parameters} for group, parameters in zip(groups, missing, strict=True)
+    ]
+    optimizer.step()
+    optimizer.param_groups = groups
+    for parameter, gradient in gradients.items():
+        parameter.grad = gradient
+        if "step" in optimizer.state[parameter]:
+            optimizer.state[parameter]["step"] *= 0
