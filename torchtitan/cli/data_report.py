@@ -178,7 +178,9 @@ def _counts_of(samples: Sequence[Sample], *, in_windows: bool = True) -> list[tu
 # The terminal.
 
 _BAR_WIDTH = 40
-_TRAINED, _SPECIAL, _QUIET = "bold green", "reverse", "dim"
+_TRAINED = "bold green"
+_SPECIAL = "reverse"
+_QUIET = "dim"
 _MARKS = ("⟦", "⟧")
 """Marks around trained text without colors."""
 

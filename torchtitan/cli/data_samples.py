@@ -94,7 +94,9 @@ def _prompt(row: Batch, names: Sequence[str], tokenizer: Tokenizer) -> Row:
 
 
 def _row(prefix: str, row: Batch, names: Sequence[str], tokenizer: Tokenizer) -> Row:
-    inputs, labels, attention = row[f"{prefix}input"], row[f"{prefix}labels"], row.get(f"{prefix}attention")
+    inputs = row[f"{prefix}input"]
+    labels = row[f"{prefix}labels"]
+    attention = row.get(f"{prefix}attention")
     starts = [0] if attention is None else attention.cu_seqlens[:-1].tolist()
     n_data = len(inputs) - _n_padding(inputs, labels, None if attention is None else starts[-1])
     starts = [start for start in starts if start < n_data]

@@ -122,7 +122,10 @@ class _Printer:
         ]
         for first in range(0, len(rests), n):
             i = max(range(first, first + n), key=rewards.__getitem__)
-            text, stream, generation, rest = self.texts[i], self.streams[i], generations[i], rests[i]
+            text = self.texts[i]
+            stream = self.streams[i]
+            generation = generations[i]
+            rest = rests[i]
             reward = {"reward": rewards[i]} if rate else {}
             if self.live:
                 print(for_output(self.unprinted + rest))

@@ -52,7 +52,9 @@ def _plan(options: argparse.Namespace, words: list[str]) -> None:
     from torchtitan.foresight import planning
     from torchtitan.foresight.devices import device_in_file, device_named
 
-    n_devices, per_host, path = options.devices, options.devices_per_host, options.apply
+    n_devices = options.devices
+    per_host = options.devices_per_host
+    path = options.apply
     for name in ("devices", "devices_per_host", "best", "seq_len", "global_batch_size"):
         require_at_least(1, **{name: getattr(options, name)})
     if path and (path.is_dir() or not os.access(path.parent, os.W_OK)):

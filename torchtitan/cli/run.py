@@ -73,7 +73,9 @@ def _run_stages(stages: list[_Stage], folder: Path) -> int:
     _show(stages)
     previous, id_of_previous = "", ""
     for stage in stages:
-        own, words, has_previous = folder / stage.name, list(stage.words), stage.base == "previous"
+        own = folder / stage.name
+        words = list(stage.words)
+        has_previous = stage.base == "previous"
         if stage.base:
             words += ["--hf_assets_path" if stage.trains else "--checkpoint", previous if has_previous else stage.base]
         words += ["--dump_folder", str(own)] if stage.trains else []

@@ -79,7 +79,9 @@ def measure(folder: Path, device: torch.device) -> Health:
     hosts = gather_objects(socket.gethostname())
     is_first, is_gpu = hosts.index(hosts[rank]) == rank, device.type == "cuda"
     existing = next(one for one in (folder, *folder.absolute().parents) if one.exists())  # the run creates the rest
-    own, pairs, problem = dict[str, float](), dict[str, dict[tuple[int, ...], float]](), ""
+    own = dict[str, float]()
+    pairs = dict[str, dict[tuple[int, ...], float]]()
+    problem = ""
     try:
         if is_first:
             own[DISK] = _disk_bandwidth(existing)

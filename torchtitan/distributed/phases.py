@@ -10,9 +10,13 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-START_UP, BETWEEN_STEPS, GATHERING = "start-up", "between steps", "waiting for weights"
+START_UP = "start-up"
+BETWEEN_STEPS = "between steps"
+GATHERING = "waiting for weights"
 RETURN = "return to a checkpoint"
-SAVE, EXPORT, VALIDATION = "save", "export", "validation"
+SAVE = "save"
+EXPORT = "export"
+VALIDATION = "validation"
 
 
 class PhaseClock:

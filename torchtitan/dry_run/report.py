@@ -146,7 +146,9 @@ def dry_run(config: Trainer.Config, world_size: int) -> list[RankReport]:
         logger.warning("--compile.enable changes only the estimates of a dry run: reserved memory and time")
     dry_config = without_data(config)
     dry_config.check(world_size, dry_run=True)
-    spec, training, mode = config.model_spec, config.training, config.activation_checkpoint.mode
+    spec = config.model_spec
+    training = config.training
+    mode = config.activation_checkpoint.mode
     logger.info(
         f"{spec.name} {spec.flavor} on {world_size} ranks ({dry_config.check_layout(world_size)}): local batch "
         f"{training.local_batch_size} x {training.seq_len} tokens, activation checkpointing "

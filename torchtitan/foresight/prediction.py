@@ -171,7 +171,9 @@ class Estimate:
 
     def _work(self, layers: int, has_loss: int, devices_per_host: int) -> WorkOfRank:
         """Yield the work of a step."""
-        dims, shards, pipeline = self.layout.dims, self.layout.dims.shards, self.layout.pipeline
+        dims = self.layout.dims
+        shards = dims.shards
+        pipeline = self.layout.pipeline
         ranks_and_distance: dict[Role, tuple[int, int]] = {
             "tensor parallel": (dims.tp, 1),
             "context parallel": (dims.cp, dims.tp),
@@ -209,7 +211,9 @@ class Estimate:
         remaining weights each; gathered weights stay, and gradients accumulate before they are sharded. The
         embedding's gradient is whole on each tensor-parallel rank."""
         layer, rest = self.measured.layer, self.measured.rest
-        shards, pipeline, batch = self.layout.dims.shards, self.layout.pipeline, self.batch
+        shards = self.layout.dims.shards
+        pipeline = self.layout.pipeline
+        batch = self.batch
         layers, has_loss = self._held_by(rank)
         ends = 1.0 if pipeline is None else 0.5 * ((rank == 0) + has_loss)
         states = (layers * layer["state"] + ends * rest["state"]) / shards

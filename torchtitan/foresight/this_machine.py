@@ -37,7 +37,9 @@ _TIMEOUT_SECONDS = 300.0
 _GROUPS = 5
 """Groups of successive calls. A duration is the median of their means: that some messages take ten times as long as
 others counts, but not a moment in which other programs are busy."""
-_TOKENS, _WIDTH, _WIDE = 1024, 256, 768
+_TOKENS = 1024
+_WIDTH = 256
+_WIDE = 768
 """Layers and batch of the debug configuration. All tensors together do not fit the fast caches."""
 _LARGE, _SMALL = 2**21, 2**4
 """Elements of the messages that give bandwidth and latency."""

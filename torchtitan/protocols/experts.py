@@ -94,7 +94,10 @@ class LoadBalanced(nn.Module):
 
     def __init__(self, n_experts: int, top_k: int, penalties: PenaltyConfig, selection: SelectionBias | None):
         super().__init__()
-        self.n_experts, self.top_k, self.penalties, self.selection = n_experts, top_k, penalties, selection
+        self.n_experts = n_experts
+        self.top_k = top_k
+        self.penalties = penalties
+        self.selection = selection
         self.totals: Tensor | None = None
         """Since the step began, the number of tokens that this rank has sent to each expert, and as the last element
         the summed entropy of these tokens' probabilities in 2⁻²⁰ nats: (E + 1), int64. None before the first step.

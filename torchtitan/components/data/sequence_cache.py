@@ -58,7 +58,9 @@ class SequenceCache:
     """
 
     def __init__(self, folder: Path, setting: Any, *, bytes_per_token: int, verify: bool = False):
-        self.folder, self.bytes_per_token, self.verify = folder, bytes_per_token, verify
+        self.folder = folder
+        self.bytes_per_token = bytes_per_token
+        self.verify = verify
         self._setting = json.dumps([FORMAT_VERSION, setting]).encode()
         self._unfinished = folder / "unfinished"
         for file in self._unfinished.glob("*"):

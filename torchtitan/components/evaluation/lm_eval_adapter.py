@@ -26,7 +26,9 @@ class TorchtitanLM(LM):
 
     def __init__(self, scorer: Scorer, tokenizer: Tokenizer, stop_ids: AbstractSet[int] = frozenset()):
         super().__init__()
-        self.scorer, self.tokenizer, self.stop_ids = scorer, tokenizer, stop_ids
+        self.scorer = scorer
+        self.tokenizer = tokenizer
+        self.stop_ids = stop_ids
 
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
         pairs = encode_pairs(self.tokenizer, [request.args for request in requests])

@@ -64,7 +64,9 @@ def multiple_choice(scorer: Scorer, tokenizer: Tokenizer, questions: Sequence[Qu
         for request in encode_pairs(tokenizer, [(question.query, _continuation(question, c)) for c in question.choices])
     ]
     scores = iter(scorer.score(requests))
-    hits, norm_hits, truncated = [], [], 0
+    hits = []
+    norm_hits = []
+    truncated = 0
     for question in questions:
         choice_scores = [next(scores) for _ in question.choices]
         logprobs = [score.logprob for score in choice_scores]
@@ -113,7 +115,9 @@ def _parse(line: str, where: str) -> Question:
         raise UserError(f"{where} must be an object with query, choices and gold, not {type(content).__name__}")
     if missing := [key for key in ("query", "choices", "gold") if key not in content]:
         raise UserError(f"{where} has no {' and no '.join(missing)}")
-    query, choices, gold = content["query"], content["choices"], content["gold"]
+    query = content["query"]
+    choices = content["choices"]
+    gold = content["gold"]
     well_formed = isinstance(query, str) and isinstance(choices, list) and type(gold) is int
     if not (well_formed and choices and all(isinstance(choice, str) and choice.strip() for choice in choices)):
         raise UserError(f"{where}: query must be text, choices a list of nonempty texts, and gold a number")

@@ -151,7 +151,9 @@ class Validator(Configurable):
         self.measures.take()
         data.loader.load_state_dict(data.initial_state)
         # float64, so that the mean does not depend on the order of batches or the number of ranks.
-        totals, plain, n_bytes = torch.zeros(2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64), 0
+        totals = torch.zeros(2, dtype=torch.float64)
+        plain = torch.zeros(2, dtype=torch.float64)
+        n_bytes = 0
         for batch in itertools.islice(data.loader, self.max_batches):
             # Streams may end at different times on different ranks; exhausted ranks get batches without labels.
             if data.loader.n_samples is None and on_all_ranks(data.loader.exhausted):

@@ -81,7 +81,10 @@ class DecodeGraph:
     """Decoding of a batch whose rows stay the same, as long as all layers keep all tokens and have no states."""
 
     def __init__(self, compute: Compute, capture: Capture, device: torch.device, cache: KVCache):
-        self._compute, self._capture, self._device, self._cache = compute, capture, device, cache
+        self._compute = compute
+        self._capture = capture
+        self._device = device
+        self._cache = cache
         self._patience, self._n_keys = PATIENCE, 0
         self._inputs_3B: Tensor | None = None
         self._replay: Step | None = None

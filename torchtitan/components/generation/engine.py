@@ -122,7 +122,9 @@ class Engine:
             name = type(model).__name__
             raise UserError(f"a {name} cannot generate text: it is a plain nn.Module, not a torchtitan BaseModel")
         self.context: int = self._model.config.max_seq_len
-        self._sampling, self._stop_ids, self._group = sampling, stop_ids, group
+        self._sampling = sampling
+        self._stop_ids = stop_ids
+        self._group = group
         self._max_rows, self._use_cache = max_rows, use_cache
         self._is_advancing = False  # whether code of a coroutine is running
         self._running_now = threading.Lock()
@@ -228,7 +230,9 @@ class Engine:
 
     def _decode(self, *, is_new_batch: bool) -> None:
         """Compute the logits of the next token of all rows."""
-        rows, cache, degree = self._rows, self._cache, self._degree
+        rows = self._rows
+        cache = self._cache
+        degree = self._degree
         if all(row.is_done for row in rows):
             self._pass_without_rows()
             return

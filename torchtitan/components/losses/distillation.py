@@ -181,7 +181,9 @@ class DistillationLoss(Configurable):
         vocabulary = min(x.hidden.shape[-1] if x.weight is None else len(x.weight) for x in outputs)
         hidden, weight, shard = student.flat(vocabulary)
         taught = teacher.flat(vocabulary) if isinstance(teacher, Outputs) else None
-        config, labels_N, needs_grad = self.config, labels_BL.flatten(), torch.is_grad_enabled()
+        config = self.config
+        labels_N = labels_BL.flatten()
+        needs_grad = torch.is_grad_enabled()
         share, group = config.cross_entropy_weight, shard.group if shard else None
 
         def teach(scores: Tensor, part: slice) -> Tensor:

@@ -95,7 +95,9 @@ class LoadBalancer:
         values: dict[str, float] = {}
         starving: list[str] = []
         for (name, router), totals, idle in zip(self._routers.items(), self._totals, self._idle_steps, strict=True):
-            counts_E, entropy, n_pairs = totals[:-1], totals[-1], totals[:-1].sum()
+            counts_E = totals[:-1]
+            entropy = totals[-1]
+            n_pairs = counts_E.sum()
             if not n_pairs:
                 continue  # below the first trained layer, nothing counts
             own = {"expert_load": counts_E.max() * router.n_experts / n_pairs}

@@ -95,7 +95,10 @@ class PolicyLoss(Configurable):
         `tokens` has log-probabilities `old_logprobs` at the start of the step and `logprobs` of the sampler,
         `advantages`, and the numbers of their `samples`, each (N,). For a `beta` above 0, it has the log-probabilities
         of the `reference`; for a critic, its `values` in float32, `old_values` and `returns`."""
-        config, method, old_N, samples_N = self.config, self.method, tokens["old_logprobs"], tokens["samples"]
+        config = self.config
+        method = self.method
+        old_N = tokens["old_logprobs"]
+        samples_N = tokens["samples"]
         _, places_N, lengths = samples_N.unique(return_inverse=True, return_counts=True)
         log_ratio_N = log_probs_N - old_N
         if method.sequence_ratio:
@@ -137,7 +140,10 @@ def generalized_advantages(rewards_N: Tensor, values_N: Tensor, samples_N: Tenso
     """Return the advantages (N,) of sampled tokens (GAE, arXiv:1506.02438, equation 16, without discount), float64:
     from the reward of each token's sample, received at its last token, the value of the state before each token, the
     number of each token's sample, whose tokens are neighbors, and λ."""
-    advantages, advantage, later, sample = [], 0.0, 0.0, None
+    advantages = []
+    advantage = 0.0
+    later = 0.0
+    sample = None
     for reward, value, number in zip(*(x.flip(0).tolist() for x in (rewards_N, values_N, samples_N)), strict=True):
         advantage = later - value + decay * advantage if number == sample else reward - value
         later, sample = value, number

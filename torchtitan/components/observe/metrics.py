@@ -114,8 +114,12 @@ class MetricsProcessor(Configurable):
     ):
         super().__init__(config)
         self.dump_folder, self.run_config = Path(dump_folder), run_config or {}
-        self.device, self.compute_dtype, self.flops_per_token = device, compute_dtype, flops_per_token
-        self.total_steps, self.world_size, self.rank = total_steps, world_size, rank
+        self.device = device
+        self.compute_dtype = compute_dtype
+        self.flops_per_token = flops_per_token
+        self.total_steps = total_steps
+        self.world_size = world_size
+        self.rank = rank
         self._clock = clock
         self._interval = _Interval(0, clock())
         self._added: dict[str, float] = {}

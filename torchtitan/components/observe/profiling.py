@@ -79,7 +79,9 @@ class Profiler(Configurable):
 
     def __init__(self, config: Config, *, dump_folder: str, device: torch.device, rank: int = 0):
         super().__init__(config)
-        self.dump_folder, self.device, self.rank = Path(dump_folder), device, rank
+        self.dump_folder = Path(dump_folder)
+        self.device = device
+        self.rank = rank
         self._step = 0
         self._n_steps = 0
         self._trace: torch.profiler.profile | None = None

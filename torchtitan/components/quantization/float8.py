@@ -136,7 +136,9 @@ class Float8LinearConverter(LayerConverter):
         for name, module in part.named_modules():
             if not (isinstance(module, Float8Linear) and isinstance(module.weight, DTensor)):
                 continue
-            mesh, placements, rows = module.weight.device_mesh, module.weight.placements, module.weight.shape[0]
+            mesh = module.weight.device_mesh
+            placements = module.weight.placements
+            rows = module.weight.shape[0]
             # By attribute: FSDP's placement of rows that tensor parallelism has sharded is not a `Shard`.
             sizes = [n for n, place in zip(mesh.shape, placements, strict=True) if getattr(place, "dim", None) == 0]
             if rows % (ranks := math.prod(sizes)):

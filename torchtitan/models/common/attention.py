@@ -73,7 +73,9 @@ def with_kernel(attention: AttentionMetadata, **properties: Any) -> AttentionMet
 def _seen_ranges(attention: AttentionMetadata, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Return the first place that each token sees, (B or 1, L), the tokens' own places, (L,), and the places of all
     keys, (S,). Documents are contiguous, so a token sees the places from the first to its own."""
-    positions_BL, queries_L, keys_S = attention.positions_BL, attention.query_places_L, attention.key_places_S
+    positions_BL = attention.positions_BL
+    queries_L = attention.query_places_L
+    keys_S = attention.key_places_S
     if queries_L is None or keys_S is None:
         length = attention.max_seqlen if positions_BL is None else positions_BL.shape[1]
         queries_L = keys_S = torch.arange(length, device=device)
@@ -103,7 +105,9 @@ class Attention(nn.Module):
     def __init__(self, *, scale: float | None = None, softcap: float | None = None, has_sinks: bool = False):
         super().__init__()
         assert not (softcap and has_sinks), "no kernel has both"
-        self.scale, self.softcap, self.has_sinks = scale, softcap, has_sinks
+        self.scale = scale
+        self.softcap = softcap
+        self.has_sinks = has_sinks
         products = _attend if softcap is None else partial(_capped_attention, softcap=softcap)
         self._products = partial(_attend_with_sinks if has_sinks else products, scale=scale, enable_gqa=True)
 
@@ -220,7 +224,9 @@ def _attend_causally(products: Products, q_BHLD: Tensor, k_BKLD: Tensor, v_BKLD:
     for start in range(0, length, window):
         end, earliest = min(start + window, length), start - window + 1
         first = max(0, earliest)
-        q, k, v = q_BHLD[:, :, start:end], k_BKLD[:, :, first:end], v_BKLD[:, :, first:end]
+        q = q_BHLD[:, :, start:end]
+        k = k_BKLD[:, :, first:end]
+        v = v_BKLD[:, :, first:end]
         mask = seen_WS[: end - start, first - earliest : end - earliest]
         outs.append(products(q, k, v, attn_mask=mask))
     return torch.cat(outs, dim=2)

@@ -51,7 +51,9 @@ class LatentAttention(nn.Module):
     ):
         super().__init__()
         norm = partial(RMSNorm, eps=1e-6)  # in the published models, whatever their other norms have
-        dim, bias, init_std = config.dim, config.attention_bias, stds["init_std"]
+        dim = config.dim
+        bias = config.attention_bias
+        init_std = stds["init_std"]
         self.head_dim, self.interleaved = config.resolved_head_dim, interleaved
         self.widths = [rank, config.rope.rotated_dim(self.head_dim)]
         wq = make_linear(q_rank or dim, config.n_heads * self.head_dim, init_std)

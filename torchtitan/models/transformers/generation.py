@@ -20,7 +20,9 @@ class ClassCache(KVCache):
     """Tokens of a text and what the class remembers of them; a class without a cache gets all tokens each time."""
 
     def __init__(self) -> None:
-        self._modules, self.states, self._cleanup = [], {}, ExitStack()
+        self._modules = []
+        self.states = {}
+        self._cleanup = ExitStack()
         self.clear()
 
     def clear(self) -> None:

@@ -27,7 +27,9 @@ def class_plan(document: Mapping[str, Any]) -> tuple[ShardingPlan, str]:
     """Return the plan of the class of a config.json, and why tensor parallelism is not supported; empty: it is."""
     with torch.device("meta"):
         model = build_class(transformers_config(document))
-    name, styles, refused = type(model).__name__, dict(model.tp_plan or {}), set[str]()
+    name = type(model).__name__
+    styles = dict(model.tp_plan or {})
+    refused = set[str]()
     output, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if output is None:
         return ShardingPlan(tensor={}, attention=""), f"{name} names no output layer"

@@ -14,8 +14,12 @@ from torchtitan.models.transformers.description import build_class
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-HIDDEN, HEADS, HEAD_DIM = 64, 4, 16
-VOCABULARY, POSITIONS, WINDOW = 128, 256, 8
+HIDDEN = 64
+HEADS = 4
+HEAD_DIM = 16
+VOCABULARY = 128
+POSITIONS = 256
+WINDOW = 8
 
 # Token ids of a tiny model that are ordinary text: special ids are below or above.
 TEXT_IDS = range(8, 64)

@@ -90,7 +90,9 @@ class Mixture:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a saved state, possibly with a different `windows_per_step`."""
-        self.n_windows, self.tokens_read, self.share = state["n_windows"], list(state["given"]), list(state["share"])
+        self.n_windows = state["n_windows"]
+        self.tokens_read = list(state["given"])
+        self.share = list(state["share"])
         n_steps, n_windows = state["changed_at"]
         if state["windows_per_step"] != self._windows_per_step:
             n_steps += (self.n_windows - n_windows) // state["windows_per_step"]

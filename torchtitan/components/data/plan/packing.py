@@ -147,8 +147,13 @@ class SourceStream:
         epochs: int | None,
     ):
         self.sampler = sampler
-        self._source, self._lengths, self._capacity = source, lengths, capacity
-        self._packing, self._chunk_size, self._seed, self._epochs = packing, chunk, seed, epochs
+        self._source = source
+        self._lengths = lengths
+        self._capacity = capacity
+        self._packing = packing
+        self._chunk_size = chunk
+        self._seed = seed
+        self._epochs = epochs
         self._chunk = _NO_CHUNK
         self._n_returned = 0
 

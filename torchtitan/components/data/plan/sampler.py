@@ -129,7 +129,9 @@ class ShuffleSampler(Sampler):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         # With a different seed, samples of this epoch would be repeated or skipped.
-        self.seed, self._epoch, self._drawn = state["seed"], state["epoch"], state["drawn"]
+        self.seed = state["seed"]
+        self._epoch = state["epoch"]
+        self._drawn = state["drawn"]
         self._order = self._order_of_epoch()
 
 

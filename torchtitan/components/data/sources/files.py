@@ -365,7 +365,9 @@ def _read_parquet(path: Path, name: str, on_read: OnRead, column: str | None) ->
         _check_names(file.schema_arrow.names, str(path))
         if column is not None:
             check_column(file.schema_arrow.names, column, str(path))
-        n_read, n_rows, size = 0, file.metadata.num_rows, path.stat().st_size
+        n_read = 0
+        n_rows = file.metadata.num_rows
+        size = path.stat().st_size
         for batch in file.iter_batches(batch_size=1024, columns=None if column is None else [column]):
             yield from arrow_rows(batch, name, n_read + 1)
             n_read += len(batch)

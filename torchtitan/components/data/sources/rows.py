@@ -127,7 +127,9 @@ class BlankLimit:
     """
 
     def __init__(self, noun: str, maximum: int):
-        self._noun, self._allowed, self._n_blank = noun, maximum, 0
+        self._noun = noun
+        self._allowed = maximum
+        self._n_blank = 0
 
     def count(self, n_blank: int, n_others: int, where: str) -> None:
         self._n_blank += n_blank

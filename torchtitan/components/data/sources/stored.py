@@ -46,7 +46,10 @@ class StoredPart(Part):
         self, name: str, url: str, text_column: str, n_bytes: int, version: str = "", start: int | None = None
     ):
         super().__init__(name if start is None else f"{name}[{start}:{start + n_bytes}]", text_column)
-        self.url, self.version, self._n_bytes, self._start = url, version, n_bytes, start
+        self.url = url
+        self.version = version
+        self._n_bytes = n_bytes
+        self._start = start
 
     def size(self) -> int:
         return self._n_bytes
