@@ -159,8 +159,9 @@ def _adapter(options: argparse.Namespace, family: "ModuleType | None") -> "Writi
     if (checkpoint / EXPORTED / CONFIG).is_file():
         raise UserError(f"{checkpoint} is a merged model, which already contains its adapter: {checkpoint / EXPORTED}")
     if len(adapters) != 1:
+        found = len(adapters) or "none"
         raise UserError(
-            f"--to peft writes a single adapter, but {checkpoint} has {len(adapters) or 'none'}; use the step-N folder "
+            f"--to peft writes a single adapter, but {checkpoint} has {found}; use the step-N folder "
             "of a run with either --model_converters.lora or qlora"
         )
     spec, source = spec_of(checkpoint, family), open_source(checkpoint)

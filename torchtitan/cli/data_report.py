@@ -112,9 +112,11 @@ def _turn_tables(reports: Sequence[tuple[str, Report]], samples: Sequence[Sample
     if counted:
         columns = ("dataset", "samples", "trained turns", "teach a stop", "only a stop", "options of the template")
         yield "Trained turns", columns, [_turn_cells(name, report) for name, report in counted]
-    shown = [
-        cells for sample in samples for row in sample.rows for document in row.documents for cells in _turns(document)
-    ]
+    shown: list[list[str]] = []
+    for sample in samples:
+        for row in sample.rows:
+            for document in row.documents:
+                shown += _turns(document)
     if counted and shown:
         yield "Turns in the windows below", ("document", "the prompt ends with", "the model writes"), shown
 
@@ -269,7 +271,11 @@ def _document_text(document: Document, *, colored: bool) -> Text:
             text.append(content.join(_MARKS) if trained else content)
             continue
         for special, same in groupby(stretch, key=lambda token: token.special):
-            styles = [_TRAINED] * trained + [_SPECIAL] * special
+            styles = []
+            if trained:
+                styles.append(_TRAINED)
+            if special:
+                styles.append(_SPECIAL)
             text.append("".join(token.text for token in same), style=" ".join(styles))
     return text
 

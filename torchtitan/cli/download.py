@@ -105,7 +105,8 @@ def _download(options: argparse.Namespace, folder: Path) -> None:
         ) from error
     except OSError as error:
         if error.errno is not None:
-            raise RunFailure(f"{folder} cannot be written: {error.strerror or error}") from error
+            cause = error.strerror or str(error)
+            raise RunFailure(f"{folder} cannot be written: {cause}") from error
         cause = str(error).split("\n")[0]  # raised by the library if a file does not have the announced size
         raise UserError(f"{repo_id} did not arrive whole ({cause}); run this again") from error
 

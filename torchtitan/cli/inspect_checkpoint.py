@@ -207,16 +207,22 @@ def _print_list(checkpoints: "Sequence[CheckpointInfo]") -> int:
     best = catalog.best(checkpoints)
     rows = []
     for info in checkpoints:
-        loss = "" if info.validation_loss is None else f"{info.validation_loss:.6g}{' (best)' if info is best else ''}"
-        state = "damaged" if info.damage else "complete" if info.is_complete else "incomplete"
-        rows.append(
-            (str(info.path), str(info.step), info.kind or "", state, loss, f"{sum(info.path.files().values()):,}")
-        )
+        loss = "" if info.validation_loss is None else f"{info.validation_loss:.6g}"
+        if loss and info is best:
+            loss += " (best)"
+        n_bytes = sum(info.path.files().values())
+        rows.append((str(info.path), str(info.step), info.kind or "", _state(info), loss, f"{n_bytes:,}"))
     _print_table(("checkpoint", "step", "kind", "state", "validation loss", "bytes"), rows)
     for info in checkpoints:
         if wrong := info.damage or info.fault:
             print_error("inspect", f"{info.path}: {wrong}")
     return 0 if all(info.is_complete and not info.damage for info in checkpoints) else 3
+
+
+def _state(info: "CheckpointInfo") -> str:
+    if info.damage:
+        return "damaged"
+    return "complete" if info.is_complete else "incomplete"
 
 
 def _print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -29,11 +29,11 @@ def check_activation_checkpoint(
     is_by_operation = config.mode in ("selective", "auto") and config.selective_option == "op"
     if is_by_operation and parallelism.splits_backward and (has_experts or not is_compiled):
         # The first part of the backward pass frees saved results that the second part needs.
+        alternative = "" if has_experts else ", or --compile.enable"
         raise UserError(
             f"--activation_checkpoint.mode {config.mode} with selective_option op cannot be combined with "
             f"--parallelism.pipeline_parallel_schedule {parallelism.pipeline_parallel_schedule}, which splits the "
-            "backward pass; set --activation_checkpoint.selective_option 2, mode full"
-            + ("" if has_experts else ", or --compile.enable")
+            f"backward pass; set --activation_checkpoint.selective_option 2, mode full{alternative}"
         )
     is_split = is_compiled and parallelism.tensor_parallel_degree > 1
     if is_split and not is_by_operation and config.mode not in ("none", "auto"):

@@ -33,10 +33,9 @@ class MixedPrecision:
         its backward pass, where activation checkpointing computes again. In the context, a model's parameters are the
         copies, and another such context changes nothing."""
         weights = [
-            (parameter_entries(module), name, weight)
-            for model in models
-            for module in model.modules()
-            for name, weight in parameter_entries(module).items()
+            (parameters, name, weight)
+            for parameters in (parameter_entries(module) for model in models for module in model.modules())
+            for name, weight in parameters.items()
             if weight is not None and weight.is_floating_point() and weight.dtype != self.dtype
         ]
         if not weights:

@@ -191,7 +191,7 @@ class Pipeline:
         from torch.distributed.pipelining.schedules import get_schedule_class
 
         self.head = head
-        self._scaled: Callable[[Tensor], Tensor] = lambda loss: loss
+        self._scaled: Callable[[Tensor], Tensor] = _unscaled
         stages = [
             _make_stage(part, index, len(plan.stages), mesh, device, hidden)
             for index, part in zip(plan.stages_of_rank(mesh.get_local_rank()), parts, strict=True)
@@ -251,7 +251,7 @@ class Pipeline:
     @torch.no_grad()
     def forward(self, batch: dict[str, Any]) -> Tensor:
         """Return the summed loss of a batch on the rank with the last stage, 0 on the others."""
-        self._scaled = lambda loss: loss
+        self._scaled = _unscaled
         with _forward_only(self.schedule):
             return self._run(self.schedule.eval, batch)
 
@@ -276,6 +276,10 @@ class Pipeline:
                 raise error.__cause__ from None
             raise
         return sum((loss.detach() for loss in losses), torch.zeros((), device=labels.device))
+
+
+def _unscaled(loss: Tensor) -> Tensor:
+    return loss
 
 
 def _trained(stage: nn.Module, names: Iterable[str]) -> list[nn.Parameter]:
@@ -311,14 +315,13 @@ def _forward_only(schedule: Any) -> Iterator[None]:
         return
     all_actions = schedule.pipeline_order_with_comms
     kept = (schedules.FORWARD, schedules.SEND_F, schedules.RECV_F, schedules.UNSHARD, schedules.RESHARD)
+
+    def kept_parts(action: Any) -> list[Any]:
+        parts = action.sub_actions if action.computation_type == schedules.OVERLAP_F_B else [action]
+        return [part for part in parts if part.computation_type in kept]
+
     schedule.pipeline_order_with_comms = {
-        rank: [
-            part
-            for action in actions
-            for part in (action.sub_actions if action.computation_type == schedules.OVERLAP_F_B else (action,))
-            if part.computation_type in kept
-        ]
-        for rank, actions in all_actions.items()
+        rank: [part for action in actions for part in kept_parts(action)] for rank, actions in all_actions.items()
     }
     try:
         yield

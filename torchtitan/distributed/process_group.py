@@ -140,9 +140,8 @@ def _listener(address: str, port: int, place: str) -> Iterator[int]:
     try:
         descriptor = socket.create_server((address, port), family=family).detach()
     except OSError as error:
-        raise UserError(
-            f"{place}, but rank 0 cannot listen there ({os.strerror(error.errno or 0)}); choose another port"
-        ) from error
+        cause = os.strerror(error.errno or 0)
+        raise UserError(f"{place}, but rank 0 cannot listen there ({cause}); choose another port") from error
     inode = os.fstat(descriptor).st_ino
     try:
         yield descriptor

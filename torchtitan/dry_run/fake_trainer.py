@@ -151,8 +151,9 @@ class FakeTrainer(Trainer):
         self.n_computed = 0
         parameters = [p for part in self.all_parts for p in (*part.parameters(), *part.buffers())]
         states = [state for optimizer in self.optimizer.optimizers for state in optimizer.state.values()]
+        values = [value for state in states for value in state.values()]
         self.memory.label("parameters", [*parameters, *self.ema.averages])
-        self.memory.label("optimizer", [v for state in states for v in state.values() if isinstance(v, Tensor)])
+        self.memory.label("optimizer", [value for value in values if isinstance(value, Tensor)])
         if self.pipeline:
             schedule = self.pipeline.schedule
             MicrobatchReplay(schedule, self.memory, self.work, self.label_training_allocations).install()
@@ -169,7 +170,8 @@ class FakeTrainer(Trainer):
     def local_parameters(self, *, offloaded: bool = False) -> list[Tensor]:
         """Return this rank's shards of the weights of all models, or only of offloaded models."""
         models = [model for model in self.models.values() if model.offloaded or not offloaded]
-        parameters = [parameter for model in models for part in model.parts for parameter in part.parameters()]
+        parts = [part for model in models for part in model.parts]
+        parameters = [parameter for part in parts for parameter in part.parameters()]
         return [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
 
     def label_training_allocations(self) -> None:

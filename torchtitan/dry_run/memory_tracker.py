@@ -75,12 +75,13 @@ class MemoryTracker(Observer):
         """Return the bytes in use at a moment (default: now) by kind, 0 for kinds in `without`."""
         by_kind: Counter[MemoryKind] = Counter(dict.fromkeys(MEMORY_KINDS, 0))
         for allocation, change in self._events[:moment]:
-            by_kind[allocation.kind] += change * (allocation.kind not in without)
+            if allocation.kind not in without:
+                by_kind[allocation.kind] += change
         return by_kind
 
     def peak(self, without: Collection[MemoryKind] = ()) -> Counter[MemoryKind]:
         """Return the bytes in use at their peak by kind, 0 for kinds in `without`."""
-        changes = (change * (allocation.kind not in without) for allocation, change in self._events)
+        changes = (0 if allocation.kind in without else change for allocation, change in self._events)
         live = list(itertools.accumulate(changes, initial=0))
         return self.use(live.index(max(live)), without)
 

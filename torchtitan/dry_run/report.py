@@ -189,7 +189,10 @@ def reports_of(config: Trainer.Config, world_size: int) -> Iterator[RankReport]:
 
 def _print(reports: Sequence[RankReport]) -> None:
     kinds = [kind for kind in MEMORY_KINDS if any(report.peak[kind] for report in reports)]
-    states, peaks, messages, work = (list[_Row]() for _ in range(4))
+    states: list[_Row] = []
+    peaks: list[_Row] = []
+    messages: list[_Row] = []
+    work: list[_Row] = []
     for one in reports:
         rank, stages = str(one.rank), ", ".join(map(str, one.stages))
         sizes = (one.parameter_bytes, one.gradient_bytes, one.optimizer_bytes)
@@ -204,7 +207,8 @@ def _print(reports: Sequence[RankReport]) -> None:
 
 
 def _print_table(title: str, columns: Sequence[str], rows: Sequence[_Row], units: dict[str, int] = _BYTES) -> None:
-    largest = max((cell for row in rows for cell in row if not isinstance(cell, str)), default=0)
+    numbers = [cell for row in rows for cell in row if not isinstance(cell, str)]
+    largest = max(numbers, default=0)
     unit = next((unit for unit, size in units.items() if largest >= size), list(units)[-1])
     shown = [[cell if isinstance(cell, str) else _shown(cell / units[unit]) for cell in row] for row in rows]
     print_table(open_console(), f"{title} ({unit})", columns, shown, numbers={*columns} - {"kind", "axis"})

@@ -77,14 +77,20 @@ class WorkTracker(Observer):
         return sum(one.flops * calls for one, calls in self.work.items() if isinstance(one, Kernel))
 
     def observe(self, operation: Operation) -> None:
-        func, args, kwargs, result = operation
-        if func.namespace in _COMMUNICATION_NAMESPACES:
-            self._count_message(operation.name, [*args, *kwargs.values(), result])
+        inputs, result = (operation.args, operation.kwargs), operation.result
+        if operation.func.namespace in _COMMUNICATION_NAMESPACES:
+            self._count_message(operation.name, [*operation.args, *operation.kwargs.values(), result])
             return
         flops, written = _flops_of(operation), _count_written_bytes(operation)
         if flops or written:
-            n_bytes = _count_bytes((args, kwargs)) + written
-            self.work[Kernel(_kind_of(operation, flops), self._phase(), _dtype_of((args, result)), flops, n_bytes)] += 1
+            kernel = Kernel(
+                _kind_of(operation, flops),
+                self._phase(),
+                _dtype_of((operation.args, result)),
+                flops,
+                _count_bytes(inputs) + written,
+            )
+            self.work[kernel] += 1
 
     def _phase(self) -> Phase:
         if current_backward_pass() == -1:
@@ -135,15 +141,15 @@ def _group_in(values: list[Any]) -> dist.ProcessGroup:
 
 def _flops_of(operation: Operation) -> int:
     """Count the floating-point operations of matrix products and attention."""
-    func, args, kwargs, result = operation
-    if func.namespace != "aten":
+    if operation.func.namespace != "aten":
         return 0
     if operation.name.startswith(_ATTENTION):
         is_backward = "backward" in operation.name
-        q_BHLD, k_BKMD, v_BKMD = args[1:4] if is_backward else args[:3]  # after the gradient of the result
+        first = 1 if is_backward else 0  # after the gradient of the result
+        q_BHLD, k_BKMD, v_BKMD = operation.args[first : first + 3]
         samples, heads, length, width = q_BHLD.shape
         flops: int = 2 * samples * heads * length * k_BKMD.shape[2] * (width + v_BKMD.shape[3])
         return 2 * flops if is_backward else flops
     formulas, in_place = flop_formulas(), getattr(torch.ops.aten, operation.name.removesuffix("_"), None)
-    formula = formulas.get(func.overloadpacket) or formulas.get(in_place)
-    return formula(*args, **kwargs, out_val=result) if formula else 0
+    formula = formulas.get(operation.func.overloadpacket) or formulas.get(in_place)
+    return formula(*operation.args, **operation.kwargs, out_val=operation.result) if formula else 0

@@ -120,7 +120,11 @@ class Layout:
         dims, parallelism = self.dims, self.config.parallelism
         size = self.config.training.local_batch_size
         sequences = parallelism.pipeline_parallel_microbatch_size if dims.pp > 1 else size
-        wrapper: Any = "FSDP" if dims.shards > 1 else "DDP" if dims.dp_replicate > 1 else "none"
+        wrapper: Any = "none"
+        if dims.shards > 1:
+            wrapper = "FSDP"
+        elif dims.dp_replicate > 1:
+            wrapper = "DDP"
         return Split(dims.tp, dims.cp, dims.ep, dims.etp, wrapper, sequences, self.config.activation_checkpoint.mode)
 
     @property

@@ -103,9 +103,8 @@ def measure(folder: str, processes: int, rank: int) -> None:
     }
     with onednn_products():  # as in training
         seconds = _seconds_of(calls)
-        float32, bfloat16, attention, elementwise = (
-            _work_of(calls[name]) / seconds[name] for name in ("float32", "bfloat16", "attention", "elementwise")
-        )
+        names = ("float32", "bfloat16", "attention", "elementwise")
+        rates = {name: _work_of(calls[name]) / seconds[name] for name in names}
     latency = (seconds["small sum"] + seconds["small gathering"]) / 2
     duration = seconds["sum"] + seconds["gathering"]
     # To gather, a ring sends (n - 1) / n of the message, and to sum, twice as much. Latency varies on busy machines.
@@ -113,13 +112,13 @@ def measure(folder: str, processes: int, rank: int) -> None:
     fields = dict(
         name=f"this machine, {processes} process(es)",
         memory_gib=gib / processes,
-        float32_flops=float32,
-        bfloat16_flops=bfloat16,
-        float8_flops=bfloat16,
+        float32_flops=rates["float32"],
+        bfloat16_flops=rates["bfloat16"],
+        float8_flops=rates["bfloat16"],
         product_efficiency=1.0,
         # Half of the square, and five products instead of four in the backward pass, as in `foresight.time`.
-        attention_efficiency=0.5 * (1 + 2.5) / (1 + 2) * attention / float32,
-        memory_bandwidth=elementwise,
+        attention_efficiency=0.5 * (1 + 2.5) / (1 + 2) * rates["attention"] / rates["float32"],
+        memory_bandwidth=rates["elementwise"],
         memory_efficiency=1.0,
         link_bandwidth=bandwidth,
         network_bandwidth=bandwidth,

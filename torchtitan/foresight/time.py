@@ -72,7 +72,9 @@ def collective_seconds(device: Device, message: Message) -> float:
     A ring over several hosts crosses each of them with all network devices of its ranks. All-to-all sends to other
     hosts directly, with one network device per rank. All-reduce takes the faster of ring and tree (2 log2 n hops).
     """
-    _, kind, n_bytes, n, per_host = message
+    n = message.ranks
+    n_bytes = message.n_bytes
+    per_host = message.per_host
     hosts = math.ceil(n / per_host)
     if n == 1:
         return 0.0
@@ -81,11 +83,11 @@ def collective_seconds(device: Device, message: Message) -> float:
     hop = device.link_latency if hosts == 1 else device.network_latency
     ring = (n - hosts) * device.link_latency + (hosts - 1) * hop
     start, part = device.collective_seconds, (n - 1) / n
-    if kind == "all-to-all":
+    if message.kind == "all-to-all":
         remote = n_bytes * (n - per_host) / n
         local = n_bytes * part - remote
         return start + hop + max(local / link, remote / device.network_bandwidth) / device.link_efficiency
-    if kind == "all-reduce":
+    if message.kind == "all-reduce":
         return start + 2 * min(ring + part * n_bytes / bandwidth, math.log2(n) * hop + n_bytes / bandwidth)
     return start + ring + part * n_bytes / bandwidth
 

@@ -55,7 +55,9 @@ def with_features(module: ModuleT, **features: tuple[Features, ...]) -> ModuleT:
 def features_of(module: nn.Module) -> Mapping[str, tuple[Features, ...]]:
     """Return parameter name → meaning of its dimensions, for a linear layer or an embedding."""
     own: Mapping[str, tuple[Features, ...]] | None = getattr(module, _ATTRIBUTE, None)
-    return own if own is not None else _EMBEDDING if isinstance(module, nn.Embedding) else _LINEAR
+    if own is not None:
+        return own
+    return _EMBEDDING if isinstance(module, nn.Embedding) else _LINEAR
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,9 @@ class CheckpointConfig(Configurable.Config):
     @property
     def last_kind(self) -> Kind:
         """Contents of the save after the last step."""
-        return "huggingface" if self.last_save_in_hf else "model_only" if self.last_save_model_only else "full"
+        if self.last_save_in_hf:
+            return "huggingface"
+        return "model_only" if self.last_save_model_only else "full"
 
     def validate(self) -> None:
         require(self.interval >= 1, "--checkpoint.interval", self.interval, "at least 1 step")
@@ -127,10 +129,8 @@ def _check_saves(config: CheckpointConfig) -> None:
     if config.enable:
         raise UserError(f"{names} cannot be combined with --checkpoint.load_only, which saves nothing")
     reverted = " ".join(f"--checkpoint.{_SAVE_OPTIONS[option]}" for option in options)
-    raise UserError(
-        f"{names} {'require' if len(options) > 1 else 'requires'} --checkpoint.enable; "
-        f"to run without checkpoints, add {reverted}"
-    )
+    verb = "require" if len(options) > 1 else "requires"
+    raise UserError(f"{names} {verb} --checkpoint.enable; to run without checkpoints, add {reverted}")
 
 
 def _check_initial_load(config: CheckpointConfig) -> None:

@@ -99,8 +99,9 @@ class LocalFolder:
         try:
             return open_regular(self.path / name)
         except UserError as error:  # for example a pipe, from which reading would block
-            is_missing = isinstance(error.__cause__, FileNotFoundError)
-            raise (FileNotFoundError if is_missing else OSError)(str(error)) from error
+            if isinstance(error.__cause__, FileNotFoundError):
+                raise FileNotFoundError(str(error)) from error
+            raise OSError(str(error)) from error
 
     def read(self, name: str) -> bytes:
         with self.open(name) as file:

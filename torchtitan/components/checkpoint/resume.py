@@ -123,10 +123,10 @@ def check_frozen(config: CheckpointConfig, start: Start | None, base: BaseWeight
         digest, reason = base.digest(), f"{checkpoint.path} {describe_missing(checkpoint)}"
         # The same weights are accepted from any location.
         if digest != checkpoint.marker.base_digest or not digest and base.description != checkpoint.base_model:
+            if base.description == checkpoint.base_model:
+                raise UserError(f"{reason}, which have changed since; restore the original files")
             raise UserError(
-                f"{reason}, which have changed since; restore the original files"
-                if base.description == checkpoint.base_model
-                else f"{reason}, but this run uses different weights from {base.description}; use the original ones"
+                f"{reason}, but this run uses different weights from {base.description}; use the original ones"
             )
     elif config.save_trainable_only:
         raise UserError(

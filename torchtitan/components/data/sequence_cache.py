@@ -162,7 +162,8 @@ class SequenceCache:
             logger.warning("%s of the cache is damaged (%s); it was renamed to %s and is rebuilt", file, error, aside)
             return False
         except OSError as error:
-            raise UserError(f"{file} of the cache cannot be read: {error.strerror or error}") from error
+            cause = error.strerror or error
+            raise UserError(f"{file} of the cache cannot be read: {cause}") from error
         return True
 
     def _set_aside(self, file: Path) -> str:
@@ -224,7 +225,9 @@ def _check_results(tensors: Mapping[str, Tensor], sequence: _Sequence, first: Ma
     """Raise `ValueError` unless there is a usable result for each position of a sequence, as in the first one."""
     n_stored = len(sequence.is_labeled)
     if not tensors or tensors.keys() != first.keys():
-        raise ValueError(f"it holds {', '.join(tensors) or 'nothing'}, not {', '.join(first) or 'results'}")
+        found = ", ".join(tensors) or "nothing"
+        wanted = ", ".join(first) or "results"
+        raise ValueError(f"it holds {found}, not {wanted}")
     for name, expected in first.items():
         if (tensors[name].dtype, tensors[name].shape) != (expected.dtype, (n_stored, *expected.shape[1:])):
             raise ValueError(f"it does not hold {name} of {n_stored:,} tokens")

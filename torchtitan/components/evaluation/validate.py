@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -174,24 +174,42 @@ class Validator(Configurable):
     def _check_cross_entropy(self, sums: Tensor) -> None:
         """Leave out bits per byte, and say so, if the cross entropy is not that of the valid tokens, because a subclass
         does not call its base class, or calls it more than once for a token."""
-        _, weight, _, _, n_tokens, *_ = sums.tolist()
-        if self._reports_bits and n_tokens != weight:
+        read = _read_sums(sums)
+        if self._reports_bits and read.n_tokens != read.weight:
             self._reports_bits = False
             logger.warning(
-                f"no validation_bits_per_byte: {type(self.loss).__name__} gave the cross entropy of {n_tokens:.0f} "
-                f"tokens, not of the {weight:.0f} valid ones {_HINT}"
+                f"no validation_bits_per_byte: {type(self.loss).__name__} gave the cross entropy of "
+                f"{read.n_tokens:.0f} tokens, not of the {read.weight:.0f} valid ones {_HINT}"
             )
 
     def _means(self, sums: Tensor) -> dict[str, float]:
-        total, weight, n_bytes, nats, _, *measured = sums.tolist()
-        means = {"validation_loss": total / weight if weight else math.nan}
+        read = _read_sums(sums)
+        means = {"validation_loss": read.loss / read.weight if read.weight else math.nan}
         if self._reports_bits:
-            means["validation_bits_per_byte"] = nats / math.log(2) / n_bytes if n_bytes else math.nan
-        return means | {f"validation_{name}": value for name, value in self.measures.means(measured).items()}
+            bits = read.nats / math.log(2)
+            means["validation_bits_per_byte"] = bits / read.n_bytes if read.n_bytes else math.nan
+        measured = self.measures.means(read.measured)
+        return means | {f"validation_{name}": value for name, value in measured.items()}
 
     def close(self) -> None:
         for data in self.sets.values():
             data.loader.close()
+
+
+class _Sums(NamedTuple):
+    loss: float
+    weight: float
+    n_bytes: float
+    nats: float
+    """Cross entropy of `n_tokens` tokens."""
+    n_tokens: float
+    measured: list[float]
+
+
+def _read_sums(sums: Tensor) -> _Sums:
+    """Read what `Validator._sum_set` returns."""
+    numbers = sums.tolist()
+    return _Sums(*numbers[:5], measured=numbers[5:])
 
 
 class _Set:

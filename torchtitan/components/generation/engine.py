@@ -199,7 +199,10 @@ class Engine:
         finally:
             for text in texts:
                 text.close()
-            self._graph = self._running = self._logits_BV = None  # the memory is free for training
+            # The memory is free for training.
+            self._graph = None
+            self._running = None
+            self._logits_BV = None
         return [results[index] for index in range(len(texts))]
 
     def _step(self) -> bool:
@@ -338,9 +341,13 @@ class Engine:
     def _common_error(self) -> Exception:
         """Return the first error of all processes, or this process's own if it is not a `UserError`."""
         own = self._error
-        text = None if own is None else str(own) if isinstance(own, UserError) else in_words(own)
+        text = None
+        if own is not None:
+            text = str(own) if isinstance(own, UserError) else in_words(own)
         errors = gather_objects(text, self._group) if self._group else [text]
-        return UserError(next(filter(None, errors))) if own is None or isinstance(own, UserError) else own
+        if own is None or isinstance(own, UserError):
+            return UserError(next(filter(None, errors)))
+        return own
 
 
 def generate(

@@ -25,7 +25,9 @@ def stop_ids(tokenizer: Tokenizer, *folders: Path) -> set[int]:
     eos_ids = set() if tokenizer.eos_id is None else {tokenizer.eos_id}
     for path in (folder / name for folder in folders for name in ("generation_config.json", "config.json")):
         declared = read_object(path).get("eos_token_id")
-        ids = declared if isinstance(declared, list) else [] if declared is None else [declared]
+        if declared is None:
+            continue
+        ids = declared if isinstance(declared, list) else [declared]
         if not all(type(token_id) is int for token_id in ids):
             raise UserError(f"'{path}': eos_token_id must be an id or a list of ids, not {declared!r}")
         if ids:

@@ -45,7 +45,12 @@ def cross_entropy_(
         scratch_NV: float32 memory for logits of lower precision; None: newly allocated.
     """
     is_float32 = logits_NV.dtype == torch.float32
-    scores = logits_NV if is_float32 else logits_NV.float() if scratch_NV is None else scratch_NV.copy_(logits_NV)
+    if is_float32:
+        scores = logits_NV
+    elif scratch_NV is None:
+        scores = logits_NV.float()
+    else:
+        scores = scratch_NV.copy_(logits_NV)
     multiplier, softcap = transform.multiplier, transform.softcap
     slope = None
     if softcap is not None:

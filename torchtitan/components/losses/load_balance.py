@@ -110,7 +110,8 @@ class LoadBalancer:
             starving += [f"{name} expert {e}" for e, steps in enumerate(idle.tolist()) if steps >= _STARVING_STEPS]
         stages = self._of_stages((values, starving))
         values = {name: value for part, _ in stages for name, value in part.items()}
-        if new := [name for _, names in stages for name in names if name not in self._reported]:
+        starving = [name for _, names in stages for name in names]
+        if new := [name for name in starving if name not in self._reported]:
             self._reported.update(new)
             logger.warning(
                 f"{summarize_names(new)}: less than {_STARVING_SHARE:.0%} of the mean load in each of the last "

@@ -27,7 +27,12 @@ SHOWN_PARTS = {"rewards/margins": "margin", "rewards/accuracies": "accuracy"}
 """Numbers called NAME/PART that the console and the progress bar show, and their titles there: those by which a run of
 preference optimization, or of a reward model, is judged."""
 
-_RESET, _DIM, _GREEN, _BLUE, _MAGENTA, _CYAN = (f"\033[{code}m" for code in (0, 2, 32, 34, 35, 36))
+_RESET = "\033[0m"
+_DIM = "\033[2m"
+_GREEN = "\033[32m"
+_BLUE = "\033[34m"
+_MAGENTA = "\033[35m"
+_CYAN = "\033[36m"
 
 
 @dataclass(slots=True)

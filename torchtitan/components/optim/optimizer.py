@@ -174,11 +174,11 @@ class Optimizer(Configurable):
 
     def warn_of_idle_parameters(self) -> None:
         """Warn about trained parameters without a gradient on any rank. A collective; call it before `zero_grad`."""
+        trained = [pair for part in self.model_parts for pair in part.named_parameters() if pair[1].requires_grad]
         local_names = [
             canonical_name(name)
-            for part in self.model_parts
-            for name, parameter in part.named_parameters()
-            if parameter.requires_grad and parameter.grad is None and parameter not in self._updated_early
+            for name, parameter in trained
+            if parameter.grad is None and parameter not in self._updated_early
         ]
         if idle := sorted({name for names in gather_objects(local_names) for name in names}):
             logger.warning("trained parameters without a gradient: %s", ", ".join(without_numbers(idle)))

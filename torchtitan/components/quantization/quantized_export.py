@@ -81,7 +81,8 @@ def _weights_to_quantize(spec: ModelSpec, adapter: StateDictAdapter, quantizatio
     with torch.device("meta"):
         layers = quantization.build().select(spec.model.build())
     weights = {f"{name}.weight" for name in layers}
-    return {name for step in adapter.steps if weights.issuperset(step.internal) for name in step.external}
+    steps = [step for step in adapter.steps if weights.issuperset(step.internal)]
+    return {name for step in steps for name in step.external}
 
 
 def _quantize(matrix: Tensor, group_size: int) -> Tensor:

@@ -170,7 +170,9 @@ def _make_generation_config(tokenizer: Tokenizer, template: ChatTemplate) -> dic
     """Return generation_config.json if it must be extended with the stops of the template."""
     ids = token_ids(tokenizer.folder, tokenizer.folder / "config.json") if tokenizer.folder else {}
     eos = ids.get("eos_token_id", tokenizer.eos_id)
-    eos_ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    eos_ids = []
+    if eos is not None:
+        eos_ids = eos if isinstance(eos, list) else [eos]
     stops = [token_id for token_id in Stops(template, tokenizer).ids() if token_id not in eos_ids]
     if not stops:
         return {}

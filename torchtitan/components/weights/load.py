@@ -65,17 +65,19 @@ def check_fit(
         for name, tensor in tensors.items()
         if name in specs and specs[name].shape != tensor.shape
     ]
-    local_required = [name for name in tensors if name not in optional]
-    local = (list(tensors), local_required, local_mismatches, find_quantized(specs, tensors))
-    expected, required, mismatched, quantized = (
-        list(dict.fromkeys(name for names in column for name in names))
-        for column in zip(*(ranks or Ranks()).gather(local), strict=True)
-    )
+    local = {
+        "expected": list(tensors),
+        "required": [name for name in tensors if name not in optional],
+        "mismatched": local_mismatches,
+        "quantized": find_quantized(specs, tensors),
+    }
+    gathered = (ranks or Ranks()).gather(local)
+    names_of = {key: list(dict.fromkeys(name for names in gathered for name in names[key])) for key in local}
     faults = {
-        "missing": sorted(set(required) - specs.keys()),
-        "not in the model": sorted(specs.keys() - set(expected)),
-        "of the wrong shape": mismatched,
-        _QUANTIZED: quantized,
+        "missing": sorted(set(names_of["required"]) - specs.keys()),
+        "not in the model": sorted(specs.keys() - set(names_of["expected"])),
+        "of the wrong shape": names_of["mismatched"],
+        _QUANTIZED: names_of["quantized"],
     }
     problems = [f"{summarize_names(names)} {fault}" for fault, names in faults.items() if names]
     if problems:

@@ -335,13 +335,10 @@ def _saved_model(
     if not added or model.vocab_size != added.stop:
         return model
     token_tensors = set(_find_token_tensors(model))
-    saved = {
-        source.specs[name].shape[0]
-        for step in adapter(model).match(source.specs).steps
-        if not token_tensors.isdisjoint(step.internal)
-        for name in step.external
-        if name in source.specs
-    }
+    saved: set[int] = set()
+    for step in adapter(model).match(source.specs).steps:
+        if not token_tensors.isdisjoint(step.internal):
+            saved |= {source.specs[name].shape[0] for name in step.external if name in source.specs}
     # Otherwise the checkpoint belongs to another model, and `InternalView` raises an error.
     if len(saved) == 1 and (rows := saved.pop()) in added:
         return dataclasses.replace(model, vocab_size=rows)

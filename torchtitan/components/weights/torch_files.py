@@ -99,7 +99,8 @@ def locate_tensors(file: Path) -> dict[str, TensorLocation]:
             "use safetensors files",
         ) from error
     except Exception as error:  # damaged bytes may raise any error
-        raise damaged_file_error(file, str(error).split("\n")[0] or type(error).__name__) from error
+        reason = str(error).split("\n")[0] or type(error).__name__
+        raise damaged_file_error(file, reason) from error
     is_named = isinstance(tensors, dict) and all(isinstance(name, str) for name in tensors)
     if not is_named or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
         raise UserError(f"{file} is not a weights file: it must contain a dict of tensors")

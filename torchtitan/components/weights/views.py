@@ -47,17 +47,18 @@ class View(TensorSource):
         self._last: dict[str, Tensor] = {}
 
     def read(self, name: str, slices: Slices | None = None) -> Tensor:
-        inputs, outputs, compute, inputs_of_rows = self._recipes[name]
-        if compute is None:
-            return self._source.read(inputs[0], slices)
-        if slices is not None and (parts := inputs_of_rows(slices[0])) is not None:
-            (tensor,) = compute([self._read_rows(each, rows) for each, rows in parts])
+        recipe = self._recipes[name]
+        if recipe.compute is None:
+            return self._source.read(recipe.inputs[0], slices)
+        parts = None if slices is None else recipe.inputs_of_rows(slices[0])
+        if slices is not None and parts is not None:
+            (tensor,) = recipe.compute([self._read_rows(each, rows) for each, rows in parts])
             return tensor[(slice(None), *slices[1:])]
         if name not in self._last:
             self._last = {}  # free the memory first
             with torch.no_grad():
-                tensors = compute([self._source.read(each) for each in inputs])
-            self._last = dict(zip(outputs, tensors, strict=True))
+                tensors = recipe.compute([self._source.read(each) for each in recipe.inputs])
+            self._last = dict(zip(recipe.outputs, tensors, strict=True))
         tensor = self._last[name]
         if len(self._last) == 1:
             self._last = {}

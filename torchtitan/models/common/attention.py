@@ -47,7 +47,9 @@ def choose_kernel(
         return "causal"
     if not is_cuda:
         # Without a mask, scores between documents are not computed. PyTorch has no other such kernel here.
-        return "dense" if static else "causal" if one_per_row else "documents"
+        if static:
+            return "dense"
+        return "causal" if one_per_row else "documents"
     # FlashAttention 2, on which `varlen_attn` is based, supports these.
     is_supported = dtype in (torch.bfloat16, torch.float16) and head_dim % 8 == 0 and head_dim <= 256 and not capped
     is_new = torch.cuda.get_device_capability(device) >= (8, 0)

@@ -57,7 +57,9 @@ class BFloat16CausalAttention(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         q_BHLD, k_BKLD, v_BKLD, out_BHLD, lse_BHL = ctx.saved_tensors
         (grad_BHLD,) = grad_outputs
-        (n_samples, _, length, dim), n_kv_heads, scale = q_BHLD.shape, k_BKLD.shape[1], ctx.scale
+        n_samples, _, length, dim = q_BHLD.shape
+        n_kv_heads = k_BKLD.shape[1]
+        scale = ctx.scale
         # Probabilities times the square root of the number of keys, between diffuse and peaked attention, so that their
         # logarithms are small and have small rounding errors. The gradient is divided by it instead.
         weight_L1 = torch.arange(1, length + 1, dtype=torch.float32).rsqrt()[:, None]

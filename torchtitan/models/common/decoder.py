@@ -403,8 +403,10 @@ class OutputHead(nn.Module):
     def forward(self, hidden_BLD: Tensor, tied_VD: Tensor | None, head: Head, **head_inputs: Any) -> Tensor:
         """Return `head(normalized hidden states, output weights, …)`; `tied_VD` are the weights of a tied embedding."""
         weight_VD = tied_VD if self.output is None else effective_weight(self.output)
-        if weight_VD is not None and (len(weight_VD) == 1) != (head is F.linear):
-            raise UserError(f"the model is {'no' if head is F.linear else 'a'} reward model; choose another model")
-        if self.transform != UNCHANGED and head is not F.linear:
+        gives_scores = head is F.linear
+        if weight_VD is not None and (len(weight_VD) == 1) != gives_scores:
+            found = "no" if gives_scores else "a"
+            raise UserError(f"the model is {found} reward model; choose another model")
+        if self.transform != UNCHANGED and not gives_scores:
             head_inputs["transform"] = self.transform
         return head(self.norm(hidden_BLD), weight_VD, **head_inputs)

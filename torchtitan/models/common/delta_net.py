@@ -149,7 +149,8 @@ def gated_delta_rule(
         """(B, L, H, …) → (B, N, H, C, …). The padding has no effect on the state: its decay and its beta are 0."""
         return F.pad(x, (0, 0) * (x.dim() - 2) + (0, padding)).unflatten(1, (-1, chunk)).transpose(2, 3)
 
-    q, k, v, decay, beta = map(split, (q_BLHE, k_BLHE, v_BLHF, decay_BLH, beta_BLH))
+    q, k, v = map(split, (q_BLHE, k_BLHE, v_BLHF))
+    decay, beta = split(decay_BLH), split(beta_BLH)
     documents_BL = torch.cat((documents_BL, documents_BL[:, -1:].expand(-1, padding)), dim=1)
     documents_BNC = documents_BL.unflatten(1, (-1, chunk))
     before_BN = F.pad(documents_BNC[:, :-1, -1], (1, 0))

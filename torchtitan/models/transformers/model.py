@@ -70,8 +70,8 @@ class TransformersModel(BaseModel):
         @property
         def tensor_parallel_sizes(self) -> dict[str, int]:
             text = self.transformers_config().get_text_config(decoder=True)
-            names = ("num_attention_heads", "num_key_value_heads")
-            return {name: size for name in names if isinstance(size := getattr(text, name, None), int)}
+            sizes = {name: getattr(text, name, None) for name in ("num_attention_heads", "num_key_value_heads")}
+            return {name: size for name, size in sizes.items() if isinstance(size, int)}
 
     config: Config
 

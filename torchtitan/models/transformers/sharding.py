@@ -37,8 +37,11 @@ def class_plan(document: Mapping[str, Any]) -> tuple[ShardingPlan, str]:
     inside = {module for module in model.get_decoder().modules() if list(module.parameters(recurse=False))} - {output}
     for path, module in ((path, module) for path, module in model.named_modules() if module in inside):
         style = next((style for pattern, style in styles.items() if fnmatchcase(path, pattern)), None)
-        is_whole = style is None and "Norm" in type(module).__name__
-        kind = "vocabulary to whole" if module is embedding else "whole" if is_whole else _KINDS.get(style)
+        kind = _KINDS.get(style)
+        if module is embedding:
+            kind = "vocabulary to whole"
+        elif style is None and "Norm" in type(module).__name__:
+            kind = "whole"
         if kind is None:
             refused.add(f"{type(module).__name__} {without_numbers([path])[0]}")
         else:

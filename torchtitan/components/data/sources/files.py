@@ -142,7 +142,8 @@ def _named_errors(path: Path) -> Iterator[None]:
             "remove it from the data"
         ) from None
     except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror or first_line(error)}") from error
+        cause = error.strerror or first_line(error)
+        raise UserError(f"{path} cannot be read: {cause}") from error
 
 
 def _find_bad_byte(path: Path) -> tuple[int, int, int]:
@@ -208,7 +209,7 @@ def _first_text(file: IO[str]) -> str:
     """Return the rest of the first chunk that is not blank, and a chunk more, which ends its first line or makes it
     too long to be a single character."""
     chunks = iter(partial(file.read, CHUNK_SIZE), "")
-    start = next((text for chunk in chunks if (text := chunk.lstrip())), "")
+    start = next(filter(None, map(str.lstrip, chunks)), "")
     return start + next(chunks, "")
 
 

@@ -134,7 +134,8 @@ def with_patience(what: str, operation: Callable[[], T]) -> T:
             raise
         except Exception as error:  # stores raise their own exception classes
             if isinstance(error, OSError) and (type(error) in _LASTING or error.errno in _FULL):
-                raise UserError(f"{what} failed: {error.strerror or first_line(error)}") from error
+                cause = error.strerror or first_line(error)
+                raise UserError(f"{what} failed: {cause}") from error
             if attempt == ATTEMPTS - 1:
                 raise UserError(f"{what} failed {ATTEMPTS} times: {first_line(error)}") from error
             logger.warning(f"{what} failed: {first_line(error)}; trying again in {2**attempt} s")
