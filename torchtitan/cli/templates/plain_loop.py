@@ -26,7 +26,10 @@ from torchtitan.tools.cpu_products import onednn_products
 from torchtitan.tools.device import device_type
 from torchtitan.tools.logging import init_logger, logger
 
-SEQ_LEN, BATCH_SIZE, MAX_NORM, SEED = 256, 8, 1.0, 0
+SEQ_LEN = 256
+BATCH_SIZE = 8
+MAX_NORM = 1.0
+SEED = 0
 STEP_TOKENS = BATCH_SIZE * SEQ_LEN
 
 

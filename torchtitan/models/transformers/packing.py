@@ -26,6 +26,10 @@ KERNEL = "torchtitan"  # the name of our attention among transformers' names
 
 Mode = Literal["kernel", "masks", "rows"]
 
+# Functions that transformers builds share the code of their builder.
+_JOINED_MASKS: Any = masking_utils.and_masks()
+_WINDOW_MASK: Any = masking_utils.sliding_window_overlay(1)
+
 _current: ContextVar[tuple[AttentionMetadata | None, bool]] = ContextVar("current", default=(None, False))
 """Documents of the current forward pass, and whether their kernels must have constant shapes."""
 
@@ -47,13 +51,13 @@ class Documents:
         return self._with_kernels[key]
 
 
-def _window(mask_function: Callable[..., Any]) -> tuple[bool, int | None]:
+def _window(mask_function: Any) -> tuple[bool, int | None]:
     """Return whether a mask of transformers is causal within at most a window, and the window."""
     parts = [mask_function]
-    if mask_function.__qualname__ == "and_masks.<locals>.and_mask":
+    if mask_function.__code__ is _JOINED_MASKS.__code__:
         parts = inspect.getclosurevars(mask_function).nonlocals["mask_functions"]
     windows = [part for part in parts if part is not masking_utils.causal_mask_function]
-    if any(part.__qualname__ != "sliding_window_overlay.<locals>.inner_mask" for part in windows):
+    if any(part.__code__ is not _WINDOW_MASK.__code__ for part in windows):
         return False, None
     sizes = [inspect.getclosurevars(part).nonlocals["sliding_window"] for part in windows]
     return len(windows) < len(parts), min(sizes, default=None)
