@@ -209,7 +209,14 @@ class _Sums(NamedTuple):
 def _read_sums(sums: Tensor) -> _Sums:
     """Read what `Validator._sum_set` returns."""
     numbers = sums.tolist()
-    return _Sums(*numbers[:5], measured=numbers[5:])
+    return _Sums(
+        loss=numbers[0],
+        weight=numbers[1],
+        n_bytes=numbers[2],
+        nats=numbers[3],
+        n_tokens=numbers[4],
+        measured=numbers[5:],
+    )
 
 
 class _Set:
