@@ -38,8 +38,8 @@ def test_step_trains_on_the_following_data(tmp_path, caplog):
     assert list(some) == [1, 5, 7, 8, 9]
     assert some == {step: all_data[step] for step in some}
     assert [step for (step,) in read_metrics(tmp_path / "some")] == [1, 2, 3, 4, 5]
-    assert "data of steps 2 to 4 is left out" in caplog.text
-    assert "data of steps 6 to 6 is left out" in caplog.text
+    assert "skipping the data of steps 2 to 4" in caplog.text
+    assert "skipping the data of steps 6 to 6" in caplog.text
 
 
 class Killed(Exception):

@@ -17,7 +17,7 @@ from torchtitan.dry_run.fake_trainer import with_vocabulary
 from torchtitan.dry_run.fitting import USABLE, with_mode
 from torchtitan.foresight.devices import Device, device_named
 from torchtitan.foresight.prediction import Estimate, Layout, Prediction
-from torchtitan.foresight.profile import facts_of, profile
+from torchtitan.foresight.profile import find_facts, profile
 from torchtitan.tools.errors import UserError
 from torchtitan.trainer import Trainer
 
@@ -100,7 +100,7 @@ def plan(
     check_compile(config.compile)  # also no mistake of the layouts
     config = with_vocabulary(config)
     device = device_named(device, world_size)
-    measure = functools.cache(functools.partial(profile, config, facts_of(config)))
+    measure = functools.cache(functools.partial(profile, config, find_facts(config)))
 
     def estimate(layout: Layout) -> Estimate:
         """Estimate a layout from a profile that it shares with others."""

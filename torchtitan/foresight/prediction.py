@@ -16,7 +16,7 @@ from torchtitan.dry_run.fitting import USABLE, with_mode
 from torchtitan.dry_run.report import RankReport, reserved_bytes
 from torchtitan.dry_run.work_tracker import CommunicationKind, Kernel
 from torchtitan.foresight.devices import Device, device_named
-from torchtitan.foresight.profile import Profile, Split, facts_of, profile, timed_work, weighted_sum
+from torchtitan.foresight.profile import Profile, Split, find_facts, profile, timed_work, weighted_sum
 from torchtitan.foresight.time import Message, Role, WorkOfRank, bubble_seconds, step_parts
 from torchtitan.trainer import Trainer
 
@@ -64,7 +64,7 @@ def predict(
     layout, or a model without repeated layers."""
     config = with_vocabulary(config)
     device = device_named(device, world_size)
-    facts, mode = facts_of(config), config.activation_checkpoint.mode
+    facts, mode = find_facts(config), config.activation_checkpoint.mode
     for chosen in ("none", "selective", "full") if mode == "auto" else (mode,):
         layout = Layout.of(with_mode(config, chosen), world_size)
         prediction = Estimate(layout, profile(config, facts, layout.split)).predict(device, devices_per_host)

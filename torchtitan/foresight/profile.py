@@ -78,7 +78,7 @@ class Profile(NamedTuple):
     """Windows of its micro-batch."""
 
 
-def facts_of(config: Trainer.Config) -> Facts:
+def find_facts(config: Trainer.Config) -> Facts:
     """Return the facts of a model. Raise `UserError` unless it consists of repeated layers."""
     model: Any = config.model_spec.model
     if not hasattr(model, "n_layers"):

@@ -33,7 +33,7 @@ from torchtitan.tools.folder_lock import FolderLock, lock_folder
 from torchtitan.tools.logging import logger
 from torchtitan.trainer.config import RunConfig
 from torchtitan.trainer.data_progress import DataProgress
-from torchtitan.trainer.models import RunModel, facts_of
+from torchtitan.trainer.models import RunModel, summarize
 
 
 class RunBuilder(Configurable):
@@ -136,7 +136,7 @@ class RunBuilder(Configurable):
         num_parameters = model.num_parameters()
         dtype = getattr(torch, self.config.training.mixed_precision_param)
         convert_model(model, self.converters, frozen_dtype=dtype)
-        facts = facts_of(model, self.config.training.seq_len)
+        facts = summarize(model, self.config.training.seq_len)
         parts, offloaded = self.parallelize(model), self.config.training.enable_cpu_offload
         return {"model": RunModel(spec=spec, parts=parts, num_parameters=num_parameters, offloaded=offloaded, **facts)}
 
@@ -163,7 +163,7 @@ class RunBuilder(Configurable):
             model: BaseModel = spec.model.build().to(getattr(torch, dtype))
         if not trained:
             model.requires_grad_(False)
-        facts = {"num_parameters": model.num_parameters(), **facts_of(model, training.seq_len)}
+        facts = {"num_parameters": model.num_parameters(), **summarize(model, training.seq_len)}
         parts = [self.shard(model, spec, offloaded=offloaded)]
         offloaded = offloaded or training.enable_cpu_offload
         return RunModel(spec=spec, parts=parts, weights=weights, saved=saved, offloaded=offloaded, **facts)

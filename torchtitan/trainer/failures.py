@@ -46,7 +46,7 @@ def save_last_step(trainer: Any, error: BaseException) -> None:
     try:
         if start is not None:
             start.restore(trainer)
-        trainer.late.settle()
+        trainer.deferred.settle()
         trainer.metrics.flush()
         trainer.save(last=False, stopped=True, validation_loss=None)
         trainer.checkpointer.wait()

@@ -157,7 +157,7 @@ def _check_plain_main(config: Any, has_own_forward: bool) -> None:
             raise UserError(f"{subject}, which does not support {option}; unset it, or build a BaseModel")
 
 
-def facts_of(model: BaseModel, seq_len: int) -> dict[str, Any]:
+def summarize(model: BaseModel, seq_len: int) -> dict[str, Any]:
     """Return the fields of a `RunModel` that must be computed before it is sharded."""
     return {
         "num_trained": sum(p.numel() for p in model.parameters() if p.requires_grad),

@@ -27,8 +27,8 @@ from torchtitan.tools.process import StopRequest
 from torchtitan.tools.user_code import exits_as_errors, is_ctrl_c
 from torchtitan.trainer.accounting import Accounting
 from torchtitan.trainer.callbacks import Callback, GarbageCollection, Profiling, RecompileWarning
+from torchtitan.trainer.deferred_results import DeferredResults
 from torchtitan.trainer.failures import StepStart, is_user_class, raise_on_all_ranks, save_last_step
-from torchtitan.trainer.late_result import LateResults
 from torchtitan.trainer.ledger import Ledger
 from torchtitan.trainer.live_view import LiveView
 from torchtitan.trainer.load_balance import LoadBalance
@@ -113,7 +113,7 @@ class Trainer(RunState):
         self.watchdog = Watchdog(
             first_step_seconds=comm.init_timeout_seconds, step_seconds=comm.step_timeout_seconds, clock=self.phases
         )
-        self.late = LateResults(self)
+        self.deferred = DeferredResults(self)
         self.callbacks = self.build_callbacks()
 
     def build_validator(self) -> Validator | None:
@@ -269,7 +269,7 @@ class Trainer(RunState):
                 self.prepare_converters(self.step)  # no step was taken, so validate as in the last step
                 return "data ended"
             self.complete_step(outcome)
-            if outcome is not self.late.pending and outcome.stop_requested and self.should_continue_training():
+            if outcome is not self.deferred.pending and outcome.stop_requested and self.should_continue_training():
                 return "stopped"
         return "completed"
 
@@ -304,7 +304,7 @@ class Trainer(RunState):
         self.watchdog.phase("gradient clipping")
         grad_norm = self.clip_gradients()
         self.watchdog.phase("reading the outcome")
-        outcome = self.late.result(micro_batches, loss, grad_norm, n_tokens)
+        outcome = self.deferred.result(micro_batches, loss, grad_norm, n_tokens)
         if outcome.skip is None and not outcome.is_taken:
             self.skip_step(outcome, micro_batches)
         elif not outcome.data_exhausted:
@@ -323,14 +323,14 @@ class Trainer(RunState):
     def next_micro_batches(self, batches: Iterator[Batch]) -> list[Batch]:
         """Return this rank's part of the next global batch; shorter at the end of the data, and empty after it."""
         with self.metrics.timing_data():
-            self.leave_out_data(batches)
+            self.skip_data(batches)
             micro_batches = list(itertools.islice(batches, self.gradient_accumulation_steps))
         self.has_data = bool(micro_batches) and not self.dataloader.exhausted
         for callback in self.callbacks:
             callback.on_batches(micro_batches)
         return micro_batches
 
-    def leave_out_data(self, batches: Iterator[Batch]) -> None:
+    def skip_data(self, batches: Iterator[Batch]) -> None:
         """Read and discard the next global batches if `training.skip_data` names them."""
         first = self.run_length.data_step + 1
         while self.run_length.next_is_skipped:
@@ -338,7 +338,7 @@ class Trainer(RunState):
                 pass
             self.run_length.count_batch()
         if (last := self.run_length.data_step) >= first:
-            logger.info("--training.skip_data: the data of steps %d to %d is left out", first, last)
+            logger.info("skipping the data of steps %d to %d (--training.skip_data)", first, last)
 
     def count_valid_tokens(self, micro_batches: list[Batch]) -> Tensor:
         """Return the divisor of the summed loss on the device: the global batch's valid tokens; 1 for a custom loss."""
@@ -502,7 +502,7 @@ class Trainer(RunState):
         self.notify("on_step", outcome)
         self.metrics.count_tokens(self.tokens_per_step)
         progress = {"lr": self.lr_scheduler.lr, "n_tokens_seen": self.n_tokens_seen}
-        self.late.when_known(outcome, partial(self.use_result, outcome, self.step, **progress))
+        self.deferred.when_known(outcome, partial(self.use_result, outcome, self.step, **progress))
         n_units = self.schedule_step if self.config.spikes.advance_schedule or outcome.is_taken else 0
         self.follow_schedule()
         self.lr_scheduler.step(n_units, step_size=self.schedule_step)
@@ -518,7 +518,7 @@ class Trainer(RunState):
         """Save a checkpoint if due, outside of the training time; averages of weights replace these in an export."""
         if not self.checkpointer.is_due(self.step, last=last or stopped, validation_loss=validation_loss):
             return
-        self.late.settle()
+        self.deferred.settle()
         kind = self.config.checkpoint.last_kind if last else "full"
         exports, phase = kind != "full", EXPORT if kind == "huggingface" else SAVE
         averaged = self.ema.applied(exports and self.config.ema.for_export)
@@ -551,7 +551,7 @@ class Trainer(RunState):
 
     def finish(self, reason: StopReason) -> None:
         """Report and save outstanding results, and log how the run ended."""
-        self.late.settle()
+        self.deferred.settle()
         self.metrics.flush()
         self.notify("on_end", reason)
         validating = self.validator and reason == "data ended" and not self.validator.is_due(self.step, last=False)

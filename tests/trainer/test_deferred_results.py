@@ -22,7 +22,7 @@ from torchtitan.components.data.dataloader import PretrainDataLoader
 from torchtitan.components.observe.run_events import read_events
 from torchtitan.tools.errors import RunFailure
 from torchtitan.trainer import Callback, NonFiniteError, StepResult, Trainer
-from torchtitan.trainer.late_result import LateResult, LateResults
+from torchtitan.trainer.deferred_results import DeferredNumbers, DeferredResult, DeferredResults
 
 EXACT = ("loss", "grad_norm", "lr", "n_tokens_seen", "skipped_steps")
 READS = {"item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__", "nonzero"}
@@ -43,7 +43,7 @@ class Damaged(Trainer):
         history, late = self.__dict__.setdefault("history", []), self.__dict__.setdefault("late_steps", [])
         state = {**dict(self.model_parts[0].state_dict()), **self.optimizer.state_dict()}
         history.append({name: _whole(value).detach().clone() for name, value in state.items()})
-        if isinstance(outcome, LateResult) and not outcome.is_read:
+        if isinstance(outcome, DeferredResult) and not outcome.is_read:
             late.append(self.step + 1)
         super().complete_step(outcome)
 
@@ -55,7 +55,7 @@ def _whole(value: Any) -> torch.Tensor:
 @pytest.fixture
 def late(monkeypatch) -> None:
     """Read results on a CPU as on CUDA."""
-    monkeypatch.setattr(LateResults, "device_types", ("cpu",))
+    monkeypatch.setattr(DeferredResults, "device_types", ("cpu",))
 
 
 def trained(folder: Path, damaged: tuple[int, ...] = (), dataloader: Any = None, **options: Any) -> Any:
@@ -69,7 +69,7 @@ def compare(folder: Path, monkeypatch: pytest.MonkeyPatch, *args: Any, **options
     """Train with results read at once and late; compare all that they leave behind, and return the late trainer."""
     at_once = trained(folder / "at once", *args, **options)
     with monkeypatch.context() as patch:
-        patch.setattr(LateResults, "device_types", ("cpu",))
+        patch.setattr(DeferredResults, "device_types", ("cpu",))
         late = trained(folder / "late", *args, **options)
     assert not at_once.late_steps
     assert len(at_once.history) == len(late.history) == at_once.step == late.step
@@ -260,7 +260,7 @@ def test_late_steps_read_nothing_of_their_own(tmp_path, monkeypatch):
     options = {"training__steps": 8, "metrics__log_freq": 5, "metrics__enable_live_view": False}
     at_once = run(tiny_config(tmp_path / "at once", **options), Counting).counts
     assert at_once[1:] == [["tolist"]] * 7
-    monkeypatch.setattr(LateResults, "device_types", ("cpu",))
+    monkeypatch.setattr(DeferredResults, "device_types", ("cpu",))
     copies = []
     monkeypatch.setattr("torchtitan.tools.device.HostCopy.tolist", lambda self: copies.append(1) or _tolist(self))
     late = run(tiny_config(tmp_path / "late", **options), Counting).counts
@@ -312,7 +312,8 @@ def test_a_changed_copy_has_all_numbers():
     def read(values):
         return StepResult(*values, stop_requested=False, data_exhausted=True, measures={"kl": 3.0}, step=9)
 
-    late = LateResult.of(torch.tensor([8.0, 1.0, math.inf]), lambda values: read(values[1:]), step=4)
+    numbers = DeferredNumbers(torch.tensor([8.0, 1.0, math.inf]), lambda values: read(values[1:]))
+    late = DeferredResult(numbers=numbers, step=4, data_step=5, skip=torch.ones(()))
     assert late.skip == 1 and late.step == 4 and not late.is_read
     changed = dataclasses.replace(late, measures={**late.measures, "more": 5.0})
     assert changed.is_read and (changed.loss, changed.grad_norm, changed.step) == (1.0, math.inf, 4)
