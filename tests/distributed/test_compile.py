@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -286,14 +285,14 @@ def test_attention_that_needs_a_c_compiler_on_cuda(monkeypatch):
     """Before the weights load: FlexAttention compiles code also in models that are not compiled."""
     from torchtitan.models.gemma.config_registry import gemma2_debugmodel, gemma_debugmodel
     from torchtitan.models.gpt_oss.config_registry import gpt_oss_debugmodel
-    from torchtitan.trainer.builder import RunBuilder
+    from torchtitan.trainer.builder import build_model
 
     def build(configuration: Any, *, precision: str = "bfloat16", **dataloader: bool) -> None:
         config = configuration()
         config.model_spec.model.vocab_size = VOCABULARY
         config.training.mixed_precision_param = precision
         config.dataloader = replace(config.dataloader, **dataloader)
-        RunBuilder.build_model(SimpleNamespace(config=config))  # type: ignore[arg-type]
+        build_model(config)  # type: ignore[arg-type]
 
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setattr(shutil, "which", lambda name: None)

@@ -23,6 +23,7 @@ from torchtitan.tools.digests import cache_root
 from torchtitan.tools.errors import UserError, errors_of
 from torchtitan.tools.logging import logger, without_logs
 from torchtitan.trainer.models import RunModel
+from torchtitan.trainer.run_state import initial_load
 from torchtitan.trainer.trainer import Trainer
 
 
@@ -75,7 +76,7 @@ class FrozenModelTrainer(Trainer):
             if not model.parts:
                 model.parts = parts
                 model.allocate(self.device)
-                self._initial_load(model, model.weights, [])()
+                initial_load(self, model, model.weights, [])()
             with self.precision.fixed_weights(), self.mixed_precision():
                 results = self.frozen_results(super().post_dataloading_process(batch))
             self.ranks.all_ranks_or_raise(partial(self.cache.write, batch, results))

@@ -1,64 +1,138 @@
-"""The training loop, in reading order: how a run is built, then the loop, then the actions of one step."""
+"""The training loop: how a run is built, then the loop, then one step from data to update."""
 
 import contextlib
+import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from torchtitan.components.checkpoint import list_checkpoints
-from torchtitan.components.data.base import Batch
+from torchtitan.components.checkpoint import CheckpointManager, list_checkpoints
+from torchtitan.components.checkpoint.identity import RunIdentity
+from torchtitan.components.checkpoint.ranks import Ranks
+from torchtitan.components.data.base import BaseDataLoader, Batch
 from torchtitan.components.evaluation.validate import Validator
 from torchtitan.components.losses.loss import IGNORE_INDEX, Measures
 from torchtitan.components.observe.metrics import MetricsProcessor
+from torchtitan.components.optim.ema import WeightAverage
+from torchtitan.components.optim.lr_scheduler import LRScheduler
+from torchtitan.components.optim.optimizer import Optimizer
+from torchtitan.components.optim.spikes import SpikeGuard
+from torchtitan.components.tokenizer import Tokenizer
+from torchtitan.components.tokenizer.auto_tokenizer import warn_of_different_ids
+from torchtitan.config import Configurable
+from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.context_parallel import shard_sequences
 from torchtitan.distributed.gradients import clip_grad_norm, divide_gradients
 from torchtitan.distributed.mixed_precision import MixedPrecision
 from torchtitan.distributed.parallelize import set_replica_reduction
-from torchtitan.distributed.phases import EXPORT, SAVE, VALIDATION, PhaseClock
-from torchtitan.distributed.process_group import destroy_process_group, set_timeouts, sum_over_ranks, world_size
+from torchtitan.distributed.phases import EXPORT, SAVE, VALIDATION, PhaseClock, mark_gathering
+from torchtitan.distributed.pipeline import Pipeline, PipelinePlan, take_stage
+from torchtitan.distributed.process_group import (
+    destroy_process_group,
+    init_process_group,
+    set_timeouts,
+    sum_over_ranks,
+    world_size,
+)
 from torchtitan.distributed.watchdog import Watchdog
+from torchtitan.protocols import BaseModel, ModelConverter, ModelSpec
+from torchtitan.protocols.conversion import convert_model
+from torchtitan.tools.device import device_type
 from torchtitan.tools.errors import RunComplete, UserError
+from torchtitan.tools.folder_lock import FolderLock, lock_folder
 from torchtitan.tools.logging import logger
 from torchtitan.tools.process import StopRequest
 from torchtitan.tools.user_code import exits_as_errors, is_ctrl_c
+from torchtitan.trainer import builder, run_state
 from torchtitan.trainer.accounting import Accounting
 from torchtitan.trainer.callbacks import Callback, GarbageCollection, Profiling, RecompileWarning
+from torchtitan.trainer.config import RunConfig
+from torchtitan.trainer.data_progress import DataProgress
 from torchtitan.trainer.deferred_results import DeferredResults
 from torchtitan.trainer.failures import StepStart, is_user_class, raise_on_all_ranks, save_last_step
 from torchtitan.trainer.ledger import Ledger
 from torchtitan.trainer.live_view import LiveView
 from torchtitan.trainer.load_balance import LoadBalance
-from torchtitan.trainer.models import run_models
-from torchtitan.trainer.run_state import RunState
+from torchtitan.trainer.models import RunModel, run_models, summarize
+from torchtitan.trainer.own_methods import declare_own_methods
 from torchtitan.trainer.sample_losses import SampleLosses
 from torchtitan.trainer.skips import return_to_checkpoint, skip_step
 from torchtitan.trainer.step_result import StepResult, StopReason, log_stop_reason
 
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.stateful import Stateful  # takes a second to import
 
-class Trainer(RunState):
-    """Build every part of a run from its configuration, then train. Subclasses override methods (docs/extending.md)."""
 
+class Trainer(Configurable):
+    """Build every part of a run from its configuration, then train. Subclasses override methods
+    (docs/extending.md)."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(RunConfig):
+        """A whole run. Each field is a section of the command line and of `--config_file`."""
+
+    # What a subclass changes. A class that overrides the method has the value True, and may say so.
+    has_own_loss: ClassVar[bool] = False
+    """True with an own `compute_loss`. The weight of its loss is known only after the forward passes."""
+    has_own_forward: ClassVar[bool] = False
+    """True with an own `forward` or `compute_loss`."""
+    has_own_backward: ClassVar[bool] = False
+    """True with an own `forward_backward_step`, which may read gradients before the step ends."""
+    has_own_update: ClassVar[bool] = False
+    """True with an own `update` or `read_result`, which need each step's result at once."""
+    has_own_pipeline: ClassVar[bool] = False
+    """True with an own `build_pipeline`."""
+    sequences_per_sample: ClassVar[int] = 1
+    """Sequences of `training.seq_len` tokens in a sample, for the count of tokens."""
+    measures_class: ClassVar[type[Measures]] = Measures
+    measures_named: tuple[str, ...] = ()
+    """Names of further means that `compute_loss` records with `measure`, for metrics and validation."""
+
+    config: Config
+    device: torch.device
+    phases: PhaseClock
+    folder_lock: FolderLock | None = None
+    parallel_dims: ParallelDims
+    mesh: DeviceMesh | None
+    tokenizer: Tokenizer
+    dataloader: BaseDataLoader
+    global_batch_size: int
+    run_length: DataProgress
+    step: int
+    n_tokens_seen: int
+    converters: list[ModelConverter]
+    loss: Any
+    pipeline_plan: PipelinePlan | None
+    models: dict[str, RunModel]
+    """Sharded models of the run, allocated by `init_weights`; the configuration describes "model"."""
+    model_parts: list[nn.Module]
+    """Parts of "model" on this rank; more than one only under pipeline parallelism."""
+    optimizer: Optimizer
+    lr_scheduler: LRScheduler
+    spikes: SpikeGuard
+    ema: WeightAverage
     step_start: StepStart | None
     """State before the step in progress; None between steps."""
     is_step_complete: bool
     """False from the beginning of a step until everything that a checkpoint contains is of its end."""
     failure: BaseException | None
     """Failure of a user's callback on this rank, which ends the run after the step."""
-    measures_class: ClassVar[type[Measures]] = Measures
-    measures_named: tuple[str, ...] = ()
-    """Names of further means that `compute_loss` records with `measure`, for metrics and validation."""
 
-    def __init__(self, config: RunState.Config):
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        declare_own_methods(cls, Trainer)
+
+    def __init__(self, config: Config):
         super().__init__(config)
         training = config.training
-        self.has_own_loss = type(self).compute_loss is not Trainer.compute_loss
-        self.has_own_forward = self.has_own_loss or type(self).forward is not Trainer.forward
-        own_reading = type(self).read_result is not Trainer.read_result
-        self.has_own_update = own_reading or type(self).update is not Trainer.update
         self.device = self.init_distributed()
         self.phases = PhaseClock(self.device)
         self.lock_folder()
@@ -90,7 +164,11 @@ class Trainer(RunState):
             has_own_forward=self.has_own_forward,
         )
         main = self.models["model"]
-        self.model_parts, self.num_parameters, self.num_trained = main.parts, main.num_parameters, main.num_trained
+        self.model_parts, self.num_parameters, self.num_trained = (
+            main.parts,
+            main.num_parameters,
+            main.num_trained,
+        )
         self.precision = MixedPrecision(getattr(torch, training.mixed_precision_param))
         self.is_divided = False  # whether the step's gradients are divided by the weight of an own loss
         self.init_weights()
@@ -111,10 +189,198 @@ class Trainer(RunState):
         self.metrics = self.build_metrics()
         comm = config.comm
         self.watchdog = Watchdog(
-            first_step_seconds=comm.init_timeout_seconds, step_seconds=comm.step_timeout_seconds, clock=self.phases
+            first_step_seconds=comm.init_timeout_seconds,
+            step_seconds=comm.step_timeout_seconds,
+            clock=self.phases,
         )
         self.deferred = DeferredResults(self)
         self.callbacks = self.build_callbacks()
+
+    # --- the parts of a run, in the order of `__init__` -------------------------------------------
+
+    def init_distributed(self) -> torch.device:
+        """Join the process group, and return this rank's device."""
+        return init_process_group(device_type(), self.config.comm)
+
+    def lock_folder(self) -> None:
+        """Lock the dump folder on rank 0 against other runs until `close`. Raise `UserError` on every rank if it is in
+        use."""
+
+        def lock() -> None:
+            self.folder_lock = lock_folder(Path(self.config.dump_folder))
+
+        self.ranks.broadcast_from_rank0(lock)
+
+    def init_random_state(self) -> None:
+        """Seed every generator, differently on each rank; make algorithms deterministic if requested."""
+        self.was_deterministic = torch.are_deterministic_algorithms_enabled()
+        builder.init_random_state(self.config.debug, self.rank)
+
+    def build_tokenizer(self) -> Tokenizer:
+        tokenizer: Tokenizer = self.config.tokenizer.build(path=self.config.hf_assets_path)
+        warn_of_different_ids(tokenizer)
+        return tokenizer
+
+    def build_dataloader(self, config: BaseDataLoader.Config, *, epochs: int | None) -> BaseDataLoader:
+        """Build a loader for this rank's shard of the data."""
+        return config.build(
+            tokenizer=self.tokenizer,
+            seq_len=self.config.training.seq_len,
+            local_batch_size=self.config.training.local_batch_size,
+            dp_rank=self.parallel_dims.dp_rank,
+            dp_world_size=self.parallel_dims.dp_degree,
+            seed=self.config.debug.seed,
+            epochs=epochs,
+            global_batch_size=self.global_batch_size,
+        )
+
+    def build_data_progress(self) -> DataProgress:
+        """Build the counter that determines the last step, from `training.steps` or `training.epochs`."""
+        return builder.build_data_progress(self.config, self.global_batch_size, self.dataloader.n_samples)
+
+    def build_loss(self) -> Any:
+        """Build the training loss, a function of hidden states, output weights and `labels_BL`. Raise `UserError`
+        for early optimizer steps with a loss whose weight is known only after the forward passes."""
+        if self.has_own_loss and self.config.optimizer.early_step_in_backward:
+            raise UserError(
+                "--optimizer.early_step_in_backward applies gradients before they can be divided by the weight of "
+                f"the global batch, which {type(self).__name__}.compute_loss returns; disable it"
+            )
+        return builder.build_loss(self.config)
+
+    def plan_pipeline(self) -> PipelinePlan | None:
+        """Divide the model into pipeline stages; None without pipeline parallelism. Raise `UserError` for a trainer
+        with its own forward pass, which a pipeline would not call."""
+        if self.parallel_dims.pp == 1:
+            return None
+        if self.has_own_forward and not self.has_own_pipeline:
+            raise UserError(
+                f"{type(self).__name__} overrides the forward pass, which a pipeline does not call; override "
+                "build_pipeline too, or train without --parallelism.pipeline_parallel_degree"
+            )
+        config = self.config
+        size = config.training.local_batch_size
+        return PipelinePlan.from_config(config.parallelism, config.model_spec.model, size)
+
+    def build_models(self) -> dict[str, RunModel]:
+        """Build the run's models by name, sharded and not yet allocated: here "model", which the configuration
+        describes. A subclass adds others with `build_other_model`, or as plain `nn.Module`s, and may replace it."""
+        training = self.config.training
+        model = self.build_model()
+        num_parameters = model.num_parameters()
+        convert_model(model, self.converters, frozen_dtype=getattr(torch, training.mixed_precision_param))
+        summary = summarize(model, training.seq_len)
+        main = RunModel(
+            spec=self.config.model_spec,
+            parts=self.parallelize(model),
+            num_parameters=num_parameters,
+            offloaded=training.enable_cpu_offload,
+            **summary,
+        )
+        return {"model": main}
+
+    def build_model(self) -> BaseModel:
+        """Build the model on the meta device, in the type of the master weights."""
+        return builder.build_model(self.config)
+
+    def parallelize(self, model: BaseModel) -> list[nn.Module]:
+        """Return the model's parts on this rank, sharded; a pipeline rank may hold several stages."""
+        parts: list[nn.Module] = [model]
+        if self.pipeline_plan:
+            stages = self.pipeline_plan.stages_of_rank(self.parallel_dims.coordinate("pp"))
+            parts = [take_stage(model, self.pipeline_plan.modules_of_stage(stage)) for stage in stages]
+        return [self.shard(part, self.config.model_spec) for part in parts]
+
+    def shard(self, part: nn.Module, spec: ModelSpec, *, offloaded: bool = False) -> nn.Module:
+        """Apply all parallelisms except pipelines to a model of `spec`, or a stage of it."""
+        training = self.config.training
+        sharded = spec.parallelize(
+            part,
+            parallel_dims=self.parallel_dims,
+            mesh=self.mesh,
+            sharding=spec.sharding,
+            training=dataclasses.replace(training, enable_cpu_offload=True) if offloaded else training,
+            parallelism=self.config.parallelism,
+            activation_checkpoint=self.config.activation_checkpoint,
+            compile=self.config.compile,
+        )
+        mark_gathering(sharded, self.phases)
+        return sharded
+
+    def build_other_model(
+        self,
+        spec: ModelSpec,
+        *,
+        weights: str = "",
+        trained: bool = False,
+        saved: bool = False,
+        offloaded: bool = False,
+    ) -> RunModel:
+        """Build an additional model, sharded like the main one.
+
+        Args:
+            spec: its specification, in which a vocabulary size of None is the main model's.
+            weights: a checkpoint folder in any format. Empty: initialize with `debug.seed`.
+            trained: share the optimizer and the schedule. Otherwise the model is frozen, and has the type
+                that FSDP computes in.
+            saved: write it to checkpoints, which a trained model needs.
+            offloaded: let FSDP keep the weights in CPU memory.
+
+        Raises:
+            UserError: under pipeline parallelism, and for offloading without FSDP.
+        """
+        assert saved or not trained, "the weights of a trained model would be lost"
+        spec = builder.with_vocabulary_of(spec, self.config.model_spec)
+        model = builder.build_other_model(spec, self.config, self.parallel_dims, trained=trained)
+        if offloaded:
+            self.parallel_dims.require_fsdp("offloading a model")
+        num_parameters = model.num_parameters()
+        summary = summarize(model, self.config.training.seq_len)
+        return RunModel(
+            spec=spec,
+            parts=[self.shard(model, spec, offloaded=offloaded)],
+            weights=weights,
+            saved=saved,
+            offloaded=offloaded or self.config.training.enable_cpu_offload,
+            num_parameters=num_parameters,
+            **summary,
+        )
+
+    def init_weights(self) -> None:
+        """Allocate the parameters. Initialize a model unless there are weights to load: then `load_checkpoint` draws
+        only the values that it does not read."""
+        config = self.config
+        start = self.ranks.broadcast_from_rank0(lambda: config.checkpoint.find_start(config.dump_folder))
+        for name, model in self.models.items():
+            model.allocate(self.device)
+            if not (start or model.weights or (name == "model" and config.checkpoint.initial_load_path)):
+                model.initialize(config.debug.seed)
+
+    def build_pipeline(self) -> Pipeline | None:
+        """Build the schedule of the pipeline's stages on this rank; None without pipeline parallelism."""
+        if self.pipeline_plan is None:
+            return None
+        assert self.mesh is not None
+        return Pipeline(
+            self.pipeline_plan,
+            self.model_parts,
+            mesh=self.mesh["pp"],
+            device=self.device,
+            hidden=builder.stage_input(self.config, self.parallel_dims),
+            head=self.loss,
+        )
+
+    def build_optimizer(self) -> Optimizer:
+        """Build the optimizer of all trained models; an additional model's name prefixes its parameters."""
+        others = {name: model.parts for name, model in self.models.items() if name != "model" and model.num_trained}
+        named = [nn.ModuleDict({name: part}) for name, parts in others.items() for part in parts]
+        all_names = self.models["model"].trained_names if self.pipeline_plan else None
+        optimizer: Optimizer = self.config.optimizer.build(model_parts=[*self.model_parts, *named], all_names=all_names)
+        return optimizer
+
+    def build_checkpointer(self) -> CheckpointManager:
+        """Build the checkpointer of everything that a resumed run needs."""
+        return run_state.build_checkpointer(self)
 
     def build_validator(self) -> Validator | None:
         """Build the validator if validation is on and has data."""
@@ -148,11 +414,19 @@ class Trainer(RunState):
 
     def build_callbacks(self) -> list[Callback]:
         """Build the callbacks of every run, then the configuration's `callbacks`."""
-        kinds = (Accounting, LiveView, Ledger, LoadBalance, RecompileWarning, Profiling, GarbageCollection)
+        kinds = (
+            Accounting,
+            LiveView,
+            Ledger,
+            LoadBalance,
+            RecompileWarning,
+            Profiling,
+            GarbageCollection,
+        )
         configs = [*(kind.Config() for kind in kinds), *self.config.callbacks]
         return [config.build(trainer=self) for config in configs]
 
-    # --- the loop ---------------------------------------------------------------------------------------------------
+    # --- the loop ---------------------------------------------------------------------------------
 
     def load_checkpoint(self) -> None:
         """Load the checkpoint that the configuration selects; `train` calls this if necessary.
@@ -230,20 +504,6 @@ class Trainer(RunState):
             self.finish(reason)
         raise_on_all_ranks(self.failure)
 
-    def save_last_step(self, error: BaseException) -> None:
-        """Save the last complete step before an error of the user's code or input ends the run, if possible."""
-        save_last_step(self, error)
-
-    def notify(self, method: str, *args: Any) -> None:
-        """Call a method of all callbacks. A failure of a user's callback ends the run once the step is complete."""
-        for callback in self.callbacks:
-            try:
-                getattr(callback, method)(*args)
-            except BaseException as error:
-                if not is_user_class(callback) or is_ctrl_c(error):
-                    raise
-                self.failure = self.failure or error
-
     def run_steps(self) -> StopReason:
         """Take steps until the run ends, and return the reason."""
         batches = iter(self.dataloader)
@@ -282,11 +542,33 @@ class Trainer(RunState):
         for converter in self.converters:
             converter.pre_step_hook(self.model_parts, step)
 
+    # --- one step, from data to update ------------------------------------------------------------
+
     def train_step(self, batches: Iterator[Batch]) -> StepResult:
         """Take one optimizer step over the next global batch."""
         self.optimizer.zero_grad()
         self.watchdog.phase("data")
         return self.update(self.next_micro_batches(batches))
+
+    def next_micro_batches(self, batches: Iterator[Batch]) -> list[Batch]:
+        """Return this rank's part of the next global batch; shorter at the end of the data, and empty after it."""
+        with self.metrics.timing_data():
+            self.skip_data(batches)
+            micro_batches = list(itertools.islice(batches, self.gradient_accumulation_steps))
+        self.has_data = bool(micro_batches) and not self.dataloader.exhausted
+        for callback in self.callbacks:
+            callback.on_batches(micro_batches)
+        return micro_batches
+
+    def skip_data(self, batches: Iterator[Batch]) -> None:
+        """Read and discard the next global batches if `training.skip_data` names them."""
+        first = self.run_length.data_step + 1
+        while self.run_length.next_is_skipped:
+            for _ in itertools.islice(batches, self.gradient_accumulation_steps):
+                pass
+            self.run_length.count_batch()
+        if (last := self.run_length.data_step) >= first:
+            logger.info("skipping the data of steps %d to %d (--training.skip_data)", first, last)
 
     def update(self, micro_batches: list[Batch]) -> StepResult:
         """Update the weights once with this rank's part of a global batch."""
@@ -315,31 +597,6 @@ class Trainer(RunState):
             self.follow_weights()
         return outcome
 
-    def follow_weights(self) -> None:
-        """Let the converters compute again what depends on the weights."""
-        for converter in self.converters:
-            converter.post_optimizer_hook(self.model_parts)
-
-    def next_micro_batches(self, batches: Iterator[Batch]) -> list[Batch]:
-        """Return this rank's part of the next global batch; shorter at the end of the data, and empty after it."""
-        with self.metrics.timing_data():
-            self.skip_data(batches)
-            micro_batches = list(itertools.islice(batches, self.gradient_accumulation_steps))
-        self.has_data = bool(micro_batches) and not self.dataloader.exhausted
-        for callback in self.callbacks:
-            callback.on_batches(micro_batches)
-        return micro_batches
-
-    def skip_data(self, batches: Iterator[Batch]) -> None:
-        """Read and discard the next global batches if `training.skip_data` names them."""
-        first = self.run_length.data_step + 1
-        while self.run_length.next_is_skipped:
-            for _ in itertools.islice(batches, self.gradient_accumulation_steps):
-                pass
-            self.run_length.count_batch()
-        if (last := self.run_length.data_step) >= first:
-            logger.info("skipping the data of steps %d to %d (--training.skip_data)", first, last)
-
     def count_valid_tokens(self, micro_batches: list[Batch]) -> Tensor:
         """Return the divisor of the summed loss on the device: the global batch's valid tokens; 1 for a custom loss."""
         local = 0
@@ -362,26 +619,13 @@ class Trainer(RunState):
             return on_device
         return shard_sequences(on_device, self.parallel_dims.sequence_shards, self.parallel_dims.coordinate("cp"))
 
-    def forward(self, batch: Batch) -> Tensor:
-        """Return the loss of a batch, summed over its valid tokens, in full on every tensor-parallel rank."""
-        if self.pipeline:
-            return self.pipeline.forward(batch)
-        (model,) = self.model_parts
-        loss: Tensor = model(batch["input"], batch.get("attention"), head=self.loss, labels_BL=batch["labels"])
-        return loss
-
-    def compute_loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the summed loss of a batch and its weight: here, the number of valid tokens.
-
-        Training and validation divide the sum of the losses over the global batch by the sum of the weights. A subclass
-        may compute any loss from the result of `post_dataloading_process`. All ranks of a tensor-parallel group must
-        return the same values.
-        """
-        return self.forward(batch), (batch["labels"] != IGNORE_INDEX).sum()
-
-    def measure(self, name: str, total: Tensor, weight: Tensor) -> None:
-        """Add a batch's sum and weight (scalars) to a mean in `measures_named`; call this in `compute_loss`."""
-        self.measures.add(name, self.local_addend(total), self.local_addend(weight))
+    def reduce_over_replicas(self, enabled: bool) -> None:
+        """Let replicas add up gradients in the last backward pass of a step only, if no method reads them earlier. Own
+        losses may leave out a model in that pass, so that its gradients would never be added up."""
+        has_own_passes = self.has_own_backward or self.has_own_forward
+        if self.parallel_dims.dp_replicate > 1 and not has_own_passes:
+            for part in self.model_parts:
+                set_replica_reduction(part, enabled)
 
     def forward_backward_step(self, batch: Batch, n_tokens: Tensor) -> Tensor:
         """Add a micro-batch's gradients; return its part of the global batch's loss, divided by `n_tokens`."""
@@ -404,13 +648,32 @@ class Trainer(RunState):
             self.weight += self.local_addend(weight)
         return loss.detach() / degree
 
-    def reduce_over_replicas(self, enabled: bool) -> None:
-        """Let replicas add up gradients in the last backward pass of a step only, if no method reads them earlier. Own
-        losses may leave out a model in that pass, so that its gradients would never be added up."""
-        own_step = type(self).forward_backward_step is not Trainer.forward_backward_step
-        if self.parallel_dims.dp_replicate > 1 and not own_step and not self.has_own_forward:
-            for part in self.model_parts:
-                set_replica_reduction(part, enabled)
+    def mixed_precision(self) -> contextlib.AbstractContextManager[None]:
+        """Return the context for forward and backward passes of the models."""
+        if self.mesh is not None:
+            return contextlib.nullcontext()  # FSDP and DDP cast the weights
+        return self.precision.of(*(part for model in self.models.values() for part in model.parts))
+
+    def compute_loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the summed loss of a batch and its weight: here, the number of valid tokens.
+
+        Training and validation divide the sum of the losses over the global batch by the sum of the weights. A subclass
+        may compute any loss from the result of `post_dataloading_process`. All ranks of a tensor-parallel group must
+        return the same values.
+        """
+        return self.forward(batch), (batch["labels"] != IGNORE_INDEX).sum()
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Return the loss of a batch, summed over its valid tokens, in full on every tensor-parallel rank."""
+        if self.pipeline:
+            return self.pipeline.forward(batch)
+        (model,) = self.model_parts
+        loss: Tensor = model(batch["input"], batch.get("attention"), head=self.loss, labels_BL=batch["labels"])
+        return loss
+
+    def measure(self, name: str, total: Tensor, weight: Tensor) -> None:
+        """Add a batch's sum and weight (scalars) to a mean in `measures_named`; call this in `compute_loss`."""
+        self.measures.add(name, self.local_addend(total), self.local_addend(weight))
 
     def divide_by_weight(self, loss: Tensor) -> Tensor:
         """Divide gradients and `loss`, in place, by the weight of the global batch, and return the weight."""
@@ -421,32 +684,6 @@ class Trainer(RunState):
         self.is_divided = True
         loss /= divisor.to(loss.dtype)
         return weight
-
-    @property
-    def trained_parts(self) -> list[nn.Module]:
-        """This rank's parts of all trained models."""
-        return [part for model in self.models.values() if model.num_trained for part in model.parts]
-
-    def trained_parameters(self) -> list[nn.Parameter]:
-        """Return this rank's parameters of all trained models."""
-        return [parameter for part in self.trained_parts for parameter in part.parameters()]
-
-    def validation_sums(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return this rank's part of a batch's summed loss and weight; the batch is as the loader returned it."""
-        with self.mixed_precision():
-            loss, weight = self.compute_loss(self.post_dataloading_process(batch))
-        is_counted = self.parallel_dims.coordinate("pp") == 0  # all ranks of a pipeline have the labels
-        return self.local_addend(loss), self.local_addend(weight) if is_counted else torch.zeros_like(weight)
-
-    def local_addend(self, loss: Tensor) -> Tensor:
-        """Return this rank's term in a sum over all ranks: 0 if another rank contributes the same loss."""
-        return loss if self.parallel_dims.is_tensor_leader else torch.zeros_like(loss)
-
-    def mixed_precision(self) -> contextlib.AbstractContextManager[None]:
-        """Return the context for forward and backward passes of the models."""
-        if self.mesh is not None:
-            return contextlib.nullcontext()  # FSDP and DDP cast the weights
-        return self.precision.of(*(part for model in self.models.values() for part in model.parts))
 
     def clip_gradients(self) -> Tensor:
         """Scale gradients down to `training.max_norm`, and return their total norm before that, over all ranks."""
@@ -492,7 +729,23 @@ class Trainer(RunState):
         """Name a step that is not taken, or end the run. Weights have changed only if the optimizer steps early."""
         skip_step(self, outcome, micro_batches)
 
-    # --- around a step ----------------------------------------------------------------------------------------------
+    def follow_weights(self) -> None:
+        """Let the converters compute again what depends on the weights."""
+        for converter in self.converters:
+            converter.post_optimizer_hook(self.model_parts)
+
+    def local_addend(self, loss: Tensor) -> Tensor:
+        """Return this rank's term in a sum over all ranks: 0 if another rank contributes the same loss."""
+        return loss if self.parallel_dims.is_tensor_leader else torch.zeros_like(loss)
+
+    def validation_sums(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return this rank's part of a batch's summed loss and weight; the batch is as the loader returned it."""
+        with self.mixed_precision():
+            loss, weight = self.compute_loss(self.post_dataloading_process(batch))
+        is_counted = self.parallel_dims.coordinate("pp") == 0  # all ranks of a pipeline have the labels
+        return self.local_addend(loss), self.local_addend(weight) if is_counted else torch.zeros_like(weight)
+
+    # --- after a step -----------------------------------------------------------------------------
 
     def complete_step(self, outcome: StepResult) -> None:
         """Count the step and use its result, then run callbacks, validation and checkpoint."""
@@ -514,6 +767,42 @@ class Trainer(RunState):
         validation_loss = self.validate() if self.validator and self.validator.is_due(self.step, last=last) else None
         self.save(last=last, validation_loss=validation_loss)
 
+    def use_result(self, outcome: StepResult, step: int, **progress: Any) -> None:
+        """Log a step's numbers if due, and tell them to spike guard, averages and loader if it was taken."""
+        numbers: dict[str, Any] = {"loss": outcome.loss, "grad_norm": outcome.grad_norm}
+        skipped = {"skipped_steps": self.spikes.n_skipped} if self.spikes.n_skipped else {}
+        measured: dict[str, Any] = {**progress, **outcome.measures, **skipped}
+        self.metrics.log_step(step, **numbers, **measured)
+        statistics = self.sample_losses.statistics(step, **numbers)
+        if outcome.is_taken:
+            self.spikes.record(**numbers)
+            self.ema.update()
+            self.dataloader.observe(statistics)
+
+    def notify(self, method: str, *args: Any) -> None:
+        """Call a method of all callbacks. A failure of a user's callback ends the run once the step is complete."""
+        for callback in self.callbacks:
+            try:
+                getattr(callback, method)(*args)
+            except BaseException as error:
+                if not is_user_class(callback) or is_ctrl_c(error):
+                    raise
+                self.failure = self.failure or error
+
+    def validate(self) -> float:
+        """Validate outside of the training time, log the result, and return the loss."""
+        assert self.validator is not None
+        averaged = self.ema.applied(self.config.ema.for_validation)
+        with (
+            self.metrics.exclude(),
+            self.phases.during(VALIDATION),
+            averaged,
+            self.precision.fixed_weights(),
+        ):
+            measured = self.validator.validate()
+            self.metrics.log_validation(self.step, **measured)
+        return measured["validation_loss"]
+
     def save(self, *, last: bool, stopped: bool = False, validation_loss: float | None) -> None:
         """Save a checkpoint if due, outside of the training time; averages of weights replace these in an export."""
         if not self.checkpointer.is_due(self.step, last=last or stopped, validation_loss=validation_loss):
@@ -528,27 +817,6 @@ class Trainer(RunState):
             self.metrics.sync()
             self.checkpointer.save(self.step, last=last, stopped=stopped, validation_loss=validation_loss)
 
-    def validate(self) -> float:
-        """Validate outside of the training time, log the result, and return the loss."""
-        assert self.validator is not None
-        averaged = self.ema.applied(self.config.ema.for_validation)
-        with self.metrics.exclude(), self.phases.during(VALIDATION), averaged, self.precision.fixed_weights():
-            measured = self.validator.validate()
-            self.metrics.log_validation(self.step, **measured)
-        return measured["validation_loss"]
-
-    def use_result(self, outcome: StepResult, step: int, **progress: Any) -> None:
-        """Log a step's numbers if due, and tell them to spike guard, averages and loader if it was taken."""
-        numbers: dict[str, Any] = {"loss": outcome.loss, "grad_norm": outcome.grad_norm}
-        skipped = {"skipped_steps": self.spikes.n_skipped} if self.spikes.n_skipped else {}
-        measured: dict[str, Any] = {**progress, **outcome.measures, **skipped}
-        self.metrics.log_step(step, **numbers, **measured)
-        statistics = self.sample_losses.statistics(step, **numbers)
-        if outcome.is_taken:
-            self.spikes.record(**numbers)
-            self.ema.update()
-            self.dataloader.observe(statistics)
-
     def finish(self, reason: StopReason) -> None:
         """Report and save outstanding results, and log how the run ended."""
         self.deferred.settle()
@@ -562,6 +830,54 @@ class Trainer(RunState):
             self.checkpointer.wait()
         log_stop_reason(reason, self.step, self.total_steps, self.config.checkpoint)
         self.release_signals()
+
+    def save_last_step(self, error: BaseException) -> None:
+        """Save the last complete step before an error of the user's code or input ends the run, if possible."""
+        save_last_step(self, error)
+
+    # --- state and identity -----------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the loop's own state. A subclass adds the state that it needs to resume."""
+        return {
+            "step": self.step,
+            "n_tokens_seen": self.n_tokens_seen,
+            **self.run_length.state_dict(),
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        self.step, self.n_tokens_seen = state_dict["step"], state_dict["n_tokens_seen"]
+        self.run_length.load_state_dict(state_dict)
+
+    def states(self) -> "dict[str, Stateful]":
+        """Return the states that checkpoints of the run contain, by name."""
+        return run_state.states_of(self, self.models)
+
+    def initial_loads(self) -> dict[str, Callable[[], None]]:
+        """Return model name → function that loads its initial weights, also when resuming if checkpoints lack them."""
+        return run_state.initial_loads(self)
+
+    def identity(self) -> RunIdentity:
+        """Return the properties that must stay the same when the run resumes."""
+        return run_state.identify(self.config, self.tokenizer, self.models)
+
+    @property
+    def trained_parts(self) -> list[nn.Module]:
+        """This rank's parts of all trained models."""
+        return [part for model in self.models.values() if model.num_trained for part in model.parts]
+
+    def trained_parameters(self) -> list[nn.Parameter]:
+        """Return this rank's parameters of all trained models."""
+        return [parameter for part in self.trained_parts for parameter in part.parameters()]
+
+    @property
+    def ranks(self) -> Ranks:
+        """All ranks of the run."""
+        return Ranks(dist.group.WORLD if dist.is_initialized() else None)
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank() if dist.is_initialized() else 0
 
     def describe_run(self) -> None:
         """Log the model and data of the run, and any checkpoints in its folder that it will not use."""
@@ -583,7 +899,12 @@ class Trainer(RunState):
         )
         for part in [*self.run_length.stretches(self.total_steps, self.step, self.n_tokens_seen)][1:]:
             n_sequences = part.batch.value * self.sequences_per_sample
-            logger.info("from step %d on, %d x %d tokens per step", part.step + 1, n_sequences, part.window.value)
+            logger.info(
+                "from step %d on, %d x %d tokens per step",
+                part.step + 1,
+                n_sequences,
+                part.window.value,
+            )
         for name, model in list(self.models.items())[1:]:
             logger.info("%s: %s, from %s", name, model, model.weights or f"seed {self.config.debug.seed}")
         if self.pipeline_plan:

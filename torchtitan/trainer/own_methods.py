@@ -1,0 +1,26 @@
+"""Which methods of `Trainer` a subclass has of its own, which decides how a run counts, reads and checks."""
+
+_METHODS = {
+    "has_own_loss": ("compute_loss",),
+    "has_own_forward": ("compute_loss", "forward"),
+    "has_own_backward": ("forward_backward_step",),
+    "has_own_update": ("update", "read_result"),
+    "has_own_pipeline": ("build_pipeline",),
+}
+"""Class attribute → methods of which it tells that a subclass has at least one."""
+
+
+def declare_own_methods(cls: type, base: type) -> None:
+    """Set the class attributes in `_METHODS` on a subclass of `base`. Raise `TypeError` if the class declares one of
+    them with another value, for example if the method has a wrong name."""
+    classes = cls.__mro__[: cls.__mro__.index(base)]
+    for attribute, methods in _METHODS.items():
+        has_own = any(method in each.__dict__ for each in classes for method in methods)
+        declared = cls.__dict__.get(attribute, has_own)
+        if declared is not has_own:
+            subject = f"{cls.__qualname__}.{attribute} is {declared}"
+            names = " or ".join(methods)
+            if has_own:
+                raise TypeError(f"{subject}, but the class defines its own {names}; leave the attribute out")
+            raise TypeError(f"{subject}, but the class defines no {names}; define it, or leave the attribute out")
+        setattr(cls, attribute, has_own)
