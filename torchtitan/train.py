@@ -25,6 +25,7 @@ from torchtitan.tools.user_code import exits_as_errors
 
 if TYPE_CHECKING:
     from torchtitan.config.manager import ResolvedConfig
+    from torchtitan.trainer.config import Preflight
 
 _FIRST_RANK_SECONDS = 5.0
 """Time that other ranks wait for the first rank of a host to report a user's mistake."""
@@ -132,9 +133,15 @@ def _parse_and_run(words: list[str]) -> None:
     if not process.is_launched():
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
         check_log_ranks(world_size)
-        resolved.config.check(world_size)
-        resolved = with_fitting_mode(resolved, world_size)
+        preflight = resolved.config.check(world_size)
+        resolved = with_preflight(with_fitting_mode(resolved, world_size), preflight)
     run(resolved)
+
+
+def with_preflight(resolved: "ResolvedConfig", preflight: "Preflight | None") -> "ResolvedConfig":
+    """Return the configuration with what its check has found, for a run in this process."""
+    config = dataclasses.replace(resolved.config, preflight=preflight)
+    return dataclasses.replace(resolved, config=config)
 
 
 def with_fitting_mode(resolved: "ResolvedConfig", world_size: int) -> "ResolvedConfig":

@@ -15,7 +15,7 @@ from torchtitan.tools.errors import UserError, of_wrong_path
 from torchtitan.tools.logging import check_log_ranks, init_logger
 from torchtitan.tools.process import COMMAND_VARIABLE, use_expandable_segments
 from torchtitan.tools.redact import redact
-from torchtitan.train import exit_code_of, log_message, run, with_fitting_mode
+from torchtitan.train import exit_code_of, log_message, run, with_fitting_mode, with_preflight
 
 PROGRAM_VARIABLE = "TORCHTITAN_PROGRAM"
 """Environment variable with the user's command if a script calls `torchtitan train`."""
@@ -73,14 +73,14 @@ def _train(args: list[str]) -> int:
         resolved.config.parallelism.auto = False
         args = [*args, *layout_words(resolved.config, hosts.count * processes, processes)]
         resolved = ConfigManager().parse_args(args)
-    resolved.config.check(hosts.count * processes)
+    preflight = resolved.config.check(hosts.count * processes)
     fitting = with_fitting_mode(resolved, hosts.count * processes)
     max_restarts = _max_restarts(hosts)
     if hosts.count * processes > 1 or max_restarts > 0:
         if fitting is not resolved:
             args = [*args, f"--activation_checkpoint.mode={fitting.config.activation_checkpoint.mode}"]
         return launch(args, hosts=hosts, processes=processes, max_restarts=max_restarts)
-    run(fitting)
+    run(with_preflight(fitting, preflight))
     return 0
 
 

@@ -71,6 +71,7 @@ def without_data(config: Trainer.Config) -> Trainer.Config:
         ),
         compile=CompileConfig(),
         callbacks=[],
+        preflight=None,
     )
 
 

@@ -13,7 +13,7 @@ import tyro
 
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.checkpoint.identity import RunIdentity, identify_content
-from torchtitan.components.checkpoint.resume import check_owner
+from torchtitan.components.checkpoint.resume import StartDecision
 from torchtitan.components.data.base import BaseDataLoader
 from torchtitan.components.data.dataloader import PretrainDataLoader
 from torchtitan.components.evaluation.validate import Validator
@@ -51,6 +51,20 @@ from torchtitan.trainer.data_progress import DataProgress
 from torchtitan.trainer.evaluation import Evaluation
 
 
+@dataclass(frozen=True)
+class Preflight:
+    """What `RunConfig.check` has found. The Trainer of the same process goes on with it."""
+
+    tokenizer: Tokenizer
+
+    start: StartDecision
+    """Where the run starts, unless its folder changes before the run has locked it."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Return itself, since copies of a configuration share the tokenizer."""
+        return self
+
+
 @dataclass(kw_only=True, slots=True)
 class RunConfig(Configurable.Config):
     """A whole run. Each field is a section of the command line and of `--config_file`."""
@@ -60,6 +74,9 @@ class RunConfig(Configurable.Config):
 
     registered_as: Annotated[str, tyro.conf.Fixed] = ""
     """Package and function that registered this configuration. Part of the run's identity; set by the command line."""
+
+    preflight: Annotated[Preflight | None, tyro.conf.Fixed] = None
+    """Result of `check`, if the run takes place in the same process. Set by `torchtitan train`."""
 
     model_spec: Annotated[ModelSpec, tyro.conf.arg(name="")]
     """Model and its loss."""
@@ -143,15 +160,17 @@ class RunConfig(Configurable.Config):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the configuration in the shape of the command line, with separate sections `model` and `loss`."""
-        document = Configurable.Config.to_dict(self)
+        document = Configurable.Config.to_dict(dataclasses.replace(self, preflight=None))
         document = {**document.pop("model_spec"), **document, "loss": self.chosen_loss.to_dict()}
         del document["registered_as"]  # `module` and `config` in a configuration file
+        del document["preflight"]
         for name in ("model_converters", "callbacks"):
             document[name] = {config_key(config): config.to_dict() for config in getattr(self, name)}
         return document
 
-    def check(self, world_size: int, *, dry_run: bool = False) -> None:
-        """Find the user's mistakes before any process starts, and tokenize the data if needed.
+    def check(self, world_size: int, *, dry_run: bool = False) -> Preflight:
+        """Find the user's mistakes before any process starts, and tokenize the data if needed. Return the tokenizer and
+        where the run starts.
 
         Args:
             world_size: processes of the run.
@@ -183,10 +202,9 @@ class RunConfig(Configurable.Config):
             tokenizer = build_tokenizer()
             return self.resolve(tokenizer).identity(tokenizer)
 
-        if self.checkpoint.enable and not dry_run:
-            check_owner(self.checkpoint, self.checkpoint.resolve_folder(self.dump_folder), identity)
-        start = self.checkpoint.find_start(self.dump_folder)
-        if start is None and self.checkpoint.initial_load_in_hf:
+        is_owner_checked = self.checkpoint.enable and not dry_run
+        decision = self.checkpoint.decide_start(self.dump_folder, identity if is_owner_checked else None)
+        if decision.start is None and self.checkpoint.initial_load_in_hf:
             format_of(self.checkpoint.initial_load_path)  # raises if there are no weights
         tokenizer = build_tokenizer()
         resolved = self.resolve(tokenizer)
@@ -195,17 +213,18 @@ class RunConfig(Configurable.Config):
             converter.check_device()
         check_start(
             self.checkpoint,
-            start,
+            decision.start,
             resolved.model_spec,
             [converter.build() for converter in self.model_converters],
             added=tokenizer.added,
             seed=self.debug.seed,
         )
-        if dry_run:  # which reads no data
-            return
-        self.dataloader.prepare(tokenizer=tokenizer)
-        for validation in self.validation_dataloaders().values():
-            validation.prepare(tokenizer=tokenizer)
+        if not dry_run:  # which reads no data
+            self.dataloader.prepare(tokenizer=tokenizer)
+            for validation in self.validation_dataloaders().values():
+                validation.validate()
+                validation.prepare(tokenizer=tokenizer)
+        return Preflight(tokenizer, decision)
 
     def check_layout(self, world_size: int) -> ParallelDims:
         """Return the degrees. Raise `UserError` if they do not fit the trainer, processes, model or batch."""

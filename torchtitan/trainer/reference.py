@@ -22,6 +22,7 @@ from torchtitan.distributed.process_group import on_all_ranks
 from torchtitan.tools.digests import cache_root
 from torchtitan.tools.errors import UserError, errors_of
 from torchtitan.tools.logging import logger, without_logs
+from torchtitan.trainer.config import Preflight
 from torchtitan.trainer.models import RunModel
 from torchtitan.trainer.run_state import initial_load
 from torchtitan.trainer.trainer import Trainer
@@ -147,14 +148,15 @@ class ReferenceTrainer(FrozenModelTrainer):
                 remedy = "use --config dpo_lora, without --reference.path and --reference.offload"
                 raise UserError(f"--reference.kind adapters_off is the base model of adapters: {remedy}")
 
-        def check(self, world_size: int, *, dry_run: bool = False) -> None:
-            FrozenModelTrainer.Config.check(self, world_size, dry_run=dry_run)
+        def check(self, world_size: int, *, dry_run: bool = False) -> Preflight:
+            preflight = FrozenModelTrainer.Config.check(self, world_size, dry_run=dry_run)
             if self.reference.kind == "cached":
                 check_cache(self, "--reference.kind cached", dry_run=dry_run)
             if self.reference.path:
-                tokenizer = self.tokenizer.build(path=self.hf_assets_path)
+                tokenizer = preflight.tokenizer
                 with errors_of("--reference.path"):
                     internal_source(self.reference.path, self.resolve(tokenizer).model_spec, added=tokenizer.added)
+            return preflight
 
     config: Config
     needs_reference = True

@@ -49,6 +49,7 @@ def build_checkpointer(trainer: Any) -> CheckpointManager:
         export=export if "hf" in spec.formats else None,
         base_model=frozen_weights(config.checkpoint, config.debug.seed),
         identity=trainer.identity,
+        decision=trainer.start,
     )
     return checkpointer
 

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.components.checkpoint import CheckpointManager, list_checkpoints
 from torchtitan.components.checkpoint.identity import RunIdentity
 from torchtitan.components.checkpoint.ranks import Ranks
+from torchtitan.components.checkpoint.resume import StartDecision
 from torchtitan.components.data.base import BaseDataLoader, Batch
 from torchtitan.components.evaluation.validate import Validator
 from torchtitan.components.losses.loss import IGNORE_INDEX, Measures
@@ -171,6 +172,7 @@ class Trainer(Configurable):
         )
         self.precision = MixedPrecision(getattr(torch, training.mixed_precision_param))
         self.is_divided = False  # whether the step's gradients are divided by the weight of an own loss
+        self.start: StartDecision | None = None
         self.init_weights()
         self.ema = config.ema.build(model_parts=self.model_parts, follow=self.follow_weights)
         self.flops_per_token = sum(model.flops_per_token for model in self.models.values())
@@ -217,7 +219,12 @@ class Trainer(Configurable):
         builder.init_random_state(self.config.debug, self.rank)
 
     def build_tokenizer(self) -> Tokenizer:
-        tokenizer: Tokenizer = self.config.tokenizer.build(path=self.config.hf_assets_path)
+        config = self.config
+        tokenizer: Tokenizer
+        if config.preflight:
+            tokenizer = config.preflight.tokenizer
+        else:
+            tokenizer = config.tokenizer.build(path=config.hf_assets_path)
         warn_of_different_ids(tokenizer)
         return tokenizer
 
@@ -346,14 +353,30 @@ class Trainer(Configurable):
             **summary,
         )
 
+    def decide_start(self) -> StartDecision:
+        """Decide where the run starts, now that its folder is locked, unless `RunConfig.check` has decided
+        and the folder is unchanged. The checkpointer goes on with the decision."""
+        config, dump_folder = self.config.checkpoint, self.config.dump_folder
+        preflight = self.config.preflight
+
+        def decide() -> StartDecision:
+            folder = config.resolve_folder(dump_folder)
+            # In a store that cannot rename, the names do not tell which checkpoints are complete.
+            if preflight and folder.can_rename and preflight.start.still_holds(folder):
+                return preflight.start
+            return config.decide_start(dump_folder)
+
+        return self.ranks.broadcast_from_rank0(decide)
+
     def init_weights(self) -> None:
-        """Allocate the parameters. Initialize a model unless there are weights to load: then `load_checkpoint` draws
-        only the values that it does not read."""
+        """Allocate the parameters. Initialize a model unless there are weights to load: then
+        `load_checkpoint` draws only the values that it does not read."""
         config = self.config
-        start = self.ranks.broadcast_from_rank0(lambda: config.checkpoint.find_start(config.dump_folder))
+        self.start = self.decide_start()
         for name, model in self.models.items():
             model.allocate(self.device)
-            if not (start or model.weights or (name == "model" and config.checkpoint.initial_load_path)):
+            has_initial_weights = name == "model" and config.checkpoint.initial_load_path
+            if not (self.start.start or model.weights or has_initial_weights):
                 model.initialize(config.debug.seed)
 
     def build_pipeline(self) -> Pipeline | None:

@@ -92,9 +92,14 @@ def list_checkpoints(folder: AnyFolder) -> list[CheckpointInfo]:
     return [_inspect(step, folder / name) for step, name in sorted(found)]
 
 
-def find_step(folder: Folder, step: int) -> CheckpointInfo:
-    """Return the complete, full checkpoint of `step` in `folder`; raise `UserError` if there is none."""
-    checkpoints = list_checkpoints(folder)
+def names_in(folder: Folder) -> frozenset[str]:
+    """Return the names of the checkpoints in `folder`, complete or not, without reading them."""
+    return frozenset(name for name in folder.folders() if _NAME.fullmatch(name))
+
+
+def find_step(folder: Folder, checkpoints: Sequence[CheckpointInfo], step: int) -> CheckpointInfo:
+    """Return the complete, full checkpoint of `step` among the `checkpoints` in `folder`. Raise `UserError` if there is
+    none."""
     same_step = [info for info in checkpoints if info.step == step]
     if full := [info for info in same_step if info.kind == "full"]:
         return full[0]
@@ -111,24 +116,25 @@ def find_step(folder: Folder, step: int) -> CheckpointInfo:
     )
 
 
-def resumable(folder: Folder) -> list[CheckpointInfo]:
-    """Return the complete, full checkpoints in `folder` that are not known to be damaged, by step. Raise `UserError` if
-    all of them are damaged: starting over would lose the run."""
-    checkpoints = list_checkpoints(folder)
+def resumable(folder: Folder, checkpoints: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
+    """Return those of the `checkpoints` in `folder` that are complete, full and not known to be damaged, by step. Raise
+    `UserError` if all of them are damaged: starting over would lose the run."""
     usable = [info for info in checkpoints if info.kind == "full" and not info.damage]
     faults = {info.step: info.fault for info in checkpoints if info.fault}
     faults |= {
         info.step: f"it was found damaged: {info.damage}" for info in checkpoints if info.kind == "full" and info.damage
     }
     if faults and not usable:
-        raise no_usable_checkpoint_error(folder, faults)
+        raise no_usable_checkpoint_error(folder, checkpoints, faults)
     return usable
 
 
-def no_usable_checkpoint_error(folder: Folder, faults: Mapping[int, str]) -> UserError:
-    """Return the error for a run without a usable checkpoint; `faults` maps each step to the reason."""
+def no_usable_checkpoint_error(
+    folder: Folder, checkpoints: Sequence[CheckpointInfo], faults: Mapping[int, str]
+) -> UserError:
+    """Return the error for a run without a usable checkpoint in `folder`; `faults` maps each step to the reason."""
     lines = "".join(f"\n  step {step}: {faults[step]}" for step in sorted(faults))
-    note = f" and remove its {_DAMAGE}" if any(info.damage for info in list_checkpoints(folder)) else ""
+    note = f" and remove its {_DAMAGE}" if any(info.damage for info in checkpoints) else ""
     return UserError(
         f"no checkpoint in {folder} can be loaded:{lines}\n"
         f"repair one{note}, or set --checkpoint.folder to start a new run"

@@ -4,19 +4,31 @@ import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from torchtitan.components.checkpoint import catalog
+from torchtitan.components.checkpoint.catalog import CheckpointInfo
 from torchtitan.components.checkpoint.config import CheckpointConfig
 from torchtitan.components.checkpoint.filesystem import errors_logged
 from torchtitan.components.checkpoint.identity import BaseWeights, RunIdentity
 from torchtitan.components.checkpoint.manifest import Kind, Marker
 from torchtitan.components.checkpoint.ranks import Ranks
 from torchtitan.components.checkpoint.rescue import check_fallback, save_elsewhere
-from torchtitan.components.checkpoint.resume import Start, check_frozen, choose_start, find_start, newest_usable
+from torchtitan.components.checkpoint.resume import (
+    Start,
+    StartDecision,
+    check_frozen,
+    check_owner,
+    clean_up,
+    decide_start,
+    newest_up_to,
+    verify_initial_checkpoint,
+    verify_saved_weights,
+    verify_start,
+)
 from torchtitan.components.checkpoint.saver import Assets, Export, Saver
 from torchtitan.components.checkpoint.space import check_free, total_bytes
 from torchtitan.components.checkpoint.state import Entries, ModelState, with_parameter_names, without_frozen
@@ -55,6 +67,7 @@ class CheckpointManager(Configurable):
         base_model: origin of the frozen weights, for `save_trainable_only`; `initial_loads` load them before resuming.
         identity: returns the run's identity; called on rank 0. It is saved in checkpoints, and checkpoints of other
             runs are rejected. None: every checkpoint in the folder belongs to the run.
+        decision: where the run starts, for the first `load`. If it is None or the folder has changed, `load` decides.
 
     Raises:
         UserError: if the configuration does not fit the states.
@@ -64,9 +77,15 @@ class CheckpointManager(Configurable):
     class Config(CheckpointConfig):
         """Options for saving, keeping and loading checkpoints."""
 
+        def decide_start(
+            self, dump_folder: str, get_identity: Callable[[], RunIdentity] | None = None
+        ) -> StartDecision:
+            """Return the result of `resume.decide_start`; `CheckpointManager.load` also verifies the files."""
+            return decide_start(self, self.resolve_folder(dump_folder), get_identity)
+
         def find_start(self, dump_folder: str) -> Start | None:
-            """Return the result of `resume.find_start`; `CheckpointManager.load` also verifies the files."""
-            return find_start(self, self.resolve_folder(dump_folder))
+            """Return the checkpoint that a run would start from, not verified; None for a new run."""
+            return self.decide_start(dump_folder).start
 
     def __init__(
         self,
@@ -80,6 +99,7 @@ class CheckpointManager(Configurable):
         export: Export | None = None,
         base_model: BaseWeights = _SEED_WEIGHTS,
         identity: Callable[[], RunIdentity] | None = None,
+        decision: StartDecision | None = None,
     ):
         self.config: CheckpointManager.Config = config
         self.folder = config.resolve_folder(dump_folder)
@@ -99,6 +119,7 @@ class CheckpointManager(Configurable):
         self._saver = Saver(
             self.folder, self._ranks, async_mode=config.async_mode, assets=assets, export=export, prune=self._prune
         )
+        self._decision = decision
         # Steps at which this run ended before it was extended.
         self._finished_steps = set[int]()
         # This run's history: the step it resumed from, and the steps saved since.
@@ -203,12 +224,17 @@ class CheckpointManager(Configurable):
             RunComplete: if the run has ended in a checkpoint that it cannot resume from.
         """
         has_model_loader = self.config.initial_load_model_only and "model" in self.initial_loads
-        start = choose_start(
-            self.config, self.folder, self._ranks, identity=self._identity, verify_initial=not has_model_loader
-        )
+        decision = self._ranks.broadcast_from_rank0(self._decide)
+        start = verify_start(self.config, decision, self.folder, self._ranks)
+        if start is None:
+            verify_saved_weights(self.config, self._ranks)
+        elif not has_model_loader:
+            verify_initial_checkpoint(start, self._ranks)
         identity = self._identity.properties if self._identity else {}
         self._ranks.broadcast_from_rank0(lambda: check_fallback(self.config, self.folder, self._fallback, identity))
-        self._finished_steps = self._ranks.broadcast_from_rank0(self._find_finished_steps)
+        # With --checkpoint.load_step, the user wants to repeat the rest of the run.
+        if self.config.saves and self.config.load_step == -1:
+            self._finished_steps = {info.step for info in decision.checkpoints if info.ends_run}
         self._ranks.broadcast_from_rank0(lambda: check_frozen(self.config, start, self._base_model))
         if self.config.saves and self.config.async_mode == "async_with_pinned_mem":
             entries = self._encode("full")
@@ -232,14 +258,14 @@ class CheckpointManager(Configurable):
             return 0
         if start.resumes:
             self._saver.step = self._resumed_step = step = start.checkpoint.step
-            self._saver.best_loss = self._ranks.broadcast_from_rank0(lambda: self._find_best_loss(step))
+            self._saver.best_loss = _best_loss([info for info in decision.checkpoints if info.step <= step])
         return start.checkpoint.step if start.resumes or not self.config.initial_load_model_only else 0
 
     def reload(self, newest: int, *, excluding: Collection[str]) -> int:
         """Load the states again, except for `excluding`, from the newest undamaged checkpoint of this run up to the
         step `newest`, and return its step. Raise `RunFailure` if there is none."""
         self.wait()
-        checkpoint = newest_usable(self.config, self.folder, self._ranks, newest)
+        checkpoint = newest_up_to(self.config, self.folder, self._ranks, newest)
         self._restore(Start(checkpoint, resumes=True), {*self.states, *self.rank_states} - set(excluding))
         return checkpoint.step
 
@@ -252,6 +278,18 @@ class CheckpointManager(Configurable):
         Raise `CheckpointSaveError` if the most recent save failed."""
         self._saver.close()
         self._saver.raise_failure()
+
+    def _decide(self) -> StartDecision:
+        """Return where the run starts, after checking that the folder is the run's, and clean the folder up."""
+        decision, self._decision = self._decision, None
+        identity = self._identity
+        get_identity = (lambda: identity) if identity else None
+        if decision is None or not decision.still_holds(self.folder):
+            decision = decide_start(self.config, self.folder, get_identity)
+        elif get_identity:
+            check_owner(self.config, decision.checkpoints, get_identity)
+        clean_up(self.config, decision, self.folder)
+        return decision
 
     def _validate_states(self, *, can_export: bool) -> None:
         names = [*self.states, *self.rank_states]
@@ -331,16 +369,11 @@ class CheckpointManager(Configurable):
         with errors_logged(f"could not remove an old checkpoint in {self.folder}"):
             catalog.prune(self.folder, step, self.config.keep_latest_k, best_of=best_of)
 
-    def _find_finished_steps(self) -> set[int]:
-        # With --checkpoint.load_step, the user wants to repeat the rest of the run.
-        if not self.config.saves or self.config.load_step != -1:
-            return set()
-        return {info.step for info in catalog.list_checkpoints(self.folder) if info.ends_run}
 
-    def _find_best_loss(self, step: int) -> float:
-        complete = [info for info in catalog.list_checkpoints(self.folder) if info.is_complete and not info.damage]
-        best = catalog.best([info for info in complete if info.step <= step])
-        return best.validation_loss if best and best.validation_loss is not None else math.inf
+def _best_loss(checkpoints: Sequence[CheckpointInfo]) -> float:
+    """Return the lowest validation loss of complete, undamaged checkpoints; infinity if none was measured."""
+    best = catalog.best([info for info in checkpoints if info.is_complete and not info.damage])
+    return best.validation_loss if best and best.validation_loss is not None else math.inf
 
 
 def _has_overflow(value: torch.Tensor, converted: torch.Tensor) -> bool:

@@ -1,7 +1,6 @@
 """Choosing and verifying the checkpoint that a run starts from."""
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 
 from torchtitan.components.checkpoint import catalog
@@ -32,16 +31,57 @@ class Start:
     """True for the run's own checkpoint, false for `initial_load_path`."""
 
 
-def check_owner(config: CheckpointConfig, folder: Folder, get_identity: Callable[[], RunIdentity]) -> None:
-    """Check from the markers that a run may save into `folder`. `get_identity` is called only if there are checkpoints.
+@dataclasses.dataclass(frozen=True)
+class StartDecision:
+    """Where a run starts, decided once from the markers in its folder, and handed on to all that depends on it."""
+
+    start: Start | None
+    """None for a new run with initial values, or with weights that are not a checkpoint of a run."""
+
+    checkpoints: Sequence[CheckpointInfo]
+    """The run's checkpoints, complete or not, by step."""
+
+    names: frozenset[str]
+    """Names of the checkpoints when they were listed."""
+
+    def still_holds(self, folder: Folder) -> bool:
+        """Return whether the run's `folder` has checkpoints with the same names. Reads none of them."""
+        return catalog.names_in(folder) == self.names
+
+
+def decide_start(
+    config: CheckpointConfig, folder: Folder, get_identity: Callable[[], RunIdentity] | None = None
+) -> StartDecision:
+    """Decide where a run with checkpoints in `folder` starts; reads only markers, each once.
+
+    Args:
+        get_identity: returns the run's identity, to check that the folder is the run's; None: do not check.
+
+    Raises:
+        UserError: if a requested checkpoint cannot be loaded, all of the run's are damaged, or reading fails; and as
+            `check_owner`.
+        RunComplete: as `check_owner`.
+    """
+    with os_errors_as(f"the checkpoints in {folder} cannot be read"):
+        names = catalog.names_in(folder)
+        checkpoints = catalog.list_checkpoints(folder)
+    if get_identity:
+        check_owner(config, checkpoints, get_identity)
+    return StartDecision(_find_start(config, folder, checkpoints), checkpoints, names)
+
+
+def check_owner(
+    config: CheckpointConfig, found: Sequence[CheckpointInfo], get_identity: Callable[[], RunIdentity]
+) -> None:
+    """Check that a run may save into a folder with the checkpoints `found`. `get_identity` is called only if there are
+    complete ones.
 
     Raises:
         UserError: if the folder holds checkpoints of another run, or if this run has steps left but ended in a
             checkpoint that it cannot resume from.
         RunComplete: if this run ended in such a checkpoint and is complete.
     """
-    with os_errors_as(f"the checkpoints in {folder} cannot be read"):
-        checkpoints = [info for info in catalog.list_checkpoints(folder) if info.is_complete]
+    checkpoints = [info for info in found if info.is_complete]
     if not checkpoints:
         return
     identity = get_identity()
@@ -84,14 +124,11 @@ def _stop_if_finished(config: CheckpointConfig, checkpoints: Sequence[Checkpoint
         )
 
 
-def find_start(config: CheckpointConfig, folder: Folder) -> Start | None:
-    """Return the checkpoint that a run with checkpoints in `folder` would start from; reads only markers. Raise
-    `UserError` if a requested checkpoint cannot be loaded, all of the run's are damaged, or reading fails."""
-    with os_errors_as(f"the checkpoints in {folder} cannot be read"):
-        if config.load_step != -1:
-            return Start(catalog.find_step(folder, config.load_step), resumes=True)
-        if config.enable and (own := catalog.resumable(folder)):
-            return Start(own[-1], resumes=True)
+def _find_start(config: CheckpointConfig, folder: Folder, checkpoints: Sequence[CheckpointInfo]) -> Start | None:
+    if config.load_step != -1:
+        return Start(catalog.find_step(folder, checkpoints, config.load_step), resumes=True)
+    if config.enable and (own := catalog.resumable(folder, checkpoints)):
+        return Start(own[-1], resumes=True)
     if not config.initial_load_path or config.initial_load_in_hf:
         return None
     start = Start(catalog.open_checkpoint(config.initial_load_path, "--checkpoint.initial_load_path"), resumes=False)
@@ -140,29 +177,35 @@ def describe_missing(checkpoint: CheckpointInfo) -> str:
     return f"holds trained weights only; the frozen ones come from {checkpoint.base_model}"
 
 
-def choose_start(
-    config: CheckpointConfig, folder: Folder, ranks: Ranks, *, identity: RunIdentity | None = None, verify_initial: bool
-) -> Start | None:
-    """Return the verified result of `find_start`. All ranks call this together and divide the work. Raise the errors of
-    `check_owner` and `find_start`, and `UserError` if every candidate is damaged.
-
-    A checkpoint of another run is verified only if `verify_initial`; otherwise its loader verifies it. Log warnings
-    about other contents of the folder, remove the remains of unfinished saves, and fall back, with a warning, from a
-    damaged or unreadable checkpoint of the run to the next older one.
-    """
-    start = ranks.broadcast_from_rank0(lambda: _find_start_and_clean_up(config, folder, identity))
-    if start is None:
-        if config.initial_load_path and config.initial_load_in_hf:
-            initial = folder_at(config.initial_load_path)
-            # Hugging Face folders have a marker only if a torchtitan run saved them.
-            if ranks.broadcast_from_rank0(lambda: catalog.has_marker(initial)):
-                catalog.raise_if_damaged(initial, ranks)
-        return None
-    if start.resumes and config.load_step == -1:
-        return Start(newest_usable(config, folder, ranks), resumes=True)
-    if start.resumes or verify_initial:
-        catalog.raise_if_damaged(start.checkpoint.path, ranks)
+def verify_start(config: CheckpointConfig, decision: StartDecision, folder: Folder, ranks: Ranks) -> Start | None:
+    """Return the start of a decision after verifying the run's own checkpoint, and the next older ones with a warning
+    if it is damaged or unreadable. All ranks call this together and divide the work. Raise `UserError` if every
+    candidate is damaged."""
+    start = decision.start
+    if start is None or not start.resumes:
+        return start
+    if config.load_step == -1:
+        return Start(
+            newest_usable(config, folder, ranks, catalog.resumable(folder, decision.checkpoints)), resumes=True
+        )
+    catalog.raise_if_damaged(start.checkpoint.path, ranks)
     return start
+
+
+def verify_initial_checkpoint(start: Start, ranks: Ranks) -> None:
+    """Verify the checkpoint that a run starts from if it is another run's. All ranks call this together. Raise
+    `UserError` if it is damaged."""
+    if not start.resumes:
+        catalog.raise_if_damaged(start.checkpoint.path, ranks)
+
+
+def verify_saved_weights(config: CheckpointConfig, ranks: Ranks) -> None:
+    """Verify a Hugging Face folder in `initial_load_path` if a torchtitan run has saved it; others have no marker. All
+    ranks call this together. Raise `UserError` if it is damaged."""
+    if config.initial_load_path and config.initial_load_in_hf:
+        initial = folder_at(config.initial_load_path)
+        if ranks.broadcast_from_rank0(lambda: catalog.has_marker(initial)):
+            catalog.raise_if_damaged(initial, ranks)
 
 
 def load_model_state(path: AnyFolder, state: ModelState, *, saved_name: str = "model") -> None:
@@ -178,12 +221,11 @@ def load_model_state(path: AnyFolder, state: ModelState, *, saved_name: str = "m
     logger.info("loaded %s from %s", saved_name, checkpoint.path)
 
 
-def _find_start_and_clean_up(config: CheckpointConfig, folder: Folder, identity: RunIdentity | None) -> Start | None:
-    if identity:
-        check_owner(config, folder, lambda: identity)
-    start = find_start(config, folder)
+def clean_up(config: CheckpointConfig, decision: StartDecision, folder: Folder) -> None:
+    """Remove the remains of unfinished saves in the run's folder, and warn of checkpoints that the run does not use."""
+    start = decision.start
     resumed = start.checkpoint.step if start and start.resumes else -1
-    for info in catalog.list_checkpoints(folder) if config.enable else []:
+    for info in decision.checkpoints if config.enable else []:
         # In a store that cannot rename, a killed save leaves a folder without a marker.
         if info.path.name.endswith(UNFINISHED) or not (info.is_complete or info.fault or folder.can_rename):
             logger.warning("%s was left by an interrupted save or removal", info.path)
@@ -194,7 +236,6 @@ def _find_start_and_clean_up(config: CheckpointConfig, folder: Folder, identity:
             logger.warning("skipped %s: %s", info.path, info.fault or "it is incomplete")
         elif info.step > resumed:
             logger.warning("skipped %s: %s", info.path, _skip_reason(info))
-    return start
 
 
 def _skip_reason(info: CheckpointInfo) -> str:
@@ -205,14 +246,26 @@ def _skip_reason(info: CheckpointInfo) -> str:
     return "an older step was requested"
 
 
-def newest_usable(config: CheckpointConfig, folder: Folder, ranks: Ranks, up_to: float = math.inf) -> CheckpointInfo:
-    """Return the newest undamaged full checkpoint up to the step `up_to`. All ranks call this together and divide the
-    work. Raise `RunFailure` if there is none so old, `UserError` if all of them are damaged."""
-    with os_errors_as(f"the checkpoints in {folder} cannot be read"):
-        own = ranks.broadcast_from_rank0(lambda: catalog.resumable(folder))
-    own = [info for info in own if info.step <= up_to]
+def newest_up_to(config: CheckpointConfig, folder: Folder, ranks: Ranks, newest: int) -> CheckpointInfo:
+    """Return the newest undamaged full checkpoint up to the step `newest`. All ranks call this together. Raise
+    `RunFailure` if there is none so old, `UserError` if all of them are damaged."""
+
+    def find() -> list[CheckpointInfo]:
+        with os_errors_as(f"the checkpoints in {folder} cannot be read"):
+            own = catalog.resumable(folder, catalog.list_checkpoints(folder))
+        return [info for info in own if info.step <= newest]
+
+    own = ranks.broadcast_from_rank0(find)
     if not own:
-        raise RunFailure(f"{folder} has no checkpoint up to step {up_to} to return to")
+        raise RunFailure(f"{folder} has no checkpoint up to step {newest} to return to")
+    return newest_usable(config, folder, ranks, own)
+
+
+def newest_usable(
+    config: CheckpointConfig, folder: Folder, ranks: Ranks, own: Sequence[CheckpointInfo]
+) -> CheckpointInfo:
+    """Return the newest of a run's `own` checkpoints, by step, that is not damaged. All ranks call this together and
+    divide the work. Raise `UserError` if all of them are damaged."""
     reasons: dict[int, str] = {}
     for checkpoint in reversed(own):
         faults = catalog.find_damage(checkpoint.path, ranks)
@@ -226,4 +279,5 @@ def newest_usable(config: CheckpointConfig, folder: Folder, ranks: Ranks, up_to:
                 with errors_logged(f"could not record the damage in {checkpoint.path}"):
                     catalog.record_damage(checkpoint, faults.damage)
     with os_errors_as(f"the checkpoints in {folder} cannot be read"):
-        raise ranks.broadcast_from_rank0(lambda: catalog.no_usable_checkpoint_error(folder, reasons))
+        found = ranks.broadcast_from_rank0(lambda: catalog.list_checkpoints(folder))
+    raise catalog.no_usable_checkpoint_error(folder, found, reasons)

@@ -107,7 +107,8 @@ class BaseDataLoader(Configurable):
         """Training data."""
 
         def prepare(self, *, tokenizer: Tokenizer) -> None:
-            """Prepare the data once per host before training. Raise `UserError` if the data cannot be used."""
+            """Prepare the data of a validated configuration once per host before training. Raise `UserError` if the
+            data cannot be used."""
 
         def identity(self) -> dict[str, Any]:
             """Return the properties that identify this data in the run's identity: name → JSON-serializable value."""

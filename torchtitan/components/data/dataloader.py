@@ -68,7 +68,6 @@ class PretrainDataLoader(TokenizingDataLoader):
 
         def prepare(self, *, tokenizer: Tokenizer) -> None:
             """Tokenize local data into the cache, or read the first document of a stream."""
-            self.validate()
             self.check_host()
             if isinstance(data := self.open(tokenizer), StreamSource):
                 data.check()
@@ -131,7 +130,6 @@ class PretrainDataLoader(TokenizingDataLoader):
 
     def _open(self, seed: int, samples_per_step: int) -> None:
         config, tokenizer = self.config, self._tokenizer
-        config.validate()
         data = config.open(tokenizer)
         layout = dataclasses.replace(self._layout, document_mask=config.document_mask)
         self._batches: BatchIterator

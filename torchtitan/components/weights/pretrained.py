@@ -199,9 +199,11 @@ def check_start(
     added: range,
     seed: int,
 ) -> None:
-    """Check, before processes start, that a run can start from its checkpoint; reads only names and shapes. `start` is
-    the result of `config.find_start`; other arguments are as in `load_pretrained`. Raise the errors of `check_frozen`,
-    `is_as_saved`, `internal_source` and `ModelConverter.check_initial_weights`."""
+    """Check, before processes start, that a run can start from its checkpoint; reads only names and shapes.
+
+    Arguments other than `start`, which `config.decide_start` chose, are as in `load_pretrained`. Raise the errors of
+    `check_frozen`, `is_as_saved`, `internal_source` and `ModelConverter.check_initial_weights`.
+    """
     check_frozen(config, start, frozen_weights(config, seed))
     resumes = start and start.resumes and "model" not in config.exclude_from_loading
     if start and resumes and not start.checkpoint.base_model:

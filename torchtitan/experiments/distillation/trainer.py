@@ -25,6 +25,7 @@ from torchtitan.components.weights.assets import asset_folder
 from torchtitan.models.pretrained import internal_source
 from torchtitan.protocols import ModelSpec
 from torchtitan.tools.errors import UserError, errors_of, require
+from torchtitan.trainer.config import Preflight
 from torchtitan.trainer.models import RunModel
 from torchtitan.trainer.reference import FrozenModelTrainer, check_cache
 from torchtitan.trainer.rollouts import RolloutTrainer, check_rollouts
@@ -45,9 +46,9 @@ class DistillationTrainer(FrozenModelTrainer):
                 raise UserError("--module distillation has its own loss (--loss.kind), and takes no other")
             self.parallelism.require_one("pipeline", user="--module distillation")
 
-        def check(self, world_size: int, *, dry_run: bool = False) -> None:
-            FrozenModelTrainer.Config.check(self, world_size, dry_run=dry_run)
-            teacher, tokenizer = self.teacher, self.tokenizer.build(path=self.hf_assets_path)
+        def check(self, world_size: int, *, dry_run: bool = False) -> Preflight:
+            preflight = FrozenModelTrainer.Config.check(self, world_size, dry_run=dry_run)
+            teacher, tokenizer = self.teacher, preflight.tokenizer
             specs = self.resolve(tokenizer).model_spec, self.teacher_spec()
             if not dry_run:  # which has no tokenizer
                 folder = asset_folder(Path(teacher.path))
@@ -60,6 +61,7 @@ class DistillationTrainer(FrozenModelTrainer):
                 check_cache(self, "--teacher.cache", dry_run=dry_run)
                 valid = f"from 1 to the student's vocabulary, {size}, which the teacher's, {taught}, must cover"
                 require(0 < teacher.top_k <= size <= taught, "--teacher.top_k", teacher.top_k, valid)
+            return preflight
 
         def teacher_spec(self) -> ModelSpec:
             """Return the teacher's specification. Raise `UserError` if its folder holds no whole model."""

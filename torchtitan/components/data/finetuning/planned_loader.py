@@ -94,7 +94,6 @@ class PlannedDataLoader(TokenizingDataLoader):
             parse_columns(self.columns)
 
         def prepare(self, *, tokenizer: Tokenizer) -> None:
-            self.validate()
             self.check_host()
             self.open_caches(tokenizer, self.find_template(tokenizer))
 
