@@ -2,13 +2,16 @@
 
 import asyncio
 import importlib.util
+import json
 import random
+import re
 import threading
 from fractions import Fraction
 from unittest import mock
 
 import pytest
 
+from tests.components import answer_spellings
 from torchtitan.components.rollout.math_reward import MathReward, same_answers
 from torchtitan.components.rollout.rewards import Rewards, find_reward
 from torchtitan.tools.errors import UserError
@@ -75,6 +78,10 @@ PAID_BY_BOTH = [
     ("1,2,3", "1,2,3"),
     ("1,2,3", "1, 2, 3"),
     ("1, 1/2", "1.0, .5"),
+    ("(1, 2)", "(1,2)"),
+    ("(1, 2)", "(1.0, 4/2)"),
+    ("(1, 2)", "1, 2"),
+    ("1,2,3", "(1,2,3)"),
     # Percent is a hundredth, words are factors.
     ("50%", "50%"),
     ("50%", "50 percent"),
@@ -343,8 +350,6 @@ PAID_BY_MATH = [
     ("10:30", "10:30"),
     ("10:30 am", "10:30 a.m."),
     ("22:30", "10:30 pm"),
-    ("(1, 2)", "(1,2)"),
-    ("(1, 2)", "(1.0, 4/2)"),
     ("[0, 1)", r"\left[0, 1\right)"),
     (r"\{1, 2\}", r"\{2, 1\}"),
     (r"[0,1] \cup [2,3]", r"[0, 1]\cup[2, 3]"),
@@ -379,7 +384,6 @@ PAID_BY_NEITHER += [
     ("2:1", "1:2"),
     ("(1, 2)", "(2, 1)"),
     ("(1, 2)", "[1, 2]"),
-    ("(1, 2)", "1, 2"),
     ("(0, 1)", "[0, 1)"),
     (r"\{1, 2\}", r"\{1, 2, 2\}"),
     (r"\{1, 2\}", "(1, 2)"),
@@ -388,6 +392,9 @@ PAID_BY_NEITHER += [
     (r"\pi", "3.14159265"),
     (r"\frac{22}{7}", r"\pi"),
     ("x^2", "x^3"),
+    ("X^2", "x^2"),
+    ("N + n", "2n"),
+    ("5", "3 + 1 = 5"),
     ("x", "y"),
     ("x + 1", "y + 1"),
     ("x = 5", "y = 5"),
@@ -398,6 +405,40 @@ PAID_BY_NEITHER += [
     ("5!", "5"),
     (r"\log_2 8", r"\log_3 8"),
     (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix}2\\1\end{pmatrix}"),
+]
+
+
+PAID_BY_BOTH += answer_spellings.PAID_BY_BOTH
+PAID_BY_NEITHER += answer_spellings.PAID_BY_NEITHER
+PAID_BY_MATH += answer_spellings.PAID_BY_MATH
+
+PLACES = [
+    "{}",
+    "The answer is {}.",
+    "So it is {}.",
+    r"\boxed{{{}}}",
+    r"$\boxed{{{}}}$",
+    r"\boxed{{\text{{{}}}}}",
+    "#### {}",
+    "<answer>{}</answer>",
+    "Total: {}",
+    "${}$",
+    "**{}**",
+    "The final answer is ${}$.",
+    "Hence the result is: {}\n\nI hope this helps",
+    "We add them up.\n\n{}",
+    "x = {}",
+]
+NOT_FOUR = [
+    *("not 4", "never 4", "maybe 4", "about 4", "approximately 4", "≈4", "≈ 4", "~4", r"\approx 4"),
+    *("4 or 5", "4-5", "4 - 5", "4 to 5", "between 3 and 4", "4, 5", "4; 5", "4 and 5", "(4, 5)"),
+    *("<4", "> 4", "±4", "4±1", r"4 \pm 1", "at least 4", "4 at most", "4+", "4 or more", "x > 4"),
+    *("4 dozen", "4 pairs", "4 couples", "4 hundred", "4 million", "4 cents", "4 radians", "4k"),
+    *("4%", r"4\%", "4 percent", "4‰", "4!", "4th", "4²", "4^2", "4e3", "4 × 10^3", "4_5", "4i", "4π"),
+    *("-4", "−4", "minus 4", "half of 4", "twice 4", r"\sqrt{4}", "4/5", "4 1/2", "4½", r"4\frac{1}{2}"),
+    *("4.5", "4,5", "44", "1,004", "1'004", "1 004", ".4", "3:4", "4:00", "4 pm", "4 May", "May 4"),
+    *("Option 4", "option 4", "No. 4", "#4", "4 out of 5", "4 apples and 5 oranges", "IV", "four"),
+    *("x = 5 = 4", "5 = 4", "2x = 4", "4 + 1", "4 - x", "4x", "4 mod 5", "4 hours 30 minutes", "4?"),
 ]
 
 
@@ -433,6 +474,21 @@ def test_math_pays(math):
 def test_math_does_not_pay(math):
     wrong = [pair for pair in PAID_BY_NEITHER if math("", pair[1], {"answer": pair[0]})]
     assert wrong == []
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_no_place_makes_another_answer_right(place, math):
+    texts = [place.format(text) for text in NOT_FOUR]
+    assert [text for text in texts if paid("number", "4", text)] == []
+    assert [text for text in texts if math("", text, {"answer": "4"})] == []
+
+
+def test_last_lines_of_real_solutions_are_mostly_paid(assets):
+    """The last line of a solution often gives two numbers, or a rounded one, and is then no answer."""
+    rows = [json.loads(line) for line in (assets / "sft/gsm8k_train.jsonl").open()][:500]
+    solutions = [re.sub("<<[^>]*>>", "", row["answer"]).split("\n####") for row in rows]
+    number_of_paid = sum(paid("number", gold.strip(), text.split("\n")[-1]) for text, gold in solutions)
+    assert number_of_paid >= 0.85 * len(rows)
 
 
 SPELLINGS = (

@@ -36,8 +36,16 @@ def _characters(text: str) -> str:
 
 def are_equal(gold: str, answer: str) -> bool:
     """Return whether math-verify finds two formulas equal, in both orders, and their values are equal to 30 digits."""
+    if not _have_letters_of_one_case(gold, answer):
+        return False
     one, other = _parsed(gold), _parsed(answer)
     return one is not None and other is not None and _equal_objects(one, other)
+
+
+def _have_letters_of_one_case(*texts: str) -> bool:
+    """Return whether no letter has both cases: math-verify takes `N` and `n` for one variable."""
+    letters = set("".join(re.sub(r"\\[A-Za-z]+", "", text) for text in texts))
+    return not any(letter.isupper() and letter.lower() in letters for letter in letters)
 
 
 def _equal_objects(one: Any, other: Any) -> bool:

@@ -12,19 +12,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 from torchtitan.components.rollout import math_process
-from torchtitan.components.rollout.answers import (
+from torchtitan.components.rollout.answers import Answer, final_answer
+from torchtitan.components.rollout.exact_numbers import (
     ASSIGNMENT,
     MAX_CHARACTERS,
-    Answer,
     Number,
     clean,
-    final_answer,
-    is_excluded,
-    number_in_sentence,
     read_numbers,
     same_numbers,
     unwrapped,
 )
+from torchtitan.components.rollout.sentences import is_excluded, number_in_sentence
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
 
@@ -158,7 +156,7 @@ def _read(text: str) -> _Reading:
 
 
 def _kind_of(text: str) -> tuple[Kind, Any]:
-    if numbers := read_numbers(text):
+    if (numbers := read_numbers(text)) and len(numbers) == 1:
         return "numbers", numbers
     if match := _TIME.fullmatch(text):
         return "time", _minutes(match)
@@ -257,9 +255,11 @@ def _formula_of(reading: _Reading) -> str:
 
 
 def _same_lists(one: Any, other: Any, check: Check) -> bool:
-    """Return whether two lists have the same brackets and equal elements, sets in any order."""
+    """Return whether two lists have equal elements, sets in any order, and the same brackets; a list
+    without brackets is the same as one in parentheses."""
     opening, closing, elements = one
-    if (opening, closing, len(elements)) != (other[0], other[1], len(other[2])):
+    brackets, others = opening + closing or "()", other[0] + other[1] or "()"
+    if brackets != others or len(elements) != len(other[2]):
         return False
     if opening != "{":
         return all(_same(a, b, check) for a, b in zip(elements, other[2], strict=True))

@@ -8,7 +8,8 @@ from typing import Annotated, Any, cast
 
 from torchtitan.components.data.finetuning.conversions import ANSWERS
 from torchtitan.components.data.finetuning.functions import load_function
-from torchtitan.components.rollout.answers import final_answer, numbers_of, same_numbers
+from torchtitan.components.rollout.answers import final_answer, numbers_of
+from torchtitan.components.rollout.exact_numbers import same_numbers
 from torchtitan.components.rollout.math_reward import MathReward
 from torchtitan.config.code import NamesCode
 from torchtitan.tools.errors import UserError, errors_of, require

@@ -1,0 +1,238 @@
+"""The number that a sentence gives as its answer.
+
+It is the last number of a text. A word or a sign that may change its meaning, such as `not` in its
+clause or `half of` before it, makes it no answer; so does another number beside it."""
+
+import ast
+import re
+from dataclasses import replace
+from fractions import Fraction
+
+from torchtitan.components.rollout.contexts import (
+    AFTER_NO_ANSWER,
+    CAPITAL,
+    CHANGES_BEFORE_IT,
+    CHANGES_CLAUSE,
+    EXCLUDES,
+    NEUTRAL_WORDS,
+    NEW_CLAUSE,
+    NO_CHANGE,
+    NO_LABEL,
+    RETRACTS,
+)
+from torchtitan.components.rollout.exact_numbers import (
+    ASSIGNMENT,
+    MONEY,
+    NUMBER_AT_START,
+    Number,
+    clean,
+    number_of,
+    read_numbers,
+    unwrapped,
+)
+from torchtitan.components.rollout.units import is_known
+
+_UNIT_AFTER = re.compile(
+    rf"\s?(?P<unit>[%{MONEY}]|(?:(?:square|cubic) )?(?:[A-Za-zµ]+|°[CF]?(?![A-Za-z]))"
+    r"(?:/[A-Za-z]+| per [A-Za-z]+)?(?:\^\{?[23]\}?)?)"
+)
+_IN_TEXT = re.compile(rf"(?<![\w.,:/^#√|–])(?<![\w)\]}}][+-]){NUMBER_AT_START.pattern}(?:{_UNIT_AFTER.pattern})?")
+_ASSIGNMENT_AT_END = re.compile(rf"(?<!\w){ASSIGNMENT.pattern}\$?\Z")
+
+_EDGE_BEFORE = re.compile(r"(?:\A|[\s=:：,，(\[{}*_`$]|(?:\A|[\s(])[\"'“‘])\Z")
+_EDGE_AFTER = re.compile(r"\Z|[\s.,;。，)\]}*_`$\\]|[\"'”’](?:\Z|[\s.,])")
+"""What may directly precede and follow a number: other signs, such as `⁄` or `¬`, may change it."""
+
+_SIGN_BEFORE = re.compile(r"(?:\A|[A-Za-z0-9=:：,，.;(\[{}\])\"'“”‘’*_`$%°⇒→]|[!?]\s)\s*\Z")
+_SIGN_AFTER = re.compile(r"\s*(?:\Z|[A-Za-z0-9.,;:。，(\[)\]}*_`$\"'”’\\])")
+"""The same for signs behind spaces."""
+
+_MORE = re.compile(
+    r"\A(\s?)(?:more|extra|additional|other|whole|full)"
+    r"(?: (?=[A-Za-z]{3})(?!than\b)|(?=[.,]?\s*\Z))"
+)
+_ARGUMENT = r"[-+*/^\w}\])]$|[^\x00-\x7f]\s*$"
+_OPENING, _CLOSING = "([{", ")]}"
+
+_FORMULA_AT_END = re.compile(
+    r"(?:\\(?:times|cdot|div|angle|alpha|beta|gamma|theta|sqrt|[dt]?frac)(?![a-zA-Z])|[0-9]|"
+    r"(?<![A-Za-z\\'’])[A-Za-z](?![A-Za-z])|[.,](?=[0-9])|[-+*/×·÷()$%=^_{}] ?|(?<=[\w)}%=]) )*\Z"
+)
+_VARIABLE = re.compile(
+    r"\s*(?:m?\\angle |\\angle\s*)?(?:[A-Za-z]|\\(?:alpha|beta|gamma|theta))"
+    r"(?:_\{?\w+\}?)?(?:\([^()=]*\))?\s*"
+)
+_BEFORE_FORMULA = re.compile(
+    r"(?:[.,:;\n⇒→*_#]|\b(?:is|are|get|gets|have|has|so|thus|then|hence|therefore|that))\s*\Z",
+    re.IGNORECASE,
+)
+
+
+def number_in_sentence(text: str) -> Number | None:
+    """Return the last number of a text, with its unit; None if there is none, or if its neighbors
+    change its meaning."""
+    text = unwrapped(clean(text)).replace("**", " ").replace(r"\(", " ").replace(r"\)", " ")
+    matches = list(_IN_TEXT.finditer(text))
+    if not matches or re.search("[0-9]", text[matches[-1].end() :]):
+        return None
+    match = matches[-1]
+    before, after = text[: match.start()], text[match.end() :]
+    unit = match["unit"] or ""
+    if more := _MORE.match(text[match.end("number") :]):
+        rest = more[1] + text[match.end("number") + more.end() :]
+        noun = _UNIT_AFTER.match(rest)
+        unit, after = (noun["unit"], rest[noun.end() :]) if noun else ("", rest)
+        after = re.sub(r"\A than\b", "", after)
+    elif unit.lower() in NEUTRAL_WORDS:
+        unit, after = "", text[match.end("number") :]
+    if before.endswith("$") and after.startswith("$"):  # a formula
+        before, after = before[:-1], after[1:]
+    if not _stands_alone(text, match, before, after):
+        return None
+    *_, previous, line = ("", *before.split("\n"))
+    if not line.strip() and read_numbers(previous):
+        return None  # an element of a list
+    if is_excluded(before) or is_changed_by(text[match.end("number") :], after):
+        return None
+    is_attached = unit.isalpha() and match[0].endswith(f"{match['number']}{unit}")
+    if is_attached and not is_known(unit):
+        return None
+    if unit == "$" and not match["money"] and before.count("$") % 2:
+        unit = ""  # the end of a formula
+    number = number_of(match, unit, in_sentence=True)
+    if number is None or not is_equal_to_all(before, number):
+        return None
+    assigned = _ASSIGNMENT_AT_END.search(before)
+    return replace(number, variable=assigned[1]) if assigned else number
+
+
+def _stands_alone(text: str, match: re.Match[str], before: str, after: str) -> bool:
+    """Return whether a number is no part of a larger expression, and no element of a list."""
+    if not _EDGE_BEFORE.search(before) or not _EDGE_AFTER.match(after):
+        return False
+    if not _SIGN_BEFORE.search(before) or not _SIGN_AFTER.match(after):
+        return False
+    return not _is_cut_or_primed(text, match) and not _is_in_brackets(before)
+
+
+def _is_cut_or_primed(text: str, match: re.Match[str]) -> bool:
+    """Return whether dots that stand for more digits follow a number, or a prime, which is no
+    closing quote."""
+    end = match.end("number")
+    if ".." in text[end - 1 : end + 2]:
+        return True
+    quote = text[end : end + 1]
+    openings = {"'": "'‘", '"': '"“'}.get(quote, "")
+    return bool(openings) and not any(opening in text[: match.start()] for opening in openings)
+
+
+def is_excluded(before: str) -> bool:
+    """Return whether the end of a text, such as `not` in its last clause, changes the meaning of
+    what follows."""
+    if EXCLUDES.search(before):
+        return True
+    if (label := CAPITAL.search(before)) and (label[1] or label[2]) not in NO_LABEL:
+        return True
+    return _changes_clause(before)
+
+
+def _changes_clause(before: str) -> bool:
+    """Return whether the last clause of a text negates what follows, or makes it a condition."""
+    before = NO_CHANGE.sub(" ", before)
+    starts = [found.end() for found in NEW_CLAUSE.finditer(before.rstrip(" =:$("))]
+    return CHANGES_CLAUSE.search(before[starts[-1] if starts else 0 :]) is not None
+
+
+def is_changed_by(after: str, after_unit: str) -> bool:
+    """Return whether the text after a number, or after its unit, changes its meaning."""
+    if AFTER_NO_ANSWER.match(after) or AFTER_NO_ANSWER.match(after_unit):
+        return True
+    sentence = re.split(r"\.(?=\s|\Z)|\n", after_unit, maxsplit=1)[0]
+    return bool(CHANGES_BEFORE_IT.search(sentence) or retracts(after_unit))
+
+
+def retracts(text: str) -> bool:
+    """Return whether a text takes back what is said before it."""
+    return RETRACTS.search(text) is not None
+
+
+def _is_in_brackets(before: str) -> bool:
+    """Return whether a number that follows `before` is an argument, or one of the elements of a
+    list in brackets."""
+    depth = 0
+    for place in range(len(before) - 1, -1, -1):
+        if before[place] in _CLOSING:
+            depth += 1
+        elif before[place] in _OPENING:
+            depth -= 1
+            if depth < 0:
+                inside, outside = before[place + 1 :], before[:place]
+                return bool(re.search("[0-9,;]", inside) or re.search(_ARGUMENT, outside))
+    return False
+
+
+def is_equal_to_all(before: str, number: Number) -> bool:
+    """Return whether all that stands before the equals signs directly before a number may equal
+    it: in `x = 5 = 4`, 5 does not, and in `2x = 4` the number is not that of a variable."""
+    before = re.sub(r"(?<=[0-9]) x (?=[0-9$])", " * ", before.rstrip(f" {MONEY}"))
+    if not before.endswith("="):
+        return True
+    formula = _FORMULA_AT_END.search(before)
+    assert formula
+    start, *parts, _ = formula[0].split("=") if formula[0].count("=") > 0 else ("", "")
+    prose = before[: formula.start()]
+    if not start.strip() and prose and not re.search(r"[A-Za-z]{2}\s*[*:]*\s*\Z|[.,:;]\s*\Z", prose):
+        return False  # such as `|x| = 4`
+    if not start.strip() and re.search(r"(?<![A-Za-z0-9])(?<![0-9] )[a-z]{2}\s*\Z", prose):
+        return not re.search(r"(?<![A-Za-z])(?!is|be)[b-df-hj-np-tv-z][a-z]\s*\Z", prose)
+    if re.search("[A-Za-z]", re.sub(r"\\(?:times|cdot|div|[dt]?frac)", "", start)):
+        name = _VARIABLE.fullmatch(start.replace("$", ""))
+        if name is None or _is_function(prose) or any(name[0].strip() in part for part in parts):
+            return False
+    if prose.strip() and not _BEFORE_FORMULA.search(prose):
+        start = ""  # such as the end of `50% of 8`
+    values = [_value_of_part(part) for part in (start, *parts)]
+    return all(value is None or value.equals(replace(number, variable="")) for value in values)
+
+
+def _is_function(prose: str) -> bool:
+    words = r"log|ln|sin|cos|tan|sqrt|root|of|twice|half|double|triple|minus|plus|times|negative"
+    return re.search(rf"\b(?:{words})\s*\Z", prose, re.IGNORECASE) is not None
+
+
+def _value_of_part(text: str) -> Number | None:
+    """Return the value of a number, or of sums, products and quotients of numbers."""
+    text = text.strip(" $") if text.count("$") != 1 else text.strip()
+    if not re.search("[0-9]", text):
+        return None
+    if numbers := read_numbers(text):
+        return numbers[0] if len(numbers) == 1 else None
+    text = re.sub(r"×|·|\\times|\\cdot", "*", re.sub(r"÷|\\div", "/", text))
+    text = re.sub(rf"[{MONEY}\s]|(?<=[0-9]),(?=[0-9]{{3}})", "", text).lstrip("0 ")
+    if len(text) > 200 or not re.fullmatch(r"[-+*/().0-9]+", text) or "**" in text or "//" in text:
+        return None
+    try:
+        return Number(_computed(ast.parse(text, mode="eval").body, text))
+    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
+        return None
+
+
+def _computed(node: ast.expr, text: str) -> Fraction:
+    """Return the exact value of the part of an arithmetic expression that a node stands for."""
+    if isinstance(node, ast.Constant):
+        return Fraction(text[node.col_offset : node.end_col_offset].removesuffix("."))
+    if isinstance(node, ast.UnaryOp):
+        value = _computed(node.operand, text)
+        return -value if isinstance(node.op, ast.USub) else value
+    if not isinstance(node, ast.BinOp):
+        raise ValueError("no arithmetic")
+    left, right = _computed(node.left, text), _computed(node.right, text)
+    match node.op:
+        case ast.Add():
+            return left + right
+        case ast.Sub():
+            return left - right
+        case ast.Mult():
+            return left * right
+        case _:
+            return left / right
