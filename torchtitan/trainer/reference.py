@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from torchtitan.components.data.base import Batch
-from torchtitan.components.data.sequence_cache import SequenceCache
+from torchtitan.components.data.sequence_cache import Result, SequenceCache
 from torchtitan.components.losses.log_probs import token_log_probs
 from torchtitan.components.peft import LoRA
 from torchtitan.components.peft.lora import adapters_off
@@ -173,7 +173,8 @@ class ReferenceTrainer(FrozenModelTrainer):
         if self.config.reference.kind != "cached":
             return None
         folder = cache_root(getattr(self.config.dataloader, "cache_dir", "")) / "reference"
-        return SequenceCache(folder, self.setting(model), bytes_per_token=4, verify=self.verifies_caches)
+        results = {"reference": Result(torch.float32)}
+        return SequenceCache(folder, self.setting(model), results=results, verify=self.verifies_caches)
 
     def frozen_results(self, batch: Batch) -> dict[str, Tensor]:
         return {"reference": self.log_probs("reference", batch)}

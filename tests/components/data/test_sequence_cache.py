@@ -5,9 +5,13 @@ import pytest
 import torch
 
 from torchtitan.components.data import sequence_cache
-from torchtitan.components.data.sequence_cache import SequenceCache
+from torchtitan.components.data.sequence_cache import Result, SequenceCache
 from torchtitan.protocols.attention import AttentionMetadata
 from torchtitan.tools.errors import UserError
+
+WHOLE = Result(torch.int64)
+FLOAT = Result(torch.float32)
+TEACHER = {"ids": Result(torch.int32, below=100), "log_probs": FLOAT}
 
 
 def batch_of(*rows: list[list[int]]):
@@ -20,7 +24,9 @@ def batch_of(*rows: list[list[int]]):
 
 def test_results_follow_the_sequences_to_other_windows(tmp_path):
     """In another order, in windows of another length, and with more padding."""
-    cache = SequenceCache(tmp_path, ["model"], bytes_per_token=4)
+    results_of = {"own": FLOAT, "two": Result(torch.int64, (2,))}
+    cache = SequenceCache(tmp_path, ["model"], results=results_of)
+    assert cache.bytes_per_token == 4 + 2 * 8
     written = batch_of([[1, 2, 3], [4], [-1]], [[5, 6], [7, 8], [-1]])
     results = {"own": 10.0 * written["input"], "two": torch.stack([written["input"]] * 2, dim=-1)}
     cache.write(written, results)
@@ -34,26 +40,26 @@ def test_results_follow_the_sequences_to_other_windows(tmp_path):
 
 def test_other_sequences_labels_and_settings_have_no_results(tmp_path):
     written = batch_of([[1, 2, 3], [4]])
-    SequenceCache(tmp_path, ["model"], bytes_per_token=4).write(written, {"own": written["input"]})
+    SequenceCache(tmp_path, ["model"], results={"own": WHOLE}).write(written, {"own": written["input"]})
     part = batch_of([[1, 2], [4]])
     masked = {**written, "labels": written["labels"].masked_fill(written["input"] == 2, -100)}
     joined = batch_of([[1, 2, 3, 4]])
     for batch, setting in ((part, "model"), (masked, "model"), (joined, "model"), (written, "other model")):
-        cache = SequenceCache(tmp_path, [setting], bytes_per_token=4)
+        cache = SequenceCache(tmp_path, [setting], results={"own": WHOLE})
         assert not cache.holds(batch)
         with pytest.raises(UserError, match=r"\.safetensors of the cache is missing; a new start computes"):
             cache.read(batch)
 
 
 def test_unfinished_files_do_not_count_and_damaged_ones_are_named(tmp_path):
-    cache, written = SequenceCache(tmp_path, ["model"], bytes_per_token=4), batch_of([[1, 2, 3]])
+    cache, written = SequenceCache(tmp_path, ["model"], results={"own": WHOLE}), batch_of([[1, 2, 3]])
     cache.write(written, {"own": written["input"]})
     (file,) = tmp_path.glob("*/*.safetensors")
     content = file.read_bytes()
     for name, age in (("of_a_killed_run", 7200.0), ("of_another_run", 60.0)):
         (unfinished := tmp_path / "unfinished" / name).write_bytes(content)
         os.utime(unfinished, (time.time() - age,) * 2)
-    SequenceCache(tmp_path, ["model"], bytes_per_token=4)
+    SequenceCache(tmp_path, ["model"], results={"own": WHOLE})
     assert [left.name for left in (tmp_path / "unfinished").iterdir()] == ["of_another_run"]
     file.rename(tmp_path / "unfinished/0123")
     assert not cache.holds(written)
@@ -70,7 +76,7 @@ def log_probs_of(batch) -> torch.Tensor:
 @pytest.fixture
 def written(tmp_path):
     """A cache, a batch of one sequence, the batch's results, and its file."""
-    cache, batch = SequenceCache(tmp_path, ["model"], bytes_per_token=4), batch_of([[1, 2, 3, 4, 5]])
+    cache, batch = SequenceCache(tmp_path, ["model"], results=TEACHER), batch_of([[1, 2, 3, 4, 5]])
     results = {"ids": batch["input"].int(), "log_probs": log_probs_of(batch)}
     cache.write(batch, results)
     (file,) = tmp_path.glob("*/*.safetensors")
@@ -153,7 +159,7 @@ def test_a_mark_lists_what_it_stands_for(written, caplog):
 def test_a_sample_of_many_files_is_verified_or_all(tmp_path, monkeypatch):
     monkeypatch.setattr(sequence_cache, "VERIFIED_FILES", 2)
     batch = batch_of([[number, 1] for number in range(9)])
-    caches = [SequenceCache(tmp_path, [], bytes_per_token=4, verify=verify) for verify in (False, True)]
+    caches = [SequenceCache(tmp_path, [], results={"own": WHOLE}, verify=verify) for verify in (False, True)]
     caches[0].write(batch, {"own": batch["input"]})
     mark = caches[0].mark("data")
     caches[0].finish(mark, caches[0].names(batch))
@@ -163,7 +169,7 @@ def test_a_sample_of_many_files_is_verified_or_all(tmp_path, monkeypatch):
 
 
 def test_nan_is_refused_where_the_loss_reads_it(tmp_path):
-    cache = SequenceCache(tmp_path, [], bytes_per_token=4)
+    cache = SequenceCache(tmp_path, [], results={"log_probs": FLOAT})
     batch = batch_of([[1, 2, 3]])
     batch["labels"] = torch.tensor([[-100, 2, 3]])
     usable = torch.tensor([[float("nan"), -float("inf"), -1.0]])
@@ -192,10 +198,24 @@ def test_nan_is_refused_where_the_loss_reads_it(tmp_path):
 )
 def test_files_with_other_tensors_are_damaged(tmp_path, tensors):
     """Also if their checksums are right."""
-    cache, batch = SequenceCache(tmp_path, [], bytes_per_token=4), batch_of([[9], [1, 2, 3]])
-    cache.write(batch, {"own": torch.zeros(1, 4)})
-    (name,) = cache.names(batch_of([[1, 2, 3]]))
-    file = cache.folder / name
-    file.write_bytes(sequence_cache._encoded(file.name, tensors))
-    with pytest.raises(UserError, match="is damaged"):
-        cache.read(batch)
+    cache, batch = SequenceCache(tmp_path, [], results={"own": FLOAT}), batch_of([[9], [1, 2, 3]])
+    alone = batch_of([[1, 2, 3]])
+    for read in (batch, alone):
+        cache.write(batch, {"own": torch.zeros(1, 4)})
+        (name,) = cache.names(alone)
+        file = cache.folder / name
+        file.write_bytes(sequence_cache._encoded(file.name, tensors))
+        with pytest.raises(UserError, match=rf"{file} of the cache is damaged \((it|own)"):
+            cache.read(read)
+
+
+def test_a_forged_file_is_computed_again_at_the_start(written, caplog):
+    cache, batch, results, file = written
+    for forged in ({"other": torch.zeros(5)}, {**results, "ids": torch.full((1, 5), 100).int()}):
+        tensors = {name: x.flatten(0, 1) if x.ndim > 1 else x for name, x in forged.items()}
+        file.write_bytes(sequence_cache._encoded(file.name, tensors))
+        assert not cache.holds(batch)
+        cache.write(batch, results)
+        assert cache.holds(batch)
+    assert "it holds other, not ids, log_probs" in caplog.text
+    assert "ids has numbers that are not from 0 to 99" in caplog.text

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import math
 import re
 import time
 import uuid
@@ -43,6 +44,15 @@ class _Sequence(NamedTuple):
     """Whether the loss reads the result of each of these positions, (n,)."""
 
 
+class Result(NamedTuple):
+    """What a file has for each token."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...] = ()
+    below: int | None = None
+    """Bound of whole numbers that begin at 0; None if any value is possible."""
+
+
 class SequenceCache:
     """A folder with a file for each sequence, named by a hash of its tokens, its labels and the `setting`, JSON values
     that writing and reading must have in common. A sequence without labels, such as padding, has one of its tokens.
@@ -53,20 +63,23 @@ class SequenceCache:
     Args:
         folder: existing or new folder.
         setting: see above.
-        bytes_per_token: size of the results of a token.
+        results: the tensors of a file, by name.
         verify: verify all files of complete data at the start instead of a sample.
     """
 
-    def __init__(self, folder: Path, setting: Any, *, bytes_per_token: int, verify: bool = False):
-        self.folder = folder
-        self.bytes_per_token = bytes_per_token
-        self.verify = verify
+    def __init__(self, folder: Path, setting: Any, *, results: Mapping[str, Result], verify: bool = False):
+        self.folder, self.results, self.verify = folder, results, verify
         self._setting = json.dumps([FORMAT_VERSION, setting]).encode()
         self._unfinished = folder / "unfinished"
         for file in self._unfinished.glob("*"):
             with contextlib.suppress(OSError):
                 if time.time() - file.stat().st_mtime > 3600:  # seconds: its run was killed
                     file.unlink()
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Size of the results of a token."""
+        return sum(result.dtype.itemsize * math.prod(result.shape) for result in self.results.values())
 
     def mark(self, data: Any) -> Path:
         """Return the file that lists the files of all sequences of `data`, JSON values, once these are complete."""
@@ -121,13 +134,14 @@ class SequenceCache:
         for sequence in self._sequences(batch):
             try:
                 tensors = _decoded(sequence.file)
-                _check_results(tensors, sequence, parts[0][0] if parts else tensors)
+                _check_results(tensors, len(sequence.is_labeled), self.results)
+                _check_usable(tensors, sequence)
             except (OSError, ValueError) as error:
                 raise self._unreadable(sequence.file, error) from error
             parts.append((tensors, sequence.length))
         rows = {
             name: torch.cat([part[name].expand(length, *part[name].shape[1:]) for part, length in parts])
-            for name in parts[0][0]
+            for name in self.results
         }
         return {name: x.unflatten(0, batch["input"].shape) for name, x in rows.items()}
 
@@ -154,7 +168,9 @@ class SequenceCache:
     def _is_whole(self, file: Path) -> bool:
         """Return whether a file is there and not damaged. Rename a damaged one, with a warning."""
         try:
-            _decoded(file)
+            tensors = _decoded(file)
+            n_tokens = max((len(x) for x in tensors.values() if x.ndim), default=0)
+            _check_results(tensors, n_tokens, self.results)
         except FileNotFoundError:
             return False
         except ValueError as error:
@@ -221,16 +237,19 @@ def _checksums(name: str, tensors: Mapping[str, Tensor]) -> list[int]:
     return block_checksums(io.BytesIO(b"".join([json.dumps([name, described]).encode(), *values])))
 
 
-def _check_results(tensors: Mapping[str, Tensor], sequence: _Sequence, first: Mapping[str, Tensor]) -> None:
-    """Raise `ValueError` unless there is a usable result for each position of a sequence, as in the first one."""
-    n_stored = len(sequence.is_labeled)
-    if not tensors or tensors.keys() != first.keys():
-        found = ", ".join(tensors) or "nothing"
-        wanted = ", ".join(first) or "results"
-        raise ValueError(f"it holds {found}, not {wanted}")
-    for name, expected in first.items():
-        if (tensors[name].dtype, tensors[name].shape) != (expected.dtype, (n_stored, *expected.shape[1:])):
-            raise ValueError(f"it does not hold {name} of {n_stored:,} tokens")
+def _check_results(tensors: Mapping[str, Tensor], n_tokens: int, results: Mapping[str, Result]) -> None:
+    """Raise `ValueError` unless a file has a possible result for each of the tokens."""
+    if tensors.keys() != results.keys():
+        raise ValueError(f"it holds {', '.join(tensors) or 'nothing'}, not {', '.join(results)}")
+    for name, (dtype, shape, below) in results.items():
+        if (tensors[name].dtype, tensors[name].shape) != (dtype, (n_tokens, *shape)):
+            raise ValueError(f"it does not hold {name} of {n_tokens:,} tokens")
+        if below is not None and not bool(((tensors[name] >= 0) & (tensors[name] < below)).all()):
+            raise ValueError(f"{name} has numbers that are not from 0 to {below - 1:,}")
+
+
+def _check_usable(tensors: Mapping[str, Tensor], sequence: _Sequence) -> None:
+    """Raise `ValueError` for NaN where the loss reads a result."""
     if unusable := _name_with_nan(tensors, sequence.is_labeled):
         raise ValueError(f"{unusable} is NaN")
 

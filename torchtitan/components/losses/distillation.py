@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from torchtitan.components.data.sequence_cache import Result
 from torchtitan.components.losses.cross_entropy import IGNORE_INDEX, chunked_loss, cross_entropy_
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.config import Configurable
@@ -142,6 +143,13 @@ class TopTokens:
 
     ids: Tensor
     log_probs: Tensor
+
+    @staticmethod
+    def cached(vocabulary: int, k: int) -> dict[str, Result]:
+        """Return what a `SequenceCache` has of `DistillationLoss.top_tokens`."""
+        n_probabilities = k + 1 if k < vocabulary else k
+        ids = Result(torch.int32, (k,), below=vocabulary)
+        return {"ids": ids, "log_probs": Result(torch.float32, (n_probabilities,))}
 
 
 class DistillationLoss(Configurable):

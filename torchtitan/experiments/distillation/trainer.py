@@ -107,8 +107,8 @@ class DistillationTrainer(FrozenModelTrainer):
         if not config.cache:
             return None
         setting = [*self.setting(model), config.top_k, vocabulary, self.loss.config.temperature]
-        n_bytes = 8 * config.top_k + 4
-        return SequenceCache(Path(config.cache), setting, bytes_per_token=n_bytes, verify=self.verifies_caches)
+        results = TopTokens.cached(vocabulary or 0, config.top_k)
+        return SequenceCache(Path(config.cache), setting, results=results, verify=self.verifies_caches)
 
     def frozen_results(self, batch: Batch) -> dict[str, Tensor]:
         """Return the fields of `TopTokens`. Raise `UserError` if the vocabulary or the windows are sharded."""
