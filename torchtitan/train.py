@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from torchtitan.tools import process
 from torchtitan.tools.errors import RunComplete, RunFailure, UserError, of_wrong_path, os_errors_as
-from torchtitan.tools.logging import check_log_ranks, init_logger, logger, visible
+from torchtitan.tools.logging import check_log_ranks, init_logger, logger, presentable
 from torchtitan.tools.redact import redact
 from torchtitan.tools.user_code import exits_as_errors
 
@@ -164,7 +164,7 @@ def _report_error(error: BaseException, code: int) -> None:
         text = "".join(traceback.format_exception(error)).rstrip() if code == 1 else str(error)
         process.report_failure(code, text, passing=code == 1 or getattr(error, "passing", False))
     elif code == 1:
-        print(visible(redact("".join(traceback.format_exception(error)))), end="", file=sys.stderr)
+        print(presentable("".join(traceback.format_exception(error))), end="", file=sys.stderr)
     else:
         if code == 2 and _is_repeating():
             time.sleep(_FIRST_RANK_SECONDS)

@@ -1,17 +1,23 @@
 """Credentials leave in no message, log, record or report."""
 
+import ast
 import json
 import logging
 import sys
+from collections import Counter
+from pathlib import Path
 
 import pytest
 import yaml
 
+from tests.conftest import PROJECT
+from tests.training import TINY, flags, run
 from torchtitan.cli.main import main
 from torchtitan.cli.model_options import run_command
 from torchtitan.components.checkpoint.filesystem import open_store
 from torchtitan.components.checkpoint.identity import identify_content
 from torchtitan.config import ConfigManager
+from torchtitan.dry_run.report import dry_run
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import _Formatter, _print_traceback
 from torchtitan.tools.progress import progress
@@ -124,3 +130,100 @@ def test_long_texts_are_searched_in_linear_time():
     text = 100_000 * "a."
     assert redact(text) == text
     assert redact(f"{text} s3://KEY:SECRET@bucket") == f"{text} s3://***@bucket"
+
+
+STORED = "memory://KEYKEY:SECRETKEY@bucket"
+"""A store whose library writes the user and the password of a URL as parts of a path."""
+
+
+@pytest.fixture
+def stored_text():
+    store, root = open_store(STORED)
+    texts = [f"the story of number {number}, which is long enough" for number in range(200)]
+    store.pipe_file(f"{root}/data.jsonl", "\n".join(json.dumps({"text": text}) for text in texts).encode())
+    yield f"{STORED}/data.jsonl"
+    store.rm(root, recursive=True)
+
+
+def contents(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_no_command_writes_or_prints_any(stored_text, tmp_path, capfd, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    cache = f"--dataloader.cache_dir={tmp_path / 'cache'}"
+    options = ["--dataloader.dataset", stored_text, "--debug.ledger", cache, *flags(TINY), "--training.steps=2"]
+    saving = ["--checkpoint.enable", "--checkpoint.folder", f"{STORED}/checkpoints"]
+    resolved = ConfigManager().parse_args([*options, *saving])
+    resolved.save(tmp_path / "config.yaml")
+    run(resolved.config)
+    monkeypatch.setenv("COMM_MODE", "fake_backend")
+    train_options = [*options, "--dump_folder", "dry"]
+    assert dry_run(ConfigManager().parse_args(train_options).config, 1)
+    for command in (
+        ["data", "inspect", *options, "--html", "page.html"],
+        ["data", "show", *options, "--step", "1"],
+        ["data", "show", *options, "--step", "1", "--dump_folder", "dry"],
+        ["data", "prepare", stored_text, "--out", "prepared", "--workers", "1", cache],
+        ["report", "outputs", "--output", "report.html"],
+        ["report", "outputs", "--text"],
+    ):
+        assert main(command) == 0, command
+    written = contents(tmp_path)
+    assert {"config.yaml", "events.jsonl", "ledger.jsonl", "report.html", "page.html"} <= {
+        path.name for path in written
+    }
+    assert [str(path) for path, content in written.items() if b"SECRETKEY" in content or b"KEYKEY" in content] == []
+    printed = capfd.readouterr()
+    assert "SECRETKEY" not in printed.out + printed.err and "***@bucket" in printed.out
+
+
+def test_the_names_of_runs_in_a_report_have_none(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "s3:" / "USERNAME:PASSWORD@bucket?X-Amz-Signature=dead"
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.0}\nbroken\n')
+    (folder / "config.yaml").write_text("module: [")
+    for words in ([], ["--text"]):
+        assert main(["report", "s3://USERNAME:PASSWORD@bucket?X-Amz-Signature=dead", *words]) == 0
+    printed = capsys.readouterr()
+    text = printed.out + printed.err + Path("report.html").read_text()
+    assert "PASSWORD" not in text and "=dead" not in text and text.count("s3:/***@bucket?X-Amz-Signature=***") >= 6
+
+
+def test_credentials_without_a_scheme_are_known_from_the_url():
+    open_store("memory://USERNAME:PASS/WORD@bucket/x")
+    text = "404: USERNAME:PASS/WORD@bucket/x, PASS/WORD"
+    assert redact(text) == "404: ***@bucket/x, ***"
+
+
+PRINTED_AS_IT_IS = {
+    "cli/data.py": 3,  # names and descriptions of commands
+    "cli/data_report.py": 5,  # what functions have made presentable, and tokens of data
+    "cli/doctor.py": 1,  # numbers
+    "cli/evaluate.py": 2,  # JSON that `redacted` has made
+    "cli/generate.py": 2,  # numbers
+    "cli/main.py": 2,  # constants
+    "cli/plan.py": 1,  # numbers
+    "components/rollout/math_process.py": 3,  # answers to the parent process
+    "config/manager.py": 1,  # the name of a configuration that exists
+    "foresight/this_machine.py": 1,  # answers to the parent process
+    "tools/tables.py": 1,  # made presentable there
+}
+"""Calls in a file that print neither a constant nor the result of `presentable`, `for_output` or `visible`."""
+
+
+def test_whatever_is_printed_is_presentable():
+    """A new call takes `presentable(…)`, or `for_output(…)` for the content of data and answers."""
+    safe = {"presentable", "for_output", "visible"}
+    found = Counter()
+    for path in sorted((PROJECT / "torchtitan").rglob("*.py")):
+        if {"assets", "templates", "experiments"} & set(path.parts) or path.name == "ls.py":
+            continue
+        for call in ast.walk(ast.parse(path.read_text())):
+            if isinstance(call, ast.Call) and ast.unparse(call.func) in ("print", "console.print"):
+                inner = [part.id for part in ast.walk(call) if isinstance(part, ast.Name)]
+                constant = all(isinstance(value, ast.Constant) for value in call.args)
+                if not constant and not safe & set(inner):
+                    found[str(path.relative_to(PROJECT / "torchtitan"))] += 1
+    assert found == PRINTED_AS_IT_IS

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from torchtitan.cli.model_options import add_base_option, add_module_option, import_given_package, run_command
 from torchtitan.tools import durable
 from torchtitan.tools.errors import RunFailure, UserError, require
-from torchtitan.tools.logging import logger
+from torchtitan.tools.logging import logger, presentable
 from torchtitan.tools.parser import Parser
 from torchtitan.tools.workplace import workplace
 
@@ -103,10 +103,11 @@ def _write(options: argparse.Namespace) -> None:
         write(partial)
         _put_in_place(partial, options)
     sizes = [file.stat().st_size for file in options.output.rglob("*") if file.is_file()]
-    print(
+    found = (
         f"wrote {options.output} ({options.to}): {spec.name} {spec.flavor}, {n_tensors} tensors, "
         f"{sum(sizes):,} bytes in {len(sizes)} files, {time.perf_counter() - begun:.1f} s"
     )
+    print(presentable(found))
 
 
 def _model(options: argparse.Namespace, family: "ModuleType | None") -> "Writing":

@@ -16,7 +16,7 @@ from torchtitan.cli.model_options import run_command
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError, os_errors_as, require
 from torchtitan.tools.files import json_lines
-from torchtitan.tools.logging import logger, print_error, visible, without_logs
+from torchtitan.tools.logging import logger, presentable, print_error, without_logs
 from torchtitan.tools.parser import Parser
 
 if TYPE_CHECKING:
@@ -177,7 +177,7 @@ def _inspect(options: argparse.Namespace, resolved: "ResolvedConfig") -> None:
     if options.html is not None:
         with os_errors_as(f"--html {options.html} cannot be written"):
             durable.write(options.html.resolve(), page(inspection))
-        print(f"\nwritten to {options.html}")
+        print(presentable(f"\nwritten to {options.html}"))
 
 
 def _facts(run: _Run, n_steps: int, summary: "DataSummary | None") -> list[tuple[str, str]]:
@@ -227,11 +227,11 @@ def _show(options: argparse.Namespace, resolved: "ResolvedConfig") -> None:
             batch = _planned(run, loader, options.step)
         samples = samples_of(batch, loader, run.tokenizer) if batch is not None else []
     source = path if line else f"the configuration and its seed (there is no {path})"
-    print(visible(f"step {options.step}, according to {source}:"))
+    print(presentable(f"step {options.step}, according to {source}:"))
     if samples:
         print_samples(open_console(), samples, in_windows=named is None)
     else:
-        print("\n".join(map(visible, names)))
+        print("\n".join(map(presentable, names)))
 
 
 def _ledger_line(path: Path, step: int) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from rich.text import Text
 from torchtitan.cli.data_samples import Document, Row, Sample
 from torchtitan.components.data.plan.sampler import Array
 from torchtitan.components.data.report import DataSummary, Report, SetSummary
-from torchtitan.tools.logging import visible
+from torchtitan.tools.logging import presentable
 from torchtitan.tools.tables import print_table
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -189,7 +189,7 @@ _MARKS = ("⟦", "⟧")
 
 def print_inspection(console: Console, inspection: Inspection) -> None:
     """Print the tables, then the samples."""
-    console.print(Text(visible(inspection.title), style="bold"))
+    console.print(Text(presentable(inspection.title), style="bold"))
     _print_facts(console, inspection.facts)
     if summary := inspection.summary:
         words = ("dataset", "source", "format", "what", "for example")
@@ -202,7 +202,7 @@ def print_inspection(console: Console, inspection: Inspection) -> None:
     print_samples(console, inspection.samples)
     if inspection.refusal:
         refusal = f"Training would fail: {inspection.refusal}"
-        console.print(Text(visible(refusal), style="bold red"), soft_wrap=True)
+        console.print(Text(presentable(refusal), style="bold red"), soft_wrap=True)
 
 
 def print_samples(console: Console, samples: Sequence[Sample], *, in_windows: bool = True) -> None:
@@ -231,17 +231,17 @@ def print_samples(console: Console, samples: Sequence[Sample], *, in_windows: bo
         else:
             console.print(texts[0], soft_wrap=True)
         if sample.answer is not None:
-            console.print(Text.assemble(("reference answer: ", _QUIET), visible(sample.answer)), soft_wrap=True)
+            console.print(Text.assemble(("reference answer: ", _QUIET), presentable(sample.answer)), soft_wrap=True)
 
 
 def _print_facts(console: Console, facts: Sequence[tuple[str, str]]) -> None:
     for name, value in facts:
-        console.print(Text.assemble(f"  {name:<20}", visible(value)), soft_wrap=True)
+        console.print(Text.assemble(f"  {name:<20}", presentable(value)), soft_wrap=True)
 
 
 def _print_histogram(console: Console, data: SetSummary, max_length: int) -> None:
     beyond = _fraction_beyond(data, max_length)
-    title = f"\nTokens per sample of {visible(data.name)}: {beyond:.1%} have more than a window's {max_length:,}"
+    title = f"\nTokens per sample of {presentable(data.name)}: {beyond:.1%} have more than a window's {max_length:,}"
     console.print(Text(title, style="bold"), soft_wrap=True)
     bins = histogram(data.lengths, max_length)
     most = max(length_bin.n_samples for length_bin in bins)
@@ -253,10 +253,10 @@ def _print_histogram(console: Console, data: SetSummary, max_length: int) -> Non
 
 def _row_text(row: Row, sample_name: str, *, colored: bool) -> Text:
     named_alone = any(document.name for document in row.documents)
-    text = Text() if named_alone else Text(f"{visible(sample_name)}\n", style=_QUIET)
+    text = Text() if named_alone else Text(f"{presentable(sample_name)}\n", style=_QUIET)
     for number, document in enumerate(row.documents):
         if number or document.name:
-            text.append(f"── {visible(document.name)}\n", style=_QUIET)
+            text.append(f"── {presentable(document.name)}\n", style=_QUIET)
         text.append_text(_document_text(document, colored=colored)).append("\n")
     if row.n_padding:
         text.append(f"── {row.n_padding:,} positions of padding\n", style=_QUIET)
@@ -298,7 +298,10 @@ def page(inspection: Inspection) -> str:
 
 
 def render(template: str, **values: Any) -> str:
-    """Return a template of this package with these values, which are escaped."""
-    environment = jinja2.Environment(autoescape=True, keep_trailing_newline=True)
-    environment.filters["visible"] = visible
+    """Return a template of this package with these values, which are escaped, and `presentable`."""
+    environment = jinja2.Environment(autoescape=True, keep_trailing_newline=True, finalize=_presentable)
     return environment.from_string((TEMPLATES / template).read_text("utf-8")).render(values)
+
+
+def _presentable(value: Any) -> Any:
+    return presentable(value) if type(value) is str else value  # HTML is of another type

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from torchtitan.cli.model_options import run_command
+from torchtitan.tools.logging import presentable
 from torchtitan.tools.parser import Parser
 
 
@@ -45,7 +46,7 @@ def _check(folder: Path) -> int:
         software = ", ".join(f"{name} {version}" for name, version in health.software[0].items())
         _print(f"{device_description(device)}; {software}", health.facts)
         for host, message in found:
-            print(f"PROBLEM {host}: {message}")
+            print(presentable(f"PROBLEM {host}: {message}"))
         if not found:
             print(f"{len({*health.hosts})} host(s), {len(health.hosts)} rank(s): no problem found")
     is_odd = socket.gethostname() in dict(found)

@@ -15,6 +15,7 @@ from torchtitan.cli.model_options import run_command
 from torchtitan.tools import durable
 from torchtitan.tools.errors import RunFailure, UserError
 from torchtitan.tools.files import DOWNLOADS, is_lfs_pointer
+from torchtitan.tools.logging import presentable
 from torchtitan.tools.parser import Parser
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ def _download(options: argparse.Namespace, folder: Path) -> None:
         if not names:
             raise UserError(f"{repo_id} has none of the files that were asked for")
         _fetch(api, repo_id, info.sha, [files[name] for name in names], folder)
-        print(f"downloaded {repo_id} to {folder}")
+        print(presentable(f"downloaded {repo_id} to {folder}"))
     except tuple(refusals) as error:
         raise UserError(next(text for kind, text in refusals.items() if isinstance(error, kind))) from error
     except (HTTPError, LocalEntryNotFoundError, ConnectionError) as error:

@@ -12,6 +12,7 @@ from torchtitan.cli.model_options import add_model_options, open_model, run_comm
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError, require
 from torchtitan.tools.parser import Parser
+from torchtitan.tools.redact import redacted
 
 
 def evaluate(args: Sequence[str]) -> int:
@@ -87,7 +88,7 @@ def _report(document: dict[str, Any], output: Path | None) -> None:
     from torchtitan.tools.tables import print_table
 
     # Save the results before anything else can fail.
-    text = json.dumps(_finite(document), indent=2, default=str, allow_nan=False)
+    text = json.dumps(redacted(_finite(document)), indent=2, default=str, allow_nan=False)
     try:
         if output is not None:
             durable.write(output, text + "\n")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from torchtitan.cli.model_options import add_module_option, import_given_package, run_command
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.files import read_object
-from torchtitan.tools.logging import print_error, visible
+from torchtitan.tools.logging import presentable, print_error
 from torchtitan.tools.parser import Parser
 
 if TYPE_CHECKING:
@@ -168,9 +168,9 @@ def _saved_by_a_run(path: Path, found: "Format | None", faults: list[str], *, ve
 
 
 def _print_findings(path: Path, facts: Mapping[str, str], states: States, *, tensors: bool) -> None:
-    print(visible(str(path)))
+    print(presentable(str(path)))
     for name, value in (*facts.items(), *((name, _summary(of)) for name, of in states.items())):
-        print(visible(f"  {name:<17}{value}"))
+        print(presentable(f"  {name:<17}{value}"))
     if tensors:
         _print_table(
             ("tensor", "shape", "type", "bytes"),

@@ -5,9 +5,8 @@ import sys
 from collections.abc import Sequence
 
 import torchtitan
-from torchtitan.tools.logging import visible
+from torchtitan.tools.logging import presentable
 from torchtitan.tools.process import default_signals
-from torchtitan.tools.redact import redact
 
 # Imported on demand: `ls`, for example, does not import torch.
 COMMANDS = {
@@ -62,7 +61,7 @@ def main(args: Sequence[str] | None = None) -> int:
     from torchtitan.tools.errors import suggest
 
     message = f"unknown command '{name}'{suggest(name, COMMANDS)} (there are: {', '.join(COMMANDS)})"
-    print(visible(redact(f"torchtitan: {message}")), file=sys.stderr)
+    print(presentable(f"torchtitan: {message}"), file=sys.stderr)
     return 2
 
 

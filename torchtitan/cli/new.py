@@ -8,6 +8,7 @@ from pathlib import Path
 from torchtitan.cli.model_options import run_command
 from torchtitan.config.registry import built_in_modules
 from torchtitan.tools.errors import UserError, os_errors_as
+from torchtitan.tools.logging import presentable
 from torchtitan.tools.parser import Parser
 
 _PACKAGE = Path(__file__).resolve().parent.parent
@@ -50,4 +51,4 @@ def _copy(path: Path, *, plain_loop: bool) -> None:
                 text = source.read_text().replace("Template", class_prefix).replace("template_", f"{name}_")
                 (path / source.name).write_text(text)
     command = f"python {path}" if plain_loop else f"torchtitan train --module {path} --config debugmodel"
-    print(f"wrote {path}{'' if plain_loop else '/'}; run it: {command}")
+    print(presentable(f"wrote {path}{'' if plain_loop else '/'}; run it: {command}"))

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 
 from torchtitan.cli.model_options import run_command
 from torchtitan.tools.errors import UserError
-from torchtitan.tools.logging import logger, visible
+from torchtitan.tools.logging import logger, presentable
 from torchtitan.tools.parser import Parser
-from torchtitan.tools.redact import redact
 
 if TYPE_CHECKING:
     from torchtitan.foresight.planning import Plan
@@ -63,16 +62,16 @@ def _plan(options: argparse.Namespace, words: list[str]) -> None:
     resolved = ConfigManager("torchtitan plan").parse_args(words)
     for log in (logger, logging.getLogger("torch.distributed.tensor")):
         log.setLevel(logging.ERROR)  # the dry runs of many layouts would repeat themselves
-    with Console(stderr=True).status(Text(visible(f"comparing layouts of {n_devices} x {device.name}"))):
+    with Console(stderr=True).status(Text(presentable(f"comparing layouts of {n_devices} x {device.name}"))):
         found = planning.plan(resolved.config, n_devices, device, devices_per_host=per_host, best=options.best)
     _print(found, f"{n_devices} x {device.name}")
     hosts, best = -(-n_devices // per_host), found.options[0]
     words += planning.option_words(resolved.config, best.layout.config.to_dict())
     variables = f"NNODES={hosts} NGPU={per_host}" if hosts > 1 else f"NGPU={n_devices}"
-    print(visible(redact(f"\nBest: {variables} torchtitan train {shlex.join(words)}")))
+    print(presentable(f"\nBest: {variables} torchtitan train {shlex.join(words)}"))
     if path:
         dataclasses.replace(resolved, config=best.layout.config).save(path)
-        print(f"Written: {path} (torchtitan train --config_file {path})")
+        print(presentable(f"Written: {path} (torchtitan train --config_file {path})"))
 
 
 def _print(found: "Plan", title: str) -> None:

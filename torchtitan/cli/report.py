@@ -29,10 +29,9 @@ from torchtitan.config.manager import read_config_file
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError, in_words, os_errors_as
 from torchtitan.tools.files import json_lines, read_object
-from torchtitan.tools.logging import print_error, visible
+from torchtitan.tools.logging import presentable, print_error
 from torchtitan.tools.parser import Parser
 from torchtitan.tools.progress import sparkline
-from torchtitan.tools.redact import redact
 from torchtitan.tools.tables import open_console, print_table
 
 METRICS, SAMPLES = "metrics.jsonl", "completions.jsonl"
@@ -143,7 +142,7 @@ def _text(value: Any) -> str:
         return ", ".join(f"{key} {_text(part)}" for key, part in value.items())
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-    return "" if value is None else f"{value:,}" if type(value) is int else redact(str(value))
+    return "" if value is None else f"{value:,}" if type(value) is int else str(value)
 
 
 def _summary(run: RunRecord) -> dict[str, Any]:
@@ -218,7 +217,7 @@ def _print(runs: Sequence[RunRecord]) -> None:
     console = open_console()
     for run in runs:
         losses = sparkline(value for _, value in run.curve("loss"))
-        console.print(visible(f"loss of {run.name} {losses}"), soft_wrap=True)
+        console.print(presentable(f"loss of {run.name} {losses}"), soft_wrap=True)
     for title, columns, rows, folded in sections(runs):
         if not folded:
             print_table(console, title, columns, rows)
@@ -243,6 +242,6 @@ def report(args: Sequence[str]) -> int:
             return
         with os_errors_as(f"--output '{options.output}' cannot be written"):
             durable.write(options.output, page(runs).encode("utf-8", "backslashreplace"))
-        print(options.output)
+        print(presentable(str(options.output)))
 
     return run_command("report", write)

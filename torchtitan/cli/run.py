@@ -22,6 +22,7 @@ from torchtitan.tools.files import read_object
 from torchtitan.tools.logging import for_output, logger
 from torchtitan.tools.parser import Parser
 from torchtitan.tools.process import StopSignals, signal_when_orphaned
+from torchtitan.tools.redact import redacted
 
 
 class _Stage(NamedTuple):
@@ -79,7 +80,8 @@ def _run_stages(stages: list[_Stage], folder: Path) -> int:
         if stage.base:
             words += ["--hf_assets_path" if stage.trains else "--checkpoint", previous if has_previous else stage.base]
         words += ["--dump_folder", str(own)] if stage.trains else []
-        record, done = {"command": words, "base": id_of_previous if has_previous else ""}, own / "finished.json"
+        record = {"command": redacted(words), "base": id_of_previous if has_previous else ""}
+        done = own / "finished.json"
         if stage.trains and not done.exists():
             _check_training(stage.name, words[1:])
         if not done.exists() and (code := _run_stage(stage.name, words, own, shows=not stage.trains)):

@@ -12,7 +12,7 @@ from typing import Any
 from torchtitan.cli.launch import Hosts, environment_number, launch
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError, of_wrong_path
-from torchtitan.tools.logging import check_log_ranks, init_logger
+from torchtitan.tools.logging import check_log_ranks, init_logger, presentable
 from torchtitan.tools.process import COMMAND_VARIABLE, use_expandable_segments
 from torchtitan.tools.redact import redact
 from torchtitan.train import exit_code_of, log_message, run, with_fitting_mode, with_preflight
@@ -95,7 +95,7 @@ def _dry_run(config: Any) -> None:
     device = device_in_file(Path(name)) if is_file else device_named(name, world_size)
     per_host = environment_number("DEVICES_PER_HOST", default=8)
     prediction = predict_from_reports(config, dry_run(config, world_size), world_size, device, per_host)
-    print(prediction)
+    print(presentable(str(prediction)))
     numbers = {  # by the names of metrics, to which `torchtitan report` compares them
         "step_time": prediction.seconds,
         "tokens_per_second": prediction.tokens_per_second * world_size,

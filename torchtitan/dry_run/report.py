@@ -20,6 +20,7 @@ from torchtitan.dry_run.work_tracker import CommunicationKind, Transfer, Work
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
+from torchtitan.tools.redact import redacted
 from torchtitan.tools.tables import open_console, print_table
 from torchtitan.tools.torch_private import clear_sharding_cache
 from torchtitan.trainer import Trainer
@@ -163,7 +164,7 @@ def dry_run(config: Trainer.Config, world_size: int) -> list[RankReport]:
     path = Path(config.dump_folder) / "dry_run.json"
     ranks = [report.to_dict() for report in reports]
     document = {"world_size": world_size, "ranks": ranks, "config": config.to_dict()}
-    durable.write(path, json.dumps(document, indent=2) + "\n")
+    durable.write(path, json.dumps(redacted(document), indent=2) + "\n")
     logger.info("the same numbers in bytes: %s", path)
     return reports
 

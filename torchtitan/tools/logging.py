@@ -30,7 +30,7 @@ class _Formatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         line = super().format(record)
         if not getattr(record, "is_colored", False):  # colors in other text are untrusted
-            line = visible(redact(line))
+            line = presentable(line)
         color = _COLORS.get(record.levelno, "")
         return f"{color}{line}{_RESET}" if self.colored and color else line
 
@@ -58,7 +58,7 @@ def init_logger() -> None:
 
 def _print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Print the traceback of a crash, whose messages may contain anything."""
-    print(visible(redact("".join(traceback.format_exception(kind, error, trace)))), end="", file=sys.stderr)
+    print(presentable("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr)
 
 
 def check_log_ranks(world_size: int) -> None:
@@ -80,6 +80,12 @@ def without_logs(up_to: int = logging.WARNING) -> Iterator[None]:
         logging.disable(disabled)
 
 
+def presentable(text: str) -> str:
+    """Return a text for a terminal, a log or a page: `visible`, and without credentials. Only the content of data and
+    of answers is shown with `visible` alone."""
+    return visible(redact(text))
+
+
 def visible(text: str) -> str:
     """Escape characters in `text` that control a terminal or the text direction, except newlines and tabs."""
     return text if text.isascii() and text.isprintable() else "".join(map(_visible, text))
@@ -93,7 +99,7 @@ def for_output(text: str) -> str:
 def print_error(command: str, message: object) -> None:
     """Print a command's error message to standard error."""
     sys.stdout.flush()
-    print(visible(redact(f"torchtitan {command}: {message}")), file=sys.stderr)
+    print(presentable(f"torchtitan {command}: {message}"), file=sys.stderr)
 
 
 def _visible(char: str) -> str:

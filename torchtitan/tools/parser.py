@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from torchtitan.tools.errors import suggest
-from torchtitan.tools.logging import visible
-from torchtitan.tools.redact import redact
+from torchtitan.tools.logging import presentable
 
 
 class Parser(argparse.ArgumentParser):
@@ -22,4 +21,4 @@ class Parser(argparse.ArgumentParser):
         return options
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, visible(redact(f"{self.prog}: {message}; see {self.prog} --help")) + "\n")
+        self.exit(2, presentable(f"{self.prog}: {message}; see {self.prog} --help") + "\n")

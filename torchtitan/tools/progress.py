@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torchtitan.tools.logging import logger, visible
-from torchtitan.tools.redact import redact
+from torchtitan.tools.logging import logger, presentable
 
 SECONDS_BETWEEN_BARS, SECONDS_BETWEEN_LINES = 0.1, 10.0
 _BARS = "▁▂▃▄▅▆▇█"
@@ -27,7 +26,7 @@ def progress(title: str, total: int, done: int = 0) -> Iterator[Callable[..., No
     options: dict[str, Any] = {"auto_refresh": False, "transient": True, "redirect_stdout": sys.stdout.isatty()}
     with Progress(*columns, TimeRemainingColumn(), console=console, disable=not has_bar, **options) as bar:
         console.show_cursor(True)  # a killed process could not show it again
-        task = bar.add_task(visible(redact(title)), total=total, completed=done)
+        task = bar.add_task(presentable(title), total=total, completed=done)
 
         def advance(amount: int, title: str = title) -> None:
             nonlocal done, last
@@ -36,7 +35,7 @@ def progress(title: str, total: int, done: int = 0) -> Iterator[Callable[..., No
                 return
             last = time.monotonic()
             if has_bar:
-                bar.update(task, completed=done, description=visible(redact(title)), refresh=True)
+                bar.update(task, completed=done, description=presentable(title), refresh=True)
             else:
                 logger.info(f"{title}: {100 * done / max(1, total):.0f}%")
 

@@ -15,7 +15,7 @@ _NAME = (
 """Names of options, keys and variables whose values are credentials."""
 
 # Repetitions that may begin anywhere are bounded, so that the time to search a text grows with its length only.
-_SCHEME = r"([A-Za-z][\w+.-]{1,30}:/{1,2})"
+_SCHEME = r"([A-Za-z][\w+.-]{1,30}:/{1,3})"
 
 _PATTERNS = [
     # user:password@ or token@ of a URL, whose slashes `pathlib` joins; a password may have slashes
@@ -43,20 +43,42 @@ _PATTERNS = [
 ]
 
 
+_IN_URL = re.compile(rf"{_SCHEME}([^/\s'\"@:]*:[^\s'\"@]+|[^/\s'\"@]+)@")
+_SHORTEST = 6
+"""Shorter names and passwords may be parts of other words, and are hidden in URLs only."""
+
+_known: set[str] = set()
+
+
+def hide_credentials_of(url: str) -> None:
+    """Hide user and password of a URL from now on in every text of this process: libraries may write them without the
+    URL's scheme."""
+    if found := _IN_URL.match(url):
+        _known.update(part for part in (found[2], *found[2].split(":", 1)) if len(part) >= _SHORTEST)
+
+
 def redact(text: str) -> str:
-    """Return the text with `***` for each credential in it: in URLs, assignments, and tokens of known forms."""
+    """Return the text with `***` for each credential in it: in URLs, assignments, tokens of known forms, and those of
+    `hide_credentials_of`."""
+    for secret in sorted(_known, key=len, reverse=True):
+        text = text.replace(secret, HIDDEN)
     for pattern, hidden in _PATTERNS:
         text = pattern.sub(hidden, text)
     return text
 
 
 def redacted(value: Any) -> Any:
-    """Return JSON-ready values with `***` for credentials, which keys such as `secret` or `api_key` name too."""
+    """Return JSON-ready values with `***` for credentials, also in keys. Keys such as `secret` or `api_key` name them
+    too."""
     if isinstance(value, Mapping):
-        return {key: _of_key(str(key), item) for key, item in value.items()}
+        return {_name(key): _of_key(str(key), item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [redacted(item) for item in value]
     return redact(value) if isinstance(value, str) else value
+
+
+def _name(key: Any) -> Any:
+    return redact(key) if isinstance(key, str) else key
 
 
 def _of_key(key: str, value: Any) -> Any:

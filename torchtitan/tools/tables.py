@@ -7,8 +7,7 @@ from rich.box import HEAVY_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from torchtitan.tools.logging import visible
-from torchtitan.tools.redact import redact
+from torchtitan.tools.logging import presentable
 
 
 def open_console(file_width: int = 200) -> Console:
@@ -28,9 +27,9 @@ def print_table(
 ) -> None:
     """Print a table, with lines between its cells; the columns `numbers` are aligned on the right."""
     box = HEAVY_HEAD if has_lines else None
-    table = Table(title=visible(redact(title)), title_justify="left", title_style="bold", min_width=len(title), box=box)
+    table = Table(title=presentable(title), title_justify="left", title_style="bold", min_width=len(title), box=box)
     for column in columns:
-        table.add_column(visible(column), justify="right" if column in numbers else "left", overflow="fold")
+        table.add_column(presentable(column), justify="right" if column in numbers else "left", overflow="fold")
     for row in rows:
-        table.add_row(*(visible(redact(cell)) for cell in row))
+        table.add_row(*(presentable(cell) for cell in row))
     console.print(table)

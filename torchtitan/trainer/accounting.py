@@ -18,6 +18,7 @@ from torchtitan.distributed.process_group import gather_objects
 from torchtitan.tools.device import device_description
 from torchtitan.tools.logging import logger
 from torchtitan.tools.process import COMMAND_VARIABLE
+from torchtitan.tools.redact import redacted
 from torchtitan.trainer.callbacks import Recorder
 from torchtitan.trainer.step_result import StepResult, StopReason
 
@@ -69,7 +70,7 @@ class Accounting(Recorder):
         """Append an event that happens now, and return it."""
         seconds = self.trainer.phases.seconds()  # read before `time`, which the parts of goodput must not exceed
         line = {"event": event, "time": time.time(), "step": self.trainer.step, **values, "seconds": seconds}
-        self.use(lambda file: file.append(line))
+        self.use(lambda file: file.append(redacted(line)))
         return line
 
     def on_failure(self, error: OSError) -> None:

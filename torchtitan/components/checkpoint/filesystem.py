@@ -14,7 +14,7 @@ from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.files import is_url, open_regular
 from torchtitan.tools.logging import logger
-from torchtitan.tools.redact import HIDDEN
+from torchtitan.tools.redact import HIDDEN, hide_credentials_of
 
 DCP_METADATA = ".metadata"
 """File that torch.distributed.checkpoint (DCP) writes last."""
@@ -290,6 +290,7 @@ def open_store(url: str) -> tuple[Any, str]:
             f"{url} is without its credentials, which files of a run never contain; set them in the environment of the "
             "store's library, or repeat the option"
         )
+    hide_credentials_of(url)
     if "::" in url or url.startswith(_INDIRECT):
         raise UserError(f"{url} names a store that reads other files, or runs templates in them; name the files' URL")
     try:

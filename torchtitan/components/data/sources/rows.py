@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from torchtitan.tools.errors import UserError
+from torchtitan.tools.redact import redact
 
 MAX_ROW_CHARACTERS = 1 << 28
 """Maximum characters of a row. Longer rows indicate a broken file and would exhaust memory."""
@@ -45,7 +46,7 @@ class Part(ABC):
     """A named piece of a source: a file or a split.
 
     Args:
-        name: name in messages and in the locations of rows.
+        name: name in messages and in the locations of rows; its credentials are removed.
         text_column: column with the text of documents.
     """
 
@@ -53,7 +54,7 @@ class Part(ABC):
     """Distinguishes parts with equal content that are read differently."""
 
     def __init__(self, name: str, text_column: str = "text"):
-        self.name = name
+        self.name = redact(name)
         self.text_column = text_column
 
     @abstractmethod

@@ -19,6 +19,7 @@ from torchtitan.components.data.sources.stored import stored_files
 from torchtitan.components.data.sources.tables import Table, saved_table
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.files import is_url
+from torchtitan.tools.redact import redact
 
 AUTO = "auto"
 """Name of automatic format detection from the columns."""
@@ -32,13 +33,13 @@ class Source:
     """Local data in a fixed order, as documents or as rows.
 
     Args:
-        name: configured name.
+        name: configured name; its credentials are removed.
         parts: at least one part.
         documents: whether to read documents instead of rows.
     """
 
     def __init__(self, name: str, parts: Sequence[Part], *, documents: bool):
-        self.name = name
+        self.name = redact(name)
         self.parts = parts
         self._documents = documents
 
