@@ -1,6 +1,7 @@
 """No file runs code: every option that names code has a type that says so, and only trusted places may set it."""
 
 import ast
+import re
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -16,7 +17,7 @@ from torchtitan.components.data.finetuning.functions import load_function
 from torchtitan.components.rollout.rewards import find_reward
 from torchtitan.components.rollout.rollout import RolloutConfig
 from torchtitan.config import ConfigManager
-from torchtitan.config.code import CodeReference, NamesCode, RunFolder, untrusted_in
+from torchtitan.config.code import CacheFolder, CodeReference, NamesCode, RunFolder, untrusted_in
 from torchtitan.config.configurable import from_plain
 from torchtitan.tools.errors import UserError
 
@@ -182,13 +183,73 @@ def test_folders_of_a_run_stay_in_it(code):
     assert parse(chosen | dict.fromkeys(FOLDERS, "inside/x")).metrics.save_tb_folder == "inside/x"
 
 
-def test_every_option_of_an_output_folder_has_its_type():
-    """Other folders are read, are caches, or are the dump folder itself."""
-    others = {"dump_folder"}
-    for name, types in option_types().items():
-        if "folder" in name and name not in others:
-            assert all(untrusted_in("/x", kind) for kind in types), name
-    assert untrusted_in("/x", RunFolder)
+def test_caches_stay_in_the_cache(code, monkeypatch):
+    monkeypatch.setenv("TORCHTITAN_CACHE", str(code / "cache"))
+    (code / "cache").mkdir()
+    (code / "cache" / "link").symlink_to("/tmp")
+    chosen = {"module": "distillation", "config": "debugmodel"}
+    for folder in ("/tmp/x", "../x", "~/x", "other", "cache/../x", "cache/link/x", "s3://bucket", "a\0b"):
+        assert untrusted_in(folder, CacheFolder)
+        for key in ("dataloader.cache_dir", "teacher.cache") if "\0" not in folder else ():
+            with pytest.raises(UserError, match=f"'{key}' in run.yaml .*, no folder inside the cache .*--{key} "):
+                parse(chosen | {key: folder})
+            given = parse(chosen | {key: folder}, f"--{key}", folder)
+            assert folder in (given.dataloader.cache_dir, given.teacher.cache)
+    for folder in ("", str(code / "cache"), "cache/mine"):
+        assert parse(chosen | {"dataloader": {"cache_dir": folder}}).dataloader.cache_dir == folder
+
+
+READ_ONLY = {
+    "CheckpointConfig.initial_load_path": "weights to start from",
+    "Evaluation.Config.files": "questions",
+    "LoRA.Config.adapter_path": "adapters to start from",
+    "PlannedDataLoader.Config.chat_template": "a name, or a file of a template",
+    "PlannedDataLoader.Config.dataset": "data",
+    "PretrainDataLoader.Config.dataset": "data",
+    "SFTDataLoader.Config.dataset": "data",
+    "ReferenceConfig.path": "weights of a frozen model",
+    "RunConfig.hf_assets_path": "a model",
+    "TeacherConfig.path": "weights of a frozen model",
+    "Validator.Config.dataset": "data",
+}
+"""Options of files and folders that a run reads, and never writes to."""
+
+OF_THE_RUN = {"RunConfig.dump_folder": "the place of all others"}
+
+NO_PATHS = {
+    *("ActivationCheckpointConfig.selective_option", "CheckpointConfig.exclude_from_loading", "CompileConfig.backend"),
+    *("ModelSpec.flavor", "ModelSpec.formats", "ModelSpec.module", "ModelSpec.name", "Optimizer.Config.param_groups"),
+    *("ParallelismConfig.module_fqns_per_model_part", "ParamGroup.pattern", "PlannedDataLoader.Config.columns"),
+    *("PretrainDataLoader.Config.text_column", "PretrainedTokenizer.Config.added_tokens"),
+    *("PretrainedTokenizer.Config.split_pattern", "RolloutConfig.url", "LayerConverter.Config.exclude"),
+    *("LayerConverter.Config.include", "LoRA.Config.alpha_pattern", "LoRA.Config.include", "LoRA.Config.rank_pattern"),
+    *("RunConfig.registered_as", "SFTDataLoader.Config.token_range", "SFTDataLoader.Config.weight_schedule"),
+    *("ShardingPlan.attention", "ShardingPlan.tensor", "TokenizingDataLoader.Config.split"),
+    *("TrainingConfig.batch_schedule", "TrainingConfig.seq_len_schedule", "TrainingConfig.skip_data"),
+    "TransformersModel.Config.document",
+}
+"""Options of other texts."""
+
+
+def test_every_option_of_a_folder_that_is_written_has_its_type():
+    """A new option of texts or paths is of such a type, or is listed above."""
+    untyped = set()
+    for cls in places_in_configurations():
+        for key, kind in own_text_options(cls).items():
+            if not any(untrusted_in(value, kind) for value in ("/x", "a:b")):
+                untyped.add(key)
+    assert untyped == READ_ONLY.keys() | OF_THE_RUN | NO_PATHS
+    assert untrusted_in("/x", RunFolder) and untrusted_in("/x", CacheFolder)
+
+
+def own_text_options(cls: type) -> dict[str, object]:
+    """Types of a configuration's options that hold texts or paths, by the class that declares them and their name."""
+    found = {}
+    for name, kind in get_type_hints(cls, include_extras=True).items():
+        owner = next(base for base in cls.__mro__ if name in base.__dict__.get("__annotations__", {}))
+        if re.search(r"\bstr\b|Path", str(kind)) and name in {field.name for field in fields(cls)}:
+            found[f"{owner.__qualname__}.{name}"] = kind
+    return found
 
 
 # --- the source ------------------------------------------------------------------------------------------------------

@@ -1,9 +1,10 @@
 """Types of options whose values need trust: no file may set them, unless Python or the command line does too.
-`CodeReference` names code, and `RunFolder` a folder to write to."""
+`CodeReference` names code, `RunFolder` and `CacheFolder` a folder to write to."""
 
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, get_args
 
 from torchtitan.tools.files import is_url
@@ -47,7 +48,28 @@ class StaysInRun:
 RunFolder = Annotated[str, StaysInRun()]
 """Type of an option that names a folder of a run, relative to its dump folder."""
 
-Mark = NamesCode | StaysInRun
+
+@dataclass(frozen=True)
+class StaysInCache:
+    """Mark of a folder that a run writes to and that other runs read. It is in the cache folder of this machine, unless
+    the command line or Python names another place."""
+
+    problem: ClassVar[str] = "no folder inside the cache ($TORCHTITAN_CACHE or ~/.cache/torchtitan)"
+
+    def needs_trust(self, value: str) -> bool:
+        """Return whether the value names a folder elsewhere."""
+        if not value:
+            return False
+        from torchtitan.tools.digests import cache_root  # deferred: it takes long to import
+
+        root = os.path.realpath(cache_root())
+        return "\0" in value or not Path(os.path.realpath(os.path.expanduser(value))).is_relative_to(root)
+
+
+CacheFolder = Annotated[str, StaysInCache()]
+"""Type of an option that names a folder of a cache; empty: the default."""
+
+Mark = NamesCode | StaysInRun | StaysInCache
 
 
 def untrusted_in(value: Any, declared: Any) -> dict[str, str]:
@@ -61,7 +83,7 @@ def untrusted_in(value: Any, declared: Any) -> dict[str, str]:
 
 def _marks(declared: Any) -> list[Mark]:
     """Return the marks in a type, such as that of the items of a list."""
-    found = [mark for mark in getattr(declared, "__metadata__", ()) if isinstance(mark, NamesCode | StaysInRun)]
+    found = [mark for mark in getattr(declared, "__metadata__", ()) if isinstance(mark, Mark)]
     return found + [mark for argument in get_args(declared) for mark in _marks(argument)]
 
 

@@ -12,6 +12,7 @@ from torchtitan.components.data.plan.sampler import Array, StepStatistics
 from torchtitan.components.data.report import DataSummary
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.config import Configurable
+from torchtitan.config.code import CacheFolder
 from torchtitan.protocols.attention import AttentionMetadata
 from torchtitan.tools.errors import UserError, require
 from torchtitan.tools.logging import logger
@@ -216,7 +217,7 @@ class TokenizingDataLoader(BaseDataLoader):
         """Split to read, if the data has more than one."""
         num_workers: int = 0
         """Worker processes per rank that prepare batches; 0, enough for local data: use the main process."""
-        cache_dir: str = ""
+        cache_dir: CacheFolder = ""
         """Folder for tokenized local data; empty: $TORCHTITAN_CACHE or, if it is not set, ~/.cache/torchtitan."""
         verify_caches: bool = False
         """Verify all checksums of the tokenized data before use; False: verify a sample of them."""

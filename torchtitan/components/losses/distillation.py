@@ -14,6 +14,7 @@ from torchtitan.components.data.sequence_cache import Result
 from torchtitan.components.losses.cross_entropy import IGNORE_INDEX, chunked_loss, cross_entropy_
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.config import Configurable
+from torchtitan.config.code import CacheFolder
 from torchtitan.distributed.loss_parallel import VocabularyShard, local_shards
 from torchtitan.protocols.output_head import UNCHANGED, LogitTransform
 from torchtitan.tools.errors import UserError, require
@@ -31,7 +32,7 @@ class TeacherConfig:
     offload: bool = False
     """Keep its weights in CPU memory between uses; needs FSDP."""
 
-    cache: str = ""
+    cache: CacheFolder = ""
     """Folder for its likeliest tokens in all data, written before the first step. Empty: it runs with the student."""
 
     top_k: int = 64
