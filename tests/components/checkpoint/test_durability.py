@@ -800,7 +800,7 @@ def test_failed_remote_save(
     with monkeypatch.context() as patched:
         patched.setattr(MemoryFileSystem, "pipe_file", fail)
         run.manager.save(2)
-    assert "step-2 could not be saved: OSError: " in log.text and "503 Slow Down" in log.text
+    assert "step-2 could not be saved: StoreError: " in log.text and "503 Slow Down" in log.text
     assert [info.path.name for info in list_checkpoints(store)] == ["step-1"]
     run.manager.save(3)
     assert [info.step for info in list_checkpoints(store) if info.is_complete] == [1, 3]

@@ -2,16 +2,18 @@
 
 import contextlib
 import dataclasses
+import errno
 import io
 import os
 import shutil
+import socket
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
 from torchtitan.tools import durable
-from torchtitan.tools.errors import UserError
+from torchtitan.tools.errors import UserError, in_words
 from torchtitan.tools.files import is_url, open_regular
 from torchtitan.tools.logging import logger
 from torchtitan.tools.redact import HIDDEN, hide_credentials_of
@@ -22,11 +24,58 @@ DCP_METADATA = ".metadata"
 _INDIRECT = ("reference:", "generic:")
 """Schemes of fsspec whose files say which other files to read, anywhere; `::` chains them with a store."""
 
+_LASTING = (FileNotFoundError, PermissionError)
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_PASSING_STATUS = (408, 425, 429)
+"""Answers of a server that is asked too early or too often."""
+
 UNFINISHED = ".partial"
 """Suffix of a folder that is being written or removed."""
 
 UNPUBLISHED = ".tmp"
 """Suffix of a marker that is not valid until it is renamed."""
+
+
+class StoreError(OSError, UserError):
+    """A store that does not answer, or refuses. Code that goes on after an `OSError` catches it; uncaught, it is a
+    message of one line."""
+
+    @classmethod
+    def of(cls, url: str, error: BaseException) -> "StoreError":
+        remedy = "check the URL, the network, and the store's credentials in the environment"
+        return cls(f"{url} cannot be reached, or refuses access: {cause_of(error)}; {remedy}")
+
+
+def cause_of(error: BaseException) -> str:
+    """Return in one line why a store's library failed. fsspec's HTTP store raises `FileNotFoundError` for any cause."""
+    if isinstance(error, FileNotFoundError) and error.__cause__ is not None:
+        return cause_of(error.__cause__)
+    if (status := getattr(error, "status", None)) is not None:  # of aiohttp, whose message has the whole URL
+        return f"the server answers {status} {getattr(error, 'message', '')}".rstrip()
+    return in_words(error)
+
+
+def is_lasting(error: BaseException) -> bool:
+    """Return whether the same request fails again: no such file or host, no permission, a full disk."""
+    status = getattr(error, "status", None)
+    if isinstance(status, int):
+        return 400 <= status < 500 and status not in _PASSING_STATUS
+    is_unknown_host = isinstance(error, socket.gaierror) and error.errno == socket.EAI_NONAME
+    if is_unknown_host or isinstance(error, OSError) and error.errno in _FULL:
+        return True
+    return is_lasting(error.__cause__) if error.__cause__ else type(error) in _LASTING
+
+
+def check_access(url: str, store: Any, path: str) -> None:
+    """Raise `StoreError` if a store does not answer, or refuses access to a path, which may be missing. fsspec's HTTP
+    store lists nothing then."""
+    try:
+        store.info(path)
+    except FileNotFoundError as error:
+        if error.__cause__ is not None:
+            raise StoreError.of(url, error) from error
+    except Exception as error:
+        raise StoreError.of(url, error) from error
 
 
 def folder_at(path: "AnyFolder") -> "Folder":
@@ -266,20 +315,20 @@ class RemoteFolder:
     @contextlib.contextmanager
     def _store(self) -> Iterator[tuple[Any, str]]:
         """Yield fsspec's file system and the folder's path in it. The cache is cleared, since other processes change
-        the store. Errors of the store's library become `OSError`s."""
+        the store. Errors of the store's library become `StoreError`s, except for what a caller may expect."""
         try:
             store, root = open_store(self.url)
             store.invalidate_cache()
             yield store, root
-        except (OSError, UserError):
+        except (FileNotFoundError, FileExistsError, UserError):
             raise
         except Exception as error:
-            raise OSError(f"{self.url}: {error!r}") from error
+            raise StoreError.of(self.url, error) from error
 
 
 def open_store(url: str) -> tuple[Any, str]:
     """Return fsspec's file system and the path in it, for a URL or a local path. Raise `UserError` if no installed
-    library opens the URL."""
+    library opens the URL, or the store does not answer."""
     from fsspec.core import url_to_fs
     from fsspec.implementations.local import LocalFileSystem
 
@@ -297,6 +346,8 @@ def open_store(url: str) -> tuple[Any, str]:
         return url_to_fs(url)
     except (ImportError, ValueError) as error:
         raise UserError(f"{url} cannot be opened with the installed libraries: {error}") from error
+    except Exception as error:  # some stores connect here
+        raise StoreError.of(url, error) from error
 
 
 Folder = LocalFolder | RemoteFolder

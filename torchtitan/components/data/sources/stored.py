@@ -1,6 +1,5 @@
 """Files in a store such as s3:// or gs://, and byte ranges of JSON Lines files."""
 
-import errno
 import posixpath
 import re
 import tempfile
@@ -11,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from torchtitan.components.checkpoint.filesystem import open_store
+from torchtitan.components.checkpoint.filesystem import StoreError, cause_of, check_access, is_lasting, open_store
 from torchtitan.components.data.sources.files import FilePart, file_format, supported_formats
 from torchtitan.components.data.sources.rows import Document, OnRead, Part, Row, first_line
 from torchtitan.tools.errors import UserError
@@ -23,8 +22,8 @@ ATTEMPTS = 6
 _VERSIONS = ("etag", "md5hash", "contentmd5", "mtime", "lastmodified", "modified", "updated", "created")
 """Names of checksums and times in stores, in lower case without separators; checksums first."""
 
-_LASTING = (FileNotFoundError, PermissionError)
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+_RESULTS = (ValueError, LookupError, TypeError, FileExistsError)
+"""Errors that are no failure of a store: damaged content, or a result."""
 
 T = TypeVar("T")
 
@@ -55,7 +54,7 @@ class StoredPart(Part):
         return self._n_bytes
 
     def contents(self, digest: Callable[[Path], str]) -> list[str]:
-        path = Path(self.url)
+        path = Path(_without_query(self.url))
         return [f"{file_format(path)} {path.suffix} {self.size()} {self.version}".rstrip()]
 
     def rows(self, on_read: OnRead) -> Iterator[Row]:
@@ -70,12 +69,13 @@ class StoredPart(Part):
     def _copy(self) -> Iterator[FilePart]:
         """Yield a part of the copied lines; errors name the file in the store."""
         with tempfile.TemporaryDirectory() as folder:
-            target = Path(folder) / posixpath.basename(self.url)
+            target = Path(folder) / posixpath.basename(_without_query(self.url))
             with_patience(f"reading {self.url}", lambda: self._download(target))
             try:
                 yield FilePart(self.name, target, self.text_column)
             except UserError as error:
-                raise UserError(str(error).replace(str(target), f"{posixpath.dirname(self.url)}/{self.name}")) from None
+                shown = f"{posixpath.dirname(_without_query(self.url))}/{self.name}"
+                raise UserError(str(error).replace(str(target), shown)) from None
 
     def _download(self, target: Path) -> None:
         store, path = open_store(self.url)
@@ -101,11 +101,11 @@ def stored_files(url: str, text_column: str) -> list[StoredPart]:
     `UserError` if there are none, or the store cannot be read."""
     store, root = open_store(url)
     store.invalidate_cache()
-    is_pattern = any(character in root for character in "*?[")
+    is_pattern = any(character in _without_query(root) for character in "*?[")
     find = store.glob if is_pattern else store.find
     found = with_patience(f"listing {url}", lambda: find(root, detail=True))
     parts = []
-    for path in sorted(path for path in found if file_format(Path(path)) is not None):
+    for path in sorted(path for path in found if file_format(Path(_without_query(path))) is not None):
         entry = found[path]
         if entry.get("size") is None:  # fsspec's HTTP store lists files so
             entry = with_patience(f"reading {path}", partial(store.info, path))
@@ -113,15 +113,23 @@ def stored_files(url: str, text_column: str) -> list[StoredPart]:
             continue
         if entry.get("size") is None:
             raise UserError(f"{store.unstrip_protocol(path)}: the server does not state the size; download the file")
-        name = path if is_pattern else path.removeprefix(root).lstrip("/") or posixpath.basename(path)
+        inside = path.removeprefix(root).lstrip("/")
+        name = path if is_pattern else inside or posixpath.basename(_without_query(path))
         stated = {re.sub("[-_]", "", key.lower()): value for key, value in entry.items() if value}
         version = next((str(stated[key]) for key in _VERSIONS if key in stated), "")
         parts.append(StoredPart(name, store.unstrip_protocol(path), text_column, entry["size"], version))
     if not parts:
+        check_access(url, store, posixpath.dirname(re.split(r"[*?[]", root)[0]) if is_pattern else root)
         raise UserError(f"{url}: there is no data file ({supported_formats()})")
     if not all(part.version for part in parts):
         logger.warning(f"{url}: the store states neither checksums nor times; only another size counts as a change")
     return parts
+
+
+def _without_query(url: str) -> str:
+    """Return the URL of a file behind HTTP without its query, such as a signature; in other stores, `?` is a character
+    of names and patterns."""
+    return url.partition("?")[0] if url.startswith(("http://", "https://")) else url
 
 
 def with_patience(what: str, operation: Callable[[], T]) -> T:
@@ -130,14 +138,19 @@ def with_patience(what: str, operation: Callable[[], T]) -> T:
     for attempt in range(ATTEMPTS):
         try:
             return operation()
-        except (ValueError, LookupError, TypeError, FileExistsError):  # damaged content, or a result
-            raise
         except Exception as error:  # stores raise their own exception classes
-            if isinstance(error, OSError) and (type(error) in _LASTING or error.errno in _FULL):
-                cause = error.strerror or first_line(error)
-                raise UserError(f"{what} failed: {cause}") from error
+            if isinstance(error, _RESULTS) and not isinstance(error, StoreError):
+                raise
+            if is_lasting(error):
+                raise UserError(f"{what} failed: {_reason(error)}") from error
             if attempt == ATTEMPTS - 1:
-                raise UserError(f"{what} failed {ATTEMPTS} times: {first_line(error)}") from error
-            logger.warning(f"{what} failed: {first_line(error)}; trying again in {2**attempt} s")
+                raise UserError(f"{what} failed {ATTEMPTS} times: {_reason(error)}") from error
+            logger.warning(f"{what} failed: {_reason(error)}; trying again in {2**attempt} s")
             time.sleep(2**attempt)
     raise AssertionError
+
+
+def _reason(error: Exception) -> str:
+    text = error.strerror if isinstance(error, OSError) else None
+    is_of_server = error.__cause__ is not None or hasattr(error, "status")
+    return text or (cause_of(error) if is_of_server else first_line(error))
