@@ -18,7 +18,9 @@ from torchtitan.components.data.finetuning.conversation import (
     Sample,
     Text,
 )
-from torchtitan.components.data.finetuning.turns import Part, Turn, TurnFinder
+from torchtitan.components.data.finetuning.losses import Part
+from torchtitan.components.data.finetuning.renderings import Turn
+from torchtitan.components.data.finetuning.turns import TurnFinder
 from torchtitan.components.tokenizer import Offsets, Tokenizer
 from torchtitan.tools.digests import digest_of
 from torchtitan.tools.errors import UserError

@@ -17,6 +17,7 @@ from torchtitan.components.data.disk_cache import data_digest
 from torchtitan.components.data.finetuning.chat_encoding import ChatEncoder, RowEncoder
 from torchtitan.components.data.finetuning.columns import parse_columns
 from torchtitan.components.data.finetuning.filters import FilterConfig, LossPolicy, Policy
+from torchtitan.components.data.finetuning.losses import PARTS, Part
 from torchtitan.components.data.finetuning.row_formats import Kind, RowFormat, dataset_formats
 from torchtitan.components.data.finetuning.sample_cache import SampleCache, first_columns, open_sample_cache
 from torchtitan.components.data.finetuning.samples import (
@@ -27,7 +28,6 @@ from torchtitan.components.data.finetuning.samples import (
     Windows,
     pack_windows,
 )
-from torchtitan.components.data.finetuning.turns import PARTS, Part
 from torchtitan.components.data.plan import Planner, Sampler, ShuffleSampler, Snapshot, StepStatistics
 from torchtitan.components.data.prepare.prepared import dataset_identity, find_prepared, find_samples, validation_split
 from torchtitan.components.data.report import DataSummary, SetSummary
