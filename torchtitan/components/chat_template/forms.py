@@ -61,10 +61,11 @@ class Tags(NamedTuple):
         return reasoning + self.inner + self.close + self.after
 
 
-Way = Literal["whole", "tail", "joined"]
+Way = Literal["whole", "tail", "joined", "followed"]
 """How a turn follows from renderings: the conversation up to the turn, without its prompt; the end of that conversation
 after the text of the generation prompt, if the template rewrites earlier turns; or, if no rendering contains the
-reasoning, the generation prompt, the reasoning, its closing tag and the rendered answer."""
+reasoning, the generation prompt, the reasoning, its closing tag and the answer, rendered as the last message or, if the
+template writes the last message otherwise (Nemotron Nano v2 leaves out an empty one), as it is before the next one."""
 
 
 _NO_TAGS = Tags("", "", "", "")
@@ -88,6 +89,30 @@ class Form:
     developer_as_system: bool = False
     way: Way = "whole"
     tags: Tags | None = None
+
+    @property
+    def words(self) -> str:
+        """Return what distinguishes the form from the messages as they are; empty if nothing does."""
+        words = [f"{name}={value}" for name, value in self.options]
+        if self.reasoning in _PLACES:
+            words.append(f"reasoning {_PLACES[self.reasoning]}")
+        if self.empty in _CONTENTS:
+            words.append(_CONTENTS[self.empty])
+        if self.arguments_as_text:
+            words.append("arguments as text")
+        if self.developer_as_system:
+            words.append("the developer's message as system message")
+        return ", ".join(words)
+
+
+_PLACES = {
+    "reasoning": "under the key reasoning",
+    "parts": "as a part of the content",
+    "inline": "between tags in the content",
+    "closing": "before its closing tag in the content",
+}
+
+_CONTENTS = {"none": "content none", "text": "an empty content"}
 
 
 @dataclass(slots=True)
@@ -170,8 +195,9 @@ class Forms:
                 yield Form(chosen, key, *other, way=way, tags=tags)
 
         def joined(options: list[_Options]) -> Iterator[Form]:
-            for chosen, other in itertools.product(options, others):
-                yield Form(chosen, "none", *other, way="joined", tags=self._joining(chosen))
+            ways: tuple[Way, ...] = ("joined", "followed")
+            for way, chosen, other in itertools.product(ways, options, others):
+                yield Form(chosen, "none", *other, way=way, tags=self._joining(chosen))
 
         options = self._options(traits)
         if traits.thinks:

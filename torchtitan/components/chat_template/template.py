@@ -130,7 +130,7 @@ class ChatTemplate:
         null_content: bool = False,
     ) -> tuple[str, list[tuple[int, str]]]:
         """Return the text, and the start and text of each mark."""
-        import jinja2
+        import jinja2.sandbox
 
         from torchtitan.components.chat_template import sandbox
 
@@ -148,6 +148,11 @@ class ChatTemplate:
         except sandbox.WorkLimitError as error:
             raise UserError(
                 f"{self.name} exceeds the time or memory limit for this conversation; use another template"
+            ) from error
+        except jinja2.sandbox.SecurityError as error:
+            raise UserError(
+                f"{self.name} does what the sandbox for templates forbids here and in transformers "
+                f"({str(error).rstrip('.')}); set a copy that does not, such as by `+` instead of `append`"
             ) from error
         except jinja2.TemplateError as error:
             raise UserError(f"{self.name} rejects this conversation: {error}") from error

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from collections.abc import Iterator, Sequence
 from itertools import groupby, product
 from pathlib import Path
@@ -82,6 +83,8 @@ SHAPES: dict[str, list[Message]] = {
     ],
     "empty answer": [user("Hi"), assistant(""), user("More"), assistant("No.")],
     "unanswered": [user("Hi"), assistant("Ho!"), user("More")],
+    "two answers": [user("Hi"), assistant("Ho!"), assistant("No."), user("More"), assistant("So.")],
+    "names": [{**user("Hi"), "name": "Ann"}, assistant("Ho!"), {**user("More"), "name": "Bob"}, assistant("No.")],
 }
 
 IM_END = {"<|im_end|>"}
@@ -142,6 +145,45 @@ WITHOUT_CALLS = (
 """Templates that leave out `tool_calls`."""
 
 WITH_TOOLS_ONLY = ("CohereForAI-c4ai-command-r-plus-tool_use", "NousResearch-Hermes-2-Pro-Llama-3-8B-tool_use")
+
+PLAIN = ("one turn", "turns", "system", "developer", "empty answer", "unanswered", "two answers", "names")
+WITH_CALL = ("call", "call, null", "call, text", "call, reasoning", "calls", "calls, other order")
+WITH_CALL_ALONE = tuple(shape for shape in WITH_CALL if shape != "call, text")
+TWO_CALLS_SHAPES = ("calls", "calls, other order")
+OF_REASONING = ("reasoning", "reasoning at the end", "reasoning inside")
+
+REFUSED: dict[str, dict[str, str]] = {
+    # An instruction follows the conversation in all renderings, so that no turn continues its prompt.
+    "CohereForAI-c4ai-command-r-plus-tool_use": {
+        **dict.fromkeys((*PLAIN, *OF_REASONING), "failed.*NoneType"),
+        **dict.fromkeys(WITH_CALL_ALONE, "differently from what its generation prompt begins"),
+    },
+    "NousResearch-Hermes-2-Pro-Llama-3-8B-tool_use": dict.fromkeys((*PLAIN, *OF_REASONING), "failed.*NoneType"),
+    # llama.cpp's adapted templates change lists; moonshotai-Kimi-K2 is the model's own.
+    **dict.fromkeys(
+        ("Kimi-K2-Instruct", "Kimi-K2-Thinking"),
+        dict.fromkeys(WITH_CALL, "the sandbox for templates forbids here and in transformers"),
+    ),
+    # The calls are a turn, and the text is the next one.
+    "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B": {"call, text": "with a stop, '<｜end▁of▁sentence｜>', inside"},
+    "NVIDIA-Nemotron-Nano-v2": {"two answers": "the generation prompt of .* continues message 2"},
+    "Apriel-1.6-15b-Thinker-fixed": {"two answers": "inside"},
+    "google-gemma-2-2b-it": {
+        "system": "rejects .*System role not supported",
+        "developer": "rejects .*must alternate",
+        "two answers": "rejects .*must alternate",
+    },
+    **dict.fromkeys(
+        ("meta-llama-Llama-3.1-8B-Instruct", "meta-llama-Llama-3.2-3B-Instruct"),
+        dict.fromkeys(TWO_CALLS_SHAPES, "rejects .*only supports single tool-calls"),
+    ),
+    **dict.fromkeys(
+        ("Mistral-Small-3.2-24B-Instruct-2506", "mistralai-Mistral-Nemo-Instruct-2407"),
+        {"two answers": "rejects .*must alternate"},
+    ),
+    **dict.fromkeys(("llama3", "mistral", "alpaca"), dict.fromkeys(WITH_CALL, "rejects .*no form for tools")),
+}
+"""Template → conversations that it refuses for another reason than the loss of a part, with the reason."""
 
 TEMPLATES = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in STOPS]
 
@@ -213,13 +255,20 @@ def with_content(message: Message, content: Any, as_text: bool) -> Message:
 def test_turns_are_what_inference_needs(name: str, templates: Path, caplog: pytest.LogCaptureFixture) -> None:
     template, tokenizer = published(name, templates)
     checked = 0
+    refused = {}
     for shape, messages in SHAPES.items():
         samples = encoded(template, tokenizer, messages)
+        if isinstance(samples, LossySample):
+            assert is_lost(template, messages, samples), (shape, samples)
+            continue
         if isinstance(samples, BrokenSample):
+            refused[shape] = str(samples)
             continue
         tools = [TOOL] if any(message.get("tool_calls") for message in messages) else None
         turns = [turn for sample in samples for turn in turns_of(sample, tokenizer)]
         numbers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        if shape == "two answers" and len(turns) < len(numbers):
+            continue  # the next turn begins where the first one ends, in the same sample
         assert len(turns) == len(numbers), shape
         for number, (prompt, text) in zip(numbers, turns, strict=True):
             message = messages[number]
@@ -240,6 +289,24 @@ def test_turns_are_what_inference_needs(name: str, templates: Path, caplog: pyte
                 assert "add" in text and str(each["function"]["arguments"]["a"]) in text and "miles" in text, shape
             checked += 1
     assert checked >= (2 if name in WITH_TOOLS_ONLY else 7)
+    expected = REFUSED.get(name, {})
+    assert refused.keys() == expected.keys()
+    assert all(re.search(reason, refused[shape]) for shape, reason in expected.items()), refused
+
+
+def is_lost(template: ChatTemplate, messages: Sequence[Message], lossy: LossySample) -> bool:
+    """Return whether no rendering by transformers contains the part that is lost."""
+    found = re.search(r"leaves out the (\w+) of message (\d+)", str(lossy))
+    assert found, lossy
+    part, number = found[1], int(found[2])
+    message, tools = messages[number - 1], [TOOL] if any(m.get("tool_calls") for m in messages) else None
+    texts = {
+        "reasoning": [message.get("reasoning_content")],
+        "content": [message["content"]],
+        "tools": [str(each["function"]["arguments"]["a"]) for each in message.get("tool_calls") or []],
+    }
+    whole = inference_prompts(template, messages[:number], tools)
+    return not any(all(text in rendering for text in texts[part]) for rendering in whole)
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -287,6 +354,89 @@ def test_opened_reasoning_is_closed_once(templates: Path) -> None:
     assert isinstance(samples, list)
     prompt, text = next(turns_of(samples[0], tokenizer))
     assert prompt.endswith("<think>") and text.startswith("Hm, think.</think><｜tool▁calls▁begin｜>")
+
+
+CLOSED = "\n</think>\n\n"
+
+
+@pytest.mark.parametrize(
+    ("shape", "text"),
+    [
+        ("call, text", 'Wait.\n<TOOLCALL>[{"name": "add", "arguments": {"a": 15, "b": "miles"}}]</TOOLCALL>\n'),
+        ("empty answer", "\n"),
+    ],
+)
+def test_turns_that_only_earlier_ones_show(shape: str, text: str, templates: Path) -> None:
+    """Nemotron Nano v2 leaves out a last message that is empty, and writes a last call with text as two messages."""
+    template, tokenizer = published("NVIDIA-Nemotron-Nano-v2", templates)
+    samples = encoded(template, tokenizer, SHAPES[shape])
+    assert isinstance(samples, list)
+    prompt, completion = next(turns_of(samples[0], tokenizer))
+    assert prompt.endswith("<SPECIAL_11>Assistant\n<think>\n") and completion == f"{CLOSED}{text}<SPECIAL_12>"
+    # The next prompt has the same turn, without reasoning.
+    utils = pytest.importorskip("transformers.utils.chat_template_utils")
+    [following], _ = utils.render_jinja_template(
+        [SHAPES[shape][:3]], [TOOL], chat_template=template.source, add_generation_prompt=True
+    )
+    assert f"<SPECIAL_11>Assistant\n{text}<SPECIAL_12>" in following
+
+
+def test_first_messages_of_the_assistant(templates: Path) -> None:
+    """Apriel's template writes a system prompt before a first message, but not in the prompt for one."""
+    messages = [assistant("Welcome!"), user("Hi"), assistant("Ho!")]
+    reasons = {
+        "Apriel-1.6-15b-Thinker-fixed": "text before it that no prompt has, '<s><.begin_system.>",
+        "qwen3": r"message 1 \(assistant\) has no prompt, as the template needs a message before it",
+    }
+    for name, reason in reasons.items():
+        template, tokenizer = published(name, templates)
+        refused = encoded(template, tokenizer, messages)
+        assert isinstance(refused, BrokenSample) and re.search(reason, str(refused))
+        [sample] = encoded(template, tokenizer, [{**messages[0], "weight": 0}, *messages[1:]])
+        [(prompt, text)] = turns_of(sample, tokenizer)
+        assert "Welcome!" in prompt and "Ho!" in text and "Welcome!" not in text
+    for name in ("GLM-4.6", "chatml"):
+        template, tokenizer = published(name, templates)
+        [sample] = encoded(template, tokenizer, messages)
+        assert [text.strip().partition("<|")[0] for _, text in turns_of(sample, tokenizer)] == [
+            {"GLM-4.6": "<think></think>\n", "chatml": ""}[name] + text for text in ("Welcome!", "Ho!")
+        ]
+
+
+@pytest.mark.parametrize("name", ["GLM-4.6", "qwen3", "deepseek-ai-DeepSeek-V3.1", "Cohere2MoE"])
+def test_reasoning_with_its_own_closing_tag(name: str, templates: Path) -> None:
+    """A model cannot write the tag inside its reasoning, since the reasoning ends there."""
+    template, tokenizer = published(name, templates)
+    closing = "<|END_THINKING|>" if name == "Cohere2MoE" else "</think>"
+    messages = [user("Hi"), assistant("Ho!", reasoning_content=f"Hm, {closing} ends it.")]
+    lossy = encoded(template, tokenizer, messages)
+    assert isinstance(lossy, LossySample) and lossy.reason == "on_loss_of_reasoning"
+    assert f"the reasoning of message 2 (assistant) contains '{closing}'" in str(lossy)
+
+
+def test_reasoning_with_the_closing_tag_of_others(templates: Path) -> None:
+    template, tokenizer = published("openai-gpt-oss-120b", templates)
+    messages = [user("Hi"), assistant("Ho!", reasoning_content="Hm, </think> ends it.")]
+    [sample] = encoded(template, tokenizer, messages)
+    [(_, text)] = turns_of(sample, tokenizer)
+    assert "<|message|>Hm, </think> ends it.<|end|>" in text
+
+
+def test_forms_with_faults_are_not_used(templates: Path) -> None:
+    """A text that all forms without faults lose is not written as code."""
+    template, tokenizer = published("llama-cpp-rwkv-world", templates)
+    messages = [user("Hi"), assistant("Use </think> here.", **THOUGHT)]
+    lossy = encoded(template, tokenizer, messages)
+    assert isinstance(lossy, LossySample) and lossy.reason == "on_loss_of_content"
+
+
+@pytest.mark.parametrize("name", ["Qwen3.5-4B", "GLM-4.6", "Cohere2MoE", "openai-gpt-oss-120b", "chatml"])
+def test_turns_of_nothing_but_a_stop_are_counted(name: str, templates: Path) -> None:
+    """The markup of an empty answer teaches nothing else."""
+    template, tokenizer = published(name, templates)
+    samples = encoded(template, tokenizer, SHAPES["empty answer"])
+    assert isinstance(samples, list)
+    assert sum(sample.facts.n_only_stops for sample in samples) == 1
 
 
 def test_rows_set_options(templates: Path) -> None:

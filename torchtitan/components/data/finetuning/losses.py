@@ -13,6 +13,19 @@ Part = Literal["reasoning", "tools", "content"]
 PARTS: tuple[Part, ...] = get_args(Part)
 
 
+def parts_of(message: Message) -> list[Part]:
+    """Return the parts of an assistant's message that are not empty."""
+    reasoning, content = message.get(REASONING), message.get("content")
+    parts: list[Part] = []
+    if isinstance(reasoning, str) and reasoning.strip():
+        parts.append("reasoning")
+    if message.get("tool_calls"):
+        parts.append("tools")
+    if isinstance(content, str) and without_empty_block(content).strip():
+        parts.append("content")
+    return parts
+
+
 def lost_parts(message: Message, text: str) -> Iterator[Part]:
     """Yield the parts of an assistant's message that a text does not contain."""
     reasoning, content = message.get(REASONING), message.get("content")

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from torchtitan.components.chat_template import BUILT_IN_TEMPLATES, ChatTemplate
 from torchtitan.components.chat_template.forms import (
@@ -18,9 +18,9 @@ from torchtitan.components.chat_template.forms import (
     prepared,
     split_reasoning,
 )
-from torchtitan.components.chat_template.stops import Stop, Stops, n_common
+from torchtitan.components.chat_template.stops import FOLLOWING, QUESTION, Kind, Stop, Stops, n_common
 from torchtitan.components.data.finetuning.conversation import BrokenSample, Conversation, Message
-from torchtitan.components.data.finetuning.losses import Part, is_written, lost_parts
+from torchtitan.components.data.finetuning.losses import Part, is_written, lost_parts, parts_of
 from torchtitan.tools.errors import UserError
 
 _ADVICE = (
@@ -47,7 +47,8 @@ class Turn(NamedTuple):
     """Parts of the prompt that the template leaves out: "system message" or "tools"."""
     marks: tuple[tuple[int, int], ...] | None
     """Spans that the template marks by `{% generation %}`, in characters of prompt and completion; None: no marks."""
-
+    is_only_a_stop: bool = False
+    """True if the model learns nothing from the turn but to stop."""
     rest: str = ""
     """What the template writes after the turn in this conversation."""
 
@@ -55,17 +56,15 @@ class Turn(NamedTuple):
     def text(self) -> str:
         return self.prompt + self.completion
 
-    @property
-    def is_only_a_stop(self) -> bool:
-        """Return whether the model learns nothing from the turn but to stop."""
-        return not self.completion.removesuffix(self.stop).strip()
-
 
 class Attempt(NamedTuple):
     """Result of a form: a turn, or why there is none."""
 
     turn: Turn | None
     problem: str = ""
+    n_passed: int = 0
+    """How far the form gets: 0 if the template rejects it, 1 if its turn does not continue the generation prompt, 2 if
+    the turn has a fault."""
 
 
 class TriedTemplate(NamedTuple):
@@ -176,12 +175,11 @@ class Renderings:
         try:
             prompt = self.render(number, form, prompted=True)
             completion, marks = self._completion(number, form, prompt)
+            if completion is None:
+                return Attempt(None, self._mismatch(number, form, prompt), 1)
         except UserError as error:
-            return Attempt(None, str(error))
-        if completion is None:
-            return Attempt(None, self._mismatch(number, form, prompt))
-        message = self.messages[number]
-        kind: Literal["answer", "call"] = "call" if message.get("tool_calls") else "answer"
+            return Attempt(None, _without_prompt(error) if number == 0 else str(error))
+        message, kind = self.messages[number], self._kind(number)
         stop = self._stops.of(kind, dict(form.options))
         if kind == "call" and stop and stop.lead is not None:
             # Some templates end several calls like answers, but not a single one.
@@ -194,17 +192,35 @@ class Renderings:
         if is_trial:
             end = stop.text if stop else ""
             if fault := self._fault(number, prompt, finished.removesuffix(end), stop, form):
-                name = f"message {number + 1} (assistant)"
-                return Attempt(None, f"{self._template.name} writes {name} with {fault}; {_ADVICE}")
+                return Attempt(None, f"{self._writes(number, form)} with {fault}; {_ADVICE}", 2)
         lost = tuple(lost_parts(message, finished))
         unseen = tuple(self._unseen(number, prompt))
         end = stop.text if stop else ""
-        return Attempt(Turn(prompt, finished, end, form, lost, unseen, marks))
+        is_only_a_stop = not {*parts_of(message)} - {*lost}
+        return Attempt(Turn(prompt, finished, end, form, lost, unseen, marks, is_only_a_stop))
+
+    def _kind(self, number: int) -> Kind:
+        return "call" if self.messages[number].get("tool_calls") else "answer"
+
+    def _writes(self, number: int, form: Form) -> str:
+        """Return the beginning of a sentence about message `number` in a form."""
+        tried = f", given with {form.words}," if form.words else ""
+        return f"{self._template.name} writes message {number + 1} (assistant){tried}"
+
+    def closing_inside(self, number: int, completion: str) -> str:
+        """Return the tag inside the reasoning of message `number` that also closes it in its turn; empty if there is
+        none."""
+        reasoning = self.messages[number].get(REASONING) or ""
+        closings = (tags.close for tags in self._forms.tags if tags.close in reasoning)
+        return next((closing for closing in closings if completion.count(closing) > 1), "")
 
     def _completion(
         self, number: int, form: Form, prompt: str
     ) -> tuple[str | None, tuple[tuple[int, int], ...] | None]:
         """Return the text of the turn after the generation prompt, None if there is none, and the marked spans."""
+        if form.way == "followed":
+            followed = self._followed(number, form)
+            return self._joined(number, form, prompt, followed) if followed else None, None
         finished, spans = self._render(number + 1, form, False)
         if form.way == "joined":
             return self._joined(number, form, prompt, finished), None
@@ -259,16 +275,32 @@ class Renderings:
             return block["open"] + inner + reasoning + inner + block["close"] + answer[block.end("close") :]
         return form.tags.block(reasoning) + answer
 
+    def _followed(self, number: int, form: Form) -> str | None:
+        """Return the text of the conversation up to message `number`, up to its stop, if another message follows."""
+        stop = self._stops.of(self._kind(number), dict(form.options))
+        if stop is None or stop.lead is not None or not stop.text:
+            return None
+        text = self._replaced(number, self.messages[number], form).partition(FOLLOWING)[0]
+        head, found, _ = text.rpartition(stop.text)
+        return head + found if found else None
+
+    def _replaced(self, number: int, message: Message, form: Form) -> str:
+        """Return the text of the conversation up to message `number` with another message in its place, and, if the
+        form says so, one that follows."""
+        before = self._in_form(number, form, True)
+        messages = [*before, *prepared([message], replace(form, reasoning="none"))]
+        if form.way == "followed":
+            messages += _following(message)
+        options = {**dict(form.options), "null_content": form.empty == "none"}
+        return self._template.render(messages, tools=self.tools, add_generation_prompt=False, **options)
+
     def _header(self, number: int, form: Form, prompt: str | None = None) -> str | None:
         """Return the text before the content of message `number`; with a prompt, what both have in common, which ends
         before markup that differs."""
         message = self.messages[number]
         if message.get("content") or not message.get("tool_calls"):
             message = {**message, "content": MARK}
-        before = self._in_form(number, form, True)
-        messages = [*before, *prepared([message], replace(form, reasoning="none"))]
-        options = {**dict(form.options), "null_content": form.empty == "none"}
-        text = self._template.render(messages, tools=self.tools, add_generation_prompt=False, **options)
+        text = self._replaced(number, message, form)
         if prompt is None:
             header, found, _ = text.rpartition(MARK)
             return header if found else None
@@ -292,6 +324,8 @@ class Renderings:
         message = self.messages[number]
         if form.empty == "none" and self._writes_none(number, form):
             return "a text for a content that is none"
+        if number == 0 and (more := self._added(finished, form)):
+            return f"text before it that no prompt has, {more!r}; give the message a weight of 0, or remove it"
         reasoning, content = message.get(REASONING), message.get("content")
         texts = [text for text in (reasoning, content) if isinstance(text, str) and text]
         if any(finished.count(text) > 1 for text in texts):
@@ -317,6 +351,18 @@ class Renderings:
         is_twice = closed_block(prompt) or any(finished.count(tags.close) > 1 for tags in forms.tags)
         return "reasoning after an empty block of reasoning" if is_twice else ""
 
+    def _added(self, finished: str, form: Form) -> str:
+        """Return the text before the markers of a first message if it is not the same after a question, such as a
+        system prompt; empty if it is."""
+        head = _before_markers(finished)
+        if not head.strip():
+            return ""
+        question = {"role": "user", "content": QUESTION}
+        asked = Renderings(self._tried, Conversation([], self.tools, options=self.options), self.thinks)
+        asked.messages = [question, self.messages[0]]
+        turn = asked.attempt(1, form).turn
+        return "" if turn and _before_markers(turn.completion) == head else head
+
     def _unseen(self, number: int, prompt: str) -> Iterator[str]:
         if self.has_system:
             texts = [m.get("content") for m in self.messages[:number] if m["role"] in ("system", "developer")]
@@ -331,12 +377,42 @@ class Renderings:
         return sum(1 for message in earlier for _ in lost_parts(message, prompt))
 
     def _mismatch(self, number: int, form: Form, prompt: str) -> str:
+        is_second = number > 0 and self.messages[number - 1]["role"] == "assistant"
+        before = self.render(number, form, prompted=False)
+        if is_second and len(prompt) < len(before) and before.startswith(prompt):
+            return (
+                f"the generation prompt of {self._template.name} continues message {number} (assistant), so it begins "
+                f"no other one; make messages {number} and {number + 1} one"
+            )
         finished = self.render(number + 1, form, prompted=False)
         n = n_common(finished, prompt)
         return (
-            f"{self._template.name} writes message {number + 1} (assistant) differently from what its generation "
-            f"prompt begins: {finished[n : n + 40]!r} instead of {prompt[n : n + 40]!r}; {_ADVICE}"
+            f"{self._writes(number, form)} differently from what its generation prompt begins: "
+            f"{finished[n : n + 40]!r} instead of {prompt[n : n + 40]!r}; {_ADVICE}"
         )
+
+
+def _without_prompt(error: UserError) -> str:
+    """Return the reason why a first message of the assistant cannot be trained."""
+    return (
+        f"message 1 (assistant) has no prompt, as the template needs a message before it ({error}); begin with another "
+        "role, or give the message a weight of 0"
+    )
+
+
+def _following(message: Message) -> list[Message]:
+    """Return the messages that follow a turn of the assistant: a result of each call, or a question."""
+    results = [
+        {"role": "tool", "name": call["function"]["name"], "tool_call_id": call.get("id"), "content": FOLLOWING}
+        for call in message.get("tool_calls") or []
+    ]
+    return results or [{"role": "user", "content": FOLLOWING}]
+
+
+def _before_markers(text: str) -> str:
+    """Return the text before the first marker."""
+    places = [text.find(marker) for marker in (MARK, _REASONING_MARK, _VALUE_MARK) if marker in text]
+    return text[: min(places)] if places else text
 
 
 def _is_misclosed(finished: str, reasoning: str | None, opened: Tags) -> bool:

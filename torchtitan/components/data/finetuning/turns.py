@@ -8,7 +8,7 @@ from torchtitan.components.chat_template.forms import REASONING, Form, Forms
 from torchtitan.components.chat_template.stops import Stops
 from torchtitan.components.data.finetuning.conversation import BrokenSample, Conversation, LossySample, Message
 from torchtitan.components.data.finetuning.losses import Part, lost_parts
-from torchtitan.components.data.finetuning.renderings import MARK, Renderings, TriedTemplate, Turn
+from torchtitan.components.data.finetuning.renderings import MARK, Attempt, Renderings, TriedTemplate, Turn
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.tools.logging import logger
 
@@ -116,14 +116,27 @@ class TurnFinder:
             raise BrokenSample(verdict.problem)
         best, problem = self._best(row, number, verdict.forms)
         if verdict.is_complete and (best is None or best.lost):
-            other, other_problem = self._best(row, number, self.forms.candidates(row.traits(number)))
+            other, other_problem = self._best(row, number, self._faultless(row, number))
             if best is None or other is not None and len(other.lost) < len(best.lost):
                 best, problem = other, problem or other_problem
         if best is None:
             raise BrokenSample(problem)
         self._refuse_loss(best.lost, number)
+        if closing := row.closing_inside(number, best.completion):
+            raise LossySample(
+                f"the reasoning of message {number + 1} (assistant) contains {closing!r}, with which "
+                f"{self._template.name} closes it: inference would end it there",
+                "on_loss_of_reasoning",
+            )
         self._tell(best)
         return best
+
+    def _faultless(self, row: Renderings, number: int) -> Iterator[Form]:
+        """Yield the forms in which the turn with markers has no fault."""
+        marked = row.with_markers(number)
+        for form in self.forms.candidates(row.traits(number)):
+            if marked.attempt(number, form, is_trial=True).turn:
+                yield form
 
     def losses(self, conversation: Conversation, numbers: Sequence[int], text: str) -> list[Part]:
         """Return the parts of the assistant's messages with these numbers that a text of the whole conversation lacks.
@@ -144,18 +157,19 @@ class TurnFinder:
             )
 
     def _best(self, row: Renderings, number: int, forms: Sequence[Form] | Iterator[Form]) -> tuple[Turn | None, str]:
-        """Return the first turn without losses, else the one with the fewest, and the first problem."""
-        best, problem = None, ""
+        """Return the first turn without losses, else the one with the fewest, and the problem of the form that gets
+        furthest."""
+        best, furthest = None, Attempt(None)
         for form in forms:
-            turn, why = row.attempt(number, form)
-            problem = problem or why
+            attempt = row.attempt(number, form)
+            turn = attempt.turn
             if turn is None:
-                continue
-            if not turn.lost:
+                furthest = _further(furthest, attempt)
+            elif not turn.lost:
                 return turn, ""
-            if best is None or len(turn.lost) < len(best.lost):
+            elif best is None or len(turn.lost) < len(best.lost):
                 best = turn
-        return best, problem
+        return best, furthest.problem
 
     def _suitable(self, row: Renderings, number: int) -> _Verdict:
         """Return the forms for a turn, found with markers in place of its texts."""
@@ -170,12 +184,13 @@ class TurnFinder:
         lossy: list[tuple[int, Form]] = []
         kinds: dict[tuple[Any, ...], int] = {}
         n_full = 0
-        problem = ""
+        furthest = Attempt(None)
         for form in self.forms.candidates(traits):
             kind = kinds.setdefault((form.way, form.options), len(kinds))
-            turn, why = marked.attempt(number, form, is_trial=True)
-            problem = problem or why
+            attempt = marked.attempt(number, form, is_trial=True)
+            turn = attempt.turn
             if turn is None:
+                furthest = _further(furthest, attempt)
                 continue
             if turn.lost:
                 lossy.append((len(turn.lost), form))
@@ -188,14 +203,14 @@ class TurnFinder:
         found = [form for _, form in sorted(complete, key=lambda pair: pair[0])][:_KEPT_FORMS]
         if not found:
             found = [form for _, form in sorted(lossy, key=lambda pair: pair[0])][:1]
-        verdict = _Verdict(found, bool(complete), "" if found else problem)
+        verdict = _Verdict(found, bool(complete), "" if found else furthest.problem)
         if found:
             self._known[key] = verdict
         return verdict
 
     def _tell(self, turn: Turn) -> None:
         form = turn.form
-        if form.way == "joined" and form.tags and form.tags.close and form.tags.close in turn.completion:
+        if form.way in ("joined", "followed") and form.tags and form.tags.close and form.tags.close in turn.completion:
             self._warn_once(
                 f"{self._template.name} does not continue its generation prompt in some finished turns: they are "
                 f"trained after it, with {form.tags.inner + form.tags.close + form.tags.after!r} after the reasoning "
@@ -208,3 +223,8 @@ class TurnFinder:
         if text not in self._told:
             self._told.add(text)
             logger.warning(text)
+
+
+def _further(first: Attempt, second: Attempt) -> Attempt:
+    """Return the failed attempt that gets further, the first of equals."""
+    return second if not first.problem or second.n_passed > first.n_passed else first
