@@ -74,18 +74,21 @@ NOT_SPECIAL = ("/nothink", "<think>", "</think>", "<tool_", "</tool_", "<arg_", 
 
 OTHER_TEXT: dict[str, tuple[str, ...]] = {
     # Its renderers write the role `developer` in no way, in silence.
-    "Qwen-Qwen3-0.6B": ("developer",),
-    "qwen3": ("developer",),
+    # Its template writes empty blocks of reasoning after the last question, its renderers in the last message.
+    "Qwen-Qwen3-0.6B": ("developer", "two answers"),
+    "qwen3": ("developer", "two answers"),
+    # The names of speakers are left out.
+    "Kimi-K2-Instruct": ("names",),
     # Reasoning between tags stays in the answer, after an empty block.
     "poolside-Laguna-S-2.1": ("developer", "reasoning inside"),
     # A call without text is written as the text "None".
     "GLM-4.6": ("developer", "call, null"),
     # Empty blocks of reasoning stay in earlier turns; `developer` raises.
-    "Qwen3.5-4B": ("developer", "turns", "system", "empty answer"),
+    "Qwen3.5-4B": ("developer", "turns", "system", "empty answer", "two answers", "names"),
     # The same; calls and their results are two turns in the template and one in the renderer.
     "google-gemma-4-31B-it": (
         *("turns", "system", "empty answer", "call", "call, null", "call, text", "call, reasoning", "calls"),
-        "calls, other order",
+        *("calls, other order", "two answers", "names"),
     ),
 }
 """Conversations of which the renderer writes another text than the template."""
