@@ -548,6 +548,25 @@ def test_whole_conversations_lose_nothing(templates: Path) -> None:
         assert sample.facts.lost == (part,)
 
 
+@pytest.mark.parametrize(
+    ("name", "shape", "n_stops"),
+    [
+        ("qwen3", "turns", 3),
+        ("qwen3", "call, reasoning", 2),
+        ("chatml", "empty answer", 2),
+        ("GLM-4.6", "turns", 2),  # nobody speaks after the last answer
+        ("GLM-4.6", "call", 1),
+        ("openai-gpt-oss-120b", "turns", 1),  # earlier turns end with another token than inference stops at
+    ],
+)
+def test_whole_conversations_count_stops(name: str, shape: str, n_stops: int, templates: Path) -> None:
+    template, tokenizer = published(name, templates)
+    [sample] = encoded(template, tokenizer, SHAPES[shape], train_on="all", accepted=["reasoning"])
+    n_turns = sum(message["role"] == "assistant" for message in SHAPES[shape])
+    assert (sample.facts.n_turns, sample.facts.n_stops) == (n_turns, n_stops)
+    assert sample.facts.n_only_stops == (shape == "empty answer")
+
+
 def test_judged_answers_lose_nothing(templates: Path) -> None:
     template, tokenizer = published("chatml", templates)
     encoder = ChatEncoder(tokenizer, template, "assistant")

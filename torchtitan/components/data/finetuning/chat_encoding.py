@@ -18,7 +18,7 @@ from torchtitan.components.data.finetuning.conversation import (
     Sample,
     Text,
 )
-from torchtitan.components.data.finetuning.losses import Part
+from torchtitan.components.data.finetuning.losses import Part, parts_of
 from torchtitan.components.data.finetuning.renderings import Turn
 from torchtitan.components.data.finetuning.turns import TurnFinder
 from torchtitan.components.tokenizer import Offsets, Tokenizer
@@ -72,9 +72,15 @@ class Facts(NamedTuple):
             tuple(dict.fromkeys(part for turn in turns for part in (*turn.lost, *turn.unseen))),
         )
 
-    def with_lost(self, parts: Sequence[str]) -> "Facts":
-        """Return the facts with more parts that the template leaves out."""
-        return self._replace(lost=tuple(dict.fromkeys([*self.lost, *parts])))
+    def with_more(self, other: "Facts") -> "Facts":
+        """Return the facts of both."""
+        return Facts(
+            self.n_turns + other.n_turns,
+            self.n_stops + other.n_stops,
+            self.n_only_stops + other.n_only_stops,
+            tuple(dict.fromkeys([*self.options, *other.options])),
+            tuple(dict.fromkeys([*self.lost, *other.lost])),
+        )
 
 
 class EncodedSample(NamedTuple):
@@ -215,7 +221,7 @@ class ChatEncoder:
         trained = np.zeros(len(ids), bool)
         tokens = _Tokens(text, ids, offsets, self._special_ids)
         trained[tokens.touched(start, len(text))] = True
-        return EncodedSample(np.array(ids, np.int64), trained, facts=Facts().with_lost(lost))
+        return EncodedSample(np.array(ids, np.int64), trained, facts=Facts(lost=tuple(lost)))
 
     def _required_finder(self) -> TurnFinder:
         if self._finder is None:
@@ -275,7 +281,7 @@ class ChatEncoder:
             return apart
         for first, last, flag in plan.spans:
             trained[tokens.touched(first, last)] = flag
-        facts = Facts.of(shared).with_lost(plan.lost)
+        facts = Facts.of(shared).with_more(plan.more)
         whole = EncodedSample(np.array(ids, np.int64), self._without_bos(ids, trained), facts=facts)
         return [*apart, whole]
 
@@ -346,8 +352,8 @@ class _Plan(NamedTuple):
     """Trained turns, from the last to the first; the text of each is a prefix of the text."""
     spans: list[tuple[int, int, bool]] = []
     """Other spans, in characters, with whether they are trained."""
-    lost: Sequence[Part] = ()
-    """Parts of trained messages that the text lacks, besides those of the turns."""
+    more: Facts = Facts()
+    """What the text teaches besides the turns."""
 
 
 def _plans(finder: TurnFinder, conversation: Conversation, train_on: TrainOn, thinks: bool | None) -> list[_Plan]:
@@ -384,7 +390,13 @@ def _whole(finder: TurnFinder, conversation: Conversation, wanted: Sequence[bool
     answers = [number for number, role in enumerate(roles) if role == "assistant" and wanted[number]]
     lost = finder.losses(conversation, answers, text)
     untrained = [(*finder.span(conversation, n, text), False) for n, is_wanted in enumerate(wanted) if not is_wanted]
-    return _Plan(text, [], [(0, len(text), True), *untrained], lost)
+    facts = Facts(
+        n_turns=len(answers),
+        n_stops=finder.count_stops(conversation, answers),
+        n_only_stops=sum(not parts_of(conversation.messages[number]) for number in answers),
+        lost=tuple(dict.fromkeys(lost)),
+    )
+    return _Plan(text, [], [(0, len(text), True), *untrained], facts)
 
 
 def _with_others(

@@ -1,5 +1,6 @@
 """The renderings of one conversation in each form, and the assistant's turns in them."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -179,7 +180,7 @@ class Renderings:
                 return Attempt(None, self._mismatch(number, form, prompt), 1)
         except UserError as error:
             return Attempt(None, _without_prompt(error) if number == 0 else str(error))
-        message, kind = self.messages[number], self._kind(number)
+        message, kind = self.messages[number], self.kind(number)
         stop = self._stops.of(kind, dict(form.options))
         if kind == "call" and stop and stop.lead is not None:
             # Some templates end several calls like answers, but not a single one.
@@ -199,7 +200,20 @@ class Renderings:
         is_only_a_stop = not {*parts_of(message)} - {*lost}
         return Attempt(Turn(prompt, finished, end, form, lost, unseen, marks, is_only_a_stop))
 
-    def _kind(self, number: int) -> Kind:
+    def texts_after(self, form: Form) -> list[str]:
+        """Return what the template writes between each message and the next one, for messages with markers in place of
+        their texts."""
+        marked = Renderings(self._tried, Conversation([], self.tools, options=self.options), self.thinks)
+        marked.messages = [_numbered(message, number) for number, message in enumerate(self.messages)]
+        text = marked.text(len(marked.messages), form)
+        ends, end = [], 0
+        for number in range(len(marked.messages)):
+            end = max([end, *(found.end() for found in _numbered_marker(number).finditer(text))])
+            ends.append(end)
+        begins = [_numbered_marker(number + 1).search(text, end) for number, end in enumerate(ends)]
+        return [text[end : begin.start() if begin else None] for end, begin in zip(ends, begins, strict=True)]
+
+    def kind(self, number: int) -> Kind:
         return "call" if self.messages[number].get("tool_calls") else "answer"
 
     def _writes(self, number: int, form: Form) -> str:
@@ -277,7 +291,7 @@ class Renderings:
 
     def _followed(self, number: int, form: Form) -> str | None:
         """Return the text of the conversation up to message `number`, up to its stop, if another message follows."""
-        stop = self._stops.of(self._kind(number), dict(form.options))
+        stop = self._stops.of(self.kind(number), dict(form.options))
         if stop is None or stop.lead is not None or not stop.text:
             return None
         text = self._replaced(number, self.messages[number], form).partition(FOLLOWING)[0]
@@ -443,8 +457,28 @@ def _marked(message: Message) -> Message:
     return marked
 
 
-def _marked_call(call: Mapping[str, Any], number: int) -> dict[str, Any]:
+def _numbered(message: Message, number: int) -> Message:
+    """Return a message with markers of its number in place of its texts."""
+    marker = f"{MARK}{number}x"
+    calls = message.get("tool_calls")
+    marked = {**message}
+    if message.get("content") or not calls:
+        marked["content"] = marker
+    if message.get(REASONING):
+        marked[REASONING] = marker
+    if WRITTEN in message:
+        marked[WRITTEN] = str(message[WRITTEN]).replace(str(message.get(REASONING)), marker, 1)
+    if calls:
+        marked["tool_calls"] = [_marked_call(call, number, MARK) for call in calls]
+    return marked
+
+
+def _numbered_marker(number: int) -> re.Pattern[str]:
+    return re.compile(rf"{MARK}{number}x(\d+x)?")
+
+
+def _marked_call(call: Mapping[str, Any], number: int, marker: str = _VALUE_MARK) -> dict[str, Any]:
     function = call["function"]
     names = function.get("arguments") or {}
-    arguments = {name: f"{_VALUE_MARK}{number}x{i}x" for i, name in enumerate(names)}
+    arguments = {name: f"{marker}{number}x{i}x" for i, name in enumerate(names)}
     return {**call, "function": {**function, "arguments": arguments}}

@@ -149,6 +149,16 @@ class TurnFinder:
             found += lost
         return found
 
+    def count_stops(self, conversation: Conversation, numbers: Sequence[int]) -> int:
+        """Return after how many of the assistant's messages with these numbers their stop follows, before the next
+        message, in the whole conversation."""
+        row = Renderings(self._tried, conversation)
+        form = self._form_of(row)
+        texts = row.texts_after(form)
+        stops = [self.stops.of(row.kind(number), dict(form.options)) for number in numbers]
+        pairs = zip(numbers, stops, strict=True)
+        return sum(1 for number, stop in pairs if stop and stop.text and stop.text in texts[number])
+
     def _refuse_loss(self, lost: Sequence[Part], number: int) -> None:
         if refused := [part for part in lost if part not in self._accepted]:
             raise LossySample(
