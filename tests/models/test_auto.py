@@ -352,7 +352,7 @@ class TestAuto:
         [
             ({"torch_dtype": "float32"}, "float32", ""),
             ({"dtype": "bfloat16", "torch_dtype": None}, "bfloat16", ""),
-            ({"torch_dtype": "float16"}, "bfloat16", "torch_dtype is float16, in which we do not compute"),
+            ({"torch_dtype": "float16"}, "bfloat16", "torch_dtype is float16, which is not supported"),
             ({"torch_dtype": None}, "bfloat16", "no dtype: --training.mixed_precision_param is bfloat16"),
         ],
     )

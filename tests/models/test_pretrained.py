@@ -408,9 +408,9 @@ class TestModelJson:
     @pytest.mark.parametrize(
         ("changes", "message"),
         [
-            ({"module": "json"}, "'json', which is no family of models"),
+            ({"module": "json"}, "'json', which is not a model family"),
             ({"module": 5}, "module must be the import path of a model family, not 5"),
-            ({"module": ""}, "'', which is no name of a package"),
+            ({"module": ""}, "'', which is not a package name"),
             ({"module": ".llama3"}, "'.llama3', which is no name"),
             ({"flavor": None}, "flavor must be a string, not None"),
             ({"config": [3]}, r"config must be an object, not \[3\]"),

@@ -75,7 +75,7 @@ def named_family(name: str, checkpoint: Path, given: ModuleType | None = None) -
     built in, installed or imported."""
     said = f"{checkpoint} holds a model of the package '{name}'"
     if not all(part.isidentifier() for part in name.split(".")):
-        raise UserError(f"{said}, which is no name of a package")
+        raise UserError(f"{said}, which is not a package name")
     with errors_of(said):
         family = trusted_module(name)
     if family is None:
@@ -86,7 +86,7 @@ def named_family(name: str, checkpoint: Path, given: ModuleType | None = None) -
         )
     flavors = getattr(family, "FLAVORS", None)
     if not (flavors and isinstance(flavors, dict) and hasattr(family, "model_spec")):
-        raise UserError(f"{said}, which is no family of models")
+        raise UserError(f"{said}, which is not a model family")
     return family
 
 

@@ -43,8 +43,9 @@ class LoadedModel:
 
 
 def checkpoint_format(path: str | Path, family: ModuleType | None = None) -> Format:
-    """Return the format of the checkpoint in the folder `path`. Raise `UserError` if there is none, or if
-    config.json describes an unsupported model, even before its weights are downloaded. `family` is as in `spec_of`."""
+    """Return the format of the checkpoint in the folder `path`. Raise `UserError` if the folder has
+    no checkpoint, or config.json describes an unsupported model, even before its weights are
+    downloaded. `family`: as in `spec_of`."""
     try:
         return format_of(path)
     except UserError:
@@ -54,8 +55,9 @@ def checkpoint_format(path: str | Path, family: ModuleType | None = None) -> For
 
 
 def spec_of(path: str | Path, family: ModuleType | None = None) -> ModelSpec:
-    """Return the specification of the model in a checkpoint of any format, preferring `family`, a package, to built-in
-    and installed families. Raise `UserError` if there is no checkpoint, or no family supports its model."""
+    """Return the specification of the model in a checkpoint of any format, preferring `family`, a
+    package, to built-in and installed families. Raise `UserError` if the folder has no checkpoint,
+    or no family supports its model."""
     folder = Path(path)
     found = checkpoint_format(folder, family)
     if found == "hf":
@@ -70,8 +72,8 @@ def spec_of(path: str | Path, family: ModuleType | None = None) -> ModelSpec:
     classes = {type(config)._owner.__name__: type(config) for config in package.FLAVORS.values()}
     if document["model"] not in classes:
         raise UserError(
-            f"{folder / DESCRIPTION}: '{document['model']}' is no model of {package.__name__} (there are: "
-            f"{', '.join(classes)})"
+            f"{folder / DESCRIPTION}: '{document['model']}' is not a model of {package.__name__}, which has "
+            f"{', '.join(classes)}"
         )
     with errors_of(str(folder / DESCRIPTION)):
         model = classes[document["model"]].from_dict(document["config"])
@@ -82,9 +84,10 @@ def spec_of(path: str | Path, family: ModuleType | None = None) -> ModelSpec:
 def internal_source(
     path: str | Path, *, base: Path | None = None, family: ModuleType | None = None
 ) -> tuple[ModelSpec, TensorSource]:
-    """Return the model of a checkpoint in any format (`family`: as in `spec_of`), and its weights under our names and
-    in our layout; if it has only trained ones, `base` is the folder of the others, by default the original one. Raise
-    `UserError` like `spec_of`, and if the tensors do not fit the model, or are incomplete."""
+    """Return the model of a checkpoint in any format (`family`: as in `spec_of`), and its weights
+    with our names and layout. If it has only trained weights, `base` is the folder of the others,
+    by default the original one. Raise `UserError` like `spec_of`, and if tensors do not fit the
+    model, or are missing."""
     spec = spec_of(path, family)
     return spec, pretrained.internal_source(path, spec, base=base)
 

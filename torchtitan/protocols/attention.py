@@ -16,7 +16,7 @@ Kernel = Literal["causal", "documents", "dense", "varlen", "flex"]
 
 @dataclass(frozen=True, eq=False)
 class Documents:
-    """The documents of a batch, as statistics over tokens need them."""
+    """The documents of a batch, for statistics over tokens."""
 
     of_token_BL: Tensor
     """Number of each token's document, from 0; `count` for padding."""
@@ -87,7 +87,7 @@ class AttentionMetadata:
     @classmethod
     def from_positions(cls, positions_BL: Tensor, n_tokens_B: Tensor | None = None) -> "AttentionMetadata":
         """Describe packed documents by the positions of their tokens, which are on the host and 0 at each start. The
-        padding behind the first `n_tokens_B` tokens of a row has positions like a document."""
+        padding after the first `n_tokens_B` tokens of a row has positions like a document."""
         assert positions_BL.device.type == "cpu", "reading positions from a device would wait for it"
         starts_BL = positions_BL == 0
         starts_BL[:, 0] = True
@@ -98,7 +98,8 @@ class AttentionMetadata:
 
     @classmethod
     def of_rows(cls, n_rows: int, length: int, n_tokens_B: Tensor | None = None) -> "AttentionMetadata":
-        """Describe rows of `length` tokens that are one document each, with padding behind their first `n_tokens_B`."""
+        """Describe rows of `length` tokens, one document each, with padding after their first
+        `n_tokens_B` tokens."""
         boundaries = torch.arange(0, (n_rows + 1) * length, length, dtype=torch.int32, device="cpu")
         return cls(cu_seqlens=boundaries, max_seqlen=length, n_tokens_B=n_tokens_B)
 

@@ -24,7 +24,7 @@ def convert_model(
     model: nn.Module, converters: Sequence[ModelConverter], *, frozen_dtype: torch.dtype | None = None
 ) -> None:
     """Apply `converters` in order to a model on the meta device, in place. Raise `UserError` if a converter finds
-    nothing to convert, or nothing is left to train.
+    nothing to convert, or all parameters are frozen.
 
     Args:
         frozen_dtype: type of the frozen weights of linear layers and experts if a converter `freezes`; None: unchanged.

@@ -26,8 +26,9 @@ class StackedExperts(nn.Module):
     """Parameters (experts, …, outputs, inputs) that `product` multiplies with rows."""
 
     hidden_dims: Mapping[str, int | None] = {}
-    """Parameter → its dimension over the experts' width, which expert tensor parallelism splits; None: ranks have it
-    whole. Of others, each rank adds its share to the sum of results: they are biases of results."""
+    """Parameter → its dimension over the experts' width, which expert tensor parallelism splits;
+    None: every rank has the whole parameter. Parameters not listed are biases of results: each rank
+    adds its share to the sum."""
 
     exchange: Exchange | None = None
     """Set by expert parallelism. None: this rank has all experts."""
@@ -103,8 +104,8 @@ class LoadBalanced(nn.Module):
         the summed entropy of these tokens' probabilities in 2⁻²⁰ nats: (E + 1), int64. None before the first step.
         Padding does not count."""
         self.gradient_scale: Tensor | None = None
-        """Factor of the auxiliary losses' gradients, a float32 scalar: losses are sums over tokens, of which the loop
-        takes the mean over the tokens of the global batch, without padding."""
+        """Factor of the auxiliary losses' gradients, a float32 scalar: losses are sums over tokens,
+        and the loop divides them by the tokens of the global batch, without padding."""
         self.batch_counts_E: Tensor | None = None
         """Tokens of the global batch that each expert gets with the current weights, for the batch loss."""
         self.is_measuring = False

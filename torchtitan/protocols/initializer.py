@@ -111,7 +111,8 @@ def initializers_of(module: nn.Module) -> dict[str, Initializer]:
 
 
 def initializer_of(module: nn.Module, parameter: str) -> Initializer:
-    """Return the initial distribution of `module`'s own parameter. Raise `LookupError` if there is none."""
+    """Return the initial distribution of `module`'s own parameter. Raise `LookupError` if it has
+    none attached."""
     initializers = initializers_of(module)
     if parameter not in initializers:
         raise LookupError(

@@ -35,7 +35,7 @@ class BaseModel(nn.Module, Configurable):
         """Context of the published model in tokens; a longer training.seq_len only warns."""
 
         scores: bool = False
-        """Compute one score per token, a reward, in place of logits (`--module reward`)."""
+        """Compute one score per token, a reward, instead of logits (`--module reward`)."""
 
         @property
         def tensor_parallel_sizes(self) -> dict[str, int]:
@@ -84,7 +84,7 @@ class BaseModel(nn.Module, Configurable):
 
     def values_of(self, names: Sequence[str], seed: int) -> Iterator[tuple[str, Tensor]]:
         """Yield the initial values of whole parameters and buffers without initializers (`protocols.initializer`), by
-        name, in CPU memory. Raise `LookupError` if there are none."""
+        name, in CPU memory. Raise `LookupError` for names without values."""
         raise LookupError(
             f"{', '.join(names)} of {type(self).__name__} have no initializer; attach one with "
             "torchtitan.protocols.initializer.with_initializers"
@@ -95,13 +95,14 @@ class BaseModel(nn.Module, Configurable):
         return sum(parameter.numel() for parameter in self.parameters())
 
     def cache_boundaries(self) -> frozenset[int]:
-        """Return the lengths of a text beyond which the keys of all its tokens change, so that a key/value cache is
-        computed again."""
+        """Return the text lengths beyond which the keys of all tokens change, so that a key/value
+        cache must be recomputed."""
         return frozenset()
 
     def generation_cache(self, make_default: Callable[[], Any]) -> Any:
-        """Return a cache for generation with the interface of `components.generation.KVCache`, which `make_default`
-        makes: it keeps what attention modules get. None: the model cannot continue a text without its beginning."""
+        """Return a cache for generation with the interface of `components.generation.KVCache`,
+        which `make_default` makes: it keeps the keys and values of attention modules. None: the
+        model cannot continue a text without its beginning."""
         return make_default()
 
     def flops_per_token(self, seq_len: int) -> float:
@@ -125,19 +126,19 @@ class SmallModel(BaseModel):
 class ConvertedModule(nn.Module):
     """Replacement of a plain module, with its weights in another form or with additional weights.
 
-    A mixin before the plain module's class. Checkpoints of the plain model can be loaded, and the plain model can be
-    restored. Each own parameter is either one of the plain module's, under the same name; derived from one
-    (`derived`); or additional (`added`).
+    A mixin before the plain module's class. Checkpoints of the plain model can be loaded, and the
+    plain model can be restored. Each parameter is one of the plain module's, with the same name; or
+    derived from one (`derived`); or additional (`added`).
     """
 
     @property
     def derived(self) -> Mapping[str, DerivedRows]:
-        """Name of an own parameter → its derivation from one of the plain module's."""
+        """Name of a parameter → its derivation from one of the plain module's."""
         return {}
 
     @property
     def added(self) -> Collection[str]:
-        """Names of the own parameters with separate initial values."""
+        """Names of the additional parameters, which have separate initial values."""
         return ()
 
     @abstractmethod

@@ -15,8 +15,8 @@ passes `transform`, a `LogitTransform`; one that computes its logits itself pass
 
 @dataclass(frozen=True)
 class LogitTransform:
-    """Change of logits x before the softmax: `c tanh(m x / c)`, with multiplier m (Cohere, Granite) and soft cap c
-    (Gemma 2, arXiv:2408.00118), or `m x` without a soft cap."""
+    """Transform of logits x before the softmax: `c tanh(m x / c)`, with multiplier m (Cohere,
+    Granite) and soft cap c (Gemma 2, arXiv:2408.00118), or `m x` without a soft cap."""
 
     multiplier: float = 1.0
     softcap: float | None = None

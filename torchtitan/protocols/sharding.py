@@ -1,4 +1,4 @@
-"""`ShardingPlan`: how the modules of a family are split over ranks. `torchtitan.distributed` applies it."""
+"""`ShardingPlan` splits a family's modules over ranks. `torchtitan.distributed` applies it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ TensorSharding = str
 
 - `vocabulary`: an embedding, split by rows (tokens). Takes all tokens, returns its part of the sequence.
 - `sequence`: works on each token separately, with the same weights on every rank, on its part of the sequence.
-- `final norm`: as `sequence`; returns a DTensor, from which the head computes logits or the loss.
+- `final norm`: as `sequence`; returns a DTensor for the head, which computes logits or the loss.
 - `local tokens`: as `sequence`, with all its submodules, which get plain tensors.
 - `heads`: works on each head separately, with the same weights on every rank, on its heads of the whole sequence, in
   dimension 2 of (B, L, heads, head_dim).
@@ -21,8 +21,9 @@ TensorSharding = str
 - `all heads`: works on the features of all heads together, with the same weights on every rank. Takes and returns a
   rank's part of the features, and gathers them.
 - `whole sequence`: has no split weights of its own; its first input is gathered from the ranks' parts.
-- `columns`: a linear layer, split by outputs. Takes the whole sequence, returns its part of the features, or of an
-  output head's vocabulary, from which the loss is computed.
+- `columns`: a linear layer, split by outputs. Takes the whole sequence, returns its part of the
+  features. In an output head, these are its part of the vocabulary, and the loss is computed from
+  them.
 - `parts to columns`: as `columns`; takes its part of the sequence.
 - `parts to shared`: has no weights; gathers the whole sequence, which each rank uses for its own heads.
 - `shared to columns`: as `columns`, for a result of `parts to shared`.

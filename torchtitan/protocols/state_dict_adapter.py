@@ -174,13 +174,14 @@ class StateDictAdapter:
 
     Args:
         rows: mappings that cover every tensor of the model once.
-        only: the model's tensors; steps for others are left out. None: the rows have no others.
+        only: the model's tensors; rows for other tensors are skipped. None: the rows have only the
+            model's tensors.
         ignored: optional external tensors without information, such as RoPE frequencies; `*` as in rows.
         tied: optional external tensor → the tensor that it must equal; the code that reads it calls `check_tied`.
     """
 
     lost_in_peft: Collection[str] = ()
-    """External tensors, of a class in transformers, whose adapters peft does not find again."""
+    """External tensors, of a class in transformers, whose adapters peft does not find."""
 
     def __init__(
         self,
@@ -246,7 +247,8 @@ class Match(NamedTuple):
 
 
 def check_tied(name: str, tensor: Tensor, tied_to: str, original: Tensor) -> None:
-    """Raise `UserError` unless a checkpoint's tensor equals the tensor that the model uses in its place."""
+    """Raise `UserError` unless a checkpoint's tensor equals the tensor that the model uses
+    instead."""
     if tensor.shape != original.shape or not torch.equal(tensor, original):
         raise UserError(
             f"the checkpoint's {name} differs from {tied_to}, but the model ties these weights; to untie them, set "
@@ -271,7 +273,8 @@ class ExternalFormat:
     """Value of `model_type` in config.json that belongs to this family → its class in transformers."""
 
     other_adapter: Callable[[Any], StateDictAdapter | None] = lambda config: None
-    """As `adapter`, for another layout of the same tensors, which is only read; None: there is none."""
+    """As `adapter`, for another layout of the same tensors, which is only read; None: no other
+    layout."""
 
     name_of: Callable[[str], str | None] = lambda name: name
     """Name of a tensor in a checkpoint → its name in the table, as written; None if the model has no such part."""
@@ -282,8 +285,8 @@ class ExternalFormat:
 
 
 def adapter_for(format: ExternalFormat, config: Any, names: Container[str]) -> StateDictAdapter:
-    """Return the table that fits a checkpoint with these `names`: that of the other layout if it has a name that only
-    the other layout has."""
+    """Return the table for a checkpoint with these `names`: the other layout's table if a name
+    occurs only there."""
     adapter, other = format.adapter(config), format.other_adapter(config)
     if other and any(name in names for name in set(other.external_names).difference(adapter.external_names)):
         return other

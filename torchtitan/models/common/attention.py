@@ -29,12 +29,13 @@ def choose_kernel(
     static: bool,
     capped: bool = False,
 ) -> Kernel:
-    """Return the fastest computation of attention that supports a batch.
+    """Return the fastest attention kernel that supports a batch.
 
     Args:
         dtype: type of queries, keys and values.
         capped: scores have a soft cap, or sinks.
-        static: compiled code calls the kernel. It specializes on shapes, so they must not depend on the documents.
+        static: compiled code calls the kernel and specializes on shapes, so they must not depend
+            on the documents.
     """
     is_cuda = device.type == "cuda" and head_dim >= 16  # the least width of FlexAttention
     if attention.kernel is not None:
@@ -46,19 +47,19 @@ def choose_kernel(
     if one_per_row and not is_cut and not (capped and is_cuda):
         return "causal"
     if not is_cuda:
-        # Without a mask, scores between documents are not computed. PyTorch has no other such kernel here.
+        # Skips scores between documents, since it needs no mask. No other PyTorch kernel does here.
         if static:
             return "dense"
         return "causal" if one_per_row else "documents"
-    # FlashAttention 2, on which `varlen_attn` is based, supports these.
+    # `varlen_attn` uses FlashAttention 2, which supports these.
     is_supported = dtype in (torch.bfloat16, torch.float16) and head_dim % 8 == 0 and head_dim <= 256 and not capped
     is_new = torch.cuda.get_device_capability(device) >= (8, 0)
     return "varlen" if is_supported and is_new and not static else "flex"
 
 
 def with_kernel(attention: AttentionMetadata, **properties: Any) -> AttentionMetadata:
-    """Add the kernel that `choose_kernel` returns for these `properties`, and its input. This is done once per batch
-    and window, not in each layer, and outside of compiled and checkpointed code."""
+    """Add the kernel that `choose_kernel` returns for these `properties`, and its input. Runs once
+    per batch and window, not in each layer, outside compiled and checkpointed code."""
     kernel, device = choose_kernel(attention, **properties), properties["device"]
     mask: Any = None
     if kernel == "varlen":
@@ -73,8 +74,9 @@ def with_kernel(attention: AttentionMetadata, **properties: Any) -> AttentionMet
 
 
 def _seen_ranges(attention: AttentionMetadata, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the first place that each token sees, (B or 1, L), the tokens' own places, (L,), and the places of all
-    keys, (S,). Documents are contiguous, so a token sees the places from the first to its own."""
+    """Return the first place that each token sees, (B or 1, L), the place of each token, (L,), and
+    the places of all keys, (S,). Documents are contiguous, so a token sees every place from the
+    first one to its own."""
     positions_BL = attention.positions_BL
     queries_L = attention.query_places_L
     keys_S = attention.key_places_S
@@ -96,7 +98,8 @@ def _block_mask(starts_BL: Tensor, queries_L: Tensor, keys_S: Tensor) -> Any:
 
 
 class Attention(nn.Module):
-    """Scaled dot-product attention. It has no weights, and is a module so that hooks can be attached.
+    """Scaled dot-product attention. It has no weights; it is a module so that hooks can attach to
+    it.
 
     Args:
         scale: factor of scores; None: 1 / sqrt(head_dim).
@@ -142,7 +145,8 @@ class Attention(nn.Module):
 
 
 class GivingAttention(Attention):
-    """Attention that returns its keys and values too: from all ranks, and cached ones."""
+    """Attention that also returns its keys and values, including those of other ranks and the
+    cache."""
 
     def forward(self, q_BLHD: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, attention: AttentionMetadata) -> Any:
         return super().forward(q_BLHD, k_BLKD, v_BLKD, attention), k_BLKD, v_BLKD
@@ -178,8 +182,8 @@ def _attend(q_BHLD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *, scale: float | No
 def _capped_attention(
     q_BHLD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *, softcap: float, scale: float | None, **options: Any
 ) -> Tensor:
-    """Attend with soft-capped scores, all of which are in memory: PyTorch's kernels have no cap, and FlexAttention no
-    backward pass on CPUs."""
+    """Attend with soft-capped scores, all in memory: PyTorch's kernels have no cap, and
+    FlexAttention has no backward pass on CPUs."""
     n_kv_heads, head_dim = k_BKSD.shape[1], q_BHLD.shape[-1]
     q_BKGLD = q_BHLD.unflatten(1, (n_kv_heads, -1))
     scores = (q_BKGLD @ k_BKSD[:, :, None].mT) * (head_dim**-0.5 if scale is None else scale)
@@ -196,14 +200,15 @@ def _capped_attention(
 def _attend_with_sinks(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, attn_mask: Tensor | None = None, **options: Any
 ) -> Tensor:
-    """Attend to a further key, in front and without a value, whose score is the last element of the query."""
+    """Attend to one more key, first and without a value, whose score is the query's last
+    element."""
     scale = k.shape[-1] ** -0.5 if scale is None else scale
     k, v = (F.pad(x, (0, 1, 1, 0)) for x in (k, v))
     k[:, :, 0, -1] = 1 / scale
     if attn_mask is not None:
         mask = F.pad(attn_mask, (1, 0), value=True)
         return F.scaled_dot_product_attention(q, k, v, mask, scale=scale, **options)[..., :-1]
-    # With a further query in front too, the others see the keys that they should.
+    # Prepending a query as well keeps the other queries aligned with the keys that they see.
     return F.scaled_dot_product_attention(F.pad(q, (0, 0, 1, 0)), k, v, scale=scale, **options)[:, :, 1:, :-1]
 
 
@@ -216,8 +221,8 @@ def _soft_cap(softcap: float) -> Callable[..., Tensor]:
 
 
 def _attend_causally(products: Products, q_BHLD: Tensor, k_BKLD: Tensor, v_BKLD: Tensor, window: int | None) -> Tensor:
-    """Attend within rows that are one document each. With a window of W tokens, each block of W queries takes the 2 W -
-    1 keys that it sees, so that the costs are proportional to L W, not to L squared."""
+    """Attend within rows of one document each. With a window of W tokens, each block of W queries
+    takes the 2 W - 1 keys that it sees, so that the cost grows with L W, not with L squared."""
     length = q_BHLD.shape[2]
     if window is None or window >= length:
         return products(q_BHLD, k_BKLD, v_BKLD, is_causal=True)
@@ -269,8 +274,8 @@ def _compiled(name: str) -> Any:
 
 
 class Sinks(nn.Module):
-    """A learned score per head for no token, which takes part in the softmax (gpt-oss), as a further element of the
-    head's queries."""
+    """A learned score per head that takes part in the softmax without a token (gpt-oss), stored as
+    one more element of the head's queries."""
 
     def __init__(self, n_heads: int):
         super().__init__()
@@ -288,9 +293,9 @@ class GroupedQueryAttention(nn.Module):
 
     Args:
         biases: the projections with a bias, some of "qkvo".
-        qk_norm: makes the norms of queries and keys before RoPE; None: there are none.
-        qk_norm_over: width that these norms cover: each head's, or all heads' together.
-        v_norm: makes the norm of each head's values; None: there is none.
+        qk_norm: makes the norms of queries and keys before RoPE; None: no norms.
+        qk_norm_over: width that these norms cover: one head, or all heads together.
+        v_norm: makes the norm of each head's values; None: no norm.
         keys_as_values: the values are the keys before norm and RoPE; `wv` is None.
         gives_keys: return keys and values too, for `SharedKeyAttention`.
         gated: multiply the result by the sigmoid of gates, which follow the queries of each head in `wq`.
@@ -368,7 +373,7 @@ class SharedKeyAttention(GroupedQueryAttention):
 
     def __init__(self, **options: Any):
         super().__init__(**{**options, "gives_keys": False})
-        # Not `attend`, whose keys each rank gathers and a cache stores: the earlier layer has done both.
+        # Not `attend`, which gathers keys and caches them: the earlier layer has done both.
         self.scores = self.attend
         for name in ("attend", "wk", "wv", "k_norm", "v_norm"):
             setattr(self, name, None)

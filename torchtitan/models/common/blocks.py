@@ -1,6 +1,7 @@
-"""Blocks: attention and a feed-forward network around the residual stream, which differ in where the norms are.
+"""Blocks of attention and a feed-forward network around the residual stream, with norms in
+different places.
 
-A block's modules have the same names in all of them; a module that a block lacks is None.
+All blocks name their modules alike; a module that a block lacks is None.
 """
 
 from typing import Any
@@ -64,7 +65,8 @@ class PreNormBlock(nn.Module):
         return out_BLD if self.ffn_post_norm is None else self.ffn_post_norm(out_BLD)
 
     def _mix(self, x_BLD: Tensor, attention: AttentionMetadata) -> Any:
-        """Return the result of the feed-forward network, or of experts, whose statistics leave out padding."""
+        """Return the result of the feed-forward network or of experts; their statistics skip
+        padding."""
         return self.feed_forward(x_BLD) if self.moe is None else self.moe(x_BLD, attention.documents)
 
     def _add(self, x_BLD: Tensor, out_BLD: Tensor) -> Tensor:
@@ -88,7 +90,7 @@ class MultiTokenBlock(PreNormBlock):
 
 
 class PostNormBlock(PreNormBlock):
-    """Each part takes the residual stream as it is; its normalized result is added (OLMo 2)."""
+    """Each part takes the residual stream unchanged; its normalized result is added (OLMo 2)."""
 
     norms_before, norms_after = False, True
 
@@ -100,7 +102,7 @@ class SandwichBlock(PreNormBlock):
 
 
 class ScaledSandwichBlock(SandwichBlock):
-    """A `SandwichBlock` whose result has a constant factor, which is saved with the weights (Gemma 4)."""
+    """A `SandwichBlock` whose result is scaled by a constant saved with the weights (Gemma 4)."""
 
     def __init__(self, *parts: nn.Module, **options: Any):
         super().__init__(*parts, **options)
@@ -117,7 +119,7 @@ class _Lookup(nn.Embedding):
 
 
 class PerLayerEmbeddings(nn.Module):
-    """An input of each of N layers for each token, of P elements: the sum of an embedding of the token and a projection
+    """Inputs of P elements per token for each of N layers: the token's embedding plus a projection
     of its hidden state before the first layer (Gemma 3n, 4)."""
 
     def __init__(self, n_layers: int, width: int, first: Any, norm: NormFactory):
@@ -137,7 +139,8 @@ class PerLayerEmbeddings(nn.Module):
 
 
 class PerLayerBlock(ScaledSandwichBlock):
-    """A third part multiplies a narrow projection of the stream by the layer's input from `PerLayerEmbeddings`."""
+    """Adds a third part: a narrow projection of the stream times the layer's
+    `PerLayerEmbeddings`."""
 
     def __init__(self, *parts: nn.Module, dim: int, norm: NormFactory, input_dim: int):
         super().__init__(*parts, dim=dim, norm=norm)
@@ -145,7 +148,8 @@ class PerLayerBlock(ScaledSandwichBlock):
         self.own = nn.ModuleDict({"gate": gate, "out": out, "norm": norm(dim)})
 
     def forward(self, x_BLD: Tensor, rope: Rope, attention: AttentionMetadata, *inputs: Tensor) -> Any:
-        """(B, L, dim) → the same, and what else attention returns; `inputs`: (B, L, P), and further ones for it."""
+        """(B, L, dim) → the same, and attention's other results; `inputs`: (B, L, P), and those of
+        attention."""
         assert self.attention_norm and self.attention_post_norm
         attended = self.attention(self.attention_norm(x_BLD), rope, attention, *inputs[1:])
         out_BLD, *given = attended if isinstance(attended, tuple) else (attended,)

@@ -18,8 +18,9 @@ _FURTHEST = 1e18
 
 @dataclass(frozen=True)
 class ConfigReader:
-    """Keys of a model description. Access raises `UserError`, with file, key and value, for a wrong type or an absent
-    key without a default. A null does not count as absent; use `has` if null has a meaning."""
+    """Keys of a model description. Reading a key raises `UserError` with file, key and value if its
+    type is wrong, or if it is absent and has no default. Null is not absent; use `has` if null has
+    a meaning."""
 
     file: str
 

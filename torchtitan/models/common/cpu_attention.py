@@ -1,4 +1,5 @@
-"""Causal attention in bfloat16 on CPUs of batched products, which PyTorch's kernel does not use.
+"""Causal bfloat16 attention for CPUs, from batched matrix products, which PyTorch's kernel does not
+use.
 
 The scores of a query are computed twice: for their maximum, and minus it. With S the scaled scores, l their
 log-sum-exp, P = exp(S - l), O = P V and G the gradient of O, the gradients are V: P^T G, and S: P * (G V^T - d) with d
@@ -15,7 +16,7 @@ from torch import Tensor
 from torchtitan.tools.device import multiplies
 
 _QUERIES = 128
-"""Queries at a time. Their probabilities for all keys stay in the cache."""
+"""Queries per chunk, few enough that their probabilities for all keys stay in the cache."""
 
 
 def supports(q_BHLD: Tensor) -> bool:

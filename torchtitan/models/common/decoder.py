@@ -64,12 +64,14 @@ DENSE_SHARDING = ShardingPlan(
     },
     attention="layers.*.attention.attend",
 )
-"""Plan for every decoder of the parts in `models/common`. Parts that a model leaves out are None in the model."""
+"""Plan for every decoder built from `models/common`. A part that a model lacks is None in the
+model."""
 
 
 class Decoder(BaseModel):
-    """Token embedding → blocks → head. As it is, this is Llama; a family overrides the methods whose results differ. A
-    pipeline stage lacks parts: all but the first take hidden states, and without `head`, it returns them."""
+    """Token embedding → blocks → head. Unchanged, this is Llama; a family overrides the methods
+    whose results differ. A pipeline stage has only some parts: every stage after the first takes
+    hidden states, and a stage without `head` returns them."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseModel.Config):
@@ -171,7 +173,7 @@ class Decoder(BaseModel):
     """The queries and the keys of each head are normalized."""
 
     has_sinks = False
-    """Attention has a score per head for no token."""
+    """Attention has a learned score per head without a token (`Sinks`)."""
 
     has_routers = False
     """Some layers have experts, whose routers get the documents of a batch in training."""
@@ -251,11 +253,11 @@ class Decoder(BaseModel):
         return None
 
     def score_softcap(self) -> float | None:
-        """Return the soft cap of attention scores; None: there is none."""
+        """Return the soft cap of attention scores; None: no cap."""
         return None
 
     def logit_transform(self) -> LogitTransform:
-        """Return the change of logits before the softmax."""
+        """Return the transform of the logits before the softmax."""
         return UNCHANGED
 
     def init_stds(self, index: int) -> dict[str, Any]:
@@ -340,15 +342,15 @@ class Decoder(BaseModel):
     def training_head(
         self, head: Head, tokens_BL: Tensor, positions_BL: Tensor, rope: Rope, attention: AttentionMetadata
     ) -> Head:
-        """Return the loss in training of a model with layers after the last, which get the same `rope` and `attention`
-        as it."""
+        """Return the training loss of a model with layers after the last one; they get the same
+        `rope` and `attention` as the last layer."""
         raise NotImplementedError
 
     def blocks(self) -> dict[str, nn.Module]:
         return {f"layers.{index}": block for index, block in self.layers.items()}
 
     def units(self) -> list[nn.Module]:
-        # A tied embedding is used by the head too, so it belongs to the root unit.
+        # The head also uses a tied embedding, so it belongs to the root unit.
         embedding = None if self.config.tie_embeddings else self.tok_embeddings
         return [unit for unit in (embedding, self.per_layer, *self.layers.values(), self.head) if unit is not None]
 

@@ -20,7 +20,7 @@ from torchtitan.protocols.state_dict_adapter import KeyMapping
 from torchtitan.tools.errors import require
 
 _CHUNK = 64
-"""Tokens that are computed at once: more need more operations, fewer more steps one after another."""
+"""Tokens per chunk: larger chunks need more operations, smaller ones more sequential steps."""
 
 
 class GatedDeltaNet(nn.Module):
@@ -29,7 +29,8 @@ class GatedDeltaNet(nn.Module):
 
     Args:
         num_key_heads: heads of queries and keys; divides num_value_heads. Each serves neighboring value heads.
-        conv_kernel_dim: tokens that the convolution of queries, keys and values sees, including the own one.
+        conv_kernel_dim: tokens that the convolution of queries, keys and values sees, including the
+            current one.
         init_std: standard deviation of the initial input projections.
         out_init_std: standard deviation of the initial output projection.
     """
@@ -105,8 +106,8 @@ class DocumentConv(nn.Module):
         with_initializers(self, weight=Uniform(-(width**-0.5), width**-0.5))
 
     def forward(self, x_BLJ: Tensor, documents_BL: Tensor, earlier_BWJ: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the result and the last inputs, (B, width - 1, J), to pass as `earlier_BWJ` with the tokens that
-        follow; None: there are no earlier tokens."""
+        """Return the result and the last inputs, (B, width - 1, J), to pass as `earlier_BWJ` with
+        the next tokens. None: no earlier tokens."""
         (batch, length, channels), n_earlier = x_BLJ.shape, self.weight.shape[-1] - 1
         if earlier_BWJ is None:
             earlier_BWJ = x_BLJ.new_zeros(batch, n_earlier, channels)
@@ -182,7 +183,8 @@ def gated_delta_rule(
 
 
 def _documents(x_BLD: Tensor, attention: AttentionMetadata) -> Tensor:
-    """Number the documents of each row, (B or 1, L), from 1; 0: the document of the tokens before, if there are any."""
+    """Number the documents of each row, (B or 1, L), from 1. 0: the document of earlier tokens, if
+    any."""
     if attention.positions_BL is None:
         return torch.zeros(1, x_BLD.shape[1], dtype=torch.long, device=x_BLD.device)
     return (attention.positions_BL == 0).cumsum(dim=1)
@@ -233,7 +235,7 @@ class HybridDecoder(Decoder):
         """Width of a value in gated delta nets."""
 
         linear_conv_kernel_dim: int = 4
-        """Tokens that the convolution of a gated delta net sees, including the own one."""
+        """Tokens that the convolution of a gated delta net sees, including the current one."""
 
         def is_linear(self, index: int) -> bool:
             """Return whether a layer is a gated delta net."""

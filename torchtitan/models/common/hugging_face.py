@@ -37,13 +37,14 @@ class ModelType:
     """Configuration of the model here."""
 
     rows: Sequence[KeyMapping] | Callable[[Any], Sequence[KeyMapping]]
-    """Names of weights, without the output head, or a function of the configuration that returns them. Rows of tensors
-    that a model does not have are left out."""
+    """Weight names, without the output head, or a function of the configuration that returns them.
+    Rows for tensors that a model lacks are skipped."""
 
     keys: Mapping[str, str] = field(default_factory=dict)
-    """Key → field of `config`, or of a field of it (`moe.top_k`), in addition to the keys of all types
-    (`hugging_face_keys.KEYS`) or in place of the field's key there. The field's type says what the key may hold; a list
-    has one item per layer, and the field holds its shortest repeating part."""
+    """Key → field of `config`, or of a nested field (`moe.top_k`). These keys add to the keys of
+    all types (`hugging_face_keys.KEYS`), or replace the field's key there. The field's type defines
+    the valid values; a list has one item per layer, and the field holds its shortest repeating
+    part."""
 
     values: Mapping[str, Any] = field(default_factory=dict)
     """Field without a key → its value in all models of this type."""
@@ -59,11 +60,12 @@ class ModelType:
     """Keys without effect on the computation."""
 
     prepare: Callable[[dict[str, Any]], dict[str, Any]] = dict
-    """Rewrite older or redundant keys of the file, before anything is read."""
+    """Rewrite older or redundant keys of the file before reading it."""
 
     write: Callable[[Any], dict[str, Any] | None] = lambda config: {}
-    """Return further keys to write for a `config`; None: this type cannot describe the model. Nor can it if a field
-    without a key differs from its default. The first type of a family that can is written."""
+    """Return additional keys to write for a `config`. None: this type cannot describe the model;
+    nor can it if a field without a key differs from its default. The family's first type that can
+    describe the model is written."""
 
     @property
     def ropes(self) -> dict[str, str | None]:
@@ -156,7 +158,7 @@ DENSE_ROWS = dense_rows(attention_norm="input_layernorm", ffn_norm="post_attenti
 
 
 def replaced(rows: Sequence[KeyMapping], *others: KeyMapping) -> tuple[KeyMapping, ...]:
-    """Return `rows` with `others` in place of the rows of the same tensors."""
+    """Return `rows`, with `others` replacing the rows of the same tensors."""
 
     def tensors(row: KeyMapping) -> set[str]:
         return {row.internal} if isinstance(row.internal, str) else {*row.internal}
@@ -188,7 +190,7 @@ def dense_format(model_types: Mapping[str, ModelType], *, without: tuple[str, ..
 
 
 def _written_type(model_types: Mapping[str, ModelType], config: Decoder.Config) -> str:
-    """Return the type that a model is written as. Raise `UserError` if there is none."""
+    """Return the type for writing a model. Raise `UserError` if no type can describe it."""
     for model_type, kind in model_types.items():
         if kind.config is type(config) and kind.write(config) is not None:
             known = [*_keys_of(kind).values(), *kind.ropes, "scores"]
@@ -236,8 +238,8 @@ def _adapter_of(rows: Sequence[KeyMapping], config: Decoder.Config) -> StateDict
 
 
 class _Adapter(StateDictAdapter):
-    """A table that leaves out a layer behind the last that predicts further tokens (DeepSeek-V3, GLM-4.5), as
-    transformers does."""
+    """A table without the extra layers that predict further tokens (DeepSeek-V3, GLM-4.5), which
+    transformers also ignores."""
 
     def match(self, external: Mapping[str, TensorSpec]) -> Match:
         found, further = super().match(external), f"model.layers.{self.n_layers}."
@@ -297,7 +299,7 @@ def _type_of(owner: Any, name: str) -> Any:
 
 
 def _nested(owner: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of fields, with those of a field's fields in one object."""
+    """Return the values of fields; nested fields become one object."""
     plain = {name: value for name, value in values.items() if "." not in name}
     for own in {name.partition(".")[0] for name in values.keys() - plain.keys()}:
         part = {name.removeprefix(f"{own}."): values[name] for name in values if name.startswith(f"{own}.")}

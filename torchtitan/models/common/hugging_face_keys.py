@@ -1,4 +1,4 @@
-"""Keys of config.json that mean the same to all families, and those that no family needs."""
+"""Keys of config.json with the same meaning in all families, and keys that no family needs."""
 
 import re
 from collections.abc import Collection, Mapping
@@ -69,8 +69,8 @@ _OF_OTHER_PARTS = re.compile(r"(vision|audio|image|video|mm|boi|eoi|boa|eoa)_\w+
 
 
 def check_values(document: Mapping[str, Any], fixed: Mapping[str, Any], known: Collection[str]) -> None:
-    """Raise `UserError` for a key with another value than its only one, `fixed`, or than the one without effect if it
-    is not `known`."""
+    """Raise `UserError` for a key whose value differs from the only supported one, `fixed`, and for
+    a key that is not `known` unless its value has no effect."""
     for key, only in {**FIXED, **fixed}.items():
         value = "silu" if (said := document.get(key, only)) == "swish" else said
         if not (value == only and isinstance(value, bool) == isinstance(only, bool)):
@@ -87,9 +87,9 @@ def warn_about_ignored_keys(document: Mapping[str, Any], known: Collection[str])
     for key in _DROPOUTS:
         if document.get(key):
             probability = ConfigReader(FILE, document).number(key)
-            logger.warning("config.json: %s is %g, and ignored: there is no dropout here", key, probability)
+            logger.warning("config.json: ignoring %s %g: torchtitan has no dropout", key, probability)
     if unknown := sorted(document.keys() - {*known, *_DROPOUTS, *_ROPE, *_OF_FILES, *FIXED, *_NEUTRAL}):
-        logger.warning("config.json: not known, and ignored: %s", ", ".join(unknown))
+        logger.warning("config.json: ignoring unknown keys: %s", ", ".join(unknown))
 
 
 def language_model(document: Mapping[str, Any], model_type: str) -> dict[str, Any]:
@@ -120,6 +120,6 @@ def precision_of(document: Mapping[str, Any], default: Precision) -> Precision:
         raise ConfigReader(FILE, document).wrong(key, value, "the name of a type")
     if value in get_args(Precision):
         return cast(Precision, value)
-    said = f"{key} is {value}, in which we do not compute" if value else "no dtype"
+    said = f"{key} is {value}, which is not supported" if value else "no dtype"
     logger.info("%s: %s: --training.mixed_precision_param is %s", FILE, said, default)
     return default

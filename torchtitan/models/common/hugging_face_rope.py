@@ -47,12 +47,12 @@ def check_sections(reader: ConfigReader, names: Collection[str]) -> None:
 
 
 def read_rope(reader: ConfigReader, *, rotates_part: bool, layer_type: str | None = None) -> RoPEConfig:
-    """Return the RoPE of a config.json. Raise `UserError` if the keys contradict each other, or ask for something
-    unsupported.
+    """Return the RoPE of a config.json. Raise `UserError` if its keys contradict each other, or
+    need an unsupported feature.
 
     Args:
         rotates_part: the model type supports `partial_rotary_factor`, which proportional RoPE always does.
-        layer_type: its section of `rope_parameters`; None: there are no sections.
+        layer_type: its section of `rope_parameters`; None: without sections.
     """
     given = [key for key in ("rope_scaling", "rope_parameters") if reader.section(key).values]
     sections = [reader.section(key) for key in given or ["rope_scaling"]]
@@ -67,7 +67,7 @@ def read_rope(reader: ConfigReader, *, rotates_part: bool, layer_type: str | Non
     ropes = [_read(reader, section, rotates_part) for section in sections]
     if any(rope != ropes[0] for rope in ropes):
         said = " and ".join(f"{key} {reader.values[key]!r}" for key in given)
-        raise UserError(f"config.json: {said} differ; leave the one out that does not hold")
+        raise UserError(f"config.json: {said} differ; remove the wrong one")
     return ropes[0]
 
 
@@ -137,13 +137,14 @@ def _original_context(reader: ConfigReader, parameters: ConfigReader) -> int:
     found = [where.whole_number(key) for where in (parameters, reader) if where.has(key)]
     if len(set(found)) > 1:
         raise UserError(
-            f"config.json: {key} is {found[1]}, and {found[0]} in the scaling of RoPE; leave out the wrong one"
+            f"config.json: {key} is {found[1]}, and {found[0]} in the scaling of RoPE; remove the wrong one"
         )
     return found[0] if found else reader.whole_number(_CONTEXT)
 
 
 def write_rope(rope: RoPEConfig, max_seq_len: int) -> dict[str, Any]:
-    """Return the keys of transformers 4, which 5 reads too. Raise `UserError` for a model that neither can express."""
+    """Return the keys of transformers 4, which 5 also reads. Raise `UserError` if neither can
+    express the model."""
     scaling = _scaling(rope, max_seq_len)
     keys: dict[str, Any] = {"rope_theta": rope.theta, "rope_scaling": scaling}
     if rope.rotated_fraction != 1.0:

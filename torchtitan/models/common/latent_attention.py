@@ -34,9 +34,9 @@ class LatentScores(nn.Module):
 
 
 class LatentAttention(nn.Module):
-    """Causal self-attention to latents of width `rank`; queries have latents of width `q_rank`, or none. Only the last
-    part of a head, of width P, has positions, and all heads share its keys. `scale`: of scores. `interleaved`: RoPE
-    rotates neighbors."""
+    """Causal self-attention to latents of width `rank`; queries have latents of width `q_rank`, or
+    none. Only the last P elements of a head have positions, and all heads share their keys. `scale`
+    multiplies scores. `interleaved`: RoPE rotates neighbors."""
 
     def __init__(
         self,

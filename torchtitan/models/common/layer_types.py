@@ -1,4 +1,5 @@
-"""Decoders whose layers differ in what they attend to, in a repeating pattern; those of them that scale embeddings."""
+"""Decoders whose layers attend to different tokens in a repeating pattern, also with scaled
+embeddings."""
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -68,7 +69,7 @@ class ScaledEmbeddingDecoder(WindowedDecoder):
     @dataclass(kw_only=True, slots=True)
     class Config(WindowedDecoder.Config):
         final_logit_softcapping: float | None = None
-        """Soft cap of the logits. None: there is none."""
+        """Soft cap of the logits. None: no cap."""
 
         def validate(self) -> None:
             WindowedDecoder.Config.validate(self)

@@ -26,11 +26,12 @@ class RoPEConfig(Section):
     last elements); other elements have no position."""
 
     scaling: Scaling = "llama3"
-    """Change of frequencies for long contexts; each one is described at its function in models/common/rope.py."""
+    """Change of frequencies for long contexts; see the function of each one in
+    models/common/rope.py."""
 
     scaling_factor: float = 1.0
-    """Ratio of the context to the original one, by which frequencies are divided. 1: unscaled, except `longrope` and
-    `proportional`."""
+    """Ratio of the context to the original one; divides the frequencies. 1: unscaled, except with
+    `longrope` and `proportional`."""
 
     low_freq_factor: float = 1.0
     """Pairs with fewer turns than this in the original context are scaled in full (`llama3`; `yarn`: beta_slow)."""

@@ -27,7 +27,7 @@ class DeepSeekModel(MoEDecoder):
         router_types = ("sigmoid", "softmax")
 
         q_lora_rank: int | None = None
-        """Width of the latent of queries. None: there is none."""
+        """Width of the latent of queries. None: queries have no latent."""
 
         kv_lora_rank: int
         """Width of the latent of keys and values."""
@@ -43,7 +43,7 @@ class DeepSeekModel(MoEDecoder):
 
         n_mtp_modules: int = 0
         """Modules of multi-token prediction, which train the model to predict one more token after the next one each.
-        Files have them as layers after the last, which are read only with this option; DeepSeek-V3 has 1."""
+        Files store them as layers after the last, and this option loads them; DeepSeek-V3 has 1."""
 
         mtp_weight: float = field(default=0.3, compare=False)  # not in config.json
         """Weight of the modules' mean loss in gradients. DeepSeek-V3 used 0.3, then 0.1."""

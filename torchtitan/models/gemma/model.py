@@ -29,7 +29,7 @@ class Gemma2Model(GemmaModel):
         """Attention scores are divided by its square root."""
 
         attn_logit_softcapping: float | None = None
-        """Soft cap of the divided scores. None: there is none."""
+        """Soft cap of the divided scores. None: no cap."""
 
         sliding_window: int = 4096
         """Tokens that a token sees in layers of type sliding_attention, including itself."""
@@ -97,7 +97,7 @@ def _prepare_gemma3(document: dict[str, Any]) -> dict[str, Any]:
 
 _SHARED: dict[str, Any] = {"fixed": dict.fromkeys(("hidden_act", "hidden_activation"), "gelu_pytorch_tanh")}
 _DEFAULTS = {"tie_word_embeddings": True, "head_dim": 256, "num_key_value_heads": 4, "sliding_window": 4096}
-# Published files leave out these three.
+# Published files omit these three keys.
 _DEFAULTS3 = {**_DEFAULTS, "num_attention_heads": 8, "vocab_size": 262_208, "max_position_embeddings": 131_072}
 _NAMES = ("attention_bias", "query_pre_attn_scalar", "final_logit_softcapping", "attn_logit_softcapping")
 _KEYS = {name: name for name in _NAMES} | WINDOW_KEYS

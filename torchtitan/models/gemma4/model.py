@@ -147,8 +147,9 @@ _GLOBAL = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key
 
 
 def _prepare(document: dict[str, Any]) -> dict[str, Any]:
-    """Return a config.json with the types of all layers, without keys that have no effect, and with `_GLOBAL` in place
-    of `per_layer_config`, which transformers writes. Raise `UserError` if that has other sizes."""
+    """Return a config.json with the types of all layers, without keys that have no effect, and with
+    `_GLOBAL` instead of the `per_layer_config` that transformers writes. Raise `UserError` if that
+    has other sizes."""
     of_type = {"hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262_144, "sliding_window": 512}
     of_type = of_type if document["model_type"] == "gemma4_text" else {"sliding_window": 1024}
     reader = ConfigReader("config.json", document := {**_DEFAULTS, **of_type, **document})

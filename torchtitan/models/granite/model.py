@@ -26,7 +26,7 @@ class GraniteModel(Decoder):
         """Factor of the embedding."""
 
         attention_multiplier: float = 1.0
-        """Factor of attention scores, in place of 1 / sqrt(head_dim)."""
+        """Factor of attention scores, instead of 1 / sqrt(head_dim)."""
 
         residual_multiplier: float = 1.0
         """Factor of the results of attention and feed-forward network before they are added to the residual stream."""
@@ -131,7 +131,8 @@ FORMAT = dense_format(
             fixed={"num_local_experts": 0},
             ignored=_OF_OTHER_LAYERS,
             prepare=_prepare_dense,
-            # transformers requires a number of Mamba heads that divides their width, even if there are none.
+            # transformers checks that the number of Mamba heads divides their width, even in models
+            # without Mamba.
             write=lambda config: {"layer_types": ["attention"] * config.n_layers, "mamba_n_heads": 1},
         ),
     }

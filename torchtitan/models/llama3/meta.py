@@ -93,9 +93,9 @@ def from_params_json(document: Mapping[str, Any]) -> Llama3Model.Config:
         )
     if config.rope.scaling_factor != 1.0 and "rope_scaling_factor" not in extra.values:
         logger.warning(
-            f"params.json: by which factor RoPE is scaled is not said: {config.rope.scaling_factor:g} is assumed, "
-            f'Llama 3.1\'s. Llama 3.2\'s is 32: set "{_EXTRA}": {{"rope_scaling_factor": 32}} in params.json, or '
-            "take the files in Hugging Face's format"
+            f"params.json does not give the scaling factor of RoPE: {config.rope.scaling_factor:g} is assumed, as in "
+            f'Llama 3.1. Llama 3.2 has 32: set "{_EXTRA}": {{"rope_scaling_factor": 32}} in params.json, or '
+            "use the files in Hugging Face's format"
         )
     return config
 
@@ -110,8 +110,8 @@ def to_params_json(config: Llama3Model.Config) -> dict[str, Any]:
     extra = {key: value for key, value in said.items() if value != implied[key]}
     if "rope_scaling_factor" in extra:
         logger.warning(
-            f"params.json cannot say that RoPE is scaled by {factor:g}: Meta's own code scales by {_SCALING_FACTOR:g}, "
-            "as it does with its Llama 3.2; torchtitan reads it back right"
+            f"params.json cannot express that RoPE is scaled by {factor:g}: Meta's code scales by {_SCALING_FACTOR:g}, "
+            "even for Llama 3.2; torchtitan reads the file back correctly"
         )
     return {
         **{name: getattr(config, name) for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size")},

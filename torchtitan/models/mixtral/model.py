@@ -6,7 +6,7 @@ from torchtitan.models.common.moe.rows import LOCAL_KEYS, expert_rows
 
 
 class MixtralModel(MoEDecoder):
-    """Mistral's decoder with experts in place of each feed-forward network."""
+    """Mistral's decoder with experts instead of each feed-forward network."""
 
 
 _TYPE = ModelType(

@@ -75,6 +75,6 @@ _MOE = replace(
     defaults={**_TEXT.defaults, **_DEFAULTS, "moe_intermediate_size": 512, "num_key_value_heads": 2},
 )
 
-# Tensors that predict more tokens at once are left out, as by transformers.
+# Skips tensors that predict more than one token at once, as transformers does.
 _TYPES = {"qwen3_5_text": _TEXT, "qwen3_5": _TEXT, "qwen3_5_moe_text": _MOE, "qwen3_5_moe": _MOE}
 FORMAT = dense_format(_TYPES, without=("model.visual.", "mtp."))

@@ -11,7 +11,8 @@ from torchtitan.tools.errors import UserError
 
 
 class SmolLM3Model(WindowedDecoder):
-    """Llama's decoder, in which every fourth layer has no positions (Yang et al. 2025, arXiv:2501.18795)."""
+    """Llama's decoder without positions in every fourth layer (Yang et al. 2025,
+    arXiv:2501.18795)."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(WindowedDecoder.Config):
@@ -31,8 +32,8 @@ class SmolLM3Model(WindowedDecoder):
 
 
 def _prepare(document: dict[str, Any]) -> dict[str, Any]:
-    """Return a config.json with a list in place of `no_rope_layer_interval`, and with windows in layers without
-    positions, if it has windows. Raise `UserError` for contradictory keys."""
+    """Return a config.json with a list instead of `no_rope_layer_interval`, and with windows in
+    layers without positions, if it has windows. Raise `UserError` for contradictory keys."""
     reader = ConfigReader("config.json", document)
     n_layers, interval = reader.n_layers(), reader.whole_number("no_rope_layer_interval", 4)
     has_rope = document.setdefault("no_rope_layers", [int((index + 1) % interval != 0) for index in range(n_layers)])

@@ -1,4 +1,4 @@
-"""What config.json says: the class in transformers that computes a model, and its sizes."""
+"""Reads config.json: the class in transformers that computes a model, and its sizes."""
 
 import copy
 import importlib.util
@@ -94,8 +94,9 @@ def _refusal(document: Mapping[str, Any]) -> str:
 
 
 def transformers_config(document: Mapping[str, Any], vocab_size: int | None = None) -> Any:
-    """Return transformers' configuration object for a `checked_document`, with another size of the vocabulary. Raise
-    `UserError` for code that may not be executed, since a checkpoint's `model.json` may hold any document."""
+    """Return transformers' configuration object for a `checked_document`, with another vocabulary
+    size. Raise `UserError` for code that may not be executed, since a checkpoint's `model.json` may
+    hold any document."""
     cls: Any
     if "auto_map" in document:
         if not _own_code(document):
@@ -113,8 +114,9 @@ def transformers_config(document: Mapping[str, Any], vocab_size: int | None = No
 
 
 def class_of(config: Any) -> tuple[Any, Any]:
-    """Return the class for a transformers configuration, and the part of the configuration that describes it: the class
-    that config.json names in `architectures` if it trains here, otherwise that of its model_type."""
+    """Return the class for a transformers configuration, and the part of the configuration that
+    describes it: the class that config.json names in `architectures` if it trains here, otherwise
+    the class of its model_type."""
     if type(config) in _own_classes:
         return _own_classes[type(config)], config
     known = model_classes()[config.model_type]
@@ -132,7 +134,8 @@ def missing_kernels(config: Any) -> list[str]:
 
 
 def build_class(config: Any, implementation: str | None = None) -> Any:
-    """Build the class for a transformers configuration, in float32, with this `implementation` of attention, if any."""
+    """Build the class for a transformers configuration in float32, with the attention
+    `implementation`, if any."""
     cls, config = class_of(config)
     options = {} if implementation is None else {"attn_implementation": implementation}
     try:  # with a copy, since it writes into its configuration

@@ -49,9 +49,10 @@ def forward_flops(plain: nn.Module, seq_len: int, *, is_recurrent: bool) -> floa
 
 
 def with_backward(forward: float, model: BaseModel, used: Iterable[nn.Module]) -> float:
-    """Return the operations per token of a forward and a backward pass of `model`. The backward pass takes as many as
-    `forward` for the gradients of inputs, and as many for those of weights, less 2 per frozen weight of the linear
-    layers among the modules `used`; adapters add 6 per element. Without trained parameters, there is none."""
+    """Return the operations per token of a forward and a backward pass of `model`. The backward
+    pass takes `forward` operations for the gradients of inputs and the same number for the
+    gradients of weights, less 2 per frozen weight of the linear layers among the modules `used`;
+    adapters add 6 per element. A model without trained parameters has no backward pass."""
     trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
     if not trained:
         return forward

@@ -66,7 +66,7 @@ class ClassCache(KVCache):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class NextTokens(AttentionMetadata):
-    """Tokens that follow those in a cache."""
+    """Tokens that follow the cached ones."""
 
     cache: ClassCache
     """Runs the class."""

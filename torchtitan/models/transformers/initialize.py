@@ -1,4 +1,4 @@
-"""Initial values of a class of transformers: the same for every layout, like those of our families.
+"""Initial values of a class of transformers, the same for every layout, as in our families.
 
 Linear layers and embeddings are normal with the class's standard deviation, drawn shard by shard. The others, such as
 norms and decay rates, are what the class's constructor and own initialization give, for one block at a time."""

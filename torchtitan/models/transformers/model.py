@@ -32,7 +32,7 @@ class TransformersModel(BaseModel):
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseModel.Config):
-        """A config.json; the sizes are those of the language model."""
+        """A config.json, with the sizes of the language model."""
 
         document: Suppress[dict[str, Any]]
         """Content of config.json."""
@@ -44,7 +44,7 @@ class TransformersModel(BaseModel):
             text = transformers_config(kept).get_text_config(decoder=True)
             for size in ("hidden_size", "vocab_size"):
                 if not isinstance(getattr(text, size, None), int):
-                    raise UserError(f"config.json: {type(text).__name__} has no {size}, so it is no language model")
+                    raise UserError(f"config.json: {type(text).__name__} has no {size}, so it is not a language model")
             most = getattr(text, "max_position_embeddings", None) or 2**20
             return cls(dim=text.hidden_size, vocab_size=text.vocab_size, max_seq_len=most, document=kept)
 
@@ -57,7 +57,7 @@ class TransformersModel(BaseModel):
                 raise UserError("reward models need a family of torchtitan, not a class of transformers")
             text = self.transformers_config().get_text_config(decoder=True)
             if getattr(text, "layerdrop", 0):
-                raise UserError("config.json: layerdrop is above 0, but each rank would leave out other layers; set 0")
+                raise UserError("config.json: layerdrop is above 0, but each rank would drop other layers; set 0")
             if self.dim != text.hidden_size:
                 raise UserError(f"--model.dim is {self.dim}, but the hidden_size in config.json is {text.hidden_size}")
 
@@ -93,17 +93,18 @@ class TransformersModel(BaseModel):
         if transform or self.is_tied:
             self.model.set_submodule(self.output_name, OutputPlace(self.model, computes=not transform))
         if not transform:
-            logger.info("%s changes its logits in its own way: the loss gets all of them", type(self.model).__name__)
+            logger.info("%s transforms its logits itself: the loss gets all of them", type(self.model).__name__)
 
     @property
     def captured(self) -> "OutputPlace | None":
-        """What is in the place of the class's output layer; None if the class computes its logits itself."""
+        """The module that replaces the class's output layer; None if the class computes its logits
+        itself."""
         place = self.model.get_submodule(self.output_name)
         return place if isinstance(place, OutputPlace) and not place.computes else None
 
     @property
     def has_auxiliary_loss(self) -> bool:
-        """True if the class gives a loss of its routers."""
+        """True if the class returns a loss of its routers."""
         owners = self.model.config, self.model.config.get_text_config(decoder=True)
         return any(getattr(owner, "output_router_logits", False) for owner in owners)
 
@@ -132,7 +133,7 @@ class TransformersModel(BaseModel):
         return self
 
     def _freeze_other_modalities(self) -> None:
-        """Freeze what does not compute text: vision towers, and their projections."""
+        """Freeze modules that text does not use: vision towers and their projections."""
         model = self.model
         if model.config.get_text_config(decoder=True) is model.config:
             return
@@ -196,8 +197,9 @@ class TransformersModel(BaseModel):
 
 
 class OutputPlace(nn.Module):
-    """Is in the place of a class's output layer, and keeps the hidden states that the class passes to it; returns one
-    logit. If it `computes`, it returns all, with the embedding's weights, which stay shared when they are moved."""
+    """Replaces a class's output layer, keeps the hidden states that the class passes to it, and
+    returns one logit. If it `computes`, it returns all logits, with the embedding's weights, which
+    stay shared when they are moved."""
 
     def __init__(self, model: Any, *, computes: bool):
         super().__init__()
@@ -263,8 +265,8 @@ def _share_modules(model: Any) -> None:
 
 
 def _find_blocks(model: Any) -> list[str]:
-    """Return the names of the modules that the class does not let others split, numbered and outermost, and of those in
-    the decoder's largest list if there are none in the decoder."""
+    """Return the names of the outermost numbered modules that the class declares unsplittable; if
+    the decoder has none, also the modules in its largest list."""
     unsplittable, decoder = set(model._no_split_modules or ()), set(model.get_decoder().modules())
     names: dict[str, nn.Module] = {}
     for name, module in model.named_modules():

@@ -1,4 +1,5 @@
-"""How a class changes its logits, found by a trial of a tiny clone, since every class writes that in its own way."""
+"""Detects how a class transforms its logits by a trial of a tiny clone, since every class codes
+this differently."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,8 +18,8 @@ _TOLERANCE = 1e-5
 
 @trial
 def logit_transform(document: Mapping[str, Any]) -> LogitTransform | None:
-    """Return the change that the class of a config.json makes to the logits of its output layer; None if it is no
-    `LogitTransform`, or the class calls its output layer in another way."""
+    """Return the transform that the class of a config.json applies to the logits of its output
+    layer; None if it is not a `LogitTransform`, or the class calls its output layer differently."""
     try:
         model = build_class(tiny_config(transformers_config(document))).eval()
     except Exception:  # such sizes do not fit this class

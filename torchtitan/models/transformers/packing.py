@@ -35,8 +35,8 @@ _current: ContextVar[tuple[AttentionMetadata | None, bool]] = ContextVar("curren
 
 
 class Documents:
-    """Takes the place of a mask that is causal within documents and a window. It is an argument of blocks, so that they
-    have it too when activation checkpointing recomputes them."""
+    """Replaces a mask that is causal within documents and a window. It is an argument of blocks, so
+    that they also get it when activation checkpointing recomputes them."""
 
     def __init__(self, attention: AttentionMetadata, *, static: bool, **properties: Any):
         self.attention, self.static = attention, static
@@ -90,7 +90,8 @@ def _active(options: dict[str, Any]) -> AttentionMetadata | None:
 
 
 def _within_documents(make: Callable[..., Any]) -> Callable[..., Any]:
-    """Let one of transformers' functions for masks keep the documents of the current forward pass apart."""
+    """Make one of transformers' mask functions keep the documents of the current forward pass
+    apart."""
 
     def make_within(**options: Any) -> Any:
         if (attention := _active(options)) is not None:
@@ -119,7 +120,7 @@ _WITHOUT_EFFECT = {
     *("sliding_window", "is_causal", "position_ids"),  # the mask has them
     *("use_cache", "logits_to_keep", "output_attentions", "output_hidden_states", "output_router_logits"),
 }
-"""Options that classes pass to attention in vain. An unknown one may change scores, as sinks do."""
+"""Options of attention without an effect. An unknown one may change scores, as sinks do."""
 
 
 def _attend(
@@ -172,7 +173,7 @@ class Packing:
 
     mode: Mode
     reason: str = ""
-    """Why faster modes do not hold."""
+    """Reason why faster modes fail."""
     is_exact: bool = True
     """True if a trial showed that documents cannot change each other."""
 
@@ -226,8 +227,9 @@ class Packing:
 
 
 def _rows(attention: AttentionMetadata) -> tuple[Tensor, Tensor]:
-    """Return the places of the tokens in a row per document, padded with those that follow, and a mask that is 0 there,
-    (N, M). N M is the size of the batch times (longest / average document), and so are memory and operations."""
+    """Return the places of the tokens in a row per document, padded with the next tokens, and a
+    mask that is 0 in the padding, (N, M). N M is the batch size times (longest / average document);
+    memory and operations grow with it."""
     starts, places_M = attention.cu_seqlens.long(), torch.arange(attention.max_seqlen)
     index_NM = (starts[:-1, None] + places_M).clamp(max=int(starts[-1]) - 1)
     return index_NM, (places_M < starts.diff()[:, None]).long()

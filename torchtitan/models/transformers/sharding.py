@@ -1,4 +1,4 @@
-"""Tensor parallelism by a class's own plan, as far as it is one of linear layers."""
+"""Tensor parallelism by a class's own plan, if it only splits linear layers."""
 
 import re
 from collections.abc import Mapping
@@ -24,7 +24,8 @@ _KINDS: Mapping[str | None, TensorSharding] = {
 
 @trial
 def class_plan(document: Mapping[str, Any]) -> tuple[ShardingPlan, str]:
-    """Return the plan of the class of a config.json, and why tensor parallelism is not supported; empty: it is."""
+    """Return the sharding plan for a config.json, and why tensor parallelism is not supported ("":
+    it is)."""
     with torch.device("meta"):
         model = build_class(transformers_config(document))
     name = type(model).__name__

@@ -56,7 +56,8 @@ _results: dict[str, Any] = {}
 
 
 def trial(compute: F) -> F:
-    """Let a function of a model's description compute on the CPU, without gradients, and once per description."""
+    """Run a function of a model's description on the CPU, without gradients, and once per
+    description."""
 
     @functools.wraps(compute)
     def compute_once(*args: Any, **kwargs: Any) -> Any:
@@ -77,7 +78,8 @@ def text_inputs(model: Any, tokens_BL: torch.Tensor, **optional: Any) -> dict[st
 
 
 def random_clone(config: PretrainedConfig, implementation: str | None = None) -> Any:
-    """Build a tiny clone, in a `trial`, with the same weights each time, so large that each part changes the logits."""
+    """Build a tiny clone, in a `trial`, with reproducible weights, so large that each part changes
+    the logits."""
     torch.manual_seed(0)
     model = build_class(tiny_config(config), implementation).eval()
     for parameter in model.parameters():
@@ -89,9 +91,10 @@ def random_clone(config: PretrainedConfig, implementation: str | None = None) ->
 
 
 def tiny_config(config: PretrainedConfig) -> PretrainedConfig:
-    """Return a configuration of the same class that builds a model of about 100,000 parameters. Sizes, windows, and
-    counts of heads and experts shrink; a layer stays of each kind, which is what all per-layer fields say about it.
-    Flags and scalars, such as soft caps, keep their values. Special token ids move out of `TEXT_IDS`."""
+    """Return a configuration of the same class that builds a model of about 100,000 parameters.
+    Sizes, windows, and counts of heads and experts shrink. One layer of each kind stays; the
+    per-layer fields together define the kind. Flags and scalars, such as soft caps, keep their
+    values. Special token ids move out of `TEXT_IDS`."""
     _shrink(values := config.to_dict(), config, {})
     return type(config)(**values)
 
@@ -139,7 +142,8 @@ def _smaller(name: str, value: Any, old: dict[str, Any]) -> Any:
 
 
 def _relative(name: str, value: Any, old: Any, new: Any) -> Any:
-    """Return the value of a field of one layer, where the other layers have `old` in the real model and `new` here."""
+    """Return the value of a field of one layer, if the other layers have `old` in the real model
+    and `new` here."""
     if type(value) is not int or type(old) is not int or value == old:
         return new
     if "dim" in name and new * value % old == 0:
@@ -186,7 +190,7 @@ def _keep_layers(values: dict[str, Any]) -> None:
         values["num_kv_shared_layers"] = sum(i >= shared for i in kept)
     if overrides:
         values["per_layer_config"] = {str(new): overrides[i] for new, i in enumerate(kept) if i in overrides}
-    if "attention_types" in values:  # GPT-Neo's kinds of layers, once more
+    if "attention_types" in values:  # GPT-Neo lists its kinds of layers a second time
         values["attention_types"] = [[values["attention_layers"], 1]]
 
 

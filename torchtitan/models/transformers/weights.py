@@ -1,6 +1,7 @@
-"""Tensor names and layouts of a class of transformers: of its wrapper here, which has the class as `model` and its
-output weights in `head.output`, of the class, and of its files, to which the rules of transformers
-(`transformers.conversion_mapping`) lead, applied to one group of tensors at a time: the experts of one layer."""
+"""Tensor names and layouts of a class of transformers in three places: its wrapper here, with the
+class as `model` and output weights in `head.output`; the class itself; and its files. The rules of
+transformers (`transformers.conversion_mapping`) convert between them, one group of tensors at a
+time, such as the experts of one layer."""
 
 import functools
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -46,8 +47,9 @@ def class_adapter(config: TransformersModel.Config) -> StateDictAdapter:
 
 
 def _lost_in_peft(model: Any, names: Iterable[str]) -> Iterator[str]:
-    """Yield the names of weights whose adapters peft loses: it renames the tensors of adapters like those of files,
-    although they have the names of the class already. It undoes only the removal of a prefix."""
+    """Yield the names of weights whose adapters peft loses: it applies the renaming rules of files
+    to the tensors of adapters, which already have the class's names. It undoes only the removal of
+    a prefix."""
     rules = get_model_conversion_mapping(model)
     converters = [rule for rule in rules if isinstance(rule, loading.WeightConverter)]
     renamings = [rule for rule in rules if isinstance(rule, loading.WeightRenaming)]
@@ -69,7 +71,8 @@ def class_names(model: TransformersModel) -> dict[str, str]:
 
 @dataclass(frozen=True, eq=False)
 class Converted(Transform):
-    """Tensors that transformers converts together: to our layout in a `plan`, to that of files in `steps`."""
+    """Tensors that transformers converts together: to our layout in a `plan`, to the files' layout
+    in `steps`."""
 
     model: Any
     """The class on the meta device, whose configuration and shapes some conversions need."""
@@ -105,7 +108,7 @@ class Converted(Transform):
 
 
 class TransformersAdapter(StateDictAdapter):
-    """The table of a class's tensors in files. `steps` has them as the newest transformers writes them; every file
+    """The table of a class's tensors in files. `steps` follows the newest transformers; every file
     whose names transformers knows can be read.
 
     Args:

@@ -1,7 +1,7 @@
-"""Routed experts: many small gated networks, of which each token passes through a few.
+"""Routed experts: many small gated networks. Each token passes through a few of them.
 
 N tokens, K experts for each, E experts in all, H their width. A pair is a token with one of its experts; R = N K pairs
-are computed in the order of experts. No pair is dropped, and no memory is set aside for more.
+are computed in the order of experts. No pair is dropped, and no spare memory is allocated.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,8 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 class Pairs(NamedTuple):
-    """Token, expert and weight of each pair in the order of experts, and the places of a token's pairs in it."""
+    """Token, expert and weight of each pair in the order of experts, and the places of each token's
+    pairs."""
 
     token_R: Tensor
     expert_R: Tensor
@@ -38,7 +39,8 @@ class Pairs(NamedTuple):
         return cls(slot_R // chosen_NK.shape[1], expert_R, weights_NK.flatten().gather(0, slot_R), place_NK)
 
     def ends_E(self, n_experts: int) -> Tensor:
-        """Return the end of each expert's pairs, int32. A search, since counting would wait for a GPU."""
+        """Return the end of each expert's pairs, int32, by a search: counting would wait for a
+        GPU."""
         experts_E = torch.arange(n_experts, dtype=torch.int32, device=self.expert_R.device)
         return torch.searchsorted(self.expert_R, experts_E, right=True, out_int32=True)
 
@@ -71,7 +73,7 @@ class _Moved(torch.autograd.Function):
 
 
 def _take(rows: Tensor, places: Tensor) -> Tensor:
-    """Return the rows at `places` (R,), or the sums of those at each line of `places` (N, K)."""
+    """Return the rows at `places` (R,), or the sum of rows for each line of `places` (N, K)."""
     # A sum reads and adds in one pass, in float32 for lower precisions.
     return rows[places] if places.ndim == 1 else F.embedding_bag(places, rows, mode="sum")
 
@@ -143,7 +145,8 @@ class GeGLUExperts(RoutedExperts):
 
 
 class InputScaledExperts(RoutedExperts):
-    """Experts of which each gets the token times its weight, and whose results are added as they are (Llama 4)."""
+    """Experts that get the token times its weight, and whose results are added unscaled (Llama
+    4)."""
 
     def forward(self, x_ND: Tensor, weights_NK: Tensor, chosen_NK: Tensor) -> Tensor:
         scaled = (x_ND[:, None] * weights_NK[..., None].to(x_ND.dtype)).flatten(0, 1)
@@ -152,8 +155,8 @@ class InputScaledExperts(RoutedExperts):
 
 
 class _OneByOne(torch.autograd.Function):
-    """One expert with SwiGLU after the other, for CPUs: its tokens, weights and results stay in the core's cache from
-    the first product to the last."""
+    """SwiGLU experts one after another, for CPUs: an expert's tokens, weights and results stay in
+    the core's cache from the first product to the last."""
 
     @staticmethod
     def forward(ctx: Any, x_ND: Tensor, w13: Tensor, w2: Tensor, *parts: Tensor) -> Tensor:
@@ -181,7 +184,7 @@ class _OneByOne(torch.autograd.Function):
             hidden = gated * up
             torch.sum(grad_hidden * hidden, dim=1, dtype=grad_weight.dtype, out=grad_weight)
             grad_hidden *= weight
-            # Not by autograd, whose cost would arise for each expert.
+            # Not by autograd, which would add its overhead for each expert.
             grad_gate = torch.ops.aten.silu_backward(grad_hidden * up, gate)
             grad_both = torch.cat((grad_gate, grad_hidden * gated), dim=1)
             _product(grad_both, w13[e], grad_x)

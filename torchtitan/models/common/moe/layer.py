@@ -1,4 +1,4 @@
-"""The mixture of experts that takes the place of a block's feed-forward network, and its configuration."""
+"""The mixture of experts that replaces a block's feed-forward network, and its configuration."""
 
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -36,7 +36,7 @@ class MoEConfig(RoutingConfig):
     """Experts that every token passes through, computed as one that is wider by this factor."""
 
     shared_ffn_dim: int | None = None
-    """Width of an expert with a gate in their place (Qwen). None: there is none."""
+    """Width of a gated expert that replaces them (Qwen). None: without it."""
 
     def is_sparse(self, index: int) -> bool:
         """Return whether a layer has experts."""
@@ -61,7 +61,8 @@ class MoEConfig(RoutingConfig):
         require(fits and self.top_k <= size * self.topk_group, "--model.moe.n_group", self.n_group, must)
 
     def make_shared(self, width: int, **options: Any) -> nn.Module | None:
-        """Return the expert of all tokens, next to routed ones of a `width`; None: there is none."""
+        """Return the expert that gets all tokens, next to routed ones of a `width`; None: without
+        it."""
         if self.shared_ffn_dim:
             return GatedSharedExpert(hidden_dim=self.shared_ffn_dim, **options)
         width *= self.n_shared_experts
@@ -79,7 +80,7 @@ class MixtureOfExperts(nn.Module):
     `post_norm` are around the routed experts."""
 
     is_compiled = False
-    """Compiled blocks leave this out, since the sizes of its products differ from step to step."""
+    """Compiled blocks skip this method, since its matrix sizes change from step to step."""
 
     def __init__(self, router: Router, experts: RoutedExperts, shared: nn.Module | None = None):
         super().__init__()

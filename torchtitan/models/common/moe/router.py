@@ -1,4 +1,4 @@
-"""Routers: which experts get a token, and how much their results count."""
+"""Routers choose the experts of each token, and weight their results."""
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -103,7 +103,7 @@ class Router(LoadBalanced):
         return weights_BLK, chosen_BLK
 
     def _count(self, chosen_BLK: Tensor, documents: Documents) -> Tensor:
-        """Return the number of tokens that each expert gets of each of M documents, (M, E)."""
+        """Return how many tokens of each of M documents go to each expert, (M, E)."""
         # Not `bincount`, which waits for a GPU. The last row counts padding.
         places_BLK = documents.of_token_BL[..., None] * self.n_experts + chosen_BLK
         counts = chosen_BLK.new_zeros((documents.count + 1) * self.n_experts)
@@ -158,15 +158,16 @@ def _shares(counts: Tensor) -> Tensor:
 
 
 def _imbalance(probabilities_BLE: Tensor, shares: Tensor) -> Tensor:
-    """Return the sum over tokens of `E sum_i f_i P_i`, with f_i the share of expert i and P_i its probability; the mean
-    is 1 if all experts are equally busy. Shares have no gradient. They are (E,), those of the global batch (Switch,
-    arXiv:2101.03961, equation 4; arXiv:2501.11873), or (B, L, E), those of each token's document (DeepSeek-V3,
-    arXiv:2412.19437, equations 17 to 20)."""
+    """Return the sum over tokens of `E sum_i f_i P_i`, with f_i the share of expert i and P_i its
+    probability; the mean is 1 if all experts are equally busy. Shares have no gradient. They come
+    from the global batch, (E,) (Switch, arXiv:2101.03961, equation 4; arXiv:2501.11873), or from
+    each token's document, (B, L, E) (DeepSeek-V3, arXiv:2412.19437, equations 17 to 20)."""
     return shares.shape[-1] * (probabilities_BLE * shares).sum()
 
 
 class _Observed(torch.autograd.Function):
-    """The weights unchanged; in the backward pass, add up the totals, and the gradient of the auxiliary losses."""
+    """Passes the weights unchanged; the backward pass adds to the totals, and adds the auxiliary
+    losses' gradient."""
 
     @staticmethod
     def forward(ctx: Any, weights: Tensor, losses: Tensor, totals: Tensor, router: Router) -> Tensor:
