@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from torchtitan.components.data.base import Batch
-from torchtitan.components.data.sequence_cache import Result, SequenceCache
+from torchtitan.components.data.sequence_cache import SequenceCache
 from torchtitan.components.losses.log_probs import token_log_probs
+from torchtitan.components.losses.token_result import TokenResult
 from torchtitan.components.peft import LoRA
 from torchtitan.components.peft.lora import adapters_off
 from torchtitan.components.weights.pretrained import internal_source
@@ -173,7 +174,7 @@ class ReferenceTrainer(FrozenModelTrainer):
         if self.config.reference.kind != "cached":
             return None
         folder = cache_root(getattr(self.config.dataloader, "cache_dir", "")) / "reference"
-        results = {"reference": Result(torch.float32)}
+        results = {"reference": TokenResult(torch.float32)}
         return SequenceCache(folder, self.setting(model), results=results, verify=self.verifies_caches)
 
     def frozen_results(self, batch: Batch) -> dict[str, Tensor]:

@@ -5,13 +5,13 @@ import pytest
 import torch
 
 from torchtitan.components.data import sequence_cache
-from torchtitan.components.data.sequence_cache import Result, SequenceCache
+from torchtitan.components.data.sequence_cache import SequenceCache, TokenResult
 from torchtitan.protocols.attention import AttentionMetadata
 from torchtitan.tools.errors import UserError
 
-WHOLE = Result(torch.int64)
-FLOAT = Result(torch.float32)
-TEACHER = {"ids": Result(torch.int32, below=100), "log_probs": FLOAT}
+WHOLE = TokenResult(torch.int64)
+FLOAT = TokenResult(torch.float32)
+TEACHER = {"ids": TokenResult(torch.int32, below=100), "log_probs": FLOAT}
 
 
 def batch_of(*rows: list[list[int]]):
@@ -24,7 +24,7 @@ def batch_of(*rows: list[list[int]]):
 
 def test_results_follow_the_sequences_to_other_windows(tmp_path):
     """In another order, in windows of another length, and with more padding."""
-    results_of = {"own": FLOAT, "two": Result(torch.int64, (2,))}
+    results_of = {"own": FLOAT, "two": TokenResult(torch.int64, (2,))}
     cache = SequenceCache(tmp_path, ["model"], results=results_of)
     assert cache.bytes_per_token == 4 + 2 * 8
     written = batch_of([[1, 2, 3], [4], [-1]], [[5, 6], [7, 8], [-1]])

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from torchtitan.components.data.base import Batch
 from torchtitan.components.data.disk_cache import block_checksums, evenly_spaced, writable
+from torchtitan.components.losses.token_result import TokenResult
 from torchtitan.protocols.attention import AttentionMetadata
 from torchtitan.tools import durable
 from torchtitan.tools.digests import bytes_digest
@@ -44,15 +45,6 @@ class _Sequence(NamedTuple):
     """Whether the loss reads the result of each of these positions, (n,)."""
 
 
-class Result(NamedTuple):
-    """What a file has for each token."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...] = ()
-    below: int | None = None
-    """Bound of whole numbers that begin at 0; None if any value is possible."""
-
-
 class SequenceCache:
     """A folder with a file for each sequence, named by a hash of its tokens, its labels and the `setting`, JSON values
     that writing and reading must have in common. A sequence without labels, such as padding, has one of its tokens.
@@ -67,7 +59,7 @@ class SequenceCache:
         verify: verify all files of complete data at the start instead of a sample.
     """
 
-    def __init__(self, folder: Path, setting: Any, *, results: Mapping[str, Result], verify: bool = False):
+    def __init__(self, folder: Path, setting: Any, *, results: Mapping[str, TokenResult], verify: bool = False):
         self.folder, self.results, self.verify = folder, results, verify
         self._setting = json.dumps([FORMAT_VERSION, setting]).encode()
         self._unfinished = folder / "unfinished"
@@ -237,7 +229,7 @@ def _checksums(name: str, tensors: Mapping[str, Tensor]) -> list[int]:
     return block_checksums(io.BytesIO(b"".join([json.dumps([name, described]).encode(), *values])))
 
 
-def _check_results(tensors: Mapping[str, Tensor], n_tokens: int, results: Mapping[str, Result]) -> None:
+def _check_results(tensors: Mapping[str, Tensor], n_tokens: int, results: Mapping[str, TokenResult]) -> None:
     """Raise `ValueError` unless a file has a possible result for each of the tokens."""
     if tensors.keys() != results.keys():
         raise ValueError(f"it holds {', '.join(tensors) or 'nothing'}, not {', '.join(results)}")

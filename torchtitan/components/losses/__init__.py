@@ -6,5 +6,6 @@
 - `preference_losses`: DPO and its relatives, KTO, reward models.
 - `policy_loss`: policy gradients with clipping.
 - `distillation`: divergences from a teacher.
+- `token_result`: form of results of a frozen model for each token.
 - `load_balance`: penalties and statistics of expert routers.
 """

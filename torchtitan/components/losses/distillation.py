@@ -10,8 +10,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchtitan.components.data.sequence_cache import Result
 from torchtitan.components.losses.cross_entropy import IGNORE_INDEX, chunked_loss, cross_entropy_
+from torchtitan.components.losses.token_result import TokenResult
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.config import Configurable
 from torchtitan.config.code import CacheFolder
@@ -146,11 +146,11 @@ class TopTokens:
     log_probs: Tensor
 
     @staticmethod
-    def cached(vocabulary: int, k: int) -> dict[str, Result]:
+    def cached(vocabulary: int, k: int) -> dict[str, TokenResult]:
         """Return what a `SequenceCache` has of `DistillationLoss.top_tokens`."""
         n_probabilities = k + 1 if k < vocabulary else k
-        ids = Result(torch.int32, (k,), below=vocabulary)
-        return {"ids": ids, "log_probs": Result(torch.float32, (n_probabilities,))}
+        ids = TokenResult(torch.int32, (k,), below=vocabulary)
+        return {"ids": ids, "log_probs": TokenResult(torch.float32, (n_probabilities,))}
 
 
 class DistillationLoss(Configurable):
