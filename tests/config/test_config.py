@@ -1,12 +1,16 @@
 """`Configurable`, the registry, and configurations from the command line and files."""
 
 import json
+import math
+import sys
 import textwrap
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import tyro
 import yaml
 
 from torchtitan.config import Configurable
@@ -456,3 +460,63 @@ def test_config_file_has_sections(tmp_path):
     assert document["module"] == "llama3"
     assert document["model"]["dim"] == 256
     assert "model_spec" not in document
+
+
+class TestFileWithoutFlags:
+    """Values of a file go into the dataclasses as they are, with the errors of the command line."""
+
+    def read(self, folder: Path, text: str, *args: str) -> Any:
+        (folder / "run.yaml").write_text(text)
+        return parse("--config_file", str(folder / "run.yaml"), *args).config
+
+    def test_tyro_sees_only_the_command_line(self, tmp_path, monkeypatch):
+        seen = []
+        cli = tyro.cli
+        monkeypatch.setattr(tyro, "cli", lambda *args, **options: seen.append(options["args"]) or cli(*args, **options))
+        config = self.read(tmp_path, "training: {steps: 7}\ncheckpoint: {enable: true}", "--training.seq_len=64")
+        assert seen == [["--training.seq_len=64"]]
+        assert (config.training.steps, config.training.seq_len, config.checkpoint.enable) == (7, 64, True)
+
+    @pytest.mark.parametrize(
+        ("key", "written", "word", "value"),
+        [
+            ("training.steps", "1e3", "1e3", 1000),
+            ("training.steps", "2000.0", "2000.0", 2000),
+            ("training.steps", "'12'", "12", 12),
+            ("training.max_norm", "2", "2", 2.0),
+            ("training.max_norm", ".inf", "inf", math.inf),
+            ("training.epochs", "None", "None", None),
+            ("training.epochs", "null", "None", None),
+            ("dump_folder", "2026-11-28", "2026-11-28", "2026-11-28"),
+            ("dump_folder", "12", "12", "12"),
+            ("dataloader.weights", "3", "3", [3.0]),
+            ("checkpoint.export_dtype", "bfloat16", "bfloat16", "bfloat16"),
+            ("optimizer.param_groups.no_decay.lr", "'1e-4'", "1e-4", 1e-4),
+        ],
+    )
+    def test_has_the_type_of_the_option(self, tmp_path, key, written, word, value):
+        for config in (self.read(tmp_path, f"{key}: {written}"), parse(f"--{key}", word).config):
+            found = leaves(config.to_dict())[key]
+            assert found == value and type(found) is type(value)
+
+    def test_refuses_as_the_command_line_does(self, tmp_path):
+        with pytest.raises(UserError, match=r"'training.steps' in .* is 1.5, but must be a whole number"):
+            self.read(tmp_path, "training: {steps: 1.5}")
+        with pytest.raises(UserError, match=r"--training.steps is '1.5', but must be a whole number"):
+            parse("--training.steps", "1.5")
+
+    def test_leaves_the_registered_configuration_alone(self, tmp_path):
+        before = parse().config
+        self.read(tmp_path, "training: {steps: 7}")
+        assert parse().config == before
+
+
+def test_a_failure_inside_tyro_is_shown_as_tyro_shows_it(monkeypatch, capsys):
+    def fail(*args: Any, **options: Any) -> None:
+        print("╭─ a box ─╮", file=sys.stderr)
+        raise SystemExit(2)
+
+    monkeypatch.setattr(tyro, "cli", fail)
+    with pytest.raises(SystemExit, match="2"):
+        parse("--training.steps", "3")
+    assert capsys.readouterr().err == "╭─ a box ─╮\n"

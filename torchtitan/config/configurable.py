@@ -1,8 +1,9 @@
 """`Configurable`: a class paired with the dataclass that configures and builds it."""
 
+import contextlib
 import copy
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import date
 from functools import cache
 from pathlib import Path
@@ -43,13 +44,16 @@ def _listed(cls: type, name: str, value: Any) -> Any:
 def list_options(cls: type) -> dict[str, Any]:
     """Return the declared types of the fields of a dataclass that hold lists or tuples."""
     types = get_type_hints(cls)
-    return {field.name: types[field.name] for field in dataclasses.fields(cls) if _holds_list(types[field.name])}
+    return {field.name: types[field.name] for field in dataclasses.fields(cls) if holds_list(types[field.name])}
 
 
-def _holds_list(declared: Any) -> bool:
+def holds_list(declared: Any) -> bool:
+    """Return whether an option of the declared type holds a list or tuple, or possibly None."""
+    if get_origin(declared) is Annotated:
+        return holds_list(get_args(declared)[0])
     if get_origin(declared) in (Union, UnionType):
         others = [argument for argument in get_args(declared) if argument is not NoneType]
-        return all(map(_holds_list, others))
+        return all(map(holds_list, others))
     return get_origin(declared) in (list, tuple)
 
 
@@ -185,8 +189,9 @@ def _check_config(cls: type[Configurable]) -> None:
 
 
 def fits(value: Any, declared: Any, *, quoted: bool = True) -> bool:
-    """Return whether a value of a YAML or JSON file fits the declared type. A type that files cannot express accepts
-    any value. With `quoted`, numbers may be quoted and a single item may replace a list, as on the command line."""
+    """Return whether a value of a YAML or JSON file, or a word of the command line, fits the declared type. A type that
+    files cannot express accepts any value. With `quoted`, numbers may be quoted and a single item may replace a list,
+    as on the command line."""
     arguments = get_args(declared)
     origin = get_origin(declared)
     if origin is Annotated:
@@ -199,7 +204,7 @@ def fits(value: Any, declared: Any, *, quoted: bool = True) -> bool:
         if not quoted and not isinstance(value, list):
             return False
         items = value if isinstance(value, list) else [value]
-        types = arguments if origin is tuple and Ellipsis not in arguments else [arguments[0]] * len(items)
+        types = _item_types(declared, len(items))
         return len(items) == len(types) and all(fits(*pair, quoted=quoted) for pair in zip(items, types, strict=True))
     if declared is NoneType:
         return value is None or quoted and value == "None"
@@ -212,14 +217,58 @@ def fits(value: Any, declared: Any, *, quoted: bool = True) -> bool:
     return True
 
 
+def convert(value: Any, declared: Any) -> Any:
+    """Return a value that `fits` the declared type, quoted or not, as this type."""
+    arguments = get_args(declared)
+    origin = get_origin(declared)
+    if origin is Annotated:
+        return convert(value, arguments[0])
+    if origin in (Union, UnionType):
+        exact = [argument for argument in arguments if fits(value, argument, quoted=False)]
+        fitting = [argument for argument in arguments if fits(value, argument)]
+        return convert(value, [*exact, *fitting][0])
+    if origin in (list, tuple):
+        items = value if isinstance(value, list) else [value]
+        types = _item_types(declared, len(items))
+        return origin(convert(*pair) for pair in zip(items, types, strict=True))
+    if declared is NoneType:
+        return None
+    if declared is int:
+        return whole_number(value)
+    if declared in (float, str, Path):
+        return declared(str(value))
+    return value
+
+
+def _item_types(declared: Any, n_items: int) -> Sequence[Any]:
+    """Return the types of the items of a list or tuple with `n_items` items; of a fixed tuple, all of its types."""
+    arguments = get_args(declared)
+    if get_origin(declared) is tuple and Ellipsis not in arguments:
+        return arguments
+    return [arguments[0]] * n_items
+
+
 def _is_number(value: Any, declared: type[int] | type[float], *, quoted: bool) -> bool:
-    if declared is int and isinstance(value, float) or not quoted and not isinstance(value, (int, float)):
+    if not quoted and not isinstance(value, int if declared is int else (int, float)):
         return False
     try:
-        declared(value)
+        whole_number(value) if declared is int else float(value)
     except (TypeError, ValueError, OverflowError):
         return False
     return True
+
+
+def whole_number(value: Any) -> int:
+    """Return a whole number, which may be written like 1e3. Raise `ValueError` for any other value."""
+    if isinstance(value, int):
+        return value
+    with contextlib.suppress(ValueError):
+        if isinstance(value, str):
+            return int(value)
+    number = float(value)
+    if not number.is_integer():
+        raise ValueError(f"'{value}' is not a whole number")
+    return int(number)
 
 
 def describe(declared: Any) -> str:

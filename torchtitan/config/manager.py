@@ -4,10 +4,10 @@ import contextlib
 import dataclasses
 import io
 import os
-import re
 import shlex
+import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -25,7 +25,16 @@ from tyro.constructors import (
 )
 
 from torchtitan.config.code import NamesCode, untrusted_in
-from torchtitan.config.configurable import Configurable, config_key, describe, fits, leaves
+from torchtitan.config.configurable import (
+    Configurable,
+    config_key,
+    convert,
+    describe,
+    fits,
+    holds_list,
+    leaves,
+    whole_number,
+)
 from torchtitan.config.registry import ASSETS_PARAMETER, import_failure, is_trusted, load_config_function, needs_assets
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError, suggest
@@ -107,10 +116,12 @@ class ConfigManager:
             _check_keys(document, list(known), selected.config_file)
             _check_values(document, types_by_key(default, type(default)), selected.config_file)
         words = _to_switches(overrides, {key for key, value in known.items() if isinstance(value, bool)})
-        config = self._parse(default, [*_to_flags(document), *words], list(known))
-        if document and _untrusted_of(config):
-            trusted = self._parse(default, words, list(known))
-            _check_trust(config, [default, trusted], selected.config_file)
+        with _refusals_named():
+            with_file = with_values(default, type(default), _nested(leaves(document)))
+        config = self._parse(with_file, words, list(known))
+        if document and _strange_in(config, [default]):
+            without_file = self._parse(default, words, list(known))
+            _check_trust(config, [default, without_file], selected.config_file)
         return ResolvedConfig(module, config_name, config)
 
     def _assets_path(self, config_name: str, overrides: list[str], document: dict[str, Any]) -> str:
@@ -126,11 +137,12 @@ class ConfigManager:
         raise UserError(f"configuration '{config_name}' needs --{ASSETS_PARAMETER}")
 
     def _parse(self, default: Configurable.Config, args: list[str], known: Collection[str]) -> Any:
+        _check_words(args, types_by_key(default, type(default)))
         registry, printed = ConstructorRegistry(), io.StringIO()
         registry.struct_rule(_named_configs_rule)
         registry.primitive_rule(_whole_numbers_rule)
         try:
-            with registry, contextlib.redirect_stderr(printed):
+            with registry, contextlib.redirect_stderr(printed), _refusals_named():
                 config, unknown = tyro.cli(
                     type(default),
                     default=default,
@@ -141,10 +153,9 @@ class ConfigManager:
                     config=(tyro.conf.SuppressFixed,),
                     return_unknown_args=True,
                 )
-        except SystemExit as ended:
-            if not ended.code:
-                raise
-            raise _wrong_value(printed.getvalue(), args, types_by_key(default, type(default))) from None
+        except SystemExit:
+            print(printed.getvalue(), end="", file=sys.stderr)
+            raise
         if unknown:
             raise self._unknown(unknown, known)
         return config
@@ -192,32 +203,54 @@ def _whole_numbers_rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[int
     if info.type is not int:
         return None
     return PrimitiveConstructorSpec(
-        1, "INT", lambda words: _whole_number(words[0]), lambda value: isinstance(value, int), lambda n: [str(n)]
+        1, "INT", lambda words: whole_number(words[0]), lambda value: isinstance(value, int), lambda n: [str(n)]
     )
 
 
-def _whole_number(text: str) -> int:
-    with contextlib.suppress(ValueError):
-        return int(text)
-    with contextlib.suppress(ValueError):
-        if (number := float(text)).is_integer():
-            return int(number)
-    raise ValueError(f"'{text}' is no whole number")
+@contextlib.contextmanager
+def _refusals_named() -> Iterator[None]:
+    """Raise `UserError` if a configuration refuses its values with a `ValueError`. tyro ends the process in its place,
+    so the error is in the context of a `SystemExit`."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (ValueError, SystemExit) as raised:
+        error: BaseException | None = raised
+        while error and not isinstance(error, ValueError):
+            error = error.__context__
+        if error is None:
+            raise
+        raise UserError(f"a configuration refuses its values: {error} ({type(error).__name__})") from error
 
 
-def _wrong_value(printed: str, words: Sequence[str], types: Mapping[str, Any]) -> UserError:
-    """Return the error for the option of the command line that tyro names in the box that it `printed`; without such an
-    option, for example if the configuration refuses its values, the text of the box."""
-    text = " ".join(re.sub("[│╭╮╰╯─]", " ", printed).split())
-    named = re.search(r"(?:Error parsing |argument ')--([\w.]+)", text)
-    if named is None or (key := named[1]) not in types:
-        return UserError(text)
-    place = max(number for number, word in enumerate(words) if _key_of(word) == key)
-    _, assigned, value = words[place].partition("=")
-    rest = takewhile(lambda word: _key_of(word) not in types, words[place + 1 :])
-    shown = value if assigned else " ".join(rest)
-    said = f"is {shown!r}, but" if shown or assigned else "has no value; it"
-    return UserError(f"--{key} {said} must be {describe(types[key]).replace('null', 'None')}")
+def _check_words(words: Sequence[str], types: Mapping[str, Any]) -> None:
+    """Check the values on the command line, with the messages of a file, before tyro parses them. Raise `UserError` for
+    the first wrong one; of an option that is repeated, the last value counts."""
+    values: dict[str, list[str]] = {}
+    for place, word in enumerate(words):
+        key, assigned, value = _key_of(word), "=" in word, word.partition("=")[2]
+        if key in types and types[key] is not bool:
+            rest = takewhile(lambda other: not _is_option(other, types), words[place + 1 :])
+            values[key] = [value] if assigned else list(rest)
+    for key, given in values.items():
+        declared = types[key]
+        is_list = holds_list(declared)
+        if not given and not is_list:
+            raise UserError(f"--{key} has no value; it must be {_described(declared)}")
+        tried: Any = given if is_list and given != ["None"] else given[0]
+        if not fits(tried, declared):
+            raise UserError(f"--{key} is {' '.join(given)!r}, but must be {_described(declared)}")
+
+
+def _is_option(word: str, types: Mapping[str, Any]) -> bool:
+    key = _key_of(word)
+    section, dot, name = key.rpartition(".")
+    return key in types or f"{section}{dot}{name.removeprefix('no_')}" in types
+
+
+def _described(declared: Any) -> str:
+    return describe(declared).replace("null", "None")
 
 
 def _key_of(word: str) -> str:
@@ -319,7 +352,7 @@ def _check_values(document: dict[str, Any], types: Mapping[str, Any], path: str)
     for key, value in leaves(document).items():
         if not fits(value, types[key]):
             raise UserError(f"'{key}' in {path} is {value!r}, but must be {describe(types[key])}")
-        # The command line would parse this list item as an option.
+        # A file may only say what the command line can, which would take this item for an option.
         for item in value if isinstance(value, list) else []:
             if isinstance(item, str) and item.startswith("-") and not fits(item, float):
                 raise UserError(f"'{key}' in {path} has the item {item!r}; items must not begin with '-'")
@@ -335,7 +368,7 @@ def types_by_key(value: Any, declared: Any, key: str = "") -> dict[str, Any]:
         children = (("" if _is_unnamed(hints[name]) else name, getattr(value, name), hints[name]) for name in names)
     elif isinstance(value, Mapping):
         children = ((name, item, get_args(declared)[1]) for name, item in value.items())
-    elif isinstance(value, list) and value and all(isinstance(item, Configurable.Config) for item in value):
+    elif _is_config_list(value):
         children = ((config_key(item), item, type(item)) for item in value)
     else:
         return {key: declared}
@@ -350,6 +383,12 @@ def _is_unnamed(declared: Any) -> bool:
     return any(getattr(annotation, "name", None) == "" for annotation in annotations)
 
 
+def _is_hidden(declared: Any) -> bool:
+    """Return whether a field is not an option."""
+    annotations = get_args(declared)[1:] if get_origin(declared) is Annotated else ()
+    return any(annotation in (tyro.conf.Fixed, tyro.conf.Suppress) for annotation in annotations)
+
+
 def _untrusted_of(config: Configurable.Config) -> dict[str, dict[str, str]]:
     """Return the texts in the options of a configuration that need trust, with the reason, by key."""
     values = leaves(config.to_dict())
@@ -358,15 +397,21 @@ def _untrusted_of(config: Configurable.Config) -> dict[str, dict[str, str]]:
     return {key: texts for key, texts in found.items() if texts}
 
 
-def _check_trust(config: Configurable.Config, trusted: Sequence[Configurable.Config], path: str) -> None:
-    """Require that all values that need trust are also those of a trusted configuration: of the configuration function,
-    or of the command line without the file."""
+def _strange_in(config: Configurable.Config, trusted: Sequence[Configurable.Config]) -> dict[str, dict[str, str]]:
+    """Return the values of a configuration that need trust and are in none of the trusted ones, with the reason, by
+    key."""
     known = [_untrusted_of(each) for each in trusted]
     strange = {
         key: {text: reason for text, reason in texts.items() if not any(text in of.get(key, ()) for of in known)}
         for key, texts in _untrusted_of(config).items()
     }
-    if strange := {key: texts for key, texts in strange.items() if texts}:
+    return {key: texts for key, texts in strange.items() if texts}
+
+
+def _check_trust(config: Configurable.Config, trusted: Sequence[Configurable.Config], path: str) -> None:
+    """Require that all values that need trust are also those of a trusted configuration: of the configuration function,
+    or of the command line without the file."""
+    if strange := _strange_in(config, trusted):
         values = leaves(config.to_dict())
         words = [word for key in strange for word in (f"--{key}", *_words_of(values[key]))]
         raise _untrusted_in_file(strange, words, path)
@@ -386,20 +431,49 @@ def _untrusted_in_file(found: Mapping[str, Mapping[str, str]], words: Sequence[s
     return UserError(f"{'; '.join(parts)}; if you trust it, set it on the command line too: {shlex.join(words)}")
 
 
-def _to_flags(document: dict[str, Any], prefix: str = "") -> list[str]:
-    """Return the equivalent command line, so that files and options are parsed and checked by the same code."""
-    flags: list[str] = []
-    for name, value in document.items():
-        key = f"{prefix}{name}"
-        if isinstance(value, dict):
-            flags += _to_flags(value, f"{key}.")
-        elif isinstance(value, bool):
-            flags.append(_switch(key, value))
-        elif isinstance(value, list):
-            flags += [f"--{key}", *map(str, value)]
-        else:
-            flags.append(f"--{key}={value}")
-    return flags
+def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a nested dictionary of values by their dotted keys."""
+    document: dict[str, Any] = {}
+    for key, value in values.items():
+        *sections, name = key.split(".")
+        section = document
+        for part in sections:
+            section = section.setdefault(part, {})
+        section[name] = value
+    return document
+
+
+def with_values(value: Any, declared: Any, document: Any) -> Any:
+    """Return a copy of a configuration with the values of a document, nested by the keys of `types_by_key`, which fit
+    their types."""
+    if document == {}:
+        return value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        hints = get_type_hints(type(value), include_extras=True)
+        changes: dict[str, Any] = {}
+        for field in dataclasses.fields(value):
+            name, child = field.name, getattr(value, field.name)
+            if _is_unnamed(hints[name]):
+                changes[name] = with_values(child, hints[name], document)
+            elif name in document and not _is_hidden(hints[name]):
+                changes[name] = with_values(child, hints[name], document[name])
+        return dataclasses.replace(value, **changes)
+    if isinstance(value, Mapping):
+        item_type = get_args(declared)[1]
+        return {
+            name: with_values(item, item_type, document[name]) if name in document else item
+            for name, item in value.items()
+        }
+    if _is_config_list(value):
+        keyed = {config_key(item): item for item in value}
+        return [
+            with_values(item, type(item), document[key]) if key in document else item for key, item in keyed.items()
+        ]
+    return convert(document, declared)
+
+
+def _is_config_list(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(item, Configurable.Config) for item in value)
 
 
 def _to_switches(args: Sequence[str], switches: Collection[str]) -> list[str]:
