@@ -1,7 +1,7 @@
 """The decoder-only language model that families specialize, and its sharding plan."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -9,11 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchtitan.models.common.attention import GroupedQueryAttention, with_kernel
+from torchtitan.models.common.attention import GroupedQueryAttention
 from torchtitan.models.common.blocks import PreNormBlock, Rope
 from torchtitan.models.common.feed_forward import GatedFeedForward
+from torchtitan.models.common.layer_inputs import BatchInputs, LayerCall
 from torchtitan.models.common.norms import RMSNorm
-from torchtitan.models.common.rope import RoPEConfig, rope_cos_sin
+from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.protocols.attention import AttentionMetadata
 from torchtitan.protocols.initializer import TruncatedNormal, with_initializers
 from torchtitan.protocols.model import BaseModel, count_elements, effective_weight
@@ -299,29 +300,15 @@ class Decoder(BaseModel):
             positions_BL = torch.arange(attention.max_seqlen, device=device)[None]
         # The last stage has a tied embedding, but gets hidden states.
         hidden_BLD = tokens_BL if tokens_BL.is_floating_point() else self.embed(tokens_BL)
-        layers = [
-            (block, self.rope_of_layer(i), self.window_of_layer(i) or attention.window, self.head_dim_of_layer(i))
-            for i, block in zip(map(int, self.layers), self.layers.values(), strict=True)
-            if i < self.config.n_layers
-        ]
-        # Computed once for all layers with the same RoPE or window, and heads of the same width.
-        ropes = {(id(rope), head_dim): (rope, head_dim) for _, rope, _, head_dim in layers if rope is not None}
-        lengths_BL = None
-        if any(rope.depends_on_length for rope, _ in ropes.values()):
-            lengths_BL = attention.document_lengths_BL(device)
-        cos_sin = {key: rope_cos_sin(*rope, positions_BL, lengths_BL) for key, rope in ropes.items()}
-        with_window = {
-            (window, head_dim): with_kernel(
-                attention.with_chunks(window, positions_BL) if self.has_chunks else attention.with_window(window),
-                device=device,
-                dtype=hidden_BLD.dtype,
-                head_dim=head_dim,
-                static=self.is_compiled,
-                capped=self.has_sinks or self.score_softcap() is not None,
-            )
-            for window, head_dim in {(window, head_dim) for _, _, window, head_dim in layers}
-        }
-        calls = [(block, cos_sin.get((id(rope), d)), with_window[w, d]) for block, rope, w, d in layers]
+        inputs = BatchInputs(
+            attention,
+            positions_BL,
+            has_chunks=self.has_chunks,
+            dtype=hidden_BLD.dtype,
+            static=self.is_compiled,
+            capped=self.has_sinks or self.score_softcap() is not None,
+        )
+        calls = self._layer_calls(inputs)
         hidden_BLD = self.run_blocks(calls, tokens_BL, hidden_BLD)
         if self.head is None:
             return hidden_BLD
@@ -330,13 +317,25 @@ class Decoder(BaseModel):
             assert self.tok_embeddings is not None, "the stage with the head has a copy (shared_modules)"
             tied_VD = effective_weight(self.tok_embeddings)
         if self.training and len(self.layers) > self.config.n_layers and "labels_BL" in head_inputs:
-            head = self.training_head(head, tokens_BL, positions_BL, *calls[-1][1:])
+            last = calls[-1]
+            head = self.training_head(head, tokens_BL, positions_BL, last.rope, last.attention)
         return self.head(hidden_BLD, tied_VD, head, **head_inputs)
 
-    def run_blocks(self, calls: list[Any], tokens_BL: Tensor, hidden_BLD: Tensor) -> Tensor:
+    def _layer_calls(self, inputs: BatchInputs) -> list[LayerCall]:
+        """Return the layers of this stage with their inputs, without layers after the last, which only train."""
+        calls = []
+        for name, block in self.layers.items():
+            index = int(name)
+            if index < self.config.n_layers:
+                head_dim = self.head_dim_of_layer(index)
+                rope = inputs.rope(self.rope_of_layer(index), head_dim)
+                calls.append(LayerCall(block, rope, inputs.attention(self.window_of_layer(index), head_dim)))
+        return calls
+
+    def run_blocks(self, calls: Sequence[LayerCall], tokens_BL: Tensor, hidden_BLD: Tensor) -> Tensor:
         """Return the hidden states after the last block; `calls`: each block, with its inputs besides hidden states."""
-        for block, *inputs in calls:
-            hidden_BLD = block(hidden_BLD, *inputs)
+        for call in calls:
+            hidden_BLD = call.block(hidden_BLD, call.rope, call.attention)
         return hidden_BLD
 
     def training_head(

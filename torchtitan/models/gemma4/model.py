@@ -1,5 +1,6 @@
 """The models of Gemma 4 for text, and their Hugging Face format."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -10,6 +11,7 @@ from torchtitan.models.common.attention import SharedKeyAttention
 from torchtitan.models.common.blocks import PerLayerBlock, PerLayerEmbeddings, ScaledSandwichBlock
 from torchtitan.models.common.config_reader import ConfigReader
 from torchtitan.models.common.hugging_face import SANDWICH_ROWS, ModelType, dense_format, module_rows, write_if
+from torchtitan.models.common.layer_inputs import LayerCall
 from torchtitan.models.common.layer_types import WINDOW_KEYS, ScaledEmbeddingDecoder, one_full_of
 from torchtitan.models.common.moe.decoder import DenseAndExpertsBlock, ExpertLayers
 from torchtitan.models.common.moe.experts import GeGLUExperts
@@ -104,15 +106,17 @@ class Gemma4Model(ScaledEmbeddingDecoder):
     def head_dim_of_layer(self, index: int) -> int:
         return self.config.resolved_head_dim if self.config.has_window(index) else self.config.global_head_dim
 
-    def run_blocks(self, calls: list[Any], tokens_BL: Tensor, hidden_BLD: Tensor) -> Tensor:
+    def run_blocks(self, calls: Sequence[LayerCall], tokens_BL: Tensor, hidden_BLD: Tensor) -> Tensor:
         if self.per_layer is None:
             return super().run_blocks(calls, tokens_BL, hidden_BLD)
-        own_BLNP, given = self.per_layer(tokens_BL, hidden_BLD), dict[bool, Any]()
-        for index, (block, *inputs) in enumerate(calls):
-            kind = self.config.has_window(index)
-            shared = given[kind] if self.config.shares_keys(index) else ()
-            hidden_BLD, *keys_values = block(hidden_BLD, *inputs, own_BLNP[:, :, index], *shared)
-            given[kind] = keys_values or shared
+        own_BLNP = self.per_layer(tokens_BL, hidden_BLD)
+        keys_values: dict[bool, list[Tensor]] = {}  # of the last layer of each type that has its own
+        for index, call in enumerate(calls):
+            has_window = self.config.has_window(index)
+            shared = keys_values[has_window] if self.config.shares_keys(index) else []
+            hidden_BLD, *given = call.block(hidden_BLD, call.rope, call.attention, own_BLNP[:, :, index], *shared)
+            if given:
+                keys_values[has_window] = given
         return hidden_BLD
 
 
